@@ -1,0 +1,60 @@
+"""Federated methods, one file each, under one contract (``base.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from fedpop.algorithms.base import Algorithm
+from fedpop.algorithms.fedavg import FedAvg
+from fedpop.algorithms.fedrep import FedRep
+from fedpop.algorithms.fedsouk import EM, FedSOUK, FedSOUL, Hyperprior
+from fedpop.algorithms.local_sgd import LocalSGD
+from fedpop.errors import CheckpointError
+from fedpop.kernels import HMC, ULA, Exponential
+from fedpop.models.base import Model
+from fedpop.priors.normal import Normal
+from fedpop.server.averaging import Averaging
+from fedpop.server.optimisers import SGD, Adam
+from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial
+from fedpop.server.start import SpectralStart
+
+METHODS: dict[str, type[Algorithm]] = {m.__name__: m for m in (FedSOUL, FedSOUK, FedAvg, FedRep)}
+
+_SETTINGS: dict[str, type] = {
+    c.__name__: c
+    for c in (
+        ULA,
+        HMC,
+        Exponential,
+        Normal,
+        Adam,
+        SGD,
+        EM,
+        Hyperprior,
+        Averaging,
+        SpectralStart,
+        LocalSGD,
+        Constant,
+        Polynomial,
+        Cosine,
+        Decay,
+    )
+}
+
+
+def rebuild(described: dict[str, Any], method: str, model: Model) -> Algorithm:
+    """The method that ``Algorithm.describe`` described."""
+    if method not in METHODS:
+        raise CheckpointError(f"unknown method {method!r}; known are {', '.join(METHODS)}")
+    cls = METHODS[method]
+    known = {f.name for f in fields(cls)} - {"model"}
+    settings = {k: _value(v) for k, v in described.items() if k in known}
+    return cls(model, **settings)
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, dict) and "kind" in value:
+        inner = {k: _value(v) for k, v in value.items() if k != "kind"}
+        return _SETTINGS[value["kind"]](**inner)
+    return tuple(_value(v) for v in value) if isinstance(value, list) else value

@@ -1,0 +1,209 @@
+"""The contract of a federated method: what the server keeps, what clients keep and send, what changes.
+
+Data flows one way: ``broadcast`` -> ``local_round`` on each cohort -> the *sum* of messages ->
+``server_round``. Messages are additive, which is what makes secure and hierarchical aggregation, and one
+backward pass for many clients, possible. A method is a frozen dataclass of settings; everything that
+changes is in dictionaries of tensors, which is all that a checkpoint needs. It does not know whether it
+runs in the simulator or across machines.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedpop.channel import Channel
+from fedpop.errors import SettingsError
+from fedpop.federation.cohort import Cohort
+from fedpop.federation.inputs import Inputs
+from fedpop.models.base import Model
+from fedpop.runtime.random import Key
+
+if TYPE_CHECKING:
+    from fedpop.evaluation.predictive import Predictive
+    from fedpop.population import Population
+
+Tensors = dict[str, Tensor]
+Trial = Callable[["Algorithm", int], tuple[float, float]]
+"""Runs so many rounds of a method; gives the marginal log-likelihood before and after."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the server knows of the federation before the first round."""
+
+    clients: int
+    rounds: int
+    restart: int = 0
+
+
+@dataclass(frozen=True)
+class Message:
+    """Sums over clients, how many clients they are from, and whether b/count applies."""
+
+    sums: Tensors
+    count: int
+    ratio: bool = True
+
+    def __add__(self, other: Message) -> Message:
+        names = self.sums | other.sums
+        sums = {
+            n: self.sums[n] + other.sums[n]
+            if n in self.sums and n in other.sums
+            else (self.sums | other.sums)[n]
+            for n in names
+        }
+        return Message(sums, self.count + other.count, self.ratio and other.ratio)
+
+    def scaled(self, name: str, clients: int) -> Tensor:
+        """The estimate of the sum over *all* clients."""
+        total = self.sums[name]
+        return total * (clients / self.count) if self.ratio else total
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a cohort's work cost and how it went; numbers that add up."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    left_out: tuple[int, ...] = ()
+
+    def __add__(self, other: Info) -> Info:
+        names = {**self.sums, **other.sums}
+        sums = {n: self.sums.get(n, 0.0) + other.sums.get(n, 0.0) for n in names}
+        return Info(sums, self.left_out + other.left_out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(ABC):
+    """One federated method, with its settings. Subclasses read like their papers' pseudo-code."""
+
+    model: Model = field(kw_only=False)
+
+    name: ClassVar[str]
+    private: ClassVar[tuple[str, ...]] = ()
+    """Local state that must never be in a message."""
+    uncertainty: ClassVar[bool] = False
+    """Predictions integrate over z; otherwise intervals hold noise only, and say so."""
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Phases that run once, with everyone, before the rounds; the last one is the rounds."""
+        return ("train",)
+
+    @abstractmethod
+    def init(self, facts: Facts, key: Key) -> Tensors:
+        """The server's state before anything was heard."""
+
+    @abstractmethod
+    def broadcast(self, phase: str, server: Tensors) -> Tensors:
+        """What an active client receives."""
+
+    def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
+        """The local state of clients that take part for the first time, stacked."""
+        return {}
+
+    @abstractmethod
+    def local_round(
+        self, phase: str, broadcast: Tensors, cohort: Cohort, local: Tensors, channel: Channel, key: Key
+    ) -> tuple[Tensors, Message, Info]:
+        """A cohort's work: new local states, the sum of its messages, and what it cost."""
+
+    @abstractmethod
+    def server_round(
+        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
+    ) -> Tensors:
+        """The server's step; ``total`` is None when nobody took part."""
+
+    @abstractmethod
+    def publish(self, server: Tensors) -> Tensors:
+        """What predictions use."""
+
+    @abstractmethod
+    def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
+        """A client's own model (a cohort of one) with theta fixed; ``local`` is None for a newcomer."""
+
+    @abstractmethod
+    def predict(self, published: Tensors, personal: Tensors, x: Inputs, key: Key) -> Predictive:
+        """The predictive distribution at x that belongs to what ``personalise`` gave."""
+
+    @abstractmethod
+    def score(
+        self, published: Tensors, cohort: Cohort, held_out: Cohort, local: Tensors, key: Key
+    ) -> Tensors:
+        """Additive scores on held-out examples: ``log_prob`` and ``examples``."""
+
+    @property
+    def label(self) -> str:
+        """The name in tables."""
+        return self.name
+
+    def calibrated(self, trial: Trial) -> Algorithm:
+        """This method with its free settings chosen by trial rounds, where it has any."""
+        return self
+
+    def check(self, clients: int) -> None:
+        """Raise early when the settings do not fit the federation."""
+
+    def metrics(self, server: Tensors, info: Info) -> dict[str, float]:
+        """Numbers of a round for ``metrics.jsonl`` and the progress bar."""
+        return {}
+
+    def drift(self, server: Tensors) -> float | None:
+        """Relative change of theta between the two halves of the tail, where there is a tail."""
+        return None
+
+    def fit(self, clients: Any, **settings: Any) -> Population:
+        """Run this method on one machine; see :func:`fedpop.simulate` for the settings."""
+        from fedpop.runtime.simulate import simulate
+
+        return simulate(self, clients, **settings)
+
+    def but(self, **changes: Any) -> Any:
+        """A copy with other settings."""
+        return replace(self, **changes)
+
+    def describe(self) -> dict[str, Any]:
+        """All settings as plain values, for files and for comparing runs."""
+        out: dict[str, Any] = {"method": self.label}
+        out.update({f.name: _plain(getattr(self, f.name)) for f in fields(self)})
+        return out
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Model):
+        return repr(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        inner = {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+        return {"kind": type(value).__name__} | inner
+    if isinstance(value, tuple | list):
+        return [_plain(v) for v in value]
+    return value
+
+
+def leave_out(good: Tensor, cohort: Cohort) -> tuple[int, ...]:
+    """Ids of the clients whose update is not finite."""
+    return tuple(cohort.ids[~good].tolist())
+
+
+def weighted_sum(values: Tensor, weights: Tensor, good: Tensor) -> Tensor:
+    """Sum over clients of weight times value ``[C, D]``, leaving out clients that are not good."""
+    kept = torch.where(good.unsqueeze(-1), values, torch.zeros_like(values))
+    return (weights.to(values.dtype).unsqueeze(-1) * kept).sum(0)
+
+
+def require_positive(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if not value > 0:
+            raise SettingsError(f"{name} must be positive, not {value}")
+
+
+def split_cohort(cohort: Cohort) -> Iterable[Cohort]:
+    """One cohort per client."""
+    for i in range(len(cohort)):
+        yield cohort.select(torch.tensor([i], device=cohort.device))

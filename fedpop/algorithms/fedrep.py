@@ -1,0 +1,183 @@
+"""FedRep (Collins et al., 2021): a shared body, heads fitted locally and never sent.
+
+    client   head_i fitted with the body frozen (epochs of SGD, or exactly where that is possible);
+             then body_i = phi after epochs of SGD with head_i frozen;  sends n_i (body_i - phi) and n_i
+    server   phi += sum n_i (body_i - phi) / sum n_i   (or an optimiser on that as a gradient)
+
+It is FedPop's limit for an infinite prior scale and temperature zero: nothing is shared between heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedpop.algorithms.base import (
+    Algorithm,
+    Facts,
+    Info,
+    Message,
+    Tensors,
+    leave_out,
+    weighted_sum,
+)
+from fedpop.algorithms.fedsouk import natural_units, prefixed, unprefixed
+from fedpop.algorithms.local_sgd import LocalSGD
+from fedpop.algorithms.point import body_loss, head_loss, plug_in, score_point
+from fedpop.channel import Channel
+from fedpop.errors import DataError, SettingsError
+from fedpop.evaluation.predictive import Predictive
+from fedpop.federation.cohort import Cohort
+from fedpop.federation.inputs import Inputs
+from fedpop.models.local import LinearLikelihood
+from fedpop.runtime.random import Key
+from fedpop.server.optimisers import Optimiser
+from fedpop.server.start import SpectralStart, applies
+
+HEADS = ("sgd", "exact")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedRep(Algorithm):
+    """A shared representation with private heads."""
+
+    heads: str = "sgd"
+    head: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=10))
+    body: LocalSGD = field(default_factory=LocalSGD)
+    phi_step: Optimiser | None = None
+    start: str = "random"
+    spectral: SpectralStart = field(default_factory=SpectralStart)
+
+    name: ClassVar[str] = "FedRep"
+    private: ClassVar[tuple[str, ...]] = ("z",)
+
+    def __post_init__(self) -> None:
+        if self.heads not in HEADS:
+            raise SettingsError(f"heads are fitted by {' or '.join(HEADS)}, not {self.heads!r}")
+        exact = self.model.linear and self.model.likelihood.name == "normal"
+        if self.heads == "exact" and not exact:
+            raise SettingsError("exact heads need a linear head with a normal likelihood")
+        if self.start not in ("random", "spectral"):
+            raise SettingsError(f"start is 'random' or 'spectral', not {self.start!r}")
+        if self.start == "spectral" and not applies(self.model):
+            raise SettingsError("a spectral start needs a linear backbone and head without bias")
+
+    @property
+    def label(self) -> str:
+        # From the same start as FedSOUL or not: the two are different baselines.
+        return "FedRep-spectral" if self.start == "spectral" else "FedRep"
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return ("moments", "spectral", "train") if self.start == "spectral" else ("train",)
+
+    def init(self, facts: Facts, key: Key) -> Tensors:
+        return self._server(self.model.initial_phi())
+
+    def _server(self, phi: Tensor) -> Tensors:
+        server = {"phi": phi, "z": self.model.initial_z(), "unit": natural_units(self.model, phi)}
+        return server | (prefixed("phi.", self.phi_step.init(phi)) if self.phi_step else {})
+
+    def broadcast(self, phase: str, server: Tensors) -> Tensors:
+        if phase == "train":
+            return {"phi": server["phi"], "z": server["z"]}
+        return {"whitener": server["whitener"]} if phase == "spectral" else {}
+
+    def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
+        return {"z": broadcast["z"].expand(len(ids), -1).clone()}
+
+    def local_round(
+        self, phase: str, broadcast: Tensors, cohort: Cohort, local: Tensors, channel: Channel, key: Key
+    ) -> tuple[Tensors, Message, Info]:
+        if phase != "train":
+            sums = self.spectral.local(phase, self.model, broadcast, cohort, channel)
+            return local, Message(sums, len(cohort)), Info()
+        phi = broadcast["phi"]
+        z = self.fit_head(phi, cohort, local["z"], key)
+        start = phi.expand(len(cohort), -1)
+        body = self.body.run(body_loss(self.model), start, z, cohort.x, cohort, key.at(purpose="body"))
+        n = cohort.sizes.to(phi.dtype)
+        good = torch.isfinite(body).all(1) & torch.isfinite(z).all(1)
+        delta = channel("dphi", n.unsqueeze(1) * (body - start))
+        count = channel("n", n.unsqueeze(1))
+        sums = {
+            "dphi": weighted_sum(delta, cohort.weights, good),
+            "n": weighted_sum(count, cohort.weights, good),
+        }
+        value = score_point(self.model, phi, z, cohort)
+        examples = int(cohort.sizes.sum())
+        head_steps = examples * (1 if self.heads == "exact" else self.head.epochs)
+        info = Info(
+            {
+                "log_likelihood": float(value["log_prob"]),
+                "examples": float(examples),
+                # Heads are fitted on features computed once: a forward pass is a third.
+                "backbone_passes": examples / 3 + self.body.steps(cohort),
+                "head_steps": float(head_steps + self.body.steps(cohort)),
+            },
+            leave_out(good, cohort),
+        )
+        kept = torch.where(good.unsqueeze(1), z, local["z"])
+        return {"z": kept}, Message(sums, int(good.sum())), info
+
+    def fit_head(self, phi: Tensor, cohort: Cohort, z: Tensor, key: Key) -> Tensor:
+        """Heads ``[C, d]`` at this body: least squares (of least norm), or epochs of SGD."""
+        with torch.no_grad():
+            features = self.model.features(phi, cohort)
+            if self.heads == "exact":
+                local = self.model.bind(phi, features, cohort)
+                assert isinstance(local, LinearLikelihood)
+                f, y = local.features.double(), local.y.double()
+                return (torch.linalg.pinv(f) @ y).mT.flatten(1).to(phi.dtype)
+            loss = head_loss(self.model, phi)
+            return self.head.run(loss, z, z[:, :0], features, cohort, key.at(purpose="head"))
+
+    def server_round(
+        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
+    ) -> Tensors:
+        if phase == "moments":
+            assert total is not None
+            return server | {"whitener": self.spectral.whitener(total.sums)}
+        if phase == "spectral":
+            assert total is not None
+            width = self.model.z_layout.size
+            return self._server(
+                self.spectral.phi(total.sums, server["whitener"], server["phi"], width)
+            )
+        if total is None or total.count == 0 or float(total.sums["n"]) == 0:
+            return server
+        step = total.sums["dphi"] / total.sums["n"]
+        if self.phi_step is None:
+            return server | {"phi": server["phi"] + step}
+        state = unprefixed("phi.", server)
+        phi, state = self.phi_step.step(
+            server["phi"], step / self.body.rate, state, server["unit"], key.round, facts.rounds
+        )
+        return server | {"phi": phi} | prefixed("phi.", state)
+
+    def metrics(self, server: Tensors, info: Info) -> dict[str, float]:
+        s = info.sums
+        return {"loss": -s.get("log_likelihood", 0.0) / max(s.get("examples", 0.0), 1.0)}
+
+    def publish(self, server: Tensors) -> Tensors:
+        return {"phi": server["phi"], "z": server["z"]}
+
+    def personalise(
+        self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key
+    ) -> Tensors:
+        if int(cohort.sizes.min()) == 0 and local is None:
+            raise DataError("FedRep has no head for a client without data: it shares nothing but phi")
+        start = published["z"].expand(len(cohort), -1) if local is None else local["z"]
+        return {"z": self.fit_head(published["phi"], cohort, start, key)}
+
+    def predict(self, published: Tensors, personal: Tensors, x: Inputs, key: Key) -> Predictive:
+        return plug_in(self.model, published["phi"], personal["z"], x, key)
+
+    def score(
+        self, published: Tensors, cohort: Cohort, held_out: Cohort, local: Tensors, key: Key
+    ) -> Tensors:
+        z = self.fit_head(published["phi"], cohort, local["z"], key)
+        return score_point(self.model, published["phi"], z, held_out)

@@ -1,0 +1,673 @@
+"""FedSOUK: federated stochastic optimisation with Markov kernels (the paper's Algorithm 1).
+
+Round k, with theta = (phi, beta), for every active client i:
+
+    Z_0   its last chain state (stateful), or a draw from p(. | beta_k) (stateless)
+    Z_m   ~ Q(Z_{m-1}, .)                                     m = 1, ..., M
+    I_i   = 1/M sum_m grad_beta log p(Z_m | beta_k)           (or its other form, see priors.normal)
+    J_i   = 1/M sum_m grad_phi  log p(D_i | Z_m, phi_k)
+
+and on the server, with b/|A| or 1/p_i weights,
+
+    beta_{k+1} = Proj(beta_k + eta1 [grad log p(beta_k) + sum I_i])
+    phi_{k+1}  = Proj(phi_k  + eta2 [grad log p(phi_k)  + sum J_i]).
+
+phi is frozen while a chain runs, so features are computed once, and J is one backward pass through the
+backbone whatever M. FedSOUL is FedSOUK with Langevin steps; ``FedSOUL.paper()`` is Algorithm 1 to the
+letter, the default chooses the kernel by the head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedpop.algorithms.base import (
+    Algorithm,
+    Facts,
+    Info,
+    Message,
+    Tensors,
+    Trial,
+    leave_out,
+    split_cohort,
+    weighted_sum,
+)
+from fedpop.channel import Channel
+from fedpop.errors import EstimateError, SettingsError
+from fedpop.evaluation.predictive import Predictive
+from fedpop.federation.cohort import Cohort
+from fedpop.federation.inputs import Inputs, leaves, map_inputs
+from fedpop.kernels import (
+    ULA,
+    Exponential,
+    Kernel,
+    Target,
+    Trace,
+    Tuning,
+    resolve_kernel,
+    run,
+)
+from fedpop.models.base import Model
+from fedpop.models.gauge import aligner
+from fedpop.models.local import LinearLikelihood
+from fedpop.models.modules import RowKeys, has_dropout
+from fedpop.priors.normal import Normal
+from fedpop.priors.normal import resolve as resolve_prior
+from fedpop.runtime.random import Key
+from fedpop.server.averaging import Averaging
+from fedpop.server.optimisers import SGD, Adam, Optimiser
+from fedpop.server.schedules import Polynomial
+from fedpop.server.start import SpectralStart, applies
+
+STARTS = ("auto", "spectral", "random")
+
+
+@dataclass(frozen=True)
+class Hyperprior:
+    """log p(phi, beta), flat unless told: phi and mu Normal around 0, log sigma Normal around a value."""
+
+    phi_scale: float | None = None
+    mean_scale: float | None = None
+    log_scale: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("phi_scale", "mean_scale"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise SettingsError(f"hyperprior: {name} must be positive, not {value}")
+
+    def phi_grad(self, phi: Tensor) -> Tensor:
+        return torch.zeros_like(phi) if self.phi_scale is None else -phi / self.phi_scale**2
+
+    def beta_grad(self, prior: Normal, beta: Tensor) -> Tensor:
+        """In the coordinates of the score: they are beta's own for the scales this is allowed for."""
+        d = prior.dimension(beta)
+        grad = torch.zeros_like(beta)
+        if self.mean_scale is not None:
+            grad[:d] = -beta[:d] / self.mean_scale**2
+        if self.log_scale is not None:
+            centre, spread = self.log_scale
+            grad[d:] = (centre - beta[d:]) / spread**2
+        return grad
+
+
+@dataclass(frozen=True)
+class EM:
+    """Steps of stochastic-approximation EM on the Normal prior; rate 1 is EM itself."""
+
+    rate: float = 1.0
+    final: float = 0.1
+    """The rate falls to this by the last round, along with noise."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.final <= self.rate <= 1:
+            raise SettingsError(f"EM rates satisfy 0 < final <= rate <= 1, not {self}")
+
+    def at(self, k: int, rounds: int) -> float:
+        share = k / max(rounds, 1)
+        return self.rate if share < 0.5 else self.rate + (self.final - self.rate) * (2 * share - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedSOUK(Algorithm):
+    """The paper's method with any kernel; see the module's text.
+
+    >>> from torch import nn
+    >>> import fedpop as fp
+    >>> model = fp.Composition(nn.Linear(4, 2), nn.Linear(2, 3), "categorical")
+    >>> fp.FedSOUL(model).kernel
+    HMC(leapfrog=5)
+    """
+
+    prior: Normal = field(default_factory=Normal)
+    kernel: Kernel | None = None
+    local_steps: int = 10
+    chains: int = 1
+    stateful: bool = True
+    form: str = "left"
+    phi_step: Optimiser = field(default_factory=Adam)
+    beta_step: EM | Optimiser = field(default_factory=EM)
+    hyperprior: Hyperprior = field(default_factory=Hyperprior)
+    start: str = "auto"
+    spectral: SpectralStart = field(default_factory=SpectralStart)
+    average: Averaging = field(default_factory=Averaging)
+    phi_batch: int | None = None
+    phi_ball: float = 1e6
+    rao_blackwell: bool = False
+
+    name: ClassVar[str] = "FedSOUK"
+    private: ClassVar[tuple[str, ...]] = ("z",)
+    uncertainty: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prior", resolve_prior(self.prior))
+        object.__setattr__(self, "kernel", resolve_kernel(self.kernel, self.model))
+        if self.local_steps < 1:
+            raise SettingsError(f"local_steps (the paper's M) must be at least 1, not {self.local_steps}")
+        if self.chains < 1:
+            raise SettingsError(f"each client runs at least one chain, not {self.chains}")
+        if self.start not in STARTS:
+            raise SettingsError(f"start is one of {', '.join(STARTS)}, not {self.start!r}")
+        if self.start == "spectral" and not applies(self.model):
+            raise SettingsError(
+                "a spectral start needs a linear backbone and a linear head with one output, both "
+                "without bias; use start='random'"
+            )
+        if self.form not in ("left", "right"):
+            raise SettingsError(f"the form of I is 'left' or 'right', not {self.form!r}")
+        if self.phi_batch is not None and self.phi_batch < 1:
+            raise SettingsError(f"phi_batch must be at least 1, not {self.phi_batch}")
+        if self.rao_blackwell and not (self.model.linear and self.model.likelihood.name == "normal"):
+            raise SettingsError(
+                "rao_blackwell needs closed-form posteriors: a linear head with a normal likelihood"
+            )
+        if self.prior.covariance == "full" and self.hyperprior.log_scale is not None:
+            raise SettingsError("a hyperprior on the scale is there for isotropic or diagonal priors")
+
+    @property
+    def markov_kernel(self) -> Kernel:
+        assert self.kernel is not None
+        return self.kernel
+
+    # --- before the rounds -------------------------------------------------------------------
+
+    @property
+    def spectral_start(self) -> bool:
+        return self.start == "spectral" or (self.start == "auto" and applies(self.model))
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        if self.spectral_start:
+            return ("moments", "spectral", "train")
+        return ("train",) if self.prior.scale is not None else ("scale", "train")
+
+    def init(self, facts: Facts, key: Key) -> Tensors:
+        phi = self.model.initial_phi()
+        if facts.restart > 0:
+            phi = redrawn(self.model, phi, key)
+        mu = phi.new_full((self.model.z_layout.size,), self.prior.mean)
+        beta = self.prior.init(mu, 1.0 if self.prior.scale is None else self.prior.scale)
+        return self._server(phi, beta)
+
+    def _server(self, phi: Tensor, beta: Tensor) -> Tensors:
+        server = {"phi": phi, "beta": beta, "unit": natural_units(self.model, phi)}
+        server |= prefixed("phi.", self.phi_step.init(phi))
+        if isinstance(self.beta_step, Optimiser):
+            server |= prefixed("beta.", self.beta_step.init(beta))
+        return server | prefixed("average.", self.average.init(torch.cat((phi, beta))))
+
+    def broadcast(self, phase: str, server: Tensors) -> Tensors:
+        if phase == "moments":
+            return {}
+        if phase == "spectral":
+            return {"whitener": server["whitener"]}
+        return {"phi": server["phi"], "beta": server["beta"]}
+
+    def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
+        if "beta" not in broadcast:
+            return {}
+        beta = broadcast["beta"]
+        tuning = Tuning.fresh(len(ids), self.markov_kernel.initial_log_step, beta)
+        z = self.draw_prior(beta, ids, key.at(purpose="enter"))
+        return {"z": z, "log_step": tuning.log_step, "updates": tuning.updates}
+
+    def draw_prior(self, beta: Tensor, ids: Tensor, key: Key, chains: int | None = None) -> Tensor:
+        """Z_0 ~ p(. | beta) for these clients, ``[C, K, d]``."""
+        shape = (self.chains if chains is None else chains, self.prior.dimension(beta))
+        return self.prior.sample(beta, key.normal(ids, shape, beta.dtype))
+
+    # --- a client's round --------------------------------------------------------------------
+
+    def local_round(
+        self, phase: str, broadcast: Tensors, cohort: Cohort, local: Tensors, channel: Channel, key: Key
+    ) -> tuple[Tensors, Message, Info]:
+        if phase in ("moments", "spectral"):
+            sums = self.spectral.local(phase, self.model, broadcast, cohort, channel)
+            return local, Message(sums, len(cohort)), Info()
+        phi, beta = broadcast["phi"], broadcast["beta"]
+        if phase == "scale":
+            return local, self._feature_size(phi, cohort, channel), Info()
+
+        keys = self._row_keys(cohort, key)
+        phi = phi.detach().requires_grad_(phi.numel() > 0)
+        whole = self.phi_batch is None
+        fused = channel.fusable and whole
+        with torch.set_grad_enabled(fused):
+            features = self.model.features(phi, cohort, keys)
+        target = self.target(phi.detach(), beta, detached(features), cohort, keys)
+        trace = self._chain(target, local, beta, cohort, key)
+        clients, _, _, d = trace.draws.shape
+        draws = trace.draws.reshape(clients, -1, d)
+        scores = self._scores(target, trace, draws)
+        good = self._good(trace, scores)
+
+        estimate = PhiGradient(self.model, target.moments() if self.rao_blackwell else None, draws)
+        if fused:
+            value, j = estimate.fused(phi, features, cohort, keys, good)
+            if not bool(torch.isfinite(j).all()):
+                good, value, j = estimate.one_by_one(phi, cohort, key, self, good, channel=None)
+            j = channel.fused("J", j, int(good.sum()))
+        else:
+            good, value, j = estimate.one_by_one(phi, cohort, key, self, good, channel)
+        i = weighted_sum(channel("I", scores), cohort.weights, good)
+        message = Message({"I": i, "J": j}, int(good.sum()))
+        new = {
+            "z": torch.where(good[:, None, None], trace.state.z, local["z"]),
+            "log_step": trace.tuning.log_step,
+            "updates": trace.tuning.updates,
+        }
+        return new, message, self._info(cohort, trace, target, value, good, whole)
+
+    def _row_keys(self, cohort: Cohort, key: Key) -> RowKeys | None:
+        if any(has_dropout(m) for m in self.model.modules()):
+            return self.model.row_keys(cohort, key)
+        return None
+
+    def target(
+        self, phi: Tensor, beta: Tensor, features: Inputs, cohort: Cohort, keys: RowKeys | None = None
+    ) -> Target:
+        """The log-posterior of z of every client in the cohort."""
+        return Target(self.model.bind(phi, features, cohort, keys), self.prior, beta)
+
+    def _chain(
+        self, target: Target, local: Tensors, beta: Tensor, cohort: Cohort, key: Key
+    ) -> Trace:
+        z = local["z"]
+        if not self.stateful:
+            z = self.draw_prior(beta, cohort.ids, key.at(purpose="stateless"))
+        tuning = Tuning(local["log_step"], local["updates"])
+        key = key.at(purpose="chain")
+        with torch.no_grad():
+            return run(
+                self.markov_kernel, target, z, tuning, self.local_steps, key, cohort.ids, adapt=True
+            )
+
+    def _scores(self, target: Target, trace: Trace, draws: Tensor) -> Tensor:
+        if self.rao_blackwell:
+            return self.prior.moments_score(target.beta, *target.moments())
+        grads = trace.grads.reshape(draws.shape)
+        g = target.likelihood_grad(draws, grads) if self.form == "right" else grads
+        return self.prior.score(target.beta, draws, g, self.form)
+
+    @staticmethod
+    def _good(trace: Trace, scores: Tensor) -> Tensor:
+        finite = torch.isfinite(trace.state.value).all(1) & torch.isfinite(trace.state.z).all(-1).all(1)
+        return finite & torch.isfinite(scores).all(1)
+
+    def _info(
+        self, cohort: Cohort, trace: Trace, target: Target, value: Tensor, good: Tensor, whole: bool
+    ) -> Info:
+        examples = int(cohort.sizes.sum())
+        # A forward and backward of one example is one pass, a forward alone a third.
+        with_graph = examples if whole else int(cohort.sizes.clamp(max=self.phi_batch).sum())
+        passes = 0.0 if cohort.embedded else with_graph + (0.0 if whole else examples / 3)
+        steps = examples * self.chains * trace.gradient_evaluations
+        return Info(
+            {
+                "log_likelihood": float(value[good].sum()),
+                "examples": float(cohort.sizes[good].sum()),
+                "acceptance": float(trace.acceptance[good].sum()),
+                "divergences": float(trace.diverged.sum()),
+                "gradient_evaluations": float(len(cohort) * self.chains * trace.gradient_evaluations),
+                "head_steps": float(steps),
+                "backbone_passes": float(passes),
+                "clients": float(good.sum()),
+            },
+            leave_out(good, cohort),
+        )
+
+    def _feature_size(self, phi: Tensor, cohort: Cohort, channel: Channel) -> Message:
+        with torch.no_grad():
+            features = self.model.features(phi, cohort)
+        size = sum(
+            float(leaf.double().square().sum()) for leaf in leaves(features) if leaf.is_floating_point()
+        )
+        rows = phi.new_tensor([size, float(cohort.sizes.sum())], dtype=torch.float64)
+        return Message({"size": channel.fused("size", rows, len(cohort))}, len(cohort))
+
+    # --- the server's step -------------------------------------------------------------------
+
+    def server_round(
+        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
+    ) -> Tensors:
+        if phase == "moments":
+            assert total is not None
+            return server | {"whitener": self.spectral.whitener(total.sums)}
+        if phase == "spectral":
+            assert total is not None
+            width = self.model.z_layout.size
+            phi = self.spectral.phi(total.sums, server["whitener"], server["phi"], width)
+            return self._server(phi, server["beta"])
+        if phase == "scale":
+            assert total is not None
+            return self._scaled_start(server, total)
+        k = key.round
+        phi, beta = server["phi"], server["beta"]
+        if total is None or total.count == 0:
+            if total is None or total.ratio:
+                return server
+            zero_i, zero_j = torch.zeros_like(beta), torch.zeros_like(phi)
+            i, j = zero_i, zero_j
+        else:
+            i, j = total.scaled("I", facts.clients), total.scaled("J", facts.clients)
+        i = i + self.hyperprior.beta_grad(self.prior, beta)
+        j = j + self.hyperprior.phi_grad(phi)
+        new_beta, beta_state = self._beta_step(server, beta, i, facts, k)
+        phi_state = unprefixed("phi.", server)
+        new_phi, phi_state = self.phi_step.step(
+            phi, j, phi_state, server["unit"], k, facts.rounds
+        )
+        new_phi = new_phi * (self.phi_ball / new_phi.norm().clamp(min=self.phi_ball))
+        new_beta = self.prior.project(new_beta)
+        average = self.average.update(
+            unprefixed("average.", server),
+            torch.cat((new_phi, new_beta)),
+            self.phi_step.schedule.factor(k, facts.rounds),
+            k,
+            facts.rounds,
+            aligner(self.model, self.prior),
+        )
+        return (
+            server
+            | {"phi": new_phi, "beta": new_beta}
+            | prefixed("phi.", phi_state)
+            | prefixed("beta.", beta_state)
+            | prefixed("average.", average)
+        )
+
+    def _beta_step(
+        self, server: Tensors, beta: Tensor, i: Tensor, facts: Facts, k: int
+    ) -> tuple[Tensor, Tensors]:
+        if isinstance(self.beta_step, EM):
+            rate = self.beta_step.at(k, facts.rounds)
+            return self.prior.em_step(beta, i / facts.clients, rate), {}
+        grad = self.prior.gradient(beta, i)
+        d = self.prior.dimension(beta)
+        # mu moves in units of the prior's scale, log-scales in units of one.
+        unit = torch.ones_like(beta)
+        unit[:d] = self.prior.sd(beta)
+        return self.beta_step.step(
+            beta, grad, unprefixed("beta.", server), unit, k, facts.rounds
+        )
+
+    def _scaled_start(self, server: Tensors, total: Message) -> Tensors:
+        """The prior scale at which the head's outputs have variance one."""
+        size, count = total.sums["size"].tolist()
+        low, high = self.prior.bounds
+        scale = math.sqrt(count / size) if size > 0 and math.isfinite(size) else 1.0
+        mu = self.prior.mu(server["beta"])
+        return self._server(server["phi"], self.prior.init(mu, min(max(scale, low), high)))
+
+    # --- afterwards --------------------------------------------------------------------------
+
+    def publish(self, server: Tensors) -> Tensors:
+        theta = self.average.value(
+            unprefixed("average.", server), torch.cat((server["phi"], server["beta"]))
+        )
+        size = server["phi"].shape[0]
+        return {"phi": theta[:size], "beta": self.prior.project(theta[size:])}
+
+    def drift(self, server: Tensors) -> float | None:
+        halves = self.average.halves(unprefixed("average.", server))
+        if halves is None:
+            return None
+        return float((halves[1] - halves[0]).norm() / halves[1].norm().clamp(min=1e-30))
+
+    def metrics(self, server: Tensors, info: Info) -> dict[str, float]:
+        s = info.sums
+        clients = max(s.get("clients", 0.0), 1.0)
+        beta = server["beta"]
+        return {
+            "loss": -s.get("log_likelihood", 0.0) / max(s.get("examples", 0.0), 1.0),
+            "acceptance": s.get("acceptance", 0.0) / clients,
+            "divergences": s.get("divergences", 0.0),
+            "gradient_evaluations": s.get("gradient_evaluations", 0.0),
+            "prior_mean_norm": float(self.prior.mu(beta).norm()),
+            "prior_sd": float(self.prior.sd(beta).square().mean().sqrt()),
+        }
+
+    def calibrated(self, trial: Trial) -> FedSOUK:
+        """Plain steps with ``rate=None`` get the largest power of ten that 20 rounds survive."""
+        if not (isinstance(self.phi_step, SGD) and self.phi_step.rate is None):
+            return self
+        for exponent in range(1, -13, -1):
+            method = self.with_rate(10.0**exponent)
+            before, after = trial(method, 20)
+            if math.isfinite(after) and after >= before:
+                return method
+        raise EstimateError(
+            "no step size from 10 down to 1e-12 kept the likelihood from falling over 20 trial rounds"
+        )
+
+    def with_rate(self, rate: float) -> FedSOUK:
+        """The same plain steps on phi and beta, with this eta_0."""
+        changes: dict[str, Any] = {
+            name: replace(step, rate=rate)
+            for name in ("phi_step", "beta_step")
+            if isinstance(step := getattr(self, name), SGD)
+        }
+        return replace(self, **changes)
+
+    def personalise(
+        self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key
+    ) -> Tensors:
+        """Draws from p(z | D_i, theta) with theta frozen: several chains, burn-in, adaptation off."""
+        phi, beta = published["phi"], published["beta"]
+        key = key.at(purpose="final")
+        kernel = self.markov_kernel if self.markov_kernel.adjusted else self._final_kernel()
+        with torch.no_grad():
+            target = self.target(phi, beta, self.model.features(phi, cohort), cohort)
+            z = self.draw_prior(beta, cohort.ids, key.at(purpose="start"), FINAL_CHAINS)
+            tuning = Tuning.fresh(len(cohort), kernel.initial_log_step, beta)
+            if not (target.conjugate and isinstance(kernel, Exponential)):
+                for part in range(FINAL_BURN_IN // 10):
+                    warm = key.at(purpose=f"warm-{part}")
+                    trace = run(kernel, target, z, tuning, 10, warm, cohort.ids, adapt=True)
+                    z, tuning = trace.state.z, trace.tuning
+            trace = run(kernel, target, z, tuning, FINAL_DRAWS, key, cohort.ids, adapt=False)
+        return {"draws": trace.draws.transpose(1, 2)}
+
+    def _final_kernel(self) -> Kernel:
+        # What users see should have the right law: the exact step or HMC, whatever training used.
+        return resolve_kernel(None, self.model)
+
+    def predict(self, published: Tensors, personal: Tensors, x: Inputs, key: Key) -> Predictive:
+        """The posterior predictive: the average of p(y | x, z) over the draws of z."""
+        phi = published["phi"]
+        with torch.no_grad():
+            draws = personal["draws"].reshape(-1, personal["draws"].shape[-1])
+            eta = self.model.head_outputs(phi, draws, self.model.embed(phi, x))
+        return Predictive(eta, self.model.likelihood, self.model.params(phi), key, plug_in=False)
+
+    def score(
+        self, published: Tensors, cohort: Cohort, held_out: Cohort, local: Tensors, key: Key
+    ) -> Tensors:
+        phi, beta = published["phi"], published["beta"]
+        key = key.at(purpose="score")
+        with torch.no_grad():
+            target = self.target(phi, beta, self.model.features(phi, cohort), cohort)
+            tuning = Tuning(local["log_step"], local["updates"])
+            trace = run(self.markov_kernel, target, local["z"], tuning, 20, key, cohort.ids, adapt=False)
+            draws = trace.draws[:, 5:].flatten(1, 2)
+            features = self.model.features(phi, held_out)
+            log_prob = per_example(self.model, phi, draws, features, held_out)
+        total = torch.logsumexp(log_prob, 0) - math.log(log_prob.shape[0])
+        return {"log_prob": total.sum().double(), "examples": held_out.sizes.sum().double()}
+
+
+FINAL_CHAINS, FINAL_DRAWS, FINAL_BURN_IN = 4, 250, 300
+
+
+def per_example(
+    model: Model, phi: Tensor, draws: Tensor, features: Inputs, cohort: Cohort
+) -> Tensor:
+    """log p(y_j | x_j, z) for every example j and draw of its client: ``[S, n]``."""
+    y = model.likelihood.encode(cohort.y, model.outputs, phi.dtype)
+    out = []
+    start = 0
+    for c, n in enumerate(cohort.sizes.tolist()):
+        rows = slice(start, start + n)
+        start += n
+        eta = model.head_outputs(phi, draws[c], map_inputs(lambda v, r=rows: v[r], features))
+        out.append(model.likelihood.log_prob(eta, y[rows], model.params(phi)))
+    return torch.cat(out, dim=1)
+
+
+@dataclass(frozen=True)
+class PhiGradient:
+    """J of a cohort: one backward pass of the log-likelihood averaged over the draws."""
+
+    model: Model
+    moments: tuple[Tensor, Tensor] | None
+    draws: Tensor
+
+    def value(
+        self, phi: Tensor, features: Inputs, cohort: Cohort, keys: RowKeys | None, index: Any = slice(None)
+    ) -> Tensor:
+        """E[log p(D_i | z, phi)] per client, differentiable in phi."""
+        local = self.model.bind(phi, features, cohort, keys)
+        if self.moments is None:
+            return local.value(self.draws[index]).mean(1)
+        assert isinstance(local, LinearLikelihood)
+        return expected_normal(local, self.moments[0][index], self.moments[1][index])
+
+    def fused(
+        self, phi: Tensor, features: Inputs, cohort: Cohort, keys: RowKeys | None, good: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One backward for all clients: the server only ever needs the sum."""
+        with torch.enable_grad():
+            value = self.value(phi, features, cohort, keys)
+            # A client with an infinite likelihood would poison everyone's gradient.
+            kept = torch.where(good & torch.isfinite(value), value, torch.zeros_like(value))
+            return value.detach(), gradient((cohort.weights.to(value.dtype) * kept).sum(), phi)
+
+    def one_by_one(
+        self,
+        phi: Tensor,
+        cohort: Cohort,
+        key: Key,
+        method: FedSOUK,
+        good: Tensor,
+        channel: Channel | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One backward per client: to compress each, to take mini-batches, or to find a culprit."""
+        good, values, total = good.clone(), [], torch.zeros_like(phi)
+        for c, one in enumerate(split_cohort(cohort)):
+            part, factor = minibatch(one, method.phi_batch, key)
+            keys = method._row_keys(part, key)
+            with torch.enable_grad():
+                features = self.model.features(phi, part, keys)
+                value = factor * self.value(phi, features, part, keys, slice(c, c + 1))
+                j = gradient(value.sum(), phi)
+            values.append(value.detach())
+            good[c] &= bool(torch.isfinite(value).all()) and bool(torch.isfinite(j).all())
+            if bool(good[c]):
+                sent = j.unsqueeze(0) if channel is None else channel("J", j.unsqueeze(0))
+                total = total + float(one.weights) * sent[0]
+        return good, torch.cat(values), total.detach()
+
+
+def expected_normal(local: LinearLikelihood, mean: Tensor, cov: Tensor) -> Tensor:
+    """E[log p(D | z)] for z ~ N(mean, cov) in a Normal linear model: the residual plus tr(F cov F')."""
+    at_mean = local.value(mean.unsqueeze(1)).squeeze(1)
+    q = local.features.shape[-1]
+    spread = torch.zeros_like(at_mean)
+    for o in range(local.outputs):
+        block = cov[:, o * q : (o + 1) * q, o * q : (o + 1) * q]
+        spread = spread + torch.einsum("cni,cij,cnj->c", local.features, block, local.features)
+    precision = local.likelihood.bound(local.params)
+    assert precision is not None
+    return at_mean - 0.5 * precision * spread
+
+
+def gradient(value: Tensor, phi: Tensor) -> Tensor:
+    """d value / d phi, zero where phi does not matter."""
+    if not phi.requires_grad or not value.requires_grad:
+        return torch.zeros_like(phi)
+    (grad,) = torch.autograd.grad(value, phi, allow_unused=True)
+    return torch.zeros_like(phi) if grad is None else grad
+
+
+def minibatch(cohort: Cohort, size: int | None, key: Key) -> tuple[Cohort, float]:
+    """A uniform subset of one client's examples, and the factor that makes its sum unbiased."""
+    n = int(cohort.sizes[0])
+    if size is None or n <= size:
+        return cohort, 1.0
+    u = key.at(purpose="minibatch").uniform(cohort.ids, (n,))[0]
+    rows = torch.topk(u, size, largest=False).indices.sort().values
+    sizes = cohort.sizes.new_full((1,), size)
+    return cohort.take(rows, cohort.ids, sizes, cohort.weights), n / size
+
+
+def detached(features: Inputs) -> Inputs:
+    return map_inputs(lambda v: v.detach(), features)
+
+
+def natural_units(model: Model, phi: Tensor) -> Tensor:
+    """The natural size of a change of each coordinate of phi: its tensor's root mean square."""
+    overall = float(phi.square().mean().sqrt()) if phi.numel() else 1.0
+    unit = torch.ones_like(phi)
+    for name, span in model.phi_layout.spans().items():
+        size = float(phi[span].square().mean().sqrt())
+        # log-variances live on a scale of one; a tensor of zeros says nothing of its own scale.
+        unit[span] = 1.0 if name.startswith("likelihood.") else size or overall or 1.0
+    return unit
+
+
+def redrawn(model: Model, phi: Tensor, key: Key) -> Tensor:
+    """Another random start: every tensor drawn anew with its own mean and standard deviation."""
+    noise = key.at(purpose="restart").normal(key.server(phi.device), (phi.numel(),), phi.dtype)[0]
+    out = phi.clone()
+    for span in model.phi_layout.spans().values():
+        part = phi[span]
+        if part.numel() > 1:
+            out[span] = part.mean() + part.std() * noise[span]
+    return out
+
+
+def prefixed(prefix: str, tensors: Tensors) -> Tensors:
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def unprefixed(prefix: str, tensors: Tensors) -> Tensors:
+    cut = len(prefix)
+    return {n[cut:]: t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedSOUL(FedSOUK):
+    """FedSOUK with the kernel that the head asks for: exact steps where the posterior is Gaussian, HMC
+    elsewhere. ``FedSOUL.paper()`` is the paper's Algorithm 1 to the letter."""
+
+    preset: str = "default"
+    name: ClassVar[str] = "FedSOUL"
+
+    @property
+    def label(self) -> str:
+        return self.name if self.preset == "default" else f"{self.name}-{self.preset}"
+
+    @classmethod
+    def paper(
+        cls, model: Model, *, rate: float | None = None, power: float = 0.6, **settings: Any
+    ) -> FedSOUL:
+        """Unadjusted Langevin with gamma_i = 0.8 / L_i; eta1 = eta2 = rate (1 + k)^-power, plain steps,
+        from the modules' own values and N(0, 1); no averaging.
+
+        ``rate`` None finds the largest power of ten whose 20 trial rounds do not lower the likelihood.
+        """
+        step = SGD(rate, Polynomial(power))
+        defaults: dict[str, Any] = {
+            "preset": "paper",
+            "kernel": ULA(),
+            "prior": Normal(scale=1.0),
+            "phi_step": step,
+            "beta_step": step,
+            "start": "random",
+            "average": Averaging("last"),
+        }
+        return cls(model, **(defaults | settings))

@@ -1,0 +1,71 @@
+"""Mini-batch gradient descent on clients' own data, vectorised over a cohort."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpop.errors import SettingsError
+from fedpop.federation.cohort import Cohort
+from fedpop.federation.inputs import Inputs, map_inputs
+from fedpop.models.local import pad_inputs
+from fedpop.runtime.random import Key
+
+Loss = Callable[..., Tensor]
+"""``loss(w, aux, x, y, mask)``: one client's mean loss over the examples where mask is one."""
+
+
+@dataclass(frozen=True)
+class LocalSGD:
+    """``epochs`` of plain SGD with momentum; ``batch`` None takes all of a client's examples."""
+
+    epochs: int = 1
+    rate: float = 0.01
+    batch: int | None = None
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise SettingsError(f"epochs must be at least 1, not {self.epochs}")
+        if not self.rate > 0:
+            raise SettingsError(f"a step size must be positive, not {self.rate}")
+        if self.batch is not None and self.batch < 1:
+            raise SettingsError(f"batch must be at least 1, not {self.batch}")
+        if not 0 <= self.momentum < 1:
+            raise SettingsError(f"momentum lies in [0, 1), not {self.momentum}")
+
+    def run(self, loss: Loss, w: Tensor, aux: Tensor, x: Inputs, cohort: Cohort, key: Key) -> Tensor:
+        """New parameters ``[C, D]`` from w ``[C, D]``; ``aux`` ``[C, *]`` is handed to the loss."""
+        block, y = pad_inputs(cohort, x), cohort.pad(cohort.y)
+        mask = (torch.arange(cohort.longest, device=w.device) < cohort.sizes.unsqueeze(1)).to(w.dtype)
+        size = cohort.longest if self.batch is None else min(self.batch, cohort.longest)
+        if size == 0:
+            return w
+        grad = torch.func.vmap(torch.func.grad(loss))
+        velocity = torch.zeros_like(w)
+        rows = torch.arange(len(cohort), device=w.device).unsqueeze(1)
+        for epoch in range(self.epochs):
+            order = self._order(mask, cohort, key.at(purpose=f"epoch-{epoch}"))
+            for start in range(0, cohort.longest, size):
+                pick = order[:, start : start + size]
+                part = mask[rows, pick]
+                xb = map_inputs(lambda v, p=pick: v[rows, p], block)  # type: ignore[misc]
+                g = grad(w, aux, xb, y[rows, pick], part)
+                busy = (part.sum(1) > 0).to(w.dtype).unsqueeze(1)  # clients that still have examples
+                velocity = torch.where(busy > 0, self.momentum * velocity + g, velocity)
+                w = w - self.rate * busy * velocity
+        return w
+
+    def _order(self, mask: Tensor, cohort: Cohort, key: Key) -> Tensor:
+        """Each client's examples in random order, padding last."""
+        if self.batch is None:
+            return torch.arange(cohort.longest, device=mask.device).expand(len(cohort), -1)
+        u = key.uniform(cohort.ids, (cohort.longest,))
+        return torch.argsort(u + 2 * (1 - mask), dim=1)
+
+    def steps(self, cohort: Cohort) -> int:
+        """Example-steps: how many examples are passed forward and backward."""
+        return int(cohort.sizes.sum()) * self.epochs

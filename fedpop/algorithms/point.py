@@ -1,0 +1,77 @@
+"""What methods with a point estimate of z share: losses on the flat vector, plug-in predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fedpop.algorithms.base import Tensors
+from fedpop.evaluation.predictive import Predictive
+from fedpop.federation.cohort import Cohort
+from fedpop.federation.inputs import Inputs
+from fedpop.models.base import Model
+from fedpop.runtime.random import Key
+
+Loss = Callable[..., Tensor]
+
+
+def _mean_loss(model: Model, phi: Tensor, z: Tensor, features: Inputs, y: Tensor, mask: Tensor) -> Tensor:
+    eta = model.head_outputs(phi, z.unsqueeze(0), features).squeeze(0)
+    encoded = model.likelihood.encode(y, model.outputs, phi.dtype)
+    value = model.likelihood.log_prob(eta, encoded, model.params(phi))
+    return -(value * mask).sum() / mask.sum().clamp(min=1)
+
+
+def joint_loss(model: Model) -> Loss:
+    """Mean loss of one client in w = (phi, z) together."""
+    size = model.phi_layout.size
+
+    def loss(w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor) -> Tensor:
+        return _mean_loss(model, w[:size], w[size:], model.embed(w[:size], x), y, mask)
+
+    return loss
+
+
+def body_loss(model: Model) -> Loss:
+    """Mean loss of one client in phi, its head fixed."""
+
+    def loss(phi: Tensor, z: Tensor, x: Inputs, y: Tensor, mask: Tensor) -> Tensor:
+        return _mean_loss(model, phi, z, model.embed(phi, x), y, mask)
+
+    return loss
+
+
+def head_loss(model: Model, phi: Tensor) -> Loss:
+    """Mean loss of one client in z, on features that do not change."""
+
+    def loss(z: Tensor, aux: Tensor, features: Inputs, y: Tensor, mask: Tensor) -> Tensor:
+        return _mean_loss(model, phi, z, features, y, mask)
+
+    return loss
+
+
+def plug_in(model: Model, phi: Tensor, z: Tensor, x: Inputs, key: Key) -> Predictive:
+    """The predictive distribution at a point estimate: noise only, and flagged as such."""
+    with torch.no_grad():
+        eta = model.head_outputs(phi, z, model.embed(phi, x))
+    return Predictive(eta, model.likelihood, model.params(phi), key, plug_in=True)
+
+
+def mean_log_prob(model: Model, w: Tensor, cohort: Cohort) -> Tensor:
+    """Mean log-likelihood per client at w ``[C, D]`` (phi the same for all)."""
+    size = model.phi_layout.size
+    phi, z = w[0, :size], w[:, size:]
+    with torch.no_grad():
+        local = model.bind(phi, model.features(phi, cohort), cohort)
+        value = local.value(z.unsqueeze(1)).squeeze(1)
+    return value / cohort.sizes.clamp(min=1)
+
+
+def score_point(model: Model, phi: Tensor, z: Tensor, held_out: Cohort) -> Tensors:
+    """Summed plug-in log-likelihood of held-out examples, z ``[C, d]``."""
+    with torch.no_grad():
+        local = model.bind(phi, model.features(phi, held_out), held_out)
+        value = local.value(z.unsqueeze(1)).sum()
+    return {"log_prob": value.double(), "examples": held_out.sizes.sum().double()}

@@ -1,0 +1,90 @@
+"""The paper's synthetic task: y = x' phi z_i + noise, with a few clients of more data than most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedpop.errors import SettingsError
+from fedpop.federation.clients import Client
+from fedpop.models import likelihoods
+from fedpop.models.composition import Composition
+from fedpop.runtime.random import Key
+
+
+@dataclass(frozen=True)
+class SyntheticTask:
+    """Settings of the task; the defaults are those of the paper's main figure.
+
+    >>> task = SyntheticTask(b=4, k=3)
+    >>> [len(c.y) for c in task.make(seed=0).clients]
+    [5, 5, 5, 10]
+    """
+
+    b: int = 100
+    d: int = 2
+    k: int = 20
+    share_small: float = 0.9
+    n_small: int = 5
+    n_large: int = 10
+    variance: float = 0.1
+    held_out: int = 50
+    logistic: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.b, self.d, self.k, self.n_small, self.n_large) < 1 or self.d > self.k:
+            raise SettingsError("b, d, k and sizes must be at least 1, and d at most k")
+        if not 0 <= self.share_small <= 1:
+            raise SettingsError(f"share_small lies in [0, 1], not {self.share_small}")
+
+    def make(self, seed: int) -> Synthetic:
+        """Draw truth and data."""
+        key = Key(seed, purpose="synthetic")
+        ids = torch.arange(self.b)
+        phi = key.at(purpose="phi").normal(key.server(), (self.k, self.d), torch.float64)[0]
+        # An orthonormal basis, as in Collins et al.: the task's difficulty is then that of z alone.
+        phi = torch.linalg.qr(phi)[0]
+        z = key.at(purpose="z").normal(ids, (self.d,), torch.float64)
+        small = round(self.share_small * self.b)
+        sizes = [self.n_small if i < small else self.n_large for i in range(self.b)]
+        longest = max(sizes)
+        clients = []
+        x_all = key.at(purpose="x").normal(ids, (longest, self.k), torch.float64)
+        x_new = key.at(purpose="x.new").normal(ids, (self.held_out, self.k), torch.float64)
+        y_all = self._targets(x_all, phi, z, key.at(purpose="y"))
+        y_new = self._targets(x_new, phi, z, key.at(purpose="y.new"))
+        for i, n in enumerate(sizes):
+            held_out = (x_new[i].float(), y_new[i].float())
+            clients.append(Client(x_all[i, :n].float(), y_all[i, :n].float(), test=held_out))
+        return Synthetic(self, clients, phi, z)
+
+    def _targets(self, x: Tensor, phi: Tensor, z: Tensor, key: Key) -> Tensor:
+        eta = torch.einsum("cnk,kd,cd->cn", x, phi, z)
+        ids = torch.arange(self.b)
+        if self.logistic:
+            return (key.uniform(ids, eta.shape[1:], eta.dtype) <= torch.sigmoid(eta)).to(eta.dtype)
+        return eta + self.variance**0.5 * key.normal(ids, eta.shape[1:], eta.dtype)
+
+    def model(self, seed: int) -> Composition:
+        """The model, with a keyed random start (the same for every method)."""
+        backbone = nn.Linear(self.k, self.d, bias=False)
+        head = nn.Linear(self.d, 1, bias=False)
+        key = Key(seed, purpose="start")
+        with torch.no_grad():
+            noise = key.normal(key.server(), (self.d * self.k + self.d,))[0]
+            backbone.weight.copy_(noise[: self.d * self.k].view(self.d, self.k) / self.k**0.5)
+            head.weight.copy_(noise[self.d * self.k :].view(1, self.d) / self.d**0.5)
+        likelihood = "bernoulli" if self.logistic else likelihoods.Normal(self.variance)
+        return Composition(backbone, head, likelihood)
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Data with the truth behind them: phi ``[k, d]`` and z ``[b, d]``."""
+
+    task: SyntheticTask
+    clients: list[Client]
+    phi: Tensor
+    z: Tensor

@@ -1,0 +1,29 @@
+"""Errors for people: what was wrong, where, and what to do about it."""
+
+
+class FedpopError(Exception):
+    """Base class of every error that fedpop raises on purpose."""
+
+
+class DataError(FedpopError, ValueError):
+    """Client data cannot be used: names the client and the row."""
+
+
+class ModelError(FedpopError, ValueError):
+    """A model, head or likelihood does not fit together."""
+
+
+class SettingsError(FedpopError, ValueError):
+    """A setting is impossible, or two settings contradict each other."""
+
+
+class CheckpointError(FedpopError):
+    """A checkpoint or a saved population cannot be used."""
+
+
+class EstimateError(FedpopError):
+    """A quantity cannot be estimated reliably from what is available."""
+
+
+class FedpopWarning(UserWarning):
+    """A result that should be read with care."""

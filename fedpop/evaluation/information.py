@@ -1,0 +1,141 @@
+"""Uncertainty about theta itself: draws from its asymptotic normal law.
+
+The observed information is that of the marginal likelihood. By Louis' identity it is a sum over clients of
+E_i[-hess log p(D_i, z)] - Cov_i[grad log p(D_i, z)], an additive message; with a linear head and a normal
+likelihood both expectations are closed-form, and their difference is the Hessian of the closed-form
+marginal, which is how it is computed here. Directions that the model cannot tell apart (a rotation of
+the features, say) carry no information and are projected out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedpop.errors import EstimateError
+from fedpop.evaluation.marginal import closed_form
+from fedpop.federation.cohort import Cohort
+from fedpop.federation.inputs import map_inputs
+from fedpop.models.gauge import Gauge
+from fedpop.runtime.random import Key
+
+if TYPE_CHECKING:
+    from fedpop.algorithms.fedsouk import FedSOUK
+
+LARGEST = 2000
+DRAWS = 200
+
+
+def information(method: FedSOUK, phi: Tensor, beta: Tensor, cohort: Cohort) -> Tensor:
+    """A cohort's part of the observed information at theta = (phi, beta), in double precision."""
+    wide = replace(
+        cohort,
+        x=map_inputs(lambda v: v.double() if v.is_floating_point() else v, cohort.x),
+        y=cohort.y.double(),
+    )
+    size = phi.shape[0]
+
+    def log_likelihood(theta: Tensor) -> Tensor:
+        features = method.model.features(theta[:size], wide)
+        return closed_form(method.target(theta[:size], theta[size:], features, wide)).sum()
+
+    theta = torch.cat((phi, beta)).double()
+    hessian: Tensor = torch.autograd.functional.hessian(log_likelihood, theta)
+    return -hessian
+
+
+def gauge_directions(method: FedSOUK, phi: Tensor, beta: Tensor) -> Tensor:
+    """An orthonormal basis ``[p, g]`` of the directions in theta that change no prediction."""
+    gauge = Gauge.of(method.model, method.prior)
+    theta = torch.cat((phi, beta)).double()
+    if gauge is None:
+        return theta.new_zeros((theta.shape[0], 0))
+    width = gauge.width
+    identity = torch.eye(width, dtype=theta.dtype, device=theta.device)
+    generators = []
+    if method.prior.covariance == "full":
+        for i in range(width):
+            for j in range(width):
+                generators.append(_unit(width, i, j, theta))
+    else:
+        for i in range(width):
+            for j in range(i):
+                generators.append(_unit(width, i, j, theta) - _unit(width, j, i, theta))
+        if not gauge.layout.bias and method.prior.learn_scale:
+            generators.append(identity)
+    size = phi.shape[0]
+
+    def moved(a: Tensor) -> Tensor:
+        return torch.cat(gauge.transform(theta[:size], theta[size:], a))
+
+    tangents = [torch.func.jvp(moved, (identity,), (g,))[1] for g in generators]
+    if not tangents:
+        return theta.new_zeros((theta.shape[0], 0))
+    left, values, _ = torch.linalg.svd(torch.stack(tangents, dim=1), full_matrices=False)
+    return left[:, values > 1e-8 * values.max().clamp(min=1e-30)]
+
+
+def _unit(width: int, i: int, j: int, like: Tensor) -> Tensor:
+    out = like.new_zeros((width, width))
+    out[i, j] = 1.0
+    return out
+
+
+def theta_draws(
+    method: FedSOUK, published: dict[str, Tensor], cohorts: Sequence[Cohort], key: Key
+) -> list[tuple[Tensor, Tensor]]:
+    """Draws of (phi, beta) around the returned theta."""
+    phi, beta = published["phi"], published["beta"]
+    p = phi.shape[0] + beta.shape[0]
+    if not (method.model.linear and method.model.likelihood.name == "normal"):
+        raise EstimateError(
+            "theta_uncertainty needs a linear head with a normal likelihood, where the information "
+            "about theta is closed-form"
+        )
+    if p > LARGEST:
+        raise EstimateError(f"theta has {p} parameters; theta_uncertainty is limited to {LARGEST}")
+    total = torch.zeros((p, p), dtype=torch.float64, device=phi.device)
+    for cohort in cohorts:
+        total = total + information(method, phi, beta, cohort)
+    learned = torch.cat((torch.ones_like(phi), method.prior.mask(torch.ones_like(beta)))).bool()
+    names = [*_names(method), *["the prior's mean"] * method.prior.dimension(beta)]
+    names += ["the prior's scale"] * (p - len(names))
+    fixed = torch.eye(p, dtype=torch.float64, device=phi.device)[:, ~learned]
+    gauge = gauge_directions(method, phi, beta)
+    basis = _complement(torch.cat((fixed, gauge), dim=1), p)
+    values, vectors = torch.linalg.eigh(basis.mT @ total @ basis)
+    vectors = basis @ vectors
+    bad = values <= 1e-10 * values.max()
+    if bool(bad.any()):
+        worst = vectors[:, int(values.argmin())]
+        raise EstimateError(
+            f"the data do not determine theta: {int(bad.sum())} direction(s) have no positive "
+            f"information, the worst mostly in {names[int(worst.abs().argmax())]}; run more rounds, or "
+            "use intervals without theta_uncertainty"
+        )
+    noise = key.at(purpose="theta").normal(
+        torch.arange(DRAWS, device=phi.device), (len(values),), torch.float64
+    )
+    theta = torch.cat((phi, beta)).double() + (noise * values.rsqrt()) @ vectors.mT
+    size = phi.shape[0]
+    return [
+        (t[:size].to(phi.dtype), method.prior.project(t[size:].to(beta.dtype))) for t in theta
+    ]
+
+
+def _names(method: FedSOUK) -> list[str]:
+    layout = method.model.phi_layout
+    return [n for n, s in zip(layout.names, layout.sizes, strict=True) for _ in range(s)]
+
+
+def _complement(vectors: Tensor, p: int) -> Tensor:
+    """An orthonormal basis of what is orthogonal to these columns."""
+    if vectors.shape[1] == 0:
+        return torch.eye(p, dtype=vectors.dtype, device=vectors.device)
+    left, values, _ = torch.linalg.svd(vectors, full_matrices=True)
+    rank = int((values > 1e-8 * values.max()).sum())
+    return left[:, rank:]

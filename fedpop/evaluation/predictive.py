@@ -1,0 +1,159 @@
+"""The predictive distribution of new examples: a mixture over draws of z, one component each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedpop.errors import SettingsError
+from fedpop.models.likelihoods import Likelihood, Normal, Params, Poisson
+from fedpop.runtime.random import Key
+
+
+class Entropy(NamedTuple):
+    """Predictive entropy in nats: total = aleatoric (noise given z) + epistemic (what z may be)."""
+
+    total: Tensor
+    aleatoric: Tensor
+    epistemic: Tensor
+
+
+@dataclass(frozen=True)
+class Predictive:
+    """p(y | x) = 1/L sum_l p(y | eta_l) for n examples, with head outputs eta ``[L, n, o]``.
+
+    ``plug_in`` marks methods without uncertainty about z: one component, intervals of noise only.
+    """
+
+    eta: Tensor
+    likelihood: Likelihood
+    params: Params
+    key: Key
+    plug_in: bool
+
+    def __repr__(self) -> str:
+        kind = "a point estimate of z (noise only)" if self.plug_in else f"{self.eta.shape[0]} draws of z"
+        return f"Predictive({self.eta.shape[1]} examples, {self.likelihood.name}, from {kind})"
+
+    @cached_property
+    def means(self) -> Tensor:
+        """E[y | z] for every draw of z, ``[L, n, o]``."""
+        return self.likelihood.mean(self.eta, self.params)
+
+    @property
+    def mean(self) -> Tensor:
+        """E[y]: ``[n]``, or ``[n, o]`` for several outputs or classes."""
+        return _drop(self.means.mean(0))
+
+    @property
+    def probs(self) -> Tensor:
+        """Class probabilities ``[n, K]`` (two columns for yes/no targets)."""
+        if self.likelihood.name == "categorical":
+            return self.means.mean(0)
+        if self.likelihood.name == "bernoulli":
+            p = self.means.mean(0)
+            return torch.cat((1 - p, p), dim=-1)
+        raise SettingsError(f"a {self.likelihood.name} likelihood has no class probabilities")
+
+    @cached_property
+    def samples(self) -> Tensor:
+        """One y per draw of z, ``[L, n]`` (or ``[L, n, o]``); point methods give 1000 of them."""
+        eta = self.eta.expand(1000, -1, -1) if self.plug_in else self.eta
+        ids = torch.arange(eta.shape[0], device=eta.device)
+        uniform = self.key.at(purpose="y.uniform").uniform(ids, eta.shape[1:], eta.dtype)
+        normal = self.key.at(purpose="y.normal").normal(ids, eta.shape[1:], eta.dtype)
+        y = self.likelihood.draw(eta, self.params, uniform, normal)
+        return y if self.likelihood.name == "categorical" else _drop(y)
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """log p(y_j | x_j) per example."""
+        y = self.likelihood.check_targets(torch.as_tensor(y), self.eta.shape[-1], "predictive")
+        encoded = self.likelihood.encode(y.to(self.eta.device), self.eta.shape[-1], self.eta.dtype)
+        each = self.likelihood.log_prob(self.eta, encoded, self.params)
+        return torch.logsumexp(each, 0) - math.log(self.eta.shape[0])
+
+    def interval(self, level: float = 0.9, of: str | None = None) -> tuple[Tensor, Tensor]:
+        """Equal-tailed credible interval (low, high).
+
+        ``of="y"`` is that of a new observation, the default for normal and poisson targets;
+        ``of="mean"`` that of E[y | z], the default for classes (an interval of each probability).
+        """
+        if not 0 < level < 1:
+            raise SettingsError(f"a credible level lies in (0, 1), not {level}")
+        continuous = isinstance(self.likelihood, Normal | Poisson)
+        of = of or ("y" if continuous else "mean")
+        tail = (1 - level) / 2
+        if of == "mean":
+            wanted = torch.tensor([tail, 1 - tail], dtype=self.eta.dtype, device=self.eta.device)
+            low, high = torch.quantile(self.means, wanted, dim=0)
+            return _drop(low), _drop(high)
+        if of != "y" or not continuous:
+            raise SettingsError(
+                f"of={of!r}: an interval of y needs a normal or poisson likelihood; use of='mean'"
+            )
+        return _drop(self._quantile(tail)), _drop(self._quantile(1 - tail))
+
+    def _cdf(self, y: Tensor) -> Tensor:
+        cdf: Callable[[Tensor, Tensor, Params], Tensor] = self.likelihood.cdf  # type: ignore[attr-defined]
+        return cdf(self.eta, y, self.params).mean(0)
+
+    def _quantile(self, level: float) -> Tensor:
+        """The mixture's quantile by bisection on its cdf: exact, where draws of y would be noisy."""
+        if isinstance(self.likelihood, Normal):
+            sd = self.likelihood.sd(self.params)
+            low, high = self.eta.amin(0) - 9 * sd, self.eta.amax(0) + 9 * sd
+            for _ in range(60):
+                middle = (low + high) / 2
+                below = self._cdf(middle) < level
+                low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+            return (low + high) / 2
+        rate = torch.exp(self.eta.amax(0))
+        low, high = torch.full_like(rate, -1.0), torch.ceil(rate + 12 * rate.sqrt() + 30)
+        while bool((high - low > 1).any()):
+            middle = torch.floor((low + high) / 2)
+            below = self._cdf(middle) < level
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        return high
+
+    @property
+    def sd(self) -> Tensor:
+        """Standard deviation of y, noise and uncertainty about z together."""
+        spread = self.means.var(0, correction=0)
+        if isinstance(self.likelihood, Normal):
+            noise: Tensor | float = self.likelihood.sd(self.params) ** 2
+        else:
+            noise = self.likelihood.curvature(self.eta, self.params).mean(0)
+        return _drop((spread + noise).sqrt())
+
+    @cached_property
+    def entropy(self) -> Entropy:
+        """Entropy of y, split in its aleatoric and epistemic parts (by Monte Carlo where need be)."""
+        if self.likelihood.name in ("categorical", "bernoulli"):
+            p = self.means
+            if self.likelihood.name == "bernoulli":
+                p = torch.cat((1 - p, p), dim=-1)
+            aleatoric = _categorical_entropy(p).mean(0)
+            total = _categorical_entropy(p.mean(0))
+            return Entropy(total, aleatoric, (total - aleatoric).clamp(min=0))
+        draws = self.samples[:200]
+        if draws.dim() == 2:
+            draws = draws.unsqueeze(-1)
+        own = self.eta[: draws.shape[0]].expand_as(draws)
+        aleatoric = -self.likelihood.log_prob(own, draws, self.params).mean(0)
+        mixture = torch.stack([self.log_prob(y) for y in draws])
+        total = -mixture.mean(0)
+        return Entropy(total, aleatoric, (total - aleatoric).clamp(min=0))
+
+
+def _drop(v: Tensor) -> Tensor:
+    return v.squeeze(-1) if v.dim() > 1 and v.shape[-1] == 1 else v
+
+
+def _categorical_entropy(p: Tensor) -> Tensor:
+    return -torch.xlogy(p, p).sum(-1)

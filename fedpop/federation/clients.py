@@ -1,0 +1,327 @@
+"""Client data in the forms people have it, checked once and packed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedpop.errors import DataError
+from fedpop.federation.cohort import Cohort
+from fedpop.federation.inputs import Inputs, as_inputs, as_tensor, leaves, map_inputs, rows_of
+
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Client:
+    """One client's data, with optional validation and test sets.
+
+    >>> Client(x=[[1.0], [2.0]], y=[0.0, 1.0], test=([[3.0]], [1.0])).test
+    ([[3.0]], [1.0])
+    """
+
+    x: Any
+    y: Any
+    validation: tuple[Any, Any] | None = None
+    test: tuple[Any, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """One packed table: a row of x and y per example, and the client each row belongs to."""
+
+    x: Any
+    y: Any
+    client: Any
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows of all clients, one client after the other."""
+
+    x: Inputs
+    y: Tensor
+    starts: Tensor
+    sizes: Tensor
+
+
+@dataclass(frozen=True)
+class Federation:
+    """All clients: names, and packed data per split.
+
+    >>> federation = Federation.of({"anna": ([[1.0], [2.0]], [0.0, 1.0]), "ben": ([[3.0]], [1.0])})
+    >>> federation
+    Federation(2 clients, 3 training examples, sizes 1 to 2)
+    >>> federation.index("ben")
+    1
+    """
+
+    names: Sequence[str]
+    splits: Mapping[str, Packed]
+    embedded: bool = False
+    _index: dict[str, int] = field(default_factory=dict, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __repr__(self) -> str:
+        sizes = self.train.sizes
+        return (
+            f"Federation({len(self)} clients, {int(sizes.sum())} training examples, "
+            f"sizes {int(sizes.min())} to {int(sizes.max())})"
+        )
+
+    @property
+    def train(self) -> Packed:
+        return self.splits["train"]
+
+    def index(self, client: str | int) -> int:
+        """The position of a client given by name or by position."""
+        if isinstance(client, str):
+            if not self._index:
+                self._index.update({name: i for i, name in enumerate(self.names)})
+            if client in self._index:
+                return self._index[client]
+        elif -len(self) <= client < len(self):
+            return client % len(self)
+        shown = ", ".join(map(repr, self.names[:3]))
+        raise DataError(
+            f"no client {client!r} in this federation of {len(self)} ({shown}, ...); for a client "
+            "that was not there in training use new_client()"
+        )
+
+    @classmethod
+    def of(cls, clients: Any) -> Federation:
+        """From a list, a mapping, a table, or a federation itself."""
+        if isinstance(clients, Federation):
+            return clients
+        if isinstance(clients, Table):
+            return cls._of_table(clients)
+        if isinstance(clients, Mapping):
+            named = [(str(name), value) for name, value in clients.items()]
+        elif isinstance(clients, Sequence) and not isinstance(clients, str | bytes):
+            width = len(str(max(len(clients) - 1, 0)))
+            named = [(f"client-{i:0{width}d}", value) for i, value in enumerate(clients)]
+        else:
+            raise DataError(
+                "clients must be a list of (x, y), a mapping name -> (x, y), a list of Datasets or a "
+                f"fedpop.Table, not {type(clients).__name__}"
+            )
+        return cls._of_named(named)
+
+    @classmethod
+    def _of_named(cls, named: list[tuple[str, Any]]) -> Federation:
+        if not named:
+            raise DataError("there are no clients; a federation needs at least one")
+        names = [name for name, _ in named]
+        if len(set(names)) < len(names):
+            twice = next(name for i, name in enumerate(names) if name in names[:i])
+            raise DataError(f"client name {twice!r} appears twice")
+        parts: dict[str, list[tuple[Inputs, Tensor] | None]] = {s: [] for s in SPLITS}
+        for name, value in named:
+            client = _as_client(value, f"client {name!r}")
+            parts["train"].append(_pair(client.x, client.y, f"client {name!r}"))
+            for split in ("validation", "test"):
+                pair = getattr(client, split)
+                where = f"client {name!r}, {split} set"
+                parts[split].append(None if pair is None else _pair(*pair, where))
+        splits = {s: _pack(p, names) for s, p in parts.items() if any(q is not None for q in p)}
+        if "train" not in splits:
+            raise DataError("no client has any training example")
+        return cls(names, splits)
+
+    @classmethod
+    def _of_table(cls, table: Table) -> Federation:
+        x, y = _pair(table.x, table.y, "the table")
+        labels = table.client
+        if isinstance(labels, Tensor) or hasattr(labels, "__array__"):
+            ids = as_tensor(labels, "the table's client column")
+            distinct, owner = torch.unique(ids, return_inverse=True)
+            names: Sequence[str] = [str(v) for v in distinct.tolist()]
+        else:
+            seen: dict[str, int] = {}
+            owner = torch.tensor([seen.setdefault(str(v), len(seen)) for v in labels])
+            names = list(seen)
+        if owner.shape[0] != y.shape[0]:
+            raise DataError(
+                f"the table has {y.shape[0]} rows but {owner.shape[0]} client labels"
+            )
+        if not names:
+            raise DataError("the table has no rows; a federation needs at least one client")
+        order = torch.argsort(owner, stable=True)
+        sizes = torch.bincount(owner, minlength=len(names))
+        starts = torch.cumsum(sizes, 0) - sizes
+        packed = Packed(map_inputs(lambda v: v[order], x), y[order], starts, sizes)
+        return cls(names, {"train": packed})
+
+    def map_targets(self, check: Any, cast: Any) -> Federation:
+        """A federation whose targets passed ``check(y, where)`` and whose x went through ``cast``."""
+        splits = {}
+        for split, packed in self.splits.items():
+            y = self._checked(packed, split, check)
+            splits[split] = Packed(map_inputs(cast, packed.x), y, packed.starts, packed.sizes)
+        return Federation(self.names, splits, self.embedded, self._index)
+
+    def map_inputs(self, embed: Callable[[Inputs], Inputs]) -> Federation:
+        """A federation that holds features in place of x."""
+        splits = {
+            split: Packed(embed(p.x), p.y, p.starts, p.sizes) for split, p in self.splits.items()
+        }
+        return Federation(self.names, splits, True, self._index)
+
+    def _checked(self, packed: Packed, split: str, check: Any) -> Tensor:
+        try:
+            y: Tensor = check(packed.y, "all clients")
+            return y
+        except DataError:
+            # Something is wrong somewhere: look client by client, so that the error can name it.
+            for i, name in enumerate(self.names):
+                start, size = int(packed.starts[i]), int(packed.sizes[i])
+                extra = "" if split == "train" else f", {split} set"
+                check(packed.y[start : start + size], f"client {name!r}{extra}")
+            raise
+
+    def cohort(
+        self,
+        ids: Tensor,
+        weights: Tensor,
+        device: torch.device,
+        split: str = "train",
+    ) -> Cohort:
+        """The data of these clients on ``device``."""
+        packed = self.splits[split]
+        where = packed.sizes.device
+        ids_here = ids.to(where)
+        sizes = packed.sizes[ids_here]
+        whole = len(ids) == len(self) and bool(
+            (ids_here == torch.arange(len(self), device=where)).all()
+        )
+        x, y = packed.x, packed.y
+        if not whole:
+            total = int(sizes.sum())
+            shift = packed.starts[ids_here] - (torch.cumsum(sizes, 0) - sizes)
+            rows = torch.arange(total, device=where) + torch.repeat_interleave(
+                shift, sizes, output_size=total
+            )
+            x, y = map_inputs(lambda v: v[rows], x), y[rows]
+        return Cohort(
+            ids=ids.to(device),
+            sizes=sizes.to(device),
+            x=map_inputs(lambda v: v.to(device), x),
+            y=y.to(device),
+            weights=weights.to(device),
+            longest=int(sizes.max()) if len(sizes) else 0,
+            embedded=self.embedded,
+        )
+
+    def fingerprint(self) -> str:
+        """A digest of all data, so that a resumed run can tell whether they changed."""
+        digest = hashlib.sha256()
+        for split in sorted(self.splits):
+            packed = self.splits[split]
+            digest.update(split.encode())
+            for tensor in (*leaves(packed.x), packed.y, packed.sizes):
+                digest.update(str((tuple(tensor.shape), str(tensor.dtype))).encode())
+                digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:32]
+
+
+def _as_client(value: Any, where: str) -> Client:
+    if isinstance(value, Client):
+        return value
+    if isinstance(value, tuple | list) and len(value) == 2:
+        return Client(value[0], value[1])
+    if isinstance(value, torch.utils.data.Dataset):
+        return Client(*_read_dataset(value, where))
+    raise DataError(
+        f"{where}: expected (x, y), a fedpop.Client or a torch Dataset of (x, y) pairs, not "
+        f"{type(value).__name__}"
+    )
+
+
+def _read_dataset(dataset: Any, where: str) -> tuple[Any, Any]:
+    if isinstance(dataset, torch.utils.data.TensorDataset):
+        *xs, y = dataset.tensors
+        return (xs[0] if len(xs) == 1 else tuple(xs)), y
+    if not hasattr(dataset, "__len__"):
+        raise DataError(f"{where}: an IterableDataset has no length; make it a list of (x, y) first")
+    items = [dataset[j] for j in range(len(dataset))]
+    if not items:
+        raise DataError(
+            f"{where}: an empty Dataset does not say what its examples look like; give empty tensors "
+            "of the right shape, (x[:0], y[:0])"
+        )
+    if any(not isinstance(item, tuple | list) or len(item) != 2 for item in items):
+        raise DataError(f"{where}: every item of a Dataset must be a pair (x, y)")
+    first = items[0][0]
+    if isinstance(first, dict):
+        x: Any = {k: torch.stack([as_tensor(i[0][k], where) for i in items]) for k in first}
+    elif isinstance(first, tuple):
+        x = tuple(
+            torch.stack([as_tensor(i[0][j], where) for i in items]) for j in range(len(first))
+        )
+    else:
+        x = torch.stack([as_tensor(i[0], where) for i in items])
+    return x, torch.stack([as_tensor(i[1], where) for i in items])
+
+
+def _pair(x: Any, y: Any, where: str) -> tuple[Inputs, Tensor]:
+    inputs, targets = as_inputs(x, where), as_tensor(y, f"{where}, y")
+    if targets.dim() == 0:
+        raise DataError(f"{where}: y must have one entry per example")
+    if rows_of(inputs) != targets.shape[0]:
+        raise DataError(
+            f"{where}: x has {rows_of(inputs)} rows but y has {targets.shape[0]}; "
+            "they must be of equal length"
+        )
+    for leaf in leaves(inputs):
+        if torch.is_floating_point(leaf):
+            finite = torch.isfinite(leaf).reshape(leaf.shape[0], -1).all(dim=1)
+            if not bool(finite.all()):
+                row = int((~finite).nonzero()[0, 0])
+                raise DataError(
+                    f"{where}, row {row}: x is NaN or infinite; drop the row or fill it in"
+                )
+    return inputs, targets
+
+
+def _pack(parts: Iterable[tuple[Inputs, Tensor] | None], names: Sequence[str]) -> Packed:
+    parts = list(parts)
+    example = next((p for p in parts if p is not None and p[1].shape[0]), None)
+    example = example or next(p for p in parts if p is not None)
+    sizes = torch.tensor([0 if p is None else p[1].shape[0] for p in parts])
+    filled = [p for p in parts if p is not None and p[1].shape[0]] or [example]
+    for (name, part), size in zip(zip(names, parts, strict=True), sizes.tolist(), strict=True):
+        if size and part is not None:
+            _same_form(part, example, f"client {name!r}")
+    x = map_inputs(lambda *leaf: torch.cat([_as_like(v, leaf[0]) for v in leaf]), *(p[0] for p in filled))
+    y = torch.cat([_as_like(p[1], filled[0][1]) for p in filled])
+    return Packed(x, y, torch.cumsum(sizes, 0) - sizes, sizes)
+
+
+def _as_like(value: Tensor, like: Tensor) -> Tensor:
+    return value.to(torch.promote_types(value.dtype, like.dtype))
+
+
+def _same_form(part: tuple[Inputs, Tensor], example: tuple[Inputs, Tensor], where: str) -> None:
+    mine, theirs = part[0], example[0]
+    same = type(mine) is type(theirs) and (
+        not isinstance(mine, dict) or list(mine) == list(theirs)  # type: ignore[arg-type]
+    )
+    shapes = [v.shape[1:] for v in leaves(mine)]
+    expected = [v.shape[1:] for v in leaves(theirs)]
+    if not same or shapes != expected:
+        raise DataError(
+            f"{where}: examples of x have shape {[tuple(s) for s in shapes]}, other clients' have "
+            f"{[tuple(s) for s in expected]}"
+        )
+    if part[1].shape[1:] != example[1].shape[1:]:
+        raise DataError(
+            f"{where}: y has shape {tuple(part[1].shape)}, other clients' entries have shape "
+            f"{tuple(example[1].shape[1:])}"
+        )

@@ -1,0 +1,88 @@
+"""The clients worked on together in one call: ragged data, packed, with padding only where needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedpop.federation.inputs import Inputs, map_inputs
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """C clients and their n examples, rows of one client next to each other.
+
+    ``weights`` multiply what a client sends (1/p_i, say), on the client's side of the sum.
+    """
+
+    ids: Tensor
+    sizes: Tensor
+    x: Inputs
+    y: Tensor
+    weights: Tensor
+    longest: int
+    embedded: bool = False
+    """x already holds features (a frozen backbone's are computed once)."""
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.ids.device
+
+    @cached_property
+    def owner(self) -> Tensor:
+        """For each row, the position of its client in the cohort."""
+        index = torch.arange(len(self), device=self.device)
+        return torch.repeat_interleave(index, self.sizes, output_size=self.y.shape[0])
+
+    @cached_property
+    def position(self) -> Tensor:
+        """For each row, its position among its client's rows."""
+        starts = torch.cumsum(self.sizes, 0) - self.sizes
+        return torch.arange(self.y.shape[0], device=self.device) - starts[self.owner]
+
+    @property
+    def even(self) -> bool:
+        """All clients have the same number of rows, so that packed rows are a padded block."""
+        return self.y.shape[0] == len(self) * self.longest
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """``[C, N]``, true where there is an example; None when there is no padding."""
+        if self.even:
+            return None
+        return torch.arange(self.longest, device=self.device) < self.sizes.unsqueeze(1)
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """``[n, ...]`` packed rows to a ``[C, N, ...]`` block, zeros where there is no example."""
+        shape = (len(self), self.longest, *rows.shape[1:])
+        if self.even:
+            return rows.reshape(shape)
+        block = rows.new_zeros((len(self) * self.longest, *rows.shape[1:]))
+        return block.index_copy(0, self.owner * self.longest + self.position, rows).reshape(shape)
+
+    def select(self, index: Tensor) -> Cohort:
+        """The sub-cohort of the clients at these positions."""
+        sizes = self.sizes[index]
+        starts = (torch.cumsum(self.sizes, 0) - self.sizes)[index]
+        owner = torch.repeat_interleave(torch.arange(len(index), device=self.device), sizes)
+        offset = torch.arange(owner.shape[0], device=self.device)
+        rows = starts[owner] + offset - (torch.cumsum(sizes, 0) - sizes)[owner]
+        return self.take(rows, self.ids[index], sizes, self.weights[index])
+
+    def take(self, rows: Tensor, ids: Tensor, sizes: Tensor, weights: Tensor) -> Cohort:
+        """A cohort of these rows, which must lie client by client."""
+        return Cohort(
+            ids=ids,
+            sizes=sizes,
+            x=map_inputs(lambda v: v[rows], self.x),
+            y=self.y[rows],
+            weights=weights,
+            longest=int(sizes.max()) if len(sizes) else 0,
+            embedded=self.embedded,
+        )

@@ -1,0 +1,62 @@
+"""x may be a tensor, a tuple or a dict of tensors; these few functions treat them alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedpop.errors import DataError
+
+Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+
+
+def leaves(x: Inputs) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    return list(x.values()) if isinstance(x, dict) else list(x)
+
+
+def map_inputs(fn: Callable[..., Tensor], *xs: Inputs) -> Inputs:
+    """Apply ``fn`` to corresponding leaves."""
+    first = xs[0]
+    if isinstance(first, Tensor):
+        return fn(*xs)
+    if isinstance(first, dict):
+        return {k: fn(*(x[k] for x in xs)) for k in first}  # type: ignore[call-overload,index]
+    return tuple(fn(*parts) for parts in zip(*xs, strict=True))  # type: ignore[arg-type]
+
+
+def rows_of(x: Inputs) -> int:
+    return leaves(x)[0].shape[0]
+
+
+def as_inputs(x: Any, where: str) -> Inputs:
+    """Tensors from tensors, arrays or nested numbers; ragged leaves are refused."""
+    out: Inputs
+    if isinstance(x, dict):
+        out = {str(k): as_tensor(v, f"{where}, x[{k!r}]") for k, v in x.items()}
+    elif isinstance(x, tuple):
+        out = tuple(as_tensor(v, f"{where}, x[{j}]") for j, v in enumerate(x))
+    else:
+        out = as_tensor(x, f"{where}, x")
+    if not leaves(out) or any(leaf.dim() == 0 for leaf in leaves(out)):
+        raise DataError(f"{where}: x must have one row per example")
+    if len({leaf.shape[0] for leaf in leaves(out)}) > 1:
+        raise DataError(f"{where}: the parts of x have different numbers of rows")
+    return out
+
+
+def as_tensor(value: Any, where: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach()
+    try:
+        array = np.asarray(value)
+        if array.dtype == object:
+            raise DataError(f"{where}: rows of unequal length, or values that are not numbers")
+        return torch.as_tensor(np.ascontiguousarray(array))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: cannot be read as numbers ({error})") from error

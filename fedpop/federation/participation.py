@@ -1,0 +1,130 @@
+"""Who takes part in a round, and the weight that makes the sum over those who do unbiased."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpop.errors import SettingsError
+from fedpop.runtime.random import Key
+
+WEIGHTS = ("inverse", "ratio")
+
+
+@dataclass(frozen=True)
+class Active:
+    """The clients of one round; ``weights`` apply on the client's side of the sum.
+
+    Under ``ratio`` they are ones and the server multiplies the sum by b / count: unbiased given a
+    round that is not empty, for equal probabilities only.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    ratio: bool
+
+
+class Participation(ABC):
+    """A rule that draws the active clients of a round."""
+
+    @abstractmethod
+    def draw(self, clients: int, key: Key) -> Active: ...
+
+    def check(self, clients: int) -> None:
+        """Raise when the rule cannot apply to so many clients."""
+
+
+@dataclass(frozen=True)
+class Everyone(Participation):
+    """All clients, every round."""
+
+    def draw(self, clients: int, key: Key) -> Active:
+        return Active(torch.arange(clients), torch.ones(clients), ratio=True)
+
+
+@dataclass(frozen=True)
+class Bernoulli(Participation):
+    """Each client joins by itself with probability p, one for all or one each.
+
+    Weights are b/|A| for one p (the paper's algorithm; an empty round makes no step) and 1/p_i for
+    several (the paper's supplement; an empty round still makes the hyperprior's step).
+
+    >>> Bernoulli(0.2)
+    Bernoulli(p=0.2, weights='ratio')
+    """
+
+    p: float | Sequence[float]
+    weights: str | None = None
+
+    def __post_init__(self) -> None:
+        several = not isinstance(self.p, int | float)
+        values = list(self.p) if not isinstance(self.p, int | float) else [self.p]
+        for i, p in enumerate(values):
+            if not (0 < p <= 1 and math.isfinite(p)):
+                where = f"p[{i}]" if several else "p"
+                raise SettingsError(
+                    f"{where} = {p}: a participation probability lies in (0, 1]; a client that never "
+                    "joins should be left out of the federation"
+                )
+        object.__setattr__(self, "p", tuple(values) if several else float(values[0]))
+        weights = self.weights or ("inverse" if several else "ratio")
+        if weights not in WEIGHTS:
+            raise SettingsError(f"weights are {' or '.join(WEIGHTS)}, not {weights!r}")
+        if several and weights == "ratio" and len(set(values)) > 1:
+            raise SettingsError(
+                "b/|A| weights are biased when clients join with different probabilities; use "
+                "weights='inverse'"
+            )
+        object.__setattr__(self, "weights", weights)
+
+    def check(self, clients: int) -> None:
+        if isinstance(self.p, tuple) and len(self.p) != clients:
+            raise SettingsError(
+                f"{len(self.p)} participation probabilities for {clients} clients; give one each"
+            )
+
+    def draw(self, clients: int, key: Key) -> Active:
+        p = torch.as_tensor(self.p, dtype=torch.float64).expand(clients)
+        u = key.at(purpose="join").uniform(torch.arange(clients), (), torch.float64)
+        ids = (u <= p).nonzero().squeeze(1)
+        ratio = self.weights == "ratio"
+        weights = torch.ones(len(ids)) if ratio else (1 / p[ids]).to(torch.float32)
+        return Active(ids, weights, ratio)
+
+
+@dataclass(frozen=True)
+class Uniform(Participation):
+    """``size`` clients drawn without replacement, all equally likely."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise SettingsError(f"at least one client must be active, not {self.size}")
+
+    def check(self, clients: int) -> None:
+        if self.size > clients:
+            raise SettingsError(f"{self.size} active clients asked for, but there are only {clients}")
+
+    def draw(self, clients: int, key: Key) -> Active:
+        u = key.at(purpose="join").uniform(torch.arange(clients), (), torch.float64)
+        ids = torch.topk(u, self.size, largest=False).indices.sort().values
+        return Active(ids, torch.ones(self.size), ratio=True)
+
+
+def resolve(participation: Participation | int | float | None) -> Participation:
+    """None: everyone; a number below one: a probability; a whole number: that many."""
+    if participation is None:
+        return Everyone()
+    if isinstance(participation, Participation):
+        return participation
+    if isinstance(participation, bool):
+        raise SettingsError("participation is a number or a rule, not a truth value")
+    if isinstance(participation, int):
+        return Uniform(participation)
+    return Bernoulli(participation)

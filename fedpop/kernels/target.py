@@ -1,0 +1,202 @@
+"""The log-posterior of z that a kernel samples, and its preconditioner for linear heads."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpop.models.local import LinearLikelihood, LocalLikelihood
+from fedpop.priors.normal import Normal
+
+
+class Precision(ABC):
+    """Q = L L' of every client: the preconditioner and, for HMC, the mass matrix."""
+
+    @abstractmethod
+    def root(self, v: Tensor) -> Tensor:
+        """L^-1 v for v ``[C, K, d]``."""
+
+    @abstractmethod
+    def root_transposed(self, v: Tensor) -> Tensor:
+        """L^-T v: standard normal noise becomes noise with covariance Q^-1."""
+
+    def solve(self, v: Tensor) -> Tensor:
+        """Q^-1 v."""
+        return self.root_transposed(self.root(v))
+
+
+@dataclass(frozen=True)
+class DiagonalPrecision(Precision):
+    """Q = diag(sd^-2), the same for all clients: the prior's scale as the natural unit."""
+
+    sd: Tensor
+
+    def root(self, v: Tensor) -> Tensor:
+        return v * self.sd
+
+    def root_transposed(self, v: Tensor) -> Tensor:
+        return v * self.sd
+
+
+@dataclass(frozen=True)
+class BlockPrecision(Precision):
+    """Blocks ``[C or 1, B or 1, q, q]``: z ``[C, K, d]`` is read as ``[C, K, B, q]``."""
+
+    matrix: Tensor
+    inverse_root: Tensor
+    """L^-1: with it every operation is a batched product."""
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> BlockPrecision:
+        """Factorised in double precision, since Q may be ill-conditioned."""
+        wide = matrix.to(torch.float64)
+        identity = torch.eye(matrix.shape[-1], dtype=torch.float64, device=matrix.device)
+        root, info = torch.linalg.cholesky_ex(wide)
+        if bool((info != 0).any()):
+            jitter = 1e-9 * wide.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+            root = torch.linalg.cholesky_ex(wide + jitter * identity)[0]
+        inverse = torch.linalg.solve_triangular(root, identity.expand_as(root), upper=False)
+        return cls(matrix, inverse.to(matrix.dtype))
+
+    def root(self, v: Tensor) -> Tensor:
+        return self._apply(self.inverse_root, v)
+
+    def root_transposed(self, v: Tensor) -> Tensor:
+        return self._apply(self.inverse_root.mT, v)
+
+    def largest(self) -> Tensor:
+        """The largest eigenvalue of Q, ``[C]``."""
+        return torch.linalg.eigvalsh(self.matrix)[..., -1].amax(1)
+
+    def covariance(self) -> Tensor:
+        """Q^-1, block by block."""
+        return self.inverse_root.mT @ self.inverse_root
+
+    def _apply(self, matrix: Tensor, v: Tensor) -> Tensor:
+        clients, blocks, q, _ = matrix.shape
+        if blocks == 1:  # one factor for all outputs: a single product per client
+            return torch.bmm(v.reshape(clients, -1, q), matrix[:, 0].mT).reshape(v.shape)
+        rows = v.reshape(clients, -1, blocks, q).transpose(1, 2)
+        return torch.matmul(rows, matrix.mT).transpose(1, 2).reshape(v.shape)
+
+
+@dataclass(frozen=True)
+class Target:
+    """log p(D_i | z) + log p(z | beta) for every client of a cohort; z is ``[C, K, d]``."""
+
+    likelihood: LocalLikelihood
+    prior: Normal
+    beta: Tensor
+
+    def value_and_grad(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        value, grad = self.likelihood.value_and_grad(z)
+        prior_value, prior_grad = self.prior.value_and_grad(self.beta, z)
+        return value + prior_value, grad + prior_grad
+
+    def likelihood_grad(self, z: Tensor, grad: Tensor) -> Tensor:
+        """grad_z log p(D | z) from the log-posterior's gradient at the same z."""
+        return grad - self.prior.value_and_grad(self.beta, z)[1]
+
+    @property
+    def linear(self) -> bool:
+        return isinstance(self.likelihood, LinearLikelihood)
+
+    @property
+    def conjugate(self) -> bool:
+        """Normal likelihood, linear head, Normal prior: the posterior is Gaussian."""
+        local = self.likelihood
+        return isinstance(local, LinearLikelihood) and local.likelihood.name == "normal"
+
+    def precision(self) -> Precision:
+        """Q = curvature of the likelihood (a bound where there is one) + the prior's precision."""
+        local = self.likelihood
+        if isinstance(local, LinearLikelihood):
+            return self.block_precision(local)
+        if self.prior.covariance == "full":
+            return BlockPrecision.of(self.prior.precision(self.beta)[None, None])
+        return DiagonalPrecision(self.prior.sd(self.beta))
+
+    def block_precision(self, local: LinearLikelihood) -> BlockPrecision:
+        bound = local.likelihood.bound(local.params)
+        if bound is None:  # no bound anywhere (Poisson): the curvature where the posterior is
+            return BlockPrecision.of(self.add_prior(local.curvature_at(self.mode())))
+        return BlockPrecision.of(self.add_prior(local.gram(bound).unsqueeze(1)))
+
+    def largest_curvature(self, z: Tensor, iterations: int = 10) -> Tensor:
+        """L_i ``[C]``: of Q for a linear head, else by power iteration on Hessian products at z."""
+        if isinstance(self.likelihood, LinearLikelihood):
+            return self.block_precision(self.likelihood).largest()
+        v = torch.ones_like(z)
+        size = v.norm(dim=-1, keepdim=True)
+        for _ in range(iterations):
+            v = v / size.clamp(min=1e-30)
+            v = torch.func.jvp(lambda at: self.value_and_grad(at)[1], (z,), (v,))[1]
+            size = v.norm(dim=-1, keepdim=True)
+        prior = self.prior.sd(self.beta).square().reciprocal().max()
+        return size.squeeze(-1).amax(-1).maximum(prior)
+
+    def add_prior(self, gram: Tensor) -> Tensor:
+        """Blocks ``[C, 1 or o, q, q]`` plus the prior's precision, in as few blocks as can be."""
+        local = self.likelihood
+        assert isinstance(local, LinearLikelihood)
+        q, outputs = gram.shape[-1], local.outputs
+        if self.prior.covariance == "full" and outputs > 1:
+            blocks = gram.expand(-1, outputs, -1, -1)
+            dense = torch.stack([torch.block_diag(*b) for b in blocks])
+            return (dense + self.prior.precision(self.beta)).unsqueeze(1)
+        if self.prior.covariance == "full":
+            return gram + self.prior.precision(self.beta)
+        diagonal = self.prior.sd(self.beta).square().reciprocal().reshape(outputs, q)
+        if self.prior.covariance == "isotropic" and gram.shape[1] == 1:
+            diagonal = diagonal[:1]
+        return gram + torch.diag_embed(diagonal)
+
+    def mode(self, iterations: int = 30) -> Tensor:
+        """The posterior mode ``[C, d]`` by damped Newton steps, from the prior mean (linear heads)."""
+        local = self.likelihood
+        assert isinstance(local, LinearLikelihood)
+        clients = local.features.shape[0]
+        z = self.prior.mu(self.beta).expand(clients, -1).clone()
+        value, grad = self._at(z)
+        for _ in range(iterations):
+            factor = BlockPrecision.of(self.add_prior(local.curvature_at(z)))
+            step = factor.solve(grad.unsqueeze(1)).squeeze(1)
+            scale = torch.ones_like(value)
+            for _ in range(20):
+                moved = z + scale.unsqueeze(1) * step
+                new_value, new_grad = self._at(moved)
+                worse = ~(new_value >= value - 1e-6 * value.abs())
+                if not bool(worse.any()):
+                    break
+                scale = torch.where(worse, scale / 2, scale)
+            better = new_value >= value
+            z = torch.where(better.unsqueeze(1), moved, z)
+            value = torch.where(better, new_value, value)
+            grad = torch.where(better.unsqueeze(1), new_grad, grad)
+            if float(step.abs().max()) < 1e-6:
+                break
+        return z
+
+    def _at(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        value, grad = self.value_and_grad(z.unsqueeze(1))
+        return value.squeeze(1), grad.squeeze(1)
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean ``[C, d]`` and covariance ``[C, d, d]`` of the posterior of a conjugate model."""
+        local = self.likelihood
+        assert isinstance(local, LinearLikelihood) and self.conjugate
+        factor = self.block_precision(local)
+        mu = self.prior.mu(self.beta).expand(local.features.shape[0], -1)
+        _, grad = self._at(mu)
+        mean = mu + factor.solve(grad.unsqueeze(1)).squeeze(1)
+        blocks = factor.covariance()
+        d = mu.shape[-1]
+        if blocks.shape[-1] < d:
+            blocks = blocks.expand(-1, local.outputs, -1, -1)
+            cov = torch.stack([torch.block_diag(*b) for b in blocks])
+        else:
+            cov = blocks.squeeze(1)
+        return mean, cov

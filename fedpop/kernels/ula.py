@@ -1,0 +1,52 @@
+"""Unadjusted Langevin: the kernel of FedSOUL in the paper (Algorithm 1, lines 11 to 14)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedpop.errors import SettingsError
+from fedpop.kernels.base import Kernel, State, Transition, Tuning, guarded
+from fedpop.kernels.target import Target
+from fedpop.runtime.random import Key
+
+
+@dataclass(frozen=True)
+class ULA(Kernel):
+    """z <- z + gamma grad log p(z | D, theta) + sqrt(2 gamma) xi.
+
+    gamma_i = c_k / L_i with L_i the largest curvature of client i's log-posterior at theta_k, and
+    c_k = ``step`` (1 + k)^-``decay``: one gamma for all clients is not usable, and the paper's
+    supplement allows one for each. On a Gaussian posterior with precision Q its stationary covariance
+    is Q^-1 (I - gamma Q / 2)^-1.
+    """
+
+    step_size: float = 0.8
+    decay: float = 0.0
+    name: ClassVar[str] = "ULA"
+    adjusted: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.step_size < 2:
+            raise SettingsError(
+                f"ULA is stable for 0 < step_size < 2 (in units of 1/L), not {self.step_size}"
+            )
+        if self.decay < 0:
+            raise SettingsError(f"the step's decay must be 0 or more, not {self.decay}")
+
+    def prepare(self, target: Target, z: Tensor, tuning: Tuning, round: int) -> Tensor:
+        c = self.step_size * (1 + round) ** -self.decay
+        gamma = c * tuning.log_step.exp() / target.largest_curvature(z)
+        return gamma[:, None, None]
+
+    def step(
+        self, target: Target, plan: Tensor, state: State, key: Key, ids: Tensor, m: int
+    ) -> Transition:
+        gamma = plan
+        noise = key.at(purpose="noise").normal(ids, state.z.shape[1:], state.z.dtype, m)
+        moved = state.z + gamma * state.grad + torch.sqrt(2 * gamma) * noise
+        new, diverged = guarded(State.at(target, moved), state)
+        return Transition(new, torch.ones_like(state.value), diverged)

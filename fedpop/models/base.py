@@ -1,0 +1,203 @@
+"""The model p(D | phi, z), split where the cost is: ``embed`` once a round, the head at every step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedpop.errors import DataError, ModelError
+from fedpop.federation.clients import Federation
+from fedpop.federation.cohort import Cohort
+from fedpop.federation.inputs import Inputs, leaves, map_inputs
+from fedpop.models.flat import Layout
+from fedpop.models.likelihoods import Likelihood, Params
+from fedpop.models.local import LinearLikelihood, LocalLikelihood
+from fedpop.models.modules import RowKeys
+from fedpop.runtime.random import Key
+
+
+@dataclass(frozen=True)
+class LinearLayout(Layout):
+    """z of a linear head: one row ``[weights, bias]`` per output, so that the bias is a feature."""
+
+    @property
+    def bias(self) -> bool:
+        return len(self.shapes) == 2
+
+    @property
+    def outputs(self) -> int:
+        return self.shapes[0][0]
+
+    @property
+    def inputs(self) -> int:
+        return self.shapes[0][1]
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        rows = flat.unflatten(-1, (self.outputs, -1))
+        if not self.bias:
+            return {self.names[0]: rows}
+        return {self.names[0]: rows[..., :-1], self.names[1]: rows[..., -1]}
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        parts = [tensors[name] for name in self.names]
+        if self.bias:
+            parts[1] = parts[1].unsqueeze(-1)
+        return torch.cat(parts, dim=-1).reshape(-1)
+
+    def spans(self) -> dict[str, slice]:
+        raise ModelError("the names of a linear head are interleaved in the flat vector; use views()")
+
+
+class Model(ABC):
+    """What is learned. Subclasses say how modules make features and head outputs."""
+
+    likelihood: Likelihood
+    phi_layout: Layout
+    z_layout: Layout
+    linear: bool
+    """The head is linear in its features: batched products, curvature, exact preconditioning."""
+    outputs: int
+
+    @abstractmethod
+    def initial_phi(self) -> Tensor:
+        """The modules' own values as one flat vector."""
+
+    @abstractmethod
+    def initial_z(self) -> Tensor:
+        """The head's own values as one flat vector ``[d]``."""
+
+    @abstractmethod
+    def embed(self, phi: Tensor, x: Inputs, rows: RowKeys | None = None) -> Inputs:
+        """Everything in phi that z never touches. Dropout is on when ``rows`` name the examples."""
+
+    @abstractmethod
+    def bind(
+        self, phi: Tensor, features: Inputs, cohort: Cohort, rows: RowKeys | None = None
+    ) -> LocalLikelihood:
+        """The cohort's likelihood as a function of z, at these features."""
+
+    @abstractmethod
+    def head_outputs(self, phi: Tensor, z: Tensor, features: Inputs) -> Tensor:
+        """Head outputs ``[L, n, o]`` of n examples for L values of z ``[L, d]``."""
+
+    @abstractmethod
+    def modules(self) -> list[nn.Module]:
+        """The modules that make up the model."""
+
+    @property
+    def frozen(self) -> bool:
+        """Features never change, so they are computed once."""
+        return False
+
+    def params(self, phi: Tensor) -> Params:
+        """The likelihood's own parameters inside phi."""
+        names = self.likelihood.initial_params()
+        if not names:
+            return {}
+        views = self.phi_layout.views(phi)
+        return {name: views[f"likelihood.{name}"] for name in names}
+
+    def row_keys(self, cohort: Cohort, key: Key) -> RowKeys:
+        return RowKeys(key, cohort.ids[cohort.owner], cohort.position)
+
+    def features(self, phi: Tensor, cohort: Cohort, rows: RowKeys | None = None) -> Inputs:
+        """``embed`` of a cohort's examples, or what was computed before if phi cannot change it."""
+        return cohort.x if cohort.embedded else self.embed(phi, cohort.x, rows)
+
+    def prepare(self, federation: Federation) -> Federation:
+        """Data checked against this model: targets, types, one probing forward pass."""
+        phi = self.initial_phi()
+
+        def cast(leaf: Tensor) -> Tensor:
+            return leaf.to(phi.dtype) if torch.is_floating_point(leaf) else leaf
+
+        def check(y: Tensor, where: str) -> Tensor:
+            y = self.likelihood.check_targets(y, self.outputs, where)
+            return y.to(phi.dtype) if torch.is_floating_point(y) else y
+
+        federation = federation.map_targets(check, cast)
+        if federation.embedded:
+            return federation
+        self._probe(federation, phi)
+        if self.frozen:
+            federation = federation.map_inputs(lambda x: self._embed_all(phi, x))
+        return federation
+
+    def _embed_all(self, phi: Tensor, x: Inputs, chunk: int = 1024) -> Inputs:
+        rows = leaves(x)[0].shape[0]
+        parts = []
+        with torch.no_grad():
+            for start in range(0, rows, chunk):
+                part = map_inputs(lambda v, s=start: v[s : s + chunk].to(phi.device), x)  # type: ignore[misc]
+                parts.append(self.embed(phi, part))
+        return map_inputs(lambda *v: torch.cat(v), *parts)
+
+    def _probe(self, federation: Federation, phi: Tensor) -> None:
+        x = map_inputs(lambda v: v[:2].to(phi.device), federation.train.x)
+        count = leaves(x)[0].shape[0]
+        if count == 0:
+            return
+        keys = RowKeys(
+            Key(0, purpose="probe"),
+            torch.zeros(count, dtype=torch.int64, device=phi.device),
+            torch.arange(count, device=phi.device),
+        )
+        before = torch.get_rng_state()
+        with torch.no_grad():
+            try:
+                features = self.embed(phi, x, keys)
+                eta = self.head_outputs(phi, self.initial_z().unsqueeze(0), features)
+            except RuntimeError as error:
+                shapes = [tuple(v.shape[1:]) for v in leaves(x)]
+                raise DataError(
+                    f"the model does not accept examples of shape {shapes}: {error}"
+                ) from error
+        if not torch.equal(before, torch.get_rng_state()):
+            raise ModelError(
+                "the model draws from torch's global generator (functional dropout, say), so runs "
+                "could not be repeated or resumed; use nn.Dropout modules, which fedpop keys"
+            )
+        if eta.shape[-1] != self.outputs or eta.shape[1] != count:
+            raise ModelError(
+                f"for {count} examples the head gave outputs of shape {tuple(eta.shape[1:])}; "
+                f"expected ({count}, {self.outputs})"
+            )
+
+    def bind_linear(self, phi: Tensor, features: Inputs, cohort: Cohort, bias: bool) -> LocalLikelihood:
+        """The native path: a padded feature block with a column of ones."""
+        if not isinstance(features, Tensor):
+            raise ModelError("a linear head needs one tensor of features per example")
+        if bias:
+            features = with_ones(features)
+        y = self.likelihood.encode(cohort.y, self.outputs, phi.dtype)
+        return LinearLikelihood(
+            cohort.pad(features), cohort.pad(y), cohort.mask, self.likelihood, self.params(phi)
+        )
+
+
+def with_ones(features: Tensor) -> Tensor:
+    return torch.cat((features, features.new_ones((*features.shape[:-1], 1))), dim=-1)
+
+
+def linear_outputs(z: Tensor, features: Tensor, outputs: int, bias: bool) -> Tensor:
+    """``[L, n, o]`` outputs of a linear head for z ``[L, d]``."""
+    if bias:
+        features = with_ones(features)
+    return torch.einsum("nq,loq->lno", features, z.unflatten(-1, (outputs, -1)))
+
+
+def likelihood_layout(likelihood: Likelihood) -> dict[str, tuple[int, ...]]:
+    return {f"likelihood.{name}": () for name in likelihood.initial_params()}
+
+
+def initial_params(likelihood: Likelihood, like: Tensor) -> list[Tensor]:
+    return [like.new_full((1,), v) for v in likelihood.initial_params().values()]
+
+
+def trainable(module: nn.Module) -> dict[str, Any]:
+    return {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}

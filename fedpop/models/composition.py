@@ -1,0 +1,159 @@
+"""The paper's composition h_z o h_phi: a shared backbone, and a private head on its features."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fedpop.errors import ModelError
+from fedpop.federation.cohort import Cohort
+from fedpop.federation.inputs import Inputs, leaves, map_inputs
+from fedpop.models import likelihoods
+from fedpop.models.base import (
+    LinearLayout,
+    Model,
+    initial_params,
+    likelihood_layout,
+    linear_outputs,
+    trainable,
+)
+from fedpop.models.flat import Layout
+from fedpop.models.likelihoods import Likelihood
+from fedpop.models.local import GeneralLikelihood, LocalLikelihood, pad_inputs
+from fedpop.models.modules import (
+    RowKeys,
+    call,
+    dropout_rows,
+    federated,
+    has_dropout,
+    is_convolutional,
+)
+from fedpop.runtime.precision import autocast_dtype
+
+
+class Composition(Model):
+    """``likelihood(head(backbone(x)))`` with the backbone shared (phi) and the head private (z).
+
+    Parameters with ``requires_grad=False`` stay as they are; a backbone without any trainable
+    parameter has its features computed once.
+
+    >>> from torch import nn
+    >>> model = Composition(nn.Linear(20, 2, bias=False), nn.Linear(2, 1, bias=False), "normal")
+    >>> model
+    Composition(phi: 41, z: 2, likelihood: normal, linear head)
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module | None,
+        head: nn.Module,
+        likelihood: Likelihood | str,
+        *,
+        precision: str = "auto",
+    ) -> None:
+        self.backbone = federated(nn.Identity() if backbone is None else backbone)
+        self.head = federated(head)
+        self.likelihood = likelihoods.resolve(likelihood)
+        personal = trainable(self.head)
+        if not personal:
+            raise ModelError("the head has no trainable parameter, so nothing would be personal")
+        if len(personal) < sum(1 for _ in self.head.parameters()):
+            raise ModelError("some parameters of the head are frozen; use Split to choose by name")
+        like = next(iter(personal.values()))
+        self.device, self.dtype = like.device, like.dtype
+        shared = trainable(self.backbone)
+        self._shared = list(shared)
+        self.phi_layout = Layout.of(
+            {f"backbone.{n}": tuple(p.shape) for n, p in shared.items()}
+            | likelihood_layout(self.likelihood)
+        )
+        shapes = {n: tuple(p.shape) for n, p in personal.items()}
+        self.linear = type(self.head) is nn.Linear
+        self.z_layout = (LinearLayout if self.linear else Layout).of(shapes)
+        self.outputs = _outputs_of(self.head)
+        self.likelihood.check_head(self.outputs)
+        self._convolutional = is_convolutional(self.backbone)
+        # Rounding a few statistical parameters to 8 bits buys nothing: only networks are worth it.
+        large = self._convolutional or self.phi_layout.size > 100_000
+        wanted = precision if large or precision != "auto" else "float32"
+        self.precision = precision
+        self.autocast = autocast_dtype(wanted, self.device)
+        autocast_dtype(precision, self.device)
+
+    def __repr__(self) -> str:
+        head = "linear head" if self.linear else "head through vmap"
+        return (
+            f"Composition(phi: {self.phi_layout.size}, z: {self.z_layout.size}, "
+            f"likelihood: {self.likelihood.name}, {head})"
+        )
+
+    def modules(self) -> list[nn.Module]:
+        return [self.backbone, self.head]
+
+    @property
+    def frozen(self) -> bool:
+        return not self._shared and not has_dropout(self.backbone)
+
+    def initial_phi(self) -> Tensor:
+        like = self.initial_z()
+        parts = [p.reshape(-1) for p in trainable(self.backbone).values()]
+        return torch.cat([*parts, *initial_params(self.likelihood, like), like.new_zeros(0)])
+
+    def initial_z(self) -> Tensor:
+        return self.z_layout.flatten(trainable(self.head))
+
+    def _backbone_views(self, phi: Tensor) -> dict[str, Tensor]:
+        views = self.phi_layout.views(phi)
+        return {name: views[f"backbone.{name}"] for name in self._shared}
+
+    def embed(self, phi: Tensor, x: Inputs, rows: RowKeys | None = None) -> Tensor:
+        if self._convolutional:
+            x = map_inputs(_channels_last, x)
+        device = leaves(x)[0].device.type
+        with (
+            dropout_rows(self.backbone, rows),
+            torch.autocast(device, self.autocast, enabled=self.autocast is not None),
+        ):
+            features = call(self.backbone, self._backbone_views(phi), x)
+        if not isinstance(features, Tensor):
+            raise ModelError("the backbone must give one tensor of features per batch")
+        return features.to(phi.dtype)
+
+    def bind(
+        self, phi: Tensor, features: Inputs, cohort: Cohort, rows: RowKeys | None = None
+    ) -> LocalLikelihood:
+        if isinstance(self.z_layout, LinearLayout):
+            return self.bind_linear(phi, features, cohort, self.z_layout.bias)
+        y = self.likelihood.encode(cohort.y, self.outputs, phi.dtype)
+        return GeneralLikelihood(
+            lambda z, x: call(self.head, self.z_layout.views(z), x),
+            pad_inputs(cohort, features),
+            cohort.pad(y),
+            cohort.mask,
+            self.likelihood,
+            self.params(phi),
+        )
+
+    def head_outputs(self, phi: Tensor, z: Tensor, features: Inputs) -> Tensor:
+        if isinstance(self.z_layout, LinearLayout) and isinstance(features, Tensor):
+            return linear_outputs(z, features, self.outputs, self.z_layout.bias)
+        return torch.func.vmap(lambda one: call(self.head, self.z_layout.views(one), features))(z)
+
+
+def _channels_last(leaf: Tensor) -> Tensor:
+    return leaf.contiguous(memory_format=torch.channels_last) if leaf.dim() == 4 else leaf
+
+
+def _outputs_of(head: nn.Module) -> int:
+    """Outputs of the last layer that has a width."""
+    width = None
+    for module in head.modules():
+        if isinstance(module, nn.Linear):
+            width = module.out_features
+        elif isinstance(module, nn.Conv2d):
+            width = module.out_channels
+    if width is None:
+        raise ModelError(
+            "cannot tell how many outputs the head has; end it with an nn.Linear layer"
+        )
+    return width

@@ -1,0 +1,295 @@
+"""Likelihoods p(y | eta) of an example given the head's output eta.
+
+Each one gives its log-density with its derivative in eta (the chain's inner loop needs nothing else),
+a curvature for linear heads, and what a predictive distribution is made of: mean, cdf, draws.
+Targets are ``[..., o]`` floats for every family (one-hot rows for classes), so that one padded block
+serves them all.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedpop.errors import DataError, ModelError, SettingsError
+
+Params = dict[str, Tensor]
+
+
+class Likelihood(ABC):
+    """One family of observation models; ``params`` are the parts of phi that belong to it."""
+
+    name: ClassVar[str]
+    discrete: ClassVar[bool] = False
+
+    def initial_params(self) -> dict[str, float]:
+        """Scalars that are learned as part of phi."""
+        return {}
+
+    def check_head(self, outputs: int) -> None:
+        """Raise unless a head with so many outputs fits."""
+
+    def check_targets(self, y: Tensor, outputs: int, where: str) -> Tensor:
+        """Checked targets in storage form (``[n, o]`` floats, or ``[n]`` class indices)."""
+        if y.dim() == 1:
+            y = y.unsqueeze(1)
+        if y.dim() != 2 or y.shape[1] != outputs:
+            raise DataError(
+                f"{where}: y has shape {tuple(y.shape)}, but the head gives {outputs} output(s) per "
+                f"example; y must be [n] or [n, {outputs}]"
+            )
+        if not torch.is_floating_point(y):
+            y = y.to(torch.get_default_dtype())
+        _require(torch.isfinite(y).all(dim=1), where, "y is NaN or infinite")
+        return y
+
+    def encode(self, y: Tensor, outputs: int, dtype: torch.dtype) -> Tensor:
+        """Storage form to ``[..., o]`` floats."""
+        return y.to(dtype)
+
+    @abstractmethod
+    def log_prob(self, eta: Tensor, y: Tensor, params: Params) -> Tensor:
+        """log p(y | eta), summed over the last axis."""
+
+    @abstractmethod
+    def value_and_grad(self, eta: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        """The log-density and its derivative in eta."""
+
+    @abstractmethod
+    def bound(self, params: Params) -> Tensor | float | None:
+        """c with -d2 log p / d eta2 <= c I everywhere; ``None`` where there is no such bound."""
+
+    @abstractmethod
+    def curvature(self, eta: Tensor, params: Params) -> Tensor:
+        """Diagonal of -d2 log p / d eta2 at eta."""
+
+    @abstractmethod
+    def mean(self, eta: Tensor, params: Params) -> Tensor:
+        """E[y | eta] (class probabilities for classes)."""
+
+    @abstractmethod
+    def draw(self, eta: Tensor, params: Params, uniform: Tensor, normal: Tensor) -> Tensor:
+        """One y per row of eta from given noise of the same shape."""
+
+
+def _require(good: Tensor, where: str, what: str) -> None:
+    if not bool(good.all()):
+        row = int((~good).nonzero()[0, 0])
+        raise DataError(f"{where}, row {row}: {what}")
+
+
+@dataclass(frozen=True)
+class Normal(Likelihood):
+    """y ~ N(eta, variance); ``variance="learned"`` makes log(variance) a part of phi."""
+
+    variance: float | str = "learned"
+    name: ClassVar[str] = "normal"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.variance, str):
+            if self.variance != "learned":
+                raise SettingsError(f"variance is a number or 'learned', not {self.variance!r}")
+        elif not (self.variance > 0 and math.isfinite(self.variance)):
+            raise SettingsError(f"variance must be positive and finite, not {self.variance}")
+
+    def initial_params(self) -> dict[str, float]:
+        return {"log_variance": 0.0} if self.variance == "learned" else {}
+
+    def _precision(self, params: Params) -> Tensor | float:
+        if self.variance == "learned":
+            return torch.exp(-params["log_variance"])
+        return 1.0 / float(self.variance)
+
+    def _log_precision(self, params: Params) -> Tensor | float:
+        if self.variance == "learned":
+            return -params["log_variance"]
+        return -math.log(float(self.variance))
+
+    def sd(self, params: Params) -> Tensor | float:
+        """The noise's standard deviation."""
+        return self._precision(params) ** -0.5
+
+    def log_prob(self, eta: Tensor, y: Tensor, params: Params) -> Tensor:
+        quadratic = self._precision(params) * (y - eta) ** 2
+        return -0.5 * (quadratic - self._log_precision(params) + math.log(2 * math.pi)).sum(-1)
+
+    def value_and_grad(self, eta: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        residual = y - eta
+        grad = self._precision(params) * residual
+        constant = math.log(2 * math.pi) - self._log_precision(params)
+        return -0.5 * (grad * residual + constant).sum(-1), grad
+
+    def bound(self, params: Params) -> Tensor | float:
+        return self._precision(params)
+
+    def curvature(self, eta: Tensor, params: Params) -> Tensor:
+        return torch.ones_like(eta) * self._precision(params)
+
+    def mean(self, eta: Tensor, params: Params) -> Tensor:
+        return eta
+
+    def draw(self, eta: Tensor, params: Params, uniform: Tensor, normal: Tensor) -> Tensor:
+        return eta + normal * self.sd(params)
+
+    def cdf(self, eta: Tensor, y: Tensor, params: Params) -> Tensor:
+        return torch.special.ndtr((y - eta) / self.sd(params))
+
+
+@dataclass(frozen=True)
+class Categorical(Likelihood):
+    """y in {0, ..., K-1} with logits eta."""
+
+    name: ClassVar[str] = "categorical"
+    discrete: ClassVar[bool] = True
+
+    def check_head(self, outputs: int) -> None:
+        if outputs < 2:
+            raise ModelError(
+                f"a categorical likelihood needs a head with one output per class, at least 2; this "
+                f"head has {outputs} (for yes/no targets with one output use 'bernoulli')"
+            )
+
+    def check_targets(self, y: Tensor, outputs: int, where: str) -> Tensor:
+        if y.dim() == 2 and y.shape[1] == 1:
+            y = y.squeeze(1)
+        if y.dim() != 1:
+            raise DataError(f"{where}: class labels must be [n] integers, not {tuple(y.shape)}")
+        if torch.is_floating_point(y):
+            _require(torch.isfinite(y), where, "the label is NaN or infinite")
+            _require(y == y.round(), where, "the label is not a whole number")
+        labels = y.to(torch.int64)
+        inside = (labels >= 0) & (labels < outputs)
+        if not bool(inside.all()):
+            row = int((~inside).nonzero()[0, 0])
+            raise DataError(
+                f"{where}, row {row}: label {int(labels[row])} is out of range; the head has "
+                f"{outputs} outputs, so labels run from 0 to {outputs - 1}"
+            )
+        return labels
+
+    def encode(self, y: Tensor, outputs: int, dtype: torch.dtype) -> Tensor:
+        return torch.nn.functional.one_hot(y, outputs).to(dtype)
+
+    def log_prob(self, eta: Tensor, y: Tensor, params: Params) -> Tensor:
+        return (y * torch.log_softmax(eta, -1)).sum(-1)
+
+    def value_and_grad(self, eta: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        log_p = torch.log_softmax(eta, -1)
+        return (y * log_p).sum(-1), y - log_p.exp()
+
+    def bound(self, params: Params) -> float:
+        return 0.5  # Boehning (1992): the Hessian is below (I - 11'/K) / 2
+
+    def curvature(self, eta: Tensor, params: Params) -> Tensor:
+        p = torch.softmax(eta, -1)
+        return p * (1 - p)
+
+    def mean(self, eta: Tensor, params: Params) -> Tensor:
+        return torch.softmax(eta, -1)
+
+    def draw(self, eta: Tensor, params: Params, uniform: Tensor, normal: Tensor) -> Tensor:
+        cumulative = torch.softmax(eta, -1).cumsum(-1)
+        below = (cumulative < uniform[..., :1]).sum(-1)
+        return below.clamp(max=eta.shape[-1] - 1)
+
+
+@dataclass(frozen=True)
+class Bernoulli(Likelihood):
+    """y in {0, 1} with logit eta."""
+
+    name: ClassVar[str] = "bernoulli"
+    discrete: ClassVar[bool] = True
+
+    def check_targets(self, y: Tensor, outputs: int, where: str) -> Tensor:
+        y = super().check_targets(y, outputs, where)
+        _require(((y == 0) | (y == 1)).all(dim=1), where, "a bernoulli target is 0 or 1")
+        return y
+
+    def log_prob(self, eta: Tensor, y: Tensor, params: Params) -> Tensor:
+        return (y * eta - torch.nn.functional.softplus(eta)).sum(-1)
+
+    def value_and_grad(self, eta: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        return self.log_prob(eta, y, params), y - torch.sigmoid(eta)
+
+    def bound(self, params: Params) -> float:
+        return 0.25
+
+    def curvature(self, eta: Tensor, params: Params) -> Tensor:
+        p = torch.sigmoid(eta)
+        return p * (1 - p)
+
+    def mean(self, eta: Tensor, params: Params) -> Tensor:
+        return torch.sigmoid(eta)
+
+    def draw(self, eta: Tensor, params: Params, uniform: Tensor, normal: Tensor) -> Tensor:
+        return (uniform <= torch.sigmoid(eta)).to(eta.dtype)
+
+
+@dataclass(frozen=True)
+class Poisson(Likelihood):
+    """y in {0, 1, 2, ...} with log-rate eta."""
+
+    name: ClassVar[str] = "poisson"
+    discrete: ClassVar[bool] = True
+
+    def check_targets(self, y: Tensor, outputs: int, where: str) -> Tensor:
+        y = super().check_targets(y, outputs, where)
+        whole = ((y >= 0) & (y == y.round())).all(dim=1)
+        _require(whole, where, "a poisson target is a whole number, 0 or more")
+        return y
+
+    def log_prob(self, eta: Tensor, y: Tensor, params: Params) -> Tensor:
+        return (y * eta - torch.exp(eta) - torch.lgamma(y + 1)).sum(-1)
+
+    def value_and_grad(self, eta: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        rate = torch.exp(eta)
+        return (y * eta - rate - torch.lgamma(y + 1)).sum(-1), y - rate
+
+    def bound(self, params: Params) -> None:
+        return None
+
+    def curvature(self, eta: Tensor, params: Params) -> Tensor:
+        return torch.exp(eta)
+
+    def mean(self, eta: Tensor, params: Params) -> Tensor:
+        return torch.exp(eta)
+
+    def cdf(self, eta: Tensor, y: Tensor, params: Params) -> Tensor:
+        counts = torch.floor(y)
+        inside = torch.special.gammaincc(counts.clamp(min=0) + 1, torch.exp(eta))
+        return torch.where(counts < 0, torch.zeros_like(inside), inside)
+
+    def draw(self, eta: Tensor, params: Params, uniform: Tensor, normal: Tensor) -> Tensor:
+        # Inversion by bisection on the cdf, so that one uniform gives one count.
+        low = torch.full_like(eta, -1.0)
+        high = torch.ceil(torch.exp(eta) + 12 * torch.exp(0.5 * eta) + 30)
+        while bool((high - low > 1).any()):
+            middle = torch.floor((low + high) / 2)
+            below = self.cdf(eta, middle, params) < uniform
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        return high
+
+
+_BY_NAME: dict[str, type[Likelihood]] = {
+    c.name: c for c in (Normal, Categorical, Bernoulli, Poisson)
+}
+
+
+def resolve(likelihood: Likelihood | str) -> Likelihood:
+    """A likelihood from itself or from its name.
+
+    >>> resolve("poisson")
+    Poisson()
+    """
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    if likelihood not in _BY_NAME:
+        raise SettingsError(
+            f"unknown likelihood {likelihood!r}; known are {', '.join(map(repr, _BY_NAME))}"
+        )
+    return _BY_NAME[likelihood]()

@@ -1,0 +1,137 @@
+"""What an ``nn.Module`` must be like to be federated, and the small changes that make it so."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedpop.errors import ModelError
+from fedpop.runtime.random import Key
+
+
+@dataclass(frozen=True)
+class RowKeys:
+    """Names the rows of a batch: each example is (client, position in the client's data)."""
+
+    key: Key
+    clients: Tensor
+    positions: Tensor
+
+
+class KeyedDropout(nn.Module):
+    """Dropout whose masks are keyed by (seed, round, client, example), not by global state."""
+
+    def __init__(self, p: float, label: str, channels: bool = False) -> None:
+        super().__init__()
+        self.p, self.label, self.channels = p, label, channels
+        self.rows: RowKeys | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rows is None or self.p == 0:
+            return x
+        shape = x.shape[1:2] if self.channels else x.shape[1:]
+        count = math.prod(shape)
+        rows = self.rows
+        key = rows.key.at(purpose=f"dropout.{self.label}")
+        words = key.bits(rows.clients, count, rows.positions * ((count + 3) // 4))
+        keep = (words >= int(self.p * 2**32)).to(x.dtype).reshape(x.shape[0], *shape)
+        if self.channels:
+            keep = keep.reshape(*keep.shape, *(1,) * (x.dim() - 2))
+        return x * keep / (1 - self.p)
+
+
+_ELEMENTWISE = (nn.Dropout,)
+_CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_REFUSED = (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
+
+
+def _replace(module: nn.Module, name: str, new: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(parent), leaf, new)
+
+
+def federated(module: nn.Module) -> nn.Module:
+    """A private copy that is safe to federate: keyed dropout, no batch statistics."""
+    module = copy.deepcopy(module)
+    if isinstance(module, (*_ELEMENTWISE, *_CHANNELWISE)):
+        module = nn.Sequential(module)
+    for name, sub in list(module.named_modules()):
+        label = f"{name or 'the module'} ({type(sub).__name__})"
+        if isinstance(sub, nn.modules.batchnorm._BatchNorm) and (
+            sub.training or not sub.track_running_stats
+        ):
+            raise ModelError(
+                f"{label} is in training mode: its statistics would mix the examples of a batch and "
+                "leak between clients, and every client's would differ. Use "
+                "fedpop.replace_batchnorm(module), which puts GroupNorm in its place, or freeze "
+                "the statistics with .eval()"
+            )
+        if isinstance(sub, _REFUSED):
+            raise ModelError(f"{label} draws from the global generator; use nn.Dropout instead")
+        if isinstance(sub, _ELEMENTWISE):
+            _replace(module, name, KeyedDropout(sub.p, name))
+        elif isinstance(sub, _CHANNELWISE):
+            _replace(module, name, KeyedDropout(sub.p, name, channels=True))
+    return module
+
+
+def replace_batchnorm(module: nn.Module, groups: int = 8) -> nn.Module:
+    """A copy with GroupNorm instead of BatchNorm, which needs no statistics across examples.
+
+    >>> from torch import nn
+    >>> replace_batchnorm(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)))[1]
+    GroupNorm(8, 16, eps=1e-05, affine=True)
+    """
+    module = copy.deepcopy(module)
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return _group_norm(module, groups)
+    for name, sub in list(module.named_modules()):
+        if isinstance(sub, nn.modules.batchnorm._BatchNorm):
+            _replace(module, name, _group_norm(sub, groups))
+    return module
+
+
+def _group_norm(norm: nn.modules.batchnorm._BatchNorm, groups: int) -> nn.GroupNorm:
+    groups = math.gcd(groups, norm.num_features)
+    new = nn.GroupNorm(groups, norm.num_features, eps=norm.eps, affine=norm.affine)
+    if norm.affine:
+        new.load_state_dict({"weight": norm.weight.detach(), "bias": norm.bias.detach()})
+    return new.to(norm.weight.device) if norm.affine else new
+
+
+@contextmanager
+def dropout_rows(module: nn.Module, rows: RowKeys | None) -> Iterator[None]:
+    """Dropout is on, keyed by ``rows``, inside; off when ``rows`` is None."""
+    layers = [m for m in module.modules() if isinstance(m, KeyedDropout)]
+    for layer in layers:
+        layer.rows = rows
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.rows = None
+
+
+def has_dropout(module: nn.Module) -> bool:
+    return any(isinstance(m, KeyedDropout) and m.p > 0 for m in module.modules())
+
+
+def is_convolutional(module: nn.Module) -> bool:
+    return any(isinstance(m, nn.Conv2d) for m in module.modules())
+
+
+def call(module: nn.Module, tensors: dict[str, Tensor], x: object) -> Tensor:
+    """``module(x)`` with these parameters; a tuple becomes arguments, a dict keyword arguments."""
+    if isinstance(x, dict):
+        out = torch.func.functional_call(module, tensors, (), x)
+    elif isinstance(x, tuple):
+        out = torch.func.functional_call(module, tensors, x)
+    else:
+        out = torch.func.functional_call(module, tensors, (x,))
+    return out  # type: ignore[no-any-return]

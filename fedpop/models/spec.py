@@ -1,0 +1,99 @@
+"""Models as plain data, so that a population can be read back without pickle.
+
+Only torch's own layers are rebuilt, from the arguments of their constructors; the shape of anything
+else has to be given by the user again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedpop.errors import CheckpointError
+from fedpop.models import likelihoods
+from fedpop.models.base import Model
+from fedpop.models.composition import Composition
+from fedpop.models.modules import KeyedDropout
+from fedpop.models.split import Split
+
+
+def model_spec(model: Model) -> dict[str, Any] | None:
+    """A description from which the model can be built again, or None when that is not possible."""
+    likelihood = {"name": model.likelihood.name} | _settings(model.likelihood)
+    parts = [module_spec(m) for m in model.modules()]
+    if any(part is None for part in parts):
+        return None
+    dtype = str(model.initial_phi().dtype).removeprefix("torch.")
+    common = {"likelihood": likelihood, "modules": parts, "dtype": dtype}
+    if isinstance(model, Composition):
+        return {"kind": "Composition", "precision": model.precision} | common
+    if isinstance(model, Split):
+        return {"kind": "Split", "personal": model.personal} | common
+    return None
+
+
+def _settings(value: Any) -> dict[str, Any]:
+    return asdict(value)
+
+
+def model_from(spec: dict[str, Any] | None) -> Model:
+    """The model of a description."""
+    if spec is None:
+        raise CheckpointError(
+            "this model is not made of torch's own layers only, so it cannot be rebuilt from the file; "
+            "give it again: fedpop.load(path, model=...)"
+        )
+    settings = dict(spec["likelihood"])
+    likelihood = likelihoods._BY_NAME[settings.pop("name")](**settings)
+    modules = [module_from(m).to(getattr(torch, spec["dtype"])) for m in spec["modules"]]
+    if spec["kind"] == "Composition":
+        return Composition(modules[0], modules[1], likelihood, precision=spec["precision"])
+    return Split(modules[0], spec["personal"], likelihood)
+
+
+def module_spec(module: nn.Module) -> dict[str, Any] | None:
+    """Class name, constructor arguments and children of a module of ``torch.nn``."""
+    if isinstance(module, KeyedDropout):
+        return {"class": "Dropout2d" if module.channels else "Dropout", "args": {"p": module.p}}
+    cls = type(module)
+    if getattr(nn, cls.__name__, None) is not cls or any(True for _ in module.buffers()):
+        return None  # buffers (running statistics, say) are not part of theta
+    if any(not p.requires_grad for p in module.parameters()):
+        return None  # frozen weights are not part of theta either
+    if isinstance(module, nn.Sequential):
+        children = [module_spec(m) for m in module]
+        return None if None in children else {"class": "Sequential", "children": children}
+    if any(True for _ in module.children()):
+        return None
+    args: dict[str, Any] = {}
+    for name, parameter in inspect.signature(cls.__init__).parameters.items():
+        if name in ("self", "device", "dtype", "args", "kwargs"):
+            continue
+        if not hasattr(module, name):
+            if parameter.default is inspect.Parameter.empty:
+                return None
+            continue
+        value = getattr(module, name)
+        if name == "bias":
+            value = value is not None
+        if not isinstance(value, bool | int | float | str | tuple | list | None):
+            return None
+        args[name] = list(value) if isinstance(value, tuple) else value
+    spec = {"class": cls.__name__, "args": args}
+    same = repr(module_from(spec)) == repr(module)
+    return spec if same else None
+
+
+def module_from(spec: dict[str, Any]) -> nn.Module:
+    cls = getattr(nn, spec["class"], None)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise CheckpointError(f"{spec['class']!r} is not a layer of torch.nn")
+    if cls is nn.Sequential:
+        return nn.Sequential(*[module_from(child) for child in spec["children"]])
+    args = {k: tuple(v) if isinstance(v, list) else v for k, v in spec["args"].items()}
+    module: nn.Module = cls(**args)
+    return module

@@ -1,0 +1,161 @@
+"""Any module, some of whose parameters are private: a head, adapters, biases, anywhere in it."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedpop.errors import ModelError
+from fedpop.federation.clients import Federation
+from fedpop.federation.cohort import Cohort
+from fedpop.federation.inputs import Inputs, map_inputs
+from fedpop.models import likelihoods
+from fedpop.models.base import (
+    LinearLayout,
+    Model,
+    initial_params,
+    likelihood_layout,
+    linear_outputs,
+    trainable,
+)
+from fedpop.models.composition import _outputs_of
+from fedpop.models.flat import Layout
+from fedpop.models.likelihoods import Likelihood
+from fedpop.models.local import GeneralLikelihood, LocalLikelihood, pad_inputs
+from fedpop.models.modules import RowKeys, call, dropout_rows, federated, has_dropout
+
+
+class Split(Model):
+    """``likelihood(module(x))`` where the parameters whose names match ``personal`` are z.
+
+    When they are exactly those of a linear layer that the module ends with, everything before it is
+    the backbone, and the fast path of linear heads is used; otherwise the whole module runs at every
+    step of the chain, through vmap.
+
+    >>> from torch import nn
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> Split(net, personal="2.*", likelihood="categorical")
+    Split(phi: 40, z: 27, likelihood: categorical, personal: 2.*)
+    """
+
+    def __init__(
+        self, module: nn.Module, personal: str | list[str], likelihood: Likelihood | str
+    ) -> None:
+        self.module = federated(module)
+        self.likelihood = likelihoods.resolve(likelihood)
+        self.personal = [personal] if isinstance(personal, str) else list(personal)
+        tensors = trainable(self.module)
+        chosen = [n for n in tensors if any(fnmatch.fnmatchcase(n, p) for p in self.personal)]
+        for pattern in self.personal:
+            if not fnmatch.filter(tensors, pattern):
+                raise ModelError(
+                    f"no trainable parameter matches personal={pattern!r}; the module has "
+                    f"{', '.join(list(tensors)[:8])}{', ...' if len(tensors) > 8 else ''}"
+                )
+        self._personal, self._shared = chosen, [n for n in tensors if n not in chosen]
+        like = tensors[chosen[0]]
+        self.device, self.dtype = like.device, like.dtype
+        self.phi_layout = Layout.of(
+            {n: tuple(tensors[n].shape) for n in self._shared} | likelihood_layout(self.likelihood)
+        )
+        self._last = self._linear_candidate()
+        shapes = {n: tuple(tensors[n].shape) for n in chosen}
+        self.z_layout = (LinearLayout if self._last else Layout).of(shapes)
+        self.linear = False
+        self.outputs = _outputs_of(self.module)
+        self.likelihood.check_head(self.outputs)
+
+    def __repr__(self) -> str:
+        return (
+            f"Split(phi: {self.phi_layout.size}, z: {self.z_layout.size}, "
+            f"likelihood: {self.likelihood.name}, personal: {', '.join(self.personal)})"
+        )
+
+    def _linear_candidate(self) -> str | None:
+        """The linear layer whose parameters are exactly the personal ones, if there is one."""
+        for name, sub in self.module.named_modules():
+            if type(sub) is nn.Linear and name:
+                own = {f"{name}.{n}" for n, _ in sub.named_parameters()}
+                if own == set(self._personal):
+                    return name
+        return None
+
+    def modules(self) -> list[nn.Module]:
+        return [self.module]
+
+    @property
+    def frozen(self) -> bool:
+        return self.linear and not self._shared and not has_dropout(self.module)
+
+    def initial_phi(self) -> Tensor:
+        tensors = trainable(self.module)
+        parts = [tensors[n].reshape(-1) for n in self._shared]
+        like = self.initial_z()
+        return torch.cat([*parts, *initial_params(self.likelihood, like), like.new_zeros(0)])
+
+    def initial_z(self) -> Tensor:
+        return self.z_layout.flatten(trainable(self.module))
+
+    def _tensors(self, phi: Tensor, z: Tensor) -> dict[str, Tensor]:
+        shared = self.phi_layout.views(phi)
+        return {n: shared[n] for n in self._shared} | self.z_layout.views(z)
+
+    def prepare(self, federation: Federation) -> Federation:
+        if self._last is not None and federation.train.y.shape[0] and not federation.embedded:
+            x = map_inputs(lambda v: v[:2].to(self.device), federation.train.x)
+            x = map_inputs(lambda v: v.to(self.dtype) if v.is_floating_point() else v, x)
+            with torch.no_grad():
+                tensors = self._tensors(self.initial_phi(), self.initial_z())
+                inside, outside, calls = self._through_last(tensors, x)
+            # The very same tensor comes out of the layer and of the module: nothing follows it.
+            self.linear = calls == 1 and inside[1] is outside
+        return super().prepare(federation)
+
+    def _through_last(self, tensors: dict[str, Tensor], x: Inputs) -> tuple[Any, Tensor, int]:
+        assert self._last is not None
+        seen: list[tuple[Tensor, Tensor]] = []
+        layer = self.module.get_submodule(self._last)
+        handle = layer.register_forward_hook(lambda _m, args, out: seen.append((args[0], out)))
+        try:
+            out = call(self.module, tensors, x)
+        finally:
+            handle.remove()
+        return seen[-1], out, len(seen)
+
+    def embed(self, phi: Tensor, x: Inputs, rows: RowKeys | None = None) -> Inputs:
+        if not self.linear:
+            return x
+        with dropout_rows(self.module, rows):
+            (features, _), _, _ = self._through_last(self._tensors(phi, self.initial_z()), x)
+        return features.to(phi.dtype)  # type: ignore[no-any-return]
+
+    def bind(
+        self, phi: Tensor, features: Inputs, cohort: Cohort, rows: RowKeys | None = None
+    ) -> LocalLikelihood:
+        if self.linear and isinstance(self.z_layout, LinearLayout):
+            return self.bind_linear(phi, features, cohort, self.z_layout.bias)
+
+        def head(z: Tensor, x: Inputs, *ids: Tensor) -> Tensor:
+            keys = RowKeys(rows.key, *ids) if rows is not None else None
+            with dropout_rows(self.module, keys):
+                return call(self.module, self._tensors(phi, z), x)
+
+        extra = () if rows is None else (cohort.pad(rows.clients), cohort.pad(rows.positions))
+        y = self.likelihood.encode(cohort.y, self.outputs, phi.dtype)
+        return GeneralLikelihood(
+            head,
+            pad_inputs(cohort, features),
+            cohort.pad(y),
+            cohort.mask,
+            self.likelihood,
+            self.params(phi),
+            extra,
+        )
+
+    def head_outputs(self, phi: Tensor, z: Tensor, features: Inputs) -> Tensor:
+        if self.linear and isinstance(self.z_layout, LinearLayout) and isinstance(features, Tensor):
+            return linear_outputs(z, features, self.outputs, self.z_layout.bias)
+        return torch.func.vmap(lambda one: call(self.module, self._tensors(phi, one), features))(z)

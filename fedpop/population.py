@@ -1,0 +1,498 @@
+"""What ``fit`` returns: a population that answers questions about every client, old or new."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fedpop
+from fedpop.algorithms.base import Algorithm, Tensors
+from fedpop.algorithms.fedsouk import FedSOUK, PhiGradient
+from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
+from fedpop.evaluation.diagnostics import (
+    ChainDiagnostics,
+    Diagnostics,
+    ThetaDiagnostics,
+    gradient_ratio,
+    rhat_and_ess,
+)
+from fedpop.evaluation.information import theta_draws
+from fedpop.evaluation.marginal import WORST_SHAPE, LogLikelihood, closed_form, importance
+from fedpop.evaluation.predictive import Predictive
+from fedpop.federation.clients import Federation
+from fedpop.federation.cohort import Cohort
+from fedpop.federation.inputs import Inputs, as_inputs, map_inputs
+from fedpop.models.base import Model
+from fedpop.models.flat import Layout
+from fedpop.runtime.files import read_json, read_tensors, write_json, write_tensors, writable_folder
+from fedpop.runtime.random import Key
+from fedpop.runtime.store import LocalStore
+
+NEWCOMER = 2**32 - 2
+"""The id under which a client that was never in training draws."""
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """Draws of one client's z with theta fixed, ``[chains, n, d]``."""
+
+    draws: Tensor
+    layout: Layout
+
+    def __repr__(self) -> str:
+        chains, n, d = self.draws.shape
+        return f"Posterior({chains} chains of {n} draws, {d} dimensions)"
+
+    @property
+    def flat(self) -> Tensor:
+        """All draws, ``[L, d]``."""
+        return self.draws.reshape(-1, self.draws.shape[-1])
+
+    @property
+    def mean(self) -> Tensor:
+        return self.flat.mean(0)
+
+    @property
+    def sd(self) -> Tensor:
+        return self.flat.std(0)
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Equal-tailed credible interval of every coordinate."""
+        if not 0 < level < 1:
+            raise SettingsError(f"a credible level lies in (0, 1), not {level}")
+        tail = (1 - level) / 2
+        wanted = torch.tensor([tail, 1 - tail], dtype=self.draws.dtype, device=self.draws.device)
+        low, high = torch.quantile(self.flat, wanted, dim=0)
+        return low, high
+
+    def named(self) -> dict[str, Tensor]:
+        """Draws under the names of the head's parameters."""
+        return self.layout.views(self.flat)
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A client that was not there in training: from the prior alone, or with its own few data."""
+
+    algorithm: Algorithm
+    published: Tensors
+    personal: Tensors
+    key: Key
+
+    @property
+    def posterior(self) -> Posterior:
+        if "draws" not in self.personal:
+            raise SettingsError(f"{self.algorithm.label} has a point estimate of z, not a posterior")
+        return Posterior(self.personal["draws"][0], self.algorithm.model.z_layout)
+
+    def predict(self, x: Any) -> Predictive:
+        """The predictive distribution at new x."""
+        x = _inputs(self.algorithm.model, x)
+        return self.algorithm.predict(self.published, self.personal, x, self.key)
+
+
+@dataclass
+class Population:
+    """theta, and each client's own model, made when it is asked for."""
+
+    algorithm: Algorithm
+    published: Tensors
+    key: Key
+    federation: Federation | None
+    store: LocalStore | None = None
+    history: list[dict[str, Any]] = field(default_factory=list)
+    totals: dict[str, float] = field(default_factory=dict)
+    rounds: int = 0
+    drift: float | None = None
+    names: list[str] = field(default_factory=list)
+    _personal: dict[int, Tensors] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.federation is not None:
+            self.names = list(self.federation.names)
+
+    # --- theta -------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Model:
+        return self.algorithm.model
+
+    @property
+    def phi(self) -> dict[str, Tensor]:
+        """The fixed effect, under the names of the module's parameters."""
+        return self.model.phi_layout.views(self.published["phi"])
+
+    @property
+    def prior_mean(self) -> Tensor:
+        return self._fedsouk("a population prior").prior.mu(self.published["beta"])
+
+    @property
+    def prior_sd(self) -> Tensor:
+        """Marginal standard deviations of the population prior."""
+        return self._fedsouk("a population prior").prior.sd(self.published["beta"])
+
+    def _fedsouk(self, what: str) -> FedSOUK:
+        if not isinstance(self.algorithm, FedSOUK):
+            raise SettingsError(f"{self.algorithm.label} has no {what.removeprefix('a ')}")
+        return self.algorithm
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    # --- clients -----------------------------------------------------------------------------
+
+    def predict(self, client: str | int, x: Any, *, theta_uncertainty: bool = False) -> Predictive:
+        """The predictive distribution of a client of the federation at x.
+
+        Intervals are conditional on theta unless ``theta_uncertainty``, which draws theta from its
+        asymptotic law (linear heads with a normal likelihood).
+        """
+        i = self._index(client)
+        inputs = _inputs(self.model, x)
+        key = self.key.at(purpose=f"predict.{i}")
+        if not theta_uncertainty:
+            return self.algorithm.predict(self.published, self._model_of(i), inputs, key)
+        method = self._fedsouk("uncertainty about theta")
+        cohort = self._cohort(torch.tensor([i]))
+        outputs = []
+        thetas = self.theta_draws()
+        with torch.no_grad():
+            for t, (phi, beta) in enumerate(thetas):
+                features = self.model.features(phi, cohort)
+                mean, cov = method.target(phi, beta, features, cohort).moments()
+                root = torch.linalg.cholesky(cov[0].double()).to(mean.dtype)
+                noise = key.at(purpose=f"theta.{t}").normal(cohort.ids, (10, mean.shape[1]), mean.dtype)
+                z = mean + noise[0] @ root.mT
+                outputs.append(self.model.head_outputs(phi, z, self.model.embed(phi, inputs)))
+        phi = self.published["phi"]
+        return Predictive(
+            torch.cat(outputs), self.model.likelihood, self.model.params(phi), key, plug_in=False
+        )
+
+    def theta_draws(self) -> list[tuple[Tensor, Tensor]]:
+        """Draws of theta from its asymptotic normal law; computed once."""
+        if not hasattr(self, "_thetas"):
+            method = self._fedsouk("uncertainty about theta")
+            cohorts = [self._cohort(ids) for ids in self._groups()]
+            self._thetas = theta_draws(method, self.published, cohorts, self.key)
+        return self._thetas
+
+    def posterior(self, client: str | int) -> Posterior:
+        """Draws from p(z | D_i, theta): a pass of its own, with theta frozen at the returned value."""
+        self._fedsouk("posterior of z")
+        return Posterior(self._model_of(self._index(client))["draws"][0], self.model.z_layout)
+
+    def personal(self, client: str | int) -> dict[str, Tensor]:
+        """The client's head parameters: the posterior mean, or the point estimate."""
+        state = self._model_of(self._index(client))
+        z = state["draws"][0].mean((0, 1)) if "draws" in state else state["z"][0]
+        return self.model.z_layout.views(z)
+
+    def new_client(self, x: Any = None, y: Any = None) -> Newcomer:
+        """A client never seen before: nothing is trained or sent.
+
+        Without data its z is drawn from the population prior; with a few examples, from its posterior
+        with theta fixed.
+        """
+        if (x is None) != (y is None):
+            raise DataError("a new client needs both x and y, or neither")
+        key = self.key.at(purpose="newcomer")
+        if x is None:
+            cohort = self._empty_cohort()
+        else:
+            one = self.model.prepare(Federation.of({"the new client": (x, y)}))
+            cohort = self._single(one)
+        personal = self.algorithm.personalise(self.published, cohort, None, key)
+        return Newcomer(self.algorithm, self.published, personal, key)
+
+    def _single(self, federation: Federation) -> Cohort:
+        device = self.published["phi"].device
+        cohort = federation.cohort(torch.tensor([0]), torch.ones(1), device)
+        ids = torch.full_like(cohort.ids, NEWCOMER)
+        return Cohort(
+            ids, cohort.sizes, cohort.x, cohort.y, cohort.weights, cohort.longest, cohort.embedded
+        )
+
+    def _empty_cohort(self) -> Cohort:
+        if self.federation is None:
+            raise CheckpointError(
+                "this population was loaded without data, so the shape of x is not known; give "
+                "new_client() some x and y, or load with clients=..."
+            )
+        train = self.federation.train
+        device = self.published["phi"].device
+        none = torch.zeros(1, dtype=torch.int64, device=device)
+        return Cohort(
+            torch.full_like(none, NEWCOMER),
+            none,
+            map_inputs(lambda v: v[:0].to(device), train.x),
+            train.y[:0].to(device),
+            torch.ones(1, device=device),
+            0,
+            self.federation.embedded,
+        )
+
+    def _index(self, client: str | int) -> int:
+        if self.federation is not None:
+            return self.federation.index(client)
+        if isinstance(client, str) and client in self.names:
+            return self.names.index(client)
+        if isinstance(client, int) and -len(self.names) <= client < len(self.names):
+            return client % len(self.names)
+        raise DataError(f"no client {client!r} in this population of {len(self.names)}")
+
+    def _model_of(self, i: int) -> Tensors:
+        if i not in self._personal:
+            self._personalise(torch.tensor([i]))
+        return self._personal[i]
+
+    def _personalise(self, ids: Tensor) -> None:
+        """The final pass for these clients, as one cohort."""
+        missing = torch.tensor([i for i in ids.tolist() if i not in self._personal], dtype=torch.int64)
+        if not len(missing):
+            return
+        if self.federation is None:
+            name = self.names[int(missing[0])]
+            raise CheckpointError(
+                f"nothing was saved for client {name!r} and there are no data to sample from; load the "
+                "population with clients=..."
+            )
+        for part in missing.split(256):
+            cohort = self._cohort(part)
+            local = None
+            if self.store is not None and bool(self.store.seen(part).all()):
+                local = self.store.get(part, self.published["phi"].device)
+            result = self.algorithm.personalise(self.published, cohort, local, self.key)
+            for row, i in enumerate(part.tolist()):
+                self._personal[i] = {n: t[row : row + 1] for n, t in result.items()}
+
+    def _cohort(self, ids: Tensor) -> Cohort:
+        if self.federation is None:
+            raise CheckpointError("this needs the clients' data; load the population with clients=...")
+        device = self.published["phi"].device
+        return self.federation.cohort(ids, torch.ones(len(ids)), device)
+
+    def _groups(self, limit: int | None = None) -> Iterator[Tensor]:
+        ids = torch.arange(len(self))
+        if limit is not None and len(ids) > limit:
+            ids = ids[torch.linspace(0, len(ids) - 1, limit).long()]
+        yield from ids.split(256)
+
+    # --- how well ----------------------------------------------------------------------------
+
+    def log_likelihood(self) -> LogLikelihood:
+        """The marginal log-likelihood of all clients at the returned theta, with its error."""
+        method = self._fedsouk("marginal likelihood")
+        phi, beta = self.published["phi"], self.published["beta"]
+        value, variance, shapes = 0.0, 0.0, []
+        conjugate = True
+        with torch.no_grad():
+            for ids in self._groups():
+                cohort = self._cohort(ids)
+                target = method.target(phi, beta, self.model.features(phi, cohort), cohort)
+                if target.conjugate:
+                    value += float(closed_form(target).double().sum())
+                    continue
+                conjugate = False
+                self._personalise(ids)
+                draws = torch.cat([self._personal[i]["draws"] for i in ids.tolist()]).flatten(1, 2)
+                estimate, error, shape = importance(target, draws, self.key, cohort.ids)
+                filled = cohort.sizes > 0
+                value += float(estimate[filled].sum())
+                variance += float(error[filled].square().sum())
+                shapes += [
+                    (self.names[i], float(k))
+                    for i, k, f in zip(ids.tolist(), shape, filled.tolist(), strict=True)
+                    if f
+                ]
+        if conjugate:
+            return LogLikelihood(value, 0.0, "closed form")
+        failed = [(name, k) for name, k in shapes if not k <= WORST_SHAPE]
+        if failed:
+            worst = max(failed, key=lambda pair: pair[1])
+            raise EstimateError(
+                f"importance sampling fails for {len(failed)} client(s), worst {worst[0]!r} with Pareto "
+                f"shape {worst[1]:.2f} (above {WORST_SHAPE}): z has {self.model.z_layout.size} "
+                "dimensions, and no simple proposal covers its posterior"
+            )
+        return LogLikelihood(value, variance**0.5, "importance sampling")
+
+    def diagnostics(self, limit: int = 200) -> Diagnostics:
+        """R-hat and ESS of the final pass, and theta's gradient, over (at most ``limit``) clients."""
+        method = self._fedsouk("chains")
+        names, rhats, esses = [], [], []
+        batches = 8
+        i_total: list[Tensor] = []
+        j_total: list[Tensor] = []
+        phi = self.published["phi"].detach().requires_grad_(self.published["phi"].numel() > 0)
+        beta = self.published["beta"]
+        for ids in self._groups(limit):
+            self._personalise(ids)
+            draws = torch.cat([self._personal[i]["draws"] for i in ids.tolist()])
+            for i, own in zip(ids.tolist(), draws, strict=True):
+                rhat, ess = rhat_and_ess(own)
+                names.append(self.names[i])
+                rhats.append(rhat)
+                esses.append(ess)
+            cohort = self._cohort(ids)
+            parts = torch.cat(draws.chunk(2, dim=2), dim=1)  # half-chains as batches
+            good = torch.ones(len(cohort), dtype=torch.bool, device=cohort.device)
+            for b in range(batches):
+                part = parts[:, b]
+                estimate = PhiGradient(self.model, None, part)
+                features = self.model.features(phi, cohort)
+                _, j = estimate.fused(phi, features, cohort, None, good)
+                score = method.prior.score(beta, part, part, "left").sum(0)
+                i_grad = method.prior.gradient(beta, score)
+                if len(j_total) <= b:
+                    i_total.append(torch.zeros_like(i_grad))
+                    j_total.append(torch.zeros_like(j))
+                i_total[b] = i_total[b] + i_grad
+                j_total[b] = j_total[b] + j
+        share = len(self) / max(len(names), 1)
+        hyper_phi = method.hyperprior.phi_grad(phi.detach()) / share
+        hyper_beta = method.prior.mask(method.hyperprior.beta_grad(method.prior, beta)) / share
+        theta = ThetaDiagnostics(
+            phi_gradient=gradient_ratio(torch.stack(j_total) + hyper_phi),
+            beta_gradient=gradient_ratio(torch.stack(i_total) + hyper_beta),
+            drift=self.drift,
+            at_bound=method.prior.at_bound(beta),
+        )
+        chains = ChainDiagnostics(names, torch.tensor(rhats), torch.tensor(esses))
+        return Diagnostics(chains, theta)
+
+    def __str__(self) -> str:
+        train = None if self.federation is None else self.federation.train
+        lines = [f"{self.algorithm.label} population: {len(self)} clients"]
+        if train is not None:
+            sizes = train.sizes
+            lines[0] += (
+                f", {int(sizes.sum())} examples ({int(sizes.min())} to {int(sizes.max())} each), "
+                f"{self.rounds} rounds"
+            )
+        lines.append(f"  model    {self.model!r}")
+        if isinstance(self.algorithm, FedSOUK):
+            mu, sd = self.prior_mean, self.prior_sd
+            kind = self.algorithm.prior.covariance
+            lines.append(
+                f"  prior    Normal, {kind}: norm of mean {float(mu.norm()):.3f}, sd "
+                f"{float(sd.min()):.3f}"
+                + ("" if float(sd.min()) == float(sd.max()) else f" to {float(sd.max()):.3f}")
+            )
+            lines.append(
+                f"  kernel   {self.algorithm.markov_kernel}, {self.algorithm.local_steps} per round"
+            )
+        if self.totals:
+            up, down = self.totals.get("bytes_up", 0), self.totals.get("bytes_down", 0)
+            lines.append(
+                f"  cost     {up / 1e6:.2f} MB up, {down / 1e6:.2f} MB down, "
+                f"{self.totals.get('seconds', 0):.1f} s"
+            )
+        if isinstance(self.algorithm, FedSOUK) and self.federation is not None:
+            lines += ["  " + line for line in str(self.diagnostics(limit=32)).splitlines()]
+        return "\n".join(lines)
+
+    # --- files -------------------------------------------------------------------------------
+
+    def public(self) -> Population:
+        """theta alone: no data, no chains; it can still make models for new clients."""
+        return Population(self.algorithm, dict(self.published), self.key, None)
+
+    def save(self, path: str | Path, *, posteriors: str = "auto") -> Path:
+        """Write theta to ``theta.safetensors`` and each client's own model to a file under ``clients/``.
+
+        ``posteriors`` says whose: ``"all"``, those ``"computed"`` so far, or all up to 1,000
+        clients (``"auto"``).
+        """
+        if posteriors not in ("auto", "all", "computed"):
+            raise SettingsError(f"posteriors is 'auto', 'all' or 'computed', not {posteriors!r}")
+        folder = writable_folder(path)
+        everyone = posteriors == "all" or (posteriors == "auto" and len(self) <= 1000)
+        if everyone and self.federation is not None:
+            for ids in self._groups():
+                self._personalise(ids)
+        digest = write_tensors(folder / "theta.safetensors", self.published)
+        if self._personal:
+            writable_folder(folder / "clients")
+        for i, state in self._personal.items():
+            write_tensors(folder / "clients" / f"{i:08d}.safetensors", state)
+        from fedpop.models.spec import model_spec
+
+        write_json(
+            folder / "population.json",
+            {
+                "version": fedpop.__version__,
+                "method": type(self.algorithm).__name__,
+                "algorithm": self.algorithm.describe(),
+                "model": model_spec(self.model),
+                "theta": digest,
+                "seed": self.key.seed,
+                "clients": self.names,
+                "rounds": self.rounds,
+                "drift": self.drift,
+                "totals": self.totals,
+            },
+        )
+        if self.history:
+            from fedpop.runtime.files import write_bytes
+
+            lines = "".join(json.dumps(m) + "\n" for m in self.history)
+            write_bytes(folder / "history.jsonl", lines.encode())
+        return folder
+
+
+def load(path: str | Path, *, model: Model | None = None, clients: Any = None) -> Population:
+    """Read a population back. ``model`` is needed when its modules are not torch's own layers;
+    ``clients`` gives back the data, for clients whose draws were not saved."""
+    from fedpop.algorithms import rebuild
+    from fedpop.models.spec import model_from
+
+    folder = Path(path)
+    if not (folder / "population.json").exists():
+        raise CheckpointError(f"{folder} holds no saved population (no population.json)")
+    saved = read_json(folder / "population.json")
+    if model is None:
+        model = model_from(saved["model"])
+    algorithm = rebuild(saved["algorithm"], saved["method"], model)
+    device = model.initial_phi().device
+    theta = read_tensors(folder / "theta.safetensors", saved["theta"])
+    published = {n: t.to(device) for n, t in theta.items()}
+    for name, layout in (("phi", model.phi_layout),):
+        if published[name].shape != (layout.size,):
+            raise CheckpointError(f"the saved {name} does not fit this model")
+    federation = None if clients is None else model.prepare(Federation.of(clients))
+    history = []
+    if (folder / "history.jsonl").exists():
+        history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    population = Population(
+        algorithm=algorithm,
+        published=published,
+        key=Key(saved["seed"]),
+        federation=federation,
+        history=history,
+        totals=saved["totals"],
+        rounds=saved["rounds"],
+        drift=saved["drift"],
+        names=saved["clients"],
+    )
+    for file in sorted((folder / "clients").glob("*.safetensors")):
+        population._personal[int(file.stem)] = {
+            n: t.to(device) for n, t in read_tensors(file).items()
+        }
+    return population
+
+
+def _inputs(model: Model, x: Any) -> Inputs:
+    phi = model.initial_phi()
+
+    def cast(leaf: Tensor) -> Tensor:
+        leaf = leaf.to(phi.device)
+        return leaf.to(phi.dtype) if leaf.is_floating_point() else leaf
+
+    return map_inputs(cast, as_inputs(x, "prediction"))

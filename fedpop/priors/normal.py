@@ -1,0 +1,319 @@
+"""The population prior N(mu, Sigma): isotropic (the paper's), diagonal or full covariance.
+
+beta is one flat vector: mu, then the scale in coordinates that are free of constraints. Those are
+log sigma (one number, or one per coordinate), or, for a full covariance Sigma = L L', the lower
+triangle of L with logarithms on its diagonal.
+
+What a client sends is its score I = (I_mu, I_scale), with u = L^-1 (z - mu):
+
+    I_mu    = E[Sigma^-1 (z - mu)]       = E[g],            g = grad_z log p(D | z)
+    I_scale = E[norm(u)^2 - d]           = E[u . L'g]       (isotropic: the gradient in log sigma)
+              E[u^2 - 1]                 = E[u * L'g]       (diagonal)
+              E[u u' - 1]                = E[u (L'g)']      (full, symmetrised)
+
+The left column is Fisher's identity as in the paper (its equation for I_k); the right one follows by
+integration by parts under the posterior and has no noise at all for a client without data.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpop.errors import SettingsError
+
+COVARIANCES = ("isotropic", "diagonal", "full")
+
+
+@dataclass(frozen=True)
+class Normal:
+    """A Normal population prior; mean and scale are each learned or fixed.
+
+    ``scale`` None starts where the head's outputs have variance one (or at one after a spectral
+    start). Projection sets, on by default: every standard deviation (every eigenvalue of Sigma^1/2,
+    for a full covariance) stays inside ``bounds``, and norm(mu) inside ``ball``.
+
+    >>> Normal(covariance="diagonal", scale=0.5).size(3)
+    6
+    """
+
+    covariance: str = "isotropic"
+    mean: float = 0.0
+    scale: float | None = None
+    learn_mean: bool = True
+    learn_scale: bool = True
+    bounds: tuple[float, float] = (1e-3, 1e3)
+    ball: float = 1e6
+
+    def __post_init__(self) -> None:
+        if self.covariance not in COVARIANCES:
+            raise SettingsError(
+                f"covariance is one of {', '.join(COVARIANCES)}, not {self.covariance!r}"
+            )
+        low, high = self.bounds
+        if not 0 < low < high < math.inf:
+            raise SettingsError(f"scale bounds must satisfy 0 < low < high, not {self.bounds}")
+        if self.scale is not None and not low <= self.scale <= high:
+            raise SettingsError(f"scale {self.scale} lies outside its bounds {self.bounds}")
+        if not self.ball > 0:
+            raise SettingsError(f"the ball's radius must be positive, not {self.ball}")
+        if not math.isfinite(self.mean):
+            raise SettingsError(f"mean must be finite, not {self.mean}")
+
+    # --- the flat vector ---------------------------------------------------------------------
+
+    def scale_size(self, d: int) -> int:
+        return {"isotropic": 1, "diagonal": d, "full": d * (d + 1) // 2}[self.covariance]
+
+    def size(self, d: int) -> int:
+        return d + self.scale_size(d)
+
+    def dimension(self, beta: Tensor) -> int:
+        """d from the length of beta."""
+        n = beta.shape[-1]
+        if self.covariance == "isotropic":
+            return n - 1
+        if self.covariance == "diagonal":
+            return n // 2
+        return int((math.sqrt(9 + 8 * n) - 3) / 2 + 0.5)
+
+    def init(self, mu: Tensor, scale: float) -> Tensor:
+        """beta with this mean and the same standard deviation everywhere."""
+        d = mu.shape[0]
+        if self.covariance != "full":
+            return torch.cat((mu, mu.new_full((self.scale_size(d),), math.log(scale))))
+        return self.pack(mu, torch.eye(d, dtype=mu.dtype, device=mu.device) * scale)
+
+    def pack(self, mu: Tensor, factor: Tensor) -> Tensor:
+        """beta from a mean and a lower-triangular factor of Sigma (full covariance)."""
+        d = mu.shape[0]
+        free = factor.tril(-1) + torch.diag(factor.diagonal().log())
+        rows, cols = torch.tril_indices(d, d, device=mu.device)
+        return torch.cat((mu, free[rows, cols]))
+
+    def mu(self, beta: Tensor) -> Tensor:
+        return beta[: self.dimension(beta)]
+
+    def sd(self, beta: Tensor) -> Tensor:
+        """Marginal standard deviations, ``[d]``."""
+        d = self.dimension(beta)
+        if self.covariance == "full":
+            return self.factor(beta).square().sum(1).sqrt()
+        return beta[d:].exp().expand(d)
+
+    def factor(self, beta: Tensor) -> Tensor:
+        """L with Sigma = L L', as a ``[d, d]`` matrix."""
+        d = self.dimension(beta)
+        if self.covariance != "full":
+            return torch.diag(self.sd(beta))
+        rows, cols = torch.tril_indices(d, d, device=beta.device)
+        free = beta.new_zeros((d, d)).index_put((rows, cols), beta[d:])
+        return free.tril(-1) + torch.diag(free.diagonal().exp())
+
+    def sigma(self, beta: Tensor) -> Tensor:
+        """Sigma as a ``[d, d]`` matrix."""
+        factor = self.factor(beta)
+        return factor @ factor.mT
+
+    # --- density and draws -------------------------------------------------------------------
+
+    def whiten(self, beta: Tensor, v: Tensor) -> Tensor:
+        """L^-1 v along the last axis."""
+        if self.covariance != "full":
+            return v / self.sd(beta)
+        flat = v.reshape(-1, v.shape[-1])
+        return torch.linalg.solve_triangular(self.factor(beta), flat.mT, upper=False).mT.reshape(
+            v.shape
+        )
+
+    def colour(self, beta: Tensor, v: Tensor, transpose: bool = False) -> Tensor:
+        """L v (or L' v) along the last axis."""
+        if self.covariance != "full":
+            return v * self.sd(beta)
+        factor = self.factor(beta)
+        return v @ (factor if transpose else factor.mT)
+
+    def sample(self, beta: Tensor, noise: Tensor) -> Tensor:
+        """z from standard normal noise ``[..., d]``."""
+        return self.mu(beta) + self.colour(beta, noise)
+
+    def log_prob(self, beta: Tensor, z: Tensor) -> Tensor:
+        return self.value_and_grad(beta, z)[0]
+
+    def value_and_grad(self, beta: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        """log p(z | beta) and its gradient in z."""
+        d = z.shape[-1]
+        centred = z - self.mu(beta)
+        if self.covariance == "full":
+            grad = -centred @ self.precision(beta)
+        else:
+            grad = -centred / self.sd(beta).square()
+        quadratic = (grad * centred).sum(-1)
+        return 0.5 * quadratic - self._log_det(beta) - 0.5 * d * math.log(2 * math.pi), grad
+
+    def _log_det(self, beta: Tensor) -> Tensor:
+        d = self.dimension(beta)
+        if self.covariance == "isotropic":
+            return d * beta[d]
+        if self.covariance == "diagonal":
+            return beta[d:].sum()
+        return self.factor(beta).diagonal().log().sum()
+
+    def precision(self, beta: Tensor) -> Tensor:
+        """Sigma^-1 as a ``[d, d]`` matrix."""
+        if self.covariance == "full":
+            return torch.cholesky_inverse(self.factor(beta))
+        return torch.diag(self.sd(beta).square().reciprocal())
+
+    # --- what a client sends -----------------------------------------------------------------
+
+    def score(self, beta: Tensor, z: Tensor, likelihood_grad: Tensor, form: str) -> Tensor:
+        """I averaged over draws: z and g ``[C, S, d]`` to ``[C, size]``; see the module's text."""
+        centred = z - self.mu(beta)
+        u = self.whiten(beta, centred)
+        if form == "left":
+            i_mu, v, excess = self._left_mu(beta, centred), u, 1.0
+        elif form == "right":
+            i_mu, v, excess = likelihood_grad, self.colour(beta, likelihood_grad, True), 0.0
+        else:
+            raise SettingsError(f"the form of I is 'left' or 'right', not {form!r}")
+        return torch.cat((i_mu.mean(1), self._scale_part(u, v, excess)), dim=-1)
+
+    def moments_score(self, beta: Tensor, mean: Tensor, cov: Tensor) -> Tensor:
+        """I when the posterior is known: mean ``[C, d]`` and covariance ``[C, d, d]`` of z."""
+        centred = mean - self.mu(beta)
+        second = cov + centred.unsqueeze(-1) * centred.unsqueeze(-2)
+        white = self.whiten(beta, self.whiten(beta, second).mT)
+        d = mean.shape[-1]
+        identity = torch.eye(d, dtype=mean.dtype, device=mean.device)
+        return torch.cat((self._left_mu(beta, centred), self._pick(white - identity)), dim=-1)
+
+    def _left_mu(self, beta: Tensor, centred: Tensor) -> Tensor:
+        if self.covariance == "full":
+            return centred @ self.precision(beta)
+        return centred / self.sd(beta).square()
+
+    def _scale_part(self, u: Tensor, v: Tensor, excess: float) -> Tensor:
+        d, draws = u.shape[-1], u.shape[1]
+        if self.covariance == "isotropic":
+            return (u * v).sum(-1).mean(1, keepdim=True) - excess * d
+        if self.covariance == "diagonal":
+            return (u * v).mean(1) - excess
+        outer = torch.einsum("csi,csj->cij", u, v) / draws
+        identity = torch.eye(d, dtype=u.dtype, device=u.device)
+        return self._pick(0.5 * (outer + outer.mT) - excess * identity)
+
+    def _pick(self, matrix: Tensor) -> Tensor:
+        d = matrix.shape[-1]
+        if self.covariance == "isotropic":
+            return matrix.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+        if self.covariance == "diagonal":
+            return matrix.diagonal(dim1=-2, dim2=-1)
+        rows, cols = torch.tril_indices(d, d, device=matrix.device)
+        return matrix[..., rows, cols]
+
+    # --- what the server does with it --------------------------------------------------------
+
+    def gradient(self, beta: Tensor, score: Tensor) -> Tensor:
+        """The gradient in the coordinates of beta that belongs to a (sum of) scores."""
+        d = self.dimension(beta)
+        if self.covariance == "full":
+            # d log p / dL = tril(L^-T u u') - diag(1 / L_jj), and L_jj enters by its logarithm.
+            factor = self.factor(beta)
+            excess = self._symmetric(score[d:])
+            full = torch.linalg.solve_triangular(factor.mT, excess, upper=True).tril()
+            scale = full.diagonal() * factor.diagonal()
+            rows, cols = torch.tril_indices(d, d, device=beta.device)
+            score = torch.cat((score[:d], (full.tril(-1) + torch.diag(scale))[rows, cols]))
+        return self.mask(score)
+
+    def mask(self, v: Tensor) -> Tensor:
+        """Zero where a parameter is fixed."""
+        d = self.dimension(v)
+        keep = torch.ones_like(v)
+        keep[:d] *= float(self.learn_mean)
+        keep[d:] *= float(self.learn_scale)
+        return v * keep
+
+    def _symmetric(self, packed: Tensor) -> Tensor:
+        d = int((math.sqrt(1 + 8 * packed.shape[0]) - 1) / 2 + 0.5)
+        rows, cols = torch.tril_indices(d, d, device=packed.device)
+        lower = packed.new_zeros((d, d)).index_put((rows, cols), packed)
+        return lower + lower.tril(-1).mT
+
+    def em_step(self, beta: Tensor, score: Tensor, rate: float, floor: Tensor | float = 0.0) -> Tensor:
+        """A step of stochastic-approximation EM from the score *averaged* over clients.
+
+        It needs nothing beyond I: mu += rate Sigma I_mu, Sigma += rate (second moment - Sigma). The
+        step of mu would vanish with Sigma, so it is taken with at least ``floor`` as variance.
+        """
+        d = self.dimension(beta)
+        mu, i_mu, i_scale = beta[:d], score[:d], score[d:]
+        shift = torch.zeros_like(mu)
+        if self.learn_mean:
+            shift = rate * self.colour(beta, self.colour(beta, i_mu, True))
+            shift = torch.where(
+                self.sd(beta).square() >= floor, shift, rate * torch.as_tensor(floor) * i_mu
+            )
+        if not self.learn_scale:
+            return torch.cat((mu + shift, beta[d:]))
+        white = self.whiten(beta, shift)
+        if self.covariance == "full":
+            identity = torch.eye(d, dtype=beta.dtype, device=beta.device)
+            inner = identity + rate * self._symmetric(i_scale) - torch.outer(white, white)
+            factor = self.factor(beta) @ torch.linalg.cholesky(_positive(inner))
+            return self.pack(mu + shift, factor)
+        moved = white.square()
+        if self.covariance == "isotropic":
+            i_scale, moved = i_scale / d, moved.mean(0, keepdim=True)
+        # A single round may not shrink a variance below a hundredth: noise could make it negative.
+        growth = (1 + rate * i_scale - moved).clamp(min=1e-2)
+        return torch.cat((mu + shift, beta[d:] + 0.5 * growth.log()))
+
+    def project(self, beta: Tensor) -> Tensor:
+        """The nearest beta inside the projection sets."""
+        d = self.dimension(beta)
+        mu = beta[:d]
+        mu = mu * (self.ball / mu.norm().clamp(min=self.ball))
+        low, high = self.bounds
+        if self.covariance != "full":
+            return torch.cat((mu, beta[d:].clamp(math.log(low), math.log(high))))
+        factor = self.factor(beta)
+        values = torch.linalg.svdvals(factor)
+        if bool((values >= low).all() & (values <= high).all()):
+            return torch.cat((mu, beta[d:]))
+        left, values, _ = torch.linalg.svd(factor)
+        square = left * values.clamp(low, high).square() @ left.mT
+        return self.pack(mu, torch.linalg.cholesky(square))
+
+    def at_bound(self, beta: Tensor) -> list[str]:
+        """Which parameters sit on the edge of a projection set."""
+        out = []
+        sd = torch.linalg.svdvals(self.factor(beta)) if self.covariance == "full" else self.sd(beta)
+        if bool((sd <= self.bounds[0] * 1.0001).any()):
+            out.append(f"the prior's scale is at its lower bound {self.bounds[0]:g}")
+        if bool((sd >= self.bounds[1] * 0.9999).any()):
+            out.append(f"the prior's scale is at its upper bound {self.bounds[1]:g}")
+        if float(self.mu(beta).norm()) >= self.ball * 0.9999:
+            out.append(f"the prior's mean is at the edge of its ball, {self.ball:g}")
+        return out
+
+
+def _positive(matrix: Tensor) -> Tensor:
+    """The nearest matrix whose eigenvalues are at least a hundredth."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors * values.clamp(min=1e-2) @ vectors.mT
+
+
+def resolve(prior: Normal | str) -> Normal:
+    """A prior from itself or from its name: normal, isotropic, diagonal or full."""
+    if isinstance(prior, Normal):
+        return prior
+    if prior == "normal":
+        return Normal()
+    if prior in COVARIANCES:
+        return Normal(covariance=prior)
+    raise SettingsError(f"unknown prior {prior!r}; known are 'normal', {', '.join(COVARIANCES)}")

@@ -1,0 +1,77 @@
+"""Files that are either whole or not there: temporary name, fsync, rename. Never pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from fedpop.errors import CheckpointError, SettingsError
+
+
+def writable_folder(path: str | Path) -> Path:
+    """Create a folder and prove that it can be written to, before any work is done."""
+    folder = Path(path)
+    probe = folder / ".writable"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise SettingsError(f"cannot write to {folder}: {error.strerror or error}") from error
+    return folder
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a whole file or none."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    handle = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_bytes(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
+    """Write tensors as safetensors; gives the digest of the file."""
+    data = safetensors.torch.save({n: t.detach().cpu().contiguous() for n, t in tensors.items()})
+    write_bytes(path, data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_tensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
+    """Read tensors; a truncated or edited file is refused."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if digest is not None and hashlib.sha256(data).hexdigest() != digest:
+        raise CheckpointError(f"{path} was truncated or edited: its digest does not match")
+    try:
+        return safetensors.torch.load(data)
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{path} is not a readable safetensors file ({error})") from error
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not readable JSON ({error})") from error

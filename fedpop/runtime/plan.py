@@ -1,0 +1,90 @@
+"""Which clients are worked on together: a fixed plan that fits a memory budget.
+
+The plan depends on the settings and the data only, never on free memory at run time, so that a resumed
+run cuts its cohorts at the same places.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpop.algorithms.base import Algorithm
+from fedpop.errors import SettingsError
+from fedpop.federation.clients import Federation
+from fedpop.federation.inputs import leaves, map_inputs
+
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def parse_bytes(text: str | int) -> int:
+    """``"512MiB"`` to a number of bytes.
+
+    >>> parse_bytes("1.5KiB")
+    1536
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*(KiB|MiB|GiB|)\s*", str(text))
+    if match is None or float(match[1]) <= 0:
+        raise SettingsError(f"a memory budget is a positive size such as '1GiB', not {text!r}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes that a cohort needs per example, and per client."""
+
+    per_row: float
+    per_client: float
+    budget: int
+
+    def cut(self, ids: Tensor, sizes: Tensor) -> list[Tensor]:
+        """Consecutive clients in groups whose padded blocks fit the budget; never fewer than one."""
+        mine = sizes[ids]
+        if len(ids) == 0:
+            return []
+        longest = int(mine.max())
+        if len(ids) * (longest * self.per_row + self.per_client) <= self.budget:
+            return [ids]
+        groups, start, longest = [], 0, 0
+        for i, size in enumerate(mine.tolist()):
+            wider = max(longest, size)
+            cost = (i + 1 - start) * (wider * self.per_row + self.per_client)
+            if i > start and cost > self.budget:
+                groups.append(ids[start:i])
+                start, wider = i, size
+            longest = wider
+        return [*groups, ids[start:]]
+
+
+def plan_for(algorithm: Algorithm, federation: Federation, budget: int) -> Plan:
+    """A plan from the bytes that autograd keeps for an example, measured on the first two."""
+    model = algorithm.model
+    steps = getattr(algorithm, "local_steps", 1) * getattr(algorithm, "chains", 1)
+    d = model.z_layout.size
+    item = model.initial_phi().element_size()
+    one, two = (_kept(algorithm, federation, n) for n in (1, 2))
+    per_row = max(two - one, 0) + 4 * item * (model.outputs * (steps + 4))
+    return Plan(per_row, float(item * d * (3 * steps + 12)), budget)
+
+
+def _kept(algorithm: Algorithm, federation: Federation, rows: int) -> int:
+    """Bytes that autograd keeps for the backward pass of so many examples."""
+    model = algorithm.model
+    x = map_inputs(lambda v: v[:rows].to(model.initial_phi().device), federation.train.x)
+    given = sum(leaf.numel() * leaf.element_size() for leaf in leaves(x))
+    if federation.embedded or leaves(x)[0].shape[0] < rows:
+        return given
+    phi = model.initial_phi().requires_grad_()
+    total = 0
+
+    def count(tensor: Tensor) -> Tensor:
+        nonlocal total
+        total += tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t), torch.enable_grad():
+        features = model.embed(phi, x)
+    return total + given + sum(leaf.numel() * leaf.element_size() for leaf in leaves(features))

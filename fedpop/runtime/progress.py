@@ -1,0 +1,63 @@
+"""A progress bar with the numbers that matter."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+
+def human_bytes(count: float) -> str:
+    """
+    >>> human_bytes(2_500_000)
+    '2.5 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+class Bar:
+    """One line per run."""
+
+    def __init__(self, progress: Progress | None, task: Any) -> None:
+        self._progress, self._task = progress, task
+
+    def update(self, round: int, metrics: dict[str, Any]) -> None:
+        if self._progress is None:
+            return
+        parts = [f"loss {metrics.get('loss', float('nan')):.3f}", f"active {metrics['active']}"]
+        if "acceptance" in metrics:
+            parts.append(f"accept {metrics['acceptance']:.2f}")
+        parts.append(human_bytes(metrics["bytes_up"] + metrics["bytes_down"]))
+        self._progress.update(self._task, completed=round, numbers="  ".join(parts))
+
+
+@contextmanager
+def progress_bar(label: str, rounds: int, start: int, show: bool | None) -> Iterator[Bar]:
+    """A bar on standard error; ``show`` None shows it on a terminal only."""
+    if not (sys.stderr.isatty() if show is None else show):
+        yield Bar(None, None)
+        return
+    columns = (
+        TextColumn("{task.description:<16}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[numbers]}"),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=8) as progress:
+        task = progress.add_task(label, total=rounds, completed=start, numbers="")
+        yield Bar(progress, task)

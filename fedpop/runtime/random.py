@@ -1,0 +1,115 @@
+"""Random numbers keyed by (seed, round, client, purpose); nothing is drawn from global state.
+
+Philox4x32-10 (Salmon et al., SC 2011) is counter-based: the n-th number of a client is a pure function
+of the key, so the same seed gives the same draws whether clients run in one cohort, in several, or on
+other machines, and a killed run needs no generator state to resume. The generator is vectorised over
+clients in plain tensor arithmetic, on whatever device the client ids live on.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+SERVER = 2**32 - 1
+"""The client id under which the server itself draws."""
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
+    """Philox4x32-10 on a ``[4, ...]`` int64 tensor of 32-bit counter words."""
+    # Words (0, 2) are multiplied, words (1, 3) only mixed in: two lanes, one set of operations.
+    shape = (2, *(1,) * (counter.dim() - 1))
+    device = counter.device
+    multiplier = torch.tensor(_MULTIPLIERS, dtype=torch.int64, device=device).view(shape)
+    weyl = torch.tensor([key], dtype=torch.int64, device=device) + torch.arange(
+        _ROUNDS, dtype=torch.int64, device=device
+    ).unsqueeze(1) * torch.tensor([_WEYL], dtype=torch.int64, device=device)
+    keys = (weyl & _MASK).view(_ROUNDS, *shape)
+    even, odd = counter[0::2], counter[1::2]
+    for r in range(_ROUNDS):
+        product = (even * multiplier).flip(0)  # int64 wraps, which keeps the low and high words
+        even = ((product >> 32) & _MASK) ^ odd ^ keys[r]
+        odd = product & _MASK
+    return torch.stack((even[0], odd[0], even[1], odd[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """An address in the space of random numbers.
+
+    >>> import torch
+    >>> key = Key(seed=0).at(round=3, purpose="chain")
+    >>> one = key.normal(torch.tensor([7]), (2,))
+    >>> many = key.normal(torch.tensor([1, 7]), (2,))
+    >>> bool((one[0] == many[1]).all())
+    True
+    """
+
+    seed: int
+    round: int = 0
+    purpose: str = ""
+
+    def at(self, *, round: int | None = None, purpose: str | None = None) -> Key:
+        """The same seed at another round, or for a purpose nested below this one."""
+        return replace(
+            self,
+            round=self.round if round is None else round,
+            purpose=self.purpose if purpose is None else f"{self.purpose}/{purpose}",
+        )
+
+    def bits(self, clients: Tensor, count: int, start: Tensor | int = 0) -> Tensor:
+        """``count`` 32-bit words per client as int64 ``[C, count]``, from block ``start`` on."""
+        clients = clients.to(torch.int64)
+        blocks = torch.arange((count + 3) // 4, device=clients.device)
+        if isinstance(start, Tensor):
+            start = start.to(torch.int64).unsqueeze(-1)
+        block = (blocks + start).expand(*clients.shape, len(blocks))
+        counter = torch.stack(
+            (
+                block & _MASK,
+                clients.unsqueeze(-1).expand_as(block) & _MASK,
+                torch.full_like(block, self.round & _MASK),
+                torch.full_like(block, zlib.crc32(self.purpose.encode())),
+            )
+        )
+        words = philox(counter, (self.seed & _MASK, (self.seed >> 32) & _MASK))
+        return words.movedim(0, -1).reshape(*clients.shape, -1)[..., :count]
+
+    def uniform(
+        self, clients: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, step: int = 0
+    ) -> Tensor:
+        """Uniform numbers in (0, 1], ``[C, *shape]``; ``step`` numbers successive calls."""
+        count = math.prod(shape)
+        words = self.bits(clients, count, step * ((count + 3) // 4))
+        return _unit(words, dtype).reshape(*clients.shape, *shape)
+
+    def normal(
+        self, clients: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, step: int = 0
+    ) -> Tensor:
+        """Standard normal numbers ``[C, *shape]`` by Box-Muller; ``step`` numbers successive calls."""
+        count = math.prod(shape)
+        words = self.bits(clients, 4 * ((count + 3) // 4), step * ((count + 3) // 4))
+        pairs = _unit(words, dtype).unflatten(-1, (-1, 2))
+        radius = torch.sqrt(-2.0 * torch.log(pairs[..., 0]))
+        angle = 2.0 * math.pi * pairs[..., 1]
+        both = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1)
+        return both.flatten(-2)[..., :count].reshape(*clients.shape, *shape)
+
+    def server(self, device: torch.device | str = "cpu") -> Tensor:
+        """The server's id as a ``[1]`` tensor, to draw with."""
+        return torch.tensor([SERVER], device=device)
+
+
+def _unit(words: Tensor, dtype: torch.dtype) -> Tensor:
+    # Half-open offset: never 0, so that the logarithm is finite, and the small end keeps its resolution.
+    return (words.to(dtype) + 0.5) * 2.0**-32

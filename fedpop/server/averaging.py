@@ -1,0 +1,82 @@
+"""Averages of the iterates theta_k, and how far theta still drifts.
+
+``iterate`` is the average of the paper's theorem, sum eta_k theta_k / sum eta_k over all rounds; ``tail``
+is the plain mean over the last rounds. The tail is kept in two halves, so that their difference tells
+whether theta has settled. Averaging needs a fixed gauge: ``align`` moves theta_k along the directions
+that the model cannot tell apart, towards the first theta of the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpop.errors import SettingsError
+
+AVERAGES = ("tail", "iterate", "last")
+Align = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """Which average is published; ``tail`` is the share of the rounds that makes the tail."""
+
+    kind: str = "tail"
+    tail: float = 0.25
+
+    def __post_init__(self) -> None:
+        if self.kind not in AVERAGES:
+            raise SettingsError(f"average is one of {', '.join(AVERAGES)}, not {self.kind!r}")
+        if not 0 < self.tail <= 1:
+            raise SettingsError(f"the tail is a share in (0, 1], not {self.tail}")
+
+    def init(self, theta: Tensor) -> dict[str, Tensor]:
+        zero, none = torch.zeros_like(theta), theta.new_zeros(())
+        return {
+            "reference": theta.clone(),
+            "first": zero,
+            "second": zero.clone(),
+            "first_weight": none,
+            "second_weight": none.clone(),
+            "all": zero.clone(),
+            "all_weight": none.clone(),
+        }
+
+    def update(
+        self, state: dict[str, Tensor], theta: Tensor, eta: float, k: int, rounds: int, align: Align
+    ) -> dict[str, Tensor]:
+        """Take theta_{k+1} into account, reached with step eta in round k."""
+        start = int(rounds * (1 - self.tail))
+        middle = (start + rounds) // 2
+        state = dict(state)
+        if k == start or (k == 0 and self.kind == "iterate"):
+            state["reference"] = theta.clone()
+        if k < start and self.kind != "iterate":
+            return state
+        theta = align(theta, state["reference"])
+        if self.kind == "iterate":
+            state["all"] = state["all"] + eta * theta
+            state["all_weight"] = state["all_weight"] + eta
+        if k >= start:
+            half = "first" if k < middle else "second"
+            state[half] = state[half] + theta
+            state[f"{half}_weight"] = state[f"{half}_weight"] + 1
+        return state
+
+    def value(self, state: dict[str, Tensor], theta: Tensor) -> Tensor:
+        """The published theta: the average, or the last iterate where there is none yet."""
+        if self.kind == "iterate" and float(state["all_weight"]) > 0:
+            return state["all"] / state["all_weight"]
+        weight = state["first_weight"] + state["second_weight"]
+        if self.kind == "tail" and float(weight) > 0:
+            return (state["first"] + state["second"]) / weight
+        return theta
+
+    def halves(self, state: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Means over the two halves of the tail, once both are there."""
+        if float(state["first_weight"]) == 0 or float(state["second_weight"]) == 0:
+            return None
+        return state["first"] / state["first_weight"], state["second"] / state["second_weight"]

@@ -1,0 +1,93 @@
+"""Ascent steps on one flat vector, with explicit state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fedpop.errors import SettingsError
+from fedpop.server.schedules import Constant, Decay, Schedule
+
+OptimiserState = dict[str, Tensor]
+
+
+class Optimiser(ABC):
+    """One rule ``x, gradient -> x``; the gradient is that of the whole objective (a sum)."""
+
+    schedule: Schedule
+
+    @abstractmethod
+    def init(self, x: Tensor) -> OptimiserState: ...
+
+    @abstractmethod
+    def step(
+        self, x: Tensor, grad: Tensor, state: OptimiserState, unit: Tensor, k: int, rounds: int
+    ) -> tuple[Tensor, OptimiserState]:
+        """The next x; ``unit`` is the natural size of a change of each coordinate."""
+
+
+def _positive(rate: float) -> None:
+    if not rate > 0:
+        raise SettingsError(f"a step size must be positive, not {rate}")
+
+
+@dataclass(frozen=True)
+class SGD(Optimiser):
+    """x += rate * gradient: plain stochastic approximation, as in Algorithm 1.
+
+    ``rate`` None is to be found by trial rounds before the first one.
+    """
+
+    rate: float | None
+    schedule: Schedule = field(default_factory=Constant)
+
+    def __post_init__(self) -> None:
+        if self.rate is not None:
+            _positive(self.rate)
+
+    def init(self, x: Tensor) -> OptimiserState:
+        return {}
+
+    def step(
+        self, x: Tensor, grad: Tensor, state: OptimiserState, unit: Tensor, k: int, rounds: int
+    ) -> tuple[Tensor, OptimiserState]:
+        if self.rate is None:
+            raise SettingsError("this step has no rate yet; it is found by trial rounds in fit()")
+        return x + self.rate * self.schedule.factor(k, rounds) * grad, state
+
+
+@dataclass(frozen=True)
+class Adam(Optimiser):
+    """Adam in relative units: a step changes a coordinate by about ``rate`` times its natural size."""
+
+    rate: float = 0.1
+    schedule: Schedule = field(default_factory=Decay)
+    beta1: float = 0.9
+    beta2: float = 0.99
+
+    def __post_init__(self) -> None:
+        _positive(self.rate)
+        for beta in (self.beta1, self.beta2):
+            if not 0 <= beta < 1:
+                raise SettingsError(f"Adam's averaging factors lie in [0, 1), not {beta}")
+
+    def init(self, x: Tensor) -> OptimiserState:
+        zero = torch.zeros_like(x)
+        return {"first": zero, "second": zero.clone(), "count": x.new_zeros(())}
+
+    def step(
+        self, x: Tensor, grad: Tensor, state: OptimiserState, unit: Tensor, k: int, rounds: int
+    ) -> tuple[Tensor, OptimiserState]:
+        count = state["count"] + 1
+        first = self.beta1 * state["first"] + (1 - self.beta1) * grad
+        second = self.beta2 * state["second"] + (1 - self.beta2) * grad.square()
+        mean = first / (1 - self.beta1**count)
+        size = (second / (1 - self.beta2**count)).sqrt()
+        # Coordinates that never had a gradient stay where they are.
+        move = mean / size.clamp(min=torch.finfo(x.dtype).tiny)
+        rate = self.rate * self.schedule.factor(k, rounds)
+        new = x + rate * unit * move
+        return new, {"first": first, "second": second, "count": count}
