@@ -30,7 +30,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, as_inputs, map_inputs
 from fedpop.models.base import Model
 from fedpop.models.flat import Layout
-from fedpop.runtime.files import read_json, read_tensors, write_json, write_tensors, writable_folder
+from fedpop.runtime.files import read_json, read_tensors, writable_folder, write_json, write_tensors
 from fedpop.runtime.random import Key
 from fedpop.runtime.store import LocalStore
 
@@ -215,9 +215,7 @@ class Population:
         device = self.published["phi"].device
         cohort = federation.cohort(torch.tensor([0]), torch.ones(1), device)
         ids = torch.full_like(cohort.ids, NEWCOMER)
-        return Cohort(
-            ids, cohort.sizes, cohort.x, cohort.y, cohort.weights, cohort.longest, cohort.embedded
-        )
+        return Cohort(ids, cohort.sizes, cohort.x, cohort.y, cohort.weights, cohort.longest, cohort.embedded)
 
     def _empty_cohort(self) -> Cohort:
         if self.federation is None:
@@ -323,8 +321,9 @@ class Population:
             )
         return LogLikelihood(value, variance**0.5, "importance sampling")
 
-    def diagnostics(self, limit: int = 200) -> Diagnostics:
-        """R-hat and ESS of the final pass, and theta's gradient, over (at most ``limit``) clients."""
+    def diagnostics(self, limit: int = 1000) -> Diagnostics:
+        """R-hat and ESS of the final pass over (at most ``limit``) clients, and theta's gradient, which
+        needs all clients and is left out when there are more."""
         method = self._fedsouk("chains")
         names, rhats, esses = [], [], []
         batches = 8
@@ -355,12 +354,12 @@ class Population:
                     j_total.append(torch.zeros_like(j))
                 i_total[b] = i_total[b] + i_grad
                 j_total[b] = j_total[b] + j
-        share = len(self) / max(len(names), 1)
-        hyper_phi = method.hyperprior.phi_grad(phi.detach()) / share
-        hyper_beta = method.prior.mask(method.hyperprior.beta_grad(method.prior, beta)) / share
+        hyper_phi = method.hyperprior.phi_grad(phi.detach())
+        hyper_beta = method.prior.mask(method.hyperprior.beta_grad(method.prior, beta))
+        whole = len(names) == len(self)
         theta = ThetaDiagnostics(
-            phi_gradient=gradient_ratio(torch.stack(j_total) + hyper_phi),
-            beta_gradient=gradient_ratio(torch.stack(i_total) + hyper_beta),
+            phi_gradient=gradient_ratio(torch.stack(j_total) + hyper_phi) if whole else None,
+            beta_gradient=gradient_ratio(torch.stack(i_total) + hyper_beta) if whole else None,
             drift=self.drift,
             at_bound=method.prior.at_bound(beta),
         )
@@ -385,9 +384,7 @@ class Population:
                 f"{float(sd.min()):.3f}"
                 + ("" if float(sd.min()) == float(sd.max()) else f" to {float(sd.max()):.3f}")
             )
-            lines.append(
-                f"  kernel   {self.algorithm.markov_kernel}, {self.algorithm.local_steps} per round"
-            )
+            lines.append(f"  kernel   {self.algorithm.markov_kernel}, {self.algorithm.local_steps} per round")
         if self.totals:
             up, down = self.totals.get("bytes_up", 0), self.totals.get("bytes_down", 0)
             lines.append(
@@ -395,7 +392,7 @@ class Population:
                 f"{self.totals.get('seconds', 0):.1f} s"
             )
         if isinstance(self.algorithm, FedSOUK) and self.federation is not None:
-            lines += ["  " + line for line in str(self.diagnostics(limit=32)).splitlines()]
+            lines += ["  " + line for line in str(self.diagnostics()).splitlines()]
         return "\n".join(lines)
 
     # --- files -------------------------------------------------------------------------------
@@ -482,9 +479,7 @@ def load(path: str | Path, *, model: Model | None = None, clients: Any = None) -
         names=saved["clients"],
     )
     for file in sorted((folder / "clients").glob("*.safetensors")):
-        population._personal[int(file.stem)] = {
-            n: t.to(device) for n, t in read_tensors(file).items()
-        }
+        population._personal[int(file.stem)] = {n: t.to(device) for n, t in read_tensors(file).items()}
     return population
 
 

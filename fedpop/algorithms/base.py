@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from fedpop.population import Population
 
 Tensors = dict[str, Tensor]
-Trial = Callable[["Algorithm", int], tuple[float, float]]
-"""Runs so many rounds of a method; gives the marginal log-likelihood before and after."""
+Trial = Callable[["Algorithm", int], list[float]]
+"""Runs so many rounds of a method; gives the log-likelihood at the start and after each round."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,13 @@ class Algorithm(ABC):
 
     @abstractmethod
     def local_round(
-        self, phase: str, broadcast: Tensors, cohort: Cohort, local: Tensors, channel: Channel, key: Key
+        self,
+        phase: str,
+        broadcast: Tensors,
+        cohort: Cohort,
+        local: Tensors,
+        channel: Channel,
+        key: Key,
     ) -> tuple[Tensors, Message, Info]:
         """A cohort's work: new local states, the sum of its messages, and what it cost."""
 

@@ -41,7 +41,13 @@ class FedAvg(Algorithm):
         return {"w": server["w"]}
 
     def local_round(
-        self, phase: str, broadcast: Tensors, cohort: Cohort, local: Tensors, channel: Channel, key: Key
+        self,
+        phase: str,
+        broadcast: Tensors,
+        cohort: Cohort,
+        local: Tensors,
+        channel: Channel,
+        key: Key,
     ) -> tuple[Tensors, Message, Info]:
         w = broadcast["w"].expand(len(cohort), -1)
         loss = joint_loss(self.model)
@@ -83,9 +89,7 @@ class FedAvg(Algorithm):
         size = self.model.phi_layout.size
         return {"phi": server["w"][:size], "z": server["w"][size:]}
 
-    def personalise(
-        self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key
-    ) -> Tensors:
+    def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
         return {"z": published["z"].expand(len(cohort), -1)}
 
     def predict(self, published: Tensors, personal: Tensors, x: Inputs, key: Key) -> Predictive:

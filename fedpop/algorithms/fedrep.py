@@ -90,7 +90,13 @@ class FedRep(Algorithm):
         return {"z": broadcast["z"].expand(len(ids), -1).clone()}
 
     def local_round(
-        self, phase: str, broadcast: Tensors, cohort: Cohort, local: Tensors, channel: Channel, key: Key
+        self,
+        phase: str,
+        broadcast: Tensors,
+        cohort: Cohort,
+        local: Tensors,
+        channel: Channel,
+        key: Key,
     ) -> tuple[Tensors, Message, Info]:
         if phase != "train":
             sums = self.spectral.local(phase, self.model, broadcast, cohort, channel)
@@ -144,9 +150,7 @@ class FedRep(Algorithm):
         if phase == "spectral":
             assert total is not None
             width = self.model.z_layout.size
-            return self._server(
-                self.spectral.phi(total.sums, server["whitener"], server["phi"], width)
-            )
+            return self._server(self.spectral.phi(total.sums, server["whitener"], server["phi"], width))
         if total is None or total.count == 0 or float(total.sums["n"]) == 0:
             return server
         step = total.sums["dphi"] / total.sums["n"]
@@ -165,9 +169,7 @@ class FedRep(Algorithm):
     def publish(self, server: Tensors) -> Tensors:
         return {"phi": server["phi"], "z": server["z"]}
 
-    def personalise(
-        self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key
-    ) -> Tensors:
+    def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
         if int(cohort.sizes.min()) == 0 and local is None:
             raise DataError("FedRep has no head for a client without data: it shares nothing but phi")
         start = published["z"].expand(len(cohort), -1) if local is None else local["z"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 WORST_RHAT = 1.05
@@ -34,8 +33,8 @@ class ThetaDiagnostics:
     """Where theta stands: the gradient of the objective in units of its own Monte-Carlo error, the
     relative change over the tail of the run, and parameters on the edge of a projection set."""
 
-    phi_gradient: float
-    beta_gradient: float
+    phi_gradient: float | None
+    beta_gradient: float | None
     drift: float | None
     at_bound: list[str]
 
@@ -43,7 +42,7 @@ class ThetaDiagnostics:
     def warnings(self) -> list[str]:
         out = list(self.at_bound)
         for name, value in (("phi", self.phi_gradient), ("beta", self.beta_gradient)):
-            if value > WORST_GRADIENT:
+            if value is not None and value > WORST_GRADIENT:
                 out.append(
                     f"the gradient in {name} is {value:.1f} times its Monte-Carlo error: theta has not "
                     "converged; run more rounds"
@@ -74,7 +73,12 @@ class Diagnostics:
         lines = [
             f"chains   R-hat at most {float(c.rhat.max()):.3f}, effective draws at least "
             f"{float(c.ess.min()):.0f}, over {len(c.clients)} client(s)",
-            f"theta    gradient / Monte-Carlo error: phi {t.phi_gradient:.1f}, beta {t.beta_gradient:.1f}"
+            "theta    "
+            + "; ".join(
+                f"gradient in {name} {value:.1f} times its Monte-Carlo error"
+                for name, value in (("phi", t.phi_gradient), ("beta", t.beta_gradient))
+                if value is not None
+            )
             + ("" if t.drift is None else f"; drift over the tail {100 * t.drift:.2f} %"),
         ]
         return "\n".join(lines + [f"warning  {w}" for w in self.warnings])
@@ -100,5 +104,3 @@ def gradient_ratio(batches: Tensor) -> float:
     mean = batches.double().mean(0)
     error = batches.double().var(0).sum() / batches.shape[0]
     return float(mean.norm() / error.sqrt().clamp(min=1e-300))
-
-

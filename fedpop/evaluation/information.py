@@ -122,9 +122,7 @@ def theta_draws(
     )
     theta = torch.cat((phi, beta)).double() + (noise * values.rsqrt()) @ vectors.mT
     size = phi.shape[0]
-    return [
-        (t[:size].to(phi.dtype), method.prior.project(t[size:].to(beta.dtype))) for t in theta
-    ]
+    return [(t[:size].to(phi.dtype), method.prior.project(t[size:].to(beta.dtype))) for t in theta]
 
 
 def _names(method: FedSOUK) -> list[str]:

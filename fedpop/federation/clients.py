@@ -148,9 +148,7 @@ class Federation:
             owner = torch.tensor([seen.setdefault(str(v), len(seen)) for v in labels])
             names = list(seen)
         if owner.shape[0] != y.shape[0]:
-            raise DataError(
-                f"the table has {y.shape[0]} rows but {owner.shape[0]} client labels"
-            )
+            raise DataError(f"the table has {y.shape[0]} rows but {owner.shape[0]} client labels")
         if not names:
             raise DataError("the table has no rows; a federation needs at least one client")
         order = torch.argsort(owner, stable=True)
@@ -169,9 +167,7 @@ class Federation:
 
     def map_inputs(self, embed: Callable[[Inputs], Inputs]) -> Federation:
         """A federation that holds features in place of x."""
-        splits = {
-            split: Packed(embed(p.x), p.y, p.starts, p.sizes) for split, p in self.splits.items()
-        }
+        splits = {split: Packed(embed(p.x), p.y, p.starts, p.sizes) for split, p in self.splits.items()}
         return Federation(self.names, splits, True, self._index)
 
     def _checked(self, packed: Packed, split: str, check: Any) -> Tensor:
@@ -198,9 +194,7 @@ class Federation:
         where = packed.sizes.device
         ids_here = ids.to(where)
         sizes = packed.sizes[ids_here]
-        whole = len(ids) == len(self) and bool(
-            (ids_here == torch.arange(len(self), device=where)).all()
-        )
+        whole = len(ids) == len(self) and bool((ids_here == torch.arange(len(self), device=where)).all())
         x, y = packed.x, packed.y
         if not whole:
             total = int(sizes.sum())
@@ -262,9 +256,7 @@ def _read_dataset(dataset: Any, where: str) -> tuple[Any, Any]:
     if isinstance(first, dict):
         x: Any = {k: torch.stack([as_tensor(i[0][k], where) for i in items]) for k in first}
     elif isinstance(first, tuple):
-        x = tuple(
-            torch.stack([as_tensor(i[0][j], where) for i in items]) for j in range(len(first))
-        )
+        x = tuple(torch.stack([as_tensor(i[0][j], where) for i in items]) for j in range(len(first)))
     else:
         x = torch.stack([as_tensor(i[0], where) for i in items])
     return x, torch.stack([as_tensor(i[1], where) for i in items])
@@ -284,9 +276,7 @@ def _pair(x: Any, y: Any, where: str) -> tuple[Inputs, Tensor]:
             finite = torch.isfinite(leaf).reshape(leaf.shape[0], -1).all(dim=1)
             if not bool(finite.all()):
                 row = int((~finite).nonzero()[0, 0])
-                raise DataError(
-                    f"{where}, row {row}: x is NaN or infinite; drop the row or fill it in"
-                )
+                raise DataError(f"{where}, row {row}: x is NaN or infinite; drop the row or fill it in")
     return inputs, targets
 
 

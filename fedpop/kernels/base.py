@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -77,6 +78,36 @@ class Trace:
     """Per client and chain."""
 
 
+class Noise:
+    """The random numbers of a pass: keyed per client and transition, fetched in chunks."""
+
+    CHUNK = 2**20
+
+    def __init__(self, key: Key, ids: Tensor, z: Tensor, steps: int) -> None:
+        self._key, self._ids, self._dtype, self._steps = key, ids, z.dtype, steps
+        self._shape = tuple(z.shape[1:])
+        self._chunk = max(1, min(steps, self.CHUNK // max(z.numel(), 1)))
+        self._held: dict[str, tuple[int, Tensor]] = {}
+
+    def normal(self, m: int) -> Tensor:
+        """Standard normal numbers for transition m, in the shape of z."""
+        return self._fetch("noise", m, self._shape, self._key.at(purpose="noise").normal)
+
+    def uniform(self, m: int, count: int) -> Tensor:
+        """``count`` uniform numbers per chain for transition m, ``[C, K, count]``."""
+        shape = (self._shape[0], count)
+        return self._fetch("accept", m, shape, self._key.at(purpose="accept").uniform)
+
+    def _fetch(self, name: str, m: int, shape: tuple[int, ...], draw: Callable[..., Tensor]) -> Tensor:
+        start, held = self._held.get(name, (-1, None))
+        if held is None or not start <= m < start + held.shape[1]:
+            start = m - m % self._chunk
+            steps = min(self._chunk, self._steps - start)
+            held = draw(self._ids, shape, self._dtype, start, steps)
+            self._held[name] = (start, held)
+        return held[:, m - start]
+
+
 class Kernel(ABC):
     """A Markov kernel on z, vectorised over clients and chains."""
 
@@ -97,7 +128,7 @@ class Kernel(ABC):
         """What is computed once for a fixed theta."""
 
     @abstractmethod
-    def step(self, target: Target, plan: Any, state: State, key: Key, ids: Tensor, m: int) -> Transition:
+    def step(self, target: Target, plan: Any, state: State, noise: Noise, m: int) -> Transition:
         """One transition of every chain."""
 
     def adapt(self, tuning: Tuning, acceptance: Tensor, diverged: Tensor) -> Tuning:
@@ -134,11 +165,12 @@ def run(
     """``steps`` transitions of every chain from z ``[C, K, d]``, theta fixed."""
     plan = kernel.prepare(target, z, tuning, key.round)
     state = State.at(target, z)
+    noise = Noise(key, ids, z, steps)
     draws, grads = [], []
     acceptance = torch.zeros_like(state.value)
     diverged = torch.zeros_like(state.value)
     for m in range(steps):
-        out = kernel.step(target, plan, state, key, ids, m)
+        out = kernel.step(target, plan, state, noise, m)
         state = out.state
         draws.append(state.z)
         grads.append(state.grad)
@@ -154,4 +186,3 @@ def run(
         diverged=events,
         gradient_evaluations=1 + steps * kernel.gradients_per_step,
     )
-

@@ -8,9 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedpop.errors import SettingsError
-from fedpop.kernels.base import Kernel, State, Transition, Tuning, guarded
+from fedpop.kernels.base import Kernel, Noise, State, Transition, Tuning, guarded
 from fedpop.kernels.target import Precision, Target
-from fedpop.runtime.random import Key
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,7 @@ class Exponential(Kernel):
         if not 0 < self.h <= 1:
             raise SettingsError(f"the exponential step takes 0 < h <= 1, not {self.h}")
 
-    def prepare(
-        self, target: Target, z: Tensor, tuning: Tuning, round: int
-    ) -> tuple[Precision, Tensor]:
+    def prepare(self, target: Target, z: Tensor, tuning: Tuning, round: int) -> tuple[Precision, Tensor]:
         return target.precision(), (self.h * tuning.log_step.exp())[:, None, None]
 
     def step(
@@ -40,14 +37,13 @@ class Exponential(Kernel):
         target: Target,
         plan: tuple[Precision, Tensor],
         state: State,
-        key: Key,
-        ids: Tensor,
+        noise: Noise,
         m: int,
     ) -> Transition:
         precision, h = plan
-        noise = key.at(purpose="noise").normal(ids, state.z.shape[1:], state.z.dtype, m)
+        xi = noise.normal(m)
         # One product with L^-T serves drift and noise: Q^-1 grad = L^-T (L^-1 grad).
-        move = h * precision.root(state.grad) + (h * (2 - h)).sqrt() * noise
+        move = h * precision.root(state.grad) + (h * (2 - h)).sqrt() * xi
         new = State.at(target, state.z + precision.root_transposed(move))
         new, diverged = guarded(new, state)
         return Transition(new, new.value.new_ones(new.value.shape), diverged)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
-from fedpop.kernels.base import Kernel, State, Transition, Tuning
+from fedpop.kernels.base import Kernel, Noise, State, Transition, Tuning
 from fedpop.kernels.target import Precision, Target
-from fedpop.runtime.random import Key
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,7 @@ class HMC(Kernel):
     def gradients_per_step(self) -> int:
         return self.leapfrog
 
-    def prepare(
-        self, target: Target, z: Tensor, tuning: Tuning, round: int
-    ) -> tuple[Precision, Tensor]:
+    def prepare(self, target: Target, z: Tensor, tuning: Tuning, round: int) -> tuple[Precision, Tensor]:
         return target.precision(), tuning.log_step.exp()
 
     def step(
@@ -51,15 +48,12 @@ class HMC(Kernel):
         target: Target,
         plan: tuple[Precision, Tensor],
         state: State,
-        key: Key,
-        ids: Tensor,
+        noise: Noise,
         m: int,
     ) -> Transition:
         precision, largest = plan
-        shape, dtype = state.z.shape[1:], state.z.dtype
         # Momentum in whitened coordinates, r = L^-1 p ~ N(0, I).
-        r = key.at(purpose="noise").normal(ids, shape, dtype, m)
-        uniform = key.at(purpose="accept").uniform(ids, (shape[0], 2), dtype, m)
+        r, uniform = noise.normal(m), noise.uniform(m, 2)
         e = largest[:, None] * (1 + 2 * uniform[..., 0]) / 3
         e = e.unsqueeze(-1)
         start = state.value - 0.5 * r.square().sum(-1)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
-from fedpop.kernels.base import Kernel, State, Transition, Tuning, guarded
+from fedpop.kernels.base import Kernel, Noise, State, Transition, Tuning, guarded
 from fedpop.kernels.target import Target
-from fedpop.runtime.random import Key
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,9 @@ class ULA(Kernel):
         gamma = c * tuning.log_step.exp() / target.largest_curvature(z)
         return gamma[:, None, None]
 
-    def step(
-        self, target: Target, plan: Tensor, state: State, key: Key, ids: Tensor, m: int
-    ) -> Transition:
+    def step(self, target: Target, plan: Tensor, state: State, noise: Noise, m: int) -> Transition:
         gamma = plan
-        noise = key.at(purpose="noise").normal(ids, state.z.shape[1:], state.z.dtype, m)
-        moved = state.z + gamma * state.grad + torch.sqrt(2 * gamma) * noise
+        xi = noise.normal(m)
+        moved = state.z + gamma * state.grad + torch.sqrt(2 * gamma) * xi
         new, diverged = guarded(State.at(target, moved), state)
         return Transition(new, torch.ones_like(state.value), diverged)

@@ -154,9 +154,7 @@ class Model(ABC):
                 eta = self.head_outputs(phi, self.initial_z().unsqueeze(0), features)
             except RuntimeError as error:
                 shapes = [tuple(v.shape[1:]) for v in leaves(x)]
-                raise DataError(
-                    f"the model does not accept examples of shape {shapes}: {error}"
-                ) from error
+                raise DataError(f"the model does not accept examples of shape {shapes}: {error}") from error
         if not torch.equal(before, torch.get_rng_state()):
             raise ModelError(
                 "the model draws from torch's global generator (functional dropout, say), so runs "

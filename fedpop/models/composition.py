@@ -64,8 +64,7 @@ class Composition(Model):
         shared = trainable(self.backbone)
         self._shared = list(shared)
         self.phi_layout = Layout.of(
-            {f"backbone.{n}": tuple(p.shape) for n, p in shared.items()}
-            | likelihood_layout(self.likelihood)
+            {f"backbone.{n}": tuple(p.shape) for n, p in shared.items()} | likelihood_layout(self.likelihood)
         )
         shapes = {n: tuple(p.shape) for n, p in personal.items()}
         self.linear = type(self.head) is nn.Linear
@@ -153,7 +152,5 @@ def _outputs_of(head: nn.Module) -> int:
         elif isinstance(module, nn.Conv2d):
             width = module.out_channels
     if width is None:
-        raise ModelError(
-            "cannot tell how many outputs the head has; end it with an nn.Linear layer"
-        )
+        raise ModelError("cannot tell how many outputs the head has; end it with an nn.Linear layer")
     return width

@@ -93,8 +93,6 @@ def aligner(model: Model, prior: Normal) -> Callable[[Tensor, Tensor], Tensor]:
     def align(theta: Tensor, reference: Tensor) -> Tensor:
         if gauge is None:
             return theta
-        return torch.cat(
-            gauge.align(theta[:size], theta[size:], reference[:size], reference[size:])
-        )
+        return torch.cat(gauge.align(theta[:size], theta[size:], reference[:size], reference[size:]))
 
     return align

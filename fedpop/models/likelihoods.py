@@ -275,9 +275,7 @@ class Poisson(Likelihood):
         return high
 
 
-_BY_NAME: dict[str, type[Likelihood]] = {
-    c.name: c for c in (Normal, Categorical, Bernoulli, Poisson)
-}
+_BY_NAME: dict[str, type[Likelihood]] = {c.name: c for c in (Normal, Categorical, Bernoulli, Poisson)}
 
 
 def resolve(likelihood: Likelihood | str) -> Likelihood:
@@ -289,7 +287,5 @@ def resolve(likelihood: Likelihood | str) -> Likelihood:
     if isinstance(likelihood, Likelihood):
         return likelihood
     if likelihood not in _BY_NAME:
-        raise SettingsError(
-            f"unknown likelihood {likelihood!r}; known are {', '.join(map(repr, _BY_NAME))}"
-        )
+        raise SettingsError(f"unknown likelihood {likelihood!r}; known are {', '.join(map(repr, _BY_NAME))}")
     return _BY_NAME[likelihood]()

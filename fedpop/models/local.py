@@ -36,7 +36,12 @@ class LinearLikelihood(LocalLikelihood):
     """Head outputs F w_o for each output o; F is ``[C, N, q]`` with a column of ones for the bias."""
 
     def __init__(
-        self, features: Tensor, y: Tensor, mask: Tensor | None, likelihood: Likelihood, params: Params
+        self,
+        features: Tensor,
+        y: Tensor,
+        mask: Tensor | None,
+        likelihood: Likelihood,
+        params: Params,
     ) -> None:
         self.features, self.y, self.mask = features, y, mask
         self.likelihood, self.params = likelihood, params

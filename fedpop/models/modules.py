@@ -63,9 +63,7 @@ def federated(module: nn.Module) -> nn.Module:
         module = nn.Sequential(module)
     for name, sub in list(module.named_modules()):
         label = f"{name or 'the module'} ({type(sub).__name__})"
-        if isinstance(sub, nn.modules.batchnorm._BatchNorm) and (
-            sub.training or not sub.track_running_stats
-        ):
+        if isinstance(sub, nn.modules.batchnorm._BatchNorm) and (sub.training or not sub.track_running_stats):
             raise ModelError(
                 f"{label} is in training mode: its statistics would mix the examples of a batch and "
                 "leak between clients, and every client's would differ. Use "

@@ -41,9 +41,7 @@ class Split(Model):
     Split(phi: 40, z: 27, likelihood: categorical, personal: 2.*)
     """
 
-    def __init__(
-        self, module: nn.Module, personal: str | list[str], likelihood: Likelihood | str
-    ) -> None:
+    def __init__(self, module: nn.Module, personal: str | list[str], likelihood: Likelihood | str) -> None:
         self.module = federated(module)
         self.likelihood = likelihoods.resolve(likelihood)
         self.personal = [personal] if isinstance(personal, str) else list(personal)

@@ -50,9 +50,7 @@ class Normal:
 
     def __post_init__(self) -> None:
         if self.covariance not in COVARIANCES:
-            raise SettingsError(
-                f"covariance is one of {', '.join(COVARIANCES)}, not {self.covariance!r}"
-            )
+            raise SettingsError(f"covariance is one of {', '.join(COVARIANCES)}, not {self.covariance!r}")
         low, high = self.bounds
         if not 0 < low < high < math.inf:
             raise SettingsError(f"scale bounds must satisfy 0 < low < high, not {self.bounds}")
@@ -125,9 +123,7 @@ class Normal:
         if self.covariance != "full":
             return v / self.sd(beta)
         flat = v.reshape(-1, v.shape[-1])
-        return torch.linalg.solve_triangular(self.factor(beta), flat.mT, upper=False).mT.reshape(
-            v.shape
-        )
+        return torch.linalg.solve_triangular(self.factor(beta), flat.mT, upper=False).mT.reshape(v.shape)
 
     def colour(self, beta: Tensor, v: Tensor, transpose: bool = False) -> Tensor:
         """L v (or L' v) along the last axis."""
@@ -255,9 +251,7 @@ class Normal:
         shift = torch.zeros_like(mu)
         if self.learn_mean:
             shift = rate * self.colour(beta, self.colour(beta, i_mu, True))
-            shift = torch.where(
-                self.sd(beta).square() >= floor, shift, rate * torch.as_tensor(floor) * i_mu
-            )
+            shift = torch.where(self.sd(beta).square() >= floor, shift, rate * torch.as_tensor(floor) * i_mu)
         if not self.learn_scale:
             return torch.cat((mu + shift, beta[d:]))
         white = self.whiten(beta, shift)

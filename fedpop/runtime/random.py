@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -86,30 +86,56 @@ class Key:
         return words.movedim(0, -1).reshape(*clients.shape, -1)[..., :count]
 
     def uniform(
-        self, clients: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, step: int = 0
+        self,
+        clients: Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        step: int = 0,
+        steps: int | None = None,
     ) -> Tensor:
-        """Uniform numbers in (0, 1], ``[C, *shape]``; ``step`` numbers successive calls."""
-        count = math.prod(shape)
-        words = self.bits(clients, count, step * ((count + 3) // 4))
-        return _unit(words, dtype).reshape(*clients.shape, *shape)
+        """Uniform numbers in (0, 1], ``[C, *shape]``; ``step`` numbers successive calls.
+
+        With ``steps``, the numbers of so many successive calls at once, ``[C, steps, *shape]``.
+        """
+        return self._draw(clients, shape, dtype, step, steps, lambda u: u)
 
     def normal(
-        self, clients: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, step: int = 0
+        self,
+        clients: Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        step: int = 0,
+        steps: int | None = None,
     ) -> Tensor:
-        """Standard normal numbers ``[C, *shape]`` by Box-Muller; ``step`` numbers successive calls."""
+        """Standard normal numbers by Box-Muller, addressed as those of ``uniform``."""
+        return self._draw(clients, shape, dtype, step, steps, _box_muller)
+
+    def _draw(
+        self,
+        clients: Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        step: int,
+        steps: int | None,
+        transform: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         count = math.prod(shape)
-        words = self.bits(clients, 4 * ((count + 3) // 4), step * ((count + 3) // 4))
-        pairs = _unit(words, dtype).unflatten(-1, (-1, 2))
-        radius = torch.sqrt(-2.0 * torch.log(pairs[..., 0]))
-        angle = 2.0 * math.pi * pairs[..., 1]
-        both = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1)
-        return both.flatten(-2)[..., :count].reshape(*clients.shape, *shape)
+        blocks = (count + 3) // 4
+        many = 1 if steps is None else steps
+        words = self.bits(clients, 4 * blocks * many, step * blocks)
+        # Never 0, so that the logarithm is finite; the small end keeps its resolution.
+        unit = (words.to(dtype) + 0.5) * 2.0**-32
+        drawn = transform(unit).unflatten(-1, (many, 4 * blocks))[..., :count]
+        lead = (*clients.shape, many) if steps is not None else clients.shape
+        return drawn.reshape(*lead, *shape)
 
     def server(self, device: torch.device | str = "cpu") -> Tensor:
         """The server's id as a ``[1]`` tensor, to draw with."""
         return torch.tensor([SERVER], device=device)
 
 
-def _unit(words: Tensor, dtype: torch.dtype) -> Tensor:
-    # Half-open offset: never 0, so that the logarithm is finite, and the small end keeps its resolution.
-    return (words.to(dtype) + 0.5) * 2.0**-32
+def _box_muller(unit: Tensor) -> Tensor:
+    pairs = unit.unflatten(-1, (-1, 2))
+    radius = torch.sqrt(-2.0 * torch.log(pairs[..., 0]))
+    angle = 2.0 * math.pi * pairs[..., 1]
+    return torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1).flatten(-2)

@@ -25,7 +25,7 @@ from fedpop.federation.participation import Active, Everyone, Participation
 from fedpop.federation.participation import resolve as resolve_participation
 from fedpop.runtime import checkpoint as checkpoints
 from fedpop.runtime.callbacks import Callback
-from fedpop.runtime.files import write_json, writable_folder
+from fedpop.runtime.files import writable_folder, write_json
 from fedpop.runtime.plan import Plan, parse_bytes, plan_for
 from fedpop.runtime.progress import progress_bar
 from fedpop.runtime.random import Key
@@ -217,16 +217,31 @@ class Run:
         }
         return json.loads(json.dumps(config))  # type: ignore[no-any-return]
 
-    def _trial(self, algorithm: Algorithm, rounds: int) -> tuple[float, float]:
-        """Trial rounds of a method on this federation, away from this run's own state."""
-        settings = replace(self.settings, rounds=rounds)
-        run = Run(algorithm, self.federation, settings, None, [], self.facts.restart)
+    def _trial(self, algorithm: Algorithm, rounds: int) -> list[float]:
+        """Trial rounds of a method on this federation, away from this run's own state.
+
+        The likelihood is the marginal one where it is closed-form, else the expected complete-data one
+        that the rounds themselves report.
+        """
+        from fedpop.population import Population
+
+        run = Run(algorithm, self.federation, self.settings, None, [], self.facts.restart)
+        path: list[float] = []
         try:
-            start = replace_rounds(run)
-            after = run.execute(resume=False, progress=False).log_likelihood().value
+            run._begin(resume=False)
+            exact = algorithm.model.linear and algorithm.model.likelihood.name == "normal"
+            for k in range(rounds + 1):
+                if k:
+                    metrics = run.train_round()
+                if exact:
+                    theta = {name: run.server[name] for name in ("phi", "beta")}
+                    now = Population(algorithm, theta, run.key, run.federation)
+                    path.append(now.log_likelihood().value)
+                elif k:
+                    path.append(-metrics["loss"] * int(self.federation.train.sizes.sum()))
         except (FedpopError, ArithmeticError, RuntimeError):
-            return math.inf, -math.inf
-        return start, after
+            return [0.0, -math.inf]
+        return path if all(math.isfinite(v) for v in path) else [0.0, -math.inf]
 
     # --- one round ---------------------------------------------------------------------------
 
@@ -245,7 +260,10 @@ class Run:
         metrics["left_out"] = [self.federation.names[i] for i in info.left_out]
         for name in ("backbone_passes", "head_steps", "gradient_evaluations"):
             self._add_totals({name: info.sums.get(name, 0.0)})
-        metrics["bytes_up"], metrics["bytes_down"] = self.totals["bytes_up"], self.totals["bytes_down"]
+        metrics["bytes_up"], metrics["bytes_down"] = (
+            self.totals["bytes_up"],
+            self.totals["bytes_down"],
+        )
         self._add_totals({"seconds": time.perf_counter() - started})
         metrics["seconds"] = self.totals["seconds"]
         return metrics
@@ -359,9 +377,7 @@ class Run:
 
     def _restore(self, saved: checkpoints.Checkpoint) -> bool:
         tensors = saved.tensors
-        self.server = {
-            n[7:]: t.to(self.device) for n, t in tensors.items() if n.startswith("server.")
-        }
+        self.server = {n[7:]: t.to(self.device) for n, t in tensors.items() if n.startswith("server.")}
         self.store = LocalStore.restore(tensors)
         if "best.slots" in tensors:
             best = {n[5:]: t for n, t in tensors.items() if n.startswith("best.")}
@@ -397,16 +413,6 @@ class Run:
             self.history = [json.loads(line) for line in file]
             file.seek(self.metrics_bytes)
             yield file
-
-
-def replace_rounds(run: Run) -> float:
-    """The log-likelihood at a run's start."""
-    from fedpop.population import Population
-
-    server = run.algorithm.init(run.facts, run.key)
-    published = {"phi": server["phi"], "beta": server["beta"]}
-    population = Population(run.algorithm, published, run.key, run.federation, run.store)
-    return population.log_likelihood().value
 
 
 def _rate(described: dict[str, Any]) -> float | None:

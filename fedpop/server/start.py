@@ -43,7 +43,12 @@ class SpectralStart:
     minimum: int = 2
 
     def local(
-        self, phase: str, model: Model, broadcast: dict[str, Tensor], cohort: Cohort, channel: Channel
+        self,
+        phase: str,
+        model: Model,
+        broadcast: dict[str, Tensor],
+        cohort: Cohort,
+        channel: Channel,
     ) -> dict[str, Tensor]:
         """This cohort's summed message."""
         if not isinstance(cohort.x, Tensor):
