@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fedpop
 from fedpop.algorithms.base import Algorithm, Tensors
-from fedpop.algorithms.fedsouk import FedSOUK, PhiGradient
+from fedpop.algorithms.fedsouk import FINAL_CHAINS, FINAL_DRAWS, FedSOUK, PhiGradient
 from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
 from fedpop.evaluation.diagnostics import (
     ChainDiagnostics,
@@ -27,13 +27,16 @@ from fedpop.evaluation.marginal import WORST_SHAPE, LogLikelihood, closed_form, 
 from fedpop.evaluation.predictive import Predictive
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.inputs import Inputs, as_inputs, map_inputs
+from fedpop.federation.inputs import Inputs, as_inputs, map_inputs, require_finite
 from fedpop.models.base import Model
 from fedpop.models.flat import Layout
 from fedpop.runtime.files import read_json, read_tensors, writable_folder, write_json, write_tensors
 from fedpop.runtime.random import Key
 from fedpop.runtime.store import LocalStore
 
+GROUP = 256
+"""Clients that the final pass works on together, at most."""
+DRAWS_PER_THETA = 10
 NEWCOMER = 2**32 - 2
 """The id under which a client that was never in training draws."""
 
@@ -112,6 +115,8 @@ class Population:
     drift: float | None = None
     names: list[str] = field(default_factory=list)
     _personal: dict[int, Tensors] = field(default_factory=dict, repr=False)
+    _thetas: list[tuple[Tensor, Tensor]] | None = field(default=None, repr=False)
+    _theta_groups: dict[int, list[Tensor]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.federation is not None:
@@ -158,30 +163,45 @@ class Population:
         key = self.key.at(purpose=f"predict.{i}")
         if not theta_uncertainty:
             return self.algorithm.predict(self.published, self._model_of(i), inputs, key)
-        method = self._fedsouk("uncertainty about theta")
-        cohort = self._cohort(torch.tensor([i]))
-        outputs = []
-        thetas = self.theta_draws()
         with torch.no_grad():
-            for t, (phi, beta) in enumerate(thetas):
-                features = self.model.features(phi, cohort)
-                mean, cov = method.target(phi, beta, features, cohort).moments()
-                root = torch.linalg.cholesky(cov[0].double()).to(mean.dtype)
-                noise = key.at(purpose=f"theta.{t}").normal(cohort.ids, (10, mean.shape[1]), mean.dtype)
-                z = mean + noise[0] @ root.mT
-                outputs.append(self.model.head_outputs(phi, z, self.model.embed(phi, inputs)))
-        phi = self.published["phi"]
-        return Predictive(
-            torch.cat(outputs), self.model.likelihood, self.model.params(phi), key, plug_in=False
-        )
+            outputs = [
+                self.model.head_outputs(phi, z[i % GROUP], self.model.embed(phi, inputs))
+                for (phi, _), z in zip(self.theta_draws(), self._theta_models(i // GROUP), strict=True)
+            ]
+        params = self.model.params(self.published["phi"])
+        return Predictive(torch.cat(outputs), self.model.likelihood, params, key, plug_in=False)
+
+    def _theta_models(self, group: int) -> list[Tensor]:
+        """For each theta drawn, draws of z ``[C, L, d]`` of a group of clients; computed once."""
+        if group not in self._theta_groups:
+            method = self._fedsouk("uncertainty about theta")
+            ids = torch.arange(group * GROUP, min((group + 1) * GROUP, len(self)))
+            cohort = self._cohort(ids)
+            models = []
+            with torch.no_grad():
+                for t, (phi, beta) in enumerate(self.theta_draws()):
+                    target = method.target(phi, beta, self.model.features(phi, cohort), cohort)
+                    mean, cov = target.moments()
+                    root = torch.linalg.cholesky(cov.double()).to(mean.dtype)
+                    key = self.key.at(purpose=f"theta.{t}")
+                    noise = key.normal(cohort.ids, (DRAWS_PER_THETA, mean.shape[1]), mean.dtype)
+                    models.append(mean.unsqueeze(1) + noise @ root.mT)
+            self._theta_groups[group] = models
+        return self._theta_groups[group]
 
     def theta_draws(self) -> list[tuple[Tensor, Tensor]]:
         """Draws of theta from its asymptotic normal law; computed once."""
-        if not hasattr(self, "_thetas"):
+        if self._thetas is None:
             method = self._fedsouk("uncertainty about theta")
             cohorts = [self._cohort(ids) for ids in self._groups()]
             self._thetas = theta_draws(method, self.published, cohorts, self.key)
         return self._thetas
+
+    def sample_all(self) -> Population:
+        """Run the final pass for every client now, many at a time, rather than when one is asked for."""
+        for ids in self._groups():
+            self._personalise(ids)
+        return self
 
     def posterior(self, client: str | int) -> Posterior:
         """Draws from p(z | D_i, theta): a pass of its own, with theta frozen at the returned value."""
@@ -203,6 +223,11 @@ class Population:
         if (x is None) != (y is None):
             raise DataError("a new client needs both x and y, or neither")
         key = self.key.at(purpose="newcomer")
+        if x is None and isinstance(self.algorithm, FedSOUK):
+            ids = torch.full((1,), NEWCOMER, device=self.published["phi"].device)
+            z = self.algorithm.draw_prior(self.published["beta"], ids, key, FINAL_CHAINS * FINAL_DRAWS)
+            prior = {"draws": z.unflatten(1, (FINAL_CHAINS, FINAL_DRAWS))}
+            return Newcomer(self.algorithm, self.published, prior, key)
         if x is None:
             cohort = self._empty_cohort()
         else:
@@ -218,23 +243,9 @@ class Population:
         return Cohort(ids, cohort.sizes, cohort.x, cohort.y, cohort.weights, cohort.longest, cohort.embedded)
 
     def _empty_cohort(self) -> Cohort:
-        if self.federation is None:
-            raise CheckpointError(
-                "this population was loaded without data, so the shape of x is not known; give "
-                "new_client() some x and y, or load with clients=..."
-            )
-        train = self.federation.train
-        device = self.published["phi"].device
-        none = torch.zeros(1, dtype=torch.int64, device=device)
-        return Cohort(
-            torch.full_like(none, NEWCOMER),
-            none,
-            map_inputs(lambda v: v[:0].to(device), train.x),
-            train.y[:0].to(device),
-            torch.ones(1, device=device),
-            0,
-            self.federation.embedded,
-        )
+        none = torch.zeros(1, dtype=torch.int64, device=self.published["phi"].device)
+        rows = self.published["phi"].new_zeros(0)
+        return Cohort(torch.full_like(none, NEWCOMER), none, rows, rows, rows.new_ones(1), 0)
 
     def _index(self, client: str | int) -> int:
         if self.federation is not None:
@@ -261,7 +272,11 @@ class Population:
                 f"nothing was saved for client {name!r} and there are no data to sample from; load the "
                 "population with clients=..."
             )
-        for part in missing.split(256):
+        # Clients with a state and clients without go apart: what is made for one depends on no other.
+        seen = torch.zeros_like(missing, dtype=torch.bool) if self.store is None else self.store.seen(missing)
+        for part in (*missing[seen].split(GROUP), *missing[~seen].split(GROUP)):
+            if not len(part):
+                continue
             cohort = self._cohort(part)
             local = None
             if self.store is not None and bool(self.store.seen(part).all()):
@@ -280,7 +295,7 @@ class Population:
         ids = torch.arange(len(self))
         if limit is not None and len(ids) > limit:
             ids = ids[torch.linspace(0, len(ids) - 1, limit).long()]
-        yield from ids.split(256)
+        yield from ids.split(GROUP)
 
     # --- how well ----------------------------------------------------------------------------
 
@@ -412,8 +427,7 @@ class Population:
         folder = writable_folder(path)
         everyone = posteriors == "all" or (posteriors == "auto" and len(self) <= 1000)
         if everyone and self.federation is not None:
-            for ids in self._groups():
-                self._personalise(ids)
+            self.sample_all()
         digest = write_tensors(folder / "theta.safetensors", self.published)
         if self._personal:
             writable_folder(folder / "clients")
@@ -490,4 +504,6 @@ def _inputs(model: Model, x: Any) -> Inputs:
         leaf = leaf.to(phi.device)
         return leaf.to(phi.dtype) if leaf.is_floating_point() else leaf
 
-    return map_inputs(cast, as_inputs(x, "prediction"))
+    inputs = as_inputs(x, "prediction")
+    require_finite(inputs, "prediction")
+    return map_inputs(cast, inputs)

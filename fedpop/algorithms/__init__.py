@@ -19,6 +19,19 @@ from fedpop.server.optimisers import SGD, Adam
 from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial
 from fedpop.server.start import SpectralStart
 
+__all__ = [
+    "EM",
+    "METHODS",
+    "Algorithm",
+    "FedAvg",
+    "FedRep",
+    "FedSOUK",
+    "FedSOUL",
+    "Hyperprior",
+    "LocalSGD",
+    "rebuild",
+]
+
 METHODS: dict[str, type[Algorithm]] = {m.__name__: m for m in (FedSOUL, FedSOUK, FedAvg, FedRep)}
 
 _SETTINGS: dict[str, type] = {

@@ -153,7 +153,7 @@ class Algorithm(ABC):
         """This method with its free settings chosen by trial rounds, where it has any."""
         return self
 
-    def check(self, clients: int) -> None:
+    def check(self, clients: int) -> None:  # noqa: B027
         """Raise early when the settings do not fit the federation."""
 
     def metrics(self, server: Tensors, info: Info) -> dict[str, float]:

@@ -104,7 +104,8 @@ class FedRep(Algorithm):
         phi = broadcast["phi"]
         z = self.fit_head(phi, cohort, local["z"], key)
         start = phi.expand(len(cohort), -1)
-        body = self.body.run(body_loss(self.model), start, z, cohort.x, cohort, key.at(purpose="body"))
+        loss = body_loss(self.model, cohort.embedded)
+        body = self.body.run(loss, start, z, cohort.x, cohort, key.at(purpose="body"))
         n = cohort.sizes.to(phi.dtype)
         good = torch.isfinite(body).all(1) & torch.isfinite(z).all(1)
         delta = channel("dphi", n.unsqueeze(1) * (body - start))
@@ -113,13 +114,15 @@ class FedRep(Algorithm):
             "dphi": weighted_sum(delta, cohort.weights, good),
             "n": weighted_sum(count, cohort.weights, good),
         }
-        value = score_point(self.model, phi, z, cohort)
+        with torch.no_grad():
+            bound = self.model.bind(phi, self.model.features(phi, cohort), cohort)
+            value = bound.value(z.unsqueeze(1)).squeeze(1)[good].sum()
         examples = int(cohort.sizes.sum())
         head_steps = examples * (1 if self.heads == "exact" else self.head.epochs)
         info = Info(
             {
-                "log_likelihood": float(value["log_prob"]),
-                "examples": float(examples),
+                "log_likelihood": float(value),
+                "examples": float(cohort.sizes[good].sum()),
                 # Heads are fitted on features computed once: a forward pass is a third.
                 "backbone_passes": examples / 3 + self.body.steps(cohort),
                 "head_steps": float(head_steps + self.body.steps(cohort)),
@@ -137,7 +140,8 @@ class FedRep(Algorithm):
                 local = self.model.bind(phi, features, cohort)
                 assert isinstance(local, LinearLikelihood)
                 f, y = local.features.double(), local.y.double()
-                return (torch.linalg.pinv(f) @ y).mT.flatten(1).to(phi.dtype)
+                out: Tensor = (torch.linalg.pinv(f) @ y).mT.flatten(1).to(phi.dtype)
+                return out
             loss = head_loss(self.model, phi)
             return self.head.run(loss, z, z[:, :0], features, cohort, key.at(purpose="head"))
 

@@ -332,10 +332,13 @@ class FedSOUK(Algorithm):
     def _feature_size(self, phi: Tensor, cohort: Cohort, channel: Channel) -> Message:
         with torch.no_grad():
             features = self.model.features(phi, cohort)
-        size = sum(
-            float(leaf.double().square().sum()) for leaf in leaves(features) if leaf.is_floating_point()
-        )
-        rows = phi.new_tensor([size, float(cohort.sizes.sum())], dtype=torch.float64)
+        size = phi.new_zeros(len(cohort), dtype=torch.float64)
+        for leaf in leaves(features):
+            if leaf.is_floating_point():
+                rows = leaf.double().square().unsqueeze(-1).flatten(1).sum(1)
+                size = size.index_add(0, cohort.owner, rows)
+        good = torch.isfinite(size.to(phi.dtype))  # one broken client must not set everyone's scale
+        rows = torch.stack((size[good].sum(), cohort.sizes[good].sum().double()))
         return Message({"size": channel.fused("size", rows, len(cohort))}, len(cohort))
 
     # --- the server's step -------------------------------------------------------------------

@@ -52,7 +52,7 @@ class LocalSGD:
             for start in range(0, cohort.longest, size):
                 pick = order[:, start : start + size]
                 part = mask[rows, pick]
-                xb = map_inputs(lambda v, p=pick: v[rows, p], block)  # type: ignore[misc]
+                xb = map_inputs(lambda v, p=pick: v[rows, p], block)
                 g = grad(w, aux, xb, y[rows, pick], part)
                 busy = (part.sum(1) > 0).to(w.dtype).unsqueeze(1)  # clients that still have examples
                 velocity = torch.where(busy > 0, self.momentum * velocity + g, velocity)

@@ -24,21 +24,22 @@ def _mean_loss(model: Model, phi: Tensor, z: Tensor, features: Inputs, y: Tensor
     return -(value * mask).sum() / mask.sum().clamp(min=1)
 
 
-def joint_loss(model: Model) -> Loss:
-    """Mean loss of one client in w = (phi, z) together."""
+def joint_loss(model: Model, embedded: bool) -> Loss:
+    """Mean loss of one client in w = (phi, z) together; ``embedded``: x already holds features."""
     size = model.phi_layout.size
 
     def loss(w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor) -> Tensor:
-        return _mean_loss(model, w[:size], w[size:], model.embed(w[:size], x), y, mask)
+        features = x if embedded else model.embed(w[:size], x)
+        return _mean_loss(model, w[:size], w[size:], features, y, mask)
 
     return loss
 
 
-def body_loss(model: Model) -> Loss:
-    """Mean loss of one client in phi, its head fixed."""
+def body_loss(model: Model, embedded: bool) -> Loss:
+    """Mean loss of one client in phi, its head fixed; ``embedded``: x already holds features."""
 
     def loss(phi: Tensor, z: Tensor, x: Inputs, y: Tensor, mask: Tensor) -> Tensor:
-        return _mean_loss(model, phi, z, model.embed(phi, x), y, mask)
+        return _mean_loss(model, phi, z, x if embedded else model.embed(phi, x), y, mask)
 
     return loss
 

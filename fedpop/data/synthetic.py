@@ -18,7 +18,7 @@ from fedpop.runtime.random import Key
 class SyntheticTask:
     """Settings of the task; the defaults are those of the paper's main figure.
 
-    >>> task = SyntheticTask(b=4, k=3)
+    >>> task = SyntheticTask(b=4, k=3, share_small=0.75)
     >>> [len(c.y) for c in task.make(seed=0).clients]
     [5, 5, 5, 10]
     """
@@ -65,7 +65,8 @@ class SyntheticTask:
         ids = torch.arange(self.b)
         if self.logistic:
             return (key.uniform(ids, eta.shape[1:], eta.dtype) <= torch.sigmoid(eta)).to(eta.dtype)
-        return eta + self.variance**0.5 * key.normal(ids, eta.shape[1:], eta.dtype)
+        out: Tensor = eta + self.variance**0.5 * key.normal(ids, eta.shape[1:], eta.dtype)
+        return out
 
     def model(self, seed: int) -> Composition:
         """The model, with a keyed random start (the same for every method)."""

@@ -86,7 +86,7 @@ class Diagnostics:
 
 def rhat_and_ess(draws: Tensor) -> tuple[float, float]:
     """The worst rank-normalised R-hat and bulk ESS over coordinates; draws ``[chains, n, d]``."""
-    from arviz_stats.base import array_stats
+    from arviz_stats.base import array_stats  # type: ignore[attr-defined]
 
     ary = draws.detach().cpu().numpy().astype(np.float64)
     rhat = np.asarray(array_stats.rhat(ary, chain_axis=0, draw_axis=1))

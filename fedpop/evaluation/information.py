@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fedpop.algorithms.fedsouk import FedSOUK
 
 LARGEST = 2000
-DRAWS = 200
+DRAWS = 100
 
 
 def information(method: FedSOUK, phi: Tensor, beta: Tensor, cohort: Cohort) -> Tensor:
@@ -44,7 +44,7 @@ def information(method: FedSOUK, phi: Tensor, beta: Tensor, cohort: Cohort) -> T
         return closed_form(method.target(theta[:size], theta[size:], features, wide)).sum()
 
     theta = torch.cat((phi, beta)).double()
-    hessian: Tensor = torch.autograd.functional.hessian(log_likelihood, theta)
+    hessian: Tensor = torch.autograd.functional.hessian(log_likelihood, theta, vectorize=True)
     return -hessian
 
 
@@ -76,7 +76,8 @@ def gauge_directions(method: FedSOUK, phi: Tensor, beta: Tensor) -> Tensor:
     if not tangents:
         return theta.new_zeros((theta.shape[0], 0))
     left, values, _ = torch.linalg.svd(torch.stack(tangents, dim=1), full_matrices=False)
-    return left[:, values > 1e-8 * values.max().clamp(min=1e-30)]
+    out: Tensor = left[:, values > 1e-8 * values.max().clamp(min=1e-30)]
+    return out
 
 
 def _unit(width: int, i: int, j: int, like: Tensor) -> Tensor:
@@ -136,4 +137,5 @@ def _complement(vectors: Tensor, p: int) -> Tensor:
         return torch.eye(p, dtype=vectors.dtype, device=vectors.device)
     left, values, _ = torch.linalg.svd(vectors, full_matrices=True)
     rank = int((values > 1e-8 * values.max()).sum())
-    return left[:, rank:]
+    out: Tensor = left[:, rank:]
+    return out

@@ -52,7 +52,7 @@ def closed_form(target: Target) -> Tensor:
 
 def importance(target: Target, draws: Tensor, key: Key, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Estimate, standard error and Pareto shape per client from posterior draws ``[C, S, d]``."""
-    from arviz_stats.base import array_stats
+    from arviz_stats.base import array_stats  # type: ignore[attr-defined]
 
     d = draws.shape[-1]
     wide = draws.double()

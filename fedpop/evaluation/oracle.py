@@ -52,8 +52,8 @@ def exact_optimum(
     """The best of the local optima reached from these (phi, beta)."""
     cohort = everyone(method, federation)
     best: Optimum | None = None
+    size = method.model.phi_layout.size
     for phi, beta in starts:
-        size = phi.shape[0]
         theta = torch.cat((phi, beta)).double().clone().requires_grad_()
         optimiser = torch.optim.LBFGS(
             [theta],
@@ -67,7 +67,7 @@ def exact_optimum(
         def closure(theta: Tensor = theta, optimiser: torch.optim.LBFGS = optimiser) -> Tensor:
             optimiser.zero_grad()
             loss = -log_likelihood(method, cohort, theta[:size], theta[size:])
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return loss
 
         optimiser.step(closure)

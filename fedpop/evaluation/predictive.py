@@ -78,6 +78,19 @@ class Predictive:
         each = self.likelihood.log_prob(self.eta, encoded, self.params)
         return torch.logsumexp(each, 0) - math.log(self.eta.shape[0])
 
+    def cdf(self, y: Tensor) -> Tensor:
+        """P(Y_j <= y_j) per example, for normal and poisson targets."""
+        if not isinstance(self.likelihood, Normal | Poisson):
+            raise SettingsError(f"a {self.likelihood.name} target has no cdf; use probs")
+        y = torch.as_tensor(y, dtype=self.eta.dtype, device=self.eta.device)
+        return _drop(self._cdf(y.reshape(self.eta.shape[1:])))
+
+    def covers(self, y: Tensor, level: float = 0.9) -> Tensor:
+        """Whether each y_j lies in its equal-tailed interval (without computing the interval)."""
+        tail = (1 - level) / 2
+        at = self.cdf(y)
+        return (at >= tail) & (at <= 1 - tail)
+
     def interval(self, level: float = 0.9, of: str | None = None) -> tuple[Tensor, Tensor]:
         """Equal-tailed credible interval (low, high).
 
@@ -108,7 +121,7 @@ class Predictive:
         if isinstance(self.likelihood, Normal):
             sd = self.likelihood.sd(self.params)
             low, high = self.eta.amin(0) - 9 * sd, self.eta.amax(0) + 9 * sd
-            for _ in range(60):
+            for _ in range(40):
                 middle = (low + high) / 2
                 below = self._cdf(middle) < level
                 low, high = torch.where(below, middle, low), torch.where(below, high, middle)

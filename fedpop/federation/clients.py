@@ -7,12 +7,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedpop.errors import DataError
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.inputs import Inputs, as_inputs, as_tensor, leaves, map_inputs, rows_of
+from fedpop.federation.inputs import (
+    Inputs,
+    as_inputs,
+    as_tensor,
+    leaves,
+    map_inputs,
+    require_finite,
+    rows_of,
+)
 
 SPLITS = ("train", "validation", "test")
 
@@ -129,7 +138,7 @@ class Federation:
             for split in ("validation", "test"):
                 pair = getattr(client, split)
                 where = f"client {name!r}, {split} set"
-                parts[split].append(None if pair is None else _pair(*pair, where))
+                parts[split].append(None if pair is None else _pair(pair[0], pair[1], where))
         splits = {s: _pack(p, names) for s, p in parts.items() if any(q is not None for q in p)}
         if "train" not in splits:
             raise DataError("no client has any training example")
@@ -139,6 +148,8 @@ class Federation:
     def _of_table(cls, table: Table) -> Federation:
         x, y = _pair(table.x, table.y, "the table")
         labels = table.client
+        if not isinstance(labels, Tensor) and np.asarray(labels).dtype.kind in "OSU":
+            labels = np.asarray(labels).tolist()  # names rather than numbers
         if isinstance(labels, Tensor) or hasattr(labels, "__array__"):
             ids = as_tensor(labels, "the table's client column")
             distinct, owner = torch.unique(ids, return_inverse=True)
@@ -271,12 +282,7 @@ def _pair(x: Any, y: Any, where: str) -> tuple[Inputs, Tensor]:
             f"{where}: x has {rows_of(inputs)} rows but y has {targets.shape[0]}; "
             "they must be of equal length"
         )
-    for leaf in leaves(inputs):
-        if torch.is_floating_point(leaf):
-            finite = torch.isfinite(leaf).reshape(leaf.shape[0], -1).all(dim=1)
-            if not bool(finite.all()):
-                row = int((~finite).nonzero()[0, 0])
-                raise DataError(f"{where}, row {row}: x is NaN or infinite; drop the row or fill it in")
+    require_finite(inputs, where)
     return inputs, targets
 
 
@@ -300,9 +306,7 @@ def _as_like(value: Tensor, like: Tensor) -> Tensor:
 
 def _same_form(part: tuple[Inputs, Tensor], example: tuple[Inputs, Tensor], where: str) -> None:
     mine, theirs = part[0], example[0]
-    same = type(mine) is type(theirs) and (
-        not isinstance(mine, dict) or list(mine) == list(theirs)  # type: ignore[arg-type]
-    )
+    same = type(mine) is type(theirs) and (not isinstance(mine, dict) or list(mine) == list(theirs))
     shapes = [v.shape[1:] for v in leaves(mine)]
     expected = [v.shape[1:] for v in leaves(theirs)]
     if not same or shapes != expected:

@@ -27,7 +27,7 @@ def map_inputs(fn: Callable[..., Tensor], *xs: Inputs) -> Inputs:
         return fn(*xs)
     if isinstance(first, dict):
         return {k: fn(*(x[k] for x in xs)) for k in first}  # type: ignore[call-overload,index]
-    return tuple(fn(*parts) for parts in zip(*xs, strict=True))  # type: ignore[arg-type]
+    return tuple(fn(*parts) for parts in zip(*xs, strict=True))
 
 
 def rows_of(x: Inputs) -> int:
@@ -48,6 +48,15 @@ def as_inputs(x: Any, where: str) -> Inputs:
     if len({leaf.shape[0] for leaf in leaves(out)}) > 1:
         raise DataError(f"{where}: the parts of x have different numbers of rows")
     return out
+
+
+def require_finite(x: Inputs, where: str) -> None:
+    for leaf in leaves(x):
+        if torch.is_floating_point(leaf):
+            finite = torch.isfinite(leaf.unsqueeze(-1)).flatten(1).all(dim=1)
+            if not bool(finite.all()):
+                row = int((~finite).nonzero()[0, 0])
+                raise DataError(f"{where}, row {row}: x is NaN or infinite; drop the row or fill it in")
 
 
 def as_tensor(value: Any, where: str) -> Tensor:

@@ -35,7 +35,7 @@ class Participation(ABC):
     @abstractmethod
     def draw(self, clients: int, key: Key) -> Active: ...
 
-    def check(self, clients: int) -> None:
+    def check(self, clients: int) -> None:  # noqa: B027
         """Raise when the rule cannot apply to so many clients."""
 
 

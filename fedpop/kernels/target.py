@@ -69,7 +69,8 @@ class BlockPrecision(Precision):
 
     def largest(self) -> Tensor:
         """The largest eigenvalue of Q, ``[C]``."""
-        return torch.linalg.eigvalsh(self.matrix)[..., -1].amax(1)
+        out: Tensor = torch.linalg.eigvalsh(self.matrix)[..., -1].amax(1)
+        return out
 
     def covariance(self) -> Tensor:
         """Q^-1, block by block."""
@@ -136,7 +137,8 @@ class Target:
             v = torch.func.jvp(lambda at: self.value_and_grad(at)[1], (z,), (v,))[1]
             size = v.norm(dim=-1, keepdim=True)
         prior = self.prior.sd(self.beta).square().reciprocal().max()
-        return size.squeeze(-1).amax(-1).maximum(prior)
+        out: Tensor = size.squeeze(-1).amax(-1).maximum(prior)
+        return out
 
     def add_prior(self, gram: Tensor) -> Tensor:
         """Blocks ``[C, 1 or o, q, q]`` plus the prior's precision, in as few blocks as can be."""

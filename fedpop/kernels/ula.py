@@ -39,7 +39,8 @@ class ULA(Kernel):
     def prepare(self, target: Target, z: Tensor, tuning: Tuning, round: int) -> Tensor:
         c = self.step_size * (1 + round) ** -self.decay
         gamma = c * tuning.log_step.exp() / target.largest_curvature(z)
-        return gamma[:, None, None]
+        out: Tensor = gamma[:, None, None]
+        return out
 
     def step(self, target: Target, plan: Tensor, state: State, noise: Noise, m: int) -> Transition:
         gamma = plan

@@ -20,6 +20,11 @@ from fedpop.models.local import LinearLikelihood, LocalLikelihood
 from fedpop.models.modules import RowKeys
 from fedpop.runtime.random import Key
 
+_GLOBAL_GENERATOR = (
+    "the model draws from torch's global generator (functional dropout, say), so runs could not be "
+    "repeated or resumed; use nn.Dropout modules, which fedpop keys"
+)
+
 
 @dataclass(frozen=True)
 class LinearLayout(Layout):
@@ -120,11 +125,10 @@ class Model(ABC):
             y = self.likelihood.check_targets(y, self.outputs, where)
             return y.to(phi.dtype) if torch.is_floating_point(y) else y
 
+        if not federation.embedded:
+            self._probe(map_inputs(lambda v: cast(v[:2].to(phi.device)), federation.train.x), phi)
         federation = federation.map_targets(check, cast)
-        if federation.embedded:
-            return federation
-        self._probe(federation, phi)
-        if self.frozen:
+        if self.frozen and not federation.embedded:
             federation = federation.map_inputs(lambda x: self._embed_all(phi, x))
         return federation
 
@@ -133,12 +137,12 @@ class Model(ABC):
         parts = []
         with torch.no_grad():
             for start in range(0, rows, chunk):
-                part = map_inputs(lambda v, s=start: v[s : s + chunk].to(phi.device), x)  # type: ignore[misc]
+                part = map_inputs(lambda v, s=start: v[s : s + chunk].to(phi.device), x)
                 parts.append(self.embed(phi, part))
         return map_inputs(lambda *v: torch.cat(v), *parts)
 
-    def _probe(self, federation: Federation, phi: Tensor) -> None:
-        x = map_inputs(lambda v: v[:2].to(phi.device), federation.train.x)
+    def _probe(self, x: Inputs, phi: Tensor) -> None:
+        """One forward pass of two examples: does the model accept them, and what comes out?"""
         count = leaves(x)[0].shape[0]
         if count == 0:
             return
@@ -153,18 +157,20 @@ class Model(ABC):
                 features = self.embed(phi, x, keys)
                 eta = self.head_outputs(phi, self.initial_z().unsqueeze(0), features)
             except RuntimeError as error:
+                if "randomness" in str(error):  # vmap refuses to draw from the global generator
+                    raise ModelError(_GLOBAL_GENERATOR) from error
                 shapes = [tuple(v.shape[1:]) for v in leaves(x)]
                 raise DataError(f"the model does not accept examples of shape {shapes}: {error}") from error
         if not torch.equal(before, torch.get_rng_state()):
-            raise ModelError(
-                "the model draws from torch's global generator (functional dropout, say), so runs "
-                "could not be repeated or resumed; use nn.Dropout modules, which fedpop keys"
-            )
-        if eta.shape[-1] != self.outputs or eta.shape[1] != count:
+            raise ModelError(_GLOBAL_GENERATOR)
+        if eta.dim() != 3 or eta.shape[1] != count:
             raise ModelError(
                 f"for {count} examples the head gave outputs of shape {tuple(eta.shape[1:])}; "
                 f"expected ({count}, {self.outputs})"
             )
+        # Until now their number was read off the layers, in the order they were registered.
+        self.outputs = eta.shape[2]
+        self.likelihood.check_head(self.outputs)
 
     def bind_linear(self, phi: Tensor, features: Inputs, cohort: Cohort, bias: bool) -> LocalLikelihood:
         """The native path: a padded feature block with a column of ones."""

@@ -52,7 +52,7 @@ class Composition(Model):
         precision: str = "auto",
     ) -> None:
         self.backbone = federated(nn.Identity() if backbone is None else backbone)
-        self.head = federated(head)
+        self.head = federated(head, "head.")
         self.likelihood = likelihoods.resolve(likelihood)
         personal = trainable(self.head)
         if not personal:
@@ -123,14 +123,22 @@ class Composition(Model):
     ) -> LocalLikelihood:
         if isinstance(self.z_layout, LinearLayout):
             return self.bind_linear(phi, features, cohort, self.z_layout.bias)
+
+        def head(z: Tensor, x: Inputs, *ids: Tensor) -> Tensor:
+            keys = RowKeys(rows.key, *ids) if rows is not None else None
+            with dropout_rows(self.head, keys):
+                return call(self.head, self.z_layout.views(z), x)
+
+        extra = () if rows is None else (cohort.pad(rows.clients), cohort.pad(rows.positions))
         y = self.likelihood.encode(cohort.y, self.outputs, phi.dtype)
         return GeneralLikelihood(
-            lambda z, x: call(self.head, self.z_layout.views(z), x),
+            head,
             pad_inputs(cohort, features),
             cohort.pad(y),
             cohort.mask,
             self.likelihood,
             self.params(phi),
+            extra,
         )
 
     def head_outputs(self, phi: Tensor, z: Tensor, features: Inputs) -> Tensor:

@@ -42,7 +42,7 @@ class Layout:
         parts = torch.split(flat, list(self.sizes), dim=-1)
         lead = flat.shape[:-1]
         return {
-            name: part.reshape(*lead, *shape)
+            name: part.reshape((*lead, *shape))
             for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
         }
 

@@ -31,7 +31,7 @@ class Likelihood(ABC):
         """Scalars that are learned as part of phi."""
         return {}
 
-    def check_head(self, outputs: int) -> None:
+    def check_head(self, outputs: int) -> None:  # noqa: B027
         """Raise unless a head with so many outputs fits."""
 
     def check_targets(self, y: Tensor, outputs: int, where: str) -> Tensor:
@@ -137,7 +137,8 @@ class Normal(Likelihood):
         return eta + normal * self.sd(params)
 
     def cdf(self, eta: Tensor, y: Tensor, params: Params) -> Tensor:
-        return torch.special.ndtr((y - eta) / self.sd(params))
+        out: Tensor = torch.special.ndtr((y - eta) / self.sd(params))
+        return out
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,11 @@ def _replace(module: nn.Module, name: str, new: nn.Module) -> None:
     setattr(module.get_submodule(parent), leaf, new)
 
 
-def federated(module: nn.Module) -> nn.Module:
-    """A private copy that is safe to federate: keyed dropout, no batch statistics."""
+def federated(module: nn.Module, prefix: str = "") -> nn.Module:
+    """A private copy that is safe to federate: keyed dropout, no batch statistics.
+
+    ``prefix`` keeps the masks of two modules apart.
+    """
     module = copy.deepcopy(module)
     if isinstance(module, (*_ELEMENTWISE, *_CHANNELWISE)):
         module = nn.Sequential(module)
@@ -73,9 +76,9 @@ def federated(module: nn.Module) -> nn.Module:
         if isinstance(sub, _REFUSED):
             raise ModelError(f"{label} draws from the global generator; use nn.Dropout instead")
         if isinstance(sub, _ELEMENTWISE):
-            _replace(module, name, KeyedDropout(sub.p, name))
+            _replace(module, name, KeyedDropout(sub.p, prefix + name))
         elif isinstance(sub, _CHANNELWISE):
-            _replace(module, name, KeyedDropout(sub.p, name, channels=True))
+            _replace(module, name, KeyedDropout(sub.p, prefix + name, channels=True))
     return module
 
 
@@ -84,7 +87,7 @@ def replace_batchnorm(module: nn.Module, groups: int = 8) -> nn.Module:
 
     >>> from torch import nn
     >>> replace_batchnorm(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)))[1]
-    GroupNorm(8, 16, eps=1e-05, affine=True)
+    GroupNorm(8, 16, eps=1e-05, affine=True...)
     """
     module = copy.deepcopy(module)
     if isinstance(module, nn.modules.batchnorm._BatchNorm):

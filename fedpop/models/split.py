@@ -63,8 +63,8 @@ class Split(Model):
         shapes = {n: tuple(tensors[n].shape) for n in chosen}
         self.z_layout = (LinearLayout if self._last else Layout).of(shapes)
         self.linear = False
-        self.outputs = _outputs_of(self.module)
-        self.likelihood.check_head(self.outputs)
+        # The last layer that was registered may not be the last one that is used: see prepare().
+        self.outputs = shapes[f"{self._last}.weight"][0] if self._last else _outputs_of(self.module)
 
     def __repr__(self) -> str:
         return (
@@ -78,7 +78,8 @@ class Split(Model):
             if type(sub) is nn.Linear and name:
                 own = {f"{name}.{n}" for n, _ in sub.named_parameters()}
                 if own == set(self._personal):
-                    return name
+                    out: str | None = name
+                    return out
         return None
 
     def modules(self) -> list[nn.Module]:

@@ -123,7 +123,10 @@ class Normal:
         if self.covariance != "full":
             return v / self.sd(beta)
         flat = v.reshape(-1, v.shape[-1])
-        return torch.linalg.solve_triangular(self.factor(beta), flat.mT, upper=False).mT.reshape(v.shape)
+        out: Tensor = torch.linalg.solve_triangular(self.factor(beta), flat.mT, upper=False).mT.reshape(
+            v.shape
+        )
+        return out
 
     def colour(self, beta: Tensor, v: Tensor, transpose: bool = False) -> Tensor:
         """L v (or L' v) along the last axis."""
@@ -299,7 +302,8 @@ class Normal:
 def _positive(matrix: Tensor) -> Tensor:
     """The nearest matrix whose eigenvalues are at least a hundredth."""
     values, vectors = torch.linalg.eigh(matrix)
-    return vectors * values.clamp(min=1e-2) @ vectors.mT
+    out: Tensor = vectors * values.clamp(min=1e-2) @ vectors.mT
+    return out
 
 
 def resolve(prior: Normal | str) -> Normal:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fedpop.errors import SettingsError
+from fedpop.errors import DataError, SettingsError
 
 if TYPE_CHECKING:
+    from fedpop.federation.clients import Federation
     from fedpop.runtime.simulate import Run
 
 
 class Callback:
     """Called after every round; returning True ends the run. State goes into the checkpoint."""
+
+    def check(self, federation: Federation) -> None:
+        """Raise before the first round when this cannot work on these clients."""
 
     def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
         return False
@@ -39,6 +43,10 @@ class EarlyStop(Callback):
     def __post_init__(self) -> None:
         if self.every < 1 or self.patience < 1:
             raise SettingsError("EarlyStop: every and patience must be at least 1")
+
+    def check(self, federation: Federation) -> None:
+        if "validation" not in federation.splits:
+            raise DataError("early stopping needs validation data: give clients a validation set")
 
     def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
         if run.round % self.every:

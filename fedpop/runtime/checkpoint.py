@@ -27,6 +27,8 @@ class Checkpoint:
     metrics_bytes: int
     threads: int
     totals: dict[str, float]
+    calibrated_rate: float | None = None
+    """A step size that trial rounds found before the first one."""
     callbacks: dict[str, Any] = field(default_factory=dict)
     stopped: bool = False
 

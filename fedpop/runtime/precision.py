@@ -14,7 +14,8 @@ PRECISIONS = ("auto", "float32", "bfloat16")
 def native_bfloat16(device: torch.device) -> bool:
     """Whether ``device`` multiplies bfloat16 matrices natively rather than by emulation."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        out: bool = torch.cuda.is_bf16_supported(including_emulation=False)
+        return out
     if device.type != "cpu":
         return False
     asked = [

@@ -127,7 +127,8 @@ class Key:
         unit = (words.to(dtype) + 0.5) * 2.0**-32
         drawn = transform(unit).unflatten(-1, (many, 4 * blocks))[..., :count]
         lead = (*clients.shape, many) if steps is not None else clients.shape
-        return drawn.reshape(*lead, *shape)
+        out: Tensor = drawn.reshape(*lead, *shape)
+        return out
 
     def server(self, device: torch.device | str = "cpu") -> Tensor:
         """The server's id as a ``[1]`` tensor, to draw with."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import threading
 import time
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm, Facts, Info, Message, Tensors
 from fedpop.channel import Channel
-from fedpop.errors import CheckpointError, DataError, FedpopError, SettingsError
+from fedpop.errors import CheckpointError, FedpopError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.participation import Active, Everyone, Participation
@@ -86,7 +87,7 @@ def simulate(
     if restarts < 0:
         raise SettingsError(f"restarts must be 0 or more, not {restarts}")
     federation = algorithm.model.prepare(Federation.of(clients))
-    folder = None if out is None else writable_folder(out)
+    folder = None if out is None else Path(out)
     best: tuple[float, Population] | None = None
     scores = []
     for restart in range(restarts + 1):
@@ -122,13 +123,17 @@ class Run:
     ) -> None:
         settings.participation.check(len(federation))
         algorithm.check(len(federation))
+        for callback in callbacks:
+            callback.check(federation)
+        budget = parse_bytes(settings.memory)
+        # Every setting is checked by now: nothing is created for a run that cannot be.
+        self.folder = None if folder is None else writable_folder(folder)
         self.federation, self.settings, self.callbacks = federation, settings, callbacks
         self.device = algorithm.model.initial_phi().device
-        self.folder = None if folder is None else writable_folder(folder)
         self.facts = Facts(len(federation), settings.rounds, restart)
         self.key = Key(settings.seed)
         self.algorithm = algorithm
-        self.plan: Plan = plan_for(algorithm, federation, parse_bytes(settings.memory))
+        self.plan: Plan = plan_for(algorithm, federation, budget)
         self.store = LocalStore(len(federation))
         self.server: Tensors = {}
         self.round = 0
@@ -136,7 +141,7 @@ class Run:
         self.history: list[dict[str, Any]] = []
         self.threads = torch.get_num_threads()
         self._remembered: tuple[Tensors, LocalStore] | None = None
-        self._cohorts: tuple[Tensor, list[Cohort]] | None = None
+        self._cohorts: tuple[Active, list[Cohort]] | None = None
 
     # --- a run from start to end -------------------------------------------------------------
 
@@ -152,7 +157,7 @@ class Run:
         ):
             while self.round < self.settings.rounds and not stopped:
                 metrics = self.train_round()
-                stopped = any([c.after_round(self, metrics) for c in self.callbacks])
+                stopped = any([c.after_round(self, metrics) for c in self.callbacks])  # noqa: C419 (all are to see the round)
                 self.history.append(metrics)
                 if file is not None:
                     file.write((json.dumps(metrics) + "\n").encode())
@@ -161,11 +166,12 @@ class Run:
                     last or interrupted.is_set() or self.round % self.settings.checkpoint_every == 0
                 ):
                     file.flush()
+                    os.fsync(file.fileno())  # a checkpoint may not be newer than the lines it counts
                     self._write_checkpoint(file.tell(), stopped)
                 bar.update(self.round, metrics)
                 if interrupted.is_set():
                     raise KeyboardInterrupt
-        population = Population(
+        return Population(
             algorithm=self.algorithm,
             published=self.algorithm.publish(self.server),
             key=self.key,
@@ -176,7 +182,6 @@ class Run:
             rounds=self.round,
             drift=self.algorithm.drift(self.server),
         )
-        return population
 
     def _begin(self, resume: bool) -> bool:
         saved = None
@@ -207,6 +212,11 @@ class Run:
         participation = self.settings.participation
         config = {
             "algorithm": self.algorithm.describe(),
+            "model": {
+                "modules": [repr(m) for m in self.algorithm.model.modules()],
+                "likelihood": repr(self.algorithm.model.likelihood),
+                "autocast": str(getattr(self.algorithm.model, "autocast", None)),
+            },
             "rounds": self.settings.rounds,
             "seed": self.settings.seed,
             "participation": {"kind": type(participation).__name__} | vars_of(participation),
@@ -295,8 +305,10 @@ class Run:
 
     def _cut(self, active: Active) -> list[Cohort]:
         """The round's cohorts; kept for the next round when the same clients take part again."""
-        if self._cohorts is not None and torch.equal(self._cohorts[0], active.ids):
-            return self._cohorts[1]
+        if self._cohorts is not None:
+            then, held = self._cohorts
+            if torch.equal(then.ids, active.ids) and torch.equal(then.weights, active.weights):
+                return held
         groups = self.plan.cut(active.ids, self.federation.train.sizes)
         position, cohorts = 0, []
         for ids in groups:
@@ -304,7 +316,7 @@ class Run:
             position += len(ids)
             cohorts.append(self.federation.cohort(ids, weights, self.device))
         if len(active.ids) == len(self.federation) and len(cohorts) == 1:
-            self._cohorts = (active.ids, cohorts)
+            self._cohorts = (active, cohorts)
         return cohorts
 
     def _enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
@@ -326,8 +338,6 @@ class Run:
 
     def validation_score(self) -> float:
         """Mean predictive log-likelihood of all validation examples at the published theta."""
-        if "validation" not in self.federation.splits:
-            raise DataError("early stopping needs validation data: give clients a validation set")
         published = self.algorithm.publish(self.server)
         key = self.key.at(round=self.round, purpose="validation")
         ids = (self.federation.splits["validation"].sizes > 0).nonzero().squeeze(1)
@@ -369,7 +379,8 @@ class Run:
                 config=self.requested,
                 metrics_bytes=metrics_bytes,
                 threads=self.threads,
-                totals=self.totals | {"rate": _rate(calibrated)},
+                totals=self.totals,
+                calibrated_rate=_rate(calibrated),
                 callbacks={str(i): c.state() for i, c in enumerate(self.callbacks)},
                 stopped=stopped,
             ),
@@ -384,7 +395,7 @@ class Run:
             server = {n[7:]: t for n, t in best.items() if n.startswith("server.")}
             self._remembered = (server, LocalStore.restore(best))
         self.round, self.totals = saved.round, dict(saved.totals)
-        rate = self.totals.pop("rate", None)
+        rate = saved.calibrated_rate
         if rate is not None and hasattr(self.algorithm, "with_rate"):
             self.algorithm = self.algorithm.with_rate(rate)
         self.metrics_bytes = saved.metrics_bytes
@@ -406,6 +417,11 @@ class Run:
         path = self.folder / "metrics.jsonl"
         if self.round == 0:
             path.write_bytes(b"")
+        elif not path.exists() or path.stat().st_size < self.metrics_bytes:
+            raise CheckpointError(
+                f"cannot resume: {path} is missing or shorter than its checkpoint says; put it back, or use "
+                "another output folder"
+            )
         with open(path, "r+b") as file:
             # Rounds after the checkpoint are run again, so their lines must go.
             file.truncate(self.metrics_bytes)

@@ -52,7 +52,8 @@ class Averaging:
         start = int(rounds * (1 - self.tail))
         middle = (start + rounds) // 2
         state = dict(state)
-        if k == start or (k == 0 and self.kind == "iterate"):
+        # One reference for the whole average: a second one would mix two gauges.
+        if k == (0 if self.kind == "iterate" else start):
             state["reference"] = theta.clone()
         if k < start and self.kind != "iterate":
             return state

@@ -55,14 +55,15 @@ class SpectralStart:
             raise ModelError("a spectral start needs x as one tensor")
         x = cohort.pad(cohort.x).to(torch.float64)
         if phase == "moments":
-            kept = (cohort.sizes >= self.minimum).to(torch.float64)
+            x, kept = self._kept(x, cohort.sizes >= self.minimum, x.square().sum((1, 2)))
             second = torch.einsum("c,cni,cnj->ij", kept, x, x)
             count = (kept * cohort.sizes).sum().reshape(1)
             sums = {"second": second.reshape(-1), "count": count}
         else:
             x = x @ broadcast["whitener"]
             y = cohort.pad(working_response(model, cohort.y)).to(torch.float64)
-            kept = (cohort.sizes >= max(self.minimum, 2)).to(torch.float64)
+            size = x.square().sum((1, 2)) * y.square().sum((1, 2))  # no entry of S_i is larger
+            x, kept = self._kept(x, cohort.sizes >= max(self.minimum, 2), size)
             v = torch.einsum("cni,cno->ci", x, y)
             cross = torch.einsum("c,ci,cj->ij", kept, v, v)
             own = torch.einsum("c,cni,cno,cnj->ij", kept, x, y.square(), x)
@@ -71,13 +72,20 @@ class SpectralStart:
         # Sent in single precision: second moments need no more, and bytes count.
         return {n: channel.fused(n, s.float(), len(cohort)).double() for n, s in sums.items()}
 
+    @staticmethod
+    def _kept(x: Tensor, large: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+        """Clients that are large enough and whose message, of this size, is finite; others' x is zero."""
+        kept = large & torch.isfinite(size.float())
+        return torch.where(kept[:, None, None], x, torch.zeros_like(x)), kept.to(x.dtype)
+
     def whitener(self, sums: dict[str, Tensor]) -> Tensor:
         """C^-1/2 from the summed second moments."""
         k = int(sums["second"].shape[0] ** 0.5 + 0.5)
         moment = sums["second"].reshape(k, k) / sums["count"].clamp(min=1)
         values, vectors = torch.linalg.eigh(moment)
         floor = values.max() * 1e-8
-        return vectors * values.clamp(min=floor).rsqrt() @ vectors.mT
+        out: Tensor = vectors * values.clamp(min=floor).rsqrt() @ vectors.mT
+        return out
 
     def phi(self, sums: dict[str, Tensor], whitener: Tensor, phi: Tensor, width: int) -> Tensor:
         """phi with the spectral backbone, scaled so that E[z z'] = I; unchanged without any pairs."""

@@ -1,0 +1,85 @@
+"""The command line. Each command imports only what it needs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+from tyro.extras import SubcommandApp
+
+from fedpop.errors import FedpopError
+
+app = SubcommandApp()
+experiment = SubcommandApp()
+app.command(experiment, name="experiment", help="Run one of the paper's experiments.")
+
+
+@app.command
+def demo(out: Path = Path("runs/demo"), seed: int = 0) -> None:
+    """Run the paper's synthetic task, print a table and write a report to look at.
+
+    Args:
+        out: Folder for the report and the results.
+        seed: Which data to draw.
+    """
+    from fedpop.experiments.commands import run_demo
+
+    run_demo(out, seed)
+
+
+@experiment.command
+def synthetic(
+    out: Path = Path("results/synthetic"),
+    seeds: int = 10,
+    processes: Annotated[int | None, arg(metavar="INT")] = None,
+    main_only: bool = False,
+) -> None:
+    """All the paper's synthetic settings over seeds; what is there already is not run again.
+
+    Args:
+        out: Folder for results.json, results.md and report.html.
+        seeds: How many seeds per setting.
+        processes: Worker processes; one per core unless told.
+        main_only: Only the six (b, d, k), without the variants of shares and sizes.
+    """
+    from fedpop.experiments.commands import run_synthetic
+
+    run_synthetic(out, seeds, processes, main_only)
+
+
+@app.command
+def report(folder: Positional[Path]) -> None:
+    """Write report.html into a run folder or an experiment's results folder.
+
+    Args:
+        folder: A folder that holds metrics.jsonl or results.json.
+    """
+    from fedpop.experiments.commands import run_report_command
+
+    run_report_command(folder)
+
+
+@app.command
+def version() -> None:
+    """Print the version."""
+    import fedpop
+
+    sys.stdout.write(f"fedpop {fedpop.__version__}\n")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of ``fedpop``."""
+    try:
+        app.cli(
+            prog="fedpop",
+            description="Personalised federated learning that knows what it does not know.",
+            args=arguments,
+        )
+    except FedpopError as error:
+        sys.stderr.write(f"fedpop: {error}\n")
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        sys.stderr.write("fedpop: interrupted; what was finished is saved\n")
+        raise SystemExit(130) from None

@@ -1,0 +1,103 @@
+"""One results format for every experiment: a list of records in ``results/<experiment>/results.json``.
+
+A record is ``{"experiment", "setting", "method", "seed", "metrics", "cost", "config", "version"}``.
+Tables and figures are made from it, never by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import fedpop
+from fedpop.errors import CheckpointError
+from fedpop.runtime.files import read_json, writable_folder, write_json
+
+COSTS = ("rounds", "bytes_up", "bytes_down", "backbone_passes", "head_steps", "seconds")
+FIELDS = ("experiment", "setting", "method", "seed", "metrics", "cost", "config", "version")
+
+Record = dict[str, Any]
+
+
+def record(
+    experiment: str,
+    setting: dict[str, Any],
+    method: str,
+    seed: int,
+    metrics: Mapping[str, float | None],
+    cost: Mapping[str, float],
+    config: dict[str, Any],
+) -> Record:
+    """One record, with every cost present (zero where a method has none) and NaN written as null."""
+    return {
+        "experiment": experiment,
+        "setting": setting,
+        "method": method,
+        "seed": seed,
+        "metrics": {k: None if v is None or not math.isfinite(v) else v for k, v in metrics.items()},
+        "cost": {name: float(cost.get(name, 0.0)) for name in COSTS},
+        "config": config,
+        "version": fedpop.__version__,
+    }
+
+
+def identity(item: Record) -> str:
+    """What makes two records the same one."""
+    return json.dumps([item["experiment"], item["setting"], item["method"], item["seed"]], sort_keys=True)
+
+
+@dataclass
+class Results:
+    """Records of one experiment, in a file that is rewritten whole whenever one is added."""
+
+    folder: Path
+    records: list[Record] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Results:
+        """Read what is there; a folder without results is empty."""
+        path = Path(folder) / "results.json"
+        records = read_json(path) if path.exists() else []
+        if not isinstance(records, list) or any(set(FIELDS) - set(r) for r in records):
+            raise CheckpointError(f"{path} is not a list of records with the fields {', '.join(FIELDS)}")
+        return cls(Path(folder), records)
+
+    def add(self, new: Iterable[Record]) -> None:
+        """Add records, replacing older ones of the same identity, and write the file."""
+        by_identity = {identity(r): r for r in self.records}
+        by_identity.update({identity(r): r for r in new})
+        self.records = [by_identity[k] for k in sorted(by_identity)]
+        write_json(writable_folder(self.folder) / "results.json", self.records)
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Distinct settings, in order of first appearance."""
+        return list({json.dumps(r["setting"], sort_keys=True): r["setting"] for r in self.records}.values())
+
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(r["method"] for r in self.records))
+
+    def of(self, setting: dict[str, Any] | None = None, method: str | None = None) -> list[Record]:
+        return [
+            r
+            for r in self.records
+            if (setting is None or r["setting"] == setting) and (method is None or r["method"] == method)
+        ]
+
+
+def values(records: Sequence[Record], metric: str, of: str = "metrics") -> list[float]:
+    """One number of each record, where it is there."""
+    return [r[of][metric] for r in records if r[of].get(metric) is not None]
+
+
+def middle(numbers: Sequence[float]) -> float:
+    """The median, or NaN of nothing."""
+    return median(numbers) if numbers else math.nan
+
+
+def mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers) if numbers else math.nan

@@ -1,0 +1,60 @@
+"""Jobs of an experiment over worker processes, resumable: what is in the results file is not run again."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fedpop.experiments.results import Record, Results
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of a module-level function, and how to tell that its records are there already."""
+
+    call: Callable[..., list[Record]]
+    arguments: tuple[Any, ...]
+    label: str
+    setting: dict[str, Any]
+    seed: int
+    methods: tuple[str, ...]
+
+    def done(self, results: Results) -> bool:
+        there = {
+            r["method"] for r in results.records if r["setting"] == self.setting and r["seed"] == self.seed
+        }
+        return set(self.methods) <= there
+
+
+def run_jobs(jobs: Sequence[Job], results: Results, processes: int | None, title: str) -> None:
+    """Run the jobs that are missing; records are written as they arrive, so a stop loses one job at most."""
+    todo = [job for job in jobs if not job.done(results)]
+    workers = max(1, min(processes or os.cpu_count() or 1, len(todo) or 1))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[last]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(title, total=len(jobs), completed=len(jobs) - len(todo), last="")
+        if not todo:
+            return
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, mp_context=context) as pool:
+            futures = {pool.submit(job.call, *job.arguments): job for job in todo}
+            try:
+                for future in as_completed(futures):
+                    results.add(future.result())
+                    progress.update(task, advance=1, last=futures[future].label)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise

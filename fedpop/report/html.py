@@ -1,0 +1,48 @@
+"""One self-contained HTML page from tables and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+import fedpop
+from fedpop.runtime.files import write_bytes
+
+
+@dataclass(frozen=True)
+class Table:
+    """Column names and rows of cells, as they are to be read."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    highlight: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Figure:
+    svg: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    text: str = ""
+    table: Table | None = None
+    figures: Sequence[Figure] = field(default_factory=tuple)
+    wide: bool = False
+
+
+def write_report(path: Path, title: str, lead: str, sections: Sequence[Section]) -> Path:
+    """Render and write the page; nothing in it points to another file."""
+    environment = Environment(
+        loader=PackageLoader("fedpop.report"), autoescape=True, undefined=StrictUndefined
+    )
+    template = environment.get_template("report.html")
+    page = template.render(title=title, lead=lead, sections=sections, version=fedpop.__version__)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, page.encode())
+    return path

@@ -1,0 +1,164 @@
+"""Figures as SVG text, in one plain style, made from records and points only."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# One colour per method, told apart by people who do not see red and green apart (Okabe and Ito).
+COLOURS = {
+    "FedSOUL": "#0072B2",
+    "FedSOUL-paper": "#56B4E9",
+    "FedRep-spectral": "#D55E00",
+    "FedRep": "#E69F00",
+    "FedAvg": "#999999",
+    "Exact": "#000000",
+}
+SPARE = ("#009E73", "#CC79A7", "#F0E442")
+STYLE: Any = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "axes.axisbelow": True,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "fedpop",
+    "font.family": "sans-serif",
+}
+
+
+def colour(method: str) -> str:
+    return COLOURS.get(method, SPARE[sum(map(ord, method)) % len(SPARE)])
+
+
+def _svg(figure: Figure) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None}, bbox_inches="tight")
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _axes(width: float = 4.6, height: float = 2.9) -> tuple[Figure, Axes]:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        return figure, figure.add_subplot()
+
+
+def curves(
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    x_label: str,
+    y_label: str,
+    reference: tuple[str, float] | None = None,
+    log_x: bool = False,
+    log_y: bool = True,
+) -> str:
+    """One line per method."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _axes()
+        for name, points in lines.items():
+            if points:
+                xs, ys = zip(*points, strict=True)
+                axes.plot(xs, ys, color=colour(name), label=name, linewidth=1.6)
+        if reference is not None:
+            axes.axhline(reference[1], color="#000000", linestyle="--", linewidth=1, label=reference[0])
+        if log_y:
+            axes.set_yscale("log")
+        if log_x:
+            axes.set_xscale("log")
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.legend(frameon=False, fontsize=8)
+        return _svg(figure)
+
+
+def bars(
+    heights: Mapping[str, float], y_label: str, reference: tuple[str, float] | None = None, digits: int = 2
+) -> str:
+    """One bar per method, its value written on it; a bar far outside the others is cut and says so."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _axes(4.6, 2.7)
+        names = [n for n, v in heights.items() if math.isfinite(v)]
+        values = [heights[n] for n in names]
+        near = sorted(values, key=abs)
+        # Leave room for labels, and do not let one enormous value flatten all the rest.
+        limit = 10 * abs(near[len(near) // 2]) if near else 1.0
+        shown = [max(min(v, limit), -limit) for v in values]
+        drawn = axes.bar(range(len(names)), shown, color=[colour(n) for n in names], width=0.65)
+        labels = [
+            f"{v:.{digits}f}" + (" (cut)" if s != v else "") for v, s in zip(values, shown, strict=True)
+        ]
+        axes.bar_label(drawn, labels=labels, label_type="center", fontsize=8, color="white", weight="bold")
+        if reference is not None:
+            axes.axhline(reference[1], color="#000000", linestyle="--", linewidth=1)
+            axes.annotate(
+                reference[0],
+                (0.01, reference[1]),
+                xycoords=("axes fraction", "data"),
+                ha="left",
+                va="bottom",
+                fontsize=8,
+            )
+        axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
+        axes.margins(y=0.12)
+        axes.grid(axis="x", visible=False)
+        axes.set_ylabel(y_label)
+        return _svg(figure)
+
+
+def spread(groups: Mapping[str, Mapping[str, Sequence[float]]], y_label: str, log_y: bool = True) -> str:
+    """For each group, every seed of every method as a dot, with the median as a line."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _axes(9.4, 3.2)
+        methods = list(dict.fromkeys(m for g in groups.values() for m in g))
+        width = 0.8 / max(len(methods), 1)
+        for j, method in enumerate(methods):
+            for i, group in enumerate(groups.values()):
+                numbers = list(group.get(method, ()))
+                if not numbers:
+                    continue
+                x = i - 0.4 + (j + 0.5) * width
+                label = method if i == 0 else None
+                axes.plot(
+                    [x] * len(numbers), numbers, ".", color=colour(method), alpha=0.55, ms=4, label=label
+                )
+                ordered = sorted(numbers)
+                half = len(ordered) // 2
+                centre = ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+                axes.hlines(centre, x - width * 0.4, x + width * 0.4, color=colour(method), linewidth=2)
+        if log_y:
+            axes.set_yscale("log")
+        axes.set_xticks(range(len(groups)), list(groups), fontsize=8)
+        axes.grid(axis="x", visible=False)
+        axes.set_ylabel(y_label)
+        axes.legend(
+            frameon=False, fontsize=8, ncols=len(methods), loc="lower center", bbox_to_anchor=(0.5, 1)
+        )
+        return _svg(figure)
+
+
+def intervals(
+    rows: Sequence[tuple[float, float, float, float]], x_label: str, y_label: str, title: str = ""
+) -> str:
+    """Predictive intervals against truth, in order of the prediction: (mean, low, high, y)."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _axes(4.6, 2.7)
+        ordered = sorted(rows)
+        for i, (mean, low, high, y) in enumerate(ordered):
+            inside = low <= y <= high
+            axes.vlines(i, low, high, color="#0072B2", alpha=0.35, linewidth=2.5)
+            axes.plot(i, mean, "_", color="#0072B2", ms=5)
+            axes.plot(i, y, ".", color="#000000" if inside else "#D55E00", ms=4)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        if title:
+            axes.set_title(title, fontsize=9)
+        return _svg(figure)

@@ -1,0 +1,62 @@
+"""The report of a single run folder: its curves, from ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fedpop.errors import CheckpointError
+from fedpop.report import plots
+from fedpop.report.html import Figure, Section, Table, write_report
+from fedpop.runtime.files import read_json
+from fedpop.runtime.progress import human_bytes
+
+CURVES = {
+    "loss": "mean negative log-likelihood per example",
+    "acceptance": "acceptance of the chains",
+    "prior_sd": "scale of the population prior",
+    "prior_mean_norm": "norm of the population mean",
+    "validation_log_likelihood": "validation log-likelihood",
+}
+
+
+def run_report(folder: Path) -> Path:
+    """Write ``report.html`` into a run folder."""
+    source = folder / "metrics.jsonl"
+    if not source.exists():
+        source = folder / "history.jsonl"
+    if not source.exists():
+        raise CheckpointError(f"{folder} holds neither metrics.jsonl nor history.jsonl nor results.json")
+    history = [json.loads(line) for line in source.read_text().splitlines()]
+    if not history:
+        raise CheckpointError(f"{source} is empty: the run has not finished a round yet")
+    name = _name(folder)
+    figures = []
+    for metric, label in CURVES.items():
+        points = [(m["round"], m[metric]) for m in history if m.get(metric) is not None]
+        if points:
+            figures.append(Figure(plots.curves({name: points}, "round", label, log_y=False), label))
+    last = history[-1]
+    rows = [
+        ("rounds", str(last["round"])),
+        ("sent up", human_bytes(last["bytes_up"])),
+        ("sent down", human_bytes(last["bytes_down"])),
+        ("seconds", f"{last['seconds']:.1f}"),
+        ("clients left out", str(sum(len(m.get("left_out", [])) for m in history))),
+    ]
+    sections = [
+        Section("The run", table=Table(("", ""), rows)),
+        Section("Over the rounds", figures=figures),
+    ]
+    return write_report(
+        folder / "report.html", f"fedpop: {name}", f"A run of {last['round']} rounds.", sections
+    )
+
+
+def _name(folder: Path) -> str:
+    for file in ("config.json", "population.json"):
+        if (folder / file).exists():
+            saved: dict[str, Any] = read_json(folder / file)
+            return str(saved["algorithm"]["method"])
+    return folder.name
