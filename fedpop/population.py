@@ -433,6 +433,9 @@ class Population:
             writable_folder(folder / "clients")
         for i, state in self._personal.items():
             write_tensors(folder / "clients" / f"{i:08d}.safetensors", state)
+        for file in (folder / "clients").glob("*.safetensors"):
+            if int(file.stem) not in self._personal:
+                file.unlink()  # of a population that was saved here before
         from fedpop.models.spec import model_spec
 
         write_json(

@@ -66,6 +66,8 @@ from fedpop.server.schedules import Polynomial
 from fedpop.server.start import SpectralStart, applies
 
 STARTS = ("auto", "spectral", "random")
+FORMS = ("auto", "left", "right", "mixed")
+LARGEST_MIXED = 128
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class Hyperprior:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise SettingsError(f"hyperprior: {name} must be positive, not {value}")
+        if self.log_scale is not None and not self.log_scale[1] > 0:
+            raise SettingsError(f"hyperprior: the spread of log_scale must be positive, not {self.log_scale[1]}")
 
     def phi_grad(self, phi: Tensor) -> Tensor:
         return torch.zeros_like(phi) if self.phi_scale is None else -phi / self.phi_scale**2
@@ -130,7 +134,7 @@ class FedSOUK(Algorithm):
     local_steps: int = 10
     chains: int = 1
     stateful: bool = True
-    form: str = "left"
+    form: str = "auto"
     phi_step: Optimiser = field(default_factory=Adam)
     beta_step: EM | Optimiser = field(default_factory=EM)
     hyperprior: Hyperprior = field(default_factory=Hyperprior)
@@ -159,8 +163,10 @@ class FedSOUK(Algorithm):
                 "a spectral start needs a linear backbone and a linear head with one output, both "
                 "without bias; use start='random'"
             )
-        if self.form not in ("left", "right"):
-            raise SettingsError(f"the form of I is 'left' or 'right', not {self.form!r}")
+        if self.form not in FORMS:
+            raise SettingsError(f"the form of I is one of {', '.join(FORMS)}, not {self.form!r}")
+        if self.form == "mixed" and not self.model.linear:
+            raise SettingsError("the mixed form of I needs the curvature of a linear head")
         if self.phi_batch is not None and self.phi_batch < 1:
             raise SettingsError(f"phi_batch must be at least 1, not {self.phi_batch}")
         if self.rao_blackwell and not (self.model.linear and self.model.likelihood.name == "normal"):
@@ -190,7 +196,7 @@ class FedSOUK(Algorithm):
     def init(self, facts: Facts, key: Key) -> Tensors:
         phi = self.model.initial_phi()
         if facts.restart > 0:
-            phi = redrawn(self.model, phi, key)
+            phi = redrawn(self.model, phi, key.at(purpose=f"restart-{facts.restart}"))
         mu = phi.new_full((self.model.z_layout.size,), self.prior.mean)
         beta = self.prior.init(mu, 1.0 if self.prior.scale is None else self.prior.scale)
         return self._server(phi, beta)
@@ -298,9 +304,16 @@ class FedSOUK(Algorithm):
     def _scores(self, target: Target, trace: Trace, draws: Tensor) -> Tensor:
         if self.rao_blackwell:
             return self.prior.moments_score(target.beta, *target.moments())
-        grads = trace.grads.reshape(draws.shape)
-        g = target.likelihood_grad(draws, grads) if self.form == "right" else grads
-        return self.prior.score(target.beta, draws, g, self.form)
+        g = target.likelihood_grad(draws, trace.grads.reshape(draws.shape))
+        if self.form == "mixed" or (self.form == "auto" and self._mixes(target)):
+            return self.prior.score(target.beta, draws, g, "mixed", target.covariance())
+        return self.prior.score(target.beta, draws, g, "right" if self.form == "auto" else self.form)
+
+    def _mixes(self, target: Target) -> bool:
+        # Logits may shift together without changing a class probability: only the right form is
+        # silent there. And a dense covariance is for small heads.
+        small = target.linear and self.model.z_layout.size <= LARGEST_MIXED
+        return small and self.model.likelihood.name != "categorical"
 
     @staticmethod
     def _good(trace: Trace, scores: Tensor) -> Tensor:
@@ -629,7 +642,7 @@ def natural_units(model: Model, phi: Tensor) -> Tensor:
 
 def redrawn(model: Model, phi: Tensor, key: Key) -> Tensor:
     """Another random start: every tensor drawn anew with its own mean and standard deviation."""
-    noise = key.at(purpose="restart").normal(key.server(phi.device), (phi.numel(),), phi.dtype)[0]
+    noise = key.normal(key.server(phi.device), (phi.numel(),), phi.dtype)[0]
     out = phi.clone()
     for span in model.phi_layout.spans().values():
         part = phi[span]
@@ -672,6 +685,7 @@ class FedSOUL(FedSOUK):
         defaults: dict[str, Any] = {
             "preset": "paper",
             "kernel": ULA(),
+            "form": "left",
             "prior": Normal(scale=1.0),
             "phi_step": step,
             "beta_step": step,

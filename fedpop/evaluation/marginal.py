@@ -43,7 +43,7 @@ def closed_form(target: Target) -> Tensor:
     assert isinstance(local, LinearLikelihood)
     mean, _ = target.moments()
     joint = target.value_and_grad(mean.unsqueeze(1))[0].squeeze(1)
-    factor = target.block_precision(local)
+    factor = target.block_precision
     blocks = mean.shape[-1] // factor.matrix.shape[-1]
     log_root = factor.inverse_root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     log_det = log_root.sum(1) * (blocks if factor.matrix.shape[1] == 1 else 1)
@@ -80,5 +80,6 @@ def importance(target: Target, draws: Tensor, key: Key, ids: Tensor) -> tuple[Te
     w = (log_w - top).exp()
     mean = w.mean(1)
     error = w.std(1) / mean / math.sqrt(PROPOSALS)
-    shapes = [float(array_stats.psislw(row)[1]) for row in log_w.cpu().numpy().astype(np.float64)]
+    # arviz takes log-likelihoods, whose negatives are the log-weights of leave-one-out.
+    shapes = [float(array_stats.psislw(row)[1]) for row in (-log_w).cpu().numpy().astype(np.float64)]
     return top.squeeze(1) + mean.log(), error, torch.tensor(shapes)

@@ -87,6 +87,8 @@ class Predictive:
 
     def covers(self, y: Tensor, level: float = 0.9) -> Tensor:
         """Whether each y_j lies in its equal-tailed interval (without computing the interval)."""
+        if not 0 < level < 1:
+            raise SettingsError(f"a credible level lies in (0, 1), not {level}")
         tail = (1 - level) / 2
         at = self.cdf(y)
         return (at >= tail) & (at <= 1 - tail)
@@ -152,16 +154,20 @@ class Predictive:
             if self.likelihood.name == "bernoulli":
                 p = torch.cat((1 - p, p), dim=-1)
             aleatoric = _categorical_entropy(p).mean(0)
-            total = _categorical_entropy(p.mean(0))
-            return Entropy(total, aleatoric, (total - aleatoric).clamp(min=0))
+            return _parts(_categorical_entropy(p.mean(0)), aleatoric)
         draws = self.samples[:200]
         if draws.dim() == 2:
             draws = draws.unsqueeze(-1)
         own = self.eta[: draws.shape[0]].expand_as(draws)
         aleatoric = -self.likelihood.log_prob(own, draws, self.params).mean(0)
         mixture = torch.stack([self.log_prob(y) for y in draws])
-        total = -mixture.mean(0)
-        return Entropy(total, aleatoric, (total - aleatoric).clamp(min=0))
+        return _parts(-mixture.mean(0), aleatoric)
+
+
+def _parts(total: Tensor, aleatoric: Tensor) -> Entropy:
+    """The epistemic part is never negative, not even by rounding or noise; the parts add up."""
+    epistemic = (total - aleatoric).clamp(min=0)
+    return Entropy(aleatoric + epistemic, aleatoric, epistemic)
 
 
 def _drop(v: Tensor) -> Tensor:

@@ -65,8 +65,9 @@ def run_synthetic(out: Path, seeds: int, processes: int | None, main_only: bool)
             seed,
             (*METHODS, "Exact"),
         )
+        for part in (tasks[:MAIN], tasks[MAIN:])
         for seed in range(seeds)
-        for t in tasks
+        for t in part
     ]
     run_jobs(jobs, results, processes, "synthetic")
     run_report_command(out)
@@ -75,6 +76,8 @@ def run_synthetic(out: Path, seeds: int, processes: int | None, main_only: bool)
 def run_report_command(folder: Path) -> None:
     """``fedpop report``: from records or from a run's metrics, whichever the folder holds."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
     if (folder / "results.json").exists():
         from fedpop.report.synthetic import experiment_report, markdown, summary_table
 

@@ -163,8 +163,13 @@ def run(
     adapt: bool,
 ) -> Trace:
     """``steps`` transitions of every chain from z ``[C, K, d]``, theta fixed."""
-    plan = kernel.prepare(target, z, tuning, key.round)
     state = State.at(target, z)
+    lost = ~(torch.isfinite(state.value) & torch.isfinite(state.grad).all(-1))
+    if bool(lost.any()):
+        # theta moved and left the chain where there is no density: no step could bring it back.
+        mean = target.prior.mu(target.beta).expand_as(z)
+        state = State.at(target, mean).where(lost, state)
+    plan = kernel.prepare(target, state.z, tuning, key.round)
     noise = Noise(key, ids, z, steps)
     draws, grads = [], []
     acceptance = torch.zeros_like(state.value)

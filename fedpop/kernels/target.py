@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -115,12 +116,16 @@ class Target:
         """Q = curvature of the likelihood (a bound where there is one) + the prior's precision."""
         local = self.likelihood
         if isinstance(local, LinearLikelihood):
-            return self.block_precision(local)
+            return self.block_precision
         if self.prior.covariance == "full":
             return BlockPrecision.of(self.prior.precision(self.beta)[None, None])
         return DiagonalPrecision(self.prior.sd(self.beta))
 
-    def block_precision(self, local: LinearLikelihood) -> BlockPrecision:
+    @cached_property
+    def block_precision(self) -> BlockPrecision:
+        """Q of a linear head; factorised once for a fixed theta."""
+        local = self.likelihood
+        assert isinstance(local, LinearLikelihood)
         bound = local.likelihood.bound(local.params)
         if bound is None:  # no bound anywhere (Poisson): the curvature where the posterior is
             return BlockPrecision.of(self.add_prior(local.curvature_at(self.mode())))
@@ -129,7 +134,7 @@ class Target:
     def largest_curvature(self, z: Tensor, iterations: int = 10) -> Tensor:
         """L_i ``[C]``: of Q for a linear head, else by power iteration on Hessian products at z."""
         if isinstance(self.likelihood, LinearLikelihood):
-            return self.block_precision(self.likelihood).largest()
+            return self.block_precision.largest()
         v = torch.ones_like(z)
         size = v.norm(dim=-1, keepdim=True)
         for _ in range(iterations):
@@ -190,15 +195,18 @@ class Target:
         """Mean ``[C, d]`` and covariance ``[C, d, d]`` of the posterior of a conjugate model."""
         local = self.likelihood
         assert isinstance(local, LinearLikelihood) and self.conjugate
-        factor = self.block_precision(local)
+        factor = self.block_precision
         mu = self.prior.mu(self.beta).expand(local.features.shape[0], -1)
         _, grad = self._at(mu)
         mean = mu + factor.solve(grad.unsqueeze(1)).squeeze(1)
-        blocks = factor.covariance()
-        d = mu.shape[-1]
-        if blocks.shape[-1] < d:
-            blocks = blocks.expand(-1, local.outputs, -1, -1)
-            cov = torch.stack([torch.block_diag(*b) for b in blocks])
-        else:
-            cov = blocks.squeeze(1)
-        return mean, cov
+        return mean, self.covariance()
+
+    def covariance(self) -> Tensor:
+        """Q^-1 as a dense ``[C, d, d]`` matrix (linear heads)."""
+        local = self.likelihood
+        assert isinstance(local, LinearLikelihood)
+        blocks = self.block_precision.covariance()
+        if blocks.shape[-1] == self.prior.dimension(self.beta):
+            return blocks.squeeze(1)
+        blocks = blocks.expand(-1, local.outputs, -1, -1)
+        return torch.stack([torch.block_diag(*b) for b in blocks])

@@ -174,7 +174,8 @@ class Categorical(Likelihood):
         return labels
 
     def encode(self, y: Tensor, outputs: int, dtype: torch.dtype) -> Tensor:
-        return torch.nn.functional.one_hot(y, outputs).to(dtype)
+        # By comparison: one_hot looks at its values, which vmap does not allow.
+        return (y.unsqueeze(-1) == torch.arange(outputs, device=y.device)).to(dtype)
 
     def log_prob(self, eta: Tensor, y: Tensor, params: Params) -> Tensor:
         return (y * torch.log_softmax(eta, -1)).sum(-1)

@@ -12,7 +12,9 @@ What a client sends is its score I = (I_mu, I_scale), with u = L^-1 (z - mu):
               E[u u' - 1]                = E[u (L'g)']      (full, symmetrised)
 
 The left column is Fisher's identity as in the paper (its equation for I_k); the right one follows by
-integration by parts under the posterior and has no noise at all for a client without data.
+integration by parts under the posterior and has no noise at all for a client without data. Any fixed mix
+A left + (1 - A) right is unbiased too; ``mixed`` takes A = Lambda Q^-1, with Lambda the likelihood's curvature
+and Q that of the posterior, which makes I_mu free of noise when the posterior is Gaussian.
 """
 
 from __future__ import annotations
@@ -169,17 +171,29 @@ class Normal:
 
     # --- what a client sends -----------------------------------------------------------------
 
-    def score(self, beta: Tensor, z: Tensor, likelihood_grad: Tensor, form: str) -> Tensor:
-        """I averaged over draws: z and g ``[C, S, d]`` to ``[C, size]``; see the module's text."""
+    def score(
+        self, beta: Tensor, z: Tensor, likelihood_grad: Tensor, form: str, cov: Tensor | None = None
+    ) -> Tensor:
+        """I averaged over draws: z and g ``[C, S, d]`` to ``[C, size]``; see the module's text.
+
+        ``mixed`` needs ``cov`` = Q^-1 ``[C, d, d]``, a fixed guess of the posterior covariance.
+        """
         centred = z - self.mu(beta)
-        u = self.whiten(beta, centred)
+        identity = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
+        left, g = self._times_precision(beta, centred), likelihood_grad
         if form == "left":
-            i_mu, v, excess = self._left_mu(beta, centred), u, 1.0
+            vector, share = left, identity
         elif form == "right":
-            i_mu, v, excess = likelihood_grad, self.colour(beta, likelihood_grad, True), 0.0
+            vector, share = g, torch.zeros_like(identity)
+        elif form == "mixed" and cov is not None:
+            # A (left - g) with A = Lambda Q^-1 = I - P Q^-1; in whitened coordinates A is `share`.
+            gap = left - g
+            vector = g + gap - self._times_precision(beta, gap @ cov)
+            share = identity - self.whiten(beta, self.whiten(beta, cov).mT)
         else:
-            raise SettingsError(f"the form of I is 'left' or 'right', not {form!r}")
-        return torch.cat((i_mu.mean(1), self._scale_part(u, v, excess)), dim=-1)
+            raise SettingsError(f"the form of I is 'left', 'right' or 'mixed', not {form!r}")
+        u, v = self.whiten(beta, centred), self.colour(beta, vector, True)
+        return torch.cat((vector.mean(1), self._scale_part(u, v) - self._pick(share)), dim=-1)
 
     def moments_score(self, beta: Tensor, mean: Tensor, cov: Tensor) -> Tensor:
         """I when the posterior is known: mean ``[C, d]`` and covariance ``[C, d, d]`` of z."""
@@ -188,22 +202,22 @@ class Normal:
         white = self.whiten(beta, self.whiten(beta, second).mT)
         d = mean.shape[-1]
         identity = torch.eye(d, dtype=mean.dtype, device=mean.device)
-        return torch.cat((self._left_mu(beta, centred), self._pick(white - identity)), dim=-1)
+        return torch.cat((self._times_precision(beta, centred), self._pick(white - identity)), dim=-1)
 
-    def _left_mu(self, beta: Tensor, centred: Tensor) -> Tensor:
+    def _times_precision(self, beta: Tensor, v: Tensor) -> Tensor:
+        """Sigma^-1 v along the last axis."""
         if self.covariance == "full":
-            return centred @ self.precision(beta)
-        return centred / self.sd(beta).square()
+            return v @ self.precision(beta)
+        return v / self.sd(beta).square()
 
-    def _scale_part(self, u: Tensor, v: Tensor, excess: float) -> Tensor:
-        d, draws = u.shape[-1], u.shape[1]
+    def _scale_part(self, u: Tensor, v: Tensor) -> Tensor:
+        """The part of E[u v'] that belongs to the scale's coordinates."""
         if self.covariance == "isotropic":
-            return (u * v).sum(-1).mean(1, keepdim=True) - excess * d
+            return (u * v).sum(-1).mean(1, keepdim=True)
         if self.covariance == "diagonal":
-            return (u * v).mean(1) - excess
-        outer = torch.einsum("csi,csj->cij", u, v) / draws
-        identity = torch.eye(d, dtype=u.dtype, device=u.device)
-        return self._pick(0.5 * (outer + outer.mT) - excess * identity)
+            return (u * v).mean(1)
+        outer = torch.einsum("csi,csj->cij", u, v) / u.shape[1]
+        return self._pick(0.5 * (outer + outer.mT))
 
     def _pick(self, matrix: Tensor) -> Tensor:
         d = matrix.shape[-1]

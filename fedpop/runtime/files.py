@@ -49,7 +49,15 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     """Write tensors as safetensors; gives the digest of the file."""
-    data = safetensors.torch.save({n: t.detach().cpu().contiguous() for n, t in tensors.items()})
+    own: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        # safetensors refuses tensors that share memory, as an unchanged state and its copy do.
+        own[name] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
+    data = safetensors.torch.save(own)
     write_bytes(path, data)
     return hashlib.sha256(data).hexdigest()
 

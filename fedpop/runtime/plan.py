@@ -26,7 +26,7 @@ def parse_bytes(text: str | int) -> int:
     >>> parse_bytes("1.5KiB")
     1536
     """
-    match = re.fullmatch(r"\s*([0-9.]+)\s*(KiB|MiB|GiB|)\s*", str(text))
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(KiB|MiB|GiB|)\s*", str(text))
     if match is None or float(match[1]) <= 0:
         raise SettingsError(f"a memory budget is a positive size such as '1GiB', not {text!r}")
     return int(float(match[1]) * _UNITS[match[2]])

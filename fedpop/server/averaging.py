@@ -24,12 +24,12 @@ Align = Callable[[Tensor, Tensor], Tensor]
 class Averaging:
     """Which average is published; ``tail`` is the share of the rounds that makes the tail."""
 
-    kind: str = "tail"
+    which: str = "tail"
     tail: float = 0.25
 
     def __post_init__(self) -> None:
-        if self.kind not in AVERAGES:
-            raise SettingsError(f"average is one of {', '.join(AVERAGES)}, not {self.kind!r}")
+        if self.which not in AVERAGES:
+            raise SettingsError(f"average is one of {', '.join(AVERAGES)}, not {self.which!r}")
         if not 0 < self.tail <= 1:
             raise SettingsError(f"the tail is a share in (0, 1], not {self.tail}")
 
@@ -53,12 +53,12 @@ class Averaging:
         middle = (start + rounds) // 2
         state = dict(state)
         # One reference for the whole average: a second one would mix two gauges.
-        if k == (0 if self.kind == "iterate" else start):
+        if k == (0 if self.which == "iterate" else start):
             state["reference"] = theta.clone()
-        if k < start and self.kind != "iterate":
+        if k < start and self.which != "iterate":
             return state
         theta = align(theta, state["reference"])
-        if self.kind == "iterate":
+        if self.which == "iterate":
             state["all"] = state["all"] + eta * theta
             state["all_weight"] = state["all_weight"] + eta
         if k >= start:
@@ -69,10 +69,10 @@ class Averaging:
 
     def value(self, state: dict[str, Tensor], theta: Tensor) -> Tensor:
         """The published theta: the average, or the last iterate where there is none yet."""
-        if self.kind == "iterate" and float(state["all_weight"]) > 0:
+        if self.which == "iterate" and float(state["all_weight"]) > 0:
             return state["all"] / state["all_weight"]
         weight = state["first_weight"] + state["second_weight"]
-        if self.kind == "tail" and float(weight) > 0:
+        if self.which == "tail" and float(weight) > 0:
             return (state["first"] + state["second"]) / weight
         return theta
 

@@ -1,0 +1,311 @@
+"""What the server receives is unbiased for the gradient of the marginal likelihood.
+
+Oracle: autograd of the closed-form marginal likelihood of a conjugate model, in double precision, itself
+checked against a multivariate Normal density. With ``Exponential(h=1)`` z is an exact draw from its
+posterior, so nothing but the estimator is tested. Every estimate is read off the server: with plain steps of
+rate r a round moves theta by r times its estimate of the gradient. Tolerance: five standard errors over
+independent rounds, or exact where nothing is random.
+"""
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import MultivariateNormal
+
+import fedpop as fp
+from fedpop.evaluation.marginal import closed_form
+from fedpop.federation.participation import Active, Participation
+from fedpop.priors.normal import COVARIANCES
+from fedpop.runtime.random import Key
+from fedpop.runtime.simulate import Run, Settings
+from tests.oracles import DOUBLE, SIGMA, assert_mean, gaussian_noise, normal_prior, z_scores
+
+SIZES = (0, 1, 4, 6, 3)
+B = len(SIZES)
+RATE = 1e-4  # small enough that no projection is met
+UNEQUAL = (0.9, 0.5, 0.3, 0.6, 0.4)
+SCHEMES = {
+    "everyone": fp.Everyone(),
+    "bernoulli-ratio": fp.Bernoulli(0.5),
+    "bernoulli-inverse": fp.Bernoulli(0.5, weights="inverse"),
+    "bernoulli-unequal": fp.Bernoulli(UNEQUAL),
+    "uniform": fp.Uniform(2),
+}
+
+
+def problem(outputs=2, covariance="isotropic", likelihood=None):
+    """A model with backbone, biased head and learned noise, a theta away from the optimum, and data."""
+    generator = torch.Generator().manual_seed(0)
+    backbone, head = nn.Linear(3, 2).double(), nn.Linear(2, outputs).double()
+    for p in (*backbone.parameters(), *head.parameters()):
+        nn.init.normal_(p, generator=generator)
+    model = fp.Composition(backbone, head, likelihood or fp.likelihoods.Normal())
+    d = model.z_layout.size
+    prior, beta = normal_prior(covariance, 0.5 * gaussian_noise(1, d), SIGMA[covariance](d))
+    clients = [
+        (gaussian_noise(10 + i, n, 3), gaussian_noise(20 + i, n, outputs)) for i, n in enumerate(SIZES)
+    ]
+    return model, prior, beta, clients
+
+
+def running(method: fp.FedSOUK, clients, beta, participation: Participation) -> Run:
+    """A run whose server stands at beta and at the modules' own phi."""
+    federation = method.model.prepare(fp.Federation.of(clients))
+    run = Run(method, federation, Settings(1000, 0, participation, "1GiB", 50), None, [])
+    run.server = method._server(method.model.initial_phi(), beta)
+    return run
+
+
+def plain(model, prior, **settings):
+    step = fp.SGD(RATE)
+    defaults = {"kernel": fp.Exponential(), "phi_step": step, "beta_step": step, "start": "random"}
+    return fp.FedSOUK(model, prior=prior, **(defaults | settings))
+
+
+def estimate(run: Run, k: int) -> torch.Tensor | None:
+    """(gradient in phi, gradient in beta) as round k of the server sees it; None if it made no step."""
+    server, run.round = dict(run.server), k
+    run.train_round()
+    moved = [run.server[name] - server[name] for name in ("phi", "beta")]
+    run.server = server
+    return torch.cat(moved) / RATE if any(bool(v.any()) for v in moved) else None
+
+
+def exact_gradient(model, prior, beta, clients) -> torch.Tensor:
+    """The gradient of sum_i log p(D_i | theta), and the closed form checked on the way."""
+    federation = model.prepare(fp.Federation.of(clients))
+    cohort = federation.cohort(torch.arange(B), torch.ones(B), torch.device("cpu"))
+    phi, free = model.initial_phi().requires_grad_(), beta.clone().requires_grad_()
+    target = fp.FedSOUK(model, prior=prior).target(phi, free, model.features(phi, cohort), cohort)
+    value = closed_form(target)
+    torch.testing.assert_close(value, marginal(model, prior, phi, free, clients))
+    return torch.cat(torch.autograd.grad(value.sum(), (phi, free)))
+
+
+def marginal(model, prior, phi, beta, clients):
+    """log N(y; F mu, F Sigma F' + s2 I), with outputs stacked."""
+    views = model.phi_layout.views(phi)
+    out = []
+    for x, y in clients:
+        if len(y) == 0:
+            out.append(torch.zeros((), dtype=DOUBLE))
+            continue
+        features = x @ views["backbone.weight"].mT + views["backbone.bias"]
+        rows = torch.cat((features, torch.ones_like(features[:, :1])), 1)
+        design = torch.block_diag(*[rows] * y.shape[1])
+        noise = views["likelihood.log_variance"].exp() * torch.eye(y.numel(), dtype=DOUBLE)
+        cov = design @ prior.sigma(beta) @ design.mT + noise
+        out.append(MultivariateNormal(design @ prior.mu(beta), cov).log_prob(y.mT.reshape(-1)))
+    return torch.stack(out)
+
+
+# --- without any randomness ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("covariance", COVARIANCES)
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_rao_blackwell_is_the_gradient_itself(covariance, outputs):
+    model, prior, beta, clients = problem(outputs, covariance)
+    run = running(plain(model, prior, rao_blackwell=True), clients, beta, fp.Everyone())
+    exact = exact_gradient(model, prior, beta, clients)
+    # theta moves by 1e-4 of the gradient, so differences keep 1e-16 / 1e-4 of theta's size.
+    torch.testing.assert_close(estimate(run, 0), exact, rtol=1e-9, atol=1e-9)
+
+
+class Fixed(Participation):
+    """The clients that another rule would draw in the first round in which it draws this set."""
+
+    def __init__(self, rule: Participation, chosen: tuple[int, ...]) -> None:
+        self.rule, self.chosen = rule, chosen
+
+    def draw(self, clients: int, key: Key) -> Active:
+        for k in range(100_000):
+            active = self.rule.draw(clients, Key(1, k, "search"))
+            if tuple(active.ids.tolist()) == self.chosen:
+                return active
+        raise AssertionError(f"{self.rule} never draws {self.chosen}")
+
+
+def probability(scheme: Participation, chosen: tuple[int, ...]) -> float:
+    """That exactly these clients are active."""
+    if isinstance(scheme, fp.Everyone):
+        return float(len(chosen) == B)
+    if isinstance(scheme, fp.Uniform):
+        sets = len(list(combinations(range(B), scheme.size)))
+        return 1 / sets if len(chosen) == scheme.size else 0.0
+    p = scheme.p if isinstance(scheme.p, tuple) else (scheme.p,) * B
+    return float(torch.tensor([p[i] if i in chosen else 1 - p[i] for i in range(B)], dtype=DOUBLE).prod())
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_weights_are_exactly_unbiased(name):
+    """The expectation over all sets of active clients, each with its probability: no sampling."""
+    model, prior, beta, clients = problem()
+    method, scheme = plain(model, prior, rao_blackwell=True), SCHEMES[name]
+    total, mass = torch.zeros(0), 0.0
+    for size in range(1, B + 1):
+        for chosen in combinations(range(B), size):
+            p = probability(scheme, chosen)
+            if p == 0:
+                continue
+            one = estimate(running(method, clients, beta, Fixed(scheme, chosen)), 0)
+            total, mass = (p * one if mass == 0 else total + p * one), mass + p
+    if name == "bernoulli-ratio":  # given a round that is not empty
+        total = total / mass
+    torch.testing.assert_close(total, exact_gradient(model, prior, beta, clients), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_clients_join_as_often_as_promised(name):
+    scheme, rounds = SCHEMES[name], 4000
+    joined = torch.zeros(rounds, B, dtype=DOUBLE)
+    for k in range(rounds):
+        joined[k, scheme.draw(B, Key(0, k)).ids] = 1
+    p = {"everyone": [1.0] * B, "uniform": [2 / B] * B}.get(name, getattr(scheme, "p", None))
+    p = torch.as_tensor(p, dtype=DOUBLE).expand(B)
+    assert_mean(joined, p, "share of rounds")
+    pairs = joined.unsqueeze(2) * joined.unsqueeze(1)
+    together = p.unsqueeze(1) * p
+    if name == "uniform":
+        together = torch.full((B, B), 2 / B * 1 / (B - 1), dtype=DOUBLE)
+    together = torch.where(torch.eye(B, dtype=torch.bool), torch.diag(p), together)
+    assert_mean(pairs, together, "share of rounds together")
+
+
+# --- with exact draws ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["left", "right", "mixed"])
+@pytest.mark.parametrize("covariance", COVARIANCES)
+def test_sums_are_unbiased_with_everyone(covariance, form):
+    model, prior, beta, clients = problem(2, covariance)
+    method = plain(model, prior, form=form, local_steps=3, chains=40)
+    run = running(method, clients, beta, fp.Everyone())
+    seen = torch.stack([estimate(run, k) for k in range(150)])
+    exact = exact_gradient(model, prior, beta, clients)
+    assert_mean(seen, exact, form)
+    # Sharp enough to see an error of a tenth in the gradient's larger entries.
+    assert z_scores(seen, 1.1 * exact).abs().max() > 10
+
+
+@pytest.mark.parametrize("form", ["left", "right"])
+@pytest.mark.parametrize("name", list(SCHEMES)[1:])
+def test_sums_are_unbiased_under_partial_participation(name, form):
+    model, prior, beta, clients = problem()
+    method = plain(model, prior, form=form, local_steps=2, chains=20)
+    run = running(method, clients, beta, SCHEMES[name])
+    seen = [v for k in range(900) if (v := estimate(run, k)) is not None]
+    # Under b/|A| weights an empty round makes no step; otherwise it counts, with a gradient of zero.
+    if name in ("bernoulli-inverse", "bernoulli-unequal"):
+        seen += [torch.zeros_like(seen[0])] * (900 - len(seen))
+    assert_mean(torch.stack(seen), exact_gradient(model, prior, beta, clients), name)
+
+
+def test_the_wrong_weights_would_be_noticed():
+    """b/|A| with unequal probabilities is what the library refuses; here is what it would have done."""
+
+    class Wrong(Participation):
+        def draw(self, clients: int, key: Key) -> Active:
+            active = SCHEMES["bernoulli-unequal"].draw(clients, key)
+            return Active(active.ids, torch.ones_like(active.weights), ratio=True)
+
+    model, prior, beta, clients = problem()
+    run = running(plain(model, prior, local_steps=2, chains=20), clients, beta, Wrong())
+    seen = torch.stack([v for k in range(900) if (v := estimate(run, k)) is not None])
+    assert z_scores(seen, exact_gradient(model, prior, beta, clients)).abs().max() > 7
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_mini_batches_of_j_are_unbiased(batch):
+    model, prior, beta, clients = problem()
+    method = plain(model, prior, phi_batch=batch, local_steps=2, chains=20)
+    seen = torch.stack([estimate(running(method, clients, beta, fp.Everyone()), k) for k in range(400)])
+    exact = exact_gradient(model, prior, beta, clients)
+    assert_mean(seen, exact, "J")
+    # Without the factor n / batch it would not be.
+    assert z_scores(seen, 0.8 * exact).abs().max() > 7
+
+
+# --- the hyperprior --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bernoulli-ratio", "bernoulli-inverse"])
+def test_the_hyperprior_enters_once_and_in_empty_rounds_as_the_paper_says(name):
+    model, prior, beta, clients = problem()
+    hyper = fp.Hyperprior(phi_scale=2.0, mean_scale=0.7, log_scale=(0.3, 0.5))
+    phi, d = model.initial_phi(), prior.dimension(beta)
+    free_phi, free = phi.clone().requires_grad_(), beta.clone().requires_grad_()
+    log_p = -free_phi.square().sum() / 8 - free[:d].square().sum() / 2 / 0.49
+    log_p = log_p - (free[d:] - 0.3).square().sum() / 2 / 0.25
+    grad = torch.cat(torch.autograd.grad(log_p, (free_phi, free)))
+
+    class Nobody(Participation):
+        def draw(self, clients: int, key: Key) -> Active:
+            return Active(torch.arange(0), torch.ones(0), ratio=name == "bernoulli-ratio")
+
+    empty = estimate(running(plain(model, prior, hyperprior=hyper), clients, beta, Nobody()), 0)
+    if name == "bernoulli-ratio":
+        assert empty is None
+    else:
+        torch.testing.assert_close(empty, grad, rtol=1e-9, atol=1e-9)
+    run = running(plain(model, prior, hyperprior=hyper, rao_blackwell=True), clients, beta, fp.Everyone())
+    torch.testing.assert_close(
+        estimate(run, 0), grad + exact_gradient(model, prior, beta, clients), rtol=1e-9, atol=1e-9
+    )
+
+
+# --- with chains -----------------------------------------------------------------------------
+
+
+def logistic():
+    """One scalar random effect and a scalar phi: y ~ Bernoulli(sigmoid(phi x z))."""
+    backbone, head = nn.Linear(1, 1, bias=False).double(), nn.Linear(1, 1, bias=False).double()
+    nn.init.constant_(backbone.weight, 1.5)
+    model = fp.Composition(backbone, head, "bernoulli")
+    clients = []
+    for i in range(4):
+        x = gaussian_noise(30 + i, 6, 1)
+        clients.append((x, (x * (2.0 - i) + gaussian_noise(40 + i, 6, 1) > 0).double()))
+    prior, beta = normal_prior("isotropic", torch.tensor([0.5]).double(), torch.eye(1).double())
+    z = torch.linspace(-12, 12, 4001, dtype=DOUBLE)
+    phi, free = model.initial_phi().requires_grad_(), beta.clone().requires_grad_()
+    total = 0.0
+    for x, y in clients:
+        eta = phi * x * z
+        log_lik = (y * eta - nn.functional.softplus(eta)).sum(0)
+        log_prior = torch.distributions.Normal(free[0], free[1].exp()).log_prob(z)
+        total = total + torch.logsumexp(log_lik + log_prior, 0)
+    return model, prior, beta, clients, torch.cat(torch.autograd.grad(total, (phi, free)))
+
+
+@pytest.mark.parametrize("kernel", [fp.HMC(), fp.ULA(0.2)], ids=repr)
+@pytest.mark.parametrize("form", ["left", "right"])
+def test_bias_of_stateless_chains_falls_with_m(kernel, form):
+    """Started from the prior, a chain's mean is off by about C/M, plus the kernel's own bias."""
+    model, prior, beta, clients, exact = logistic()
+    size = {}
+    for m in (2, 8, 32):
+        settings = {"kernel": kernel, "form": form, "stateful": False, "local_steps": m, "chains": 100}
+        run = running(plain(model, prior, **settings), clients, beta, fp.Everyone())
+        seen = torch.stack([estimate(run, k) for k in range(60)])
+        error = seen.std(0) / 60**0.5
+        bias = seen.mean(0) - exact
+        size[m] = float(bias.norm())
+        noise = float(error.norm())
+        if m > 2:
+            assert size[m] < size[m // 4] / 2 + 2 * noise
+    print(f"\n{kernel!r} {form}: norm of the exact gradient {float(exact.norm()):.3f}, of the bias {size}")
+    assert size[32] < size[2] / 4
+
+
+def test_stateful_chains_have_no_bias_once_they_have_mixed():
+    model, prior, beta, clients, exact = logistic()
+    settings = {"kernel": fp.HMC(), "local_steps": 4, "chains": 200, "form": "right"}
+    run = running(plain(model, prior, **settings), clients, beta, fp.Everyone())
+    seen = torch.stack([estimate(run, k) for k in range(420)])[20:]
+    blocks = seen.reshape(50, 8, -1).mean(1)  # 32 transitions: far beyond the correlation of HMC here
+    assert_mean(blocks, exact, "gradient")
+    assert replace(run.settings).rounds == 1000

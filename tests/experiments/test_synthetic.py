@@ -1,0 +1,114 @@
+"""A small synthetic task from end to end: methods, the exact optimum, records, runner and report."""
+
+import pytest
+import torch
+
+from fedpop.cli import main
+from fedpop.data.synthetic import SyntheticTask
+from fedpop.errors import SettingsError
+from fedpop.evaluation.oracle import everyone, log_likelihood
+from fedpop.experiments import synthetic
+from fedpop.experiments.results import FIELDS, Results
+from fedpop.experiments.runner import Job, run_jobs
+from fedpop.federation.clients import Federation
+
+TASK = SyntheticTask(b=40, d=2, k=6, held_out=10)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield synthetic.run_task(TASK, 0, ("FedSOUL", "FedRep-spectral", "FedAvg"))
+    torch.set_num_threads(before)
+
+
+def metrics(outcomes, method):
+    return next(o.record["metrics"] for o in outcomes if o.record["method"] == method)
+
+
+def test_fedsoul_is_at_the_exact_optimum(outcomes):
+    m = metrics(outcomes, "FedSOUL")
+    assert m["principal_angle"] <= 1.10 * m["principal_angle_exact"]
+    assert 0 <= m["likelihood_gap"] < 0.5
+
+
+def test_the_limits_are_no_better(outcomes):
+    soul = metrics(outcomes, "FedSOUL")["log_likelihood"]
+    assert soul > metrics(outcomes, "FedRep-spectral")["log_likelihood"]
+    assert soul > metrics(outcomes, "FedAvg")["log_likelihood"]
+
+
+def test_records_are_complete_and_costs_counted(outcomes):
+    for outcome in outcomes:
+        assert set(outcome.record) == set(FIELDS)
+        assert set(outcome.record["setting"]) == {"b", "d", "k", "share_small", "n_small", "n_large"}
+    cost = next(o.record["cost"] for o in outcomes if o.record["method"] == "FedSOUL")
+    # A round sends phi's 12 numbers and beta's 3, four bytes each, from 40 clients; before it, two matrices
+    # of 36 and a count.
+    assert cost["bytes_up"] == 40 * 4 * (500 * 15 + 2 * 37)
+    assert cost["backbone_passes"] == 500 * sum(len(c.y) for c in TASK.make(0).clients)
+
+
+def test_the_oracle_is_a_stationary_point(outcomes):
+    optimum = next(o.population for o in outcomes if o.record["method"] == "Exact")
+    method = optimum.algorithm
+    federation = method.model.prepare(Federation.of(TASK.make(0).clients))
+    theta = [optimum.published[n].double().requires_grad_() for n in ("phi", "beta")]
+    value = log_likelihood(method, everyone(method, federation), *theta)
+    grads = torch.autograd.grad(value, theta)
+    # theta* was rounded to single precision, and the curvature is of order 1e3.
+    assert max(float(g.abs().max()) for g in grads) < 1e-2
+
+
+def work(seed):
+    return [synthetic.record("synthetic", {"b": 1}, "m", seed, {"angle": 1.0 * seed}, {}, {})]
+
+
+def test_the_runner_does_not_run_twice_what_is_there(tmp_path):
+    jobs = [Job(work, (s,), str(s), {"b": 1}, s, ("m",)) for s in range(3)]
+    results = Results.open(tmp_path)
+    results.add(work(1))
+    results.records[0]["metrics"]["angle"] = 99.0
+    run_jobs(jobs, results, 1, "test")
+    assert [r["metrics"]["angle"] for r in Results.open(tmp_path).records] == [0.0, 99.0, 2.0]
+
+
+def test_the_demos_report_is_one_self_contained_page(tmp_path, outcomes):
+    from fedpop.report.synthetic import demo_report
+
+    page = demo_report(tmp_path / "report.html", outcomes, TASK.make(0)).read_text()
+    assert page.count("<svg") == 7
+    assert "FedSOUL" in page
+    assert "90 % interval" in page
+    for outside in ('src="http', "<link", "url(http", "<script"):
+        assert outside not in page
+
+
+def test_the_experiments_report_and_table(tmp_path, outcomes, capsys):
+    Results(tmp_path).add([o.record for o in outcomes])
+    main(["report", str(tmp_path)])
+    assert "FedSOUL" in capsys.readouterr().out
+    assert "| FedSOUL |" in (tmp_path / "results.md").read_text()
+    assert (tmp_path / "report.html").read_text().count("<svg") == 2
+
+
+def test_the_report_of_a_run_folder(tmp_path):
+    import fedpop as fp
+
+    fp.FedSOUL(TASK.model(0)).fit(TASK.make(0).clients, rounds=5, out=tmp_path / "run")
+    main(["report", str(tmp_path / "run")])
+    assert "rounds" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_folder_without_a_run_is_a_clear_error(tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["report", str(tmp_path)])
+    assert caught.value.code == 2
+    assert "neither metrics.jsonl nor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bad", [{"b": 0}, {"d": 3, "k": 2}, {"share_small": 1.5}])
+def test_impossible_tasks_are_refused(bad):
+    with pytest.raises(SettingsError):
+        SyntheticTask(**bad)

@@ -1,0 +1,93 @@
+"""Who takes part: rules, rates and weights."""
+
+import pytest
+import torch
+
+import fedpop as fp
+from fedpop.errors import SettingsError
+from fedpop.federation.participation import Participation, resolve
+from fedpop.runtime.random import Key
+
+ROUNDS = 400
+
+
+def joined(rule: Participation, clients: int) -> torch.Tensor:
+    """``[rounds, clients]``: who was there."""
+    out = torch.zeros(ROUNDS, clients)
+    for k in range(ROUNDS):
+        out[k, rule.draw(clients, Key(0).at(round=k)).ids] = 1
+    return out
+
+
+def test_everyone() -> None:
+    active = fp.Everyone().draw(4, Key(0))
+    assert active.ids.tolist() == [0, 1, 2, 3]
+    assert active.weights.tolist() == [1.0] * 4
+    assert active.ratio
+
+
+@pytest.mark.parametrize("p", [0.3, (0.1, 0.5, 0.9, 1.0)])
+def test_bernoulli_rates_and_independence(p: float | tuple[float, ...]) -> None:
+    """Rates within five binomial standard errors; pairs join together at the product of their rates."""
+    there = joined(fp.Bernoulli(p), 4)
+    rate = torch.as_tensor(p).expand(4)
+    assert bool(((there.mean(0) - rate).abs() <= 5 * (rate * (1 - rate) / ROUNDS).sqrt() + 1e-9).all())
+    both = (there[:, 0] * there[:, 1]).mean()
+    product = rate[0] * rate[1]
+    assert abs(both - product) < 5 * (product * (1 - product) / ROUNDS).sqrt()
+
+
+def test_bernoulli_weights() -> None:
+    one = fp.Bernoulli(0.5).draw(6, Key(1))
+    assert one.ratio
+    assert set(one.weights.tolist()) == {1.0}
+    p = (0.2, 0.5, 1.0)
+    each = fp.Bernoulli(p).draw(3, Key(1))
+    assert not each.ratio
+    torch.testing.assert_close(each.weights, 1 / torch.tensor(p)[each.ids])
+    inverse = fp.Bernoulli(0.5, weights="inverse").draw(6, Key(1))
+    assert set(inverse.weights.tolist()) == {2.0}
+
+
+def test_uniform_draws_have_a_fixed_size_and_equal_rates() -> None:
+    there = joined(fp.Uniform(2), 5)
+    assert bool((there.sum(1) == 2).all())
+    assert bool(((there.mean(0) - 0.4).abs() < 5 * (0.4 * 0.6 / ROUNDS) ** 0.5).all())
+
+
+def test_draws_are_keyed() -> None:
+    rule = fp.Uniform(3)
+    assert torch.equal(rule.draw(50, Key(0)).ids, rule.draw(50, Key(0)).ids)
+    assert not torch.equal(rule.draw(50, Key(0)).ids, rule.draw(50, Key(1)).ids)
+    assert not torch.equal(rule.draw(50, Key(0)).ids, rule.draw(50, Key(0).at(round=1)).ids)
+
+
+def test_short_forms() -> None:
+    assert resolve(None) == fp.Everyone()
+    assert resolve(3) == fp.Uniform(3)
+    assert resolve(0.3) == fp.Bernoulli(0.3)
+    assert resolve(fp.Uniform(2)) == fp.Uniform(2)
+    with pytest.raises(SettingsError, match="truth value"):
+        resolve(True)
+
+
+@pytest.mark.parametrize("p", [0, 0.0, -0.1, 1.1, float("nan"), (0.5, 0.0), (0.5, 2.0)])
+def test_impossible_probabilities_are_refused(p: float | tuple[float, ...]) -> None:
+    with pytest.raises(SettingsError, match=r"lies in \(0, 1\]"):
+        fp.Bernoulli(p)
+
+
+def test_b_over_a_weights_with_unequal_probabilities_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"biased.*inverse"):
+        fp.Bernoulli((0.2, 0.4), weights="ratio")
+    with pytest.raises(SettingsError, match="inverse or ratio"):
+        fp.Bernoulli(0.2, weights="other")
+
+
+def test_rules_that_do_not_fit_the_federation_are_refused() -> None:
+    with pytest.raises(SettingsError, match="3 participation probabilities for 4 clients"):
+        fp.Bernoulli((0.1, 0.2, 0.3)).check(4)
+    with pytest.raises(SettingsError, match="5 active clients asked for, but there are only 4"):
+        fp.Uniform(5).check(4)
+    with pytest.raises(SettingsError, match="at least one"):
+        fp.Uniform(0)

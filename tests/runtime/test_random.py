@@ -1,0 +1,245 @@
+"""Keyed random numbers: Random123's known answers for Philox, moments, a KS test, and addressing.
+
+Nothing in the package may draw from global state: its source is searched, and a run is watched.
+"""
+
+import ast
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+import fedpop as fp
+from fedpop.runtime.random import SERVER, Key, philox
+from tests.oracles import DOUBLE, assert_mean, gaussian_noise
+
+# Random123, kat_vectors: philox4x32, 10 rounds.
+KNOWN = [
+    ([0x0] * 4, (0x0, 0x0), [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    ([0xFFFFFFFF] * 4, (0xFFFFFFFF, 0xFFFFFFFF), [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        (0xA4093822, 0x299F31D0),
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
+def test_philox_known_answers(counter, key, answer):
+    out = philox(torch.tensor(counter, dtype=torch.int64).reshape(4, 1), key)
+    assert out.flatten().tolist() == answer
+    # The same among others, in any shape.
+    block = torch.tensor(counter, dtype=torch.int64).reshape(4, 1, 1).expand(4, 3, 2)
+    assert philox(block, key)[:, 2, 1].tolist() == answer
+
+
+def test_bits_are_philox_of_the_address():
+    key = Key(seed=(5 << 32) | 7, round=3, purpose="chain")
+    bits = key.bits(torch.tensor([9]), 6, start=2)
+    from zlib import crc32
+
+    for block in range(2):
+        counter = torch.tensor([2 + block, 9, 3, crc32(b"chain")], dtype=torch.int64).reshape(4, 1)
+        wanted = philox(counter, (7, 5)).flatten().tolist()
+        assert bits[0, 4 * block : 4 * block + 4].tolist() == wanted[: 6 - 4 * block][:4]
+
+
+# --- distributions ---------------------------------------------------------------------------
+
+IDS = torch.arange(2000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_uniform_numbers(dtype):
+    u = Key(1, purpose="u").uniform(IDS, (50,), dtype)
+    assert u.dtype == dtype
+    assert u.min() > 0
+    assert u.max() <= 1
+    u = u.double()
+    powers = torch.stack([u**p for p in (1, 2, 3, 4)], -1).mean(1)
+    assert_mean(powers, torch.tensor([1 / 2, 1 / 3, 1 / 4, 1 / 5], dtype=DOUBLE), "moments")
+    # The smallest p-value that one test in ten thousand would show by chance.
+    assert stats.kstest(u.flatten().numpy(), "uniform").pvalue > 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_normal_numbers(dtype):
+    z = Key(1, purpose="z").normal(IDS, (50,), dtype)
+    assert z.dtype == dtype
+    z = z.double()
+    powers = torch.stack([z**p for p in (1, 2, 3, 4, 6)], -1).mean(1)
+    assert_mean(powers, torch.tensor([0.0, 1.0, 0.0, 3.0, 15.0], dtype=DOUBLE), "moments")
+    assert stats.kstest(z.flatten().numpy(), "norm").pvalue > 1e-4
+
+
+def test_normal_numbers_are_uncorrelated_within_and_across():
+    key, n = Key(1, purpose="z"), 20_000
+    z = key.normal(torch.arange(n), (6,), DOUBLE)
+    later = key.at(round=1).normal(torch.arange(n), (6,), DOUBLE)
+    other = key.at(purpose="else").normal(torch.arange(n), (6,), DOUBLE)
+    shifted = z.roll(1, 0)  # the neighbouring client
+    eye = torch.eye(6, dtype=DOUBLE)
+    for name, second, truth in (
+        ("within a call", z, eye),
+        ("squares", z.square() - 1, 2 * eye),
+        ("rounds", later, 0 * eye),
+        ("purposes", other, 0 * eye),
+        ("clients", shifted, 0 * eye),
+        ("seeds", Key(2, purpose="z").normal(torch.arange(n), (6,), DOUBLE), 0 * eye),
+    ):
+        first = z.square() - 1 if name == "squares" else z
+        assert_mean(first.unsqueeze(2) * second.unsqueeze(1), truth, name)
+
+
+# --- addressing ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draw", ["uniform", "normal"])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 5), (4, 2)], ids=str)
+def test_many_steps_at_once_are_the_single_calls(draw, shape):
+    key, ids = Key(4, round=2, purpose="p"), torch.tensor([3, 1, 8])
+    method = getattr(key, draw)
+    bulk = method(ids, shape, DOUBLE, 5, 7)
+    assert bulk.shape == (3, 7, *shape)
+    for j in range(7):
+        assert torch.equal(bulk[:, j], method(ids, shape, DOUBLE, 5 + j))
+
+
+def test_a_client_draws_the_same_in_any_company():
+    key = Key(4, purpose="p")
+    everyone = key.normal(torch.arange(100), (7,))
+    for ids in ([13], [13, 2], [99, 13, 0]):
+        some = key.normal(torch.tensor(ids), (7,))
+        assert torch.equal(some, everyone[ids])
+
+
+def test_addresses_do_not_collide():
+    """Seeds, rounds, clients, purposes, steps and the server: all different numbers."""
+    base = Key(0, 0, "a")
+    ids = torch.tensor([0])
+    keys = [
+        base,
+        Key(1, 0, "a"),
+        Key(1 << 32, 0, "a"),
+        base.at(round=1),
+        Key(0, 0, "b"),
+        base.at(purpose="b"),
+    ]
+    seen = [key.normal(ids, (4,), DOUBLE) for key in keys]
+    seen += [base.normal(torch.tensor([1]), (4,), DOUBLE), base.normal(base.server(), (4,), DOUBLE)]
+    seen += [base.normal(ids, (4,), DOUBLE, step) for step in (1, 2)]
+    values = torch.cat(seen).flatten()
+    assert len(values.unique()) == len(values)
+    assert int(base.server()) == SERVER
+
+
+def test_purposes_nest():
+    key = Key(0).at(purpose="train").at(round=4, purpose="chain")
+    assert key == Key(0, 4, "/train/chain")
+
+
+# --- no global state -------------------------------------------------------------------------
+
+FORBIDDEN = {"random", "numpy.random", "torch.random"}
+TORCH_DRAWS = {
+    "bernoulli", "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like", "randn",
+    "randn_like", "randperm", "manual_seed", "seed", "initial_seed", "set_rng_state",
+}  # fmt: skip
+IN_PLACE = {
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
+}  # fmt: skip
+
+
+def global_draws(source: str) -> list[str]:
+    """Where code imports or calls something that draws from a global generator."""
+    found, aliases = [], {}
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                aliases[name.asname or name.name.split(".")[0]] = (
+                    name.name if name.asname else name.name.split(".")[0]
+                )
+                if name.name in FORBIDDEN:
+                    found.append(f"line {node.lineno}: import {name.name}")
+        elif isinstance(node, ast.ImportFrom):
+            for name in node.names:
+                whole = f"{node.module}.{name.name}"
+                if node.module in FORBIDDEN or whole in FORBIDDEN:
+                    found.append(f"line {node.lineno}: from {node.module} import {name.name}")
+                if node.module == "torch" and name.name in TORCH_DRAWS:
+                    found.append(f"line {node.lineno}: from torch import {name.name}")
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute):
+            continue
+        path, inner = [node.attr], node.value
+        while isinstance(inner, ast.Attribute):
+            path.insert(0, inner.attr)
+            inner = inner.value
+        root = aliases.get(inner.id, inner.id) if isinstance(inner, ast.Name) else ""
+        if (
+            root == "torch"
+            and (path[-1] in TORCH_DRAWS or path[0] == "random")
+            and "distributions" not in path
+        ):
+            found.append(f"line {node.lineno}: torch.{'.'.join(path)}")
+        elif (root == "numpy" and path[0] == "random") or root in FORBIDDEN:
+            found.append(f"line {node.lineno}: {root}.{'.'.join(path)}")
+        elif path[-1] in IN_PLACE:
+            found.append(f"line {node.lineno}: .{path[-1]}()")
+    return found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\ntorch.randn(3)",
+        "import torch as t\nt.manual_seed(0)",
+        "from torch import randperm",
+        "import numpy as np\nnp.random.default_rng()",
+        "import random",
+        "from random import choice",
+        "from numpy import random",
+        "import torch\ntorch.empty(3).normal_()",
+        "import torch\ntorch.random.manual_seed(1)",
+    ],
+)
+def test_the_search_finds_what_it_looks_for(code):
+    assert global_draws(code)
+
+
+def test_no_code_draws_from_global_state():
+    files = sorted(Path(fp.__file__).parent.rglob("*.py"))
+    assert len(files) > 40
+    found = {str(file): hits for file in files if (hits := global_draws(file.read_text()))}
+    assert not found
+
+
+def test_a_run_leaves_the_global_generators_alone():
+    backbone = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.5))
+    model = fp.Composition(backbone, nn.Linear(4, 3), "categorical")
+    clients = [(gaussian_noise(i, 6, 3).float(), torch.arange(6) % 3) for i in range(4)]
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    method = fp.FedSOUL(model, phi_batch=4, local_steps=2)
+    population = method.fit(clients, rounds=3, participation=0.5, progress=False)
+    population.predict(0, clients[0][0]).samples  # noqa: B018
+    population.posterior(1)
+    fp.FedRep(model).fit(clients, rounds=2, progress=False)
+    fp.FedAvg(model).fit(clients, rounds=2, progress=False)
+    assert torch.equal(before[0], torch.get_rng_state())
+    after = np.random.get_state()  # noqa: NPY002
+    assert all(np.array_equal(a, b) for a, b in zip(before[1], after, strict=True))
+    assert before[2] == random.getstate()
+
+
+def test_the_tail_of_a_normal_is_finite():
+    """The smallest uniform number is 2^-33, so a normal one never exceeds sqrt(66 log 2)."""
+    z = Key(1).normal(torch.arange(50_000), (8,), torch.float32)
+    assert z.abs().max() < math.sqrt(66 * math.log(2)) + 1e-6
+    assert z.abs().max() > 4

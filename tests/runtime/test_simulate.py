@@ -1,0 +1,375 @@
+"""The one-machine runtime: what it writes, who takes part, and what it does when things go wrong."""
+
+import json
+import math
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedpop as fp
+from fedpop.algorithms.base import Facts
+from fedpop.channel import Channel
+from fedpop.errors import SettingsError
+from fedpop.runtime.simulate import Run, Settings
+from tests.helpers import cohort_of, linear_model, population_data, ragged, seeded, train_key
+
+
+def soul(**options: Any) -> fp.FedSOUL:
+    return fp.FedSOUL(linear_model(), **options)
+
+
+class Watch(fp.Callback):
+    """Keeps what a callback is shown."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.phis: list[torch.Tensor] = []
+        self.rounds: list[int] = []
+        self.stop = stop
+
+    def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
+        self.phis.append(run.algorithm.publish(run.server)["phi"])
+        self.rounds.append(run.round)
+        assert metrics["round"] == run.round
+        return run.round == self.stop
+
+
+# --- metrics.jsonl ------------------------------------------------------------------------------
+
+
+def test_metrics_have_a_line_per_round_with_exact_counts(tmp_path: Path) -> None:
+    """b=4, phi has 6 entries, beta 3 (two means and a scale); J has 6 and I 3; all of 4 bytes."""
+    population = soul().fit(ragged(), rounds=3, out=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == population.history
+    assert [line["round"] for line in lines] == [1, 2, 3]
+    # Before round one: second moments (9 entries, 1 count), then cross products (9, 1), both float32;
+    # down only the whitener, 9 entries in double precision.
+    before_up, before_down = 4 * 4 * (10 + 10), 4 * 8 * 9
+    for k, line in enumerate(lines, 1):
+        assert line["active"] == 4
+        assert line["left_out"] == []
+        assert line["bytes_up"] == before_up + k * 4 * 4 * (6 + 3)
+        assert line["bytes_down"] == before_down + k * 4 * 4 * (6 + 3)
+        assert line["gradient_evaluations"] == 4 * 11  # a start and ten transitions each
+        assert line["acceptance"] == pytest.approx(1.0)
+        assert line["divergences"] == 0
+        assert {"loss", "prior_sd", "prior_mean_norm", "seconds"} <= line.keys()
+        assert all(math.isfinite(v) for v in line.values() if isinstance(v, float))
+    assert population.totals["backbone_passes"] == 3 * 9  # a forward and backward of each example
+    assert population.totals["head_steps"] == 3 * 9 * 11
+
+
+def test_the_loss_is_the_mean_negative_log_likelihood() -> None:
+    """FedAvg's loss of round one is that of the modules' own weights."""
+    model, clients = linear_model(), ragged()
+    cohort = cohort_of(model, clients)
+    eta = model.head_outputs(model.initial_phi(), model.initial_z()[None], cohort.x @ model.backbone.weight.T)
+    expected = -torch.distributions.Normal(eta[0, :, 0], 0.5**0.5).log_prob(cohort.y[:, 0]).mean()
+    assert fp.FedAvg(model).fit(clients, rounds=1).history[0]["loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+# --- who takes part -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("participation", "counts"),
+    [(None, {4}), (2, {2}), (0.5, {0, 1, 2, 3, 4}), (fp.Bernoulli((0.2, 0.5, 0.9, 1.0)), {1, 2, 3, 4})],
+)
+def test_participation(participation: Any, counts: set[int]) -> None:
+    population = soul().fit(ragged(), rounds=30, participation=participation)
+    seen = [line["active"] for line in population.history]
+    assert set(seen) <= counts
+    assert len(set(seen)) == 1 or len(set(seen)) > 2
+    assert bool(torch.isfinite(population.published["phi"]).all())
+
+
+def test_an_empty_round_is_counted_and_moves_nothing() -> None:
+    watch = Watch()
+    method = soul(average=fp.Averaging("last"))
+    history = method.fit(ragged(), rounds=30, participation=0.1, callbacks=[watch]).history
+    empty = [k for k, line in enumerate(history) if line["active"] == 0 and k > 0]
+    assert empty
+    for k in empty:
+        assert torch.equal(watch.phis[k], watch.phis[k - 1])
+        assert history[k]["bytes_up"] == history[k - 1]["bytes_up"]
+
+
+def test_weights_follow_the_rule_even_when_everyone_joins() -> None:
+    """A round that all join under 1/p weights steps twice as far at p = 1/2 (plain gradient steps)."""
+    clients = ragged((3, 4))
+    rule = fp.Bernoulli((0.5, 0.5))
+    seed = next(
+        s
+        for s in range(100)
+        if len(rule.draw(2, train_key(0, s).at(purpose="who")).ids) == 2
+    )
+    method = soul(phi_step=fp.SGD(1e-3), average=fp.Averaging("last"), start="spectral", rao_blackwell=True)
+    start = Watch()
+    method.but(phi_step=fp.SGD(1e-30)).fit(clients, rounds=1, seed=seed, callbacks=[start])
+    moved = [
+        method.fit(clients, rounds=1, seed=seed, participation=p).published["phi"] - start.phis[0]
+        for p in (None, rule)
+    ]
+    torch.testing.assert_close(moved[1], 2 * moved[0], rtol=1e-3, atol=1e-6)
+
+
+def test_stateful_chains_go_on_and_stateless_ones_begin_anew() -> None:
+    cohort = cohort_of(linear_model(), ragged())
+    for stateful in (True, False):
+        method = soul(stateful=stateful, kernel=fp.Exponential(0.3), local_steps=1)
+        server = method.init(Facts(4, 10), train_key())
+        broadcast = method.broadcast("train", server)
+        local = method.enter(cohort.ids, broadcast, train_key())
+        other = local | {"z": local["z"] + 3.0}
+        ends = [
+            method.local_round("train", broadcast, cohort, start, Channel(), train_key(2))[0]["z"]
+            for start in (local, other)
+        ]
+        assert torch.equal(ends[0], ends[1]) is not stateful
+
+
+def test_stateful_chains_are_kept_between_rounds() -> None:
+    """With two rounds and no server steps the second begins where the first ended."""
+    population = soul(phi_step=fp.SGD(1e-30), prior=fp.NormalPrior(learn_mean=False, learn_scale=False)).fit(
+        ragged(), rounds=2, participation=2
+    )
+    assert population.store is not None
+    seen = population.store.seen(torch.arange(4))
+    assert 2 <= int(seen.sum()) <= 4
+
+
+# --- the same numbers ---------------------------------------------------------------------------
+
+
+def methods() -> dict[str, Any]:
+    logistic = fp.Composition(
+        seeded(nn.Linear(3, 2), 1), seeded(nn.Linear(2, 1), 2), fp.likelihoods.Bernoulli()
+    )
+    return {
+        "exact": soul(),
+        "mini-batches": soul(phi_batch=2),
+        "hmc": fp.FedSOUL(logistic, local_steps=3),
+        "paper": fp.FedSOUL.paper(linear_model(), rate=1e-2),
+        "fedavg": fp.FedAvg(linear_model(), local=fp.LocalSGD(epochs=2, batch=2)),
+        "fedrep": fp.FedRep(linear_model(), head=fp.LocalSGD(epochs=2, batch=2)),
+    }
+
+
+def data_for(name: str) -> Any:
+    clients = ragged((3, 0, 5, 1, 2, 4))
+    return [(x, (y > 0).float()) for x, y in clients] if name == "hmc" else clients
+
+
+@pytest.mark.parametrize("name", methods())
+def test_results_agree_across_cohort_sizes(name: str) -> None:
+    method, clients = methods()[name], data_for(name)
+    federation = method.model.prepare(fp.Federation.of(clients))
+    one, many = (
+        Run(method, federation, Settings(5, 0, fp.Everyone(), memory, 50), None, [])
+        for memory in ("1GiB", "1KiB")
+    )
+    sizes = federation.train.sizes
+    assert len(one.plan.cut(torch.arange(6), sizes)) == 1
+    assert len(many.plan.cut(torch.arange(6), sizes)) >= 3
+    populations = [run.execute(resume=False, progress=False) for run in (one, many)]
+    torch.testing.assert_close(populations[0].published, populations[1].published, rtol=1e-4, atol=1e-5)
+    for a, b in zip(populations[0].history, populations[1].history, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
+        assert a["bytes_up"] == b["bytes_up"]
+
+
+@pytest.mark.parametrize("name", methods())
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(name: str) -> None:
+    runs = [methods()[name].fit(data_for(name), rounds=4, seed=s, participation=3) for s in (7, 7, 8)]
+    assert torch.equal(runs[0].published["phi"], runs[1].published["phi"])
+    assert not torch.equal(runs[0].published["phi"], runs[2].published["phi"])
+
+
+def test_no_global_random_state_is_touched() -> None:
+    method = soul()
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
+    population = method.fit(ragged(), rounds=2, participation=0.5)
+    population.predict(0, torch.zeros(2, 3)).samples  # noqa: B018
+    str(population)
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == np.random.get_state()[1].tolist()  # noqa: NPY002
+    assert states[2] == random.getstate()
+
+
+def test_simulate_and_fit_are_the_same_door() -> None:
+    one = fp.simulate(soul(), ragged(), rounds=2).published["phi"]
+    assert torch.equal(one, soul().fit(ragged(), rounds=2).published["phi"])
+
+
+def test_a_run_works_outside_the_main_thread() -> None:
+    """Where no signal handler can be installed."""
+    out: list[fp.Population] = []
+    thread = threading.Thread(target=lambda: out.append(soul().fit(ragged(), rounds=2)))
+    thread.start()
+    thread.join()
+    assert len(out[0].history) == 2
+
+
+# --- callbacks ----------------------------------------------------------------------------------
+
+
+def test_a_callback_sees_every_round_and_may_stop() -> None:
+    watch = Watch(stop=3)
+    population = soul().fit(ragged(), rounds=10, callbacks=[watch])
+    assert watch.rounds == [1, 2, 3]
+    assert population.rounds == 3
+    assert len(population.history) == 3
+
+
+def overfitting() -> tuple[fp.FedAvg, list[fp.Client]]:
+    """Validation targets that have nothing to do with training: every step makes them worse."""
+    clients, _, _ = population_data(5, 6, 3, 2, 0.5)
+    opposite = [fp.Client(x, y, validation=(x, -y)) for x, y in clients]
+    return fp.FedAvg(linear_model(), local=fp.LocalSGD(rate=0.05)), opposite
+
+
+def test_early_stopping_goes_back_to_the_best_theta() -> None:
+    method, clients = overfitting()
+    watch, stop = Watch(), fp.EarlyStop(every=2, patience=3)
+    population = method.fit(clients, rounds=100, callbacks=[stop, watch])
+    # The first look is the best one; then three that are worse.
+    assert population.rounds == 8
+    assert stop.best_round == 2
+    scores = [h["validation_log_likelihood"] for h in population.history if h["round"] % 2 == 0]
+    assert scores == sorted(scores, reverse=True)
+    assert torch.equal(population.published["phi"], watch.phis[1])
+    assert not torch.equal(watch.phis[1], watch.phis[6])
+
+
+def test_early_stopping_goes_on_while_validation_improves() -> None:
+    clients, _, _ = population_data(5, 6, 3, 2, 0.5)
+    same = [fp.Client(x, y, validation=(x, y)) for x, y in clients]
+    method = fp.FedAvg(linear_model(), local=fp.LocalSGD(rate=0.05))
+    population = method.fit(same, rounds=20, callbacks=[fp.EarlyStop(every=2, patience=1)])
+    assert population.rounds == 20
+
+
+def test_early_stopping_remembers_across_a_resume(tmp_path: Path) -> None:
+    method, clients = overfitting()
+    settings = {"rounds": 100, "checkpoint_every": 1}
+    whole = method.fit(clients, callbacks=[fp.EarlyStop(every=2, patience=3)], **settings)
+
+    class Break(fp.Callback):
+        def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
+            if run.round == 6:
+                raise KeyboardInterrupt
+            return False
+
+    stop = fp.EarlyStop(every=2, patience=3)
+    with pytest.raises(KeyboardInterrupt):
+        method.fit(clients, out=tmp_path, callbacks=[fp.EarlyStop(every=2, patience=3), Break()], **settings)
+    resumed = method.fit(clients, out=tmp_path, resume=True, callbacks=[stop], **settings)
+    assert stop.best_round == 2
+    assert resumed.rounds == whole.rounds == 8
+    assert torch.equal(resumed.published["phi"], whole.published["phi"])
+    # A stopped run stays stopped.
+    again = method.fit(clients, out=tmp_path, resume=True, callbacks=[fp.EarlyStop(2, 3)], **settings)
+    assert again.rounds == 8
+    assert torch.equal(again.published["phi"], whole.published["phi"])
+
+
+@pytest.mark.parametrize("settings", [{"every": 0}, {"patience": 0}, {"every": -2}])
+def test_impossible_early_stopping_is_refused(settings: dict[str, int]) -> None:
+    with pytest.raises(SettingsError, match="at least 1"):
+        fp.EarlyStop(**settings)
+
+
+def test_validation_of_fedsoul_is_the_posterior_predictive() -> None:
+    """Against the predictive of the final pass, which uses far more draws."""
+    clients, _, _ = population_data(4, 6, 3, 2, 0.5)
+    held_out = [fp.Client(x, y, validation=(x + 0.2, y)) for x, y in clients]
+
+    class Look(fp.Callback):
+        score = 0.0
+
+        def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
+            self.score = run.validation_score()
+            return False
+
+    look = Look()
+    population = soul().fit(held_out, rounds=30, callbacks=[look])
+    expected = torch.cat([population.predict(i, x + 0.2).log_prob(y) for i, (x, y) in enumerate(clients)]).mean()
+    assert look.score == pytest.approx(float(expected), abs=0.1)
+
+
+# --- clients that break -------------------------------------------------------------------------
+
+
+def broken(size: float = 1e30) -> dict[str, Any]:
+    """Client "c" has x so large that squares overflow."""
+    a, b, c, d = ragged((4, 5, 3, 6))
+    return {"a": a, "b": b, "c": (c[0] * size, c[1]), "d": d}
+
+
+BREAKABLE: dict[str, Any] = {
+    "spectral start": lambda: soul(),
+    "random start": lambda: soul(start="random"),
+    "closed form": lambda: soul(rao_blackwell=True),
+    "hmc": lambda: soul(start="random", kernel="hmc", local_steps=2),
+    "mini-batches": lambda: soul(phi_batch=2),
+    "paper": lambda: fp.FedSOUL.paper(linear_model(), rate=1e-3),
+    "full covariance": lambda: soul(prior="full"),
+    "fedavg": lambda: fp.FedAvg(linear_model()),
+    "fedrep": lambda: fp.FedRep(linear_model()),
+}
+
+
+@pytest.mark.parametrize("name", BREAKABLE)
+def test_a_client_whose_update_is_not_finite_is_left_out_counted_and_named(tmp_path: Path, name: str) -> None:
+    population = BREAKABLE[name]().fit(broken(), rounds=3, out=tmp_path)
+    for line in population.history:
+        assert line["left_out"] == ["c"]
+        assert line["active"] == 4
+        assert math.isfinite(line["loss"])
+    assert all(bool(torch.isfinite(t).all()) for t in population.published.values())
+    json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0], parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("name", ["spectral start", "closed form", "fedavg", "fedrep"])
+def test_the_broken_client_does_not_reach_theta(name: str) -> None:
+    """theta is the same whatever the broken client holds."""
+    runs = [BREAKABLE[name]().fit(broken(size), rounds=3).published["phi"] for size in (1e30, 1e36)]
+    assert torch.equal(runs[0], runs[1])
+
+
+def test_a_run_of_broken_clients_only_stays_where_it_began() -> None:
+    clients = {name: (x * 1e30 if float(x.abs().max()) < 1e20 else x, y) for name, (x, y) in broken().items()}
+    population = soul(start="random", prior=fp.NormalPrior(scale=1.0)).fit(clients, rounds=2)
+    assert population.history[0]["left_out"] == ["a", "b", "c", "d"]
+    torch.testing.assert_close(population.published["phi"], linear_model().initial_phi())
+
+
+# --- restarts and the progress bar --------------------------------------------------------------
+
+
+def test_restarts_return_the_best_likelihood(tmp_path: Path) -> None:
+    clients, _, _ = population_data(10, 5, 5, 2, 0.1)
+    method = fp.FedSOUL(linear_model(5, 2, 0.1), start="random")
+    best = method.fit(clients, rounds=20, restarts=2, out=tmp_path)
+    scores = json.loads((tmp_path / "restarts.json").read_text())["log_likelihood"]
+    assert len(set(scores)) == 3
+    assert best.log_likelihood().value == pytest.approx(max(scores))
+    alone = method.fit(clients, rounds=20)
+    assert alone.log_likelihood().value == pytest.approx(scores[0])
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["restart-0", "restart-1", "restart-2"]
+
+
+def test_the_progress_bar_shows_the_numbers_that_matter(capfd: pytest.CaptureFixture[str]) -> None:
+    soul().fit(ragged(), rounds=3, progress=True)
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    for word in ("FedSOUL", "3/3", "loss", "active 4", "accept 1.00", "kB"):
+        assert word in shown.err
+    soul().fit(ragged(), rounds=3)
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,160 @@
+"""Tensors live where the user's model lives: no factory call in a method's work leaves its device open."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import fedpop as fp
+from fedpop.algorithms.base import Facts, Message
+from fedpop.channel import Channel
+from tests.helpers import cohort_of, linear_model, ragged, seeded, train_key
+
+PACKAGE = str(Path(fp.__file__).parent)
+FACTORIES = {
+    getattr(torch, name)
+    for name in (
+        "arange",
+        "as_tensor",
+        "blackman_window",
+        "empty",
+        "eye",
+        "from_numpy",
+        "full",
+        "linspace",
+        "logspace",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "scalar_tensor",
+        "tensor",
+        "tril_indices",
+        "triu_indices",
+        "zeros",
+    )
+}
+
+
+class Factories(TorchFunctionMode):
+    """Records calls from the package that make a tensor without saying where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self.placed = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in FACTORIES:
+            # as_tensor of a tensor stays where that tensor is.
+            if kwargs.get("device") is not None or (args and isinstance(args[0], torch.Tensor)):
+                self.placed += 1
+            else:
+                self._blame(func)
+        return func(*args, **kwargs)
+
+    def _blame(self, func: Any) -> None:
+        frame = sys._getframe(2)
+        while frame is not None and "torch" in frame.f_code.co_filename:
+            frame = frame.f_back
+        if frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+            where = frame.f_code.co_filename.removeprefix(PACKAGE)
+            self.found.add(f"torch.{func.__name__} in {where}, line {frame.f_lineno}")
+
+
+@contextmanager
+def watched() -> Iterator[Factories]:
+    mode = Factories()
+    with mode:
+        yield mode
+    assert not mode.found, "factory calls without a device:\n" + "\n".join(sorted(mode.found))
+
+
+def softmax(backbone: nn.Module | None = None) -> fp.Composition:
+    body = seeded(nn.Linear(3, 2), 1) if backbone is None else backbone
+    return fp.Composition(body, seeded(nn.Linear(2, 3), 2), "categorical")
+
+
+METHODS: dict[str, Any] = {
+    "exact": lambda: fp.FedSOUL(linear_model()),
+    "right, diagonal": lambda: fp.FedSOUL(linear_model(), form="right", prior="diagonal"),
+    "full covariance": lambda: fp.FedSOUL(linear_model(), prior="full", hyperprior=fp.Hyperprior(1.0, 1.0)),
+    "closed form": lambda: fp.FedSOUL(linear_model(variance="learned"), rao_blackwell=True),
+    "plain steps": lambda: fp.FedSOUL.paper(linear_model(), rate=1e-2, hyperprior=fp.Hyperprior(1.0, 1.0, (0, 1))),
+    "mini-batches, stateless": lambda: fp.FedSOUL(linear_model(), phi_batch=2, stateful=False),
+    "hmc": lambda: fp.FedSOUL(softmax(), local_steps=2, beta_step=fp.Adam()),
+    "dropout": lambda: fp.FedSOUL(softmax(nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5))), local_steps=2),
+    "poisson": lambda: fp.FedSOUL(fp.Composition(None, nn.Linear(3, 1), "poisson"), local_steps=2),
+    "network head": lambda: fp.FedSOUL(
+        fp.Composition(None, nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 3)), "categorical"),
+        local_steps=1,
+    ),
+    "network head, paper": lambda: fp.FedSOUL.paper(
+        fp.Composition(None, nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 3)), "categorical"), rate=1e-3
+    ),
+    "split": lambda: fp.FedSOUL(fp.Split(nn.Sequential(nn.Linear(3, 3)), "0.bias", "categorical"), local_steps=1),
+    "fedavg": lambda: fp.FedAvg(linear_model(), local=fp.LocalSGD(batch=2)),
+    "fedrep": lambda: fp.FedRep(linear_model(), phi_step=fp.Adam()),
+    "fedrep exact": lambda: fp.FedRep(linear_model(), heads="exact", start="spectral"),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_tensor_of_a_round_says_where_it_lives(name: str) -> None:
+    method = METHODS[name]()
+    clients = ragged()
+    if method.model.likelihood.name == "categorical":
+        clients = [(x, torch.arange(len(x)) % 3) for x, _ in clients]
+    elif method.model.likelihood.name == "poisson":
+        clients = [(x, torch.arange(len(x)).float()) for x, _ in clients]
+    cohort, facts = cohort_of(method.model, clients), Facts(4, 5)
+    with watched() as mode:
+        server = method.init(facts, train_key())
+        for phase in method.phases:
+            broadcast = method.broadcast(phase, server)
+            local = method.enter(cohort.ids, broadcast, train_key()) if phase == "train" else {}
+            new, message, _ = method.local_round(phase, broadcast, cohort, local, Channel(), train_key())
+            server = method.server_round(phase, server, message, facts, train_key())
+        method.server_round("train", server, Message({}, 0, ratio=False), facts, train_key(1))
+        published = method.publish(server)
+        method.metrics(server, _info())
+        method.score(published, cohort, cohort, new, train_key())
+    assert mode.placed > 0 or isinstance(method, fp.FedAvg)
+
+
+def _info() -> Any:
+    from fedpop.algorithms.base import Info
+
+    return Info()
+
+
+def test_the_final_pass_and_predictions_too() -> None:
+    for method in (fp.FedSOUL(linear_model()), fp.FedRep(linear_model())):
+        cohort = cohort_of(method.model, ragged((3, 2)))
+        published = method.publish(method.init(Facts(2, 5), train_key()))
+        x = torch.zeros(2, 3)
+        local = None if isinstance(method, fp.FedSOUK) else {"z": torch.zeros(2, 2)}
+        with watched():
+            personal = method.personalise(published, cohort, local, train_key())
+            one = {n: t[:1] for n, t in personal.items()}
+            p = method.predict(published, one, x, train_key())
+            p.interval(0.9), p.samples, p.entropy, p.sd, p.interval(0.5, of="mean")  # noqa: B018
+
+
+def test_the_watch_catches_what_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the tests above would pass for the wrong reason."""
+    method = fp.FedSOUL(linear_model())
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", str(Path(__file__).parent))
+    with pytest.raises(AssertionError, match=r"torch\.zeros in .*test_devices\.py"), watched():
+        torch.zeros(3)
+    with watched():
+        torch.zeros(3, device="cpu")
+        method.model.initial_phi().new_zeros(3)
