@@ -165,7 +165,7 @@ class Population:
             return self.algorithm.predict(self.published, self._model_of(i), inputs, key)
         with torch.no_grad():
             outputs = [
-                self.model.head_outputs(phi, z[i % GROUP], self.model.embed(phi, inputs))
+                self.model.outputs_at(phi, z[i % GROUP], inputs)
                 for (phi, _), z in zip(self.theta_draws(), self._theta_models(i // GROUP), strict=True)
             ]
         params = self.model.params(self.published["phi"])
@@ -372,8 +372,9 @@ class Population:
         hyper_phi = method.hyperprior.phi_grad(phi.detach())
         hyper_beta = method.prior.mask(method.hyperprior.beta_grad(method.prior, beta))
         whole = len(names) == len(self)
+        learned = whole and phi.numel() > 0
         theta = ThetaDiagnostics(
-            phi_gradient=gradient_ratio(torch.stack(j_total) + hyper_phi) if whole else None,
+            phi_gradient=gradient_ratio(torch.stack(j_total) + hyper_phi) if learned else None,
             beta_gradient=gradient_ratio(torch.stack(i_total) + hyper_beta) if whole else None,
             drift=self.drift,
             at_bound=method.prior.at_bound(beta),

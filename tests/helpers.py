@@ -44,7 +44,7 @@ def ragged(sizes: tuple[int, ...] = (3, 0, 5, 1), k: int = 3, seed: int = 0) -> 
 def population_data(
     b: int, n: int, k: int, d: int, variance: float, seed: int = 0
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
-    """Clients of y = x' phi z + noise with standard normal z; and the true phi ``[k, d]`` and z ``[b, d]``."""
+    """Clients of y = x' phi z + noise, z standard normal; and the truth, phi ``[k, d]`` and z ``[b, d]``."""
     g = generator(seed)
     phi = torch.linalg.qr(torch.randn(k, d, generator=g))[0]
     z = torch.randn(b, d, generator=g)

@@ -85,10 +85,13 @@ def softmax(backbone: nn.Module | None = None) -> fp.Composition:
 
 METHODS: dict[str, Any] = {
     "exact": lambda: fp.FedSOUL(linear_model()),
+    "left": lambda: fp.FedSOUL(linear_model(), form="left"),
     "right, diagonal": lambda: fp.FedSOUL(linear_model(), form="right", prior="diagonal"),
     "full covariance": lambda: fp.FedSOUL(linear_model(), prior="full", hyperprior=fp.Hyperprior(1.0, 1.0)),
     "closed form": lambda: fp.FedSOUL(linear_model(variance="learned"), rao_blackwell=True),
-    "plain steps": lambda: fp.FedSOUL.paper(linear_model(), rate=1e-2, hyperprior=fp.Hyperprior(1.0, 1.0, (0, 1))),
+    "plain steps": lambda: fp.FedSOUL.paper(
+        linear_model(), rate=1e-2, hyperprior=fp.Hyperprior(1.0, 1.0, (0, 1))
+    ),
     "mini-batches, stateless": lambda: fp.FedSOUL(linear_model(), phi_batch=2, stateful=False),
     "hmc": lambda: fp.FedSOUL(softmax(), local_steps=2, beta_step=fp.Adam()),
     "dropout": lambda: fp.FedSOUL(softmax(nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5))), local_steps=2),
@@ -98,9 +101,12 @@ METHODS: dict[str, Any] = {
         local_steps=1,
     ),
     "network head, paper": lambda: fp.FedSOUL.paper(
-        fp.Composition(None, nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 3)), "categorical"), rate=1e-3
+        fp.Composition(None, nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 3)), "categorical"),
+        rate=1e-3,
     ),
-    "split": lambda: fp.FedSOUL(fp.Split(nn.Sequential(nn.Linear(3, 3)), "0.bias", "categorical"), local_steps=1),
+    "split": lambda: fp.FedSOUL(
+        fp.Split(nn.Sequential(nn.Linear(3, 3)), "0.bias", "categorical"), local_steps=1
+    ),
     "fedavg": lambda: fp.FedAvg(linear_model(), local=fp.LocalSGD(batch=2)),
     "fedrep": lambda: fp.FedRep(linear_model(), phi_step=fp.Adam()),
     "fedrep exact": lambda: fp.FedRep(linear_model(), heads="exact", start="spectral"),
@@ -146,7 +152,7 @@ def test_the_final_pass_and_predictions_too() -> None:
             personal = method.personalise(published, cohort, local, train_key())
             one = {n: t[:1] for n, t in personal.items()}
             p = method.predict(published, one, x, train_key())
-            p.interval(0.9), p.samples, p.entropy, p.sd, p.interval(0.5, of="mean")  # noqa: B018
+            p.interval(0.9), p.samples, p.entropy, p.sd, p.interval(0.5, of="mean")
 
 
 def test_the_watch_catches_what_it_should(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +38,9 @@ def fitted(clients: Clients) -> fp.Population:
 
 
 @pytest.fixture
-def population(fitted: fp.Population) -> Iterator[fp.Population]:
+def population(fitted: fp.Population) -> fp.Population:
     """The same theta with nothing computed yet."""
-    yield Population(
+    return Population(
         fitted.algorithm,
         fitted.published,
         fitted.key,
@@ -153,7 +152,9 @@ def test_predictions_match_the_closed_form(population: fp.Population, clients: C
     assert bool(((p.entropy.total - wanted).abs() < 5 * (0.5 / 200) ** 0.5).all())
 
 
-def test_uncertainty_is_larger_far_from_the_data_and_for_the_client_without(population: fp.Population) -> None:
+def test_uncertainty_is_larger_far_from_the_data_and_for_the_client_without(
+    population: fp.Population,
+) -> None:
     x = torch.randn(4, 3, generator=generator(2))
 
     def width(p: Any) -> Tensor:
@@ -222,7 +223,9 @@ def test_a_newcomer_to_a_frozen_backbone() -> None:
     population = fp.FedSOUL(model).fit(ragged((3, 4)), rounds=2)
     x, y = ragged((5,), seed=3)[0]
     newcomer = population.new_client(x, y)
-    torch.testing.assert_close(newcomer.predict(x).mean, newcomer.posterior.mean[:2] @ body(x).T + newcomer.posterior.mean[2])
+    torch.testing.assert_close(
+        newcomer.predict(x).mean, newcomer.posterior.mean[:2] @ body(x).T + newcomer.posterior.mean[2]
+    )
 
 
 # --- only what is asked for ---------------------------------------------------------------------
@@ -282,7 +285,9 @@ def test_diagnostics_are_quiet_at_the_optimum_and_loud_elsewhere(population: fp.
     assert bad.theta.phi_gradient > 20
     assert any("gradient in phi" in w for w in bad.warnings)
     wide = {"phi": at["phi"], "beta": at["beta"] + torch.tensor([0.0, 0.0, 2.0])}
-    assert any("gradient in beta" in w for w in Population(method, wide, Key(0), federation).diagnostics().warnings)
+    assert any(
+        "gradient in beta" in w for w in Population(method, wide, Key(0), federation).diagnostics().warnings
+    )
 
 
 def test_diagnostics_name_every_client(population: fp.Population) -> None:
@@ -334,7 +339,9 @@ def test_point_methods_answer_what_they_can_and_refuse_the_rest(method: Any) -> 
     p = population.predict(0, torch.zeros(2, 3))
     assert p.plug_in
     assert "noise only" in repr(p)
-    assert float((p.interval(0.9)[1] - p.interval(0.9)[0])[0]) == pytest.approx(2 * 1.6449 * 0.5**0.5, rel=1e-3)
+    assert float((p.interval(0.9)[1] - p.interval(0.9)[0])[0]) == pytest.approx(
+        2 * 1.6449 * 0.5**0.5, rel=1e-3
+    )
     for question in (
         lambda: population.posterior(0),
         lambda: population.diagnostics(),
@@ -395,7 +402,9 @@ def test_theta_and_each_client_have_files_of_their_own(population: fp.Population
     }  # fmt: skip
 
 
-def test_a_population_without_its_clients_files(population: fp.Population, clients: Clients, tmp_path: Path) -> None:
+def test_a_population_without_its_clients_files(
+    population: fp.Population, clients: Clients, tmp_path: Path
+) -> None:
     """What one would give away: theta answers for newcomers, and for no one else."""
     population.save(tmp_path)
     shutil.rmtree(tmp_path / "clients")
@@ -500,7 +509,9 @@ def test_a_model_of_the_users_own_is_given_again(tmp_path: Path) -> None:
     [
         fp.Composition(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.1)), nn.Linear(4, 1), "normal"),
         fp.Composition(None, nn.Linear(3, 1, bias=False).double(), "poisson"),
-        fp.Composition(nn.Linear(3, 2), nn.Sequential(nn.Linear(2, 2), nn.ELU(0.5), nn.Linear(2, 1)), "bernoulli"),
+        fp.Composition(
+            nn.Linear(3, 2), nn.Sequential(nn.Linear(2, 2), nn.ELU(0.5), nn.Linear(2, 1)), "bernoulli"
+        ),
         fp.Split(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2), nn.Linear(2, 1)), ["2.*"], "normal"),
     ],
     ids=["network", "double", "network head", "split"],

@@ -84,7 +84,7 @@ class Hyperprior:
             if value is not None and not value > 0:
                 raise SettingsError(f"hyperprior: {name} must be positive, not {value}")
         if self.log_scale is not None and not self.log_scale[1] > 0:
-            raise SettingsError(f"hyperprior: the spread of log_scale must be positive, not {self.log_scale[1]}")
+            raise SettingsError(f"hyperprior: log_scale's spread must be positive, not {self.log_scale[1]}")
 
     def phi_grad(self, phi: Tensor) -> Tensor:
         return torch.zeros_like(phi) if self.phi_scale is None else -phi / self.phi_scale**2
@@ -257,7 +257,7 @@ class FedSOUK(Algorithm):
         clients, _, _, d = trace.draws.shape
         draws = trace.draws.reshape(clients, -1, d)
         scores = self._scores(target, trace, draws)
-        good = self._good(trace, scores)
+        good = self._good(target, trace, scores)
 
         estimate = PhiGradient(self.model, target.moments() if self.rao_blackwell else None, draws)
         if fused:
@@ -268,7 +268,10 @@ class FedSOUK(Algorithm):
         else:
             good, value, j = estimate.one_by_one(phi, cohort, key, self, good, channel)
         i = weighted_sum(channel("I", scores), cohort.weights, good)
-        message = Message({"I": i, "J": j}, int(good.sum()))
+        sums = {"I": i, "J": j}
+        if isinstance(self.beta_step, EM) and (size := target.likelihood_curvature()) is not None:
+            sums["curvature"] = weighted_sum(channel("curvature", size), cohort.weights, good)
+        message = Message(sums, int(good.sum()))
         new = {
             "z": torch.where(good[:, None, None], trace.state.z, local["z"]),
             "log_step": trace.tuning.log_step,
@@ -307,7 +310,10 @@ class FedSOUK(Algorithm):
         g = target.likelihood_grad(draws, trace.grads.reshape(draws.shape))
         if self.form == "mixed" or (self.form == "auto" and self._mixes(target)):
             return self.prior.score(target.beta, draws, g, "mixed", target.covariance())
-        return self.prior.score(target.beta, draws, g, "right" if self.form == "auto" else self.form)
+        # A head through vmap has no curvature to step by: its first chains lag behind theta, and there
+        # the right form, which is only zero in equilibrium, makes EM diverge.
+        form = ("right" if target.linear else "left") if self.form == "auto" else self.form
+        return self.prior.score(target.beta, draws, g, form)
 
     def _mixes(self, target: Target) -> bool:
         # Logits may shift together without changing a class probability: only the right form is
@@ -316,8 +322,10 @@ class FedSOUK(Algorithm):
         return small and self.model.likelihood.name != "categorical"
 
     @staticmethod
-    def _good(trace: Trace, scores: Tensor) -> Tensor:
+    def _good(target: Target, trace: Trace, scores: Tensor) -> Tensor:
         finite = torch.isfinite(trace.state.value).all(1) & torch.isfinite(trace.state.z).all(-1).all(1)
+        if target.linear:  # a chain whose curvature overflows stands still: it says nothing
+            finite = finite & torch.isfinite(target.block_precision.inverse_root).flatten(1).all(1)
         return finite & torch.isfinite(scores).all(1)
 
     def _info(
@@ -372,16 +380,17 @@ class FedSOUK(Algorithm):
             return self._scaled_start(server, total)
         k = key.round
         phi, beta = server["phi"], server["beta"]
-        if total is None or total.count == 0:
-            if total is None or total.ratio:
-                return server
-            zero_i, zero_j = torch.zeros_like(beta), torch.zeros_like(phi)
-            i, j = zero_i, zero_j
-        else:
+        empty = total is None or total.count == 0
+        if total is None or (empty and total.ratio):
+            return server
+        i, j, curvature = torch.zeros_like(beta), torch.zeros_like(phi), 0.0
+        if not empty:
             i, j = total.scaled("I", facts.clients), total.scaled("J", facts.clients)
+            if "curvature" in total.sums:
+                curvature = float(total.scaled("curvature", facts.clients)) / facts.clients
         i = i + self.hyperprior.beta_grad(self.prior, beta)
         j = j + self.hyperprior.phi_grad(phi)
-        new_beta, beta_state = self._beta_step(server, beta, i, facts, k)
+        new_beta, beta_state = self._beta_step(server, beta, i, curvature, facts, k)
         phi_state = unprefixed("phi.", server)
         new_phi, phi_state = self.phi_step.step(phi, j, phi_state, server["unit"], k, facts.rounds)
         new_phi = new_phi * (self.phi_ball / new_phi.norm().clamp(min=self.phi_ball))
@@ -403,11 +412,14 @@ class FedSOUK(Algorithm):
         )
 
     def _beta_step(
-        self, server: Tensors, beta: Tensor, i: Tensor, facts: Facts, k: int
+        self, server: Tensors, beta: Tensor, i: Tensor, curvature: float, facts: Facts, k: int
     ) -> tuple[Tensor, Tensors]:
         if isinstance(self.beta_step, EM):
             rate = self.beta_step.at(k, facts.rounds)
-            return self.prior.em_step(beta, i / facts.clients, rate), {}
+            # Clients that are all alike leave a prior without width, and EM's step of mu with it: then
+            # mu moves by gradient steps of one over the likelihood's mean curvature.
+            floor = 1 / curvature if curvature > 0 else 0.0
+            return self.prior.em_step(beta, i / facts.clients, rate, floor), {}
         grad = self.prior.gradient(beta, i)
         d = self.prior.dimension(beta)
         # mu moves in units of the prior's scale, log-scales in units of one.
@@ -499,7 +511,7 @@ class FedSOUK(Algorithm):
         phi = published["phi"]
         with torch.no_grad():
             draws = personal["draws"].reshape(-1, personal["draws"].shape[-1])
-            eta = self.model.head_outputs(phi, draws, self.model.embed(phi, x))
+            eta = self.model.outputs_at(phi, draws, x)
         return Predictive(eta, self.model.likelihood, self.model.params(phi), key, plug_in=False)
 
     def score(

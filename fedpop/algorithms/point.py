@@ -56,7 +56,7 @@ def head_loss(model: Model, phi: Tensor) -> Loss:
 def plug_in(model: Model, phi: Tensor, z: Tensor, x: Inputs, key: Key) -> Predictive:
     """The predictive distribution at a point estimate: noise only, and flagged as such."""
     with torch.no_grad():
-        eta = model.head_outputs(phi, z, model.embed(phi, x))
+        eta = model.outputs_at(phi, z, x)
     return Predictive(eta, model.likelihood, model.params(phi), key, plug_in=True)
 
 

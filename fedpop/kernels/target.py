@@ -201,6 +201,14 @@ class Target:
         mean = mu + factor.solve(grad.unsqueeze(1)).squeeze(1)
         return mean, self.covariance()
 
+    def likelihood_curvature(self) -> Tensor | None:
+        """The trace of the bound on -hess log p(D_i | z), per output, ``[C, 1]``; None without a bound."""
+        local = self.likelihood
+        if not isinstance(local, LinearLikelihood):
+            return None
+        bound = local.likelihood.bound(local.params)
+        return None if bound is None else bound * local.features.square().sum((1, 2)).unsqueeze(1)
+
     def covariance(self) -> Tensor:
         """Q^-1 as a dense ``[C, d, d]`` matrix (linear heads)."""
         local = self.likelihood

@@ -90,6 +90,13 @@ class Model(ABC):
     def head_outputs(self, phi: Tensor, z: Tensor, features: Inputs) -> Tensor:
         """Head outputs ``[L, n, o]`` of n examples for L values of z ``[L, d]``."""
 
+    def outputs_at(self, phi: Tensor, z: Tensor, x: Inputs) -> Tensor:
+        """Head outputs ``[L, n, o]`` at new examples."""
+        try:
+            return self.head_outputs(phi, z, self.embed(phi, x))
+        except RuntimeError as error:
+            raise _not_accepted(x, error) from error
+
     @abstractmethod
     def modules(self) -> list[nn.Module]:
         """The modules that make up the model."""
@@ -159,8 +166,7 @@ class Model(ABC):
             except RuntimeError as error:
                 if "randomness" in str(error):  # vmap refuses to draw from the global generator
                     raise ModelError(_GLOBAL_GENERATOR) from error
-                shapes = [tuple(v.shape[1:]) for v in leaves(x)]
-                raise DataError(f"the model does not accept examples of shape {shapes}: {error}") from error
+                raise _not_accepted(x, error) from error
         if not torch.equal(before, torch.get_rng_state()):
             raise ModelError(_GLOBAL_GENERATOR)
         if eta.dim() != 3 or eta.shape[1] != count:
@@ -182,6 +188,11 @@ class Model(ABC):
         return LinearLikelihood(
             cohort.pad(features), cohort.pad(y), cohort.mask, self.likelihood, self.params(phi)
         )
+
+
+def _not_accepted(x: Inputs, error: RuntimeError) -> DataError:
+    shapes = [tuple(v.shape[1:]) for v in leaves(x)]
+    return DataError(f"the model does not accept examples of shape {shapes}: {error}")
 
 
 def with_ones(features: Tensor) -> Tensor:

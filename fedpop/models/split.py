@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -106,11 +107,12 @@ class Split(Model):
         if self._last is not None and federation.train.y.shape[0] and not federation.embedded:
             x = map_inputs(lambda v: v[:2].to(self.device), federation.train.x)
             x = map_inputs(lambda v: v.to(self.dtype) if v.is_floating_point() else v, x)
-            with torch.no_grad():
+            # Where x does not fit, the probe below says so.
+            with torch.no_grad(), suppress(RuntimeError):
                 tensors = self._tensors(self.initial_phi(), self.initial_z())
                 inside, outside, calls = self._through_last(tensors, x)
-            # The very same tensor comes out of the layer and of the module: nothing follows it.
-            self.linear = calls == 1 and inside[1] is outside
+                # The very same tensor comes out of the layer and of the module: nothing follows it.
+                self.linear = calls == 1 and inside[1] is outside
         return super().prepare(federation)
 
     def _through_last(self, tensors: dict[str, Tensor], x: Inputs) -> tuple[Any, Tensor, int]:

@@ -265,13 +265,13 @@ class Normal:
         """
         d = self.dimension(beta)
         mu, i_mu, i_scale = beta[:d], score[:d], score[d:]
-        shift = torch.zeros_like(mu)
+        shift = em_shift = torch.zeros_like(mu)
         if self.learn_mean:
-            shift = rate * self.colour(beta, self.colour(beta, i_mu, True))
-            shift = torch.where(self.sd(beta).square() >= floor, shift, rate * torch.as_tensor(floor) * i_mu)
+            em_shift = rate * self.colour(beta, self.colour(beta, i_mu, True))
+            shift = torch.where(self.sd(beta).square() >= floor, em_shift, rate * floor * i_mu)
         if not self.learn_scale:
             return torch.cat((mu + shift, beta[d:]))
-        white = self.whiten(beta, shift)
+        white = self.whiten(beta, em_shift)
         if self.covariance == "full":
             identity = torch.eye(d, dtype=beta.dtype, device=beta.device)
             inner = identity + rate * self._symmetric(i_scale) - torch.outer(white, white)

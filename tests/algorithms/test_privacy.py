@@ -20,6 +20,7 @@ def softmax() -> fp.Composition:
 
 METHODS: dict[str, Any] = {
     "exact": lambda: fp.FedSOUL(linear_model()),
+    "left": lambda: fp.FedSOUL(linear_model(), form="left"),
     "right": lambda: fp.FedSOUL(linear_model(), form="right"),
     "closed form": lambda: fp.FedSOUL(linear_model(), rao_blackwell=True),
     "full covariance": lambda: fp.FedSOUL(linear_model(), prior="full"),
@@ -32,7 +33,9 @@ METHODS: dict[str, Any] = {
 }
 
 
-def one_client(method: Algorithm) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+def one_client(
+    method: Algorithm,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """Local state before and after a round of a cohort of one, and every phase's message."""
     data, _, _ = population_data(1, 6, 3, 2, 0.5)
     if method.model.likelihood.name == "categorical":
@@ -77,6 +80,9 @@ def test_messages_hold_what_is_documented_and_no_more(name: str) -> None:
     phi = method.model.phi_layout.size
     if isinstance(method, fp.FedSOUK):
         expected = {"I": method.prior.size(method.model.z_layout.size), "J": phi}
+        if "curvature" in messages["train"]:  # one number, for EM steps with a linear head
+            assert isinstance(method.beta_step, fp.EM)
+            expected["curvature"] = 1
     elif isinstance(method, fp.FedRep):
         expected = {"dphi": phi, "n": 1}
     else:
@@ -90,7 +96,7 @@ def test_messages_hold_what_is_documented_and_no_more(name: str) -> None:
 @pytest.mark.parametrize("steps", [1, 7])
 def test_what_i_reveals_is_the_mean_of_the_draws(steps: int) -> None:
     """As the docs say: mu + sigma^2 I_mu; with one transition that is the draw itself."""
-    method = fp.FedSOUL(linear_model(), local_steps=steps)
+    method = fp.FedSOUL(linear_model(), local_steps=steps, form="left")
     _, new, messages = one_client(method)
     # One client, so the message is its own; mu = 0 and sigma = 1 after a spectral start.
     revealed = messages["train"]["I"][:2]

@@ -7,7 +7,6 @@ rate r a round moves theta by r times its estimate of the gradient. Tolerance: f
 independent rounds, or exact where nothing is random.
 """
 
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -16,12 +15,13 @@ from torch import nn
 from torch.distributions import MultivariateNormal
 
 import fedpop as fp
+from fedpop.errors import SettingsError
 from fedpop.evaluation.marginal import closed_form
 from fedpop.federation.participation import Active, Participation
 from fedpop.priors.normal import COVARIANCES
 from fedpop.runtime.random import Key
 from fedpop.runtime.simulate import Run, Settings
-from tests.oracles import DOUBLE, SIGMA, assert_mean, gaussian_noise, normal_prior, z_scores
+from tests.oracles import DOUBLE, SIGMA, SIGMAS, assert_mean, gaussian_noise, normal_prior, z_scores
 
 SIZES = (0, 1, 4, 6, 3)
 B = len(SIZES)
@@ -65,13 +65,13 @@ def plain(model, prior, **settings):
     return fp.FedSOUK(model, prior=prior, **(defaults | settings))
 
 
-def estimate(run: Run, k: int) -> torch.Tensor | None:
-    """(gradient in phi, gradient in beta) as round k of the server sees it; None if it made no step."""
+def estimate(run: Run, k: int) -> torch.Tensor:
+    """(gradient in phi, gradient in beta) as round k of the server sees it."""
     server, run.round = dict(run.server), k
     run.train_round()
-    moved = [run.server[name] - server[name] for name in ("phi", "beta")]
+    moved = torch.cat([run.server[name] - server[name] for name in ("phi", "beta")]) / RATE
     run.server = server
-    return torch.cat(moved) / RATE if any(bool(v.any()) for v in moved) else None
+    return moved
 
 
 def exact_gradient(model, prior, beta, clients) -> torch.Tensor:
@@ -140,27 +140,37 @@ def probability(scheme: Participation, chosen: tuple[int, ...]) -> float:
     return float(torch.tensor([p[i] if i in chosen else 1 - p[i] for i in range(B)], dtype=DOUBLE).prod())
 
 
+def expectation(scheme: Participation, weights: Participation) -> torch.Tensor:
+    """Over all sets of active clients, each with its probability: no sampling anywhere."""
+    model, prior, beta, clients = problem()
+    method = plain(model, prior, rao_blackwell=True)
+    sets = [chosen for size in range(1, B + 1) for chosen in combinations(range(B), size)]
+    chances = [probability(scheme, chosen) for chosen in sets]
+    drawn = [(p, chosen) for p, chosen in zip(chances, sets, strict=True) if p > 0]
+    each = [p * estimate(running(method, clients, beta, Fixed(weights, chosen)), 0) for p, chosen in drawn]
+    total = torch.stack(each).sum(0)
+    # b/|A| weights are unbiased given a round that is not empty.
+    return total / sum(chances) if weights.draw(B, Key(0)).ratio else total
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_weights_are_exactly_unbiased(name):
-    """The expectation over all sets of active clients, each with its probability: no sampling."""
-    model, prior, beta, clients = problem()
-    method, scheme = plain(model, prior, rao_blackwell=True), SCHEMES[name]
-    total, mass = torch.zeros(0), 0.0
-    for size in range(1, B + 1):
-        for chosen in combinations(range(B), size):
-            p = probability(scheme, chosen)
-            if p == 0:
-                continue
-            one = estimate(running(method, clients, beta, Fixed(scheme, chosen)), 0)
-            total, mass = (p * one if mass == 0 else total + p * one), mass + p
-    if name == "bernoulli-ratio":  # given a round that is not empty
-        total = total / mass
-    torch.testing.assert_close(total, exact_gradient(model, prior, beta, clients), rtol=1e-6, atol=1e-6)
+    exact = exact_gradient(*problem())
+    torch.testing.assert_close(expectation(SCHEMES[name], SCHEMES[name]), exact, rtol=1e-6, atol=1e-6)
+
+
+def test_equal_weights_for_unequal_clients_are_not():
+    """What the library refuses: b/|A| when clients join with different probabilities."""
+    wrong = expectation(SCHEMES["bernoulli-unequal"], SCHEMES["bernoulli-ratio"])
+    exact = exact_gradient(*problem())
+    assert (wrong - exact).norm() > 0.1 * exact.norm()
+    with pytest.raises(SettingsError, match="biased"):
+        fp.Bernoulli(UNEQUAL, weights="ratio")
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_clients_join_as_often_as_promised(name):
-    scheme, rounds = SCHEMES[name], 4000
+    scheme, rounds = SCHEMES[name], 1500
     joined = torch.zeros(rounds, B, dtype=DOUBLE)
     for k in range(rounds):
         joined[k, scheme.draw(B, Key(0, k)).ids] = 1
@@ -182,51 +192,43 @@ def test_clients_join_as_often_as_promised(name):
 @pytest.mark.parametrize("covariance", COVARIANCES)
 def test_sums_are_unbiased_with_everyone(covariance, form):
     model, prior, beta, clients = problem(2, covariance)
-    method = plain(model, prior, form=form, local_steps=3, chains=40)
+    method = plain(model, prior, form=form, local_steps=2, chains=120)
     run = running(method, clients, beta, fp.Everyone())
-    seen = torch.stack([estimate(run, k) for k in range(150)])
+    seen = torch.stack([estimate(run, k) for k in range(60)])
     exact = exact_gradient(model, prior, beta, clients)
     assert_mean(seen, exact, form)
     # Sharp enough to see an error of a tenth in the gradient's larger entries.
-    assert z_scores(seen, 1.1 * exact).abs().max() > 10
+    assert z_scores(seen, 1.1 * exact).abs().max() > 7
 
 
-@pytest.mark.parametrize("form", ["left", "right"])
-@pytest.mark.parametrize("name", list(SCHEMES)[1:])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("bernoulli-ratio", "left"),
+        ("bernoulli-inverse", "right"),
+        ("bernoulli-unequal", "left"),
+        ("uniform", "right"),
+    ],
+)
 def test_sums_are_unbiased_under_partial_participation(name, form):
     model, prior, beta, clients = problem()
-    method = plain(model, prior, form=form, local_steps=2, chains=20)
-    run = running(method, clients, beta, SCHEMES[name])
-    seen = [v for k in range(900) if (v := estimate(run, k)) is not None]
-    # Under b/|A| weights an empty round makes no step; otherwise it counts, with a gradient of zero.
-    if name in ("bernoulli-inverse", "bernoulli-unequal"):
-        seen += [torch.zeros_like(seen[0])] * (900 - len(seen))
-    assert_mean(torch.stack(seen), exact_gradient(model, prior, beta, clients), name)
-
-
-def test_the_wrong_weights_would_be_noticed():
-    """b/|A| with unequal probabilities is what the library refuses; here is what it would have done."""
-
-    class Wrong(Participation):
-        def draw(self, clients: int, key: Key) -> Active:
-            active = SCHEMES["bernoulli-unequal"].draw(clients, key)
-            return Active(active.ids, torch.ones_like(active.weights), ratio=True)
-
-    model, prior, beta, clients = problem()
-    run = running(plain(model, prior, local_steps=2, chains=20), clients, beta, Wrong())
-    seen = torch.stack([v for k in range(900) if (v := estimate(run, k)) is not None])
-    assert z_scores(seen, exact_gradient(model, prior, beta, clients)).abs().max() > 7
+    run = running(plain(model, prior, form=form, chains=20, local_steps=1), clients, beta, SCHEMES[name])
+    seen = torch.stack([estimate(run, k) for k in range(300)])
+    if name == "bernoulli-ratio":  # an empty round makes no step, and nothing is claimed about it
+        empty = (seen == 0).all(1)
+        assert 1 <= empty.sum() <= 25  # 300 / 2^5 = 9.4 expected, five standard deviations are 15
+        seen = seen[~empty]
+    assert_mean(seen, exact_gradient(model, prior, beta, clients), name)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_mini_batches_of_j_are_unbiased(batch):
     model, prior, beta, clients = problem()
-    method = plain(model, prior, phi_batch=batch, local_steps=2, chains=20)
-    seen = torch.stack([estimate(running(method, clients, beta, fp.Everyone()), k) for k in range(400)])
+    run = running(plain(model, prior, phi_batch=batch, chains=20), clients, beta, fp.Everyone())
+    seen = torch.stack([estimate(run, k) for k in range(120)])
     exact = exact_gradient(model, prior, beta, clients)
     assert_mean(seen, exact, "J")
-    # Without the factor n / batch it would not be.
-    assert z_scores(seen, 0.8 * exact).abs().max() > 7
+    assert z_scores(seen, 0.8 * exact).abs().max() > 7  # the factor n / batch matters
 
 
 # --- the hyperprior --------------------------------------------------------------------------
@@ -247,10 +249,8 @@ def test_the_hyperprior_enters_once_and_in_empty_rounds_as_the_paper_says(name):
             return Active(torch.arange(0), torch.ones(0), ratio=name == "bernoulli-ratio")
 
     empty = estimate(running(plain(model, prior, hyperprior=hyper), clients, beta, Nobody()), 0)
-    if name == "bernoulli-ratio":
-        assert empty is None
-    else:
-        torch.testing.assert_close(empty, grad, rtol=1e-9, atol=1e-9)
+    wanted = torch.zeros_like(grad) if name == "bernoulli-ratio" else grad
+    torch.testing.assert_close(empty, wanted, rtol=1e-9, atol=1e-9)
     run = running(plain(model, prior, hyperprior=hyper, rao_blackwell=True), clients, beta, fp.Everyone())
     torch.testing.assert_close(
         estimate(run, 0), grad + exact_gradient(model, prior, beta, clients), rtol=1e-9, atol=1e-9
@@ -281,31 +281,29 @@ def logistic():
     return model, prior, beta, clients, torch.cat(torch.autograd.grad(total, (phi, free)))
 
 
-@pytest.mark.parametrize("kernel", [fp.HMC(), fp.ULA(0.2)], ids=repr)
-@pytest.mark.parametrize("form", ["left", "right"])
+@pytest.mark.parametrize(
+    ("kernel", "form"), [(fp.HMC(), "left"), (fp.HMC(), "right"), (fp.ULA(0.2), "right")], ids=repr
+)
 def test_bias_of_stateless_chains_falls_with_m(kernel, form):
     """Started from the prior, a chain's mean is off by about C/M, plus the kernel's own bias."""
     model, prior, beta, clients, exact = logistic()
-    size = {}
-    for m in (2, 8, 32):
+    bias, error = [], []
+    for m in (1, 4, 16):
         settings = {"kernel": kernel, "form": form, "stateful": False, "local_steps": m, "chains": 100}
         run = running(plain(model, prior, **settings), clients, beta, fp.Everyone())
-        seen = torch.stack([estimate(run, k) for k in range(60)])
-        error = seen.std(0) / 60**0.5
-        bias = seen.mean(0) - exact
-        size[m] = float(bias.norm())
-        noise = float(error.norm())
-        if m > 2:
-            assert size[m] < size[m // 4] / 2 + 2 * noise
-    print(f"\n{kernel!r} {form}: norm of the exact gradient {float(exact.norm()):.3f}, of the bias {size}")
-    assert size[32] < size[2] / 4
+        seen = torch.stack([estimate(run, k) for k in range(50)])
+        bias.append(float((seen.mean(0) - exact).norm()))
+        error.append(float((seen.std(0) / 50**0.5).norm()))
+    size = ", ".join(f"{100 * v / float(exact.norm()):.1f}" for v in bias)
+    print(f"\n{kernel!r}, {form}: bias at M = 1, 4, 16 in % of the gradient: {size}")
+    assert bias[0] - bias[1] > SIGMAS * (error[0] + error[1])
+    assert bias[1] - bias[2] > SIGMAS * (error[1] + error[2])
 
 
 def test_stateful_chains_have_no_bias_once_they_have_mixed():
     model, prior, beta, clients, exact = logistic()
     settings = {"kernel": fp.HMC(), "local_steps": 4, "chains": 200, "form": "right"}
     run = running(plain(model, prior, **settings), clients, beta, fp.Everyone())
-    seen = torch.stack([estimate(run, k) for k in range(420)])[20:]
-    blocks = seen.reshape(50, 8, -1).mean(1)  # 32 transitions: far beyond the correlation of HMC here
+    seen = torch.stack([estimate(run, k) for k in range(210)])[10:]
+    blocks = seen.reshape(50, 4, -1).mean(1)  # 16 transitions: far beyond the correlation of HMC here
     assert_mean(blocks, exact, "gradient")
-    assert replace(run.settings).rounds == 1000

@@ -42,7 +42,9 @@ def test_autocorrelation_costs_effective_draws() -> None:
 
 
 def test_chains_that_have_not_mixed_are_named() -> None:
-    chains = ChainDiagnostics(["a", "b", "c"], torch.tensor([1.0, 1.2, 1.0]), torch.tensor([900.0, 900.0, 20.0]))
+    chains = ChainDiagnostics(
+        ["a", "b", "c"], torch.tensor([1.0, 1.2, 1.0]), torch.tensor([900.0, 900.0, 20.0])
+    )
     assert chains.unmixed == ["b", "c"]
     theta = ThetaDiagnostics(1.0, 1.0, 0.0, [])
     report = Diagnostics(chains, theta)

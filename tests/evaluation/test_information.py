@@ -36,7 +36,9 @@ def by_hand(theta: Tensor, clients: list[tuple[Tensor, Tensor]]) -> Tensor:
 def test_the_information_is_the_curvature_of_the_marginal_likelihood() -> None:
     method, clients, cohort = setting()
     phi, beta = method.model.initial_phi(), torch.tensor([0.3, -0.2, 0.1])
-    expected = -torch.autograd.functional.hessian(lambda t: by_hand(t, clients), torch.cat((phi, beta)).to(WIDE))
+    expected = -torch.autograd.functional.hessian(
+        lambda t: by_hand(t, clients), torch.cat((phi, beta)).to(WIDE)
+    )
     torch.testing.assert_close(information(method, phi, beta, cohort), expected)
 
 
@@ -95,7 +97,9 @@ def test_what_is_fixed_is_not_drawn() -> None:
     "model",
     [
         fp.Composition(None, nn.Linear(3, 2), "categorical"),
-        fp.Composition(None, nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)), fp.likelihoods.Normal(1.0)),
+        fp.Composition(
+            None, nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)), fp.likelihoods.Normal(1.0)
+        ),
     ],
     ids=["softmax", "network head"],
 )
@@ -115,5 +119,7 @@ def test_too_many_parameters_are_refused() -> None:
 def test_data_that_do_not_determine_theta_are_refused_by_name() -> None:
     """Two clients with one example each say little about six weights."""
     population = fp.FedSOUL(linear_model()).fit(ragged((1, 1)), rounds=2)
-    with pytest.raises(EstimateError, match=r"do not determine theta.*mostly in (backbone\.weight|the prior)"):
+    with pytest.raises(
+        EstimateError, match=r"do not determine theta.*mostly in (backbone\.weight|the prior)"
+    ):
         population.predict(0, torch.zeros(1, 3), theta_uncertainty=True)

@@ -46,13 +46,17 @@ def test_closed_form_is_a_multivariate_normal(covariance: str, bias: bool, outpu
         cov = big @ prior.sigma(beta) @ big.T + 0.3 * torch.eye(len(mean), dtype=WIDE)
         empty = len(x) == 0
         flat = y.T.reshape(-1)
-        expected.append(torch.zeros((), dtype=WIDE) if empty else MultivariateNormal(mean, cov).log_prob(flat))
+        expected.append(
+            torch.zeros((), dtype=WIDE) if empty else MultivariateNormal(mean, cov).log_prob(flat)
+        )
     torch.testing.assert_close(closed_form(target), torch.stack(expected))
 
 
 def test_a_population_reports_the_closed_form_without_error() -> None:
     clients, _, _ = population_data(6, 4, 3, 2, 0.5)
-    population = fp.FedSOUL(fp.Composition(None, nn.Linear(3, 1), fp.likelihoods.Normal(0.5))).fit(clients, rounds=3)
+    population = fp.FedSOUL(fp.Composition(None, nn.Linear(3, 1), fp.likelihoods.Normal(0.5))).fit(
+        clients, rounds=3
+    )
     estimate = population.log_likelihood()
     assert estimate.error == 0
     assert estimate.method == "closed form"
@@ -86,7 +90,9 @@ def quadrature(family: str, x: Tensor, y: Tensor, mean: float, sd: float) -> flo
             log_p = torch.distributions.Bernoulli(logits=eta).log_prob(y.double()).sum()
         else:
             log_p = torch.distributions.Poisson(eta.exp()).log_prob(y.double()).sum()
-        return float(torch.exp(log_p)) * math.exp(-0.5 * ((z - mean) / sd) ** 2) / (sd * math.sqrt(2 * math.pi))
+        return (
+            float(torch.exp(log_p)) * math.exp(-0.5 * ((z - mean) / sd) ** 2) / (sd * math.sqrt(2 * math.pi))
+        )
 
     return math.log(integrate.quad(density, mean - 10 * sd, mean + 10 * sd, epsabs=1e-14, limit=200)[0])
 
@@ -155,7 +161,9 @@ def test_fedsoul_finds_the_textbook_estimate_too() -> None:
 
 def test_the_best_of_several_starts_is_kept() -> None:
     clients, _, _ = population_data(8, 4, 4, 2, 0.1)
-    model = fp.Composition(nn.Linear(4, 2, bias=False), nn.Linear(2, 1, bias=False), fp.likelihoods.Normal(0.1))
+    model = fp.Composition(
+        nn.Linear(4, 2, bias=False), nn.Linear(2, 1, bias=False), fp.likelihoods.Normal(0.1)
+    )
     method = fp.FedSOUL(model, prior=Normal(scale=1.0))
     federation = model.prepare(fp.Federation.of(clients))
     starts = [(torch.randn(8, generator=generator(s)), torch.zeros(3)) for s in range(3)]

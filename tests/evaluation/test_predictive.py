@@ -1,6 +1,7 @@
 """The predictive distribution as the mixture that it is, against torch's own mixture."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ def predictive(family: Likelihood, eta: Tensor, plug_in: bool = False) -> Predic
     return Predictive(eta, family, {}, Key(0), plug_in)
 
 
-def normal(draws: int = 300, spread: float = 1.5, n: int = 4, dtype: torch.dtype = torch.float64) -> Predictive:
+def normal(
+    draws: int = 300, spread: float = 1.5, n: int = 4, dtype: torch.dtype = torch.float64
+) -> Predictive:
     eta = spread * torch.randn(draws, n, 1, generator=generator(0), dtype=dtype)
     return predictive(fp.likelihoods.Normal(0.2), eta)
 
@@ -81,7 +84,7 @@ def test_poisson_interval_is_the_smallest_count_with_that_much_below(level: floa
 def test_intervals_are_nested() -> None:
     p = normal()
     ends = [p.interval(level) for level in LEVELS]
-    for (low, high), (wider_low, wider_high) in zip(ends, ends[1:], strict=False):
+    for (low, high), (wider_low, wider_high) in pairwise(ends):
         assert bool((wider_low < low).all())
         assert bool((wider_high > high).all())
 

@@ -44,9 +44,9 @@ def test_records_are_complete_and_costs_counted(outcomes):
         assert set(outcome.record) == set(FIELDS)
         assert set(outcome.record["setting"]) == {"b", "d", "k", "share_small", "n_small", "n_large"}
     cost = next(o.record["cost"] for o in outcomes if o.record["method"] == "FedSOUL")
-    # A round sends phi's 12 numbers and beta's 3, four bytes each, from 40 clients; before it, two matrices
-    # of 36 and a count.
-    assert cost["bytes_up"] == 40 * 4 * (500 * 15 + 2 * 37)
+    # A round sends phi's 12 numbers, beta's 3 and a curvature, four bytes each, from 40 clients; before it,
+    # two matrices of 36 and a count.
+    assert cost["bytes_up"] == 40 * 4 * (500 * 16 + 2 * 37)
     assert cost["backbone_passes"] == 500 * sum(len(c.y) for c in TASK.make(0).clients)
 
 

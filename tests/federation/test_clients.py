@@ -52,7 +52,9 @@ FORMS: dict[str, Any] = {
     "mapping": named,
     "tensor datasets": lambda c: [TensorDataset(x, y) for x, y in c],
     "datasets": lambda c: [Items(list(zip(x, y, strict=True))) for x, y in c],
-    "datasets of arrays": lambda c: [Items([(x.numpy(), float(y)) for x, y in zip(*d, strict=True)]) for d in c],
+    "datasets of arrays": lambda c: [
+        Items([(x.numpy(), float(y)) for x, y in zip(*d, strict=True)]) for d in c
+    ],
     "clients": lambda c: [fp.Client(x, y) for x, y in c],
     "table by number": lambda c: table(c, lambda owner: owner),
     "table by array": lambda c: table(c, lambda owner: owner.numpy()),
@@ -194,8 +196,14 @@ class Stream(IterableDataset):
         ([(["a"], [0.0])], "cannot be read as numbers"),
         ([(torch.tensor(1.0), torch.zeros(1))], "one row per example"),
         ([((torch.zeros(2), torch.zeros(3)), torch.zeros(2))], "different numbers of rows"),
-        ([(torch.zeros(2, 3), torch.zeros(2)), (torch.zeros(2, 4), torch.zeros(2))], r"client-1.*\(4,\).*\(3,\)"),
-        ([(torch.zeros(2, 3), torch.zeros(2)), (torch.zeros(2, 3), torch.zeros(2, 2))], "client-1.*y has shape"),
+        (
+            [(torch.zeros(2, 3), torch.zeros(2)), (torch.zeros(2, 4), torch.zeros(2))],
+            r"client-1.*\(4,\).*\(3,\)",
+        ),
+        (
+            [(torch.zeros(2, 3), torch.zeros(2)), (torch.zeros(2, 3), torch.zeros(2, 2))],
+            "client-1.*y has shape",
+        ),
         (fp.Table(torch.zeros(2, 3), torch.zeros(2), [1]), "2 rows but 1 client labels"),
         (fp.Table(torch.zeros(0, 3), torch.zeros(0), []), "no rows"),
     ],

@@ -61,7 +61,9 @@ def agrees(model: Model, name: str, clients: list[tuple[Tensor, Tensor]], output
             torch.stack(
                 [
                     by_hand(
-                        name, outputs(model.phi_layout.views(free_phi), model.z_layout.views(free[c, m]), x), y
+                        name,
+                        outputs(model.phi_layout.views(free_phi), model.z_layout.views(free[c, m]), x),
+                        y,
                     )
                     for m in range(2)
                 ]
@@ -121,7 +123,10 @@ def test_the_native_path_equals_the_path_through_vmap() -> None:
     general = fp.Composition(native.backbone, nn.Sequential(head), "categorical")
     assert native.linear
     assert not general.linear
-    weight, bias = torch.randn(4, 2, 3, 2, generator=generator(7)), torch.randn(4, 2, 3, generator=generator(8))
+    weight, bias = (
+        torch.randn(4, 2, 3, 2, generator=generator(7)),
+        torch.randn(4, 2, 3, generator=generator(8)),
+    )
     z_native = torch.cat((weight, bias.unsqueeze(-1)), -1).flatten(2)
     z_general = torch.cat((weight.flatten(2), bias), -1)
     phi = native.initial_phi()

@@ -113,7 +113,9 @@ def test_a_fixed_scale_leaves_rotations_only() -> None:
     ],
     ids=["diagonal", "full with a bias", "a fixed mean", "a nonlinearity at the end"],
 )
-def test_models_without_this_freedom_are_left_alone(prior: Normal, backbone: nn.Module, head_bias: bool) -> None:
+def test_models_without_this_freedom_are_left_alone(
+    prior: Normal, backbone: nn.Module, head_bias: bool
+) -> None:
     m = fp.Composition(backbone, nn.Linear(2, 1, bias=head_bias), fp.likelihoods.Normal(0.3))
     assert Gauge.of(m, prior) is None
     size = m.phi_layout.size + prior.size(m.z_layout.size)

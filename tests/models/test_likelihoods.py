@@ -165,7 +165,7 @@ def test_a_learned_noise_variance_recovers_the_truth() -> None:
     """log(variance) has an asymptotic standard error of sqrt(2 / degrees of freedom)."""
     b, n, d, truth = 40, 15, 2, 0.3
     clients, _, _ = population_data(b, n, 5, d, truth)
-    population = fp.FedSOUL(linear_model(5, d, "learned")).fit(clients, rounds=300)
+    population = fp.FedSOUL(linear_model(5, d, "learned")).fit(clients, rounds=200)
     learned = float(population.phi["likelihood.log_variance"])
     freedom = b * n - b * d - 5 * d
     assert learned == pytest.approx(math.log(truth), abs=4 * (2 / freedom) ** 0.5)

@@ -104,7 +104,12 @@ def test_a_mask_belongs_to_one_seed_round_client_and_example() -> None:
     key = train_key()
     here = mask(key, 1, 2)
     assert torch.equal(here, mask(key, 1, 2))
-    elsewhere = [mask(key, 1, 3), mask(key, 2, 2), mask(train_key(round=1), 1, 2), mask(train_key(seed=1), 1, 2)]
+    elsewhere = [
+        mask(key, 1, 3),
+        mask(key, 2, 2),
+        mask(train_key(round=1), 1, 2),
+        mask(train_key(seed=1), 1, 2),
+    ]
     assert not any(torch.equal(here, other) for other in elsewhere)
 
 

@@ -233,7 +233,9 @@ def test_a_crash_inside_the_writing_of_a_checkpoint(tmp_path: Path, monkeypatch:
 
 def test_resuming_a_finished_run_does_no_round(tmp_path: Path) -> None:
     first = fp.FedSOUL(linear_model()).fit(ragged(), rounds=4, out=tmp_path)
-    again = fp.FedSOUL(linear_model()).fit(ragged(), rounds=4, out=tmp_path, resume=True, callbacks=[CrashAt(5)])
+    again = fp.FedSOUL(linear_model()).fit(
+        ragged(), rounds=4, out=tmp_path, resume=True, callbacks=[CrashAt(5)]
+    )
     assert torch.equal(first.published["phi"], again.published["phi"])
     assert again.history == first.history
     assert again.totals == first.totals
@@ -315,7 +317,7 @@ def test_no_usable_checkpoint_is_an_error_that_says_what_to_do(tmp_path: Path) -
         truncate(path)
     with (
         pytest.warns(FedpopWarning, match="checkpoint refused"),
-        pytest.raises(CheckpointError, match="no usable checkpoint.*delete the folder"),
+        pytest.raises(CheckpointError, match=r"no usable checkpoint.*delete the folder"),
     ):
         fit(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
@@ -405,7 +407,9 @@ def test_resume_in_an_empty_folder_starts_a_run(tmp_path: Path) -> None:
 def test_an_unwritable_folder_is_refused_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("I am not a folder")
     with pytest.raises(SettingsError, match=r"cannot write to .*file/sub"):
-        fp.FedSOUL(linear_model()).fit(ragged(), rounds=1, out=tmp_path / "file" / "sub", callbacks=[CrashAt(1)])
+        fp.FedSOUL(linear_model()).fit(
+            ragged(), rounds=1, out=tmp_path / "file" / "sub", callbacks=[CrashAt(1)]
+        )
     assert (tmp_path / "file").read_text() == "I am not a folder"
 
 
@@ -446,7 +450,9 @@ def test_impossible_settings_create_nothing(tmp_path: Path, settings: dict[str, 
 
 def test_the_thread_count_comes_back_with_the_run(tmp_path: Path) -> None:
     with pytest.raises(Crash):
-        fp.FedSOUL(linear_model()).fit(ragged(), rounds=4, out=tmp_path, checkpoint_every=2, callbacks=[CrashAt(3)])
+        fp.FedSOUL(linear_model()).fit(
+            ragged(), rounds=4, out=tmp_path, checkpoint_every=2, callbacks=[CrashAt(3)]
+        )
     torch.set_num_threads(2)
     fp.FedSOUL(linear_model()).fit(ragged(), rounds=4, out=tmp_path, resume=True)
     assert torch.get_num_threads() == 1

@@ -44,7 +44,7 @@ class Watch(fp.Callback):
 
 def test_metrics_have_a_line_per_round_with_exact_counts(tmp_path: Path) -> None:
     """b=4, phi has 6 entries, beta 3 (two means and a scale); J has 6 and I 3; all of 4 bytes."""
-    population = soul().fit(ragged(), rounds=3, out=tmp_path)
+    population = soul(beta_step=fp.Adam()).fit(ragged(), rounds=3, out=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == population.history
     assert [line["round"] for line in lines] == [1, 2, 3]
@@ -71,7 +71,9 @@ def test_the_loss_is_the_mean_negative_log_likelihood() -> None:
     cohort = cohort_of(model, clients)
     eta = model.head_outputs(model.initial_phi(), model.initial_z()[None], cohort.x @ model.backbone.weight.T)
     expected = -torch.distributions.Normal(eta[0, :, 0], 0.5**0.5).log_prob(cohort.y[:, 0]).mean()
-    assert fp.FedAvg(model).fit(clients, rounds=1).history[0]["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert fp.FedAvg(model).fit(clients, rounds=1).history[0]["loss"] == pytest.approx(
+        float(expected), rel=1e-5
+    )
 
 
 # --- who takes part -----------------------------------------------------------------------------
@@ -104,11 +106,7 @@ def test_weights_follow_the_rule_even_when_everyone_joins() -> None:
     """A round that all join under 1/p weights steps twice as far at p = 1/2 (plain gradient steps)."""
     clients = ragged((3, 4))
     rule = fp.Bernoulli((0.5, 0.5))
-    seed = next(
-        s
-        for s in range(100)
-        if len(rule.draw(2, train_key(0, s).at(purpose="who")).ids) == 2
-    )
+    seed = next(s for s in range(100) if len(rule.draw(2, train_key(0, s).at(purpose="who")).ids) == 2)
     method = soul(phi_step=fp.SGD(1e-3), average=fp.Averaging("last"), start="spectral", rao_blackwell=True)
     start = Watch()
     method.but(phi_step=fp.SGD(1e-30)).fit(clients, rounds=1, seed=seed, callbacks=[start])
@@ -299,7 +297,9 @@ def test_validation_of_fedsoul_is_the_posterior_predictive() -> None:
 
     look = Look()
     population = soul().fit(held_out, rounds=30, callbacks=[look])
-    expected = torch.cat([population.predict(i, x + 0.2).log_prob(y) for i, (x, y) in enumerate(clients)]).mean()
+    expected = torch.cat(
+        [population.predict(i, x + 0.2).log_prob(y) for i, (x, y) in enumerate(clients)]
+    ).mean()
     assert look.score == pytest.approx(float(expected), abs=0.1)
 
 

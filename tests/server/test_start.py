@@ -60,7 +60,10 @@ def test_exact_moments_give_back_phi_exactly() -> None:
     white = phi @ torch.linalg.inv(whitener)
     cross = white.T @ second @ white
     found = start.phi(
-        {"cross": (7 * cross).reshape(-1), "pairs": torch.tensor([7.0])}, whitener, torch.zeros(6, dtype=WIDE), 2
+        {"cross": (7 * cross).reshape(-1), "pairs": torch.tensor([7.0])},
+        whitener,
+        torch.zeros(6, dtype=WIDE),
+        2,
     ).reshape(2, 3)
     torch.testing.assert_close(found.T @ found, phi.T @ second @ phi)
 
@@ -69,7 +72,9 @@ def test_exact_moments_give_back_phi_exactly() -> None:
 def test_correlated_inputs_are_whitened_first(whitened: bool) -> None:
     """With many examples the start is at the true subspace; without whitening it is not."""
     clients, phi, _ = population_data(150, 40, 4, 2, 0.1)
-    mix = torch.tensor([[3.0, 0.0, 0.0, 0.0], [2.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0], [0.0, 0.5, 0.0, 0.3]])
+    mix = torch.tensor(
+        [[3.0, 0.0, 0.0, 0.0], [2.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0], [0.0, 0.5, 0.0, 0.3]]
+    )
     moved = [(x @ mix.T, y) for x, y in clients]  # y = x_new' mix^-T phi z
     truth = torch.linalg.inv(mix).T @ phi
     model = linear_model(4, 2, 0.1)
@@ -122,7 +127,9 @@ def test_the_start_leaves_the_rest_of_phi_alone() -> None:
 
 def test_logistic_targets_are_linearised() -> None:
     model = fp.Composition(nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False), "bernoulli")
-    torch.testing.assert_close(working_response(model, torch.tensor([[0.0], [1.0]])), torch.tensor([[-2.0], [2.0]]))
+    torch.testing.assert_close(
+        working_response(model, torch.tensor([[0.0], [1.0]])), torch.tensor([[-2.0], [2.0]])
+    )
     assert applies(model)
 
 

@@ -1,0 +1,290 @@
+"""Bad input: each one clear error that says what, where and what to do, and nothing half-written."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedpop as fp
+from fedpop.errors import CheckpointError, DataError, FedpopError, ModelError, SettingsError
+from tests.helpers import linear_model, ragged
+
+NORMAL = fp.likelihoods.Normal(0.5)
+
+
+def softmax() -> fp.Composition:
+    return fp.Composition(nn.Linear(3, 2), nn.Linear(2, 3), "categorical")
+
+
+def named(**changes: Any) -> dict[str, Any]:
+    a, b, c = ragged((3, 4, 2))
+    return {"anna": a, "ben": b, "cara": c} | changes
+
+
+def with_value(value: float, part: int, row: int) -> tuple[Tensor, Tensor]:
+    pair = tuple(t.clone() for t in ragged((4,))[0])
+    pair[part][row] = value
+    return pair
+
+
+def labels(*values: Any) -> dict[str, Any]:
+    x = torch.zeros(len(values), 3)
+    good = (torch.zeros(2, 3), torch.tensor([0, 2]))
+    return {"anna": good, "ben": (x, torch.tensor(values))}
+
+
+def held_out(y: Tensor, x: Tensor | None = None) -> dict[str, Any]:
+    a, b = ragged((3, 4))
+    inputs = torch.zeros(len(y), 3) if x is None else x
+    return {"anna": a, "ben": fp.Client(*b, validation=(inputs, y))}
+
+
+DATA: dict[str, tuple[Any, Any, str]] = {
+    "no clients": (linear_model, [], "no clients"),
+    "no clients in a mapping": (linear_model, {}, "no clients"),
+    "lengths": (
+        linear_model,
+        named(ben=(torch.zeros(3, 3), torch.zeros(2))),
+        "'ben'.*3 rows but y has 2.*equal",
+    ),
+    "lengths of a table": (
+        linear_model,
+        fp.Table(torch.zeros(3, 3), torch.zeros(2), [0, 1, 1]),
+        "3 rows but y has 2",
+    ),
+    "names twice": (linear_model, {1: ragged()[0], "1": ragged()[0]}, "'1' appears twice"),
+    "nan in x": (linear_model, named(ben=with_value(float("nan"), 0, 2)), "'ben', row 2.*NaN.*drop the row"),
+    "infinity in x": (linear_model, named(cara=with_value(float("inf"), 0, 3)), "'cara', row 3.*infinite"),
+    "nan in y": (linear_model, named(ben=with_value(float("nan"), 1, 1)), "'ben', row 1: y is NaN"),
+    "infinity in y": (linear_model, named(cara=with_value(-float("inf"), 1, 0)), "'cara', row 0: y is"),
+    "nan in an array": (
+        linear_model,
+        {"dora": (np.array([[1.0, 2.0, np.nan]]), np.zeros(1))},
+        "'dora', row 0.*NaN",
+    ),
+    "nan in held-out y": (
+        linear_model,
+        held_out(torch.tensor([0.0, float("nan")])),
+        "'ben', validation set, row 1",
+    ),
+    "nan in held-out x": (
+        linear_model,
+        held_out(torch.zeros(1), torch.full((1, 3), float("nan"))),
+        "'ben', validation set, row 0",
+    ),
+    "nan in a table's y": (
+        linear_model,
+        fp.Table(torch.zeros(3, 3), torch.tensor([0.0, 1.0, float("nan")]), ["anna", "ben", "ben"]),
+        "'ben', row 1",
+    ),
+    "label too large": (softmax, labels(0, 1, 3), "'ben', row 2: label 3 is out of range.*from 0 to 2"),
+    "label negative": (softmax, labels(-1), "'ben', row 0: label -1 is out of range"),
+    "label not whole": (softmax, labels(0.5), "'ben', row 0.*not a whole number"),
+    "label nan": (softmax, labels(0.0, float("nan")), "'ben', row 1.*NaN"),
+    "labels one-hot": (softmax, {"anna": (torch.zeros(2, 3), torch.eye(3)[:2])}, "class labels must be"),
+    "bernoulli": (
+        lambda: fp.Composition(None, nn.Linear(3, 1), "bernoulli"),
+        {"anna": (torch.zeros(2, 3), torch.tensor([0.0, 2.0]))},
+        "'anna', row 1: a bernoulli target is 0 or 1",
+    ),
+    "poisson": (
+        lambda: fp.Composition(None, nn.Linear(3, 1), "poisson"),
+        {"anna": (torch.zeros(2, 3), torch.tensor([0.5, 2.0]))},
+        "'anna', row 0: a poisson target is a whole number",
+    ),
+    "y too wide": (linear_model, {"anna": (torch.zeros(2, 3), torch.zeros(2, 2))}, "'anna'.*1 output"),
+    "x too narrow": (
+        linear_model,
+        {"anna": (torch.zeros(2, 4), torch.zeros(2))},
+        r"examples of shape \[\(4,\)\]",
+    ),
+    "x too narrow for a split": (
+        lambda: fp.Split(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), "1.*", NORMAL),
+        {"anna": (torch.zeros(2, 4), torch.zeros(2))},
+        r"examples of shape \[\(4,\)\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+@pytest.mark.parametrize("method", [fp.FedSOUL, fp.FedAvg])
+def test_data_that_cannot_be_used(tmp_path: Path, case: str, method: Any) -> None:
+    model, clients, message = DATA[case]
+    with pytest.raises(DataError, match=message):
+        method(model()).fit(clients, rounds=1, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+class Squeezed(nn.Module):
+    """A head that forgets the axis of its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).squeeze(-1)
+
+
+class Pooled(nn.Module):
+    """A head that mixes its examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).mean(0, keepdim=True)
+
+
+MODELS: dict[str, tuple[Any, str]] = {
+    "one logit for classes": (
+        lambda: fp.Composition(nn.Linear(3, 2), nn.Linear(2, 1), "categorical"),
+        "at least 2.*'bernoulli'",
+    ),
+    "one logit for classes in a split": (
+        lambda: fp.Split(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), "1.*", "categorical"),
+        "at least 2",
+    ),
+    "squeezed": (
+        lambda: fp.Composition(nn.Linear(3, 2), Squeezed(), NORMAL),
+        r"gave outputs of shape \(2,\)",
+    ),
+    "pooled": (lambda: fp.Composition(nn.Linear(3, 2), Pooled(), NORMAL), r"for 2 examples the head gave"),
+    "no width": (lambda: fp.Composition(None, nn.PReLU(3), NORMAL), "how many outputs"),
+    "two tensors of features": (
+        lambda: fp.Composition(nn.GRU(3, 2), nn.Linear(2, 1), NORMAL),
+        "one tensor of features",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_heads_that_do_not_fit(tmp_path: Path, case: str) -> None:
+    make, message = MODELS[case]
+    with pytest.raises(ModelError, match=message):
+        fp.FedSOUL(make()).fit([(torch.zeros(4, 3), torch.zeros(4))], rounds=1, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "M = 0": ({"local_steps": 0}, {}, "local_steps.*at least 1, not 0"),
+    "M < 0": ({"local_steps": -3}, {}, "local_steps"),
+    "chains": ({"chains": 0}, {}, "at least one chain"),
+    "form": ({"form": "centre"}, {}, "form of I"),
+    "phi_batch": ({"phi_batch": 0}, {}, "phi_batch"),
+    "kernel": ({"kernel": "nuts"}, {}, "unknown kernel 'nuts'; known are"),
+    "prior": ({"prior": "cauchy"}, {}, "unknown prior 'cauchy'; known are"),
+    "rounds = 0": ({}, {"rounds": 0}, "rounds must be at least 1"),
+    "rounds < 0": ({}, {"rounds": -1}, "rounds must be at least 1"),
+    "p = 0": ({}, {"participation": 0.0}, r"lies in \(0, 1\]"),
+    "p > 1": ({}, {"participation": 1.5}, r"lies in \(0, 1\]"),
+    "nobody": ({}, {"participation": 0}, "at least one client"),
+    "more than there are": ({}, {"participation": 4}, "only 3"),
+    "seed": ({}, {"seed": -1}, "seed"),
+    "checkpoints": ({}, {"checkpoint_every": 0}, "checkpoint_every"),
+    "memory": ({}, {"memory": "lots"}, "memory budget"),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_impossible_settings(tmp_path: Path, case: str) -> None:
+    options, settings, message = SETTINGS[case]
+    with pytest.raises(SettingsError, match=message):
+        fp.FedSOUL(linear_model(), **options).fit(named(), out=tmp_path / "run", **({"rounds": 1} | settings))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: fp.ULA(step_size=-0.1),
+        lambda: fp.ULA(step_size=0.0),
+        lambda: fp.ULA(step_size=2.0),
+        lambda: fp.ULA(decay=-1.0),
+        lambda: fp.Exponential(h=0.0),
+        lambda: fp.Exponential(h=1.1),
+        lambda: fp.HMC(leapfrog=0),
+        lambda: fp.NormalPrior("spherical"),
+        lambda: fp.NormalPrior(scale=0.0),
+        lambda: fp.NormalPrior(scale=-1.0),
+        lambda: fp.NormalPrior(bounds=(2.0, 1.0)),
+        lambda: fp.NormalPrior(bounds=(0.0, 1.0)),
+        lambda: fp.NormalPrior(ball=0.0),
+        lambda: fp.NormalPrior(mean=float("nan")),
+        lambda: fp.FedSOUL(softmax(), rao_blackwell=True),
+    ],
+)
+def test_negative_steps_and_other_impossible_pieces(make: Any) -> None:
+    with pytest.raises(SettingsError):
+        make()
+
+
+def test_an_unwritable_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingsError, match=r"cannot write to .*file/run"):
+        fp.FedSOUL(linear_model()).fit(named(), rounds=1, out=tmp_path / "file" / "run")
+    population = fp.FedSOUL(linear_model()).fit(named(), rounds=1)
+    with pytest.raises(SettingsError, match="cannot write to"):
+        population.save(tmp_path / "file" / "saved")
+
+
+def test_a_resume_with_changed_settings(tmp_path: Path) -> None:
+    fp.FedSOUL(linear_model()).fit(named(), rounds=2, out=tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"cannot resume.*local_steps: 10 then, 5 now.*another output folder"
+    ):
+        fp.FedSOUL(linear_model(), local_steps=5).fit(named(), rounds=2, out=tmp_path, resume=True)
+
+
+def test_questions_that_make_no_sense() -> None:
+    population = fp.FedSOUL(linear_model()).fit(named(), rounds=1)
+    x = torch.zeros(2, 3)
+    with pytest.raises(DataError, match=r"no client 'dora'.*new_client"):
+        population.predict("dora", x)
+    with pytest.raises(DataError, match="row 1: x is NaN"):
+        population.predict("anna", torch.tensor([[0.0] * 3, [float("nan")] * 3]))
+    with pytest.raises(DataError, match=r"shape \[\(4,\)\]"):
+        population.predict("anna", torch.zeros(2, 4))
+    for level in (0.0, 1.0, 95):
+        with pytest.raises(SettingsError, match="credible level"):
+            population.predict("anna", x).interval(level)
+
+
+def test_every_error_is_a_fedpop_error_and_a_familiar_one() -> None:
+    """Users may catch one class, or the built-in that they expect."""
+    for error in (DataError, ModelError, SettingsError):
+        assert issubclass(error, FedpopError)
+        assert issubclass(error, ValueError)
+    assert issubclass(CheckpointError, FedpopError)
+
+
+def test_an_error_of_the_first_rounds_leaves_no_half_written_file(tmp_path: Path) -> None:
+    """A callback of the user's own that fails: what is there can be resumed, nothing is temporary."""
+
+    class Fails(fp.Callback):
+        def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
+            if run.round == 3:
+                raise ZeroDivisionError
+            return False
+
+    with pytest.raises(ZeroDivisionError):
+        fp.FedSOUL(linear_model()).fit(
+            named(), rounds=5, out=tmp_path, checkpoint_every=2, callbacks=[Fails()]
+        )
+    assert [p for p in tmp_path.rglob("*") if p.name.startswith(".") or p.suffix == ".tmp"] == []
+    resumed = fp.FedSOUL(linear_model()).fit(named(), rounds=5, out=tmp_path, checkpoint_every=2, resume=True)
+    assert len(resumed.history) == 5
+
+
+def test_importing_the_package_is_light() -> None:
+    """Nothing is imported at start-up that the command at hand does not need."""
+    heavy = "{'matplotlib', 'arviz_stats', 'jinja2', 'tyro'}"
+    code = f"import sys, fedpop; print(sorted({heavy} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
