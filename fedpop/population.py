@@ -13,7 +13,8 @@ from torch import Tensor
 
 import fedpop
 from fedpop.algorithms.base import Algorithm, Tensors
-from fedpop.algorithms.fedsouk import FINAL_CHAINS, FINAL_DRAWS, FedSOUK, PhiGradient
+from fedpop.algorithms.fedsouk import FINAL_CHAINS, FINAL_DRAWS, FedSOUK
+from fedpop.algorithms.phi_gradient import PhiGradient
 from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
 from fedpop.evaluation.diagnostics import (
     ChainDiagnostics,

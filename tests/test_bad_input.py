@@ -77,6 +77,13 @@ DATA: dict[str, tuple[Any, Any, str]] = {
         held_out(torch.zeros(1), torch.full((1, 3), float("nan"))),
         "'ben', validation set, row 0",
     ),
+    "nan in a table's x": (
+        linear_model,
+        fp.Table(
+            torch.tensor([[0.0], [1.0], [float("nan")]]).expand(3, 3), torch.zeros(3), ["anna", "ben", "ben"]
+        ),
+        r"the table, row 2 \(client 'ben'\): x is NaN",
+    ),
     "nan in a table's y": (
         linear_model,
         fp.Table(torch.zeros(3, 3), torch.tensor([0.0, 1.0, float("nan")]), ["anna", "ben", "ben"]),

@@ -8,13 +8,16 @@ from typing import Any
 from fedpop.algorithms.base import Algorithm
 from fedpop.algorithms.fedavg import FedAvg
 from fedpop.algorithms.fedrep import FedRep
-from fedpop.algorithms.fedsouk import EM, FedSOUK, FedSOUL, Hyperprior
+from fedpop.algorithms.fedsouk import FedSOUK
+from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.errors import CheckpointError
 from fedpop.kernels import HMC, ULA, Exponential
 from fedpop.models.base import Model
+from fedpop.priors.hyper import Hyperprior
 from fedpop.priors.normal import Normal
 from fedpop.server.averaging import Averaging
+from fedpop.server.em import EM
 from fedpop.server.optimisers import SGD, Adam
 from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial
 from fedpop.server.start import SpectralStart

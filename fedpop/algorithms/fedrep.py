@@ -24,7 +24,6 @@ from fedpop.algorithms.base import (
     leave_out,
     weighted_sum,
 )
-from fedpop.algorithms.fedsouk import natural_units, prefixed, unprefixed
 from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.algorithms.point import body_loss, head_loss, plug_in, score_point
 from fedpop.channel import Channel
@@ -35,7 +34,8 @@ from fedpop.federation.inputs import Inputs
 from fedpop.models.local import LinearLikelihood
 from fedpop.runtime.random import Key
 from fedpop.server.optimisers import Optimiser
-from fedpop.server.start import SpectralStart, applies
+from fedpop.server.start import SpectralStart, applies, natural_units
+from fedpop.server.state import prefixed, unprefixed
 
 HEADS = ("sgd", "exact")
 

@@ -35,16 +35,15 @@ from fedpop.algorithms.base import (
     Tensors,
     Trial,
     leave_out,
-    split_cohort,
     weighted_sum,
 )
+from fedpop.algorithms.phi_gradient import PhiGradient
 from fedpop.channel import Channel
 from fedpop.errors import EstimateError, SettingsError
-from fedpop.evaluation.predictive import Predictive
+from fedpop.evaluation.predictive import Predictive, per_example
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, leaves, map_inputs
 from fedpop.kernels import (
-    ULA,
     Exponential,
     Kernel,
     Target,
@@ -53,69 +52,22 @@ from fedpop.kernels import (
     resolve_kernel,
     run,
 )
-from fedpop.models.base import Model
 from fedpop.models.gauge import aligner
-from fedpop.models.local import LinearLikelihood
-from fedpop.models.modules import RowKeys, has_dropout
+from fedpop.models.modules import RowKeys
+from fedpop.priors.hyper import Hyperprior
 from fedpop.priors.normal import Normal
 from fedpop.priors.normal import resolve as resolve_prior
 from fedpop.runtime.random import Key
 from fedpop.server.averaging import Averaging
+from fedpop.server.em import EM
 from fedpop.server.optimisers import SGD, Adam, Optimiser
-from fedpop.server.schedules import Polynomial
-from fedpop.server.start import SpectralStart, applies
+from fedpop.server.start import SpectralStart, applies, natural_units, redrawn
+from fedpop.server.state import prefixed, unprefixed
 
+FINAL_CHAINS, FINAL_DRAWS, FINAL_BURN_IN = 4, 250, 300
 STARTS = ("auto", "spectral", "random")
 FORMS = ("auto", "left", "right", "mixed")
 LARGEST_MIXED = 128
-
-
-@dataclass(frozen=True)
-class Hyperprior:
-    """log p(phi, beta), flat unless told: phi and mu Normal around 0, log sigma Normal around a value."""
-
-    phi_scale: float | None = None
-    mean_scale: float | None = None
-    log_scale: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("phi_scale", "mean_scale"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise SettingsError(f"hyperprior: {name} must be positive, not {value}")
-        if self.log_scale is not None and not self.log_scale[1] > 0:
-            raise SettingsError(f"hyperprior: log_scale's spread must be positive, not {self.log_scale[1]}")
-
-    def phi_grad(self, phi: Tensor) -> Tensor:
-        return torch.zeros_like(phi) if self.phi_scale is None else -phi / self.phi_scale**2
-
-    def beta_grad(self, prior: Normal, beta: Tensor) -> Tensor:
-        """In the coordinates of the score: they are beta's own for the scales this is allowed for."""
-        d = prior.dimension(beta)
-        grad = torch.zeros_like(beta)
-        if self.mean_scale is not None:
-            grad[:d] = -beta[:d] / self.mean_scale**2
-        if self.log_scale is not None:
-            centre, spread = self.log_scale
-            grad[d:] = (centre - beta[d:]) / spread**2
-        return grad
-
-
-@dataclass(frozen=True)
-class EM:
-    """Steps of stochastic-approximation EM on the Normal prior; rate 1 is EM itself."""
-
-    rate: float = 1.0
-    final: float = 0.1
-    """The rate falls to this by the last round, along with noise."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.final <= self.rate <= 1:
-            raise SettingsError(f"EM rates satisfy 0 < final <= rate <= 1, not {self}")
-
-    def at(self, k: int, rounds: int) -> float:
-        share = k / max(rounds, 1)
-        return self.rate if share < 0.5 else self.rate + (self.final - self.rate) * (2 * share - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,13 +198,13 @@ class FedSOUK(Algorithm):
         if phase == "scale":
             return local, self._feature_size(phi, cohort, channel), Info()
 
-        keys = self._row_keys(cohort, key)
+        keys = self.model.dropout_keys(cohort, key)
         phi = phi.detach().requires_grad_(phi.numel() > 0)
         whole = self.phi_batch is None
         fused = channel.fusable and whole
         with torch.set_grad_enabled(fused):
             features = self.model.features(phi, cohort, keys)
-        target = self.target(phi.detach(), beta, detached(features), cohort, keys)
+        target = self.target(phi.detach(), beta, map_inputs(Tensor.detach, features), cohort, keys)
         trace = self._chain(target, local, beta, cohort, key)
         clients, _, _, d = trace.draws.shape
         draws = trace.draws.reshape(clients, -1, d)
@@ -263,10 +215,10 @@ class FedSOUK(Algorithm):
         if fused:
             value, j = estimate.fused(phi, features, cohort, keys, good)
             if not bool(torch.isfinite(j).all()):
-                good, value, j = estimate.one_by_one(phi, cohort, key, self, good, channel=None)
+                good, value, j = estimate.one_by_one(phi, cohort, key, good, None)
             j = channel.fused("J", j, int(good.sum()))
         else:
-            good, value, j = estimate.one_by_one(phi, cohort, key, self, good, channel)
+            good, value, j = estimate.one_by_one(phi, cohort, key, good, channel, self.phi_batch)
         i = weighted_sum(channel("I", scores), cohort.weights, good)
         sums = {"I": i, "J": j}
         if isinstance(self.beta_step, EM) and (size := target.likelihood_curvature()) is not None:
@@ -278,11 +230,6 @@ class FedSOUK(Algorithm):
             "updates": trace.tuning.updates,
         }
         return new, message, self._info(cohort, trace, target, value, good, whole)
-
-    def _row_keys(self, cohort: Cohort, key: Key) -> RowKeys | None:
-        if any(has_dropout(m) for m in self.model.modules()):
-            return self.model.row_keys(cohort, key)
-        return None
 
     def target(
         self,
@@ -528,180 +475,3 @@ class FedSOUK(Algorithm):
             log_prob = per_example(self.model, phi, draws, features, held_out)
         total = torch.logsumexp(log_prob, 0) - math.log(log_prob.shape[0])
         return {"log_prob": total.sum().double(), "examples": held_out.sizes.sum().double()}
-
-
-FINAL_CHAINS, FINAL_DRAWS, FINAL_BURN_IN = 4, 250, 300
-
-
-def per_example(model: Model, phi: Tensor, draws: Tensor, features: Inputs, cohort: Cohort) -> Tensor:
-    """log p(y_j | x_j, z) for every example j and draw of its client: ``[S, n]``."""
-    y = model.likelihood.encode(cohort.y, model.outputs, phi.dtype)
-    out = []
-    start = 0
-    for c, n in enumerate(cohort.sizes.tolist()):
-        rows = slice(start, start + n)
-        start += n
-        eta = model.head_outputs(phi, draws[c], map_inputs(lambda v, r=rows: v[r], features))
-        out.append(model.likelihood.log_prob(eta, y[rows], model.params(phi)))
-    return torch.cat(out, dim=1)
-
-
-@dataclass(frozen=True)
-class PhiGradient:
-    """J of a cohort: one backward pass of the log-likelihood averaged over the draws."""
-
-    model: Model
-    moments: tuple[Tensor, Tensor] | None
-    draws: Tensor
-
-    def value(
-        self,
-        phi: Tensor,
-        features: Inputs,
-        cohort: Cohort,
-        keys: RowKeys | None,
-        index: Any = slice(None),
-    ) -> Tensor:
-        """E[log p(D_i | z, phi)] per client, differentiable in phi."""
-        local = self.model.bind(phi, features, cohort, keys)
-        if self.moments is None:
-            return local.value(self.draws[index]).mean(1)
-        assert isinstance(local, LinearLikelihood)
-        return expected_normal(local, self.moments[0][index], self.moments[1][index])
-
-    def fused(
-        self, phi: Tensor, features: Inputs, cohort: Cohort, keys: RowKeys | None, good: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """One backward for all clients: the server only ever needs the sum."""
-        with torch.enable_grad():
-            value = self.value(phi, features, cohort, keys)
-            # A client with an infinite likelihood would poison everyone's gradient.
-            kept = torch.where(good & torch.isfinite(value), value, torch.zeros_like(value))
-            return value.detach(), gradient((cohort.weights.to(value.dtype) * kept).sum(), phi)
-
-    def one_by_one(
-        self,
-        phi: Tensor,
-        cohort: Cohort,
-        key: Key,
-        method: FedSOUK,
-        good: Tensor,
-        channel: Channel | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One backward per client: to compress each, to take mini-batches, or to find a culprit."""
-        good, values, total = good.clone(), [], torch.zeros_like(phi)
-        for c, one in enumerate(split_cohort(cohort)):
-            part, factor = minibatch(one, method.phi_batch, key)
-            keys = method._row_keys(part, key)
-            with torch.enable_grad():
-                features = self.model.features(phi, part, keys)
-                value = factor * self.value(phi, features, part, keys, slice(c, c + 1))
-                j = gradient(value.sum(), phi)
-            values.append(value.detach())
-            good[c] &= bool(torch.isfinite(value).all()) and bool(torch.isfinite(j).all())
-            if bool(good[c]):
-                sent = j.unsqueeze(0) if channel is None else channel("J", j.unsqueeze(0))
-                total = total + float(one.weights) * sent[0]
-        return good, torch.cat(values), total.detach()
-
-
-def expected_normal(local: LinearLikelihood, mean: Tensor, cov: Tensor) -> Tensor:
-    """E[log p(D | z)] for z ~ N(mean, cov) in a Normal linear model: the residual plus tr(F cov F')."""
-    at_mean = local.value(mean.unsqueeze(1)).squeeze(1)
-    q = local.features.shape[-1]
-    spread = torch.zeros_like(at_mean)
-    for o in range(local.outputs):
-        block = cov[:, o * q : (o + 1) * q, o * q : (o + 1) * q]
-        spread = spread + torch.einsum("cni,cij,cnj->c", local.features, block, local.features)
-    precision = local.likelihood.bound(local.params)
-    assert precision is not None
-    return at_mean - 0.5 * precision * spread
-
-
-def gradient(value: Tensor, phi: Tensor) -> Tensor:
-    """d value / d phi, zero where phi does not matter."""
-    if not phi.requires_grad or not value.requires_grad:
-        return torch.zeros_like(phi)
-    (grad,) = torch.autograd.grad(value, phi, allow_unused=True)
-    return torch.zeros_like(phi) if grad is None else grad
-
-
-def minibatch(cohort: Cohort, size: int | None, key: Key) -> tuple[Cohort, float]:
-    """A uniform subset of one client's examples, and the factor that makes its sum unbiased."""
-    n = int(cohort.sizes[0])
-    if size is None or n <= size:
-        return cohort, 1.0
-    u = key.at(purpose="minibatch").uniform(cohort.ids, (n,))[0]
-    rows = torch.topk(u, size, largest=False).indices.sort().values
-    sizes = cohort.sizes.new_full((1,), size)
-    return cohort.take(rows, cohort.ids, sizes, cohort.weights), n / size
-
-
-def detached(features: Inputs) -> Inputs:
-    return map_inputs(lambda v: v.detach(), features)
-
-
-def natural_units(model: Model, phi: Tensor) -> Tensor:
-    """The natural size of a change of each coordinate of phi: its tensor's root mean square."""
-    overall = float(phi.square().mean().sqrt()) if phi.numel() else 1.0
-    unit = torch.ones_like(phi)
-    for name, span in model.phi_layout.spans().items():
-        size = float(phi[span].square().mean().sqrt())
-        # log-variances live on a scale of one; a tensor of zeros says nothing of its own scale.
-        unit[span] = 1.0 if name.startswith("likelihood.") else size or overall or 1.0
-    return unit
-
-
-def redrawn(model: Model, phi: Tensor, key: Key) -> Tensor:
-    """Another random start: every tensor drawn anew with its own mean and standard deviation."""
-    noise = key.normal(key.server(phi.device), (phi.numel(),), phi.dtype)[0]
-    out = phi.clone()
-    for span in model.phi_layout.spans().values():
-        part = phi[span]
-        if part.numel() > 1:
-            out[span] = part.mean() + part.std() * noise[span]
-    return out
-
-
-def prefixed(prefix: str, tensors: Tensors) -> Tensors:
-    return {prefix + name: tensor for name, tensor in tensors.items()}
-
-
-def unprefixed(prefix: str, tensors: Tensors) -> Tensors:
-    cut = len(prefix)
-    return {n[cut:]: t for n, t in tensors.items() if n.startswith(prefix)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class FedSOUL(FedSOUK):
-    """FedSOUK with the kernel that the head asks for: exact steps where the posterior is Gaussian, HMC
-    elsewhere. ``FedSOUL.paper()`` is the paper's Algorithm 1 to the letter."""
-
-    preset: str = "default"
-    name: ClassVar[str] = "FedSOUL"
-
-    @property
-    def label(self) -> str:
-        return self.name if self.preset == "default" else f"{self.name}-{self.preset}"
-
-    @classmethod
-    def paper(
-        cls, model: Model, *, rate: float | None = None, power: float = 0.6, **settings: Any
-    ) -> FedSOUL:
-        """Unadjusted Langevin with gamma_i = 0.8 / L_i; eta1 = eta2 = rate (1 + k)^-power, plain steps,
-        from the modules' own values and N(0, 1); no averaging.
-
-        ``rate`` None finds the largest power of ten whose 20 trial rounds do not lower the likelihood.
-        """
-        step = SGD(rate, Polynomial(power))
-        defaults: dict[str, Any] = {
-            "preset": "paper",
-            "kernel": ULA(),
-            "form": "left",
-            "prior": Normal(scale=1.0),
-            "phi_step": step,
-            "beta_step": step,
-            "start": "random",
-            "average": Averaging("last"),
-        }
-        return cls(model, **(defaults | settings))

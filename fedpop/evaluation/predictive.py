@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
+from fedpop.federation.cohort import Cohort
+from fedpop.federation.inputs import Inputs, map_inputs
+from fedpop.models.base import Model
 from fedpop.models.likelihoods import Likelihood, Normal, Params, Poisson
 from fedpop.runtime.random import Key
 
@@ -176,3 +179,16 @@ def _drop(v: Tensor) -> Tensor:
 
 def _categorical_entropy(p: Tensor) -> Tensor:
     return -torch.xlogy(p, p).sum(-1)
+
+
+def per_example(model: Model, phi: Tensor, draws: Tensor, features: Inputs, cohort: Cohort) -> Tensor:
+    """log p(y_j | x_j, z) for every example j and draw of its client: ``[S, n]``."""
+    y = model.likelihood.encode(cohort.y, model.outputs, phi.dtype)
+    out = []
+    start = 0
+    for c, n in enumerate(cohort.sizes.tolist()):
+        rows = slice(start, start + n)
+        start += n
+        eta = model.head_outputs(phi, draws[c], map_inputs(lambda v, r=rows: v[r], features))
+        out.append(model.likelihood.log_prob(eta, y[rows], model.params(phi)))
+    return torch.cat(out, dim=1)

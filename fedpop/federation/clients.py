@@ -146,7 +146,7 @@ class Federation:
 
     @classmethod
     def _of_table(cls, table: Table) -> Federation:
-        x, y = _pair(table.x, table.y, "the table")
+        x, y = _shaped(table.x, table.y, "the table")
         labels = table.client
         if not isinstance(labels, Tensor) and np.asarray(labels).dtype.kind in "OSU":
             labels = np.asarray(labels).tolist()  # names rather than numbers
@@ -162,6 +162,7 @@ class Federation:
             raise DataError(f"the table has {y.shape[0]} rows but {owner.shape[0]} client labels")
         if not names:
             raise DataError("the table has no rows; a federation needs at least one client")
+        require_finite(x, "the table", lambda row: f" (client {names[int(owner[row])]!r})")
         order = torch.argsort(owner, stable=True)
         sizes = torch.bincount(owner, minlength=len(names))
         starts = torch.cumsum(sizes, 0) - sizes
@@ -274,6 +275,12 @@ def _read_dataset(dataset: Any, where: str) -> tuple[Any, Any]:
 
 
 def _pair(x: Any, y: Any, where: str) -> tuple[Inputs, Tensor]:
+    inputs, targets = _shaped(x, y, where)
+    require_finite(inputs, where)
+    return inputs, targets
+
+
+def _shaped(x: Any, y: Any, where: str) -> tuple[Inputs, Tensor]:
     inputs, targets = as_inputs(x, where), as_tensor(y, f"{where}, y")
     if targets.dim() == 0:
         raise DataError(f"{where}: y must have one entry per example")
@@ -282,7 +289,6 @@ def _pair(x: Any, y: Any, where: str) -> tuple[Inputs, Tensor]:
             f"{where}: x has {rows_of(inputs)} rows but y has {targets.shape[0]}; "
             "they must be of equal length"
         )
-    require_finite(inputs, where)
     return inputs, targets
 
 

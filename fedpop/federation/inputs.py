@@ -50,13 +50,16 @@ def as_inputs(x: Any, where: str) -> Inputs:
     return out
 
 
-def require_finite(x: Inputs, where: str) -> None:
+def require_finite(x: Inputs, where: str, owner: Callable[[int], str] = lambda row: "") -> None:
+    """Raise at the first row that is not finite; ``owner`` may add whose it is."""
     for leaf in leaves(x):
         if torch.is_floating_point(leaf):
             finite = torch.isfinite(leaf.unsqueeze(-1)).flatten(1).all(dim=1)
             if not bool(finite.all()):
                 row = int((~finite).nonzero()[0, 0])
-                raise DataError(f"{where}, row {row}: x is NaN or infinite; drop the row or fill it in")
+                raise DataError(
+                    f"{where}, row {row}{owner(row)}: x is NaN or infinite; drop the row or fill it in"
+                )
 
 
 def as_tensor(value: Any, where: str) -> Tensor:

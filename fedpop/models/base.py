@@ -17,7 +17,7 @@ from fedpop.federation.inputs import Inputs, leaves, map_inputs
 from fedpop.models.flat import Layout
 from fedpop.models.likelihoods import Likelihood, Params
 from fedpop.models.local import LinearLikelihood, LocalLikelihood
-from fedpop.models.modules import RowKeys
+from fedpop.models.modules import RowKeys, has_dropout
 from fedpop.runtime.random import Key
 
 _GLOBAL_GENERATOR = (
@@ -113,6 +113,12 @@ class Model(ABC):
             return {}
         views = self.phi_layout.views(phi)
         return {name: views[f"likelihood.{name}"] for name in names}
+
+    def dropout_keys(self, cohort: Cohort, key: Key) -> RowKeys | None:
+        """Names for a cohort's examples, where the model has dropout to draw for them."""
+        if any(has_dropout(m) for m in self.modules()):
+            return self.row_keys(cohort, key)
+        return None
 
     def row_keys(self, cohort: Cohort, key: Key) -> RowKeys:
         return RowKeys(key, cohort.ids[cohort.owner], cohort.position)

@@ -13,8 +13,8 @@ What a client sends is its score I = (I_mu, I_scale), with u = L^-1 (z - mu):
 
 The left column is Fisher's identity as in the paper (its equation for I_k); the right one follows by
 integration by parts under the posterior and has no noise at all for a client without data. Any fixed mix
-A left + (1 - A) right is unbiased too; ``mixed`` takes A = Lambda Q^-1, with Lambda the likelihood's curvature
-and Q that of the posterior, which makes I_mu free of noise when the posterior is Gaussian.
+A left + (1 - A) right is unbiased too; ``mixed`` takes A = Lambda Q^-1, with Lambda the likelihood's
+curvature and Q that of the posterior, which makes I_mu free of noise when the posterior is Gaussian.
 """
 
 from __future__ import annotations

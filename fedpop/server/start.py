@@ -21,6 +21,7 @@ from fedpop.errors import ModelError
 from fedpop.federation.cohort import Cohort
 from fedpop.models.base import LinearLayout, Model
 from fedpop.models.composition import Composition
+from fedpop.runtime.random import Key
 
 
 def applies(model: Model) -> bool:
@@ -107,3 +108,25 @@ def working_response(model: Model, y: Tensor) -> Tensor:
         return y
     mean = model.likelihood.mean(zero, {})
     return (y - mean) / model.likelihood.curvature(zero, {})
+
+
+def natural_units(model: Model, phi: Tensor) -> Tensor:
+    """The natural size of a change of each coordinate of phi: its tensor's root mean square."""
+    overall = float(phi.square().mean().sqrt()) if phi.numel() else 1.0
+    unit = torch.ones_like(phi)
+    for name, span in model.phi_layout.spans().items():
+        size = float(phi[span].square().mean().sqrt())
+        # log-variances live on a scale of one; a tensor of zeros says nothing of its own scale.
+        unit[span] = 1.0 if name.startswith("likelihood.") else size or overall or 1.0
+    return unit
+
+
+def redrawn(model: Model, phi: Tensor, key: Key) -> Tensor:
+    """Another random start: every tensor drawn anew with its own mean and standard deviation."""
+    noise = key.normal(key.server(phi.device), (phi.numel(),), phi.dtype)[0]
+    out = phi.clone()
+    for span in model.phi_layout.spans().values():
+        part = phi[span]
+        if part.numel() > 1:
+            out[span] = part.mean() + part.std() * noise[span]
+    return out

@@ -186,16 +186,19 @@ def test_every_method_resumes_to_the_same_bits(tmp_path: Path, name: str) -> Non
     method, options = METHODS[name]
     settings = options | {"rounds": 12, "seed": 3, "checkpoint_every": 4}
 
-    def run(folder: str, resume: bool, crash: int | None = None) -> None:
+    def run(folder: str, resume: bool, crash: int | None = None) -> fp.Population:
         callbacks = [fp.EarlyStop(every=2, patience=100)] + ([CrashAt(crash)] if crash else [])
-        method().fit(with_validation(), out=tmp_path / folder, resume=resume, callbacks=callbacks, **settings)
+        return method().fit(
+            with_validation(), out=tmp_path / folder, resume=resume, callbacks=callbacks, **settings
+        )
 
     run("whole", False)
     for crash in (3, 6, 11):  # before the first checkpoint, between two, after the last
         with pytest.raises(Crash):
             run("broken", True, crash)
-    run("broken", True)
+    population = run("broken", True)
     same_runs(tmp_path / "broken", tmp_path / "whole")
+    assert [line["round"] for line in population.history] == list(range(1, 13))
 
 
 def test_a_crash_inside_the_writing_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,9 @@ def test_the_loss_is_the_mean_negative_log_likelihood() -> None:
     """FedAvg's loss of round one is that of the modules' own weights."""
     model, clients = linear_model(), ragged()
     cohort = cohort_of(model, clients)
-    eta = model.head_outputs(model.initial_phi(), model.initial_z()[None], cohort.x @ model.backbone.weight.T)
+    eta = model.head_outputs(
+        model.initial_phi(), model.initial_z()[None], cohort.x @ model.backbone.weight.detach().T
+    )
     expected = -torch.distributions.Normal(eta[0, :, 0], 0.5**0.5).log_prob(cohort.y[:, 0]).mean()
     assert fp.FedAvg(model).fit(clients, rounds=1).history[0]["loss"] == pytest.approx(
         float(expected), rel=1e-5

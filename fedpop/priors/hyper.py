@@ -1,0 +1,42 @@
+"""The hyperprior p(phi, beta): it enters the objective once, whatever the number of clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpop.errors import SettingsError
+from fedpop.priors.normal import Normal
+
+
+@dataclass(frozen=True)
+class Hyperprior:
+    """log p(phi, beta), flat unless told: phi and mu Normal around 0, log sigma Normal around a value."""
+
+    phi_scale: float | None = None
+    mean_scale: float | None = None
+    log_scale: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("phi_scale", "mean_scale"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise SettingsError(f"hyperprior: {name} must be positive, not {value}")
+        if self.log_scale is not None and not self.log_scale[1] > 0:
+            raise SettingsError(f"hyperprior: log_scale's spread must be positive, not {self.log_scale[1]}")
+
+    def phi_grad(self, phi: Tensor) -> Tensor:
+        return torch.zeros_like(phi) if self.phi_scale is None else -phi / self.phi_scale**2
+
+    def beta_grad(self, prior: Normal, beta: Tensor) -> Tensor:
+        """In the coordinates of the score: they are beta's own for the scales this is allowed for."""
+        d = prior.dimension(beta)
+        grad = torch.zeros_like(beta)
+        if self.mean_scale is not None:
+            grad[:d] = -beta[:d] / self.mean_scale**2
+        if self.log_scale is not None:
+            centre, spread = self.log_scale
+            grad[d:] = (centre - beta[d:]) / spread**2
+        return grad

@@ -1,0 +1,24 @@
+"""The rate of stochastic-approximation EM steps on the population prior (``Normal.em_step``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedpop.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class EM:
+    """Steps of stochastic-approximation EM on the Normal prior; rate 1 is EM itself."""
+
+    rate: float = 1.0
+    final: float = 0.1
+    """The rate falls to this by the last round, along with noise."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.final <= self.rate <= 1:
+            raise SettingsError(f"EM rates satisfy 0 < final <= rate <= 1, not {self}")
+
+    def at(self, k: int, rounds: int) -> float:
+        share = k / max(rounds, 1)
+        return self.rate if share < 0.5 else self.rate + (self.final - self.rate) * (2 * share - 1)
