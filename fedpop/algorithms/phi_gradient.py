@@ -1,7 +1,7 @@
 """J of a cohort: the gradient in phi of the clients' log-likelihood, averaged over draws of z.
 
 The average over draws is linear, so it is one backward pass through the backbone whatever their number; and
-the server needs only the sum over clients, so one pass serves them all unless each must be looked at by itself.
+the server needs only the sum over clients, so one pass serves them all unless each must be looked at alone.
 """
 
 from __future__ import annotations

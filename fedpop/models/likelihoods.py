@@ -181,8 +181,11 @@ class Categorical(Likelihood):
         return (y * torch.log_softmax(eta, -1)).sum(-1)
 
     def value_and_grad(self, eta: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-        log_p = torch.log_softmax(eta, -1)
-        return (y * log_p).sum(-1), y - log_p.exp()
+        # What log_softmax does, which is four times slower on a CPU for rows as short as these.
+        shifted = eta - eta.amax(-1, keepdim=True)
+        weight = shifted.exp()
+        total = weight.sum(-1, keepdim=True)
+        return (y * (shifted - total.log())).sum(-1), y - weight / total
 
     def bound(self, params: Params) -> float:
         return 0.5  # Boehning (1992): the Hessian is below (I - 11'/K) / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -86,6 +87,8 @@ def simulate(
     settings = Settings(rounds, seed, resolve_participation(participation), memory, checkpoint_every)
     if restarts < 0:
         raise SettingsError(f"restarts must be 0 or more, not {restarts}")
+    if restarts and not algorithm.uncertainty:
+        raise SettingsError(f"restarts are compared by marginal likelihood, which {algorithm.label} has not")
     federation = algorithm.model.prepare(Federation.of(clients))
     folder = None if out is None else Path(out)
     best: tuple[float, Population] | None = None
@@ -95,7 +98,8 @@ def simulate(
         method = algorithm
         if restart > 0 and getattr(algorithm, "start", None) in ("auto", "spectral"):
             method = algorithm.but(start="random")
-        run = Run(method, federation, settings, where, list(callbacks), restart)
+        own = copy.deepcopy(list(callbacks)) if restarts else list(callbacks)
+        run = Run(method, federation, settings, where, own, restart)
         population = run.execute(resume=resume, progress=progress)
         if not restarts:
             return population
@@ -151,6 +155,7 @@ class Run:
         stopped = self._begin(resume)
         label = self.algorithm.label
         with (
+            _threads(self.threads),
             self._metrics_file() as file,
             _patient_interrupts() as interrupted,
             progress_bar(label, self.settings.rounds, self.round, progress) as bar,
@@ -399,9 +404,7 @@ class Run:
         if rate is not None and hasattr(self.algorithm, "with_rate"):
             self.algorithm = self.algorithm.with_rate(rate)
         self.metrics_bytes = saved.metrics_bytes
-        # The same bits need the same split of sums over threads.
         self.threads = saved.threads
-        torch.set_num_threads(saved.threads)
         for i, callback in enumerate(self.callbacks):
             if str(i) in saved.callbacks:
                 callback.restore(saved.callbacks[str(i)])
@@ -438,6 +441,17 @@ def _rate(described: dict[str, Any]) -> float | None:
 
 def vars_of(value: Any) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(value).items()}
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """The same bits need the same split of sums over threads: those of the run's first start."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -1,0 +1,49 @@
+"""Clients that are all alike: the prior loses its width, and its mean must reach the pooled estimate."""
+
+import torch
+from torch import nn
+
+import fedpop as fp
+from fedpop.priors.normal import Normal
+from fedpop.runtime.random import Key
+
+TRUTH = torch.tensor([1.5, -1.0])
+
+
+def clients(count=30, examples=20):
+    key, ids = Key(3, purpose="alike"), torch.arange(count)
+    x = key.at(purpose="x").normal(ids, (examples, 2))
+    y = (key.at(purpose="y").uniform(ids, (examples,)) <= torch.sigmoid(x @ TRUTH)).float()
+    return list(zip(x, y, strict=True))
+
+
+def pooled_estimate(data):
+    """Logistic regression on all rows by Newton's method."""
+    x, y = (torch.cat(part).double() for part in zip(*data, strict=True))
+    w = torch.zeros(2, dtype=torch.float64)
+    for _ in range(30):
+        p = torch.sigmoid(x @ w)
+        information = (x * (p * (1 - p)).unsqueeze(1)).mT @ x
+        w = w + torch.linalg.solve(information, x.mT @ (y - p))
+    return w, torch.linalg.inv(information).diagonal().sqrt()
+
+
+def test_the_mean_reaches_the_pooled_estimate_from_a_prior_without_width():
+    data = clients()
+    model = fp.Composition(None, nn.Linear(2, 1, bias=False), "bernoulli")
+    prior = Normal(scale=0.01, learn_scale=False)
+    population = fp.FedSOUL(model, prior=prior).fit(data, rounds=150, seed=0)
+    w, se = pooled_estimate(data)
+    assert (population.prior_mean.double() - w).abs().le(0.2 * se).all()
+
+
+def test_without_the_floor_the_mean_would_stall():
+    prior = Normal(scale=0.01)
+    beta = prior.init(torch.zeros(2), 0.01)
+    score = torch.tensor([1.0, -1.0, 0.0])
+    stalled = prior.em_step(beta, score, 1.0) - beta
+    moved = prior.em_step(beta, score, 1.0, floor=0.25) - beta
+    assert torch.allclose(stalled[:2], 1e-4 * score[:2])
+    assert torch.allclose(moved[:2], 0.25 * score[:2])
+    # The scale's own step knows nothing of the floor.
+    assert torch.equal(moved[2:], stalled[2:])
