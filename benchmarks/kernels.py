@@ -32,9 +32,9 @@ FEATURES, CLASSES, OWN_CLASSES, INPUTS = 64, 10, 5, 20
 SCALE = 0.54
 """Standard deviation of the prior: heads of this size make predictions that are neither flat nor sure."""
 
-WARM_UP, BLOCK, BLOCKS = 1000, 250, 10
+WARM_UP, BLOCK, BLOCKS = 1000, 250, 8
 """Gradient evaluations of every kernel: before counting, and per block of what counts."""
-REFERENCE = 2000
+REFERENCE = 1500
 """Transitions of the long HMC run that the bias is measured against."""
 
 
@@ -46,8 +46,8 @@ def features(key: Key, rows: int) -> tuple[Tensor, Tensor]:
     mix = shared.at(purpose="mix").normal(one, (16, FEATURES))[0] / 4
     label = (key.at(purpose="y").uniform(ids, (rows,)) * OWN_CLASSES).long().clamp(max=OWN_CLASSES - 1)
     label = (label + ids[:, None]) % CLASSES
-    latent = centres[label] + key.at(purpose="latent").normal(ids, (rows, 16))
-    seen = torch.relu(latent @ mix + 0.3 * key.at(purpose="own").normal(ids, (rows, FEATURES)))
+    latent = 0.6 * centres[label] + key.at(purpose="latent").normal(ids, (rows, 16))
+    seen = 0.5 * torch.relu(latent @ mix + 0.3 * key.at(purpose="own").normal(ids, (rows, FEATURES)))
     return torch.cat((seen, torch.ones(CLIENTS, rows, 1)), -1), label
 
 

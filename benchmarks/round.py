@@ -21,7 +21,7 @@ from fedpop.runtime.simulate import Run, Settings
 NAME = "round"
 CLIENTS, ACTIVE, IMAGES, CLASSES = 20, 10, 500, 10
 BATCHES = (64, 100, 250, 500)
-SECONDS, LEAST = 150.0, 3
+SECONDS, LEAST = 110.0, 3
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def random_images() -> tuple[Tensor, Tensor]:
 
 def bare(model: fp.Composition, x: Tensor, y: Tensor, batch: int) -> Callable[[], None]:
     """One forward and backward of all images, with inputs and weights laid out for it beforehand."""
-    module = nn.Sequential(backbone(), nn.Linear(64, CLASSES)).to(memory_format=torch.channels_last)
+    module = nn.Sequential(backbone(), nn.Linear(64, CLASSES))
+    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     images = x.flatten(0, 1).contiguous(memory_format=torch.channels_last)
     labels = y.flatten()
 
@@ -93,7 +94,7 @@ def measure(advance: Advance) -> list[Record]:
     tried = in_turns(few, seconds=1.0, least=3)
     batch = int(min(tried, key=lambda name: median(lap.cpu for lap in tried[name])))
     runs = [begun(case, model, federation) for case in CASES]
-    programs = {"bare": bare(model, x[:ACTIVE], y[:ACTIVE], batch)}
+    programs: dict[str, Callable[[], object]] = {"bare": bare(model, x[:ACTIVE], y[:ACTIVE], batch)}
     programs |= {str(i): run.train_round for i, run in enumerate(runs)}
     laps = in_turns(programs, seconds=SECONDS, least=LEAST, advance=advance)
     out = [bare_record(int(name), laps_, tried[str(batch)], model) for name, laps_ in tried.items()]

@@ -14,7 +14,7 @@ from fedpop.experiments.results import Record, record
 from fedpop.runtime.simulate import Run, Settings
 
 NAME = "rounds per second"
-BLOCK, SECONDS, LEAST = 25, 20.0, 5
+BLOCK, SECONDS, LEAST = 25, 15.0, 5
 
 
 def begun(method: Algorithm, federation: fp.Federation) -> Run:

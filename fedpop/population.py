@@ -101,7 +101,7 @@ class Newcomer:
         return self.algorithm.predict(self.published, self.personal, x, self.key)
 
 
-@dataclass
+@dataclass(repr=False)
 class Population:
     """theta, and each client's own model, made when it is asked for."""
 
@@ -122,6 +122,9 @@ class Population:
     def __post_init__(self) -> None:
         if self.federation is not None:
             self.names = list(self.federation.names)
+
+    def __repr__(self) -> str:
+        return f"Population({self.algorithm.label}, {len(self)} clients, {self.rounds} rounds)"
 
     # --- theta -------------------------------------------------------------------------------
 

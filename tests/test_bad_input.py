@@ -196,6 +196,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "seed": ({}, {"seed": -1}, "seed"),
     "checkpoints": ({}, {"checkpoint_every": 0}, "checkpoint_every"),
     "memory": ({}, {"memory": "lots"}, "memory budget"),
+    "half a round": ({}, {"rounds": 2.5}, "rounds must be a whole number, not 2.5"),
+    "half a step": ({"local_steps": 1.5}, {}, "local_steps must be a whole number"),
+    "seed in words": ({}, {"seed": "a"}, "seed must be a whole number, not 'a'"),
 }
 
 

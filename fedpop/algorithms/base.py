@@ -203,10 +203,11 @@ def weighted_sum(values: Tensor, weights: Tensor, good: Tensor) -> Tensor:
     return (weights.to(values.dtype).unsqueeze(-1) * kept).sum(0)
 
 
-def require_positive(**numbers: float) -> None:
+def require_whole(**numbers: Any) -> None:
+    """Raise unless these settings are whole numbers."""
     for name, value in numbers.items():
-        if not value > 0:
-            raise SettingsError(f"{name} must be positive, not {value}")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise SettingsError(f"{name} must be a whole number, not {value!r}")
 
 
 def split_cohort(cohort: Cohort) -> Iterable[Cohort]:

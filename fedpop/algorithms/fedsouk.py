@@ -35,6 +35,7 @@ from fedpop.algorithms.base import (
     Tensors,
     Trial,
     leave_out,
+    require_whole,
     weighted_sum,
 )
 from fedpop.algorithms.phi_gradient import PhiGradient
@@ -104,6 +105,7 @@ class FedSOUK(Algorithm):
     def __post_init__(self) -> None:
         object.__setattr__(self, "prior", resolve_prior(self.prior))
         object.__setattr__(self, "kernel", resolve_kernel(self.kernel, self.model))
+        require_whole(local_steps=self.local_steps, chains=self.chains)
         if self.local_steps < 1:
             raise SettingsError(f"local_steps (the paper's M) must be at least 1, not {self.local_steps}")
         if self.chains < 1:

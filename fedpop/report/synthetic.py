@@ -150,20 +150,22 @@ def _interval_figure(p: Any, y: Any, title: str) -> str:
 
 
 def name_of(setting: dict[str, Any]) -> str:
-    """``b=100 d=2 k=20``, and what else is unusual."""
-    name = f"b={setting['b']} d={setting['d']} k={setting['k']}"
+    """``100,2,20`` for (b, d, k), and what else is unusual."""
+    name = f"{setting['b']},{setting['d']},{setting['k']}"
     if setting["share_small"] != 0.9:
-        name += f", {100 * setting['share_small']:.0f} % small"
+        name += f" {100 * setting['share_small']:.0f}%"
     if setting["n_small"] != 5:
-        name += f", N={setting['n_small']}"
+        name += f" N={setting['n_small']}"
     return name
 
 
 LEGEND = (
-    "angle: principal-angle distance to the truth, and as a ratio to the exact optimum's. z error: mean "
-    "error of z after alignment. log-lik.: held-out predictive log-likelihood per example. 90 % cov.: "
-    "coverage of the 90 % intervals, mean over seeds, beside the exact optimum's; these plug-in intervals "
-    "ignore the uncertainty of theta, 'theta too' includes it. local: seeds that ended in a local optimum."
+    "setting: (b, d, k), with 90 % of the clients having N = 5 examples and the rest 10, unless another "
+    "share or N is given. angle: principal-angle distance to the truth, and as a ratio to the exact's. "
+    "z error: mean error of z after alignment. log-lik.: held-out predictive log-likelihood per example. "
+    "90 % cov.: coverage of the 90 % intervals, mean over seeds, beside the exact optimum's; these plug-in "
+    "intervals ignore the uncertainty of theta, 'theta too' includes it. local: seeds that ended in a local "
+    "optimum."
 )
 
 
@@ -225,7 +227,7 @@ def experiment_report(results: Results, path: Path) -> Path:
     """The report of ``fedpop experiment synthetic``."""
     settings = ordered_settings(results)
     groups = {
-        name_of(s).replace(", ", "\n").replace(" ", "\n", 1): {
+        name_of(s).replace(" ", "\n"): {
             m: values(results.of(s, m), "principal_angle") for m in ("Exact", *METHODS)
         }
         for s in settings

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import Algorithm, Facts, Info, Message, Tensors
+from fedpop.algorithms.base import Algorithm, Facts, Info, Message, Tensors, require_whole
 from fedpop.channel import Channel
 from fedpop.errors import CheckpointError, FedpopError, SettingsError
 from fedpop.federation.clients import Federation
@@ -48,6 +48,7 @@ class Settings:
     checkpoint_every: int
 
     def __post_init__(self) -> None:
+        require_whole(rounds=self.rounds, seed=self.seed, checkpoint_every=self.checkpoint_every)
         if self.rounds < 1:
             raise SettingsError(f"rounds must be at least 1, not {self.rounds}")
         if self.checkpoint_every < 1:

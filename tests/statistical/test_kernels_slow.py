@@ -2,7 +2,7 @@
 
 Oracles: quadrature for posteriors of at most three dimensions and for the marginal likelihood of populations
 with a scalar random effect (softmax: the two contrasts that matter); two different adjusted kernels against
-each other in 25 dimensions. Tolerances: five standard errors from chains that never meet; 3 % for a learned scale.
+each other in 25 dimensions. Tolerances: five standard errors from chains that never meet; 3 % for the scale.
 """
 
 import math
