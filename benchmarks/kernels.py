@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from arviz_stats.base import array_stats
+from arviz_stats.base import array_stats  # type: ignore[attr-defined]
 from rich.table import Table
 from torch import Tensor
 

@@ -19,7 +19,7 @@ def show(console: Console, table: Table, title: str) -> None:
     """A table on the terminal."""
     out = RichTable(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
     for i, column in enumerate(table.columns):
-        out.add_column(column, justify="left" if i == 0 else "right")
+        out.add_column(column, justify="left" if i < 2 else "right", no_wrap=i < 2)
     for i, row in enumerate(table.rows):
         out.add_row(*row, style="bold" if i in table.highlight else "")
     console.print(out)

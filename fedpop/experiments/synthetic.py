@@ -69,7 +69,7 @@ def method_named(name: str, model: Composition) -> tuple[Algorithm, int]:
         start = "spectral" if name == "FedRep-spectral" else "random"
         return FedRep(model, heads="exact", start=start, phi_step=Adam()), ROUNDS
     if name == "FedAvg":
-        return FedAvg(model, local=LocalSGD(epochs=2, rate=0.02)), ROUNDS
+        return FedAvg(model, local=LocalSGD(epochs=2, rate=0.005)), ROUNDS
     raise KeyError(name)
 
 
