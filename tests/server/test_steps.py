@@ -31,7 +31,7 @@ WIDE = torch.float64
         (fp.Decay(), lambda k: 1.0 if k < 50 else 1 - (k - 50) / 50),
         (fp.Decay(0.2, 0.1), lambda k: 1.0 if k < 20 else 0.1 + 0.9 * (1 - (k - 20) / 80)),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, Schedule) else "",
 )
 def test_schedules(schedule: Schedule, expected: object) -> None:
     for k in (0, 1, 19, 20, 49, 50, 51, 99):
