@@ -317,7 +317,7 @@ def test_print_says_what_was_learned(population: fp.Population) -> None:
         "kernel   Exponential(h=1.0), 10 per round",
         "MB up",
         "R-hat at most",
-        "gradient in phi",
+        "gradient over its Monte-Carlo error: phi",
     ):
         assert words in text
     assert max(len(line) for line in text.splitlines()) < 140

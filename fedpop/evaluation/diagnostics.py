@@ -70,16 +70,17 @@ class Diagnostics:
 
     def __str__(self) -> str:
         c, t = self.chains, self.theta
+        gradients = [
+            f"{name} {value:.1f}"
+            for name, value in (("phi", t.phi_gradient), ("beta", t.beta_gradient))
+            if value is not None
+        ]
+        theta = [f"gradient over its Monte-Carlo error: {', '.join(gradients)}"] if gradients else []
+        theta += [] if t.drift is None else [f"drift over the tail {100 * t.drift:.2f} %"]
         lines = [
             f"chains   R-hat at most {float(c.rhat.max()):.3f}, effective draws at least "
             f"{float(c.ess.min()):.0f}, over {len(c.clients)} client(s)",
-            "theta    "
-            + "; ".join(
-                f"gradient in {name} {value:.1f} times its Monte-Carlo error"
-                for name, value in (("phi", t.phi_gradient), ("beta", t.beta_gradient))
-                if value is not None
-            )
-            + ("" if t.drift is None else f"; drift over the tail {100 * t.drift:.2f} %"),
+            f"theta    {'; '.join(theta) or 'not looked at'}",
         ]
         return "\n".join(lines + [f"warning  {w}" for w in self.warnings])
 
