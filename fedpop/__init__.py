@@ -17,6 +17,7 @@ from fedpop.runtime.simulate import simulate
 from fedpop.server.averaging import Averaging
 from fedpop.server.optimisers import SGD, Adam
 from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial
+from fedpop.server.start import SpectralStart
 
 __all__ = [
     "EM",
@@ -45,6 +46,7 @@ __all__ = [
     "NormalPrior",
     "Polynomial",
     "Population",
+    "SpectralStart",
     "Split",
     "Table",
     "Uniform",

@@ -32,11 +32,14 @@ from fedpop.federation.inputs import Inputs, as_inputs, map_inputs, require_fini
 from fedpop.models.base import Model
 from fedpop.models.flat import Layout
 from fedpop.runtime.files import read_json, read_tensors, writable_folder, write_json, write_tensors
+from fedpop.runtime.plan import Plan, parse_bytes, plan_for
 from fedpop.runtime.random import Key
 from fedpop.runtime.store import LocalStore
 
 GROUP = 256
 """Clients that the final pass works on together, at most."""
+MEMORY = "1GiB"
+"""What it may take, about."""
 DRAWS_PER_THETA = 10
 NEWCOMER = 2**32 - 2
 """The id under which a client that was never in training draws."""
@@ -116,6 +119,7 @@ class Population:
     drift: float | None = None
     names: list[str] = field(default_factory=list)
     _personal: dict[int, Tensors] = field(default_factory=dict, repr=False)
+    _plan: Plan | None = field(default=None, repr=False)
     _thetas: list[tuple[Tensor, Tensor]] | None = field(default=None, repr=False)
     _theta_groups: dict[int, list[Tensor]] = field(default_factory=dict, repr=False)
 
@@ -254,8 +258,8 @@ class Population:
     def _index(self, client: str | int) -> int:
         if self.federation is not None:
             return self.federation.index(client)
-        if isinstance(client, str) and client in self.names:
-            return self.names.index(client)
+        if str(client) in self.names:
+            return self.names.index(str(client))
         if isinstance(client, int) and -len(self.names) <= client < len(self.names):
             return client % len(self.names)
         raise DataError(f"no client {client!r} in this population of {len(self.names)}")
@@ -278,7 +282,7 @@ class Population:
             )
         # Clients with a state and clients without go apart: what is made for one depends on no other.
         seen = torch.zeros_like(missing, dtype=torch.bool) if self.store is None else self.store.seen(missing)
-        for part in (*missing[seen].split(GROUP), *missing[~seen].split(GROUP)):
+        for part in (*self._cut(missing[seen]), *self._cut(missing[~seen])):
             if not len(part):
                 continue
             cohort = self._cohort(part)
@@ -299,7 +303,21 @@ class Population:
         ids = torch.arange(len(self))
         if limit is not None and len(ids) > limit:
             ids = ids[torch.linspace(0, len(ids) - 1, limit).long()]
-        yield from ids.split(GROUP)
+        yield from self._cut(ids)
+
+    def _cut(self, ids: Tensor) -> list[Tensor]:
+        """Groups of clients whose final pass, or diagnostics, fit the memory budget together."""
+        if self.federation is None:
+            return list(ids.split(GROUP))
+        if self._plan is None:
+            base = plan_for(self.algorithm, self.federation, parse_bytes(MEMORY))
+            draws, item = FINAL_CHAINS * FINAL_DRAWS, self.published["phi"].element_size()
+            # Draws with their gradients and proposals; head outputs of a batch of draws, with their graph.
+            per_client = 10.0 * item * draws * self.model.z_layout.size
+            per_row = base.per_row + item * draws * self.model.outputs
+            self._plan = Plan(per_row, per_client, base.budget)
+        sizes = self.federation.train.sizes
+        return [part for block in ids.split(GROUP) for part in self._plan.cut(block, sizes)]
 
     # --- how well ----------------------------------------------------------------------------
 
@@ -381,7 +399,7 @@ class Population:
             phi_gradient=gradient_ratio(torch.stack(j_total) + hyper_phi) if learned else None,
             beta_gradient=gradient_ratio(torch.stack(i_total) + hyper_beta) if whole else None,
             drift=self.drift,
-            at_bound=method.prior.at_bound(beta),
+            at_bound=[*method.prior.at_bound(beta), *method.phi_at_bound(phi)],
         )
         chains = ChainDiagnostics(names, torch.tensor(rhats), torch.tensor(esses))
         return Diagnostics(chains, theta)
@@ -411,6 +429,13 @@ class Population:
                 f"  cost     {up / 1e6:.2f} MB up, {down / 1e6:.2f} MB down, "
                 f"{self.totals.get('seconds', 0):.1f} s"
             )
+        left_out = sorted({name for m in self.history for name in m.get("left_out", [])})
+        if left_out:
+            shown = ", ".join(left_out[:5]) + (", ..." if len(left_out) > 5 else "")
+            lines.append(f"  warning  updates that were not finite were left out, of {shown}")
+        events = sum(m.get("divergences", 0) for m in self.history)
+        if events:
+            lines.append(f"  chains   {events:.0f} transition(s) diverged in training and were undone")
         if isinstance(self.algorithm, FedSOUK) and self.federation is not None:
             lines += ["  " + line for line in str(self.diagnostics()).splitlines()]
         return "\n".join(lines)
@@ -501,7 +526,10 @@ def load(path: str | Path, *, model: Model | None = None, clients: Any = None) -
         names=saved["clients"],
     )
     for file in sorted((folder / "clients").glob("*.safetensors")):
-        population._personal[int(file.stem)] = {n: t.to(device) for n, t in read_tensors(file).items()}
+        name = saved["clients"][int(file.stem)]
+        if name in population.names:  # clients may come back in another order
+            state = {n: t.to(device) for n, t in read_tensors(file).items()}
+            population._personal[population.names.index(name)] = state
     return population
 
 

@@ -368,6 +368,7 @@ class FedSOUK(Algorithm):
             # Clients that are all alike leave a prior without width, and EM's step of mu with it: then
             # mu moves by gradient steps of one over the likelihood's mean curvature.
             floor = 1 / curvature if curvature > 0 else 0.0
+            rate /= max(1.0, self.hyperprior.stiffness(self.prior, beta, floor) * rate / facts.clients)
             return self.prior.em_step(beta, i / facts.clients, rate, floor), {}
         grad = self.prior.gradient(beta, i)
         d = self.prior.dimension(beta)
@@ -391,6 +392,11 @@ class FedSOUK(Algorithm):
         size = server["phi"].shape[0]
         return {"phi": theta[:size], "beta": self.prior.project(theta[size:])}
 
+    def phi_at_bound(self, phi: Tensor) -> list[str]:
+        """A word about phi where it sits on the edge of its ball."""
+        at_edge = phi.numel() > 0 and float(phi.norm()) >= 0.9999 * self.phi_ball
+        return [f"phi is at the edge of its ball, {self.phi_ball:g}"] if at_edge else []
+
     def drift(self, server: Tensors) -> float | None:
         halves = self.average.halves(unprefixed("average.", server))
         if halves is None:
@@ -411,15 +417,20 @@ class FedSOUK(Algorithm):
         }
 
     def calibrated(self, trial: Trial) -> FedSOUK:
-        """Plain steps with ``rate=None`` get the largest power of ten of whose 20 trial rounds none
-        lowers the likelihood (by more than a hundredth of what was gained, which is noise)."""
+        """Plain steps with ``rate=None`` get the largest power of ten of whose 20 trial rounds none lowers
+        the likelihood, by more than a hundredth of what was gained or (where it is not closed-form) by more
+        than it fluctuates."""
         if not (isinstance(self.phi_step, SGD) and self.phi_step.rate is None):
             return self
+        exact = self.model.linear and self.model.likelihood.name == "normal"
         for exponent in range(1, -13, -1):
             method = self.with_rate(10.0**exponent)
             path = trial(method, 20)
+            moves = sorted(abs(new - old) for old, new in pairwise(path))
+            noise = 0.0 if exact else 4 * moves[len(moves) // 2]
             gained = path[-1] - path[0]
-            if all(new >= old - 0.01 * gained for old, new in pairwise(path)) and gained >= 0:
+            tolerance = max(0.01 * gained, noise)
+            if gained >= -noise and all(new >= old - tolerance for old, new in pairwise(path)):
                 return method
         raise EstimateError(
             "no step size from 10 down to 1e-12 kept the likelihood from falling over 20 trial rounds"

@@ -92,7 +92,8 @@ def rhat_and_ess(draws: Tensor) -> tuple[float, float]:
     ary = draws.detach().cpu().numpy().astype(np.float64)
     rhat = np.asarray(array_stats.rhat(ary, chain_axis=0, draw_axis=1))
     ess = np.asarray(array_stats.ess(ary, chain_axis=0, draw_axis=1))
-    return float(np.nanmax(rhat)), float(np.nanmin(ess))
+    # A chain that never moved has no R-hat: that is the worst there is.
+    return float(np.nan_to_num(rhat, nan=np.inf).max()), float(np.nan_to_num(ess, nan=0.0).min())
 
 
 def gradient_ratio(batches: Tensor) -> float:

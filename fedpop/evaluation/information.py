@@ -44,6 +44,12 @@ def information(method: FedSOUK, phi: Tensor, beta: Tensor, cohort: Cohort) -> T
         return closed_form(method.target(theta[:size], theta[size:], features, wide)).sum()
 
     theta = torch.cat((phi, beta)).double()
+    if any(
+        p.dtype != theta.dtype and not p.requires_grad for m in method.model.modules() for p in m.parameters()
+    ):
+        raise EstimateError(
+            "theta_uncertainty computes in double precision, and this model's frozen weights do not"
+        )
     hessian: Tensor = torch.autograd.functional.hessian(log_likelihood, theta, vectorize=True)
     return -hessian
 

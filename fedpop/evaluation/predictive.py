@@ -158,10 +158,11 @@ class Predictive:
                 p = torch.cat((1 - p, p), dim=-1)
             aleatoric = _categorical_entropy(p).mean(0)
             return _parts(_categorical_entropy(p.mean(0)), aleatoric)
-        draws = self.samples[:200]
+        every = max(1, len(self.samples) // 200)  # from all chains, not only the first
+        draws = self.samples[::every]
         if draws.dim() == 2:
             draws = draws.unsqueeze(-1)
-        own = self.eta[: draws.shape[0]].expand_as(draws)
+        own = self.eta.expand(len(self.samples), -1, -1)[::every]
         aleatoric = -self.likelihood.log_prob(own, draws, self.params).mean(0)
         mixture = torch.stack([self.log_prob(y) for y in draws])
         return _parts(-mixture.mean(0), aleatoric)

@@ -91,12 +91,11 @@ class Federation:
 
     def index(self, client: str | int) -> int:
         """The position of a client given by name or by position."""
-        if isinstance(client, str):
-            if not self._index:
-                self._index.update({name: i for i, name in enumerate(self.names)})
-            if client in self._index:
-                return self._index[client]
-        elif -len(self) <= client < len(self):
+        if not self._index:
+            self._index.update({name: i for i, name in enumerate(self.names)})
+        if str(client) in self._index:  # a table's whole-number ids are names too
+            return self._index[str(client)]
+        if not isinstance(client, str) and -len(self) <= client < len(self):
             return client % len(self)
         shown = ", ".join(map(repr, self.names[:3]))
         raise DataError(

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class Bernoulli(Participation):
 
     def __post_init__(self) -> None:
         several = not isinstance(self.p, int | float)
-        values = list(self.p) if not isinstance(self.p, int | float) else [self.p]
+        values = [float(p) for p in self.p] if not isinstance(self.p, int | float) else [self.p]
         for i, p in enumerate(values):
             if not (0 < p <= 1 and math.isfinite(p)):
                 where = f"p[{i}]" if several else "p"
@@ -125,6 +126,6 @@ def resolve(participation: Participation | int | float | None) -> Participation:
         return participation
     if isinstance(participation, bool):
         raise SettingsError("participation is a number or a rule, not a truth value")
-    if isinstance(participation, int):
-        return Uniform(participation)
+    if isinstance(participation, Integral):
+        return Uniform(int(participation))
     return Bernoulli(participation)

@@ -34,7 +34,7 @@ def resolve_kernel(kernel: Kernel | str | None, model: Model) -> Kernel:
     if isinstance(kernel, Kernel):
         return kernel
     if kernel is None or kernel == "auto":
-        conjugate = model.linear and model.likelihood.name == "normal"
+        conjugate = model.known_linear and model.likelihood.name == "normal"
         return Exponential() if conjugate else HMC()
     if kernel.lower() not in _BY_NAME:
         raise SettingsError(f"unknown kernel {kernel!r}; known are {', '.join(_BY_NAME)}")

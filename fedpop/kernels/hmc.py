@@ -33,7 +33,7 @@ class HMC(Kernel):
     target_acceptance: ClassVar[float] = 0.8
 
     def __post_init__(self) -> None:
-        if self.leapfrog < 1:
+        if not isinstance(self.leapfrog, int) or self.leapfrog < 1:
             raise SettingsError(f"HMC needs at least one leapfrog step, not {self.leapfrog}")
 
     @property

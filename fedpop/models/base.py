@@ -66,6 +66,8 @@ class Model(ABC):
     z_layout: Layout
     linear: bool
     """The head is linear in its features: batched products, curvature, exact preconditioning."""
+    known_linear: bool
+    """The same as far as the modules alone can tell, before any example was seen."""
     outputs: int
 
     @abstractmethod

@@ -30,7 +30,7 @@ from fedpop.models.modules import (
 )
 from fedpop.runtime.precision import autocast_dtype
 
-BLOCK = 64
+BLOCK = 100
 """Images that go through a convolutional backbone at a time on a CPU: the buffers of a larger batch
 are handed back to the operating system after every use, and page faults cost a quarter of the time."""
 
@@ -71,7 +71,7 @@ class Composition(Model):
             {f"backbone.{n}": tuple(p.shape) for n, p in shared.items()} | likelihood_layout(self.likelihood)
         )
         shapes = {n: tuple(p.shape) for n, p in personal.items()}
-        self.linear = type(self.head) is nn.Linear
+        self.linear = self.known_linear = type(self.head) is nn.Linear
         self.z_layout = (LinearLayout if self.linear else Layout).of(shapes)
         self.outputs = _outputs_of(self.head)
         self.likelihood.check_head(self.outputs)

@@ -40,6 +40,8 @@ class Gauge:
         weight = spans.get(f"{name}.weight")
         if type(last) is not nn.Linear or weight is None or prior.covariance == "diagonal":
             return None
+        if last.bias is not None and f"{name}.bias" not in spans:
+            return None  # a frozen bias cannot follow
         if not prior.learn_mean and prior.mean != 0:
             return None
         layout = model.z_layout

@@ -95,5 +95,6 @@ def module_from(spec: dict[str, Any]) -> nn.Module:
     if cls is nn.Sequential:
         return nn.Sequential(*[module_from(child) for child in spec["children"]])
     args = {k: tuple(v) if isinstance(v, list) else v for k, v in spec["args"].items()}
-    module: nn.Module = cls(**args)
+    with torch.random.fork_rng(devices=[]):  # its random values will be replaced: nobody may notice them
+        module: nn.Module = cls(**args)
     return module

@@ -29,6 +29,15 @@ from fedpop.models.local import GeneralLikelihood, LocalLikelihood, pad_inputs
 from fedpop.models.modules import RowKeys, call, dropout_rows, federated, has_dropout
 
 
+def _end_of(module: nn.Module) -> str | None:
+    """The name of the layer that a (nested) ``nn.Sequential`` ends with."""
+    names = []
+    while isinstance(module, nn.Sequential) and len(module):
+        names.append(str(len(module) - 1))
+        module = module[-1]
+    return ".".join(names) or None
+
+
 class Split(Model):
     """``likelihood(module(x))`` where the parameters whose names match ``personal`` are z.
 
@@ -63,7 +72,9 @@ class Split(Model):
         self._last = self._linear_candidate()
         shapes = {n: tuple(tensors[n].shape) for n in chosen}
         self.z_layout = (LinearLayout if self._last else Layout).of(shapes)
-        self.linear = False
+        # The end of an nn.Sequential is known at once; of any other module, when it has seen an example.
+        self.linear = self._last is not None and self._last == _end_of(self.module)
+        self.known_linear = self.linear
         # The last layer that was registered may not be the last one that is used: see prepare().
         self.outputs = shapes[f"{self._last}.weight"][0] if self._last else _outputs_of(self.module)
 

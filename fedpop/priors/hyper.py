@@ -30,6 +30,16 @@ class Hyperprior:
     def phi_grad(self, phi: Tensor) -> Tensor:
         return torch.zeros_like(phi) if self.phi_scale is None else -phi / self.phi_scale**2
 
+    def stiffness(self, prior: Normal, beta: Tensor, floor: float) -> float:
+        """How far one full EM step would carry beta along this gradient, relative to where it pulls:
+        above one, steps must be shortened or they overshoot."""
+        largest = 0.0
+        if self.mean_scale is not None:
+            largest = max(float(prior.sd(beta).square().max()), floor) / self.mean_scale**2
+        if self.log_scale is not None:
+            largest = max(largest, 0.5 / self.log_scale[1] ** 2)
+        return largest
+
     def beta_grad(self, prior: Normal, beta: Tensor) -> Tensor:
         """In the coordinates of the score: they are beta's own for the scales this is allowed for."""
         d = prior.dimension(beta)

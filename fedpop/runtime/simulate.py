@@ -177,6 +177,7 @@ class Run:
                 bar.update(self.round, metrics)
                 if interrupted.is_set():
                     raise KeyboardInterrupt
+        self.recall()  # to the best theta on validation data, where that was watched
         return Population(
             algorithm=self.algorithm,
             published=self.algorithm.publish(self.server),
@@ -257,6 +258,8 @@ class Run:
                     path.append(-metrics["loss"] * int(self.federation.train.sizes.sum()))
         except (FedpopError, ArithmeticError, RuntimeError):
             return [0.0, -math.inf]
+        finally:  # trial rounds cost what any round costs
+            self._add_totals({k: v for k, v in run.totals.items() if k != "seconds"})
         return path if all(math.isfinite(v) for v in path) else [0.0, -math.inf]
 
     # --- one round ---------------------------------------------------------------------------
@@ -386,7 +389,7 @@ class Run:
                 metrics_bytes=metrics_bytes,
                 threads=self.threads,
                 totals=self.totals,
-                calibrated_rate=_rate(calibrated),
+                calibrated_rate=_rate(calibrated) if _rate(self.requested["algorithm"]) is None else None,
                 callbacks={str(i): c.state() for i, c in enumerate(self.callbacks)},
                 stopped=stopped,
             ),
