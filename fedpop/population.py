@@ -399,7 +399,7 @@ class Population:
             phi_gradient=gradient_ratio(torch.stack(j_total) + hyper_phi) if learned else None,
             beta_gradient=gradient_ratio(torch.stack(i_total) + hyper_beta) if whole else None,
             drift=self.drift,
-            at_bound=[*method.prior.at_bound(beta), *method.phi_at_bound(phi)],
+            at_bound=[*method.prior.at_bound(beta), *method.phi_at_bound(phi.detach())],
         )
         chains = ChainDiagnostics(names, torch.tensor(rhats), torch.tensor(esses))
         return Diagnostics(chains, theta)

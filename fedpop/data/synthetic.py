@@ -70,9 +70,8 @@ class SyntheticTask:
 
     def model(self, seed: int) -> Composition:
         """The model, with a keyed random start (the same for every method)."""
-        with torch.random.fork_rng(devices=[]):  # the layers' own values are replaced below
-            backbone = nn.Linear(self.k, self.d, bias=False)
-            head = nn.Linear(self.d, 1, bias=False)
+        backbone = nn.utils.skip_init(nn.Linear, self.k, self.d, bias=False)
+        head = nn.utils.skip_init(nn.Linear, self.d, 1, bias=False)
         key = Key(seed, purpose="start")
         with torch.no_grad():
             noise = key.normal(key.server(), (self.d * self.k + self.d,))[0]

@@ -95,6 +95,12 @@ def module_from(spec: dict[str, Any]) -> nn.Module:
     if cls is nn.Sequential:
         return nn.Sequential(*[module_from(child) for child in spec["children"]])
     args = {k: tuple(v) if isinstance(v, list) else v for k, v in spec["args"].items()}
-    with torch.random.fork_rng(devices=[]):  # its random values will be replaced: nobody may notice them
+    if "device" not in inspect.signature(cls.__init__).parameters:
         module: nn.Module = cls(**args)
+        return module
+    # Its values come from a file: random ones would only disturb the global generator.
+    module = nn.utils.skip_init(cls, **args)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
     return module
