@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as RichTable
 
@@ -17,9 +16,9 @@ DEMO_METHODS = ("FedSOUL", "FedRep-spectral", "FedRep", "FedAvg")
 
 def show(console: Console, table: Table, title: str) -> None:
     """A table on the terminal."""
-    out = RichTable(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    out = RichTable(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     for i, column in enumerate(table.columns):
-        out.add_column(column, justify="left" if i < 2 else "right", no_wrap=i < 2)
+        out.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
     for i, row in enumerate(table.rows):
         out.add_row(*row, style="bold" if i in table.highlight else "")
     console.print(out)
