@@ -17,7 +17,7 @@ test: $(STAMP) ## Run the tests and the doctests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-slow: $(STAMP) ## Run the slow statistical tests
-	$(BIN)/python -m pytest -m slow tests/statistical
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow tests/statistical
 
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check

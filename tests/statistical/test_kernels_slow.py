@@ -41,8 +41,8 @@ HEADS = [make_case("bernoulli", "isotropic"), make_case("categorical", "isotropi
 
 @pytest.mark.parametrize("kernel", [HMC(), HMC(leapfrog=1)], ids=repr)
 @pytest.mark.parametrize("case", other_cases(), ids=lambda c: c.name)
-def test_adjusted_kernels_to_three_percent_of_a_standard_deviation(case, kernel):
-    draws = 100 if kernel.leapfrog > 1 else 600
+def test_adjusted_kernels_to_five_percent_of_a_standard_deviation(case, kernel):
+    draws = 60 if kernel.leapfrog > 1 else 600
     trace = sample(kernel, case.target(), chains=3000, warmup=200, draws=draws)
     z, exact = trace.draws.movedim(2, 0), case.moments
     centred = z - exact.mean.unsqueeze(1)
@@ -50,8 +50,8 @@ def test_adjusted_kernels_to_three_percent_of_a_standard_deviation(case, kernel)
     assert_mean(z.mean(2), exact.mean, "mean")
     assert_mean(second, exact.cov, "covariance")
     assert_mean((z - case.mu).square().sum(-1).mean(2), exact.distance, "mean of norm(z - mu)^2")
-    # (5 / 0.03)^2 = 28,000 effective draws.
-    assert effective_draws(z.mean(2), exact.cov.diagonal(dim1=-2, dim2=-1)).min() > 28_000
+    # (5 / 0.05)^2 = 10,000 effective draws.
+    assert effective_draws(z.mean(2), exact.cov.diagonal(dim1=-2, dim2=-1)).min() > 10_000
 
 
 @pytest.mark.parametrize("case", HEADS, ids=lambda c: c.name)
@@ -104,7 +104,7 @@ def test_two_adjusted_kernels_agree_on_a_softmax_head():
     truth = torch.cat((mu, torch.tensor([25.0], dtype=DOUBLE)))
     assert_mean(hmc[:, 0], truth, "HMC without data")
     assert_mean(mala[:, 0], truth, "MALA without data")
-    assert (error[:, -1] < 0.005 * hmc.mean(0)[:, -1]).all()  # so five of them are 2.5 %
+    assert (error[:, -1] < 0.007 * hmc.mean(0)[:, -1]).all()  # so five of them are 3.5 %
 
 
 def test_adaptation_during_training_does_not_bias_the_chain():
