@@ -7,6 +7,7 @@ from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.participation import Bernoulli, Everyone, Uniform
 from fedpop.kernels import HMC, ULA, Exponential
 from fedpop.models import likelihoods
+from fedpop.models.augment import CropFlip
 from fedpop.models.composition import Composition
 from fedpop.models.modules import replace_batchnorm
 from fedpop.models.split import Split
@@ -15,7 +16,7 @@ from fedpop.priors.normal import Normal as NormalPrior
 from fedpop.runtime.callbacks import Callback, EarlyStop
 from fedpop.runtime.simulate import simulate
 from fedpop.server.averaging import Averaging
-from fedpop.server.optimisers import SGD, Adam
+from fedpop.server.optimisers import SGD, Adam, Average
 from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial
 from fedpop.server.start import SpectralStart
 
@@ -25,6 +26,7 @@ __all__ = [
     "SGD",
     "ULA",
     "Adam",
+    "Average",
     "Averaging",
     "Bernoulli",
     "Callback",
@@ -32,6 +34,7 @@ __all__ = [
     "Composition",
     "Constant",
     "Cosine",
+    "CropFlip",
     "Decay",
     "EarlyStop",
     "Everyone",

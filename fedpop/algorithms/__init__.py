@@ -18,7 +18,7 @@ from fedpop.priors.hyper import Hyperprior
 from fedpop.priors.normal import Normal
 from fedpop.server.averaging import Averaging
 from fedpop.server.em import EM
-from fedpop.server.optimisers import SGD, Adam
+from fedpop.server.optimisers import SGD, Adam, Average
 from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial
 from fedpop.server.start import SpectralStart
 
@@ -45,6 +45,7 @@ _SETTINGS: dict[str, type] = {
         Exponential,
         Normal,
         Adam,
+        Average,
         SGD,
         EM,
         Hyperprior,

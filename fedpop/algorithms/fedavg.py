@@ -50,7 +50,7 @@ class FedAvg(Algorithm):
         key: Key,
     ) -> tuple[Tensors, Message, Info]:
         w = broadcast["w"].expand(len(cohort), -1)
-        loss = joint_loss(self.model, cohort.embedded)
+        loss = joint_loss(self.model, cohort.embedded, key)
         new = self.local.run(loss, w, w[:, :0], cohort.x, cohort, key)
         n = cohort.sizes.to(w.dtype)
         good = torch.isfinite(new).all(1)

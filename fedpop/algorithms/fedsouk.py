@@ -38,7 +38,9 @@ from fedpop.algorithms.base import (
     require_whole,
     weighted_sum,
 )
+from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.algorithms.phi_gradient import PhiGradient
+from fedpop.algorithms.point import body_loss
 from fedpop.channel import Channel
 from fedpop.errors import EstimateError, SettingsError
 from fedpop.evaluation.predictive import Predictive, per_example
@@ -50,6 +52,7 @@ from fedpop.kernels import (
     Target,
     Trace,
     Tuning,
+    mirrored,
     resolve_kernel,
     run,
 )
@@ -61,7 +64,8 @@ from fedpop.priors.normal import resolve as resolve_prior
 from fedpop.runtime.random import Key
 from fedpop.server.averaging import Averaging
 from fedpop.server.em import EM
-from fedpop.server.optimisers import SGD, Adam, Optimiser
+from fedpop.server.optimisers import SGD, Adam, Average, Optimiser
+from fedpop.server.schedules import Constant, Schedule
 from fedpop.server.start import SpectralStart, applies, natural_units, redrawn
 from fedpop.server.state import prefixed, unprefixed
 
@@ -94,8 +98,14 @@ class FedSOUK(Algorithm):
     start: str = "auto"
     spectral: SpectralStart = field(default_factory=SpectralStart)
     average: Averaging = field(default_factory=Averaging)
+    phi_epochs: int = 0
+    """Local epochs on a client's own copy of phi instead of one gradient; see ``_phi_moves``."""
     phi_batch: int | None = None
+    phi_rate: float = 0.05
+    phi_momentum: float = 0.0
+    phi_schedule: Schedule = field(default_factory=Constant)
     phi_ball: float = 1e6
+    antithetic: bool = False
     rao_blackwell: bool = False
 
     name: ClassVar[str] = "FedSOUK"
@@ -121,14 +131,32 @@ class FedSOUK(Algorithm):
             raise SettingsError(f"the form of I is one of {', '.join(FORMS)}, not {self.form!r}")
         if self.form == "mixed" and not self.model.linear:
             raise SettingsError("the mixed form of I needs the curvature of a linear head")
+        require_whole(phi_epochs=self.phi_epochs)
+        if self.phi_epochs < 0:
+            raise SettingsError(f"phi_epochs must be 0 (one gradient a round) or more, not {self.phi_epochs}")
         if self.phi_batch is not None and self.phi_batch < 1:
             raise SettingsError(f"phi_batch must be at least 1, not {self.phi_batch}")
+        if not 0 < self.phi_rate < math.inf:
+            raise SettingsError(
+                f"phi_rate, the step on a client's own phi, must be positive, not {self.phi_rate}"
+            )
+        if isinstance(self.phi_step, Average) and not self.phi_epochs:
+            raise SettingsError("phi_step=Average() averages clients' own steps on phi; it needs phi_epochs")
+        if self.phi_epochs and self.rao_blackwell:
+            raise SettingsError("local epochs on phi average over draws of z; they exclude rao_blackwell")
+        if self.antithetic and self.chains % 2:
+            raise SettingsError(f"antithetic chains come in pairs; chains must be even, not {self.chains}")
         if self.rao_blackwell and not (self.model.linear and self.model.likelihood.name == "normal"):
             raise SettingsError(
                 "rao_blackwell needs closed-form posteriors: a linear head with a normal likelihood"
             )
         if self.prior.covariance == "full" and self.hyperprior.log_scale is not None:
             raise SettingsError("a hyperprior on the scale is there for isotropic or diagonal priors")
+
+    @property
+    def local_sgd(self) -> LocalSGD:
+        """The steps on a client's own phi."""
+        return LocalSGD(max(self.phi_epochs, 1), self.phi_rate, self.phi_batch, self.phi_momentum)
 
     @property
     def markov_kernel(self) -> Kernel:
@@ -160,14 +188,20 @@ class FedSOUK(Algorithm):
         server |= prefixed("phi.", self.phi_step.init(phi))
         if isinstance(self.beta_step, Optimiser):
             server |= prefixed("beta.", self.beta_step.init(beta))
+        if self.phi_epochs:
+            server["phi_rate"] = self._phi_rate(0, 1, phi)
         return server | prefixed("average.", self.average.init(torch.cat((phi, beta))))
+
+    def _phi_rate(self, k: int, rounds: int, like: Tensor) -> Tensor:
+        """a of round k, which clients are told."""
+        return like.new_tensor(self.phi_rate * self.phi_schedule.factor(k, rounds))
 
     def broadcast(self, phase: str, server: Tensors) -> Tensors:
         if phase == "moments":
             return {}
         if phase == "spectral":
             return {"whitener": server["whitener"]}
-        return {"phi": server["phi"], "beta": server["beta"]}
+        return {n: server[n] for n in ("phi", "beta", "phi_rate") if n in server}
 
     def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
         if "beta" not in broadcast:
@@ -180,7 +214,8 @@ class FedSOUK(Algorithm):
     def draw_prior(self, beta: Tensor, ids: Tensor, key: Key, chains: int | None = None) -> Tensor:
         """Z_0 ~ p(. | beta) for these clients, ``[C, K, d]``."""
         shape = (self.chains if chains is None else chains, self.prior.dimension(beta))
-        return self.prior.sample(beta, key.normal(ids, shape, beta.dtype))
+        noise = key.normal(ids, shape, beta.dtype)
+        return self.prior.sample(beta, mirrored(noise) if self.antithetic and chains is None else noise)
 
     # --- a client's round --------------------------------------------------------------------
 
@@ -202,7 +237,8 @@ class FedSOUK(Algorithm):
 
         keys = self.model.dropout_keys(cohort, key)
         phi = phi.detach().requires_grad_(phi.numel() > 0)
-        whole = self.phi_batch is None
+        epochs = self.phi_epochs > 0
+        whole = self.phi_batch is None and not epochs
         fused = channel.fusable and whole
         with torch.set_grad_enabled(fused):
             features = self.model.features(phi, cohort, keys)
@@ -214,7 +250,13 @@ class FedSOUK(Algorithm):
         good = self._good(target, trace, scores)
 
         estimate = PhiGradient(self.model, target.moments() if self.rao_blackwell else None, draws)
-        if fused:
+        extra: Tensors = {}
+        if epochs:
+            good, value, j, examples = self._phi_moves(
+                phi, broadcast, target, draws, cohort, channel, key, good
+            )
+            extra["examples"] = examples
+        elif fused:
             value, j = estimate.fused(phi, features, cohort, keys, good)
             if not bool(torch.isfinite(j).all()):
                 good, value, j = estimate.one_by_one(phi, cohort, key, good, None)
@@ -222,7 +264,7 @@ class FedSOUK(Algorithm):
         else:
             good, value, j = estimate.one_by_one(phi, cohort, key, good, channel, self.phi_batch)
         i = weighted_sum(channel("I", scores), cohort.weights, good)
-        sums = {"I": i, "J": j}
+        sums = {"I": i, "J": j} | extra
         if isinstance(self.beta_step, EM) and (size := target.likelihood_curvature()) is not None:
             sums["curvature"] = weighted_sum(channel("curvature", size), cohort.weights, good)
         message = Message(sums, int(good.sum()))
@@ -232,6 +274,36 @@ class FedSOUK(Algorithm):
             "updates": trace.tuning.updates,
         }
         return new, message, self._info(cohort, trace, target, value, good, whole)
+
+    def _phi_moves(
+        self,
+        phi: Tensor,
+        broadcast: Tensors,
+        target: Target,
+        draws: Tensor,
+        cohort: Cohort,
+        channel: Channel,
+        key: Key,
+        good: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """D_i = n_i (phi_i - phi_k) / a in J_i's place: phi_i is phi_k after epochs of mini-batch steps a on
+        the mean log-likelihood per example, averaged over the draws of z, which stay as they are.
+
+        One full-batch step gives D_i = J_i. More of them drift towards each client's own optimum, as in
+        FedAvg: the paper's theorem does not cover this.
+        """
+        with torch.no_grad():
+            value = target.likelihood.value(draws).mean(1)
+        phi = phi.detach()
+        a = float(broadcast["phi_rate"])
+        start = phi.expand(len(cohort), -1)
+        loss = body_loss(self.model, cohort.embedded, key)
+        moved = self.local_sgd.run(loss, start, draws, cohort.x, cohort, key.at(purpose="body"), a)
+        n = cohort.sizes.to(phi.dtype).unsqueeze(1)
+        good = good & torch.isfinite(moved).all(1)
+        d = channel("J", torch.where(good.unsqueeze(1), n * (moved - start) / a, torch.zeros_like(moved)))
+        examples = weighted_sum(channel("examples", n), cohort.weights, good)
+        return good, value, weighted_sum(d, cohort.weights, good), examples
 
     def target(
         self,
@@ -251,7 +323,17 @@ class FedSOUK(Algorithm):
         tuning = Tuning(local["log_step"], local["updates"])
         key = key.at(purpose="chain")
         with torch.no_grad():
-            return run(self.markov_kernel, target, z, tuning, self.local_steps, key, cohort.ids, adapt=True)
+            return run(
+                self.markov_kernel,
+                target,
+                z,
+                tuning,
+                self.local_steps,
+                key,
+                cohort.ids,
+                adapt=True,
+                antithetic=self.antithetic,
+            )
 
     def _scores(self, target: Target, trace: Trace, draws: Tensor) -> Tensor:
         if self.rao_blackwell:
@@ -283,6 +365,8 @@ class FedSOUK(Algorithm):
         examples = int(cohort.sizes.sum())
         # A forward and backward of one example is one pass, a forward alone a third.
         with_graph = examples if whole else int(cohort.sizes.clamp(max=self.phi_batch).sum())
+        if self.phi_epochs:
+            with_graph = self.phi_epochs * examples
         passes = 0.0 if cohort.embedded else with_graph + (0.0 if whole else examples / 3)
         steps = examples * self.chains * trace.gradient_evaluations
         return Info(
@@ -339,6 +423,9 @@ class FedSOUK(Algorithm):
                 curvature = float(total.scaled("curvature", facts.clients)) / facts.clients
         i = i + self.hyperprior.beta_grad(self.prior, beta)
         j = j + self.hyperprior.phi_grad(phi)
+        if isinstance(self.phi_step, Average) and total.sums.get("examples") is not None:
+            n = total.scaled("examples", facts.clients).clamp(min=1)
+            j = j * server["phi_rate"] / n  # the clients' mean move
         new_beta, beta_state = self._beta_step(server, beta, i, curvature, facts, k)
         phi_state = unprefixed("phi.", server)
         new_phi, phi_state = self.phi_step.step(phi, j, phi_state, server["unit"], k, facts.rounds)
@@ -352,6 +439,8 @@ class FedSOUK(Algorithm):
             facts.rounds,
             aligner(self.model, self.prior),
         )
+        if self.phi_epochs:
+            server = server | {"phi_rate": self._phi_rate(k + 1, facts.rounds, phi)}
         return (
             server
             | {"phi": new_phi, "beta": new_beta}

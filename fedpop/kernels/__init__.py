@@ -1,7 +1,7 @@
 """Markov kernels on z, one file each, and the loop that runs them."""
 
 from fedpop.errors import SettingsError
-from fedpop.kernels.base import Kernel, State, Trace, Transition, Tuning, run
+from fedpop.kernels.base import Kernel, State, Trace, Transition, Tuning, mirrored, run
 from fedpop.kernels.exponential import Exponential
 from fedpop.kernels.hmc import HMC
 from fedpop.kernels.target import Target
@@ -18,6 +18,7 @@ __all__ = [
     "Trace",
     "Transition",
     "Tuning",
+    "mirrored",
     "resolve_kernel",
     "run",
 ]

@@ -83,7 +83,8 @@ class Noise:
 
     CHUNK = 2**20
 
-    def __init__(self, key: Key, ids: Tensor, z: Tensor, steps: int) -> None:
+    def __init__(self, key: Key, ids: Tensor, z: Tensor, steps: int, antithetic: bool = False) -> None:
+        self._antithetic = antithetic
         self._key, self._ids, self._dtype, self._steps = key, ids, z.dtype, steps
         self._shape = tuple(z.shape[1:])
         self._chunk = max(1, min(steps, self.CHUNK // max(z.numel(), 1)))
@@ -91,12 +92,14 @@ class Noise:
 
     def normal(self, m: int) -> Tensor:
         """Standard normal numbers for transition m, in the shape of z."""
-        return self._fetch("noise", m, self._shape, self._key.at(purpose="noise").normal)
+        drawn = self._fetch("noise", m, self._shape, self._key.at(purpose="noise").normal)
+        return mirrored(drawn) if self._antithetic else drawn
 
     def uniform(self, m: int, count: int) -> Tensor:
         """``count`` uniform numbers per chain for transition m, ``[C, K, count]``."""
         shape = (self._shape[0], count)
-        return self._fetch("accept", m, shape, self._key.at(purpose="accept").uniform)
+        drawn = self._fetch("accept", m, shape, self._key.at(purpose="accept").uniform)
+        return drawn[:, ::2].repeat_interleave(2, 1) if self._antithetic else drawn
 
     def _fetch(self, name: str, m: int, shape: tuple[int, ...], draw: Callable[..., Tensor]) -> Tensor:
         start, held = self._held.get(name, (-1, None))
@@ -142,6 +145,13 @@ class Kernel(ABC):
         return Tuning(log_step.clamp(max=self.largest_log_step), tuning.updates + 1)
 
 
+def mirrored(noise: Tensor) -> Tensor:
+    """Noise ``[C, K, d]`` for pairs of chains that move against each other: the second has the first's,
+    negated. Each chain alone is what it was, and the odd part of their errors cancels in the mean."""
+    first = noise[:, ::2]
+    return torch.stack((first, -first), 2).flatten(1, 2)
+
+
 def guarded(new: State, old: State) -> tuple[State, Tensor]:
     """Unadjusted kernels: where a step left the region of finite or plausible density, stay."""
     plausible = new.value > old.value - 1e3 - 10 * new.z.shape[-1]
@@ -161,6 +171,7 @@ def run(
     ids: Tensor,
     *,
     adapt: bool,
+    antithetic: bool = False,
 ) -> Trace:
     """``steps`` transitions of every chain from z ``[C, K, d]``, theta fixed."""
     state = State.at(target, z)
@@ -170,7 +181,7 @@ def run(
         mean = target.prior.mu(target.beta).expand_as(z)
         state = State.at(target, mean).where(lost, state)
     plan = kernel.prepare(target, state.z, tuning, key.round)
-    noise = Noise(key, ids, z, steps)
+    noise = Noise(key, ids, z, steps, antithetic)
     draws, grads = [], []
     acceptance = torch.zeros_like(state.value)
     diverged = torch.zeros_like(state.value)
