@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-from fedpop.algorithms import EM, FedAvg, FedRep, FedSOUK, FedSOUL, Hyperprior, LocalSGD
+from fedpop.algorithms import EM, FedAvg, FedAvgFT, FedRep, FedSOUK, FedSOUL, Hyperprior, LocalSGD
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.participation import Bernoulli, Everyone, Uniform
 from fedpop.kernels import HMC, ULA, Exponential
@@ -40,6 +40,7 @@ __all__ = [
     "Everyone",
     "Exponential",
     "FedAvg",
+    "FedAvgFT",
     "FedRep",
     "FedSOUK",
     "FedSOUL",

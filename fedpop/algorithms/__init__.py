@@ -7,6 +7,7 @@ from typing import Any
 
 from fedpop.algorithms.base import Algorithm
 from fedpop.algorithms.fedavg import FedAvg
+from fedpop.algorithms.fedavg_ft import FedAvgFT
 from fedpop.algorithms.fedrep import FedRep
 from fedpop.algorithms.fedsouk import FedSOUK
 from fedpop.algorithms.fedsoul import FedSOUL
@@ -27,6 +28,7 @@ __all__ = [
     "METHODS",
     "Algorithm",
     "FedAvg",
+    "FedAvgFT",
     "FedRep",
     "FedSOUK",
     "FedSOUL",
@@ -35,7 +37,7 @@ __all__ = [
     "rebuild",
 ]
 
-METHODS: dict[str, type[Algorithm]] = {m.__name__: m for m in (FedSOUL, FedSOUK, FedAvg, FedRep)}
+METHODS: dict[str, type[Algorithm]] = {m.__name__: m for m in (FedSOUL, FedSOUK, FedAvg, FedAvgFT, FedRep)}
 
 _SETTINGS: dict[str, type] = {
     c.__name__: c

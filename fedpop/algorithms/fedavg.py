@@ -51,7 +51,7 @@ class FedAvg(Algorithm):
     ) -> tuple[Tensors, Message, Info]:
         w = broadcast["w"].expand(len(cohort), -1)
         loss = joint_loss(self.model, cohort.embedded, key)
-        new = self.local.run(loss, w, w[:, :0], cohort.x, cohort, key)
+        new = self.local.run(loss, w, w[:, :0], cohort.x, cohort, key, batched=self.model.batchable)
         n = cohort.sizes.to(w.dtype)
         good = torch.isfinite(new).all(1)
         delta = channel("dw", n.unsqueeze(1) * (new - w))

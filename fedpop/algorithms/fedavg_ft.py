@@ -36,7 +36,7 @@ class FedAvgFT(FedAvg):
         w = torch.cat((published["phi"], published["z"])).expand(len(cohort), -1)
         key = key.at(purpose="fine-tune")
         loss = joint_loss(self.model, cohort.embedded, key)
-        return self.fine_tune.run(loss, w, w[:, :0], cohort.x, cohort, key)
+        return self.fine_tune.run(loss, w, w[:, :0], cohort.x, cohort, key, batched=self.model.batchable)
 
     def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
         w = self.tuned(published, cohort, key)

@@ -105,7 +105,15 @@ class FedRep(Algorithm):
         z = self.fit_head(phi, cohort, local["z"], key)
         start = phi.expand(len(cohort), -1)
         loss = body_loss(self.model, cohort.embedded, key)
-        body = self.body.run(loss, start, z.unsqueeze(1), cohort.x, cohort, key.at(purpose="body"))
+        body = self.body.run(
+            loss,
+            start,
+            z.unsqueeze(1),
+            cohort.x,
+            cohort,
+            key.at(purpose="body"),
+            batched=self.model.batchable,
+        )
         n = cohort.sizes.to(phi.dtype)
         good = torch.isfinite(body).all(1) & torch.isfinite(z).all(1)
         delta = channel("dphi", n.unsqueeze(1) * (body - start))

@@ -146,6 +146,7 @@ class FedSOUK(Algorithm):
             raise SettingsError("local epochs on phi average over draws of z; they exclude rao_blackwell")
         if self.antithetic and self.chains % 2:
             raise SettingsError(f"antithetic chains come in pairs; chains must be even, not {self.chains}")
+        _ = self.local_sgd  # checks its own settings
         if self.rao_blackwell and not (self.model.linear and self.model.likelihood.name == "normal"):
             raise SettingsError(
                 "rao_blackwell needs closed-form posteriors: a linear head with a normal likelihood"
@@ -298,7 +299,8 @@ class FedSOUK(Algorithm):
         a = float(broadcast["phi_rate"])
         start = phi.expand(len(cohort), -1)
         loss = body_loss(self.model, cohort.embedded, key)
-        moved = self.local_sgd.run(loss, start, draws, cohort.x, cohort, key.at(purpose="body"), a)
+        key = key.at(purpose="body")
+        moved = self.local_sgd.run(loss, start, draws, cohort.x, cohort, key, a, batched=self.model.batchable)
         n = cohort.sizes.to(phi.dtype).unsqueeze(1)
         good = good & torch.isfinite(moved).all(1)
         d = channel("J", torch.where(good.unsqueeze(1), n * (moved - start) / a, torch.zeros_like(moved)))
@@ -364,9 +366,10 @@ class FedSOUK(Algorithm):
     ) -> Info:
         examples = int(cohort.sizes.sum())
         # A forward and backward of one example is one pass, a forward alone a third.
-        with_graph = examples if whole else int(cohort.sizes.clamp(max=self.phi_batch).sum())
         if self.phi_epochs:
             with_graph = self.phi_epochs * examples
+        else:
+            with_graph = examples if whole else int(cohort.sizes.clamp(max=self.phi_batch).sum())
         passes = 0.0 if cohort.embedded else with_graph + (0.0 if whole else examples / 3)
         steps = examples * self.chains * trace.gradient_evaluations
         return Info(

@@ -61,12 +61,17 @@ class LocalSGD:
         cohort: Cohort,
         key: Key,
         rate: float | None = None,
+        *,
+        batched: bool = True,
     ) -> Tensor:
-        """New parameters ``[C, D]`` from w ``[C, D]``; ``aux`` ``[C, *]`` is handed to the loss."""
+        """New parameters ``[C, D]`` from w ``[C, D]``; ``aux`` ``[C, *]`` is handed to the loss.
+
+        ``batched`` False: the loss cannot be, or had better not be, vectorised over clients.
+        """
         rate = self.rate if rate is None else rate
         if cohort.longest == 0:
             return w
-        if w.shape[1] > LARGEST_BATCHED:
+        if not batched or w.shape[1] > LARGEST_BATCHED:
             return self._one_by_one(loss, w, aux, x, cohort, key, rate)
         return self._batched(loss, w, aux, x, cohort, key, rate)
 

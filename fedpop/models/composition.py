@@ -76,6 +76,7 @@ class Composition(Model):
         self.outputs = _outputs_of(self.head)
         self.likelihood.check_head(self.outputs)
         self._convolutional = is_convolutional(self.backbone)
+        self.batchable = not self._convolutional
         # Rounding a few statistical parameters to 8 bits buys nothing: only networks are worth it.
         large = self._convolutional or self.phi_layout.size > 100_000
         wanted = precision if large or precision != "auto" else "float32"
