@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-from fedpop.algorithms import EM, FedAvg, FedAvgFT, FedRep, FedSOUK, FedSOUL, Hyperprior, LocalSGD
+from fedpop.algorithms import EM, FedAvg, FedAvgFT, FedRep, FedSOUK, FedSOUL, Final, Hyperprior, LocalSGD
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.participation import Bernoulli, Everyone, Uniform
 from fedpop.kernels import HMC, ULA, Exponential
@@ -45,6 +45,7 @@ __all__ = [
     "FedSOUK",
     "FedSOUL",
     "Federation",
+    "Final",
     "Hyperprior",
     "LocalSGD",
     "NormalPrior",

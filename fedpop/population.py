@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fedpop
 from fedpop.algorithms.base import Algorithm, Tensors
-from fedpop.algorithms.fedsouk import FINAL_CHAINS, FINAL_DRAWS, FedSOUK
+from fedpop.algorithms.fedsouk import FedSOUK, Final
 from fedpop.algorithms.phi_gradient import PhiGradient
 from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
 from fedpop.evaluation.diagnostics import (
@@ -233,8 +233,9 @@ class Population:
         key = self.key.at(purpose="newcomer")
         if x is None and isinstance(self.algorithm, FedSOUK):
             ids = torch.full((1,), NEWCOMER, device=self.published["phi"].device)
-            z = self.algorithm.draw_prior(self.published["beta"], ids, key, FINAL_CHAINS * FINAL_DRAWS)
-            prior = {"draws": z.unflatten(1, (FINAL_CHAINS, FINAL_DRAWS))}
+            final = self.algorithm.final
+            z = self.algorithm.draw_prior(self.published["beta"], ids, key, final.total)
+            prior = {"draws": z.unflatten(1, (final.chains, final.draws))}
             return Newcomer(self.algorithm, self.published, prior, key)
         if x is None:
             cohort = self._empty_cohort()
@@ -311,7 +312,10 @@ class Population:
             return list(ids.split(GROUP))
         if self._plan is None:
             base = plan_for(self.algorithm, self.federation, parse_bytes(MEMORY))
-            draws, item = FINAL_CHAINS * FINAL_DRAWS, self.published["phi"].element_size()
+            draws, item = (
+                getattr(self.algorithm, "final", Final()).total,
+                self.published["phi"].element_size(),
+            )
             # Draws with their gradients and proposals; head outputs of a batch of draws, with their graph.
             per_client = 10.0 * item * draws * self.model.z_layout.size
             per_row = base.per_row + item * draws * self.model.outputs

@@ -9,7 +9,7 @@ from fedpop.algorithms.base import Algorithm
 from fedpop.algorithms.fedavg import FedAvg
 from fedpop.algorithms.fedavg_ft import FedAvgFT
 from fedpop.algorithms.fedrep import FedRep
-from fedpop.algorithms.fedsouk import FedSOUK
+from fedpop.algorithms.fedsouk import FedSOUK, Final
 from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.errors import CheckpointError
@@ -32,6 +32,7 @@ __all__ = [
     "FedRep",
     "FedSOUK",
     "FedSOUL",
+    "Final",
     "Hyperprior",
     "LocalSGD",
     "rebuild",
@@ -52,6 +53,7 @@ _SETTINGS: dict[str, type] = {
         EM,
         Hyperprior,
         Averaging,
+        Final,
         SpectralStart,
         LocalSGD,
         Constant,

@@ -69,10 +69,32 @@ from fedpop.server.schedules import Constant, Schedule
 from fedpop.server.start import SpectralStart, applies, natural_units, redrawn
 from fedpop.server.state import prefixed, unprefixed
 
-FINAL_CHAINS, FINAL_DRAWS, FINAL_BURN_IN = 4, 250, 300
 STARTS = ("auto", "spectral", "random")
 FORMS = ("auto", "left", "right", "mixed")
 LARGEST_MIXED = 128
+
+
+@dataclass(frozen=True)
+class Final:
+    """The pass with theta fixed that gives the draws users see: ``chains`` chains of ``draws`` draws each,
+    after ``burn_in`` transitions that adapt.
+
+    >>> Final(draws=100).total
+    400
+    """
+
+    chains: int = 4
+    draws: int = 250
+    burn_in: int = 300
+
+    def __post_init__(self) -> None:
+        require_whole(chains=self.chains, draws=self.draws, burn_in=self.burn_in)
+        if self.chains < 1 or self.draws < 1 or self.burn_in < 0:
+            raise SettingsError(f"the final pass needs chains, draws and a burn-in of 0 or more, not {self}")
+
+    @property
+    def total(self) -> int:
+        return self.chains * self.draws
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +128,7 @@ class FedSOUK(Algorithm):
     phi_schedule: Schedule = field(default_factory=Constant)
     phi_ball: float = 1e6
     antithetic: bool = False
+    final: Final = field(default_factory=Final)
     rao_blackwell: bool = False
 
     name: ClassVar[str] = "FedSOUK"
@@ -544,14 +567,14 @@ class FedSOUK(Algorithm):
         kernel = self.markov_kernel if self.markov_kernel.adjusted else self._final_kernel()
         with torch.no_grad():
             target = self.target(phi, beta, self.model.features(phi, cohort), cohort)
-            z = self.draw_prior(beta, cohort.ids, key.at(purpose="start"), FINAL_CHAINS)
+            z = self.draw_prior(beta, cohort.ids, key.at(purpose="start"), self.final.chains)
             tuning = Tuning.fresh(len(cohort), kernel.initial_log_step, beta)
             if not (target.conjugate and isinstance(kernel, Exponential)):
-                for part in range(FINAL_BURN_IN // 10):
+                for part in range(self.final.burn_in // 10):
                     warm = key.at(purpose=f"warm-{part}")
                     trace = run(kernel, target, z, tuning, 10, warm, cohort.ids, adapt=True)
                     z, tuning = trace.state.z, trace.tuning
-            trace = run(kernel, target, z, tuning, FINAL_DRAWS, key, cohort.ids, adapt=False)
+            trace = run(kernel, target, z, tuning, self.final.draws, key, cohort.ids, adapt=False)
         return {"draws": trace.draws.transpose(1, 2)}
 
     def _final_kernel(self) -> Kernel:

@@ -19,13 +19,14 @@ from fedpop.algorithms.base import Algorithm
 from fedpop.algorithms.fedavg import FedAvg
 from fedpop.algorithms.fedavg_ft import FedAvgFT
 from fedpop.algorithms.fedrep import FedRep
+from fedpop.algorithms.fedsouk import Final
 from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.data.image_task import ImageTask
 from fedpop.evaluation.calibration import scores
 from fedpop.experiments.results import Record, record
 from fedpop.federation.clients import Client
-from fedpop.kernels import HMC, ULA, Exponential
+from fedpop.kernels import HMC, Exponential
 from fedpop.models.base import Model
 from fedpop.population import Population
 from fedpop.priors.normal import Normal
@@ -52,7 +53,7 @@ class Variant:
 
 def fedsoul(**changes: Any) -> Build:
     """FedSOUL around the point from which one setting is changed at a time."""
-    settings: dict[str, Any] = {"phi_step": Adam(0.03, Cosine())}
+    settings: dict[str, Any] = {"phi_step": Adam(0.03, Cosine()), "final": Final(draws=50, burn_in=100)}
     return lambda model: FedSOUL(model, **(settings | changes))
 
 
@@ -84,7 +85,6 @@ def fedrep(epochs: int, rate: float) -> Build:
 VARIANTS: dict[str, Variant] = {
     "base": Variant(fedsoul(), "the point that the others differ from"),
     "phi rate .1": Variant(fedsoul(phi_step=Adam(0.1, Cosine())), "the server's step on phi"),
-    "phi rate .01": Variant(fedsoul(phi_step=Adam(0.01, Cosine())), "the server's step on phi"),
     "left form": Variant(fedsoul(form="left"), "form of I"),
     "EM .2": Variant(fedsoul(beta_step=EM(0.2, 0.1)), "how the prior is learned"),
     "Adam on the prior": Variant(fedsoul(beta_step=Adam(0.03, Cosine())), "how the prior is learned"),
@@ -95,7 +95,6 @@ VARIANTS: dict[str, Variant] = {
     "antithetic pairs": Variant(fedsoul(local_steps=5, chains=2, antithetic=True), "antithetic pairs"),
     "one leapfrog step": Variant(fedsoul(kernel=HMC(leapfrog=1), local_steps=50), "kernel"),
     "exponential h=.5": Variant(fedsoul(kernel=Exponential(0.5), local_steps=50), "kernel"),
-    "ULA": Variant(fedsoul(kernel=ULA(), local_steps=50), "kernel"),
     "local epoch .02": local(0.02, phi_momentum=0.9),
     "local epoch .1": local(0.1),
     "local epoch, Adam": local(0.02, phi_step=Adam(0.03, Cosine())),
