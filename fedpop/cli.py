@@ -49,6 +49,26 @@ def synthetic(
     run_synthetic(out, seeds, processes, main_only)
 
 
+@experiment.command
+def defaults(
+    data: Path,
+    out: Path = Path("results/defaults"),
+    seeds: int = 3,
+    processes: Annotated[int | None, arg(metavar="INT")] = None,
+) -> None:
+    """Why the defaults for networks are what they are: small image clients, one setting changed at a time.
+
+    Args:
+        data: Folder with cifar10/ (Parquet) and mnist/ (IDX).
+        out: Folder for results.json, results.md and report.html.
+        seeds: How many seeds per variant.
+        processes: Worker processes; one per core unless told.
+    """
+    from fedpop.experiments.commands import run_defaults
+
+    run_defaults(data, out, seeds, processes)
+
+
 @app.command
 def report(folder: Positional[Path]) -> None:
     """Write report.html into a run folder or an experiment's results folder.

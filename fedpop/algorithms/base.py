@@ -92,6 +92,11 @@ class Algorithm(ABC):
     """Predictions integrate over z; otherwise intervals hold noise only, and say so."""
 
     @property
+    def phi_copies(self) -> int:
+        """About how many vectors of phi's size a client's round holds at once, beside the data."""
+        return 0
+
+    @property
     def phases(self) -> tuple[str, ...]:
         """Phases that run once, with everyone, before the rounds; the last one is the rounds."""
         return ("train",)

@@ -34,6 +34,10 @@ class FedAvg(Algorithm):
 
     name: ClassVar[str] = "FedAvg"
 
+    @property
+    def phi_copies(self) -> int:
+        return 4  # where a client stands, its velocity, its gradient, what it sends
+
     def init(self, facts: Facts, key: Key) -> Tensors:
         return {"w": torch.cat((self.model.initial_phi(), self.model.initial_z()))}
 

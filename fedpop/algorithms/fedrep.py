@@ -74,6 +74,10 @@ class FedRep(Algorithm):
     def phases(self) -> tuple[str, ...]:
         return ("moments", "spectral", "train") if self.start == "spectral" else ("train",)
 
+    @property
+    def phi_copies(self) -> int:
+        return 4  # where a client stands, its velocity, its gradient, what it sends
+
     def init(self, facts: Facts, key: Key) -> Tensors:
         return self._server(self.model.initial_phi())
 

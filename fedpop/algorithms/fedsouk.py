@@ -183,6 +183,10 @@ class FedSOUK(Algorithm):
         return LocalSGD(max(self.phi_epochs, 1), self.phi_rate, self.phi_batch, self.phi_momentum)
 
     @property
+    def phi_copies(self) -> int:
+        return 4 if self.phi_epochs else 0
+
+    @property
     def markov_kernel(self) -> Kernel:
         assert self.kernel is not None
         return self.kernel

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +37,9 @@ EXPERIMENT = "defaults"
 PASSES = 60_000
 ACTIVE = 10
 IMAGES = ("cifar10", "mnist")
+BASE = "base"
+CHOSEN = "default"
+"""The row of FedSOUL(model) without any setting: what the sweep led to."""
 
 Build = Callable[[Model], Algorithm]
 
@@ -173,7 +175,3 @@ def _record(population: Population, task: ImageTask, clients: list[Client], name
 def methods_of(name: str) -> tuple[str, ...]:
     """The records that a variant's job makes."""
     return (name, f"{name} + tuning") if name.startswith("FedAvg") else (name,)
-
-
-def default_folder() -> Path:
-    return Path("data")

@@ -162,3 +162,19 @@ def intervals(
         if title:
             axes.set_title(title, fontsize=9)
         return _svg(figure)
+
+
+def dots(groups: Mapping[str, Sequence[float]], x_label: str, bold: set[str] | None = None) -> str:
+    """One line per group, from top to bottom: every value a dot, the mean a stroke."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _axes(4.6, 0.5 + 0.19 * len(groups))
+        for i, (name, numbers) in enumerate(groups.items()):
+            shade = "#0072B2" if bold and name in bold else "#777777"
+            axes.plot(numbers, [i] * len(numbers), ".", color=shade, ms=5)
+            centre = sum(numbers) / len(numbers)
+            axes.vlines(centre, i - 0.35, i + 0.35, color=shade, linewidth=1.6)
+        axes.set_yticks(range(len(groups)), list(groups), fontsize=8)
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel(x_label)
+        return _svg(figure)

@@ -67,7 +67,8 @@ def plan_for(algorithm: Algorithm, federation: Federation, budget: int) -> Plan:
     item = model.initial_phi().element_size()
     one, two = (_kept(algorithm, federation, n) for n in (1, 2))
     per_row = max(two - one, 0) + 4 * item * (model.outputs * (steps + 4))
-    return Plan(per_row, float(item * d * (3 * steps + 12)), budget)
+    per_client = item * (d * (3 * steps + 12) + algorithm.phi_copies * model.phi_layout.size)
+    return Plan(per_row, float(per_client), budget)
 
 
 def _kept(algorithm: Algorithm, federation: Federation, rows: int) -> int:
