@@ -102,7 +102,7 @@ class FedRep(Algorithm):
             sums = self.spectral.local(phase, self.model, broadcast, cohort, channel)
             return local, Message(sums, len(cohort)), Info()
         phi = broadcast["phi"]
-        z = self.fit_head(phi, cohort, local["z"], key)
+        z = self.fit_head(phi, cohort, local["z"], key, dropout=True)
         start = phi.expand(len(cohort), -1)
         loss = body_loss(self.model, cohort.embedded)
         body = self.body.run(loss, start, z, cohort.x, cohort, key.at(purpose="body"))
@@ -132,10 +132,14 @@ class FedRep(Algorithm):
         kept = torch.where(good.unsqueeze(1), z, local["z"])
         return {"z": kept}, Message(sums, int(good.sum())), info
 
-    def fit_head(self, phi: Tensor, cohort: Cohort, z: Tensor, key: Key) -> Tensor:
-        """Heads ``[C, d]`` at this body: least squares (of least norm), or epochs of SGD."""
+    def fit_head(self, phi: Tensor, cohort: Cohort, z: Tensor, key: Key, dropout: bool = False) -> Tensor:
+        """Heads ``[C, d]`` at this body: least squares (of least norm), or epochs of SGD.
+
+        Features are computed once, so a round's mask of the body's dropout serves all epochs.
+        """
         with torch.no_grad():
-            features = self.model.features(phi, cohort)
+            rows = self.model.dropout_keys(cohort, key) if dropout else None
+            features = self.model.features(phi, cohort, rows)
             if self.heads == "exact":
                 local = self.model.bind(phi, features, cohort)
                 assert isinstance(local, LinearLikelihood)
@@ -143,7 +147,7 @@ class FedRep(Algorithm):
                 out: Tensor = (torch.linalg.pinv(f) @ y).mT.flatten(1).to(phi.dtype)
                 return out
             loss = head_loss(self.model, phi)
-            return self.head.run(loss, z, z[:, :0], features, cohort, key.at(purpose="head"))
+            return self.head.run(loss, z, z[:, :0], features, cohort, key.at(purpose="head"), dropout)
 
     def server_round(
         self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key

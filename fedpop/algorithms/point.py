@@ -12,25 +12,26 @@ from fedpop.evaluation.predictive import Predictive
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.models.base import Model
+from fedpop.models.modules import RowKeys
 from fedpop.runtime.random import Key
 
 Loss = Callable[..., Tensor]
 
 
-def _mean_loss(model: Model, phi: Tensor, z: Tensor, features: Inputs, y: Tensor, mask: Tensor) -> Tensor:
-    eta = model.head_outputs(phi, z.unsqueeze(0), features).squeeze(0)
-    encoded = model.likelihood.encode(y, model.outputs, phi.dtype)
-    value = model.likelihood.log_prob(eta, encoded, model.params(phi))
-    return -(value * mask).sum() / mask.sum().clamp(min=1)
+def _mean_loss(
+    model: Model, phi: Tensor, z: Tensor, features: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None
+) -> Tensor:
+    value = model.log_prob(phi, z.unsqueeze(0), features, y, rows).squeeze(0)
+    return -torch.where(mask > 0, value, torch.zeros_like(value)).sum() / mask.sum().clamp(min=1)
 
 
 def joint_loss(model: Model, embedded: bool) -> Loss:
     """Mean loss of one client in w = (phi, z) together; ``embedded``: x already holds features."""
     size = model.phi_layout.size
 
-    def loss(w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor) -> Tensor:
-        features = x if embedded else model.embed(w[:size], x)
-        return _mean_loss(model, w[:size], w[size:], features, y, mask)
+    def loss(w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None) -> Tensor:
+        features = x if embedded else model.embed(w[:size], x, rows)
+        return _mean_loss(model, w[:size], w[size:], features, y, mask, rows)
 
     return loss
 
@@ -38,8 +39,9 @@ def joint_loss(model: Model, embedded: bool) -> Loss:
 def body_loss(model: Model, embedded: bool) -> Loss:
     """Mean loss of one client in phi, its head fixed; ``embedded``: x already holds features."""
 
-    def loss(phi: Tensor, z: Tensor, x: Inputs, y: Tensor, mask: Tensor) -> Tensor:
-        return _mean_loss(model, phi, z, x if embedded else model.embed(phi, x), y, mask)
+    def loss(phi: Tensor, z: Tensor, x: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None) -> Tensor:
+        features = x if embedded else model.embed(phi, x, rows)
+        return _mean_loss(model, phi, z, features, y, mask, rows)
 
     return loss
 
@@ -47,8 +49,10 @@ def body_loss(model: Model, embedded: bool) -> Loss:
 def head_loss(model: Model, phi: Tensor) -> Loss:
     """Mean loss of one client in z, on features that do not change."""
 
-    def loss(z: Tensor, aux: Tensor, features: Inputs, y: Tensor, mask: Tensor) -> Tensor:
-        return _mean_loss(model, phi, z, features, y, mask)
+    def loss(
+        z: Tensor, aux: Tensor, features: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None
+    ) -> Tensor:
+        return _mean_loss(model, phi, z, features, y, mask, rows)
 
     return loss
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from fedpop.errors import ModelError
-from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, leaves, map_inputs, rows_of
 from fedpop.models import likelihoods
 from fedpop.models.base import (
@@ -14,12 +13,10 @@ from fedpop.models.base import (
     Model,
     initial_params,
     likelihood_layout,
-    linear_outputs,
     trainable,
 )
 from fedpop.models.flat import Layout
 from fedpop.models.likelihoods import Likelihood
-from fedpop.models.local import GeneralLikelihood, LocalLikelihood, pad_inputs
 from fedpop.models.modules import (
     RowKeys,
     call,
@@ -134,33 +131,9 @@ class Composition(Model):
             raise ModelError("the backbone must give one tensor of features per batch")
         return features
 
-    def bind(
-        self, phi: Tensor, features: Inputs, cohort: Cohort, rows: RowKeys | None = None
-    ) -> LocalLikelihood:
-        if isinstance(self.z_layout, LinearLayout):
-            return self.bind_linear(phi, features, cohort, self.z_layout.bias)
-
-        def head(z: Tensor, x: Inputs, *ids: Tensor) -> Tensor:
-            keys = RowKeys(rows.key, *ids) if rows is not None else None
-            with dropout_rows(self.head, keys):
-                return call(self.head, self.z_layout.views(z), x)
-
-        extra = () if rows is None else (cohort.pad(rows.clients), cohort.pad(rows.positions))
-        y = self.likelihood.encode(cohort.y, self.outputs, phi.dtype)
-        return GeneralLikelihood(
-            head,
-            pad_inputs(cohort, features),
-            cohort.pad(y),
-            cohort.mask,
-            self.likelihood,
-            self.params(phi),
-            extra,
-        )
-
-    def head_outputs(self, phi: Tensor, z: Tensor, features: Inputs) -> Tensor:
-        if isinstance(self.z_layout, LinearLayout) and isinstance(features, Tensor):
-            return linear_outputs(z, features, self.outputs, self.z_layout.bias)
-        return torch.func.vmap(lambda one: call(self.head, self.z_layout.views(one), features))(z)
+    def head_at(self, phi: Tensor, z: Tensor, features: Inputs, rows: RowKeys | None = None) -> Tensor:
+        with dropout_rows(self.head, rows):
+            return call(self.head, self.z_layout.views(z), features)
 
 
 def _channels_last(leaf: Tensor) -> Tensor:

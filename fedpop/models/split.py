@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fedpop.errors import ModelError
 from fedpop.federation.clients import Federation
-from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.models import likelihoods
 from fedpop.models.base import (
@@ -19,13 +18,11 @@ from fedpop.models.base import (
     Model,
     initial_params,
     likelihood_layout,
-    linear_outputs,
     trainable,
 )
 from fedpop.models.composition import _outputs_of
 from fedpop.models.flat import Layout
 from fedpop.models.likelihoods import Likelihood
-from fedpop.models.local import GeneralLikelihood, LocalLikelihood, pad_inputs
 from fedpop.models.modules import RowKeys, call, dropout_rows, federated, has_dropout
 
 
@@ -144,30 +141,6 @@ class Split(Model):
             (features, _), _, _ = self._through_last(self._tensors(phi, self.initial_z()), x)
         return features.to(phi.dtype)  # type: ignore[no-any-return]
 
-    def bind(
-        self, phi: Tensor, features: Inputs, cohort: Cohort, rows: RowKeys | None = None
-    ) -> LocalLikelihood:
-        if self.linear and isinstance(self.z_layout, LinearLayout):
-            return self.bind_linear(phi, features, cohort, self.z_layout.bias)
-
-        def head(z: Tensor, x: Inputs, *ids: Tensor) -> Tensor:
-            keys = RowKeys(rows.key, *ids) if rows is not None else None
-            with dropout_rows(self.module, keys):
-                return call(self.module, self._tensors(phi, z), x)
-
-        extra = () if rows is None else (cohort.pad(rows.clients), cohort.pad(rows.positions))
-        y = self.likelihood.encode(cohort.y, self.outputs, phi.dtype)
-        return GeneralLikelihood(
-            head,
-            pad_inputs(cohort, features),
-            cohort.pad(y),
-            cohort.mask,
-            self.likelihood,
-            self.params(phi),
-            extra,
-        )
-
-    def head_outputs(self, phi: Tensor, z: Tensor, features: Inputs) -> Tensor:
-        if self.linear and isinstance(self.z_layout, LinearLayout) and isinstance(features, Tensor):
-            return linear_outputs(z, features, self.outputs, self.z_layout.bias)
-        return torch.func.vmap(lambda one: call(self.module, self._tensors(phi, one), features))(z)
+    def head_at(self, phi: Tensor, z: Tensor, features: Inputs, rows: RowKeys | None = None) -> Tensor:
+        with dropout_rows(self.module, rows):
+            return call(self.module, self._tensors(phi, z), features)
