@@ -24,6 +24,7 @@ from fedpop.models.composition import _outputs_of
 from fedpop.models.flat import Layout
 from fedpop.models.likelihoods import Likelihood
 from fedpop.models.modules import RowKeys, call, dropout_rows, federated, has_dropout
+from fedpop.models.network import NetworkPass
 
 
 def _end_of(module: nn.Module) -> str | None:
@@ -40,7 +41,7 @@ class Split(Model):
 
     When they are exactly those of a linear layer that the module ends with, everything before it is
     the backbone, and the fast path of linear heads is used; otherwise the whole module runs at every
-    step of the chain, through vmap.
+    step of the chain, through vmap, in the parameters' own type (``precision`` is for the backbone).
 
     >>> from torch import nn
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -48,7 +49,14 @@ class Split(Model):
     Split(phi: 40, z: 27, likelihood: categorical, personal: 2.*)
     """
 
-    def __init__(self, module: nn.Module, personal: str | list[str], likelihood: Likelihood | str) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        personal: str | list[str],
+        likelihood: Likelihood | str,
+        *,
+        precision: str = "auto",
+    ) -> None:
         self.module = federated(module)
         self.likelihood = likelihoods.resolve(likelihood)
         self.personal = [personal] if isinstance(personal, str) else list(personal)
@@ -74,6 +82,9 @@ class Split(Model):
         self.known_linear = self.linear
         # The last layer that was registered may not be the last one that is used: see prepare().
         self.outputs = shapes[f"{self._last}.weight"][0] if self._last else _outputs_of(self.module)
+        self.precision = precision
+        self._pass = NetworkPass.of(self.module, self.phi_layout.size, precision, self.device)
+        self.autocast = self._pass.autocast
 
     def __repr__(self) -> str:
         return (
@@ -137,9 +148,8 @@ class Split(Model):
     def embed(self, phi: Tensor, x: Inputs, rows: RowKeys | None = None) -> Inputs:
         if not self.linear:
             return x
-        with dropout_rows(self.module, rows):
-            (features, _), _, _ = self._through_last(self._tensors(phi, self.initial_z()), x)
-        return features.to(phi.dtype)  # type: ignore[no-any-return]
+        tensors = self._tensors(phi, self.initial_z())
+        return self._pass(lambda part: self._through_last(tensors, part)[0][0], x, rows).to(phi.dtype)
 
     def head_at(self, phi: Tensor, z: Tensor, features: Inputs, rows: RowKeys | None = None) -> Tensor:
         with dropout_rows(self.module, rows):
