@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedpop.errors import DataError, ModelError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.inputs import Inputs, leaves, map_inputs
+from fedpop.federation.inputs import Inputs, leaves, map_inputs, narrowed
 from fedpop.models.flat import Layout
 from fedpop.models.likelihoods import Likelihood, Params
 from fedpop.models.local import GeneralLikelihood, LinearLikelihood, LocalLikelihood
@@ -165,11 +165,11 @@ class Model(ABC):
 
         def check(y: Tensor, where: str) -> Tensor:
             y = self.likelihood.check_targets(y, self.outputs, where)
-            return y.to(phi.dtype) if torch.is_floating_point(y) else y
+            return narrowed(y, phi.dtype, lambda row: f"{where}, row {row}: y")
 
         if not federation.embedded:
             self._probe(map_inputs(lambda v: cast(v[:2].to(phi.device)), federation.train.x), phi)
-        federation = federation.map_targets(check, cast)
+        federation = federation.map_targets(check, phi.dtype)
         if self.frozen and not federation.embedded:
             federation = federation.map_inputs(lambda x: self._embed_all(phi, x))
         return federation
