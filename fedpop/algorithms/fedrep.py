@@ -22,6 +22,7 @@ from fedpop.algorithms.base import (
     Message,
     Tensors,
     leave_out,
+    mean_loss,
     weighted_sum,
 )
 from fedpop.algorithms.local_sgd import LocalSGD
@@ -170,9 +171,8 @@ class FedRep(Algorithm):
         )
         return server | {"phi": phi} | prefixed("phi.", state)
 
-    def metrics(self, server: Tensors, info: Info) -> dict[str, float]:
-        s = info.sums
-        return {"loss": -s.get("log_likelihood", 0.0) / max(s.get("examples", 0.0), 1.0)}
+    def metrics(self, server: Tensors, info: Info) -> dict[str, float | None]:
+        return {"loss": mean_loss(info)}
 
     def publish(self, server: Tensors) -> Tensors:
         return {"phi": server["phi"], "z": server["z"]}
