@@ -28,7 +28,7 @@ from fedpop.evaluation.marginal import WORST_SHAPE, LogLikelihood, closed_form, 
 from fedpop.evaluation.predictive import Predictive
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.inputs import Inputs, as_inputs, map_inputs, require_finite
+from fedpop.federation.inputs import Inputs, as_inputs, map_inputs, narrowed, require_finite
 from fedpop.models.base import Model
 from fedpop.models.flat import Layout
 from fedpop.runtime.files import read_json, read_tensors, writable_folder, write_json, write_tensors
@@ -118,6 +118,8 @@ class Population:
     rounds: int = 0
     drift: float | None = None
     names: list[str] = field(default_factory=list)
+    learned_from: int = 0
+    """How many clients theta was learned from, also where they are not here."""
     _personal: dict[int, Tensors] = field(default_factory=dict, repr=False)
     _plan: Plan | None = field(default=None, repr=False)
     _thetas: list[tuple[Tensor, Tensor]] | None = field(default=None, repr=False)
@@ -126,9 +128,14 @@ class Population:
     def __post_init__(self) -> None:
         if self.federation is not None:
             self.names = list(self.federation.names)
+        self.learned_from = self.learned_from or len(self.names)
 
     def __repr__(self) -> str:
-        return f"Population({self.algorithm.label}, {len(self)} clients, {self.rounds} rounds)"
+        return f"Population({self.algorithm.label}, {self._whose}, {self.rounds} rounds)"
+
+    @property
+    def _whose(self) -> str:
+        return f"{len(self)} clients" if self.names else f"theta alone, from {self.learned_from} clients"
 
     # --- theta -------------------------------------------------------------------------------
 
@@ -410,13 +417,11 @@ class Population:
 
     def __str__(self) -> str:
         train = None if self.federation is None else self.federation.train
-        lines = [f"{self.algorithm.label} population: {len(self)} clients"]
+        lines = [f"{self.algorithm.label} population: {self._whose}"]
         if train is not None:
             sizes = train.sizes
-            lines[0] += (
-                f", {int(sizes.sum())} examples ({int(sizes.min())} to {int(sizes.max())} each), "
-                f"{self.rounds} rounds"
-            )
+            lines[0] += f", {int(sizes.sum())} examples ({int(sizes.min())} to {int(sizes.max())} each)"
+        lines[0] += f", {self.rounds} rounds"
         lines.append(f"  model    {self.model!r}")
         if isinstance(self.algorithm, FedSOUK):
             mu, sd = self.prior_mean, self.prior_sd
@@ -448,7 +453,14 @@ class Population:
 
     def public(self) -> Population:
         """theta alone: no data, no chains; it can still make models for new clients."""
-        return Population(self.algorithm, dict(self.published), self.key, None)
+        return Population(
+            self.algorithm,
+            dict(self.published),
+            self.key,
+            None,
+            rounds=self.rounds,
+            learned_from=self.learned_from,
+        )
 
     def save(self, path: str | Path, *, posteriors: str = "auto") -> Path:
         """Write theta to ``theta.safetensors`` and each client's own model to a file under ``clients/``.
@@ -482,6 +494,7 @@ class Population:
                 "theta": digest,
                 "seed": self.key.seed,
                 "clients": self.names,
+                "learned_from": self.learned_from,
                 "rounds": self.rounds,
                 "drift": self.drift,
                 "totals": self.totals,
@@ -528,6 +541,7 @@ def load(path: str | Path, *, model: Model | None = None, clients: Any = None) -
         rounds=saved["rounds"],
         drift=saved["drift"],
         names=saved["clients"],
+        learned_from=saved.get("learned_from", len(saved["clients"])),
     )
     for file in sorted((folder / "clients").glob("*.safetensors")):
         name = saved["clients"][int(file.stem)]
@@ -541,8 +555,7 @@ def _inputs(model: Model, x: Any) -> Inputs:
     phi = model.initial_phi()
 
     def cast(leaf: Tensor) -> Tensor:
-        leaf = leaf.to(phi.device)
-        return leaf.to(phi.dtype) if leaf.is_floating_point() else leaf
+        return narrowed(leaf, phi.dtype, lambda row: f"prediction, row {row}: x").to(phi.device)
 
     inputs = as_inputs(x, "prediction")
     require_finite(inputs, "prediction")

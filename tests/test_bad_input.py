@@ -67,6 +67,21 @@ DATA: dict[str, tuple[Any, Any, str]] = {
         {"dora": (np.array([[1.0, 2.0, np.nan]]), np.zeros(1))},
         "'dora', row 0.*NaN",
     ),
+    "too large for float32 in x": (
+        linear_model,
+        named(ben=(np.array([[1.0] * 3, [0.0, -1e39, 0.0]]), np.zeros(2)), empty=ragged((0,))[0]),
+        r"'ben', row 1: x holds -1e\+39.*float32.*3\.4e\+38.*rescale",
+    ),
+    "too large for float32 in y": (
+        linear_model,
+        named(cara=(np.ones((2, 3)), np.array([0.0, 1e300]))),
+        r"'cara', row 1: y holds 1e\+300",
+    ),
+    "too large for float32 in held-out x": (
+        linear_model,
+        held_out(torch.zeros(1), torch.full((1, 3), 1e39, dtype=torch.float64)),
+        r"'ben', validation set, row 0: x holds 1e\+39",
+    ),
     "nan in held-out y": (
         linear_model,
         held_out(torch.tensor([0.0, float("nan")])),
@@ -190,7 +205,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "rounds = 0": ({}, {"rounds": 0}, "rounds must be at least 1"),
     "rounds < 0": ({}, {"rounds": -1}, "rounds must be at least 1"),
     "p = 0": ({}, {"participation": 0.0}, r"lies in \(0, 1\]"),
-    "p > 1": ({}, {"participation": 1.5}, r"lies in \(0, 1\]"),
+    "p > 1": ({}, {"participation": 1.5}, r"probability, at most 1\.0.*whole number"),
+    "one of several p > 1": ({}, {"participation": [0.5, 0.5, 2.0]}, r"p\[2\] = 2\.0.*lies in \(0, 1\]"),
+    "a number of clients as a fraction": ({}, {"participation": 2.0}, "without the point"),
+    "one client or everyone": ({}, {"participation": 1}, r"1\.0 for everyone, fedpop\.Uniform\(1\)"),
+    "a word for participation": ({}, {"participation": "all"}, "a rule or None, not 'all'"),
     "nobody": ({}, {"participation": 0}, "at least one client"),
     "more than there are": ({}, {"participation": 4}, "only 3"),
     "seed": ({}, {"seed": -1}, "seed"),
@@ -252,6 +271,12 @@ def test_a_resume_with_changed_settings(tmp_path: Path) -> None:
         fp.FedSOUL(linear_model(), local_steps=5).fit(named(), rounds=2, out=tmp_path, resume=True)
 
 
+def test_the_largest_number_that_fits_is_taken() -> None:
+    model, largest = linear_model(), float(torch.finfo(torch.float32).max)
+    clients = {"anna": (np.array([[largest, 0.0, 1.0]]), np.zeros(1))}
+    assert float(model.prepare(fp.Federation.of(clients)).train.x.max()) == largest
+
+
 def test_questions_that_make_no_sense() -> None:
     population = fp.FedSOUL(linear_model()).fit(named(), rounds=1)
     x = torch.zeros(2, 3)
@@ -259,6 +284,8 @@ def test_questions_that_make_no_sense() -> None:
         population.predict("dora", x)
     with pytest.raises(DataError, match="row 1: x is NaN"):
         population.predict("anna", torch.tensor([[0.0] * 3, [float("nan")] * 3]))
+    with pytest.raises(DataError, match=r"row 0: x holds 1e\+39"):
+        population.predict("anna", np.full((1, 3), 1e39))
     with pytest.raises(DataError, match=r"shape \[\(4,\)\]"):
         population.predict("anna", torch.zeros(2, 4))
     for level in (0.0, 1.0, 95):

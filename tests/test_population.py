@@ -398,7 +398,8 @@ def test_theta_and_each_client_have_files_of_their_own(population: fp.Population
     # What describes the run holds no number of any client.
     described = json.loads((tmp_path / "population.json").read_text())
     assert set(described) == {
-        "version", "method", "algorithm", "model", "theta", "seed", "clients", "rounds", "drift", "totals",
+        "version", "method", "algorithm", "model", "theta", "seed", "clients", "learned_from", "rounds",
+        "drift", "totals",
     }  # fmt: skip
 
 
@@ -458,7 +459,10 @@ def test_public_holds_theta_alone(population: fp.Population, tmp_path: Path) -> 
     assert public._personal == {}
     assert public.history == []
     assert public.names == []
-    public.save(tmp_path)
+    for theta in (public, fp.load(public.save(tmp_path))):
+        assert repr(theta) == f"Population(FedSOUL, theta alone, from {len(population)} clients, 120 rounds)"
+        assert "theta alone, from" in str(theta).splitlines()[0]
+        assert "0 clients" not in str(theta)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["population.json", "theta.safetensors"]
     x = torch.zeros(1, 3)
     data = ragged((3,))[0]

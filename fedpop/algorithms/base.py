@@ -161,8 +161,8 @@ class Algorithm(ABC):
     def check(self, clients: int) -> None:  # noqa: B027
         """Raise early when the settings do not fit the federation."""
 
-    def metrics(self, server: Tensors, info: Info) -> dict[str, float]:
-        """Numbers of a round for ``metrics.jsonl`` and the progress bar."""
+    def metrics(self, server: Tensors, info: Info) -> dict[str, float | None]:
+        """Numbers of a round for ``metrics.jsonl`` and the progress bar; None where there is none."""
         return {}
 
     def drift(self, server: Tensors) -> float | None:
@@ -195,6 +195,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
     return value
+
+
+def mean_loss(info: Info) -> float | None:
+    """Mean negative log-likelihood per example; None for a round that saw none."""
+    examples = info.sums.get("examples", 0.0)
+    return -info.sums["log_likelihood"] / examples if examples else None
 
 
 def leave_out(good: Tensor, cohort: Cohort) -> tuple[int, ...]:

@@ -15,7 +15,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import Algorithm, Facts, Info, Message, Tensors, leave_out, weighted_sum
+from fedpop.algorithms.base import (
+    Algorithm,
+    Facts,
+    Info,
+    Message,
+    Tensors,
+    leave_out,
+    mean_loss,
+    weighted_sum,
+)
 from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.algorithms.point import joint_loss, mean_log_prob, plug_in, score_point
 from fedpop.channel import Channel
@@ -54,7 +63,7 @@ class FedAvg(Algorithm):
         key: Key,
     ) -> tuple[Tensors, Message, Info]:
         w = broadcast["w"].expand(len(cohort), -1)
-        loss = joint_loss(self.model, cohort.embedded, key)
+        loss = joint_loss(self.model, cohort.embedded)
         new = self.local.run(loss, w, w[:, :0], cohort.x, cohort, key, batched=self.model.batchable)
         n = cohort.sizes.to(w.dtype)
         good = torch.isfinite(new).all(1)
@@ -85,9 +94,8 @@ class FedAvg(Algorithm):
         step = self.server_rate * total.sums["dw"] / total.sums["n"]
         return {"w": server["w"] + step}
 
-    def metrics(self, server: Tensors, info: Info) -> dict[str, float]:
-        s = info.sums
-        return {"loss": -s.get("log_likelihood", 0.0) / max(s.get("examples", 0.0), 1.0)}
+    def metrics(self, server: Tensors, info: Info) -> dict[str, float | None]:
+        return {"loss": mean_loss(info)}
 
     def publish(self, server: Tensors) -> Tensors:
         size = self.model.phi_layout.size

@@ -35,7 +35,7 @@ class FedAvgFT(FedAvg):
         """Every client's own (phi, z) ``[C, D]``."""
         w = torch.cat((published["phi"], published["z"])).expand(len(cohort), -1)
         key = key.at(purpose="fine-tune")
-        loss = joint_loss(self.model, cohort.embedded, key)
+        loss = joint_loss(self.model, cohort.embedded)
         return self.fine_tune.run(loss, w, w[:, :0], cohort.x, cohort, key, batched=self.model.batchable)
 
     def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:

@@ -22,6 +22,7 @@ from fedpop.algorithms.base import (
     Message,
     Tensors,
     leave_out,
+    mean_loss,
     weighted_sum,
 )
 from fedpop.algorithms.local_sgd import LocalSGD
@@ -106,9 +107,9 @@ class FedRep(Algorithm):
             sums = self.spectral.local(phase, self.model, broadcast, cohort, channel)
             return local, Message(sums, len(cohort)), Info()
         phi = broadcast["phi"]
-        z = self.fit_head(phi, cohort, local["z"], key)
+        z = self.fit_head(phi, cohort, local["z"], key, dropout=True)
         start = phi.expand(len(cohort), -1)
-        loss = body_loss(self.model, cohort.embedded, key)
+        loss = body_loss(self.model, cohort.embedded)
         body = self.body.run(
             loss,
             start,
@@ -144,10 +145,14 @@ class FedRep(Algorithm):
         kept = torch.where(good.unsqueeze(1), z, local["z"])
         return {"z": kept}, Message(sums, int(good.sum())), info
 
-    def fit_head(self, phi: Tensor, cohort: Cohort, z: Tensor, key: Key) -> Tensor:
-        """Heads ``[C, d]`` at this body: least squares (of least norm), or epochs of SGD."""
+    def fit_head(self, phi: Tensor, cohort: Cohort, z: Tensor, key: Key, dropout: bool = False) -> Tensor:
+        """Heads ``[C, d]`` at this body: least squares (of least norm), or epochs of SGD.
+
+        Features are computed once, so a round's mask of the body's dropout serves all epochs.
+        """
         with torch.no_grad():
-            features = self.model.features(phi, cohort)
+            rows = self.model.dropout_keys(cohort, key) if dropout else None
+            features = self.model.features(phi, cohort, rows)
             if self.heads == "exact":
                 local = self.model.bind(phi, features, cohort)
                 assert isinstance(local, LinearLikelihood)
@@ -155,7 +160,7 @@ class FedRep(Algorithm):
                 out: Tensor = (torch.linalg.pinv(f) @ y).mT.flatten(1).to(phi.dtype)
                 return out
             loss = head_loss(self.model, phi)
-            return self.head.run(loss, z, z[:, :0], features, cohort, key.at(purpose="head"))
+            return self.head.run(loss, z, z[:, :0], features, cohort, key.at(purpose="head"), dropout=dropout)
 
     def server_round(
         self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
@@ -178,9 +183,8 @@ class FedRep(Algorithm):
         )
         return server | {"phi": phi} | prefixed("phi.", state)
 
-    def metrics(self, server: Tensors, info: Info) -> dict[str, float]:
-        s = info.sums
-        return {"loss": -s.get("log_likelihood", 0.0) / max(s.get("examples", 0.0), 1.0)}
+    def metrics(self, server: Tensors, info: Info) -> dict[str, float | None]:
+        return {"loss": mean_loss(info)}
 
     def publish(self, server: Tensors) -> Tensors:
         return {"phi": server["phi"], "z": server["z"]}

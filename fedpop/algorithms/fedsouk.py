@@ -35,6 +35,7 @@ from fedpop.algorithms.base import (
     Tensors,
     Trial,
     leave_out,
+    mean_loss,
     require_whole,
     weighted_sum,
 )
@@ -325,7 +326,7 @@ class FedSOUK(Algorithm):
         phi = phi.detach()
         a = float(broadcast["phi_rate"])
         start = phi.expand(len(cohort), -1)
-        loss = body_loss(self.model, cohort.embedded, key)
+        loss = body_loss(self.model, cohort.embedded)
         key = key.at(purpose="body")
         moved = self.local_sgd.run(loss, start, draws, cohort.x, cohort, key, a, batched=self.model.batchable)
         n = cohort.sizes.to(phi.dtype).unsqueeze(1)
@@ -522,13 +523,13 @@ class FedSOUK(Algorithm):
             return None
         return float((halves[1] - halves[0]).norm() / halves[1].norm().clamp(min=1e-30))
 
-    def metrics(self, server: Tensors, info: Info) -> dict[str, float]:
+    def metrics(self, server: Tensors, info: Info) -> dict[str, float | None]:
         s = info.sums
-        clients = max(s.get("clients", 0.0), 1.0)
+        clients = s.get("clients", 0.0)
         beta = server["beta"]
         return {
-            "loss": -s.get("log_likelihood", 0.0) / max(s.get("examples", 0.0), 1.0),
-            "acceptance": s.get("acceptance", 0.0) / clients,
+            "loss": mean_loss(info),
+            "acceptance": s["acceptance"] / clients if clients else None,
             "divergences": s.get("divergences", 0.0),
             "gradient_evaluations": s.get("gradient_evaluations", 0.0),
             "prior_mean_norm": float(self.prior.mu(beta).norm()),

@@ -13,12 +13,12 @@ from fedpop.algorithms.base import split_cohort
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
-from fedpop.models.local import pad_inputs
+from fedpop.models.modules import RowKeys
 from fedpop.runtime.random import Key
 
 Loss = Callable[..., Tensor]
-"""``loss(w, aux, x, y, mask, ids)``: one client's mean loss over the examples where mask is one; ``ids``
-are (client, position) of each example, by which layers such as dropout draw."""
+"""``loss(w, aux, x, y, mask, rows)``: one client's mean loss over the examples where mask is one; ``rows``
+name the examples, for layers that draw, such as dropout."""
 
 LARGEST_BATCHED = 20_000
 """Parameters up to which clients are worked on side by side by vmap: above it a single client keeps the
@@ -62,43 +62,61 @@ class LocalSGD:
         key: Key,
         rate: float | None = None,
         *,
+        dropout: bool = True,
         batched: bool = True,
     ) -> Tensor:
         """New parameters ``[C, D]`` from w ``[C, D]``; ``aux`` ``[C, *]`` is handed to the loss.
 
         ``batched`` False: the loss cannot be, or had better not be, vectorised over clients.
         """
-        rate = self.rate if rate is None else rate
         if cohort.longest == 0:
             return w
-        if not batched or w.shape[1] > LARGEST_BATCHED:
-            return self._one_by_one(loss, w, aux, x, cohort, key, rate)
-        return self._batched(loss, w, aux, x, cohort, key, rate)
+        one_by_one = not batched or w.shape[1] > LARGEST_BATCHED
+        work = self._one_by_one if one_by_one else self._batched
+        return work(loss, w, aux, x, cohort, key, self.rate if rate is None else rate, dropout)
 
     def _batched(
-        self, loss: Loss, w: Tensor, aux: Tensor, x: Inputs, cohort: Cohort, key: Key, rate: float
+        self,
+        loss: Loss,
+        w: Tensor,
+        aux: Tensor,
+        x: Inputs,
+        cohort: Cohort,
+        key: Key,
+        rate: float,
+        dropout: bool,
     ) -> Tensor:
-        block, y = pad_inputs(cohort, x), cohort.pad(cohort.y)
+        # Padding repeats real rows, so that the loss is finite on it.
+        block, y = map_inputs(cohort.fill, x), cohort.fill(cohort.y)
         mask = (torch.arange(cohort.longest, device=w.device) < cohort.sizes.unsqueeze(1)).to(w.dtype)
         size = self._size(cohort)
-        grad = torch.func.vmap(torch.func.grad(loss))
         velocity = torch.zeros_like(w)
         rows = torch.arange(len(cohort), device=w.device).unsqueeze(1)
         for epoch in range(self.epochs):
-            order = self._order(mask, cohort, key.at(purpose=f"epoch-{epoch}"))
+            now = key.at(purpose=f"epoch-{epoch}")
+            order = self._order(mask, cohort, now)
+            grad = torch.func.vmap(torch.func.grad(_named(loss, now if dropout else None)))
             for start in range(0, cohort.longest, size):
                 pick = order[:, start : start + size]
                 part = mask[rows, pick]
                 xb = map_inputs(lambda v, p=pick: v[rows, p], block)
-                ids = (cohort.ids.unsqueeze(1).expand_as(pick), pick + epoch * cohort.sizes.unsqueeze(1))
-                g = grad(w, aux, xb, y[rows, pick], part, ids) + self.decay * w
+                ids = cohort.ids.unsqueeze(1).expand_as(pick)
+                g = grad(w, aux, xb, y[rows, pick], part, ids, pick) + self.decay * w
                 busy = (part.sum(1) > 0).to(w.dtype).unsqueeze(1)  # clients that still have examples
                 velocity = torch.where(busy > 0, self.momentum * velocity + g, velocity)
                 w = w - rate * busy * velocity
         return w
 
     def _one_by_one(
-        self, loss: Loss, w: Tensor, aux: Tensor, x: Inputs, cohort: Cohort, key: Key, rate: float
+        self,
+        loss: Loss,
+        w: Tensor,
+        aux: Tensor,
+        x: Inputs,
+        cohort: Cohort,
+        key: Key,
+        rate: float,
+        dropout: bool,
     ) -> Tensor:
         out = torch.empty_like(w)
         starts = torch.cumsum(cohort.sizes, 0) - cohort.sizes
@@ -107,22 +125,15 @@ class LocalSGD:
             n, velocity = int(one.sizes[0]), torch.zeros_like(out[c])
             mine = slice(int(starts[c]), int(starts[c]) + n)
             own = map_inputs(lambda v, m=mine: v[m], x)
-            size = self._size(one)
             every = velocity.new_ones((1, n))
             for epoch in range(self.epochs if n else 0):
-                order = self._order(every, one, key.at(purpose=f"epoch-{epoch}"))[0]
-                for pick in order.split(size):
+                now = key.at(purpose=f"epoch-{epoch}")
+                for pick in self._order(every, one, now)[0].split(self._size(one)):
                     at = out[c].detach().clone().requires_grad_()
-                    ids = (one.ids.expand(len(pick)), pick + epoch * n)
+                    rows = RowKeys(now, one.ids.expand(len(pick)), pick) if dropout else None
+                    batch = map_inputs(lambda v, p=pick: v[p], own)
                     with torch.enable_grad():
-                        value = loss(
-                            at,
-                            aux[c],
-                            map_inputs(lambda v, p=pick: v[p], own),
-                            one.y[pick],
-                            every[0, pick],
-                            ids,
-                        )
+                        value = loss(at, aux[c], batch, one.y[pick], every[0, pick], rows)
                     (g,) = torch.autograd.grad(value, at)
                     velocity.mul_(self.momentum).add_(g)
                     if self.decay:
@@ -143,3 +154,15 @@ class LocalSGD:
     def steps(self, cohort: Cohort) -> int:
         """Example-steps: how many examples are passed forward and backward."""
         return int(cohort.sizes.sum()) * self.epochs
+
+
+def _named(loss: Loss, key: Key | None) -> Loss:
+    """The loss with its examples' names as tensors, which vmap can cut; dropout is off without a key."""
+
+    def named(
+        w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor, client: Tensor, place: Tensor
+    ) -> Tensor:
+        rows = None if key is None else RowKeys(key, client, place)
+        return loss(w, aux, x, y, mask, rows)
+
+    return named

@@ -12,48 +12,38 @@ from fedpop.evaluation.predictive import Predictive
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.models.base import Model
-from fedpop.models.modules import RowKeys, has_dropout
+from fedpop.models.modules import RowKeys
 from fedpop.runtime.random import Key
 
 Loss = Callable[..., Tensor]
 
 
-Ids = tuple[Tensor, Tensor]
-
-
-def _mean_loss(model: Model, phi: Tensor, z: Tensor, features: Inputs, y: Tensor, mask: Tensor) -> Tensor:
+def _mean_loss(
+    model: Model, phi: Tensor, z: Tensor, features: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None
+) -> Tensor:
     """Mean over examples of -log p(y | z), averaged over values of z ``[S, d]``."""
-    eta = model.head_outputs(phi, z, features)
-    encoded = model.likelihood.encode(y, model.outputs, phi.dtype)
-    value = model.likelihood.log_prob(eta, encoded, model.params(phi)).mean(0)
-    return -(value * mask).sum() / mask.sum().clamp(min=1)
+    value = model.log_prob(phi, z, features, y, rows).mean(0)
+    return -torch.where(mask > 0, value, torch.zeros_like(value)).sum() / mask.sum().clamp(min=1)
 
 
-def _features(model: Model, phi: Tensor, x: Inputs, ids: Ids, embedded: bool, key: Key) -> Inputs:
-    """Features in training: layers such as dropout are on, keyed by example."""
-    if embedded:
-        return x
-    random = any(has_dropout(m) for m in model.modules())
-    return model.embed(phi, x, RowKeys(key, *ids) if random else None)
-
-
-def joint_loss(model: Model, embedded: bool, key: Key) -> Loss:
+def joint_loss(model: Model, embedded: bool) -> Loss:
     """Mean loss of one client in w = (phi, z) together; ``embedded``: x already holds features."""
     size = model.phi_layout.size
 
-    def loss(w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor, ids: Ids) -> Tensor:
-        phi, z = w[:size], w[size:]
-        return _mean_loss(model, phi, z.unsqueeze(0), _features(model, phi, x, ids, embedded, key), y, mask)
+    def loss(w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None) -> Tensor:
+        features = x if embedded else model.embed(w[:size], x, rows)
+        return _mean_loss(model, w[:size], w[size:].unsqueeze(0), features, y, mask, rows)
 
     return loss
 
 
-def body_loss(model: Model, embedded: bool, key: Key) -> Loss:
+def body_loss(model: Model, embedded: bool) -> Loss:
     """Mean loss of one client in phi, averaged over fixed heads z ``[S, d]``; ``embedded``: x already
     holds features."""
 
-    def loss(phi: Tensor, z: Tensor, x: Inputs, y: Tensor, mask: Tensor, ids: Ids) -> Tensor:
-        return _mean_loss(model, phi, z, _features(model, phi, x, ids, embedded, key), y, mask)
+    def loss(phi: Tensor, z: Tensor, x: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None) -> Tensor:
+        features = x if embedded else model.embed(phi, x, rows)
+        return _mean_loss(model, phi, z, features, y, mask, rows)
 
     return loss
 
@@ -61,8 +51,10 @@ def body_loss(model: Model, embedded: bool, key: Key) -> Loss:
 def head_loss(model: Model, phi: Tensor) -> Loss:
     """Mean loss of one client in z, on features that do not change."""
 
-    def loss(z: Tensor, aux: Tensor, features: Inputs, y: Tensor, mask: Tensor, ids: Ids) -> Tensor:
-        return _mean_loss(model, phi, z.unsqueeze(0), features, y, mask)
+    def loss(
+        z: Tensor, aux: Tensor, features: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None
+    ) -> Tensor:
+        return _mean_loss(model, phi, z.unsqueeze(0), features, y, mask, rows)
 
     return loss
 

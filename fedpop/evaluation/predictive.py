@@ -184,12 +184,11 @@ def _categorical_entropy(p: Tensor) -> Tensor:
 
 def per_example(model: Model, phi: Tensor, draws: Tensor, features: Inputs, cohort: Cohort) -> Tensor:
     """log p(y_j | x_j, z) for every example j and draw of its client: ``[S, n]``."""
-    y = model.likelihood.encode(cohort.y, model.outputs, phi.dtype)
     out = []
     start = 0
     for c, n in enumerate(cohort.sizes.tolist()):
         rows = slice(start, start + n)
         start += n
-        eta = model.head_outputs(phi, draws[c], map_inputs(lambda v, r=rows: v[r], features))
-        out.append(model.likelihood.log_prob(eta, y[rows], model.params(phi)))
+        own = map_inputs(lambda v, r=rows: v[r], features)
+        out.append(model.log_prob(phi, draws[c], own, cohort.y[rows]))
     return torch.cat(out, dim=1)

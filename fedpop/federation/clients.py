@@ -19,6 +19,7 @@ from fedpop.federation.inputs import (
     as_tensor,
     leaves,
     map_inputs,
+    narrowed,
     require_finite,
     rows_of,
 )
@@ -168,13 +169,25 @@ class Federation:
         packed = Packed(map_inputs(lambda v: v[order], x), y[order], starts, sizes)
         return cls(names, {"train": packed})
 
-    def map_targets(self, check: Any, cast: Any) -> Federation:
-        """A federation whose targets passed ``check(y, where)`` and whose x went through ``cast``."""
+    def map_targets(self, check: Any, dtype: torch.dtype) -> Federation:
+        """A federation whose targets passed ``check(y, where)`` and whose x has floats of this type."""
         splits = {}
         for split, packed in self.splits.items():
             y = self._checked(packed, split, check)
+
+            def cast(leaf: Tensor, split: str = split) -> Tensor:
+                return narrowed(leaf, dtype, lambda row: f"{self._row(split, row)}: x")
+
             splits[split] = Packed(map_inputs(cast, packed.x), y, packed.starts, packed.sizes)
         return Federation(self.names, splits, self.embedded, self._index)
+
+    def _row(self, split: str, row: int) -> str:
+        """Whose row this is of the packed table, in words."""
+        packed = self.splits[split]
+        filled = (packed.sizes > 0).nonzero().squeeze(1)
+        i = int(filled[torch.searchsorted(packed.starts[filled], row, right=True) - 1])
+        extra = "" if split == "train" else f", {split} set"
+        return f"client {self.names[i]!r}{extra}, row {row - int(packed.starts[i])}"
 
     def map_inputs(self, embed: Callable[[Inputs], Inputs]) -> Federation:
         """A federation that holds features in place of x."""

@@ -66,6 +66,34 @@ class Cohort:
         block = rows.new_zeros((len(self) * self.longest, *rows.shape[1:]))
         return block.index_copy(0, self.owner * self.longest + self.position, rows).reshape(shape)
 
+    @cached_property
+    def empty(self) -> Tensor | None:
+        """``[C]``, true where a client has no example; None when everyone has some."""
+        none = self.sizes == 0
+        return none if bool(none.any()) else None
+
+    @cached_property
+    def donor(self) -> Tensor:
+        """For each client, the position of a client with examples: itself, unless it has none."""
+        index = torch.arange(len(self), device=self.device)
+        if self.empty is None or not self.longest:
+            return index
+        return torch.where(self.empty, (~self.empty).to(torch.uint8).argmax(), index)
+
+    @cached_property
+    def _filled(self) -> Tensor:
+        starts = (torch.cumsum(self.sizes, 0) - self.sizes)[self.donor]
+        last = (self.sizes[self.donor] - 1).clamp(min=0)
+        place = torch.arange(self.longest, device=self.device)
+        return starts.unsqueeze(1) + torch.minimum(place, last.unsqueeze(1))
+
+    def fill(self, rows: Tensor) -> Tensor:
+        """``pad`` with a real row, the client's last, in place of zeros: a function that is finite on the
+        data is finite on the padding, and so are its derivatives."""
+        if self.even:
+            return self.pad(rows)
+        return rows[self._filled]
+
     def select(self, index: Tensor) -> Cohort:
         """The sub-cohort of the clients at these positions."""
         sizes = self.sizes[index]

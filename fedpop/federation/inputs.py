@@ -72,3 +72,19 @@ def as_tensor(value: Any, where: str) -> Tensor:
         return torch.as_tensor(np.ascontiguousarray(array))
     except (TypeError, ValueError) as error:
         raise DataError(f"{where}: cannot be read as numbers ({error})") from error
+
+
+def narrowed(value: Tensor, dtype: torch.dtype, where: Callable[[int], str]) -> Tensor:
+    """Floats in this type; a number that it cannot hold is refused, in the row that ``where`` names."""
+    if not torch.is_floating_point(value):
+        return value
+    out = value.to(dtype)
+    if torch.finfo(value.dtype).max > torch.finfo(dtype).max:
+        lost = torch.isfinite(value) & ~torch.isfinite(out)
+        if bool(lost.any()):
+            at = tuple(lost.nonzero()[0].tolist())
+            raise DataError(
+                f"{where(at[0])} holds {float(value[at]):g}, which the model's {str(dtype)[6:]} cannot "
+                f"(its largest is {torch.finfo(dtype).max:.3g}): rescale the data, or make the model double"
+            )
+    return out

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -118,14 +118,33 @@ class Uniform(Participation):
         return Active(ids, torch.ones(self.size), ratio=True)
 
 
-def resolve(participation: Participation | int | float | None) -> Participation:
-    """None: everyone; a number below one: a probability; a whole number: that many."""
+def resolve(participation: Participation | int | float | Sequence[float] | None) -> Participation:
+    """None: everyone; a fraction (or one per client): the probability to join; a whole number: that many.
+
+    >>> resolve(0.1), resolve(1.0), resolve(10)
+    (Bernoulli(p=0.1, weights='ratio'), Bernoulli(p=1.0, weights='ratio'), Uniform(size=10))
+    """
     if participation is None:
         return Everyone()
     if isinstance(participation, Participation):
         return participation
     if isinstance(participation, bool):
-        raise SettingsError("participation is a number or a rule, not a truth value")
+        raise SettingsError("participation is a number or a rule, not a truth value; None is everyone")
+    if isinstance(participation, str):
+        raise SettingsError(f"participation is a number, a rule or None, not {participation!r}")
+    if not isinstance(participation, Real):
+        return Bernoulli(participation)
     if isinstance(participation, Integral):
+        if participation == 1:
+            raise SettingsError(
+                "participation=1 may mean everyone or a single client: write None or 1.0 for everyone, "
+                "fedpop.Uniform(1) for one client a round"
+            )
         return Uniform(int(participation))
-    return Bernoulli(participation)
+    chance = float(participation)
+    if chance > 1:
+        raise SettingsError(
+            f"participation={participation}: a fraction is a probability, at most 1.0; for a number of "
+            "clients a round write a whole number, without the point"
+        )
+    return Bernoulli(chance)

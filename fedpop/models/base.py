@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from fedpop.errors import DataError, ModelError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.inputs import Inputs, leaves, map_inputs
+from fedpop.federation.inputs import Inputs, leaves, map_inputs, narrowed
 from fedpop.models.flat import Layout
 from fedpop.models.likelihoods import Likelihood, Params
-from fedpop.models.local import LinearLikelihood, LocalLikelihood
+from fedpop.models.local import GeneralLikelihood, LinearLikelihood, LocalLikelihood
 from fedpop.models.modules import RowKeys, has_dropout
 from fedpop.runtime.random import Key
 
@@ -86,14 +86,41 @@ class Model(ABC):
         """Everything in phi that z never touches. Dropout is on when ``rows`` name the examples."""
 
     @abstractmethod
+    def head_at(self, phi: Tensor, z: Tensor, features: Inputs, rows: RowKeys | None = None) -> Tensor:
+        """Head outputs ``[n, o]`` of one client's examples at one z ``[d]``."""
+
     def bind(
         self, phi: Tensor, features: Inputs, cohort: Cohort, rows: RowKeys | None = None
     ) -> LocalLikelihood:
         """The cohort's likelihood as a function of z, at these features."""
+        if self.linear and isinstance(self.z_layout, LinearLayout):
+            return self.bind_linear(phi, features, cohort, self.z_layout.bias)
 
-    @abstractmethod
-    def head_outputs(self, phi: Tensor, z: Tensor, features: Inputs) -> Tensor:
+        def log_prob(z: Tensor, x: Inputs, y: Tensor, *ids: Tensor) -> Tensor:
+            return self.log_prob_at(phi, z, x, y, None if rows is None else RowKeys(rows.key, *ids))
+
+        extra = () if rows is None else (rows.clients, rows.positions)
+        y = self.likelihood.encode(cohort.y, self.outputs, phi.dtype)
+        return GeneralLikelihood(log_prob, features, y, cohort, extra)
+
+    def log_prob_at(
+        self, phi: Tensor, z: Tensor, features: Inputs, y: Tensor, rows: RowKeys | None = None
+    ) -> Tensor:
+        """log p(y_j | x_j, z) ``[n]`` of one client's examples at one z ``[d]``; y as encoded."""
+        return self.likelihood.log_prob(self.head_at(phi, z, features, rows), y, self.params(phi))
+
+    def head_outputs(self, phi: Tensor, z: Tensor, features: Inputs, rows: RowKeys | None = None) -> Tensor:
         """Head outputs ``[L, n, o]`` of n examples for L values of z ``[L, d]``."""
+        if self.linear and isinstance(self.z_layout, LinearLayout) and isinstance(features, Tensor):
+            return linear_outputs(z, features, self.outputs, self.z_layout.bias)
+        return torch.func.vmap(lambda one: self.head_at(phi, one, features, rows))(z)
+
+    def log_prob(
+        self, phi: Tensor, z: Tensor, features: Inputs, y: Tensor, rows: RowKeys | None = None
+    ) -> Tensor:
+        """log p(y_j | x_j, z) ``[L, n]`` for L values of z ``[L, d]``; y as stored."""
+        encoded = self.likelihood.encode(y, self.outputs, phi.dtype)
+        return self.likelihood.log_prob(self.head_outputs(phi, z, features, rows), encoded, self.params(phi))
 
     def outputs_at(self, phi: Tensor, z: Tensor, x: Inputs) -> Tensor:
         """Head outputs ``[L, n, o]`` at new examples."""
@@ -141,11 +168,11 @@ class Model(ABC):
 
         def check(y: Tensor, where: str) -> Tensor:
             y = self.likelihood.check_targets(y, self.outputs, where)
-            return y.to(phi.dtype) if torch.is_floating_point(y) else y
+            return narrowed(y, phi.dtype, lambda row: f"{where}, row {row}: y")
 
         if not federation.embedded:
             self._probe(map_inputs(lambda v: cast(v[:2].to(phi.device)), federation.train.x), phi)
-        federation = federation.map_targets(check, cast)
+        federation = federation.map_targets(check, phi.dtype)
         if self.frozen and not federation.embedded:
             federation = federation.map_inputs(lambda x: self._embed_all(phi, x))
         return federation

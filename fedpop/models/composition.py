@@ -6,33 +6,19 @@ import torch
 from torch import Tensor, nn
 
 from fedpop.errors import ModelError
-from fedpop.federation.cohort import Cohort
-from fedpop.federation.inputs import Inputs, leaves, map_inputs, rows_of
+from fedpop.federation.inputs import Inputs
 from fedpop.models import likelihoods
 from fedpop.models.base import (
     LinearLayout,
     Model,
     initial_params,
     likelihood_layout,
-    linear_outputs,
     trainable,
 )
 from fedpop.models.flat import Layout
 from fedpop.models.likelihoods import Likelihood
-from fedpop.models.local import GeneralLikelihood, LocalLikelihood, pad_inputs
-from fedpop.models.modules import (
-    RowKeys,
-    call,
-    dropout_rows,
-    federated,
-    has_dropout,
-    is_convolutional,
-)
-from fedpop.runtime.precision import autocast_dtype
-
-BLOCK = 100
-"""Images that go through a convolutional backbone at a time on a CPU: the buffers of a larger batch
-are handed back to the operating system after every use, and page faults cost a quarter of the time."""
+from fedpop.models.modules import RowKeys, call, dropout_rows, federated, has_dropout
+from fedpop.models.network import NetworkPass
 
 
 class Composition(Model):
@@ -75,14 +61,10 @@ class Composition(Model):
         self.z_layout = (LinearLayout if self.linear else Layout).of(shapes)
         self.outputs = _outputs_of(self.head)
         self.likelihood.check_head(self.outputs)
-        self._convolutional = is_convolutional(self.backbone)
-        self.batchable = not self._convolutional
-        # Rounding a few statistical parameters to 8 bits buys nothing: only networks are worth it.
-        large = self._convolutional or self.phi_layout.size > 100_000
-        wanted = precision if large or precision != "auto" else "float32"
         self.precision = precision
-        self.autocast = autocast_dtype(wanted, self.device)
-        autocast_dtype(precision, self.device)
+        self._pass = NetworkPass.of(self.backbone, self.phi_layout.size, precision, self.device)
+        self.autocast = self._pass.autocast
+        self.batchable = not self._pass.convolutional
 
     def __repr__(self) -> str:
         head = "linear head" if self.linear else "head through vmap"
@@ -111,61 +93,12 @@ class Composition(Model):
         return {name: views[f"backbone.{name}"] for name in self._shared}
 
     def embed(self, phi: Tensor, x: Inputs, rows: RowKeys | None = None) -> Tensor:
-        views, count = self._backbone_views(phi), rows_of(x)
-        block = BLOCK if self._convolutional and leaves(x)[0].device.type == "cpu" else max(count, 1)
-        if count <= block:
-            return self._embed_block(views, x, rows).to(phi.dtype)
-        parts = []
-        for start in range(0, count, block):
-            cut = slice(start, start + block)
-            keys = rows and RowKeys(rows.key, rows.clients[cut], rows.positions[cut])
-            parts.append(self._embed_block(views, map_inputs(lambda v, c=cut: v[c], x), keys))
-        return torch.cat(parts).to(phi.dtype)
+        views = self._backbone_views(phi)
+        return self._pass(lambda part: call(self.backbone, views, part), x, rows).to(phi.dtype)
 
-    def _embed_block(self, views: dict[str, Tensor], x: Inputs, rows: RowKeys | None) -> Tensor:
-        if self._convolutional:
-            x = map_inputs(_channels_last, x)
-        device = leaves(x)[0].device.type
-        with (
-            dropout_rows(self.backbone, rows),
-            torch.autocast(device, self.autocast, enabled=self.autocast is not None),
-        ):
-            features = call(self.backbone, views, x)
-        if not isinstance(features, Tensor):
-            raise ModelError("the backbone must give one tensor of features per batch")
-        return features
-
-    def bind(
-        self, phi: Tensor, features: Inputs, cohort: Cohort, rows: RowKeys | None = None
-    ) -> LocalLikelihood:
-        if isinstance(self.z_layout, LinearLayout):
-            return self.bind_linear(phi, features, cohort, self.z_layout.bias)
-
-        def head(z: Tensor, x: Inputs, *ids: Tensor) -> Tensor:
-            keys = RowKeys(rows.key, *ids) if rows is not None else None
-            with dropout_rows(self.head, keys):
-                return call(self.head, self.z_layout.views(z), x)
-
-        extra = () if rows is None else (cohort.pad(rows.clients), cohort.pad(rows.positions))
-        y = self.likelihood.encode(cohort.y, self.outputs, phi.dtype)
-        return GeneralLikelihood(
-            head,
-            pad_inputs(cohort, features),
-            cohort.pad(y),
-            cohort.mask,
-            self.likelihood,
-            self.params(phi),
-            extra,
-        )
-
-    def head_outputs(self, phi: Tensor, z: Tensor, features: Inputs) -> Tensor:
-        if isinstance(self.z_layout, LinearLayout) and isinstance(features, Tensor):
-            return linear_outputs(z, features, self.outputs, self.z_layout.bias)
-        return torch.func.vmap(lambda one: call(self.head, self.z_layout.views(one), features))(z)
-
-
-def _channels_last(leaf: Tensor) -> Tensor:
-    return leaf.contiguous(memory_format=torch.channels_last) if leaf.dim() == 4 else leaf
+    def head_at(self, phi: Tensor, z: Tensor, features: Inputs, rows: RowKeys | None = None) -> Tensor:
+        with dropout_rows(self.head, rows):
+            return call(self.head, self.z_layout.views(z), features)
 
 
 def _outputs_of(head: nn.Module) -> int:

@@ -83,44 +83,54 @@ class LinearLikelihood(LocalLikelihood):
 
 
 class GeneralLikelihood(LocalLikelihood):
-    """Any head, vectorised over clients and chains by vmap.
+    """Any likelihood, vectorised over clients and chains by vmap.
 
-    ``head(z, features, *extra)`` maps one client's flat z and its padded rows to outputs ``[N, o]``;
-    ``extra`` are further ``[C, N]`` blocks that it wants to see.
+    ``log_prob(z, x, y, *extra)`` maps one client's flat z and its rows to a value per row, ``[N]``;
+    ``extra`` are further ``[C, N]`` blocks that it wants to see. Padding repeats real rows.
     """
 
     def __init__(
         self,
-        head: Callable[..., Tensor],
+        log_prob: Callable[..., Tensor],
         features: Inputs,
         y: Tensor,
-        mask: Tensor | None,
-        likelihood: Likelihood,
-        params: Params,
+        cohort: Cohort,
         extra: tuple[Tensor, ...] = (),
     ) -> None:
-        self.features, self.y, self.extra = features, y, extra
-        self.examples = y.shape[0] * y.shape[1]
-        block = leaves(features)[0]
-        self.mask = block.new_ones(block.shape[:2]) if mask is None else mask.to(y.dtype)
+        self.features, self.y = map_inputs(cohort.fill, features), cohort.fill(y)
+        self.extra = tuple(cohort.fill(v) for v in extra)
+        self.examples = len(cohort) * cohort.longest
+        block = leaves(self.features)[0]
+        mask = cohort.mask
+        self.mask = block.new_ones(block.shape[:2], dtype=torch.bool) if mask is None else mask
+        self._empty, self._donor = cohort.empty, cohort.donor
 
-        def log_prob(z: Tensor, x: Inputs, y: Tensor, mask: Tensor, *extra: Tensor) -> Tensor:
-            value = likelihood.log_prob(head(z, x, *extra), y, params)
-            return torch.where(mask > 0, value, torch.zeros_like(value)).sum()
+        def total(z: Tensor, x: Inputs, y: Tensor, mask: Tensor, *extra: Tensor) -> Tensor:
+            value = log_prob(z, x, y, *extra)
+            return torch.where(mask, value, torch.zeros_like(value)).sum()
 
         shared = (None,) * (3 + len(extra))
-        self._value = torch.func.vmap(torch.func.vmap(log_prob, in_dims=(0, *shared)))
-        grad_and_value = torch.func.grad_and_value(log_prob)
+        self._value = torch.func.vmap(torch.func.vmap(total, in_dims=(0, *shared)))
+        grad_and_value = torch.func.grad_and_value(total)
         self._both = torch.func.vmap(torch.func.vmap(grad_and_value, in_dims=(0, *shared)))
 
     def value(self, z: Tensor) -> Tensor:
-        out: Tensor = self._value(z, self.features, self.y, self.mask, *self.extra)
-        return out
+        if not self.examples:
+            return z.new_zeros(z.shape[:2])
+        out: Tensor = self._value(self._lent(z), self.features, self.y, self.mask, *self.extra)
+        return out if self._empty is None else out.masked_fill(self._empty.unsqueeze(1), 0.0)
 
     def value_and_grad(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        grad, value = self._both(z, self.features, self.y, self.mask, *self.extra)
-        return value, grad
+        if not self.examples:
+            return z.new_zeros(z.shape[:2]), torch.zeros_like(z)
+        grad, value = self._both(self._lent(z), self.features, self.y, self.mask, *self.extra)
+        if self._empty is None:
+            return value, grad
+        return (
+            value.masked_fill(self._empty.unsqueeze(1), 0.0),
+            grad.masked_fill(self._empty[:, None, None], 0.0),
+        )
 
-
-def pad_inputs(cohort: Cohort, features: Inputs) -> Inputs:
-    return map_inputs(cohort.pad, features)
+    def _lent(self, z: Tensor) -> Tensor:
+        # A client without examples borrows another's rows, so it borrows the z that belongs to them.
+        return z if self._empty is None else z[self._donor]

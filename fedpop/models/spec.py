@@ -33,7 +33,7 @@ def model_spec(model: Model) -> dict[str, Any] | None:
     if isinstance(model, Composition):
         return {"kind": "Composition", "precision": model.precision} | common
     if isinstance(model, Split):
-        return {"kind": "Split", "personal": model.personal} | common
+        return {"kind": "Split", "personal": model.personal, "precision": model.precision} | common
     return None
 
 
@@ -53,7 +53,7 @@ def model_from(spec: dict[str, Any] | None) -> Model:
     modules = [module_from(m).to(getattr(torch, spec["dtype"])) for m in spec["modules"]]
     if spec["kind"] == "Composition":
         return Composition(modules[0], modules[1], likelihood, precision=spec["precision"])
-    return Split(modules[0], spec["personal"], likelihood)
+    return Split(modules[0], spec["personal"], likelihood, precision=spec.get("precision", "auto"))
 
 
 def module_spec(module: nn.Module) -> dict[str, Any] | None:

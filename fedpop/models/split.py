@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fedpop.errors import ModelError
 from fedpop.federation.clients import Federation
-from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.models import likelihoods
 from fedpop.models.base import (
@@ -19,14 +18,13 @@ from fedpop.models.base import (
     Model,
     initial_params,
     likelihood_layout,
-    linear_outputs,
     trainable,
 )
 from fedpop.models.composition import _outputs_of
 from fedpop.models.flat import Layout
 from fedpop.models.likelihoods import Likelihood
-from fedpop.models.local import GeneralLikelihood, LocalLikelihood, pad_inputs
 from fedpop.models.modules import RowKeys, call, dropout_rows, federated, has_dropout
+from fedpop.models.network import NetworkPass
 
 
 def _end_of(module: nn.Module) -> str | None:
@@ -43,7 +41,7 @@ class Split(Model):
 
     When they are exactly those of a linear layer that the module ends with, everything before it is
     the backbone, and the fast path of linear heads is used; otherwise the whole module runs at every
-    step of the chain, through vmap.
+    step of the chain, through vmap, in the parameters' own type (``precision`` is for the backbone).
 
     >>> from torch import nn
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -51,7 +49,14 @@ class Split(Model):
     Split(phi: 40, z: 27, likelihood: categorical, personal: 2.*)
     """
 
-    def __init__(self, module: nn.Module, personal: str | list[str], likelihood: Likelihood | str) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        personal: str | list[str],
+        likelihood: Likelihood | str,
+        *,
+        precision: str = "auto",
+    ) -> None:
         self.module = federated(module)
         self.likelihood = likelihoods.resolve(likelihood)
         self.personal = [personal] if isinstance(personal, str) else list(personal)
@@ -77,6 +82,10 @@ class Split(Model):
         self.known_linear = self.linear
         # The last layer that was registered may not be the last one that is used: see prepare().
         self.outputs = shapes[f"{self._last}.weight"][0] if self._last else _outputs_of(self.module)
+        self.precision = precision
+        self._pass = NetworkPass.of(self.module, self.phi_layout.size, precision, self.device)
+        self.batchable = not self._pass.convolutional
+        self.autocast = self._pass.autocast
 
     def __repr__(self) -> str:
         return (
@@ -140,34 +149,9 @@ class Split(Model):
     def embed(self, phi: Tensor, x: Inputs, rows: RowKeys | None = None) -> Inputs:
         if not self.linear:
             return x
+        tensors = self._tensors(phi, self.initial_z())
+        return self._pass(lambda part: self._through_last(tensors, part)[0][0], x, rows).to(phi.dtype)
+
+    def head_at(self, phi: Tensor, z: Tensor, features: Inputs, rows: RowKeys | None = None) -> Tensor:
         with dropout_rows(self.module, rows):
-            (features, _), _, _ = self._through_last(self._tensors(phi, self.initial_z()), x)
-        return features.to(phi.dtype)  # type: ignore[no-any-return]
-
-    def bind(
-        self, phi: Tensor, features: Inputs, cohort: Cohort, rows: RowKeys | None = None
-    ) -> LocalLikelihood:
-        if self.linear and isinstance(self.z_layout, LinearLayout):
-            return self.bind_linear(phi, features, cohort, self.z_layout.bias)
-
-        def head(z: Tensor, x: Inputs, *ids: Tensor) -> Tensor:
-            keys = RowKeys(rows.key, *ids) if rows is not None else None
-            with dropout_rows(self.module, keys):
-                return call(self.module, self._tensors(phi, z), x)
-
-        extra = () if rows is None else (cohort.pad(rows.clients), cohort.pad(rows.positions))
-        y = self.likelihood.encode(cohort.y, self.outputs, phi.dtype)
-        return GeneralLikelihood(
-            head,
-            pad_inputs(cohort, features),
-            cohort.pad(y),
-            cohort.mask,
-            self.likelihood,
-            self.params(phi),
-            extra,
-        )
-
-    def head_outputs(self, phi: Tensor, z: Tensor, features: Inputs) -> Tensor:
-        if self.linear and isinstance(self.z_layout, LinearLayout) and isinstance(features, Tensor):
-            return linear_outputs(z, features, self.outputs, self.z_layout.bias)
-        return torch.func.vmap(lambda one: call(self.module, self._tensors(phi, one), features))(z)
+            return call(self.module, self._tensors(phi, z), features)

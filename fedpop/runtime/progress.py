@@ -38,8 +38,10 @@ class Bar:
     def update(self, round: int, metrics: dict[str, Any]) -> None:
         if self._progress is None:
             return
-        parts = [f"loss {metrics.get('loss', float('nan')):.3f}", f"active {metrics['active']}"]
-        if "acceptance" in metrics:
+        parts = [f"active {metrics['active']}"]
+        if metrics.get("loss") is not None:
+            parts.insert(0, f"loss {metrics['loss']:.3f}")
+        if metrics.get("acceptance") is not None:
             parts.append(f"accept {metrics['acceptance']:.2f}")
         parts.append(human_bytes(metrics["bytes_up"] + metrics["bytes_down"]))
         self._progress.update(self._task, completed=round, numbers="  ".join(parts))

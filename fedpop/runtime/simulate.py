@@ -63,7 +63,7 @@ def simulate(
     *,
     rounds: int = 500,
     seed: int = 0,
-    participation: Participation | int | float | None = None,
+    participation: Participation | int | float | Sequence[float] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
@@ -73,6 +73,10 @@ def simulate(
     restarts: int = 0,
 ) -> Population:
     """Run a method on one machine and return the population it learned.
+
+    ``participation`` is who takes part in a round: None for everyone; a probability such as 0.1 for each
+    client by itself (1.0 is everyone); a whole number such as 10 for that many, drawn without replacement;
+    or a rule such as ``Bernoulli([0.1, 0.5, ...])`` or ``Uniform(1)``.
 
     ``out`` receives ``config.json``, ``metrics.jsonl`` and checkpoints, from which ``resume`` goes on to
     the same bits. ``restarts`` further runs from other random starts are compared by their marginal
@@ -254,7 +258,7 @@ class Run:
                     theta = {name: run.server[name] for name in ("phi", "beta")}
                     now = Population(algorithm, theta, run.key, run.federation)
                     path.append(now.log_likelihood().value)
-                elif k:
+                elif k and metrics["loss"] is not None:
                     path.append(-metrics["loss"] * int(self.federation.train.sizes.sum()))
         except (FedpopError, ArithmeticError, RuntimeError):
             return [0.0, -math.inf]

@@ -80,7 +80,7 @@ def test_a_mini_batch_epoch_sees_every_example_once() -> None:
     model = linear_model()
     cohort = cohort_of(model, ragged((5, 3, 0, 7)))
 
-    def linear(w: Tensor, aux: Tensor, x: Tensor, y: Tensor, mask: Tensor, ids: object) -> Tensor:
+    def linear(w: Tensor, aux: Tensor, x: Tensor, y: Tensor, mask: Tensor, rows: object) -> Tensor:
         return (w * (mask @ x)).sum()  # the gradient is the sum of the examples in the batch
 
     from fedpop.runtime.random import Key

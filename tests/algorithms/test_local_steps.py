@@ -86,7 +86,7 @@ class Frozen(Kernel):
 class FixedHeads(fp.FedRep):
     """FedAvg on phi: every client keeps the head it is given."""
 
-    def fit_head(self, phi: Tensor, cohort: Any, z: Tensor, key: Key) -> Tensor:
+    def fit_head(self, phi: Tensor, cohort: Any, z: Tensor, key: Key, **_: Any) -> Tensor:
         return z
 
 

@@ -1,5 +1,6 @@
 """Who takes part: rules, rates and weights."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,3 +92,30 @@ def test_rules_that_do_not_fit_the_federation_are_refused() -> None:
         fp.Uniform(5).check(4)
     with pytest.raises(SettingsError, match="at least one"):
         fp.Uniform(0)
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        (None, fp.Everyone()),
+        (0.5, fp.Bernoulli(0.5)),
+        (1.0, fp.Bernoulli(1.0)),
+        (np.float32(0.5), fp.Bernoulli(0.5)),
+        (3, fp.Uniform(3)),
+        (np.int64(3), fp.Uniform(3)),
+        ([0.5, 1.0], fp.Bernoulli((0.5, 1.0))),
+        (fp.Uniform(1), fp.Uniform(1)),
+    ],
+    ids=["none", "fraction", "one point zero", "numpy fraction", "number", "numpy number", "list", "rule"],
+)
+def test_what_a_bare_number_means(said: object, meant: Participation) -> None:
+    assert resolve(said) == meant  # type: ignore[arg-type]
+
+
+def test_a_probability_of_one_is_everyone() -> None:
+    """The same clients under the same weights, in every round."""
+    for k in range(20):
+        one, all_ = (rule.draw(5, Key(0).at(round=k)) for rule in (resolve(1.0), fp.Everyone()))
+        assert torch.equal(one.ids, all_.ids)
+        assert torch.equal(one.weights, all_.weights)
+        assert one.ratio == all_.ratio

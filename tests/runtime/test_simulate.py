@@ -102,6 +102,17 @@ def test_an_empty_round_is_counted_and_moves_nothing() -> None:
     for k in empty:
         assert torch.equal(watch.phis[k], watch.phis[k - 1])
         assert history[k]["bytes_up"] == history[k - 1]["bytes_up"]
+        assert history[k]["loss"] is None  # nothing was measured, which is not a loss of zero
+        assert history[k]["acceptance"] is None
+
+
+@pytest.mark.parametrize("method", [fp.FedAvg, fp.FedRep, fp.FedSOUL], ids=["FedAvg", "FedRep", "FedSOUL"])
+def test_a_round_without_examples_has_no_loss(method: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    empty = [(torch.zeros(0, 3), torch.zeros(0)), (torch.ones(2, 3), torch.ones(2))]
+    rule = fp.Bernoulli((1.0, 1e-9))
+    population = method(linear_model()).fit(empty, rounds=2, participation=rule, progress=True)
+    assert [line["loss"] for line in population.history] == [None, None]
+    assert "loss" not in capfd.readouterr().err
 
 
 def test_weights_follow_the_rule_even_when_everyone_joins() -> None:

@@ -1,0 +1,69 @@
+"""How a network is run over many examples: in which type and memory format, and how many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedpop.errors import ModelError
+from fedpop.federation.inputs import Inputs, leaves, map_inputs, rows_of
+from fedpop.models.modules import RowKeys, dropout_rows, is_convolutional
+from fedpop.runtime.precision import autocast_dtype
+
+BLOCK = 100
+"""Images that go through a convolutional network at a time on a CPU: the buffers of a larger batch
+are handed back to the operating system after every use, and page faults cost a quarter of the time."""
+LARGE = 100_000
+"""Parameters from which a network without convolutions is worth rounding."""
+
+
+@dataclass(frozen=True)
+class NetworkPass:
+    """A forward pass of one module, the same for every model that is made of one."""
+
+    module: nn.Module
+    convolutional: bool
+    autocast: torch.dtype | None
+
+    @classmethod
+    def of(cls, module: nn.Module, size: int, precision: str, device: torch.device) -> NetworkPass:
+        """``size``: how many shared parameters there are."""
+        convolutional = is_convolutional(module)
+        wanted = autocast_dtype(precision, device)
+        # Rounding a few statistical parameters to 8 bits buys nothing: only networks are worth it.
+        if precision == "auto" and not convolutional and size <= LARGE:
+            wanted = None
+        return cls(module, convolutional, wanted)
+
+    def __call__(self, forward: Callable[[Inputs], Tensor], x: Inputs, rows: RowKeys | None) -> Tensor:
+        """``forward(x)`` block by block; dropout is on when ``rows`` name the examples."""
+        count = rows_of(x)
+        block = BLOCK if self.convolutional and leaves(x)[0].device.type == "cpu" else max(count, 1)
+        if count <= block:
+            return self._block(forward, x, rows)
+        parts = []
+        for start in range(0, count, block):
+            cut = slice(start, start + block)
+            keys = rows and RowKeys(rows.key, rows.clients[cut], rows.positions[cut])
+            parts.append(self._block(forward, map_inputs(lambda v, c=cut: v[c], x), keys))
+        return torch.cat(parts)
+
+    def _block(self, forward: Callable[[Inputs], Tensor], x: Inputs, rows: RowKeys | None) -> Tensor:
+        if self.convolutional:
+            x = map_inputs(_channels_last, x)
+        device = leaves(x)[0].device.type
+        with (
+            dropout_rows(self.module, rows),
+            torch.autocast(device, self.autocast, enabled=self.autocast is not None),
+        ):
+            features = forward(x)
+        if not isinstance(features, Tensor):
+            raise ModelError("the backbone must give one tensor of features per batch")
+        return features
+
+
+def _channels_last(leaf: Tensor) -> Tensor:
+    return leaf.contiguous(memory_format=torch.channels_last) if leaf.dim() == 4 else leaf
