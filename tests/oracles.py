@@ -76,7 +76,7 @@ def warmed(kernel: Kernel, target: Target, ids: Tensor, chains: int, warmup: int
     d = target.prior.dimension(target.beta)
     key = Key(11, purpose="warm")
     z = target.prior.sample(target.beta, key.at(purpose="start").normal(ids, (chains, d), DOUBLE))
-    tuning = Tuning.fresh(len(ids), kernel.initial_log_step, z)
+    tuning = kernel.first_tuning(len(ids), z, None if target.linear else d)
     for k in range(warmup // 10):
         trace = run(kernel, target, z, tuning, 10, key.at(round=k), ids, adapt=True)
         z, tuning = trace.state.z, trace.tuning

@@ -99,7 +99,7 @@ class FedSOUK(Algorithm):
     rao_blackwell: bool = False
 
     name: ClassVar[str] = "FedSOUK"
-    private: ClassVar[tuple[str, ...]] = ("z",)
+    private: ClassVar[tuple[str, ...]] = ("z", "mass_mean", "mass_variance")
     uncertainty: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -173,9 +173,11 @@ class FedSOUK(Algorithm):
         if "beta" not in broadcast:
             return {}
         beta = broadcast["beta"]
-        tuning = Tuning.fresh(len(ids), self.markov_kernel.initial_log_step, beta)
-        z = self.draw_prior(beta, ids, key.at(purpose="enter"))
-        return {"z": z, "log_step": tuning.log_step, "updates": tuning.updates}
+        tuning = self._first_tuning(self.markov_kernel, len(ids), beta)
+        return {"z": self.draw_prior(beta, ids, key.at(purpose="enter"))} | tuning.to_local()
+
+    def _first_tuning(self, kernel: Kernel, clients: int, beta: Tensor) -> Tuning:
+        return kernel.first_tuning(clients, beta, None if self.model.linear else self.prior.dimension(beta))
 
     def draw_prior(self, beta: Tensor, ids: Tensor, key: Key, chains: int | None = None) -> Tensor:
         """Z_0 ~ p(. | beta) for these clients, ``[C, K, d]``."""
@@ -226,12 +228,12 @@ class FedSOUK(Algorithm):
         if isinstance(self.beta_step, EM) and (size := target.likelihood_curvature()) is not None:
             sums["curvature"] = weighted_sum(channel("curvature", size), cohort.weights, good)
         message = Message(sums, int(good.sum()))
-        new = {
-            "z": torch.where(good[:, None, None], trace.state.z, local["z"]),
-            "log_step": trace.tuning.log_step,
-            "updates": trace.tuning.updates,
-        }
-        return new, message, self._info(cohort, trace, target, value, good, whole)
+        z = torch.where(good[:, None, None], trace.state.z, local["z"])
+        return (
+            {"z": z} | trace.tuning.to_local(),
+            message,
+            self._info(cohort, trace, target, value, good, whole),
+        )
 
     def target(
         self,
@@ -248,7 +250,7 @@ class FedSOUK(Algorithm):
         z = local["z"]
         if not self.stateful:
             z = self.draw_prior(beta, cohort.ids, key.at(purpose="stateless"))
-        tuning = Tuning(local["log_step"], local["updates"])
+        tuning = Tuning.from_local(local)
         key = key.at(purpose="chain")
         with torch.no_grad():
             return run(self.markov_kernel, target, z, tuning, self.local_steps, key, cohort.ids, adapt=True)
@@ -453,7 +455,7 @@ class FedSOUK(Algorithm):
         with torch.no_grad():
             target = self.target(phi, beta, self.model.features(phi, cohort), cohort)
             z = self.draw_prior(beta, cohort.ids, key.at(purpose="start"), FINAL_CHAINS)
-            tuning = Tuning.fresh(len(cohort), kernel.initial_log_step, beta)
+            tuning = self._first_tuning(kernel, len(cohort), beta)
             if not (target.conjugate and isinstance(kernel, Exponential)):
                 for part in range(FINAL_BURN_IN // 10):
                     warm = key.at(purpose=f"warm-{part}")
@@ -481,7 +483,7 @@ class FedSOUK(Algorithm):
         key = key.at(purpose="score")
         with torch.no_grad():
             target = self.target(phi, beta, self.model.features(phi, cohort), cohort)
-            tuning = Tuning(local["log_step"], local["updates"])
+            tuning = Tuning.from_local(local)
             trace = run(self.markov_kernel, target, local["z"], tuning, 20, key, cohort.ids, adapt=False)
             draws = trace.draws[:, 5:].flatten(1, 2)
             features = self.model.features(phi, held_out)

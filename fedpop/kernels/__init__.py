@@ -4,15 +4,19 @@ from fedpop.errors import SettingsError
 from fedpop.kernels.base import Kernel, State, Trace, Transition, Tuning, run
 from fedpop.kernels.exponential import Exponential
 from fedpop.kernels.hmc import HMC
+from fedpop.kernels.mala import MALA
+from fedpop.kernels.mass import Mass
 from fedpop.kernels.target import Target
 from fedpop.kernels.ula import ULA
 from fedpop.models.base import Model
 
 __all__ = [
     "HMC",
+    "MALA",
     "ULA",
     "Exponential",
     "Kernel",
+    "Mass",
     "State",
     "Target",
     "Trace",
@@ -22,7 +26,7 @@ __all__ = [
     "run",
 ]
 
-_BY_NAME: dict[str, type[Kernel]] = {"ula": ULA, "exponential": Exponential, "hmc": HMC}
+_BY_NAME: dict[str, type[Kernel]] = {"ula": ULA, "exponential": Exponential, "hmc": HMC, "mala": MALA}
 
 
 def resolve_kernel(kernel: Kernel | str | None, model: Model) -> Kernel:

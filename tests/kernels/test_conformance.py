@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedpop.kernels import HMC, ULA, Exponential, Kernel, Target, Tuning, run
+from fedpop.kernels import HMC, MALA, ULA, Exponential, Kernel, Target, Tuning, run
 from fedpop.kernels.base import Noise
 from fedpop.models.local import LocalLikelihood
 from fedpop.runtime.random import Key
 from tests.oracles import DOUBLE, make_case, normal_prior
 
-KERNELS = [ULA(), Exponential(), Exponential(h=0.3), HMC(), HMC(leapfrog=1)]
+KERNELS = [ULA(), Exponential(), Exponential(h=0.3), HMC(), HMC(leapfrog=1), MALA()]
 CASES = [make_case("bernoulli", "diagonal"), make_case("normal", "full", outputs=2)]
 KEY = Key(3, purpose="test")
 
