@@ -5,7 +5,7 @@ __version__ = "0.1.0"
 from fedpop.algorithms import EM, FedAvg, FedRep, FedSOUK, FedSOUL, Hyperprior, LocalSGD
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.participation import Bernoulli, Everyone, Uniform
-from fedpop.kernels import HMC, MALA, ULA, Exponential
+from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential
 from fedpop.models import likelihoods
 from fedpop.models.composition import Composition
 from fedpop.models.modules import replace_batchnorm
@@ -24,6 +24,7 @@ __all__ = [
     "HMC",
     "MALA",
     "SGD",
+    "SGLD",
     "ULA",
     "Adam",
     "Averaging",

@@ -12,7 +12,7 @@ from fedpop.algorithms.fedsouk import FedSOUK
 from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.errors import CheckpointError
-from fedpop.kernels import HMC, MALA, ULA, Exponential
+from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential
 from fedpop.models.base import Model
 from fedpop.priors.hyper import Hyperprior
 from fedpop.priors.normal import Normal
@@ -43,6 +43,7 @@ _SETTINGS: dict[str, type] = {
         ULA,
         HMC,
         MALA,
+        SGLD,
         Exponential,
         Normal,
         Adam,

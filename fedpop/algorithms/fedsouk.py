@@ -286,7 +286,9 @@ class FedSOUK(Algorithm):
         # A forward and backward of one example is one pass, a forward alone a third.
         with_graph = examples if whole else int(cohort.sizes.clamp(max=self.phi_batch).sum())
         passes = 0.0 if cohort.embedded else with_graph + (0.0 if whole else examples / 3)
-        steps = examples * self.chains * trace.gradient_evaluations
+        size = self.markov_kernel.batch_size
+        looked_at = examples if size is None else int(cohort.sizes.clamp(max=size).sum())
+        steps = examples * (trace.gradient_evaluations - trace.batched) + looked_at * trace.batched
         return Info(
             {
                 "log_likelihood": float(value[good].sum()),
@@ -294,7 +296,7 @@ class FedSOUK(Algorithm):
                 "acceptance": float(trace.acceptance[good].sum()),
                 "divergences": float(trace.diverged.sum()),
                 "gradient_evaluations": float(len(cohort) * self.chains * trace.gradient_evaluations),
-                "head_steps": float(steps),
+                "head_steps": float(self.chains * steps),
                 "backbone_passes": float(passes),
                 "clients": float(good.sum()),
             },

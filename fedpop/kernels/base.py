@@ -96,6 +96,8 @@ class Trace:
     diverged: Tensor
     gradient_evaluations: int
     """Per client and chain."""
+    batched: int = 0
+    """How many of these looked at a mini-batch only."""
 
 
 class Noise:
@@ -117,6 +119,13 @@ class Noise:
         """``count`` uniform numbers per chain for transition m, ``[C, K, count]``."""
         shape = (self._shape[0], count)
         return self._fetch("accept", m, shape, self._key.at(purpose="accept").uniform)
+
+    def per_row(self, m: int, count: int) -> Tensor:
+        """A uniform number for each of a client's examples in transition m, ``[C, count]``.
+
+        An example's number does not depend on how many others there are, in its cohort's padding say.
+        """
+        return self._key.at(purpose=f"rows-{m}").uniform(self._ids, (count,))
 
     def _fetch(self, name: str, m: int, shape: tuple[int, ...], draw: Callable[..., Tensor]) -> Tensor:
         start, held = self._held.get(name, (-1, None))
@@ -144,6 +153,11 @@ class Kernel(ABC):
     @property
     def gradients_per_step(self) -> int:
         return 1
+
+    @property
+    def batch_size(self) -> int | None:
+        """How many of a client's examples a step looks at; None: all of them."""
+        return None
 
     def preparation(self, target: Target) -> int:
         """Gradient evaluations (or products with a Hessian, which cost as much) that ``prepare`` makes."""
@@ -188,9 +202,12 @@ class Kernel(ABC):
         return Tuning(log_step.clamp(max=self.largest_log_step), tuning.updates + 1, mass)
 
 
-def guarded(new: State, old: State) -> tuple[State, Tensor]:
-    """Unadjusted kernels: where a step left the region of finite or plausible density, stay."""
-    plausible = new.value > old.value - 1e3 - 10 * new.z.shape[-1]
+def guarded(new: State, old: State, slack: Tensor | float = 1.0) -> tuple[State, Tensor]:
+    """Unadjusted kernels: where a step left the region of finite or plausible density, stay.
+
+    ``slack`` widens what is plausible where values are estimates that were scaled up by so much.
+    """
+    plausible = new.value > old.value - slack * (1e3 + 10 * new.z.shape[-1])
     good = plausible & torch.isfinite(new.value) & torch.isfinite(new.grad).all(-1)
     started = torch.isfinite(old.value)
     keep = good | (~started & torch.isfinite(new.value))
@@ -235,5 +252,6 @@ def run(
         acceptance=acceptance.mean(1),
         diverged=diverged.sum(1),
         gradient_evaluations=1 + kernel.preparation(target) + steps * kernel.gradients_per_step,
+        batched=0 if kernel.batch_size is None else steps * kernel.gradients_per_step,
     )
     return replace(trace, tuning=kernel.adapt(target, trace)) if adapt else trace
