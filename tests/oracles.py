@@ -209,8 +209,13 @@ class Curved(nn.Module):
 def make_case(
     family: str, covariance: str, *, features: int = 2, outputs: int = 1, head: str = "linear"
 ) -> Case:
-    """Clients with 0, 3 and 8 examples, their targets drawn from the model itself."""
+    """Clients with 0, 3 and 8 examples, their targets drawn from the model itself.
+
+    ``head`` is "linear", "bias" (with one), "vmap" (linear, but not told) or "curved".
+    """
     module = Curved() if head == "curved" else nn.Linear(features, outputs, bias=head == "bias")
+    if head == "vmap":  # the same head, but nothing is known of it
+        module = nn.Sequential(module)
     likelihood = fp.likelihoods.Normal(1.0) if family == "normal" else family
     model = fp.Composition(None, module.double(), likelihood)
 

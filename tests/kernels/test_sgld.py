@@ -71,7 +71,7 @@ def test_a_subset_is_the_client_with_those_examples(case):
 
 
 def test_all_subsets_are_equally_likely():
-    """Pearson's statistic over the 28 pairs of eight examples, below its quantile at 1e-7 (Wilson-Hilferty)."""
+    """Pearson's statistic over the 28 pairs of eight examples, against its quantile at 1 - 1e-7."""
     copies = 6000
     x = torch.arange(8.0).unsqueeze(1)
     model = fp.Composition(None, nn.Linear(1, 1), "bernoulli")
@@ -83,6 +83,7 @@ def test_all_subsets_are_equally_likely():
     assert (pairs[:, 0] < pairs[:, 1]).all()
     expected = copies / 28
     pearson = float((counts - expected).square().sum()) / expected
+    # Wilson and Hilferty's approximation of the quantile, 5.2 normal standard deviations out.
     assert pearson < 27 * (1 - 2 / (9 * 27) + 5.2 * math.sqrt(2 / (9 * 27))) ** 3
 
 
