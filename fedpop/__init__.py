@@ -5,7 +5,7 @@ __version__ = "0.1.0"
 from fedpop.algorithms import EM, FedAvg, FedAvgFT, FedRep, FedSOUK, FedSOUL, Final, Hyperprior, LocalSGD
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.participation import Bernoulli, Everyone, Uniform
-from fedpop.kernels import HMC, ULA, Exponential
+from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential
 from fedpop.models import likelihoods
 from fedpop.models.augment import CropFlip
 from fedpop.models.composition import Composition
@@ -23,7 +23,9 @@ from fedpop.server.start import SpectralStart
 __all__ = [
     "EM",
     "HMC",
+    "MALA",
     "SGD",
+    "SGLD",
     "ULA",
     "Adam",
     "Average",

@@ -13,7 +13,7 @@ from fedpop.algorithms.fedsouk import FedSOUK, Final
 from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.errors import CheckpointError
-from fedpop.kernels import HMC, ULA, Exponential
+from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential
 from fedpop.models.base import Model
 from fedpop.priors.hyper import Hyperprior
 from fedpop.priors.normal import Normal
@@ -45,6 +45,8 @@ _SETTINGS: dict[str, type] = {
     for c in (
         ULA,
         HMC,
+        MALA,
+        SGLD,
         Exponential,
         Normal,
         Adam,

@@ -133,7 +133,7 @@ class FedSOUK(Algorithm):
     rao_blackwell: bool = False
 
     name: ClassVar[str] = "FedSOUK"
-    private: ClassVar[tuple[str, ...]] = ("z",)
+    private: ClassVar[tuple[str, ...]] = ("z", "mass_mean", "mass_variance")
     uncertainty: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -236,9 +236,11 @@ class FedSOUK(Algorithm):
         if "beta" not in broadcast:
             return {}
         beta = broadcast["beta"]
-        tuning = Tuning.fresh(len(ids), self.markov_kernel.initial_log_step, beta)
-        z = self.draw_prior(beta, ids, key.at(purpose="enter"))
-        return {"z": z, "log_step": tuning.log_step, "updates": tuning.updates}
+        tuning = self._first_tuning(self.markov_kernel, len(ids), beta)
+        return {"z": self.draw_prior(beta, ids, key.at(purpose="enter"))} | tuning.to_local()
+
+    def _first_tuning(self, kernel: Kernel, clients: int, beta: Tensor) -> Tuning:
+        return kernel.first_tuning(clients, beta, None if self.model.linear else self.prior.dimension(beta))
 
     def draw_prior(self, beta: Tensor, ids: Tensor, key: Key, chains: int | None = None) -> Tensor:
         """Z_0 ~ p(. | beta) for these clients, ``[C, K, d]``."""
@@ -297,12 +299,12 @@ class FedSOUK(Algorithm):
         if isinstance(self.beta_step, EM) and (size := target.likelihood_curvature()) is not None:
             sums["curvature"] = weighted_sum(channel("curvature", size), cohort.weights, good)
         message = Message(sums, int(good.sum()))
-        new = {
-            "z": torch.where(good[:, None, None], trace.state.z, local["z"]),
-            "log_step": trace.tuning.log_step,
-            "updates": trace.tuning.updates,
-        }
-        return new, message, self._info(cohort, trace, target, value, good, whole)
+        z = torch.where(good[:, None, None], trace.state.z, local["z"])
+        return (
+            {"z": z} | trace.tuning.to_local(),
+            message,
+            self._info(cohort, trace, target, value, good, whole),
+        )
 
     def _phi_moves(
         self,
@@ -350,7 +352,7 @@ class FedSOUK(Algorithm):
         z = local["z"]
         if not self.stateful:
             z = self.draw_prior(beta, cohort.ids, key.at(purpose="stateless"))
-        tuning = Tuning(local["log_step"], local["updates"])
+        tuning = Tuning.from_local(local)
         key = key.at(purpose="chain")
         with torch.no_grad():
             return run(
@@ -399,7 +401,9 @@ class FedSOUK(Algorithm):
         else:
             with_graph = examples if whole else int(cohort.sizes.clamp(max=self.phi_batch).sum())
         passes = 0.0 if cohort.embedded else with_graph + (0.0 if whole else examples / 3)
-        steps = examples * self.chains * trace.gradient_evaluations
+        size = self.markov_kernel.batch_size
+        looked_at = examples if size is None else int(cohort.sizes.clamp(max=size).sum())
+        steps = examples * (trace.gradient_evaluations - trace.batched) + looked_at * trace.batched
         return Info(
             {
                 "log_likelihood": float(value[good].sum()),
@@ -407,7 +411,7 @@ class FedSOUK(Algorithm):
                 "acceptance": float(trace.acceptance[good].sum()),
                 "divergences": float(trace.diverged.sum()),
                 "gradient_evaluations": float(len(cohort) * self.chains * trace.gradient_evaluations),
-                "head_steps": float(steps),
+                "head_steps": float(self.chains * steps),
                 "backbone_passes": float(passes),
                 "clients": float(good.sum()),
             },
@@ -573,7 +577,7 @@ class FedSOUK(Algorithm):
         with torch.no_grad():
             target = self.target(phi, beta, self.model.features(phi, cohort), cohort)
             z = self.draw_prior(beta, cohort.ids, key.at(purpose="start"), self.final.chains)
-            tuning = Tuning.fresh(len(cohort), kernel.initial_log_step, beta)
+            tuning = self._first_tuning(kernel, len(cohort), beta)
             if not (target.conjugate and isinstance(kernel, Exponential)):
                 for part in range(self.final.burn_in // 10):
                     warm = key.at(purpose=f"warm-{part}")
@@ -601,7 +605,7 @@ class FedSOUK(Algorithm):
         key = key.at(purpose="score")
         with torch.no_grad():
             target = self.target(phi, beta, self.model.features(phi, cohort), cohort)
-            tuning = Tuning(local["log_step"], local["updates"])
+            tuning = Tuning.from_local(local)
             trace = run(self.markov_kernel, target, local["z"], tuning, 20, key, cohort.ids, adapt=False)
             draws = trace.draws[:, 5:].flatten(1, 2)
             features = self.model.features(phi, held_out)

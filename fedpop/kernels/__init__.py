@@ -4,15 +4,21 @@ from fedpop.errors import SettingsError
 from fedpop.kernels.base import Kernel, State, Trace, Transition, Tuning, mirrored, run
 from fedpop.kernels.exponential import Exponential
 from fedpop.kernels.hmc import HMC
+from fedpop.kernels.mala import MALA
+from fedpop.kernels.mass import Mass
+from fedpop.kernels.sgld import SGLD
 from fedpop.kernels.target import Target
 from fedpop.kernels.ula import ULA
 from fedpop.models.base import Model
 
 __all__ = [
     "HMC",
+    "MALA",
+    "SGLD",
     "ULA",
     "Exponential",
     "Kernel",
+    "Mass",
     "State",
     "Target",
     "Trace",
@@ -23,7 +29,7 @@ __all__ = [
     "run",
 ]
 
-_BY_NAME: dict[str, type[Kernel]] = {"ula": ULA, "exponential": Exponential, "hmc": HMC}
+_BY_NAME: dict[str, type[Kernel]] = {k.__name__.lower(): k for k in (ULA, Exponential, HMC, MALA, SGLD)}
 
 
 def resolve_kernel(kernel: Kernel | str | None, model: Model) -> Kernel:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from fedpop.models.local import LinearLikelihood, LocalLikelihood
 from fedpop.priors.normal import Normal
+from fedpop.runtime.random import Key
+
+POWER_ITERATIONS = 20
 
 
 class Precision(ABC):
@@ -40,6 +43,21 @@ class DiagonalPrecision(Precision):
 
     def root_transposed(self, v: Tensor) -> Tensor:
         return v * self.sd
+
+
+@dataclass(frozen=True)
+class RescaledPrecision(Precision):
+    """Q with Q^-1 = S P^-1 S: another precision's correlations, S = diag(scale) times its widths."""
+
+    inner: Precision
+    scale: Tensor
+    """``[C, 1, d]``."""
+
+    def root(self, v: Tensor) -> Tensor:
+        return self.inner.root(v * self.scale)
+
+    def root_transposed(self, v: Tensor) -> Tensor:
+        return self.scale * self.inner.root_transposed(v)
 
 
 @dataclass(frozen=True)
@@ -112,11 +130,20 @@ class Target:
         local = self.likelihood
         return isinstance(local, LinearLikelihood) and local.likelihood.name == "normal"
 
-    def precision(self) -> Precision:
-        """Q = curvature of the likelihood (a bound where there is one) + the prior's precision."""
+    def precision(self, sd: Tensor | None = None) -> Precision:
+        """Q = curvature of the likelihood (a bound where there is one) + the prior's precision.
+
+        Where the head is not linear it is the prior's precision, rescaled to widths ``[C, d]`` of z that
+        were learned.
+        """
         local = self.likelihood
         if isinstance(local, LinearLikelihood):
             return self.block_precision
+        if sd is None:
+            return self._prior_precision()
+        return RescaledPrecision(self._prior_precision(), (sd / self.prior.sd(self.beta)).unsqueeze(1))
+
+    def _prior_precision(self) -> Precision:
         if self.prior.covariance == "full":
             return BlockPrecision.of(self.prior.precision(self.beta)[None, None])
         return DiagonalPrecision(self.prior.sd(self.beta))
@@ -131,16 +158,25 @@ class Target:
             return BlockPrecision.of(self.add_prior(local.curvature_at(self.mode())))
         return BlockPrecision.of(self.add_prior(local.gram(bound).unsqueeze(1)))
 
-    def largest_curvature(self, z: Tensor, iterations: int = 10) -> Tensor:
-        """L_i ``[C]``: of Q for a linear head, else by power iteration on Hessian products at z."""
+    @property
+    def curvature_evaluations(self) -> int:
+        """What ``largest_curvature`` costs, in gradients; a Hessian product costs about as much as one."""
+        return 0 if self.linear else 1 + POWER_ITERATIONS
+
+    def largest_curvature(self, z: Tensor, iterations: int = POWER_ITERATIONS) -> Tensor:
+        """L_i ``[C]``: of Q for a linear head, else by power iteration on Hessian products at z.
+
+        The largest eigenvalue in absolute value, the worst over a client's chains, approached from below.
+        """
         if isinstance(self.likelihood, LinearLikelihood):
             return self.block_precision.largest()
-        v = torch.ones_like(z)
-        size = v.norm(dim=-1, keepdim=True)
+        # The Hessian is symmetric, so a pull-back of the gradient is a product with it.
+        product = torch.func.vjp(lambda at: self.value_and_grad(at)[1], z)[1]
+        # A vector without structure: (1, ..., 1) shifts all logits alike, which changes nothing.
+        key = Key(0, purpose="power iteration")
+        v, size = _normalised(key.normal(key.server(z.device), z.shape[-1:], z.dtype).expand(z.shape))
         for _ in range(iterations):
-            v = v / size.clamp(min=1e-30)
-            v = torch.func.jvp(lambda at: self.value_and_grad(at)[1], (z,), (v,))[1]
-            size = v.norm(dim=-1, keepdim=True)
+            v, size = _normalised(product(v)[0])
         prior = self.prior.sd(self.beta).square().reciprocal().max()
         out: Tensor = size.squeeze(-1).amax(-1).maximum(prior)
         return out
@@ -218,3 +254,11 @@ class Target:
             return blocks.squeeze(1)
         blocks = blocks.expand(-1, local.outputs, -1, -1)
         return torch.stack([torch.block_diag(*b) for b in blocks])
+
+
+def _normalised(v: Tensor) -> tuple[Tensor, Tensor]:
+    """v at length one along the last axis, and its length; squares neither over- nor underflow."""
+    largest = v.abs().amax(-1, keepdim=True)
+    unit = v / largest.clamp(min=torch.finfo(v.dtype).tiny)
+    length = unit.norm(dim=-1, keepdim=True)
+    return unit / length.clamp(min=1.0), largest * length
