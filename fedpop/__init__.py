@@ -3,6 +3,7 @@
 __version__ = "0.1.0"
 
 from fedpop.algorithms import EM, FedAvg, FedRep, FedSOUK, FedSOUL, Hyperprior, LocalSGD
+from fedpop.channel import QSGD, Compressor, Identity, Natural, RandK
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.participation import Bernoulli, Everyone, Uniform
 from fedpop.kernels import HMC, ULA, Exponential
@@ -22,6 +23,7 @@ from fedpop.server.start import SpectralStart
 __all__ = [
     "EM",
     "HMC",
+    "QSGD",
     "SGD",
     "ULA",
     "Adam",
@@ -30,6 +32,7 @@ __all__ = [
     "Callback",
     "Client",
     "Composition",
+    "Compressor",
     "Constant",
     "Cosine",
     "Decay",
@@ -42,10 +45,13 @@ __all__ = [
     "FedSOUL",
     "Federation",
     "Hyperprior",
+    "Identity",
     "LocalSGD",
+    "Natural",
     "NormalPrior",
     "Polynomial",
     "Population",
+    "RandK",
     "SpectralStart",
     "Split",
     "Table",

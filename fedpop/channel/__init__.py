@@ -1,10 +1,18 @@
-"""What happens to a message between a client and the server; here, only that its bytes are counted."""
+"""What happens to a message between a client and the server: compression, and the count of its bytes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from fedpop.channel.base import Compressor
+from fedpop.channel.identity import Identity
+from fedpop.channel.natural import Natural
+from fedpop.channel.qsgd import QSGD
+from fedpop.channel.rand_k import RandK
+
+__all__ = ["QSGD", "Channel", "Compressor", "Identity", "Natural", "RandK"]
 
 
 @dataclass
