@@ -6,6 +6,7 @@ from fedpop.algorithms import EM, FedAvg, FedRep, FedSOUK, FedSOUL, Hyperprior, 
 from fedpop.channel import QSGD, Compressor, Identity, Natural, RandK
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.participation import Bernoulli, Everyone, Uniform
+from fedpop.federation.trace import Trace
 from fedpop.kernels import HMC, ULA, Exponential
 from fedpop.models import likelihoods
 from fedpop.models.composition import Composition
@@ -55,6 +56,7 @@ __all__ = [
     "SpectralStart",
     "Split",
     "Table",
+    "Trace",
     "Uniform",
     "likelihoods",
     "load",

@@ -84,7 +84,7 @@ class Key:
             )
         )
         words = philox(counter, (self.seed & _MASK, (self.seed >> 32) & _MASK))
-        return words.movedim(0, -1).reshape(*clients.shape, -1)[..., :count]
+        return words.movedim(0, -1).reshape(*clients.shape, 4 * len(blocks))[..., :count]
 
     def words(self, clients: Tensor) -> Words:
         """Cheaper 32-bit words, for rounding long vectors."""
