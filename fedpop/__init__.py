@@ -3,8 +3,10 @@
 __version__ = "0.1.0"
 
 from fedpop.algorithms import EM, FedAvg, FedAvgFT, FedRep, FedSOUK, FedSOUL, Final, Hyperprior, LocalSGD
+from fedpop.channel import QSGD, Compressor, Identity, Natural, RandK
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.participation import Bernoulli, Everyone, Uniform
+from fedpop.federation.trace import Trace
 from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential
 from fedpop.models import likelihoods
 from fedpop.models.augment import CropFlip
@@ -24,6 +26,7 @@ __all__ = [
     "EM",
     "HMC",
     "MALA",
+    "QSGD",
     "SGD",
     "SGLD",
     "ULA",
@@ -34,6 +37,7 @@ __all__ = [
     "Callback",
     "Client",
     "Composition",
+    "Compressor",
     "Constant",
     "Cosine",
     "CropFlip",
@@ -49,13 +53,17 @@ __all__ = [
     "Federation",
     "Final",
     "Hyperprior",
+    "Identity",
     "LocalSGD",
+    "Natural",
     "NormalPrior",
     "Polynomial",
     "Population",
+    "RandK",
     "SpectralStart",
     "Split",
     "Table",
+    "Trace",
     "Uniform",
     "likelihoods",
     "load",

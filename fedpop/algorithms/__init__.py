@@ -12,6 +12,7 @@ from fedpop.algorithms.fedrep import FedRep
 from fedpop.algorithms.fedsouk import FedSOUK, Final
 from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.algorithms.local_sgd import LocalSGD
+from fedpop.channel import QSGD, Identity, Natural, RandK
 from fedpop.errors import CheckpointError
 from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential
 from fedpop.models.base import Model
@@ -58,6 +59,10 @@ _SETTINGS: dict[str, type] = {
         Final,
         SpectralStart,
         LocalSGD,
+        Identity,
+        QSGD,
+        RandK,
+        Natural,
         Constant,
         Polynomial,
         Cosine,
