@@ -67,13 +67,15 @@ from fedpop.runtime.random import Key
 from fedpop.server.averaging import Averaging
 from fedpop.server.em import EM
 from fedpop.server.optimisers import SGD, Adam, Average, Optimiser
-from fedpop.server.schedules import Constant, Schedule
+from fedpop.server.schedules import Constant, Cosine, Schedule
 from fedpop.server.start import SpectralStart, applies, natural_units, redrawn
 from fedpop.server.state import prefixed, unprefixed
 
 STARTS = ("auto", "spectral", "random")
 FORMS = ("auto", "left", "right", "mixed")
 LARGEST_MIXED = 128
+NETWORK_STEP = Adam(0.03, Cosine())
+"""The server's step on a network's phi; a linear backbone takes larger ones."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ class FedSOUK(Algorithm):
     chains: int = 1
     stateful: bool = True
     form: str = "auto"
-    phi_step: Optimiser = field(default_factory=Adam)
+    phi_step: Optimiser | None = None
+    """None: Adam, with the rate that suits the backbone (``fedpop experiment defaults``)."""
     beta_step: EM | Optimiser = field(default_factory=EM)
     hyperprior: Hyperprior = field(default_factory=Hyperprior)
     start: str = "auto"
@@ -142,6 +145,8 @@ class FedSOUK(Algorithm):
     def __post_init__(self) -> None:
         object.__setattr__(self, "prior", resolve_prior(self.prior))
         object.__setattr__(self, "kernel", resolve_kernel(self.kernel, self.model))
+        if self.phi_step is None:
+            object.__setattr__(self, "phi_step", NETWORK_STEP if self.model.network else Adam())
         object.__setattr__(self, "compressor", resolve_compressor(self.compressor))
         require_whole(local_steps=self.local_steps, chains=self.chains)
         if self.local_steps < 1:
@@ -202,6 +207,11 @@ class FedSOUK(Algorithm):
         return LocalSGD(max(self.phi_epochs, 1), self.phi_rate, self.phi_batch, self.phi_momentum)
 
     @property
+    def phi_optimiser(self) -> Optimiser:
+        assert self.phi_step is not None
+        return self.phi_step
+
+    @property
     def phi_copies(self) -> int:
         return 4 if self.phi_epochs else 0
 
@@ -232,7 +242,7 @@ class FedSOUK(Algorithm):
 
     def _server(self, phi: Tensor, beta: Tensor) -> Tensors:
         server = {"phi": phi, "beta": beta, "unit": natural_units(self.model, phi)}
-        server |= prefixed("phi.", self.phi_step.init(phi))
+        server |= prefixed("phi.", self.phi_optimiser.init(phi))
         if isinstance(self.beta_step, Optimiser):
             server |= prefixed("beta.", self.beta_step.init(beta))
         if self.phi_epochs:
@@ -486,13 +496,13 @@ class FedSOUK(Algorithm):
             j = j * server["phi_rate"] / n  # the clients' mean move
         new_beta, beta_state = self._beta_step(server, beta, i, curvature, facts, k)
         phi_state = unprefixed("phi.", server)
-        new_phi, phi_state = self.phi_step.step(phi, j, phi_state, server["unit"], k, facts.rounds)
+        new_phi, phi_state = self.phi_optimiser.step(phi, j, phi_state, server["unit"], k, facts.rounds)
         new_phi = new_phi * (self.phi_ball / new_phi.norm().clamp(min=self.phi_ball))
         new_beta = self.prior.project(new_beta)
         average = self.average.update(
             unprefixed("average.", server),
             torch.cat((new_phi, new_beta)),
-            self.phi_step.schedule.factor(k, facts.rounds),
+            self.phi_optimiser.schedule.factor(k, facts.rounds),
             k,
             facts.rounds,
             aligner(self.model, self.prior),

@@ -85,6 +85,7 @@ class Split(Model):
         self.precision = precision
         self._pass = NetworkPass.of(self.module, self.phi_layout.size, precision, self.device)
         self.batchable = not self._pass.convolutional
+        self.network = not isinstance(module, nn.Linear)
         self.autocast = self._pass.autocast
 
     def __repr__(self) -> str:
