@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-from fedpop.algorithms import EM, FedAvg, FedRep, FedSOUK, FedSOUL, Hyperprior, LocalSGD
+from fedpop.algorithms import EM, FedAvg, FedRep, FedSOUK, FedSOUL, Hyperprior, LocalSGD, Steps
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.participation import Bernoulli, Everyone, Uniform
 from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential
@@ -50,6 +50,7 @@ __all__ = [
     "Population",
     "SpectralStart",
     "Split",
+    "Steps",
     "Table",
     "Uniform",
     "likelihoods",

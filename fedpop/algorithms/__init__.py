@@ -11,6 +11,7 @@ from fedpop.algorithms.fedrep import FedRep
 from fedpop.algorithms.fedsouk import FedSOUK
 from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.algorithms.local_sgd import LocalSGD
+from fedpop.algorithms.local_steps import Steps
 from fedpop.errors import CheckpointError
 from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential
 from fedpop.models.base import Model
@@ -32,6 +33,7 @@ __all__ = [
     "FedSOUL",
     "Hyperprior",
     "LocalSGD",
+    "Steps",
     "rebuild",
 ]
 
@@ -53,6 +55,7 @@ _SETTINGS: dict[str, type] = {
         Averaging,
         SpectralStart,
         LocalSGD,
+        Steps,
         Constant,
         Polynomial,
         Cosine,

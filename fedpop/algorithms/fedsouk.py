@@ -38,6 +38,7 @@ from fedpop.algorithms.base import (
     require_whole,
     weighted_sum,
 )
+from fedpop.algorithms.local_steps import LocalSteps, check_steps, in_groups, resolve_steps, steps_of
 from fedpop.algorithms.phi_gradient import PhiGradient
 from fedpop.channel import Channel
 from fedpop.errors import EstimateError, SettingsError
@@ -75,6 +76,8 @@ LARGEST_MIXED = 128
 class FedSOUK(Algorithm):
     """The paper's method with any kernel; see the module's text.
 
+    ``local_steps`` is the paper's M: one number, a ``Steps`` schedule over rounds, or one for each client.
+
     >>> from torch import nn
     >>> import fedpop as fp
     >>> model = fp.Composition(nn.Linear(4, 2), nn.Linear(2, 3), "categorical")
@@ -84,7 +87,7 @@ class FedSOUK(Algorithm):
 
     prior: Normal = field(default_factory=Normal)
     kernel: Kernel | None = None
-    local_steps: int = 10
+    local_steps: LocalSteps = 10
     chains: int = 1
     stateful: bool = True
     form: str = "auto"
@@ -105,9 +108,8 @@ class FedSOUK(Algorithm):
     def __post_init__(self) -> None:
         object.__setattr__(self, "prior", resolve_prior(self.prior))
         object.__setattr__(self, "kernel", resolve_kernel(self.kernel, self.model))
-        require_whole(local_steps=self.local_steps, chains=self.chains)
-        if self.local_steps < 1:
-            raise SettingsError(f"local_steps (the paper's M) must be at least 1, not {self.local_steps}")
+        object.__setattr__(self, "local_steps", resolve_steps(self.local_steps))
+        require_whole(chains=self.chains)
         if self.chains < 1:
             raise SettingsError(f"each client runs at least one chain, not {self.chains}")
         if self.start not in STARTS:
@@ -129,6 +131,9 @@ class FedSOUK(Algorithm):
             )
         if self.prior.covariance == "full" and self.hyperprior.log_scale is not None:
             raise SettingsError("a hyperprior on the scale is there for isotropic or diagonal priors")
+
+    def check(self, clients: int) -> None:
+        check_steps(self.local_steps, clients)
 
     @property
     def markov_kernel(self) -> Kernel:
@@ -202,6 +207,12 @@ class FedSOUK(Algorithm):
         if phase == "scale":
             return local, self._feature_size(phi, cohort, channel), Info()
 
+        def work(group: Cohort, states: Tensors) -> tuple[Tensors, Message, Info]:
+            return self.local_round(phase, broadcast, group, states, channel, key)
+
+        done = in_groups(self.local_steps, cohort, local, key.round, work)
+        if done is not None:
+            return done
         keys = self.model.dropout_keys(cohort, key)
         phi = phi.detach().requires_grad_(phi.numel() > 0)
         whole = self.phi_batch is None
@@ -251,9 +262,10 @@ class FedSOUK(Algorithm):
         if not self.stateful:
             z = self.draw_prior(beta, cohort.ids, key.at(purpose="stateless"))
         tuning = Tuning.from_local(local)
+        steps = max(steps_of(self.local_steps, cohort.ids, key.round), default=1)
         key = key.at(purpose="chain")
         with torch.no_grad():
-            return run(self.markov_kernel, target, z, tuning, self.local_steps, key, cohort.ids, adapt=True)
+            return run(self.markov_kernel, target, z, tuning, steps, key, cohort.ids, adapt=True)
 
     def _scores(self, target: Target, trace: Trace, draws: Tensor) -> Tensor:
         if self.rao_blackwell:
