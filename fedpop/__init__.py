@@ -2,7 +2,18 @@
 
 __version__ = "0.1.0"
 
-from fedpop.algorithms import EM, FedAvg, FedAvgFT, FedRep, FedSOUK, FedSOUL, Final, Hyperprior, LocalSGD
+from fedpop.algorithms import (
+    EM,
+    FedAvg,
+    FedAvgFT,
+    FedRep,
+    FedSOUK,
+    FedSOUL,
+    Final,
+    Hyperprior,
+    LocalSGD,
+    Steps,
+)
 from fedpop.channel import QSGD, Compressor, Identity, Natural, RandK
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.participation import Bernoulli, Everyone, Uniform
@@ -62,6 +73,7 @@ __all__ = [
     "RandK",
     "SpectralStart",
     "Split",
+    "Steps",
     "Table",
     "Trace",
     "Uniform",

@@ -14,6 +14,7 @@ from torch import Tensor
 import fedpop
 from fedpop.algorithms.base import Algorithm, Tensors
 from fedpop.algorithms.fedsouk import FedSOUK, Final
+from fedpop.algorithms.local_steps import describe_steps
 from fedpop.algorithms.phi_gradient import PhiGradient
 from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
 from fedpop.evaluation.diagnostics import (
@@ -431,7 +432,8 @@ class Population:
                 f"{float(sd.min()):.3f}"
                 + ("" if float(sd.min()) == float(sd.max()) else f" to {float(sd.max()):.3f}")
             )
-            lines.append(f"  kernel   {self.algorithm.markov_kernel}, {self.algorithm.local_steps} per round")
+            steps = describe_steps(self.algorithm.local_steps)
+            lines.append(f"  kernel   {self.algorithm.markov_kernel}, {steps}")
         if self.totals:
             up, down = self.totals.get("bytes_up", 0), self.totals.get("bytes_down", 0)
             lines.append(

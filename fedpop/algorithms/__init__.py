@@ -12,6 +12,7 @@ from fedpop.algorithms.fedrep import FedRep
 from fedpop.algorithms.fedsouk import FedSOUK, Final
 from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.algorithms.local_sgd import LocalSGD
+from fedpop.algorithms.local_steps import Steps
 from fedpop.channel import QSGD, Identity, Natural, RandK
 from fedpop.errors import CheckpointError
 from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential
@@ -36,6 +37,7 @@ __all__ = [
     "Final",
     "Hyperprior",
     "LocalSGD",
+    "Steps",
     "rebuild",
 ]
 
@@ -63,6 +65,7 @@ _SETTINGS: dict[str, type] = {
         QSGD,
         RandK,
         Natural,
+        Steps,
         Constant,
         Polynomial,
         Cosine,

@@ -41,6 +41,7 @@ from fedpop.algorithms.base import (
     weighted_sum,
 )
 from fedpop.algorithms.local_sgd import LocalSGD
+from fedpop.algorithms.local_steps import LocalSteps, check_steps, in_groups, resolve_steps, steps_of
 from fedpop.algorithms.phi_gradient import PhiGradient, embedded, vectorises
 from fedpop.algorithms.point import body_loss
 from fedpop.channel import Channel, Compressor, Identity, resolve_compressor
@@ -105,6 +106,8 @@ class Final:
 class FedSOUK(Algorithm):
     """The paper's method with any kernel; see the module's text.
 
+    ``local_steps`` is the paper's M: one number, a ``Steps`` schedule over rounds, or one for each client.
+
     >>> from torch import nn
     >>> import fedpop as fp
     >>> model = fp.Composition(nn.Linear(4, 2), nn.Linear(2, 3), "categorical")
@@ -114,7 +117,7 @@ class FedSOUK(Algorithm):
 
     prior: Normal = field(default_factory=Normal)
     kernel: Kernel | None = None
-    local_steps: int = 10
+    local_steps: LocalSteps = 10
     chains: int = 1
     stateful: bool = True
     form: str = "auto"
@@ -148,9 +151,8 @@ class FedSOUK(Algorithm):
         if self.phi_step is None:
             object.__setattr__(self, "phi_step", NETWORK_STEP if self.model.network else Adam())
         object.__setattr__(self, "compressor", resolve_compressor(self.compressor))
-        require_whole(local_steps=self.local_steps, chains=self.chains)
-        if self.local_steps < 1:
-            raise SettingsError(f"local_steps (the paper's M) must be at least 1, not {self.local_steps}")
+        object.__setattr__(self, "local_steps", resolve_steps(self.local_steps))
+        require_whole(chains=self.chains)
         if self.chains < 1:
             raise SettingsError(f"each client runs at least one chain, not {self.chains}")
         if self.start not in STARTS:
@@ -191,6 +193,7 @@ class FedSOUK(Algorithm):
             compressor.check(self.model.phi_layout.size)
 
     def check(self, clients: int) -> None:
+        check_steps(self.local_steps, clients)
         if isinstance(self.compressor, tuple) and len(self.compressor) != clients:
             raise SettingsError(
                 f"{len(self.compressor)} compressors for {clients} clients; give one for all or one each"
@@ -298,6 +301,12 @@ class FedSOUK(Algorithm):
         if phase == "scale":
             return local, self._feature_size(phi, cohort, channel), Info()
 
+        def work(group: Cohort, states: Tensors) -> tuple[Tensors, Message, Info]:
+            return self.local_round(phase, broadcast, group, states, channel, key)
+
+        done = in_groups(self.local_steps, cohort, local, key.round, work)
+        if done is not None:
+            return done
         keys = self.model.dropout_keys(cohort, key)
         phi = phi.detach().requires_grad_(phi.numel() > 0)
         epochs = self.phi_epochs > 0
@@ -385,6 +394,7 @@ class FedSOUK(Algorithm):
         if not self.stateful:
             z = self.draw_prior(beta, cohort.ids, key.at(purpose="stateless"))
         tuning = Tuning.from_local(local)
+        steps = max(steps_of(self.local_steps, cohort.ids, key.round), default=1)
         key = key.at(purpose="chain")
         with torch.no_grad():
             return run(
@@ -392,7 +402,7 @@ class FedSOUK(Algorithm):
                 target,
                 z,
                 tuning,
-                self.local_steps,
+                steps,
                 key,
                 cohort.ids,
                 adapt=True,

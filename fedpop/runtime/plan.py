@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm
+from fedpop.algorithms.local_steps import most_steps
 from fedpop.errors import SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.inputs import leaves, map_inputs
@@ -62,7 +63,7 @@ class Plan:
 def plan_for(algorithm: Algorithm, federation: Federation, budget: int) -> Plan:
     """A plan from the bytes that autograd keeps for an example, measured on the first two."""
     model = algorithm.model
-    steps = getattr(algorithm, "local_steps", 1) * getattr(algorithm, "chains", 1)
+    steps = most_steps(getattr(algorithm, "local_steps", 1)) * getattr(algorithm, "chains", 1)
     d = model.z_layout.size
     item = model.initial_phi().element_size()
     one, two = (_kept(algorithm, federation, n) for n in (1, 2))

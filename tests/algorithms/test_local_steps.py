@@ -1,269 +1,205 @@
-"""Local epochs on phi: one full-batch step is J; with z frozen it is FedAvg on phi; antithetic chains."""
+"""M may vary per round and per client: nobody's draws, and no sum, depend on who was worked on together."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms import local_sgd
-from fedpop.algorithms.base import Facts
+from fedpop.algorithms.base import Facts, Info, Message
+from fedpop.algorithms.local_steps import most_steps, steps_of
 from fedpop.channel import Channel
 from fedpop.errors import SettingsError
-from fedpop.kernels import Kernel, State, Transition
-from fedpop.runtime.random import Key
+from fedpop.federation.cohort import Cohort
+from fedpop.runtime.plan import plan_for
 from tests.helpers import cohort_of, linear_model, ragged, seeded, train_key
 
-WIDE = torch.float64
+SIZES = (3, 0, 5, 1)
+STEPS = (2, 7, 2, 4)
+FACTS = Facts(4, 10)
 
 
-def network(dropout: float = 0.0) -> fp.Composition:
-    body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(dropout))
-    head = nn.Linear(4, 3)
-    return fp.Composition(seeded(body.to(WIDE), 1), seeded(head.to(WIDE), 2), "categorical")
+def classes() -> fp.Composition:
+    return fp.Composition(seeded(nn.Linear(3, 2), 1), seeded(nn.Linear(2, 3), 2), "categorical")
 
 
-def labelled(sizes: tuple[int, ...] = (4, 1, 0, 7)) -> list[tuple[Tensor, Tensor]]:
-    return [(x.to(WIDE), torch.arange(len(x)) % 3) for x, _ in ragged(sizes)]
+def curved() -> fp.Composition:
+    head = nn.Sequential(seeded(nn.Linear(2, 1), 2), nn.Tanh())
+    return fp.Composition(seeded(nn.Linear(3, 2), 1), head, fp.likelihoods.Normal(0.5))
 
 
-def counted(sizes: tuple[int, ...] = (4, 1, 0, 7)) -> list[tuple[Tensor, Tensor]]:
-    return [(x.to(WIDE), torch.arange(len(x)).double()) for x, _ in ragged(sizes)]
+METHODS: dict[str, Any] = {
+    "exact": lambda **s: fp.FedSOUL(linear_model(), start="random", **s),
+    "hmc": lambda **s: fp.FedSOUL(classes(), **s),
+    "mass matrix": lambda **s: fp.FedSOUL(curved(), **s),
+    "sgld": lambda **s: fp.FedSOUL(classes(), kernel=fp.SGLD(batch=2), **s),
+    "stateless mini-batches": lambda **s: fp.FedSOUL(
+        linear_model(), start="random", kernel="hmc", stateful=False, phi_batch=2, chains=3, **s
+    ),
+}
 
 
-def message(method: fp.FedSOUK, clients: Any, round: int = 0) -> dict[str, Tensor]:
-    cohort = cohort_of(method.model, clients)
-    server = method.init(Facts(len(cohort), 10), Key(0))
+def clients_for(method: Any) -> list[tuple[Tensor, Tensor]]:
+    clients = ragged(SIZES)
+    if method.model.likelihood.name == "categorical":
+        return [(x, torch.arange(len(x)) % 3) for x, _ in clients]
+    return clients
+
+
+def one_round(
+    method: Any, ids: list[int], round: int = 3, channel: Channel | None = None
+) -> tuple[dict[str, Tensor], Message, Info, Cohort]:
+    """A round of these clients from their first states."""
+    cohort = cohort_of(method.model, clients_for(method), torch.tensor([1.0, 2.0, 0.5, 3.0]))
+    cohort = cohort.select(torch.tensor(ids))
+    server = method.init(FACTS, train_key())
     broadcast = method.broadcast("train", server)
     local = method.enter(cohort.ids, broadcast, train_key())
-    return method.local_round("train", broadcast, cohort, local, Channel(), train_key(round))[1].sums
+    channel = Channel() if channel is None else channel
+    new, message, info = method.local_round("train", broadcast, cohort, local, channel, train_key(round))
+    return new, message, info, cohort
 
 
-# --- D_i ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", METHODS)
+def test_each_client_does_what_it_would_do_alone(name: str) -> None:
+    together, total, info, _ = one_round(METHODS[name](local_steps=STEPS), [0, 1, 2, 3])
+    alone = [one_round(METHODS[name](local_steps=STEPS[i]), [i]) for i in range(4)]
+    for i, (state, _, _, _) in enumerate(alone):
+        assert state.keys() == together.keys()
+        for key, value in state.items():
+            torch.testing.assert_close(together[key][i], value[0], rtol=1e-4, atol=1e-5)
+    # The message is the sum of theirs, and so is what it cost.
+    summed = alone[0][1] + alone[1][1] + alone[2][1] + alone[3][1]
+    assert total.count == summed.count == 4
+    assert total.sums.keys() == summed.sums.keys()
+    for key, value in total.sums.items():
+        torch.testing.assert_close(value, summed.sums[key], rtol=1e-4, atol=1e-4)
+    cost = alone[0][2] + alone[1][2] + alone[2][2] + alone[3][2]
+    assert info.sums == pytest.approx(cost.sums, rel=1e-3, abs=1e-3)
 
 
-@pytest.mark.parametrize("likelihood", ["categorical", "poisson"])
-@pytest.mark.parametrize("rate", [1e-3, 0.7])
-def test_one_full_batch_step_sends_the_gradient_itself(likelihood: str, rate: float) -> None:
-    if likelihood == "categorical":
-        model, clients = network(), labelled()
-    else:
-        parts = (seeded(nn.Linear(3, 2).to(WIDE), 1), seeded(nn.Linear(2, 1).to(WIDE), 2, 0.1))
-        model, clients = fp.Composition(*parts, "poisson"), counted()
-    plain = fp.FedSOUL(model, prior=fp.NormalPrior(scale=0.5), phi_epochs=0, phi_step=fp.Adam())
-    steps = plain.but(phi_epochs=1, phi_rate=rate, phi_batch=None, phi_momentum=0.0)
-    one, other = message(plain, clients), message(steps, clients)
-    torch.testing.assert_close(other["J"], one["J"], rtol=1e-9, atol=1e-11)
-    assert torch.equal(other["I"], one["I"])
-    assert float(other["examples"]) == 12
+@pytest.mark.parametrize("name", METHODS)
+def test_the_same_number_for_all_is_that_number(name: str) -> None:
+    """Bit for bit, and with the same bytes."""
+    channels = [Channel(), Channel()]
+    settings: list[Any] = [5, (5, 5, 5, 5)]
+    runs = [
+        one_round(METHODS[name](local_steps=m), [0, 1, 2, 3], channel=c)
+        for m, c in zip(settings, channels, strict=True)
+    ]
+    for key, value in runs[0][0].items():
+        assert torch.equal(value, runs[1][0][key])
+    for key, value in runs[0][1].sums.items():
+        assert torch.equal(value, runs[1][1].sums[key])
+    assert runs[0][2] == runs[1][2]
+    assert channels[0].bytes_up == channels[1].bytes_up
 
 
-def test_more_steps_send_something_else() -> None:
-    method = fp.FedSOUL(
-        network(), prior=fp.NormalPrior(scale=0.5), phi_epochs=1, phi_rate=0.3, phi_batch=None
+def test_gradient_evaluations_are_counted_client_by_client() -> None:
+    method = METHODS["hmc"](local_steps=STEPS, chains=2)
+    _, _, info, cohort = one_round(method, [0, 1, 2, 3])
+    evaluations = [1 + 5 * m for m in STEPS]
+    assert info.sums["gradient_evaluations"] == 2 * sum(evaluations)
+    assert info.sums["head_steps"] == 2 * sum(
+        e * n for e, n in zip(evaluations, cohort.sizes.tolist(), strict=True)
     )
-    one, two = (message(method.but(phi_epochs=e), labelled())["J"] for e in (1, 2))
-    assert float((one - two).norm() / one.norm()) > 0.01
-
-
-@dataclass(frozen=True)
-class Frozen(Kernel):
-    """z never moves."""
-
-    name: ClassVar[str] = "Frozen"
-    adjusted: ClassVar[bool] = True
-
-    def prepare(self, target: Any, z: Tensor, tuning: Any, round: int) -> None:
-        return None
-
-    def step(self, target: Any, plan: Any, state: State, noise: Any, m: int) -> Transition:
-        ones = torch.ones_like(state.value)
-        return Transition(state, ones, torch.zeros_like(ones))
-
-
-class FixedHeads(fp.FedRep):
-    """FedAvg on phi: every client keeps the head it is given."""
-
-    def fit_head(self, phi: Tensor, cohort: Any, z: Tensor, key: Key, **_: Any) -> Tensor:
-        return z
-
-
-@pytest.mark.parametrize("server", ["a over N", "average"])
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_with_frozen_z_it_is_fedavg_on_phi(server: str, momentum: float) -> None:
-    model, clients, a = network(dropout=0.3), labelled(), 0.2
-    total = sum(len(y) for _, y in clients)
-    local = fp.LocalSGD(epochs=3, rate=a, batch=2, momentum=momentum)
-    ours = fp.FedSOUK(
-        model,
-        kernel=Frozen(),
-        prior=fp.NormalPrior(scale=0.5, learn_mean=False, learn_scale=False),
-        phi_epochs=3,
-        phi_rate=a,
-        phi_batch=2,
-        phi_momentum=momentum,
-        phi_step=fp.SGD(a / total) if server == "a over N" else fp.Average(),
-        average=fp.Averaging("last"),
-        start="random",
-    )
-    theirs = FixedHeads(model, body=local)
-    start = ours.enter(torch.arange(4), ours.broadcast("train", ours.init(Facts(4, 5), Key(0))), train_key())
-    phi, z = model.initial_phi(), start["z"][:, 0]
-    cohort, facts = cohort_of(model, clients), Facts(4, 5)
-    a_server = ours.init(facts, Key(0))
-    b_server = theirs.init(facts, Key(0))
-    for k in range(3):
-        key = train_key(k)
-        local_a = {**start, "z": z.unsqueeze(1)}
-        _, sent, _ = ours.local_round(
-            "train", ours.broadcast("train", a_server), cohort, local_a, Channel(), key
-        )
-        a_server = ours.server_round("train", a_server, sent, facts, key)
-        _, sent, _ = theirs.local_round(
-            "train", theirs.broadcast("train", b_server), cohort, {"z": z}, Channel(), key
-        )
-        b_server = theirs.server_round("train", b_server, sent, facts, key)
-    assert float((a_server["phi"] - phi).norm()) > 0.1
-    torch.testing.assert_close(a_server["phi"], b_server["phi"], rtol=1e-8, atol=1e-10)
-
-
-def test_the_clients_are_told_the_falling_rate_and_it_cancels_from_what_they_send() -> None:
-    method = fp.FedSOUL(
-        network(),
-        prior=fp.NormalPrior(scale=0.5),
-        phi_epochs=1,
-        phi_batch=None,
-        phi_schedule=fp.Cosine(),
-        phi_rate=0.4,
-    )
-    facts = Facts(4, 10)
-    server = method.init(facts, Key(0))
-    assert float(method.broadcast("train", server)["phi_rate"]) == pytest.approx(0.4)
-    cohort = cohort_of(method.model, labelled())
-    local = method.enter(cohort.ids, method.broadcast("train", server), train_key())
-    for k in range(6):
-        broadcast = method.broadcast("train", server)
-        local, sent, _ = method.local_round("train", broadcast, cohort, local, Channel(), train_key(k))
-        server = method.server_round("train", server, sent, facts, train_key(k))
-    assert float(method.broadcast("train", server)["phi_rate"]) == pytest.approx(
-        0.4 * fp.Cosine().factor(6, 10)
-    )
-
-
-def test_backbone_passes_count_the_epochs_and_the_chain_s_own_forward_pass() -> None:
-    fit = {"rounds": 3, "progress": False}
-    method = fp.FedSOUL(network(), prior=fp.NormalPrior(scale=0.5), phi_epochs=2, phi_batch=2, phi_rate=0.1)
-    assert method.fit(labelled(), **fit).totals["backbone_passes"] == pytest.approx(3 * 12 * (2 + 1 / 3))
-    plain = method.but(phi_epochs=0, phi_batch=None, phi_step=fp.Adam())
-    assert plain.fit(labelled(), **fit).totals["backbone_passes"] == 36
-
-
-def test_a_resumed_run_has_the_same_bits(tmp_path: Any) -> None:
-    method = fp.FedSOUL(
-        network(0.2),
-        prior=fp.NormalPrior(scale=0.5),
-        phi_epochs=2,
-        phi_batch=2,
-        phi_step=fp.Average(momentum=0.5),
-        phi_schedule=fp.Cosine(),
-        chains=2,
-        antithetic=True,
-    )
-
-    class Stop(fp.Callback):
-        def after_round(self, run: Any, metrics: Any) -> bool:
-            if run.round == 4:
-                raise InterruptedError
-            return False
-
-    whole = method.fit(labelled(), rounds=6, out=tmp_path / "a", checkpoint_every=2, progress=False)
-    with pytest.raises(InterruptedError):
-        method.fit(
-            labelled(), rounds=6, out=tmp_path / "b", checkpoint_every=2, progress=False, callbacks=[Stop()]
-        )
-    again = method.fit(
-        labelled(), rounds=6, out=tmp_path / "b", checkpoint_every=2, progress=False, resume=True
-    )
-    assert torch.equal(whole.published["phi"], again.published["phi"])
-    assert torch.equal(whole.published["beta"], again.published["beta"])
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"phi_epochs": -1}, "phi_epochs"),
-        ({"phi_epochs": 1.5}, "phi_epochs"),
-        ({"phi_epochs": 1, "phi_rate": 0.0}, "phi_rate"),
-        ({"phi_epochs": 0, "phi_step": fp.Average()}, "phi_epochs"),
-        ({"antithetic": True, "chains": 3}, "pairs"),
-        ({"phi_epochs": 1, "phi_momentum": 1.0}, "momentum"),
-    ],
+    ("steps", "path"),
+    [(fp.Steps(2, 10, over=4), [2, 4, 6, 8, 10, 10, 10]), (fp.Steps(7, 1, over=2), [7, 4, 1, 1])],
+    ids=["growing", "falling"],
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(SettingsError, match=words):
-        fp.FedSOUL(linear_model(), **settings)
+def test_a_schedule_over_rounds(steps: fp.Steps, path: list[int]) -> None:
+    assert [steps.at(k) for k in range(len(path))] == path
+    history = (
+        METHODS["hmc"](local_steps=steps)
+        .fit(clients_for(METHODS["hmc"]()), rounds=len(path), progress=False)
+        .history
+    )
+    assert [h["gradient_evaluations"] for h in history] == [4 * (1 + 5 * m) for m in path]
+    assert steps_of(steps, torch.arange(2), 1) == [path[1]] * 2
 
 
-# --- one client at a time or all together --------------------------------------------------------
+def test_numbers_follow_the_clients_whoever_is_active() -> None:
+    """With three of four clients per round, and cut into cohorts of one."""
+    method = METHODS["hmc"](local_steps=STEPS)
+    settings: dict[str, Any] = {"rounds": 6, "participation": 3, "progress": False}
+    runs = [method.fit(clients_for(method), memory=memory, **settings) for memory in ("1GiB", "1KiB")]
+    torch.testing.assert_close(runs[0].published, runs[1].published, rtol=1e-4, atol=1e-5)
+    counts = [[h["gradient_evaluations"] for h in run.history] for run in runs]
+    assert counts[0] == counts[1]
+    everyone = sum(1 + 5 * m for m in STEPS)
+    assert set(counts[0]) <= {everyone - (1 + 5 * m) for m in STEPS}
 
 
-@pytest.mark.parametrize("batch", [None, 2, 3])
-def test_large_models_are_trained_like_small_ones(batch: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = network(dropout=0.4)
-    sgd = fp.LocalSGD(epochs=3, rate=0.3, batch=batch, momentum=0.6, decay=0.01)
-    method = fp.FedAvg(model, local=sgd)
-
-    def end() -> Tensor:
-        return method.fit(labelled(), rounds=2, progress=False).published["phi"]
-
-    together = end()
-    monkeypatch.setattr(local_sgd, "LARGEST_BATCHED", 0)
-    torch.testing.assert_close(end(), together, rtol=1e-10, atol=1e-12)
+def test_a_broken_client_is_left_out_of_its_group_only() -> None:
+    method = METHODS["exact"](local_steps=STEPS)
+    clients = ragged(SIZES)
+    clients[2] = (clients[2][0] * 1e30, clients[2][1])
+    population = method.fit(dict(zip("abcd", clients, strict=True)), rounds=2, progress=False)
+    assert [h["left_out"] for h in population.history] == [["c"], ["c"]]
+    assert all(bool(torch.isfinite(t).all()) for t in population.published.values())
 
 
-def test_dropout_is_on_in_local_training_and_differs_by_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def move(p: float, epochs: int) -> Tensor:
-        method = fp.FedAvg(network(p), local=fp.LocalSGD(epochs=epochs, rate=1e-6))
-        return (
-            method.fit(labelled(), rounds=1, progress=False).published["phi"] - network().initial_phi()
-        ) / 1e-6
-
-    assert float((move(0.5, 1) - move(0.0, 1)).norm()) > 1e-2
-    # Two tiny epochs are twice one, unless the second epoch has masks of its own.
-    torch.testing.assert_close(move(0.0, 2), 2 * move(0.0, 1), rtol=1e-3, atol=1e-3)
-    assert float((move(0.5, 2) - 2 * move(0.5, 1)).norm()) > 1e-2
+def test_a_population_with_steps_comes_back_and_says_so(tmp_path: Any) -> None:
+    for number, steps, words in ((0, STEPS, "2 to 7 per round"), (1, fp.Steps(3, 9, 5), "3 to 9 per round")):
+        method = METHODS["exact"](local_steps=list(steps) if isinstance(steps, tuple) else steps)
+        assert method.local_steps == steps
+        population = method.fit(ragged(SIZES), rounds=2, progress=False)
+        population.save(tmp_path / str(number))
+        again = fp.load(tmp_path / str(number))
+        assert again.algorithm.local_steps == steps
+        assert words in str(population)
 
 
-# --- antithetic chains ---------------------------------------------------------------------------
+def test_memory_is_planned_for_the_largest_number() -> None:
+    federation = linear_model().prepare(fp.Federation.of(ragged(SIZES)))
+    plans = [
+        plan_for(METHODS["exact"](local_steps=m), federation, 10**9)
+        for m in (7, STEPS, fp.Steps(1, 7, 3), fp.Steps(7, 2, 3))
+    ]
+    assert all(plan == plans[0] for plan in plans)
+    assert most_steps((3,)) == 3
 
 
-def test_antithetic_exact_draws_have_the_posterior_mean_as_their_mean() -> None:
-    model = linear_model(variance=0.5)
-    method = fp.FedSOUL(model, chains=2, antithetic=True, local_steps=3, prior=fp.NormalPrior(scale=1.0))
-    cohort = cohort_of(model, ragged())
-    server = method.init(Facts(4, 10), Key(0))
-    broadcast = method.broadcast("train", server)
-    local = method.enter(cohort.ids, broadcast, train_key())
-    torch.testing.assert_close(local["z"].mean(1), torch.zeros(4, 2))  # the prior's mean
-    target = method.target(server["phi"], server["beta"], model.features(server["phi"], cohort), cohort)
-    draws = method._chain(target, local, server["beta"], cohort, train_key()).draws
-    mean, _ = target.moments()
-    torch.testing.assert_close(draws.mean(2), mean.unsqueeze(1).expand(-1, 3, -1), rtol=1e-4, atol=1e-5)
-    assert float((draws[:, :, 0] - draws[:, :, 1]).norm()) > 0.1
+def test_resume_goes_on_with_the_schedule(tmp_path: Any) -> None:
+    def run(folder: str, rounds: int, resume: bool = False) -> fp.Population:
+        method = METHODS["hmc"](local_steps=fp.Steps(1, 6, 5), phi_step=fp.Adam(0.01, fp.Constant()))
+        callbacks = [] if rounds == 6 else [Stop(rounds)]
+        return method.fit(
+            clients_for(method),
+            rounds=6,
+            out=tmp_path / folder,
+            resume=resume,
+            callbacks=callbacks,
+            checkpoint_every=1,
+            progress=False,
+        )
+
+    whole = run("whole", 6)
+    with pytest.raises(KeyboardInterrupt):
+        run("part", 3)
+    again = run("part", 6, resume=True)
+    assert torch.equal(whole.published["phi"], again.published["phi"])
 
 
-def test_the_first_of_a_pair_is_what_it_is_without_the_second() -> None:
-    model = network()
-    pair = fp.FedSOUL(model, chains=2, antithetic=True, local_steps=3, prior=fp.NormalPrior(scale=1.0))
-    free = pair.but(antithetic=False)
-    cohort, facts = cohort_of(model, labelled()), Facts(4, 10)
-    ends = []
-    for method in (pair, free):
-        server = method.init(facts, Key(0))
-        local = method.enter(cohort.ids, method.broadcast("train", server), train_key())
-        target = method.target(server["phi"], server["beta"], model.features(server["phi"], cohort), cohort)
-        ends.append(method._chain(target, local, server["beta"], cohort, train_key()).draws)
-    assert torch.equal(ends[0][:, :, 0], ends[1][:, :, 0])
-    assert not torch.equal(ends[0][:, :, 1], ends[1][:, :, 1])
+class Stop(fp.Callback):
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+
+    def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
+        if run.round == self.rounds:
+            raise KeyboardInterrupt
+        return False
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [((0, 3), "at least 1, not 0"), ((3, 1.5), "whole number"), ((1, 2, 0), "at least one round, not 0")],
+    ids=["no steps", "half a step", "no rounds"],
+)
+def test_impossible_schedules_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        fp.Steps(*settings)
