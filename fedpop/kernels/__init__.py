@@ -7,6 +7,7 @@ from fedpop.kernels.hmc import HMC
 from fedpop.kernels.target import Target
 from fedpop.kernels.ula import ULA
 from fedpop.models.base import Model
+from fedpop.priors.base import Prior
 
 __all__ = [
     "HMC",
@@ -25,8 +26,8 @@ __all__ = [
 _BY_NAME: dict[str, type[Kernel]] = {"ula": ULA, "exponential": Exponential, "hmc": HMC}
 
 
-def resolve_kernel(kernel: Kernel | str | None, model: Model) -> Kernel:
-    """A kernel from itself, from its name, or the one that suits the model's head.
+def resolve_kernel(kernel: Kernel | str | None, model: Model, prior: Prior | None = None) -> Kernel:
+    """A kernel from itself, from its name, or the one that suits the model's head and the prior.
 
     A linear head with a Normal likelihood has a Gaussian posterior, which the exponential step draws
     from exactly; everything else gets HMC.
