@@ -5,12 +5,13 @@ __version__ = "0.1.0"
 from fedpop.algorithms import EM, FedAvg, FedRep, FedSOUK, FedSOUL, Hyperprior, LocalSGD
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.participation import Bernoulli, Everyone, Uniform
-from fedpop.kernels import HMC, ULA, Exponential
+from fedpop.kernels import HMC, ULA, Exponential, JumpHMC, MixtureDraw
 from fedpop.models import likelihoods
 from fedpop.models.composition import Composition
 from fedpop.models.modules import replace_batchnorm
 from fedpop.models.split import Split
 from fedpop.population import Population, load
+from fedpop.priors.mixture import Mixture
 from fedpop.priors.normal import Normal as NormalPrior
 from fedpop.runtime.callbacks import Callback, EarlyStop
 from fedpop.runtime.simulate import simulate
@@ -42,7 +43,10 @@ __all__ = [
     "FedSOUL",
     "Federation",
     "Hyperprior",
+    "JumpHMC",
     "LocalSGD",
+    "Mixture",
+    "MixtureDraw",
     "NormalPrior",
     "Polynomial",
     "Population",

@@ -12,9 +12,10 @@ from fedpop.algorithms.fedsouk import FedSOUK
 from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.errors import CheckpointError
-from fedpop.kernels import HMC, ULA, Exponential
+from fedpop.kernels import HMC, ULA, Exponential, JumpHMC, MixtureDraw
 from fedpop.models.base import Model
 from fedpop.priors.hyper import Hyperprior
+from fedpop.priors.mixture import Mixture
 from fedpop.priors.normal import Normal
 from fedpop.server.averaging import Averaging
 from fedpop.server.em import EM
@@ -43,7 +44,10 @@ _SETTINGS: dict[str, type] = {
         ULA,
         HMC,
         Exponential,
+        JumpHMC,
+        MixtureDraw,
         Normal,
+        Mixture,
         Adam,
         SGD,
         EM,

@@ -47,6 +47,7 @@ from fedpop.federation.inputs import Inputs, leaves, map_inputs
 from fedpop.kernels import (
     Exponential,
     Kernel,
+    MixtureDraw,
     Target,
     Trace,
     Tuning,
@@ -140,10 +141,14 @@ class FedSOUK(Algorithm):
         prior = self.prior
         if self.form not in ("auto", *prior.forms):
             raise SettingsError(
-                f"the {self.form} form of I needs a Normal prior, not {prior.name}; use 'left'"
+                f"the {self.form} form of I needs a Normal prior, not {prior.name}; use form='left'"
             )
         if isinstance(self.beta_step, EM) and not prior.em:
             raise SettingsError(f"EM steps cannot be made for {prior.name} priors; use beta_step=Adam()")
+        if isinstance(self.kernel, MixtureDraw) and not self.exact:
+            raise SettingsError(
+                "MixtureDraw needs a linear head with a normal likelihood and a prior made of Normals; use HMC()"
+            )
         if self.hyperprior.on_beta and not isinstance(prior, Normal):
             raise SettingsError(
                 f"a hyperprior on the prior's mean or scale is there for Normal priors, not {prior.name}"
@@ -195,9 +200,8 @@ class FedSOUK(Algorithm):
             return {}
         if phase == "spectral":
             return {"whitener": server["whitener"]}
-        return {"phi": server["phi"], "beta": server["beta"]} | self.prior.shipped(
-            unprefixed("prior.", server)
-        )
+        theta = {"phi": server["phi"], "beta": server["beta"]}
+        return theta | self.prior.shipped(unprefixed("prior.", server))
 
     def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
         if "beta" not in broadcast:
@@ -494,7 +498,7 @@ class FedSOUK(Algorithm):
             start = key.at(purpose="start")
             z = self.draw_prior(beta, cohort.ids, start, FINAL_CHAINS, published.get("states"))
             tuning = Tuning.fresh(len(cohort), kernel.initial_log_step, beta)
-            if not (target.closed_form and isinstance(kernel, Exponential)):
+            if not (target.closed_form and isinstance(kernel, Exponential | MixtureDraw)):
                 for part in range(FINAL_BURN_IN // 10):
                     warm = key.at(purpose=f"warm-{part}")
                     trace = run(kernel, target, z, tuning, 10, warm, cohort.ids, adapt=True)

@@ -1,8 +1,8 @@
 """The marginal likelihood sum_i log INT p(D_i | phi, z) p(z | beta) dz.
 
-Closed form where the posterior is Gaussian, or a mixture of Gaussians. Elsewhere importance sampling, with a multivariate t fitted
-to each client's posterior draws as proposal, judged by the Pareto shape of its weights (PSIS): where
-that fails the estimate is refused, not reported.
+Closed form where the posterior is Gaussian, or a mixture of Gaussians. Elsewhere importance sampling, with
+a multivariate t fitted to each client's posterior draws as proposal, judged by the Pareto shape of its
+weights (PSIS): where that fails the estimate is refused, not reported.
 """
 
 from __future__ import annotations

@@ -88,6 +88,14 @@ class Noise:
         self._shape = tuple(z.shape[1:])
         self._chunk = max(1, min(steps, self.CHUNK // max(z.numel(), 1)))
         self._held: dict[str, tuple[int, Tensor]] = {}
+        self._like, self._nested = z, {}  # type: Tensor, dict[str, Noise]
+
+    def at(self, purpose: str) -> Noise:
+        """Other numbers for the same transitions."""
+        if purpose not in self._nested:
+            key = self._key.at(purpose=purpose)
+            self._nested[purpose] = Noise(key, self._ids, self._like, self._steps)
+        return self._nested[purpose]
 
     def normal(self, m: int) -> Tensor:
         """Standard normal numbers for transition m, in the shape of z."""

@@ -1,9 +1,9 @@
 """What a population prior p(z | beta) is to the rest of the library.
 
 beta is one flat vector. A prior says how z is drawn and scored, what a client sends about it, and what the
-server makes of the sum. What only some priors can do is asked for by ``component`` (closed-form
-posteriors), ``forms`` (of I) and ``em``; a prior whose normalising constant depends on beta in a way that nobody can write
-down leaves the server a share of the work (``server_state``, ``normaliser``, ``shipped``).
+server makes of the sum. What only some priors can do is asked for by ``component`` (closed-form posteriors),
+``forms`` (of I) and ``em``. A prior whose normalising constant cannot be written down leaves the server a
+share of the work (``server_state``, ``normaliser``, ``shipped``).
 """
 
 from __future__ import annotations
