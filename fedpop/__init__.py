@@ -18,13 +18,14 @@ from fedpop.channel import QSGD, Compressor, Identity, Natural, RandK
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.participation import Bernoulli, Everyone, Uniform
 from fedpop.federation.trace import Trace
-from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential
+from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential, JumpHMC, MixtureDraw
 from fedpop.models import likelihoods
 from fedpop.models.augment import CropFlip
 from fedpop.models.composition import Composition
 from fedpop.models.modules import replace_batchnorm
 from fedpop.models.split import Split
 from fedpop.population import Population, load
+from fedpop.priors.mixture import Mixture
 from fedpop.priors.normal import Normal as NormalPrior
 from fedpop.runtime.callbacks import Callback, EarlyStop
 from fedpop.runtime.simulate import simulate
@@ -65,7 +66,10 @@ __all__ = [
     "Final",
     "Hyperprior",
     "Identity",
+    "JumpHMC",
     "LocalSGD",
+    "Mixture",
+    "MixtureDraw",
     "Natural",
     "NormalPrior",
     "Polynomial",

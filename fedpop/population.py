@@ -151,12 +151,12 @@ class Population:
 
     @property
     def prior_mean(self) -> Tensor:
-        return self._fedsouk("a population prior").prior.mu(self.published["beta"])
+        return self._fedsouk("a population prior").prior.summary(self.published["beta"], self.published)[0]
 
     @property
     def prior_sd(self) -> Tensor:
         """Marginal standard deviations of the population prior."""
-        return self._fedsouk("a population prior").prior.sd(self.published["beta"])
+        return self._fedsouk("a population prior").prior.summary(self.published["beta"], self.published)[1]
 
     def _fedsouk(self, what: str) -> FedSOUK:
         if not isinstance(self.algorithm, FedSOUK):
@@ -241,8 +241,8 @@ class Population:
         key = self.key.at(purpose="newcomer")
         if x is None and isinstance(self.algorithm, FedSOUK):
             ids = torch.full((1,), NEWCOMER, device=self.published["phi"].device)
-            final = self.algorithm.final
-            z = self.algorithm.draw_prior(self.published["beta"], ids, key, final.total)
+            beta, states, final = self.published["beta"], self.published.get("states"), self.algorithm.final
+            z = self.algorithm.prior.final_draws(beta, ids, key, final.total, states)
             prior = {"draws": z.unflatten(1, (final.chains, final.draws))}
             return Newcomer(self.algorithm, self.published, prior, key)
         if x is None:
@@ -343,7 +343,7 @@ class Population:
             for ids in self._groups():
                 cohort = self._cohort(ids)
                 target = method.target(phi, beta, self.model.features(phi, cohort), cohort)
-                if target.conjugate:
+                if target.closed_form:
                     value += float(closed_form(target).double().sum())
                     continue
                 conjugate = False
@@ -405,11 +405,14 @@ class Population:
                 j_total[b] = j_total[b] + j
         hyper_phi = method.hyperprior.phi_grad(phi.detach())
         hyper_beta = method.prior.mask(method.hyperprior.beta_grad(method.prior, beta))
+        key = self.key.at(purpose="diagnostics")
+        lacking = method.prior.normaliser_batches(beta, self.published, key, batches) * len(self)
+        i_all = torch.stack(i_total) + method.prior.mask(lacking) + hyper_beta
         whole = len(names) == len(self)
         learned = whole and phi.numel() > 0
         theta = ThetaDiagnostics(
             phi_gradient=gradient_ratio(torch.stack(j_total) + hyper_phi) if learned else None,
-            beta_gradient=gradient_ratio(torch.stack(i_total) + hyper_beta) if whole else None,
+            beta_gradient=gradient_ratio(i_all) if whole else None,
             drift=self.drift,
             at_bound=[*method.prior.at_bound(beta), *method.phi_at_bound(phi.detach())],
         )
@@ -425,13 +428,8 @@ class Population:
         lines[0] += f", {self.rounds} rounds"
         lines.append(f"  model    {self.model!r}")
         if isinstance(self.algorithm, FedSOUK):
-            mu, sd = self.prior_mean, self.prior_sd
-            kind = self.algorithm.prior.covariance
-            lines.append(
-                f"  prior    Normal, {kind}: norm of mean {float(mu.norm()):.3f}, sd "
-                f"{float(sd.min()):.3f}"
-                + ("" if float(sd.min()) == float(sd.max()) else f" to {float(sd.max()):.3f}")
-            )
+            words = self.algorithm.prior.lines(self.published["beta"], self.published)
+            lines += [f"  {'prior' if i == 0 else '':8} {line}" for i, line in enumerate(words)]
             steps = describe_steps(self.algorithm.local_steps)
             lines.append(f"  kernel   {self.algorithm.markov_kernel}, {steps}")
         if self.totals:

@@ -73,10 +73,9 @@ def effective_draws(replicates: Tensor, variance: Tensor) -> Tensor:
 
 def warmed(kernel: Kernel, target: Target, ids: Tensor, chains: int, warmup: int) -> tuple[Tensor, Tuning]:
     """Chains started from the prior, with the step adapted every ten transitions."""
-    d = target.prior.dimension(target.beta)
     key = Key(11, purpose="warm")
-    z = target.prior.sample(target.beta, key.at(purpose="start").normal(ids, (chains, d), DOUBLE))
-    tuning = kernel.first_tuning(len(ids), z, None if target.linear else d)
+    z = target.prior.draw(target.beta, ids, key.at(purpose="start"), chains)
+    tuning = kernel.first_tuning(len(ids), z, None if target.linear else z.shape[-1])
     for k in range(warmup // 10):
         trace = run(kernel, target, z, tuning, 10, key.at(round=k), ids, adapt=True)
         z, tuning = trace.state.z, trace.tuning

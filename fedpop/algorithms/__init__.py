@@ -15,9 +15,10 @@ from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.algorithms.local_steps import Steps
 from fedpop.channel import QSGD, Identity, Natural, RandK
 from fedpop.errors import CheckpointError
-from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential
+from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential, JumpHMC, MixtureDraw
 from fedpop.models.base import Model
 from fedpop.priors.hyper import Hyperprior
+from fedpop.priors.mixture import Mixture
 from fedpop.priors.normal import Normal
 from fedpop.server.averaging import Averaging
 from fedpop.server.em import EM
@@ -51,7 +52,10 @@ _SETTINGS: dict[str, type] = {
         MALA,
         SGLD,
         Exponential,
+        JumpHMC,
+        MixtureDraw,
         Normal,
+        Mixture,
         Adam,
         Average,
         SGD,

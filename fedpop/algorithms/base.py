@@ -165,6 +165,11 @@ class Algorithm(ABC):
     def check(self, clients: int) -> None:  # noqa: B027
         """Raise early when the settings do not fit the federation."""
 
+    def check_restarts(self) -> None:
+        """Raise unless runs of this method can be compared by their marginal likelihood."""
+        if not self.uncertainty:
+            raise SettingsError(f"restarts are compared by marginal likelihood, which {self.label} has not")
+
     def metrics(self, server: Tensors, info: Info) -> dict[str, float | None]:
         """Numbers of a round for ``metrics.jsonl`` and the progress bar; None where there is none."""
         return {}

@@ -52,6 +52,7 @@ from fedpop.federation.inputs import Inputs, leaves, map_inputs
 from fedpop.kernels import (
     Exponential,
     Kernel,
+    MixtureDraw,
     Target,
     Trace,
     Tuning,
@@ -61,9 +62,10 @@ from fedpop.kernels import (
 )
 from fedpop.models.gauge import aligner
 from fedpop.models.modules import RowKeys
+from fedpop.priors.base import Prior
 from fedpop.priors.hyper import Hyperprior
 from fedpop.priors.normal import Normal
-from fedpop.priors.normal import resolve as resolve_prior
+from fedpop.priors.registry import resolve as resolve_prior
 from fedpop.runtime.random import Key
 from fedpop.server.averaging import Averaging
 from fedpop.server.em import EM
@@ -115,7 +117,7 @@ class FedSOUK(Algorithm):
     HMC(leapfrog=5)
     """
 
-    prior: Normal = field(default_factory=Normal)
+    prior: Prior = field(default_factory=Normal)
     kernel: Kernel | None = None
     local_steps: LocalSteps = 10
     chains: int = 1
@@ -123,7 +125,7 @@ class FedSOUK(Algorithm):
     form: str = "auto"
     phi_step: Optimiser | None = None
     """None: Adam, with the rate that suits the backbone (``fedpop experiment defaults``)."""
-    beta_step: EM | Optimiser = field(default_factory=EM)
+    beta_step: EM | Optimiser | None = None
     hyperprior: Hyperprior = field(default_factory=Hyperprior)
     start: str = "auto"
     spectral: SpectralStart = field(default_factory=SpectralStart)
@@ -147,9 +149,11 @@ class FedSOUK(Algorithm):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prior", resolve_prior(self.prior))
-        object.__setattr__(self, "kernel", resolve_kernel(self.kernel, self.model))
+        object.__setattr__(self, "kernel", resolve_kernel(self.kernel, self.model, self.prior))
         if self.phi_step is None:
             object.__setattr__(self, "phi_step", NETWORK_STEP if self.model.network else Adam())
+        if self.beta_step is None:
+            object.__setattr__(self, "beta_step", self.prior.default_step())
         object.__setattr__(self, "compressor", resolve_compressor(self.compressor))
         object.__setattr__(self, "local_steps", resolve_steps(self.local_steps))
         require_whole(chains=self.chains)
@@ -181,13 +185,38 @@ class FedSOUK(Algorithm):
             raise SettingsError("local epochs on phi average over draws of z; they exclude rao_blackwell")
         if self.antithetic and self.chains % 2:
             raise SettingsError(f"antithetic chains come in pairs; chains must be even, not {self.chains}")
-        _ = self.local_sgd  # checks its own settings
-        if self.rao_blackwell and not (self.model.linear and self.model.likelihood.name == "normal"):
+        if self.antithetic and not isinstance(self.prior, Normal):
             raise SettingsError(
-                "rao_blackwell needs closed-form posteriors: a linear head with a normal likelihood"
+                f"antithetic chains mirror each other about a Normal prior, not {self.prior.name}"
+            )
+        _ = self.local_sgd  # checks its own settings
+        if self.rao_blackwell and not self.exact:
+            raise SettingsError(
+                "rao_blackwell needs closed-form posteriors: a linear head with a normal likelihood, and a "
+                "prior made of Normals"
             )
         if self.prior.covariance == "full" and self.hyperprior.log_scale is not None:
             raise SettingsError("a hyperprior on the scale is there for isotropic or diagonal priors")
+        self._check_prior()
+
+    def _check_prior(self) -> None:
+        """What was asked for, the prior can do."""
+        prior = self.prior
+        if self.form not in ("auto", *prior.forms):
+            raise SettingsError(
+                f"the {self.form} form of I needs a Normal prior, not {prior.name}; use form='left'"
+            )
+        if isinstance(self.beta_step, EM) and not prior.em:
+            raise SettingsError(f"EM steps cannot be made for {prior.name} priors; use beta_step=Adam()")
+        if isinstance(self.kernel, MixtureDraw) and not self.exact:
+            raise SettingsError(
+                "MixtureDraw needs a linear head with a normal likelihood and a prior made of Normals; "
+                "use HMC()"
+            )
+        if self.hyperprior.on_beta and not isinstance(prior, Normal):
+            raise SettingsError(
+                f"a hyperprior on the prior's mean or scale is there for Normal priors, not {prior.name}"
+            )
 
         for compressor in set(self._compressors):
             compressor.check(self.model.phi_layout.size)
@@ -223,6 +252,12 @@ class FedSOUK(Algorithm):
         assert self.kernel is not None
         return self.kernel
 
+    @property
+    def exact(self) -> bool:
+        """Posteriors and the marginal likelihood are closed-form."""
+        normal = self.model.linear and self.model.likelihood.name == "normal"
+        return normal and self.prior.component is not None
+
     # --- before the rounds -------------------------------------------------------------------
 
     @property
@@ -240,16 +275,19 @@ class FedSOUK(Algorithm):
         if facts.restart > 0:
             phi = redrawn(self.model, phi, key.at(purpose=f"restart-{facts.restart}"))
         mu = phi.new_full((self.model.z_layout.size,), self.prior.mean)
-        beta = self.prior.init(mu, 1.0 if self.prior.scale is None else self.prior.scale)
-        return self._server(phi, beta)
+        scale = 1.0 if self.prior.scale is None else self.prior.scale
+        beta = self.prior.init(mu, scale, key.at(purpose=f"prior-{facts.restart}"))
+        return self._server(phi, beta, key)
 
-    def _server(self, phi: Tensor, beta: Tensor) -> Tensors:
+    def _server(self, phi: Tensor, beta: Tensor, key: Key | None = None) -> Tensors:
+        key = Key(0) if key is None else key
         server = {"phi": phi, "beta": beta, "unit": natural_units(self.model, phi)}
         server |= prefixed("phi.", self.phi_optimiser.init(phi))
         if isinstance(self.beta_step, Optimiser):
             server |= prefixed("beta.", self.beta_step.init(beta))
         if self.phi_epochs:
             server["phi_rate"] = self._phi_rate(0, 1, phi)
+        server |= prefixed("prior.", self.prior.server_state(beta, key.at(purpose="negative")))
         return server | prefixed("average.", self.average.init(torch.cat((phi, beta))))
 
     def _phi_rate(self, k: int, rounds: int, like: Tensor) -> Tensor:
@@ -261,23 +299,28 @@ class FedSOUK(Algorithm):
             return {}
         if phase == "spectral":
             return {"whitener": server["whitener"]}
-        return {n: server[n] for n in ("phi", "beta", "phi_rate") if n in server}
+        theta = {n: server[n] for n in ("phi", "beta", "phi_rate") if n in server}
+        return theta | self.prior.shipped(unprefixed("prior.", server))
 
     def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
         if "beta" not in broadcast:
             return {}
         beta = broadcast["beta"]
         tuning = self._first_tuning(self.markov_kernel, len(ids), beta)
-        return {"z": self.draw_prior(beta, ids, key.at(purpose="enter"))} | tuning.to_local()
+        z = self.draw_prior(beta, ids, key.at(purpose="enter"), states=broadcast.get("states"))
+        return {"z": z} | tuning.to_local()
 
     def _first_tuning(self, kernel: Kernel, clients: int, beta: Tensor) -> Tuning:
         return kernel.first_tuning(clients, beta, None if self.model.linear else self.prior.dimension(beta))
 
-    def draw_prior(self, beta: Tensor, ids: Tensor, key: Key, chains: int | None = None) -> Tensor:
+    def draw_prior(
+        self, beta: Tensor, ids: Tensor, key: Key, chains: int | None = None, states: Tensor | None = None
+    ) -> Tensor:
         """Z_0 ~ p(. | beta) for these clients, ``[C, K, d]``."""
-        shape = (self.chains if chains is None else chains, self.prior.dimension(beta))
-        noise = key.normal(ids, shape, beta.dtype)
-        return self.prior.sample(beta, mirrored(noise) if self.antithetic and chains is None else noise)
+        if chains is not None or not (self.antithetic and isinstance(self.prior, Normal)):
+            return self.prior.draw(beta, ids, key, self.chains if chains is None else chains, states)
+        noise = key.normal(ids, (self.chains, self.prior.dimension(beta)), beta.dtype)
+        return self.prior.sample(beta, mirrored(noise))
 
     def channel(self, key: Key) -> Channel:
         given = self._compressors
@@ -315,7 +358,7 @@ class FedSOUK(Algorithm):
         separate = whole and not fused and not vectorises(self.model, phi)
         features, parts = embedded(self.model, phi, cohort, keys, graph=fused, separate=separate)
         target = self.target(phi.detach(), beta, map_inputs(Tensor.detach, features), cohort, keys)
-        trace = self._chain(target, local, beta, cohort, key)
+        trace = self._chain(target, local, broadcast, cohort, key)
         clients, _, _, d = trace.draws.shape
         draws = trace.draws.reshape(clients, -1, d)
         scores = self._scores(target, trace, draws)
@@ -337,6 +380,8 @@ class FedSOUK(Algorithm):
             good, value, j = estimate.one_by_one(phi, cohort, key, good, channel, self.phi_batch, parts)
         i = weighted_sum(channel("I", scores), cohort.weights, good)
         sums = {"I": i, "J": j} | extra
+        if not self.prior.normalised:  # the server knows who took part and with what weight: no bytes
+            sums["weight"] = weighted_sum(torch.ones_like(scores[:, :1]), cohort.weights, good)
         if isinstance(self.beta_step, EM) and (size := target.likelihood_curvature()) is not None:
             sums["curvature"] = weighted_sum(channel("curvature", size), cohort.weights, good)
         message = Message(sums, int(good.sum()))
@@ -389,10 +434,11 @@ class FedSOUK(Algorithm):
         """The log-posterior of z of every client in the cohort."""
         return Target(self.model.bind(phi, features, cohort, keys), self.prior, beta)
 
-    def _chain(self, target: Target, local: Tensors, beta: Tensor, cohort: Cohort, key: Key) -> Trace:
+    def _chain(self, target: Target, local: Tensors, broadcast: Tensors, cohort: Cohort, key: Key) -> Trace:
         z = local["z"]
         if not self.stateful:
-            z = self.draw_prior(beta, cohort.ids, key.at(purpose="stateless"))
+            start = key.at(purpose="stateless")
+            z = self.draw_prior(target.beta, cohort.ids, start, states=broadcast.get("states"))
         tuning = Tuning.from_local(local)
         steps = max(steps_of(self.local_steps, cohort.ids, key.round), default=1)
         key = key.at(purpose="chain")
@@ -411,10 +457,12 @@ class FedSOUK(Algorithm):
 
     def _scores(self, target: Target, trace: Trace, draws: Tensor) -> Tensor:
         if self.rao_blackwell:
-            return self.prior.moments_score(target.beta, *target.moments())
+            return self.prior.expected_score(target.beta, *target.mixture())
         g = target.likelihood_grad(draws, trace.grads.reshape(draws.shape))
         if self.form == "mixed" or (self.form == "auto" and self._mixes(target)):
             return self.prior.score(target.beta, draws, g, "mixed", target.covariance())
+        if len(self.prior.forms) == 1:
+            return self.prior.score(target.beta, draws, g, *self.prior.forms)
         # A head through vmap has no curvature to step by: its first chains lag behind theta, and there
         # the right form, which is only zero in equilibrium, makes EM diverge.
         form = ("right" if target.linear else "left") if self.form == "auto" else self.form
@@ -423,7 +471,7 @@ class FedSOUK(Algorithm):
     def _mixes(self, target: Target) -> bool:
         # Logits may shift together without changing a class probability: only the right form is
         # silent there. And a dense covariance is for small heads.
-        small = target.linear and self.model.z_layout.size <= LARGEST_MIXED
+        small = target.linear and self.model.z_layout.size <= LARGEST_MIXED and "mixed" in self.prior.forms
         return small and self.model.likelihood.name != "categorical"
 
     @staticmethod
@@ -485,10 +533,10 @@ class FedSOUK(Algorithm):
             assert total is not None
             width = self.model.z_layout.size
             phi = self.spectral.phi(total.sums, server["whitener"], server["phi"], width)
-            return self._server(phi, server["beta"])
+            return self._server(phi, server["beta"], key)
         if phase == "scale":
             assert total is not None
-            return self._scaled_start(server, total)
+            return self._scaled_start(server, total, key)
         k = key.round
         phi, beta = server["phi"], server["beta"]
         empty = total is None or total.count == 0
@@ -499,6 +547,9 @@ class FedSOUK(Algorithm):
             i, j = total.scaled("I", facts.clients), total.scaled("J", facts.clients)
             if "curvature" in total.sums:
                 curvature = float(total.scaled("curvature", facts.clients)) / facts.clients
+        lacking, prior_state = self.prior.normaliser(beta, unprefixed("prior.", server), key)
+        if "weight" in total.sums and not empty:  # as much of it as there is of the clients' scores
+            i = i + lacking * total.scaled("weight", facts.clients)
         i = i + self.hyperprior.beta_grad(self.prior, beta)
         j = j + self.hyperprior.phi_grad(phi)
         if isinstance(self.phi_step, Average) and total.sums.get("examples") is not None:
@@ -524,6 +575,7 @@ class FedSOUK(Algorithm):
             | {"phi": new_phi, "beta": new_beta}
             | prefixed("phi.", phi_state)
             | prefixed("beta.", beta_state)
+            | prefixed("prior.", prior_state)
             | prefixed("average.", average)
         )
 
@@ -538,26 +590,25 @@ class FedSOUK(Algorithm):
             rate /= max(1.0, self.hyperprior.stiffness(self.prior, beta, floor) * rate / facts.clients)
             return self.prior.em_step(beta, i / facts.clients, rate, floor), {}
         grad = self.prior.gradient(beta, i)
-        d = self.prior.dimension(beta)
-        # mu moves in units of the prior's scale, log-scales in units of one.
-        unit = torch.ones_like(beta)
-        unit[:d] = self.prior.sd(beta)
+        unit = self.prior.units(beta)
+        assert self.beta_step is not None
         return self.beta_step.step(beta, grad, unprefixed("beta.", server), unit, k, facts.rounds)
 
-    def _scaled_start(self, server: Tensors, total: Message) -> Tensors:
+    def _scaled_start(self, server: Tensors, total: Message, key: Key) -> Tensors:
         """The prior scale at which the head's outputs have variance one."""
         size, count = total.sums["size"].tolist()
         low, high = self.prior.bounds
         scale = math.sqrt(count / size) if size > 0 and math.isfinite(size) else 1.0
-        mu = self.prior.mu(server["beta"])
-        return self._server(server["phi"], self.prior.init(mu, min(max(scale, low), high)))
+        beta = self.prior.rescaled(server["beta"], min(max(scale, low), high))
+        return self._server(server["phi"], beta, key)
 
     # --- afterwards --------------------------------------------------------------------------
 
     def publish(self, server: Tensors) -> Tensors:
         theta = self.average.value(unprefixed("average.", server), torch.cat((server["phi"], server["beta"])))
         size = server["phi"].shape[0]
-        return {"phi": theta[:size], "beta": self.prior.project(theta[size:])}
+        states = self.prior.published(unprefixed("prior.", server))
+        return {"phi": theta[:size], "beta": self.prior.project(theta[size:])} | states
 
     def phi_at_bound(self, phi: Tensor) -> list[str]:
         """A word about phi where it sits on the edge of its ball."""
@@ -573,14 +624,14 @@ class FedSOUK(Algorithm):
     def metrics(self, server: Tensors, info: Info) -> dict[str, float | None]:
         s = info.sums
         clients = s.get("clients", 0.0)
-        beta = server["beta"]
+        mean, sd = self.prior.summary(server["beta"], unprefixed("prior.", server))
         return {
             "loss": mean_loss(info),
             "acceptance": s["acceptance"] / clients if clients else None,
             "divergences": s.get("divergences", 0.0),
             "gradient_evaluations": s.get("gradient_evaluations", 0.0),
-            "prior_mean_norm": float(self.prior.mu(beta).norm()),
-            "prior_sd": float(self.prior.sd(beta).square().mean().sqrt()),
+            "prior_mean_norm": float(mean.norm()),
+            "prior_sd": float(sd.square().mean().sqrt()),
         }
 
     def calibrated(self, trial: Trial) -> FedSOUK:
@@ -589,7 +640,7 @@ class FedSOUK(Algorithm):
         than it fluctuates."""
         if not (isinstance(self.phi_step, SGD) and self.phi_step.rate is None):
             return self
-        exact = self.model.linear and self.model.likelihood.name == "normal"
+        exact = self.exact
         for exponent in range(1, -13, -1):
             method = self.with_rate(10.0**exponent)
             path = trial(method, 20)
@@ -619,9 +670,10 @@ class FedSOUK(Algorithm):
         kernel = self.markov_kernel if self.markov_kernel.adjusted else self._final_kernel()
         with torch.no_grad():
             target = self.target(phi, beta, self.model.features(phi, cohort), cohort)
-            z = self.draw_prior(beta, cohort.ids, key.at(purpose="start"), self.final.chains)
+            start = key.at(purpose="start")
+            z = self.draw_prior(beta, cohort.ids, start, self.final.chains, published.get("states"))
             tuning = self._first_tuning(kernel, len(cohort), beta)
-            if not (target.conjugate and isinstance(kernel, Exponential)):
+            if not (target.closed_form and isinstance(kernel, Exponential | MixtureDraw)):
                 for part in range(self.final.burn_in // 10):
                     warm = key.at(purpose=f"warm-{part}")
                     trace = run(kernel, target, z, tuning, 10, warm, cohort.ids, adapt=True)
@@ -631,7 +683,7 @@ class FedSOUK(Algorithm):
 
     def _final_kernel(self) -> Kernel:
         # What users see should have the right law: the exact step or HMC, whatever training used.
-        return resolve_kernel(None, self.model)
+        return resolve_kernel(None, self.model, self.prior)
 
     def predict(self, published: Tensors, personal: Tensors, x: Inputs, key: Key) -> Predictive:
         """The posterior predictive: the average of p(y | x, z) over the draws of z."""

@@ -21,6 +21,7 @@ from fedpop.evaluation.marginal import closed_form
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import map_inputs
 from fedpop.models.gauge import Gauge
+from fedpop.priors.normal import Normal
 from fedpop.runtime.random import Key
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def information(method: FedSOUK, phi: Tensor, beta: Tensor, cohort: Cohort) -> T
 
 def gauge_directions(method: FedSOUK, phi: Tensor, beta: Tensor) -> Tensor:
     """An orthonormal basis ``[p, g]`` of the directions in theta that change no prediction."""
-    gauge = Gauge.of(method.model, method.prior)
+    gauge, normal = Gauge.of(method.model, method.prior), _normal(method)
     theta = torch.cat((phi, beta)).double()
     if gauge is None:
         return theta.new_zeros((theta.shape[0], 0))
@@ -71,7 +72,7 @@ def gauge_directions(method: FedSOUK, phi: Tensor, beta: Tensor) -> Tensor:
         for i in range(width):
             for j in range(i):
                 generators.append(_unit(width, i, j, theta) - _unit(width, j, i, theta))
-        if not gauge.layout.bias and method.prior.learn_scale:
+        if not gauge.layout.bias and normal.learn_scale:
             generators.append(identity)
     size = phi.shape[0]
 
@@ -86,6 +87,14 @@ def gauge_directions(method: FedSOUK, phi: Tensor, beta: Tensor) -> Tensor:
     return out
 
 
+def _normal(method: FedSOUK) -> Normal:
+    if not isinstance(method.prior, Normal):
+        raise EstimateError(
+            f"theta_uncertainty is there for Normal priors, not {method.prior.name}; use intervals without it"
+        )
+    return method.prior
+
+
 def _unit(width: int, i: int, j: int, like: Tensor) -> Tensor:
     out = like.new_zeros((width, width))
     out[i, j] = 1.0
@@ -96,6 +105,7 @@ def theta_draws(
     method: FedSOUK, published: dict[str, Tensor], cohorts: Sequence[Cohort], key: Key
 ) -> list[tuple[Tensor, Tensor]]:
     """Draws of (phi, beta) around the returned theta."""
+    _normal(method)
     phi, beta = published["phi"], published["beta"]
     p = phi.shape[0] + beta.shape[0]
     if not (method.model.linear and method.model.likelihood.name == "normal"):

@@ -111,6 +111,14 @@ class Noise:
         self._shape = tuple(z.shape[1:])
         self._chunk = max(1, min(steps, self.CHUNK // max(z.numel(), 1)))
         self._held: dict[str, tuple[int, Tensor]] = {}
+        self._like, self._nested = z, {}  # type: Tensor, dict[str, Noise]
+
+    def at(self, purpose: str) -> Noise:
+        """Other numbers for the same transitions."""
+        if purpose not in self._nested:
+            key = self._key.at(purpose=purpose)
+            self._nested[purpose] = Noise(key, self._ids, self._like, self._steps)
+        return self._nested[purpose]
 
     def normal(self, m: int) -> Tensor:
         """Standard normal numbers for transition m, in the shape of z."""
@@ -182,7 +190,7 @@ class Kernel(ABC):
         """Q of a linear head, else the prior's precision rescaled to the client's own variances."""
         if tuning.mass is None:
             return target.precision()
-        return target.precision(tuning.mass.sd(target.prior.sd(target.beta)))
+        return target.precision(tuning.mass.sd(target.prior.unit(target.beta)))
 
     def adapt(self, target: Target, trace: Trace) -> Tuning:
         """The next tuning from what a pass did with the present one."""
@@ -195,7 +203,7 @@ class Kernel(ABC):
         log_step = torch.where(trace.diverged > 0, tuning.log_step - math.log(2), log_step)
         mass = tuning.mass
         if mass is not None:
-            prior = target.prior.sd(target.beta)
+            prior = target.prior.unit(target.beta)
             draws, grads = trace.draws.flatten(1, 2), trace.grads.flatten(1, 2)
             mass, before = mass.after(draws, grads, tuning.updates), mass.sd(prior)
             # The step was short for the sake of a direction that turns out to be narrow: now that steps

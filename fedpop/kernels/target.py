@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedpop.models.local import LinearLikelihood, LocalLikelihood
-from fedpop.priors.normal import Normal
+from fedpop.priors.base import Prior
 from fedpop.runtime.random import Key
 
 POWER_ITERATIONS = 20
@@ -108,7 +109,7 @@ class Target:
     """log p(D_i | z) + log p(z | beta) for every client of a cohort; z is ``[C, K, d]``."""
 
     likelihood: LocalLikelihood
-    prior: Normal
+    prior: Prior
     beta: Tensor
 
     def value_and_grad(self, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,11 +125,23 @@ class Target:
     def linear(self) -> bool:
         return isinstance(self.likelihood, LinearLikelihood)
 
+    @cached_property
+    def components(self) -> list[Target]:
+        """The log-posterior under each Normal that the prior is made of; none where it is not."""
+        parts = self.prior.parts(self.beta)
+        return [] if parts is None else [Target(self.likelihood, p.normal, p.beta) for p in parts]
+
+    @property
+    def closed_form(self) -> bool:
+        """Normal likelihood, linear head, prior made of Normals: so is the posterior."""
+        local = self.likelihood
+        normal = isinstance(local, LinearLikelihood) and local.likelihood.name == "normal"
+        return normal and len(self.components) > 0
+
     @property
     def conjugate(self) -> bool:
-        """Normal likelihood, linear head, Normal prior: the posterior is Gaussian."""
-        local = self.likelihood
-        return isinstance(local, LinearLikelihood) and local.likelihood.name == "normal"
+        """Normal likelihood, linear head, one Normal as prior: the posterior is Gaussian."""
+        return self.closed_form and len(self.components) == 1
 
     def precision(self, sd: Tensor | None = None) -> Precision:
         """Q = curvature of the likelihood (a bound where there is one) + the prior's precision.
@@ -141,12 +154,12 @@ class Target:
             return self.block_precision
         if sd is None:
             return self._prior_precision()
-        return RescaledPrecision(self._prior_precision(), (sd / self.prior.sd(self.beta)).unsqueeze(1))
+        return RescaledPrecision(self._prior_precision(), (sd / self.prior.unit(self.beta)).unsqueeze(1))
 
     def _prior_precision(self) -> Precision:
         if self.prior.covariance == "full":
             return BlockPrecision.of(self.prior.precision(self.beta)[None, None])
-        return DiagonalPrecision(self.prior.sd(self.beta))
+        return DiagonalPrecision(self.prior.unit(self.beta))
 
     @cached_property
     def block_precision(self) -> BlockPrecision:
@@ -177,7 +190,7 @@ class Target:
         v, size = _normalised(key.normal(key.server(z.device), z.shape[-1:], z.dtype).expand(z.shape))
         for _ in range(iterations):
             v, size = _normalised(product(v)[0])
-        prior = self.prior.sd(self.beta).square().reciprocal().max()
+        prior = self.prior.unit(self.beta).square().reciprocal().max()
         out: Tensor = size.squeeze(-1).amax(-1).maximum(prior)
         return out
 
@@ -192,7 +205,7 @@ class Target:
             return (dense + self.prior.precision(self.beta)).unsqueeze(1)
         if self.prior.covariance == "full":
             return gram + self.prior.precision(self.beta)
-        diagonal = self.prior.sd(self.beta).square().reciprocal().reshape(outputs, q)
+        diagonal = self.prior.unit(self.beta).square().reciprocal().reshape(outputs, q)
         if self.prior.covariance == "isotropic" and gram.shape[1] == 1:
             diagonal = diagonal[:1]
         return gram + torch.diag_embed(diagonal)
@@ -228,14 +241,47 @@ class Target:
         return value.squeeze(1), grad.squeeze(1)
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean ``[C, d]`` and covariance ``[C, d, d]`` of the posterior of a conjugate model."""
+        """Mean ``[C, d]`` and covariance ``[C, d, d]`` of a posterior in closed form."""
         local = self.likelihood
-        assert isinstance(local, LinearLikelihood) and self.conjugate
+        assert isinstance(local, LinearLikelihood) and self.closed_form
+        if not self.conjugate:
+            log_weight, means, covs = self.mixture()
+            weight = log_weight.exp()
+            mean = torch.einsum("ck,ckd->cd", weight, means)
+            apart = means - mean.unsqueeze(1)
+            return mean, torch.einsum(
+                "ck,ckij->cij", weight, covs + apart.unsqueeze(-1) * apart.unsqueeze(-2)
+            )
         factor = self.block_precision
         mu = self.prior.mu(self.beta).expand(local.features.shape[0], -1)
         _, grad = self._at(mu)
         mean = mu + factor.solve(grad.unsqueeze(1)).squeeze(1)
         return mean, self.covariance()
+
+    def mixture(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The posterior as a mixture of Gaussians: log-weights ``[C, K]``, means, covariances."""
+        means, covs = zip(*[part.moments() for part in self.components], strict=True)
+        return self.component_evidence().log_softmax(1), torch.stack(means, 1), torch.stack(covs, 1)
+
+    def component_evidence(self) -> Tensor:
+        """log w_k + log p(D_i | component k), ``[C, K]``."""
+        parts = self.prior.parts(self.beta)
+        assert parts is not None
+        pairs = zip(parts, self.components, strict=True)
+        return torch.stack([p.log_weight + target.evidence() for p, target in pairs], 1)
+
+    def evidence(self) -> Tensor:
+        """log p(D_i | theta) in closed form, ``[C]``: the joint density at the posterior's mode, over
+        N(0; Q^-1); or the sum of that over the prior's components."""
+        if not self.conjugate:
+            return self.component_evidence().logsumexp(1)
+        mean, _ = self.moments()
+        joint = self.value_and_grad(mean.unsqueeze(1))[0].squeeze(1)
+        factor = self.block_precision
+        blocks = mean.shape[-1] // factor.matrix.shape[-1]
+        log_root = factor.inverse_root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        log_det = log_root.sum(1) * (blocks if factor.matrix.shape[1] == 1 else 1)
+        return joint + 0.5 * mean.shape[-1] * math.log(2 * math.pi) + log_det
 
     def likelihood_curvature(self) -> Tensor | None:
         """The trace of the bound on -hess log p(D_i | z), per output, ``[C, 1]``; None without a bound."""

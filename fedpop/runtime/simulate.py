@@ -91,8 +91,8 @@ def simulate(
     settings = Settings(rounds, seed, resolve_participation(participation), memory, checkpoint_every)
     if restarts < 0:
         raise SettingsError(f"restarts must be 0 or more, not {restarts}")
-    if restarts and not algorithm.uncertainty:
-        raise SettingsError(f"restarts are compared by marginal likelihood, which {algorithm.label} has not")
+    if restarts:
+        algorithm.check_restarts()
     federation = algorithm.model.prepare(Federation.of(clients))
     folder = None if out is None else Path(out)
     best: tuple[float, Population] | None = None
@@ -248,7 +248,7 @@ class Run:
         path: list[float] = []
         try:
             run._begin(resume=False)
-            exact = algorithm.model.linear and algorithm.model.likelihood.name == "normal"
+            exact = getattr(algorithm, "exact", False)
             for k in range(rounds + 1):
                 if k:
                     metrics = run.train_round()
