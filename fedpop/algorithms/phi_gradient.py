@@ -92,9 +92,7 @@ class PhiGradient:
         self, phi: Tensor, cohort: Cohort, key: Key, batch: int | None, features: Sequence[Inputs] | None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Positions, values and J of one client, or of many, at a time."""
-        pieces = equal_pieces(cohort.sizes, self.model.linear)
-        few = len(cohort) < WORTH * len(pieces)
-        if batch is None and features is None and vectorises(self.model, phi) and not few:
+        if batch is None and features is None and self._worth_batching(phi, cohort):
             blocks = self._side_by_side(phi, cohort, key)
             try:
                 first = next(blocks)
@@ -112,6 +110,10 @@ class PhiGradient:
                 value = factor * self.value(phi, own, part, keys, slice(c, c + 1))
                 j = gradient(value.sum(), phi)
             yield torch.tensor([c], device=phi.device), value.detach(), j.unsqueeze(0)
+
+    def _worth_batching(self, phi: Tensor, cohort: Cohort) -> bool:
+        calls = len(equal_pieces(cohort.sizes, self.model.linear))
+        return vectorises(self.model, phi) and len(cohort) >= WORTH * calls
 
     def _side_by_side(self, phi: Tensor, cohort: Cohort, key: Key) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Many clients at once, through vmap: each piece of its rows is a cohort of one."""

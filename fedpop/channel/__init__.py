@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -75,30 +75,27 @@ class Channel:
             return per_client
         assert ids is not None
         key = self.key.at(purpose=f"compress.{name}")
+        if isinstance(self.compressor, Compressor):
+            return self._compressed(self.compressor, per_client, key, ids)
         sent = torch.empty_like(per_client)
-        for compressor, rows in self._groups(ids):
-            sent[rows] = part = compressor.compress(per_client[rows], key, ids[rows])
-            if compressor.identity:
-                self.bytes_up += _plain_bytes(part)
-            else:
-                self.bytes_up += compressor.sent_bytes(part[~torch.isnan(part[:, :1]).any(1)])
+        groups: dict[Compressor, list[int]] = {}
+        for position, client in enumerate(ids.tolist()):
+            groups.setdefault(self.compressor[client], []).append(position)
+        for compressor, positions in groups.items():
+            rows = torch.tensor(positions, device=ids.device)
+            sent[rows] = self._compressed(compressor, per_client[rows], key, ids[rows])
+        return sent
+
+    def _compressed(self, compressor: Compressor, vectors: Tensor, key: Key, ids: Tensor) -> Tensor:
+        sent = compressor.compress(vectors, key, ids)
+        arrived = sent[~torch.isnan(sent[:, :1]).any(1)]
+        self.bytes_up += _plain_bytes(arrived) if compressor.identity else compressor.sent_bytes(arrived)
         return sent
 
     def fused(self, name: str, total: Tensor, clients: int) -> Tensor:
         """The same when only the sum was computed; every client still sends its own vector."""
         self.bytes_up += clients * _plain_bytes(total)
         return total
-
-    def _groups(self, ids: Tensor) -> Iterator[tuple[Compressor, slice | Tensor]]:
-        """Clients that share a compressor."""
-        if isinstance(self.compressor, Compressor):
-            yield self.compressor, slice(None)
-            return
-        groups: dict[Compressor, list[int]] = {}
-        for position, client in enumerate(ids.tolist()):
-            groups.setdefault(self.compressor[client], []).append(position)
-        for compressor, positions in groups.items():
-            yield compressor, torch.tensor(positions, device=ids.device)
 
 
 def _plain_bytes(vectors: Tensor) -> int:

@@ -46,14 +46,14 @@ def unpack(data: memoryview, count: int, width: int) -> Codes:
     """
     whole, rest = divmod(width, 8)
     raw = np.frombuffer(data, dtype=np.uint8)
-    codes: Codes = np.zeros(count, dtype=np.uint8 if width <= 8 else np.uint16)
-    for b in range(whole):
-        plane = raw[b * count : (b + 1) * count].astype(codes.dtype)
-        codes = codes | plane << codes.dtype.type(8 * b)
-    planes = raw[whole * count :].reshape(rest, (count + 7) // 8)
-    for b, bits in enumerate(planes):
-        bits = np.unpackbits(bits, count=count).astype(codes.dtype, copy=False)
-        codes = codes | bits << codes.dtype.type(8 * whole + b)
+    planes = [raw[b * count : (b + 1) * count] for b in range(whole)]
+    left = raw[whole * count :].reshape(rest, (count + 7) // 8)
+    planes += [np.unpackbits(plane, count=count) for plane in left]
+    codes: npt.NDArray[Any] = np.zeros(count, dtype=np.uint8 if width <= 8 else np.uint16)
+    for b, plane in enumerate(planes):
+        shift = 8 * min(b, whole) + max(b - whole, 0)
+        wide = plane.astype(codes.dtype, copy=b < whole)
+        np.bitwise_or(codes, np.left_shift(wide, codes.dtype.type(shift), out=wide), out=codes)
     return codes
 
 

@@ -92,7 +92,7 @@ class Natural(Compressor):
         if count and told != width:
             raise PayloadError(f"codes of {told} bits where {width} were expected")
         codes = unpack(inside[_FORM.size :], count, width)
-        if count and int((codes & 255).max()) == 255:
+        if count and int(np.frombuffer(inside[_FORM.size :], np.uint8, count).max()) == 255:
             raise PayloadError("the payload holds an entry that is infinite")
         bits = codes.astype(np.int32)
         if width == 10:
@@ -104,7 +104,8 @@ class Natural(Compressor):
             return torch.from_numpy(
                 np.where(small, (sign << 23) | (1 << np.minimum(j, 22)), (bits & 511) << 23)
             ).view(torch.float32)
-        return torch.from_numpy(bits << 23).view(torch.float32)
+        np.left_shift(bits, 23, out=bits)
+        return torch.from_numpy(bits).view(torch.float32)
 
     def _powers(
         self, v: Tensor, key: Key, ids: Tensor

@@ -49,15 +49,16 @@ class Plan:
         longest = int(mine.max())
         if len(ids) * (longest * self.per_row + self.per_client) <= self.budget:
             return [ids]
-        groups, start, longest = [], 0, 0
-        for i, size in enumerate(mine.tolist()):
-            wider = max(longest, size)
-            cost = (i + 1 - start) * (wider * self.per_row + self.per_client)
-            if i > start and cost > self.budget:
-                groups.append(ids[start:i])
-                start, wider = i, size
-            longest = wider
-        return [*groups, ids[start:]]
+        groups, start = [], 0
+        most = max(1, int(self.budget // max(self.per_client, 1.0)))  # even of clients without data
+        while start < len(ids):
+            ahead = mine[start : start + most]
+            widest = ahead.cummax(0).values.double()
+            cost = torch.arange(1, len(ahead) + 1) * (widest * self.per_row + self.per_client)
+            count = max(1, int((cost <= self.budget).sum()))  # costs rise along the way
+            groups.append(ids[start : start + count])
+            start += count
+        return groups
 
 
 def plan_for(algorithm: Algorithm, federation: Federation, budget: int) -> Plan:

@@ -149,7 +149,7 @@ class Run:
         self.history: list[dict[str, Any]] = []
         self.threads = torch.get_num_threads()
         self._remembered: tuple[Tensors, LocalStore] | None = None
-        self._cohorts: tuple[Active, list[Cohort]] | None = None
+        self._cohort: tuple[Active, Cohort] | None = None
 
     # --- a run from start to end -------------------------------------------------------------
 
@@ -314,21 +314,19 @@ class Run:
         self._add_totals({"bytes_up": channel.bytes_up, "bytes_down": down})
         return server, info, updates
 
-    def _cut(self, active: Active) -> list[Cohort]:
-        """The round's cohorts; kept for the next round when the same clients take part again."""
-        if self._cohorts is not None:
-            then, held = self._cohorts
+    def _cut(self, active: Active) -> Iterator[Cohort]:
+        """The round's cohorts, one at a time; a single one of everyone is kept for the next round."""
+        if self._cohort is not None:
+            then, held = self._cohort
             if torch.equal(then.ids, active.ids) and torch.equal(then.weights, active.weights):
-                return held
+                yield held
+                return
         groups = self.plan.cut(active.ids, self.federation.train.sizes)
-        position, cohorts = 0, []
-        for ids in groups:
-            weights = active.weights[position : position + len(ids)]
-            position += len(ids)
-            cohorts.append(self.federation.cohort(ids, weights, self.device))
-        if len(active.ids) == len(self.federation) and len(cohorts) == 1:
-            self._cohorts = (active, cohorts)
-        return cohorts
+        for ids, weights in zip(groups, active.weights.split([len(g) for g in groups]), strict=True):
+            cohort = self.federation.cohort(ids, weights, self.device)
+            if len(ids) == len(self.federation):
+                self._cohort = (active, cohort)
+            yield cohort
 
     def _enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
         seen = self.store.seen(ids)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import fedpop as fp
@@ -61,6 +63,29 @@ def test_groups_fit_the_budget_and_keep_the_order() -> None:
         cost = len(group) * (10 * int(sizes[group].max()) + 5)
         assert cost <= 100 or len(group) == 1
     assert [g.tolist() for g in groups] == [[0, 1], [2], [3, 4, 5, 6, 7], [8]]
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=30),
+    st.sampled_from([0.0, 0.5, 7.0]),
+    st.sampled_from([0.0, 0.3, 5.0]),
+    st.integers(1, 150),
+)
+def test_groups_are_those_of_a_walk_along_the_clients(
+    sizes: list[int], per_row: float, per_client: float, budget: int
+) -> None:
+    walked: list[list[int]] = [[]]
+    for i, _ in enumerate(sizes):
+        longer = [*walked[-1], i]
+        cost = len(longer) * (max(sizes[j] for j in longer) * per_row + per_client)
+        if walked[-1] and cost > budget:
+            walked.append([i])
+        else:
+            walked[-1] = longer
+    groups = Plan(per_row, per_client, budget).cut(torch.arange(len(sizes)), torch.tensor(sizes))
+    if per_client >= 1 or per_row == per_client == 0:  # cheaper clients are cut at one for each byte
+        assert [g.tolist() for g in groups] == walked
+    assert torch.cat(groups).tolist() == list(range(len(sizes)))
 
 
 def test_padding_counts() -> None:
