@@ -90,6 +90,10 @@ def rebuild(described: dict[str, Any], method: str, model: Model) -> Algorithm:
 
 def _value(value: Any) -> Any:
     if isinstance(value, dict) and "kind" in value:
+        if value["kind"] not in _SETTINGS:
+            raise CheckpointError(
+                f"unknown setting {value['kind']!r}: it was saved with a class that this fedpop does not have"
+            )
         inner = {k: _value(v) for k, v in value.items() if k != "kind"}
         return _SETTINGS[value["kind"]](**inner)
     return tuple(_value(v) for v in value) if isinstance(value, list) else value
