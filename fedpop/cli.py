@@ -49,6 +49,24 @@ def synthetic(
     run_synthetic(out, seeds, processes, main_only)
 
 
+@experiment.command
+def theory(
+    out: Path = Path("results/theory"),
+    seeds: int = 10,
+    processes: Annotated[int | None, arg(metavar="INT")] = None,
+) -> None:
+    """The paper's theorem, measured: bias in gamma, noise of participation and compression, local steps.
+
+    Args:
+        out: Folder for results.json, results.md and report.html.
+        seeds: How many seeds per setting.
+        processes: Worker processes; one per core unless told.
+    """
+    from fedpop.experiments.commands import run_theory
+
+    run_theory(out, seeds, processes)
+
+
 @app.command
 def report(folder: Positional[Path]) -> None:
     """Write report.html into a run folder or an experiment's results folder.

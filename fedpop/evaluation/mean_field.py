@@ -70,10 +70,13 @@ class MeanField:
 
         Steps are of least norm, so that directions which the model cannot tell apart stay where they are.
         """
-        theta = start.double()
+        theta: Tensor = start.double()
+        # What the prior holds fixed has no equation, and may not move to solve the others.
+        free = torch.ones_like(theta)
+        free[self.size :] = self.method.prior.mask(free[self.size :])
         for _ in range(ITERATIONS):
             h = self(theta, c)
-            move = -torch.linalg.pinv(self.jacobian(theta, c), rtol=1e-9) @ h
+            move = -torch.linalg.pinv(self.jacobian(theta, c) * free, rtol=1e-9) @ h
             # Half of theta's own length at most: far from the root the linear model says little.
             move = move * min(1.0, 0.5 * float(theta.norm()) / max(float(move.norm()), 1e-300))
             theta = theta + move

@@ -72,21 +72,41 @@ def run_synthetic(out: Path, seeds: int, processes: int | None, main_only: bool)
     run_report_command(out)
 
 
+def run_theory(out: Path, seeds: int, processes: int | None) -> None:
+    """``fedpop experiment theory``."""
+    from fedpop.experiments.runner import run_jobs
+    from fedpop.experiments.theory import jobs
+
+    run_jobs(jobs(seeds), Results.open(writable_folder(out)), processes, "theory")
+    run_report_command(out)
+
+
 def run_report_command(folder: Path) -> None:
     """``fedpop report``: from records or from a run's metrics, whichever the folder holds."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
     if (folder / "results.json").exists():
-        from fedpop.report.synthetic import experiment_report, markdown, summary_table
+        from fedpop.report.synthetic import markdown
 
         results = Results.open(folder)
-        table = summary_table(results)
+        table, path = table_and_page(results, folder / "report.html")
         show(console, table, "Medians over seeds")
         write_bytes(folder / "results.md", markdown(table).encode())
-        path = experiment_report(results, folder / "report.html")
     else:
         from fedpop.report.run import run_report
 
         path = run_report(folder)
     console.print(f"The report is in [bold]{path}[/bold].")
+
+
+def table_and_page(results: Results, path: Path) -> tuple[Table, Path]:
+    """The table and the page that belong to the experiment whose records these are."""
+    experiment = results.records[0]["experiment"] if results.records else ""
+    if experiment == "theory":
+        from fedpop.report import theory
+
+        return theory.summary_table(results), theory.theory_report(results, path)
+    from fedpop.report import synthetic
+
+    return synthetic.summary_table(results), synthetic.experiment_report(results, path)
