@@ -3,8 +3,10 @@
 __version__ = "0.1.0"
 
 from fedpop.algorithms import EM, FedAvg, FedRep, FedSOUK, FedSOUL, Hyperprior, LocalSGD
+from fedpop.channel import QSGD, Compressor, Identity, Natural, RandK
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.participation import Bernoulli, Everyone, Uniform
+from fedpop.federation.trace import Trace
 from fedpop.kernels import HMC, ULA, Exponential
 from fedpop.models import likelihoods
 from fedpop.models.composition import Composition
@@ -22,6 +24,7 @@ from fedpop.server.start import SpectralStart
 __all__ = [
     "EM",
     "HMC",
+    "QSGD",
     "SGD",
     "ULA",
     "Adam",
@@ -30,6 +33,7 @@ __all__ = [
     "Callback",
     "Client",
     "Composition",
+    "Compressor",
     "Constant",
     "Cosine",
     "Decay",
@@ -42,13 +46,17 @@ __all__ = [
     "FedSOUL",
     "Federation",
     "Hyperprior",
+    "Identity",
     "LocalSGD",
+    "Natural",
     "NormalPrior",
     "Polynomial",
     "Population",
+    "RandK",
     "SpectralStart",
     "Split",
     "Table",
+    "Trace",
     "Uniform",
     "likelihoods",
     "load",

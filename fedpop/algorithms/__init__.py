@@ -11,6 +11,7 @@ from fedpop.algorithms.fedrep import FedRep
 from fedpop.algorithms.fedsouk import FedSOUK
 from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.algorithms.local_sgd import LocalSGD
+from fedpop.channel import QSGD, Identity, Natural, RandK
 from fedpop.errors import CheckpointError
 from fedpop.kernels import HMC, ULA, Exponential
 from fedpop.models.base import Model
@@ -51,6 +52,10 @@ _SETTINGS: dict[str, type] = {
         Averaging,
         SpectralStart,
         LocalSGD,
+        Identity,
+        QSGD,
+        RandK,
+        Natural,
         Constant,
         Polynomial,
         Cosine,

@@ -126,6 +126,10 @@ class Algorithm(ABC):
     ) -> Tensors:
         """The server's step; ``total`` is None when nobody took part."""
 
+    def channel(self, key: Key) -> Channel:
+        """The way that messages of a round take to the server."""
+        return Channel()
+
     @abstractmethod
     def publish(self, server: Tensors) -> Tensors:
         """What predictions use."""
@@ -211,6 +215,10 @@ def require_whole(**numbers: Any) -> None:
 
 
 def split_cohort(cohort: Cohort) -> Iterable[Cohort]:
-    """One cohort per client."""
-    for i in range(len(cohort)):
-        yield cohort.select(torch.tensor([i], device=cohort.device))
+    """One cohort per client; its rows are views."""
+    start = 0
+    for i, size in enumerate(cohort.sizes.tolist()):
+        one = slice(i, i + 1)
+        rows = slice(start, start + size)
+        yield cohort.take(rows, cohort.ids[one], cohort.sizes[one], cohort.weights[one])
+        start += size

@@ -5,12 +5,12 @@ Round k, with theta = (phi, beta), for every active client i:
     Z_0   its last chain state (stateful), or a draw from p(. | beta_k) (stateless)
     Z_m   ~ Q(Z_{m-1}, .)                                     m = 1, ..., M
     I_i   = 1/M sum_m grad_beta log p(Z_m | beta_k)           (or its other form, see priors.normal)
-    J_i   = 1/M sum_m grad_phi  log p(D_i | Z_m, phi_k)
+    J_i   = 1/M sum_m grad_phi  log p(D_i | Z_m, phi_k)       sent as C(J_i), C an unbiased compressor
 
 and on the server, with b/|A| or 1/p_i weights,
 
     beta_{k+1} = Proj(beta_k + eta1 [grad log p(beta_k) + sum I_i])
-    phi_{k+1}  = Proj(phi_k  + eta2 [grad log p(phi_k)  + sum J_i]).
+    phi_{k+1}  = Proj(phi_k  + eta2 [grad log p(phi_k)  + sum C(J_i)]).
 
 phi is frozen while a chain runs, so features are computed once, and J is one backward pass through the
 backbone whatever M. FedSOUL is FedSOUK with Langevin steps; ``FedSOUL.paper()`` is Algorithm 1 to the
@@ -20,6 +20,7 @@ letter, the default chooses the kernel by the head.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -38,8 +39,8 @@ from fedpop.algorithms.base import (
     require_whole,
     weighted_sum,
 )
-from fedpop.algorithms.phi_gradient import PhiGradient
-from fedpop.channel import Channel
+from fedpop.algorithms.phi_gradient import PhiGradient, embedded, vectorises
+from fedpop.channel import Channel, Compressor, Identity, resolve_compressor
 from fedpop.errors import EstimateError, SettingsError
 from fedpop.evaluation.predictive import Predictive, per_example
 from fedpop.federation.cohort import Cohort
@@ -97,6 +98,8 @@ class FedSOUK(Algorithm):
     phi_batch: int | None = None
     phi_ball: float = 1e6
     rao_blackwell: bool = False
+    compressor: Compressor | str | Sequence[Compressor | str] = field(default_factory=Identity)
+    """Of J: by itself, by name, or one for each client of the federation."""
 
     name: ClassVar[str] = "FedSOUK"
     private: ClassVar[tuple[str, ...]] = ("z",)
@@ -105,6 +108,7 @@ class FedSOUK(Algorithm):
     def __post_init__(self) -> None:
         object.__setattr__(self, "prior", resolve_prior(self.prior))
         object.__setattr__(self, "kernel", resolve_kernel(self.kernel, self.model))
+        object.__setattr__(self, "compressor", resolve_compressor(self.compressor))
         require_whole(local_steps=self.local_steps, chains=self.chains)
         if self.local_steps < 1:
             raise SettingsError(f"local_steps (the paper's M) must be at least 1, not {self.local_steps}")
@@ -129,6 +133,20 @@ class FedSOUK(Algorithm):
             )
         if self.prior.covariance == "full" and self.hyperprior.log_scale is not None:
             raise SettingsError("a hyperprior on the scale is there for isotropic or diagonal priors")
+
+        for compressor in set(self._compressors):
+            compressor.check(self.model.phi_layout.size)
+
+    def check(self, clients: int) -> None:
+        if isinstance(self.compressor, tuple) and len(self.compressor) != clients:
+            raise SettingsError(
+                f"{len(self.compressor)} compressors for {clients} clients; give one for all or one each"
+            )
+
+    @property
+    def _compressors(self) -> tuple[Compressor, ...]:
+        given = resolve_compressor(self.compressor)
+        return given if isinstance(given, tuple) else (given,)
 
     @property
     def markov_kernel(self) -> Kernel:
@@ -182,6 +200,10 @@ class FedSOUK(Algorithm):
         shape = (self.chains if chains is None else chains, self.prior.dimension(beta))
         return self.prior.sample(beta, key.normal(ids, shape, beta.dtype))
 
+    def channel(self, key: Key) -> Channel:
+        given = self._compressors
+        return Channel(given if isinstance(self.compressor, tuple) else given[0], ("J",), key)
+
     # --- a client's round --------------------------------------------------------------------
 
     def local_round(
@@ -204,8 +226,8 @@ class FedSOUK(Algorithm):
         phi = phi.detach().requires_grad_(phi.numel() > 0)
         whole = self.phi_batch is None
         fused = channel.fusable and whole
-        with torch.set_grad_enabled(fused):
-            features = self.model.features(phi, cohort, keys)
+        separate = whole and not fused and not vectorises(self.model, phi)
+        features, parts = embedded(self.model, phi, cohort, keys, graph=fused, separate=separate)
         target = self.target(phi.detach(), beta, map_inputs(Tensor.detach, features), cohort, keys)
         trace = self._chain(target, local, beta, cohort, key)
         clients, _, _, d = trace.draws.shape
@@ -220,7 +242,7 @@ class FedSOUK(Algorithm):
                 good, value, j = estimate.one_by_one(phi, cohort, key, good, None)
             j = channel.fused("J", j, int(good.sum()))
         else:
-            good, value, j = estimate.one_by_one(phi, cohort, key, good, channel, self.phi_batch)
+            good, value, j = estimate.one_by_one(phi, cohort, key, good, channel, self.phi_batch, parts)
         i = weighted_sum(channel("I", scores), cohort.weights, good)
         sums = {"I": i, "J": j}
         if isinstance(self.beta_step, EM) and (size := target.likelihood_curvature()) is not None:
@@ -231,7 +253,7 @@ class FedSOUK(Algorithm):
             "log_step": trace.tuning.log_step,
             "updates": trace.tuning.updates,
         }
-        return new, message, self._info(cohort, trace, target, value, good, whole)
+        return new, message, self._info(cohort, trace, target, value, good, fused or separate)
 
     def target(
         self,
@@ -278,12 +300,13 @@ class FedSOUK(Algorithm):
         return finite & torch.isfinite(scores).all(1)
 
     def _info(
-        self, cohort: Cohort, trace: Trace, target: Target, value: Tensor, good: Tensor, whole: bool
+        self, cohort: Cohort, trace: Trace, target: Target, value: Tensor, good: Tensor, once: bool
     ) -> Info:
         examples = int(cohort.sizes.sum())
         # A forward and backward of one example is one pass, a forward alone a third.
-        with_graph = examples if whole else int(cohort.sizes.clamp(max=self.phi_batch).sum())
-        passes = 0.0 if cohort.embedded else with_graph + (0.0 if whole else examples / 3)
+        batch = self.phi_batch
+        with_graph = examples if batch is None else int(cohort.sizes.clamp(max=batch).sum())
+        passes = 0.0 if cohort.embedded else with_graph + (0.0 if once else examples / 3)
         steps = examples * self.chains * trace.gradient_evaluations
         return Info(
             {

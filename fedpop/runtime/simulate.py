@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm, Facts, Info, Message, Tensors, require_whole
-from fedpop.channel import Channel
 from fedpop.errors import CheckpointError, FedpopError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
@@ -216,7 +215,6 @@ class Run:
         return False
 
     def _config(self) -> dict[str, Any]:
-        participation = self.settings.participation
         config = {
             "algorithm": self.algorithm.describe(),
             "model": {
@@ -226,7 +224,7 @@ class Run:
             },
             "rounds": self.settings.rounds,
             "seed": self.settings.seed,
-            "participation": {"kind": type(participation).__name__} | vars_of(participation),
+            "participation": self.settings.participation.describe(),
             "memory": self.settings.memory,
             "restart": self.facts.restart,
             "clients": len(self.federation),
@@ -292,7 +290,7 @@ class Run:
     ) -> tuple[Tensors, Info, list[tuple[Tensor, Tensors]]]:
         method = self.algorithm
         broadcast = method.broadcast(phase, self.server)
-        channel = Channel()
+        channel = method.channel(key)
         total: Message | None = None
         info = Info()
         updates = []
@@ -441,10 +439,6 @@ class Run:
 def _rate(described: dict[str, Any]) -> float | None:
     step = described.get("phi_step")
     return step.get("rate") if isinstance(step, dict) and step.get("kind") == "SGD" else None
-
-
-def vars_of(value: Any) -> dict[str, Any]:
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(value).items()}
 
 
 @contextmanager

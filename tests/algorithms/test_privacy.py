@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.algorithms.base import Algorithm, Facts
-from fedpop.channel import Channel
 from tests.helpers import cohort_of, linear_model, population_data, seeded, train_key
 
 FACTS = Facts(1, 5)
@@ -25,6 +24,9 @@ METHODS: dict[str, Any] = {
     "closed form": lambda: fp.FedSOUL(linear_model(), rao_blackwell=True),
     "full covariance": lambda: fp.FedSOUL(linear_model(), prior="full"),
     "mini-batches": lambda: fp.FedSOUL(linear_model(), phi_batch=2),
+    "qsgd": lambda: fp.FedSOUL(linear_model(), compressor="qsgd"),
+    "rand-k": lambda: fp.FedSOUL(linear_model(), compressor=fp.RandK(k=3)),
+    "natural": lambda: fp.FedSOUL(linear_model(), compressor="natural"),
     "paper": lambda: fp.FedSOUL.paper(linear_model(), rate=1e-2),
     "hmc": lambda: fp.FedSOUL(softmax(), local_steps=3),
     "fedrep": lambda: fp.FedRep(linear_model()),
@@ -47,7 +49,9 @@ def one_client(
         broadcast = method.broadcast(phase, server)
         if phase == "train":
             local = method.enter(cohort.ids, broadcast, train_key())
-        new, message, _ = method.local_round(phase, broadcast, cohort, local, Channel(), train_key())
+        new, message, _ = method.local_round(
+            phase, broadcast, cohort, local, method.channel(train_key()), train_key()
+        )
         server = method.server_round(phase, server, message, FACTS, train_key())
         messages[phase] = message.sums
     return local, new, messages

@@ -176,6 +176,8 @@ METHODS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "stateless": (lambda: fp.FedSOUL(linear_model(), stateful=False), {"participation": 0.5}),
     "inverse": (lambda: fp.FedSOUL(linear_model()), {"participation": fp.Bernoulli((0.9,) * 6)}),
     "iterate": (lambda: fp.FedSOUL(linear_model(), average=fp.Averaging("iterate"), phi_batch=2), {}),
+    "qsgd": (lambda: fp.FedSOUL(linear_model(), compressor=fp.QSGD(levels=7)), {"participation": 3}),
+    "rand-k": (lambda: fp.FedSOUL.paper(linear_model(), rate=1e-2, compressor="rand-k"), {}),
     "fedavg": (lambda: fp.FedAvg(linear_model(), local=fp.LocalSGD(2, 0.05, 2, 0.9)), {"participation": 3}),
     "fedrep": (lambda: fp.FedRep(linear_model(), phi_step=fp.Adam(0.05)), {"participation": 3}),
 }
