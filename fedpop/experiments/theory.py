@@ -9,7 +9,7 @@ measured has an exact counterpart. Each part is a job that gives records in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,6 +115,11 @@ class Path(Callback):
         self.values.append(self.of(run.server))
         return False
 
+    def marks(self, name: str, rounds: Sequence[int]) -> dict[str, float]:
+        """``name@k``: the mean over the rounds k/2 to k, for each k that was reached."""
+        there = [k for k in rounds if k <= len(self.values)]
+        return {f"{name}@{k}": mean(self.values[k // 2 : k]) for k in there}
+
 
 def theta_of(server: dict[str, Tensor]) -> Tensor:
     return torch.cat((server["phi"], server["beta"])).double()
@@ -137,10 +142,10 @@ def entry(
 
 # --- the bias of Langevin steps: A(gamma) ----------------------------------------------------
 
-BIAS: dict[str, Any] = {"rate": 1e-3, "power": 0.0, "local_steps": 10, "chains": 20}
+BIAS: dict[str, Any] = {"rate": 1e-3, "power": 0.0, "local_steps": 20, "chains": 10}
 """Constant server steps and many chains: beside the bias there is little noise, averaged over a tail."""
-BIAS_ROUNDS = 200
-MARKS = (10, 20, 40, 80, 160, 320)
+BIAS_ROUNDS = 240
+MARKS = (10, 20, 40, 80, 160, 240, 320)
 
 
 def bias_setting(c: float, decay: float) -> dict[str, Any]:
@@ -157,7 +162,7 @@ def bias_job(c: float, decay: float, seed: int) -> list[Record]:
         task.starting_at(best.phi),
         prior=prior,
         kernel=ULA(c, decay),
-        average=Averaging("tail", 0.75),
+        average=Averaging("tail", 0.5),
         **BIAS,
     )
     path = Path(lambda server: float(server["beta"][-1]) - float(best.beta[-1]))
@@ -165,14 +170,14 @@ def bias_job(c: float, decay: float, seed: int) -> list[Record]:
     population = method.fit(task.clients, rounds=rounds, seed=seed, callbacks=[path], progress=False)
     theta = torch.cat((best.phi, best.beta))
     field = MeanField(method, task.cohort)
-    # With a decreasing step, the root of the last one.
-    root = field.root(theta, c * rounds**-decay)
+    # Averages are over the second half of the rounds; of a decreasing step, that in its middle counts.
+    root = field.root(theta, c * (0.75 * rounds) ** -decay)
     metrics: dict[str, float | None] = {}
     for name, where in (("", theta_of(population.published)), ("_root", root)):
         metrics["log_scale" + name] = float(where[-1] - theta[-1])
         metrics["log_phi" + name] = float((where[: TASK.k].norm() / best.phi.norm()).log())
         metrics["gap" + name] = gap(task, method, best, where)
-    metrics |= {f"log_scale@{k}": path.values[k - 1] for k in MARKS if k <= rounds}
+    metrics |= path.marks("log_scale", MARKS)
     return entry(bias_setting(c, decay), seed, metrics, population)
 
 
@@ -233,8 +238,7 @@ def noise_job(kept: int, p: float, power: float, seed: int) -> list[Record]:
         progress=False,
     )
     metrics: dict[str, float | None] = {"error": mean(path.values[NOISE_BURN_IN:])}
-    # Means over rounds k/2 to k.
-    metrics |= {f"error@{k}": mean(path.values[k // 2 : k]) for k in NOISE_MARKS if k <= rounds}
+    metrics |= path.marks("error", NOISE_MARKS)
     return entry(noise_setting(kept, p, power), seed, metrics, population)
 
 

@@ -66,7 +66,7 @@ def bias_section(results: Results) -> Section:
         f"population is too large: log sigma by C c^alpha with alpha = {alpha}, where the exact root of "
         f"the mean field has {exact.value:.2f}. The log-likelihood, which the theorem bounds, is flat at its "
         f"optimum: the gap at that root falls with the power {slope_of(results, 'gap_root').value:.2f}. With "
-        f"c_k = {c} (1 + k)^-{decay} the bias of the last iterate is {cell(values(last, end))} after "
+        f"c_k = {c} (1 + k)^-{decay} the bias is {cell(values(last, end))} over the second half of "
         f"{theory.MARKS[-1]} rounds and goes on falling, where a constant c = {c} leaves "
         f"{middle_of(list(measured[c])):.3f}. The private intercept is what fixes the scale: in a model "
         "without one, phi and sigma can trade their scales without any change of the likelihood, and a "
@@ -101,7 +101,8 @@ def bias_section(results: Results) -> Section:
                 log_y=False,
                 joined=True,
             ),
-            "From the optimum on, with a constant and with a decreasing step of the chains.",
+            "From the optimum on, with a constant and with a decreasing step of the chains: means over the "
+            "rounds k/2 to k. Chains start from the prior; the first rounds pay for it.",
         ),
     ]
     return Section("The bias of Langevin steps, A(gamma)", text, figures=figures)
@@ -208,9 +209,9 @@ def local_section(results: Results) -> Section:
         f"Rounds until at most {100 * theory.NEAR:.0f} % of the start's gap to the optimum is left, for "
         "good. The gap is that of the marginal log-likelihood for FedSOUL and of the pooled squared error "
         f"for FedAvg, each to its own optimum. FedSOUL-paper (c = {theory.LOCAL_C}, eta_0 = "
-        f"{theory.LOCAL_RATE} for every M) needs {ends[PAPER][first]} rounds with M = {first} and {ends[PAPER][last]} with "
-        f"M = {last}: {verdict(results)}. FedAvg with as many local steps of rate {theory.FEDAVG_RATE} needs "
-        f"{ends['FedAvg'][first]} and {ends['FedAvg'][last]}; local steps save it rounds until it drifts, "
+        f"{theory.LOCAL_RATE} for every M) needs {ends[PAPER][first]} rounds with M = {first} and "
+        f"{ends[PAPER][last]} with M = {last}: {verdict(results)}. FedAvg with as many local steps of rate "
+        f"{theory.FEDAVG_RATE} needs {ends['FedAvg'][first]} and {ends['FedAvg'][last]}; local steps save it rounds until it drifts, "
         f"and it stops with a share of {floors[first]} of the gap at M = {first}, {floors[last]} at "
         f"M = {last}. The default FedSOUL is shown without a claim: the theorem does not cover it."
     )

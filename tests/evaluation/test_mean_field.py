@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import fedpop as fp
-from fedpop.algorithms.base import Facts
 from fedpop.channel import Channel
 from fedpop.evaluation.mean_field import MeanField, stationary
 from fedpop.evaluation.oracle import everyone, log_likelihood
@@ -13,8 +12,6 @@ from fedpop.federation.clients import Federation
 from fedpop.runtime.random import Key
 from tests.helpers import linear_model, population_data
 from tests.oracles import assert_mean, gaussian_noise
-
-KEY = Key(5, purpose="test")
 
 
 def case(prior=None, d=2):
@@ -45,7 +42,7 @@ def test_hyperpriors_are_part_of_it():
 
 @pytest.mark.parametrize("c", [0.1, 1.5])
 def test_the_stationary_law_is_left_unchanged_by_a_step(c):
-    """z' = z + gamma Q (m - z) + sqrt(2 gamma) xi keeps the covariance S = (1 - gamma Q) S (1 - gamma Q)' + 2 gamma."""
+    """z' = z + gamma Q (m - z) + sqrt(2 gamma) xi: S = (1 - gamma Q) S (1 - gamma Q)' + 2 gamma."""
     field, theta, _ = case()
     target = field._target(theta[: field.size], theta[field.size :])
     mean, cov = stationary(target, c)
@@ -114,8 +111,8 @@ def test_the_bias_grows_about_linearly():
 
 
 def test_without_an_intercept_constant_steps_push_the_scale_up_for_ever():
-    """Along (phi, mu, log sigma) = (phi, -mu, -1), which changes no prediction, the exact gradient is zero; with
-    step gamma it is -sum over clients and eigenvalues of (gamma lambda / 2) / (1 - gamma lambda / 2)."""
+    """Along (phi, -mu, -1), which changes no prediction, the exact gradient is zero; with step gamma it is
+    the sum over clients and eigenvalues of -(gamma lambda / 2) / (1 - gamma lambda / 2)."""
     field, theta, _ = case()
     phi, mu = theta[: field.size], theta[field.size : -1]
     direction = torch.cat((phi, -mu, -torch.ones(1).double()))
