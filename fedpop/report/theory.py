@@ -210,10 +210,11 @@ def local_section(results: Results) -> Section:
         "good. The gap is that of the marginal log-likelihood for FedSOUL and of the pooled squared error "
         f"for FedAvg, each to its own optimum. FedSOUL-paper (c = {theory.LOCAL_C}, eta_0 = "
         f"{theory.LOCAL_RATE} for every M) needs {ends[PAPER][first]} rounds with M = {first} and "
-        f"{ends[PAPER][last]} with M = {last}: {verdict(results)}. FedAvg with as many local steps of rate "
-        f"{theory.FEDAVG_RATE} needs {ends['FedAvg'][first]} and {ends['FedAvg'][last]}; local steps save it rounds until it drifts, "
-        f"and it stops with a share of {floors[first]} of the gap at M = {first}, {floors[last]} at "
-        f"M = {last}. The default FedSOUL is shown without a claim: the theorem does not cover it."
+        f"{ends[PAPER][last]} with M = {last}: {verdict(results)}. FedAvg with as many local steps "
+        f"of rate {theory.FEDAVG_RATE} needs {ends['FedAvg'][first]} and {ends['FedAvg'][last]}; local "
+        f"steps save it rounds until it drifts, and it stops with a share of {floors[first]} of the gap "
+        f"at M = {first}, {floors[last]} at M = {last}. The default FedSOUL is shown without a claim: "
+        "the theorem does not cover it."
     )
     figures = [
         Figure(
