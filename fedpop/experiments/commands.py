@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from fedpop.errors import DataError
 from fedpop.experiments.results import Results
 from fedpop.report.html import Table
 from fedpop.runtime.files import writable_folder, write_bytes
@@ -81,6 +82,20 @@ def run_theory(out: Path, seeds: int, processes: int | None) -> None:
     run_report_command(out)
 
 
+def run_restarts(out: Path, synthetic: Path, restarts: int, processes: int | None) -> None:
+    """``fedpop experiment restarts``."""
+    from fedpop.experiments.restarts import jobs
+    from fedpop.experiments.runner import run_jobs
+
+    todo = jobs(Results.open(synthetic), restarts)
+    if not todo:
+        raise DataError(
+            f"{synthetic} has no records of a local optimum; run fedpop experiment synthetic first"
+        )
+    run_jobs(todo, Results.open(writable_folder(out)), processes, "restarts")
+    run_report_command(out)
+
+
 def run_report_command(folder: Path) -> None:
     """``fedpop report``: from records or from a run's metrics, whichever the folder holds."""
     console = Console()
@@ -107,6 +122,10 @@ def table_and_page(results: Results, path: Path) -> tuple[Table, Path]:
         from fedpop.report import theory
 
         return theory.summary_table(results), theory.theory_report(results, path)
+    if experiment == "restarts":
+        from fedpop.report import restarts
+
+        return restarts.summary_table(results), restarts.restarts_report(results, path)
     from fedpop.report import synthetic
 
     return synthetic.summary_table(results), synthetic.experiment_report(results, path)

@@ -94,7 +94,8 @@ def committed():
 
 def test_committed_bias(committed):
     alpha = report.slope_of(committed, "log_scale")
-    assert alpha.low <= 1.1 and alpha.high >= 0.9
+    assert alpha.low <= 1.1
+    assert alpha.high >= 0.9
     last = values(committed.of(theory.bias_setting(*theory.DECREASING)), f"log_scale@{theory.MARKS[-1]}")
     constant = values(committed.of(theory.bias_setting(0.8, 0.0)), "log_scale")
     assert len(last) == len(constant) >= 10
