@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from fedpop.errors import CheckpointError
+from fedpop.errors import CheckpointError, DataError
 from fedpop.experiments.results import Results
 from fedpop.report.html import Table
 from fedpop.runtime.files import writable_folder, write_bytes
 
-REPORTS = ("synthetic", "defaults")
+REPORTS = ("synthetic", "theory", "defaults", "restarts")
 """Experiments with a module of the same name in ``fedpop.report``."""
 DEMO_METHODS = ("FedSOUL", "FedRep-spectral", "FedRep", "FedAvg")
 
@@ -101,6 +101,29 @@ def run_defaults(data: Path, out: Path, seeds: int, processes: int | None) -> No
         for images in IMAGES
     ]
     run_jobs(jobs, results, processes, "defaults")
+    run_report_command(out)
+
+
+def run_theory(out: Path, seeds: int, processes: int | None) -> None:
+    """``fedpop experiment theory``."""
+    from fedpop.experiments.runner import run_jobs
+    from fedpop.experiments.theory import jobs
+
+    run_jobs(jobs(seeds), Results.open(writable_folder(out)), processes, "theory")
+    run_report_command(out)
+
+
+def run_restarts(out: Path, synthetic: Path, restarts: int, processes: int | None) -> None:
+    """``fedpop experiment restarts``."""
+    from fedpop.experiments.restarts import jobs
+    from fedpop.experiments.runner import run_jobs
+
+    todo = jobs(Results.open(synthetic), restarts)
+    if not todo:
+        raise DataError(
+            f"{synthetic} has no records of a local optimum; run fedpop experiment synthetic first"
+        )
+    run_jobs(todo, Results.open(writable_folder(out)), processes, "restarts")
     run_report_command(out)
 
 
