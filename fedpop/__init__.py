@@ -6,8 +6,9 @@ from fedpop.algorithms import EM, FedAvg, FedRep, FedSOUK, FedSOUL, Hyperprior, 
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.participation import Bernoulli, Everyone, Uniform
 from fedpop.kernels import HMC, ULA, Exponential
-from fedpop.models import likelihoods
+from fedpop.models import likelihoods, links
 from fedpop.models.composition import Composition
+from fedpop.models.custom import CustomModel
 from fedpop.models.modules import replace_batchnorm
 from fedpop.models.split import Split
 from fedpop.population import Population, load
@@ -32,6 +33,7 @@ __all__ = [
     "Composition",
     "Constant",
     "Cosine",
+    "CustomModel",
     "Decay",
     "EarlyStop",
     "Everyone",
@@ -51,6 +53,7 @@ __all__ = [
     "Table",
     "Uniform",
     "likelihoods",
+    "links",
     "load",
     "replace_batchnorm",
     "simulate",

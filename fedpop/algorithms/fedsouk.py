@@ -70,6 +70,7 @@ FINAL_CHAINS, FINAL_DRAWS, FINAL_BURN_IN = 4, 250, 300
 STARTS = ("auto", "spectral", "random")
 FORMS = ("auto", "left", "right", "mixed")
 LARGEST_MIXED = 128
+BURN_IN = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +84,11 @@ class FedSOUK(Algorithm):
     HMC(leapfrog=5)
     """
 
-    prior: Normal = field(default_factory=Normal)
+    prior: Normal = "normal"  # type: ignore[assignment]  # Normal, with the covariance that suits the model
     kernel: Kernel | None = None
     local_steps: int = 10
     chains: int = 1
+    burn_in: int = None  # type: ignore[assignment]  # chosen by the head
     stateful: bool = True
     form: str = "auto"
     phi_step: Optimiser = field(default_factory=Adam)
@@ -104,13 +106,17 @@ class FedSOUK(Algorithm):
     uncertainty: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prior", resolve_prior(self.prior))
+        object.__setattr__(self, "prior", resolve_prior(self.prior, self.model.prior_covariance()))
         object.__setattr__(self, "kernel", resolve_kernel(self.kernel, self.model))
-        require_whole(local_steps=self.local_steps, chains=self.chains)
+        if self.burn_in is None:  # a linear head's curvature is known, so its first step fits
+            object.__setattr__(self, "burn_in", 0 if self.model.known_linear else BURN_IN)
+        require_whole(local_steps=self.local_steps, chains=self.chains, burn_in=self.burn_in)
         if self.local_steps < 1:
             raise SettingsError(f"local_steps (the paper's M) must be at least 1, not {self.local_steps}")
         if self.chains < 1:
             raise SettingsError(f"each client runs at least one chain, not {self.chains}")
+        if self.burn_in < 0:
+            raise SettingsError(f"burn_in must be 0 or more, not {self.burn_in}")
         if self.start not in STARTS:
             raise SettingsError(f"start is one of {', '.join(STARTS)}, not {self.start!r}")
         if self.start == "spectral" and not applies(self.model):
@@ -146,13 +152,14 @@ class FedSOUK(Algorithm):
     def phases(self) -> tuple[str, ...]:
         if self.spectral_start:
             return ("moments", "spectral", "train")
-        return ("train",) if self.prior.scale is not None else ("scale", "train")
+        known = self.prior.scale is not None or not self.model.scale_from_features
+        return ("train",) if known else ("scale", "train")
 
     def init(self, facts: Facts, key: Key) -> Tensors:
         phi = self.model.initial_phi()
         if facts.restart > 0:
             phi = redrawn(self.model, phi, key.at(purpose=f"restart-{facts.restart}"))
-        mu = phi.new_full((self.model.z_layout.size,), self.prior.mean)
+        mu = self.model.prior_centre() + self.prior.mean
         beta = self.prior.init(mu, 1.0 if self.prior.scale is None else self.prior.scale)
         return self._server(phi, beta)
 
@@ -250,9 +257,29 @@ class FedSOUK(Algorithm):
         if not self.stateful:
             z = self.draw_prior(beta, cohort.ids, key.at(purpose="stateless"))
         tuning = Tuning(local["log_step"], local["updates"])
-        key = key.at(purpose="chain")
         with torch.no_grad():
-            return run(self.markov_kernel, target, z, tuning, self.local_steps, key, cohort.ids, adapt=True)
+            z, tuning, spent = self._burn_in(target, z, tuning, cohort, key)
+            key = key.at(purpose="chain")
+            trace = run(self.markov_kernel, target, z, tuning, self.local_steps, key, cohort.ids, adapt=True)
+        return replace(trace, gradient_evaluations=trace.gradient_evaluations + spent)
+
+    def _burn_in(
+        self, target: Target, z: Tensor, tuning: Tuning, cohort: Cohort, key: Key
+    ) -> tuple[Tensor, Tuning, int]:
+        """Transitions that clients make in their first round before those that count: a chain far from its
+        posterior, at a step that does not fit, would send gradients of any size, and an optimiser that
+        divides by their past size stands still for hundreds of rounds after."""
+        first, spent = tuning.updates == 0, 0
+        if self.burn_in == 0 or not bool(first.any()):
+            return z, tuning, 0
+        for part in range(-(-self.burn_in // 10)):
+            steps = min(10, self.burn_in - 10 * part)
+            warm = key.at(purpose=f"burn-in-{part}")
+            trace = run(self.markov_kernel, target, z, tuning, steps, warm, cohort.ids, adapt=True)
+            z = torch.where(first[:, None, None], trace.state.z, z)
+            tuning = trace.tuning.where(first, tuning)
+            spent += trace.gradient_evaluations
+        return z, tuning, spent
 
     def _scores(self, target: Target, trace: Trace, draws: Tensor) -> Tensor:
         if self.rao_blackwell:

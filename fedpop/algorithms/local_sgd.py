@@ -21,7 +21,11 @@ name the examples, for dropout."""
 
 @dataclass(frozen=True)
 class LocalSGD:
-    """``epochs`` of plain SGD with momentum; ``batch`` None takes all of a client's examples."""
+    """``epochs`` of plain SGD with momentum; ``batch`` None takes all of a client's examples.
+
+    >>> LocalSGD(epochs=5, rate=0.05, batch=32)
+    LocalSGD(epochs=5, rate=0.05, batch=32, momentum=0.0)
+    """
 
     epochs: int = 1
     rate: float = 0.01

@@ -54,6 +54,12 @@ class Tuning:
     def fresh(cls, clients: int, log_step: float, like: Tensor) -> Tuning:
         return cls(like.new_full((clients,), log_step), like.new_zeros((clients,)))
 
+    def where(self, keep: Tensor, other: Tuning) -> Tuning:
+        """This tuning for the clients where ``keep`` ``[C]`` holds, the other one elsewhere."""
+        return Tuning(
+            torch.where(keep, self.log_step, other.log_step), torch.where(keep, self.updates, other.updates)
+        )
+
 
 @dataclass(frozen=True)
 class Transition:

@@ -320,12 +320,12 @@ def _positive(matrix: Tensor) -> Tensor:
     return out
 
 
-def resolve(prior: Normal | str) -> Normal:
-    """A prior from itself or from its name: normal, isotropic, diagonal or full."""
+def resolve(prior: Normal | str, covariance: str = "isotropic") -> Normal:
+    """A prior from itself or from its name: normal (with this covariance), isotropic, diagonal or full."""
     if isinstance(prior, Normal):
         return prior
     if prior == "normal":
-        return Normal()
+        return Normal(covariance=covariance)
     if prior in COVARIANCES:
         return Normal(covariance=prior)
     raise SettingsError(f"unknown prior {prior!r}; known are 'normal', {', '.join(COVARIANCES)}")

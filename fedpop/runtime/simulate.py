@@ -95,6 +95,7 @@ def simulate(
     if restarts and not algorithm.uncertainty:
         raise SettingsError(f"restarts are compared by marginal likelihood, which {algorithm.label} has not")
     federation = algorithm.model.prepare(Federation.of(clients))
+    algorithm.model.check_start(federation)
     folder = None if out is None else Path(out)
     best: tuple[float, Population] | None = None
     scores = []
