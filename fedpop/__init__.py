@@ -19,9 +19,10 @@ from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.participation import Bernoulli, Everyone, Uniform
 from fedpop.federation.trace import Trace
 from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential, JumpHMC, MixtureDraw
-from fedpop.models import likelihoods
+from fedpop.models import likelihoods, links
 from fedpop.models.augment import CropFlip
 from fedpop.models.composition import Composition
+from fedpop.models.custom import CustomModel
 from fedpop.models.modules import replace_batchnorm
 from fedpop.models.split import Split
 from fedpop.population import Population, load
@@ -53,6 +54,7 @@ __all__ = [
     "Constant",
     "Cosine",
     "CropFlip",
+    "CustomModel",
     "Decay",
     "EarlyStop",
     "Everyone",
@@ -82,6 +84,7 @@ __all__ = [
     "Trace",
     "Uniform",
     "likelihoods",
+    "links",
     "load",
     "replace_batchnorm",
     "simulate",

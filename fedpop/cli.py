@@ -88,6 +88,24 @@ def theory(
 
 
 @experiment.command
+def drift(
+    out: Path = Path("results/drift"),
+    seeds: int = 5,
+    processes: Annotated[int | None, arg(metavar="INT")] = None,
+) -> None:
+    """Where theta settles with local epochs on phi, against the exact optimum and the plain round.
+
+    Args:
+        out: Folder for results.json, results.md and report.html.
+        seeds: How many draws of the task.
+        processes: Worker processes; one per core unless told.
+    """
+    from fedpop.experiments.commands import run_drift
+
+    run_drift(out, seeds, processes)
+
+
+@experiment.command
 def restarts(
     out: Path = Path("results/restarts"),
     synthetic: Path = Path("results/synthetic"),

@@ -24,7 +24,12 @@ from fedpop.evaluation.diagnostics import (
     gradient_ratio,
     rhat_and_ess,
 )
-from fedpop.evaluation.information import theta_draws
+from fedpop.evaluation.information import (
+    closed_form_information,
+    require_small,
+    reweighted,
+    theta_draws,
+)
 from fedpop.evaluation.marginal import WORST_SHAPE, LogLikelihood, closed_form, importance
 from fedpop.evaluation.predictive import Predictive
 from fedpop.federation.clients import Federation
@@ -32,6 +37,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, as_inputs, map_inputs, narrowed, require_finite
 from fedpop.models.base import Model
 from fedpop.models.flat import Layout
+from fedpop.models.links import LinkedLayout
 from fedpop.runtime.files import read_json, read_tensors, writable_folder, write_json, write_tensors
 from fedpop.runtime.plan import Plan, parse_bytes, plan_for
 from fedpop.runtime.random import Key
@@ -107,7 +113,23 @@ class Newcomer:
 
 @dataclass(repr=False)
 class Population:
-    """theta, and each client's own model, made when it is asked for."""
+    """theta, and each client's own model, made when it is asked for.
+
+    >>> import torch, fedpop as fp
+    >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
+    >>> clients = {"anna": (x, 2 * x[:, 0]), "ben": (x, 4 * x[:, 0])}
+    >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(0.01))
+    >>> population = fp.FedSOUL(model).fit(clients, rounds=50)
+    >>> population
+    Population(FedSOUL, 2 clients, 50 rounds)
+    >>> low, high = population.predict("ben", [[1.0]]).interval(0.9)
+    >>> bool(low < 4 < high)
+    True
+    >>> population.posterior("anna")
+    Posterior(4 chains of 250 draws, 2 dimensions)
+    >>> population.new_client().predict([[1.0]])  # nobody knows it yet: from the prior alone
+    Predictive(1 examples, normal, from 1000 draws of z)
+    """
 
     algorithm: Algorithm
     published: Tensors
@@ -150,6 +172,11 @@ class Population:
         return self.model.phi_layout.views(self.published["phi"])
 
     @property
+    def typical(self) -> dict[str, Tensor]:
+        """z at the prior's mean, under the names of its parameters (and on their natural scale)."""
+        return self.model.z_layout.views(self.prior_mean)
+
+    @property
     def prior_mean(self) -> Tensor:
         return self._fedsouk("a population prior").prior.summary(self.published["beta"], self.published)[0]
 
@@ -172,7 +199,8 @@ class Population:
         """The predictive distribution of a client of the federation at x.
 
         Intervals are conditional on theta unless ``theta_uncertainty``, which draws theta from its
-        asymptotic law (linear heads with a normal likelihood).
+        asymptotic law (in closed form for linear heads with a normal likelihood, else from posterior draws,
+        for models of up to 200 parameters).
         """
         i = self._index(client)
         inputs = _inputs(self.model, x)
@@ -193,7 +221,10 @@ class Population:
             method = self._fedsouk("uncertainty about theta")
             ids = torch.arange(group * GROUP, min((group + 1) * GROUP, len(self)))
             cohort = self._cohort(ids)
-            models = []
+            models: list[Tensor] = []
+            if not closed_form_information(method):
+                self._theta_groups[group] = self._resampled(method, ids, cohort)
+                return self._theta_groups[group]
             with torch.no_grad():
                 for t, (phi, beta) in enumerate(self.theta_draws()):
                     target = method.target(phi, beta, self.model.features(phi, cohort), cohort)
@@ -205,13 +236,46 @@ class Population:
             self._theta_groups[group] = models
         return self._theta_groups[group]
 
+    def _resampled(self, method: FedSOUK, ids: Tensor, cohort: Cohort) -> list[Tensor]:
+        """For each theta drawn, draws of z out of those at the returned theta, weighted anew."""
+        self._personalise(ids)
+        draws = self._flat_draws(ids)
+        models, sizes = [], []
+        with torch.no_grad():
+            for t, theta in enumerate(self.theta_draws()):
+                uniform = self.key.at(purpose=f"theta.{t}").uniform(cohort.ids, (DRAWS_PER_THETA,))
+                z, size = reweighted(method, self.published, theta, cohort, draws, uniform)
+                models.append(z)
+                sizes.append(size.cpu())
+        usual = torch.stack(sizes).quantile(0.1, dim=0)
+        if float(usual.min()) < DRAWS_PER_THETA:
+            name = self.names[int(ids[int(usual.argmin())])]
+            raise EstimateError(
+                f"theta is so uncertain that the posterior of client {name!r} moves out of its own draws "
+                f"({float(usual.min()):.1f} of {draws.shape[1]} still count): theta_uncertainty needs more "
+                "clients or fewer parameters"
+            )
+        return models
+
+    def _flat_draws(self, ids: Tensor) -> Tensor:
+        """Posterior draws of these clients, ``[C, L, d]``."""
+        return torch.cat([self._personal[i]["draws"] for i in ids.tolist()]).flatten(1, 2)
+
     def theta_draws(self) -> list[tuple[Tensor, Tensor]]:
         """Draws of theta from its asymptotic normal law; computed once."""
         if self._thetas is None:
             method = self._fedsouk("uncertainty about theta")
-            cohorts = [self._cohort(ids) for ids in self._groups()]
-            self._thetas = theta_draws(method, self.published, cohorts, self.key)
+            require_small(method, self.published["beta"])
+            self._thetas = theta_draws(method, self.published, self._information_parts(method), self.key)
         return self._thetas
+
+    def _information_parts(self, method: FedSOUK) -> Iterator[tuple[Cohort, Tensor | None]]:
+        for ids in self._groups():
+            if closed_form_information(method):
+                yield self._cohort(ids), None
+            else:
+                self._personalise(ids)
+                yield self._cohort(ids), self._flat_draws(ids)
 
     def sample_all(self) -> Population:
         """Run the final pass for every client now, many at a time, rather than when one is asked for."""
@@ -227,8 +291,9 @@ class Population:
     def personal(self, client: str | int) -> dict[str, Tensor]:
         """The client's head parameters: the posterior mean, or the point estimate."""
         state = self._model_of(self._index(client))
-        z = state["draws"][0].mean((0, 1)) if "draws" in state else state["z"][0]
-        return self.model.z_layout.views(z)
+        if "draws" not in state:
+            return self.model.z_layout.views(state["z"][0])
+        return {n: v.mean((0, 1)) for n, v in self.model.z_layout.views(state["draws"][0]).items()}
 
     def new_client(self, x: Any = None, y: Any = None) -> Newcomer:
         """A client never seen before: nothing is trained or sent.
@@ -348,7 +413,7 @@ class Population:
                     continue
                 conjugate = False
                 self._personalise(ids)
-                draws = torch.cat([self._personal[i]["draws"] for i in ids.tolist()]).flatten(1, 2)
+                draws = self._flat_draws(ids)
                 estimate, error, shape = importance(target, draws, self.key, cohort.ids)
                 filled = cohort.sizes > 0
                 value += float(estimate[filled].sum())
@@ -430,6 +495,8 @@ class Population:
         if isinstance(self.algorithm, FedSOUK):
             words = self.algorithm.prior.lines(self.published["beta"], self.published)
             lines += [f"  {'prior' if i == 0 else '':8} {line}" for i, line in enumerate(words)]
+            if isinstance(self.model.z_layout, LinkedLayout):
+                lines += self._named_lines(self.prior_sd)
             steps = describe_steps(self.algorithm.local_steps)
             lines.append(f"  kernel   {self.algorithm.markov_kernel}, {steps}")
         if self.totals:
@@ -448,6 +515,15 @@ class Population:
         if isinstance(self.algorithm, FedSOUK) and self.federation is not None:
             lines += ["  " + line for line in str(self.diagnostics()).splitlines()]
         return "\n".join(lines)
+
+    def _named_lines(self, sd: Tensor) -> list[str]:
+        """phi and the typical client in natural units, and how far clients differ on the free scale."""
+        layout = self.model.z_layout
+        assert isinstance(layout, LinkedLayout)
+        spread = Layout.views(layout, sd)
+        free = {layout.link_of(n).free_name.format(n): v for n, v in spread.items()}
+        parts = {"phi": self.phi, "typical": self.typical, "spread": free}
+        return [f"  {label:<8} {_numbers(named)}" for label, named in parts.items() if named]
 
     # --- files -------------------------------------------------------------------------------
 
@@ -509,10 +585,20 @@ class Population:
 
 
 def load(path: str | Path, *, model: Model | None = None, clients: Any = None) -> Population:
-    """Read a population back. ``model`` is needed when its modules are not torch's own layers;
-    ``clients`` gives back the data, for clients whose draws were not saved."""
+    """Read a population back. ``model`` is needed when its modules are not torch's own layers, or when it is
+    a function (``CustomModel``), which cannot be kept in a file without code; ``clients`` gives back the
+    data, for clients whose draws were not saved.
+
+    >>> import tempfile, torch, fedpop as fp
+    >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
+    >>> population = fp.FedSOUL(model).fit([(torch.ones(3, 1), torch.ones(3))], rounds=2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     again = fp.load(population.save(folder))
+    >>> again
+    Population(FedSOUL, 1 clients, 2 rounds)
+    """
     from fedpop.algorithms import rebuild
-    from fedpop.models.spec import model_from
+    from fedpop.models.spec import model_from, require_same
 
     folder = Path(path)
     if not (folder / "population.json").exists():
@@ -520,6 +606,8 @@ def load(path: str | Path, *, model: Model | None = None, clients: Any = None) -
     saved = read_json(folder / "population.json")
     if model is None:
         model = model_from(saved["model"])
+    else:
+        require_same(saved["model"], model)
     algorithm = rebuild(saved["algorithm"], saved["method"], model)
     device = model.initial_phi().device
     theta = read_tensors(folder / "theta.safetensors", saved["theta"])
@@ -549,6 +637,16 @@ def load(path: str | Path, *, model: Model | None = None, clients: Any = None) -
             state = {n: t.to(device) for n, t in read_tensors(file).items()}
             population._personal[population.names.index(name)] = state
     return population
+
+
+def _numbers(named: dict[str, Tensor]) -> str:
+    """Names and values in a line; long tensors by their size."""
+    return ", ".join(
+        f"{n} {v.item():.4g}"
+        if v.numel() == 1
+        else f"{n} {[round(u, 4) for u in v.flatten().tolist()] if v.numel() <= 4 else list(v.shape)}"
+        for n, v in named.items()
+    )
 
 
 def _inputs(model: Model, x: Any) -> Inputs:

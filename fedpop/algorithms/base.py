@@ -179,7 +179,7 @@ class Algorithm(ABC):
         return None
 
     def fit(self, clients: Any, **settings: Any) -> Population:
-        """Run this method on one machine; see :func:`fedpop.simulate` for the settings."""
+        """Run this method on one machine; ``fedpop.simulate`` has the settings."""
         from fedpop.runtime.simulate import simulate
 
         return simulate(self, clients, **settings)

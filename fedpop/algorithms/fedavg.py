@@ -36,7 +36,16 @@ from fedpop.runtime.random import Key
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvg(Algorithm):
-    """One model for all, phi and head alike."""
+    """One model for all, phi and head alike.
+
+    >>> import torch, fedpop as fp
+    >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
+    >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
+    >>> method = fp.FedAvg(model, local=fp.LocalSGD(epochs=2, rate=1.0))
+    >>> population = method.fit([(x, 2 * x[:, 0]), (x, 4 * x[:, 0])], rounds=10)
+    >>> round(population.predict(0, [[1.0]]).mean.item(), 2)
+    3.0
+    """
 
     local: LocalSGD = field(default_factory=LocalSGD)
     server_rate: float = 1.0

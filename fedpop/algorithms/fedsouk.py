@@ -77,6 +77,7 @@ from fedpop.server.state import prefixed, unprefixed
 STARTS = ("auto", "spectral", "random")
 FORMS = ("auto", "left", "right", "mixed")
 LARGEST_MIXED = 128
+BURN_IN = 100
 NETWORK_STEP = Adam(0.03, Cosine())
 """The server's step on a network's phi; a linear backbone takes larger ones."""
 
@@ -117,10 +118,11 @@ class FedSOUK(Algorithm):
     HMC(leapfrog=5)
     """
 
-    prior: Prior = field(default_factory=Normal)
+    prior: Prior = "normal"  # type: ignore[assignment]  # Normal, with the covariance that suits the model
     kernel: Kernel | None = None
     local_steps: LocalSteps = 10
     chains: int = 1
+    burn_in: int = None  # type: ignore[assignment]  # chosen by the head
     stateful: bool = True
     form: str = "auto"
     phi_step: Optimiser | None = None
@@ -148,7 +150,7 @@ class FedSOUK(Algorithm):
     uncertainty: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prior", resolve_prior(self.prior))
+        object.__setattr__(self, "prior", resolve_prior(self.prior, self.model.prior_covariance()))
         object.__setattr__(self, "kernel", resolve_kernel(self.kernel, self.model, self.prior))
         if self.phi_step is None:
             object.__setattr__(self, "phi_step", NETWORK_STEP if self.model.network else Adam())
@@ -156,9 +158,13 @@ class FedSOUK(Algorithm):
             object.__setattr__(self, "beta_step", self.prior.default_step())
         object.__setattr__(self, "compressor", resolve_compressor(self.compressor))
         object.__setattr__(self, "local_steps", resolve_steps(self.local_steps))
-        require_whole(chains=self.chains)
+        if self.burn_in is None:  # a linear head's curvature is known, so its first step fits
+            object.__setattr__(self, "burn_in", 0 if self.model.known_linear else BURN_IN)
+        require_whole(chains=self.chains, burn_in=self.burn_in)
         if self.chains < 1:
             raise SettingsError(f"each client runs at least one chain, not {self.chains}")
+        if self.burn_in < 0:
+            raise SettingsError(f"burn_in must be 0 or more, not {self.burn_in}")
         if self.start not in STARTS:
             raise SettingsError(f"start is one of {', '.join(STARTS)}, not {self.start!r}")
         if self.start == "spectral" and not applies(self.model):
@@ -268,13 +274,14 @@ class FedSOUK(Algorithm):
     def phases(self) -> tuple[str, ...]:
         if self.spectral_start:
             return ("moments", "spectral", "train")
-        return ("train",) if self.prior.scale is not None else ("scale", "train")
+        known = self.prior.scale is not None or not self.model.scale_from_features
+        return ("train",) if known else ("scale", "train")
 
     def init(self, facts: Facts, key: Key) -> Tensors:
         phi = self.model.initial_phi()
         if facts.restart > 0:
             phi = redrawn(self.model, phi, key.at(purpose=f"restart-{facts.restart}"))
-        mu = phi.new_full((self.model.z_layout.size,), self.prior.mean)
+        mu = self.model.prior_centre() + self.prior.mean
         scale = 1.0 if self.prior.scale is None else self.prior.scale
         beta = self.prior.init(mu, scale, key.at(purpose=f"prior-{facts.restart}"))
         return self._server(phi, beta, key)
@@ -441,19 +448,48 @@ class FedSOUK(Algorithm):
             z = self.draw_prior(target.beta, cohort.ids, start, states=broadcast.get("states"))
         tuning = Tuning.from_local(local)
         steps = max(steps_of(self.local_steps, cohort.ids, key.round), default=1)
-        key = key.at(purpose="chain")
         with torch.no_grad():
-            return run(
+            z, tuning, spent = self._burn_in(target, z, tuning, cohort, key)
+            trace = run(
                 self.markov_kernel,
                 target,
                 z,
                 tuning,
                 steps,
-                key,
+                key.at(purpose="chain"),
                 cohort.ids,
                 adapt=True,
                 antithetic=self.antithetic,
             )
+        return replace(trace, gradient_evaluations=trace.gradient_evaluations + spent)
+
+    def _burn_in(
+        self, target: Target, z: Tensor, tuning: Tuning, cohort: Cohort, key: Key
+    ) -> tuple[Tensor, Tuning, int]:
+        """Transitions that clients make in their first round before those that count: a chain far from its
+        posterior, at a step that does not fit, would send gradients of any size, and an optimiser that
+        divides by their past size stands still for hundreds of rounds after."""
+        first, spent = tuning.updates == 0, 0
+        if self.burn_in == 0 or not bool(first.any()):
+            return z, tuning, 0
+        for part in range(-(-self.burn_in // 10)):
+            steps = min(10, self.burn_in - 10 * part)
+            warm = key.at(purpose=f"burn-in-{part}")
+            trace = run(
+                self.markov_kernel,
+                target,
+                z,
+                tuning,
+                steps,
+                warm,
+                cohort.ids,
+                adapt=True,
+                antithetic=self.antithetic,
+            )
+            z = torch.where(first[:, None, None], trace.state.z, z)
+            tuning = trace.tuning.where(first, tuning)
+            spent += trace.gradient_evaluations
+        return z, tuning, spent
 
     def _scores(self, target: Target, trace: Trace, draws: Tensor) -> Tensor:
         if self.rao_blackwell:

@@ -21,7 +21,14 @@ from fedpop.server.schedules import Polynomial
 @dataclass(frozen=True, kw_only=True)
 class FedSOUL(FedSOUK):
     """FedSOUK with the kernel that the head asks for: exact steps where the posterior is Gaussian, HMC
-    elsewhere. ``FedSOUL.paper()`` is the paper's Algorithm 1 to the letter."""
+    elsewhere. ``FedSOUL.paper()`` is the paper's Algorithm 1 to the letter.
+
+    >>> from torch import nn
+    >>> import fedpop as fp
+    >>> model = fp.Composition(nn.Linear(4, 2), nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
+    >>> fp.FedSOUL(model).kernel, fp.FedSOUL.paper(model).kernel
+    (Exponential(h=1.0), ULA(step_size=0.8, decay=0.0))
+    """
 
     preset: str = "default"
     name: ClassVar[str] = "FedSOUL"
@@ -44,6 +51,7 @@ class FedSOUL(FedSOUK):
             "preset": "paper",
             "kernel": ULA(),
             "form": "left",
+            "burn_in": 0,
             "prior": Normal(scale=1.0),
             "phi_step": step,
             "beta_step": step,

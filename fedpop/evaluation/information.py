@@ -1,21 +1,22 @@
 """Uncertainty about theta itself: draws from its asymptotic normal law.
 
 The observed information is that of the marginal likelihood. By Louis' identity it is a sum over clients of
-E_i[-hess log p(D_i, z)] - Cov_i[grad log p(D_i, z)], an additive message; with a linear head and a normal
+E_i[-hess log p(D_i, z)] - Cov_i[grad log p(D_i, z)], an additive message. With a linear head and a normal
 likelihood both expectations are closed-form, and their difference is the Hessian of the closed-form
-marginal, which is how it is computed here. Directions that the model cannot tell apart (a rotation of
-the features, say) carry no information and are projected out.
+marginal, which is how it is computed there; elsewhere both are averages over draws of z. Directions that
+the model cannot tell apart (a rotation of the features, say) carry no information and are projected out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from fedpop.algorithms.base import split_cohort
 from fedpop.errors import EstimateError
 from fedpop.evaluation.marginal import closed_form
 from fedpop.federation.cohort import Cohort
@@ -28,16 +29,14 @@ if TYPE_CHECKING:
     from fedpop.algorithms.fedsouk import FedSOUK
 
 LARGEST = 2000
+LARGEST_SAMPLED = 200
+"""Parameters up to which Louis' identity is used with draws: it needs all scores and a Hessian."""
 DRAWS = 100
 
 
 def information(method: FedSOUK, phi: Tensor, beta: Tensor, cohort: Cohort) -> Tensor:
     """A cohort's part of the observed information at theta = (phi, beta), in double precision."""
-    wide = replace(
-        cohort,
-        x=map_inputs(lambda v: v.double() if v.is_floating_point() else v, cohort.x),
-        y=cohort.y.double(),
-    )
+    wide = _double(cohort)
     size = phi.shape[0]
 
     def log_likelihood(theta: Tensor) -> Tensor:
@@ -45,14 +44,52 @@ def information(method: FedSOUK, phi: Tensor, beta: Tensor, cohort: Cohort) -> T
         return closed_form(method.target(theta[:size], theta[size:], features, wide)).sum()
 
     theta = torch.cat((phi, beta)).double()
+    _require_double(method, theta)
+    hessian: Tensor = torch.autograd.functional.hessian(log_likelihood, theta, vectorize=True)
+    return -hessian
+
+
+def _double(cohort: Cohort) -> Cohort:
+    def wide(v: Tensor) -> Tensor:
+        return v.double() if v.is_floating_point() else v
+
+    return replace(cohort, x=map_inputs(wide, cohort.x), y=wide(cohort.y))
+
+
+def _require_double(method: FedSOUK, theta: Tensor) -> None:
     if any(
         p.dtype != theta.dtype and not p.requires_grad for m in method.model.modules() for p in m.parameters()
     ):
         raise EstimateError(
             "theta_uncertainty computes in double precision, and this model's frozen weights do not"
         )
-    hessian: Tensor = torch.autograd.functional.hessian(log_likelihood, theta, vectorize=True)
-    return -hessian
+
+
+def sampled_information(method: FedSOUK, phi: Tensor, beta: Tensor, cohort: Cohort, draws: Tensor) -> Tensor:
+    """The same by Louis' identity, from posterior draws ``[C, S, d]``."""
+    model, prior, size = method.model, method.prior, phi.shape[0]
+    theta = torch.cat((phi, beta)).double()
+    _require_double(method, theta)
+    total = theta.new_zeros((theta.shape[0], theta.shape[0]))
+    for c, one in enumerate(split_cohort(_double(cohort))):
+        y = model.likelihood.encode(one.y, model.outputs, theta.dtype)
+        z = draws[c].double()
+
+        def joint(theta: Tensor, z: Tensor, one: Cohort = one, y: Tensor = y) -> Tensor:
+            phi, beta = theta[:size], theta[size:]
+            rows = prior.log_prob(beta, z)
+            if not one.longest:
+                return rows
+            return model.log_prob_at(phi, z, model.features(phi, one), y).sum() + rows
+
+        def mean(theta: Tensor, z: Tensor, joint: Callable[..., Tensor] = joint) -> Tensor:
+            out: Tensor = torch.func.vmap(joint, in_dims=(None, 0))(theta, z).mean()
+            return out
+
+        scores = torch.func.vmap(torch.func.grad(joint), in_dims=(None, 0))(theta, z)
+        hessian = torch.func.jacrev(torch.func.grad(mean))(theta, z)
+        total = total - hessian - torch.cov(scores.mT)
+    return total
 
 
 def gauge_directions(method: FedSOUK, phi: Tensor, beta: Tensor) -> Tensor:
@@ -101,23 +138,39 @@ def _unit(width: int, i: int, j: int, like: Tensor) -> Tensor:
     return out
 
 
+def closed_form_information(method: FedSOUK) -> bool:
+    """A linear head with a normal likelihood: no draws are needed."""
+    return method.model.linear and method.model.likelihood.name == "normal"
+
+
+def require_small(method: FedSOUK, beta: Tensor) -> None:
+    """Raise when theta is too large for its information to be computed."""
+    p = method.model.phi_layout.size + beta.shape[0]
+    exact = closed_form_information(method)
+    largest = LARGEST if exact else LARGEST_SAMPLED
+    if p > largest:
+        how = "" if exact else " for a model whose posterior of z is not closed-form"
+        raise EstimateError(f"theta has {p} parameters; theta_uncertainty is limited to {largest}{how}")
+
+
 def theta_draws(
-    method: FedSOUK, published: dict[str, Tensor], cohorts: Sequence[Cohort], key: Key
+    method: FedSOUK,
+    published: dict[str, Tensor],
+    parts: Iterable[tuple[Cohort, Tensor | None]],
+    key: Key,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Draws of (phi, beta) around the returned theta."""
+    """Draws of (phi, beta) around the returned theta, from all clients in cohorts, each with posterior draws
+    ``[C, S, d]`` where the information is not closed-form."""
     _normal(method)
     phi, beta = published["phi"], published["beta"]
     p = phi.shape[0] + beta.shape[0]
-    if not (method.model.linear and method.model.likelihood.name == "normal"):
-        raise EstimateError(
-            "theta_uncertainty needs a linear head with a normal likelihood, where the information "
-            "about theta is closed-form"
-        )
-    if p > LARGEST:
-        raise EstimateError(f"theta has {p} parameters; theta_uncertainty is limited to {LARGEST}")
+    require_small(method, beta)
     total = torch.zeros((p, p), dtype=torch.float64, device=phi.device)
-    for cohort in cohorts:
-        total = total + information(method, phi, beta, cohort)
+    for cohort, draws in parts:
+        if draws is None:
+            total = total + information(method, phi, beta, cohort)
+        else:
+            total = total + sampled_information(method, phi, beta, cohort, draws)
     learned = torch.cat((torch.ones_like(phi), method.prior.mask(torch.ones_like(beta)))).bool()
     names = [*_names(method), *["the prior's mean"] * method.prior.dimension(beta)]
     names += ["the prior's scale"] * (p - len(names))
@@ -155,3 +208,25 @@ def _complement(vectors: Tensor, p: int) -> Tensor:
     rank = int((values > 1e-8 * values.max()).sum())
     out: Tensor = left[:, rank:]
     return out
+
+
+def reweighted(
+    method: FedSOUK,
+    published: dict[str, Tensor],
+    theta: tuple[Tensor, Tensor],
+    cohort: Cohort,
+    draws: Tensor,
+    uniform: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Draws ``[C, L, d]`` of z at another theta out of draws ``[C, S, d]`` at the returned one, by importance
+    resampling with uniform numbers ``[C, L]``; and the effective number of draws behind them, ``[C]``."""
+
+    def joint(phi: Tensor, beta: Tensor) -> Tensor:
+        target = method.target(phi, beta, method.model.features(phi, cohort), cohort)
+        return target.likelihood.value(draws) + method.prior.log_prob(beta, draws)
+
+    log_weight = joint(*theta) - joint(published["phi"], published["beta"])
+    weight = torch.softmax(log_weight.double(), dim=1)
+    index = torch.searchsorted(weight.cumsum(1), uniform.double()).clamp(max=draws.shape[1] - 1)
+    chosen = draws.gather(1, index.unsqueeze(-1).expand(-1, -1, draws.shape[-1]))
+    return chosen, 1 / weight.square().sum(1)

@@ -51,7 +51,11 @@ class Participation(ABC):
 
 @dataclass(frozen=True)
 class Everyone(Participation):
-    """All clients, every round."""
+    """All clients, every round.
+
+    >>> Everyone().draw(3, Key(0)).ids
+    tensor([0, 1, 2])
+    """
 
     def draw(self, clients: int, key: Key) -> Active:
         return Active(torch.arange(clients), torch.ones(clients), ratio=True)
@@ -117,7 +121,11 @@ class Bernoulli(Participation):
 
 @dataclass(frozen=True)
 class Uniform(Participation):
-    """``size`` clients drawn without replacement, all equally likely."""
+    """``size`` clients drawn without replacement, all equally likely.
+
+    >>> len(Uniform(2).draw(5, Key(0)).ids)
+    2
+    """
 
     size: int
 

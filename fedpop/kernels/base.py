@@ -71,6 +71,15 @@ class Tuning:
         mass = Mass(*(local[f"mass_{name}"] for name in _MASS)) if "mass_mean" in local else None
         return cls(local["log_step"], local["updates"], mass)
 
+    def where(self, keep: Tensor, other: Tuning) -> Tuning:
+        """This tuning for the clients where ``keep`` ``[C]`` holds, the other one elsewhere."""
+        mine, theirs = self.to_local(), other.to_local()
+        names = mine.keys() & theirs.keys()
+        chosen = {
+            n: torch.where(keep.reshape(-1, *(1,) * (mine[n].dim() - 1)), mine[n], theirs[n]) for n in names
+        }
+        return Tuning.from_local(chosen)
+
 
 _MASS = ("mean", "variance", "weight")
 

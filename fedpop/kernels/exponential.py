@@ -19,6 +19,9 @@ class Exponential(Kernel):
     Where the posterior is Gaussian with precision Q this leaves it invariant at any h, and at h = 1 it
     is an independent draw. Where Q only bounds the curvature it under-disperses, by up to a factor
     two, and drags a learned prior scale down: use HMC there.
+
+    >>> Exponential(h=0.5)
+    Exponential(h=0.5)
     """
 
     h: float = 1.0

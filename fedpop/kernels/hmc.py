@@ -23,6 +23,9 @@ class HMC(Kernel):
     an acceptance of 0.8 and stays below 0.6; the step of a transition is uniform on (e/3, e), because a
     fixed number of fixed steps can be half a period of the directions that the data say nothing about: z
     would swing from one side to the other while norm(z)^2 hardly moves.
+
+    >>> HMC(leapfrog=3).gradients_per_step
+    3
     """
 
     leapfrog: int = 5

@@ -21,6 +21,9 @@ class ULA(Kernel):
     c_k = ``step`` (1 + k)^-``decay``: one gamma for all clients is not usable, and the paper's
     supplement allows one for each. On a Gaussian posterior with precision Q its stationary covariance
     is Q^-1 (I - gamma Q / 2)^-1.
+
+    >>> ULA(step_size=0.5, decay=0.3)
+    ULA(step_size=0.5, decay=0.3)
     """
 
     step_size: float = 0.8

@@ -20,7 +20,7 @@ from fedpop.models.local import GeneralLikelihood, LinearLikelihood, LocalLikeli
 from fedpop.models.modules import RowKeys, has_dropout
 from fedpop.runtime.random import Key
 
-_GLOBAL_GENERATOR = (
+GLOBAL_GENERATOR = (
     "the model draws from torch's global generator (functional dropout, say), so runs could not be "
     "repeated or resumed; use nn.Dropout modules, which fedpop keys"
 )
@@ -140,6 +140,24 @@ class Model(ABC):
         """Features never change, so they are computed once."""
         return False
 
+    # --- where a population prior starts ------------------------------------------------------
+
+    def prior_centre(self) -> Tensor:
+        """The mean of z that a prior starts from, ``[d]``: zero, as for a network's weights."""
+        return torch.zeros_like(self.initial_z())
+
+    def prior_covariance(self) -> str:
+        """The covariance of a Normal prior that nothing more was said about."""
+        return "isotropic"
+
+    @property
+    def scale_from_features(self) -> bool:
+        """The size of the features says at which scale of z outputs have variance one."""
+        return True
+
+    def check_start(self, federation: Federation) -> None:  # noqa: B027
+        """Raise where the model cannot start on these (prepared) data."""
+
     def params(self, phi: Tensor) -> Params:
         """The likelihood's own parameters inside phi."""
         names = self.likelihood.initial_params()
@@ -205,10 +223,10 @@ class Model(ABC):
                 eta = self.head_outputs(phi, self.initial_z().unsqueeze(0), features)
             except RuntimeError as error:
                 if "randomness" in str(error):  # vmap refuses to draw from the global generator
-                    raise ModelError(_GLOBAL_GENERATOR) from error
+                    raise ModelError(GLOBAL_GENERATOR) from error
                 raise _not_accepted(x, error) from error
         if not torch.equal(before, torch.get_rng_state()):
-            raise ModelError(_GLOBAL_GENERATOR)
+            raise ModelError(GLOBAL_GENERATOR)
         if eta.dim() != 3 or eta.shape[1] != count:
             raise ModelError(
                 f"for {count} examples the head gave outputs of shape {tuple(eta.shape[1:])}; "

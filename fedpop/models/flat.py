@@ -50,6 +50,10 @@ class Layout:
         """The inverse of ``views`` for tensors without leading axes."""
         return torch.cat([tensors[name].reshape(-1) for name in self.names])
 
+    def unit(self, name: str) -> float | None:
+        """The natural size of a change of this tensor's entries, where its meaning says it."""
+        return None
+
     def spans(self) -> dict[str, slice]:
         """Where each name lies in the flat vector."""
         out, start = {}, 0

@@ -18,6 +18,7 @@ from fedpop.models import likelihoods
 from fedpop.models.augment import CropFlip
 from fedpop.models.base import Model
 from fedpop.models.composition import Composition
+from fedpop.models.custom import CustomModel
 from fedpop.models.modules import KeyedDropout
 from fedpop.models.split import Split
 
@@ -25,6 +26,8 @@ from fedpop.models.split import Split
 def model_spec(model: Model) -> dict[str, Any] | None:
     """A description from which the model can be built again, or None when that is not possible."""
     likelihood = {"name": model.likelihood.name} | _settings(model.likelihood)
+    if isinstance(model, CustomModel):
+        return {"kind": "CustomModel", "likelihood": likelihood} | _parameters(model)
     parts = [module_spec(m) for m in model.modules()]
     if any(part is None for part in parts):
         return None
@@ -37,6 +40,31 @@ def model_spec(model: Model) -> dict[str, Any] | None:
     return None
 
 
+def _parameters(model: CustomModel) -> dict[str, Any]:
+    """Names, shapes and links: all of a function's model that a file can hold."""
+    return {
+        part: [[n, list(s), k] for n, s, k in zip(layout.names, layout.shapes, layout.links, strict=True)]
+        for part, layout in (("phi", model.phi_layout), ("z", model.z_layout))
+    }
+
+
+def require_same(spec: dict[str, Any] | None, model: Model) -> None:
+    """Raise unless a model given anew has the parameters of the saved one."""
+    if spec is None or spec["kind"] != "CustomModel":
+        return
+    if not isinstance(model, CustomModel):
+        raise CheckpointError(f"this population was learned with a CustomModel, not with {model!r}")
+    for part, mine in _parameters(model).items():
+        if mine != spec[part]:
+            raise CheckpointError(
+                f"the model's {part} is not the saved one: {_told(mine)} now, {_told(spec[part])} then"
+            )
+
+
+def _told(parameters: list[Any]) -> str:
+    return ", ".join(f"{n}{s or ''} ({link})" for n, s, link in parameters) or "nothing"
+
+
 def _settings(value: Any) -> dict[str, Any]:
     return asdict(value)
 
@@ -47,6 +75,11 @@ def model_from(spec: dict[str, Any] | None) -> Model:
         raise CheckpointError(
             "this model is not made of torch's own layers only, so it cannot be rebuilt from the file; "
             "give it again: fedpop.load(path, model=...)"
+        )
+    if spec["kind"] == "CustomModel":
+        raise CheckpointError(
+            f"this model is a function, which a file without code cannot hold (phi: {_told(spec['phi'])}; z: "
+            f"{_told(spec['z'])}); give it again: fedpop.load(path, model=CustomModel(...))"
         )
     settings = dict(spec["likelihood"])
     likelihood = likelihoods._BY_NAME[settings.pop("name")](**settings)

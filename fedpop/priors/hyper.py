@@ -13,7 +13,12 @@ from fedpop.priors.base import Prior
 
 @dataclass(frozen=True)
 class Hyperprior:
-    """log p(phi, beta), flat unless told: phi and mu Normal around 0, log sigma Normal around a value."""
+    """log p(phi, beta), flat unless told: phi and mu Normal around 0, log sigma Normal around a value.
+
+    >>> import torch
+    >>> Hyperprior(phi_scale=2.0).phi_grad(torch.tensor([4.0]))
+    tensor([-1.])
+    """
 
     phi_scale: float | None = None
     mean_scale: float | None = None

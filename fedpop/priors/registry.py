@@ -10,8 +10,8 @@ from fedpop.priors.normal import COVARIANCES, Normal
 NAMES = ("normal", *COVARIANCES, "mixture")
 
 
-def resolve(prior: Prior | str) -> Prior:
-    """A prior from itself or from its name.
+def resolve(prior: Prior | str, covariance: str = "isotropic") -> Prior:
+    """A prior from itself or from its name; "normal" has the covariance that suits the model.
 
     >>> resolve("diagonal").covariance
     'diagonal'
@@ -19,7 +19,7 @@ def resolve(prior: Prior | str) -> Prior:
     if isinstance(prior, Prior):
         return prior
     if prior == "normal":
-        return Normal()
+        return Normal(covariance=covariance)
     if prior == "mixture":
         return Mixture()
     if prior in COVARIANCES:

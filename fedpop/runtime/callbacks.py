@@ -13,7 +13,19 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Called after every round; returning True ends the run. State goes into the checkpoint."""
+    """Called after every round; returning True ends the run. State goes into the checkpoint.
+
+    >>> import torch, fedpop as fp
+    >>> class Losses(Callback):
+    ...     seen = []
+    ...     def after_round(self, run, metrics):
+    ...         self.seen.append(metrics["loss"])
+    ...         return False
+    >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
+    >>> _ = fp.FedAvg(model).fit([(torch.ones(2, 1), torch.ones(2))], rounds=3, callbacks=[Losses()])
+    >>> len(Losses.seen)
+    3
+    """
 
     def check(self, federation: Federation) -> None:
         """Raise before the first round when this cannot work on these clients."""
@@ -32,6 +44,15 @@ class EarlyStop(Callback):
     """Stop when the clients' validation log-likelihood has not risen for ``patience`` looks.
 
     The published theta goes back to the one with the best score.
+
+    >>> import torch, fedpop as fp
+    >>> x, y = torch.linspace(-1, 1, 6).unsqueeze(1), torch.linspace(-1, 1, 6)
+    >>> clients = [fp.Client(x[:4], y[:4], validation=(x[4:], y[4:]))]
+    >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
+    >>> stop = EarlyStop(every=2, patience=1)
+    >>> population = fp.FedSOUL(model).fit(clients, rounds=4, callbacks=[stop])
+    >>> "validation_log_likelihood" in population.history[1]
+    True
     """
 
     every: int = 10

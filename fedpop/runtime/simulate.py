@@ -94,6 +94,7 @@ def simulate(
     if restarts:
         algorithm.check_restarts()
     federation = algorithm.model.prepare(Federation.of(clients))
+    algorithm.model.check_start(federation)
     folder = None if out is None else Path(out)
     best: tuple[float, Population] | None = None
     scores = []

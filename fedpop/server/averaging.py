@@ -22,7 +22,11 @@ Align = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Averaging:
-    """Which average is published; ``tail`` is the share of the rounds that makes the tail."""
+    """Which average is published; ``tail`` is the share of the rounds that makes the tail.
+
+    >>> Averaging("iterate")  # the one that the paper's theorem bounds
+    Averaging(which='iterate', tail=0.25)
+    """
 
     which: str = "tail"
     tail: float = 0.25

@@ -9,7 +9,12 @@ from fedpop.errors import SettingsError
 
 @dataclass(frozen=True)
 class EM:
-    """Steps of stochastic-approximation EM on the Normal prior; rate 1 is EM itself."""
+    """Steps of stochastic-approximation EM on the Normal prior; rate 1 is EM itself.
+
+    >>> step = EM(rate=1.0, final=0.1)
+    >>> step.at(0, rounds=100), round(step.at(75, rounds=100), 2)
+    (1.0, 0.55)
+    """
 
     rate: float = 1.0
     final: float = 0.1

@@ -39,6 +39,11 @@ class SGD(Optimiser):
     """x += rate * gradient: plain stochastic approximation, as in Algorithm 1.
 
     ``rate`` None is to be found by trial rounds before the first one.
+
+    >>> import torch
+    >>> x, _ = SGD(0.5).step(torch.zeros(2), torch.tensor([1.0, -2.0]), {}, torch.ones(2), 0, 10)
+    >>> x
+    tensor([ 0.5000, -1.0000])
     """
 
     rate: float | None
@@ -61,7 +66,13 @@ class SGD(Optimiser):
 
 @dataclass(frozen=True)
 class Adam(Optimiser):
-    """Adam in relative units: a step changes a coordinate by about ``rate`` times its natural size."""
+    """Adam in relative units: a step changes a coordinate by about ``rate`` times its natural size.
+
+    >>> import torch
+    >>> step, x, unit = Adam(rate=0.1), torch.zeros(2), torch.tensor([1.0, 50.0])
+    >>> step.step(x, torch.tensor([3.0, -0.01]), step.init(x), unit, 0, 10)[0]
+    tensor([ 0.1000, -5.0000])
+    """
 
     rate: float = 0.1
     schedule: Schedule = field(default_factory=Decay)

@@ -39,7 +39,14 @@ def applies(model: Model) -> bool:
 
 @dataclass(frozen=True)
 class SpectralStart:
-    """Two phases with everyone: ``moments`` for whitening, ``spectral`` for the cross products."""
+    """Two phases with everyone: ``moments`` for whitening, ``spectral`` for the cross products.
+
+    >>> from torch import nn
+    >>> import fedpop as fp
+    >>> linear = fp.Composition(nn.Linear(4, 2, bias=False), nn.Linear(2, 1, bias=False), "normal")
+    >>> fp.FedSOUL(linear, spectral=SpectralStart(minimum=5)).phases
+    ('moments', 'spectral', 'train')
+    """
 
     minimum: int = 2
 
@@ -117,7 +124,8 @@ def natural_units(model: Model, phi: Tensor) -> Tensor:
     for name, span in model.phi_layout.spans().items():
         size = float(phi[span].square().mean().sqrt())
         # log-variances live on a scale of one; a tensor of zeros says nothing of its own scale.
-        unit[span] = 1.0 if name.startswith("likelihood.") else size or overall or 1.0
+        known = 1.0 if name.startswith("likelihood.") else model.phi_layout.unit(name)
+        unit[span] = known or size or overall or 1.0
     return unit
 
 
