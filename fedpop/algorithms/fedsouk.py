@@ -133,7 +133,6 @@ class FedSOUK(Algorithm):
             )
         if self.prior.covariance == "full" and self.hyperprior.log_scale is not None:
             raise SettingsError("a hyperprior on the scale is there for isotropic or diagonal priors")
-
         for compressor in set(self._compressors):
             compressor.check(self.model.phi_layout.size)
 
