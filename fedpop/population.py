@@ -211,7 +211,11 @@ class Population:
                 self.model.outputs_at(phi, z[i % GROUP], inputs)
                 for (phi, _), z in zip(self.theta_draws(), self._theta_models(i // GROUP), strict=True)
             ]
-        params = self.model.params(self.published["phi"])
+        drawn = [self.model.params(phi) for phi, _ in self.theta_draws()]
+        params = {
+            name: torch.stack([p[name] for p in drawn]).repeat_interleave(len(outputs[0]))[:, None, None]
+            for name in drawn[0]
+        }
         return Predictive(torch.cat(outputs), self.model.likelihood, params, key, plug_in=False)
 
     def _theta_models(self, group: int) -> list[Tensor]:
