@@ -1,4 +1,8 @@
-"""Effective draws of each kernel on a softmax head, per gradient evaluation and per second."""
+"""Effective draws of each kernel, per gradient evaluation and per second.
+
+First on a linear softmax head, whose curvature bound is the preconditioner; then on heads through vmap whose
+inputs have different scales, with the mass matrix that adapts to each client and without it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import numpy as np
 import torch
 from arviz_stats.base import array_stats  # type: ignore[attr-defined]
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 import fedpop as fp
 from benchmarks.timing import Advance, Lap, Spread, lap
@@ -22,7 +26,7 @@ from fedpop.runtime.random import Key
 NAME = "kernels"
 KERNELS: dict[str, Kernel] = {
     "HMC": fp.HMC(),
-    "HMC(leapfrog=1)": fp.HMC(leapfrog=1),
+    "MALA": fp.MALA(),
     "Exponential(h=0.5)": fp.Exponential(h=0.5),
     "ULA": fp.ULA(),
 }
@@ -36,6 +40,11 @@ WARM_UP, BLOCK, BLOCKS = 1000, 250, 8
 """Gradient evaluations of every kernel: before counting, and per block of what counts."""
 REFERENCE = 1500
 """Transitions of the long HMC run that the bias is measured against."""
+
+VMAP_KERNELS: dict[str, Kernel] = {"HMC": fp.HMC(), "MALA": fp.MALA()}
+RATIOS = (1.0, 30.0)
+"""Scale of a head's last input over that of its first."""
+WIDTH, ROWS, VMAP_BLOCKS = 8, 50, 4
 
 
 def features(key: Key, rows: int) -> tuple[Tensor, Tensor]:
@@ -67,12 +76,14 @@ class Chains:
     target: Target
     key: Key
     z: Tensor
+    mass: bool = False
     blocks: list[Tensor] = field(default_factory=list)
     laps: list[Lap] = field(default_factory=list)
     acceptance: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tuning = Tuning.fresh(CLIENTS, self.kernel.initial_log_step, self.z)
+        dimension = self.z.shape[-1] if self.mass else None
+        self.tuning = Tuning.fresh(CLIENTS, self.kernel.initial_log_step, self.z, dimension)
 
     def warm_up(self) -> None:
         for part in range(WARM_UP // (10 * self.kernel.gradients_per_step)):
@@ -135,6 +146,11 @@ def standard_error(size: np.ndarray) -> np.ndarray:
 
 
 def measure(advance: Advance) -> list[Record]:
+    first = measure_linear(lambda share: advance(0.5 * share))
+    return first + measure_vmap(lambda share: advance(0.5 + 0.5 * share))
+
+
+def measure_linear(advance: Advance) -> list[Record]:
     out = []
     for i, rows in enumerate(SIZES):
         target = posterior(rows)
@@ -180,7 +196,122 @@ def summary(chains: Chains, reference: Reference) -> dict[str, float]:
     return metrics | speed.metrics("gradients_per_second")
 
 
+# --- heads through vmap ------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A module on inputs of different scales."""
+
+    def __init__(self, inner: nn.Module, ratio: float) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("scale", torch.logspace(0, math.log10(ratio), WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x * self.scale)
+        return out
+
+
+def vmap_model(head: str, ratio: float) -> fp.Composition:
+    if head == "logistic":
+        return fp.Composition(None, Scaled(nn.Linear(WIDTH, 1), ratio), "bernoulli")
+    network = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 3))
+    return fp.Composition(None, Scaled(network, ratio), "categorical")
+
+
+def vmap_posterior(model: fp.Composition, ratio: float) -> Target:
+    """Clients whose labels come from a linear model in which every input matters as much."""
+    key, ids = Key(5, purpose="vmap"), torch.arange(CLIENTS)
+    x = key.at(purpose="x").normal(ids, (ROWS, WIDTH)) / math.sqrt(WIDTH)
+    noise = key.at(purpose="noise").normal(ids, (ROWS,))
+    score = x.sum(-1) + 0.5 * noise
+    y = (score > 0).float() if model.outputs == 1 else (score > -0.5).long() + (score > 0.5).long()
+    federation = model.prepare(fp.Federation.of(list(zip(x, y, strict=True))))
+    cohort = federation.cohort(ids, torch.ones(CLIENTS), x.device)
+    prior = fp.NormalPrior(scale=1.0)
+    local = model.bind(model.initial_phi(), cohort.x, cohort)
+    return Target(local, prior, prior.init(torch.zeros(model.z_layout.size), 1.0))
+
+
+def measure_vmap(advance: Advance) -> list[Record]:
+    settings = [(head, ratio) for head in ("logistic", "network") for ratio in RATIOS]
+    out = []
+    for i, (head, ratio) in enumerate(settings):
+        model = vmap_model(head, ratio)
+        target = vmap_posterior(model, ratio)
+        for name, kernel in VMAP_KERNELS.items():
+            for mass in (False, True):
+                key = Key(6, purpose="chains")
+                start = key.at(purpose="start").normal(torch.arange(CLIENTS), (CHAINS, model.z_layout.size))
+                chains = Chains(kernel, target, key, start, mass)
+                with torch.no_grad():
+                    chains.warm_up()
+                    for _ in range(VMAP_BLOCKS):
+                        chains.block()
+                setting = {"benchmark": NAME, "head": head, "ratio": ratio, "dimensions": start.shape[-1]}
+                seconds = sum(lap.wall for lap in chains.laps)
+                cost = {"head_steps": BLOCK * VMAP_BLOCKS * CHAINS * CLIENTS * ROWS, "seconds": seconds}
+                label = f"{name}, {'adapted mass' if mass else 'prior as mass'}"
+                config = {"clients": CLIENTS, "chains": CHAINS, "examples": ROWS}
+                out.append(record("bench", setting, label, 0, vmap_summary(chains, model), cost, config))
+        advance((i + 1) / len(settings))
+    return out
+
+
+def vmap_summary(chains: Chains, model: fp.Composition) -> dict[str, float]:
+    """Per gradient: effective draws of predicted probabilities (median and worst), of |z|^2 and of the worst
+    coordinate; hidden units may be exchanged, so coordinates of a network mean little."""
+    draws = torch.cat(chains.blocks, 1)
+    x = Key(7, purpose="test").normal(Key(7).server(), (INPUTS, WIDTH))[0] / math.sqrt(WIDTH)
+    with torch.no_grad():
+        eta = model.outputs_at(model.initial_phi(), draws.flatten(0, 2), x)
+    p = model.likelihood.mean(eta, {}).flatten(1)
+    p = p.reshape(*draws.shape[:3], -1).transpose(1, 2)
+    counted = {
+        "probability": effective(p.numpy()),
+        "size": effective(squared_size(draws))[..., None],
+        "coordinate": effective(draws.transpose(1, 2).numpy()),
+    }
+    total = BLOCK * VMAP_BLOCKS * CHAINS
+    metrics = {
+        "acceptance": float(np.mean(chains.acceptance)),
+        "probability_per_gradient": float(np.median(counted["probability"], -1).mean()) / total,
+    }
+    for name, ess in counted.items():
+        metrics[f"worst_{name}_per_gradient"] = float(ess.min(-1).mean()) / total
+    return metrics
+
+
 def tables(records: list[Record]) -> list[Table]:
+    linear = [r for r in records if "head" not in r["setting"]]
+    through_vmap = [r for r in records if "head" in r["setting"]]
+    return (linear_table(linear) if linear else []) + (vmap_table(through_vmap) if through_vmap else [])
+
+
+def vmap_table(records: list[Record]) -> list[Table]:
+    table = Table(
+        title="Effective draws per gradient on heads through vmap",
+        caption="Inputs differ in scale by the ratio. p: predicted probabilities, median and worst.",
+    )
+    for name in ("head", "ratio", "kernel", "acceptance", "p", "worst p", "|z|^2", "worst coordinate"):
+        table.add_column(name, justify="left" if name in ("head", "kernel") else "right")
+    for n, r in enumerate(records):
+        s, m = r["setting"], r["metrics"]
+        numbers = [m["probability_per_gradient"]]
+        numbers += [m[f"worst_{what}_per_gradient"] for what in ("probability", "size", "coordinate")]
+        last = n + 1 == len(records) or records[n + 1]["setting"] != s
+        table.add_row(
+            s["head"],
+            f"{s['ratio']:g}",
+            r["method"],
+            f"{m['acceptance']:.2f}",
+            *(f"{v:.4f}" for v in numbers),
+            end_section=last,
+        )
+    return [table]
+
+
+def linear_table(records: list[Record]) -> list[Table]:
     table = Table(
         title=f"Effective draws on a softmax head, {records[0]['setting']['dimensions']} dimensions",
         caption="For predicted probabilities p (median) and for |z - mu|^2. Per second: processor seconds "

@@ -26,20 +26,27 @@ SECONDS, LEAST = 110.0, 3
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel, its transitions per round, and the ratio that it should stay below."""
+    """A kernel, its transitions per round, the ratio to stay below, and what compresses J."""
 
     kernel: Kernel
     steps: int
     target: float
+    compressor: fp.Compressor = fp.Identity()  # noqa: RUF009 (frozen, and without settings)
 
     @property
     def setting(self) -> dict[str, Any]:
         gradients = self.steps * self.kernel.gradients_per_step
         name = self.kernel.name
-        return {"benchmark": NAME, "kernel": name, "local_steps": self.steps, "gradients": gradients}
+        setting = {"benchmark": NAME, "kernel": name, "local_steps": self.steps, "gradients": gradients}
+        return setting if self.compressor.identity else setting | {"compressor": self.compressor.name}
 
 
-CASES = (Case(fp.HMC(), 2, 1.10), Case(fp.ULA(), 10, 1.10), Case(fp.HMC(), 10, 1.25))
+CASES = (
+    Case(fp.HMC(), 2, 1.10),
+    Case(fp.ULA(), 10, 1.10),
+    Case(fp.HMC(), 10, 1.25),
+    Case(fp.HMC(), 10, 1.30, fp.QSGD()),
+)
 
 
 def backbone() -> nn.Module:
@@ -77,9 +84,9 @@ def bare(model: fp.Composition, x: Tensor, y: Tensor, batch: int) -> Callable[[]
 
 
 def begun(case: Case, model: fp.Composition, federation: fp.Federation) -> Run:
-    method = fp.FedSOUL(model, kernel=case.kernel, local_steps=case.steps)
-    settings = Settings(1000, 0, fp.Uniform(ACTIVE), "1GiB", 50)
-    run = Run(method, federation, settings, None, [])
+    settings = {"kernel": case.kernel, "local_steps": case.steps, "compressor": case.compressor}
+    method = fp.FedSOUL(model, **settings)
+    run = Run(method, federation, Settings(1000, 0, fp.Uniform(ACTIVE), "1GiB", 50), None, [])
     run._begin(resume=False)
     run.totals.clear()
     return run
@@ -129,11 +136,11 @@ def tables(records: list[Record]) -> list[Table]:
         caption=f"{config['precision']}, one thread; the bare pass in its fastest batches, of "
         f"{config['bare_batch']}; median and quartiles of {rounds[0]['metrics']['repeats']} turns",
     )
-    for name in ("kernel", "transitions", "gradients", "ratio", "ratio, wall clock", "target"):
-        table.add_column(name, justify="left" if name == "kernel" else "right")
+    for name in ("kernel", "compressor", "transitions", "gradients", "ratio", "ratio, wall clock", "target"):
+        table.add_column(name, justify="left" if name in ("kernel", "compressor") else "right")
     for r in rounds:
         s, m = r["setting"], r["metrics"]
-        counts = (s["kernel"], str(s["local_steps"]), str(s["gradients"]))
+        counts = (s["kernel"], s.get("compressor", "-"), str(s["local_steps"]), str(s["gradients"]))
         table.add_row(*counts, shown(m, "ratio"), shown(m, "ratio_wall"), f"{m['target']:.2f}")
     speeds = Table(title="The bare pass by its batch")
     for name in ("batch", "images per second", "time, relative"):

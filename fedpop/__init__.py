@@ -2,55 +2,86 @@
 
 __version__ = "0.1.0"
 
-from fedpop.algorithms import EM, FedAvg, FedRep, FedSOUK, FedSOUL, Hyperprior, LocalSGD
+from fedpop.algorithms import (
+    EM,
+    FedAvg,
+    FedAvgFT,
+    FedRep,
+    FedSOUK,
+    FedSOUL,
+    Final,
+    Hyperprior,
+    LocalSGD,
+    Steps,
+)
+from fedpop.channel import QSGD, Compressor, Identity, Natural, RandK
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.participation import Bernoulli, Everyone, Uniform
-from fedpop.kernels import HMC, ULA, Exponential
+from fedpop.federation.trace import Trace
+from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential, JumpHMC, MixtureDraw
 from fedpop.models import likelihoods, links
+from fedpop.models.augment import CropFlip
 from fedpop.models.composition import Composition
 from fedpop.models.custom import CustomModel
 from fedpop.models.modules import replace_batchnorm
 from fedpop.models.split import Split
 from fedpop.population import Population, load
+from fedpop.priors.mixture import Mixture
 from fedpop.priors.normal import Normal as NormalPrior
 from fedpop.runtime.callbacks import Callback, EarlyStop
 from fedpop.runtime.simulate import simulate
 from fedpop.server.averaging import Averaging
-from fedpop.server.optimisers import SGD, Adam
+from fedpop.server.optimisers import SGD, Adam, Average
 from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial
 from fedpop.server.start import SpectralStart
 
 __all__ = [
     "EM",
     "HMC",
+    "MALA",
+    "QSGD",
     "SGD",
+    "SGLD",
     "ULA",
     "Adam",
+    "Average",
     "Averaging",
     "Bernoulli",
     "Callback",
     "Client",
     "Composition",
+    "Compressor",
     "Constant",
     "Cosine",
+    "CropFlip",
     "CustomModel",
     "Decay",
     "EarlyStop",
     "Everyone",
     "Exponential",
     "FedAvg",
+    "FedAvgFT",
     "FedRep",
     "FedSOUK",
     "FedSOUL",
     "Federation",
+    "Final",
     "Hyperprior",
+    "Identity",
+    "JumpHMC",
     "LocalSGD",
+    "Mixture",
+    "MixtureDraw",
+    "Natural",
     "NormalPrior",
     "Polynomial",
     "Population",
+    "RandK",
     "SpectralStart",
     "Split",
+    "Steps",
     "Table",
+    "Trace",
     "Uniform",
     "likelihoods",
     "links",

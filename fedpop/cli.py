@@ -49,6 +49,64 @@ def synthetic(
     run_synthetic(out, seeds, processes, main_only)
 
 
+@experiment.command
+def defaults(
+    data: Path,
+    out: Path = Path("results/defaults"),
+    seeds: int = 3,
+    processes: Annotated[int | None, arg(metavar="INT")] = None,
+) -> None:
+    """Why the defaults for networks are what they are: small image clients, one setting changed at a time.
+
+    Args:
+        data: Folder with cifar10/ (Parquet) and mnist/ (IDX).
+        out: Folder for results.json, results.md and report.html.
+        seeds: How many seeds per variant.
+        processes: Worker processes; one per core unless told.
+    """
+    from fedpop.experiments.commands import run_defaults
+
+    run_defaults(data, out, seeds, processes)
+
+
+@experiment.command
+def theory(
+    out: Path = Path("results/theory"),
+    seeds: int = 10,
+    processes: Annotated[int | None, arg(metavar="INT")] = None,
+) -> None:
+    """The paper's theorem, measured: bias in gamma, noise of participation and compression, local steps.
+
+    Args:
+        out: Folder for results.json, results.md and report.html.
+        seeds: How many seeds per setting.
+        processes: Worker processes; one per core unless told.
+    """
+    from fedpop.experiments.commands import run_theory
+
+    run_theory(out, seeds, processes)
+
+
+@experiment.command
+def restarts(
+    out: Path = Path("results/restarts"),
+    synthetic: Path = Path("results/synthetic"),
+    restarts: int = 3,
+    processes: Annotated[int | None, arg(metavar="INT")] = None,
+) -> None:
+    """The synthetic experiment's seeds that ended in a local optimum, run again with restarts.
+
+    Args:
+        out: Folder for results.json, results.md and report.html.
+        synthetic: Folder with the synthetic experiment's results.
+        restarts: Further runs from random starts.
+        processes: Worker processes; one per core unless told.
+    """
+    from fedpop.experiments.commands import run_restarts
+
+    run_restarts(out, synthetic, restarts, processes)
+
+
 @app.command
 def report(folder: Positional[Path]) -> None:
     """Write report.html into a run folder or an experiment's results folder.

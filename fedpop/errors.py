@@ -21,6 +21,10 @@ class CheckpointError(FedpopError):
     """A checkpoint or a saved population cannot be used."""
 
 
+class PayloadError(FedpopError, ValueError):
+    """A vector cannot be encoded, or an encoded one cannot be read."""
+
+
 class EstimateError(FedpopError):
     """A quantity cannot be estimated reliably from what is available."""
 

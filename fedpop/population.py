@@ -13,7 +13,8 @@ from torch import Tensor
 
 import fedpop
 from fedpop.algorithms.base import Algorithm, Tensors
-from fedpop.algorithms.fedsouk import FINAL_CHAINS, FINAL_DRAWS, FedSOUK
+from fedpop.algorithms.fedsouk import FedSOUK, Final
+from fedpop.algorithms.local_steps import describe_steps
 from fedpop.algorithms.phi_gradient import PhiGradient
 from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
 from fedpop.evaluation.diagnostics import (
@@ -177,12 +178,12 @@ class Population:
 
     @property
     def prior_mean(self) -> Tensor:
-        return self._fedsouk("a population prior").prior.mu(self.published["beta"])
+        return self._fedsouk("a population prior").prior.summary(self.published["beta"], self.published)[0]
 
     @property
     def prior_sd(self) -> Tensor:
         """Marginal standard deviations of the population prior."""
-        return self._fedsouk("a population prior").prior.sd(self.published["beta"])
+        return self._fedsouk("a population prior").prior.summary(self.published["beta"], self.published)[1]
 
     def _fedsouk(self, what: str) -> FedSOUK:
         if not isinstance(self.algorithm, FedSOUK):
@@ -309,8 +310,9 @@ class Population:
         key = self.key.at(purpose="newcomer")
         if x is None and isinstance(self.algorithm, FedSOUK):
             ids = torch.full((1,), NEWCOMER, device=self.published["phi"].device)
-            z = self.algorithm.draw_prior(self.published["beta"], ids, key, FINAL_CHAINS * FINAL_DRAWS)
-            prior = {"draws": z.unflatten(1, (FINAL_CHAINS, FINAL_DRAWS))}
+            beta, states, final = self.published["beta"], self.published.get("states"), self.algorithm.final
+            z = self.algorithm.prior.final_draws(beta, ids, key, final.total, states)
+            prior = {"draws": z.unflatten(1, (final.chains, final.draws))}
             return Newcomer(self.algorithm, self.published, prior, key)
         if x is None:
             cohort = self._empty_cohort()
@@ -387,7 +389,10 @@ class Population:
             return list(ids.split(GROUP))
         if self._plan is None:
             base = plan_for(self.algorithm, self.federation, parse_bytes(MEMORY))
-            draws, item = FINAL_CHAINS * FINAL_DRAWS, self.published["phi"].element_size()
+            draws, item = (
+                getattr(self.algorithm, "final", Final()).total,
+                self.published["phi"].element_size(),
+            )
             # Draws with their gradients and proposals; head outputs of a batch of draws, with their graph.
             per_client = 10.0 * item * draws * self.model.z_layout.size
             per_row = base.per_row + item * draws * self.model.outputs
@@ -407,7 +412,7 @@ class Population:
             for ids in self._groups():
                 cohort = self._cohort(ids)
                 target = method.target(phi, beta, self.model.features(phi, cohort), cohort)
-                if target.conjugate:
+                if target.closed_form:
                     value += float(closed_form(target).double().sum())
                     continue
                 conjugate = False
@@ -469,11 +474,14 @@ class Population:
                 j_total[b] = j_total[b] + j
         hyper_phi = method.hyperprior.phi_grad(phi.detach())
         hyper_beta = method.prior.mask(method.hyperprior.beta_grad(method.prior, beta))
+        key = self.key.at(purpose="diagnostics")
+        lacking = method.prior.normaliser_batches(beta, self.published, key, batches) * len(self)
+        i_all = torch.stack(i_total) + method.prior.mask(lacking) + hyper_beta
         whole = len(names) == len(self)
         learned = whole and phi.numel() > 0
         theta = ThetaDiagnostics(
             phi_gradient=gradient_ratio(torch.stack(j_total) + hyper_phi) if learned else None,
-            beta_gradient=gradient_ratio(torch.stack(i_total) + hyper_beta) if whole else None,
+            beta_gradient=gradient_ratio(i_all) if whole else None,
             drift=self.drift,
             at_bound=[*method.prior.at_bound(beta), *method.phi_at_bound(phi.detach())],
         )
@@ -489,16 +497,12 @@ class Population:
         lines[0] += f", {self.rounds} rounds"
         lines.append(f"  model    {self.model!r}")
         if isinstance(self.algorithm, FedSOUK):
-            mu, sd = self.prior_mean, self.prior_sd
-            kind = self.algorithm.prior.covariance
-            lines.append(
-                f"  prior    Normal, {kind}: norm of mean {float(mu.norm()):.3f}, sd "
-                f"{float(sd.min()):.3f}"
-                + ("" if float(sd.min()) == float(sd.max()) else f" to {float(sd.max()):.3f}")
-            )
+            words = self.algorithm.prior.lines(self.published["beta"], self.published)
+            lines += [f"  {'prior' if i == 0 else '':8} {line}" for i, line in enumerate(words)]
             if isinstance(self.model.z_layout, LinkedLayout):
-                lines += self._named_lines(sd)
-            lines.append(f"  kernel   {self.algorithm.markov_kernel}, {self.algorithm.local_steps} per round")
+                lines += self._named_lines()
+            steps = describe_steps(self.algorithm.local_steps)
+            lines.append(f"  kernel   {self.algorithm.markov_kernel}, {steps}")
         if self.totals:
             up, down = self.totals.get("bytes_up", 0), self.totals.get("bytes_down", 0)
             lines.append(
@@ -516,11 +520,11 @@ class Population:
             lines += ["  " + line for line in str(self.diagnostics()).splitlines()]
         return "\n".join(lines)
 
-    def _named_lines(self, sd: Tensor) -> list[str]:
+    def _named_lines(self) -> list[str]:
         """phi and the typical client in natural units, and how far clients differ on the free scale."""
         layout = self.model.z_layout
         assert isinstance(layout, LinkedLayout)
-        spread = Layout.views(layout, sd)
+        spread = Layout.views(layout, self.prior_sd)
         free = {layout.link_of(n).free_name.format(n): v for n, v in spread.items()}
         parts = {"phi": self.phi, "typical": self.typical, "spread": free}
         return [f"  {label:<8} {_numbers(named)}" for label, named in parts.items() if named]

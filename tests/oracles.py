@@ -73,10 +73,9 @@ def effective_draws(replicates: Tensor, variance: Tensor) -> Tensor:
 
 def warmed(kernel: Kernel, target: Target, ids: Tensor, chains: int, warmup: int) -> tuple[Tensor, Tuning]:
     """Chains started from the prior, with the step adapted every ten transitions."""
-    d = target.prior.dimension(target.beta)
     key = Key(11, purpose="warm")
-    z = target.prior.sample(target.beta, key.at(purpose="start").normal(ids, (chains, d), DOUBLE))
-    tuning = Tuning.fresh(len(ids), kernel.initial_log_step, z)
+    z = target.prior.draw(target.beta, ids, key.at(purpose="start"), chains)
+    tuning = kernel.first_tuning(len(ids), z, None if target.linear else z.shape[-1])
     for k in range(warmup // 10):
         trace = run(kernel, target, z, tuning, 10, key.at(round=k), ids, adapt=True)
         z, tuning = trace.state.z, trace.tuning
@@ -209,8 +208,13 @@ class Curved(nn.Module):
 def make_case(
     family: str, covariance: str, *, features: int = 2, outputs: int = 1, head: str = "linear"
 ) -> Case:
-    """Clients with 0, 3 and 8 examples, their targets drawn from the model itself."""
+    """Clients with 0, 3 and 8 examples, their targets drawn from the model itself.
+
+    ``head`` is "linear", "bias" (with one), "vmap" (linear, but not told) or "curved".
+    """
     module = Curved() if head == "curved" else nn.Linear(features, outputs, bias=head == "bias")
+    if head == "vmap":  # the same head, but nothing is known of it
+        module = nn.Sequential(module)
     likelihood = fp.likelihoods.Normal(1.0) if family == "normal" else family
     model = fp.Composition(None, module.double(), likelihood)
 

@@ -197,6 +197,10 @@ def test_heads_that_do_not_fit(tmp_path: Path, case: str) -> None:
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "M = 0": ({"local_steps": 0}, {}, "local_steps.*at least 1, not 0"),
     "M < 0": ({"local_steps": -3}, {}, "local_steps"),
+    "M = 0 for one": ({"local_steps": (3, 0, 3)}, {}, "local_steps.*at least 1, not 0"),
+    "half a step for one": ({"local_steps": [3, 2.5, 3]}, {}, "local_steps must be a whole number, not 2.5"),
+    "M for two of three": ({"local_steps": (3, 4)}, {}, r"2 number\(s\) for 3 client\(s\); give one each"),
+    "M in words": ({"local_steps": "many"}, {}, "local_steps must be a whole number, not 'many'"),
     "chains": ({"chains": 0}, {}, "at least one chain"),
     "form": ({"form": "centre"}, {}, "form of I"),
     "phi_batch": ({"phi_batch": 0}, {}, "phi_batch"),

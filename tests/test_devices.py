@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 import fedpop as fp
 from fedpop.algorithms.base import Facts, Message
-from fedpop.channel import Channel
 from tests.helpers import cohort_of, linear_model, ragged, seeded, train_key
 
 PACKAGE = str(Path(fp.__file__).parent)
@@ -107,6 +106,10 @@ METHODS: dict[str, Any] = {
     "split": lambda: fp.FedSOUL(
         fp.Split(nn.Sequential(nn.Linear(3, 3)), "0.bias", "categorical"), local_steps=1
     ),
+    "qsgd": lambda: fp.FedSOUL(linear_model(), compressor="qsgd"),
+    "one compressor each": lambda: fp.FedSOUL(
+        linear_model(), compressor=["natural", "rand-k", "identity", "natural"]
+    ),
     "fedavg": lambda: fp.FedAvg(linear_model(), local=fp.LocalSGD(batch=2)),
     "fedrep": lambda: fp.FedRep(linear_model(), phi_step=fp.Adam()),
     "fedrep exact": lambda: fp.FedRep(linear_model(), heads="exact", start="spectral"),
@@ -127,7 +130,8 @@ def test_every_tensor_of_a_round_says_where_it_lives(name: str) -> None:
         for phase in method.phases:
             broadcast = method.broadcast(phase, server)
             local = method.enter(cohort.ids, broadcast, train_key()) if phase == "train" else {}
-            new, message, _ = method.local_round(phase, broadcast, cohort, local, Channel(), train_key())
+            channel = method.channel(train_key())
+            new, message, _ = method.local_round(phase, broadcast, cohort, local, channel, train_key())
             server = method.server_round(phase, server, message, facts, train_key())
         method.server_round("train", server, Message({}, 0, ratio=False), facts, train_key(1))
         published = method.publish(server)

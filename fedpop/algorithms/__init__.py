@@ -7,18 +7,22 @@ from typing import Any
 
 from fedpop.algorithms.base import Algorithm
 from fedpop.algorithms.fedavg import FedAvg
+from fedpop.algorithms.fedavg_ft import FedAvgFT
 from fedpop.algorithms.fedrep import FedRep
-from fedpop.algorithms.fedsouk import FedSOUK
+from fedpop.algorithms.fedsouk import FedSOUK, Final
 from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.algorithms.local_sgd import LocalSGD
+from fedpop.algorithms.local_steps import Steps
+from fedpop.channel import QSGD, Identity, Natural, RandK
 from fedpop.errors import CheckpointError
-from fedpop.kernels import HMC, ULA, Exponential
+from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential, JumpHMC, MixtureDraw
 from fedpop.models.base import Model
 from fedpop.priors.hyper import Hyperprior
+from fedpop.priors.mixture import Mixture
 from fedpop.priors.normal import Normal
 from fedpop.server.averaging import Averaging
 from fedpop.server.em import EM
-from fedpop.server.optimisers import SGD, Adam
+from fedpop.server.optimisers import SGD, Adam, Average
 from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial
 from fedpop.server.start import SpectralStart
 
@@ -27,30 +31,45 @@ __all__ = [
     "METHODS",
     "Algorithm",
     "FedAvg",
+    "FedAvgFT",
     "FedRep",
     "FedSOUK",
     "FedSOUL",
+    "Final",
     "Hyperprior",
     "LocalSGD",
+    "Steps",
     "rebuild",
 ]
 
-METHODS: dict[str, type[Algorithm]] = {m.__name__: m for m in (FedSOUL, FedSOUK, FedAvg, FedRep)}
+METHODS: dict[str, type[Algorithm]] = {m.__name__: m for m in (FedSOUL, FedSOUK, FedAvg, FedAvgFT, FedRep)}
 
 _SETTINGS: dict[str, type] = {
     c.__name__: c
     for c in (
         ULA,
         HMC,
+        MALA,
+        SGLD,
         Exponential,
+        JumpHMC,
+        MixtureDraw,
         Normal,
+        Mixture,
         Adam,
+        Average,
         SGD,
         EM,
         Hyperprior,
         Averaging,
+        Final,
         SpectralStart,
         LocalSGD,
+        Identity,
+        QSGD,
+        RandK,
+        Natural,
+        Steps,
         Constant,
         Polynomial,
         Cosine,
@@ -71,6 +90,10 @@ def rebuild(described: dict[str, Any], method: str, model: Model) -> Algorithm:
 
 def _value(value: Any) -> Any:
     if isinstance(value, dict) and "kind" in value:
+        if value["kind"] not in _SETTINGS:
+            raise CheckpointError(
+                f"unknown setting {value['kind']!r}: it was saved with a class that this fedpop does not have"
+            )
         inner = {k: _value(v) for k, v in value.items() if k != "kind"}
         return _SETTINGS[value["kind"]](**inner)
     return tuple(_value(v) for v in value) if isinstance(value, list) else value

@@ -92,6 +92,11 @@ class Algorithm(ABC):
     """Predictions integrate over z; otherwise intervals hold noise only, and say so."""
 
     @property
+    def phi_copies(self) -> int:
+        """About how many vectors of phi's size a client's round holds at once, beside the data."""
+        return 0
+
+    @property
     def phases(self) -> tuple[str, ...]:
         """Phases that run once, with everyone, before the rounds; the last one is the rounds."""
         return ("train",)
@@ -126,6 +131,10 @@ class Algorithm(ABC):
     ) -> Tensors:
         """The server's step; ``total`` is None when nobody took part."""
 
+    def channel(self, key: Key) -> Channel:
+        """The way that messages of a round take to the server."""
+        return Channel()
+
     @abstractmethod
     def publish(self, server: Tensors) -> Tensors:
         """What predictions use."""
@@ -155,6 +164,11 @@ class Algorithm(ABC):
 
     def check(self, clients: int) -> None:  # noqa: B027
         """Raise early when the settings do not fit the federation."""
+
+    def check_restarts(self) -> None:
+        """Raise unless runs of this method can be compared by their marginal likelihood."""
+        if not self.uncertainty:
+            raise SettingsError(f"restarts are compared by marginal likelihood, which {self.label} has not")
 
     def metrics(self, server: Tensors, info: Info) -> dict[str, float | None]:
         """Numbers of a round for ``metrics.jsonl`` and the progress bar; None where there is none."""
@@ -217,6 +231,10 @@ def require_whole(**numbers: Any) -> None:
 
 
 def split_cohort(cohort: Cohort) -> Iterable[Cohort]:
-    """One cohort per client."""
-    for i in range(len(cohort)):
-        yield cohort.select(torch.tensor([i], device=cohort.device))
+    """One cohort per client; its rows are views."""
+    start = 0
+    for i, size in enumerate(cohort.sizes.tolist()):
+        one = slice(i, i + 1)
+        rows = slice(start, start + size)
+        yield cohort.take(rows, cohort.ids[one], cohort.sizes[one], cohort.weights[one])
+        start += size

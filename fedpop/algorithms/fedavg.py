@@ -52,6 +52,10 @@ class FedAvg(Algorithm):
 
     name: ClassVar[str] = "FedAvg"
 
+    @property
+    def phi_copies(self) -> int:
+        return 4  # where a client stands, its velocity, its gradient, what it sends
+
     def init(self, facts: Facts, key: Key) -> Tensors:
         return {"w": torch.cat((self.model.initial_phi(), self.model.initial_z()))}
 
@@ -69,7 +73,7 @@ class FedAvg(Algorithm):
     ) -> tuple[Tensors, Message, Info]:
         w = broadcast["w"].expand(len(cohort), -1)
         loss = joint_loss(self.model, cohort.embedded)
-        new = self.local.run(loss, w, w[:, :0], cohort.x, cohort, key)
+        new = self.local.run(loss, w, w[:, :0], cohort.x, cohort, key, batched=self.model.batchable)
         n = cohort.sizes.to(w.dtype)
         good = torch.isfinite(new).all(1)
         delta = channel("dw", n.unsqueeze(1) * (new - w))

@@ -83,6 +83,10 @@ class FedRep(Algorithm):
     def phases(self) -> tuple[str, ...]:
         return ("moments", "spectral", "train") if self.start == "spectral" else ("train",)
 
+    @property
+    def phi_copies(self) -> int:
+        return 4  # where a client stands, its velocity, its gradient, what it sends
+
     def init(self, facts: Facts, key: Key) -> Tensors:
         return self._server(self.model.initial_phi())
 
@@ -114,7 +118,15 @@ class FedRep(Algorithm):
         z = self.fit_head(phi, cohort, local["z"], key, dropout=True)
         start = phi.expand(len(cohort), -1)
         loss = body_loss(self.model, cohort.embedded)
-        body = self.body.run(loss, start, z, cohort.x, cohort, key.at(purpose="body"))
+        body = self.body.run(
+            loss,
+            start,
+            z.unsqueeze(1),
+            cohort.x,
+            cohort,
+            key.at(purpose="body"),
+            batched=self.model.batchable,
+        )
         n = cohort.sizes.to(phi.dtype)
         good = torch.isfinite(body).all(1) & torch.isfinite(z).all(1)
         delta = channel("dphi", n.unsqueeze(1) * (body - start))
@@ -156,7 +168,7 @@ class FedRep(Algorithm):
                 out: Tensor = (torch.linalg.pinv(f) @ y).mT.flatten(1).to(phi.dtype)
                 return out
             loss = head_loss(self.model, phi)
-            return self.head.run(loss, z, z[:, :0], features, cohort, key.at(purpose="head"), dropout)
+            return self.head.run(loss, z, z[:, :0], features, cohort, key.at(purpose="head"), dropout=dropout)
 
     def server_round(
         self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key

@@ -1,4 +1,5 @@
-"""Mini-batch gradient descent on clients' own data, vectorised over a cohort."""
+"""Mini-batch gradient descent on clients' own data, over a cohort: batched for small models, one client
+after the other for large ones."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedpop.algorithms.base import split_cohort
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
@@ -16,21 +18,27 @@ from fedpop.runtime.random import Key
 
 Loss = Callable[..., Tensor]
 """``loss(w, aux, x, y, mask, rows)``: one client's mean loss over the examples where mask is one; ``rows``
-name the examples, for dropout."""
+name the examples, for layers that draw, such as dropout."""
+
+LARGEST_BATCHED = 20_000
+"""Parameters up to which clients are worked on side by side by vmap: above it a single client keeps the
+processor busy, and batched convolutions with a filter for each client are slow."""
 
 
 @dataclass(frozen=True)
 class LocalSGD:
     """``epochs`` of plain SGD with momentum; ``batch`` None takes all of a client's examples.
 
-    >>> LocalSGD(epochs=5, rate=0.05, batch=32)
-    LocalSGD(epochs=5, rate=0.05, batch=32, momentum=0.0)
+    >>> LocalSGD(epochs=5, rate=0.05, batch=50)
+    LocalSGD(epochs=5, rate=0.05, batch=50, momentum=0.0, decay=0.0)
     """
 
     epochs: int = 1
     rate: float = 0.01
     batch: int | None = None
     momentum: float = 0.0
+    decay: float = 0.0
+    """Weight decay: the gradient of decay/2 norm(w)^2 is added."""
 
     def __post_init__(self) -> None:
         if self.epochs < 1:
@@ -41,6 +49,8 @@ class LocalSGD:
             raise SettingsError(f"batch must be at least 1, not {self.batch}")
         if not 0 <= self.momentum < 1:
             raise SettingsError(f"momentum lies in [0, 1), not {self.momentum}")
+        if not self.decay >= 0:
+            raise SettingsError(f"weight decay must be 0 or more, not {self.decay}")
 
     def run(
         self,
@@ -50,15 +60,36 @@ class LocalSGD:
         x: Inputs,
         cohort: Cohort,
         key: Key,
+        rate: float | None = None,
+        *,
         dropout: bool = True,
+        batched: bool = True,
     ) -> Tensor:
-        """New parameters ``[C, D]`` from w ``[C, D]``; ``aux`` ``[C, *]`` is handed to the loss."""
+        """New parameters ``[C, D]`` from w ``[C, D]``; ``aux`` ``[C, *]`` is handed to the loss.
+
+        ``batched`` False: the loss cannot be, or had better not be, vectorised over clients.
+        """
+        if cohort.longest == 0:
+            return w
+        one_by_one = not batched or w.shape[1] > LARGEST_BATCHED
+        work = self._one_by_one if one_by_one else self._batched
+        return work(loss, w, aux, x, cohort, key, self.rate if rate is None else rate, dropout)
+
+    def _batched(
+        self,
+        loss: Loss,
+        w: Tensor,
+        aux: Tensor,
+        x: Inputs,
+        cohort: Cohort,
+        key: Key,
+        rate: float,
+        dropout: bool,
+    ) -> Tensor:
         # Padding repeats real rows, so that the loss is finite on it.
         block, y = map_inputs(cohort.fill, x), cohort.fill(cohort.y)
         mask = (torch.arange(cohort.longest, device=w.device) < cohort.sizes.unsqueeze(1)).to(w.dtype)
-        size = cohort.longest if self.batch is None else min(self.batch, cohort.longest)
-        if size == 0:
-            return w
+        size = self._size(cohort)
         velocity = torch.zeros_like(w)
         rows = torch.arange(len(cohort), device=w.device).unsqueeze(1)
         for epoch in range(self.epochs):
@@ -69,11 +100,49 @@ class LocalSGD:
                 pick = order[:, start : start + size]
                 part = mask[rows, pick]
                 xb = map_inputs(lambda v, p=pick: v[rows, p], block)
-                g = grad(w, aux, xb, y[rows, pick], part, cohort.ids.unsqueeze(1).expand_as(pick), pick)
+                ids = cohort.ids.unsqueeze(1).expand_as(pick)
+                g = grad(w, aux, xb, y[rows, pick], part, ids, pick) + self.decay * w
                 busy = (part.sum(1) > 0).to(w.dtype).unsqueeze(1)  # clients that still have examples
                 velocity = torch.where(busy > 0, self.momentum * velocity + g, velocity)
-                w = w - self.rate * busy * velocity
+                w = w - rate * busy * velocity
         return w
+
+    def _one_by_one(
+        self,
+        loss: Loss,
+        w: Tensor,
+        aux: Tensor,
+        x: Inputs,
+        cohort: Cohort,
+        key: Key,
+        rate: float,
+        dropout: bool,
+    ) -> Tensor:
+        out = torch.empty_like(w)
+        starts = torch.cumsum(cohort.sizes, 0) - cohort.sizes
+        for c, one in enumerate(split_cohort(cohort)):
+            out[c] = w[c]
+            n, velocity = int(one.sizes[0]), torch.zeros_like(out[c])
+            mine = slice(int(starts[c]), int(starts[c]) + n)
+            own = map_inputs(lambda v, m=mine: v[m], x)
+            every = velocity.new_ones((1, n))
+            for epoch in range(self.epochs if n else 0):
+                now = key.at(purpose=f"epoch-{epoch}")
+                for pick in self._order(every, one, now)[0].split(self._size(one)):
+                    at = out[c].detach().clone().requires_grad_()
+                    rows = RowKeys(now, one.ids.expand(len(pick)), pick) if dropout else None
+                    batch = map_inputs(lambda v, p=pick: v[p], own)
+                    with torch.enable_grad():
+                        value = loss(at, aux[c], batch, one.y[pick], every[0, pick], rows)
+                    (g,) = torch.autograd.grad(value, at)
+                    velocity.mul_(self.momentum).add_(g)
+                    if self.decay:
+                        velocity.add_(out[c], alpha=self.decay)
+                    out[c].sub_(velocity, alpha=rate)
+        return out
+
+    def _size(self, cohort: Cohort) -> int:
+        return cohort.longest if self.batch is None else min(self.batch, max(cohort.longest, 1))
 
     def _order(self, mask: Tensor, cohort: Cohort, key: Key) -> Tensor:
         """Each client's examples in random order, padding last."""

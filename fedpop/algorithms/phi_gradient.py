@@ -6,20 +6,28 @@ the server needs only the sum over clients, so one pass serves them all unless e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import split_cohort
+from fedpop.algorithms.base import split_cohort, weighted_sum
 from fedpop.channel import Channel
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.inputs import Inputs
+from fedpop.federation.inputs import Inputs, leaves, map_inputs
 from fedpop.models.base import Model
 from fedpop.models.local import LinearLikelihood
-from fedpop.models.modules import RowKeys
+from fedpop.models.modules import RowKeys, is_convolutional
 from fedpop.runtime.random import Key
+
+SMALL = 100_000
+"""Entries of phi up to which clients' gradients are computed side by side."""
+TOGETHER = 2**22
+"""Numbers that such a batch of clients may hold, about."""
+WORTH = 3
+"""Clients for each call of vmap from which that is faster than one after the other."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,7 @@ class PhiGradient:
     """J of a cohort: one backward pass of the log-likelihood averaged over the draws."""
 
     model: Model
-    moments: tuple[Tensor, Tensor] | None
+    moments: tuple[Tensor, ...] | None
     draws: Tensor
 
     def value(
@@ -63,22 +71,144 @@ class PhiGradient:
         good: Tensor,
         channel: Channel | None,
         batch: int | None = None,
+        features: Sequence[Inputs] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One backward per client: to compress each, to take mini-batches, or to find a culprit."""
-        good, values, total = good.clone(), [], torch.zeros_like(phi)
+        """J_i of each client: to compress it, to take mini-batches, or to find a culprit.
+
+        ``features`` are those of ``embedded``, each with a graph of its own.
+        """
+        good, values, total = good.clone(), phi.new_zeros(len(cohort)), torch.zeros_like(phi.detach())
+        for rows, value, j in self._each(phi, cohort, key, batch, features):
+            values[rows] = value
+            good[rows] &= torch.isfinite(value) & finite_rows(j)
+            kept = good[rows]
+            rows, j = rows[kept], j[kept]
+            sent = j if channel is None else channel("J", j, cohort.ids[rows])
+            good[rows] &= (arrived := finite_rows(sent))  # a compressor refuses what it could not decode
+            total = total + weighted_sum(sent, cohort.weights[rows], arrived)
+        return good, values, total
+
+    def _each(
+        self, phi: Tensor, cohort: Cohort, key: Key, batch: int | None, features: Sequence[Inputs] | None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Positions, values and J of one client, or of many, at a time."""
+        if batch is None and features is None and self._worth_batching(phi, cohort):
+            blocks = self._side_by_side(phi, cohort, key)
+            try:
+                first = next(blocks)
+            except RuntimeError:
+                pass  # a layer that vmap does not know: client by client, then
+            else:
+                yield first
+                yield from blocks
+                return
         for c, one in enumerate(split_cohort(cohort)):
             part, factor = minibatch(one, batch, key)
             keys = self.model.dropout_keys(part, key)
             with torch.enable_grad():
-                features = self.model.features(phi, part, keys)
-                value = factor * self.value(phi, features, part, keys, slice(c, c + 1))
+                own = self.model.features(phi, part, keys) if features is None else features[c]
+                value = factor * self.value(phi, own, part, keys, slice(c, c + 1))
                 j = gradient(value.sum(), phi)
-            values.append(value.detach())
-            good[c] &= bool(torch.isfinite(value).all()) and bool(torch.isfinite(j).all())
-            if bool(good[c]):
-                sent = j.unsqueeze(0) if channel is None else channel("J", j.unsqueeze(0))
-                total = total + float(one.weights) * sent[0]
-        return good, torch.cat(values), total.detach()
+            yield torch.tensor([c], device=phi.device), value.detach(), j.unsqueeze(0)
+
+    def _worth_batching(self, phi: Tensor, cohort: Cohort) -> bool:
+        calls = len(equal_pieces(cohort.sizes, self.model.linear))
+        return vectorises(self.model, phi) and len(cohort) >= WORTH * calls
+
+    def _side_by_side(self, phi: Tensor, cohort: Cohort, key: Key) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Many clients at once, through vmap: each piece of its rows is a cohort of one."""
+        phi, keys = phi.detach(), self.model.dropout_keys(cohort, key)
+        starts = torch.cumsum(cohort.sizes, 0) - cohort.sizes
+        width = sum(leaf[:1].numel() for leaf in leaves(cohort.x))
+        block = max(1, TOGETHER // (phi.shape[0] + 4 * cohort.longest * width))
+        for who in torch.arange(len(cohort), device=phi.device).split(block):
+            value, j = phi.new_zeros(len(who)), phi.new_zeros((len(who), phi.shape[0]))
+            for n, index, offset in equal_pieces(cohort.sizes[who], self.model.linear):
+                own = who[index]
+                rows = (starts[own] + offset).unsqueeze(1) + torch.arange(n, device=phi.device)
+                moments = () if self.moments is None else tuple(m[own] for m in self.moments)
+                named = () if keys is None else (keys.clients[rows], keys.positions[rows])
+                x = map_inputs(lambda v, r=rows: v[r], cohort.x)
+                one = torch.func.grad_and_value(self._one_client(cohort, keys, n))
+                many = torch.func.vmap(one, in_dims=(None, 0, 0, 0, 0, 0))
+                gradients, values = many(phi, x, cohort.y[rows], self.draws[own], moments, named)
+                j.index_add_(0, index, gradients)
+                value.index_add_(0, index, values)
+            yield who, value, j
+
+    def _one_client(self, cohort: Cohort, keys: RowKeys | None, n: int) -> Callable[..., Tensor]:
+        """E[log p(D_i | z, phi)] of one client as a function of phi and its own tensors."""
+        sizes, weights = cohort.sizes.new_full((1,), n), cohort.weights.new_ones(1)
+
+        def value(
+            phi: Tensor,
+            x: Inputs,
+            y: Tensor,
+            draws: Tensor,
+            moments: tuple[Tensor, ...],
+            named: tuple[Tensor, ...],
+        ) -> Tensor:
+            alone = Cohort(sizes.new_zeros(1), sizes, x, y, weights, n, cohort.embedded)
+            rows = None if keys is None else RowKeys(keys.key, *named)
+            own = tuple(m.unsqueeze(0) for m in moments) or None
+            estimate = replace(self, moments=own, draws=draws.unsqueeze(0))
+            return estimate.value(phi, self.model.features(phi, alone, rows), alone, rows).squeeze(0)
+
+        return value
+
+
+def embedded(
+    model: Model, phi: Tensor, cohort: Cohort, keys: RowKeys | None, *, graph: bool, separate: bool
+) -> tuple[Inputs, list[Inputs] | None]:
+    """A cohort's features, with the graph to phi if asked for; ``separate``: each client's with its own
+    graph, as parts, so that one forward pass serves a backward pass of each."""
+    if not separate:
+        with torch.set_grad_enabled(graph):
+            return model.features(phi, cohort, keys), None
+    parts, start = [], 0
+    with torch.enable_grad():
+        for one in split_cohort(cohort):
+            end = start + one.y.shape[0]
+            own = keys and RowKeys(keys.key, keys.clients[start:end], keys.positions[start:end])
+            parts.append(model.features(phi, one, own))
+            start = end
+    with torch.no_grad():
+        return map_inputs(lambda *leaf: torch.cat(leaf), *parts), parts
+
+
+def equal_pieces(sizes: Tensor, divisible: bool) -> list[tuple[int, Tensor, Tensor]]:
+    """Clients' rows in pieces of few different lengths: length, whose, and from which of its rows on.
+
+    Rows of one client are one piece, unless there are many sizes and sums over rows may be cut: then pieces
+    are powers of two, the largest first, and a client of 13 rows has pieces of 8, 4 and 1.
+
+    >>> equal_pieces(torch.tensor([3, 0, 3]), True)
+    [(3, tensor([0, 2]), tensor([0, 0]))]
+    >>> [(n, index.tolist(), offset.tolist()) for n, index, offset in equal_pieces(torch.arange(1, 7), True)]
+    [(1, [0, 2, 4], [0, 2, 4]), (2, [1, 2, 5], [0, 0, 4]), (4, [3, 4, 5], [0, 0, 0])]
+    """
+    different = [n for n in torch.unique(sizes).tolist() if n]
+    bits = max(different, default=0).bit_length()
+    if not divisible or len(different) <= bits:
+        who = [(sizes == n).nonzero().squeeze(1) for n in different]
+        return [(n, index, torch.zeros_like(index)) for n, index in zip(different, who, strict=True)]
+    pieces = []
+    for b in range(bits):
+        index = (sizes >> b & 1).nonzero().squeeze(1)
+        pieces.append((1 << b, index, sizes[index] >> (b + 1) << (b + 1)))
+    return pieces
+
+
+def vectorises(model: Model, phi: Tensor) -> bool:
+    """A gradient per client is worth batching: small networks, where calls cost more than arithmetic."""
+    return phi.numel() <= SMALL and not any(is_convolutional(m) for m in model.modules())
+
+
+def finite_rows(v: Tensor) -> Tensor:
+    """Which rows of ``[C, D]`` have only finite entries."""
+    if v.shape[1] == 0:
+        return torch.ones(len(v), dtype=torch.bool, device=v.device)
+    return torch.isfinite(v.abs().amax(1))
 
 
 def expected_normal(local: LinearLikelihood, mean: Tensor, cov: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ Loss = Callable[..., Tensor]
 def _mean_loss(
     model: Model, phi: Tensor, z: Tensor, features: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None
 ) -> Tensor:
-    value = model.log_prob(phi, z.unsqueeze(0), features, y, rows).squeeze(0)
+    """Mean over examples of -log p(y | z), averaged over values of z ``[S, d]``."""
+    value = model.log_prob(phi, z, features, y, rows).mean(0)
     return -torch.where(mask > 0, value, torch.zeros_like(value)).sum() / mask.sum().clamp(min=1)
 
 
@@ -31,13 +32,14 @@ def joint_loss(model: Model, embedded: bool) -> Loss:
 
     def loss(w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None) -> Tensor:
         features = x if embedded else model.embed(w[:size], x, rows)
-        return _mean_loss(model, w[:size], w[size:], features, y, mask, rows)
+        return _mean_loss(model, w[:size], w[size:].unsqueeze(0), features, y, mask, rows)
 
     return loss
 
 
 def body_loss(model: Model, embedded: bool) -> Loss:
-    """Mean loss of one client in phi, its head fixed; ``embedded``: x already holds features."""
+    """Mean loss of one client in phi, averaged over fixed heads z ``[S, d]``; ``embedded``: x already
+    holds features."""
 
     def loss(phi: Tensor, z: Tensor, x: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None) -> Tensor:
         features = x if embedded else model.embed(phi, x, rows)
@@ -52,7 +54,7 @@ def head_loss(model: Model, phi: Tensor) -> Loss:
     def loss(
         z: Tensor, aux: Tensor, features: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None
     ) -> Tensor:
-        return _mean_loss(model, phi, z, features, y, mask, rows)
+        return _mean_loss(model, phi, z.unsqueeze(0), features, y, mask, rows)
 
     return loss
 

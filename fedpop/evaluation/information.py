@@ -22,6 +22,7 @@ from fedpop.evaluation.marginal import closed_form
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import map_inputs
 from fedpop.models.gauge import Gauge
+from fedpop.priors.normal import Normal
 from fedpop.runtime.random import Key
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def sampled_information(method: FedSOUK, phi: Tensor, beta: Tensor, cohort: Coho
 
 def gauge_directions(method: FedSOUK, phi: Tensor, beta: Tensor) -> Tensor:
     """An orthonormal basis ``[p, g]`` of the directions in theta that change no prediction."""
-    gauge = Gauge.of(method.model, method.prior)
+    gauge, normal = Gauge.of(method.model, method.prior), _normal(method)
     theta = torch.cat((phi, beta)).double()
     if gauge is None:
         return theta.new_zeros((theta.shape[0], 0))
@@ -108,7 +109,7 @@ def gauge_directions(method: FedSOUK, phi: Tensor, beta: Tensor) -> Tensor:
         for i in range(width):
             for j in range(i):
                 generators.append(_unit(width, i, j, theta) - _unit(width, j, i, theta))
-        if not gauge.layout.bias and method.prior.learn_scale:
+        if not gauge.layout.bias and normal.learn_scale:
             generators.append(identity)
     size = phi.shape[0]
 
@@ -121,6 +122,14 @@ def gauge_directions(method: FedSOUK, phi: Tensor, beta: Tensor) -> Tensor:
     left, values, _ = torch.linalg.svd(torch.stack(tangents, dim=1), full_matrices=False)
     out: Tensor = left[:, values > 1e-8 * values.max().clamp(min=1e-30)]
     return out
+
+
+def _normal(method: FedSOUK) -> Normal:
+    if not isinstance(method.prior, Normal):
+        raise EstimateError(
+            f"theta_uncertainty is there for Normal priors, not {method.prior.name}; use intervals without it"
+        )
+    return method.prior
 
 
 def _unit(width: int, i: int, j: int, like: Tensor) -> Tensor:
@@ -152,6 +161,7 @@ def theta_draws(
 ) -> list[tuple[Tensor, Tensor]]:
     """Draws of (phi, beta) around the returned theta, from all clients in cohorts, each with posterior draws
     ``[C, S, d]`` where the information is not closed-form."""
+    _normal(method)
     phi, beta = published["phi"], published["beta"]
     p = phi.shape[0] + beta.shape[0]
     require_small(method, beta)

@@ -1,8 +1,8 @@
 """The marginal likelihood sum_i log INT p(D_i | phi, z) p(z | beta) dz.
 
-Closed form where the posterior is Gaussian. Elsewhere importance sampling, with a multivariate t fitted
-to each client's posterior draws as proposal, judged by the Pareto shape of its weights (PSIS): where
-that fails the estimate is refused, not reported.
+Closed form where the posterior is Gaussian, or a mixture of Gaussians. Elsewhere importance sampling, with
+a multivariate t fitted to each client's posterior draws as proposal, judged by the Pareto shape of its
+weights (PSIS): where that fails the estimate is refused, not reported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fedpop.kernels.target import Target
-from fedpop.models.local import LinearLikelihood
 from fedpop.runtime.random import Key
 
 DEGREES = 5.0
@@ -38,16 +37,8 @@ class LogLikelihood:
 
 
 def closed_form(target: Target) -> Tensor:
-    """log p(D_i | theta) of a conjugate model, ``[C]``: the joint density at its mode, over N(0; Q^-1)."""
-    local = target.likelihood
-    assert isinstance(local, LinearLikelihood)
-    mean, _ = target.moments()
-    joint = target.value_and_grad(mean.unsqueeze(1))[0].squeeze(1)
-    factor = target.block_precision
-    blocks = mean.shape[-1] // factor.matrix.shape[-1]
-    log_root = factor.inverse_root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    log_det = log_root.sum(1) * (blocks if factor.matrix.shape[1] == 1 else 1)
-    return joint + 0.5 * mean.shape[-1] * math.log(2 * math.pi) + log_det
+    """log p(D_i | theta), ``[C]``, where the posterior is Gaussian or a mixture of Gaussians."""
+    return target.evidence()
 
 
 def importance(target: Target, draws: Tensor, key: Key, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -68,6 +68,8 @@ def exact_optimum(
             optimiser.zero_grad()
             loss = -log_likelihood(method, cohort, theta[:size], theta[size:])
             loss.backward()
+            assert theta.grad is not None
+            theta.grad[size:] = method.prior.mask(theta.grad[size:])  # what is fixed stays
             return loss
 
         optimiser.step(closure)

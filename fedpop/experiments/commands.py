@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from fedpop.errors import CheckpointError, DataError
 from fedpop.experiments.results import Results
 from fedpop.report.html import Table
 from fedpop.runtime.files import writable_folder, write_bytes
 
+REPORTS = ("synthetic", "theory", "defaults", "restarts")
+"""Experiments with a module of the same name in ``fedpop.report``."""
 DEMO_METHODS = ("FedSOUL", "FedRep-spectral", "FedRep", "FedAvg")
 
 
@@ -72,19 +77,81 @@ def run_synthetic(out: Path, seeds: int, processes: int | None, main_only: bool)
     run_report_command(out)
 
 
+def run_defaults(data: Path, out: Path, seeds: int, processes: int | None) -> None:
+    """``fedpop experiment defaults``."""
+    from fedpop.data.image_task import ImageTask
+    from fedpop.data.images import open_images
+    from fedpop.experiments.defaults import ALL, IMAGES, job, methods_of, setting_of
+    from fedpop.experiments.runner import Job, run_jobs
+
+    for images in IMAGES:
+        open_images(images, data)  # missing files are told before hours of work
+    results = Results.open(writable_folder(out))
+    jobs = [
+        Job(
+            job,
+            (images, name, seed, str(data)),
+            f"{images}, {name}, seed {seed}",
+            setting_of(ImageTask(images)),
+            seed,
+            methods_of(name),
+        )
+        for seed in range(seeds)
+        for name in ALL
+        for images in IMAGES
+    ]
+    run_jobs(jobs, results, processes, "defaults")
+    run_report_command(out)
+
+
+def run_theory(out: Path, seeds: int, processes: int | None) -> None:
+    """``fedpop experiment theory``."""
+    from fedpop.experiments.runner import run_jobs
+    from fedpop.experiments.theory import jobs
+
+    run_jobs(jobs(seeds), Results.open(writable_folder(out)), processes, "theory")
+    run_report_command(out)
+
+
+def run_restarts(out: Path, synthetic: Path, restarts: int, processes: int | None) -> None:
+    """``fedpop experiment restarts``."""
+    from fedpop.experiments.restarts import jobs
+    from fedpop.experiments.runner import run_jobs
+
+    todo = jobs(Results.open(synthetic), restarts)
+    if not todo:
+        raise DataError(
+            f"{synthetic} has no records of a local optimum; run fedpop experiment synthetic first"
+        )
+    run_jobs(todo, Results.open(writable_folder(out)), processes, "restarts")
+    run_report_command(out)
+
+
+def report_of(results: Results) -> Any:
+    """The module that makes tables and pages of these records."""
+    kinds = {r["experiment"] for r in results.records}
+    if len(kinds) != 1 or not kinds <= set(REPORTS):
+        raise CheckpointError(
+            f"{results.folder / 'results.json'} holds records of {', '.join(sorted(kinds)) or 'nothing'}; "
+            f"there are reports of {', '.join(REPORTS)}"
+        )
+    return import_module(f"fedpop.report.{kinds.pop()}")
+
+
 def run_report_command(folder: Path) -> None:
     """``fedpop report``: from records or from a run's metrics, whichever the folder holds."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
     if (folder / "results.json").exists():
-        from fedpop.report.synthetic import experiment_report, markdown, summary_table
+        from fedpop.report.html import markdown
 
         results = Results.open(folder)
-        table = summary_table(results)
-        show(console, table, "Medians over seeds")
+        report = report_of(results)
+        table = report.summary_table(results)
+        show(console, table, "Over seeds")
         write_bytes(folder / "results.md", markdown(table).encode())
-        path = experiment_report(results, folder / "report.html")
+        path = report.experiment_report(results, folder / "report.html")
     else:
         from fedpop.report.run import run_report
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -33,6 +34,18 @@ class Job:
         return set(self.methods) <= there
 
 
+def _end_with_parent() -> None:
+    """A worker whose parent is killed stops at once, instead of finishing its job for nobody."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def run_jobs(jobs: Sequence[Job], results: Results, processes: int | None, title: str) -> None:
     """Run the jobs that are missing; records are written as they arrive, so a stop loses one job at most."""
     todo = [job for job in jobs if not job.done(results)]
@@ -49,7 +62,7 @@ def run_jobs(jobs: Sequence[Job], results: Results, processes: int | None, title
         if not todo:
             return
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
             futures = {pool.submit(job.call, *job.arguments): job for job in todo}
             try:
                 for future in as_completed(futures):

@@ -103,7 +103,7 @@ class Cohort:
         rows = starts[owner] + offset - (torch.cumsum(sizes, 0) - sizes)[owner]
         return self.take(rows, self.ids[index], sizes, self.weights[index])
 
-    def take(self, rows: Tensor, ids: Tensor, sizes: Tensor, weights: Tensor) -> Cohort:
+    def take(self, rows: Tensor | slice, ids: Tensor, sizes: Tensor, weights: Tensor) -> Cohort:
         """A cohort of these rows, which must lie client by client."""
         return Cohort(
             ids=ids,

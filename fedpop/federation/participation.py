@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
+from functools import cached_property
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from fedpop.errors import SettingsError
 from fedpop.runtime.random import Key
 
 WEIGHTS = ("inverse", "ratio")
+MANY = 50_000
+"""Clients up to which each draws a number of its own."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,11 @@ class Participation(ABC):
 
     def check(self, clients: int) -> None:  # noqa: B027
         """Raise when the rule cannot apply to so many clients."""
+
+    def describe(self) -> dict[str, Any]:
+        """The rule as plain values, for files and for comparing runs."""
+        settings = asdict(self) if is_dataclass(self) and not isinstance(self, type) else vars(self)
+        return {"kind": type(self).__name__} | settings
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,10 @@ class Bernoulli(Participation):
             )
         object.__setattr__(self, "weights", weights)
 
+    @cached_property
+    def _probabilities(self) -> Tensor:
+        return torch.as_tensor(self.p, dtype=torch.float64)
+
     def check(self, clients: int) -> None:
         if isinstance(self.p, tuple) and len(self.p) != clients:
             raise SettingsError(
@@ -94,10 +107,14 @@ class Bernoulli(Participation):
             )
 
     def draw(self, clients: int, key: Key) -> Active:
-        p = torch.as_tensor(self.p, dtype=torch.float64).expand(clients)
-        u = key.at(purpose="join").uniform(torch.arange(clients), (), torch.float64)
-        ids = (u <= p).nonzero().squeeze(1)
-        ratio = self.weights == "ratio"
+        key, ratio = key.at(purpose="join"), self.weights == "ratio"
+        p, most = self._probabilities.expand(clients), float(self._probabilities.max())
+        if sparse(clients, clients * most):
+            ids = skips(clients, most, key)  # as if everyone were as likely as the likeliest; then thinned
+            ids = ids[key.at(purpose="thin").uniform(ids, (), torch.float64) <= p[ids] / most]
+        else:
+            u = key.uniform(torch.arange(clients), (), torch.float64)
+            ids = (u <= p).nonzero().squeeze(1)
         weights = torch.ones(len(ids)) if ratio else (1 / p[ids]).to(torch.float32)
         return Active(ids, weights, ratio)
 
@@ -121,9 +138,54 @@ class Uniform(Participation):
             raise SettingsError(f"{self.size} active clients asked for, but there are only {clients}")
 
     def draw(self, clients: int, key: Key) -> Active:
-        u = key.at(purpose="join").uniform(torch.arange(clients), (), torch.float64)
-        ids = torch.topk(u, self.size, largest=False).indices.sort().values
+        key = key.at(purpose="join")
+        if sparse(clients, self.size):
+            ids = distinct(clients, self.size, key)
+        else:
+            u = key.uniform(torch.arange(clients), (), torch.float64)
+            ids = torch.topk(u, self.size, largest=False).indices.sort().values
         return Active(ids, torch.ones(self.size), ratio=True)
+
+
+# --- a few of very many: a number for every client would cost more than the round itself -----------
+
+
+def sparse(clients: int, active: float) -> bool:
+    """Few enough of so many clients take part that only those should be drawn for."""
+    return clients > MANY and active <= clients / 8
+
+
+def distinct(clients: int, size: int, key: Key) -> Tensor:
+    """``size`` clients without replacement, sorted: the first that many different ones of a sequence drawn
+    with replacement."""
+    length = size
+    while True:
+        length += 16 + length * size // clients + 4 * int(math.sqrt(length))
+        drawn = _wide(key, length) % clients
+        values, group = torch.unique(drawn, return_inverse=True)
+        if len(values) >= size:
+            first = torch.full_like(values, length)
+            first.scatter_reduce_(0, group, torch.arange(length), "amin")
+            ids: Tensor = values[first.argsort()[:size]].sort().values
+            return ids
+
+
+def skips(clients: int, p: float, key: Key) -> Tensor:
+    """Clients that each join with probability p, sorted: the gaps between them are geometric."""
+    length, mean = 0, clients * p
+    while True:
+        length += 16 + int(mean) + 6 * int(math.sqrt(mean))
+        u = ((_wide(key, length) >> 10).double() + 0.5) * 2.0**-53
+        gaps = torch.floor(u.log() / math.log1p(-p)) + 1
+        ids = gaps.cumsum(0) - 1
+        if float(ids[-1]) >= clients:
+            return ids[ids < clients].to(torch.int64)
+
+
+def _wide(key: Key, count: int) -> Tensor:
+    """63-bit numbers of the server's own."""
+    words = key.bits(key.server(), 2 * count)[0]
+    return (words[0::2] << 31) ^ words[1::2]
 
 
 def resolve(participation: Participation | int | float | Sequence[float] | None) -> Participation:

@@ -3,21 +3,23 @@
 A kernel is a frozen dataclass of settings. ``prepare`` is called once per round, with theta fixed, and
 does what is expensive (a factorisation, say); ``step`` makes one transition of all chains. A chain's
 ``State`` carries the log-posterior and its gradient, so that a transition pays only for new points.
-What adapts (a step size per client) lives in ``Tuning`` and is saved with the chains.
+What adapts (a step size per client, and a mass matrix where there is no curvature to go by) lives in
+``Tuning`` and is saved with the chains.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fedpop.kernels.target import Target
+from fedpop.kernels.mass import Mass
+from fedpop.kernels.target import Precision, Target
 from fedpop.runtime.random import Key
 
 
@@ -45,20 +47,38 @@ class State:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What adapts per client: the logarithm of its step, and how often it was adapted."""
+    """What adapts per client: the logarithm of its step, how often it was adapted, perhaps a mass."""
 
     log_step: Tensor
     updates: Tensor
+    mass: Mass | None = None
 
     @classmethod
-    def fresh(cls, clients: int, log_step: float, like: Tensor) -> Tuning:
-        return cls(like.new_full((clients,), log_step), like.new_zeros((clients,)))
+    def fresh(cls, clients: int, log_step: float, like: Tensor, dimension: int | None = None) -> Tuning:
+        """Nothing learned yet; ``dimension`` is that of z where a mass is to be adapted."""
+        mass = None if dimension is None else Mass.fresh(clients, dimension, like)
+        return cls(like.new_full((clients,), log_step), like.new_zeros((clients,)), mass)
+
+    def to_local(self) -> dict[str, Tensor]:
+        """As named tensors, to be kept with a client's chains."""
+        local = {"log_step": self.log_step, "updates": self.updates}
+        if self.mass is not None:
+            local |= {f"mass_{name}": getattr(self.mass, name) for name in _MASS}
+        return local
+
+    @classmethod
+    def from_local(cls, local: Mapping[str, Tensor]) -> Tuning:
+        mass = Mass(*(local[f"mass_{name}"] for name in _MASS)) if "mass_mean" in local else None
+        return cls(local["log_step"], local["updates"], mass)
 
     def where(self, keep: Tensor, other: Tuning) -> Tuning:
         """This tuning for the clients where ``keep`` ``[C]`` holds, the other one elsewhere."""
-        return Tuning(
-            torch.where(keep, self.log_step, other.log_step), torch.where(keep, self.updates, other.updates)
-        )
+        mine, theirs = self.to_local(), other.to_local()
+        wide = {n: keep.reshape(-1, *(1,) * (v.dim() - 1)) for n, v in mine.items()}
+        return Tuning.from_local({n: torch.where(wide[n], v, theirs[n]) for n, v in mine.items()})
+
+
+_MASS = ("mean", "variance", "weight")
 
 
 @dataclass(frozen=True)
@@ -82,6 +102,8 @@ class Trace:
     diverged: Tensor
     gradient_evaluations: int
     """Per client and chain."""
+    batched: int = 0
+    """How many of these looked at a mini-batch only."""
 
 
 class Noise:
@@ -89,20 +111,38 @@ class Noise:
 
     CHUNK = 2**20
 
-    def __init__(self, key: Key, ids: Tensor, z: Tensor, steps: int) -> None:
+    def __init__(self, key: Key, ids: Tensor, z: Tensor, steps: int, antithetic: bool = False) -> None:
+        self._antithetic = antithetic
         self._key, self._ids, self._dtype, self._steps = key, ids, z.dtype, steps
         self._shape = tuple(z.shape[1:])
         self._chunk = max(1, min(steps, self.CHUNK // max(z.numel(), 1)))
         self._held: dict[str, tuple[int, Tensor]] = {}
+        self._like, self._nested = z, {}  # type: Tensor, dict[str, Noise]
+
+    def at(self, purpose: str) -> Noise:
+        """Other numbers for the same transitions."""
+        if purpose not in self._nested:
+            key = self._key.at(purpose=purpose)
+            self._nested[purpose] = Noise(key, self._ids, self._like, self._steps)
+        return self._nested[purpose]
 
     def normal(self, m: int) -> Tensor:
         """Standard normal numbers for transition m, in the shape of z."""
-        return self._fetch("noise", m, self._shape, self._key.at(purpose="noise").normal)
+        drawn = self._fetch("noise", m, self._shape, self._key.at(purpose="noise").normal)
+        return mirrored(drawn) if self._antithetic else drawn
 
     def uniform(self, m: int, count: int) -> Tensor:
         """``count`` uniform numbers per chain for transition m, ``[C, K, count]``."""
         shape = (self._shape[0], count)
-        return self._fetch("accept", m, shape, self._key.at(purpose="accept").uniform)
+        drawn = self._fetch("accept", m, shape, self._key.at(purpose="accept").uniform)
+        return drawn[:, ::2].repeat_interleave(2, 1) if self._antithetic else drawn
+
+    def per_row(self, m: int, count: int) -> Tensor:
+        """A uniform number for each of a client's examples in transition m, ``[C, count]``.
+
+        An example's number does not depend on how many others there are, in its cohort's padding say.
+        """
+        return self._key.at(purpose=f"rows-{m}").uniform(self._ids, (count,))
 
     def _fetch(self, name: str, m: int, shape: tuple[int, ...], draw: Callable[..., Tensor]) -> Tensor:
         start, held = self._held.get(name, (-1, None))
@@ -124,10 +164,21 @@ class Kernel(ABC):
     initial_log_step: ClassVar[float] = 0.0
     target_acceptance: ClassVar[float | None] = None
     largest_log_step: ClassVar[float] = 0.0
+    adapts_mass: ClassVar[bool] = False
+    """Learns a diagonal mass per client where the head has no curvature bound."""
 
     @property
     def gradients_per_step(self) -> int:
         return 1
+
+    @property
+    def batch_size(self) -> int | None:
+        """How many of a client's examples a step looks at; None: all of them."""
+        return None
+
+    def preparation(self, target: Target) -> int:
+        """Gradient evaluations (or products with a Hessian, which cost as much) that ``prepare`` makes."""
+        return 0
 
     @abstractmethod
     def prepare(self, target: Target, z: Tensor, tuning: Tuning, round: int) -> Any:
@@ -137,20 +188,50 @@ class Kernel(ABC):
     def step(self, target: Target, plan: Any, state: State, noise: Noise, m: int) -> Transition:
         """One transition of every chain."""
 
-    def adapt(self, tuning: Tuning, acceptance: Tensor, diverged: Tensor) -> Tuning:
-        """The next tuning from a pass's mean acceptance ``[C]`` and divergences ``[C]``."""
+    def first_tuning(self, clients: int, like: Tensor, dimension: int | None = None) -> Tuning:
+        """The tuning of clients never seen; ``dimension`` is that of z unless the head is linear."""
+        return Tuning.fresh(clients, self.initial_log_step, like, dimension if self.adapts_mass else None)
+
+    def preconditioner(self, target: Target, tuning: Tuning) -> Precision:
+        """Q of a linear head, else the prior's precision rescaled to the client's own variances."""
+        if tuning.mass is None:
+            return target.precision()
+        return target.precision(tuning.mass.sd(target.prior.unit(target.beta)))
+
+    def adapt(self, target: Target, trace: Trace) -> Tuning:
+        """The next tuning from what a pass did with the present one."""
+        tuning = trace.tuning
         log_step = tuning.log_step
         if self.target_acceptance is not None:
             gain = (tuning.updates + 1).pow(-0.5).clamp(min=0.1)
-            log_step = log_step + gain * (acceptance - self.target_acceptance)
+            log_step = log_step + gain * (trace.acceptance - self.target_acceptance)
         # A chain that diverged takes half the step from now on.
-        log_step = torch.where(diverged > 0, tuning.log_step - math.log(2), log_step)
-        return Tuning(log_step.clamp(max=self.largest_log_step), tuning.updates + 1)
+        log_step = torch.where(trace.diverged > 0, tuning.log_step - math.log(2), log_step)
+        mass = tuning.mass
+        if mass is not None:
+            prior = target.prior.unit(target.beta)
+            draws, grads = trace.draws.flatten(1, 2), trace.grads.flatten(1, 2)
+            mass, before = mass.after(draws, grads, tuning.updates), mass.sd(prior)
+            # The step was short for the sake of a direction that turns out to be narrow: now that steps
+            # are measured by its width, its own may stay as it was, and all others grow.
+            narrowed = (before / mass.sd(prior)).amax(-1)
+            log_step = torch.where(narrowed > 2, log_step + narrowed.log(), log_step)
+        return Tuning(log_step.clamp(max=self.largest_log_step), tuning.updates + 1, mass)
 
 
-def guarded(new: State, old: State) -> tuple[State, Tensor]:
-    """Unadjusted kernels: where a step left the region of finite or plausible density, stay."""
-    plausible = new.value > old.value - 1e3 - 10 * new.z.shape[-1]
+def mirrored(noise: Tensor) -> Tensor:
+    """Noise ``[C, K, d]`` for pairs of chains that move against each other: the second has the first's,
+    negated. Each chain alone is what it was, and the odd part of their errors cancels in the mean."""
+    first = noise[:, ::2]
+    return torch.stack((first, -first), 2).flatten(1, 2)
+
+
+def guarded(new: State, old: State, slack: Tensor | float = 1.0) -> tuple[State, Tensor]:
+    """Unadjusted kernels: where a step left the region of finite or plausible density, stay.
+
+    ``slack`` widens what is plausible where values are estimates that were scaled up by so much.
+    """
+    plausible = new.value > old.value - slack * (1e3 + 10 * new.z.shape[-1])
     good = plausible & torch.isfinite(new.value) & torch.isfinite(new.grad).all(-1)
     started = torch.isfinite(old.value)
     keep = good | (~started & torch.isfinite(new.value))
@@ -167,6 +248,7 @@ def run(
     ids: Tensor,
     *,
     adapt: bool,
+    antithetic: bool = False,
 ) -> Trace:
     """``steps`` transitions of every chain from z ``[C, K, d]``, theta fixed."""
     state = State.at(target, z)
@@ -176,7 +258,7 @@ def run(
         mean = target.prior.mu(target.beta).expand_as(z)
         state = State.at(target, mean).where(lost, state)
     plan = kernel.prepare(target, state.z, tuning, key.round)
-    noise = Noise(key, ids, z, steps)
+    noise = Noise(key, ids, z, steps, antithetic)
     draws, grads = [], []
     acceptance = torch.zeros_like(state.value)
     diverged = torch.zeros_like(state.value)
@@ -187,13 +269,14 @@ def run(
         grads.append(state.grad)
         acceptance = acceptance + out.acceptance / steps
         diverged = diverged + out.diverged
-    accepted, events = acceptance.mean(1), diverged.sum(1)
-    return Trace(
+    trace = Trace(
         draws=torch.stack(draws, 1),
         grads=torch.stack(grads, 1),
         state=state,
-        tuning=kernel.adapt(tuning, accepted, events) if adapt else tuning,
-        acceptance=accepted,
-        diverged=events,
-        gradient_evaluations=1 + steps * kernel.gradients_per_step,
+        tuning=tuning,
+        acceptance=acceptance.mean(1),
+        diverged=diverged.sum(1),
+        gradient_evaluations=1 + kernel.preparation(target) + steps * kernel.gradients_per_step,
+        batched=0 if kernel.batch_size is None else steps * kernel.gradients_per_step,
     )
+    return replace(trace, tuning=kernel.adapt(target, trace)) if adapt else trace

@@ -16,13 +16,13 @@ from fedpop.kernels.target import Precision, Target
 
 @dataclass(frozen=True)
 class HMC(Kernel):
-    """``leapfrog`` steps with mass matrix Q, then accept or reject; one leapfrog step is MALA.
+    """``leapfrog`` steps with mass matrix Q, then accept or reject.
 
-    Q is the curvature bound plus the prior's precision (a linear head), or the prior's precision
-    alone. Each client's largest step e adapts to an acceptance of 0.8 and stays below 0.6; the step of
-    a transition is uniform on (e/3, e), because a fixed number of fixed steps can be half a period of
-    the directions that the data say nothing about: z would swing from one side to the other while
-    norm(z)^2 hardly moves.
+    Q is the curvature bound plus the prior's precision (a linear head), or a diagonal that adapts to each
+    client's draws, from the prior's precision on (any other head). Each client's largest step e adapts to
+    an acceptance of 0.8 and stays below 0.6; the step of a transition is uniform on (e/3, e), because a
+    fixed number of fixed steps can be half a period of the directions that the data say nothing about: z
+    would swing from one side to the other while norm(z)^2 hardly moves.
 
     >>> HMC(leapfrog=3).gradients_per_step
     3
@@ -31,6 +31,7 @@ class HMC(Kernel):
     leapfrog: int = 5
     name: ClassVar[str] = "HMC"
     adjusted: ClassVar[bool] = True
+    adapts_mass: ClassVar[bool] = True
     initial_log_step: ClassVar[float] = math.log(0.5)
     largest_log_step: ClassVar[float] = math.log(0.6)
     target_acceptance: ClassVar[float] = 0.8
@@ -44,7 +45,7 @@ class HMC(Kernel):
         return self.leapfrog
 
     def prepare(self, target: Target, z: Tensor, tuning: Tuning, round: int) -> tuple[Precision, Tensor]:
-        return target.precision(), tuning.log_step.exp()
+        return self.preconditioner(target, tuning), tuning.log_step.exp()
 
     def step(
         self,

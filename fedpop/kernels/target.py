@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 
 from fedpop.models.local import LinearLikelihood, LocalLikelihood
-from fedpop.priors.normal import Normal
+from fedpop.priors.base import Prior
+from fedpop.runtime.random import Key
+
+POWER_ITERATIONS = 20
 
 
 class Precision(ABC):
@@ -40,6 +44,21 @@ class DiagonalPrecision(Precision):
 
     def root_transposed(self, v: Tensor) -> Tensor:
         return v * self.sd
+
+
+@dataclass(frozen=True)
+class RescaledPrecision(Precision):
+    """Q with Q^-1 = S P^-1 S: another precision's correlations, S = diag(scale) times its widths."""
+
+    inner: Precision
+    scale: Tensor
+    """``[C, 1, d]``."""
+
+    def root(self, v: Tensor) -> Tensor:
+        return self.inner.root(v * self.scale)
+
+    def root_transposed(self, v: Tensor) -> Tensor:
+        return self.scale * self.inner.root_transposed(v)
 
 
 @dataclass(frozen=True)
@@ -90,7 +109,7 @@ class Target:
     """log p(D_i | z) + log p(z | beta) for every client of a cohort; z is ``[C, K, d]``."""
 
     likelihood: LocalLikelihood
-    prior: Normal
+    prior: Prior
     beta: Tensor
 
     def value_and_grad(self, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,20 +125,41 @@ class Target:
     def linear(self) -> bool:
         return isinstance(self.likelihood, LinearLikelihood)
 
+    @cached_property
+    def components(self) -> list[Target]:
+        """The log-posterior under each Normal that the prior is made of; none where it is not."""
+        parts = self.prior.parts(self.beta)
+        return [] if parts is None else [Target(self.likelihood, p.normal, p.beta) for p in parts]
+
+    @property
+    def closed_form(self) -> bool:
+        """Normal likelihood, linear head, prior made of Normals: so is the posterior."""
+        local = self.likelihood
+        normal = isinstance(local, LinearLikelihood) and local.likelihood.name == "normal"
+        return normal and len(self.components) > 0
+
     @property
     def conjugate(self) -> bool:
-        """Normal likelihood, linear head, Normal prior: the posterior is Gaussian."""
-        local = self.likelihood
-        return isinstance(local, LinearLikelihood) and local.likelihood.name == "normal"
+        """Normal likelihood, linear head, one Normal as prior: the posterior is Gaussian."""
+        return self.closed_form and len(self.components) == 1
 
-    def precision(self) -> Precision:
-        """Q = curvature of the likelihood (a bound where there is one) + the prior's precision."""
+    def precision(self, sd: Tensor | None = None) -> Precision:
+        """Q = curvature of the likelihood (a bound where there is one) + the prior's precision.
+
+        Where the head is not linear it is the prior's precision, rescaled to widths ``[C, d]`` of z that
+        were learned.
+        """
         local = self.likelihood
         if isinstance(local, LinearLikelihood):
             return self.block_precision
+        if sd is None:
+            return self._prior_precision()
+        return RescaledPrecision(self._prior_precision(), (sd / self.prior.unit(self.beta)).unsqueeze(1))
+
+    def _prior_precision(self) -> Precision:
         if self.prior.covariance == "full":
             return BlockPrecision.of(self.prior.precision(self.beta)[None, None])
-        return DiagonalPrecision(self.prior.sd(self.beta))
+        return DiagonalPrecision(self.prior.unit(self.beta))
 
     @cached_property
     def block_precision(self) -> BlockPrecision:
@@ -131,17 +171,26 @@ class Target:
             return BlockPrecision.of(self.add_prior(local.curvature_at(self.mode())))
         return BlockPrecision.of(self.add_prior(local.gram(bound).unsqueeze(1)))
 
-    def largest_curvature(self, z: Tensor, iterations: int = 10) -> Tensor:
-        """L_i ``[C]``: of Q for a linear head, else by power iteration on Hessian products at z."""
+    @property
+    def curvature_evaluations(self) -> int:
+        """What ``largest_curvature`` costs, in gradients; a Hessian product costs about as much as one."""
+        return 0 if self.linear else 1 + POWER_ITERATIONS
+
+    def largest_curvature(self, z: Tensor, iterations: int = POWER_ITERATIONS) -> Tensor:
+        """L_i ``[C]``: of Q for a linear head, else by power iteration on Hessian products at z.
+
+        The largest eigenvalue in absolute value, the worst over a client's chains, approached from below.
+        """
         if isinstance(self.likelihood, LinearLikelihood):
             return self.block_precision.largest()
-        v = torch.ones_like(z)
-        size = v.norm(dim=-1, keepdim=True)
+        # The Hessian is symmetric, so a pull-back of the gradient is a product with it.
+        product = torch.func.vjp(lambda at: self.value_and_grad(at)[1], z)[1]
+        # A vector without structure: (1, ..., 1) shifts all logits alike, which changes nothing.
+        key = Key(0, purpose="power iteration")
+        v, size = _normalised(key.normal(key.server(z.device), z.shape[-1:], z.dtype).expand(z.shape))
         for _ in range(iterations):
-            v = v / size.clamp(min=1e-30)
-            v = torch.func.jvp(lambda at: self.value_and_grad(at)[1], (z,), (v,))[1]
-            size = v.norm(dim=-1, keepdim=True)
-        prior = self.prior.sd(self.beta).square().reciprocal().max()
+            v, size = _normalised(product(v)[0])
+        prior = self.prior.unit(self.beta).square().reciprocal().max()
         out: Tensor = size.squeeze(-1).amax(-1).maximum(prior)
         return out
 
@@ -156,7 +205,7 @@ class Target:
             return (dense + self.prior.precision(self.beta)).unsqueeze(1)
         if self.prior.covariance == "full":
             return gram + self.prior.precision(self.beta)
-        diagonal = self.prior.sd(self.beta).square().reciprocal().reshape(outputs, q)
+        diagonal = self.prior.unit(self.beta).square().reciprocal().reshape(outputs, q)
         if self.prior.covariance == "isotropic" and gram.shape[1] == 1:
             diagonal = diagonal[:1]
         return gram + torch.diag_embed(diagonal)
@@ -192,14 +241,47 @@ class Target:
         return value.squeeze(1), grad.squeeze(1)
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean ``[C, d]`` and covariance ``[C, d, d]`` of the posterior of a conjugate model."""
+        """Mean ``[C, d]`` and covariance ``[C, d, d]`` of a posterior in closed form."""
         local = self.likelihood
-        assert isinstance(local, LinearLikelihood) and self.conjugate
+        assert isinstance(local, LinearLikelihood) and self.closed_form
+        if not self.conjugate:
+            log_weight, means, covs = self.mixture()
+            weight = log_weight.exp()
+            mean = torch.einsum("ck,ckd->cd", weight, means)
+            apart = means - mean.unsqueeze(1)
+            return mean, torch.einsum(
+                "ck,ckij->cij", weight, covs + apart.unsqueeze(-1) * apart.unsqueeze(-2)
+            )
         factor = self.block_precision
         mu = self.prior.mu(self.beta).expand(local.features.shape[0], -1)
         _, grad = self._at(mu)
         mean = mu + factor.solve(grad.unsqueeze(1)).squeeze(1)
         return mean, self.covariance()
+
+    def mixture(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The posterior as a mixture of Gaussians: log-weights ``[C, K]``, means, covariances."""
+        means, covs = zip(*[part.moments() for part in self.components], strict=True)
+        return self.component_evidence().log_softmax(1), torch.stack(means, 1), torch.stack(covs, 1)
+
+    def component_evidence(self) -> Tensor:
+        """log w_k + log p(D_i | component k), ``[C, K]``."""
+        parts = self.prior.parts(self.beta)
+        assert parts is not None
+        pairs = zip(parts, self.components, strict=True)
+        return torch.stack([p.log_weight + target.evidence() for p, target in pairs], 1)
+
+    def evidence(self) -> Tensor:
+        """log p(D_i | theta) in closed form, ``[C]``: the joint density at the posterior's mode, over
+        N(0; Q^-1); or the sum of that over the prior's components."""
+        if not self.conjugate:
+            return self.component_evidence().logsumexp(1)
+        mean, _ = self.moments()
+        joint = self.value_and_grad(mean.unsqueeze(1))[0].squeeze(1)
+        factor = self.block_precision
+        blocks = mean.shape[-1] // factor.matrix.shape[-1]
+        log_root = factor.inverse_root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        log_det = log_root.sum(1) * (blocks if factor.matrix.shape[1] == 1 else 1)
+        return joint + 0.5 * mean.shape[-1] * math.log(2 * math.pi) + log_det
 
     def likelihood_curvature(self) -> Tensor | None:
         """The trace of the bound on -hess log p(D_i | z), per output, ``[C, 1]``; None without a bound."""
@@ -218,3 +300,11 @@ class Target:
             return blocks.squeeze(1)
         blocks = blocks.expand(-1, local.outputs, -1, -1)
         return torch.stack([torch.block_diag(*b) for b in blocks])
+
+
+def _normalised(v: Tensor) -> tuple[Tensor, Tensor]:
+    """v at length one along the last axis, and its length; squares neither over- nor underflow."""
+    largest = v.abs().amax(-1, keepdim=True)
+    unit = v / largest.clamp(min=torch.finfo(v.dtype).tiny)
+    length = unit.norm(dim=-1, keepdim=True)
+    return unit / length.clamp(min=1.0), largest * length

@@ -39,6 +39,9 @@ class ULA(Kernel):
         if self.decay < 0:
             raise SettingsError(f"the step's decay must be 0 or more, not {self.decay}")
 
+    def preparation(self, target: Target) -> int:
+        return target.curvature_evaluations
+
     def prepare(self, target: Target, z: Tensor, tuning: Tuning, round: int) -> Tensor:
         c = self.step_size * (1 + round) ** -self.decay
         gamma = c * tuning.log_step.exp() / target.largest_curvature(z)

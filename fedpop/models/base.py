@@ -69,6 +69,11 @@ class Model(ABC):
     known_linear: bool
     """The same as far as the modules alone can tell, before any example was seen."""
     outputs: int
+    network: bool = False
+    """phi is the weights of a nonlinear network, which wants smaller steps than a linear map."""
+    batchable: bool = True
+    """Several clients' own copies of phi can be worked on side by side by vmap; convolutions with a filter
+    for each client are slow, and cannot be laid out as a CPU likes them."""
 
     @abstractmethod
     def initial_phi(self) -> Tensor:

@@ -64,6 +64,8 @@ class Composition(Model):
         self.precision = precision
         self._pass = NetworkPass.of(self.backbone, self.phi_layout.size, precision, self.device)
         self.autocast = self._pass.autocast
+        self.batchable = not self._pass.convolutional
+        self.network = not isinstance(self.backbone, nn.Identity | nn.Linear)
 
     def __repr__(self) -> str:
         head = "linear head" if self.linear else "head through vmap"

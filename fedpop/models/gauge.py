@@ -7,7 +7,7 @@ bias, a scale) for an isotropic one, any invertible A for a full covariance, non
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedpop.models.base import LinearLayout, Model
 from fedpop.models.composition import Composition
-from fedpop.priors.normal import Normal
+from fedpop.priors.base import Part, Prior
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,14 @@ class Gauge:
     bias: slice | None
     width: int
     layout: LinearLayout
-    prior: Normal
+    prior: Prior
 
     @classmethod
-    def of(cls, model: Model, prior: Normal) -> Gauge | None:
+    def of(cls, model: Model, prior: Prior) -> Gauge | None:
         """The gauge of a model, or None when it has none that we know of."""
+        normal = prior.component
+        if normal is None:
+            return None  # an energy's network would have to turn with z
         if not isinstance(model, Composition) or not isinstance(model.z_layout, LinearLayout):
             return None
         last, name = model.backbone, "backbone"
@@ -42,7 +45,7 @@ class Gauge:
             return None
         if last.bias is not None and f"{name}.bias" not in spans:
             return None  # a frozen bias cannot follow
-        if not prior.learn_mean and prior.mean != 0:
+        if not normal.learn_mean and prior.mean != 0:
             return None
         layout = model.z_layout
         if prior.covariance == "full" and (layout.bias or layout.outputs > 1):
@@ -65,14 +68,25 @@ class Gauge:
             moved = moved[:, :-1]
         phi[self.weight] = moved.reshape(-1)
         inverse = torch.linalg.inv(a)
-        mu = self.prior.mu(beta).reshape(self.layout.outputs, -1)
+        moved_parts = [self._part(part, a, inverse) for part in self._parts(beta)]
+        return phi, self.prior.replaced(beta, moved_parts)
+
+    def _parts(self, beta: Tensor) -> Sequence[Part]:
+        parts = self.prior.parts(beta)
+        assert parts is not None
+        return parts
+
+    def _part(self, part: Part, a: Tensor, inverse: Tensor) -> Tensor:
+        """One Normal of the prior, for heads that are A^-T z."""
+        normal, beta = part.normal, part.beta
+        mu = normal.mu(beta).reshape(self.layout.outputs, -1)
         rows = mu[:, : self.width] @ inverse
         mu = torch.cat((rows, mu[:, self.width :]), dim=1).reshape(-1)
-        if self.prior.covariance == "full":
-            sigma = inverse.mT @ self.prior.sigma(beta) @ inverse
-            return phi, self.prior.pack(mu, torch.linalg.cholesky(sigma))
+        if normal.covariance == "full":
+            sigma = inverse.mT @ normal.sigma(beta) @ inverse
+            return normal.pack(mu, torch.linalg.cholesky(sigma))
         scale = torch.linalg.matrix_norm(a) / self.width**0.5  # a is a multiple of a rotation
-        return phi, torch.cat((mu, beta[-1:] - scale.log()))
+        return torch.cat((mu, beta[-1:] - scale.log()))
 
     def align(self, phi: Tensor, beta: Tensor, phi_to: Tensor, beta_to: Tensor) -> tuple[Tensor, Tensor]:
         """The equivalent of theta that is nearest to another one."""
@@ -82,19 +96,27 @@ class Gauge:
             return self.transform(phi, beta, a)
         left, _, right = torch.linalg.svd(there @ here.mT)
         a = left @ right
-        if not self.layout.bias and self.prior.learn_scale:
-            a = a * (beta[-1] - beta_to[-1]).exp()
+        normal = self.prior.component
+        if not self.layout.bias and normal is not None and normal.learn_scale:
+            a = a * (self._log_scale(beta) - self._log_scale(beta_to)).exp()
         return self.transform(phi, beta, a)
 
+    def _log_scale(self, beta: Tensor) -> Tensor:
+        """log sigma of an isotropic prior; its mean over components, by their weights."""
+        parts = self._parts(beta)
+        return torch.stack([p.log_weight.exp() * p.beta[-1] for p in parts]).sum()
 
-def aligner(model: Model, prior: Normal) -> Callable[[Tensor, Tensor], Tensor]:
-    """``align(theta, reference)`` on theta = (phi, beta); the identity where there is no gauge."""
+
+def aligner(model: Model, prior: Prior) -> Callable[[Tensor, Tensor], Tensor]:
+    """``align(theta, reference)`` on theta = (phi, beta): along the gauge where there is one, and with a
+    mixture's components in the reference's order."""
     gauge = Gauge.of(model, prior)
     size = model.phi_layout.size
 
     def align(theta: Tensor, reference: Tensor) -> Tensor:
-        if gauge is None:
-            return theta
-        return torch.cat(gauge.align(theta[:size], theta[size:], reference[:size], reference[size:]))
+        phi, beta = theta[:size], theta[size:]
+        if gauge is not None:
+            phi, beta = gauge.align(phi, beta, reference[:size], reference[size:])
+        return torch.cat((phi, prior.matched(beta, reference[size:])))
 
     return align

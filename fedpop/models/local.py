@@ -6,14 +6,16 @@ any other. Both take z as ``[C, K, d]``: K chains for each of C clients.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from fedpop.errors import ModelError
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.inputs import Inputs, leaves, map_inputs
+from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.models.likelihoods import Likelihood, Params
 
 
@@ -22,6 +24,19 @@ class LocalLikelihood(ABC):
 
     examples: int
     """Examples that one evaluation looks at."""
+
+    @property
+    def sizes(self) -> Tensor:
+        """Examples of each client, ``[C]``."""
+        raise ModelError(f"{type(self).__name__} does not know its clients' examples")
+
+    def subset(self, size: int, uniform: Callable[[int], Tensor]) -> LocalLikelihood:
+        """The likelihood of ``size`` examples of each client, times n_i / size: unbiased, as is its gradient.
+
+        They are drawn without replacement, those with the smallest of the uniform numbers ``[C, n]`` that
+        ``uniform(n)`` gives; a client with no more of them keeps all.
+        """
+        raise ModelError(f"{type(self).__name__} has no examples to draw mini-batches from")
 
     @abstractmethod
     def value(self, z: Tensor) -> Tensor:
@@ -47,6 +62,16 @@ class LinearLikelihood(LocalLikelihood):
         self.likelihood, self.params = likelihood, params
         self.outputs = y.shape[-1]
         self.examples = features.shape[0] * features.shape[1]
+
+    @property
+    def sizes(self) -> Tensor:
+        return _sizes(self.mask, self.y)
+
+    def subset(self, size: int, uniform: Callable[[int], Tensor]) -> LocalLikelihood:
+        if size >= self.y.shape[1]:
+            return self
+        take, weight = _choose(self.mask, self.y, size, uniform)
+        return LinearLikelihood(take(self.features), take(self.y), weight, self.likelihood, self.params)
 
     def eta(self, z: Tensor) -> Tensor:
         """Head outputs ``[C, N, K, o]``."""
@@ -100,20 +125,36 @@ class GeneralLikelihood(LocalLikelihood):
         self.features, self.y = map_inputs(cohort.fill, features), cohort.fill(y)
         self.extra = tuple(cohort.fill(v) for v in extra)
         self.examples = len(cohort) * cohort.longest
-        block = leaves(self.features)[0]
         mask = cohort.mask
-        self.mask = block.new_ones(block.shape[:2], dtype=torch.bool) if mask is None else mask
+        weight = (
+            self.y if self.y.is_floating_point() else self.y.new_empty(0, dtype=torch.get_default_dtype())
+        )
+        self.mask = weight.new_ones(self.y.shape[:2]) if mask is None else mask.to(weight.dtype)
         self._empty, self._donor = cohort.empty, cohort.donor
 
         def total(z: Tensor, x: Inputs, y: Tensor, mask: Tensor, *extra: Tensor) -> Tensor:
             value = log_prob(z, x, y, *extra)
-            return torch.where(mask, value, torch.zeros_like(value)).sum()
+            return (torch.where(mask > 0, value, torch.zeros_like(value)) * mask).sum()
 
         shared = (None,) * (3 + len(extra))
         self._one = torch.func.vmap(total)
         self._many = torch.func.vmap(torch.func.vmap(total, in_dims=(0, *shared)))
         grad_and_value = torch.func.grad_and_value(total)
         self._both = torch.func.vmap(torch.func.vmap(grad_and_value, in_dims=(0, *shared)))
+
+    @property
+    def sizes(self) -> Tensor:
+        return _sizes(self.mask, self.y)
+
+    def subset(self, size: int, uniform: Callable[[int], Tensor]) -> LocalLikelihood:
+        if size >= self.y.shape[1]:
+            return self
+        part = copy.copy(self)
+        take, part.mask = _choose(self.mask, self.y, size, uniform)
+        part.features, part.y = map_inputs(take, self.features), take(self.y)
+        part.extra = tuple(take(block) for block in self.extra)
+        part.examples = part.y.shape[0] * part.y.shape[1]
+        return part
 
     def value(self, z: Tensor) -> Tensor:
         if not self.examples:
@@ -158,3 +199,27 @@ def _inside_transform() -> bool:
     """Whether a transform of torch.func is running, whose tensors plain autograd must not cut off."""
     out: bool = torch._C._functorch.peek_interpreter_stack() is not None
     return out
+
+
+def _sizes(mask: Tensor | None, y: Tensor) -> Tensor:
+    clients, rows = y.shape[:2]
+    if mask is None:
+        return torch.full((clients,), rows, device=y.device)
+    return (mask > 0).sum(1)
+
+
+def _choose(
+    mask: Tensor | None, y: Tensor, size: int, uniform: Callable[[int], Tensor]
+) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """How to take a uniform subset of each client's rows from a block, and its weights ``[C, size]``."""
+    number = uniform(y.shape[1])
+    if mask is not None:
+        number = number + 2 * (mask <= 0)  # padding last
+    rows = torch.topk(number, size, largest=False).indices.sort().values
+    client = torch.arange(y.shape[0], device=y.device).unsqueeze(1)
+    n = _sizes(mask, y).unsqueeze(1)
+    like = y if mask is None or not mask.is_floating_point() else mask
+    weight = (n / n.clamp(min=1, max=size)).to(like.dtype).expand(rows.shape)
+    if mask is not None:
+        weight = weight * (mask[client, rows] > 0)
+    return lambda block: block[client, rows], weight

@@ -24,23 +24,43 @@ class RowKeys:
     positions: Tensor
 
 
-class KeyedDropout(nn.Module):
+class KeyedLayer(nn.Module):
+    """A layer that draws per example; it is on while ``rows`` names the examples of the batch."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__()
+        self.label = label
+        self.rows: RowKeys | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether it draws at all when it is on."""
+        return True
+
+    def words(self, count: int) -> Tensor:
+        """``count`` random 32-bit words for each example of the batch."""
+        assert self.rows is not None
+        rows = self.rows
+        key = rows.key.at(purpose=self.label)
+        return key.bits(rows.clients, count, rows.positions * ((count + 3) // 4))
+
+
+class KeyedDropout(KeyedLayer):
     """Dropout whose masks are keyed by (seed, round, client, example), not by global state."""
 
     def __init__(self, p: float, label: str, channels: bool = False) -> None:
-        super().__init__()
-        self.p, self.label, self.channels = p, label, channels
-        self.rows: RowKeys | None = None
+        super().__init__(f"dropout.{label}")
+        self.p, self.channels = p, channels
+
+    @property
+    def active(self) -> bool:
+        return self.p > 0
 
     def forward(self, x: Tensor) -> Tensor:
         if self.rows is None or self.p == 0:
             return x
         shape = x.shape[1:2] if self.channels else x.shape[1:]
-        count = math.prod(shape)
-        rows = self.rows
-        key = rows.key.at(purpose=f"dropout.{self.label}")
-        words = key.bits(rows.clients, count, rows.positions * ((count + 3) // 4))
-        keep = (words >= int(self.p * 2**32)).to(x.dtype).reshape(x.shape[0], *shape)
+        keep = (self.words(math.prod(shape)) >= int(self.p * 2**32)).to(x.dtype).reshape(x.shape[0], *shape)
         if self.channels:
             keep = keep.reshape(*keep.shape, *(1,) * (x.dim() - 2))
         return x * keep / (1 - self.p)
@@ -108,8 +128,8 @@ def _group_norm(norm: nn.modules.batchnorm._BatchNorm, groups: int) -> nn.GroupN
 
 @contextmanager
 def dropout_rows(module: nn.Module, rows: RowKeys | None) -> Iterator[None]:
-    """Dropout is on, keyed by ``rows``, inside; off when ``rows`` is None."""
-    layers = [m for m in module.modules() if isinstance(m, KeyedDropout)]
+    """Layers that draw are on, keyed by ``rows``, inside; off when ``rows`` is None."""
+    layers = [m for m in module.modules() if isinstance(m, KeyedLayer)]
     for layer in layers:
         layer.rows = rows
     try:
@@ -120,7 +140,8 @@ def dropout_rows(module: nn.Module, rows: RowKeys | None) -> Iterator[None]:
 
 
 def has_dropout(module: nn.Module) -> bool:
-    return any(isinstance(m, KeyedDropout) and m.p > 0 for m in module.modules())
+    """Whether any layer draws per example: dropout, or augmentation."""
+    return any(isinstance(m, KeyedLayer) and m.active for m in module.modules())
 
 
 def is_convolutional(module: nn.Module) -> bool:

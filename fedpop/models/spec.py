@@ -15,6 +15,7 @@ from torch import nn
 
 from fedpop.errors import CheckpointError
 from fedpop.models import likelihoods
+from fedpop.models.augment import CropFlip
 from fedpop.models.base import Model
 from fedpop.models.composition import Composition
 from fedpop.models.custom import CustomModel
@@ -92,6 +93,8 @@ def module_spec(module: nn.Module) -> dict[str, Any] | None:
     """Class name, constructor arguments and children of a module of ``torch.nn``."""
     if isinstance(module, KeyedDropout):
         return {"class": "Dropout2d" if module.channels else "Dropout", "args": {"p": module.p}}
+    if isinstance(module, CropFlip):
+        return {"class": "CropFlip", "args": {"padding": module.padding, "flip": module.flip}}
     cls = type(module)
     if getattr(nn, cls.__name__, None) is not cls or any(True for _ in module.buffers()):
         return None  # buffers (running statistics, say) are not part of theta
@@ -122,6 +125,8 @@ def module_spec(module: nn.Module) -> dict[str, Any] | None:
 
 
 def module_from(spec: dict[str, Any]) -> nn.Module:
+    if spec["class"] == "CropFlip":
+        return CropFlip(**spec["args"])
     cls = getattr(nn, spec["class"], None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise CheckpointError(f"{spec['class']!r} is not a layer of torch.nn")

@@ -84,6 +84,8 @@ class Split(Model):
         self.outputs = shapes[f"{self._last}.weight"][0] if self._last else _outputs_of(self.module)
         self.precision = precision
         self._pass = NetworkPass.of(self.module, self.phi_layout.size, precision, self.device)
+        self.batchable = not self._pass.convolutional
+        self.network = not isinstance(module, nn.Linear)
         self.autocast = self._pass.autocast
 
     def __repr__(self) -> str:

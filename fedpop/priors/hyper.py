@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
-from fedpop.priors.normal import Normal
+from fedpop.priors.base import Prior
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,15 @@ class Hyperprior:
         if self.log_scale is not None and not self.log_scale[1] > 0:
             raise SettingsError(f"hyperprior: log_scale's spread must be positive, not {self.log_scale[1]}")
 
+    @property
+    def on_beta(self) -> bool:
+        """It says something about the prior's mean or scale."""
+        return self.mean_scale is not None or self.log_scale is not None
+
     def phi_grad(self, phi: Tensor) -> Tensor:
         return torch.zeros_like(phi) if self.phi_scale is None else -phi / self.phi_scale**2
 
-    def stiffness(self, prior: Normal, beta: Tensor, floor: float) -> float:
+    def stiffness(self, prior: Prior, beta: Tensor, floor: float) -> float:
         """How far one full EM step would carry beta along this gradient, relative to where it pulls:
         above one, steps must be shortened or they overshoot."""
         largest = 0.0
@@ -45,10 +50,12 @@ class Hyperprior:
             largest = max(largest, 0.5 / self.log_scale[1] ** 2)
         return largest
 
-    def beta_grad(self, prior: Normal, beta: Tensor) -> Tensor:
+    def beta_grad(self, prior: Prior, beta: Tensor) -> Tensor:
         """In the coordinates of the score: they are beta's own for the scales this is allowed for."""
-        d = prior.dimension(beta)
         grad = torch.zeros_like(beta)
+        if not self.on_beta:
+            return grad
+        d = prior.dimension(beta)
         if self.mean_scale is not None:
             grad[:d] = -beta[:d] / self.mean_scale**2
         if self.log_scale is not None:

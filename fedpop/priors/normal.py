@@ -20,18 +20,22 @@ curvature and Q that of the posterior, which makes I_mu free of noise when the p
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
+from fedpop.priors.base import Part, Prior, Tensors
+from fedpop.runtime.random import Key
 
 COVARIANCES = ("isotropic", "diagonal", "full")
 
 
 @dataclass(frozen=True)
-class Normal:
+class Normal(Prior):
     """A Normal population prior; mean and scale are each learned or fixed.
 
     ``scale`` None starts where the head's outputs have variance one (or at one after a spectral
@@ -50,6 +54,10 @@ class Normal:
     bounds: tuple[float, float] = (1e-3, 1e3)
     ball: float = 1e6
 
+    name: ClassVar[str] = "Normal"
+    forms: ClassVar[tuple[str, ...]] = ("left", "right", "mixed")
+    em: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         if self.covariance not in COVARIANCES:
             raise SettingsError(f"covariance is one of {', '.join(COVARIANCES)}, not {self.covariance!r}")
@@ -62,6 +70,10 @@ class Normal:
             raise SettingsError(f"the ball's radius must be positive, not {self.ball}")
         if not math.isfinite(self.mean):
             raise SettingsError(f"mean must be finite, not {self.mean}")
+
+    @property
+    def component(self) -> Normal:
+        return self
 
     # --- the flat vector ---------------------------------------------------------------------
 
@@ -80,8 +92,8 @@ class Normal:
             return n // 2
         return int((math.sqrt(9 + 8 * n) - 3) / 2 + 0.5)
 
-    def init(self, mu: Tensor, scale: float) -> Tensor:
-        """beta with this mean and the same standard deviation everywhere."""
+    def init(self, mu: Tensor, scale: float, key: Key | None = None) -> Tensor:
+        """beta with this mean and the same standard deviation everywhere; nothing in it is random."""
         d = mu.shape[0]
         if self.covariance != "full":
             return torch.cat((mu, mu.new_full((self.scale_size(d),), math.log(scale))))
@@ -93,6 +105,9 @@ class Normal:
         free = factor.tril(-1) + torch.diag(factor.diagonal().log())
         rows, cols = torch.tril_indices(d, d, device=mu.device)
         return torch.cat((mu, free[rows, cols]))
+
+    def rescaled(self, beta: Tensor, scale: float) -> Tensor:
+        return self.init(self.mu(beta), scale)
 
     def mu(self, beta: Tensor) -> Tensor:
         return beta[: self.dimension(beta)]
@@ -118,6 +133,22 @@ class Normal:
         factor = self.factor(beta)
         return factor @ factor.mT
 
+    def parts(self, beta: Tensor) -> list[Part]:
+        return [Part(beta.new_zeros(()), self, beta)]
+
+    def replaced(self, beta: Tensor, betas: Sequence[Tensor]) -> Tensor:
+        return betas[0]
+
+    def lines(self, beta: Tensor, states: Tensors) -> list[str]:
+        return [f"Normal, {self.covariance}: {self.words(beta)}"]
+
+    def words(self, beta: Tensor) -> str:
+        """Mean and scale in words."""
+        sd = self.sd(beta)
+        low, high = float(sd.min()), float(sd.max())
+        span = f"{low:.3f}" if low == high else f"{low:.3f} to {high:.3f}"
+        return f"norm of mean {float(self.mu(beta).norm()):.3f}, sd {span}"
+
     # --- density and draws -------------------------------------------------------------------
 
     def whiten(self, beta: Tensor, v: Tensor) -> Tensor:
@@ -141,8 +172,14 @@ class Normal:
         """z from standard normal noise ``[..., d]``."""
         return self.mu(beta) + self.colour(beta, noise)
 
-    def log_prob(self, beta: Tensor, z: Tensor) -> Tensor:
-        return self.value_and_grad(beta, z)[0]
+    def draw(self, beta: Tensor, ids: Tensor, key: Key, chains: int, states: Tensor | None = None) -> Tensor:
+        return self.sample(beta, key.normal(ids, (chains, self.dimension(beta)), beta.dtype))
+
+    def cover(self, beta: Tensor, noise: Tensor, uniform: Tensor) -> Tensor:
+        return self.sample(beta, noise)
+
+    def log_cover(self, beta: Tensor, z: Tensor) -> Tensor:
+        return self.log_prob(beta, z)
 
     def value_and_grad(self, beta: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         """log p(z | beta) and its gradient in z."""
@@ -162,6 +199,9 @@ class Normal:
         if self.covariance == "diagonal":
             return beta[d:].sum()
         return self.factor(beta).diagonal().log().sum()
+
+    def unit(self, beta: Tensor) -> Tensor:
+        return self.sd(beta)
 
     def precision(self, beta: Tensor) -> Tensor:
         """Sigma^-1 as a ``[d, d]`` matrix."""
@@ -203,6 +243,9 @@ class Normal:
         d = mean.shape[-1]
         identity = torch.eye(d, dtype=mean.dtype, device=mean.device)
         return torch.cat((self._times_precision(beta, centred), self._pick(white - identity)), dim=-1)
+
+    def expected_score(self, beta: Tensor, log_weight: Tensor, means: Tensor, covs: Tensor) -> Tensor:
+        return self.moments_score(beta, means[:, 0], covs[:, 0])
 
     def _times_precision(self, beta: Tensor, v: Tensor) -> Tensor:
         """Sigma^-1 v along the last axis."""
@@ -250,6 +293,12 @@ class Normal:
         keep[:d] *= float(self.learn_mean)
         keep[d:] *= float(self.learn_scale)
         return v * keep
+
+    def units(self, beta: Tensor) -> Tensor:
+        """mu moves in units of the prior's scale, log-scales in units of one."""
+        unit = torch.ones_like(beta)
+        unit[: self.dimension(beta)] = self.sd(beta)
+        return unit
 
     def _symmetric(self, packed: Tensor) -> Tensor:
         d = int((math.sqrt(1 + 8 * packed.shape[0]) - 1) / 2 + 0.5)
@@ -318,14 +367,3 @@ def _positive(matrix: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(matrix)
     out: Tensor = vectors * values.clamp(min=1e-2) @ vectors.mT
     return out
-
-
-def resolve(prior: Normal | str, covariance: str = "isotropic") -> Normal:
-    """A prior from itself or from its name: normal (with this covariance), isotropic, diagonal or full."""
-    if isinstance(prior, Normal):
-        return prior
-    if prior == "normal":
-        return Normal(covariance=covariance)
-    if prior in COVARIANCES:
-        return Normal(covariance=prior)
-    raise SettingsError(f"unknown prior {prior!r}; known are 'normal', {', '.join(COVARIANCES)}")

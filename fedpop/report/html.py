@@ -46,3 +46,10 @@ def write_report(path: Path, title: str, lead: str, sections: Sequence[Section])
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, page.encode())
     return path
+
+
+def markdown(table: Table) -> str:
+    """A table for reading in a repository."""
+    lines = ["| " + " | ".join(table.columns) + " |", "|" + "---|" * len(table.columns)]
+    lines += ["| " + " | ".join(row) + " |" for row in table.rows]
+    return "\n".join(lines) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import matplotlib
@@ -145,6 +146,44 @@ def spread(groups: Mapping[str, Mapping[str, Sequence[float]]], y_label: str, lo
         return _svg(figure)
 
 
+def points(
+    groups: Mapping[str, Mapping[float, Sequence[float]]],
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    x_label: str,
+    y_label: str,
+    log_x: bool = True,
+    log_y: bool = True,
+    joined: bool = False,
+) -> str:
+    """Measurements at numbers x: every seed a dot, medians larger; ``lines`` are what was expected.
+
+    A seed without a value counts as infinite: it has no dot, and enough of them no median either.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _axes()
+        for dashes, (name, line) in zip(("--", ":", "-."), lines.items(), strict=False):
+            axes.plot(*zip(*line, strict=True), dashes, color="#000000", linewidth=1.1, label=name)
+        for name, group in groups.items():
+            for x, numbers in group.items():
+                seen = [v for v in numbers if math.isfinite(v)]
+                axes.plot([x] * len(seen), seen, ".", color=colour(name), alpha=0.35, ms=4)
+            medians = [(x, median(numbers)) for x, numbers in group.items() if numbers]
+            centres = [(x, y) for x, y in medians if math.isfinite(y)]
+            style = "o-" if joined else "o"
+            if centres:
+                axes.plot(
+                    *zip(*centres, strict=True), style, color=colour(name), ms=5, linewidth=1.4, label=name
+                )
+        if log_x:
+            axes.set_xscale("log")
+        if log_y:
+            axes.set_yscale("log")
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.legend(frameon=False, fontsize=8)
+        return _svg(figure)
+
+
 def intervals(
     rows: Sequence[tuple[float, float, float, float]], x_label: str, y_label: str, title: str = ""
 ) -> str:
@@ -161,4 +200,20 @@ def intervals(
         axes.set_ylabel(y_label)
         if title:
             axes.set_title(title, fontsize=9)
+        return _svg(figure)
+
+
+def dots(groups: Mapping[str, Sequence[float]], x_label: str, bold: set[str] | None = None) -> str:
+    """One line per group, from top to bottom: every value a dot, the mean a stroke."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _axes(4.6, 0.5 + 0.19 * len(groups))
+        for i, (name, numbers) in enumerate(groups.items()):
+            shade = "#0072B2" if bold and name in bold else "#777777"
+            axes.plot(numbers, [i] * len(numbers), ".", color=shade, ms=5)
+            centre = sum(numbers) / len(numbers)
+            axes.vlines(centre, i - 0.35, i + 0.35, color=shade, linewidth=1.6)
+        axes.set_yticks(range(len(groups)), list(groups), fontsize=8)
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel(x_label)
         return _svg(figure)

@@ -256,10 +256,3 @@ def experiment_report(results: Results, path: Path) -> Path:
         "FedSOUL's own (spectral)."
     )
     return write_report(path, "fedpop: the synthetic experiments", lead, sections)
-
-
-def markdown(table: Table) -> str:
-    """A table for reading in a repository."""
-    lines = ["| " + " | ".join(table.columns) + " |", "|" + "---|" * len(table.columns)]
-    lines += ["| " + " | ".join(row) + " |" for row in table.rows]
-    return "\n".join(lines) + "\n"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm
+from fedpop.algorithms.local_steps import most_steps
 from fedpop.errors import SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.inputs import leaves, map_inputs
@@ -48,26 +49,28 @@ class Plan:
         longest = int(mine.max())
         if len(ids) * (longest * self.per_row + self.per_client) <= self.budget:
             return [ids]
-        groups, start, longest = [], 0, 0
-        for i, size in enumerate(mine.tolist()):
-            wider = max(longest, size)
-            cost = (i + 1 - start) * (wider * self.per_row + self.per_client)
-            if i > start and cost > self.budget:
-                groups.append(ids[start:i])
-                start, wider = i, size
-            longest = wider
-        return [*groups, ids[start:]]
+        groups, start = [], 0
+        most = max(1, int(self.budget // max(self.per_client, 1.0)))  # even of clients without data
+        while start < len(ids):
+            ahead = mine[start : start + most]
+            widest = ahead.cummax(0).values.double()
+            cost = torch.arange(1, len(ahead) + 1) * (widest * self.per_row + self.per_client)
+            count = max(1, int((cost <= self.budget).sum()))  # costs rise along the way
+            groups.append(ids[start : start + count])
+            start += count
+        return groups
 
 
 def plan_for(algorithm: Algorithm, federation: Federation, budget: int) -> Plan:
     """A plan from the bytes that autograd keeps for an example, measured on the first two."""
     model = algorithm.model
-    steps = getattr(algorithm, "local_steps", 1) * getattr(algorithm, "chains", 1)
+    steps = most_steps(getattr(algorithm, "local_steps", 1)) * getattr(algorithm, "chains", 1)
     d = model.z_layout.size
     item = model.initial_phi().element_size()
     one, two = (_kept(algorithm, federation, n) for n in (1, 2))
     per_row = max(two - one, 0) + 4 * item * (model.outputs * (steps + 4))
-    return Plan(per_row, float(item * d * (3 * steps + 12)), budget)
+    per_client = item * (d * (3 * steps + 12) + algorithm.phi_copies * model.phi_layout.size)
+    return Plan(per_row, float(per_client), budget)
 
 
 def _kept(algorithm: Algorithm, federation: Federation, rows: int) -> int:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm, Facts, Info, Message, Tensors, require_whole
-from fedpop.channel import Channel
 from fedpop.errors import CheckpointError, FedpopError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
@@ -92,8 +91,8 @@ def simulate(
     settings = Settings(rounds, seed, resolve_participation(participation), memory, checkpoint_every)
     if restarts < 0:
         raise SettingsError(f"restarts must be 0 or more, not {restarts}")
-    if restarts and not algorithm.uncertainty:
-        raise SettingsError(f"restarts are compared by marginal likelihood, which {algorithm.label} has not")
+    if restarts:
+        algorithm.check_restarts()
     federation = algorithm.model.prepare(Federation.of(clients))
     algorithm.model.check_start(federation)
     folder = None if out is None else Path(out)
@@ -151,7 +150,7 @@ class Run:
         self.history: list[dict[str, Any]] = []
         self.threads = torch.get_num_threads()
         self._remembered: tuple[Tensors, LocalStore] | None = None
-        self._cohorts: tuple[Active, list[Cohort]] | None = None
+        self._cohort: tuple[Active, Cohort] | None = None
 
     # --- a run from start to end -------------------------------------------------------------
 
@@ -221,7 +220,6 @@ class Run:
         return False
 
     def _config(self) -> dict[str, Any]:
-        participation = self.settings.participation
         config = {
             "algorithm": self.algorithm.describe(),
             "model": {
@@ -231,7 +229,7 @@ class Run:
             },
             "rounds": self.settings.rounds,
             "seed": self.settings.seed,
-            "participation": {"kind": type(participation).__name__} | vars_of(participation),
+            "participation": self.settings.participation.describe(),
             "memory": self.settings.memory,
             "restart": self.facts.restart,
             "clients": len(self.federation),
@@ -251,7 +249,7 @@ class Run:
         path: list[float] = []
         try:
             run._begin(resume=False)
-            exact = algorithm.model.linear and algorithm.model.likelihood.name == "normal"
+            exact = getattr(algorithm, "exact", False)
             for k in range(rounds + 1):
                 if k:
                     metrics = run.train_round()
@@ -297,7 +295,7 @@ class Run:
     ) -> tuple[Tensors, Info, list[tuple[Tensor, Tensors]]]:
         method = self.algorithm
         broadcast = method.broadcast(phase, self.server)
-        channel = Channel()
+        channel = method.channel(key)
         total: Message | None = None
         info = Info()
         updates = []
@@ -317,21 +315,19 @@ class Run:
         self._add_totals({"bytes_up": channel.bytes_up, "bytes_down": down})
         return server, info, updates
 
-    def _cut(self, active: Active) -> list[Cohort]:
-        """The round's cohorts; kept for the next round when the same clients take part again."""
-        if self._cohorts is not None:
-            then, held = self._cohorts
+    def _cut(self, active: Active) -> Iterator[Cohort]:
+        """The round's cohorts, one at a time; a single one of everyone is kept for the next round."""
+        if self._cohort is not None:
+            then, held = self._cohort
             if torch.equal(then.ids, active.ids) and torch.equal(then.weights, active.weights):
-                return held
+                yield held
+                return
         groups = self.plan.cut(active.ids, self.federation.train.sizes)
-        position, cohorts = 0, []
-        for ids in groups:
-            weights = active.weights[position : position + len(ids)]
-            position += len(ids)
-            cohorts.append(self.federation.cohort(ids, weights, self.device))
-        if len(active.ids) == len(self.federation) and len(cohorts) == 1:
-            self._cohorts = (active, cohorts)
-        return cohorts
+        for ids, weights in zip(groups, active.weights.split([len(g) for g in groups]), strict=True):
+            cohort = self.federation.cohort(ids, weights, self.device)
+            if len(ids) == len(self.federation):
+                self._cohort = (active, cohort)
+            yield cohort
 
     def _enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
         seen = self.store.seen(ids)
@@ -446,10 +442,6 @@ class Run:
 def _rate(described: dict[str, Any]) -> float | None:
     step = described.get("phi_step")
     return step.get("rate") if isinstance(step, dict) and step.get("kind") == "SGD" else None
-
-
-def vars_of(value: Any) -> dict[str, Any]:
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(value).items()}
 
 
 @contextmanager

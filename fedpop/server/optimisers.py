@@ -102,3 +102,33 @@ class Adam(Optimiser):
         rate = self.rate * self.schedule.factor(k, rounds)
         new = x + rate * unit * move
         return new, {"first": first, "second": second, "count": count}
+
+
+@dataclass(frozen=True)
+class Average(Optimiser):
+    """FedAvg's step, for methods whose clients step on their own copies: x += rate * their mean move,
+    weighted by examples; ``momentum`` remembers the moves of earlier rounds.
+
+    >>> Average(momentum=0.9)
+    Average(rate=1.0, schedule=Constant(), momentum=0.9)
+    """
+
+    rate: float = 1.0
+    schedule: Schedule = field(default_factory=Constant)
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        _positive(self.rate)
+        if not 0 <= self.momentum < 1:
+            raise SettingsError(f"momentum lies in [0, 1), not {self.momentum}")
+
+    def init(self, x: Tensor) -> OptimiserState:
+        return {"velocity": torch.zeros_like(x)} if self.momentum else {}
+
+    def step(
+        self, x: Tensor, grad: Tensor, state: OptimiserState, unit: Tensor, k: int, rounds: int
+    ) -> tuple[Tensor, OptimiserState]:
+        if self.momentum:
+            grad = self.momentum * state["velocity"] + grad
+            state = {"velocity": grad}
+        return x + self.rate * self.schedule.factor(k, rounds) * grad, state

@@ -221,6 +221,41 @@ def test_sums_are_unbiased_under_partial_participation(name, form):
     assert_mean(seen, exact_gradient(model, prior, beta, clients), name)
 
 
+COMPRESSORS = {
+    "qsgd": fp.QSGD(levels=2),
+    "rand-k": fp.RandK(k=3),
+    "natural": fp.Natural(),
+    "one each": ("identity", "qsgd", fp.RandK(k=2), "natural", fp.QSGD(levels=1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("qsgd", "everyone"),
+        ("rand-k", "everyone"),
+        ("natural", "everyone"),
+        ("qsgd", "bernoulli-unequal"),
+        ("rand-k", "uniform"),
+        ("one each", "bernoulli-inverse"),
+    ],
+)
+def test_sums_are_unbiased_with_compression_and_participation(name, scheme):
+    """With closed-form J nothing but the clients that join and the compressor's draws is random."""
+    model, prior, beta, clients = problem()
+    method = plain(model, prior, rao_blackwell=True, compressor=COMPRESSORS[name])
+    run = running(method, clients, beta, SCHEMES[scheme])
+    seen = torch.stack([estimate(run, k) for k in range(120)])
+    exact = exact_gradient(model, prior, beta, clients)
+    assert_mean(seen, exact, name)
+    size = model.phi_layout.size
+    assert seen[:, :size].std(0).min() > 0
+    if scheme == "everyone":
+        assert z_scores(seen[:, :size], 1.5 * exact[:size]).abs().max() > 7
+        # I is sent as it is.
+        torch.testing.assert_close(seen[0, size:], exact[size:], rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_mini_batches_of_j_are_unbiased(batch):
     model, prior, beta, clients = problem()

@@ -1,11 +1,14 @@
 """Who takes part: rules, rates and weights."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
 import fedpop as fp
 from fedpop.errors import SettingsError
+from fedpop.federation import participation
 from fedpop.federation.participation import Participation, resolve
 from fedpop.runtime.random import Key
 
@@ -119,3 +122,87 @@ def test_a_probability_of_one_is_everyone() -> None:
         assert torch.equal(one.ids, all_.ids)
         assert torch.equal(one.weights, all_.weights)
         assert one.ratio == all_.ratio
+
+
+# --- a few of very many ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(participation, "MANY", 10)
+
+
+RATES = torch.cat((torch.full((20,), 0.02), torch.full((20,), 0.1)))
+
+
+@pytest.mark.parametrize("p", [0.05, tuple(RATES.tolist())], ids=["one", "each"])
+def test_sparse_bernoulli_rates_and_independence(few_are_many: None, p: float | tuple[float, ...]) -> None:
+    """Rates, and pairs of neighbours, within six binomial standard errors: a chance of 2e-9 each."""
+    rounds, clients = 1000, 40
+    there = torch.zeros(rounds, clients)
+    for k in range(rounds):
+        active = fp.Bernoulli(p).draw(clients, Key(0).at(round=k))
+        assert active.ids.tolist() == sorted(set(active.ids.tolist()))
+        there[k, active.ids] = 1
+        if isinstance(p, tuple):
+            torch.testing.assert_close(active.weights, 1 / RATES[active.ids])
+    rate = torch.as_tensor(p).expand(clients)
+    assert bool(((there.mean(0) - rate).abs() <= 6 * (rate * (1 - rate) / rounds).sqrt()).all())
+    for lag in (1, 2, 7):  # the pairs of a lag together
+        both = (there[:, lag:] * there[:, :-lag]).sum(1)
+        expected = float((rate[lag:] * rate[:-lag]).sum())
+        assert abs(float(both.mean()) - expected) < 6 * float(both.std()) / rounds**0.5
+    size = there.sum(1)
+    variance = float((rate * (1 - rate)).sum())
+    assert float(size.var()) == pytest.approx(variance, rel=6 * (2 / rounds) ** 0.5 * 1.5)
+
+
+def test_sparse_uniform_draws_all_pairs_equally_often(few_are_many: None) -> None:
+    rounds, clients = 1500, 10
+    pairs = torch.zeros(clients, clients)
+    for k in range(rounds):
+        a, b = fp.Uniform(2).draw(clients, Key(0).at(round=k)).ids.tolist()
+        assert a < b
+        pairs[a, b] += 1
+    counts = pairs[torch.triu_indices(clients, clients, 1).unbind()]
+    p = 1 / len(counts)
+    assert bool(((counts / rounds - p).abs() < 6 * (p * (1 - p) / rounds) ** 0.5).all())
+
+
+@pytest.mark.parametrize("size", [1, 2, 900, 12_500])
+def test_sparse_draws_are_distinct_and_keyed(size: int) -> None:
+    clients = 100_000
+    ids = fp.Uniform(size).draw(clients, Key(3)).ids
+    assert len(torch.unique(ids)) == size
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) < clients
+    assert torch.equal(ids, fp.Uniform(size).draw(clients, Key(3)).ids)
+    assert not torch.equal(ids, fp.Uniform(size).draw(clients, Key(3, round=1)).ids)
+
+
+def test_a_draw_for_very_many_asks_only_for_as_many_numbers_as_take_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = []
+    bits = Key.bits
+
+    def counted(self: Key, clients: torch.Tensor, count: int, start: int = 0) -> torch.Tensor:
+        drawn.append(len(clients) * count)
+        return bits(self, clients, count, start)
+
+    monkeypatch.setattr(Key, "bits", counted)
+    for rule in (fp.Uniform(1000), fp.Bernoulli(0.001)):
+        drawn.clear()
+        assert 800 < len(rule.draw(1_000_000, Key(0)).ids) < 1200
+        assert sum(drawn) < 10_000
+
+
+def test_rules_describe_themselves() -> None:
+    assert fp.Uniform(3).describe() == {"kind": "Uniform", "size": 3}
+    rule = fp.Bernoulli((0.5, 0.25))
+    rule.draw(2, Key(0))
+    assert json.loads(json.dumps(rule.describe())) == {
+        "kind": "Bernoulli",
+        "p": [0.5, 0.25],
+        "weights": "inverse",
+    }

@@ -8,11 +8,11 @@ Tolerance: five standard errors, from 600 chains that never meet.
 import pytest
 import torch
 
-from fedpop.kernels import HMC
+from fedpop.kernels import HMC, MALA
 from tests.oracles import Case, assert_mean, effective_draws, gaussian_cases, other_cases, sample
 
 CASES = gaussian_cases() + other_cases()
-KERNELS = {"HMC": HMC(), "MALA": HMC(leapfrog=1)}
+KERNELS = {"HMC": HMC(), "MALA": MALA()}
 WARMUP = {"HMC": 50, "MALA": 200}
 DRAWS = {"HMC": 60, "MALA": 250}
 

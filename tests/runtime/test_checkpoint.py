@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fedpop as fp
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.errors import CheckpointError, DataError, FedpopWarning, SettingsError
 from fedpop.runtime import checkpoint, files
-from tests.helpers import linear_model, population_data, ragged
+from tests.helpers import linear_model, population_data, ragged, seeded
 
 ROOT = Path(__file__).parents[2]
 
@@ -170,12 +171,20 @@ def with_validation() -> list[fp.Client]:
     return [fp.Client(x, y, validation=(x + 0.1, y)) for x, y in clients]
 
 
+def curved() -> fp.Composition:
+    head = nn.Sequential(seeded(nn.Linear(2, 1), 1), nn.Softplus())
+    return fp.Composition(seeded(nn.Linear(3, 2)), head, fp.likelihoods.Normal(0.5))
+
+
 METHODS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "default": (lambda: fp.FedSOUL(linear_model()), {}),
     "paper": (lambda: fp.FedSOUL.paper(linear_model()), {"participation": 3}),
     "stateless": (lambda: fp.FedSOUL(linear_model(), stateful=False), {"participation": 0.5}),
     "inverse": (lambda: fp.FedSOUL(linear_model()), {"participation": fp.Bernoulli((0.9,) * 6)}),
     "iterate": (lambda: fp.FedSOUL(linear_model(), average=fp.Averaging("iterate"), phi_batch=2), {}),
+    "mass matrix": (lambda: fp.FedSOUL(curved(), local_steps=2), {"participation": 3}),
+    "qsgd": (lambda: fp.FedSOUL(linear_model(), compressor=fp.QSGD(levels=7)), {"participation": 3}),
+    "rand-k": (lambda: fp.FedSOUL.paper(linear_model(), rate=1e-2, compressor="rand-k"), {}),
     "fedavg": (lambda: fp.FedAvg(linear_model(), local=fp.LocalSGD(2, 0.05, 2, 0.9)), {"participation": 3}),
     "fedrep": (lambda: fp.FedRep(linear_model(), phi_step=fp.Adam(0.05)), {"participation": 3}),
 }

@@ -144,6 +144,43 @@ def test_purposes_nest():
     assert key == Key(0, 4, "/train/chain")
 
 
+# --- words for rounding ----------------------------------------------------------------------
+
+
+def hashed(first: int, second: int, j: int) -> int:
+    """lowbias32 of j, in whole numbers."""
+    mask = 2**32 - 1
+    h = (j * 0x9E3779B9 + first) & mask
+    h = ((h ^ h >> 16) * 0x7FEB352D + second) & mask
+    h = ((h ^ h >> 15) * 0x846CA68B) & mask
+    return h ^ h >> 16
+
+
+def test_words_are_a_hash_of_their_position():
+    key, ids = Key(9, 2, "words"), torch.tensor([5, 70_000])
+    seeds = key.bits(ids, 2).tolist()
+    for start in (0, 3, 2**31 - 4):
+        block = key.words(ids).block(slice(0, 2), start, 8).to(torch.int64) & (2**32 - 1)
+        assert block.tolist() == [[hashed(*s, start + j) for j in range(8)] for s in seeds]
+    assert torch.equal(
+        key.words(ids).block(slice(1, 2), 100, 5), key.words(ids[1:]).block(slice(0, 1), 100, 5)
+    )
+
+
+def test_words_are_even_and_uncorrelated():
+    n = 2000
+    words = Key(9, 2, "words").words(torch.arange(n)).block(slice(0, n), 0, 500).to(torch.int64)
+    unit = ((words & (2**32 - 1)).to(DOUBLE) + 0.5) / 2**32
+    assert stats.kstest(unit.flatten().numpy(), "uniform").pvalue > 1e-4
+    for shift in range(0, 32, 8):  # each byte by itself
+        counts = torch.bincount(((words >> shift) & 255).flatten(), minlength=256).numpy()
+        assert stats.chisquare(counts).pvalue > 1e-5
+    centred = (unit - 0.5) * 12**0.5
+    for lag in (1, 2, 3, 64):  # neighbours in a client, and the same position in the next client
+        assert_mean((centred[:, lag:] * centred[:, :-lag]).mean(1), torch.tensor(0.0, dtype=DOUBLE), "lag")
+        assert_mean((centred[lag:] * centred[:-lag]).mean(1), torch.tensor(0.0, dtype=DOUBLE), "clients")
+
+
 # --- no global state -------------------------------------------------------------------------
 
 FORBIDDEN = {"random", "numpy.random", "torch.random"}

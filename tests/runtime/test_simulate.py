@@ -162,10 +162,14 @@ def methods() -> dict[str, Any]:
     logistic = fp.Composition(
         seeded(nn.Linear(3, 2), 1), seeded(nn.Linear(2, 1), 2), fp.likelihoods.Bernoulli()
     )
+    head = nn.Sequential(seeded(nn.Linear(2, 1), 2), nn.Tanh())
+    curved = fp.Composition(seeded(nn.Linear(3, 2), 1), head, fp.likelihoods.Normal(0.5))
     return {
         "exact": soul(),
         "mini-batches": soul(phi_batch=2),
         "hmc": fp.FedSOUL(logistic, local_steps=3),
+        "mala": fp.FedSOUL(logistic, local_steps=3, kernel="mala"),
+        "mass matrix": fp.FedSOUL(curved, local_steps=3),
         "paper": fp.FedSOUL.paper(linear_model(), rate=1e-2),
         "fedavg": fp.FedAvg(linear_model(), local=fp.LocalSGD(epochs=2, batch=2)),
         "fedrep": fp.FedRep(linear_model(), head=fp.LocalSGD(epochs=2, batch=2)),
@@ -174,7 +178,7 @@ def methods() -> dict[str, Any]:
 
 def data_for(name: str) -> Any:
     clients = ragged((3, 0, 5, 1, 2, 4))
-    return [(x, (y > 0).float()) for x, y in clients] if name == "hmc" else clients
+    return [(x, (y > 0).float()) for x, y in clients] if name in ("hmc", "mala") else clients
 
 
 @pytest.mark.parametrize("name", methods())

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import fedpop as fp
@@ -63,6 +65,29 @@ def test_groups_fit_the_budget_and_keep_the_order() -> None:
     assert [g.tolist() for g in groups] == [[0, 1], [2], [3, 4, 5, 6, 7], [8]]
 
 
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=30),
+    st.sampled_from([0.0, 0.5, 7.0]),
+    st.sampled_from([0.0, 0.3, 5.0]),
+    st.integers(1, 150),
+)
+def test_groups_are_those_of_a_walk_along_the_clients(
+    sizes: list[int], per_row: float, per_client: float, budget: int
+) -> None:
+    walked: list[list[int]] = [[]]
+    for i, _ in enumerate(sizes):
+        longer = [*walked[-1], i]
+        cost = len(longer) * (max(sizes[j] for j in longer) * per_row + per_client)
+        if walked[-1] and cost > budget:
+            walked.append([i])
+        else:
+            walked[-1] = longer
+    groups = Plan(per_row, per_client, budget).cut(torch.arange(len(sizes)), torch.tensor(sizes))
+    if per_client >= 1 or per_row == per_client == 0:  # cheaper clients are cut at one for each byte
+        assert [g.tolist() for g in groups] == walked
+    assert torch.cat(groups).tolist() == list(range(len(sizes)))
+
+
 def test_padding_counts() -> None:
     """Two clients whose own rows fit, but whose padded block does not."""
     plan = Plan(per_row=1.0, per_client=0.0, budget=12)
@@ -104,3 +129,13 @@ def test_sizes_of_memory(text: str | int, count: int) -> None:
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(SettingsError, match="1GiB"):
         parse_bytes(text)
+
+
+def test_methods_that_copy_phi_for_each_client_are_given_room_for_it():
+    model = fp.Composition(nn.Linear(50, 40), nn.Linear(40, 1), fp.likelihoods.Normal(1.0))
+    federation = model.prepare(fp.Federation.of([(torch.zeros(3, 50), torch.zeros(3))] * 4))
+    copies = 4 * 4 * 2040
+    for method in (fp.FedAvg(model), fp.FedRep(model)):
+        assert plan_for(method, federation, 2**20).per_client > copies
+    plain, local = (plan_for(fp.FedSOUL(model, phi_epochs=e), federation, 2**20).per_client for e in (0, 1))
+    assert local == plain + copies

@@ -16,7 +16,7 @@ from scipy.optimize import minimize
 from torch import nn
 
 import fedpop as fp
-from fedpop.kernels import HMC, ULA, Exponential, Target, run
+from fedpop.kernels import HMC, MALA, ULA, Exponential, Target, run
 from fedpop.runtime.random import Key
 from tests.oracles import (
     DOUBLE,
@@ -39,10 +39,10 @@ pytestmark = pytest.mark.slow
 HEADS = [make_case("bernoulli", "isotropic"), make_case("categorical", "isotropic", features=1, outputs=3)]
 
 
-@pytest.mark.parametrize("kernel", [HMC(), HMC(leapfrog=1)], ids=repr)
+@pytest.mark.parametrize("kernel", [HMC(), MALA()], ids=repr)
 @pytest.mark.parametrize("case", other_cases(), ids=lambda c: c.name)
 def test_adjusted_kernels_to_five_percent_of_a_standard_deviation(case, kernel):
-    draws = 60 if kernel.leapfrog > 1 else 600
+    draws = 60 if isinstance(kernel, HMC) else 600
     trace = sample(kernel, case.target(), chains=3000, warmup=200, draws=draws)
     z, exact = trace.draws.movedim(2, 0), case.moments
     centred = z - exact.mean.unsqueeze(1)
@@ -97,7 +97,7 @@ def summary(draws: torch.Tensor, mu: torch.Tensor) -> torch.Tensor:
 def test_two_adjusted_kernels_agree_on_a_softmax_head():
     target, mu = softmax_target()
     hmc = summary(sample(HMC(), target, chains=400, warmup=200, draws=200).draws, mu)
-    mala = summary(sample(HMC(leapfrog=1), target, chains=400, warmup=600, draws=1000).draws, mu)
+    mala = summary(sample(MALA(), target, chains=400, warmup=600, draws=1000).draws, mu)
     error = (hmc.var(0) + mala.var(0)).div(400).sqrt()
     assert ((hmc.mean(0) - mala.mean(0)).abs() < SIGMAS * error).all()
     # Without data it is the prior: mean mu, and norm(z - mu)^2 has mean 25.

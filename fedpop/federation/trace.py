@@ -1,0 +1,161 @@
+"""Who took part, as it was recorded: a trace of availability, a row for each client and round.
+
+A trace gives no probabilities, only how often each client was there. Weights of one over that share make the
+rounds of one pass through the trace average to the sum over all clients, exactly, at a fixed theta. As an
+estimate for whatever the trace was recorded from they are unbiased only in the limit of a long one, because
+the shares are estimates themselves. b/|A| weights (the paper's) are there for clients that were all available
+equally often, and refused otherwise: the data of rarer clients would count too little.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedpop.errors import DataError, SettingsError
+from fedpop.federation.clients import Federation
+from fedpop.federation.participation import WEIGHTS, Active, Participation
+from fedpop.runtime.random import Key
+
+AVAILABLE = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+MOST_ROUNDS = 10_000_000
+
+
+@dataclass(frozen=True, eq=False)
+class Trace(Participation):
+    """Round k has the clients (by position) of ``rounds[k]``; after its last round a trace starts again.
+
+    >>> trace = Trace([[0, 1], [1], [], [1]], clients=2)
+    >>> trace
+    Trace(4 rounds, 2 clients, weights='inverse')
+    >>> trace.draw(2, Key(0, round=4))
+    Active(ids=tensor([0, 1]), weights=tensor([4.0000, 1.3333]), ratio=False)
+    """
+
+    rounds: Sequence[Sequence[int] | Tensor]
+    clients: int
+    weights: str = "inverse"
+
+    def __post_init__(self) -> None:
+        rounds = tuple(torch.as_tensor(r, dtype=torch.int64).sort().values for r in self.rounds)
+        object.__setattr__(self, "rounds", rounds)
+        if self.weights not in WEIGHTS:
+            raise SettingsError(f"weights are {' or '.join(WEIGHTS)}, not {self.weights!r}")
+        if not any(len(r) for r in rounds):
+            raise DataError("the trace is empty: nobody is ever available")
+        everyone = torch.cat(rounds)
+        if int(everyone.min()) < 0 or int(everyone.max()) >= self.clients:
+            raise DataError(f"a trace of {self.clients} clients names them by their positions, 0 onwards")
+        never = (self.share == 0).nonzero().squeeze(1).tolist()
+        if never:
+            raise DataError(
+                f"{len(never)} of {self.clients} clients are never available in the trace (at position "
+                f"{', '.join(map(str, never[:5]))}{', ...' if len(never) > 5 else ''}), so their data could "
+                "not count; leave them out of the federation"
+            )
+        if self.weights == "ratio" and bool((self.share != self.share[0]).any()):
+            raise SettingsError(
+                "b/|A| weights are biased when clients are not all available equally often; use "
+                "weights='inverse'"
+            )
+
+    def __repr__(self) -> str:
+        return f"Trace({len(self.rounds)} rounds, {self.clients} clients, weights={self.weights!r})"
+
+    @cached_property
+    def share(self) -> Tensor:
+        """The share of the trace's rounds in which each client is there, ``[clients]``."""
+        present = torch.cat([torch.as_tensor(r) for r in self.rounds])
+        return torch.bincount(present, minlength=self.clients).double() / len(self.rounds)
+
+    @classmethod
+    def read(
+        cls, path: str | Path, clients: Federation | Iterable[Any], *, weights: str = "inverse"
+    ) -> Trace:
+        """From a CSV file with columns ``round``, ``client`` and perhaps ``available`` (1 or 0).
+
+        ``clients`` are the federation's names in its order, or the federation itself. The smallest round is
+        the run's first; rounds that have no row have nobody.
+
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+        ...     _ = file.write("round,client\\n1,anna\\n1,ben\\n2,ben\\n")
+        ...     file.flush()
+        ...     Trace.read(file.name, ["anna", "ben"])
+        Trace(2 rounds, 2 clients, weights='inverse')
+        """
+        names = clients.names if isinstance(clients, Federation) else [str(c) for c in clients]
+        position = {name: i for i, name in enumerate(names)}
+        there: dict[int, list[int]] = {}
+        seen: set[tuple[int, int]] = set()
+        for line, number, name, available in _rows(Path(path)):
+            if name not in position:
+                shown = ", ".join(map(repr, names[:3]))
+                raise DataError(
+                    f"{path}, line {line}: no client {name!r} in this federation of {len(names)} ({shown}, "
+                    "...); remove its rows or add it to the federation"
+                )
+            if (number, position[name]) in seen:
+                raise DataError(f"{path}, line {line}: client {name!r} is listed twice in round {number}")
+            seen.add((number, position[name]))
+            if available:
+                there.setdefault(number, []).append(position[name])
+        if not seen:
+            raise DataError(f"{path} has no rows; a trace has one for each client and round")
+        first, last = min(n for n, _ in seen), max(n for n, _ in seen)
+        if last - first >= MOST_ROUNDS:
+            raise DataError(f"{path}: rounds run from {first} to {last}; number them one after the other")
+        return cls([there.get(n, []) for n in range(first, last + 1)], len(names), weights)
+
+    def check(self, clients: int) -> None:
+        if clients != self.clients:
+            raise SettingsError(f"the trace is of {self.clients} clients, the federation has {clients}")
+
+    def draw(self, clients: int, key: Key) -> Active:
+        ids = torch.as_tensor(self.rounds[key.round % len(self.rounds)])
+        ratio = self.weights == "ratio"
+        weights = torch.ones(len(ids)) if ratio else (1 / self.share[ids]).to(torch.float32)
+        return Active(ids, weights, ratio)
+
+    def describe(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for r in self.rounds:
+            digest.update(f"{torch.as_tensor(r).tolist()}\n".encode())
+        own = {"rounds": len(self.rounds), "clients": self.clients, "weights": self.weights}
+        return {"kind": "Trace"} | own | {"digest": digest.hexdigest()[:32]}
+
+
+def _rows(path: Path) -> Iterator[tuple[int, int, str, bool]]:
+    """Line number, round, client and availability of each row."""
+    try:
+        file = path.open(newline="", encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"cannot read the trace {path}: {error.strerror or error}") from error
+    with file:
+        reader = csv.reader(file)
+        header = [name.strip().lower() for name in next(reader, [])]
+        if not {"round", "client"} <= set(header):
+            told = f"found {', '.join(header)}" if header else "the file is empty"
+            raise DataError(f"{path}: a trace begins with a line 'round,client[,available]'; {told}")
+        at = {name: header.index(name) for name in ("round", "client", "available") if name in header}
+        for row in reader:
+            if not row:
+                continue
+            line = reader.line_num
+            if len(row) != len(header):
+                raise DataError(f"{path}, line {line}: {len(row)} values where {len(header)} were expected")
+            number, name = row[at["round"]].strip(), row[at["client"]].strip()
+            if not number.lstrip("-").isdecimal():
+                raise DataError(f"{path}, line {line}: round {number!r} is not a whole number")
+            told = row[at["available"]].strip().lower() if "available" in at else "1"
+            if told not in AVAILABLE:
+                raise DataError(f"{path}, line {line}: available is 1 or 0, not {told!r}")
+            yield line, int(number), name, AVAILABLE[told]

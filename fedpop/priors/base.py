@@ -1,0 +1,203 @@
+"""What a population prior p(z | beta) is to the rest of the library.
+
+beta is one flat vector. A prior says how z is drawn and scored, what a client sends about it, and what the
+server makes of the sum. What only some priors can do is asked for by ``component`` (closed-form posteriors),
+``forms`` (of I) and ``em``. A prior whose normalising constant cannot be written down leaves the server a
+share of the work (``server_state``, ``normaliser``, ``shipped``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedpop.errors import SettingsError
+from fedpop.runtime.random import Key
+from fedpop.server.em import EM
+from fedpop.server.optimisers import Optimiser
+
+if TYPE_CHECKING:
+    from fedpop.priors.normal import Normal
+
+Tensors = dict[str, Tensor]
+
+
+class Part(NamedTuple):
+    """One Normal of a prior that is a mixture of them: log weight, family, and its own beta."""
+
+    log_weight: Tensor
+    normal: Normal
+    beta: Tensor
+
+
+class Prior(ABC):
+    """A family p(z | beta); frozen dataclasses of settings, everything that changes is in beta."""
+
+    name: ClassVar[str]
+    forms: ClassVar[tuple[str, ...]] = ("left",)
+    """Forms of I that it can send; see ``priors.normal``."""
+    em: ClassVar[bool] = False
+    """Steps of EM can be made from I alone."""
+    normalised: ClassVar[bool] = True
+    """log p(z | beta) is known with its constant; otherwise the server adds the constant's gradient."""
+
+    covariance: str
+    """``isotropic``, ``diagonal`` or ``full``: how the precision of ``unit`` or ``precision`` looks."""
+    mean: float
+    scale: float | None
+    """Where beta starts; None leaves it to the data."""
+    bounds: tuple[float, float]
+
+    @property
+    def component(self) -> Normal | None:
+        """The family of which this prior is a mixture (``parts``), itself for a Normal, or None."""
+        return None
+
+    # --- the flat vector ---------------------------------------------------------------------
+
+    @abstractmethod
+    def size(self, d: int) -> int:
+        """The length of beta for z of d dimensions."""
+
+    @abstractmethod
+    def dimension(self, beta: Tensor) -> int:
+        """d from the length of beta."""
+
+    @abstractmethod
+    def init(self, mu: Tensor, scale: float, key: Key | None = None) -> Tensor:
+        """beta around this mean with this scale; ``key`` for what has to start at random."""
+
+    @abstractmethod
+    def rescaled(self, beta: Tensor, scale: float) -> Tensor:
+        """A starting beta, made with scale one, at another scale."""
+
+    @abstractmethod
+    def mu(self, beta: Tensor) -> Tensor:
+        """A centre, ``[d]``: the mean where it is known."""
+
+    @abstractmethod
+    def sd(self, beta: Tensor) -> Tensor:
+        """Marginal standard deviations ``[d]``, where they are known, or what stands for them."""
+
+    def summary(self, beta: Tensor, states: Tensors) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviations of z, ``[d]`` each; ``states`` are what the server keeps for it."""
+        return self.mu(beta), self.sd(beta)
+
+    @abstractmethod
+    def lines(self, beta: Tensor, states: Tensors) -> list[str]:
+        """What was learned, in words."""
+
+    def parts(self, beta: Tensor) -> Sequence[Part] | None:
+        """This prior as a mixture of Normals; None where it is not one."""
+        return None
+
+    def replaced(self, beta: Tensor, betas: Sequence[Tensor]) -> Tensor:
+        """The same weights over other Normals."""
+        raise SettingsError(f"{self.name} priors are not made of Normals")
+
+    def matched(self, beta: Tensor, reference: Tensor) -> Tensor:
+        """The same density, labelled as in another beta, so that the two can be averaged."""
+        return beta
+
+    # --- density and draws -------------------------------------------------------------------
+
+    @abstractmethod
+    def value_and_grad(self, beta: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        """log p(z | beta), up to a constant unless ``normalised``, and its gradient in z."""
+
+    def log_prob(self, beta: Tensor, z: Tensor) -> Tensor:
+        return self.value_and_grad(beta, z)[0]
+
+    @abstractmethod
+    def draw(self, beta: Tensor, ids: Tensor, key: Key, chains: int, states: Tensor | None = None) -> Tensor:
+        """z ~ p(. | beta) for these clients, ``[C, K, d]``; ``states`` are draws that the server shipped."""
+
+    def final_draws(
+        self, beta: Tensor, ids: Tensor, key: Key, count: int, states: Tensor | None = None
+    ) -> Tensor:
+        """Draws that people see, ``[C, count, d]``."""
+        return self.draw(beta, ids, key, count, states)
+
+    @abstractmethod
+    def unit(self, beta: Tensor) -> Tensor:
+        """The natural unit of z, ``[d]``: unit^-2 bounds (or stands for) the curvature of -log p."""
+
+    def precision(self, beta: Tensor) -> Tensor:
+        """The same as a ``[d, d]`` matrix, which full covariances need."""
+        return torch.diag(self.unit(beta).square().reciprocal())
+
+    @abstractmethod
+    def cover(self, beta: Tensor, noise: Tensor, uniform: Tensor) -> Tensor:
+        """Exact draws of a law that covers p(. | beta): what a chain may jump to. From standard
+        normal noise ``[..., d]`` and uniform numbers ``[...]``."""
+
+    @abstractmethod
+    def log_cover(self, beta: Tensor, z: Tensor) -> Tensor:
+        """The log-density of that law, up to a constant."""
+
+    # --- what a client sends, and what the server does with it -------------------------------
+
+    @abstractmethod
+    def score(
+        self, beta: Tensor, z: Tensor, likelihood_grad: Tensor, form: str, cov: Tensor | None = None
+    ) -> Tensor:
+        """I averaged over draws: z and grad_z log p(D | z) ``[C, S, d]`` to ``[C, size]``."""
+
+    def expected_score(self, beta: Tensor, log_weight: Tensor, means: Tensor, covs: Tensor) -> Tensor:
+        """I when the posterior is a known mixture of Gaussians, one for each of ``parts``: log-weights
+        ``[C, K]``, means ``[C, K, d]`` and covariances ``[C, K, d, d]``."""
+        raise SettingsError(f"with {self.name} priors posteriors are not closed-form")
+
+    def gradient(self, beta: Tensor, score: Tensor) -> Tensor:
+        """The gradient in the coordinates of beta that belongs to a (sum of) scores."""
+        return self.mask(score)
+
+    def mask(self, v: Tensor) -> Tensor:
+        """Zero where a parameter is fixed."""
+        return v
+
+    def units(self, beta: Tensor) -> Tensor:
+        """The natural size of a change of each coordinate of beta, for gradient steps."""
+        return torch.ones_like(beta)
+
+    def default_step(self) -> EM | Optimiser:
+        """How beta moves unless told."""
+        return EM()
+
+    def em_step(self, beta: Tensor, score: Tensor, rate: float, floor: Tensor | float = 0.0) -> Tensor:
+        """A step of stochastic-approximation EM from the score averaged over clients."""
+        raise SettingsError(f"{self.name} priors have no EM step; use beta_step=Adam()")
+
+    @abstractmethod
+    def project(self, beta: Tensor) -> Tensor:
+        """The nearest beta inside the projection sets."""
+
+    @abstractmethod
+    def at_bound(self, beta: Tensor) -> list[str]:
+        """Which parameters sit on the edge of a projection set."""
+
+    # --- the server's own share, for priors that are not normalised --------------------------
+
+    def server_state(self, beta: Tensor, key: Key) -> Tensors:
+        """What the server keeps for this prior besides beta."""
+        return {}
+
+    def normaliser(self, beta: Tensor, states: Tensors, key: Key) -> tuple[Tensor, Tensors]:
+        """What one client's score lacks, and the server's new state."""
+        return torch.zeros_like(beta), states
+
+    def normaliser_batches(self, beta: Tensor, states: Tensors, key: Key, count: int) -> Tensor:
+        """Independent estimates of what one client's score lacks, ``[count, size]``."""
+        return beta.new_zeros((count, beta.shape[0]))
+
+    def published(self, states: Tensors) -> Tensors:
+        """What stays with theta after training."""
+        return {}
+
+    def shipped(self, states: Tensors) -> Tensors:
+        """What clients receive of it, with theta."""
+        return {}

@@ -1,0 +1,144 @@
+"""J of each client, whichever way it is computed: fused, side by side, one by one, with a graph each."""
+
+import pytest
+import torch
+from torch import nn
+
+import fedpop as fp
+from fedpop.algorithms import phi_gradient
+from fedpop.algorithms.phi_gradient import PhiGradient, embedded, vectorises
+from tests.helpers import cohort_of, generator, seeded, train_key
+
+WIDE = torch.float64
+SIZES = (3, 0, 5, 1, 3, 5, 3)
+RAGGED = (3, 0, 5, 1, 2, 7, 6)
+
+
+class Doubled(nn.Module):
+    """A head that is not linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 3)
+
+    def forward(self, x):
+        return torch.tanh(self.inner(x)) * 2
+
+
+class Recurrent(nn.Module):
+    """A layer that vmap does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRU(1, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.cell(x.unsqueeze(-1))[0][:, -1]
+
+
+def wide(*modules: nn.Module) -> nn.Module:
+    return seeded(modules[0] if len(modules) == 1 else nn.Sequential(*modules), 3).to(WIDE)
+
+
+NORMAL = fp.likelihoods.Normal()
+CASES = {
+    "linear": lambda: fp.Composition(wide(nn.Linear(4, 2)), wide(nn.Linear(2, 3)), NORMAL),
+    "network": lambda: fp.Composition(
+        wide(nn.Linear(4, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 2)),
+        wide(nn.Linear(2, 3)),
+        "categorical",
+    ),
+    "dropout": lambda: fp.Composition(
+        wide(nn.Linear(4, 2), nn.Dropout(0.4)), wide(nn.Linear(2, 3)), "categorical"
+    ),
+    "general head": lambda: fp.Composition(wide(nn.Linear(4, 2)), wide(Doubled()), "categorical"),
+    "dropout in the head": lambda: fp.Composition(
+        wide(nn.Linear(4, 2)), wide(nn.Dropout(0.4), nn.Linear(2, 3)), "categorical"
+    ),
+    "split": lambda: fp.Split(wide(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)), "0.bias", "categorical"),
+    "frozen": lambda: fp.Composition(
+        wide(nn.Linear(4, 2)).requires_grad_(False), wide(nn.Linear(2, 3)), NORMAL
+    ),
+    "nothing shared": lambda: fp.Composition(None, wide(nn.Linear(4, 3)), "categorical"),
+    "recurrent": lambda: fp.Composition(wide(Recurrent()), wide(nn.Linear(2, 3)), "categorical"),
+}
+
+
+def problem(name: str, sizes=SIZES):
+    model, g = CASES[name](), generator(4)
+    clients = []
+    for n in sizes:
+        x = torch.randn(n, 4, generator=g, dtype=WIDE)
+        classes = torch.randint(3, (n,), generator=g)
+        clients.append((x, classes if model.likelihood.name == "categorical" else x[:, :3] + 1))
+    cohort = cohort_of(model, clients, torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0, 1.0, 1.0]))
+    draws = torch.randn(len(SIZES), 4, model.z_layout.size, generator=g, dtype=WIDE)
+    return model, cohort, draws
+
+
+@pytest.mark.parametrize("sizes", [SIZES, RAGGED], ids=["few sizes", "many sizes"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_way_gives_the_same_j(name, sizes, monkeypatch):
+    model, cohort, draws = problem(name, sizes)
+    monkeypatch.setattr(phi_gradient, "WORTH", 0)
+    key, good = train_key(), torch.ones(len(SIZES), dtype=torch.bool)
+    estimate = PhiGradient(model, None, draws)
+    phi = model.initial_phi().requires_grad_(model.phi_layout.size > 0)
+    keys = model.dropout_keys(cohort, key)
+    features, _ = embedded(model, phi, cohort, keys, graph=True, separate=False)
+    value, j = estimate.fused(phi, features, cohort, keys, good)
+    ways = {"side by side": estimate.one_by_one(phi, cohort, key, good, None)}
+    assert vectorises(model, phi)
+    monkeypatch.setattr(phi_gradient, "TOGETHER", 1)
+    ways["side by side, one at a time"] = estimate.one_by_one(phi, cohort, key, good, None)
+    joined, parts = embedded(model, phi, cohort, keys, graph=False, separate=True)
+    torch.testing.assert_close(joined, features.detach() if isinstance(features, torch.Tensor) else features)
+    ways["a graph each"] = estimate.one_by_one(phi, cohort, key, good, None, None, parts)
+    monkeypatch.setattr(phi_gradient, "SMALL", -1)
+    assert not vectorises(model, phi)
+    ways["one by one"] = estimate.one_by_one(phi, cohort, key, good, None)
+    for way, (still_good, own, total) in ways.items():
+        assert still_good.all(), way
+        torch.testing.assert_close(own, value, msg=lambda text, way=way: f"{way}: {text}")
+        torch.testing.assert_close(total, j, msg=lambda text, way=way: f"{way}: {text}")
+
+
+def test_expected_values_in_closed_form():
+    model, cohort, draws = problem("linear")
+    d = model.z_layout.size
+    cov = torch.randn(len(SIZES), d, d, generator=generator(6), dtype=WIDE)
+    moments = (draws[:, 0], cov @ cov.mT)
+    estimate = PhiGradient(model, moments, draws)
+    phi = model.initial_phi().requires_grad_()
+    good = torch.ones(len(SIZES), dtype=torch.bool)
+    value, j = estimate.fused(phi, model.features(phi, cohort), cohort, None, good)
+    _, own, total = estimate.one_by_one(phi, cohort, train_key(), good, None)
+    torch.testing.assert_close(own, value)
+    torch.testing.assert_close(total, j)
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_one_broken_client_is_left_out(separate):
+    model, cohort, draws = problem("network")
+    cohort.x[0] = 1e200  # of the first client: its squares overflow
+    phi = model.initial_phi().requires_grad_()
+    good = torch.ones(len(SIZES), dtype=torch.bool)
+    draws = draws.clone()
+    draws[4] = torch.nan
+    parts = embedded(model, phi, cohort, None, graph=False, separate=separate)[1]
+    estimate = PhiGradient(model, None, draws)
+    still_good, _, total = estimate.one_by_one(phi, cohort, train_key(), good, None, None, parts)
+    assert torch.isfinite(total).all()
+    assert not still_good[4]
+    assert still_good[[1, 2, 3, 5, 6]].all()
+
+
+def test_convolutions_go_one_by_one():
+    convolution = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
+    model = fp.Composition(convolution, nn.Linear(2, 2), "categorical")
+    assert not vectorises(model, model.initial_phi())
+    clients = [(torch.randn(n, 1, 4, 4, generator=generator(n)), torch.arange(n) % 2) for n in (3, 1, 4)]
+    plain = fp.FedSOUL(model).fit(clients, rounds=2)
+    packed = fp.FedSOUL(model, compressor=fp.QSGD(levels=32767)).fit(clients, rounds=2)
+    torch.testing.assert_close(plain.published["phi"], packed.published["phi"], rtol=1e-2, atol=1e-3)
+    assert plain.totals["backbone_passes"] == packed.totals["backbone_passes"] == 2 * 8

@@ -1,0 +1,85 @@
+"""Jobs over worker processes: what is there is not run again, and nothing outlives its parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from fedpop.experiments.results import Record, Results, record
+from fedpop.experiments.runner import Job, run_jobs
+
+
+def work(method: str, seed: int, marks: str) -> list[Record]:
+    (Path(marks) / f"{method}-{seed}").write_text(str(os.getpid()))
+    return [record("synthetic", {"b": 1}, method, seed, {"angle": 1.0}, {}, {})]
+
+
+def linger(marks: str) -> list[Record]:
+    (Path(marks) / "worker").write_text(str(os.getpid()))
+    time.sleep(120)
+    return []
+
+
+def jobs(marks: Path) -> list[Job]:
+    return [Job(work, (m, 0, str(marks)), m, {"b": 1}, 0, (m,)) for m in ("a", "b", "c")]
+
+
+def test_only_what_is_missing_is_run(tmp_path: Path) -> None:
+    results = Results.open(tmp_path / "results")
+    results.add(work("b", 0, str(tmp_path)))
+    (tmp_path / "b-0").unlink()
+    run_jobs(jobs(tmp_path), results, 2, "test")
+    assert sorted(p.name for p in tmp_path.glob("*-0")) == ["a-0", "c-0"]
+    assert sorted(r["method"] for r in Results.open(tmp_path / "results").records) == ["a", "b", "c"]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from fedpop.experiments.results import Results
+from fedpop.experiments.runner import Job, run_jobs
+from tests.experiments.test_runner import linger
+if __name__ == "__main__":
+    folder = sys.argv[1]
+    run_jobs([Job(linger, (folder,), "x", {}, 0, ("x",))], Results.open(folder), 1, "test")
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_workers_die_with_their_parent(tmp_path: Path) -> None:
+    if not Path("/proc/self/stat").exists():
+        import pytest
+
+        pytest.skip("needs /proc to see whether a process is alive")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": root}
+    parent = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)], env=environment, stderr=subprocess.DEVNULL
+    )
+    try:
+        mark = tmp_path / "worker"
+        for _ in range(600):
+            if mark.exists() and mark.read_text():
+                break
+            time.sleep(0.1)
+        worker = int(mark.read_text())
+        assert alive(worker)
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        for _ in range(300):
+            if not alive(worker):
+                break
+            time.sleep(0.1)
+        assert not alive(worker)
+    finally:
+        parent.kill()
