@@ -212,7 +212,11 @@ class Population:
                 self.model.outputs_at(phi, z[i % GROUP], inputs)
                 for (phi, _), z in zip(self.theta_draws(), self._theta_models(i // GROUP), strict=True)
             ]
-        params = self.model.params(self.published["phi"])
+        drawn = [self.model.params(phi) for phi, _ in self.theta_draws()]
+        params = {
+            name: torch.stack([p[name] for p in drawn]).repeat_interleave(len(outputs[0]))[:, None, None]
+            for name in drawn[0]
+        }
         return Predictive(torch.cat(outputs), self.model.likelihood, params, key, plug_in=False)
 
     def _theta_models(self, group: int) -> list[Tensor]:
@@ -496,7 +500,7 @@ class Population:
             words = self.algorithm.prior.lines(self.published["beta"], self.published)
             lines += [f"  {'prior' if i == 0 else '':8} {line}" for i, line in enumerate(words)]
             if isinstance(self.model.z_layout, LinkedLayout):
-                lines += self._named_lines(self.prior_sd)
+                lines += self._named_lines()
             steps = describe_steps(self.algorithm.local_steps)
             lines.append(f"  kernel   {self.algorithm.markov_kernel}, {steps}")
         if self.totals:
@@ -516,11 +520,11 @@ class Population:
             lines += ["  " + line for line in str(self.diagnostics()).splitlines()]
         return "\n".join(lines)
 
-    def _named_lines(self, sd: Tensor) -> list[str]:
+    def _named_lines(self) -> list[str]:
         """phi and the typical client in natural units, and how far clients differ on the free scale."""
         layout = self.model.z_layout
         assert isinstance(layout, LinkedLayout)
-        spread = Layout.views(layout, sd)
+        spread = Layout.views(layout, self.prior_sd)
         free = {layout.link_of(n).free_name.format(n): v for n, v in spread.items()}
         parts = {"phi": self.phi, "typical": self.typical, "spread": free}
         return [f"  {label:<8} {_numbers(named)}" for label, named in parts.items() if named]

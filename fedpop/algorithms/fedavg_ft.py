@@ -25,7 +25,16 @@ from fedpop.runtime.random import Key
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvgFT(FedAvg):
-    """One model for all, then tuned by every client for itself."""
+    """One model for all, then tuned by every client for itself.
+
+    >>> import torch, fedpop as fp
+    >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
+    >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
+    >>> method = fp.FedAvgFT(model, fine_tune=fp.LocalSGD(epochs=30, rate=1.0))
+    >>> population = method.fit([(x, 2 * x[:, 0]), (x, 4 * x[:, 0])], rounds=3)
+    >>> [round(population.predict(i, [[1.0]]).mean.item(), 2) for i in (0, 1)]
+    [2.0, 4.0]
+    """
 
     fine_tune: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=10))
 

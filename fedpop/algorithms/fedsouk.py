@@ -152,14 +152,14 @@ class FedSOUK(Algorithm):
     def __post_init__(self) -> None:
         object.__setattr__(self, "prior", resolve_prior(self.prior, self.model.prior_covariance()))
         object.__setattr__(self, "kernel", resolve_kernel(self.kernel, self.model, self.prior))
+        if self.burn_in is None:  # a linear head's curvature is known, so its first step fits
+            object.__setattr__(self, "burn_in", 0 if self.model.known_linear else BURN_IN)
         if self.phi_step is None:
             object.__setattr__(self, "phi_step", NETWORK_STEP if self.model.network else Adam())
         if self.beta_step is None:
             object.__setattr__(self, "beta_step", self.prior.default_step())
         object.__setattr__(self, "compressor", resolve_compressor(self.compressor))
         object.__setattr__(self, "local_steps", resolve_steps(self.local_steps))
-        if self.burn_in is None:  # a linear head's curvature is known, so its first step fits
-            object.__setattr__(self, "burn_in", 0 if self.model.known_linear else BURN_IN)
         require_whole(chains=self.chains, burn_in=self.burn_in)
         if self.chains < 1:
             raise SettingsError(f"each client runs at least one chain, not {self.chains}")
@@ -449,47 +449,34 @@ class FedSOUK(Algorithm):
         tuning = Tuning.from_local(local)
         steps = max(steps_of(self.local_steps, cohort.ids, key.round), default=1)
         with torch.no_grad():
-            z, tuning, spent = self._burn_in(target, z, tuning, cohort, key)
-            trace = run(
-                self.markov_kernel,
-                target,
-                z,
-                tuning,
-                steps,
-                key.at(purpose="chain"),
-                cohort.ids,
-                adapt=True,
-                antithetic=self.antithetic,
-            )
-        return replace(trace, gradient_evaluations=trace.gradient_evaluations + spent)
+            z, tuning, spent, batched = self._burn_in(target, z, tuning, cohort, key)
+            trace = self._run(target, z, tuning, steps, key.at(purpose="chain"), cohort.ids)
+        return replace(
+            trace,
+            gradient_evaluations=trace.gradient_evaluations + spent,
+            batched=trace.batched + batched,
+        )
+
+    def _run(self, target: Target, z: Tensor, tuning: Tuning, steps: int, key: Key, ids: Tensor) -> Trace:
+        kernel, pairs = self.markov_kernel, self.antithetic
+        return run(kernel, target, z, tuning, steps, key, ids, adapt=True, antithetic=pairs)
 
     def _burn_in(
         self, target: Target, z: Tensor, tuning: Tuning, cohort: Cohort, key: Key
-    ) -> tuple[Tensor, Tuning, int]:
+    ) -> tuple[Tensor, Tuning, int, int]:
         """Transitions that clients make in their first round before those that count: a chain far from its
         posterior, at a step that does not fit, would send gradients of any size, and an optimiser that
         divides by their past size stands still for hundreds of rounds after."""
-        first, spent = tuning.updates == 0, 0
+        first, spent, batched = tuning.updates == 0, 0, 0
         if self.burn_in == 0 or not bool(first.any()):
-            return z, tuning, 0
+            return z, tuning, 0, 0
         for part in range(-(-self.burn_in // 10)):
             steps = min(10, self.burn_in - 10 * part)
-            warm = key.at(purpose=f"burn-in-{part}")
-            trace = run(
-                self.markov_kernel,
-                target,
-                z,
-                tuning,
-                steps,
-                warm,
-                cohort.ids,
-                adapt=True,
-                antithetic=self.antithetic,
-            )
+            trace = self._run(target, z, tuning, steps, key.at(purpose=f"burn-in-{part}"), cohort.ids)
             z = torch.where(first[:, None, None], trace.state.z, z)
             tuning = trace.tuning.where(first, tuning)
-            spent += trace.gradient_evaluations
-        return z, tuning, spent
+            spent, batched = spent + trace.gradient_evaluations, batched + trace.batched
+        return z, tuning, spent, batched
 
     def _scores(self, target: Target, trace: Trace, draws: Tensor) -> Tensor:
         if self.rao_blackwell:

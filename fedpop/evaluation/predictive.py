@@ -31,7 +31,8 @@ class Entropy(NamedTuple):
 class Predictive:
     """p(y | x) = 1/L sum_l p(y | eta_l) for n examples, with head outputs eta ``[L, n, o]``.
 
-    ``plug_in`` marks methods without uncertainty about z: one component, intervals of noise only.
+    ``plug_in`` marks methods without uncertainty about z: one component, intervals of noise only. The
+    likelihood's own parameters are scalars, or ``[L, 1, 1]`` where theta was drawn too.
     """
 
     eta: Tensor
@@ -124,7 +125,7 @@ class Predictive:
     def _quantile(self, level: float) -> Tensor:
         """The mixture's quantile by bisection on its cdf: exact, where draws of y would be noisy."""
         if isinstance(self.likelihood, Normal):
-            sd = self.likelihood.sd(self.params)
+            sd = float(torch.as_tensor(self.likelihood.sd(self.params)).max())
             low, high = self.eta.amin(0) - 9 * sd, self.eta.amax(0) + 9 * sd
             for _ in range(40):
                 middle = (low + high) / 2
@@ -144,7 +145,8 @@ class Predictive:
         """Standard deviation of y, noise and uncertainty about z together."""
         spread = self.means.var(0, correction=0)
         if isinstance(self.likelihood, Normal):
-            noise: Tensor | float = self.likelihood.sd(self.params) ** 2
+            noise = torch.as_tensor(self.likelihood.sd(self.params) ** 2)
+            noise = noise.mean(0) if noise.dim() else noise
         else:
             noise = self.likelihood.curvature(self.eta, self.params).mean(0)
         return _drop((spread + noise).sqrt())
@@ -163,7 +165,8 @@ class Predictive:
         if draws.dim() == 2:
             draws = draws.unsqueeze(-1)
         own = self.eta.expand(len(self.samples), -1, -1)[::every]
-        aleatoric = -self.likelihood.log_prob(own, draws, self.params).mean(0)
+        params = {n: v[::every] if v.dim() else v for n, v in self.params.items()}
+        aleatoric = -self.likelihood.log_prob(own, draws, params).mean(0)
         mixture = torch.stack([self.log_prob(y) for y in draws])
         return _parts(-mixture.mean(0), aleatoric)
 

@@ -74,11 +74,8 @@ class Tuning:
     def where(self, keep: Tensor, other: Tuning) -> Tuning:
         """This tuning for the clients where ``keep`` ``[C]`` holds, the other one elsewhere."""
         mine, theirs = self.to_local(), other.to_local()
-        names = mine.keys() & theirs.keys()
-        chosen = {
-            n: torch.where(keep.reshape(-1, *(1,) * (mine[n].dim() - 1)), mine[n], theirs[n]) for n in names
-        }
-        return Tuning.from_local(chosen)
+        wide = {n: keep.reshape(-1, *(1,) * (v.dim() - 1)) for n, v in mine.items()}
+        return Tuning.from_local({n: torch.where(wide[n], v, theirs[n]) for n, v in mine.items()})
 
 
 _MASS = ("mean", "variance", "weight")

@@ -21,6 +21,9 @@ class JumpHMC(HMC):
     (the prior itself, or the Gaussian base of an energy) and accepted with probability
     min(1, p(z' | D) q(z) / (p(z | D) q(z'))): an independence step, exact for any such q. Jumps are accepted
     where the data say little, which is where more than one mode matters; in many dimensions they are rare.
+
+    >>> JumpHMC().gradients_per_step
+    6
     """
 
     name: ClassVar[str] = "JumpHMC"

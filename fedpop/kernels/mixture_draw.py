@@ -27,6 +27,12 @@ class MixtureDraw(Kernel):
 
     For a Normal likelihood, a linear head and a prior made of Normals; with one of them it is the
     exponential step with h = 1.
+
+    >>> from torch import nn
+    >>> import fedpop as fp
+    >>> model = fp.Composition(nn.Linear(4, 2), nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
+    >>> fp.FedSOUL(model, prior="mixture").kernel
+    MixtureDraw()
     """
 
     name: ClassVar[str] = "MixtureDraw"

@@ -126,7 +126,10 @@ class GeneralLikelihood(LocalLikelihood):
         self.extra = tuple(cohort.fill(v) for v in extra)
         self.examples = len(cohort) * cohort.longest
         mask = cohort.mask
-        self.mask = self.y.new_ones(self.y.shape[:2]) if mask is None else mask.to(self.y.dtype)
+        weight = (
+            self.y if self.y.is_floating_point() else self.y.new_empty(0, dtype=torch.get_default_dtype())
+        )
+        self.mask = weight.new_ones(self.y.shape[:2]) if mask is None else mask.to(weight.dtype)
         self._empty, self._donor = cohort.empty, cohort.donor
 
         def total(z: Tensor, x: Inputs, y: Tensor, mask: Tensor, *extra: Tensor) -> Tensor:
@@ -192,6 +195,12 @@ class GeneralLikelihood(LocalLikelihood):
         return z if self._empty is None else z[self._donor]
 
 
+def _inside_transform() -> bool:
+    """Whether a transform of torch.func is running, whose tensors plain autograd must not cut off."""
+    out: bool = torch._C._functorch.peek_interpreter_stack() is not None
+    return out
+
+
 def _sizes(mask: Tensor | None, y: Tensor) -> Tensor:
     clients, rows = y.shape[:2]
     if mask is None:
@@ -209,13 +218,8 @@ def _choose(
     rows = torch.topk(number, size, largest=False).indices.sort().values
     client = torch.arange(y.shape[0], device=y.device).unsqueeze(1)
     n = _sizes(mask, y).unsqueeze(1)
-    weight = (n / n.clamp(min=1, max=size)).to(y.dtype).expand(rows.shape)
+    like = y if mask is None or not mask.is_floating_point() else mask
+    weight = (n / n.clamp(min=1, max=size)).to(like.dtype).expand(rows.shape)
     if mask is not None:
         weight = weight * (mask[client, rows] > 0)
     return lambda block: block[client, rows], weight
-
-
-def _inside_transform() -> bool:
-    """Whether a transform of torch.func is running, whose tensors plain autograd must not cut off."""
-    out: bool = torch._C._functorch.peek_interpreter_stack() is not None
-    return out

@@ -11,7 +11,7 @@ NAMES = ("normal", *COVARIANCES, "mixture")
 
 
 def resolve(prior: Prior | str, covariance: str = "isotropic") -> Prior:
-    """A prior from itself or from its name; "normal" has the covariance that suits the model.
+    """A prior from itself or from its name, with this covariance unless the name says it.
 
     >>> resolve("diagonal").covariance
     'diagonal'
@@ -21,7 +21,7 @@ def resolve(prior: Prior | str, covariance: str = "isotropic") -> Prior:
     if prior == "normal":
         return Normal(covariance=covariance)
     if prior == "mixture":
-        return Mixture()
+        return Mixture(covariance=covariance)
     if prior in COVARIANCES:
         return Normal(covariance=prior)
     raise SettingsError(f"unknown prior {prior!r}; known are {', '.join(NAMES)}")

@@ -107,7 +107,11 @@ class Adam(Optimiser):
 @dataclass(frozen=True)
 class Average(Optimiser):
     """FedAvg's step, for methods whose clients step on their own copies: x += rate * their mean move,
-    weighted by examples; ``momentum`` remembers the moves of earlier rounds."""
+    weighted by examples; ``momentum`` remembers the moves of earlier rounds.
+
+    >>> Average(momentum=0.9)
+    Average(rate=1.0, schedule=Constant(), momentum=0.9)
+    """
 
     rate: float = 1.0
     schedule: Schedule = field(default_factory=Constant)

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 import fedpop as fp
-from fedpop.algorithms import fedsouk
 from fedpop.errors import EstimateError
 from fedpop.evaluation.information import (
     gauge_directions,
@@ -163,8 +162,7 @@ def test_draws_weighted_anew_follow_the_posterior_at_another_theta() -> None:
     torch.testing.assert_close(size, torch.full_like(size, 4000.0))
 
 
-def test_intervals_of_a_function_widen_with_theta(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fedsouk.Final.__init__, "__defaults__", (4, 60, 30))
+def test_intervals_of_a_function_widen_with_theta() -> None:
 
     def outputs(phi: dict[str, Tensor], z: dict[str, Tensor], x: Tensor) -> Tensor:
         return z["a"] + phi["slope"] * x
@@ -177,7 +175,9 @@ def test_intervals_of_a_function_widen_with_theta(monkeypatch: pytest.MonkeyPatc
     model = fp.CustomModel(
         outputs=outputs, likelihood=fp.likelihoods.Normal(1.0), phi={"slope": 2.0}, z={"a": 0.0}
     )
-    population = fp.FedSOUL(model, burn_in=20, local_steps=2).fit(clients, rounds=10)
+    population = fp.FedSOUL(model, burn_in=20, local_steps=2, final=fp.Final(draws=60, burn_in=30)).fit(
+        clients, rounds=10
+    )
     x = torch.tensor([0.0, 10.0])
     plain, wider = (population.predict(3, x, theta_uncertainty=u) for u in (False, True))
     # At x = 10 the slope's own error, about 1 / sqrt(48), adds (10 / sqrt(48))^2 to a variance of 1.2.

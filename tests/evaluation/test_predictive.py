@@ -50,6 +50,26 @@ def test_mean_sd_and_density_are_those_of_the_mixture(p: Predictive) -> None:
     torch.testing.assert_close(p.log_prob(y), law.log_prob(y))
 
 
+def test_a_noise_level_for_each_draw() -> None:
+    """Where theta is drawn too, so is the residual variance: everything follows that mixture."""
+    eta = torch.randn(300, 4, 1, generator=generator(0), dtype=torch.float64)
+    log_variance = torch.randn(300, generator=generator(1), dtype=torch.float64)
+    params = {"log_variance": log_variance[:, None, None]}
+    p = Predictive(eta, fp.likelihoods.Normal(), params, Key(0), plug_in=False)
+    parts = distributions.Normal(eta[..., 0].T, (0.5 * log_variance).exp().expand(4, -1))
+    law = distributions.MixtureSameFamily(distributions.Categorical(torch.ones_like(parts.loc)), parts)
+    y = torch.arange(4.0, dtype=torch.float64)
+    torch.testing.assert_close(p.sd, law.variance.sqrt())
+    torch.testing.assert_close(p.log_prob(y), law.log_prob(y))
+    torch.testing.assert_close(p.cdf(y), law.cdf(y))
+    low, high = p.interval(0.9)
+    torch.testing.assert_close(law.cdf(low), torch.full((4,), 0.05, dtype=torch.float64), atol=1e-8, rtol=0)
+    torch.testing.assert_close(law.cdf(high), torch.full((4,), 0.95, dtype=torch.float64), atol=1e-8, rtol=0)
+    exact = (0.5 * (2 * math.pi * math.e * log_variance.exp()).log()).mean()
+    # One y per draw: its log-density has variance 1/2 around minus the entropy of its own component.
+    assert p.entropy.aleatoric.tolist() == pytest.approx([float(exact)] * 4, abs=5 * (0.5 / 300) ** 0.5)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_normal_interval_has_the_exact_tails(level: float) -> None:
     p = normal()

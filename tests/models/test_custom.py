@@ -1,7 +1,6 @@
 """``CustomModel``: any function of (phi, z, data), against the same model written another way."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms import fedsouk
 from fedpop.algorithms.base import Facts
 from fedpop.algorithms.phi_gradient import PhiGradient
 from fedpop.errors import CheckpointError, ModelError, SettingsError
@@ -24,12 +22,7 @@ positive, unit = fp.links.positive, fp.links.unit
 FACTS = Facts(clients=3, rounds=10)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _short_final_pass() -> Iterator[None]:
-    """How many draws users see does not matter here, only which; they cost the most."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fedsouk.Final.__init__, "__defaults__", (4, 40, 20))
-        yield
+SHORT = fp.Final(draws=40, burn_in=20)  # how many draws users see does not matter here, only which
 
 
 # --- the linear Normal model, written twice -----------------------------------------------------
@@ -99,7 +92,7 @@ def _one(model: Any, phi: Tensor, client: tuple[Tensor, Tensor]) -> tuple[Any, T
 def test_a_run_is_the_run_of_the_same_composition(whole: bool, options: dict[str, Any]) -> None:
     """The same keys draw the same chains, so theta agrees round by round, not only in the end."""
     clients, _, _ = population_data(6, 5, 3, 2, VARIANCE)
-    settings = {"prior": fp.NormalPrior(scale=1.0), "local_steps": 3, "burn_in": 20} | options
+    settings = {"prior": fp.NormalPrior(scale=1.0), "local_steps": 3, "burn_in": 20, "final": SHORT} | options
     runs = [
         fp.FedSOUL(model, **settings).fit(clients, rounds=8, participation=0.7, seed=4)
         for model in (composition(True), custom(whole))
@@ -111,7 +104,7 @@ def test_a_run_is_the_run_of_the_same_composition(whole: bool, options: dict[str
 def test_the_final_pass_is_that_of_the_same_composition() -> None:
     clients, _, _ = population_data(3, 5, 3, 2, VARIANCE)
     runs = [
-        fp.FedSOUL(model, prior=fp.NormalPrior(scale=1.0), burn_in=10).fit(clients, rounds=1)
+        fp.FedSOUL(model, prior=fp.NormalPrior(scale=1.0), burn_in=10, final=SHORT).fit(clients, rounds=1)
         for model in (composition(True), custom(True), composition(False))
     ]
     runs[2].published = runs[1].published
@@ -220,7 +213,9 @@ def test_an_empty_client_is_not_hurt_by_a_broken_one() -> None:
 
 def test_clients_that_only_have_a_prior() -> None:
     model = growth_model()
-    population = fp.FedSOUL(model, burn_in=10).fit(growth_data((0, 0, 3)), rounds=2, participation=0.5)
+    population = fp.FedSOUL(model, burn_in=10, final=SHORT).fit(
+        growth_data((0, 0, 3)), rounds=2, participation=0.5
+    )
     assert bool(torch.isfinite(population.published["phi"]).all())
 
 
@@ -229,7 +224,9 @@ def test_clients_that_only_have_a_prior() -> None:
 
 @pytest.fixture(scope="module")
 def population() -> fp.Population:
-    return fp.FedSOUL(growth_model(), local_steps=2, burn_in=20).fit(growth_data((4, 3, 5)), rounds=3)
+    return fp.FedSOUL(growth_model(), local_steps=2, burn_in=20, final=SHORT).fit(
+        growth_data((4, 3, 5)), rounds=3
+    )
 
 
 def test_names_come_back_on_the_natural_scale(population: fp.Population) -> None:
@@ -298,7 +295,9 @@ def given_model(outputs: Any = None) -> fp.CustomModel:
 
 
 def test_a_log_likelihood_alone_does_not_predict_but_is_learned_and_measured() -> None:
-    population = fp.FedSOUL(given_model(), local_steps=2, burn_in=20).fit(growth_data((4, 3)), rounds=2)
+    population = fp.FedSOUL(given_model(), local_steps=2, burn_in=20, final=SHORT).fit(
+        growth_data((4, 3)), rounds=2
+    )
     x = growth_data((6,))[0][0]
     with pytest.raises(ModelError, match=r"log-likelihood only.*outputs="):
         population.predict(0, x)
@@ -309,7 +308,9 @@ def test_a_log_likelihood_alone_does_not_predict_but_is_learned_and_measured() -
 
 
 def test_with_a_mean_beside_it_there_are_means_and_no_more() -> None:
-    population = fp.FedSOUL(given_model(growth), local_steps=2, burn_in=20).fit(growth_data((4,)), rounds=2)
+    population = fp.FedSOUL(given_model(growth), local_steps=2, burn_in=20, final=SHORT).fit(
+        growth_data((4,)), rounds=2
+    )
     p = population.predict(0, growth_data((6,))[0][0])
     low, high = p.interval()
     assert p.mean.shape == low.shape == (6,)
@@ -327,7 +328,7 @@ def test_classes_and_counts_through_outputs() -> None:
 
     model = fp.CustomModel(outputs=logits, likelihood="categorical", z={"w": torch.zeros(3, 4)})
     clients = [(x, torch.arange(len(x)) % 4) for x, _ in ragged((5, 3))]
-    population = fp.FedSOUL(model, local_steps=2, burn_in=10).fit(clients, rounds=2)
+    population = fp.FedSOUL(model, local_steps=2, burn_in=10, final=SHORT).fit(clients, rounds=2)
     assert population.model.outputs == 4
     assert population.predict(0, clients[0][0]).probs.shape == (5, 4)
     assert population.phi == {}
@@ -351,7 +352,9 @@ def test_early_stopping_scores_a_log_likelihood() -> None:
         fp.Client(*a, validation=b) for a, b in zip(growth_data((4, 3)), growth_data((2, 2)), strict=True)
     ]
     stop = fp.EarlyStop(every=1, patience=1)
-    population = fp.FedSOUL(given_model(), local_steps=2, burn_in=10).fit(held, rounds=3, callbacks=[stop])
+    population = fp.FedSOUL(given_model(), local_steps=2, burn_in=10, final=SHORT).fit(
+        held, rounds=3, callbacks=[stop]
+    )
     assert all("validation_log_likelihood" in line for line in population.history)
 
 
@@ -392,7 +395,7 @@ def test_a_function_is_given_again_when_a_population_is_read(
 
 
 def test_a_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    method = fp.FedSOUL(growth_model(), local_steps=2, burn_in=20)
+    method = fp.FedSOUL(growth_model(), local_steps=2, burn_in=20, final=SHORT)
     clients = growth_data((4, 3))
     whole = method.fit(clients, rounds=6, out=tmp_path / "whole", participation=0.7)
 
@@ -540,13 +543,13 @@ def test_burn_in_leaves_those_who_were_there_alone() -> None:
     target = method.target(method.model.initial_phi(), beta, cohort.x, cohort)
     z = method.draw_prior(beta, cohort.ids, train_key())
     tuning = Tuning(torch.full((2,), -3.0, dtype=WIDE), torch.tensor([0.0, 3.0], dtype=WIDE))
-    moved, tuned, _ = method._burn_in(target, z, tuning, cohort, train_key())
+    moved, tuned, _, _ = method._burn_in(target, z, tuning, cohort, train_key())
     assert torch.equal(moved[1], z[1])
     assert not torch.equal(moved[0], z[0])
     assert tuned.updates.tolist() == [2.0, 3.0]
     alone = cohort.select(torch.tensor([0]))
     target = method.target(method.model.initial_phi(), beta, alone.x, alone)
-    same, _, _ = method._burn_in(
+    same, _, _, _ = method._burn_in(
         target, z[:1], Tuning(tuning.log_step[:1], tuning.updates[:1]), alone, train_key()
     )
     torch.testing.assert_close(same[0], moved[0])
