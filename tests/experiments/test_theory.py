@@ -77,7 +77,7 @@ def short(monkeypatch):
     for name, value in (("BIAS_ROUNDS", 4), ("MARKS", (2, 4)), ("NOISE_ROUNDS", 4), ("NOISE_BURN_IN", 2)):
         monkeypatch.setattr(theory, name, value)
     monkeypatch.setattr(theory, "NOISE_MARKS", (2, 4))
-    monkeypatch.setattr(theory, "ROUNDS", 3)
+    monkeypatch.setattr(theory, "ROUNDS", dict.fromkeys(theory.ROUNDS, 3))
     monkeypatch.setattr(theory, "FEDAVG_ROUNDS", {2: 3})
     before = torch.get_num_threads()
     yield
@@ -89,7 +89,7 @@ def test_a_job_gives_the_records_it_promises(short, part, tmp_path):
     calls = {
         "bias": (theory.bias_job, (0.2, 0.0, 0)),
         "decreasing": (theory.bias_job, (*theory.DECREASING, 0)),
-        "noise": (theory.noise_job, (2, 0.5, 0.0, 0)),
+        "noise": (theory.noise_job, (5, 0.5, 0.0, 0)),
         "vanishing": (theory.noise_job, (2, 0.25, theory.POWER, 0)),
         "paper": (theory.local_job, ("FedSOUL-paper", 2, 0)),
         "default": (theory.local_job, ("FedSOUL", 2, 0)),
@@ -108,7 +108,7 @@ def test_a_job_gives_the_records_it_promises(short, part, tmp_path):
 def test_no_job_stands_for_another():
     jobs = theory.jobs(2)
     names = [(str(sorted(j.setting.items())), j.seed, j.methods) for j in jobs]
-    assert len(set(names)) == len(jobs) == 2 * (6 + 12 + 18)
+    assert len(set(names)) == len(jobs) == 2 * (5 + 10 + 18)
 
 
 # --- the page, from made-up records whose answers are known ----------------------------------
