@@ -133,11 +133,14 @@ def gap(task: Problem, method: FedSOUK, best: Optimum, theta: Tensor) -> float:
 
 
 def entry(
-    setting: dict[str, Any], seed: int, metrics: dict[str, float | None], population: Population
+    setting: dict[str, Any],
+    seed: int,
+    metrics: dict[str, float | None],
+    population: Population,
+    name: str = "FedSOUL-paper",
 ) -> list[Record]:
     cost = population.totals | {"rounds": population.rounds}
-    method = population.algorithm
-    return [record(EXPERIMENT, setting, method.label, seed, metrics, cost, method.describe())]
+    return [record(EXPERIMENT, setting, name, seed, metrics, cost, population.algorithm.describe())]
 
 
 # --- the bias of Langevin steps: A(gamma) ----------------------------------------------------
@@ -242,10 +245,12 @@ def noise_job(kept: int, p: float, power: float, seed: int) -> list[Record]:
 
 # --- local steps -----------------------------------------------------------------------------
 
-METHODS = ("FedSOUL-paper", "FedSOUL", "FedAvg")
-ROUNDS = {"FedSOUL-paper": 150, "FedSOUL": 60}
+PAPER, TRIAL = "FedSOUL-paper", "FedSOUL-paper, trial eta_0"
+METHODS = (PAPER, TRIAL, "FedSOUL", "FedAvg")
+ROUNDS = {PAPER: 150, TRIAL: 150, "FedSOUL": 60}
 LOCAL_RATE, LOCAL_C = 1e-3, 0.4
-"""One eta_0 for every M; a step at which the bias of gamma is far below 5 %."""
+"""One eta_0 for every M, where trial rounds find larger ones for larger M; and a step of the chains
+at which their bias is far below 5 %."""
 FEDAVG_RATE = 0.05
 FEDAVG_ROUNDS = {1: 300, 2: 200, 5: 120, 10: 80, 20: 50, 50: 30}
 """Enough for its error to stand still."""
@@ -270,8 +275,9 @@ def local_job(name: str, steps: int, seed: int) -> list[Record]:
         of, start = pooled_gap(task)
         rounds = FEDAVG_ROUNDS[steps]
     else:
-        paper = FedSOUL.paper(task.model, rate=LOCAL_RATE, kernel=ULA(LOCAL_C), local_steps=steps)
-        method = paper if name == paper.label else FedSOUL(task.model, local_steps=steps)
+        rate = LOCAL_RATE if name == PAPER else None
+        paper = FedSOUL.paper(task.model, rate=rate, kernel=ULA(LOCAL_C), local_steps=steps)
+        method = FedSOUL(task.model, local_steps=steps) if name == "FedSOUL" else paper
         rounds = ROUNDS[name]
         best = task.optimum(paper)
         theta = torch.cat((task.model.initial_phi(), paper.prior.init(torch.zeros(2), 1.0)))
@@ -281,7 +287,7 @@ def local_job(name: str, steps: int, seed: int) -> list[Record]:
     population = method.fit(task.clients, rounds=rounds, seed=seed, callbacks=[path], progress=False)
     shares = [value / start for value in path.values]
     metrics = {"rounds": rounds_to(shares, NEAR), "left": shares[-1]}
-    return entry(local_setting(steps), seed, metrics, population)
+    return entry(local_setting(steps), seed, metrics, population, name)
 
 
 def pooled_gap(task: Problem) -> tuple[Callable[[dict[str, Tensor]], float], float]:
