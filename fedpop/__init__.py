@@ -11,6 +11,7 @@ from fedpop.models.composition import Composition
 from fedpop.models.modules import replace_batchnorm
 from fedpop.models.split import Split
 from fedpop.population import Population, load
+from fedpop.priors.energy import Energy
 from fedpop.priors.mixture import Mixture
 from fedpop.priors.normal import Normal as NormalPrior
 from fedpop.runtime.callbacks import Callback, EarlyStop
@@ -35,6 +36,7 @@ __all__ = [
     "Cosine",
     "Decay",
     "EarlyStop",
+    "Energy",
     "Everyone",
     "Exponential",
     "FedAvg",

@@ -16,6 +16,7 @@ from fedpop.algorithms.base import Algorithm, Tensors
 from fedpop.algorithms.fedsouk import FINAL_CHAINS, FINAL_DRAWS, FedSOUK
 from fedpop.algorithms.phi_gradient import PhiGradient
 from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
+from fedpop.evaluation import quadrature
 from fedpop.evaluation.diagnostics import (
     ChainDiagnostics,
     Diagnostics,
@@ -31,6 +32,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, as_inputs, map_inputs, require_finite
 from fedpop.models.base import Model
 from fedpop.models.flat import Layout
+from fedpop.priors.base import Prior
 from fedpop.runtime.files import read_json, read_tensors, writable_folder, write_json, write_tensors
 from fedpop.runtime.plan import Plan, parse_bytes, plan_for
 from fedpop.runtime.random import Key
@@ -327,7 +329,7 @@ class Population:
         method = self._fedsouk("marginal likelihood")
         phi, beta = self.published["phi"], self.published["beta"]
         value, variance, shapes = 0.0, 0.0, []
-        conjugate = True
+        exact = "closed form" if method.prior.normalised else "quadrature"
         with torch.no_grad():
             for ids in self._groups():
                 cohort = self._cohort(ids)
@@ -335,7 +337,10 @@ class Population:
                 if target.closed_form:
                     value += float(closed_form(target).double().sum())
                     continue
-                conjugate = False
+                if not method.prior.normalised:
+                    value += float(quadrature.evidence(target, len(cohort)).sum())
+                    continue
+                exact = ""
                 self._personalise(ids)
                 draws = torch.cat([self._personal[i]["draws"] for i in ids.tolist()]).flatten(1, 2)
                 estimate, error, shape = importance(target, draws, self.key, cohort.ids)
@@ -347,8 +352,8 @@ class Population:
                     for i, k, f in zip(ids.tolist(), shape, filled.tolist(), strict=True)
                     if f
                 ]
-        if conjugate:
-            return LogLikelihood(value, 0.0, "closed form")
+        if exact:
+            return LogLikelihood(value, 0.0, exact)
         failed = [(name, k) for name, k in shapes if not k <= WORST_SHAPE]
         if failed:
             worst = max(failed, key=lambda pair: pair[1])
@@ -490,9 +495,11 @@ class Population:
         return folder
 
 
-def load(path: str | Path, *, model: Model | None = None, clients: Any = None) -> Population:
-    """Read a population back. ``model`` is needed when its modules are not torch's own layers;
-    ``clients`` gives back the data, for clients whose draws were not saved."""
+def load(
+    path: str | Path, *, model: Model | None = None, clients: Any = None, prior: Prior | None = None
+) -> Population:
+    """Read a population back. ``model`` (or an energy ``prior``) is needed when its modules are not torch's
+    own layers; ``clients`` gives back the data, for clients whose draws were not saved."""
     from fedpop.algorithms import rebuild
     from fedpop.models.spec import model_from
 
@@ -502,7 +509,8 @@ def load(path: str | Path, *, model: Model | None = None, clients: Any = None) -
     saved = read_json(folder / "population.json")
     if model is None:
         model = model_from(saved["model"])
-    algorithm = rebuild(saved["algorithm"], saved["method"], model)
+    given = {} if prior is None else {"prior": prior}
+    algorithm = rebuild(saved["algorithm"], saved["method"], model, **given)
     device = model.initial_phi().device
     theta = read_tensors(folder / "theta.safetensors", saved["theta"])
     published = {n: t.to(device) for n, t in theta.items()}

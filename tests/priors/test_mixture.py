@@ -456,8 +456,8 @@ def test_what_needs_a_normal_prior_says_so():
             fp.FedSOUL(model, prior="mixture", form=form)
     with pytest.raises(SettingsError, match="hyperprior on the prior's mean or scale"):
         fp.FedSOUL(model, prior="mixture", hyperprior=fp.Hyperprior(mean_scale=1.0))
+    prior, beta, _ = mixture_of("isotropic")
     with pytest.raises(SettingsError, match="left form of I only"):
-        prior, beta, _ = mixture_of("isotropic")
         prior.score(beta, torch.zeros(1, 1, D), torch.zeros(1, 1, D), "right")
 
 
