@@ -138,10 +138,8 @@ class GeneralLikelihood(LocalLikelihood):
         self.extra = tuple(cohort.fill(v) for v in extra)
         self.examples = len(cohort) * cohort.longest
         mask = cohort.mask
-        weight = (
-            self.y if self.y.is_floating_point() else self.y.new_empty(0, dtype=torch.get_default_dtype())
-        )
-        self.mask = weight.new_ones(self.y.shape[:2]) if mask is None else mask.to(weight.dtype)
+        dtype = self.y.dtype if self.y.is_floating_point() else torch.get_default_dtype()
+        self.mask = self.y.new_ones(self.y.shape[:2], dtype=dtype) if mask is None else mask.to(dtype)
         self._empty, self._donor = cohort.empty, cohort.donor
 
         def total(z: Tensor, x: Inputs, y: Tensor, mask: Tensor, *extra: Tensor) -> Tensor:

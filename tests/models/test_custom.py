@@ -23,6 +23,7 @@ FACTS = Facts(clients=3, rounds=10)
 
 
 SHORT = fp.Final(draws=40, burn_in=20)  # how many draws users see does not matter here, only which
+QUICK: dict[str, Any] = {"local_steps": 2, "burn_in": 20, "final": SHORT}
 
 
 # --- the linear Normal model, written twice -----------------------------------------------------
@@ -86,8 +87,17 @@ def _one(model: Any, phi: Tensor, client: tuple[Tensor, Tensor]) -> tuple[Any, T
 @pytest.mark.parametrize("whole", [True, False], ids=["log_likelihood", "outputs"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"stateful": False}, {"chains": 2, "prior": fp.NormalPrior("full", scale=1.0)}, {"phi_batch": 2}],
-    ids=["stateful", "stateless", "two chains", "minibatch"],
+    [
+        {},
+        {"stateful": False},
+        {"chains": 2, "prior": fp.NormalPrior("full", scale=1.0)},
+        {"phi_batch": 2},
+        {"phi_epochs": 2, "phi_batch": 2},
+        {"compressor": fp.RandK(k=2)},
+        {"kernel": fp.SGLD(batch=3)},
+        {"prior": fp.Mixture(2, scale=1.0)},
+    ],
+    ids=["stateful", "stateless", "two chains", "minibatch", "epochs", "compressed", "SGLD", "mixture"],
 )
 def test_a_run_is_the_run_of_the_same_composition(whole: bool, options: dict[str, Any]) -> None:
     """The same keys draw the same chains, so theta agrees round by round, not only in the end."""
@@ -213,9 +223,7 @@ def test_an_empty_client_is_not_hurt_by_a_broken_one() -> None:
 
 def test_clients_that_only_have_a_prior() -> None:
     model = growth_model()
-    population = fp.FedSOUL(model, burn_in=10, final=SHORT).fit(
-        growth_data((0, 0, 3)), rounds=2, participation=0.5
-    )
+    population = fp.FedSOUL(model, **QUICK).fit(growth_data((0, 0, 3)), rounds=2, participation=0.5)
     assert bool(torch.isfinite(population.published["phi"]).all())
 
 
@@ -224,9 +232,7 @@ def test_clients_that_only_have_a_prior() -> None:
 
 @pytest.fixture(scope="module")
 def population() -> fp.Population:
-    return fp.FedSOUL(growth_model(), local_steps=2, burn_in=20, final=SHORT).fit(
-        growth_data((4, 3, 5)), rounds=3
-    )
+    return fp.FedSOUL(growth_model(), **QUICK).fit(growth_data((4, 3, 5)), rounds=3)
 
 
 def test_names_come_back_on_the_natural_scale(population: fp.Population) -> None:
@@ -295,9 +301,7 @@ def given_model(outputs: Any = None) -> fp.CustomModel:
 
 
 def test_a_log_likelihood_alone_does_not_predict_but_is_learned_and_measured() -> None:
-    population = fp.FedSOUL(given_model(), local_steps=2, burn_in=20, final=SHORT).fit(
-        growth_data((4, 3)), rounds=2
-    )
+    population = fp.FedSOUL(given_model(), **QUICK).fit(growth_data((4, 3)), rounds=2)
     x = growth_data((6,))[0][0]
     with pytest.raises(ModelError, match=r"log-likelihood only.*outputs="):
         population.predict(0, x)
@@ -308,9 +312,7 @@ def test_a_log_likelihood_alone_does_not_predict_but_is_learned_and_measured() -
 
 
 def test_with_a_mean_beside_it_there_are_means_and_no_more() -> None:
-    population = fp.FedSOUL(given_model(growth), local_steps=2, burn_in=20, final=SHORT).fit(
-        growth_data((4,)), rounds=2
-    )
+    population = fp.FedSOUL(given_model(growth), **QUICK).fit(growth_data((4,)), rounds=2)
     p = population.predict(0, growth_data((6,))[0][0])
     low, high = p.interval()
     assert p.mean.shape == low.shape == (6,)
@@ -328,7 +330,7 @@ def test_classes_and_counts_through_outputs() -> None:
 
     model = fp.CustomModel(outputs=logits, likelihood="categorical", z={"w": torch.zeros(3, 4)})
     clients = [(x, torch.arange(len(x)) % 4) for x, _ in ragged((5, 3))]
-    population = fp.FedSOUL(model, local_steps=2, burn_in=10, final=SHORT).fit(clients, rounds=2)
+    population = fp.FedSOUL(model, **QUICK).fit(clients, rounds=2)
     assert population.model.outputs == 4
     assert population.predict(0, clients[0][0]).probs.shape == (5, 4)
     assert population.phi == {}
@@ -347,14 +349,23 @@ def test_y_is_handed_over_as_it_was_given() -> None:
         assert seen[-1] == (y.shape, y.dtype if y.dtype == torch.int64 else WIDE)
 
 
+def test_mini_batches_weigh_whole_numbers_as_others() -> None:
+    def log_likelihood(phi: Named, z: Named, x: Tensor, y: Tensor) -> Tensor:
+        return y * z["m"]
+
+    model = fp.CustomModel(log_likelihood, z={"m": 0.0})
+    cohort = cohort_of(model, [(torch.zeros(3, 1), torch.tensor([1, 2, 4]))])
+    local = model.bind(model.initial_phi(), cohort.x, cohort)
+    half = local.subset(2, lambda n: torch.tensor([[0.5, 0.1, 0.2]]))
+    assert float(half.value(torch.ones(1, 1, 1, dtype=WIDE))) == pytest.approx(1.5 * (2 + 4))
+
+
 def test_early_stopping_scores_a_log_likelihood() -> None:
     held = [
         fp.Client(*a, validation=b) for a, b in zip(growth_data((4, 3)), growth_data((2, 2)), strict=True)
     ]
     stop = fp.EarlyStop(every=1, patience=1)
-    population = fp.FedSOUL(given_model(), local_steps=2, burn_in=10, final=SHORT).fit(
-        held, rounds=3, callbacks=[stop]
-    )
+    population = fp.FedSOUL(given_model(), **QUICK).fit(held, rounds=3, callbacks=[stop])
     assert all("validation_log_likelihood" in line for line in population.history)
 
 
@@ -395,7 +406,7 @@ def test_a_function_is_given_again_when_a_population_is_read(
 
 
 def test_a_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    method = fp.FedSOUL(growth_model(), local_steps=2, burn_in=20, final=SHORT)
+    method = fp.FedSOUL(growth_model(), **QUICK)
     clients = growth_data((4, 3))
     whole = method.fit(clients, rounds=6, out=tmp_path / "whole", participation=0.7)
 
