@@ -51,7 +51,7 @@ def synthetic(
 
 @experiment.command
 def defaults(
-    data: Path,
+    data: Positional[Path],
     out: Path = Path("results/defaults"),
     seeds: int = 3,
     processes: Annotated[int | None, arg(metavar="INT")] = None,
