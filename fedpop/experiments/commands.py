@@ -72,6 +72,19 @@ def run_synthetic(out: Path, seeds: int, processes: int | None, main_only: bool)
     run_report_command(out)
 
 
+def run_clusters(out: Path, seeds: int, processes: int | None) -> None:
+    """``fedpop experiment clusters``."""
+    from fedpop.experiments.clusters import NAMES, TASK, job, setting_of
+    from fedpop.experiments.runner import Job, run_jobs
+
+    folder = writable_folder(out)
+    results = Results.open(folder)
+    setting = setting_of(TASK)
+    jobs = [Job(job, (seed, folder), f"seed {seed}", setting, seed, NAMES) for seed in range(seeds)]
+    run_jobs(jobs, results, processes, "clusters")
+    run_report_command(folder)
+
+
 def run_report_command(folder: Path) -> None:
     """``fedpop report``: from records or from a run's metrics, whichever the folder holds."""
     console = Console()
@@ -81,6 +94,12 @@ def run_report_command(folder: Path) -> None:
         from fedpop.report.synthetic import experiment_report, markdown, summary_table
 
         results = Results.open(folder)
+        if {r["experiment"] for r in results.records} == {"clusters"}:
+            from fedpop.report.clusters import report_clusters
+
+            report_clusters(results, folder, lambda t, title: show(console, t, title))
+            console.print(f"The report is in [bold]{folder / 'report.html'}[/bold].")
+            return
         table = summary_table(results)
         show(console, table, "Medians over seeds")
         write_bytes(folder / "results.md", markdown(table).encode())
