@@ -125,6 +125,24 @@ def restarts(
     run_restarts(out, synthetic, restarts, processes)
 
 
+@experiment.command
+def clusters(
+    out: Path = Path("results/clusters"),
+    seeds: int = 10,
+    processes: Annotated[int | None, arg(metavar="INT")] = None,
+) -> None:
+    """A population with two clusters: Normal, mixture and energy priors on clients never seen.
+
+    Args:
+        out: Folder for results.json, results.md, report.html and the learned populations.
+        seeds: How many seeds.
+        processes: Worker processes; one per core unless told.
+    """
+    from fedpop.experiments.commands import run_clusters
+
+    run_clusters(out, seeds, processes)
+
+
 @app.command
 def report(folder: Positional[Path]) -> None:
     """Write report.html into a run folder or an experiment's results folder.

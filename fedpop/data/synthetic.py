@@ -46,7 +46,7 @@ class SyntheticTask:
         phi = key.at(purpose="phi").normal(key.server(), (self.k, self.d), torch.float64)[0]
         # An orthonormal basis, as in Collins et al.: the task's difficulty is then that of z alone.
         phi = torch.linalg.qr(phi)[0]
-        z = key.at(purpose="z").normal(ids, (self.d,), torch.float64)
+        z = self._effects(ids, key.at(purpose="z"))
         small = round(self.share_small * self.b)
         sizes = [self.n_small if i < small else self.n_large for i in range(self.b)]
         longest = max(sizes)
@@ -59,6 +59,10 @@ class SyntheticTask:
             held_out = (x_new[i].float(), y_new[i].float())
             clients.append(Client(x_all[i, :n].float(), y_all[i, :n].float(), test=held_out))
         return Synthetic(self, clients, phi, z)
+
+    def _effects(self, ids: Tensor, key: Key) -> Tensor:
+        """z of these clients, ``[C, d]``."""
+        return key.normal(ids, (self.d,), torch.float64)
 
     def _targets(self, x: Tensor, phi: Tensor, z: Tensor, key: Key) -> Tensor:
         eta = torch.einsum("cnk,kd,cd->cn", x, phi, z)

@@ -14,7 +14,7 @@ from fedpop.experiments.results import Results
 from fedpop.report.html import Table
 from fedpop.runtime.files import writable_folder, write_bytes
 
-REPORTS = ("synthetic", "theory", "defaults", "drift", "restarts")
+REPORTS = ("synthetic", "theory", "defaults", "drift", "restarts", "clusters")
 """Experiments with a module of the same name in ``fedpop.report``."""
 DEMO_METHODS = ("FedSOUL", "FedRep-spectral", "FedRep", "FedAvg")
 
@@ -136,6 +136,19 @@ def run_restarts(out: Path, synthetic: Path, restarts: int, processes: int | Non
     run_report_command(out)
 
 
+def run_clusters(out: Path, seeds: int, processes: int | None) -> None:
+    """``fedpop experiment clusters``."""
+    from fedpop.experiments.clusters import NAMES, TASK, job, setting_of
+    from fedpop.experiments.runner import Job, run_jobs
+
+    folder = writable_folder(out)
+    results = Results.open(folder)
+    setting = setting_of(TASK)
+    jobs = [Job(job, (seed, folder), f"seed {seed}", setting, seed, NAMES) for seed in range(seeds)]
+    run_jobs(jobs, results, processes, "clusters")
+    run_report_command(folder)
+
+
 def report_of(results: Results) -> Any:
     """The module that makes tables and pages of these records."""
     kinds = {r["experiment"] for r in results.records}
@@ -157,9 +170,12 @@ def run_report_command(folder: Path) -> None:
 
         results = Results.open(folder)
         report = report_of(results)
-        table = report.summary_table(results)
-        show(console, table, "Over seeds")
-        write_bytes(folder / "results.md", markdown(table).encode())
+        tables = {"Over seeds": report.summary_table(results)}
+        if hasattr(report, "further_tables"):
+            tables |= report.further_tables(results)
+        for title, table in tables.items():
+            show(console, table, title)
+        write_bytes(folder / "results.md", "\n".join(map(markdown, tables.values())).encode())
         path = report.experiment_report(results, folder / "report.html")
     else:
         from fedpop.report.run import run_report

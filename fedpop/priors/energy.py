@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import ClassVar
 
 import torch
@@ -108,14 +108,19 @@ class Energy(Prior):
 
     def network(self, d: int) -> tuple[nn.Module, Layout]:
         """The network for z of d dimensions, and where its parameters lie."""
-        return _default_network(d, self.hidden) if self.net is None else (self.net, _layout(self.net))
+        return _default_network(d, self.hidden) if self.net is None else (self.net, self._own_layout)
+
+    @cached_property
+    def _own_layout(self) -> Layout:
+        assert self.net is not None
+        return _layout(self.net)
 
     def size(self, d: int) -> int:
         return d + 1 + self.network(d)[1].size
 
     def dimension(self, beta: Tensor) -> int:
         if self.net is not None:
-            return beta.shape[-1] - 1 - _layout(self.net).size
+            return beta.shape[-1] - 1 - self._own_layout.size
         constant = _default_network(1, self.hidden)[1].size - self.hidden
         return (beta.shape[-1] - 1 - constant) // (1 + self.hidden)
 
@@ -129,7 +134,7 @@ class Energy(Prior):
         d = mu.shape[0]
         if self.net is not None:
             own = {n: p.detach().to(mu) for n, p in self.net.named_parameters()}
-            weights = _layout(self.net).flatten(own) if own else mu.new_zeros(0)
+            weights = self._own_layout.flatten(own) if own else mu.new_zeros(0)
         else:
             weights = _keyed_weights(_default_network(d, self.hidden)[1], mu, key)
         beta = torch.cat((mu, mu.new_full((1,), math.log(scale)), weights))

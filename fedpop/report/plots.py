@@ -217,3 +217,38 @@ def dots(groups: Mapping[str, Sequence[float]], x_label: str, bold: set[str] | N
         axes.grid(axis="y", visible=False)
         axes.set_xlabel(x_label)
         return _svg(figure)
+
+
+def contours(
+    panels: Mapping[str, Sequence[Sequence[float]]],
+    xs: Sequence[float],
+    ys: Sequence[float],
+    dots: Sequence[tuple[float, float]],
+    shares: Sequence[float] = (0.5, 0.9),
+) -> str:
+    """A panel per density on the grid (rows along y): regions that hold these shares, over the same dots."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(2.4 * len(panels), 2.6), layout="constrained")
+        for i, (name, density) in enumerate(panels.items()):
+            axes = figure.add_subplot(1, len(panels), i + 1)
+            axes.plot(*zip(*dots, strict=True), ".", color="#999999", ms=2.5, alpha=0.7)
+            axes.contour(
+                xs, ys, density, levels=_levels(density, shares), colors=colour(name), linewidths=1.3
+            )
+            axes.set_title(name, fontsize=9)
+            axes.set_aspect("equal")
+        return _svg(figure)
+
+
+def _levels(density: Sequence[Sequence[float]], shares: Sequence[float]) -> list[float]:
+    """Heights above which the density holds these shares of its mass, lowest first."""
+    ordered = sorted((v for row in density for v in row), reverse=True)
+    whole = sum(ordered)
+    levels, held = [], 0.0
+    wanted = sorted(shares)
+    for value in ordered:
+        held += value
+        while wanted and held >= wanted[0] * whole:
+            levels.append(value)
+            wanted.pop(0)
+    return sorted(set(levels))
