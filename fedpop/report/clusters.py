@@ -16,8 +16,8 @@ PAIRS = (("Mixture", "Normal"), ("Energy", "Normal"), ("Energy", "Mixture"), ("T
 LEGEND = (
     "Predictive log-likelihood per held-out example, mean over seeds: of clients in training (known), and of "
     "clients never seen, without data and with a few examples of their own. 90 % cov.: share of held-out "
-    "observations of new clients without data inside their 90 % interval. Truth: the population that the data "
-    "came from."
+    "observations of new clients without data inside their 90 % interval. Truth: the population that the "
+    "data came from."
 )
 PAIRED = (
     "Differences within a seed: their mean over seeds and Student's 95 % interval of it, in nats per example."
