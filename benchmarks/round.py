@@ -20,25 +20,36 @@ from fedpop.runtime.simulate import Run, Settings
 
 NAME = "round"
 CLIENTS, ACTIVE, IMAGES, CLASSES = 20, 10, 500, 10
+BATCH = 100
 BATCHES = (64, 100, 250, 500)
 SECONDS, LEAST = 110.0, 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel, its transitions per round, the ratio to stay below, and what compresses J."""
+    """A kernel, its transitions per round, the ratio to stay below, what compresses J, and local epochs on
+    phi (in batches of ``BATCH``)."""
 
     kernel: Kernel
     steps: int
     target: float
     compressor: fp.Compressor = fp.Identity()  # noqa: RUF009 (frozen, and without settings)
+    epochs: int = 0
 
     @property
     def setting(self) -> dict[str, Any]:
         gradients = self.steps * self.kernel.gradients_per_step
         name = self.kernel.name
         setting = {"benchmark": NAME, "kernel": name, "local_steps": self.steps, "gradients": gradients}
+        if self.epochs:
+            setting |= {"phi_epochs": self.epochs}
         return setting if self.compressor.identity else setting | {"compressor": self.compressor.name}
+
+    @property
+    def on_phi(self) -> dict[str, Any]:
+        if not self.epochs:
+            return {}
+        return {"phi_epochs": self.epochs, "phi_batch": BATCH, "phi_rate": 0.01, "phi_step": fp.Average()}
 
 
 CASES = (
@@ -46,6 +57,7 @@ CASES = (
     Case(fp.ULA(), 10, 1.10),
     Case(fp.HMC(), 10, 1.25),
     Case(fp.HMC(), 10, 1.30, fp.QSGD()),
+    Case(fp.HMC(), 2, 1.40, epochs=1),
 )
 
 
@@ -85,7 +97,7 @@ def bare(model: fp.Composition, x: Tensor, y: Tensor, batch: int) -> Callable[[]
 
 def begun(case: Case, model: fp.Composition, federation: fp.Federation) -> Run:
     settings = {"kernel": case.kernel, "local_steps": case.steps, "compressor": case.compressor}
-    method = fp.FedSOUL(model, **settings)
+    method = fp.FedSOUL(model, **settings, **case.on_phi)
     run = Run(method, federation, Settings(1000, 0, fp.Uniform(ACTIVE), "1GiB", 50), None, [])
     run._begin(resume=False)
     run.totals.clear()
@@ -136,11 +148,21 @@ def tables(records: list[Record]) -> list[Table]:
         caption=f"{config['precision']}, one thread; the bare pass in its fastest batches, of "
         f"{config['bare_batch']}; median and quartiles of {rounds[0]['metrics']['repeats']} turns",
     )
-    for name in ("kernel", "compressor", "transitions", "gradients", "ratio", "ratio, wall clock", "target"):
-        table.add_column(name, justify="left" if name in ("kernel", "compressor") else "right")
+    for name in (
+        "kernel",
+        "compressor",
+        "on phi",
+        "transitions",
+        "gradients",
+        "ratio",
+        "ratio, wall clock",
+        "target",
+    ):
+        table.add_column(name, justify="left" if name in ("kernel", "compressor", "on phi") else "right")
     for r in rounds:
         s, m = r["setting"], r["metrics"]
-        counts = (s["kernel"], s.get("compressor", "-"), str(s["local_steps"]), str(s["gradients"]))
+        steps = f"{s['phi_epochs']} epoch" if "phi_epochs" in s else "1 gradient"
+        counts = (s["kernel"], s.get("compressor", "-"), steps, str(s["local_steps"]), str(s["gradients"]))
         table.add_row(*counts, shown(m, "ratio"), shown(m, "ratio_wall"), f"{m['target']:.2f}")
     speeds = Table(title="The bare pass by its batch")
     for name in ("batch", "images per second", "time, relative"):

@@ -26,6 +26,7 @@ from fedpop.models.custom import CustomModel
 from fedpop.models.modules import replace_batchnorm
 from fedpop.models.split import Split
 from fedpop.population import Population, load
+from fedpop.priors.energy import Energy
 from fedpop.priors.mixture import Mixture
 from fedpop.priors.normal import Normal as NormalPrior
 from fedpop.runtime.callbacks import Callback, EarlyStop
@@ -57,6 +58,7 @@ __all__ = [
     "CustomModel",
     "Decay",
     "EarlyStop",
+    "Energy",
     "Everyone",
     "Exponential",
     "FedAvg",

@@ -51,7 +51,7 @@ def synthetic(
 
 @experiment.command
 def defaults(
-    data: Path,
+    data: Positional[Path],
     out: Path = Path("results/defaults"),
     seeds: int = 3,
     processes: Annotated[int | None, arg(metavar="INT")] = None,
@@ -85,6 +85,24 @@ def theory(
     from fedpop.experiments.commands import run_theory
 
     run_theory(out, seeds, processes)
+
+
+@experiment.command
+def drift(
+    out: Path = Path("results/drift"),
+    seeds: int = 5,
+    processes: Annotated[int | None, arg(metavar="INT")] = None,
+) -> None:
+    """Where theta settles with local epochs on phi, against the exact optimum and the plain round.
+
+    Args:
+        out: Folder for results.json, results.md and report.html.
+        seeds: How many draws of the task.
+        processes: Worker processes; one per core unless told.
+    """
+    from fedpop.experiments.commands import run_drift
+
+    run_drift(out, seeds, processes)
 
 
 @experiment.command

@@ -17,6 +17,7 @@ from fedpop.algorithms.fedsouk import FedSOUK, Final
 from fedpop.algorithms.local_steps import describe_steps
 from fedpop.algorithms.phi_gradient import PhiGradient
 from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
+from fedpop.evaluation import quadrature
 from fedpop.evaluation.diagnostics import (
     ChainDiagnostics,
     Diagnostics,
@@ -38,6 +39,7 @@ from fedpop.federation.inputs import Inputs, as_inputs, map_inputs, narrowed, re
 from fedpop.models.base import Model
 from fedpop.models.flat import Layout
 from fedpop.models.links import LinkedLayout
+from fedpop.priors.base import Prior
 from fedpop.runtime.files import read_json, read_tensors, writable_folder, write_json, write_tensors
 from fedpop.runtime.plan import Plan, parse_bytes, plan_for
 from fedpop.runtime.random import Key
@@ -407,7 +409,7 @@ class Population:
         method = self._fedsouk("marginal likelihood")
         phi, beta = self.published["phi"], self.published["beta"]
         value, variance, shapes = 0.0, 0.0, []
-        conjugate = True
+        exact = "closed form" if method.prior.normalised else "quadrature"
         with torch.no_grad():
             for ids in self._groups():
                 cohort = self._cohort(ids)
@@ -415,7 +417,10 @@ class Population:
                 if target.closed_form:
                     value += float(closed_form(target).double().sum())
                     continue
-                conjugate = False
+                if not method.prior.normalised:
+                    value += float(quadrature.evidence(target, len(cohort)).sum())
+                    continue
+                exact = ""
                 self._personalise(ids)
                 draws = self._flat_draws(ids)
                 estimate, error, shape = importance(target, draws, self.key, cohort.ids)
@@ -427,8 +432,8 @@ class Population:
                     for i, k, f in zip(ids.tolist(), shape, filled.tolist(), strict=True)
                     if f
                 ]
-        if conjugate:
-            return LogLikelihood(value, 0.0, "closed form")
+        if exact:
+            return LogLikelihood(value, 0.0, exact)
         failed = [(name, k) for name, k in shapes if not k <= WORST_SHAPE]
         if failed:
             worst = max(failed, key=lambda pair: pair[1])
@@ -588,10 +593,12 @@ class Population:
         return folder
 
 
-def load(path: str | Path, *, model: Model | None = None, clients: Any = None) -> Population:
-    """Read a population back. ``model`` is needed when its modules are not torch's own layers, or when it is
-    a function (``CustomModel``), which cannot be kept in a file without code; ``clients`` gives back the
-    data, for clients whose draws were not saved.
+def load(
+    path: str | Path, *, model: Model | None = None, clients: Any = None, prior: Prior | None = None
+) -> Population:
+    """Read a population back. ``model`` (or an energy ``prior``) is needed when its modules are not torch's
+    own layers, or when it is a function (``CustomModel``), which cannot be kept in a file without code;
+    ``clients`` gives back the data, for clients whose draws were not saved.
 
     >>> import tempfile, torch, fedpop as fp
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
@@ -612,7 +619,8 @@ def load(path: str | Path, *, model: Model | None = None, clients: Any = None) -
         model = model_from(saved["model"])
     else:
         require_same(saved["model"], model)
-    algorithm = rebuild(saved["algorithm"], saved["method"], model)
+    given = {} if prior is None else {"prior": prior}
+    algorithm = rebuild(saved["algorithm"], saved["method"], model, **given)
     device = model.initial_phi().device
     theta = read_tensors(folder / "theta.safetensors", saved["theta"])
     published = {n: t.to(device) for n, t in theta.items()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from torch import nn
+
 from fedpop.algorithms.base import Algorithm
 from fedpop.algorithms.fedavg import FedAvg
 from fedpop.algorithms.fedavg_ft import FedAvgFT
@@ -17,6 +19,7 @@ from fedpop.channel import QSGD, Identity, Natural, RandK
 from fedpop.errors import CheckpointError
 from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential, JumpHMC, MixtureDraw
 from fedpop.models.base import Model
+from fedpop.priors.energy import Energy
 from fedpop.priors.hyper import Hyperprior
 from fedpop.priors.mixture import Mixture
 from fedpop.priors.normal import Normal
@@ -56,6 +59,7 @@ _SETTINGS: dict[str, type] = {
         MixtureDraw,
         Normal,
         Mixture,
+        Energy,
         Adam,
         Average,
         SGD,
@@ -78,17 +82,31 @@ _SETTINGS: dict[str, type] = {
 }
 
 
-def rebuild(described: dict[str, Any], method: str, model: Model) -> Algorithm:
-    """The method that ``Algorithm.describe`` described."""
+def rebuild(described: dict[str, Any], method: str, model: Model, **given: Any) -> Algorithm:
+    """The method that ``Algorithm.describe`` described, with ``given`` settings in the place of its own."""
     if method not in METHODS:
         raise CheckpointError(f"unknown method {method!r}; known are {', '.join(METHODS)}")
     cls = METHODS[method]
     known = {f.name for f in fields(cls)} - {"model"}
-    settings = {k: _value(v) for k, v in described.items() if k in known}
-    return cls(model, **settings)
+    settings = {k: _value(v) for k, v in described.items() if k in known - set(given)}
+    return cls(model, **settings, **given)
+
+
+def rebuilt_module(spec: dict[str, Any] | None) -> nn.Module:
+    """A network among the settings (an energy's): its values are in theta."""
+    from fedpop.models.spec import module_from
+
+    if spec is None:
+        raise CheckpointError(
+            "this prior's network is not made of torch's own layers only, so it cannot be rebuilt from the "
+            "file; give it again: fedpop.load(path, prior=...)"
+        )
+    return module_from(spec)
 
 
 def _value(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("kind") == "Module":
+        return rebuilt_module(value["spec"])
     if isinstance(value, dict) and "kind" in value:
         if value["kind"] not in _SETTINGS:
             raise CheckpointError(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedpop.channel import Channel
 from fedpop.errors import SettingsError
@@ -198,6 +198,10 @@ class Algorithm(ABC):
 def _plain(value: Any) -> Any:
     if isinstance(value, Model):
         return repr(value)
+    if isinstance(value, nn.Module):
+        from fedpop.models.spec import module_spec
+
+        return {"kind": "Module", "spec": module_spec(value), "shown": repr(value)}
     if is_dataclass(value) and not isinstance(value, type):
         inner = {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
         return {"kind": type(value).__name__} | inner

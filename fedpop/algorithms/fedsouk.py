@@ -216,8 +216,7 @@ class FedSOUK(Algorithm):
             raise SettingsError(f"EM steps cannot be made for {prior.name} priors; use beta_step=Adam()")
         if isinstance(self.kernel, MixtureDraw) and not self.exact:
             raise SettingsError(
-                "MixtureDraw needs a linear head with a normal likelihood and a prior made of Normals; "
-                "use HMC()"
+                "MixtureDraw needs a normal likelihood, a linear head and a prior made of Normals; use HMC()"
             )
         if self.hyperprior.on_beta and not isinstance(prior, Normal):
             raise SettingsError(
@@ -263,6 +262,13 @@ class FedSOUK(Algorithm):
         """Posteriors and the marginal likelihood are closed-form."""
         normal = self.model.linear and self.model.likelihood.name == "normal"
         return normal and self.prior.component is not None
+
+    def check_restarts(self) -> None:
+        if not self.prior.normalised and self.model.z_layout.size > 2:
+            raise SettingsError(
+                "restarts are compared by marginal likelihood, which is computed for "
+                f"{self.prior.name} priors when z has at most two dimensions"
+            )
 
     # --- before the rounds -------------------------------------------------------------------
 

@@ -196,7 +196,7 @@ def equal_pieces(sizes: Tensor, divisible: bool) -> list[tuple[int, Tensor, Tens
     for b in range(bits):
         index = (sizes >> b & 1).nonzero().squeeze(1)
         pieces.append((1 << b, index, sizes[index] >> (b + 1) << (b + 1)))
-    return pieces
+    return [piece for piece in pieces if len(piece[1])]
 
 
 def vectorises(model: Model, phi: Tensor) -> bool:

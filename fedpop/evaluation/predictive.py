@@ -118,6 +118,11 @@ class Predictive:
             )
         return _drop(self._quantile(tail)), _drop(self._quantile(1 - tail))
 
+    def _noise_sd(self) -> Tensor:
+        """The residual standard deviation: one, or one for each draw of theta."""
+        assert isinstance(self.likelihood, Normal)
+        return torch.as_tensor(self.likelihood.sd(self.params), device=self.eta.device)
+
     def _cdf(self, y: Tensor) -> Tensor:
         cdf: Callable[[Tensor, Tensor, Params], Tensor] = self.likelihood.cdf  # type: ignore[attr-defined]
         return cdf(self.eta, y, self.params).mean(0)
@@ -125,7 +130,7 @@ class Predictive:
     def _quantile(self, level: float) -> Tensor:
         """The mixture's quantile by bisection on its cdf: exact, where draws of y would be noisy."""
         if isinstance(self.likelihood, Normal):
-            sd = float(torch.as_tensor(self.likelihood.sd(self.params)).max())
+            sd = float(self._noise_sd().max())
             low, high = self.eta.amin(0) - 9 * sd, self.eta.amax(0) + 9 * sd
             for _ in range(40):
                 middle = (low + high) / 2
@@ -145,7 +150,7 @@ class Predictive:
         """Standard deviation of y, noise and uncertainty about z together."""
         spread = self.means.var(0, correction=0)
         if isinstance(self.likelihood, Normal):
-            noise = torch.as_tensor(self.likelihood.sd(self.params) ** 2)
+            noise = self._noise_sd() ** 2
             noise = noise.mean(0) if noise.dim() else noise
         else:
             noise = self.likelihood.curvature(self.eta, self.params).mean(0)

@@ -14,7 +14,7 @@ from fedpop.experiments.results import Results
 from fedpop.report.html import Table
 from fedpop.runtime.files import writable_folder, write_bytes
 
-REPORTS = ("synthetic", "theory", "defaults", "restarts")
+REPORTS = ("synthetic", "theory", "defaults", "drift", "restarts")
 """Experiments with a module of the same name in ``fedpop.report``."""
 DEMO_METHODS = ("FedSOUL", "FedRep-spectral", "FedRep", "FedAvg")
 
@@ -110,6 +110,15 @@ def run_theory(out: Path, seeds: int, processes: int | None) -> None:
     from fedpop.experiments.theory import jobs
 
     run_jobs(jobs(seeds), Results.open(writable_folder(out)), processes, "theory")
+    run_report_command(out)
+
+
+def run_drift(out: Path, seeds: int, processes: int | None) -> None:
+    """``fedpop experiment drift``."""
+    from fedpop.experiments.drift import jobs
+    from fedpop.experiments.runner import run_jobs
+
+    run_jobs(jobs(seeds), Results.open(writable_folder(out)), processes, "drift")
     run_report_command(out)
 
 

@@ -40,8 +40,9 @@ class Mass:
 
     @classmethod
     def fresh(cls, clients: int, dimension: int, like: Tensor) -> Mass:
-        zeros = like.new_zeros((clients, 2, dimension))
-        return cls(zeros, zeros, like.new_zeros((clients,)))
+        # Two tensors, not one twice: a client's state is written into place.
+        mean, variance = (like.new_zeros((clients, 2, dimension)) for _ in range(2))
+        return cls(mean, variance, like.new_zeros((clients,)))
 
     def after(self, draws: Tensor, grads: Tensor, passes: Tensor) -> Mass:
         """With draws and gradients ``[C, S, d]`` of one more pass, after so many passes ``[C]``."""

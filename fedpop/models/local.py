@@ -47,6 +47,18 @@ class LocalLikelihood(ABC):
         """``[C, K]`` and its gradient in z, ``[C, K, d]``."""
 
 
+class NoData(LocalLikelihood):
+    """Clients without any example: what is left of the posterior is the prior."""
+
+    examples = 0
+
+    def value(self, z: Tensor) -> Tensor:
+        return z.new_zeros(z.shape[:-1])
+
+    def value_and_grad(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        return self.value(z), torch.zeros_like(z)
+
+
 class LinearLikelihood(LocalLikelihood):
     """Head outputs F w_o for each output o; F is ``[C, N, q]`` with a column of ones for the bias."""
 

@@ -45,12 +45,15 @@ class Prior(ABC):
     normalised: ClassVar[bool] = True
     """log p(z | beta) is known with its constant; otherwise the server adds the constant's gradient."""
 
-    covariance: str
-    """``isotropic``, ``diagonal`` or ``full``: how the precision of ``unit`` or ``precision`` looks."""
     mean: float
     scale: float | None
     """Where beta starts; None leaves it to the data."""
     bounds: tuple[float, float]
+
+    @property
+    def covariance(self) -> str:
+        """``isotropic``, ``diagonal`` or ``full``: the shape of ``precision``."""
+        return "isotropic"
 
     @property
     def component(self) -> Normal | None:

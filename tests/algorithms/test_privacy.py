@@ -28,6 +28,8 @@ METHODS: dict[str, Any] = {
     "right": lambda: fp.FedSOUL(linear_model(), form="right"),
     "closed form": lambda: fp.FedSOUL(linear_model(), rao_blackwell=True),
     "full covariance": lambda: fp.FedSOUL(linear_model(), prior="full"),
+    "mixture": lambda: fp.FedSOUL(linear_model(), prior="mixture"),
+    "energy": lambda: fp.FedSOUL(linear_model(), prior=fp.Energy(hidden=4, chains=16)),
     "mini-batches": lambda: fp.FedSOUL(linear_model(), phi_batch=2),
     "qsgd": lambda: fp.FedSOUL(linear_model(), compressor="qsgd"),
     "rand-k": lambda: fp.FedSOUL(linear_model(), compressor=fp.RandK(k=3)),
@@ -94,6 +96,8 @@ def test_messages_hold_what_is_documented_and_no_more(name: str) -> None:
         if "curvature" in messages["train"]:  # one number, for EM steps with a linear head
             assert isinstance(method.beta_step, fp.EM)
             expected["curvature"] = 1
+        if not method.prior.normalised:  # the client's weight, which the server knows
+            expected["weight"] = 1
     elif isinstance(method, fp.FedRep):
         expected = {"dphi": phi, "n": 1}
     else:

@@ -77,21 +77,24 @@ def short(monkeypatch):
     for name, value in (("BIAS_ROUNDS", 4), ("MARKS", (2, 4)), ("NOISE_ROUNDS", 4), ("NOISE_BURN_IN", 2)):
         monkeypatch.setattr(theory, name, value)
     monkeypatch.setattr(theory, "NOISE_MARKS", (2, 4))
-    monkeypatch.setattr(theory, "ROUNDS", 3)
+    monkeypatch.setattr(theory, "ROUNDS", dict.fromkeys(theory.ROUNDS, 3))
     monkeypatch.setattr(theory, "FEDAVG_ROUNDS", {2: 3})
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("part", ["bias", "decreasing", "noise", "vanishing", "paper", "default", "fedavg"])
+@pytest.mark.parametrize(
+    "part", ["bias", "decreasing", "noise", "vanishing", "paper", "trial", "default", "fedavg"]
+)
 def test_a_job_gives_the_records_it_promises(short, part, tmp_path):
     calls = {
         "bias": (theory.bias_job, (0.2, 0.0, 0)),
         "decreasing": (theory.bias_job, (*theory.DECREASING, 0)),
-        "noise": (theory.noise_job, (2, 0.5, 0.0, 0)),
+        "noise": (theory.noise_job, (5, 0.5, 0.0, 0)),
         "vanishing": (theory.noise_job, (2, 0.25, theory.POWER, 0)),
         "paper": (theory.local_job, ("FedSOUL-paper", 2, 0)),
+        "trial": (theory.local_job, (theory.TRIAL, 2, 0)),
         "default": (theory.local_job, ("FedSOUL", 2, 0)),
         "fedavg": (theory.local_job, ("FedAvg", 2, 0)),
     }
@@ -108,7 +111,7 @@ def test_a_job_gives_the_records_it_promises(short, part, tmp_path):
 def test_no_job_stands_for_another():
     jobs = theory.jobs(2)
     names = [(str(sorted(j.setting.items())), j.seed, j.methods) for j in jobs]
-    assert len(set(names)) == len(jobs) == 2 * (6 + 12 + 18)
+    assert len(set(names)) == len(jobs) == 2 * (5 + 10 + 24)
 
 
 # --- the page, from made-up records whose answers are known ----------------------------------
@@ -167,8 +170,8 @@ def test_the_page_says_what_the_records_say(tmp_path, capsys):
 def test_a_claim_that_does_not_hold_is_said_so(tmp_path):
     results = Results(tmp_path)
     results.add(made_up(lambda m: 10.0 + m))
-    assert report.verdict(results) == "it rises, against the paper's claim"
+    assert report.verdict(results, theory.PAPER) == "it rises, against the paper's claim"
     results.add(made_up(lambda m: 50.0 - m + (10 if m == 5 else 0)))
-    assert report.verdict(results) == (
+    assert report.verdict(results, theory.PAPER) == (
         "it does not rise overall; the largest rise between neighbours is 7 at M = 5"
     )

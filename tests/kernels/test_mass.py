@@ -19,6 +19,7 @@ from fedpop.kernels.mass import LONGEST_MEMORY, PRIOR_DRAWS
 from fedpop.kernels.target import DiagonalPrecision, RescaledPrecision
 from fedpop.models.local import GeneralLikelihood
 from fedpop.runtime.random import Key
+from fedpop.runtime.simulate import Run, Settings
 from tests.helpers import cohort_of, seeded
 from tests.oracles import DOUBLE, SIGMAS, gaussian_noise, make_case
 
@@ -109,6 +110,24 @@ def test_tuning_survives_the_trip_through_a_clients_state():
     again = Tuning.from_local(local | {"z": torch.zeros(2, 1, 3)})
     assert again.to_local().keys() == local.keys()
     assert all(torch.equal(again.to_local()[n], local[n]) for n in local)
+
+
+def test_newcomers_beside_known_clients_change_nothing_of_theirs():
+    """A round with both: the runtime writes what it holds into the newcomers' fresh tensors."""
+    model, clients, _, _ = badly_scaled(4)
+    method = fp.FedSOUL(model, local_steps=2, prior=fp.NormalPrior(scale=1.0))
+    federation = method.model.prepare(fp.Federation.of(clients))
+    going = Run(method, federation, Settings(9, 0, fp.Everyone(), "1GiB", 50), None, [])
+    going.server = method.init(going.facts, going.key)
+    broadcast, known = method.broadcast("train", going.server), torch.tensor([0, 2])
+    state = method.enter(known, broadcast, Key(1))
+    state = {name: torch.full_like(value, k + 1.0) for k, (name, value) in enumerate(state.items())}
+    going.store.put(known, state)
+    fresh = method.enter(torch.tensor([1]), broadcast, Key(2))
+    both = going._enter(torch.arange(3), broadcast, Key(2))
+    for name, value in both.items():
+        assert torch.equal(value[known], state[name])
+        assert torch.equal(value[1:2], fresh[name])
 
 
 def test_memory_is_paid_only_where_the_kernel_needs_a_mass():

@@ -136,6 +136,27 @@ def test_adaptation_during_training_does_not_bias_the_chain():
     assert (gap.abs() < SIGMAS * error).all()
 
 
+def test_a_mass_that_adapts_during_training_does_not_bias_the_chain():
+    """Step and mass go on adapting, for a head through vmap; against quadrature."""
+    case, copies = make_case("bernoulli", "isotropic", features=1, head="curved"), 300
+    cohort = cohort_of(case.model, case.clients * copies)
+    local = case.model.bind(case.model.initial_phi(), cohort.x, cohort)
+    target = Target(local, case.prior, case.beta)
+    z, tuning = warmed(HMC(), target, cohort.ids, 1, 200)
+    draws = []
+    for k in range(100):
+        trace = run(HMC(), target, z, tuning, 10, Key(5, k, "adapting"), cohort.ids, adapt=True)
+        z, tuning = trace.state.z, trace.tuning
+        draws.append(trace.draws[:, :, 0])
+    assert tuning.mass is not None
+    seen = torch.cat(draws, 1).reshape(copies, 3, -1, 2)
+    assert_mean(seen.mean(2), case.moments.mean, "mean")
+    distance = (seen - case.mu).square().sum(-1).mean(2)
+    assert_mean(distance, case.moments.distance, "mean of norm(z - mu)^2")
+    # Five standard errors of the latter are below 2.5 % of it.
+    assert (SIGMAS * distance.std(0) / copies**0.5 < 0.025 * case.moments.distance).all()
+
+
 # --- the learned prior scale -----------------------------------------------------------------
 
 CLIENTS, EXAMPLES = 100, 8

@@ -1,0 +1,86 @@
+"""What local epochs on phi cost in exactness: where theta settles, against the number of epochs.
+
+The paper's synthetic task, where the exact optimum is known. A client's own steps pull phi towards what suits
+that client alone, so with a constant step the population settles off the optimum, the further the more epochs
+there are; with decreasing steps it comes back. One gradient a round (the paper's) stands beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fedpop.algorithms.fedsoul import FedSOUL
+from fedpop.data.synthetic import SyntheticTask
+from fedpop.evaluation.subspace import principal_angle
+from fedpop.experiments.results import Record, record
+from fedpop.experiments.runner import Job
+from fedpop.experiments.synthetic import as_matrix, exact
+from fedpop.models.base import Model
+from fedpop.server.averaging import Averaging
+from fedpop.server.optimisers import SGD, Average
+from fedpop.server.schedules import Constant, Polynomial, Schedule
+
+EXPERIMENT = "drift"
+ROUNDS, RATE = 600, 0.02
+EPOCHS = (1, 2, 5, 10, 20)
+SCHEDULES: dict[str, Schedule] = {"constant": Constant(), "decreasing": Polynomial(0.6)}
+PLAIN = "one gradient"
+
+
+def local_name(epochs: int) -> str:
+    return f"{epochs} epoch{'s' if epochs > 1 else ''}"
+
+
+METHODS = (PLAIN, *(local_name(e) for e in EPOCHS))
+
+
+def setting_of(schedule: str) -> dict[str, Any]:
+    return {"steps": schedule, "rounds": ROUNDS, "rate": RATE}
+
+
+def method_named(name: str, schedule: Schedule, model: Model, examples: int) -> FedSOUL:
+    """The same rate a everywhere: the plain round's step is a / N, which is that of one full-batch epoch."""
+    common: dict[str, Any] = {"average": Averaging("tail", tail=0.25)}
+    if name == PLAIN:
+        return FedSOUL(model, phi_step=SGD(RATE / examples, schedule), **common)
+    epochs = next(e for e in EPOCHS if local_name(e) == name)
+    return FedSOUL(
+        model, phi_epochs=epochs, phi_rate=RATE, phi_schedule=schedule, phi_step=Average(), **common
+    )
+
+
+def job(schedule: str, seed: int) -> list[Record]:
+    """All numbers of epochs on one draw of the task."""
+    torch.set_num_threads(1)
+    task = SyntheticTask()
+    data = task.make(seed)
+    examples = sum(len(c.y) for c in data.clients)
+    fits = {}
+    for name in METHODS:
+        method = method_named(name, SCHEDULES[schedule], task.model(seed), examples)
+        fits[name] = method.fit(data.clients, rounds=ROUNDS, seed=seed, progress=False)
+    best = exact(task, data, seed, list(fits.values()))
+    optimum = as_matrix(best.phi, data.phi)
+    out = []
+    for name, population in fits.items():
+        phi = as_matrix(population.published["phi"], data.phi).double()
+        metrics = {
+            "angle_to_optimum": principal_angle(optimum, phi),
+            "likelihood_gap": best.log_likelihood - population.log_likelihood().value,
+            "angle_to_truth": principal_angle(data.phi, phi),
+            "optimum_to_truth": principal_angle(data.phi, optimum),
+        }
+        cost = population.totals | {"rounds": population.rounds}
+        config = population.algorithm.describe()
+        out.append(record(EXPERIMENT, setting_of(schedule), name, seed, metrics, cost, config))
+    return out
+
+
+def jobs(seeds: int) -> list[Job]:
+    return [
+        Job(job, (schedule, seed), f"{schedule} steps, seed {seed}", setting_of(schedule), seed, METHODS)
+        for seed in range(seeds)
+        for schedule in SCHEDULES
+    ]

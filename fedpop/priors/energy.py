@@ -1,0 +1,403 @@
+"""An energy-based prior: p(z | beta) = exp(-E(z)) / Z(beta), with any network on top of a Gaussian base.
+
+    E(z) = norm(u)^2 / 2 + net(u),    u = (z - m) / s
+
+A bare network is not normalisable and its chains escape; the base holds them. The network sees z in the
+base's units, so that m and s move and stretch the density as a whole: with features of any size it starts at
+the same place. m is learned, s is not unless told: a base that shrinks onto one cluster no longer covers the
+others. beta is one flat vector: m, log s, then the network's parameters.
+
+The gradient of log p needs one of log Z, which nobody can write down, but which takes no data:
+
+    grad_beta log p(z | beta) = -grad_beta E(z) + E_{z' ~ p(. | beta)}[grad_beta E(z')].
+
+Clients send the first term only, averaged over their draws; the server estimates the second with chains of
+its own on the prior, which go on from round to round (persistent contrastive divergence, Tieleman 2008), and
+adds it with the total weight of the clients' terms. Those chains also start clients off, and are what a
+newcomer without data is drawn from. They follow ``JumpHMC``: leapfrog steps inside a mode, and independence
+steps from the base between them, which leave p(. | beta) invariant, so that far clusters are visited in their
+true shares. In many dimensions such jumps are rare, and the shares of clusters then learn slowly or not at
+all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fedpop.errors import EstimateError, ModelError, SettingsError
+from fedpop.kernels.base import Trace, Tuning, run
+from fedpop.kernels.jumps import JumpHMC
+from fedpop.kernels.target import Target
+from fedpop.models.flat import Layout
+from fedpop.models.local import NoData
+from fedpop.models.modules import call, federated, has_dropout
+from fedpop.priors.base import Prior, Tensors
+from fedpop.runtime.random import Key
+from fedpop.server.em import EM
+from fedpop.server.optimisers import Adam, Optimiser
+
+WARM_UP = 50
+"""Transitions from the base, or from chains at another beta, to where draws can be used."""
+THIN = 5
+ESCAPED = 50.0
+"""No state of a density on a Gaussian base is so many scales from its centre."""
+
+
+@dataclass(frozen=True)
+class Energy(Prior):
+    """An energy-based prior with any network; see the module's text.
+
+    ``net`` maps ``[n, d]`` to ``[n]`` or ``[n, 1]``; None is a network with two layers of ``hidden``
+    units that starts at zero. ``scale`` None starts where a Normal prior would. The server keeps ``chains``
+    chains, moves them by ``steps`` transitions a round, and ships ``ship`` of their states with theta.
+
+    >>> from torch import nn
+    >>> import fedpop as fp
+    >>> prior = fp.Energy(nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1)))
+    >>> prior.size(2)
+    68
+    >>> model = fp.Composition(None, nn.Linear(2, 1, bias=False), fp.likelihoods.Normal(1.0))
+    >>> fp.FedSOUL(model, prior=prior).kernel
+    JumpHMC(leapfrog=5)
+    """
+
+    net: nn.Module | None = None
+    mean: float = 0.0
+    scale: float | None = None
+    learn_mean: bool = True
+    learn_scale: bool = False
+    hidden: int = 32
+    chains: int = 256
+    steps: int = 5
+    ship: int = 16
+    bounds: tuple[float, float] = (1e-3, 1e3)
+    ball: float = 1e6
+
+    name: ClassVar[str] = "Energy"
+    normalised: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        low, high = self.bounds
+        if not 0 < low < high < math.inf:
+            raise SettingsError(f"scale bounds must satisfy 0 < low < high, not {self.bounds}")
+        if self.scale is not None and not low <= self.scale <= high:
+            raise SettingsError(f"scale {self.scale} lies outside its bounds {self.bounds}")
+        if not (self.ball > 0 and math.isfinite(self.mean)):
+            raise SettingsError("an energy needs a finite mean and a ball with a positive radius")
+        for name, least in (("hidden", 1), ("chains", 8), ("steps", 1), ("ship", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise SettingsError(f"{name} of an energy must be a whole number from {least}, not {value!r}")
+        if self.ship > self.chains:
+            raise SettingsError(f"an energy with {self.chains} chains cannot ship {self.ship} states")
+        if self.net is not None:
+            if not isinstance(self.net, nn.Module):
+                raise SettingsError(f"the network of an energy is an nn.Module, not {self.net!r}")
+            net = federated(self.net)
+            if has_dropout(net):
+                raise ModelError("an energy is a function of z: its network cannot have dropout")
+            object.__setattr__(self, "net", net)
+
+    # --- the flat vector ---------------------------------------------------------------------
+
+    def network(self, d: int) -> tuple[nn.Module, Layout]:
+        """The network for z of d dimensions, and where its parameters lie."""
+        return _default_network(d, self.hidden) if self.net is None else (self.net, _layout(self.net))
+
+    def size(self, d: int) -> int:
+        return d + 1 + self.network(d)[1].size
+
+    def dimension(self, beta: Tensor) -> int:
+        if self.net is not None:
+            return beta.shape[-1] - 1 - _layout(self.net).size
+        constant = _default_network(1, self.hidden)[1].size - self.hidden
+        return (beta.shape[-1] - 1 - constant) // (1 + self.hidden)
+
+    def split(self, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """m ``[d]``, log s ``[1]`` and the network's parameters."""
+        d = self.dimension(beta)
+        mean, log_scale, weights = torch.split(beta, [d, 1, beta.shape[-1] - d - 1], dim=-1)
+        return mean, log_scale, weights
+
+    def init(self, mu: Tensor, scale: float, key: Key | None = None) -> Tensor:
+        d = mu.shape[0]
+        if self.net is not None:
+            own = {n: p.detach().to(mu) for n, p in self.net.named_parameters()}
+            weights = _layout(self.net).flatten(own) if own else mu.new_zeros(0)
+        else:
+            weights = _keyed_weights(_default_network(d, self.hidden)[1], mu, key)
+        beta = torch.cat((mu, mu.new_full((1,), math.log(scale)), weights))
+        self._probe(beta, key)
+        return beta
+
+    def _probe(self, beta: Tensor, key: Key | None) -> None:
+        """One pass over draws of the base: does the network fit, and is it finite?"""
+        d = self.dimension(beta)
+        if d < 1:
+            raise ModelError("beta is too short for this energy's network")
+        key = Key(0) if key is None else key
+        noise = key.at(purpose="probe").normal(key.server(beta.device), (64, d), beta.dtype)[0]
+        try:
+            with torch.no_grad():
+                energy = self.energy(beta, beta[:d] + self.split(beta)[1].exp() * noise)
+        except RuntimeError as error:
+            raise ModelError(f"the energy's network does not accept z of {d} dimensions: {error}") from error
+        self._require_finite(energy)
+
+    def _require_finite(self, energy: Tensor) -> None:
+        if not bool(torch.isfinite(energy).all()):
+            name = "its own network" if self.net is None else type(self.net).__name__
+            raise ModelError(
+                f"the energy of the prior is NaN or infinite at {int((~torch.isfinite(energy)).sum())} of "
+                f"{energy.numel()} points ({name}): a network that is not finite everywhere has no density; "
+                "check it, or lower the rate of beta_step"
+            )
+
+    def rescaled(self, beta: Tensor, scale: float) -> Tensor:
+        mean, log_scale, weights = self.split(beta)
+        return torch.cat((mean, torch.full_like(log_scale, math.log(scale)), weights))
+
+    def mu(self, beta: Tensor) -> Tensor:
+        """The base's centre; ``summary`` has the density's own."""
+        return self.split(beta)[0]
+
+    def sd(self, beta: Tensor) -> Tensor:
+        """The base's scale; ``summary`` has the density's own."""
+        mean, log_scale, _ = self.split(beta)
+        return log_scale.exp().expand_as(mean)
+
+    def summary(self, beta: Tensor, states: Tensors) -> tuple[Tensor, Tensor]:
+        """Of the server's chains, where there are any."""
+        if "states" not in states:
+            return self.mu(beta), self.sd(beta)
+        return states["states"].mean(0), states["states"].std(0)
+
+    def lines(self, beta: Tensor, states: Tensors) -> list[str]:
+        mean, sd = self.summary(beta, states)
+        d = mean.shape[0]
+        size, base = self.network(d)[1].size, float(self.split(beta)[1].exp())
+        return [
+            f"Energy: network of {size} parameters on N(m, s^2), norm of m "
+            f"{float(self.mu(beta).norm()):.3f}, s {base:.3f}",
+            f"  its chains: norm of mean {float(mean.norm()):.3f}, sd {float(sd.min()):.3f} to "
+            f"{float(sd.max()):.3f}",
+        ]
+
+    # --- density and draws -------------------------------------------------------------------
+
+    def energy(self, beta: Tensor, z: Tensor) -> Tensor:
+        """E(z) along the last axis."""
+        d = z.shape[-1]
+        mean, log_scale, weights = self.split(beta)
+        u = (z - mean) * (-log_scale).exp()
+        net, layout = self.network(d)
+        out = call(net, layout.views(weights), u.reshape(-1, d)).reshape(u.shape[:-1])
+        return 0.5 * u.square().sum(-1) + out
+
+    def value_and_grad(self, beta: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        """-E(z) and its gradient."""
+
+        def total(at: Tensor) -> tuple[Tensor, Tensor]:
+            value = -self.energy(beta, at)
+            return value.sum(), value
+
+        try:
+            free = z.detach().requires_grad_()
+        except RuntimeError:  # inside a transform of torch.func, where only its own gradients compose
+            grad, value = torch.func.grad(total, has_aux=True)(z)
+            return value, grad
+        with torch.enable_grad():
+            whole, value = total(free)
+            (grad,) = torch.autograd.grad(whole, free)
+        return value.detach(), grad
+
+    def log_prob(self, beta: Tensor, z: Tensor) -> Tensor:
+        """-E(z): up to the constant log Z."""
+        return -self.energy(beta, z)
+
+    def unit(self, beta: Tensor) -> Tensor:
+        """The base's scale: where the network says more, kernels adapt their steps."""
+        return self.sd(beta)
+
+    def cover(self, beta: Tensor, noise: Tensor, uniform: Tensor) -> Tensor:
+        """The Gaussian base."""
+        return self.mu(beta) + self.sd(beta) * noise
+
+    def log_cover(self, beta: Tensor, z: Tensor) -> Tensor:
+        return -0.5 * ((z - self.mu(beta)) / self.sd(beta)).square().sum(-1)
+
+    def draw(self, beta: Tensor, ids: Tensor, key: Key, chains: int, states: Tensor | None = None) -> Tensor:
+        """From the states that came with theta, each client and chain its own; or by chains from the base."""
+        if states is None:
+            return self._warmed(beta, self._base(beta, ids, key, chains), key, ids)[0]
+        uniform = key.uniform(ids, (chains,), torch.float64)
+        return states[(uniform * len(states)).long().clamp(max=len(states) - 1)]
+
+    def final_draws(
+        self, beta: Tensor, ids: Tensor, key: Key, count: int, states: Tensor | None = None
+    ) -> Tensor:
+        """From the server's chains, taken to this beta and run on, every few transitions."""
+        if states is None:
+            z = self._base(beta, ids, key, self.chains)
+        else:
+            z = states.expand(len(ids), *states.shape)
+        z, tuning = self._warmed(beta, z, key, ids)
+        needed = -(-count // z.shape[1])
+        trace = self._run(beta, z, tuning, needed * THIN, key.at(purpose="final"), ids, adapt=False)
+        return trace.draws[:, THIN - 1 :: THIN].flatten(1, 2)[:, :count]
+
+    def _base(self, beta: Tensor, ids: Tensor, key: Key, chains: int) -> Tensor:
+        noise = key.at(purpose="base").normal(ids, (chains, self.dimension(beta)), beta.dtype)
+        return self.cover(beta, noise, noise[..., 0])
+
+    def _warmed(self, beta: Tensor, z: Tensor, key: Key, ids: Tensor) -> tuple[Tensor, Tuning]:
+        tuning = Tuning.fresh(len(ids), JumpHMC.initial_log_step, z)
+        for part in range(WARM_UP // 10):
+            trace = self._run(beta, z, tuning, 10, key.at(purpose=f"warm-{part}"), ids, adapt=True)
+            z, tuning = trace.state.z, trace.tuning
+        return z, tuning
+
+    def _run(
+        self, beta: Tensor, z: Tensor, tuning: Tuning, steps: int, key: Key, ids: Tensor, *, adapt: bool
+    ) -> Trace:
+        with torch.no_grad():
+            return run(JumpHMC(), Target(NoData(), self, beta), z, tuning, steps, key, ids, adapt=adapt)
+
+    # --- what a client sends, and what the server does with it -------------------------------
+
+    def score(
+        self, beta: Tensor, z: Tensor, likelihood_grad: Tensor, form: str, cov: Tensor | None = None
+    ) -> Tensor:
+        """-grad_beta E averaged over draws: what a client can know of its score."""
+        if form != "left":
+            raise SettingsError(f"energies have the left form of I only, not {form!r}")
+        return -self._mean_grad(beta, z)
+
+    def _mean_grad(self, beta: Tensor, z: Tensor) -> Tensor:
+        """grad_beta of the mean energy of draws ``[C, S, d]``, ``[C, size]``."""
+        grad = torch.func.grad(lambda at, rows: self.energy(at, rows).mean())
+        out: Tensor = torch.func.vmap(grad, in_dims=(None, 0))(beta, z)
+        return out
+
+    def mask(self, v: Tensor) -> Tensor:
+        keep = torch.ones_like(v)
+        d = self.dimension(v)
+        keep[..., :d] *= float(self.learn_mean)
+        keep[..., d] *= float(self.learn_scale)
+        return v * keep
+
+    def units(self, beta: Tensor) -> Tensor:
+        """m moves in units of s, log s in units of one, weights in those that keep outputs of order one."""
+        mean, log_scale, _ = self.split(beta)
+        _, layout = self.network(mean.shape[0])
+        parts = [torch.full((n,), unit) for n, unit in zip(layout.sizes, _weight_units(layout), strict=True)]
+        return torch.cat((self.sd(beta), torch.ones_like(log_scale), *[p.to(beta) for p in parts]))
+
+    def default_step(self) -> EM | Optimiser:
+        return Adam(0.02)
+
+    def project(self, beta: Tensor) -> Tensor:
+        mean, log_scale, weights = self.split(beta)
+        low, high = self.bounds
+        return torch.cat(
+            (
+                mean * (self.ball / mean.norm().clamp(min=self.ball)),
+                log_scale.clamp(math.log(low), math.log(high)),
+                weights * (self.ball / weights.norm().clamp(min=self.ball)),
+            )
+        )
+
+    def at_bound(self, beta: Tensor) -> list[str]:
+        mean, log_scale, weights = self.split(beta)
+        scale, (low, high) = float(log_scale.exp()), self.bounds
+        out = []
+        if scale <= 1.0001 * low or scale >= 0.9999 * high:
+            out.append(f"the scale of the energy's base is at its bound {low if scale < 1 else high:g}")
+        if max(float(mean.norm()), float(weights.norm())) >= 0.9999 * self.ball:
+            out.append(f"the energy's parameters are at the edge of their ball, {self.ball:g}")
+        return out
+
+    # --- the server's own share --------------------------------------------------------------
+
+    def server_state(self, beta: Tensor, key: Key) -> Tensors:
+        """Chains from the base, taken to this beta, and their step."""
+        ids = key.server(beta.device)
+        z, tuning = self._warmed(beta, self._base(beta, ids, key, self.chains), key, ids)
+        return {"states": z[0], "log_step": tuning.log_step, "updates": tuning.updates}
+
+    def normaliser(self, beta: Tensor, states: Tensors, key: Key) -> tuple[Tensor, Tensors]:
+        """E[grad_beta E] over this round's draws of all chains, and where the chains now are."""
+        key, ids = key.at(purpose="negative"), key.server(beta.device)
+        z = states["states"]
+        with torch.no_grad():
+            self._require_finite(self.energy(beta, z))
+        tuning = Tuning(states["log_step"], states["updates"])
+        trace = self._run(beta, z.unsqueeze(0), tuning, self.steps, key, ids, adapt=True)
+        self._require_held(beta, trace.state.z)
+        term = self._mean_grad(beta, trace.draws.flatten(1, 2))[0]
+        # Others are shipped next time.
+        new = trace.state.z[0].roll(self.ship, 0)
+        return term, {"states": new, "log_step": trace.tuning.log_step, "updates": trace.tuning.updates}
+
+    def _require_held(self, beta: Tensor, z: Tensor) -> None:
+        farthest = float(((z - self.mu(beta)) / self.sd(beta)).abs().max())
+        if not farthest < ESCAPED:
+            raise EstimateError(
+                f"the chains of the energy prior escape ({farthest:.0f} scales from its centre): its network "
+                "falls faster than the Gaussian base rises, so there is no density; use a network whose "
+                "output grows at most linearly, such as one with Tanh or ReLU layers"
+            )
+
+    def normaliser_batches(self, beta: Tensor, states: Tensors, key: Key, count: int) -> Tensor:
+        ids = key.server(beta.device)
+        held = states.get("states")
+        z = self._base(beta, ids, key, self.chains) if held is None else held.unsqueeze(0)
+        z, tuning = self._warmed(beta, z, key, ids)
+        trace = self._run(beta, z, tuning, 40, key.at(purpose="batches"), ids, adapt=False)
+        each = z.shape[1] // count
+        groups = trace.draws[0, :, : each * count].unflatten(1, (count, each))
+        return self._mean_grad(beta, groups.transpose(0, 1).flatten(1, 2))
+
+    def published(self, states: Tensors) -> Tensors:
+        return {"states": states["states"]}
+
+    def shipped(self, states: Tensors) -> Tensors:
+        return {"states": states["states"][: self.ship]}
+
+
+def _layout(net: nn.Module) -> Layout:
+    return Layout.of({n: tuple(p.shape) for n, p in net.named_parameters()})
+
+
+@lru_cache
+def _default_network(d: int, hidden: int) -> tuple[nn.Module, Layout]:
+    """Two hidden layers, for functional calls: it holds no values of its own."""
+    net = nn.Sequential(
+        nn.Linear(d, hidden, device="meta"),
+        nn.SiLU(),
+        nn.Linear(hidden, hidden, device="meta"),
+        nn.SiLU(),
+        nn.Linear(hidden, 1, bias=False, device="meta"),
+    )
+    return net, _layout(net)
+
+
+def _weight_units(layout: Layout) -> list[float]:
+    """fan_in^-1/2 for matrices, one for vectors."""
+    return [math.prod(shape[1:]) ** -0.5 if len(shape) > 1 else 1.0 for shape in layout.shapes]
+
+
+def _keyed_weights(layout: Layout, like: Tensor, key: Key | None) -> Tensor:
+    """Random hidden layers, and a last one of zeros: the prior starts as its Gaussian base."""
+    key = Key(0) if key is None else key
+    noise = key.at(purpose="network").normal(key.server(like.device), (layout.size,), like.dtype)[0]
+    units = _weight_units(layout)
+    units[-1] = 0.0
+    scale = torch.cat([like.new_full((n,), unit) for n, unit in zip(layout.sizes, units, strict=True)])
+    return noise * scale

@@ -1,0 +1,82 @@
+"""The sweep of defaults: equal budgets, records of every kind, and a page made from them."""
+
+from pathlib import Path
+
+import pytest
+
+import fedpop as fp
+from fedpop.cli import main
+from fedpop.data.image_task import ImageTask
+from fedpop.errors import CheckpointError
+from fedpop.experiments import defaults
+from fedpop.experiments.results import Results, record
+from tests.data.test_images import real
+
+
+def test_every_variant_may_spend_the_same_number_of_passes() -> None:
+    task = ImageTask()
+    for name, variant in defaults.ALL.items():
+        rounds = defaults.rounds_for(task, variant.cost)
+        spent = rounds * variant.cost * defaults.ACTIVE * sum(task.sizes) / len(task.sizes)
+        assert 0.95 * defaults.PASSES < spent <= defaults.PASSES, name
+
+
+def test_variants_differ_from_the_base_in_what_they_say() -> None:
+    model = ImageTask("mnist").model(0)
+    base = defaults.ALL[defaults.BASE].build(model).describe()
+    for name in defaults.VARIANTS:
+        if name not in (defaults.BASE, defaults.CHOSEN):
+            assert defaults.ALL[name].build(model).describe() != base, name
+
+
+def test_the_chosen_row_is_what_fedsoul_does_by_itself() -> None:
+    model = ImageTask("mnist").model(0)
+    chosen = defaults.ALL[defaults.CHOSEN].build(model).describe()
+    default = fp.FedSOUL(model).describe()
+    assert {k: v for k, v in chosen.items() if k != "final"} == {
+        k: v for k, v in default.items() if k != "final"
+    }
+
+
+@pytest.mark.parametrize("name", ["FedAvg 1 x .02", "FedRep 1 x .02", "default"])
+def test_a_job_on_real_images(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = real("mnist")
+    monkeypatch.setattr(defaults, "PASSES", 40)
+    small = ImageTask("mnist", classes=2, small=3, large=3, n_small=2, n_large=4, validation=2, test=4)
+    monkeypatch.setattr(defaults, "ImageTask", lambda images: small)
+    monkeypatch.setattr(defaults, "ACTIVE", 2)
+    records = defaults.job("mnist", name, 0, str(folder))
+    assert tuple(r["method"] for r in records) == defaults.methods_of(name)
+    for item in records:
+        assert 0 <= item["metrics"]["test_accuracy"] <= 1
+        assert item["cost"]["backbone_passes"] > 0
+
+
+def test_the_page_is_made_from_records(tmp_path: Path) -> None:
+    results = Results.open(tmp_path)
+    names = ("base", "default", "left form", "FedAvg 1 x .02", "FedAvg 1 x .02 + tuning")
+    for images in defaults.IMAGES:
+        for i, name in enumerate(names):
+            for seed in range(2):
+                numbers = {
+                    f"{s}_{m}": 0.5 + 0.01 * i + 0.001 * seed
+                    for s in ("validation", "test")
+                    for m in ("accuracy", "log_score", "ece", "brier", "accuracy_5", "accuracy_25")
+                }
+                setting = defaults.setting_of(ImageTask(images))
+                results.add([record("defaults", setting, name, seed, numbers, {"rounds": 3}, {})])
+    main(["report", str(tmp_path)])
+    table = (tmp_path / "results.md").read_text()
+    assert table.count("\n") == 2 + 2 * len(names)
+    page = (tmp_path / "report.html").read_text()
+    assert "+0.020 (+0.020 to +0.020)" in page  # left form against the base
+
+
+def test_records_of_an_unknown_experiment_have_no_report(tmp_path: Path) -> None:
+    Results.open(tmp_path).add([record("bench", {}, "x", 0, {}, {}, {})])
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path)])
+    from fedpop.experiments.commands import report_of
+
+    with pytest.raises(CheckpointError, match="records of bench"):
+        report_of(Results.open(tmp_path))
