@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint bench clean
+.PHONY: help demo test test-slow lint docs bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,16 +19,20 @@ test: $(STAMP) ## Run the tests and the doctests
 test-slow: $(STAMP) ## Run the slow statistical tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow tests/statistical
 
-lint: $(STAMP) ## Check style, format and types
+lint: $(STAMP) ## Check style, format, types and documentation
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict fedpop
+	@$(MAKE) --no-print-directory docs
+
+docs: $(STAMP) ## Build the documentation into site/; every warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(STAMP) ## Run the benchmarks
 	$(BIN)/python -m benchmarks
 
 clean: ## Remove caches and build output; keeps the environment, runs/ and results/
-	rm -rf build dist .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist site .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml

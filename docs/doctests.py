@@ -30,3 +30,11 @@ class Doctests(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = fenced(obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """A method's model may be given by position, which dataclasses say field by field."""
+        for module in pkg["algorithms"].modules.values():
+            for cls in module.classes.values():
+                init = cls.members.get("__init__")
+                if isinstance(init, griffe.Function) and "model" in init.parameters:
+                    init.parameters["model"].kind = griffe.ParameterKind.positional_or_keyword

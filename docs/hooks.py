@@ -1,7 +1,13 @@
-"""Makes the reference from fedpop's public names, so that no page can forget one."""
+"""What pages are made of that nobody should type twice: public names, and measured numbers.
+
+The reference is made from ``fedpop.__all__``; a line ``<!-- bench: name -->`` becomes the table of that
+benchmark from ``results/bench/results.json``.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +27,50 @@ GROUPS = {
     "federation": ("Clients", "Data, and who takes part in a round."),
     "population": ("Populations", "What `fit` returns."),
     "runtime": ("Running", "The simulator and what may happen between rounds."),
+    "errors": ("Errors", ""),
 }
+ANSWERS = [
+    "fedpop.evaluation.predictive.Predictive",
+    "fedpop.population.Posterior",
+    "fedpop.population.Newcomer",
+]
+"""What a population answers with: nobody makes one, everybody reads them."""
+
+
+def bench(name: str) -> str:
+    """The records of a benchmark that compare with something, as a table."""
+    path = ROOT / "results" / "bench" / "results.json"
+    records = json.loads(path.read_text()) if path.exists() else []
+    own = [r for r in records if r["setting"].get("benchmark") == name and "ratio" in r["metrics"]]
+    judged = [r for r in own if "target" in r["metrics"]] or own
+    if not judged:
+        return "*Not in `results/bench` yet: run `make bench`.*"
+    keys = [k for k in judged[0]["setting"] if k != "benchmark"]
+    keys += [k for r in judged for k in r["setting"] if k not in (*keys, "benchmark")]
+    shown = [k for k in dict.fromkeys(keys) if len({str(r["setting"].get(k)) for r in judged}) > 1]
+    methods = len({r["method"] for r in judged}) > 1
+    speed = all("rounds_per_second" in r["metrics"] for r in judged)
+    head = [*(["method"] if methods else []), *(k.replace("_", " ") for k in shown), "ratio (range)"]
+    head += ["rounds per second"] if speed else []
+    head += ["to stay below"] if "target" in judged[0]["metrics"] else []
+    rows = [head, ["---"] * len(head)]
+    for r in judged:
+        m = r["metrics"]
+        row = [r["method"]] if methods else []
+        row += [_number(r["setting"].get(k, "")) for k in shown]
+        row.append(f"{m['ratio']:.2f} ({m['ratio_low']:.2f} to {m['ratio_high']:.2f})")
+        row += [f"{m['rounds_per_second']:.0f}"] if speed else []
+        row += [f"{m['target']:.2f}"] if "target" in m else []
+        rows.append(row)
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _number(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return re.sub(r"^<!-- bench: (.+) -->$", lambda m: bench(m[1]), markdown, flags=re.MULTILINE)
 
 
 def groups() -> dict[str, list[str]]:
@@ -35,7 +84,7 @@ def groups() -> dict[str, list[str]]:
     unknown = set(out) - set(GROUPS)
     for part in unknown:  # a part that nobody described yet is shown under its own name
         GROUPS[part] = (part.capitalize(), "")
-    return {part: out[part] for part in GROUPS if part in out}
+    return {part: out[part] for part in GROUPS if part in out} | {"errors": []}
 
 
 def page(part: str, names: list[str]) -> str:
@@ -47,6 +96,12 @@ def page(part: str, names: list[str]) -> str:
         lines += [f"::: {where}", ""]
         if module:
             lines += ["    options:", "      show_root_full_path: true", "      summary: true", ""]
+        if name == "Population":  # ``fit`` makes it
+            lines += ["    options:", "      merge_init_into_class: false", ""]
+            for answer in ANSWERS:
+                lines += [f"::: {answer}", "    options:", "      merge_init_into_class: false", ""]
+    if part == "errors":
+        lines += ["::: fedpop.errors", "    options:", "      show_root_heading: false", ""]
     return "\n".join(lines)
 
 

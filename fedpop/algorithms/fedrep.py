@@ -48,7 +48,8 @@ class FedRep(Algorithm):
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
-    >>> population = fp.FedRep(model, heads="exact").fit([(x, 2 * x[:, 0]), (x, 4 * x[:, 0])], rounds=2)
+    >>> clients = [(x, 2 * x[:, 0]), (x, 4 * x[:, 0])]
+    >>> population = fp.FedRep(model, heads="exact").fit(clients, rounds=2)
     >>> [round(population.predict(i, [[1.0]]).mean.item(), 2) for i in (0, 1)]
     [2.0, 4.0]
     """
