@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedpop.experiments.defaults import ALL, BASE, CHOSEN
+from fedpop.experiments.defaults import ALL, DEFAULT
 from fedpop.experiments.results import Record, Results, mean, values
 from fedpop.report import plots
 from fedpop.report.html import Figure, Section, Table, write_report
@@ -75,7 +75,7 @@ def summary_table(results: Results) -> Table:
                     _mean(records, "seconds", 0, "cost"),
                 )
             )
-    return Table(COLUMNS, rows, frozenset(i for i, r in enumerate(rows) if r[1] == CHOSEN))
+    return Table(COLUMNS, rows, frozenset(i for i, r in enumerate(rows) if r[1] == DEFAULT))
 
 
 def differences(results: Results) -> Table:
@@ -83,23 +83,23 @@ def differences(results: Results) -> Table:
     columns = ("question", "variant", "cifar10: NLL", "accuracy", "mnist: NLL", "accuracy")
     rows = []
     for method in order(results):
-        if method == BASE:
+        if method == DEFAULT:
             continue
         cells = []
         for images in ("cifar10", "mnist"):
             for name, scale in (("validation_log_score", 1.0), ("validation_accuracy", 100.0)):
                 cells.append(_paired(results, images, method, name, scale))
         rows.append((question(method), method, *cells))
-    return Table(columns, rows, frozenset(i for i, r in enumerate(rows) if r[1] == CHOSEN))
+    return Table(columns, rows, frozenset(i for i, r in enumerate(rows) if r[1] == DEFAULT))
 
 
 def _paired(results: Results, images: str, method: str, name: str, scale: float) -> str:
-    """The mean difference to the base over seeds that both have, with its range."""
+    """The mean difference to the default over seeds that both have, with its range."""
     of = {
         m: {r["seed"]: r["metrics"][name] for r in results.records if _is(r, images, m)}
-        for m in (method, BASE)
+        for m in (method, DEFAULT)
     }
-    gaps = [scale * (of[method][s] - of[BASE][s]) for s in of[method] if s in of[BASE]]
+    gaps = [scale * (of[method][s] - of[DEFAULT][s]) for s in of[method] if s in of[DEFAULT]]
     if not gaps:
         return "-"
     digits = 1 if scale > 1 else 3
@@ -114,7 +114,7 @@ def _dots(results: Results, images: str, metric: str, scale: float, label: str) 
     groups: dict[str, list[float]] = {}
     for method in order(results):
         groups[method] = [scale * r["metrics"][metric] for r in results.records if _is(r, images, method)]
-    return plots.dots({m: v for m, v in groups.items() if v}, label, {BASE, CHOSEN})
+    return plots.dots({m: v for m, v in groups.items() if v}, label, {DEFAULT})
 
 
 def experiment_report(results: Results, path: Path) -> Path:
@@ -135,8 +135,8 @@ def experiment_report(results: Results, path: Path) -> Path:
     sections = [
         Section(
             "One setting changed at a time",
-            f"Differences to '{BASE}' on validation images, paired by seed: mean, and smallest to largest. "
-            "Below zero is better for NLL, above zero for accuracy (in points).",
+            f"Differences to '{DEFAULT}' on validation images, paired by seed: mean, and smallest to "
+            "largest. Below zero is better for NLL, above zero for accuracy (in points).",
             differences(results),
         ),
         Section("Every seed", figures=figures),
@@ -145,6 +145,6 @@ def experiment_report(results: Results, path: Path) -> Path:
     lead = (
         "100 clients with five classes each, half of them with 5 images and half with 25; ten are active per "
         "round; every method may spend the same number of backbone passes. What FedSOUL does by default for "
-        f"networks is the row '{CHOSEN}'."
+        f"networks is the row '{DEFAULT}'."
     )
     return write_report(path, "fedpop: defaults for networks", lead, sections)

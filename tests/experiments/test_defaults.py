@@ -21,17 +21,17 @@ def test_every_variant_may_spend_the_same_number_of_passes() -> None:
         assert 0.95 * defaults.PASSES < spent <= defaults.PASSES, name
 
 
-def test_variants_differ_from_the_base_in_what_they_say() -> None:
+def test_variants_differ_from_the_default_in_what_they_say() -> None:
     model = ImageTask("mnist").model(0)
-    base = defaults.ALL[defaults.BASE].build(model).describe()
+    base = defaults.ALL[defaults.DEFAULT].build(model).describe()
     for name in defaults.VARIANTS:
-        if name not in (defaults.BASE, defaults.CHOSEN):
+        if name != defaults.DEFAULT:
             assert defaults.ALL[name].build(model).describe() != base, name
 
 
 def test_the_chosen_row_is_what_fedsoul_does_by_itself() -> None:
     model = ImageTask("mnist").model(0)
-    chosen = defaults.ALL[defaults.CHOSEN].build(model).describe()
+    chosen = defaults.ALL[defaults.DEFAULT].build(model).describe()
     default = fp.FedSOUL(model).describe()
     assert {k: v for k, v in chosen.items() if k != "final"} == {
         k: v for k, v in default.items() if k != "final"
@@ -54,7 +54,7 @@ def test_a_job_on_real_images(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_page_is_made_from_records(tmp_path: Path) -> None:
     results = Results.open(tmp_path)
-    names = ("base", "default", "left form", "FedAvg 1 x .02", "FedAvg 1 x .02 + tuning")
+    names = ("default", "left form", "FedAvg 1 x .02", "FedAvg 1 x .02 + tuning")
     for images in defaults.IMAGES:
         for i, name in enumerate(names):
             for seed in range(2):
@@ -69,7 +69,7 @@ def test_the_page_is_made_from_records(tmp_path: Path) -> None:
     table = (tmp_path / "results.md").read_text()
     assert table.count("\n") == 2 + 2 * len(names)
     page = (tmp_path / "report.html").read_text()
-    assert "+0.020 (+0.020 to +0.020)" in page  # left form against the base
+    assert "+0.010 (+0.010 to +0.010)" in page  # left form against the default
 
 
 def test_records_of_an_unknown_experiment_have_no_report(tmp_path: Path) -> None:
