@@ -163,24 +163,30 @@ def points(
         figure, axes = _axes()
         for dashes, (name, line) in zip(("--", ":", "-."), lines.items(), strict=False):
             axes.plot(*zip(*line, strict=True), dashes, color="#000000", linewidth=1.1, label=name)
+        spare = iter((*SPARE[:2], *COLOURS.values()))  # yellow dots are hard to see
         for name, group in groups.items():
+            shade = COLOURS.get(name) or next(spare)
             for x, numbers in group.items():
                 seen = [v for v in numbers if math.isfinite(v)]
-                axes.plot([x] * len(seen), seen, ".", color=colour(name), alpha=0.35, ms=4)
+                axes.plot([x] * len(seen), seen, ".", color=shade, alpha=0.35, ms=4)
             medians = [(x, median(numbers)) for x, numbers in group.items() if numbers]
             centres = [(x, y) for x, y in medians if math.isfinite(y)]
             style = "o-" if joined else "o"
             if centres:
-                axes.plot(
-                    *zip(*centres, strict=True), style, color=colour(name), ms=5, linewidth=1.4, label=name
-                )
+                axes.plot(*zip(*centres, strict=True), style, color=shade, ms=5, linewidth=1.4, label=name)
         if log_x:
             axes.set_xscale("log")
+            at: list[float] = []
+            for x in sorted({x for group in groups.values() for x in group}):
+                if not at or x > 1.3 * at[-1]:  # labels need room
+                    at.append(x)
+            axes.set_xticks(at, [f"{x:g}" for x in at])
+            axes.minorticks_off()
         if log_y:
             axes.set_yscale("log")
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
         return _svg(figure)
 
 

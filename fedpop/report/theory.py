@@ -9,7 +9,7 @@ from typing import Any
 
 from fedpop.experiments import theory
 from fedpop.experiments.fits import Slope, interval_of, middle_of, slope_over_seeds
-from fedpop.experiments.results import Record, Results, values
+from fedpop.experiments.results import Record, Results, mean, values
 from fedpop.report import plots
 from fedpop.report.html import Figure, Section, Table, write_report
 
@@ -131,22 +131,26 @@ def noise_section(results: Results) -> Section:
         setting = theory.noise_setting(kept, p, 0.0)
         kinds[kind].setdefault(setting["excess"], []).extend(values(results.of(setting), "error"))
     line = noise_line(results)
-    reach = [0.0, max(theory.noise_setting(k, p, 0.0)["excess"] for k, p in theory.KEPT)]
+    reach = [0.0, max(excess(k, p) for k, p in theory.KEPT)]
+    expected = {(k, p): proportional(results, k, p) for k, p in theory.VANISHING}
+    end = f"error@{theory.NOISE_MARKS[-1]}"
     paths = {
-        f"{name} eta, excess {theory.noise_setting(k, p, 0.0)['excess']:g}": _path(
-            results.of(theory.noise_setting(k, p, power)), "error"
-        )
+        f"{name} eta, excess {excess(k, p):g}": _path(results.of(theory.noise_setting(k, p, power)), "error")
         for k, p in theory.VANISHING
         for name, power in (("constant", 0.0), ("decreasing", theory.POWER))
     }
-    falling = [vanishing_slope(results, k, p) for k, p in theory.VANISHING]
+    ends = [
+        (cell(values(results.of(theory.noise_setting(k, p, theory.POWER)), end)), expected[k, p][-1][1])
+        for k, p in theory.VANISHING
+    ]
     text = (
         "beta is fixed; clients join with probability p and 1/p weights, and send rand-k of J. With a "
         "constant server step the squared distance of phi from where it is heading, relative to its norm, is "
         f"{line.line.intercept:.2e} + {line.value:.2e} ((omega + 1)/p - 1), the slope between {line.low:.2e} "
-        f"and {line.high:.2e}, R2 = {line.line.r2:.3f}. With steps eta_0 (1 + k)^-{theory.POWER} it falls as "
-        f"a power of the round, {falling[0]} with everyone and no compression, {falling[-1]} at the "
-        f"largest excess; the power of the steps themselves, -{theory.POWER}, is what theory expects."
+        f"and {line.high:.2e}, R2 = {line.line.r2:.3f}. With steps eta_0 (1 + k)^-{theory.POWER} it falls "
+        f"with eta_k: over the second half of {theory.NOISE_MARKS[-1]} rounds it is {ends[0][0]} with "
+        f"everyone and no compression and {ends[-1][0]} at the largest excess, where the constant step's "
+        f"error in proportion to eta_k is {ends[0][1]:.4f} and {ends[-1][1]:.4f}."
     )
     figures = [
         Figure(
@@ -161,8 +165,15 @@ def noise_section(results: Results) -> Section:
             "Stationary squared error of phi with a constant step: each seed a dot, medians larger.",
         ),
         Figure(
-            plots.points(paths, {}, "round", "error of phi, relative", joined=True),
-            "Mean error over the rounds k/2 to k.",
+            plots.points(
+                paths,
+                {f"in proportion to eta_k, {excess(k, p):g}": line for (k, p), line in expected.items()},
+                "round",
+                "error of phi, relative",
+                joined=True,
+            ),
+            "Mean error over the rounds k/2 to k; the broken lines are the constant step's final error in "
+            "proportion to eta_k.",
         ),
     ]
     return Section("The noise of participation and compression", text, figures=figures)
@@ -179,12 +190,17 @@ def noise_line(results: Results) -> Slope:
     return slope_over_seeds([s["excess"] for s in settings], rows)
 
 
-def vanishing_slope(results: Results, kept: int, p: float) -> Slope:
-    """The power of the round with which the error falls under decreasing steps, over the last marks."""
-    marks = theory.NOISE_MARKS[2:]
-    records = results.of(theory.noise_setting(kept, p, theory.POWER))
-    rows = [[r["metrics"][f"error@{k}"] for k in marks] for r in records]
-    return slope_over_seeds([float(k) for k in marks], rows, log=True)
+def excess(kept: int, p: float) -> float:
+    """(omega + 1)/p - 1."""
+    return float(theory.noise_setting(kept, p, 0.0)["excess"])
+
+
+def proportional(results: Results, kept: int, p: float) -> list[tuple[float, float]]:
+    """The constant step's error in proportion to eta_k, at the marks of the decreasing one."""
+    constant = middle_of(list(values(results.of(theory.noise_setting(kept, p, 0.0)), "error")))
+    marks = theory.NOISE_MARKS
+    etas = [theory.FALLING_RATE * (1 + k) ** -theory.POWER for k in range(marks[-1])]
+    return [(float(k), constant * mean(etas[k // 2 : k]) / theory.NOISE_RATE) for k in marks]
 
 
 # --- local steps -----------------------------------------------------------------------------
@@ -215,8 +231,8 @@ def local_section(results: Results) -> Section:
         f"{ends[TRIAL][last]}: {verdict(results, TRIAL)}. FedAvg with as many local steps of rate "
         f"{theory.FEDAVG_RATE} needs {ends['FedAvg'][first]} and {ends['FedAvg'][last]}; local "
         f"steps save it rounds until it drifts, and it stops with a share of {floors[first]} of the gap "
-        f"at M = {first}, {floors[last]} at M = {last}. The default FedSOUL is shown without a claim: "
-        "the theorem does not cover it."
+        f"at M = {first}, {floors[last]} at M = {last}. The default FedSOUL ({theory.ROUNDS['FedSOUL']} "
+        "rounds in all) is shown without a claim: the theorem does not cover it."
     )
     figures = [
         Figure(

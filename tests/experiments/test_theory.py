@@ -159,12 +159,23 @@ def test_the_page_says_what_the_records_say(tmp_path, capsys):
     assert "alpha = 1.00 (1.00 to 1.00)" in page
     assert "the power 2.00" in page
     assert "R2 = 1.000" in page
-    assert "-0.60 (-0.60 to -0.60)" in page
+    assert "3.03e-03 ((omega + 1)/p - 1)" in page
     assert "the median never rises with M" in page
     assert "100 (100 to 100) and never (never to never)" in page
     table = (tmp_path / "results.md").read_text()
     assert "| rounds to 5 % | M = 50 | FedAvg | 3 | never (never to never) | - |" in table
     assert "FedSOUL-paper" in capsys.readouterr().out
+
+
+def test_errors_in_proportion_to_the_step(tmp_path):
+    """From mark to mark as the mean of eta_k over the rounds k/2 to k."""
+    results = Results(tmp_path)
+    results.add(made_up())
+    (first, start), *_, (last, end) = report.proportional(results, 11, 1.0)
+    assert (first, last) == (theory.NOISE_MARKS[0], theory.NOISE_MARKS[-1])
+    halves = [range(int(k) // 2, int(k)) for k in (first, last)]
+    etas = [sum((1 + j) ** -theory.POWER for j in half) / len(half) for half in halves]
+    assert end / start == pytest.approx(etas[1] / etas[0])
 
 
 def test_a_claim_that_does_not_hold_is_said_so(tmp_path):

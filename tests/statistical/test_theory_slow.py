@@ -14,6 +14,7 @@ from fedpop.experiments.results import Results, values
 from fedpop.report import theory as report
 
 pytestmark = pytest.mark.slow
+LAST_ERROR = f"error@{theory.NOISE_MARKS[-1]}"
 COMMITTED = Path(__file__).parents[2] / "results" / "theory"
 
 
@@ -107,7 +108,11 @@ def test_committed_noise(committed):
     assert line.low > 0
     assert line.line.r2 > 0.95
     for kept, p in theory.VANISHING:
-        assert report.vanishing_slope(committed, kept, p).high < 0
+        falling = values(committed.of(theory.noise_setting(kept, p, theory.POWER)), LAST_ERROR)
+        constant = values(committed.of(theory.noise_setting(kept, p, 0.0)), "error")
+        assert middle_of(falling) < middle_of(constant) / 4
+        # in proportion to eta_k, which has had time to fall eightfold
+        assert middle_of(falling) / report.proportional(committed, kept, p)[-1][1] < 1.5
 
 
 def test_committed_local_steps(committed):
