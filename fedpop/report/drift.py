@@ -52,9 +52,9 @@ def experiment_report(results: Results, path: Path) -> Path:
         ),
     ]
     lead = (
-        f"The synthetic task with 100 clients, {ROUNDS} rounds, steps a = {RATE} on phi, constant or falling "
-        "as (1 + k)^-0.6, the mean of the last quarter of the rounds. Everything but the steps on phi is "
-        "FedSOUL's default."
+        f"The synthetic task with 100 clients, {ROUNDS} rounds, steps a = {RATE} on phi: constant, with the mean "
+        "of the last quarter of the rounds, or falling to zero from a quarter of them on, with the last "
+        "iterate. Everything but the steps on phi is FedSOUL's default."
     )
     sections = [
         Section("Drift", figures=figures),
