@@ -52,8 +52,8 @@ def experiment_report(results: Results, path: Path) -> Path:
         ),
     ]
     lead = (
-        f"The synthetic task with 100 clients, {ROUNDS} rounds, steps a = {RATE} on phi: constant, with the mean "
-        "of the last quarter of the rounds, or falling to zero from a quarter of them on, with the last "
+        f"The synthetic task with 100 clients, {ROUNDS} rounds, steps a = {RATE} on phi: constant, with the "
+        "mean of the last quarter of the rounds, or falling to zero from a quarter of them on, with the last "
         "iterate. Everything but the steps on phi is FedSOUL's default."
     )
     sections = [
