@@ -395,9 +395,10 @@ class Population:
                 getattr(self.algorithm, "final", Final()).total,
                 self.published["phi"].element_size(),
             )
-            # Draws with their gradients and proposals; head outputs of a batch of draws, with their graph.
+            # Draws with their gradients and proposals; head outputs of all draws, or what a head through
+            # vmap keeps of the eighth that diagnostics differentiate at a time.
             per_client = 10.0 * item * draws * self.model.z_layout.size
-            per_row = base.per_row + item * draws * self.model.outputs
+            per_row = base.per_row + max(item * draws * self.model.outputs, base.per_draw * draws / 8)
             self._plan = Plan(per_row, per_client, base.budget)
         sizes = self.federation.train.sizes
         return [part for block in ids.split(GROUP) for part in self._plan.cut(block, sizes)]

@@ -112,6 +112,9 @@ class Target:
     prior: Prior
     beta: Tensor
 
+    def value(self, z: Tensor) -> Tensor:
+        return self.likelihood.value(z) + self.prior.log_prob(self.beta, z)
+
     def value_and_grad(self, z: Tensor) -> tuple[Tensor, Tensor]:
         value, grad = self.likelihood.value_and_grad(z)
         prior_value, prior_grad = self.prior.value_and_grad(self.beta, z)

@@ -40,6 +40,8 @@ class Plan:
     per_row: float
     per_client: float
     budget: int
+    per_draw: float = 0.0
+    """Bytes that a head through vmap keeps of an example for each draw of z, to be differentiated."""
 
     def cut(self, ids: Tensor, sizes: Tensor) -> list[Tensor]:
         """Consecutive clients in groups whose padded blocks fit the budget; never fewer than one."""
@@ -67,20 +69,23 @@ def plan_for(algorithm: Algorithm, federation: Federation, budget: int) -> Plan:
     steps = most_steps(getattr(algorithm, "local_steps", 1)) * getattr(algorithm, "chains", 1)
     d = model.z_layout.size
     item = model.initial_phi().element_size()
-    one, two = (_kept(algorithm, federation, n) for n in (1, 2))
-    per_row = max(two - one, 0) + 4 * item * (model.outputs * (steps + 4))
+    (one, first), (two, second) = (_kept(algorithm, federation, n) for n in (1, 2))
+    per_draw = max(second - first, 0)
+    per_row = max(two - one, 0) + 4 * item * (model.outputs * (steps + 4)) + per_draw * steps
     per_client = item * (d * (3 * steps + 12) + algorithm.phi_copies * model.phi_layout.size)
-    return Plan(per_row, float(per_client), budget)
+    return Plan(per_row, float(per_client), budget, float(per_draw))
 
 
-def _kept(algorithm: Algorithm, federation: Federation, rows: int) -> int:
-    """Bytes that autograd keeps for the backward pass of so many examples."""
+def _kept(algorithm: Algorithm, federation: Federation, rows: int) -> tuple[int, int]:
+    """Bytes that autograd keeps for the backward pass of so many examples: of the backbone, and of one pass
+    of a head that is not linear."""
     model = algorithm.model
-    x = map_inputs(lambda v: v[:rows].to(model.initial_phi().device), federation.train.x)
+    device = model.initial_phi().device
+    x = map_inputs(lambda v: v[:rows].to(device), federation.train.x)
     given = sum(leaf.numel() * leaf.element_size() for leaf in leaves(x))
-    if federation.embedded or leaves(x)[0].shape[0] < rows:
-        return given
-    phi = model.initial_phi().requires_grad_()
+    if leaves(x)[0].shape[0] < rows:
+        return given, 0
+    phi, z = model.initial_phi().requires_grad_(), model.initial_z().requires_grad_()
     total = 0
 
     def count(tensor: Tensor) -> Tensor:
@@ -89,5 +94,11 @@ def _kept(algorithm: Algorithm, federation: Federation, rows: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t), torch.enable_grad():
-        features = model.embed(phi, x)
-    return total + given + sum(leaf.numel() * leaf.element_size() for leaf in leaves(features))
+        features = x if federation.embedded else model.embed(phi, x)
+        backbone, total = total, 0
+        if not model.linear:
+            y = model.likelihood.encode(federation.train.y[:rows].to(device), model.outputs, phi.dtype)
+            model.log_prob_at(phi, z, features, y)
+    if not federation.embedded:
+        backbone += sum(leaf.numel() * leaf.element_size() for leaf in leaves(features))
+    return backbone + given, total

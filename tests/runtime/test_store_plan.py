@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.errors import SettingsError
@@ -109,6 +109,29 @@ def test_the_plan_grows_with_the_network_and_with_the_chain() -> None:
     assert long.per_row > small.per_row
     assert long.per_client > small.per_client
     assert wide.per_row - small.per_row >= 500 * 4  # at least the hidden layer, in float32
+
+
+def test_the_plan_counts_what_a_head_through_vmap_keeps() -> None:
+    """Ten exponentials in a row keep ten results of an example, for every draw of z."""
+
+    def waves(count: int) -> fp.CustomModel:
+        def outputs(phi: dict[str, Tensor], z: dict[str, Tensor], x: Tensor) -> Tensor:
+            eta = z["a"] * x[:, 0]
+            for _ in range(count):
+                eta = torch.exp(-eta)
+            return eta
+
+        return fp.CustomModel(outputs=outputs, likelihood=fp.likelihoods.Normal(1.0), z={"a": 1.0})
+
+    plans = []
+    for count in (1, 11):
+        model = waves(count)
+        federation = model.prepare(fp.Federation.of(ragged((3, 2))))
+        plans.append([plan_for(fp.FedSOUL(model, local_steps=m), federation, 1) for m in (5, 50)])
+    (few, more), (deep, deeper) = plans
+    assert deep.per_draw - few.per_draw == 10 * 8  # in double precision
+    assert (deeper.per_row - deep.per_row) - (more.per_row - few.per_row) == 45 * 10 * 8
+    assert plan_for(fp.FedSOUL(linear_model()), fp.Federation.of(ragged((3, 2))), 1).per_draw == 0
 
 
 def test_the_plan_does_not_depend_on_the_machine() -> None:
