@@ -88,6 +88,14 @@ METHODS: dict[str, Any] = {
     "right, diagonal": lambda: fp.FedSOUL(linear_model(), form="right", prior="diagonal"),
     "full covariance": lambda: fp.FedSOUL(linear_model(), prior="full", hyperprior=fp.Hyperprior(1.0, 1.0)),
     "closed form": lambda: fp.FedSOUL(linear_model(variance="learned"), rao_blackwell=True),
+    "mixture": lambda: fp.FedSOUL(linear_model(), prior="mixture"),
+    "mixture, closed form": lambda: fp.FedSOUL(
+        linear_model(), prior=fp.Mixture(3, "full"), rao_blackwell=True
+    ),
+    "mixture, jumps": lambda: fp.FedSOUL(
+        fp.Composition(None, nn.Linear(3, 1), "poisson"), prior="mixture", local_steps=2
+    ),
+    "energy": lambda: fp.FedSOUL(linear_model(), prior=fp.Energy(hidden=3, chains=8, ship=4), local_steps=2),
     "plain steps": lambda: fp.FedSOUL.paper(
         linear_model(), rate=1e-2, hyperprior=fp.Hyperprior(1.0, 1.0, (0, 1))
     ),

@@ -128,9 +128,13 @@ class Target:
     def linear(self) -> bool:
         return isinstance(self.likelihood, LinearLikelihood)
 
-    @cached_property
+    @property
     def components(self) -> list[Target]:
         """The log-posterior under each Normal that the prior is made of; none where it is not."""
+        return [self] if self.prior.component is self.prior else self._components
+
+    @cached_property
+    def _components(self) -> list[Target]:
         parts = self.prior.parts(self.beta)
         return [] if parts is None else [Target(self.likelihood, p.normal, p.beta) for p in parts]
 
@@ -139,12 +143,12 @@ class Target:
         """Normal likelihood, linear head, prior made of Normals: so is the posterior."""
         local = self.likelihood
         normal = isinstance(local, LinearLikelihood) and local.likelihood.name == "normal"
-        return normal and len(self.components) > 0
+        return normal and self.prior.component is not None
 
     @property
     def conjugate(self) -> bool:
-        """Normal likelihood, linear head, one Normal as prior: the posterior is Gaussian."""
-        return self.closed_form and len(self.components) == 1
+        """Normal likelihood, linear head, Normal prior: the posterior is Gaussian."""
+        return self.closed_form and self.prior.component is self.prior
 
     def precision(self, sd: Tensor | None = None) -> Precision:
         """Q = curvature of the likelihood (a bound where there is one) + the prior's precision.
@@ -264,6 +268,8 @@ class Target:
     def mixture(self) -> tuple[Tensor, Tensor, Tensor]:
         """The posterior as a mixture of Gaussians: log-weights ``[C, K]``, means, covariances."""
         means, covs = zip(*[part.moments() for part in self.components], strict=True)
+        if self.conjugate:
+            return means[0].new_zeros((len(means[0]), 1)), means[0].unsqueeze(1), covs[0].unsqueeze(1)
         return self.component_evidence().log_softmax(1), torch.stack(means, 1), torch.stack(covs, 1)
 
     def component_evidence(self) -> Tensor:

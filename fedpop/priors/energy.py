@@ -34,6 +34,7 @@ from fedpop.errors import EstimateError, ModelError, SettingsError
 from fedpop.kernels.base import Trace, Tuning, run
 from fedpop.kernels.jumps import JumpHMC
 from fedpop.kernels.target import Target
+from fedpop.models.base import trainable
 from fedpop.models.flat import Layout
 from fedpop.models.local import NoData
 from fedpop.models.modules import call, federated, has_dropout
@@ -133,7 +134,7 @@ class Energy(Prior):
     def init(self, mu: Tensor, scale: float, key: Key | None = None) -> Tensor:
         d = mu.shape[0]
         if self.net is not None:
-            own = {n: p.detach().to(mu) for n, p in self.net.named_parameters()}
+            own = {n: p.to(mu) for n, p in trainable(self.net).items()}
             weights = self._own_layout.flatten(own) if own else mu.new_zeros(0)
         else:
             weights = _keyed_weights(_default_network(d, self.hidden)[1], mu, key)
@@ -301,8 +302,9 @@ class Energy(Prior):
         """m moves in units of s, log s in units of one, weights in those that keep outputs of order one."""
         mean, log_scale, _ = self.split(beta)
         _, layout = self.network(mean.shape[0])
-        parts = [torch.full((n,), unit) for n, unit in zip(layout.sizes, _weight_units(layout), strict=True)]
-        return torch.cat((self.sd(beta), torch.ones_like(log_scale), *[p.to(beta) for p in parts]))
+        pairs = zip(layout.sizes, _weight_units(layout), strict=True)
+        parts = [beta.new_full((n,), unit) for n, unit in pairs]
+        return torch.cat((self.sd(beta), torch.ones_like(log_scale), *parts))
 
     def default_step(self) -> EM | Optimiser:
         return Adam(0.02)
@@ -377,7 +379,7 @@ class Energy(Prior):
 
 
 def _layout(net: nn.Module) -> Layout:
-    return Layout.of({n: tuple(p.shape) for n, p in net.named_parameters()})
+    return Layout.of({n: tuple(p.shape) for n, p in trainable(net).items()})
 
 
 @lru_cache

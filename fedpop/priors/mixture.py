@@ -130,10 +130,10 @@ class Mixture(Prior):
         ]
 
     def matched(self, beta: Tensor, reference: Tensor) -> Tensor:
-        """Components in the order in which their means are nearest to the reference's."""
-        here = torch.stack([self.component.mu(own) for own in self.betas(beta)])
-        there = torch.stack([self.component.mu(own) for own in self.betas(reference)])
-        cost = (there.unsqueeze(1) - here).square().sum(-1)
+        """Components in the order in which means and scales are nearest to the reference's."""
+        (mu, sd), (mu_to, sd_to) = (self._means_and_sds(v) for v in (beta, reference))
+        apart = (mu_to.unsqueeze(1) - mu).square() / (sd_to.square().unsqueeze(1) + sd.square())
+        cost = (apart + (sd_to.log().unsqueeze(1) - sd.log()).square()).sum(-1)
         own = list(range(self.components))
         if cost.argmin(1).tolist() == own:
             return beta
@@ -141,6 +141,12 @@ class Mixture(Prior):
         order = orders[cost[torch.tensor(own, device=beta.device), orders].sum(1).argmin()].tolist()
         betas = self.betas(beta)
         return torch.cat((beta[order], *[betas[k] for k in order]))
+
+    def _means_and_sds(self, beta: Tensor) -> tuple[Tensor, Tensor]:
+        """``[K, d]`` each."""
+        betas = self.betas(beta)
+        means = torch.stack([self.component.mu(own) for own in betas])
+        return means, torch.stack([self.component.sd(own) for own in betas])
 
     # --- density and draws -------------------------------------------------------------------
 

@@ -228,6 +228,16 @@ def test_labels_are_matched_and_the_density_is_the_same(covariance, order):
     assert torch.equal(prior.matched(beta, beta), beta)
 
 
+def test_components_around_one_point_are_told_apart_by_their_scale():
+    prior = fp.Mixture(2)
+    narrow, wide = (torch.tensor([0.0, 0.0, math.log(s)], dtype=DOUBLE) for s in (0.2, 2.0))
+    reference = torch.cat((torch.tensor([0.3, 0.7]).double().log(), narrow, wide))
+    # The means have moved a little, the wrong way round for anything that looks at them alone.
+    turned = torch.cat((torch.tensor([0.7, 0.3]).double().log(), wide - 1e-3, narrow + 1e-2))
+    matched = prior.matched(turned, reference)
+    torch.testing.assert_close(matched, reference, rtol=0.0, atol=2e-2)
+
+
 @pytest.mark.parametrize("covariance", ["isotropic", "full"])
 def test_alignment_turns_every_component_and_orders_them(covariance):
     model = fp.Composition(
@@ -408,6 +418,13 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
     )
     for name, tensor in whole.published.items():
         assert torch.equal(resumed.published[name], tensor), name
+
+
+def test_cohorts_do_not_matter():
+    clients, method = clustered(), fp.FedSOUL(double_model(), prior="mixture")
+    one, many = (method.fit(clients, rounds=4, seed=1, memory=memory) for memory in ("1GiB", "1KiB"))
+    for name, tensor in one.published.items():
+        torch.testing.assert_close(many.published[name], tensor, rtol=1e-6, atol=1e-6)
 
 
 def test_restarts_start_elsewhere():
