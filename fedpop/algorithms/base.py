@@ -10,22 +10,24 @@ runs in the simulator or across machines.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fedpop.channel import Channel
+from fedpop.channel import Channel, Compressor, Identity, resolve_compressor
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
+from fedpop.federation.participation import Everyone, Participation, Uniform
 from fedpop.models.base import Model
 from fedpop.runtime.random import Key
 
 if TYPE_CHECKING:
     from fedpop.evaluation.predictive import Predictive
+    from fedpop.federation.clients import Federation
     from fedpop.population import Population
 
 Tensors = dict[str, Tensor]
@@ -79,17 +81,61 @@ class Info:
         return Info(sums, self.left_out + other.left_out)
 
 
+@dataclass(frozen=True)
+class About:
+    """What cannot be read off a method's code, for the table of ``fedpop methods``."""
+
+    reference: str
+    personalised: bool
+    local_steps: bool = True
+    """Clients take several steps between messages."""
+    bounds: bool = True
+    """Its authors prove a rate of convergence."""
+    memory: str = "d + d_phi"
+    """Numbers that a client holds to predict and to go on, M draws where there are draws."""
+    instance: str = ""
+    """Of which choices in FedPop it is the case or the limit, if of any."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(ABC):
     """One federated method, with its settings. Subclasses read like their papers' pseudo-code."""
 
     model: Model = field(kw_only=False)
+    compressor: Compressor | str | Sequence[Compressor | str] = field(default_factory=Identity)
+    """Of the messages named in ``compressed``: by itself, by name, or one for each client."""
 
     name: ClassVar[str]
+    about: ClassVar[About]
     private: ClassVar[tuple[str, ...]] = ()
     """Local state that must never be in a message."""
     uncertainty: ClassVar[bool] = False
-    """Predictions integrate over z; otherwise intervals hold noise only, and say so."""
+    """Predictions integrate over parameters; otherwise intervals hold noise only, and say so."""
+    participation: ClassVar[str] = "any"
+    """Who may take part in a round: ``any``, ``full`` (everyone, always) or ``one`` (a relay)."""
+    compressed: ClassVar[tuple[str, ...]] = ()
+    """Messages that may be compressed without bias; a method that names none refuses a compressor."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compressor", resolve_compressor(self.compressor))
+        if not self.compressed and any(not c.identity for c in self.compressors):
+            raise SettingsError(
+                f"{self.name} does not compress what its clients send (its update is not linear in it, or no "
+                "form of it was published); leave the compressor out"
+            )
+        for compressor in set(self.compressors) if self.compressed else ():
+            compressor.check(self.compressed_size)
+
+    @property
+    def compressors(self) -> tuple[Compressor, ...]:
+        """One for all, or one for each client."""
+        given = resolve_compressor(self.compressor)
+        return given if isinstance(given, tuple) else (given,)
+
+    @property
+    def compressed_size(self) -> int:
+        """Entries of a compressed message."""
+        return self.model.phi_layout.size + self.model.z_layout.size
 
     @property
     def phi_copies(self) -> int:
@@ -133,7 +179,8 @@ class Algorithm(ABC):
 
     def channel(self, key: Key) -> Channel:
         """The way that messages of a round take to the server."""
-        return Channel()
+        given = self.compressors
+        return Channel(given if isinstance(self.compressor, tuple) else given[0], self.compressed, key)
 
     @abstractmethod
     def publish(self, server: Tensors) -> Tensors:
@@ -162,8 +209,28 @@ class Algorithm(ABC):
         """This method with its free settings chosen by trial rounds, where it has any."""
         return self
 
-    def check(self, clients: int) -> None:  # noqa: B027
+    def check(self, clients: int) -> None:
         """Raise early when the settings do not fit the federation."""
+        if isinstance(self.compressor, tuple) and len(self.compressor) != clients:
+            raise SettingsError(
+                f"{len(self.compressor)} compressors for {clients} clients; give one for all or one each"
+            )
+
+    def check_data(self, federation: Federation) -> None:  # noqa: B027
+        """Raise early when a client's data do not suffice for this method."""
+
+    @classmethod
+    def usual_participation(cls) -> Participation:
+        """Who takes part when nothing is said."""
+        return Uniform(1) if cls.participation == "one" else Everyone()
+
+    def check_participation(self, rule: Participation) -> None:
+        """Raise unless this method allows this rule."""
+        everyone, one = isinstance(rule, Everyone), isinstance(rule, Uniform) and rule.size == 1
+        if self.participation == "full" and not everyone:
+            raise SettingsError(f"{self.label} needs every client in every round: participation=None")
+        if self.participation == "one" and not one:
+            raise SettingsError(f"{self.label} visits one client at a time: participation=fedpop.Uniform(1)")
 
     def check_restarts(self) -> None:
         """Raise unless runs of this method can be compared by their marginal likelihood."""
@@ -225,6 +292,16 @@ def weighted_sum(values: Tensor, weights: Tensor, good: Tensor) -> Tensor:
     """Sum over clients of weight times value ``[C, D]``, leaving out clients that are not good."""
     kept = torch.where(good.unsqueeze(-1), values, torch.zeros_like(values))
     return (weights.to(values.dtype).unsqueeze(-1) * kept).sum(0)
+
+
+def sent(channel: Channel, cohort: Cohort, good: Tensor, values: dict[str, Tensor]) -> tuple[Tensor, Message]:
+    """The message of a cohort out of each client's own vectors ``[C, D]``, and who is in it: clients whose
+    vectors are not finite, or cannot be sent, are not."""
+    safe = {n: torch.where(good.unsqueeze(1), v, torch.zeros_like(v)) for n, v in values.items()}
+    seen = {n: channel(n, v, cohort.ids) for n, v in safe.items()}
+    for v in seen.values():
+        good = good & torch.isfinite(v).all(1)
+    return good, Message({n: weighted_sum(v, cohort.weights, good) for n, v in seen.items()}, int(good.sum()))
 
 
 def require_whole(**numbers: Any) -> None:

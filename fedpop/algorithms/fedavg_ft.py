@@ -10,16 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from fedpop.algorithms.base import Tensors
+from fedpop.algorithms.base import About, Tensors
 from fedpop.algorithms.fedavg import FedAvg
 from fedpop.algorithms.local_sgd import LocalSGD
-from fedpop.algorithms.point import joint_loss, plug_in, score_point
-from fedpop.evaluation.predictive import Predictive
+from fedpop.algorithms.whole import parts, whole
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.inputs import Inputs
 from fedpop.runtime.random import Key
 
 
@@ -39,29 +34,8 @@ class FedAvgFT(FedAvg):
     fine_tune: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=10))
 
     name: ClassVar[str] = "FedAvg-FT"
-
-    def tuned(self, published: Tensors, cohort: Cohort, key: Key) -> Tensor:
-        """Every client's own (phi, z) ``[C, D]``."""
-        w = torch.cat((published["phi"], published["z"])).expand(len(cohort), -1)
-        key = key.at(purpose="fine-tune")
-        loss = joint_loss(self.model, cohort.embedded)
-        return self.fine_tune.run(loss, w, w[:, :0], cohort.x, cohort, key, batched=self.model.batchable)
+    about: ClassVar[About] = About("McMahan et al., AISTATS 2017; tuned locally", personalised=True)
 
     def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
-        w = self.tuned(published, cohort, key)
-        size = self.model.phi_layout.size
-        return {"phi": w[:, :size], "z": w[:, size:]}
-
-    def predict(self, published: Tensors, personal: Tensors, x: Inputs, key: Key) -> Predictive:
-        return plug_in(self.model, personal["phi"][0], personal["z"], x, key)
-
-    def score(
-        self, published: Tensors, cohort: Cohort, held_out: Cohort, local: Tensors, key: Key
-    ) -> Tensors:
-        w = self.tuned(published, cohort, key)
-        size = self.model.phi_layout.size
-        total = torch.zeros((), dtype=torch.float64, device=w.device)
-        for c in range(len(cohort)):
-            one = held_out.select(torch.tensor([c], device=w.device))
-            total = total + score_point(self.model, w[c, :size], w[c : c + 1, size:], one)["log_prob"]
-        return {"log_prob": total, "examples": held_out.sizes.sum().double()}
+        w = whole(published, len(cohort))
+        return parts(self.model, self.train(self.fine_tune, w, cohort, key.at(purpose="fine-tune")).w)

@@ -15,23 +15,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import (
-    Algorithm,
-    Facts,
-    Info,
-    Message,
-    Tensors,
-    leave_out,
-    mean_loss,
-    weighted_sum,
-)
+from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, sent
 from fedpop.algorithms.local_sgd import LocalSGD
-from fedpop.algorithms.point import body_loss, head_loss, plug_in, score_point
+from fedpop.algorithms.point import body_loss, head_loss
+from fedpop.algorithms.whole import WholeModel, cost, finite, kept
 from fedpop.channel import Channel
 from fedpop.errors import DataError, SettingsError
-from fedpop.evaluation.predictive import Predictive
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.inputs import Inputs
 from fedpop.models.local import LinearLikelihood
 from fedpop.runtime.random import Key
 from fedpop.server.optimisers import Optimiser
@@ -42,7 +32,7 @@ HEADS = ("sgd", "exact")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedRep(Algorithm):
+class FedRep(WholeModel):
     """A shared representation with private heads.
 
     >>> import torch, fedpop as fp
@@ -62,9 +52,14 @@ class FedRep(Algorithm):
     spectral: SpectralStart = field(default_factory=SpectralStart)
 
     name: ClassVar[str] = "FedRep"
+    about: ClassVar[About] = About(
+        "Collins et al., ICML 2021", personalised=True, instance="limit: prior scale infinite, temperature 0"
+    )
     private: ClassVar[tuple[str, ...]] = ("z",)
+    compressed: ClassVar[tuple[str, ...]] = ("dphi",)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.heads not in HEADS:
             raise SettingsError(f"heads are fitted by {' or '.join(HEADS)}, not {self.heads!r}")
         exact = self.model.linear and self.model.likelihood.name == "normal"
@@ -85,8 +80,8 @@ class FedRep(Algorithm):
         return ("moments", "spectral", "train") if self.start == "spectral" else ("train",)
 
     @property
-    def phi_copies(self) -> int:
-        return 4  # where a client stands, its velocity, its gradient, what it sends
+    def compressed_size(self) -> int:
+        return self.model.phi_layout.size
 
     def init(self, facts: Facts, key: Key) -> Tensors:
         return self._server(self.model.initial_phi())
@@ -119,40 +114,15 @@ class FedRep(Algorithm):
         z = self.fit_head(phi, cohort, local["z"], key, dropout=True)
         start = phi.expand(len(cohort), -1)
         loss = body_loss(self.model, cohort.embedded)
-        body = self.body.run(
-            loss,
-            start,
-            z.unsqueeze(1),
-            cohort.x,
-            cohort,
-            key.at(purpose="body"),
-            batched=self.model.batchable,
-        )
-        n = cohort.sizes.to(phi.dtype)
-        good = torch.isfinite(body).all(1) & torch.isfinite(z).all(1)
-        delta = channel("dphi", n.unsqueeze(1) * (body - start))
-        count = channel("n", n.unsqueeze(1))
-        sums = {
-            "dphi": weighted_sum(delta, cohort.weights, good),
-            "n": weighted_sum(count, cohort.weights, good),
-        }
-        with torch.no_grad():
-            bound = self.model.bind(phi, self.model.features(phi, cohort), cohort)
-            value = bound.value(z.unsqueeze(1)).squeeze(1)[good].sum()
-        examples = int(cohort.sizes.sum())
+        body = self.train(self.body, start, cohort, key.at(purpose="body"), aux=z.unsqueeze(1), loss=loss)
+        n = cohort.sizes.to(phi.dtype).unsqueeze(1)
+        moves = {"dphi": n * (body.w - start), "n": n}
+        good, message = sent(channel, cohort, finite(body.w, z), moves)
+        examples, steps = int(cohort.sizes.sum()), self.body.steps(cohort)
         head_steps = examples * (1 if self.heads == "exact" else self.head.epochs)
-        info = Info(
-            {
-                "log_likelihood": float(value),
-                "examples": float(cohort.sizes[good].sum()),
-                # Heads are fitted on features computed once: a forward pass is a third.
-                "backbone_passes": examples / 3 + self.body.steps(cohort),
-                "head_steps": float(head_steps + self.body.steps(cohort)),
-            },
-            leave_out(good, cohort),
-        )
-        kept = torch.where(good.unsqueeze(1), z, local["z"])
-        return {"z": kept}, Message(sums, int(good.sum())), info
+        # Heads are fitted on features computed once: a forward pass is a third.
+        info = cost(cohort, body.loss, good, examples / 3 + steps, head_steps + steps)
+        return {"z": kept(good, z, local["z"])}, message, info
 
     def fit_head(self, phi: Tensor, cohort: Cohort, z: Tensor, key: Key, dropout: bool = False) -> Tensor:
         """Heads ``[C, d]`` at this body: least squares (of least norm), or epochs of SGD.
@@ -169,7 +139,8 @@ class FedRep(Algorithm):
                 out: Tensor = (torch.linalg.pinv(f) @ y).mT.flatten(1).to(phi.dtype)
                 return out
             loss = head_loss(self.model, phi)
-            return self.head.run(loss, z, z[:, :0], features, cohort, key.at(purpose="head"), dropout=dropout)
+            key = key.at(purpose="head")
+            return self.head.run(loss, z, z[:, :0], features, cohort, key, dropout=dropout).w
 
     def server_round(
         self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
@@ -192,9 +163,6 @@ class FedRep(Algorithm):
         )
         return server | {"phi": phi} | prefixed("phi.", state)
 
-    def metrics(self, server: Tensors, info: Info) -> dict[str, float | None]:
-        return {"loss": mean_loss(info)}
-
     def publish(self, server: Tensors) -> Tensors:
         return {"phi": server["phi"], "z": server["z"]}
 
@@ -203,12 +171,3 @@ class FedRep(Algorithm):
             raise DataError("FedRep has no head for a client without data: it shares nothing but phi")
         start = published["z"].expand(len(cohort), -1) if local is None else local["z"]
         return {"z": self.fit_head(published["phi"], cohort, start, key)}
-
-    def predict(self, published: Tensors, personal: Tensors, x: Inputs, key: Key) -> Predictive:
-        return plug_in(self.model, published["phi"], personal["z"], x, key)
-
-    def score(
-        self, published: Tensors, cohort: Cohort, held_out: Cohort, local: Tensors, key: Key
-    ) -> Tensors:
-        z = self.fit_head(published["phi"], cohort, local["z"], key)
-        return score_point(self.model, published["phi"], z, held_out)

@@ -20,7 +20,6 @@ letter, the default chooses the kernel by the head.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import (
+    About,
     Algorithm,
     Facts,
     Info,
@@ -44,7 +44,7 @@ from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.algorithms.local_steps import LocalSteps, check_steps, in_groups, resolve_steps, steps_of
 from fedpop.algorithms.phi_gradient import PhiGradient, embedded, vectorises
 from fedpop.algorithms.point import body_loss
-from fedpop.channel import Channel, Compressor, Identity, resolve_compressor
+from fedpop.channel import Channel
 from fedpop.errors import EstimateError, SettingsError
 from fedpop.evaluation.predictive import Predictive, per_example
 from fedpop.federation.cohort import Cohort
@@ -142,14 +142,17 @@ class FedSOUK(Algorithm):
     antithetic: bool = False
     final: Final = field(default_factory=Final)
     rao_blackwell: bool = False
-    compressor: Compressor | str | Sequence[Compressor | str] = field(default_factory=Identity)
-    """Of J: by itself, by name, or one for each client of the federation."""
 
     name: ClassVar[str] = "FedSOUK"
+    about: ClassVar[About] = About(
+        "Kotelevskii et al., NeurIPS 2022", personalised=True, memory="M d + d_phi", instance="itself"
+    )
     private: ClassVar[tuple[str, ...]] = ("z", "mass_mean", "mass_variance")
+    compressed: ClassVar[tuple[str, ...]] = ("J",)
     uncertainty: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "prior", resolve_prior(self.prior, self.model.prior_covariance()))
         object.__setattr__(self, "kernel", resolve_kernel(self.kernel, self.model, self.prior))
         if self.burn_in is None:  # a linear head's curvature is known, so its first step fits
@@ -158,7 +161,6 @@ class FedSOUK(Algorithm):
             object.__setattr__(self, "phi_step", NETWORK_STEP if self.model.network else Adam())
         if self.beta_step is None:
             object.__setattr__(self, "beta_step", self.prior.default_step())
-        object.__setattr__(self, "compressor", resolve_compressor(self.compressor))
         object.__setattr__(self, "local_steps", resolve_steps(self.local_steps))
         require_whole(chains=self.chains, burn_in=self.burn_in)
         if self.chains < 1:
@@ -223,20 +225,13 @@ class FedSOUK(Algorithm):
                 f"a hyperprior on the prior's mean or scale is there for Normal priors, not {prior.name}"
             )
 
-        for compressor in set(self._compressors):
-            compressor.check(self.model.phi_layout.size)
-
     def check(self, clients: int) -> None:
+        super().check(clients)
         check_steps(self.local_steps, clients)
-        if isinstance(self.compressor, tuple) and len(self.compressor) != clients:
-            raise SettingsError(
-                f"{len(self.compressor)} compressors for {clients} clients; give one for all or one each"
-            )
 
     @property
-    def _compressors(self) -> tuple[Compressor, ...]:
-        given = resolve_compressor(self.compressor)
-        return given if isinstance(given, tuple) else (given,)
+    def compressed_size(self) -> int:
+        return self.model.phi_layout.size
 
     @property
     def local_sgd(self) -> LocalSGD:
@@ -335,10 +330,6 @@ class FedSOUK(Algorithm):
         noise = key.normal(ids, (self.chains, self.prior.dimension(beta)), beta.dtype)
         return self.prior.sample(beta, mirrored(noise))
 
-    def channel(self, key: Key) -> Channel:
-        given = self._compressors
-        return Channel(given if isinstance(self.compressor, tuple) else given[0], ("J",), key)
-
     # --- a client's round --------------------------------------------------------------------
 
     def local_round(
@@ -429,7 +420,9 @@ class FedSOUK(Algorithm):
         start = phi.expand(len(cohort), -1)
         loss = body_loss(self.model, cohort.embedded)
         key = key.at(purpose="body")
-        moved = self.local_sgd.run(loss, start, draws, cohort.x, cohort, key, a, batched=self.model.batchable)
+        moved = self.local_sgd.run(
+            loss, start, draws, cohort.x, cohort, key, a, batched=self.model.batchable
+        ).w
         n = cohort.sizes.to(phi.dtype).unsqueeze(1)
         good = good & torch.isfinite(moved).all(1)
         d = channel("J", torch.where(good.unsqueeze(1), n * (moved - start) / a, torch.zeros_like(moved)))

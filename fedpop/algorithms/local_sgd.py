@@ -19,10 +19,22 @@ from fedpop.runtime.random import Key
 Loss = Callable[..., Tensor]
 """``loss(w, aux, x, y, mask, rows)``: one client's mean loss over the examples where mask is one; ``rows``
 name the examples, for layers that draw, such as dropout."""
+Direction = Callable[..., tuple[Tensor, Tensor]]
+"""The same arguments; what to step along in place of the loss's gradient, and the loss."""
+Pull = Callable[[Tensor, Tensor], Tensor]
+"""``pull(w, aux)``: a gradient beside the data's, of one client or of a stack of them."""
 
 LARGEST_BATCHED = 20_000
 """Parameters up to which clients are worked on side by side by vmap: above it a single client keeps the
 processor busy, and batched convolutions with a filter for each client are slow."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Where clients ended, ``w`` ``[C, D]``, and their mean training loss ``[C]`` on the way there."""
+
+    w: Tensor
+    loss: Tensor
 
 
 @dataclass(frozen=True)
@@ -64,61 +76,51 @@ class LocalSGD:
         *,
         dropout: bool = True,
         batched: bool = True,
-    ) -> Tensor:
+        direction: Direction | None = None,
+        pull: Pull | None = None,
+        project: Callable[[Tensor], Tensor] | None = None,
+    ) -> Trained:
         """New parameters ``[C, D]`` from w ``[C, D]``; ``aux`` ``[C, *]`` is handed to the loss.
 
-        ``batched`` False: the loss cannot be, or had better not be, vectorised over clients.
+        ``batched`` False: the loss cannot be, or had better not be, vectorised over clients. ``direction``
+        takes the place of the loss's gradient, ``pull`` is added to it, ``project`` follows every step.
         """
         if cohort.longest == 0:
-            return w
+            return Trained(w, w.new_zeros(len(cohort)))
         one_by_one = not batched or w.shape[1] > LARGEST_BATCHED
         work = self._one_by_one if one_by_one else self._batched
-        return work(loss, w, aux, x, cohort, key, self.rate if rate is None else rate, dropout)
+        rate = self.rate if rate is None else rate
+        way = _Way(loss, direction, pull or _no_pull, project or _anywhere, rate, dropout)
+        with torch.no_grad():
+            return work(way, w, aux, x, cohort, key)
 
-    def _batched(
-        self,
-        loss: Loss,
-        w: Tensor,
-        aux: Tensor,
-        x: Inputs,
-        cohort: Cohort,
-        key: Key,
-        rate: float,
-        dropout: bool,
-    ) -> Tensor:
+    def _batched(self, way: _Way, w: Tensor, aux: Tensor, x: Inputs, cohort: Cohort, key: Key) -> Trained:
         # Padding repeats real rows, so that the loss is finite on it.
         block, y = map_inputs(cohort.fill, x), cohort.fill(cohort.y)
         mask = (torch.arange(cohort.longest, device=w.device) < cohort.sizes.unsqueeze(1)).to(w.dtype)
         size = self._size(cohort)
-        velocity = torch.zeros_like(w)
+        velocity, total = torch.zeros_like(w), w.new_zeros(len(cohort))
         rows = torch.arange(len(cohort), device=w.device).unsqueeze(1)
         for epoch in range(self.epochs):
             now = key.at(purpose=f"epoch-{epoch}")
             order = self._order(mask, cohort, now)
-            grad = torch.func.vmap(torch.func.grad(_named(loss, now if dropout else None)))
+            direction = torch.func.vmap(way.named(now))
             for start in range(0, cohort.longest, size):
                 pick = order[:, start : start + size]
                 part = mask[rows, pick]
                 xb = map_inputs(lambda v, p=pick: v[rows, p], block)
                 ids = cohort.ids.unsqueeze(1).expand_as(pick)
-                g = grad(w, aux, xb, y[rows, pick], part, ids, pick) + self.decay * w
-                busy = (part.sum(1) > 0).to(w.dtype).unsqueeze(1)  # clients that still have examples
-                velocity = torch.where(busy > 0, self.momentum * velocity + g, velocity)
-                w = w - rate * busy * velocity
-        return w
+                g, value = direction(w, aux, xb, y[rows, pick], part, ids, pick)
+                g = g + self.decay * w + way.pull(w, aux)
+                busy = part.sum(1)  # clients that still have examples
+                total = total + torch.where(busy > 0, value * busy, torch.zeros_like(value))
+                velocity = torch.where(busy.unsqueeze(1) > 0, self.momentum * velocity + g, velocity)
+                moved = way.project(w - way.rate * velocity)
+                w = torch.where(busy.unsqueeze(1) > 0, moved, w)
+        return Trained(w, total / (self.epochs * cohort.sizes.clamp(min=1)))
 
-    def _one_by_one(
-        self,
-        loss: Loss,
-        w: Tensor,
-        aux: Tensor,
-        x: Inputs,
-        cohort: Cohort,
-        key: Key,
-        rate: float,
-        dropout: bool,
-    ) -> Tensor:
-        out = torch.empty_like(w)
+    def _one_by_one(self, way: _Way, w: Tensor, aux: Tensor, x: Inputs, cohort: Cohort, key: Key) -> Trained:
+        out, total = torch.empty_like(w), w.new_zeros(len(cohort))
         starts = torch.cumsum(cohort.sizes, 0) - cohort.sizes
         for c, one in enumerate(split_cohort(cohort)):
             out[c] = w[c]
@@ -129,17 +131,15 @@ class LocalSGD:
             for epoch in range(self.epochs if n else 0):
                 now = key.at(purpose=f"epoch-{epoch}")
                 for pick in self._order(every, one, now)[0].split(self._size(one)):
-                    at = out[c].detach().clone().requires_grad_()
-                    rows = RowKeys(now, one.ids.expand(len(pick)), pick) if dropout else None
+                    rows = RowKeys(now, one.ids.expand(len(pick)), pick) if way.dropout else None
                     batch = map_inputs(lambda v, p=pick: v[p], own)
-                    with torch.enable_grad():
-                        value = loss(at, aux[c], batch, one.y[pick], every[0, pick], rows)
-                    (g,) = torch.autograd.grad(value, at)
-                    velocity.mul_(self.momentum).add_(g)
+                    g, value = way.at(out[c], aux[c], batch, one.y[pick], every[0, pick], rows)
+                    total[c] += value * len(pick)
+                    velocity.mul_(self.momentum).add_(g).add_(way.pull(out[c], aux[c]))
                     if self.decay:
                         velocity.add_(out[c], alpha=self.decay)
-                    out[c].sub_(velocity, alpha=rate)
-        return out
+                    out[c] = way.project(out[c].sub_(velocity, alpha=way.rate))
+        return Trained(out, total / (self.epochs * cohort.sizes.clamp(min=1)))
 
     def _size(self, cohort: Cohort) -> int:
         return cohort.longest if self.batch is None else min(self.batch, max(cohort.longest, 1))
@@ -156,13 +156,47 @@ class LocalSGD:
         return int(cohort.sizes.sum()) * self.epochs
 
 
-def _named(loss: Loss, key: Key | None) -> Loss:
-    """The loss with its examples' names as tensors, which vmap can cut; dropout is off without a key."""
+@dataclass(frozen=True)
+class _Way:
+    """What every step is made of."""
 
-    def named(
-        w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor, client: Tensor, place: Tensor
-    ) -> Tensor:
-        rows = None if key is None else RowKeys(key, client, place)
-        return loss(w, aux, x, y, mask, rows)
+    loss: Loss
+    direction: Direction | None
+    pull: Pull
+    project: Callable[[Tensor], Tensor]
+    rate: float
+    dropout: bool
 
-    return named
+    def named(self, key: Key) -> Direction:
+        """The direction with its examples' names as tensors, which vmap can cut."""
+
+        def named(
+            w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor, client: Tensor, place: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            rows = RowKeys(key, client, place) if self.dropout else None
+            if self.direction is not None:
+                return self.direction(w, aux, x, y, mask, rows)
+            out: tuple[Tensor, Tensor] = torch.func.grad_and_value(self.loss)(w, aux, x, y, mask, rows)
+            return out
+
+        return named
+
+    def at(
+        self, w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None
+    ) -> tuple[Tensor, Tensor]:
+        """The direction for one client, without vmap."""
+        if self.direction is not None:
+            return self.direction(w.clone(), aux, x, y, mask, rows)
+        leaf = w.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            value = self.loss(leaf, aux, x, y, mask, rows)
+        (g,) = torch.autograd.grad(value, leaf)
+        return g, value.detach()
+
+
+def _no_pull(w: Tensor, aux: Tensor) -> Tensor:
+    return w.new_zeros(())
+
+
+def _anywhere(w: Tensor) -> Tensor:
+    return w

@@ -88,7 +88,8 @@ def simulate(
     >>> len(fp.simulate(fp.FedSOUL(model), [(x, y), (x, y)], rounds=2))
     2
     """
-    settings = Settings(rounds, seed, resolve_participation(participation), memory, checkpoint_every)
+    rule = algorithm.usual_participation() if participation is None else resolve_participation(participation)
+    settings = Settings(rounds, seed, rule, memory, checkpoint_every)
     if restarts < 0:
         raise SettingsError(f"restarts must be 0 or more, not {restarts}")
     if restarts:
@@ -131,7 +132,9 @@ class Run:
         restart: int = 0,
     ) -> None:
         settings.participation.check(len(federation))
+        algorithm.check_participation(settings.participation)
         algorithm.check(len(federation))
+        algorithm.check_data(federation)
         for callback in callbacks:
             callback.check(federation)
         budget = parse_bytes(settings.memory)

@@ -87,7 +87,8 @@ def test_a_mini_batch_epoch_sees_every_example_once() -> None:
 
     start = torch.zeros(4, 3)
     for batch in (None, 1, 2, 3, 100):
-        end = fp.LocalSGD(rate=1.0, batch=batch).run(linear, start, start[:, :0], cohort.x, cohort, Key(0))
+        sgd = fp.LocalSGD(rate=1.0, batch=batch)
+        end = sgd.run(linear, start, start[:, :0], cohort.x, cohort, Key(0)).w
         expected = -torch.stack([x.sum(0) for x in cohort.x.split(cohort.sizes.tolist())])
         torch.testing.assert_close(end, expected)
 

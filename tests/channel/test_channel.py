@@ -85,7 +85,7 @@ def test_a_vector_that_cannot_be_sent_costs_nothing():
 def test_the_server_gets_the_weighted_sum_of_compressed_vectors(name):
     clients, weights = ragged((3, 0, 5, 1, 3)), torch.tensor([1.0, 2.0, 0.5, 4.0, 3.0])
     method = soul(name)
-    (compressor,) = method._compressors
+    (compressor,) = method.compressors
     message, sent_bytes, info = one_round(method, clients, weights)
     key = train_key().at(purpose="compress.J")
     expected = torch.zeros(6)

@@ -1,0 +1,130 @@
+"""What methods with point estimates of w = (phi, z) share: one flat vector on the server, and predictions
+from a client's own model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpop.algorithms.base import Algorithm, Facts, Info, Tensors, leave_out, mean_loss
+from fedpop.algorithms.local_sgd import Direction, LocalSGD, Loss, Pull, Trained
+from fedpop.algorithms.point import joint_loss, plug_in, score_point
+from fedpop.evaluation.predictive import Predictive
+from fedpop.federation.cohort import Cohort
+from fedpop.federation.inputs import Inputs
+from fedpop.models.base import Model
+from fedpop.runtime.random import Key
+
+
+def parts(model: Model, w: Tensor) -> Tensors:
+    """phi and z of flat vectors ``[..., D]``."""
+    size = model.phi_layout.size
+    return {"phi": w[..., :size], "z": w[..., size:]}
+
+
+def whole(published: Tensors, clients: int) -> Tensor:
+    """The published w for each of so many clients, ``[C, D]``."""
+    return torch.cat((published["phi"], published["z"])).expand(clients, -1)
+
+
+def finite(*tensors: Tensor) -> Tensor:
+    """Which clients have nothing but finite numbers in all of these ``[C, ...]``."""
+    good = torch.ones(tensors[0].shape[0], dtype=torch.bool, device=tensors[0].device)
+    for t in tensors:
+        good = good & torch.isfinite(t).flatten(1).all(1)
+    return good
+
+
+def kept(good: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """New local states of the clients that are good, old ones of the others."""
+    return torch.where(good.reshape(-1, *[1] * (new.dim() - 1)), new, old)
+
+
+def cost(cohort: Cohort, loss: Tensor, good: Tensor, backbone: float, head: float) -> Info:
+    """A round's info: mean training losses ``[C]``, and example-passes through backbone and head."""
+    n = cohort.sizes.to(loss.dtype)
+    return Info(
+        {
+            "log_likelihood": -float((loss * n)[good].sum()),
+            "examples": float(n[good].sum()),
+            "backbone_passes": float(backbone),
+            "head_steps": float(head),
+        },
+        leave_out(good, cohort),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeModel(Algorithm):
+    """The server holds one w = (phi, z); subclasses say how it moves and what a client predicts with."""
+
+    @property
+    def phi_copies(self) -> int:
+        return 4  # where a client stands, its velocity, its gradient, what it sends
+
+    @property
+    def size(self) -> int:
+        return self.model.phi_layout.size + self.model.z_layout.size
+
+    def initial_w(self) -> Tensor:
+        """The model as it was given."""
+        return torch.cat((self.model.initial_phi(), self.model.initial_z()))
+
+    def init(self, facts: Facts, key: Key) -> Tensors:
+        return {"w": self.initial_w()}
+
+    def broadcast(self, phase: str, server: Tensors) -> Tensors:
+        return {"w": server["w"]}
+
+    def train(
+        self,
+        local: LocalSGD,
+        w: Tensor,
+        cohort: Cohort,
+        key: Key,
+        *,
+        aux: Tensor | None = None,
+        loss: Loss | None = None,
+        direction: Direction | None = None,
+        pull: Pull | None = None,
+    ) -> Trained:
+        """Local steps from w ``[C, D]`` on the mean loss of (phi, z), unless another one is given."""
+        return local.run(
+            loss or joint_loss(self.model, cohort.embedded),
+            w,
+            w[:, :0] if aux is None else aux,
+            cohort.x,
+            cohort,
+            key,
+            batched=self.model.batchable,
+            direction=direction,
+            pull=pull,
+        )
+
+    def metrics(self, server: Tensors, info: Info) -> dict[str, float | None]:
+        return {"loss": mean_loss(info)}
+
+    def publish(self, server: Tensors) -> Tensors:
+        return parts(self.model, server["w"])
+
+    def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
+        return {"z": published["z"].expand(len(cohort), -1)}
+
+    def predict(self, published: Tensors, personal: Tensors, x: Inputs, key: Key) -> Predictive:
+        phi = personal["phi"][0] if "phi" in personal else published["phi"]
+        return plug_in(self.model, phi, personal["z"], x, key)
+
+    def score(
+        self, published: Tensors, cohort: Cohort, held_out: Cohort, local: Tensors, key: Key
+    ) -> Tensors:
+        personal = self.personalise(published, cohort, local, key)
+        if "phi" not in personal:
+            return score_point(self.model, published["phi"], personal["z"], held_out)
+        total = torch.zeros((), dtype=torch.float64, device=held_out.device)
+        for c in range(len(cohort)):
+            one = held_out.select(torch.tensor([c], device=held_out.device))
+            own = score_point(self.model, personal["phi"][c], personal["z"][c : c + 1], one)
+            total = total + own["log_prob"]
+        return {"log_prob": total, "examples": held_out.sizes.sum().double()}
