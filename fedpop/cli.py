@@ -144,6 +144,14 @@ def clusters(
 
 
 @app.command
+def methods() -> None:
+    """List every method with what it supports, a live client's memory, and its reference."""
+    from fedpop.experiments.commands import run_methods
+
+    run_methods()
+
+
+@app.command
 def report(folder: Positional[Path]) -> None:
     """Write report.html into a run folder or an experiment's results folder.
 

@@ -53,6 +53,23 @@ def run_demo(out: Path, seed: int) -> None:
     console.print(f"The report is in [bold]{path}[/bold]; open it in a browser.")
 
 
+def run_methods() -> None:
+    """``fedpop methods``: what each method supports, and who made it."""
+    import torch
+
+    from fedpop.report.methods import feature_tables
+
+    torch.set_num_threads(1)
+    console = Console()
+    if console.width < 150:
+        console = Console(width=150)  # a row that is cut tells less than one that wraps
+    table, references, note = feature_tables()
+    show(console, table, "Methods")
+    console.print(note, style="dim")
+    console.print()
+    show(console, references, "References")
+
+
 def run_synthetic(out: Path, seeds: int, processes: int | None, main_only: bool) -> None:
     """``fedpop experiment synthetic``."""
     from fedpop.experiments.runner import Job, run_jobs

@@ -1,0 +1,53 @@
+"""The feature table: what a class says is what a live client does."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+import fedpop as fp
+from fedpop.algorithms import METHODS
+from fedpop.errors import SettingsError
+from fedpop.evaluation.features import DRAWS, by_formula, features, live, small_model
+from fedpop.report.methods import COLUMNS, feature_tables
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_memory_on_a_live_client_is_what_the_formula_says(name: str) -> None:
+    model = small_model()
+    row = features(METHODS[name], model)
+    assert row.to_predict == by_formula(row.memory, model.z_layout.size, model.phi_layout.size)
+    assert ("M" in row.memory) == row.uncertainty
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_personalised_means_that_clients_predict_differently(name: str) -> None:
+    population = live(METHODS[name], small_model())
+    x = torch.linspace(-1, 1, 7, dtype=torch.float64).unsqueeze(0)
+    means = [population.predict(i, x).mean.item() for i in range(len(population))]
+    assert (max(means) - min(means) > 1e-9) == METHODS[name].about.personalised
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_compression_is_there_or_refused(name: str) -> None:
+    method = METHODS[name]
+    if method.compressed:
+        assert method(small_model(), compressor="qsgd").compressors == (fp.QSGD(),)
+    else:
+        with pytest.raises(SettingsError, match="does not compress"):
+            method(small_model(), compressor="qsgd")
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_the_table_draws_as_often_as_it_says(name: str) -> None:
+    method = live(METHODS[name], small_model()).algorithm
+    if any(f.name == "final" for f in fields(method)):
+        assert method.final.total == DRAWS
+
+
+def test_a_row_for_every_method() -> None:
+    table, references, note = feature_tables()
+    assert [row[0] for row in table.rows] == [m.name for m in METHODS.values()]
+    assert all(len(row) == len(COLUMNS) for row in table.rows)
+    assert all(reference for _, reference in references.rows)
+    assert "d_phi = 21" in note
