@@ -35,9 +35,9 @@ def feature_tables(methods: Iterable[type[Algorithm]] | None = None) -> tuple[Ta
     d, d_phi = model.z_layout.size, model.phi_layout.size
     measured = [features(m, model) for m in (METHODS.values() if methods is None else methods)]
     note = (
-        "partial: a round may do with some of the clients. bounds: its authors prove a rate. memory: "
-        f"numbers that a client's predictions read; measured on a live client with d = {d}, d_phi = {d_phi}, M = "
-        f"{DRAWS}, and in brackets what the formula gives. kept: numbers that it holds between rounds."
+        "partial: a round may do with some of the clients. bounds: its authors prove a rate. memory: numbers "
+        f"that a client's predictions read; measured on a live client with d = {d}, d_phi = {d_phi} and "
+        f"M = {DRAWS}, and in brackets what the formula gives. kept: numbers that it holds between rounds."
     )
     table = Table(COLUMNS, [_row(f, by_formula(f.memory, d, d_phi)) for f in measured])
     return table, Table(("method", "reference"), [(f.name, f.reference) for f in measured]), note
