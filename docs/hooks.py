@@ -1,7 +1,7 @@
 """What pages are made of that nobody should type twice: public names, and measured numbers.
 
 The reference is made from ``fedpop.__all__``; a line ``<!-- bench: name -->`` becomes the table of that
-benchmark from ``results/bench/results.json``.
+benchmark from ``results/bench/results.json``, a line ``<!-- features -->`` that of ``fedpop methods``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,18 @@ def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
+def feature_table() -> str:
+    """What ``fedpop methods`` prints."""
+    from fedpop.report.html import markdown
+    from fedpop.report.methods import feature_tables
+
+    table, references, note = feature_tables()
+    return f"{markdown(table)}\n{note}\n\n{markdown(references)}"
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
+    if "<!-- features -->" in markdown:
+        markdown = markdown.replace("<!-- features -->", feature_table())
     return re.sub(r"^<!-- bench: (.+) -->$", lambda m: bench(m[1]), markdown, flags=re.MULTILINE)
 
 
