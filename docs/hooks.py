@@ -16,7 +16,6 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-OPTIONAL = {"extending.md": "Add your own", "defaults.md": "Why these defaults"}
 GROUPS = {
     "models": ("Models", "What is learned: p(D | phi, z)."),
     "algorithms": ("Methods", "Federated methods, under one contract; `fit` runs them on one machine."),
@@ -117,9 +116,7 @@ def page(part: str, names: list[str]) -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    docs = Path(config.docs_dir)
     nav: list[Any] = list(config.nav or [])
-    nav += [{title: name} for name, title in OPTIONAL.items() if (docs / name).exists()]
     nav.append({"Reference": [{GROUPS[part][0]: f"reference/{part}.md"} for part in groups()]})
     config.nav = nav
     return config
