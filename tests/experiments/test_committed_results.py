@@ -1,0 +1,49 @@
+"""What README and docs say of the committed results is what the files say."""
+
+from pathlib import Path
+
+import pytest
+
+from fedpop.experiments.results import Record, Results, interval95
+
+ROOT = Path(__file__).parents[2] / "results"
+
+
+def records(experiment: str, method: str, **setting: object) -> list[Record]:
+    found = Results.open(ROOT / experiment).of(method=method)
+    return [r for r in found if setting.items() <= r["setting"].items()]
+
+
+def per_seed(experiment: str, method: str, metric: str, **setting: object) -> dict[int, float]:
+    return {r["seed"]: r["metrics"][metric] for r in records(experiment, method, **setting)}
+
+
+def test_small_image_clients_gain_twelve_points_over_fedrep_and_stay_calibrated() -> None:
+    ours = per_seed("defaults", "default", "test_accuracy", images="cifar10")
+    theirs = [
+        per_seed("defaults", name, "test_accuracy", images="cifar10")
+        for name in ("FedRep 1 x .02", "FedRep 5 x .01")
+    ]
+    assert len(ours) >= 3
+    for seed, accuracy in ours.items():
+        assert accuracy > max(rival[seed] for rival in theirs) + 0.12
+    assert all(e < 0.08 for e in per_seed("defaults", "default", "test_ece", images="cifar10").values())
+
+
+@pytest.mark.parametrize("prior", ["Mixture", "Energy"])
+def test_priors_with_two_clusters_predict_new_clients_better_than_a_normal_one(prior: str) -> None:
+    other, normal = (per_seed("clusters", m, "log_likelihood_0") for m in (prior, "Normal"))
+    gains = [other[seed] - normal[seed] for seed in normal]
+    assert len(gains) >= 10
+    assert interval95(gains)[1] > 0
+
+
+def test_benchmarks_stay_within_their_targets() -> None:
+    judged = [r for r in Results.open(ROOT / "bench").records if "target" in r["metrics"]]
+    assert len(judged) >= 12
+    for r in judged:
+        m = r["metrics"]
+        if r["method"] == "LocalSGD":  # a loop over clients, relative to all side by side
+            assert m["ratio"] >= m["target"]
+        elif "ratio" in m:
+            assert m["ratio"] <= m["target"], r["setting"]
