@@ -75,7 +75,7 @@ def prior_figure(folder: Path) -> Figure | None:
     if not all((folder / "populations" / name).exists() for name in NAMES):
         return None
     data, _ = TASK.split(0)
-    line = torch.linspace(-3, 3, 121, dtype=torch.float64)
+    line = torch.linspace(-4, 4, 161, dtype=torch.float64)
     y, x = torch.meshgrid(line, line, indexing="ij")
     points = torch.stack((x, y), -1).reshape(-1, 2)
     panels = {}

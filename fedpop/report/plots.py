@@ -22,6 +22,10 @@ COLOURS = {
     "FedRep": "#E69F00",
     "FedAvg": "#999999",
     "Exact": "#000000",
+    "Normal": "#0072B2",
+    "Mixture": "#D55E00",
+    "Energy": "#009E73",
+    "Truth": "#000000",
 }
 SPARE = ("#009E73", "#CC79A7", "#F0E442")
 STYLE: Any = {
