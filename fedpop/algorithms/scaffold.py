@@ -7,7 +7,8 @@
 Clients count alike, whatever their sizes: the objective is (1/b) sum f_i. T_i is the client's own number of
 steps, and they are plain: with momentum (w - y_i) / (T_i eta) would not be a mean of gradients. A client
 without data takes no step and its c_i stays 0. Under 1/p_i weights the mean of y_i - w is the unbiased one;
-c takes the plain sum under every rule.
+c takes the plain sum under every rule. c_i is kept by the client, but it is no secret: the changes that it
+sends add up to it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,6 @@ class SCAFFOLD(WholeModel):
     about: ClassVar[About] = About(
         "Karimireddy et al., ICML 2020", personalised=False, memory="2 (d + d_phi)"
     )
-    private: ClassVar[tuple[str, ...]] = ("c",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
