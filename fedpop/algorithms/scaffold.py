@@ -51,6 +51,8 @@ class SCAFFOLD(WholeModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.server_rate > 0:
+            raise SettingsError(f"server_rate must be positive, not {self.server_rate}")
         if self.local.momentum:
             raise SettingsError(
                 f"SCAFFOLD needs plain local steps, not momentum {self.local.momentum:g}: its control "

@@ -12,6 +12,7 @@ from fedpop.algorithms import rebuild
 from fedpop.algorithms.base import Facts, Message
 from tests.algorithms.test_privacy import holds
 from tests.helpers import cohort_of, ragged, seeded, train_key
+from tests.test_devices import watched
 
 WIDE = torch.float64
 FACTS = Facts(4, 5)
@@ -120,3 +121,21 @@ def test_a_run_is_resumed_to_the_same_bits(name: str, tmp_path: Any) -> None:
     for i in range(3):
         x = clients()[3][0]
         assert torch.equal(again.predict(i, x).probs, whole.predict(i, x).probs)
+
+
+@every_method
+def test_every_tensor_says_where_it_lives(name: str) -> None:
+    method = method_of(name)
+    cohort = cohort_of(method.model, clients())
+    newcomers = cohort_of(method.model, clients((3, 2)))
+    with watched():
+        server = method.init(FACTS, train_key())
+        broadcast = method.broadcast("train", server)
+        local = method.enter(cohort.ids, broadcast, train_key())
+        channel = method.channel(train_key())
+        new, message, _ = method.local_round("train", broadcast, cohort, local, channel, train_key())
+        published = method.publish(method.server_round("train", server, message, FACTS, train_key()))
+        method.score(published, cohort, cohort, new, train_key())
+        personal = method.personalise(published, newcomers, None, train_key())
+        one = {n: t[1:] for n, t in personal.items()}
+        assert method.predict(published, one, newcomers.x[3:], train_key()).probs.shape == (2, 3)
