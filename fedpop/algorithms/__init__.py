@@ -7,14 +7,21 @@ from typing import Any
 
 from torch import nn
 
+from fedpop.algorithms.apfl import APFL
 from fedpop.algorithms.base import Algorithm
+from fedpop.algorithms.ditto import Ditto
 from fedpop.algorithms.fedavg import FedAvg
 from fedpop.algorithms.fedavg_ft import FedAvgFT
+from fedpop.algorithms.fedper import FedPer
+from fedpop.algorithms.fedprox import FedProx
 from fedpop.algorithms.fedrep import FedRep
 from fedpop.algorithms.fedsouk import FedSOUK, Final
 from fedpop.algorithms.fedsoul import FedSOUL
+from fedpop.algorithms.lg_fedavg import LGFedAvg
+from fedpop.algorithms.local_only import LocalOnly
 from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.algorithms.local_steps import Steps
+from fedpop.algorithms.scaffold import SCAFFOLD
 from fedpop.channel import QSGD, Identity, Natural, RandK
 from fedpop.errors import CheckpointError
 from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential, JumpHMC, MixtureDraw
@@ -30,22 +37,45 @@ from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial
 from fedpop.server.start import SpectralStart
 
 __all__ = [
+    "APFL",
     "EM",
     "METHODS",
+    "SCAFFOLD",
     "Algorithm",
+    "Ditto",
     "FedAvg",
     "FedAvgFT",
+    "FedPer",
+    "FedProx",
     "FedRep",
     "FedSOUK",
     "FedSOUL",
     "Final",
     "Hyperprior",
+    "LGFedAvg",
+    "LocalOnly",
     "LocalSGD",
     "Steps",
     "rebuild",
 ]
 
-METHODS: dict[str, type[Algorithm]] = {m.__name__: m for m in (FedSOUL, FedSOUK, FedAvg, FedAvgFT, FedRep)}
+METHODS: dict[str, type[Algorithm]] = {
+    m.__name__: m
+    for m in (
+        FedSOUL,
+        FedSOUK,
+        LocalOnly,
+        FedAvg,
+        FedAvgFT,
+        FedProx,
+        SCAFFOLD,
+        FedPer,
+        FedRep,
+        LGFedAvg,
+        Ditto,
+        APFL,
+    )
+}
 
 _SETTINGS: dict[str, type] = {
     c.__name__: c

@@ -294,14 +294,19 @@ def weighted_sum(values: Tensor, weights: Tensor, good: Tensor) -> Tensor:
     return (weights.to(values.dtype).unsqueeze(-1) * kept).sum(0)
 
 
-def sent(channel: Channel, cohort: Cohort, good: Tensor, values: dict[str, Tensor]) -> tuple[Tensor, Message]:
+def sent(
+    channel: Channel, cohort: Cohort, good: Tensor, values: dict[str, Tensor], plain: Sequence[str] = ()
+) -> tuple[Tensor, Message]:
     """The message of a cohort out of each client's own vectors ``[C, D]``, and who is in it: clients whose
-    vectors are not finite, or cannot be sent, are not."""
+    vectors are not finite, or cannot be sent, are not. ``plain`` names those that are summed without
+    weights."""
     safe = {n: torch.where(good.unsqueeze(1), v, torch.zeros_like(v)) for n, v in values.items()}
     seen = {n: channel(n, v, cohort.ids) for n, v in safe.items()}
     for v in seen.values():
         good = good & torch.isfinite(v).all(1)
-    return good, Message({n: weighted_sum(v, cohort.weights, good) for n, v in seen.items()}, int(good.sum()))
+    ones = torch.ones_like(cohort.weights)
+    weights = {n: ones if n in plain else cohort.weights for n in seen}
+    return good, Message({n: weighted_sum(v, weights[n], good) for n, v in seen.items()}, int(good.sum()))
 
 
 def require_whole(**numbers: Any) -> None:

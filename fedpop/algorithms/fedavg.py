@@ -12,9 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from torch import Tensor
+
 from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, sent
-from fedpop.algorithms.local_sgd import LocalSGD
-from fedpop.algorithms.whole import WholeModel, cost, finite
+from fedpop.algorithms.local_sgd import LocalSGD, Trained
+from fedpop.algorithms.whole import WholeModel, cost, finite, mean_move
 from fedpop.channel import Channel
 from fedpop.federation.cohort import Cohort
 from fedpop.runtime.random import Key
@@ -52,15 +54,18 @@ class FedAvg(WholeModel):
         key: Key,
     ) -> tuple[Tensors, Message, Info]:
         w = broadcast["w"].expand(len(cohort), -1)
-        new = self.train(self.local, w, cohort, key)
+        new = self.local_model(w, cohort, key)
         n = cohort.sizes.to(w.dtype).unsqueeze(1)
         good, message = sent(channel, cohort, finite(new.w), {"dw": n * (new.w - w), "n": n})
         passes = self.local.steps(cohort)
         return {}, message, cost(cohort, new.loss, good, passes, passes)
 
+    def local_model(self, w: Tensor, cohort: Cohort, key: Key) -> Trained:
+        """Where each client's epochs take it from the server's w ``[C, D]``."""
+        return self.train(self.local, w, cohort, key)
+
     def server_round(
         self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
     ) -> Tensors:
-        if total is None or total.count == 0 or float(total.sums["n"]) == 0:
-            return server
-        return server | {"w": server["w"] + self.server_rate * total.sums["dw"] / total.sums["n"]}
+        move = mean_move(total, "dw")
+        return server if move is None else server | {"w": server["w"] + self.server_rate * move}

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, sent
 from fedpop.algorithms.local_sgd import LocalSGD
-from fedpop.algorithms.point import body_loss, head_loss
-from fedpop.algorithms.whole import WholeModel, cost, finite, kept
+from fedpop.algorithms.point import body_loss
+from fedpop.algorithms.whole import WholeModel, cost, finite, kept, mean_move, require_data
 from fedpop.channel import Channel
-from fedpop.errors import DataError, SettingsError
+from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.models.local import LinearLikelihood
 from fedpop.runtime.random import Key
@@ -125,22 +125,16 @@ class FedRep(WholeModel):
         return {"z": kept(good, z, local["z"])}, message, info
 
     def fit_head(self, phi: Tensor, cohort: Cohort, z: Tensor, key: Key, dropout: bool = False) -> Tensor:
-        """Heads ``[C, d]`` at this body: least squares (of least norm), or epochs of SGD.
-
-        Features are computed once, so a round's mask of the body's dropout serves all epochs.
-        """
+        """Heads ``[C, d]`` at this body: least squares (of least norm), or epochs of SGD."""
+        if self.heads == "sgd":
+            return self.train_head(self.head, phi, z, cohort, key, dropout=dropout)
         with torch.no_grad():
             rows = self.model.dropout_keys(cohort, key) if dropout else None
-            features = self.model.features(phi, cohort, rows)
-            if self.heads == "exact":
-                local = self.model.bind(phi, features, cohort)
-                assert isinstance(local, LinearLikelihood)
-                f, y = local.features.double(), local.y.double()
-                out: Tensor = (torch.linalg.pinv(f) @ y).mT.flatten(1).to(phi.dtype)
-                return out
-            loss = head_loss(self.model, phi)
-            key = key.at(purpose="head")
-            return self.head.run(loss, z, z[:, :0], features, cohort, key, dropout=dropout).w
+            local = self.model.bind(phi, self.model.features(phi, cohort, rows), cohort)
+            assert isinstance(local, LinearLikelihood)
+            f, y = local.features.double(), local.y.double()
+            out: Tensor = (torch.linalg.pinv(f) @ y).mT.flatten(1).to(phi.dtype)
+            return out
 
     def server_round(
         self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
@@ -152,9 +146,9 @@ class FedRep(WholeModel):
             assert total is not None
             width = self.model.z_layout.size
             return self._server(self.spectral.phi(total.sums, server["whitener"], server["phi"], width))
-        if total is None or total.count == 0 or float(total.sums["n"]) == 0:
+        step = mean_move(total, "dphi")
+        if step is None:
             return server
-        step = total.sums["dphi"] / total.sums["n"]
         if self.phi_step is None:
             return server | {"phi": server["phi"] + step}
         state = unprefixed("phi.", server)
@@ -167,7 +161,7 @@ class FedRep(WholeModel):
         return {"phi": server["phi"], "z": server["z"]}
 
     def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
-        if int(cohort.sizes.min()) == 0 and local is None:
-            raise DataError("FedRep has no head for a client without data: it shares nothing but phi")
-        start = published["z"].expand(len(cohort), -1) if local is None else local["z"]
-        return {"z": self.fit_head(published["phi"], cohort, start, key)}
+        if local is None:
+            require_data(cohort, self, "the body is shared, but its head would be as it was given")
+            local = {"z": published["z"].expand(len(cohort), -1)}
+        return {"z": self.fit_head(published["phi"], cohort, local["z"], key)}

@@ -79,18 +79,20 @@ class LocalSGD:
         direction: Direction | None = None,
         pull: Pull | None = None,
         project: Callable[[Tensor], Tensor] | None = None,
+        plain: int = 0,
     ) -> Trained:
         """New parameters ``[C, D]`` from w ``[C, D]``; ``aux`` ``[C, *]`` is handed to the loss.
 
         ``batched`` False: the loss cannot be, or had better not be, vectorised over clients. ``direction``
-        takes the place of the loss's gradient, ``pull`` is added to it, ``project`` follows every step.
+        takes the place of the loss's gradient, ``pull`` is added to it, ``project`` follows every step. The
+        last ``plain`` entries of w are not weights: they know no momentum and no decay.
         """
         if cohort.longest == 0:
             return Trained(w, w.new_zeros(len(cohort)))
         one_by_one = not batched or w.shape[1] > LARGEST_BATCHED
         work = self._one_by_one if one_by_one else self._batched
         rate = self.rate if rate is None else rate
-        way = _Way(loss, direction, pull or _no_pull, project or _anywhere, rate, dropout)
+        way = _Way(loss, direction, pull or _no_pull, project or _anywhere, rate, dropout, plain)
         with torch.no_grad():
             return work(way, w, aux, x, cohort, key)
 
@@ -111,10 +113,11 @@ class LocalSGD:
                 xb = map_inputs(lambda v, p=pick: v[rows, p], block)
                 ids = cohort.ids.unsqueeze(1).expand_as(pick)
                 g, value = direction(w, aux, xb, y[rows, pick], part, ids, pick)
-                g = g + self.decay * w + way.pull(w, aux)
+                g = g + way.weights(self.decay * w) + way.pull(w, aux)
                 busy = part.sum(1)  # clients that still have examples
                 total = total + torch.where(busy > 0, value * busy, torch.zeros_like(value))
-                velocity = torch.where(busy.unsqueeze(1) > 0, self.momentum * velocity + g, velocity)
+                gathered = way.weights(self.momentum * velocity) + g
+                velocity = torch.where(busy.unsqueeze(1) > 0, gathered, velocity)
                 moved = way.project(w - way.rate * velocity)
                 w = torch.where(busy.unsqueeze(1) > 0, moved, w)
         return Trained(w, total / (self.epochs * cohort.sizes.clamp(min=1)))
@@ -122,6 +125,7 @@ class LocalSGD:
     def _one_by_one(self, way: _Way, w: Tensor, aux: Tensor, x: Inputs, cohort: Cohort, key: Key) -> Trained:
         out, total = torch.empty_like(w), w.new_zeros(len(cohort))
         starts = torch.cumsum(cohort.sizes, 0) - cohort.sizes
+        weights = w.shape[1] - way.plain
         for c, one in enumerate(split_cohort(cohort)):
             out[c] = w[c]
             n, velocity = int(one.sizes[0]), torch.zeros_like(out[c])
@@ -135,9 +139,9 @@ class LocalSGD:
                     batch = map_inputs(lambda v, p=pick: v[p], own)
                     g, value = way.at(out[c], aux[c], batch, one.y[pick], every[0, pick], rows)
                     total[c] += value * len(pick)
-                    velocity.mul_(self.momentum).add_(g).add_(way.pull(out[c], aux[c]))
+                    way.weights(velocity.mul_(self.momentum)).add_(g).add_(way.pull(out[c], aux[c]))
                     if self.decay:
-                        velocity.add_(out[c], alpha=self.decay)
+                        velocity[:weights].add_(out[c, :weights], alpha=self.decay)
                     out[c] = way.project(out[c].sub_(velocity, alpha=way.rate))
         return Trained(out, total / (self.epochs * cohort.sizes.clamp(min=1)))
 
@@ -150,6 +154,12 @@ class LocalSGD:
             return torch.arange(cohort.longest, device=mask.device).expand(len(cohort), -1)
         u = key.uniform(cohort.ids, (cohort.longest,))
         return torch.argsort(u + 2 * (1 - mask), dim=1)
+
+    def updates(self, cohort: Cohort) -> Tensor:
+        """How many steps each client takes, ``[C]``; none without data."""
+        if self.batch is None:
+            return self.epochs * (cohort.sizes > 0).long()
+        return self.epochs * ((cohort.sizes + self.batch - 1) // self.batch)
 
     def steps(self, cohort: Cohort) -> int:
         """Example-steps: how many examples are passed forward and backward."""
@@ -166,6 +176,13 @@ class _Way:
     project: Callable[[Tensor], Tensor]
     rate: float
     dropout: bool
+    plain: int
+
+    def weights(self, change: Tensor) -> Tensor:
+        """The change with nothing for the entries that are not weights; in place."""
+        if self.plain:
+            change[..., change.shape[-1] - self.plain :] = 0
+        return change
 
     def named(self, key: Key) -> Direction:
         """The direction with its examples' names as tensors, which vmap can cut."""

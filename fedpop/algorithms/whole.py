@@ -3,14 +3,17 @@ from a client's own model."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import Algorithm, Facts, Info, Tensors, leave_out, mean_loss
+from fedpop.algorithms.base import Algorithm, Facts, Info, Message, Tensors, leave_out, mean_loss
 from fedpop.algorithms.local_sgd import Direction, LocalSGD, Loss, Pull, Trained
-from fedpop.algorithms.point import joint_loss, plug_in, score_point
+from fedpop.algorithms.point import head_loss, joint_loss, plug_in, score_point
+from fedpop.errors import DataError, SettingsError
 from fedpop.evaluation.predictive import Predictive
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
@@ -24,9 +27,48 @@ def parts(model: Model, w: Tensor) -> Tensors:
     return {"phi": w[..., :size], "z": w[..., size:]}
 
 
+def joined(phi: Tensor, z: Tensor) -> Tensor:
+    """The flat vectors ``[..., D]`` of which these are the parts."""
+    return torch.cat((phi, z), dim=-1)
+
+
 def whole(published: Tensors, clients: int) -> Tensor:
     """The published w for each of so many clients, ``[C, D]``."""
-    return torch.cat((published["phi"], published["z"])).expand(clients, -1)
+    return joined(published["phi"], published["z"]).expand(clients, -1)
+
+
+def mean_move(total: Message | None, name: str) -> Tensor | None:
+    """sum n_i d_i / sum n_i of the moves n_i d_i that were sent; None when nobody with data was heard."""
+    if total is None or total.count == 0 or float(total.sums["n"]) == 0:
+        return None
+    return total.sums[name] / total.sums["n"]
+
+
+def towards(strength: float) -> Pull:
+    """The gradient of strength/2 norm(w - aux)^2."""
+
+    def pull(w: Tensor, aux: Tensor) -> Tensor:
+        return strength * (w - aux)
+
+    return pull
+
+
+def require_pull(name: str, strength: float, sgd: LocalSGD) -> None:
+    """Raise unless this pull towards a centre is one, and steps along it alone come to rest."""
+    if not (strength >= 0 and math.isfinite(strength)):
+        raise SettingsError(f"{name} must be 0 or more, not {strength}")
+    largest = 2 * (1 + sgd.momentum)  # of explicit steps with momentum on a quadratic
+    if sgd.rate * strength > largest:
+        raise SettingsError(
+            f"rate {sgd.rate:g} x {name} {strength:g} = {sgd.rate * strength:g}: steps along this pull are "
+            f"unstable above {largest:g}; take a rate below {largest / strength:.3g}, or a smaller {name}"
+        )
+
+
+def require_data(cohort: Cohort, method: Algorithm, why: str) -> None:
+    """Raise for clients without data, where a method has nothing to predict with for them."""
+    if len(cohort) and int(cohort.sizes.min()) == 0:
+        raise DataError(f"{method.label} has no model for a client without data that never took part: {why}")
 
 
 def finite(*tensors: Tensor) -> Tensor:
@@ -89,6 +131,8 @@ class WholeModel(Algorithm):
         loss: Loss | None = None,
         direction: Direction | None = None,
         pull: Pull | None = None,
+        project: Callable[[Tensor], Tensor] | None = None,
+        plain: int = 0,
     ) -> Trained:
         """Local steps from w ``[C, D]`` on the mean loss of (phi, z), unless another one is given."""
         return local.run(
@@ -101,7 +145,22 @@ class WholeModel(Algorithm):
             batched=self.model.batchable,
             direction=direction,
             pull=pull,
+            project=project,
+            plain=plain,
         )
+
+    def train_head(
+        self, sgd: LocalSGD, phi: Tensor, z: Tensor, cohort: Cohort, key: Key, *, dropout: bool = False
+    ) -> Tensor:
+        """Heads ``[C, d]`` after epochs of SGD from z at a body that is frozen.
+
+        Features are computed once, so a mask of the body's dropout serves all epochs.
+        """
+        with torch.no_grad():
+            rows = self.model.dropout_keys(cohort, key) if dropout else None
+            features = self.model.features(phi, cohort, rows)
+            loss = head_loss(self.model, phi)
+            return sgd.run(loss, z, z[:, :0], features, cohort, key.at(purpose="head"), dropout=dropout).w
 
     def metrics(self, server: Tensors, info: Info) -> dict[str, float | None]:
         return {"loss": mean_loss(info)}

@@ -1,0 +1,92 @@
+"""Ditto (Li et al., ICML 2021): FedAvg, and beside it a model of its own for each client, held near w.
+
+    client   w_i = w after E epochs of SGD on f_i;  sends n_i (w_i - w) and n_i
+             v_i after E' epochs of  v -= eta (grad f_i(v) + lambda (v - w));  keeps v_i
+    server   w += sum n_i (w_i - w) / sum n_i
+
+w is FedAvg's, to the bit, and never sees v_i. v_i starts at the w of the client's first round. lambda = 0 is
+training alone; with a large lambda v_i tends to w, but these explicit steps are unstable for
+eta lambda > 2 (2 (1 + momentum) with momentum), which is refused. The authors' code draws clients by size and
+counts them alike; here sums are weighted by n_i.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedpop.algorithms.base import About, Info, Message, Tensors, sent
+from fedpop.algorithms.fedavg import FedAvg
+from fedpop.algorithms.local_sgd import LocalSGD, Trained
+from fedpop.algorithms.whole import cost, finite, kept, parts, require_pull, towards, whole
+from fedpop.channel import Channel
+from fedpop.federation.cohort import Cohort
+from fedpop.runtime.random import Key
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ditto(FedAvg):
+    """A common model, and personal ones that are pulled towards it.
+
+    >>> import torch, fedpop as fp
+    >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
+    >>> model = fp.Composition(None, torch.nn.Linear(1, 1, bias=False), fp.likelihoods.Normal(1.0))
+    >>> sgd = fp.LocalSGD(epochs=20, rate=0.5)
+    >>> method = fp.Ditto(model, lam=float((x**2).mean()), local=sgd, personal=sgd)
+    >>> population = method.fit([(x, 2 * x[:, 0]), (x, 4 * x[:, 0])], rounds=10)
+    >>> [round(population.predict(i, [[1.0]]).mean.item(), 2) for i in (0, 1)]  # halfway to the common 3
+    [2.5, 3.5]
+    """
+
+    lam: float = 1.0
+    """lambda, the strength of the pull."""
+    personal: LocalSGD = field(default_factory=LocalSGD)
+    newcomer: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=10))
+    """How v is trained, from w, by a client that took part in no round."""
+
+    name: ClassVar[str] = "Ditto"
+    about: ClassVar[About] = About("Li et al., ICML 2021", personalised=True)
+    private: ClassVar[tuple[str, ...]] = ("v",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_pull("lam", self.lam, self.personal)
+        require_pull("lam", self.lam, self.newcomer)
+
+    @property
+    def phi_copies(self) -> int:
+        return 6
+
+    def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
+        return {"v": broadcast["w"].expand(len(ids), -1).clone()}
+
+    def local_round(
+        self,
+        phase: str,
+        broadcast: Tensors,
+        cohort: Cohort,
+        local: Tensors,
+        channel: Channel,
+        key: Key,
+    ) -> tuple[Tensors, Message, Info]:
+        w = broadcast["w"].expand(len(cohort), -1)
+        new = self.local_model(w, cohort, key)
+        own = self.personal_model(self.personal, local["v"], w, cohort, key.at(purpose="personal"))
+        n = cohort.sizes.to(w.dtype).unsqueeze(1)
+        good, message = sent(channel, cohort, finite(new.w, own.w), {"dw": n * (new.w - w), "n": n})
+        passes = self.local.steps(cohort) + self.personal.steps(cohort)
+        info = cost(cohort, own.loss, good, passes, passes)
+        return {"v": kept(good, own.w, local["v"])}, message, info
+
+    def personal_model(self, sgd: LocalSGD, v: Tensor, w: Tensor, cohort: Cohort, key: Key) -> Trained:
+        """v ``[C, D]`` after steps on f_i(v) + lambda/2 norm(v - w)^2."""
+        return self.train(sgd, v, cohort, key, aux=w, pull=towards(self.lam))
+
+    def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
+        if local is not None:
+            return parts(self.model, local["v"])
+        w = whole(published, len(cohort))  # and there it stays, without data
+        v = self.personal_model(self.newcomer, w, w, cohort, key.at(purpose="newcomer")).w
+        return parts(self.model, v)

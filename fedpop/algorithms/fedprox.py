@@ -1,0 +1,48 @@
+"""FedProx (Li et al., MLSys 2020): FedAvg whose clients are held near the server's model.
+
+    client   w_i = w after E epochs of SGD on f_i(u) + mu/2 norm(u - w)^2;  sends n_i (w_i - w) and n_i
+    server   w  += sum n_i (w_i - w) / sum n_i
+
+mu = 0 is FedAvg. Everyone does all of its epochs: the stragglers' partial work is not modelled. The losses
+that are reported are f_i's, without the proximal term.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedpop.algorithms.base import About
+from fedpop.algorithms.fedavg import FedAvg
+from fedpop.algorithms.local_sgd import Trained
+from fedpop.algorithms.whole import require_pull, towards
+from fedpop.federation.cohort import Cohort
+from fedpop.runtime.random import Key
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedProx(FedAvg):
+    """One model for all, with a proximal term against drift.
+
+    >>> import torch, fedpop as fp
+    >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
+    >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
+    >>> method = fp.FedProx(model, mu=0.1, local=fp.LocalSGD(epochs=2, rate=1.0))
+    >>> population = method.fit([(x, 2 * x[:, 0]), (x, 4 * x[:, 0])], rounds=10)
+    >>> round(population.predict(0, [[1.0]]).mean.item(), 2)
+    3.0
+    """
+
+    mu: float = 0.01
+
+    name: ClassVar[str] = "FedProx"
+    about: ClassVar[About] = About("Li et al., MLSys 2020", personalised=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_pull("mu", self.mu, self.local)
+
+    def local_model(self, w: Tensor, cohort: Cohort, key: Key) -> Trained:
+        return self.train(self.local, w, cohort, key, aux=w, pull=towards(self.mu))

@@ -1,0 +1,79 @@
+"""Every client for itself: what federation has to beat.
+
+    client   w_i after E epochs of SGD on f_i, from where it stood;  sends nothing
+    server   has nothing to do
+
+All start from the model as it was given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedpop.algorithms.base import About, Facts, Info, Message, Tensors
+from fedpop.algorithms.local_sgd import LocalSGD
+from fedpop.algorithms.whole import WholeModel, cost, finite, kept, parts, require_data, whole
+from fedpop.channel import Channel
+from fedpop.federation.cohort import Cohort
+from fedpop.runtime.random import Key
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalOnly(WholeModel):
+    """A model of its own for every client, trained alone.
+
+    >>> import torch, fedpop as fp
+    >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
+    >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
+    >>> method = fp.LocalOnly(model, local=fp.LocalSGD(epochs=10, rate=1.0))
+    >>> population = method.fit([(x, 2 * x[:, 0]), (x, 4 * x[:, 0])], rounds=3)
+    >>> [round(population.predict(i, [[1.0]]).mean.item(), 2) for i in (0, 1)]
+    [2.0, 4.0]
+    >>> population.totals["bytes_up"]
+    0.0
+    """
+
+    local: LocalSGD = field(default_factory=LocalSGD)
+    newcomer: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=10))
+    """How a client trains that took part in no round."""
+
+    name: ClassVar[str] = "Local"
+    about: ClassVar[About] = About(
+        "no federation", personalised=True, instance="limit: prior scale infinite, temperature 0, phi empty"
+    )
+    private: ClassVar[tuple[str, ...]] = ("w",)
+
+    def broadcast(self, phase: str, server: Tensors) -> Tensors:
+        return {}
+
+    def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
+        return {"w": self.initial_w().expand(len(ids), -1).clone()}
+
+    def local_round(
+        self,
+        phase: str,
+        broadcast: Tensors,
+        cohort: Cohort,
+        local: Tensors,
+        channel: Channel,
+        key: Key,
+    ) -> tuple[Tensors, Message, Info]:
+        new = self.train(self.local, local["w"], cohort, key)
+        good, passes = finite(new.w), self.local.steps(cohort)
+        info = cost(cohort, new.loss, good, passes, passes)
+        return {"w": kept(good, new.w, local["w"])}, Message({}, int(good.sum())), info
+
+    def server_round(
+        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
+    ) -> Tensors:
+        return server
+
+    def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
+        if local is not None:
+            return parts(self.model, local["w"])
+        require_data(cohort, self, "nothing is shared")
+        start = whole(published, len(cohort))
+        return parts(self.model, self.train(self.newcomer, start, cohort, key.at(purpose="newcomer")).w)

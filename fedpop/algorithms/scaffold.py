@@ -1,0 +1,108 @@
+"""SCAFFOLD (Karimireddy et al., ICML 2020), option II: control variates against the drift of local steps.
+
+    client   y_i = w;  T_i times: y_i -= eta (grad f_i(y_i) - c_i + c)
+             c_i+ = c_i - c + (w - y_i) / (T_i eta);  sends y_i - w and c_i+ - c_i
+    server   w += server_rate (mean of y_i - w);  c += (1/b) sum (c_i+ - c_i), so c is the mean of all c_i
+
+Clients count alike, whatever their sizes: the objective is (1/b) sum f_i. T_i is the client's own number of
+steps, and they are plain: with momentum (w - y_i) / (T_i eta) would not be a mean of gradients. A client
+without data takes no step and its c_i stays 0. Under 1/p_i weights the mean of y_i - w is the unbiased one;
+c takes the plain sum under every rule. c_i is kept by the client, but it is no secret: the changes that it
+sends add up to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, sent
+from fedpop.algorithms.local_sgd import LocalSGD
+from fedpop.algorithms.whole import WholeModel, cost, finite, kept
+from fedpop.channel import Channel
+from fedpop.errors import SettingsError
+from fedpop.federation.cohort import Cohort
+from fedpop.runtime.random import Key
+
+
+@dataclass(frozen=True, kw_only=True)
+class SCAFFOLD(WholeModel):
+    """One model for all, without the drift of local steps.
+
+    >>> import torch, fedpop as fp
+    >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
+    >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
+    >>> method = fp.SCAFFOLD(model, local=fp.LocalSGD(epochs=5, rate=0.5))
+    >>> population = method.fit([(x, 2 * x[:, 0]), (x, 4 * x[:, 0])], rounds=20)
+    >>> round(population.predict(0, [[1.0]]).mean.item(), 2)
+    3.0
+    """
+
+    local: LocalSGD = field(default_factory=LocalSGD)
+    server_rate: float = 1.0
+
+    name: ClassVar[str] = "SCAFFOLD"
+    about: ClassVar[About] = About(
+        "Karimireddy et al., ICML 2020", personalised=False, memory="2 (d + d_phi)"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.server_rate > 0:
+            raise SettingsError(f"server_rate must be positive, not {self.server_rate}")
+        if self.local.momentum:
+            raise SettingsError(
+                f"SCAFFOLD needs plain local steps, not momentum {self.local.momentum:g}: its control "
+                "variates are means of gradients along them; use LocalSGD(momentum=0)"
+            )
+
+    @property
+    def phi_copies(self) -> int:
+        return 6
+
+    def init(self, facts: Facts, key: Key) -> Tensors:
+        w = self.initial_w()
+        return {"w": w, "c": torch.zeros_like(w)}
+
+    def broadcast(self, phase: str, server: Tensors) -> Tensors:
+        return {"w": server["w"], "c": server["c"]}
+
+    def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
+        return {"c": broadcast["c"].new_zeros((len(ids), self.size))}
+
+    def local_round(
+        self,
+        phase: str,
+        broadcast: Tensors,
+        cohort: Cohort,
+        local: Tensors,
+        channel: Channel,
+        key: Key,
+    ) -> tuple[Tensors, Message, Info]:
+        w, c = broadcast["w"].expand(len(cohort), -1), broadcast["c"]
+        shift = c - local["c"]
+        new = self.train(self.local, w, cohort, key, aux=shift, pull=_shifted)
+        updates = self.local.updates(cohort).unsqueeze(1)
+        moved = (w - new.w) / (updates.clamp(min=1) * self.local.rate) - shift
+        own = torch.where(updates > 0, moved, local["c"])
+        changes = {"dw": new.w - w, "dc": own - local["c"]}
+        good, message = sent(channel, cohort, finite(new.w, own), changes, plain=("dc",))
+        passes = self.local.steps(cohort)
+        info = cost(cohort, new.loss, good, passes, passes)
+        return {"c": kept(good, own, local["c"])}, message, info
+
+    def server_round(
+        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
+    ) -> Tensors:
+        if total is None or total.count == 0:
+            return server
+        move = total.scaled("dw", facts.clients) / facts.clients
+        c = server["c"] + total.sums["dc"] / facts.clients
+        return {"w": server["w"] + self.server_rate * move, "c": c}
+
+
+def _shifted(w: Tensor, aux: Tensor) -> Tensor:
+    return aux
