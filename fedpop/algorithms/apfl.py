@@ -54,7 +54,7 @@ class APFL(FedAvg):
     """How a client trains that took part in no round."""
 
     name: ClassVar[str] = "APFL"
-    about: ClassVar[About] = About("Deng et al., 2020", personalised=True, memory="2 (d + d_phi) + 1")
+    about: ClassVar[About] = About("Deng et al., 2020", personalised=True)
     private: ClassVar[tuple[str, ...]] = ("v", "alpha")
     compressed: ClassVar[tuple[str, ...]] = ()
 

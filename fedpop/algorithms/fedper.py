@@ -5,8 +5,7 @@
     server   phi += sum n_i (body_i - phi) / sum n_i
 
 A client predicts with the server's body and its own head. One that took part in no round trains a head on
-that body, frozen, from the head as it was given. No code of the authors was found to compare with; the rule
-is the paper's.
+that body, frozen, from the head as it was given. The rule is the paper's; its authors' code was not compared.
 """
 
 from __future__ import annotations

@@ -45,9 +45,7 @@ class SCAFFOLD(WholeModel):
     server_rate: float = 1.0
 
     name: ClassVar[str] = "SCAFFOLD"
-    about: ClassVar[About] = About(
-        "Karimireddy et al., ICML 2020", personalised=False, memory="2 (d + d_phi)"
-    )
+    about: ClassVar[About] = About("Karimireddy et al., ICML 2020", personalised=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -122,10 +122,8 @@ def features(method: type[Algorithm], model: Composition) -> Features:
 def by_formula(memory: str, d: int, d_phi: int, draws: int = DRAWS) -> int:
     """The number that a formula in M, d and d_phi stands for."""
     known = {
-        "0": 0,
         "d + d_phi": d + d_phi,
         "M (d + d_phi)": draws * (d + d_phi),
         "M d + d_phi": draws * d + d_phi,
-        "2 (d + d_phi)": 2 * (d + d_phi),
     }
     return known[memory]
