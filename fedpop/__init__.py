@@ -12,6 +12,7 @@ from fedpop.algorithms import (
     Final,
     Hyperprior,
     LocalSGD,
+    PerFedAvg,
     Steps,
 )
 from fedpop.channel import QSGD, Compressor, Identity, Natural, RandK
@@ -76,6 +77,7 @@ __all__ = [
     "MixtureDraw",
     "Natural",
     "NormalPrior",
+    "PerFedAvg",
     "Polynomial",
     "Population",
     "RandK",

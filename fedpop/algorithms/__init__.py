@@ -15,6 +15,7 @@ from fedpop.algorithms.fedsouk import FedSOUK, Final
 from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.algorithms.local_steps import Steps
+from fedpop.algorithms.per_fedavg import PerFedAvg
 from fedpop.channel import QSGD, Identity, Natural, RandK
 from fedpop.errors import CheckpointError
 from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential, JumpHMC, MixtureDraw
@@ -41,11 +42,22 @@ __all__ = [
     "Final",
     "Hyperprior",
     "LocalSGD",
+    "PerFedAvg",
     "Steps",
     "rebuild",
 ]
 
-METHODS: dict[str, type[Algorithm]] = {m.__name__: m for m in (FedSOUL, FedSOUK, FedAvg, FedAvgFT, FedRep)}
+METHODS: dict[str, type[Algorithm]] = {
+    m.__name__: m
+    for m in (
+        FedSOUL,
+        FedSOUK,
+        FedAvg,
+        FedAvgFT,
+        FedRep,
+        PerFedAvg,
+    )
+}
 
 _SETTINGS: dict[str, type] = {
     c.__name__: c
