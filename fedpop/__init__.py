@@ -13,6 +13,7 @@ from fedpop.algorithms import (
     Hyperprior,
     LocalSGD,
     PerFedAvg,
+    PFedMe,
     Steps,
 )
 from fedpop.channel import QSGD, Compressor, Identity, Natural, RandK
@@ -77,6 +78,7 @@ __all__ = [
     "MixtureDraw",
     "Natural",
     "NormalPrior",
+    "PFedMe",
     "PerFedAvg",
     "Polynomial",
     "Population",

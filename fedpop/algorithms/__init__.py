@@ -16,6 +16,7 @@ from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.algorithms.local_steps import Steps
 from fedpop.algorithms.per_fedavg import PerFedAvg
+from fedpop.algorithms.pfedme import PFedMe
 from fedpop.channel import QSGD, Identity, Natural, RandK
 from fedpop.errors import CheckpointError
 from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential, JumpHMC, MixtureDraw
@@ -42,6 +43,7 @@ __all__ = [
     "Final",
     "Hyperprior",
     "LocalSGD",
+    "PFedMe",
     "PerFedAvg",
     "Steps",
     "rebuild",
@@ -56,6 +58,7 @@ METHODS: dict[str, type[Algorithm]] = {
         FedAvgFT,
         FedRep,
         PerFedAvg,
+        PFedMe,
     )
 }
 
