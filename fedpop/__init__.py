@@ -4,6 +4,7 @@ __version__ = "0.1.0"
 
 from fedpop.algorithms import (
     EM,
+    L2GD,
     FedAvg,
     FedAvgFT,
     FedRep,
@@ -41,6 +42,7 @@ from fedpop.server.start import SpectralStart
 __all__ = [
     "EM",
     "HMC",
+    "L2GD",
     "MALA",
     "QSGD",
     "SGD",

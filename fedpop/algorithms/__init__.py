@@ -13,6 +13,7 @@ from fedpop.algorithms.fedavg_ft import FedAvgFT
 from fedpop.algorithms.fedrep import FedRep
 from fedpop.algorithms.fedsouk import FedSOUK, Final
 from fedpop.algorithms.fedsoul import FedSOUL
+from fedpop.algorithms.l2gd import L2GD
 from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.algorithms.local_steps import Steps
 from fedpop.algorithms.per_fedavg import PerFedAvg
@@ -33,6 +34,7 @@ from fedpop.server.start import SpectralStart
 
 __all__ = [
     "EM",
+    "L2GD",
     "METHODS",
     "Algorithm",
     "FedAvg",
@@ -57,6 +59,7 @@ METHODS: dict[str, type[Algorithm]] = {
         FedAvg,
         FedAvgFT,
         FedRep,
+        L2GD,
         PerFedAvg,
         PFedMe,
     )
