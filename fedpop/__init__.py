@@ -5,6 +5,7 @@ __version__ = "0.1.0"
 from fedpop.algorithms import (
     APFL,
     EM,
+    L2GD,
     SCAFFOLD,
     Ditto,
     FedAvg,
@@ -19,6 +20,8 @@ from fedpop.algorithms import (
     LGFedAvg,
     LocalOnly,
     LocalSGD,
+    PerFedAvg,
+    PFedMe,
     Steps,
 )
 from fedpop.channel import QSGD, Compressor, Identity, Natural, RandK
@@ -47,6 +50,7 @@ __all__ = [
     "APFL",
     "EM",
     "HMC",
+    "L2GD",
     "MALA",
     "QSGD",
     "SCAFFOLD",
@@ -90,6 +94,8 @@ __all__ = [
     "MixtureDraw",
     "Natural",
     "NormalPrior",
+    "PFedMe",
+    "PerFedAvg",
     "Polynomial",
     "Population",
     "RandK",

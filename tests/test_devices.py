@@ -120,6 +120,9 @@ METHODS: dict[str, Any] = {
     ),
     "fedavg": lambda: fp.FedAvg(linear_model(), local=fp.LocalSGD(batch=2)),
     "fedrep": lambda: fp.FedRep(linear_model(), phi_step=fp.Adam()),
+    "l2gd": lambda: fp.L2GD(linear_model()),
+    "per-fedavg": lambda: fp.PerFedAvg(linear_model(), local=fp.LocalSGD(batch=3)),
+    "pfedme": lambda: fp.PFedMe(linear_model(), local=fp.LocalSGD(rate=0.01)),
     "fedrep exact": lambda: fp.FedRep(linear_model(), heads="exact", start="spectral"),
 }
 

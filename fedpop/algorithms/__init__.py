@@ -17,10 +17,13 @@ from fedpop.algorithms.fedprox import FedProx
 from fedpop.algorithms.fedrep import FedRep
 from fedpop.algorithms.fedsouk import FedSOUK, Final
 from fedpop.algorithms.fedsoul import FedSOUL
+from fedpop.algorithms.l2gd import L2GD
 from fedpop.algorithms.lg_fedavg import LGFedAvg
 from fedpop.algorithms.local_only import LocalOnly
 from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.algorithms.local_steps import Steps
+from fedpop.algorithms.per_fedavg import PerFedAvg
+from fedpop.algorithms.pfedme import PFedMe
 from fedpop.algorithms.scaffold import SCAFFOLD
 from fedpop.channel import QSGD, Identity, Natural, RandK
 from fedpop.errors import CheckpointError
@@ -39,6 +42,7 @@ from fedpop.server.start import SpectralStart
 __all__ = [
     "APFL",
     "EM",
+    "L2GD",
     "METHODS",
     "SCAFFOLD",
     "Algorithm",
@@ -55,6 +59,8 @@ __all__ = [
     "LGFedAvg",
     "LocalOnly",
     "LocalSGD",
+    "PFedMe",
+    "PerFedAvg",
     "Steps",
     "rebuild",
 ]
@@ -74,6 +80,9 @@ METHODS: dict[str, type[Algorithm]] = {
         LGFedAvg,
         Ditto,
         APFL,
+        PerFedAvg,
+        PFedMe,
+        L2GD,
     )
 }
 

@@ -76,7 +76,9 @@ class BlockPrecision(Precision):
         identity = torch.eye(matrix.shape[-1], dtype=torch.float64, device=matrix.device)
         root, info = torch.linalg.cholesky_ex(wide)
         if bool((info != 0).any()):
-            jitter = 1e-9 * wide.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+            # Of those that failed alone: nobody's draws may depend on who else is in the cohort.
+            jitter = 1e-9 * wide.diagonal(dim1=-2, dim2=-1).mean(-1)
+            jitter = torch.where(info != 0, jitter, torch.zeros_like(jitter))[..., None, None]
             root = torch.linalg.cholesky_ex(wide + jitter * identity)[0]
         inverse = torch.linalg.solve_triangular(root, identity.expand_as(root), upper=False)
         return cls(matrix, inverse.to(matrix.dtype))

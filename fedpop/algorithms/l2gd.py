@@ -1,0 +1,149 @@
+"""L2GD (Hanzely and Richtarik, 2020): everyone's own model, pulled towards the mean of all now and then.
+
+    F(x_1, ..., x_b) = 1/b sum f_i(x_i) + lambda/(2b) sum norm(x_i - xbar)^2,   xbar the mean of all x_i
+
+    a round  one coin for all, keyed by (seed, round), comes with the broadcast:
+             with probability 1 - p   x_i -= eta/(b (1 - p)) grad f_i(x_i);    nothing is sent
+             with probability p       x_i -= eta lambda/(b p) (x_i - xbar);    x_i is sent, xbar comes back
+    predict  x_i, after a step towards the mean that is still due
+
+The expected direction is grad F. A client has xbar only after everyone has sent: it takes that step when xbar
+comes with the next broadcast, before anything else in that round, and after the last round in
+``personalise``, so that what is computed is the method as written. The server holds the mean only, each
+client in it once. ``local.rate`` is eta/b, the size of a client's own step, so that it need not grow with the
+federation; ``schedule`` is a factor on it over rounds: with a constant one x wanders about the minimiser. The
+theory has a single full-batch step as a local round, the default; several epochs or batches are a practical
+variant of it.
+
+A newcomer with data goes from xbar towards argmin f_i(x) + lambda/2 norm(x - xbar)^2, which the x_i of a
+client solves where F is smallest, by the steps of ``newcomer``; one without data has xbar. A client without
+examples has f_i = 0. We found no code of the authors; this is the paper's algorithm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, leave_out, sent
+from fedpop.algorithms.local_sgd import LocalSGD
+from fedpop.algorithms.point import joint_loss
+from fedpop.algorithms.whole import WholeModel, cost, finite, kept, parts, whole
+from fedpop.channel import Channel
+from fedpop.errors import SettingsError
+from fedpop.federation.cohort import Cohort
+from fedpop.runtime.random import Key
+from fedpop.server.schedules import Constant, Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class L2GD(WholeModel):
+    """Everyone's own model, held near the mean of all by a penalty.
+
+    >>> import torch, fedpop as fp
+    >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
+    >>> model = fp.Composition(None, torch.nn.Linear(1, 1, bias=False), fp.likelihoods.Normal(1.0))
+    >>> method = fp.L2GD(model, lam=0.1, p=0.2, local=fp.LocalSGD(rate=0.3), schedule=fp.Cosine())
+    >>> population = method.fit([(x, 2 * x[:, 0]), (x, 4 * x[:, 0])], rounds=200)
+    >>> [round(population.predict(i, [[1.0]]).mean.item(), 1) for i in (0, 1)]
+    [2.2, 3.8]
+    """
+
+    lam: float = 1.0
+    """lambda: how strongly clients are held near their mean."""
+    p: float = 0.2
+    """The probability of a round that averages; the others are local."""
+    local: LocalSGD = field(default_factory=LocalSGD)
+    schedule: Schedule = field(default_factory=Constant)
+    """A factor on the rate, over rounds."""
+    newcomer: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=50))
+    """The steps of a client that was not there in training."""
+
+    name: ClassVar[str] = "L2GD"
+    about: ClassVar[About] = About("Hanzely and Richtarik, 2020", personalised=True)
+    participation: ClassVar[str] = "full"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.lam > 0:
+            raise SettingsError(f"lam must be positive, not {self.lam}; without a pull every client is alone")
+        if not 0 < self.p < 1:
+            raise SettingsError(f"p, the probability of averaging, lies in (0, 1), not {self.p}")
+        if not self.local.rate * self.lam / self.p < 2:
+            raise SettingsError(
+                f"steps of local.rate lam / p = {self.local.rate * self.lam / self.p:.3g} towards the mean "
+                f"grow without bound; let local.rate be below 2 p / lam = {2 * self.p / self.lam:.3g}"
+            )
+
+    def init(self, facts: Facts, key: Key) -> Tensors:
+        w = self.initial_w()
+        # The first broadcast brings w as a mean that pulls nobody.
+        return {"w": w, "due": _truth(True, w), "pull": w.new_zeros(())} | self._next(0, w, facts, key)
+
+    def _next(self, k: int, w: Tensor, facts: Facts, key: Key) -> Tensors:
+        """The coin and the rate of round k."""
+        coin = Key(key.seed).at(round=k, purpose="coin").uniform(key.server(), ()) <= self.p
+        rate = self.local.rate * self.schedule.factor(k, facts.rounds)
+        return {"averaging": _truth(bool(coin), w), "rate": w.new_tensor(rate)}
+
+    def broadcast(self, phase: str, server: Tensors) -> Tensors:
+        news = {"averaging": server["averaging"], "rate": server["rate"]}
+        return news | ({"w": server["w"], "pull": server["pull"]} if bool(server["due"]) else {})
+
+    def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
+        return {"x": broadcast["w"].expand(len(ids), -1).clone()}
+
+    def local_round(
+        self,
+        phase: str,
+        broadcast: Tensors,
+        cohort: Cohort,
+        local: Tensors,
+        channel: Channel,
+        key: Key,
+    ) -> tuple[Tensors, Message, Info]:
+        x = local["x"]
+        if "w" in broadcast:
+            x = x - broadcast["pull"] * (x - broadcast["w"])
+        if bool(broadcast["averaging"]):
+            good, message = sent(channel, cohort, finite(x), {"x": x})
+            return {"x": kept(good, x, local["x"])}, message, Info(left_out=leave_out(good, cohort))
+        rate = float(broadcast["rate"]) / (1 - self.p)
+        loss = joint_loss(self.model, cohort.embedded)
+        new = self.local.run(loss, x, x[:, :0], cohort.x, cohort, key, rate, batched=self.model.batchable)
+        good, passes = finite(new.w), self.local.steps(cohort)
+        info = cost(cohort, new.loss, good, passes, passes)
+        return {"x": kept(good, new.w, local["x"])}, Message({}, int(good.sum())), info
+
+    def server_round(
+        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
+    ) -> Tensors:
+        mean = server | {"due": _truth(False, server["w"])}
+        if bool(server["averaging"]) and total is not None and total.count > 0:
+            mean |= {
+                "w": total.scaled("x", facts.clients) / facts.clients,
+                "due": _truth(True, server["w"]),
+                "pull": server["rate"] * self.lam / self.p,
+            }
+        return mean | self._next(key.round + 1, server["w"], facts, key)
+
+    def publish(self, server: Tensors) -> Tensors:
+        pull = server["pull"] if bool(server["due"]) else torch.zeros_like(server["pull"])
+        return parts(self.model, server["w"]) | {"pull": pull}
+
+    def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
+        xbar = whole(published, len(cohort))
+        if local is not None:
+            return parts(self.model, local["x"] - published["pull"] * (local["x"] - xbar))
+        key = key.at(purpose="newcomer")
+        new = self.train(
+            self.newcomer, xbar, cohort, key, aux=xbar, pull=lambda x, mean: self.lam * (x - mean)
+        )
+        return parts(self.model, new.w)
+
+
+def _truth(value: bool, like: Tensor) -> Tensor:
+    return torch.tensor(value, device=like.device)
