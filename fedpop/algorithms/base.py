@@ -90,7 +90,7 @@ class About:
     local_steps: bool = True
     """Clients take several steps between messages."""
     bounds: bool = True
-    """Its authors prove a rate of convergence."""
+    """Guarantees of convergence are known, as the paper's table has it."""
     memory: str = "d + d_phi"
     """Numbers that a client holds to predict and to go on, M draws where there are draws."""
     instance: str = ""

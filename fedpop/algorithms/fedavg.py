@@ -40,7 +40,7 @@ class FedAvg(WholeModel):
 
     name: ClassVar[str] = "FedAvg"
     about: ClassVar[About] = About(
-        "McMahan et al., AISTATS 2017", personalised=False, instance="limit: prior scale 0"
+        "McMahan et al., AISTATS 2017", personalised=False, instance="limit: scale 0"
     )
     compressed: ClassVar[tuple[str, ...]] = ("dw",)
 

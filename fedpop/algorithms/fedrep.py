@@ -53,7 +53,7 @@ class FedRep(WholeModel):
 
     name: ClassVar[str] = "FedRep"
     about: ClassVar[About] = About(
-        "Collins et al., ICML 2021", personalised=True, instance="limit: prior scale infinite, temperature 0"
+        "Collins et al., ICML 2021", personalised=True, instance="limit: scale infinite, temperature 0"
     )
     private: ClassVar[tuple[str, ...]] = ("z",)
     compressed: ClassVar[tuple[str, ...]] = ("dphi",)

@@ -56,7 +56,7 @@ class LGFedAvg(WholeModel):
     """How a client's body is trained that took part in no round."""
 
     name: ClassVar[str] = "LG-FedAvg"
-    about: ClassVar[About] = About("Liang et al., 2020", personalised=True, bounds=False)
+    about: ClassVar[About] = About("Liang et al., 2020", personalised=True)
     private: ClassVar[tuple[str, ...]] = ("phi",)
     compressed: ClassVar[tuple[str, ...]] = ("dz",)
 

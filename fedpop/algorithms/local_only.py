@@ -42,7 +42,7 @@ class LocalOnly(WholeModel):
 
     name: ClassVar[str] = "Local"
     about: ClassVar[About] = About(
-        "no federation", personalised=True, instance="limit: prior scale infinite, temperature 0, phi empty"
+        "no federation", personalised=True, local_steps=False, instance="limit: as FedRep, phi empty"
     )
     private: ClassVar[tuple[str, ...]] = ("w",)
 

@@ -103,7 +103,7 @@ def features(method: type[Algorithm], model: Composition) -> Features:
     published, personal = _Read(population.published), _Read(population._model_of(client))
     population.algorithm.predict(published, personal, torch.ones(1, INPUTS, dtype=torch.float64), Key(0))
     about = method.about
-    schemes = ["local steps"] * about.local_steps + ["compression"] * bool(method.compressed)
+    scheme = {(True, True): "both", (True, False): "local steps", (False, True): "compression"}
     return Features(
         name=method.name,
         reference=about.reference,
@@ -111,7 +111,7 @@ def features(method: type[Algorithm], model: Composition) -> Features:
         personalised=about.personalised,
         bounds=about.bounds,
         uncertainty=method.uncertainty,
-        communication=" + ".join(schemes) or "none",
+        communication=scheme.get((about.local_steps, bool(method.compressed)), "none"),
         memory=about.memory,
         instance=about.instance,
         to_predict=published.numbers() + personal.numbers(),

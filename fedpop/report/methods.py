@@ -15,7 +15,7 @@ COLUMNS = (
     "personal",
     "bounds",
     "uncertainty",
-    "communication",
+    "com.",
     "memory",
     "measured",
     "kept",
@@ -29,13 +29,14 @@ def feature_tables(methods: Iterable[type[Algorithm]] | None = None) -> tuple[Ta
 
     >>> import fedpop as fp
     >>> feature_tables([fp.FedSOUL])[0].rows[0][:6]
-    ('FedSOUL', 'yes', 'yes', 'yes', 'yes', 'local steps + compression')
+    ('FedSOUL', 'yes', 'yes', 'yes', 'yes', 'both')
     """
     model = small_model()
     d, d_phi = model.z_layout.size, model.phi_layout.size
     measured = [features(m, model) for m in (METHODS.values() if methods is None else methods)]
     note = (
-        "partial: a round may do with some of the clients. bounds: its authors prove a rate. memory: numbers "
+        "partial: a round may do with some of the clients. com.: several local steps between messages, "
+        "unbiased compression of what is sent, or both. bounds: convergence is proved. memory: numbers "
         f"that a client's predictions read; measured on a live client with d = {d}, d_phi = {d_phi} and "
         f"M = {DRAWS}, and in brackets what the formula gives. kept: numbers that it holds between rounds."
     )
