@@ -3,9 +3,14 @@
 __version__ = "0.1.0"
 
 from fedpop.algorithms import (
+    DGLMC,
     EM,
+    FSGLD,
+    QLSD,
+    Distillation,
     FedAvg,
     FedAvgFT,
+    FedBE,
     FedRep,
     FedSOUK,
     FedSOUL,
@@ -37,9 +42,12 @@ from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial
 from fedpop.server.start import SpectralStart
 
 __all__ = [
+    "DGLMC",
     "EM",
+    "FSGLD",
     "HMC",
     "MALA",
+    "QLSD",
     "QSGD",
     "SGD",
     "SGLD",
@@ -57,12 +65,14 @@ __all__ = [
     "CropFlip",
     "CustomModel",
     "Decay",
+    "Distillation",
     "EarlyStop",
     "Energy",
     "Everyone",
     "Exponential",
     "FedAvg",
     "FedAvgFT",
+    "FedBE",
     "FedRep",
     "FedSOUK",
     "FedSOUL",

@@ -8,13 +8,17 @@ from typing import Any
 from torch import nn
 
 from fedpop.algorithms.base import Algorithm
+from fedpop.algorithms.dg_lmc import DGLMC
 from fedpop.algorithms.fedavg import FedAvg
 from fedpop.algorithms.fedavg_ft import FedAvgFT
+from fedpop.algorithms.fedbe import Distillation, FedBE
 from fedpop.algorithms.fedrep import FedRep
 from fedpop.algorithms.fedsouk import FedSOUK, Final
 from fedpop.algorithms.fedsoul import FedSOUL
+from fedpop.algorithms.fsgld import FSGLD
 from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.algorithms.local_steps import Steps
+from fedpop.algorithms.qlsd import QLSD
 from fedpop.channel import QSGD, Identity, Natural, RandK
 from fedpop.errors import CheckpointError
 from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential, JumpHMC, MixtureDraw
@@ -30,11 +34,16 @@ from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial
 from fedpop.server.start import SpectralStart
 
 __all__ = [
+    "DGLMC",
     "EM",
+    "FSGLD",
     "METHODS",
+    "QLSD",
     "Algorithm",
+    "Distillation",
     "FedAvg",
     "FedAvgFT",
+    "FedBE",
     "FedRep",
     "FedSOUK",
     "FedSOUL",
@@ -45,7 +54,9 @@ __all__ = [
     "rebuild",
 ]
 
-METHODS: dict[str, type[Algorithm]] = {m.__name__: m for m in (FedSOUL, FedSOUK, FedAvg, FedAvgFT, FedRep)}
+METHODS: dict[str, type[Algorithm]] = {
+    m.__name__: m for m in (FedSOUL, FedSOUK, FedAvg, FedAvgFT, FedRep, QLSD, FSGLD, FedBE, DGLMC)
+}
 
 _SETTINGS: dict[str, type] = {
     c.__name__: c
@@ -69,6 +80,7 @@ _SETTINGS: dict[str, type] = {
         Final,
         SpectralStart,
         LocalSGD,
+        Distillation,
         Identity,
         QSGD,
         RandK,

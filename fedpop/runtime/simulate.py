@@ -216,7 +216,9 @@ class Run:
         self.server = self.algorithm.init(self.facts, self.key)
         for phase in self.algorithm.phases[:-1]:
             everyone = Everyone().draw(len(self.federation), self.key)
-            self.server = self._phase(phase, everyone, self.key.at(round=0, purpose=phase))[0]
+            self.server, _, updates = self._phase(phase, everyone, self.key.at(round=0, purpose=phase))
+            for ids, local in updates:
+                self.store.put(ids, local)
         self._add_totals({"seconds": time.perf_counter() - started})
         if self.folder is not None:
             write_json(self.folder / "config.json", self.requested)
@@ -306,8 +308,7 @@ class Run:
             ids = cohort.ids.cpu()
             local = self._enter(ids, broadcast, key) if phase == "train" else {}
             new, message, part = method.local_round(phase, broadcast, cohort, local, channel, key)
-            if phase == "train":
-                updates.append((ids, new))
+            updates.append((ids, new))
             total = message if total is None else total + message
             info = info + part
         if total is None:
