@@ -9,8 +9,8 @@ The joint law of theta and everyone's z_i, all of them whole models w = (phi, z)
     server   theta ~ N(sum (z_i / rho_i) / R, I / R),  R = lambda + sum 1 / rho_i
 
 Everyone takes part in every round. The marginal of theta is the posterior as rho -> 0, where the chain
-stops moving; for Gaussian U_i with precisions H_i and lambda = 0 its precision is sum_i (H_i^-1 + rho_i I)^-1,
-so rho is a bias, not noise. lambda = 0 is the paper's law, in which a prior is part of the U_i.
+stops moving; for Gaussian U_i with precisions H_i its precision is lambda + sum_i (H_i^-1 + rho_i I)^-1, so
+rho is a bias, not noise. lambda = 0 is the paper's law, in which a prior is part of the U_i.
 
 It is FedPop's structure with phi empty, z_i whole and mu drawn instead of maximised: FedSOUK's mu (with
 sigma^2 = rho fixed) is the mode of theta's marginal. What is sent is z_i itself, up to rho_i: nothing here is
