@@ -125,7 +125,7 @@ class PosteriorSamples(Ensemble):
     def moved(self, server: Tensors, w: Tensor, facts: Facts, key: Key) -> Tensors:
         """The server's state after its chain moved to w in round ``key.round``."""
         burn_in = self._burn_in(facts)
-        every = self.thin or max(1, -(-(facts.rounds - burn_in) // self.samples))
+        every = self.thin or max(1, (facts.rounds - burn_in) // self.samples)
         since = key.round - burn_in
         kept = self.put(since // every % self.samples, w) if since >= 0 and since % every == 0 else {}
         return server | {"w": w} | kept

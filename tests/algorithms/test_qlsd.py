@@ -65,9 +65,7 @@ def test_without_noise_it_is_the_servers_langevin_step() -> None:
 def test_the_star_removes_the_noise_of_heterogeneity() -> None:
     """Only w - w* is compressed; near the mode that does not know of the clients' distances."""
     s = sites(spread=3.0)
-    method = fp.QLSD(
-        s.model, variant="star", step=GAMMA, prior_precision=s.prior, compressor=fp.RandK(k=K)
-    )
+    method = fp.QLSD(s.model, variant="star", step=GAMMA, prior_precision=s.prior, compressor=fp.RandK(k=K))
     star = s.mean + 0.3  # the model as given
     with torch.no_grad():
         s.model.head.weight.copy_(star)
@@ -182,7 +180,9 @@ def test_the_step_that_nobody_gave_is_the_curvatures() -> None:
     method = fp.QLSD(s.model, prior_precision=s.prior)
     cohort, server = s.cohort(), method.init(s.facts, train_key())
     given = method.broadcast("curvature", server)
-    _, message, _ = method.local_round("curvature", given, cohort, {}, method.channel(train_key()), train_key())
+    _, message, _ = method.local_round(
+        "curvature", given, cohort, {}, method.channel(train_key()), train_key()
+    )
     server = method.server_round("curvature", server, message, s.facts, train_key())
     torch.testing.assert_close(server["gamma"], torch.tensor(0.25 / s.precision, dtype=WIDE))
 
@@ -207,7 +207,9 @@ def test_a_client_that_is_not_finite_is_left_out_and_keeps_its_memory() -> None:
     cohort = cohort_of(method.model, clients)
     given = method.broadcast("train", method.init(Facts(2, 10), train_key()))
     local = method.enter(cohort.ids, given, train_key())
-    new, message, info = method.local_round("train", given, cohort, local, method.channel(train_key()), train_key())
+    new, message, info = method.local_round(
+        "train", given, cohort, local, method.channel(train_key()), train_key()
+    )
     assert info.left_out == (1,)
     assert message.count == 1
     assert bool(torch.isfinite(message.sums["U"]).all())
