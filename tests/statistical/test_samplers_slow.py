@@ -30,7 +30,7 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "DG-LMC": (lambda m: fp.DGLMC(m, rho=0.002, local_steps=2, prior_precision=1.0, **RING), {}),
 }
 WIDER = {"QLSD": 8 / 7, "DG-LMC": 8 / 7 * (1 + 0.002 * 30)}
-"""DG-LMC: rho divides a site's precision H_i by 1 + rho H_i, and no site's x'x / 4 has an eigenvalue above 28."""
+"""DG-LMC: rho divides a site's precision H_i by 1 + rho H_i; no site's x'x / 4 has an eigenvalue above 28."""
 RING: dict[str, Any] = {"samples": ROUNDS - BURN_IN, "burn_in": BURN_IN, "thin": 1}
 
 
