@@ -9,14 +9,17 @@ from torch import nn
 
 from fedpop.algorithms.apfl import APFL
 from fedpop.algorithms.base import Algorithm
+from fedpop.algorithms.dg_lmc import DGLMC
 from fedpop.algorithms.ditto import Ditto
 from fedpop.algorithms.fedavg import FedAvg
 from fedpop.algorithms.fedavg_ft import FedAvgFT
+from fedpop.algorithms.fedbe import Distillation, FedBE
 from fedpop.algorithms.fedper import FedPer
 from fedpop.algorithms.fedprox import FedProx
 from fedpop.algorithms.fedrep import FedRep
 from fedpop.algorithms.fedsouk import FedSOUK, Final
 from fedpop.algorithms.fedsoul import FedSOUL
+from fedpop.algorithms.fsgld import FSGLD
 from fedpop.algorithms.l2gd import L2GD
 from fedpop.algorithms.lg_fedavg import LGFedAvg
 from fedpop.algorithms.local_only import LocalOnly
@@ -24,6 +27,7 @@ from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.algorithms.local_steps import Steps
 from fedpop.algorithms.per_fedavg import PerFedAvg
 from fedpop.algorithms.pfedme import PFedMe
+from fedpop.algorithms.qlsd import QLSD
 from fedpop.algorithms.scaffold import SCAFFOLD
 from fedpop.channel import QSGD, Identity, Natural, RandK
 from fedpop.errors import CheckpointError
@@ -41,14 +45,19 @@ from fedpop.server.start import SpectralStart
 
 __all__ = [
     "APFL",
+    "DGLMC",
     "EM",
+    "FSGLD",
     "L2GD",
     "METHODS",
+    "QLSD",
     "SCAFFOLD",
     "Algorithm",
+    "Distillation",
     "Ditto",
     "FedAvg",
     "FedAvgFT",
+    "FedBE",
     "FedPer",
     "FedProx",
     "FedRep",
@@ -83,6 +92,10 @@ METHODS: dict[str, type[Algorithm]] = {
         PerFedAvg,
         PFedMe,
         L2GD,
+        QLSD,
+        FSGLD,
+        FedBE,
+        DGLMC,
     )
 }
 
@@ -108,6 +121,7 @@ _SETTINGS: dict[str, type] = {
         Final,
         SpectralStart,
         LocalSGD,
+        Distillation,
         Identity,
         QSGD,
         RandK,

@@ -9,6 +9,7 @@ runs in the simulator or across machines.
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -111,6 +112,8 @@ class Algorithm(ABC):
     """Local state that must never be in a message."""
     uncertainty: ClassVar[bool] = False
     """Predictions integrate over parameters; otherwise intervals hold noise only, and say so."""
+    marginal: ClassVar[bool] = False
+    """It has a marginal likelihood, by which restarts are compared."""
     participation: ClassVar[str] = "any"
     """Who may take part in a round: ``any``, ``full`` (everyone, always) or ``one`` (a relay)."""
     compressed: ClassVar[tuple[str, ...]] = ()
@@ -234,7 +237,7 @@ class Algorithm(ABC):
 
     def check_restarts(self) -> None:
         """Raise unless runs of this method can be compared by their marginal likelihood."""
-        if not self.uncertainty:
+        if not self.marginal:
             raise SettingsError(f"restarts are compared by marginal likelihood, which {self.label} has not")
 
     def metrics(self, server: Tensors, info: Info) -> dict[str, float | None]:
@@ -274,6 +277,9 @@ def _plain(value: Any) -> Any:
         return {"kind": type(value).__name__} | inner
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
+    if isinstance(value, Tensor):  # data among the settings: enough to tell whether they are the same
+        digest = hashlib.sha256(value.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+        return f"{value.dtype} {tuple(value.shape)} sha256 {digest}"
     return value
 
 

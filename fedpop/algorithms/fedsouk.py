@@ -150,6 +150,7 @@ class FedSOUK(Algorithm):
     private: ClassVar[tuple[str, ...]] = ("z", "mass_mean", "mass_variance")
     compressed: ClassVar[tuple[str, ...]] = ("J",)
     uncertainty: ClassVar[bool] = True
+    marginal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from fedpop.population import Population
 
 
+WORK = ("backbone_passes", "head_steps", "gradient_evaluations")
+"""What a round's info counts of clients' work."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """How a run is carried out, apart from the method itself."""
@@ -216,7 +220,10 @@ class Run:
         self.server = self.algorithm.init(self.facts, self.key)
         for phase in self.algorithm.phases[:-1]:
             everyone = Everyone().draw(len(self.federation), self.key)
-            self.server = self._phase(phase, everyone, self.key.at(round=0, purpose=phase))[0]
+            self.server, info, updates = self._phase(phase, everyone, self.key.at(round=0, purpose=phase))
+            for ids, local in updates:
+                self.store.put(ids, local)
+            self._add_totals({name: info.sums.get(name, 0.0) for name in WORK})
         self._add_totals({"seconds": time.perf_counter() - started})
         if self.folder is not None:
             write_json(self.folder / "config.json", self.requested)
@@ -283,8 +290,7 @@ class Run:
         metrics: dict[str, Any] = {"round": self.round, "active": len(active.ids)}
         metrics |= self.algorithm.metrics(server, info)
         metrics["left_out"] = [self.federation.names[i] for i in info.left_out]
-        for name in ("backbone_passes", "head_steps", "gradient_evaluations"):
-            self._add_totals({name: info.sums.get(name, 0.0)})
+        self._add_totals({name: info.sums.get(name, 0.0) for name in WORK})
         metrics["bytes_up"], metrics["bytes_down"] = (
             self.totals["bytes_up"],
             self.totals["bytes_down"],
@@ -306,8 +312,7 @@ class Run:
             ids = cohort.ids.cpu()
             local = self._enter(ids, broadcast, key) if phase == "train" else {}
             new, message, part = method.local_round(phase, broadcast, cohort, local, channel, key)
-            if phase == "train":
-                updates.append((ids, new))
+            updates.append((ids, new))
             total = message if total is None else total + message
             info = info + part
         if total is None:

@@ -1,0 +1,159 @@
+"""DG-LMC (Plassier et al., 2021): a Gibbs sampler between the clients' models and the server's.
+
+The joint law of theta and everyone's z_i, all of them whole models w = (phi, z), has density
+
+    exp(-lambda norm(theta)^2 / 2 - sum_i [U_i(z_i) + norm(z_i - theta)^2 / (2 rho_i)]).
+
+    client   N times  z_i -= gamma_i [grad U_i(z_i) + (z_i - theta) / rho_i] + sqrt(2 gamma_i) xi;
+             sends z_i / rho_i and 1 / rho_i
+    server   theta ~ N(sum (z_i / rho_i) / R, I / R),  R = lambda + sum 1 / rho_i
+
+Everyone takes part in every round. The marginal of theta is the posterior as rho -> 0, where the chain
+stops moving; for Gaussian U_i with precisions H_i its precision is lambda + sum_i (H_i^-1 + rho_i I)^-1, so
+rho is a bias, not noise. lambda = 0 is the paper's law, in which a prior is part of the U_i.
+
+It is FedPop's structure with phi empty, z_i whole and mu drawn instead of maximised: FedSOUK's mu (with
+sigma^2 = rho fixed) is the mode of theta's marginal. What is sent is z_i itself, up to rho_i: nothing here is
+private. Rules were read beside the authors' public code, which has gamma_i = 1 / (N_i (1 / rho_i + L_i)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, require_whole, sent
+from fedpop.algorithms.potential import Potential, check_batch
+from fedpop.algorithms.samples import PosteriorSamples, check_precision, require_positive
+from fedpop.algorithms.whole import cost, finite, kept
+from fedpop.channel import Channel
+from fedpop.errors import SettingsError
+from fedpop.federation.cohort import Cohort
+from fedpop.runtime.random import Key
+
+STEP = 0.25
+"""The step where none is given, in units of one over the largest curvature of z_i's law given theta."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DGLMC(PosteriorSamples):
+    """Samples of the whole model by Gibbs steps between clients and server.
+
+    ``rho`` is one number for all or one for each client; without one rho_i = 1 / L_i, L_i the largest
+    curvature of U_i at the start: the stiffest direction's precision is then halved, every other one's
+    changed less. ``step`` is gamma_i for everyone; without one gamma_i = 0.25 / (L_i + 1 / rho_i). A network
+    whose curvature grows in training needs smaller ones.
+
+    >>> import torch, fedpop as fp
+    >>> x = torch.ones(50, 1)
+    >>> model = fp.Composition(None, torch.nn.Linear(1, 1, bias=False), fp.likelihoods.Normal(1.0))
+    >>> method = fp.DGLMC(model, rho=0.01, local_steps=10, samples=200)
+    >>> population = method.fit([(x, 2 * x[:, 0]), (x, 4 * x[:, 0])], rounds=400)
+    >>> p = population.predict(0, [[1.0]])  # N(3, 0.015); the posterior is N(3, 0.01)
+    >>> round(p.mean.item(), 1), round(p.means.std().item(), 1)
+    (3.0, 0.1)
+    """
+
+    local_steps: int = 10
+    rho: float | Sequence[float] | None = None
+    step: float | None = None
+    batch: int | None = None
+    prior_precision: float = 0.0
+
+    name: ClassVar[str] = "DG-LMC"
+    about: ClassVar[About] = About(
+        "Plassier et al., ICML 2021",
+        personalised=False,
+        memory="M (d + d_phi)",
+        instance="phi empty, z whole, mu drawn",
+    )
+    participation: ClassVar[str] = "full"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole(local_steps=self.local_steps)
+        if self.local_steps < 1:
+            raise SettingsError(f"local_steps must be at least 1, not {self.local_steps}")
+        if self.rho is not None and not isinstance(self.rho, int | float):
+            object.__setattr__(self, "rho", tuple(float(r) for r in self.rho))
+        for value in self.rho if isinstance(self.rho, tuple) else (self.rho,):
+            require_positive(rho=value)
+        require_positive(step=self.step)
+        check_batch(self.batch)
+        check_precision(self.prior_precision)
+
+    def check(self, clients: int) -> None:
+        super().check(clients)
+        if isinstance(self.rho, tuple) and len(self.rho) != clients:
+            raise SettingsError(
+                f"{len(self.rho)} values of rho for {clients} clients; give one for all or one each"
+            )
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return ("train",) if self.step is not None and self.rho is not None else ("curvature", "train")
+
+    def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
+        z = broadcast["w"].expand(len(ids), -1).clone()
+        return {"z": z, "curvature": z.new_zeros(len(ids))}
+
+    def local_round(
+        self,
+        phase: str,
+        broadcast: Tensors,
+        cohort: Cohort,
+        local: Tensors,
+        channel: Channel,
+        key: Key,
+    ) -> tuple[Tensors, Message, Info]:
+        u = Potential(self.model, cohort, self.batch)
+        theta = broadcast["w"].expand(len(cohort), -1)
+        if phase == "curvature":  # each client keeps its own
+            largest = u.largest(theta, key)
+            fresh = self.enter(cohort.ids, broadcast, key)
+            return fresh | {"curvature": largest}, Message({}, len(cohort)), Info()
+        z, stiffness = local["z"], self._stiffness(cohort.ids, local["curvature"])
+        gamma = self._gamma(stiffness, local["curvature"])
+        noise, total = key.at(purpose="noise"), z.new_zeros(len(cohort))
+        for m in range(self.local_steps):
+            value, slope = u(z, key.at(purpose=f"step-{m}"))
+            xi = noise.normal(cohort.ids, (z.shape[1],), z.dtype, m)
+            z = z - gamma * (slope + stiffness * (z - theta)) + torch.sqrt(2 * gamma) * xi
+            total = total + value
+        good, message = sent(
+            channel, cohort, finite(z, stiffness), {"z/rho": stiffness * z, "1/rho": stiffness}
+        )
+        loss = total / (self.local_steps * cohort.sizes.clamp(min=1))
+        passes = self.local_steps * u.examples
+        return local | {"z": kept(good, z, local["z"])}, message, cost(cohort, loss, good, passes, passes)
+
+    def _stiffness(self, ids: Tensor, curvature: Tensor) -> Tensor:
+        """1 / rho_i, ``[C, 1]``."""
+        if self.rho is None:
+            return curvature.unsqueeze(1)
+        rho = torch.as_tensor(self.rho, dtype=curvature.dtype, device=curvature.device)
+        return 1 / (rho[ids] if rho.dim() else rho.expand(len(ids))).unsqueeze(1)
+
+    def _gamma(self, stiffness: Tensor, curvature: Tensor) -> Tensor:
+        """gamma_i, ``[C, 1]``; a client without data and without a rho has nowhere to go."""
+        if self.step is not None:
+            return torch.full_like(stiffness, self.step) * (stiffness > 0)
+        total = stiffness + curvature.unsqueeze(1)
+        return torch.where(total > 0, STEP / total, torch.zeros_like(total))
+
+    def server_round(
+        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
+    ) -> Tensors:
+        if phase == "curvature" or total is None or total.count == 0:
+            return server
+        precision = self.prior_precision + total.sums["1/rho"]
+        if not float(precision) > 0:
+            return server
+        w = server["w"]
+        xi = key.at(purpose="theta").normal(key.server(w.device), tuple(w.shape), w.dtype)[0]
+        theta = total.sums["z/rho"] / precision + xi / torch.sqrt(precision)
+        return self.moved(server, theta, facts, key)

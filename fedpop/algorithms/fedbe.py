@@ -1,0 +1,153 @@
+"""FedBE (Chen and Chao, 2021): a Gaussian over the clients' models, and an ensemble drawn from it.
+
+    client   w_i = w after E epochs of SGD on f_i;  sends n_i (w_i - w), n_i (w_i - w)^2 and n_i
+    server   mu = w + sum n_i (w_i - w) / sum n_i
+             Sigma = diag(sum n_i (w_i - w)^2 / sum n_i - (mu - w)^2)
+             w_s ~ N(mu, Sigma), s = 1, ..., S;  the ensemble predicts mean_s p(y | x, w_s)
+             w = mu, or mu after epochs of SGD on unlabelled x with the ensemble's predictions for targets
+
+Moments are about w and travel in double precision: raw squares n_i w_i^2 lose the variance, which is far
+smaller than w^2, to cancellation. They are not linear in w_i, so a compressor is refused.
+
+Left out of the published method, which hands the clients' own models to the server: these models as further
+members, and Dirichlet mixtures of them (they would need weights drawn beforehand); its stochastic weight
+averaging while distilling (SWA) is plain SGD here. Its public code, read beside the paper, draws about
+directions normalised layer by layer, with the noise scaled by a tuned factor; ours is the paper's text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, sent
+from fedpop.algorithms.local_sgd import LocalSGD
+from fedpop.algorithms.samples import Ensemble
+from fedpop.algorithms.whole import cost, finite, parts
+from fedpop.channel import Channel
+from fedpop.errors import SettingsError
+from fedpop.federation.cohort import Cohort
+from fedpop.federation.inputs import Inputs
+from fedpop.models.modules import RowKeys
+from fedpop.runtime.random import Key
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """Unlabelled examples ``x`` on the server, and how the student is trained on them each round.
+
+    >>> import torch
+    >>> Distillation(torch.zeros(100, 3)).local.epochs
+    20
+    """
+
+    x: Tensor
+    local: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=20, rate=1e-3, batch=128))
+
+    def __post_init__(self) -> None:
+        # A method read back from a file knows of its examples only what they were.
+        if isinstance(self.x, Tensor) and (self.x.dim() < 2 or len(self.x) == 0):
+            raise SettingsError(
+                f"distillation needs unlabelled examples [n, ...], not a tensor of {tuple(self.x.shape)}"
+            )
+        if isinstance(self.x, Tensor) and not bool(torch.isfinite(self.x).all()):
+            raise SettingsError("the unlabelled examples hold NaN or infinite numbers; leave those rows out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedBE(Ensemble):
+    """An ensemble of global models.
+
+    ``samples`` models are drawn anew in every round (ten, as published). The step sizes are those of
+    ``local``, FedAvg's.
+
+    >>> import torch, fedpop as fp
+    >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
+    >>> model = fp.Composition(None, torch.nn.Linear(1, 1, bias=False), fp.likelihoods.Normal(1.0))
+    >>> method = fp.FedBE(model, local=fp.LocalSGD(epochs=20, rate=1.0), samples=1000)
+    >>> population = method.fit([(x, 2 * x[:, 0]), (x, 4 * x[:, 0])], rounds=5)
+    >>> p = population.predict(0, [[1.0]])  # clients end at 2 and 4
+    >>> round(p.mean.item(), 1), round(p.means.std().item(), 1)
+    (3.0, 1.0)
+    """
+
+    local: LocalSGD = field(default_factory=LocalSGD)
+    samples: int = 10
+    distil: Distillation | None = None
+
+    name: ClassVar[str] = "FedBE"
+    about: ClassVar[About] = About(
+        "Chen and Chao, ICLR 2021", personalised=False, bounds=False, memory="M (d + d_phi)"
+    )
+
+    def local_round(
+        self,
+        phase: str,
+        broadcast: Tensors,
+        cohort: Cohort,
+        local: Tensors,
+        channel: Channel,
+        key: Key,
+    ) -> tuple[Tensors, Message, Info]:
+        w = broadcast["w"].expand(len(cohort), -1)
+        new = self.train(self.local, w, cohort, key)
+        n, dw = cohort.sizes.double().unsqueeze(1), new.w.double() - w.double()
+        moments = {"dw": n * dw, "dw^2": n * dw.square(), "n": n}
+        good, message = sent(channel, cohort, finite(new.w), moments)
+        passes = self.local.steps(cohort)
+        return {}, message, cost(cohort, new.loss, good, passes, passes)
+
+    def server_round(
+        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
+    ) -> Tensors:
+        if total is None or total.count == 0 or float(total.sums["n"]) == 0:
+            return server
+        mu, variance = self.moments(server["w"], total)
+        ids = torch.arange(self.samples, device=mu.device)
+        xi = key.at(purpose="ensemble").normal(ids, tuple(mu.shape), mu.dtype)
+        members = (mu + variance.sqrt() * xi).to(server["w"].dtype)
+        mean = mu.to(members.dtype)
+        w = mean if self.distil is None else self._student(self.distil, mean, members, key)
+        new = server | {"w": w}
+        for s, member in enumerate(members):
+            new |= self.put(s, member.clone())
+        return new
+
+    def moments(self, w: Tensor, total: Message) -> tuple[Tensor, Tensor]:
+        """mu and the diagonal of Sigma, in double precision."""
+        n = total.sums["n"]
+        step = total.sums["dw"] / n
+        # Rounding may leave a variance of zero just below it.
+        return w.double() + step, (total.sums["dw^2"] / n - step.square()).clamp(min=0)
+
+    def _student(self, distil: Distillation, w: Tensor, members: Tensor, key: Key) -> Tensor:
+        """w trained on E log p(y | w), y from the ensemble, of which its mean is enough: every likelihood is
+        linear in y, given its own parameters, which stay at their mean."""
+        if not isinstance(distil.x, Tensor):
+            raise SettingsError("the unlabelled examples are not in the file; give distil=... again to go on")
+        x = distil.x.to(device=w.device)
+        x = x.to(w.dtype) if x.is_floating_point() else x
+        likelihood, size = self.model.likelihood, self.model.phi_layout.size
+        params = self.model.params(w[:size])
+        taught = likelihood.mean(self.outputs(members, x), self.likelihood_params(members)).mean(0)
+
+        def loss(w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None) -> Tensor:
+            phi, z = w[:size], w[size:]
+            eta = self.model.head_at(phi, z, self.model.embed(phi, x, rows), rows)
+            value = likelihood.log_prob(eta, y, params)
+            return -torch.where(mask > 0, value, torch.zeros_like(value)).sum() / mask.sum().clamp(min=1)
+
+        key = key.at(purpose="distil")
+        one = key.server(w.device)
+        examples = Cohort(one, torch.full_like(one, len(x)), x, taught, w.new_ones(1), len(x))
+        student = w.unsqueeze(0)
+        batched = self.model.batchable
+        trained = distil.local.run(loss, student, student[:, :0], x, examples, key, batched=batched).w[0]
+        return trained if bool(torch.isfinite(trained).all()) else w
+
+    def publish(self, server: Tensors) -> Tensors:
+        """The ensemble; phi and z are those of the server's w, the mean or the student."""
+        return super().publish(server) | parts(self.model, server["w"])

@@ -1,0 +1,185 @@
+"""U_i(w) = -log p(D_i | w) of every client of a cohort, w = (phi, z) whole: what Langevin methods follow.
+
+There is no prior in U_i; whoever moves w adds it. Dropout is off: the potential belongs to the network that
+predicts, and a sampler of its posterior has noise enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedpop.algorithms.base import split_cohort
+from fedpop.algorithms.local_sgd import LARGEST_BATCHED
+from fedpop.algorithms.point import joint_loss
+from fedpop.errors import SettingsError
+from fedpop.federation.cohort import Cohort
+from fedpop.federation.inputs import Inputs, map_inputs
+from fedpop.models.base import Model
+from fedpop.models.local import LocalLikelihood
+from fedpop.runtime.random import Key
+
+POWER_STEPS = 30
+"""Products with a Hessian that find its largest eigenvalue, to a few per cent."""
+LARGEST_EXACT = 512
+"""Parameters up to which a Hessian, or its diagonal, is computed column by column."""
+PROBES = 32
+"""Random signs that estimate the diagonal of a larger one."""
+
+
+class Potential:
+    """The potentials of a cohort; with ``batch``, unbiased estimates on so many examples of each client.
+
+    >>> import torch, fedpop as fp
+    >>> model = fp.Composition(None, torch.nn.Linear(1, 1, bias=False), fp.likelihoods.Normal(1.0))
+    >>> clients = model.prepare(fp.Federation.of([(torch.ones(3, 1), torch.ones(3))]))
+    >>> cohort = clients.cohort(torch.tensor([0]), torch.ones(1), torch.device("cpu"))
+    >>> Potential(model, cohort)(torch.zeros(1, 1), Key(0))[1]
+    tensor([[-3.]])
+    """
+
+    def __init__(self, model: Model, cohort: Cohort, batch: int | None = None) -> None:
+        self.model, self.cohort, self.batch = model, cohort, batch
+        self._loss = joint_loss(model, cohort.embedded)
+
+    @property
+    def examples(self) -> int:
+        """Examples that one evaluation looks at."""
+        most = self.cohort.sizes if self.batch is None else self.cohort.sizes.clamp(max=self.batch)
+        return int(most.sum())
+
+    def full(self) -> Potential:
+        """The same on all examples."""
+        return self if self.batch is None else Potential(self.model, self.cohort)
+
+    def __call__(self, w: Tensor, key: Key) -> tuple[Tensor, Tensor]:
+        """U_i ``[C]`` and its gradient ``[C, D]`` at w ``[C, D]``; the same key takes the same examples."""
+        if self.cohort.longest == 0:
+            return w.new_zeros(len(w)), torch.zeros_like(w)
+        uniform = key.at(purpose="batch").uniform
+        with torch.no_grad():
+            if self._linear is not None:
+                local = self._linear
+                if self.batch is not None:
+                    local = local.subset(self.batch, lambda n: uniform(self.cohort.ids, (n,)))
+                value, grad = local.value_and_grad(w.unsqueeze(1))
+                return -value[:, 0], -grad[:, 0]
+            pick = self._pick(uniform)
+            if not self._side_by_side(w):
+                return self._one_by_one(w, pick)
+            rows = torch.arange(len(w), device=w.device).unsqueeze(1)
+            x, y, mask = self._block
+            xb = map_inputs(lambda v: v[rows, pick], x)
+            both = torch.func.vmap(torch.func.grad_and_value(self._mean))
+            grad, value = both(w, xb, y[rows, pick], mask[rows, pick])
+            n = self.cohort.sizes.to(w.dtype)
+            return n * value, n.unsqueeze(1) * grad
+
+    @cached_property
+    def _linear(self) -> LocalLikelihood | None:
+        """The native path of linear heads, where w is nothing but a head."""
+        if not self.model.linear or self.model.phi_layout.size:
+            return None
+        phi = self.model.initial_phi()
+        return self.model.bind(phi, self.model.features(phi, self.cohort), self.cohort)
+
+    @cached_property
+    def _block(self) -> tuple[Inputs, Tensor, Tensor]:
+        # Padding repeats real rows, so that the loss is finite on it.
+        cohort = self.cohort
+        mask = torch.arange(cohort.longest, device=cohort.device) < cohort.sizes.unsqueeze(1)
+        dtype = self.model.initial_z().dtype
+        return map_inputs(cohort.fill, cohort.x), cohort.fill(cohort.y), mask.to(dtype)
+
+    def _mean(self, w: Tensor, x: Inputs, y: Tensor, mask: Tensor) -> Tensor:
+        return self._loss(w, w[:0], x, y, mask, None)
+
+    def _side_by_side(self, w: Tensor) -> bool:
+        return self.model.batchable and w.shape[1] <= LARGEST_BATCHED
+
+    def _pick(self, uniform: Callable[..., Tensor]) -> Tensor:
+        """Positions of a uniform subset of each client's examples, ``[C, size]``, padding last."""
+        cohort, longest = self.cohort, self.cohort.longest
+        places = torch.arange(longest, device=cohort.device)
+        if self.batch is None or self.batch >= longest:
+            return places.expand(len(cohort), -1)
+        number = uniform(cohort.ids, (longest,)) + 2 * (places >= cohort.sizes.unsqueeze(1))
+        return torch.topk(number, self.batch, largest=False).indices.sort().values
+
+    def _one_by_one(self, w: Tensor, pick: Tensor) -> tuple[Tensor, Tensor]:
+        grad, value = torch.zeros_like(w), w.new_zeros(len(w))
+        for c, one in enumerate(split_cohort(self.cohort)):
+            mine = pick[c][pick[c] < one.sizes[0]]
+            if len(mine):
+                leaf = w[c].clone().requires_grad_()
+                with torch.enable_grad():
+                    x = map_inputs(lambda v, m=mine: v[m], one.x)
+                    loss = int(one.sizes[0]) * self._mean(leaf, x, one.y[mine], w.new_ones(len(mine)))
+                value[c], (grad[c],) = loss.detach(), torch.autograd.grad(loss, leaf)
+        return value, grad
+
+    # --- second derivatives, on all examples --------------------------------------------------
+
+    def product(self, w: Tensor, v: Tensor) -> Tensor:
+        """Hessians at w times v, both ``[C, D]``."""
+        if self.cohort.longest == 0:
+            return torch.zeros_like(w)
+        n = self.cohort.sizes.to(w.dtype).unsqueeze(1)
+        if self._side_by_side(w):
+
+            def product(w: Tensor, v: Tensor, x: Inputs, y: Tensor, mask: Tensor) -> Tensor:
+                slope = torch.func.grad(lambda at: self._mean(at, x, y, mask))
+                out: Tensor = torch.func.grad(lambda at: slope(at) @ v)(w)
+                return out
+
+            with torch.no_grad():
+                each: Tensor = torch.func.vmap(product)(w, v, *self._block)
+            return n * each
+        out = torch.zeros_like(w)
+        for c, one in enumerate(split_cohort(self.cohort)):
+            if int(one.sizes[0]):
+                leaf = w[c].detach().clone().requires_grad_()
+                with torch.enable_grad():
+                    loss = self._mean(leaf, one.x, one.y, w.new_ones(int(one.sizes[0])))
+                    (slope,) = torch.autograd.grad(loss, leaf, create_graph=True)
+                    (out[c],) = torch.autograd.grad(slope @ v[c], leaf)
+        return n * out
+
+    def largest(self, w: Tensor, key: Key) -> Tensor:
+        """The largest curvature of each U_i at w, in absolute value, ``[C]``, by power iteration."""
+        v = key.at(purpose="power").normal(self.cohort.ids, (w.shape[1],), w.dtype)
+        length = v.new_ones(len(v))
+        for _ in range(POWER_STEPS):
+            v = self.product(w, v / v.norm(dim=1, keepdim=True).clamp(min=torch.finfo(v.dtype).tiny))
+            length = v.norm(dim=1)
+        return length
+
+    def diagonal(self, w: Tensor, key: Key) -> Tensor:
+        """The diagonals of the Hessians, ``[C, D]``: exact for small w, else from random signs."""
+        d = w.shape[1]
+        if d <= LARGEST_EXACT:
+            eye = torch.eye(d, dtype=w.dtype, device=w.device)
+            return torch.stack([self.product(w, e.expand_as(w))[:, j] for j, e in enumerate(eye)], 1)
+        total = torch.zeros_like(w)
+        for probe in range(PROBES):
+            u = key.at(purpose=f"probe-{probe}").uniform(self.cohort.ids, (d,), w.dtype)
+            signs = torch.where(u > 0.5, 1.0, -1.0).to(w.dtype)
+            total = total + signs * self.product(w, signs)
+        return total / PROBES
+
+    def hessian(self, w: Tensor) -> Tensor:
+        """The Hessians ``[C, D, D]``, for small w."""
+        eye = torch.eye(w.shape[1], dtype=w.dtype, device=w.device)
+        columns = torch.stack([self.product(w, e.expand_as(w)) for e in eye], 2)
+        return (columns + columns.mT) / 2
+
+
+def check_batch(batch: int | None) -> None:
+    """Raise unless this is a number of examples, or None for all."""
+    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
+        raise SettingsError(
+            f"batch is a whole number of examples, at least 1, or None for all, not {batch!r}"
+        )

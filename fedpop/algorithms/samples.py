@@ -1,0 +1,146 @@
+"""What Bayesian methods about the whole w = (phi, z) share: models kept by the server, and predictions that
+average over them.
+
+None of them is personalised: every client, old or new, has the same predictive distribution
+
+    p(y | x) = 1/S sum_s p(y | x, w_s),
+
+each w_s with its own phi. It asks for S networks where a prediction is made, which is the M (d + d_phi) of
+the feature table.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedpop.algorithms.base import Facts, Tensors, require_whole
+from fedpop.algorithms.whole import WholeModel, parts
+from fedpop.errors import SettingsError
+from fedpop.evaluation.predictive import Predictive
+from fedpop.federation.cohort import Cohort
+from fedpop.federation.inputs import Inputs
+from fedpop.models.likelihoods import Params
+from fedpop.runtime.random import Key
+
+_SLOT = "sample."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ensemble(WholeModel):
+    """The server holds w and up to ``samples`` models, one tensor each: those that stay are not copied."""
+
+    samples: int = 50
+
+    uncertainty: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole(samples=self.samples)
+        if self.samples < 1:
+            raise SettingsError(f"predictions average over at least one sample, not {self.samples}")
+
+    def members(self, server: Tensors) -> Tensor:
+        """The models kept, ``[S, D]``; before there is any, the server's own."""
+        held = [server[f"{_SLOT}{s}"] for s in range(self.samples) if f"{_SLOT}{s}" in server]
+        return torch.stack(held or [server["w"]])
+
+    def put(self, slot: int, w: Tensor) -> Tensors:
+        """The entry of the server's state for a member."""
+        return {f"{_SLOT}{slot}": w}
+
+    def publish(self, server: Tensors) -> Tensors:
+        samples = self.members(server)
+        held = sum(name.startswith(_SLOT) for name in server)
+        count = torch.tensor(held, device=samples.device)
+        return parts(self.model, samples.mean(0)) | {"samples": samples, "count": count}
+
+    def outputs(self, samples: Tensor, x: Inputs) -> Tensor:
+        """Head outputs ``[S, n, o]``, each sample with its own phi."""
+        each = parts(self.model, samples)
+        with torch.no_grad():
+            if not self.model.phi_layout.size:
+                return self.model.outputs_at(each["phi"][0], each["z"], x)
+            pairs = zip(each["phi"], each["z"], strict=True)
+            return torch.cat([self.model.outputs_at(phi, z.unsqueeze(0), x) for phi, z in pairs])
+
+    def likelihood_params(self, samples: Tensor) -> Params:
+        """The likelihood's own parameters in each sample, ``[S, 1, 1]``."""
+        own = [self.model.params(phi) for phi in parts(self.model, samples)["phi"]]
+        return {name: torch.stack([p[name] for p in own]).reshape(-1, 1, 1) for name in own[0]}
+
+    def predict(self, published: Tensors, personal: Tensors, x: Inputs, key: Key) -> Predictive:
+        samples = published["samples"]
+        eta, params = self.outputs(samples, x), self.likelihood_params(samples)
+        return Predictive(eta, self.model.likelihood, params, key, plug_in=False)
+
+    def score(
+        self, published: Tensors, cohort: Cohort, held_out: Cohort, local: Tensors, key: Key
+    ) -> Tensors:
+        each = parts(self.model, published["samples"])
+        log_prob = []
+        with torch.no_grad():
+            for phi, z in zip(each["phi"], each["z"], strict=True):
+                features = self.model.features(phi, held_out)
+                log_prob.append(self.model.log_prob(phi, z.unsqueeze(0), features, held_out.y))
+        mixture = torch.logsumexp(torch.cat(log_prob), 0) - math.log(len(log_prob))
+        return {"log_prob": mixture.sum().double(), "examples": held_out.sizes.sum().double()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PosteriorSamples(Ensemble):
+    """A Markov chain on w, of which the server keeps a ring of states after ``burn_in`` rounds, one in
+    ``thin`` rounds, the oldest of them overwritten.
+
+    Without more said, half of the rounds are burn-in (the usual caution with a chain whose start is a
+    network's random weights), and the ring is spread over all the others.
+    """
+
+    burn_in: int | None = None
+    thin: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value, least in (("burn_in", self.burn_in, 0), ("thin", self.thin, 1)):
+            if value is not None:
+                require_whole(**{name: value})
+                if value < least:
+                    raise SettingsError(f"{name} must be {least} or more rounds, not {value}")
+
+    def init(self, facts: Facts, key: Key) -> Tensors:
+        if self._burn_in(facts) >= facts.rounds:
+            raise SettingsError(
+                f"burn_in={self.burn_in} leaves none of {facts.rounds} rounds to keep samples of; run more "
+                "rounds, or burn in for fewer"
+            )
+        return super().init(facts, key)
+
+    def _burn_in(self, facts: Facts) -> int:
+        return facts.rounds // 2 if self.burn_in is None else self.burn_in
+
+    def moved(self, server: Tensors, w: Tensor, facts: Facts, key: Key) -> Tensors:
+        """The server's state after its chain moved to w in round ``key.round``."""
+        burn_in = self._burn_in(facts)
+        every = self.thin or max(1, (facts.rounds - burn_in) // self.samples)
+        since = key.round - burn_in
+        kept = self.put(since // every % self.samples, w) if since >= 0 and since % every == 0 else {}
+        return server | {"w": w} | kept
+
+
+def require_positive(**numbers: float | None) -> None:
+    """Raise unless these settings are positive and finite, or left open."""
+    for name, value in numbers.items():
+        if value is not None and not 0 < value < math.inf:
+            raise SettingsError(f"{name} must be positive and finite, not {value}")
+
+
+def check_precision(value: float) -> None:
+    """Raise unless this is the precision of a Gaussian prior, or 0 for a flat one."""
+    if not 0 <= value < math.inf:
+        raise SettingsError(
+            f"prior_precision is the prior's 1/variance, positive, or 0 for a flat prior, not {value}"
+        )
