@@ -115,7 +115,7 @@ class DGLMC(PosteriorSamples):
         if phase == "curvature":  # each client keeps its own
             largest = u.largest(theta, key)
             fresh = self.enter(cohort.ids, broadcast, key)
-            return fresh | {"curvature": largest}, Message({}, len(cohort)), Info()
+            return fresh | {"curvature": largest}, Message({}, len(cohort)), u.info
         z, stiffness = local["z"], self._stiffness(cohort.ids, local["curvature"])
         gamma = self._gamma(stiffness, local["curvature"])
         noise, total = key.at(purpose="noise"), z.new_zeros(len(cohort))

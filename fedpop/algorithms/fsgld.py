@@ -181,7 +181,7 @@ class FSGLD(PosteriorSamples):
         good, message = sent(channel, cohort, finite(*values.values()), values)
         # One that could not be made is the same nothing here and in the sum.
         new = {n: kept(good, values[n].reshape(v.shape), v) for n, v in nothing.items()}
-        return new, message, info
+        return new, message, info + u.info
 
     def _curvature(self, u: Potential, w: Tensor, key: Key) -> Tensor:
         """P_i: the Hessian of U_i, or its diagonal, without what is negative."""

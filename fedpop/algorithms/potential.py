@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import split_cohort
+from fedpop.algorithms.base import Info, split_cohort
 from fedpop.algorithms.local_sgd import LARGEST_BATCHED
 from fedpop.algorithms.point import joint_loss
 from fedpop.errors import SettingsError
@@ -43,6 +43,8 @@ class Potential:
 
     def __init__(self, model: Model, cohort: Cohort, batch: int | None = None) -> None:
         self.model, self.cohort, self.batch = model, cohort, batch
+        self.passes = 0
+        """Example-passes so far; a product with a Hessian is two."""
         self._loss = joint_loss(model, cohort.embedded)
 
     @property
@@ -50,6 +52,11 @@ class Potential:
         """Examples that one evaluation looks at."""
         most = self.cohort.sizes if self.batch is None else self.cohort.sizes.clamp(max=self.batch)
         return int(most.sum())
+
+    @property
+    def info(self) -> Info:
+        """What it cost so far, for phases that report nothing else."""
+        return Info({"backbone_passes": float(self.passes), "head_steps": float(self.passes)})
 
     def full(self) -> Potential:
         """The same on all examples."""
@@ -59,6 +66,7 @@ class Potential:
         """U_i ``[C]`` and its gradient ``[C, D]`` at w ``[C, D]``; the same key takes the same examples."""
         if self.cohort.longest == 0:
             return w.new_zeros(len(w)), torch.zeros_like(w)
+        self.passes += self.examples
         uniform = key.at(purpose="batch").uniform
         with torch.no_grad():
             if self._linear is not None:
@@ -128,6 +136,7 @@ class Potential:
         if self.cohort.longest == 0:
             return torch.zeros_like(w)
         n = self.cohort.sizes.to(w.dtype).unsqueeze(1)
+        self.passes += 2 * int(self.cohort.sizes.sum())
         if self._side_by_side(w):
 
             def product(w: Tensor, v: Tensor, x: Inputs, y: Tensor, mask: Tensor) -> Tensor:

@@ -139,10 +139,11 @@ class QLSD(PosteriorSamples):
         u = Potential(self.model, cohort, self.batch)
         if phase == "curvature":
             largest = u.largest(w, key).unsqueeze(1)
-            return {}, sent(channel, cohort, finite(largest), {"curvature": largest})[1], Info()
+            return {}, sent(channel, cohort, finite(largest), {"curvature": largest})[1], u.info
         if phase == "reference":
-            gradient = u.full()(w, key)[1]
-            return {}, sent(channel, cohort, finite(gradient), {"reference": gradient})[1], Info()
+            u = u.full()
+            gradient = u(w, key)[1]
+            return {}, sent(channel, cohort, finite(gradient), {"reference": gradient})[1], u.info
         value, h = u(w, key)
         passes, new = u.examples, local
         if self.variant == "star":

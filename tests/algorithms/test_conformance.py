@@ -309,7 +309,8 @@ def test_absent_clients_stay_as_they_were(name: str, kind: str) -> None:
             assert alike or i in active
             changed = changed or not alike
         assert set(active) | set(before) >= {i for i in range(4) if run.store.seen(EVERYONE[i])}
-    assert changed or not run.store.tensors  # those who are there do change, where there is something to keep
+    # Those who are there do change, where there is something to keep that is not fitted once and for all.
+    assert changed or not run.store.tensors or name == "FSGLD"
 
 
 @every("linear", "softmax")

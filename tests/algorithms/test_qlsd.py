@@ -233,3 +233,11 @@ def test_a_client_that_is_not_finite_is_left_out_and_keeps_its_memory() -> None:
 def test_impossible_settings(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         fp.QLSD(linear_model(), **settings)
+
+
+def test_the_work_before_the_rounds_is_counted() -> None:
+    """Thirty products with a Hessian, two passes each, then one gradient a round."""
+    model = linear_model()
+    method = fp.QLSD(model, samples=2, burn_in=0)
+    population = method.fit(ragged((3, 5)), rounds=4)
+    assert population.totals["backbone_passes"] == 8 * (30 * 2 + 4)
