@@ -15,6 +15,7 @@ from fedpop.algorithms import (
     Steps,
 )
 from fedpop.channel import QSGD, Compressor, Identity, Natural, RandK
+from fedpop.evaluation.protocol import Evaluation, Watch, evaluate
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.participation import Bernoulli, Everyone, Uniform
 from fedpop.federation.trace import Trace
@@ -59,6 +60,7 @@ __all__ = [
     "Decay",
     "EarlyStop",
     "Energy",
+    "Evaluation",
     "Everyone",
     "Exponential",
     "FedAvg",
@@ -85,6 +87,8 @@ __all__ = [
     "Table",
     "Trace",
     "Uniform",
+    "Watch",
+    "evaluate",
     "likelihoods",
     "links",
     "load",
