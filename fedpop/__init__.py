@@ -16,7 +16,9 @@ from fedpop.algorithms import (
 )
 from fedpop.channel import QSGD, Compressor, Identity, Natural, RandK
 from fedpop.evaluation.protocol import Evaluation, Watch, evaluate
+from fedpop.experiments.comparison import Comparison, compare
 from fedpop.federation.clients import Client, Federation, Table
+from fedpop.federation.held_out import hold_out
 from fedpop.federation.participation import Bernoulli, Everyone, Uniform
 from fedpop.federation.trace import Trace
 from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential, JumpHMC, MixtureDraw
@@ -51,6 +53,7 @@ __all__ = [
     "Bernoulli",
     "Callback",
     "Client",
+    "Comparison",
     "Composition",
     "Compressor",
     "Constant",
@@ -88,7 +91,9 @@ __all__ = [
     "Trace",
     "Uniform",
     "Watch",
+    "compare",
     "evaluate",
+    "hold_out",
     "likelihoods",
     "links",
     "load",

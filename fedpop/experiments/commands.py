@@ -7,26 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as RichTable
 
 from fedpop.errors import CheckpointError, DataError
 from fedpop.experiments.results import Results
 from fedpop.report.html import Table
 from fedpop.runtime.files import writable_folder, write_bytes
 
-REPORTS = ("synthetic", "theory", "defaults", "drift", "restarts", "clusters")
+REPORTS = ("synthetic", "theory", "defaults", "drift", "restarts", "clusters", "compare", "tune")
 """Experiments with a module of the same name in ``fedpop.report``."""
 DEMO_METHODS = ("FedSOUL", "FedRep-spectral", "FedRep", "FedAvg")
 
 
 def show(console: Console, table: Table, title: str) -> None:
     """A table on the terminal."""
-    out = RichTable(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for i, column in enumerate(table.columns):
-        out.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
-    for i, row in enumerate(table.rows):
-        out.add_row(*row, style="bold" if i in table.highlight else "")
-    console.print(out)
+    from fedpop.report.terminal import rich_table
+
+    console.print(rich_table(table, title))
 
 
 def run_demo(out: Path, seed: int) -> None:
@@ -149,6 +145,21 @@ def run_clusters(out: Path, seeds: int, processes: int | None) -> None:
     run_report_command(folder)
 
 
+def run_compare(
+    path: Path, out: Path | None, data: Path | None, seeds: int | None, processes: int | None
+) -> None:
+    """``fedpop compare``."""
+    from fedpop.experiments.comparison import compare_all, seeds_of
+    from fedpop.experiments.config import read_config
+
+    config = read_config(path, data)
+    folder = writable_folder(out or Path("runs") / config.name)
+    chosen = config.seeds if seeds is None else seeds_of(seeds)
+    workers = 0 if processes == 1 else processes
+    compare_all(config.task, config.entries, config.terms, chosen, folder, resume=True, processes=workers)
+    run_report_command(folder)
+
+
 def report_of(results: Results) -> Any:
     """The module that makes tables and pages of these records."""
     kinds = {r["experiment"] for r in results.records}
@@ -164,12 +175,15 @@ def run_report_command(folder: Path) -> None:
     """``fedpop report``: from records or from a run's metrics, whichever the folder holds."""
     console = Console()
     if not console.is_terminal:
-        console = Console(width=120)
+        console = Console(width=150)
     if (folder / "results.json").exists():
         from fedpop.report.html import markdown
 
         results = Results.open(folder)
         report = report_of(results)
+        if hasattr(report, "show_and_write"):
+            report.show_and_write(results, console)
+            return
         tables = {"Over seeds": report.summary_table(results)}
         if hasattr(report, "further_tables"):
             tables |= report.further_tables(results)
