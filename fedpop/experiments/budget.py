@@ -83,7 +83,7 @@ def rounds_within(
         price = trial.totals[-1] / max(sum(trial.examples), 1)
     if price <= 0:
         raise SettingsError(
-            f"{method.label} makes no backbone passes here (a backbone with nothing to learn has its features "
+            f"{method.label} makes no backbone passes here (where it has nothing to learn, features are "
             "computed once); give the budget in rounds"
         )
     spent, rounds, sizes = before, 0, federation.train.sizes

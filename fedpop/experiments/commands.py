@@ -160,6 +160,18 @@ def run_compare(
     run_report_command(folder)
 
 
+def run_tune(path: Path, out: Path | None, data: Path | None, processes: int | None) -> None:
+    """``fedpop tune``."""
+    from fedpop.experiments.config import read_config
+    from fedpop.experiments.tune import tune
+
+    config = read_config(path, data)
+    folder = writable_folder(out or Path("runs") / f"{config.name}-tune")
+    tune(config, folder, 0 if processes == 1 else processes)
+    run_report_command(folder)
+    Console().print(f"The chosen settings: fedpop compare {folder / 'tuned.toml'}", soft_wrap=True)
+
+
 def report_of(results: Results) -> Any:
     """The module that makes tables and pages of these records."""
     kinds = {r["experiment"] for r in results.records}

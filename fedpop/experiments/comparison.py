@@ -164,7 +164,7 @@ def _details(final: Evaluation) -> dict[str, Any]:
     return {
         "clients": list(final.names),
         "scores": {n: [_number(v) for v in t.tolist()] for n, t in final.scores.items()},
-        "reliability": [list(b) for b in final.reliability],
+        "reliability": [[b.confidence, b.accuracy, b.count] for b in final.reliability],
     }
 
 
@@ -378,8 +378,8 @@ def compare(
     The budget is ``rounds`` (500 unless told) or ``passes``, backbone example-passes, for which each method
     gets the rounds that its own price allows. ``newcomers`` are clients (with ``test`` sets) that take no
     part and are scored afterwards. All clients are evaluated ``every`` so many rounds and after each of the
-    ``last`` ones. ``out`` receives ``results.json``, ``results.md`` and ``report.html``; with ``resume``, runs
-    that are there already are not run again. With several ``processes`` methods run side by side.
+    ``last`` ones. ``out`` receives ``results.json``, ``results.md`` and ``report.html``; with ``resume``,
+    runs that are there already are not run again. With several ``processes`` methods run side by side.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)

@@ -25,7 +25,7 @@ from fedpop.experiments.methods import Entry, entry_from
 from fedpop.federation.clients import Federation
 
 KINDS: dict[str, Any] = {"synthetic": SyntheticTask, "images": ImageTask, "csv": CsvTask}
-TASK = {
+TASK: dict[str, dict[str, Any]] = {
     "synthetic": {"validation": 20, "new_clients": 0},
     "images": {"data": None, "new_clients": 0},
     "csv": {"new_clients": 0},

@@ -76,7 +76,8 @@ def method_from(name: str, settings: Mapping[str, Any], model: Model, where: str
     """
     cls = _known(name, where)
     built = _arguments(cls, settings, where, "", {"model"})
-    return _made(lambda: cls(model, **built), where)
+    method: Algorithm = _made(lambda: cls(model, **built), where)
+    return method
 
 
 def _arguments(

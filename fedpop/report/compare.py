@@ -37,10 +37,10 @@ PROTOCOL = (
     "nothing to offer). plug-in: no uncertainty about parameters."
 )
 COST = (
-    "Means over seeds. passes: backbone example-passes (a forward and a backward pass of one example is one, a "
-    "forward alone a third); head steps: example-steps of the head on features; seconds: of training, on one "
-    "machine, without evaluation. Methods that need everyone, or one client at a time, have their own rule of "
-    "who is active."
+    "Means over seeds. passes: backbone example-passes (forward and backward of an example is one, a forward "
+    "alone a third); head steps: example-steps of the head on features; seconds: of training, one machine, "
+    "without evaluation. Methods that need everyone, or one client at a time, have their own rule of who is "
+    "active."
 )
 
 
@@ -291,9 +291,9 @@ def _clients(comparison: Comparison, main: str, looks: Any) -> list[Section]:
     score = {"accuracy": "accuracy, %", "rmse": "RMSE"}[main]
     better = "above" if main in HIGH_IS_GOOD else "below"
     caption = (
-        f"Every dot is a client (of one seed): its {score.split(',')[0]} under {other}, across, and under the "
-        f"panel's method, upwards. Dots {better} the dotted line are clients that fare better with the panel's "
-        "method."
+        f"Every dot is a client (of one seed): its {score.split(',')[0]} under {other}, across, and under "
+        f"the panel's method, upwards. Dots {better} the dotted line are clients that fare better with the "
+        "panel's method; those far outside sit on the edge."
     )
     svg = plots.scatters(panels, looks, f"{other}: {score}", score)
     return [Section("Client by client", figures=[Figure(svg, caption)], wide=True)]
@@ -305,7 +305,7 @@ def _calibration(comparison: Comparison, main: str, looks: Any) -> list[Section]
         if not any(curves.values()):
             return []
         text = (
-            "Predictions in bins of equal confidence, all clients and seeds together: how sure, and how often "
+            "Predictions in bins of equal confidence, all clients and seeds together: how sure, how often "
             "right. Below the dotted line is overconfident; larger dots are more predictions."
         )
         ece = {m: 100 * mean(values(comparison.of_method(m), "test_pooled_ece")) for m in comparison.methods}

@@ -100,7 +100,7 @@ def test_the_memory_of_a_group_is_bounded(monkeypatch):
     monkeypatch.setattr(protocol, "ENTRIES", 5)
     seen = []
     examples = protocol._examples
-    monkeypatch.setattr(protocol, "_examples", lambda p, y: (seen.append(p.eta.numel()), examples(p, y))[1])
+    monkeypatch.setattr(protocol, "_examples", lambda p, *a: (seen.append(p.eta.numel()), examples(p, *a))[1])
     one = numbers([[0.0, 1.0]]), torch.zeros(2, 1, dtype=torch.float64)
     scored([(str(i), *one) for i in range(5)])
     assert seen == [4, 4, 2]
