@@ -210,10 +210,10 @@ def seeds_of(seeds: int | Sequence[int]) -> list[int]:
 
 def entries_of(methods: Sequence[Algorithm] | Mapping[str, Algorithm]) -> list[Entry]:
     """Methods as they are, under their labels."""
-    named = list(methods.items()) if isinstance(methods, Mapping) else [(m.label, m) for m in methods]
-    for _, method in named:
+    for method in methods.values() if isinstance(methods, Mapping) else methods:
         if not isinstance(method, Algorithm):
             raise SettingsError(f"compare takes methods such as fp.FedAvg(model), not {method!r}")
+    named = list(methods.items()) if isinstance(methods, Mapping) else [(m.label, m) for m in methods]
     entries = [Entry(label, given=method) for label, method in named]
     check_labels(entries)
     return entries

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -223,7 +224,11 @@ def to_toml(raw: Mapping[str, Any]) -> str:
 
 
 def _block(head: str, table: Mapping[str, Any]) -> str:
-    return "\n".join([head, *(f"{k} = {_toml(v)}" for k, v in table.items())]) + "\n"
+    return "\n".join([head, *(f"{_key(k)} = {_toml(v)}" for k, v in table.items())]) + "\n"
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
 
 
 def _toml(value: Any) -> str:
@@ -236,7 +241,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"
     return "[" + ", ".join(_toml(v) for v in value) + "]"
 
 

@@ -59,12 +59,27 @@ def draw(space: Any, key: Key, where: str) -> Any:
     )
 
 
+def spaces(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """What to search for by name; ``local.rate = ...`` may be written with quotation marks or without.
+
+    >>> spaces({"local": {"rate": {"log": [0.1, 1]}}, "heads.epochs": [1, 2]})
+    {'local.rate': {'log': [0.1, 1]}, 'heads.epochs': [1, 2]}
+    """
+    out: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping) and not set(value) & {"log", "linear", "whole"}:
+            out |= spaces(value, f"{path}{name}.")
+        else:
+            out[path + name] = value
+    return out
+
+
 def trials_of(entry: Entry, count: int, seed: int) -> list[Entry]:
     """The method with the settings of each trial: as written first, then drawn."""
     out = [with_entry(entry, entry.settings)]
     for t in range(1, count if entry.search else 1):
         settings: Mapping[str, Any] = entry.settings
-        for name, space in entry.search.items():
+        for name, space in spaces(entry.search).items():
             key = Key(seed, round=t, purpose=f"tune/{entry.label}/{name}")
             settings = changed(settings, name, draw(space, key, f"{entry.where}: search {name!r}"))
         out.append(with_entry(entry, settings))
