@@ -206,13 +206,14 @@ def _joined(group: Sequence[tuple[Predictive, Tensor]]) -> tuple[Predictive, Ten
 def _examples(p: Predictive, y: Tensor, widths: bool) -> dict[str, Tensor]:
     """What each example adds to the scores, ``[n]`` each."""
     nll = -p.log_prob(y)
+    lost = torch.where(torch.isnan(nll), nll, torch.zeros_like(nll))  # no prediction is not a wrong one
     if classes(p.likelihood, p.eta.shape[-1]):
         probs = p.probs.clamp(0, 1)  # a mean of ones may round to more
         labels = y.reshape(len(y)).long()
         truth = torch.nn.functional.one_hot(labels, probs.shape[-1]).to(probs.dtype)
         confidence, chosen = probs.max(-1)
         return {
-            "right": (chosen == labels).to(probs.dtype),
+            "right": (chosen == labels).to(probs.dtype) + lost,
             "confidence": confidence,
             "nll": nll,
             "brier": (probs - truth).square().sum(-1),
@@ -221,7 +222,7 @@ def _examples(p: Predictive, y: Tensor, widths: bool) -> dict[str, Tensor]:
     rows = {
         "square": (p.mean.reshape(shape) - y.reshape(shape)).square().mean(-1),
         "nll": nll,
-        "covered": p.covers(y, LEVEL).reshape(shape).to(p.eta.dtype).mean(-1),
+        "covered": p.covers(y, LEVEL).reshape(shape).to(p.eta.dtype).mean(-1) + lost,
     }
     if widths:
         few = replace(p, eta=p.eta[:: max(1, len(p.eta) // DRAWS)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -13,16 +13,29 @@ from fedpop.experiments.results import Results
 from fedpop.report.html import Table
 from fedpop.runtime.files import writable_folder, write_bytes
 
+if TYPE_CHECKING:
+    from fedpop.data.synthetic import SyntheticTask
+    from fedpop.experiments.comparison import Comparison
+
 REPORTS = ("synthetic", "theory", "defaults", "drift", "restarts", "clusters", "compare", "tune")
 """Experiments with a module of the same name in ``fedpop.report``."""
 DEMO_METHODS = ("FedSOUL", "FedRep-spectral", "FedRep", "FedAvg")
+"""With the exact optimum beside them: how near they come to the truth."""
+DEMO_COMPARED: tuple[dict[str, Any], ...] = (
+    {"name": "FedSOUL"},
+    {"name": "FedAvg", "local": {"epochs": 2, "rate": 0.005}},
+    {"name": "FedAvgFT", "local": {"epochs": 2, "rate": 0.005}, "fine_tune": {"epochs": 20, "rate": 0.005}},
+    {"name": "FedRep", "head": {"epochs": 5, "rate": 0.01}, "body": {"epochs": 2, "rate": 0.01}},
+)
+"""Under the protocol of ``fedpop compare``, in the form of its [[method]] tables."""
+DEMO_ROUNDS = 100
 
 
 def show(console: Console, table: Table, title: str) -> None:
     """A table on the terminal."""
-    from fedpop.report.terminal import rich_table
+    from fedpop.report.terminal import fitted, rich_table
 
-    console.print(rich_table(table, title))
+    console.print(rich_table(fitted(table, console.width), title))
 
 
 def run_demo(out: Path, seed: int) -> None:
@@ -31,6 +44,7 @@ def run_demo(out: Path, seed: int) -> None:
 
     from fedpop.data.synthetic import SyntheticTask
     from fedpop.experiments.synthetic import run_task
+    from fedpop.report.compare import summary
     from fedpop.report.synthetic import demo_report, demo_table
 
     console = Console()
@@ -45,8 +59,25 @@ def run_demo(out: Path, seed: int) -> None:
     outcomes = run_task(task, seed, DEMO_METHODS, progress=True, theta=False)
     Results(folder).add([outcome.record for outcome in outcomes])
     show(console, demo_table(outcomes), "Distance to the truth, and held-out predictions")
-    path = demo_report(folder / "report.html", outcomes, task.make(seed))
+    comparison = compare_demo(task, seed)
+    show(console, summary(comparison), f"Under one protocol: {DEMO_ROUNDS} rounds each (* plug-in)")
+    path = demo_report(folder / "report.html", outcomes, task.make(seed), comparison)
     console.print(f"The report is in [bold]{path}[/bold]; open it in a browser.")
+
+
+def compare_demo(task: SyntheticTask, seed: int, rounds: int = DEMO_ROUNDS) -> Comparison:
+    """The demo's methods under one protocol, on the same task."""
+    from tempfile import TemporaryDirectory
+
+    from fedpop.experiments.comparison import Terms, compare_all
+    from fedpop.experiments.config import Task
+    from fedpop.experiments.methods import entry_from
+
+    source = Task("synthetic", task, {"validation": 0, "new_clients": 10})
+    entries = [entry_from(table, "the demo") for table in DEMO_COMPARED]
+    terms = Terms(rounds=rounds, every=10)
+    with TemporaryDirectory() as held:
+        return compare_all(source, entries, terms, [seed], Path(held), resume=False, processes=0)
 
 
 def run_synthetic(out: Path, seeds: int, processes: int | None, main_only: bool) -> None:

@@ -14,7 +14,7 @@ from fedpop.experiments.comparison import Comparison
 from fedpop.experiments.results import Record, Results, mean, values
 from fedpop.report import plots
 from fedpop.report.html import Figure, Section, Table, markdown, write_report
-from fedpop.report.terminal import rich_table
+from fedpop.report.terminal import fitted, rich_table
 from fedpop.runtime.files import write_bytes
 from fedpop.runtime.progress import human_bytes
 
@@ -34,7 +34,7 @@ PROTOCOL = (
     "clients, then over seeds (± their standard deviation over seeds). worst 10 %: mean over the worst tenth "
     "of the clients. last: mean over the last rounds of the run instead of the final model. new, own data: "
     "clients never in training, with their own few examples; new, none: without any (- where the method has "
-    "nothing to offer). plug-in: no uncertainty about parameters."
+    "nothing to offer). plug-in: no uncertainty about parameters. diverged: a prediction was not finite."
 )
 COST = (
     "Means over seeds. passes: backbone example-passes (forward and backward of an example is one, a forward "
@@ -51,18 +51,18 @@ def main_score(comparison: Comparison) -> str:
 
 
 def shown(records: Sequence[Record], metric: str, percent: bool) -> str:
-    """Mean over seeds, with their standard deviation where there are several; - where one is missing."""
+    """Mean over seeds, with their standard deviation where there are several."""
     numbers = values(records, metric)
-    if not numbers:
-        return "-"
+    if not numbers:  # not there, or not finite
+        return "diverged" if any(metric in r["metrics"] for r in records) else "-"
     scale, digits = (100, 1) if percent else (1, 3)
     centre = scale * mean(numbers)
     text = f"{centre:.{digits}f}" if abs(centre) < 1e4 else f"{centre:.2g}"
     if len(numbers) > 1:
         spread = scale * stdev(numbers)
         text += f" ± {spread:.{digits}f}" if spread < 1e4 else f" ± {spread:.2g}"
-    lost = len(records) - len(numbers)
-    return text + (f" ({lost} lost)" if lost and metric.startswith("test_") else "")
+    lost = sum(metric in r["metrics"] for r in records) - len(numbers)
+    return text + (f" ({lost} diverged)" if lost else "")
 
 
 def active(item: Record) -> str:
@@ -82,7 +82,7 @@ def summary(comparison: Comparison) -> Table:
     """What is printed: scores and costs of each method in a row."""
     main = main_score(comparison)
     second, third = ("nll", "ece") if main == "accuracy" else ("nll", "coverage")
-    new = any("new_" + main in r["metrics"] or f"new_{main}" in r["metrics"] for r in comparison.records)
+    new = any(f"new_{main}" in r["metrics"] for r in comparison.records)
     columns = ["method", "active", "rounds", NAMES[main], "worst 10 %", "last", NAMES[second], NAMES[third]]
     columns += ["new, own data", "new, none"] if new else []
     columns += ["sent", "passes", "sec."]
@@ -105,12 +105,9 @@ def summary(comparison: Comparison) -> Table:
         sent = mean(values(records, "bytes_up", "cost")) + mean(values(records, "bytes_down", "cost"))
         row += [human_bytes(sent), _cost(records, "backbone_passes"), _cost(records, "seconds", 1)]
         rows.append(tuple(row))
-    return Table(_units(columns, main, third), rows, highlights(comparison))
-
-
-def _units(columns: Sequence[str], main: str, third: str) -> list[str]:
     named = {NAMES["accuracy"]: "accuracy, %", NAMES["coverage"]: "90 % cov., %"}
-    return [named.get(c, c) for c in columns]
+    spare = ("sec.", "last", "sent", "rounds", "passes", "worst 10 %", "new, none")
+    return Table([named.get(c, c) for c in columns], rows, highlights(comparison), spare)
 
 
 def flagged(method: str, records: Sequence[Record]) -> str:
@@ -239,8 +236,8 @@ def _pairs(comparison: Comparison, method: str, other: str, score: str) -> list[
     return out
 
 
-def page(comparison: Comparison, path: Path) -> Path:
-    """The page: scores on the way, clients, calibration, all tables."""
+def on_the_way(comparison: Comparison) -> list[Figure]:
+    """The main score against rounds, bytes and passes, and the log-score against rounds."""
     main = main_score(comparison)
     looks = plots.looks(comparison.methods)
     label = {"accuracy": "test accuracy, %", "rmse": "test RMSE"}[main]
@@ -269,8 +266,15 @@ def page(comparison: Comparison, path: Path) -> Path:
     if lines:
         svg = plots.paths(lines, looks, "round", "test NLL", False, False)
         figures.append(Figure(svg, "The log-score (lower is better), which also judges how sure they were."))
+    return figures
+
+
+def page(comparison: Comparison, path: Path) -> Path:
+    """The page: scores on the way, clients, calibration, all tables."""
+    main = main_score(comparison)
+    looks = plots.looks(comparison.methods)
     sections = [Section("The comparison", PROTOCOL + " Methods with * are plug-in.", summary(comparison))]
-    sections.append(Section("On the way", figures=figures))
+    sections.append(Section("On the way", figures=on_the_way(comparison)))
     sections += _clients(comparison, main, looks) + _calibration(comparison, main, looks)
     sections.append(Section("All scores", table=scores_table(comparison)))
     new = new_table(comparison)
@@ -349,7 +353,8 @@ def lead_of(comparison: Comparison) -> str:
         "csv": lambda: f"{Path(task['file']).name}",
     }.get(task.get("kind", ""), lambda: "the given clients")()
     return (
-        f"{len(comparison.methods)} methods on {about}; {budget}; {seeds} seed(s). The same splits, the same "
+        f"{len(comparison.methods)} methods on {about}; {budget}; {seeds} seed{'s' * (seeds > 1)}. The same "
+        "splits, the same "
         "participation draws and the same evaluation for all."
     )
 
@@ -379,7 +384,7 @@ def show_and_write(results: Results, console: Console) -> None:
     comparison = Comparison.of(results)
     table = summary(comparison)
     console.print(lead_of(comparison))
-    console.print(rich_table(table))
+    console.print(rich_table(fitted(table, console.width)))
     if any(row[0].endswith(" *") for row in table.rows):
         console.print("* plug-in: predicts from a point estimate, without uncertainty about parameters")
     path = write_files(comparison, results.folder)

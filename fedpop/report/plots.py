@@ -371,7 +371,19 @@ def ranked(
         limit = 4 * sorted(finite)[len(finite) // 2] if finite else 1.0
         shown = [min(v, limit) if math.isfinite(v) else 0.0 for v in heights.values()]
         drawn = axes.barh(range(len(shown)), shown, color=[looks[n][0] for n in heights], height=0.65)
-        axes.bar_label(drawn, labels=[f"{v:.3g}" for v in heights.values()], padding=3, fontsize=7.5)
+        longest = max(shown, default=1.0) or 1.0
+        for bar, v, width in zip(drawn, heights.values(), shown, strict=True):
+            inside = width > 0.2 * longest
+            axes.annotate(
+                f"{v:.3g}" if math.isfinite(v) else "diverged",
+                (0 if inside else width, bar.get_y() + bar.get_height() / 2),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=7.5,
+                color="white" if inside else "#1c1e21",
+                weight="bold" if inside else "normal",
+            )
         if reference is not None:
             axes.axvline(reference[1], color="#000000", linestyle="--", linewidth=1)
         axes.set_yticks(range(len(heights)), list(heights), fontsize=8)
@@ -389,7 +401,7 @@ def scatters(
     y_label: str,
 ) -> str:
     """A panel per method: every client a dot, against the same client under another method."""
-    columns = min(4, max(len(panels), 1))
+    columns = 4
     rows = -(-len(panels) // columns)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(2.35 * columns, 2.35 * rows + 0.2), layout="constrained")
