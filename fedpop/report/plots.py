@@ -41,9 +41,10 @@ def colour(method: str) -> str:
     return COLOURS.get(method, SPARE[sum(map(ord, method)) % len(SPARE)])
 
 
-def _svg(figure: Figure) -> str:
+def _svg(figure: Figure, tight: bool = True) -> str:
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None}, bbox_inches="tight")
+    box = "tight" if tight else None
+    figure.savefig(buffer, format="svg", metadata={"Date": None}, bbox_inches=box)
     text = buffer.getvalue()
     return text[text.index("<svg") :]
 
@@ -338,7 +339,8 @@ def _legend_below(axes: Axes, count: int) -> None:
 
 
 def reliabilities(curves: Mapping[str, Sequence[tuple[float, float, int]]], looks: Mapping[str, Look]) -> str:
-    """Accuracy against confidence, (confidence, accuracy, count) in bins; bins with few are faint."""
+    """Accuracy against confidence, (confidence, accuracy, count) in bins, larger dots for more of them; bins
+    with less than half a per cent of the predictions are left out."""
     with matplotlib.rc_context(STYLE):
         figure, axes = _axes(4.6, 4.2)
         axes.plot((0, 1), (0, 1), color="#000000", linewidth=0.9, linestyle=":")
@@ -346,7 +348,8 @@ def reliabilities(curves: Mapping[str, Sequence[tuple[float, float, int]]], look
             if not curve:
                 continue
             shade, dash = looks[name]
-            xs, ys, counts = zip(*curve, strict=True)
+            whole = sum(n for _, _, n in curve)
+            xs, ys, counts = zip(*[bin for bin in curve if bin[2] >= 0.005 * whole], strict=True)
             axes.plot(xs, ys, dash, color=shade, linewidth=1.4, label=name)
             sizes = [60 * n / max(sum(counts), 1) + 4 for n in counts]
             axes.scatter(xs, ys, s=sizes, color=shade, zorder=3)
@@ -417,9 +420,12 @@ def scatters(
             axes.set_aspect("equal")
             axes.set_title(name, fontsize=9)
             axes.tick_params(labelsize=7)
-        figure.supxlabel(x_label, fontsize=9)
-        figure.supylabel(y_label, fontsize=9)
-        return _svg(figure)
+            axes.set_xlabel(x_label, fontsize=8)
+            if i % columns == 0:
+                axes.set_ylabel(y_label, fontsize=8)
+        for blank in range(len(panels), columns * rows):  # few panels stay small
+            figure.add_subplot(rows, columns, blank + 1).set_axis_off()
+        return _svg(figure, tight=False)
 
 
 def _usual_range(numbers: Sequence[float]) -> tuple[float, float]:
