@@ -26,6 +26,8 @@ GROUPS = {
     "federation": ("Clients", "Data, and who takes part in a round."),
     "population": ("Populations", "What `fit` returns."),
     "runtime": ("Running", "The simulator and what may happen between rounds."),
+    "evaluation": ("Evaluation", "Scores of every client, under one protocol."),
+    "experiments": ("Comparisons", "Methods side by side."),
     "errors": ("Errors", ""),
 }
 ANSWERS = [

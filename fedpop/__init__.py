@@ -30,7 +30,10 @@ from fedpop.algorithms import (
     Steps,
 )
 from fedpop.channel import QSGD, Compressor, Identity, Natural, RandK
+from fedpop.evaluation.protocol import Evaluation, Watch, evaluate
+from fedpop.experiments.comparison import Comparison, compare
 from fedpop.federation.clients import Client, Federation, Table
+from fedpop.federation.held_out import hold_out
 from fedpop.federation.participation import Bernoulli, Everyone, Uniform
 from fedpop.federation.trace import Trace
 from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential, JumpHMC, MixtureDraw
@@ -71,6 +74,7 @@ __all__ = [
     "Bernoulli",
     "Callback",
     "Client",
+    "Comparison",
     "Composition",
     "Compressor",
     "Constant",
@@ -82,6 +86,7 @@ __all__ = [
     "Ditto",
     "EarlyStop",
     "Energy",
+    "Evaluation",
     "Everyone",
     "Exponential",
     "FedAvg",
@@ -115,6 +120,10 @@ __all__ = [
     "Table",
     "Trace",
     "Uniform",
+    "Watch",
+    "compare",
+    "evaluate",
+    "hold_out",
     "likelihoods",
     "links",
     "load",

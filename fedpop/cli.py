@@ -29,6 +29,48 @@ def demo(out: Path = Path("runs/demo"), seed: int = 0) -> None:
     run_demo(out, seed)
 
 
+@app.command
+def compare(
+    config: Positional[Path],
+    out: Annotated[Path | None, arg(metavar="PATH")] = None,
+    data: Annotated[Path | None, arg(metavar="PATH")] = None,
+    seeds: Annotated[int | None, arg(metavar="INT")] = None,
+    processes: Annotated[int | None, arg(metavar="INT")] = None,
+) -> None:
+    """Methods under one protocol: a table, results.json, results.md, report.html; goes on where it stopped.
+
+    Args:
+        config: A TOML file with a task, the terms and methods; see examples/.
+        out: Folder for the results; runs/NAME of the file unless told.
+        data: Folder with the images, in place of what the file says.
+        seeds: How many seeds, in place of what the file says.
+        processes: Worker processes; one per core unless told.
+    """
+    from fedpop.experiments.commands import run_compare
+
+    run_compare(config, out, data, seeds, processes)
+
+
+@app.command
+def tune(
+    config: Positional[Path],
+    out: Annotated[Path | None, arg(metavar="PATH")] = None,
+    data: Annotated[Path | None, arg(metavar="PATH")] = None,
+    processes: Annotated[int | None, arg(metavar="INT")] = None,
+) -> None:
+    """Search methods' settings at random on validation examples; writes tuned.toml for fedpop compare.
+
+    Args:
+        config: A TOML file as for fedpop compare, with [method.search] tables.
+        out: Folder for the trials; runs/NAME-tune of the file unless told.
+        data: Folder with the images, in place of what the file says.
+        processes: Worker processes; one per core unless told.
+    """
+    from fedpop.experiments.commands import run_tune
+
+    run_tune(config, out, data, processes)
+
+
 @experiment.command
 def synthetic(
     out: Path = Path("results/synthetic"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,25 @@ class Population:
         for ids in self._groups():
             self._personalise(ids)
         return self
+
+    def held_out(self, split: str) -> Iterator[tuple[int, Predictive | None, Tensor]]:
+        """For every client that has examples in this split: its position, the predictive distribution of
+        these examples (None where the method has no model for this client) and their targets."""
+        if self.federation is None or split not in self.federation.splits:
+            raise DataError(f"there are no {split} data here to be judged on")
+        sizes, method = self.federation.splits[split].sizes, self.algorithm
+        if self.federation.embedded:  # what is held are features already
+            method = method.but(model=self.model.on_features())
+        device = self.published["phi"].device
+        with suppress(DataError):  # somebody cannot be served: one at a time tells who
+            self.sample_all()
+        for i in (sizes > 0).nonzero().squeeze(1).tolist():
+            own = self.federation.cohort(torch.tensor([i]), torch.ones(1), device, split)
+            key = self.key.at(purpose=f"predict.{i}")
+            try:
+                yield i, method.predict(self.published, self._model_of(i), own.x, key), own.y
+            except DataError:
+                yield i, None, own.y
 
     def posterior(self, client: str | int) -> Posterior:
         """Draws from p(z | D_i, theta): a pass of its own, with theta frozen at the returned value."""

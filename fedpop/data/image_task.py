@@ -44,17 +44,22 @@ class ImageTask:
 
     def make(self, folder: str | Path, seed: int) -> list[Client]:
         """Clients with their three sets, standardised."""
+        return self.split(folder, seed)[0]
+
+    def split(self, folder: str | Path, seed: int, new: int = 0) -> tuple[list[Client], list[Client]]:
+        """Clients, and ``new`` further ones with ``n_small`` images each that are kept apart: nobody else
+        holds their images, nor are they among anybody's validation images."""
         source = open_images(self.images, folder)
-        train = ByClass(self.classes, self.sizes).deal(source.train.labels, seed)
+        train = ByClass(self.classes, self.sizes + (self.n_small,) * new).deal(source.train.labels, seed)
         validation = train.draw(source.train.labels, self.validation, seed, "validation", among=train.rest)
         test = train.draw(source.test.labels, self.test, seed, "test")
         sets = zip(train.rows, validation.rows, test.rows, strict=True)
         pixels = {split: _Cache(source, split) for split in ("train", "test")}
         clients = []
-        for own, held, new in sets:
+        for own, held, unseen in sets:
             x, y = pixels["train"](own)
-            clients.append(Client(x, y, validation=pixels["train"](held), test=pixels["test"](new)))
-        return clients
+            clients.append(Client(x, y, validation=pixels["train"](held), test=pixels["test"](unseen)))
+        return clients[: len(self.sizes)], clients[len(self.sizes) :]
 
     def model(self, seed: int, classes: int = 10) -> Composition:
         """The network of these images with a keyed random start, the same for every method."""

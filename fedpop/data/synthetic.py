@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,8 @@ class SyntheticTask:
         if not 0 <= self.share_small <= 1:
             raise SettingsError(f"share_small lies in [0, 1], not {self.share_small}")
 
-    def make(self, seed: int) -> Synthetic:
-        """Draw truth and data."""
+    def make(self, seed: int, validation: int = 0) -> Synthetic:
+        """Draw truth and data, with so many validation examples for each client beside the held-out ones."""
         key = Key(seed, purpose="synthetic")
         ids = torch.arange(self.b)
         phi = key.at(purpose="phi").normal(key.server(), (self.k, self.d), torch.float64)[0]
@@ -55,10 +55,17 @@ class SyntheticTask:
         x_new = key.at(purpose="x.new").normal(ids, (self.held_out, self.k), torch.float64)
         y_all = self._targets(x_all, phi, z, key.at(purpose="y"))
         y_new = self._targets(x_new, phi, z, key.at(purpose="y.new"))
+        x_own = key.at(purpose="x.validation").normal(ids, (validation, self.k), torch.float64)
+        y_own = self._targets(x_own, phi, z, key.at(purpose="y.validation"))
         for i, n in enumerate(sizes):
             held_out = (x_new[i].float(), y_new[i].float())
-            clients.append(Client(x_all[i, :n].float(), y_all[i, :n].float(), test=held_out))
+            chosen_on = (x_own[i].float(), y_own[i].float()) if validation else None
+            clients.append(Client(x_all[i, :n].float(), y_all[i, :n].float(), chosen_on, held_out))
         return Synthetic(self, clients, phi, z)
+
+    def newcomers(self, seed: int, count: int) -> list[Client]:
+        """Further clients of the same population, ``n_small`` examples each; none is among ``make``'s."""
+        return replace(self, b=self.b + count, share_small=1.0).make(seed).clients[self.b :]
 
     def _effects(self, ids: Tensor, key: Key) -> Tensor:
         """z of these clients, ``[C, d]``."""

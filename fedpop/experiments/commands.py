@@ -4,29 +4,38 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table as RichTable
 
 from fedpop.errors import CheckpointError, DataError
 from fedpop.experiments.results import Results
 from fedpop.report.html import Table
 from fedpop.runtime.files import writable_folder, write_bytes
 
-REPORTS = ("synthetic", "theory", "defaults", "drift", "restarts", "clusters")
+if TYPE_CHECKING:
+    from fedpop.data.synthetic import SyntheticTask
+    from fedpop.experiments.comparison import Comparison
+
+REPORTS = ("synthetic", "theory", "defaults", "drift", "restarts", "clusters", "compare", "tune")
 """Experiments with a module of the same name in ``fedpop.report``."""
 DEMO_METHODS = ("FedSOUL", "FedRep-spectral", "FedRep", "FedAvg")
+"""With the exact optimum beside them: how near they come to the truth."""
+DEMO_COMPARED: tuple[dict[str, Any], ...] = (
+    {"name": "FedSOUL"},
+    {"name": "FedAvg", "local": {"epochs": 2, "rate": 0.005}},
+    {"name": "FedAvgFT", "local": {"epochs": 2, "rate": 0.005}, "fine_tune": {"epochs": 20, "rate": 0.005}},
+    {"name": "FedRep", "head": {"epochs": 5, "rate": 0.01}, "body": {"epochs": 2, "rate": 0.01}},
+)
+"""Under the protocol of ``fedpop compare``, in the form of its [[method]] tables."""
+DEMO_ROUNDS = 100
 
 
 def show(console: Console, table: Table, title: str) -> None:
     """A table on the terminal."""
-    out = RichTable(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for i, column in enumerate(table.columns):
-        out.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
-    for i, row in enumerate(table.rows):
-        out.add_row(*row, style="bold" if i in table.highlight else "")
-    console.print(out)
+    from fedpop.report.terminal import fitted, rich_table
+
+    console.print(rich_table(fitted(table, console.width), title))
 
 
 def run_demo(out: Path, seed: int) -> None:
@@ -35,6 +44,7 @@ def run_demo(out: Path, seed: int) -> None:
 
     from fedpop.data.synthetic import SyntheticTask
     from fedpop.experiments.synthetic import run_task
+    from fedpop.report.compare import summary
     from fedpop.report.synthetic import demo_report, demo_table
 
     console = Console()
@@ -49,7 +59,9 @@ def run_demo(out: Path, seed: int) -> None:
     outcomes = run_task(task, seed, DEMO_METHODS, progress=True, theta=False)
     Results(folder).add([outcome.record for outcome in outcomes])
     show(console, demo_table(outcomes), "Distance to the truth, and held-out predictions")
-    path = demo_report(folder / "report.html", outcomes, task.make(seed))
+    comparison = compare_demo(task, seed)
+    show(console, summary(comparison), f"Under one protocol: {DEMO_ROUNDS} rounds each (* plug-in)")
+    path = demo_report(folder / "report.html", outcomes, task.make(seed), comparison)
     console.print(f"The report is in [bold]{path}[/bold]; open it in a browser.")
 
 
@@ -68,6 +80,21 @@ def run_methods() -> None:
     console.print(note, style="dim")
     console.print()
     show(console, references, "References")
+
+
+def compare_demo(task: SyntheticTask, seed: int, rounds: int = DEMO_ROUNDS) -> Comparison:
+    """The demo's methods under one protocol, on the same task."""
+    from tempfile import TemporaryDirectory
+
+    from fedpop.experiments.comparison import Terms, compare_all
+    from fedpop.experiments.config import Task
+    from fedpop.experiments.methods import entry_from
+
+    source = Task("synthetic", task, {"validation": 0, "new_clients": 10})
+    entries = [entry_from(table, "the demo") for table in DEMO_COMPARED]
+    terms = Terms(rounds=rounds, every=10)
+    with TemporaryDirectory() as held:
+        return compare_all(source, entries, terms, [seed], Path(held), resume=False, processes=0)
 
 
 def run_synthetic(out: Path, seeds: int, processes: int | None, main_only: bool) -> None:
@@ -166,6 +193,33 @@ def run_clusters(out: Path, seeds: int, processes: int | None) -> None:
     run_report_command(folder)
 
 
+def run_compare(
+    path: Path, out: Path | None, data: Path | None, seeds: int | None, processes: int | None
+) -> None:
+    """``fedpop compare``."""
+    from fedpop.experiments.comparison import compare_all, seeds_of
+    from fedpop.experiments.config import read_config
+
+    config = read_config(path, data)
+    folder = writable_folder(out or Path("runs") / config.name)
+    chosen = config.seeds if seeds is None else seeds_of(seeds)
+    workers = 0 if processes == 1 else processes
+    compare_all(config.task, config.entries, config.terms, chosen, folder, resume=True, processes=workers)
+    run_report_command(folder)
+
+
+def run_tune(path: Path, out: Path | None, data: Path | None, processes: int | None) -> None:
+    """``fedpop tune``."""
+    from fedpop.experiments.config import read_config
+    from fedpop.experiments.tune import tune
+
+    config = read_config(path, data)
+    folder = writable_folder(out or Path("runs") / f"{config.name}-tune")
+    tune(config, folder, 0 if processes == 1 else processes)
+    run_report_command(folder)
+    Console().print(f"The chosen settings: fedpop compare {folder / 'tuned.toml'}", soft_wrap=True)
+
+
 def report_of(results: Results) -> Any:
     """The module that makes tables and pages of these records."""
     kinds = {r["experiment"] for r in results.records}
@@ -181,12 +235,15 @@ def run_report_command(folder: Path) -> None:
     """``fedpop report``: from records or from a run's metrics, whichever the folder holds."""
     console = Console()
     if not console.is_terminal:
-        console = Console(width=120)
+        console = Console(width=150)
     if (folder / "results.json").exists():
         from fedpop.report.html import markdown
 
         results = Results.open(folder)
         report = report_of(results)
+        if hasattr(report, "show_and_write"):
+            report.show_and_write(results, console)
+            return
         tables = {"Over seeds": report.summary_table(results)}
         if hasattr(report, "further_tables"):
             tables |= report.further_tables(results)

@@ -26,10 +26,14 @@ class Job:
     setting: dict[str, Any]
     seed: int
     methods: tuple[str, ...]
+    config: dict[str, Any] | None = None
+    """Records of another configuration are not those asked for."""
 
     def done(self, results: Results) -> bool:
         there = {
-            r["method"] for r in results.records if r["setting"] == self.setting and r["seed"] == self.seed
+            r["method"]
+            for r in results.records
+            if r["setting"] == self.setting and r["seed"] == self.seed and self.config in (None, r["config"])
         }
         return set(self.methods) <= there
 
@@ -46,8 +50,13 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def run_jobs(jobs: Sequence[Job], results: Results, processes: int | None, title: str) -> None:
-    """Run the jobs that are missing; records are written as they arrive, so a stop loses one job at most."""
+def run_jobs(
+    jobs: Sequence[Job], results: Results, processes: int | None, title: str, show: bool = True
+) -> None:
+    """Run the jobs that are missing; records are written as they arrive, so a stop loses one job at most.
+
+    ``processes`` None is one per core; 0 runs them in this process, one after the other.
+    """
     todo = [job for job in jobs if not job.done(results)]
     workers = max(1, min(processes or os.cpu_count() or 1, len(todo) or 1))
     columns = (
@@ -57,9 +66,15 @@ def run_jobs(jobs: Sequence[Job], results: Results, processes: int | None, title
         TimeElapsedColumn(),
         TextColumn("{task.fields[last]}"),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=Console(stderr=True), disable=not show) as progress:
         task = progress.add_task(title, total=len(jobs), completed=len(jobs) - len(todo), last="")
         if not todo:
+            return
+        if processes == 0:
+            for job in todo:
+                progress.update(task, last=job.label)
+                results.add(job.call(*job.arguments))
+                progress.update(task, advance=1)
             return
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:

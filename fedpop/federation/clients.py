@@ -193,6 +193,11 @@ class Federation:
         extra = "" if split == "train" else f", {split} set"
         return f"client {self.names[i]!r}{extra}, row {row - int(packed.starts[i])}"
 
+    def map_x(self, change: Callable[[Tensor], Tensor]) -> Federation:
+        """A federation with every x changed in this way."""
+        splits = {s: Packed(map_inputs(change, p.x), p.y, p.starts, p.sizes) for s, p in self.splits.items()}
+        return Federation(self.names, splits, self.embedded, self._index)
+
     def map_inputs(self, embed: Callable[[Inputs], Inputs]) -> Federation:
         """A federation that holds features in place of x."""
         splits = {split: Packed(embed(p.x), p.y, p.starts, p.sizes) for split, p in self.splits.items()}

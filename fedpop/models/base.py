@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +140,12 @@ class Model(ABC):
     def frozen(self) -> bool:
         """Features never change, so they are computed once."""
         return False
+
+    def on_features(self) -> Self:
+        """This model for examples whose features were computed already."""
+        out = copy.copy(self)
+        setattr(out, "embed", lambda phi, x, rows=None: x)  # noqa: B010 (a method of this copy alone)
+        return out
 
     # --- where a population prior starts ------------------------------------------------------
 

@@ -19,6 +19,8 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     highlight: frozenset[int] = frozenset()
+    spare: Sequence[str] = ()
+    """Columns that a narrow terminal may leave out, the first first."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fedpop.data.synthetic import Synthetic
+from fedpop.experiments.comparison import Comparison
 from fedpop.experiments.results import Record, Results, mean, middle, values
 from fedpop.experiments.synthetic import METHODS, Outcome
 from fedpop.population import Population
@@ -53,7 +54,9 @@ def demo_table(outcomes: Sequence[Outcome]) -> Table:
     return Table(COLUMNS, [row(o.record) for o in outcomes], frozenset({0}))
 
 
-def demo_report(path: Path, outcomes: Sequence[Outcome], data: Synthetic) -> Path:
+def demo_report(
+    path: Path, outcomes: Sequence[Outcome], data: Synthetic, comparison: Comparison | None = None
+) -> Path:
     """What ``make demo`` leaves to look at."""
     by_name = {o.record["method"]: o.record for o in outcomes}
     exact = by_name["Exact"]["metrics"]["principal_angle"]
@@ -117,6 +120,8 @@ def demo_report(path: Path, outcomes: Sequence[Outcome], data: Synthetic) -> Pat
             figures=clients,
         ),
     ]
+    if comparison is not None:
+        sections += _compared(comparison)
     lead = (
         f"{task.b} clients hold {' or '.join(map(str, sizes))} examples each of y = x' phi z + noise, with "
         f"{task.k} inputs, a shared {task.k} x {task.d} matrix phi and private z. FedSOUL learns phi and the "
@@ -124,6 +129,16 @@ def demo_report(path: Path, outcomes: Sequence[Outcome], data: Synthetic) -> Pat
         "with the exact optimum."
     )
     return write_report(path, "fedpop: the synthetic task", lead, sections)
+
+
+def _compared(comparison: Comparison) -> list[Section]:
+    """More methods, under the protocol of ``fedpop compare``."""
+    from fedpop.report import compare
+
+    return [
+        Section("More methods, under one protocol", compare.PROTOCOL, compare.summary(comparison)),
+        Section("", figures=compare.on_the_way(comparison)[:2]),
+    ]
 
 
 def _test(data: Synthetic, i: int) -> Any:

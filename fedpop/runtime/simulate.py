@@ -123,6 +123,11 @@ def simulate(
     return best[1]
 
 
+def who(rule: Participation, clients: int, key: Key, round: int) -> Active:
+    """The active clients of a round: they depend on the rule, the seed and the round, never on the method."""
+    return rule.draw(clients, key.at(round=round, purpose="train").at(purpose="who"))
+
+
 class Run:
     """One run: its server state, its clients' states, and where it stands."""
 
@@ -281,7 +286,7 @@ class Run:
         """One round of the last phase; state changes only when all of it is done."""
         started = time.perf_counter()
         key = self.key.at(round=self.round, purpose="train")
-        active = self.settings.participation.draw(len(self.federation), key.at(purpose="who"))
+        active = who(self.settings.participation, len(self.federation), self.key, self.round)
         server, info, updates = self._phase("train", active, key)
         self.server = server
         for ids, local in updates:

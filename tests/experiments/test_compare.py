@@ -1,0 +1,455 @@
+"""Comparisons: the same draws and budgets for all, nothing run twice, every mistake in a file named."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fedpop as fp
+from fedpop.algorithms import METHODS
+from fedpop.cli import main
+from fedpop.errors import CheckpointError, DataError, SettingsError
+from fedpop.experiments import comparison
+from fedpop.experiments.budget import rounds_within
+from fedpop.experiments.comparison import Terms, details_path
+from fedpop.experiments.config import config_from, read_config, to_toml
+from fedpop.experiments.methods import method_from
+from fedpop.experiments.results import COSTS, Results
+from fedpop.federation.participation import Uniform
+from fedpop.runtime.random import Key
+from fedpop.runtime.simulate import who
+from tests.data.test_images import real
+from tests.helpers import generator, linear_model, population_data
+
+ROUNDS = 12
+
+
+def data(b=8, n=8):
+    drawn = population_data(b, n, 3, 2, 0.1)[0]
+    return [fp.Client(x[:5], y[:5], test=(x[5:], y[5:])) for x, y in drawn]
+
+
+def methods():
+    model, local = linear_model(), fp.LocalSGD(rate=0.05)
+    return [fp.FedSOUL(model), fp.FedAvg(model, local=local), fp.FedRep(model, heads="exact")]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compare")
+    known, new = data(10)[:8], data(10)[8:]
+    result = fp.compare(
+        methods(), known, rounds=ROUNDS, seeds=2, participation=4, newcomers=new, every=4, last=3, out=folder
+    )
+    return result, folder
+
+
+def test_records_have_scores_costs_and_files_beside_them(compared):
+    _, folder = compared
+    records = Results.open(folder).records
+    assert len(records) == 6
+    for r in records:
+        assert r["experiment"] == "compare"
+        assert set(r["cost"]) == set(COSTS)
+        assert r["cost"]["rounds"] == ROUNDS
+        assert {"test_rmse", "test_rmse_worst", "test_nll", "test_coverage", "last_rmse", "new_rmse"} <= set(
+            r["metrics"]
+        )
+        details = json.loads(details_path(folder, r["method"], r["seed"]).read_text())
+        assert [p["round"] for p in details["points"]] == [4, 8, 10, 11, 12]
+        tail = [p["rmse"] for p in details["points"][-3:]]
+        assert r["metrics"]["last_rmse"] == pytest.approx(sum(tail) / 3, rel=1e-12)
+        assert len(details["scores"]["rmse"]) == 8
+        mean = sum(details["scores"]["rmse"]) / 8
+        assert r["metrics"]["test_rmse"] == pytest.approx(mean, rel=1e-12)
+    flags = {r["method"]: r["metrics"]["plug_in"] for r in records}
+    assert flags == {"FedSOUL": 0.0, "FedAvg": 1.0, "FedRep": 1.0}
+    without = {r["method"]: r["metrics"].get("new_without_rmse") is not None for r in records}
+    assert without == {"FedSOUL": True, "FedAvg": True, "FedRep": False}
+
+
+def test_a_method_compared_is_the_method_run_alone(compared):
+    result, _ = compared
+    alone = fp.FedAvg(linear_model(), local=fp.LocalSGD(rate=0.05)).fit(
+        data(10)[:8], rounds=ROUNDS, seed=1, participation=4
+    )
+    expected = fp.evaluate(alone).summary()["rmse"]
+    mine = next(r for r in result.of_method("FedAvg") if r["seed"] == 1)
+    assert mine["metrics"]["test_rmse"] == expected
+
+
+def test_the_print_is_a_table_that_says_who_is_plug_in(compared):
+    lines = str(compared[0]).splitlines()
+    assert len(lines) == 4
+    assert lines[0].split()[:3] == ["method", "active", "rounds"]
+    assert lines[1].startswith("FedSOUL ")
+    assert lines[2].startswith("FedAvg *")
+    assert lines[2].split()[2:4] == ["4", "12"]
+    assert len(max(lines, key=len)) <= 150
+
+
+def test_the_page_stands_alone_and_has_every_figure(compared):
+    _, folder = compared
+    page = (folder / "report.html").read_text()
+    assert page.count("<svg") == 7  # three axes and NLL, client by client, coverage, width
+    for outside in ('src="http', "<link", "url(http", "<script"):
+        assert outside not in page
+    table = (folder / "results.md").read_text()
+    assert "## Cost" in table
+    assert "| FedAvg |" in table
+    before = (folder / "results.md").read_bytes()
+    main(["report", str(folder)])
+    assert (folder / "results.md").read_bytes() == before
+
+
+def test_what_is_there_is_not_run_again_unless_its_settings_changed(compared, tmp_path, monkeypatch):
+    ran = []
+    inner = comparison.run_one
+
+    def counted(source, entry, *rest):
+        ran.append((entry.label, rest[1]))
+        return inner(source, entry, *rest)
+
+    monkeypatch.setattr(comparison, "run_one", counted)
+    two = methods()[1:]
+    settings = {"rounds": 2, "last": 1, "every": 2, "out": tmp_path}
+    fp.compare(two, data(), **settings)
+    with pytest.raises(CheckpointError, match="resume=True"):
+        fp.compare(two, data(), **settings)
+    ran.clear()
+    fp.compare(two, data(), resume=True, seeds=2, **settings)
+    assert ran == [("FedAvg", 1), ("FedRep", 1)]
+    ran.clear()
+    other = [fp.FedAvg(linear_model(), local=fp.LocalSGD(rate=0.01)), two[1]]
+    fp.compare(other, data(), resume=True, seeds=2, **settings)
+    assert ran == [("FedAvg", 0), ("FedAvg", 1)]
+    with pytest.raises(CheckpointError, match=r"another comparison \(rounds differ"):
+        fp.compare(two, data(), resume=True, **(settings | {"rounds": 3}))
+
+
+def test_a_comparison_over_processes_gives_the_same_numbers(tmp_path):
+    config = tmp_path / "two.toml"
+    config.write_text(to_toml(SMALL))
+    for folder, processes in (("a", "1"), ("b", "2")):
+        main(["compare", str(config), "--out", str(tmp_path / folder), "--processes", processes])
+    a, b = (Results.open(tmp_path / f).records for f in "ab")
+    assert [r["metrics"] for r in a] == [r["metrics"] for r in b]
+
+
+# --- fairness ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Listed(Uniform):
+    """Remembers whom it drew."""
+
+    drawn: list = field(default_factory=list)
+
+    def draw(self, clients, key):
+        active = super().draw(clients, key)
+        self.drawn.append((key.seed, key.round, tuple(active.ids.tolist())))
+        return active
+
+
+def test_the_same_clients_take_part_whatever_the_method():
+    seen = {}
+    for method in methods():
+        rule = Listed(3)
+        fp.compare([method], data(), rounds=5, seeds=[0, 4], participation=rule, last=0)
+        seen[method.label] = rule.drawn
+    assert len(set(map(str, seen.values()))) == 1
+    assert len(seen["FedAvg"]) == 10
+    for seed, round, ids in seen["FedAvg"]:
+        assert tuple(who(Uniform(3), 8, Key(seed), round).ids.tolist()) == ids
+    assert len({ids for _, _, ids in seen["FedAvg"]}) > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Everybody(fp.FedAvg):
+    name = "Everybody"
+    participation = "full"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relay(fp.FedAvg):
+    name = "Relay"
+    participation = "one"
+
+
+def test_methods_with_a_rule_of_their_own_keep_it_and_the_table_says_so():
+    model = linear_model()
+    result = fp.compare(
+        [fp.FedAvg(model), Everybody(model), Relay(model)], data(), rounds=2, participation=3, last=0
+    )
+    who = {line.split()[0]: line.split()[2] for line in str(result).splitlines()[1:]}
+    assert who == {"FedAvg": "3", "Everybody": "all", "Relay": "1"}
+    passes = {m: result.mean(m, "backbone_passes", "cost") for m in result.methods}
+    assert passes == {"FedAvg": 2 * 3 * 5, "Everybody": 2 * 8 * 5, "Relay": 2 * 5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coin(fp.FedAvg):
+    """Works in every other round only."""
+
+    name = "Coin"
+
+    def local_round(self, phase, broadcast, cohort, local, channel, key):
+        local, message, info = super().local_round(phase, broadcast, cohort, local, channel, key)
+        if key.round % 2:
+            info.sums["backbone_passes"] = 0.0
+        return local, message, info
+
+
+def test_a_budget_of_passes_is_spent_and_not_exceeded():
+    model = linear_model()
+    sizes = (3, 9, 4, 6, 2, 8, 5, 7)
+    g = generator(0)
+    clients = []
+    for n in sizes:
+        x, y = torch.randn(n, 3, generator=g), torch.randn(n, generator=g)
+        clients.append(fp.Client(x, y, test=(x, y)))
+    three = {
+        "one": fp.FedAvg(model),
+        "three": fp.FedAvg(model, local=fp.LocalSGD(epochs=3)),
+        "rep": fp.FedRep(model, heads="exact"),
+        "soul": fp.FedSOUL(model),
+    }
+    budget = 400
+    result = fp.compare(three, clients, passes=budget, participation=3, last=0, every=1000)
+    for name, price in {"one": 1, "three": 3, "rep": 4 / 3, "soul": 1}.items():
+        spent, rounds = (result.mean(name, n, "cost") for n in ("backbone_passes", "rounds"))
+        assert spent <= budget * (1 + 1e-9)
+        # The next round would have been too much.
+        next_one = sum(sizes[i] for i in who(Uniform(3), 8, Key(0), int(rounds)).ids.tolist())
+        assert spent + price * next_one > budget
+    assert result.mean("three", "rounds", "cost") < result.mean("one", "rounds", "cost")
+
+
+def test_rounds_that_differ_in_price_are_tried_for_longer_and_stopped_at_the_budget():
+    federation = fp.Federation.of(data())
+    method = Coin(linear_model())
+    # 40 trial rounds cost 20 * 8 * 5 examples: half a pass an example.
+    assert rounds_within(method, federation, 1000, 0, fp.Everyone()) == 50
+    result = fp.compare([method], data(), passes=1000, last=0)
+    assert result.mean("Coin", "backbone_passes", "cost") == 1000
+
+
+def test_budgets_that_buy_nothing_are_refused():
+    model = linear_model()
+    with pytest.raises(SettingsError, match="does not pay for one round of FedAvg, which takes 40"):
+        fp.compare([fp.FedAvg(model)], data(), passes=39)
+    frozen = fp.Composition(None, nn.Linear(3, 1), fp.likelihoods.Normal(1.0))
+    with pytest.raises(SettingsError, match="give the budget in rounds"):
+        fp.compare([fp.FedSOUL(frozen)], data(), passes=100)
+    with pytest.raises(SettingsError, match="not both"):
+        Terms(rounds=1, passes=1)
+
+
+def test_new_clients_are_in_no_message_and_no_cohort(compared, monkeypatch):
+    seen = set()
+    inner = fp.FedAvg.local_round
+
+    def spy(self, phase, broadcast, cohort, *rest):
+        seen.update(map(tuple, cohort.x.tolist()))
+        return inner(self, phase, broadcast, cohort, *rest)
+
+    monkeypatch.setattr(fp.FedAvg, "local_round", spy)
+    known, new = data(10)[:8], data(10)[8:]
+    fp.compare([fp.FedAvg(linear_model())], known, rounds=2, newcomers=new, last=0)
+    assert len(seen) == 8 * 5
+    held = [c.test[0] for c in (*new, *known)] + [c.x for c in new]  # nor are test examples
+    assert not any(tuple(row) in seen for row in torch.cat(held).tolist())
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (lambda: ([fp.FedAvg(linear_model())] * 2, data()), "two methods are called FedAvg"),
+        (lambda: ([], data()), "no method to compare"),
+        (lambda: (["FedAvg"], data()), "not 'FedAvg'"),
+        (lambda: (methods(), population_data(4, 5, 3, 2, 0.1)[0]), "hold_out"),
+    ],
+)
+def test_comparisons_that_cannot_be_made(given, told):
+    with pytest.raises((SettingsError, DataError), match=told):
+        fp.compare(*given(), rounds=1)
+
+
+def test_examples_set_aside_are_each_clients_own_and_drawn_by_the_seed():
+    clients = {f"c{n}": (torch.arange(n * 2.0).view(n, 2) + 100 * n, torch.ones(n)) for n in (1, 2, 10)}
+    one, two = (fp.hold_out(clients, test=0.3, validation=0.2, seed=s) for s in (0, 1))
+    again = fp.hold_out(clients, test=0.3, validation=0.2, seed=0)
+    assert one.fingerprint() == again.fingerprint() != two.fingerprint()
+    assert {s: p.sizes.tolist() for s, p in one.splits.items()} == {
+        "train": [1, 1, 5], "validation": [0, 0, 2], "test": [0, 1, 3]
+    }  # fmt: skip
+    rows = torch.cat([p.x for p in one.splits.values()])
+    assert sorted(rows[:, 0].tolist()) == sorted(torch.cat([x for x, _ in clients.values()])[:, 0].tolist())
+    with pytest.raises(DataError, match="already have"):
+        fp.hold_out(one)
+
+
+# --- settings files ---------------------------------------------------------------------------
+
+SMALL = {
+    "task": {"kind": "synthetic", "b": 6, "k": 4, "d": 2, "held_out": 4, "new_clients": 2, "validation": 3},
+    "run": {"rounds": 3, "seeds": 1, "participation": 3, "every": 3, "last": 2},
+    "method": [
+        {"name": "FedAvg", "local": {"epochs": 2, "rate": 0.005, "batch": 3}},
+        {
+            "name": "FedSOUL",
+            "label": "ours",
+            "final": {"draws": 20},
+            "phi_step": {"kind": "Adam", "rate": 0.05},
+        },
+    ],
+}
+
+
+def changed(**tables):
+    return json.loads(json.dumps(SMALL)) | tables
+
+
+def test_a_file_is_compared_with_one_command(tmp_path, capsys):
+    path = tmp_path / "small.toml"
+    path.write_text(to_toml(SMALL))
+    main(["compare", str(path), "--out", str(tmp_path / "out"), "--processes", "1"])
+    told = capsys.readouterr().out
+    assert "ours" in told
+    assert "FedAvg *" in told
+    records = Results.open(tmp_path / "out").records
+    assert [r["config"]["class"] for r in records] == ["FedAvg", "FedSOUL"]
+    assert records[0]["config"]["local"]["batch"] == 3
+    step = records[1]["config"]["phi_step"]
+    assert (step["kind"], step["rate"]) == ("Adam", 0.05)
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_every_registered_method_can_be_named_in_a_file():
+    model = linear_model()
+    for name in METHODS:
+        assert type(method_from(name, {}, model, "here")) is METHODS[name]
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ({}, "without a name; known are .*FedAvg"),
+        ({"name": "FedAvrg"}, "unknown method 'FedAvrg'; known are .*FedAvg"),
+        (
+            {"name": "FedAvg", "lokal": 1},
+            "method FedAvg: unknown setting 'lokal' of FedAvg; known are .*local",
+        ),
+        (
+            {"name": "FedAvg", "label": "mine", "local": {"epoch": 1}},
+            "method mine: unknown setting 'local.epoch' of LocalSGD; known are batch, .*epochs",
+        ),
+        ({"name": "FedAvg", "local": {"epochs": 0}}, "method FedAvg: local: epochs must be at least 1"),
+        ({"name": "FedAvg", "local": {"epochs": 1.5}}, "local.epochs is a whole number, not 1.5"),
+        ({"name": "FedAvg", "local": {"rate": "fast"}}, "local.rate is a number, not 'fast'"),
+        ({"name": "FedAvg", "compressor": "zip"}, "method FedAvg: .*zip"),
+        ({"name": "FedSOUL", "phi_step": {"rate": 0.1}}, "phi_step: say which kind"),
+        ({"name": "FedSOUL", "phi_step": {"kind": "Adm"}}, "phi_step: unknown kind 'Adm'; known are .*Adam"),
+    ],
+)
+def test_mistakes_in_a_method_name_the_file_the_method_and_the_key(method, told):
+    def read():
+        config = config_from(changed(method=[method]), Path("wrong.toml"))
+        return config.entries[0].build(config.task.task.model(0))
+
+    with pytest.raises(SettingsError, match=f"^wrong.toml: .*{told}"):
+        read()
+
+
+def test_a_compressor_is_refused_in_the_words_of_the_method(monkeypatch):
+    @dataclass(frozen=True, kw_only=True)
+    class Plain(fp.FedAvg):
+        name = "Plain"
+        compressed = ()
+
+    monkeypatch.setitem(METHODS, "Plain", Plain)
+    with pytest.raises(SettingsError, match="file: method Plain: Plain does not compress"):
+        method_from("Plain", {"compressor": "natural"}, linear_model(), "file: method Plain")
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({"task": {"kind": "pictures"}}, r"\[task\]: kind is one of synthetic, images, csv, not 'pictures'"),
+        ({"task": {"kind": "synthetic", "bb": 3}}, r"\[task\]: unknown setting 'bb'; known are kind, b,"),
+        ({"task": {"kind": "synthetic", "d": 3, "k": 2}}, r"\[task\]: .*d at most k"),
+        ({"task": {"kind": "images"}}, "data is missing"),
+        ({"run": {"round": 3}}, r"\[run\]: unknown setting 'round'; known are rounds"),
+        ({"run": {"rounds": 3, "passes": 4}}, r"\[run\]: .*not both"),
+        ({"run": {"rounds": "3"}}, r"\[run\]: rounds must be a whole number"),
+        ({"run": {"participation": 1}}, r"\[run\]: participation=1 may mean"),
+        ({"runs": {}}, "unknown setting 'runs'"),
+        ({"method": []}, "at least one method"),
+        ({"method": [{"name": "FedAvg"}, {"name": "FedAvg"}]}, "two methods are called FedAvg"),
+        ({"tune": {"trials": 0}}, r"\[tune\]: trials"),
+    ],
+)
+def test_mistakes_elsewhere_name_the_table(tables, told):
+    with pytest.raises(SettingsError, match=f"^wrong.toml.*{told}"):
+        config_from(changed(**tables), Path("wrong.toml"))
+
+
+def test_a_file_that_is_no_toml_or_not_there(tmp_path):
+    with pytest.raises(SettingsError, match="cannot read"):
+        read_config(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[task\n")
+    with pytest.raises(SettingsError, match="not readable TOML"):
+        read_config(tmp_path / "bad.toml")
+
+
+def test_the_examples_are_read_and_their_methods_built():
+    for path in sorted((Path(__file__).parents[2] / "examples").glob("*.toml")):
+        config = read_config(path)
+        model = config.task.task.model(0)
+        assert len([entry.build(model) for entry in config.entries]) >= 4
+
+
+def test_rows_of_a_csv_file_are_clients(tmp_path):
+    g = generator(0)
+    lines = ["who,dose,age,y"]
+    for i in range(6):
+        for _ in range(10):
+            dose, age = torch.randn(2, generator=g).tolist()
+            lines.append(f"site-{i},{dose},{50 + age},{2 * dose + i}")
+    (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
+    task = {"kind": "csv", "file": "rows.csv", "x": ["dose", "age"], "y": "y", "client": "who"}
+    raw = changed(task=task | {"new_clients": 2, "features": 3})
+    config = config_from(raw, tmp_path / "c.toml")
+    subject = config.task.make(0)
+    assert {s: p.sizes.tolist() for s, p in subject.clients.splits.items()} == {
+        "train": [6] * 4, "validation": [2] * 4, "test": [2] * 4
+    }  # fmt: skip
+    assert len(subject.newcomers) == 2
+    known = {tuple(row) for p in subject.clients.splits.values() for row in p.x.tolist()}
+    new = [tuple(row) for c in subject.newcomers for row in (*c.x.tolist(), *c.test[0].tolist())]
+    assert len(known) == 40
+    assert len(new) == 20
+    assert not known & set(new)
+    torch.testing.assert_close(subject.clients.train.x.mean(0), torch.zeros(2), atol=1e-5, rtol=0)
+    torch.testing.assert_close(subject.clients.train.x.std(0), torch.ones(2), atol=1e-5, rtol=0)
+    with pytest.raises(DataError, match="no column 'weight'; it has who, dose, age, y"):
+        config_from(changed(task=task | {"x": ["weight"]}), tmp_path / "c.toml").task.make(0)
+    (tmp_path / "rows.csv").write_text("who,dose,age,y\na,1,2,3\na,1,old,3\n")
+    with pytest.raises(DataError, match="line 3: age is 'old'"):
+        config.task.make(0)
+
+
+def test_new_image_clients_share_no_image_with_anybody():
+    from fedpop.data.image_task import ImageTask
+
+    task = ImageTask("mnist", classes=2, small=4, large=2, n_small=3, n_large=4, validation=6, test=4)
+    folder = real("mnist")
+    known, new = task.split(folder, 0, new=3)
+    alone = task.make(folder, 0)
+    assert all(torch.equal(a.x, b.x) for a, b in zip(known, alone, strict=True))
+    assert [len(c.y) for c in new] == [3, 3, 3]
+    held = {tuple(x.flatten().tolist()) for c in known for x in (*c.x, *c.validation[0])}
+    assert not any(tuple(x.flatten().tolist()) in held for c in new for x in c.x)
