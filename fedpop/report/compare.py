@@ -310,8 +310,8 @@ def _calibration(comparison: Comparison, main: str, looks: Any) -> list[Section]
             return []
         text = (
             "Predictions in bins of equal confidence, all clients and seeds together: how sure, how often "
-            "right. Below the dotted line is overconfident; larger dots are more predictions, and bins with less "
-            "than half a per cent of them are left out."
+            "right. Below the dotted line is overconfident; larger dots are more predictions, and bins with "
+            "less than half a per cent of them are left out."
         )
         ece = {m: 100 * mean(values(comparison.of_method(m), "test_pooled_ece")) for m in comparison.methods}
         figures = [
