@@ -47,10 +47,10 @@ STEP = 0.25
 class FSGLD(PosteriorSamples):
     """Samples of the whole model by a relay.
 
-    ``step`` is gamma. Without one it is 0.25 / (sum_i L_i + lambda), L_i the largest curvature of U_i where
-    q_i was made. U_i counts b times while the chain is with client i: this is stable there, even with a poor
-    q_i, unless L_i is eight times the clients' average. ``surrogate`` is the form of P_i: full (up to 512
-    parameters) or diagonal; auto is full up to 100.
+    ``step`` is gamma. Without one it is 0.25 / (L + lambda). With L_i the largest curvature of U_i where q_i
+    was made, L is sum_i L_i for exact q_i. Otherwise U_i counts b times while the chain is with client i, and L
+    must not be below b max_i L_i: it is b (sum_i L_i^4)^(1/4), which clients can add up. ``surrogate`` is the
+    form of P_i: full (up to 512 parameters) or diagonal; auto is full up to 100.
 
     >>> import torch, fedpop as fp
     >>> x = torch.ones(50, 1)
@@ -174,7 +174,8 @@ class FSGLD(PosteriorSamples):
             passes = float(self.local.steps(cohort))
             info = Info({"backbone_passes": passes, "head_steps": passes})
         gradient = u(w, key)[1]
-        values = {"curvature": u.largest(w, key).unsqueeze(1)}
+        largest = u.largest(w, key).unsqueeze(1)
+        values = {"curvature": largest if self._quadratic else largest.double() ** 4}
         if self.conducive:
             precision = self._curvature(u, w, key)
             values |= {"precision": precision.flatten(1), "shift": _times(precision, w) - gradient}
@@ -204,7 +205,10 @@ class FSGLD(PosteriorSamples):
             n: total.sums[n].reshape(server[n].shape) for n in ("precision", "shift") if n in server
         }
         if self.step is None:
-            largest = float(total.sums["curvature"]) + self.prior_precision
+            largest = float(total.sums["curvature"])
+            if not self._quadratic:
+                largest = facts.clients * largest**0.25
+            largest += self.prior_precision
             if not largest > 0:
                 raise SettingsError("U has no curvature at the start, so a step must be given: step=...")
             new["gamma"] = server["gamma"].new_tensor(STEP / largest)

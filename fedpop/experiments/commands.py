@@ -23,9 +23,18 @@ DEMO_METHODS = ("FedSOUL", "FedRep-spectral", "FedRep", "FedAvg")
 """With the exact optimum beside them: how near they come to the truth."""
 DEMO_COMPARED: tuple[dict[str, Any], ...] = (
     {"name": "FedSOUL"},
-    {"name": "FedAvg", "local": {"epochs": 2, "rate": 0.005}},
-    {"name": "FedAvgFT", "local": {"epochs": 2, "rate": 0.005}, "fine_tune": {"epochs": 20, "rate": 0.005}},
+    {"name": "LocalOnly", "local": {"epochs": 2, "rate": 0.01}},
+    {"name": "FedAvg", "local": {"epochs": 2, "rate": 0.01}},
+    {"name": "FedAvgFT", "local": {"epochs": 2, "rate": 0.01}, "fine_tune": {"epochs": 20, "rate": 0.01}},
+    {"name": "SCAFFOLD", "local": {"epochs": 2, "rate": 0.005}},
+    {"name": "FedPer", "local": {"epochs": 2, "rate": 0.01}},
     {"name": "FedRep", "head": {"epochs": 5, "rate": 0.01}, "body": {"epochs": 2, "rate": 0.01}},
+    {
+        "name": "Ditto",
+        "local": {"epochs": 2, "rate": 0.01},
+        "personal": {"epochs": 2, "rate": 0.01},
+        "lam": 1.0,
+    },
 )
 """Under the protocol of ``fedpop compare``, in the form of its [[method]] tables."""
 DEMO_ROUNDS = 100

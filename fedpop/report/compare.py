@@ -34,7 +34,8 @@ PROTOCOL = (
     "clients, then over seeds (± their standard deviation over seeds). worst 10 %: mean over the worst tenth "
     "of the clients. last: mean over the last rounds of the run instead of the final model. new, own data: "
     "clients never in training, with their own few examples; new, none: without any (- where the method has "
-    "nothing to offer). plug-in: no uncertainty about parameters. diverged: a prediction was not finite."
+    "nothing to offer). ECE: over all clients' predictions pooled. plug-in: no uncertainty about parameters. "
+    "diverged: a prediction was not finite."
 )
 COST = (
     "Means over seeds. passes: backbone example-passes (forward and backward of an example is one, a forward "
@@ -98,7 +99,7 @@ def summary(comparison: Comparison) -> Table:
             shown(records, f"test_{main}_worst", percent),
             shown(records, f"last_{main}", percent),
             shown(records, f"test_{second}", False),
-            shown(records, f"test_{third}", third in PERCENT),
+            shown(records, "test_pooled_ece" if third == "ece" else f"test_{third}", third in PERCENT),
         ]
         if new:
             row += [shown(records, f"{kind}_{main}", percent) for kind in ("new", "new_without")]
@@ -310,7 +311,7 @@ def _calibration(comparison: Comparison, main: str, looks: Any) -> list[Section]
             return []
         text = (
             "Predictions in bins of equal confidence, all clients and seeds together: how sure, how often "
-            "right. Below the dotted line is overconfident; larger dots are more predictions, and bins with "
+            "right. Below the dotted line is overconfident; larger dots are more predictions; bins with "
             "less than half a per cent of them are left out."
         )
         ece = {m: 100 * mean(values(comparison.of_method(m), "test_pooled_ece")) for m in comparison.methods}

@@ -411,7 +411,7 @@ def scatters(
     columns = 4
     rows = -(-len(panels) // columns)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(2.35 * columns, 2.35 * rows + 0.2), layout="constrained")
+        figure = Figure(figsize=(2.35 * columns, 2.75 * rows), layout="constrained")
         numbers = [v for pairs in panels.values() for pair in pairs for v in pair]
         low, high = _usual_range(numbers)
         for i, (name, pairs) in enumerate(panels.items()):

@@ -85,6 +85,17 @@ def test_the_demos_report_is_one_self_contained_page(tmp_path, outcomes):
         assert outside not in page
 
 
+def test_the_demo_compares_more_methods_on_the_same_page(tmp_path, outcomes):
+    from fedpop.experiments.commands import DEMO_COMPARED, compare_demo
+    from fedpop.report.synthetic import demo_report
+
+    comparison = compare_demo(TASK, 0, rounds=2)
+    assert list(comparison.methods) == [table["name"] for table in DEMO_COMPARED]
+    page = demo_report(tmp_path / "report.html", outcomes, TASK.make(0), comparison).read_text()
+    assert page.count("<svg") == 7 + 2
+    assert "More methods, under one protocol" in page
+
+
 def test_the_experiments_report_and_table(tmp_path, outcomes, capsys):
     Results(tmp_path).add([o.record for o in outcomes])
     main(["report", str(tmp_path)])
