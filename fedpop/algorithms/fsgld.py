@@ -48,9 +48,9 @@ class FSGLD(PosteriorSamples):
     """Samples of the whole model by a relay.
 
     ``step`` is gamma. Without one it is 0.25 / (L + lambda). With L_i the largest curvature of U_i where q_i
-    was made, L is sum_i L_i for exact q_i. Otherwise U_i counts b times while the chain is with client i, and L
-    must not be below b max_i L_i: it is b (sum_i L_i^4)^(1/4), which clients can add up. ``surrogate`` is the
-    form of P_i: full (up to 512 parameters) or diagonal; auto is full up to 100.
+    was made, L is sum_i L_i for exact q_i. Otherwise U_i counts b times while the chain is with client i, and
+    L must not be below b max_i L_i: it is b (sum_i L_i^4)^(1/4), which clients can add up. ``surrogate`` is
+    the form of P_i: full (up to 512 parameters) or diagonal; auto is full up to 100.
 
     >>> import torch, fedpop as fp
     >>> x = torch.ones(50, 1)
