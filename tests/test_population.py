@@ -360,7 +360,7 @@ def test_a_newcomer_without_data_gets_the_shared_head_or_an_answer_why_not() -> 
     x = torch.ones(2, 3)
     assert torch.equal(shared.new_client().predict(x).mean, shared.predict(0, x).mean)
     private = fp.FedRep(linear_model()).fit(ragged((4, 3)), rounds=2)
-    with pytest.raises(DataError, match="shares nothing but phi"):
+    with pytest.raises(DataError, match="FedRep has no model for a client without data"):
         private.new_client()
 
 
