@@ -30,6 +30,13 @@ DEMO_COMPARED: tuple[dict[str, Any], ...] = (
     {"name": "FedPer", "local": {"epochs": 2, "rate": 0.01}},
     {"name": "FedRep", "head": {"epochs": 5, "rate": 0.01}, "body": {"epochs": 2, "rate": 0.01}},
     {
+        "name": "FedRep",
+        "label": "FedRep-spectral",
+        "start": "spectral",
+        "head": {"epochs": 5, "rate": 0.01},
+        "body": {"epochs": 2, "rate": 0.01},
+    },
+    {
         "name": "Ditto",
         "local": {"epochs": 2, "rate": 0.01},
         "personal": {"epochs": 2, "rate": 0.01},

@@ -13,6 +13,7 @@ import matplotlib
 matplotlib.use("svg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
 # One colour per method, told apart by people who do not see red and green apart (Okabe and Ito).
 COLOURS = {
@@ -310,6 +311,9 @@ def paths(
                 axes.plot(*zip(*line, strict=True), dash, color=shade, label=name, linewidth=1.5)
         if log_x:
             axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
+            axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+            axes.xaxis.set_minor_formatter(NullFormatter())
         _near_the_best(axes, [[y for _, y in line] for line in lines.values() if line], high_is_good)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
