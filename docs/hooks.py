@@ -53,7 +53,7 @@ def bench(name: str) -> str:
     speed = all("rounds_per_second" in r["metrics"] for r in judged)
     head = [*(["method"] if methods else []), *(k.replace("_", " ") for k in shown), "ratio (range)"]
     head += ["rounds per second"] if speed else []
-    head += ["to stay below"] if "target" in judged[0]["metrics"] else []
+    head += ["target"] if "target" in judged[0]["metrics"] else []
     rows = [head, ["---"] * len(head)]
     for r in judged:
         m = r["metrics"]
