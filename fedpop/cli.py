@@ -132,7 +132,7 @@ def theory(
 @experiment.command
 def drift(
     out: Path = Path("results/drift"),
-    seeds: int = 5,
+    seeds: int = 3,
     processes: Annotated[int | None, arg(metavar="INT")] = None,
 ) -> None:
     """Where theta settles with local epochs on phi, against the exact optimum and the plain round.

@@ -27,6 +27,13 @@ def summary_table(results: Results) -> Table:
     return Table(columns, rows, frozenset(i for i, r in enumerate(rows) if r[1] == PLAIN))
 
 
+LOOKS = {
+    f"{what}, {schedule}": (shade, dash)
+    for schedule, shade in zip(SCHEDULES, ("#D55E00", "#0072B2"), strict=True)
+    for what, dash in (("local epochs", "-"), ("one gradient", "--"))
+}
+
+
 def _curve(results: Results, metric: str, label: str) -> str:
     lines = {}
     for schedule in SCHEDULES:
@@ -35,7 +42,7 @@ def _curve(results: Results, metric: str, label: str) -> str:
         plain = values(results.of(setting_of(schedule), PLAIN), metric)
         if plain:
             lines[f"one gradient, {schedule}"] = [(float(e), middle(plain)) for e in (EPOCHS[0], EPOCHS[-1])]
-    return plots.curves(lines, "local epochs a round", label, log_x=True)
+    return plots.curves(lines, "local epochs a round", label, log_x=True, looks=LOOKS)
 
 
 def experiment_report(results: Results, path: Path) -> Path:
@@ -43,8 +50,8 @@ def experiment_report(results: Results, path: Path) -> Path:
     figures = [
         Figure(
             _curve(results, "angle_to_optimum", "principal angle to the optimum"),
-            "Distance of the learned subspace to the exact optimum's; medians over seeds. The flat lines are "
-            "the plain round, which sends one gradient.",
+            "Distance of the learned subspace to the exact optimum's; medians over seeds. The dashed lines "
+            "are the plain round, which sends one gradient.",
         ),
         Figure(
             _curve(results, "likelihood_gap", "marginal log-likelihood below the optimum"),

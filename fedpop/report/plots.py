@@ -60,6 +60,14 @@ def _axes(width: float = 4.6, height: float = 2.9) -> tuple[Figure, Axes]:
         return figure, figure.add_subplot()
 
 
+def _log_x(axes: Axes) -> None:
+    """A logarithmic axis with numbers that can be read."""
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
+    axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
 def curves(
     lines: Mapping[str, Sequence[tuple[float, float]]],
     x_label: str,
@@ -67,20 +75,21 @@ def curves(
     reference: tuple[str, float] | None = None,
     log_x: bool = False,
     log_y: bool = True,
+    looks: Mapping[str, Look] | None = None,
 ) -> str:
     """One line per method."""
     with matplotlib.rc_context(STYLE):
         figure, axes = _axes()
         for name, points in lines.items():
             if points:
-                xs, ys = zip(*points, strict=True)
-                axes.plot(xs, ys, color=colour(name), label=name, linewidth=1.6)
+                shade, dash = looks[name] if looks else (colour(name), "-")
+                axes.plot(*zip(*points, strict=True), dash, color=shade, label=name, linewidth=1.6)
         if reference is not None:
             axes.axhline(reference[1], color="#000000", linestyle="--", linewidth=1, label=reference[0])
         if log_y:
             axes.set_yscale("log")
         if log_x:
-            axes.set_xscale("log")
+            _log_x(axes)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.legend(frameon=False, fontsize=8)
@@ -310,10 +319,7 @@ def paths(
                 shade, dash = looks[name]
                 axes.plot(*zip(*line, strict=True), dash, color=shade, label=name, linewidth=1.5)
         if log_x:
-            axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
-            axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
-            axes.xaxis.set_minor_formatter(NullFormatter())
+            _log_x(axes)
         _near_the_best(axes, [[y for _, y in line] for line in lines.values() if line], high_is_good)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)

@@ -90,7 +90,7 @@ def test_the_demo_compares_more_methods_on_the_same_page(tmp_path, outcomes):
     from fedpop.report.synthetic import demo_report
 
     comparison = compare_demo(TASK, 0, rounds=2)
-    assert list(comparison.methods) == [table["name"] for table in DEMO_COMPARED]
+    assert list(comparison.methods) == [table.get("label", table["name"]) for table in DEMO_COMPARED]
     page = demo_report(tmp_path / "report.html", outcomes, TASK.make(0), comparison).read_text()
     assert page.count("<svg") == 7 + 2
     assert "More methods, under one protocol" in page
