@@ -95,6 +95,10 @@ class FSGLD(PosteriorSamples):
         return "FSGLD" if self.conducive else "DSGLD"
 
     @property
+    def steady(self) -> bool:
+        return self.batch is None  # a batch is not the same share of everybody's examples
+
+    @property
     def phases(self) -> tuple[str, ...]:
         return ("surrogate", "train") if self.conducive or self.step is None else ("train",)
 

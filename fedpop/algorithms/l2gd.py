@@ -78,6 +78,10 @@ class L2GD(WholeModel):
                 f"grow without bound; let local.rate be below 2 p / lam = {2 * self.p / self.lam:.3g}"
             )
 
+    @property
+    def steady(self) -> bool:
+        return False  # a round that averages makes no pass
+
     def init(self, facts: Facts, key: Key) -> Tensors:
         w = self.initial_w()
         # The first broadcast brings w as a mean that pulls nobody.

@@ -26,7 +26,7 @@ import torch
 from fedpop.algorithms.base import Algorithm, require_whole
 from fedpop.errors import CheckpointError, DataError, SettingsError
 from fedpop.evaluation.protocol import Evaluation, Watch, check_newcomers, evaluate, evaluate_new
-from fedpop.experiments.budget import Spending, rounds_within
+from fedpop.experiments.budget import rounds_within
 from fedpop.experiments.methods import Entry
 from fedpop.experiments.results import Record, Results, mean, record, values
 from fedpop.experiments.runner import Job, run_jobs
@@ -124,15 +124,15 @@ def fitted(
     """A run of one method on the terms of all."""
     rule = terms.rule(method)
     rounds = terms.rounds
-    own = list(callbacks)
     if rounds is None:
         assert terms.passes is not None
         rounds = rounds_within(method, clients, terms.passes, seed, rule)
-        own.append(Spending(terms.passes))
-    for callback in own:
+    for callback in callbacks:
         if isinstance(callback, Watch) and callback.every is None:
             callback.every = max(1, rounds // LOOKS)
-    return method.fit(clients, rounds=rounds, seed=seed, participation=rule, callbacks=own, progress=False)
+    return method.fit(
+        clients, rounds=rounds, seed=seed, participation=rule, callbacks=callbacks, progress=False
+    )
 
 
 def run_one(

@@ -228,13 +228,47 @@ def test_a_budget_of_passes_is_spent_and_not_exceeded():
     assert result.mean("three", "rounds", "cost") < result.mean("one", "rounds", "cost")
 
 
-def test_rounds_that_differ_in_price_are_tried_for_longer_and_stopped_at_the_budget():
+def test_rounds_that_differ_in_price_are_counted():
     federation = fp.Federation.of(data())
     method = Coin(linear_model())
-    # 40 trial rounds cost 20 * 8 * 5 examples: half a pass an example.
+    # Every other round costs 8 * 5 passes: rounds 0, 2, ..., 48, and then 49 for nothing.
     assert rounds_within(method, federation, 1000, 0, fp.Everyone()) == 50
     result = fp.compare([method], data(), passes=1000, last=0)
     assert result.mean("Coin", "backbone_passes", "cost") == 1000
+
+
+@pytest.mark.parametrize("p", [0.2, 0.5])
+def test_l2gd_spends_its_budget_whatever_its_first_coins(p, tmp_path):
+    # Three coins that agree must not be taken for all of them; and the last rounds are the last rounds.
+    method = fp.L2GD(linear_model(), p=p)
+    result = fp.compare([method], data(), passes=400, seeds=8, every=1000, last=3, out=tmp_path)
+    coins = set()
+    for r in result.records:
+        assert r["cost"]["backbone_passes"] == 400
+        rounds = int(r["cost"]["rounds"])
+        points = result.details["L2GD", r["seed"]]["points"]
+        assert [q["round"] for q in points] == [rounds - 2, rounds - 1, rounds]
+        coins.add(rounds)
+    assert len(coins) > 1
+
+
+def test_batches_that_are_not_the_same_share_of_everyone_are_counted():
+    g = generator(0)
+    clients = []
+    for n in (2, 2, 2, 2, 40):
+        x, y = torch.randn(n, 3, generator=g), torch.randn(n, generator=g)
+        clients.append(fp.Client(x, y, test=(x, y)))
+    for method in (
+        fp.QLSD(linear_model(), batch=2, step=1e-4),
+        fp.FedSOUL(linear_model(), phi_batch=2, rao_blackwell=False, start="random"),
+    ):
+        for seed in range(4):
+            rounds = rounds_within(method, fp.Federation.of(clients), 100, seed, Uniform(1))
+            spent = [
+                method.fit(clients, rounds=r, seed=seed, participation=Uniform(1)).totals["backbone_passes"]
+                for r in (rounds, rounds + 1)
+            ]
+            assert spent[0] <= 100 < spent[1]
 
 
 def test_budgets_that_buy_nothing_are_refused():
