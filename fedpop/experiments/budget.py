@@ -28,7 +28,7 @@ ROUNDING = 1 + 1e-9
 
 @dataclass
 class Spending(Callback):
-    """Backbone passes up to each round of a trial, which ends when it has seen enough, or spent the budget."""
+    """Backbone passes up to each round of a trial, which ends when it has seen enough or spent it."""
 
     passes: float
     totals: list[float] = field(default_factory=list)
