@@ -146,6 +146,11 @@ class Algorithm(ABC):
         return 0
 
     @property
+    def steady(self) -> bool:
+        """Every round after the first costs as much per example of those who take part."""
+        return True
+
+    @property
     def phases(self) -> tuple[str, ...]:
         """Phases that run once, with everyone, before the rounds; the last one is the rounds."""
         return ("train",)

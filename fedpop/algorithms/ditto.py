@@ -52,8 +52,8 @@ class Ditto(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_pull("lam", self.lam, self.personal)
-        require_pull("lam", self.lam, self.newcomer)
+        require_pull("lam", self.lam, self.personal, "personal.")
+        require_pull("lam", self.lam, self.newcomer, "newcomer.")
 
     @property
     def phi_copies(self) -> int:

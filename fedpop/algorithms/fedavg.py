@@ -9,6 +9,7 @@ everyone has the same head.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -18,6 +19,7 @@ from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, sent
 from fedpop.algorithms.local_sgd import LocalSGD, Trained
 from fedpop.algorithms.whole import WholeModel, cost, finite, mean_move
 from fedpop.channel import Channel
+from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.runtime.random import Key
 
@@ -43,6 +45,11 @@ class FedAvg(WholeModel):
         "McMahan et al., AISTATS 2017", personalised=False, instance="limit: scale 0"
     )
     compressed: ClassVar[tuple[str, ...]] = ("dw",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.server_rate < math.inf:
+            raise SettingsError(f"server_rate must be positive, not {self.server_rate}")
 
     def local_round(
         self,

@@ -273,6 +273,10 @@ class FedSOUK(Algorithm):
         return self.start == "spectral" or (self.start == "auto" and applies(self.model))
 
     @property
+    def steady(self) -> bool:
+        return self.phi_batch is None or self.phi_epochs > 0
+
+    @property
     def phases(self) -> tuple[str, ...]:
         if self.spectral_start:
             return ("moments", "spectral", "train")

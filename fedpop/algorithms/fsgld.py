@@ -95,6 +95,10 @@ class FSGLD(PosteriorSamples):
         return "FSGLD" if self.conducive else "DSGLD"
 
     @property
+    def steady(self) -> bool:
+        return self.batch is None  # a batch is not the same share of everybody's examples
+
+    @property
     def phases(self) -> tuple[str, ...]:
         return ("surrogate", "train") if self.conducive or self.step is None else ("train",)
 
@@ -168,11 +172,9 @@ class FSGLD(PosteriorSamples):
         """q_i of every client, and its largest curvature."""
         u = Potential(self.model, cohort)
         nothing = self._nothing(w)
-        info = Info()
         if not self._quadratic:
             w = self.train(self.local, w, cohort, key.at(purpose="local")).w
-            passes = float(self.local.steps(cohort))
-            info = Info({"backbone_passes": passes, "head_steps": passes})
+            u.passes += self.local.steps(cohort)
         gradient = u(w, key)[1]
         largest = u.largest(w, key).unsqueeze(1)
         values = {"curvature": largest if self._quadratic else largest.double() ** 4}
@@ -182,7 +184,7 @@ class FSGLD(PosteriorSamples):
         good, message = sent(channel, cohort, finite(*values.values()), values)
         # One that could not be made is the same nothing here and in the sum.
         new = {n: kept(good, values[n].reshape(v.shape), v) for n, v in nothing.items()}
-        return new, message, info + u.info
+        return new, message, u.info
 
     def _curvature(self, u: Potential, w: Tensor, key: Key) -> Tensor:
         """P_i: the Hessian of U_i, or its diagonal, without what is negative."""

@@ -31,7 +31,7 @@ from torch import Tensor
 from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, leave_out, sent
 from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.algorithms.point import joint_loss
-from fedpop.algorithms.whole import WholeModel, cost, finite, kept, parts, whole
+from fedpop.algorithms.whole import WholeModel, cost, finite, kept, parts, require_pull, towards, whole
 from fedpop.channel import Channel
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
@@ -77,6 +77,11 @@ class L2GD(WholeModel):
                 f"steps of local.rate lam / p = {self.local.rate * self.lam / self.p:.3g} towards the mean "
                 f"grow without bound; let local.rate be below 2 p / lam = {2 * self.p / self.lam:.3g}"
             )
+        require_pull("lam", self.lam, self.newcomer, "newcomer.")
+
+    @property
+    def steady(self) -> bool:
+        return False  # a round that averages makes no pass
 
     def init(self, facts: Facts, key: Key) -> Tensors:
         w = self.initial_w()
@@ -139,9 +144,7 @@ class L2GD(WholeModel):
         if local is not None:
             return parts(self.model, local["x"] - published["pull"] * (local["x"] - xbar))
         key = key.at(purpose="newcomer")
-        new = self.train(
-            self.newcomer, xbar, cohort, key, aux=xbar, pull=lambda x, mean: self.lam * (x - mean)
-        )
+        new = self.train(self.newcomer, xbar, cohort, key, aux=xbar, pull=towards(self.lam))
         return parts(self.model, new.w)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import split_cohort
+from fedpop.algorithms.base import require_whole, split_cohort
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
@@ -53,6 +53,9 @@ class LocalSGD:
     """Weight decay: the gradient of decay/2 norm(w)^2 is added."""
 
     def __post_init__(self) -> None:
+        require_whole(epochs=self.epochs)
+        if self.batch is not None:
+            require_whole(batch=self.batch)
         if self.epochs < 1:
             raise SettingsError(f"epochs must be at least 1, not {self.epochs}")
         if not self.rate > 0:

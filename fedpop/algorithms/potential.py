@@ -56,7 +56,8 @@ class Potential:
     @property
     def info(self) -> Info:
         """What it cost so far, for phases that report nothing else."""
-        return Info({"backbone_passes": float(self.passes), "head_steps": float(self.passes)})
+        passes = float(self.passes)
+        return Info({"backbone_passes": 0.0 if self.cohort.embedded else passes, "head_steps": passes})
 
     def full(self) -> Potential:
         """The same on all examples."""

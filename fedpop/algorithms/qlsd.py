@@ -95,6 +95,10 @@ class QLSD(PosteriorSamples):
         return {"plain": "QLSD", "star": "QLSD*", "++": "QLSD++"}[self.variant]
 
     @property
+    def steady(self) -> bool:
+        return self.batch is None  # a batch is not the same share of everybody's examples
+
+    @property
     def phases(self) -> tuple[str, ...]:
         before = ("curvature",) * (self.step is None) + ("reference",) * (self.variant == "star")
         return (*before, "train")

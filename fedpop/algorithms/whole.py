@@ -53,15 +53,17 @@ def towards(strength: float) -> Pull:
     return pull
 
 
-def require_pull(name: str, strength: float, sgd: LocalSGD) -> None:
+def require_pull(name: str, strength: float, sgd: LocalSGD, whose: str = "") -> None:
     """Raise unless this pull towards a centre is one, and steps along it alone come to rest."""
     if not (strength >= 0 and math.isfinite(strength)):
         raise SettingsError(f"{name} must be 0 or more, not {strength}")
     largest = 2 * (1 + sgd.momentum)  # of explicit steps with momentum on a quadratic
     if sgd.rate * strength > largest:
+        both = sgd.rate * strength
         raise SettingsError(
-            f"rate {sgd.rate:g} x {name} {strength:g} = {sgd.rate * strength:g}: steps along this pull are "
-            f"unstable above {largest:g}; take a rate below {largest / strength:.3g}, or a smaller {name}"
+            f"{whose}rate {sgd.rate:g} x {name} {strength:g} = {both:g}: steps along this pull "
+            f"are unstable above {largest:g}; take a {whose}rate below {largest / strength:.3g}, or a "
+            f"smaller {name}"
         )
 
 
@@ -85,13 +87,14 @@ def kept(good: Tensor, new: Tensor, old: Tensor) -> Tensor:
 
 
 def cost(cohort: Cohort, loss: Tensor, good: Tensor, backbone: float, head: float) -> Info:
-    """A round's info: mean training losses ``[C]``, and example-passes through backbone and head."""
+    """A round's info: mean training losses ``[C]``, and example-passes through backbone and head; none
+    through a backbone that stands still, whose features were computed once."""
     n = cohort.sizes.to(loss.dtype)
     return Info(
         {
             "log_likelihood": -float((loss * n)[good].sum()),
             "examples": float(n[good].sum()),
-            "backbone_passes": float(backbone),
+            "backbone_passes": 0.0 if cohort.embedded else float(backbone),
             "head_steps": float(head),
         },
         leave_out(good, cohort),

@@ -305,24 +305,29 @@ def evaluate_new(population: Population, newcomers: Sequence[Client]) -> NewClie
     (None, 0.0)
     """
     check_newcomers(newcomers, population.federation)
+    for i, client in enumerate(newcomers):
+        own = Federation.of({f"new client {i}": client})
+        if len(own.train.y):
+            population.model.prepare(own)  # raises where the data do not fit the model
     return NewClients(_newcomers(population, newcomers, False), _newcomers(population, newcomers, True))
 
 
 def _newcomers(population: Population, newcomers: Sequence[Client], own: bool) -> Evaluation | None:
-    found: list[tuple[str, Predictive, Tensor]] = []
+    found: list[tuple[str, Predictive | None, Tensor]] = []
     for i, client in enumerate(newcomers):
         assert client.test is not None
         x, y = client.test
-        try:
-            model = population.new_client(client.x, client.y) if own else population.new_client()
-        except DataError:
-            return None
         y = population.model.likelihood.check_targets(
             torch.as_tensor(y), population.model.outputs, f"new client {i}"
         )
+        try:
+            model = population.new_client(client.x, client.y) if own else population.new_client()
+        except DataError:  # its data were checked: the method has nothing to offer
+            found.append((str(i), None, y))
+            continue
         p = model.predict(x)
         found.append((str(i), p, y.to(p.eta.device)))
-    return scored(found)
+    return scored(found) if any(p is not None for _, p, _ in found) else None
 
 
 def check_newcomers(newcomers: Sequence[Client], federation: Federation | None) -> None:

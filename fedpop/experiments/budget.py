@@ -2,8 +2,8 @@
 
 Who takes part is drawn by (seed, round) alone, so the examples of every round are known beforehand. Trial
 rounds of the method, away from the run, tell what it pays per example; the run then has the most rounds that
-fit. A method whose rounds differ in price (a coin decides what is done) is tried for longer, and its run ends
-when the budget is spent.
+fit. The rounds of a method that differ in price (a coin decides what is done) are counted by running them
+until the budget is spent; what they cost depends on (seed, round) too, so the run itself then costs the same.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from fedpop.runtime.simulate import simulate, who
 
 TRIAL = 3
 LONG_TRIAL = 40
+"""Rounds after which a method that made no pass yet is taken to make none."""
 MOST = 100_000
+ROUNDING = 1 + 1e-9
 
 
 @dataclass
 class Spending(Callback):
-    """Backbone passes up to each round; ends a trial that has seen enough, or a run at its budget."""
+    """Backbone passes up to each round of a trial, which ends when it has seen enough or spent it."""
 
-    passes: float | None = None
+    passes: float
     totals: list[float] = field(default_factory=list)
     examples: list[int] = field(default_factory=list)
 
     def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
         self.totals.append(run.totals["backbone_passes"])
-        if self.passes is not None:
-            return self.totals[-1] >= self.passes
         seen = who(run.settings.participation, len(run.federation), run.key, run.round - 1).ids
         self.examples.append(int(run.federation.train.sizes[seen].sum()))
-        return len(self.totals) == TRIAL and self.price is not None
+        known = run.algorithm.steady and len(self.totals) == TRIAL and self.price is not None
+        nothing = len(self.totals) == LONG_TRIAL and self.totals[-1] == 0
+        return known or nothing or self.totals[-1] > self.passes * ROUNDING
 
     @property
     def price(self) -> float | None:
@@ -46,12 +48,6 @@ class Spending(Callback):
         spent = [b - a for a, b in zip(self.totals, self.totals[1:], strict=False)]
         each = {round(s / n, 9) for s, n in zip(spent, self.examples[1:], strict=True) if n}
         return each.pop() if len(each) == 1 else None
-
-    def state(self) -> dict[str, Any]:
-        return {"totals": self.totals, "examples": self.examples}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.totals, self.examples = list(state["totals"]), list(state["examples"])
 
 
 def rounds_within(
@@ -66,35 +62,27 @@ def rounds_within(
     ...  for e in (1, 5)]
     [10, 2]
     """
-    trial = Spending()
+    trial = Spending(passes)
     simulate(
-        method,
-        federation,
-        rounds=LONG_TRIAL,
-        seed=seed,
-        participation=rule,
-        callbacks=[trial],
-        progress=False,
+        method, federation, rounds=MOST, seed=seed, participation=rule, callbacks=[trial], progress=False
     )
-    price, before = trial.price, 0.0
-    if price is not None:
-        before = max(0.0, trial.totals[0] - price * trial.examples[0])  # what the method pays to start
-    else:
-        price = trial.totals[-1] / max(sum(trial.examples), 1)
-    if price <= 0:
+    totals = trial.totals
+    if totals[-1] == 0:
         raise SettingsError(
             f"{method.label} makes no backbone passes here (where it has nothing to learn, features are "
             "computed once); give the budget in rounds"
         )
-    spent, rounds, sizes = before, 0, federation.train.sizes
-    while rounds < MOST:
-        spent += price * int(sizes[who(rule, len(federation), Key(seed), rounds).ids].sum())
-        if spent > passes * (1 + 1e-9):
-            break
-        rounds += 1
-    if rounds == 0:
+    if totals[0] > passes * ROUNDING:
         raise SettingsError(
             f"a budget of {passes:g} backbone passes does not pay for one round of {method.label}, which "
-            f"takes {spent:g}"
+            f"takes {totals[0]:g}"
         )
+    if totals[-1] > passes * ROUNDING or trial.price is None:
+        return sum(spent <= passes * ROUNDING for spent in totals)
+    spent, rounds, sizes = totals[-1], len(totals), federation.train.sizes
+    while rounds < MOST:
+        spent += trial.price * int(sizes[who(rule, len(federation), Key(seed), rounds).ids].sum())
+        if spent > passes * ROUNDING:
+            break
+        rounds += 1
     return rounds

@@ -26,7 +26,7 @@ import torch
 from fedpop.algorithms.base import Algorithm, require_whole
 from fedpop.errors import CheckpointError, DataError, SettingsError
 from fedpop.evaluation.protocol import Evaluation, Watch, check_newcomers, evaluate, evaluate_new
-from fedpop.experiments.budget import Spending, rounds_within
+from fedpop.experiments.budget import rounds_within
 from fedpop.experiments.methods import Entry
 from fedpop.experiments.results import Record, Results, mean, record, values
 from fedpop.experiments.runner import Job, run_jobs
@@ -75,7 +75,9 @@ class Given(Source):
         return self.subject
 
     def describe(self) -> dict[str, Any]:
-        return {"data": self.subject.clients.fingerprint(), "new_clients": len(self.subject.newcomers)}
+        new = self.subject.newcomers
+        about = {"data": self.subject.clients.fingerprint(), "new_clients": len(new)}
+        return about | ({"new_data": Federation.of(list(new)).fingerprint()} if new else {})
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,10 @@ class Terms:
             object.__setattr__(self, "rounds", ROUNDS)
         if self.rounds is not None:
             require_whole(rounds=self.rounds)
+        if self.passes is not None and (
+            isinstance(self.passes, bool) or not isinstance(self.passes, int | float)
+        ):
+            raise SettingsError(f"passes is a number, not {self.passes!r}")
         if not (self.passes or self.rounds or 0) > 0:
             raise SettingsError("a budget is positive")
         if self.every is not None:
@@ -124,15 +130,15 @@ def fitted(
     """A run of one method on the terms of all."""
     rule = terms.rule(method)
     rounds = terms.rounds
-    own = list(callbacks)
     if rounds is None:
         assert terms.passes is not None
         rounds = rounds_within(method, clients, terms.passes, seed, rule)
-        own.append(Spending(terms.passes))
-    for callback in own:
+    for callback in callbacks:
         if isinstance(callback, Watch) and callback.every is None:
             callback.every = max(1, rounds // LOOKS)
-    return method.fit(clients, rounds=rounds, seed=seed, participation=rule, callbacks=own, progress=False)
+    return method.fit(
+        clients, rounds=rounds, seed=seed, participation=rule, callbacks=callbacks, progress=False
+    )
 
 
 def run_one(
@@ -147,6 +153,7 @@ def run_one(
     metrics: dict[str, float | None] = {f"test_{n}": v for n, v in final.summary().items()}
     metrics["plug_in"] = float(final.plug_in)
     metrics["unserved"] = float(len(final.unserved))
+    metrics["left_out"] = float(sum(len(m["left_out"]) for m in population.history))
     metrics |= {f"last_{n}": v for n, v in watch.mean_of_last().items()}
     if "validation" in subject.clients.splits:
         metrics |= {f"validation_{n}": v for n, v in evaluate(population, "validation").summary().items()}
@@ -154,6 +161,7 @@ def run_one(
         new = evaluate_new(population, subject.newcomers)
         for kind, found in (("new", new.own_data), ("new_without", new.without)):
             metrics |= {} if found is None else {f"{kind}_{n}": v for n, v in found.summary().items()}
+            metrics |= {} if found is None else {f"{kind}_unserved": float(len(found.unserved))}
     details = {"label": entry.label, "seed": seed, "points": watch.points} | _details(final)
     write_json(details_path(folder, entry.label, seed), details)
     cost = population.totals | {"rounds": population.rounds}
@@ -201,6 +209,8 @@ def seeds_of(seeds: int | Sequence[int]) -> list[int]:
     >>> seeds_of(3), seeds_of([7])
     ([0, 1, 2], [7])
     """
+    if isinstance(seeds, bool) or not isinstance(seeds, int | Sequence):
+        raise SettingsError(f"seeds are a number of them or different whole numbers, not {seeds!r}")
     out = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     require_whole(**{f"seed {s}": s for s in out})
     if not out or len(set(out)) < len(out):
@@ -279,6 +289,9 @@ def compare_all(
         for entry in entries
     ]
     write_json(folder / "details" / "methods.json", [e.label for e in entries])
+    # Of methods whose settings changed nothing old stays, or a mean would be over both.
+    wanted = {job.methods[0]: job.config for job in jobs}
+    results.records = [r for r in results.records if wanted.get(r["method"], r["config"]) == r["config"]]
     run_jobs(jobs, results, processes, EXPERIMENT, show)
     return Comparison.of(results)
 
@@ -345,10 +358,10 @@ class Comparison:
         return f"Comparison({', '.join(self.methods)}; {len({r['seed'] for r in self.records})} seed(s))"
 
     def __str__(self) -> str:
-        from fedpop.report.compare import summary
+        from fedpop.report.compare import notes, summary
         from fedpop.report.terminal import as_text
 
-        return as_text(summary(self))
+        return "\n".join([as_text(summary(self)), *notes(self)])
 
     def report(self, path: str | Path) -> Path:
         """Write the page with curves, clients, calibration and costs."""

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from fedpop.algorithms.base import require_whole
 from fedpop.data.csv_task import CsvTask
 from fedpop.data.image_task import ImageTask
 from fedpop.data.synthetic import SyntheticTask
@@ -120,6 +121,9 @@ def config_from(raw: Mapping[str, Any], path: Path, data: str | Path | None = No
     with _naming(f"{path}, [tune]"):
         how = Tune(**tune)
         seeds_of(how.seeds)
+        require_whole(seed=how.seed)
+        if how.rounds is not None or how.passes is not None:
+            Terms(rounds=how.rounds, passes=how.passes)
         if isinstance(how.trials, bool) or not isinstance(how.trials, int) or how.trials < 1:
             raise SettingsError(f"trials is a whole number from 1, not {how.trials!r}")
     return Config(path, _task(raw, path, data), terms, chosen, entries, how, raw)
@@ -180,7 +184,7 @@ class _naming:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, FedpopError | TypeError):
+        if isinstance(error, FedpopError | TypeError | ValueError):
             raise SettingsError(f"{self.where}: {error}") from error
 
 

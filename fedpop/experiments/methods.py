@@ -99,8 +99,14 @@ def _arguments(
 def _value(value: Any, field: Field[Any], hint: Any, where: str, path: str) -> Any:
     if isinstance(value, Mapping):
         cls = _class_of(value, field, hint, where, path)
+        wanted = [h for h in _members(hint) if isinstance(h, type) and h is not type(None)]
+        told_all = len(wanted) == len(_members(hint)) - (type(None) in _members(hint))
+        if told_all and not issubclass(cls, tuple(wanted)):
+            names = " or ".join(h.__name__ for h in wanted)
+            raise SettingsError(f"{where}: {path} takes {names}, not {cls.__name__}")
         inner = {k: v for k, v in value.items() if k != "kind"}
-        return _made(lambda: cls(**_arguments(cls, inner, where, f"{path}.", set())), f"{where}: {path}")
+        settings = _arguments(cls, inner, where, f"{path}.", set())
+        return _made(lambda: cls(**settings), f"{where}: {path}")
     if isinstance(value, list):
         return tuple(_value(v, field, hint, where, path) for v in value)
     kinds = [h for h in _members(hint) if h in (int, float, bool, str, type(None))]
@@ -108,6 +114,8 @@ def _value(value: Any, field: Field[Any], hint: Any, where: str, path: str) -> A
         names = " or ".join({int: "a whole number", float: "a number", bool: "true or false"}.get(k, "a text")
                             for k in kinds if k is not type(None))  # fmt: skip
         raise SettingsError(f"{where}: {path} is {names}, not {value!r}")
+    if not set(kinds) - {type(None)} and typing.Any not in _members(hint):
+        raise SettingsError(f"{where}: {path} is a table of settings, {path} = {{...}}, not {value!r}")
     if isinstance(value, int) and not isinstance(value, bool) and float in kinds and int not in kinds:
         return float(value)
     return value
@@ -155,5 +163,5 @@ def _made(make: typing.Callable[[], Any], where: str) -> Any:
     except FedpopError as error:
         told = str(error)
         raise SettingsError(told if told.startswith(where) else f"{where}: {told}") from error
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise SettingsError(f"{where}: {error}") from error

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fedpop.errors import DataError, FedpopError, SettingsError
-from fedpop.evaluation.protocol import CLASSES, HIGH_IS_GOOD, REAL, evaluate
+from fedpop.evaluation.protocol import CLASSES, HIGH_IS_GOOD, LEVEL, REAL, evaluate
 from fedpop.experiments.comparison import Source, Subject, Terms, config_of, fitted, opened, seeds_of
 from fedpop.experiments.config import Config, changed, to_toml, with_entry, with_settings
 from fedpop.experiments.methods import Entry
@@ -142,7 +142,13 @@ def choose(records: Sequence[Record], label: str, metric: str) -> Choice:
             f"{label}: none of its {len(trials)} trials has a finite validation {metric}; search elsewhere "
             "(smaller steps?)"
         )
-    best, t = max(found, key=lambda f: f[0] if metric in HIGH_IS_GOOD else -f[0])
+
+    def worth(score: float) -> float:
+        if metric == "coverage":  # of intervals that are right, not of wide ones
+            return -abs(score - LEVEL)
+        return score if metric in HIGH_IS_GOOD else -score
+
+    best, t = max(found, key=lambda f: worth(f[0]))
     return Choice(label, t, trials[t][0]["config"]["settings"], best)
 
 

@@ -37,6 +37,12 @@ PROTOCOL = (
     "nothing to offer). ECE: over all clients' predictions pooled. plug-in: no uncertainty about parameters. "
     "diverged: a prediction was not finite."
 )
+TOLD = {
+    "unserved": "client(s) for whom it has no model, in none of its scores",
+    "new_unserved": "new client(s) for whom it has no model, in none of its scores",
+    "left_out": "update(s) that were not finite, left out of their rounds",
+}
+"""What a record counts beside its scores, over all seeds."""
 COST = (
     "Means over seeds. passes: backbone example-passes (forward and backward of an example is one, a forward "
     "alone a third); head steps: example-steps of the head on features; seconds: of training, one machine, "
@@ -109,6 +115,22 @@ def summary(comparison: Comparison) -> Table:
     named = {NAMES["accuracy"]: "accuracy, %", NAMES["coverage"]: "90 % cov., %"}
     spare = ("sec.", "last", "sent", "rounds", "passes", "worst 10 %", "new, none")
     return Table([named.get(c, c) for c in columns], rows, highlights(comparison), spare)
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """What a reader of the table must know of single methods: missing seeds, clients without a model,
+    updates that were left out."""
+    seeds = len({r["seed"] for r in comparison.records})
+    found = []
+    for method in comparison.methods:
+        records = comparison.of_method(method)
+        if len(records) < seeds:
+            found.append(f"{method}: {len(records)} of {seeds} seeds only; the rest is not run yet")
+        for metric, told in TOLD.items():
+            count = sum(values(records, metric))
+            if count:
+                found.append(f"{method}: {count:.0f} {told}")
+    return found
 
 
 def flagged(method: str, records: Sequence[Record]) -> str:
@@ -274,7 +296,8 @@ def page(comparison: Comparison, path: Path) -> Path:
     """The page: scores on the way, clients, calibration, all tables."""
     main = main_score(comparison)
     looks = plots.looks(comparison.methods)
-    sections = [Section("The comparison", PROTOCOL + " Methods with * are plug-in.", summary(comparison))]
+    text = " ".join([PROTOCOL, "Methods with * are plug-in.", *(f"{note}." for note in notes(comparison))])
+    sections = [Section("The comparison", text, summary(comparison))]
     sections.append(Section("On the way", figures=on_the_way(comparison)))
     sections += _clients(comparison, main, looks) + _calibration(comparison, main, looks)
     sections.append(Section("All scores", table=scores_table(comparison)))
@@ -375,6 +398,7 @@ def tables(comparison: Comparison) -> dict[str, Table]:
 def write_files(comparison: Comparison, folder: Path) -> Path:
     """``results.md`` and ``report.html`` beside ``results.json``."""
     lines = [f"# {lead_of(comparison)}", "", PROTOCOL, ""]
+    lines += [f"- {note}" for note in notes(comparison)] + [""] * bool(notes(comparison))
     for title, table in tables(comparison).items():
         lines += [f"## {title}", "", markdown(table)]
     write_bytes(folder / "results.md", "\n".join(lines).encode())
@@ -389,6 +413,8 @@ def show_and_write(results: Results, console: Console) -> None:
     console.print(rich_table(fitted(table, console.width)))
     if any(row[0].endswith(" *") for row in table.rows):
         console.print("* plug-in: predicts from a point estimate, without uncertainty about parameters")
+    for note in notes(comparison):
+        console.print(note, markup=False, highlight=False)
     path = write_files(comparison, results.folder)
     console.print(f"The report is in [bold]{path}[/bold].")
 

@@ -148,7 +148,7 @@ def test_what_is_sent_and_what_it_costs() -> None:
     population = fp.APFL(Q.model, local=fp.LocalSGD(epochs=3)).fit(Q.clients, rounds=2, progress=False)
     assert fp.APFL.private == ("v", "alpha")
     assert population.totals["bytes_up"] == 2 * 3 * 8 * (3 + 1)
-    assert population.totals["backbone_passes"] == 2 * 2 * 3 * 25  # w and the mixture
+    assert population.totals["head_steps"] == 2 * 2 * 3 * 25  # w and the mixture
 
 
 def test_a_diverging_client_keeps_all_three() -> None:

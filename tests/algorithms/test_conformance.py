@@ -416,6 +416,18 @@ def test_the_rule_of_participation_is_enforced(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_passes_are_counted_only_through_a_backbone_that_learns(name: str) -> None:
+    """Features of a frozen one are computed once, for every method alike."""
+    given = clients("linear")
+    assert fit(name, "linear", participation=None, rounds=4).totals["backbone_passes"] > 0
+    frozen = fp.Composition(None, seeded(nn.Linear(3, 1, bias=False).to(WIDE), 2), fp.likelihoods.Normal(0.5))
+    method = METHODS[name](frozen, **SETTINGS.get(name, {}))
+    totals = method.fit(given, rounds=4, progress=False).totals
+    assert totals["backbone_passes"] == 0
+    assert totals["head_steps"] > 0
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_a_compressor_works_or_is_refused(name: str) -> None:
     if not METHODS[name].compressed:
         with pytest.raises(SettingsError, match=r"compress"):

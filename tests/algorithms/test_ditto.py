@@ -26,7 +26,7 @@ def test_the_common_model_is_fedavgs_to_the_bit() -> None:
     for name in ("phi", "z"):
         assert torch.equal(plain.published[name], ditto.published[name])
     assert ditto.totals["bytes_up"] == plain.totals["bytes_up"]
-    assert ditto.totals["backbone_passes"] == 2 * plain.totals["backbone_passes"]
+    assert ditto.totals["head_steps"] == 2 * plain.totals["head_steps"]
 
 
 @pytest.mark.parametrize("largest", [local_sgd.LARGEST_BATCHED, 0])

@@ -122,7 +122,17 @@ def test_a_split_is_averaged_like_any_module() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"epochs": 0}, {"rate": 0.0}, {"rate": -1.0}, {"batch": 0}, {"momentum": 1.0}, {"momentum": -0.1}],
+    [
+        {"epochs": 0},
+        {"epochs": 2.5},
+        {"epochs": True},
+        {"rate": 0.0},
+        {"rate": -1.0},
+        {"batch": 0},
+        {"batch": 2.5},
+        {"momentum": 1.0},
+        {"momentum": -0.1},
+    ],
 )
 def test_impossible_local_steps_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(SettingsError):

@@ -187,7 +187,7 @@ def test_bytes_are_those_of_averaging_rounds() -> None:
     means = 1 + sum(averaged[:-1])
     assert population.totals["bytes_down"] == 3 * (12 * (1 + 8) + means * (2 + 1) * 8)
     # Averaging costs no pass through the model, and has no loss to tell.
-    assert population.totals["backbone_passes"] == sum(SIZES) * (12 - sum(averaged))
+    assert population.totals["head_steps"] == sum(SIZES) * (12 - sum(averaged))
     assert [m["loss"] is None for m in population.history] == averaged
 
 
@@ -228,6 +228,7 @@ def test_newcomers() -> None:
     ("settings", "words"),
     [
         ({"lam": 0.0}, "lam must be positive"),
+        ({"lam": 300.0, "local": fp.LocalSGD(rate=1e-4)}, "newcomer.rate 0.01 x lam 300 = 3: .* unstable"),
         ({"p": 0.0}, "p, the probability"),
         ({"p": 1.0}, "p, the probability"),
         ({"local": fp.LocalSGD(rate=1.0)}, "below 2 p / lam"),

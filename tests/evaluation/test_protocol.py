@@ -287,3 +287,12 @@ def test_new_clients_of_the_tasks_are_none_of_the_others():
     again = task.make(0, validation=4)
     assert torch.equal(again.clients[2].x, data.clients[2].x)
     assert len(again.clients[0].validation[1]) == 4
+
+
+def test_new_clients_whose_data_do_not_fit_are_an_error_not_a_method_without_an_offer() -> None:
+    x = torch.ones(4, 3)
+    model = linear_model()
+    population = fp.FedRep(model, heads="exact").fit([(x, x[:, 0])], rounds=1)
+    narrow = fp.Client(x[:, :2], x[:, 0], test=(x, x[:, 0]))
+    with pytest.raises(DataError, match="does not accept examples"):
+        evaluate_new(population, [narrow])

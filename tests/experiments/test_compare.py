@@ -130,6 +130,50 @@ def test_what_is_there_is_not_run_again_unless_its_settings_changed(compared, tm
         fp.compare(two, data(), resume=True, **(settings | {"rounds": 3}))
 
 
+def test_no_mean_is_over_old_and_new_settings(tmp_path):
+    settings = {"rounds": 2, "last": 1, "every": 2, "out": tmp_path}
+    model = linear_model()
+    fp.compare([fp.FedAvg(model), fp.FedRep(model, heads="exact")], data(), seeds=3, **settings)
+    other = fp.FedAvg(model, local=fp.LocalSGD(rate=0.02))
+    result = fp.compare([other], data(), seeds=1, resume=True, **settings)
+    found = [(r["method"], r["seed"], r["config"].get("local", {}).get("rate")) for r in result.records]
+    assert found == [("FedAvg", 0, 0.02), *[("FedRep", s, None) for s in range(3)]]
+    assert "FedAvg: 1 of 3 seeds only" in str(result)
+    assert "FedAvg: 1 of 3 seeds only" in (tmp_path / "results.md").read_text()
+
+
+def test_other_new_clients_are_another_comparison(tmp_path):
+    known, new = data(10)[:8], data(10)[8:]
+    settings = {"rounds": 1, "last": 0, "out": tmp_path, "resume": True}
+    fp.compare([fp.FedAvg(linear_model())], known, newcomers=new, **settings)
+    moved = [fp.Client(c.x, c.y + 1, test=c.test) for c in new]
+    with pytest.raises(CheckpointError, match="another comparison"):
+        fp.compare([fp.FedAvg(linear_model())], known, newcomers=moved, **settings)
+
+
+def test_what_a_method_could_not_do_is_told_beside_its_scores(tmp_path):
+    known, new = data(10)[:8], data(10)[8:]
+    known[2] = fp.Client(known[2].x[:0], known[2].y[:0], test=known[2].test)
+    known[3] = fp.Client(1e30 * known[3].x, known[3].y, test=known[3].test)
+    new[0] = fp.Client(new[0].x[:0], new[0].y[:0], test=new[0].test)
+    fast = fp.LocalSGD(epochs=5, rate=0.01)
+    head = fp.LocalSGD(rate=1e-3)
+    model = linear_model()
+    everyone = fp.FedAvg(model, local=fast)
+    some = fp.FedPer(model, local=fp.LocalSGD(rate=1e-3), newcomer=head)
+    result = fp.compare(
+        [everyone, some], known, rounds=2, participation=Uniform(2), newcomers=new, out=tmp_path
+    )
+    drawn = {i for r in range(2) for i in who(Uniform(2), 8, Key(0), r).ids.tolist()}
+    assert 2 not in drawn  # it has no data and took no part: nothing for it
+    told = str(result)
+    assert "FedPer: 1 client(s) for whom it has no model" in told
+    assert "FedPer: 1 new client(s) for whom it has no model" in told
+    assert "FedAvg: 1 client" not in told
+    whole = fp.compare([everyone], known, rounds=2)
+    assert "FedAvg: 2 update(s) that were not finite" in str(whole)
+
+
 def test_a_comparison_over_processes_gives_the_same_numbers(tmp_path):
     config = tmp_path / "two.toml"
     config.write_text(to_toml(SMALL))
@@ -228,13 +272,47 @@ def test_a_budget_of_passes_is_spent_and_not_exceeded():
     assert result.mean("three", "rounds", "cost") < result.mean("one", "rounds", "cost")
 
 
-def test_rounds_that_differ_in_price_are_tried_for_longer_and_stopped_at_the_budget():
+def test_rounds_that_differ_in_price_are_counted():
     federation = fp.Federation.of(data())
     method = Coin(linear_model())
-    # 40 trial rounds cost 20 * 8 * 5 examples: half a pass an example.
+    # Every other round costs 8 * 5 passes: rounds 0, 2, ..., 48, and then 49 for nothing.
     assert rounds_within(method, federation, 1000, 0, fp.Everyone()) == 50
     result = fp.compare([method], data(), passes=1000, last=0)
     assert result.mean("Coin", "backbone_passes", "cost") == 1000
+
+
+@pytest.mark.parametrize("p", [0.2, 0.5])
+def test_l2gd_spends_its_budget_whatever_its_first_coins(p, tmp_path):
+    # Three coins that agree must not be taken for all of them; and the last rounds are the last rounds.
+    method = fp.L2GD(linear_model(), p=p)
+    result = fp.compare([method], data(), passes=400, seeds=8, every=1000, last=3, out=tmp_path)
+    coins = set()
+    for r in result.records:
+        assert r["cost"]["backbone_passes"] == 400
+        rounds = int(r["cost"]["rounds"])
+        points = result.details["L2GD", r["seed"]]["points"]
+        assert [q["round"] for q in points] == [rounds - 2, rounds - 1, rounds]
+        coins.add(rounds)
+    assert len(coins) > 1
+
+
+def test_batches_that_are_not_the_same_share_of_everyone_are_counted():
+    g = generator(0)
+    clients = []
+    for n in (2, 2, 2, 2, 40):
+        x, y = torch.randn(n, 3, generator=g), torch.randn(n, generator=g)
+        clients.append(fp.Client(x, y, test=(x, y)))
+    for method in (
+        fp.QLSD(linear_model(), batch=2, step=1e-4),
+        fp.FedSOUL(linear_model(), phi_batch=2, rao_blackwell=False, start="random"),
+    ):
+        for seed in range(4):
+            rounds = rounds_within(method, fp.Federation.of(clients), 100, seed, Uniform(1))
+            spent = [
+                method.fit(clients, rounds=r, seed=seed, participation=Uniform(1)).totals["backbone_passes"]
+                for r in (rounds, rounds + 1)
+            ]
+            assert spent[0] <= 100 < spent[1]
 
 
 def test_budgets_that_buy_nothing_are_refused():
@@ -350,6 +428,12 @@ def test_every_registered_method_can_be_named_in_a_file():
         ({"name": "FedAvg", "local": {"epochs": 0}}, "method FedAvg: local: epochs must be at least 1"),
         ({"name": "FedAvg", "local": {"epochs": 1.5}}, "local.epochs is a whole number, not 1.5"),
         ({"name": "FedAvg", "local": {"rate": "fast"}}, "local.rate is a number, not 'fast'"),
+        ({"name": "FedAvg", "local": 3}, "method FedAvg: local is a table of settings"),
+        ({"name": "FedAvg", "local": {"kind": "Adam"}}, "method FedAvg: local takes LocalSGD, not Adam"),
+        ({"name": "FedSOUL", "final": 3}, "method FedSOUL: final is a table of settings"),
+        ({"name": "L2GD", "schedule": 3}, "method L2GD: schedule is a table of settings"),
+        ({"name": "DGLMC", "rho": ["a"]}, "method DGLMC: .*'a'"),
+        ({"name": "FedAvg", "server_rate": -1}, "server_rate must be positive"),
         ({"name": "FedAvg", "compressor": "zip"}, "method FedAvg: .*zip"),
         ({"name": "FedSOUL", "phi_step": {"rate": 0.1}}, "phi_step: say which kind"),
         ({"name": "FedSOUL", "phi_step": {"kind": "Adm"}}, "phi_step: unknown kind 'Adm'; known are .*Adam"),
@@ -362,6 +446,9 @@ def test_mistakes_in_a_method_name_the_file_the_method_and_the_key(method, told)
 
     with pytest.raises(SettingsError, match=f"^wrong.toml: .*{told}"):
         read()
+    with pytest.raises(SettingsError) as caught:
+        read()
+    assert str(caught.value).count("wrong.toml") == 1
 
 
 def test_a_compressor_is_refused_in_the_words_of_the_method(monkeypatch):
@@ -389,7 +476,13 @@ def test_a_compressor_is_refused_in_the_words_of_the_method(monkeypatch):
         ({"runs": {}}, "unknown setting 'runs'"),
         ({"method": []}, "at least one method"),
         ({"method": [{"name": "FedAvg"}, {"name": "FedAvg"}]}, "two methods are called FedAvg"),
+        ({"run": {"participation": ["a"]}}, r"\[run\]: .*'a'"),
+        ({"run": {"passes": "many"}}, r"\[run\]: passes is a number, not 'many'"),
+        ({"run": {"seeds": 1.5}}, r"\[run\]: seeds are a number of them .* not 1.5"),
+        ({"run": {"seeds": True}}, r"\[run\]: seeds are a number of them .* not True"),
         ({"tune": {"trials": 0}}, r"\[tune\]: trials"),
+        ({"tune": {"rounds": "3"}}, r"\[tune\]: rounds must be a whole number"),
+        ({"tune": {"seed": "a"}}, r"\[tune\]: seed must be a whole number"),
     ],
 )
 def test_mistakes_elsewhere_name_the_table(tables, told):

@@ -183,3 +183,11 @@ def test_the_command_writes_a_file_that_compare_takes(tmp_path, capsys):
     tuned = tmp_path / "t" / "tuned.toml"
     main(["compare", str(tuned), "--out", str(tmp_path / "c"), "--processes", "1"])
     assert len(Results.open(tmp_path / "c").records) == 1
+
+
+def test_the_best_coverage_is_the_one_that_was_promised():
+    records = [
+        record("tune", {"trial": t}, "a", 0, {"validation_coverage": c}, {}, {"settings": {"t": t}})
+        for t, c in enumerate((0.7, 0.88, 1.0))
+    ]
+    assert search.choose(records, "a", "coverage").trial == 1
