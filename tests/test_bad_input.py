@@ -329,3 +329,12 @@ def test_importing_the_package_is_light() -> None:
     code = f"import sys, fedpop; print(sorted({heavy} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [(fp.FedAvg, "local"), (fp.Ditto, "personal"), (fp.FedRep, "head"), (fp.FedAvgFT, "fine_tune")],
+)
+def test_how_clients_train_is_a_local_sgd(method: Any, name: str) -> None:
+    with pytest.raises(SettingsError, match=f"{name} says how clients train"):
+        method(linear_model(), **{name: 3})

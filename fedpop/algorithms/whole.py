@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -104,6 +104,15 @@ def cost(cohort: Cohort, loss: Tensor, good: Tensor, backbone: float, head: floa
 @dataclass(frozen=True, kw_only=True)
 class WholeModel(Algorithm):
     """The server holds one w = (phi, z); subclasses say how it moves and what a client predicts with."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for f in fields(self):
+            if f.type == "LocalSGD" and not isinstance(getattr(self, f.name), LocalSGD):
+                raise SettingsError(
+                    f"{self.name}: {f.name} says how clients train, as fedpop.LocalSGD(epochs, rate), "
+                    f"not {getattr(self, f.name)!r}"
+                )
 
     @property
     def phi_copies(self) -> int:
