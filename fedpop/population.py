@@ -535,6 +535,12 @@ class Population:
                 f"  cost     {up / 1e6:.2f} MB up, {down / 1e6:.2f} MB down, "
                 f"{self.totals.get('seconds', 0):.1f} s"
             )
+        if self.store is not None and self.store.used and not isinstance(self.algorithm, FedSOUK):
+            each = sum(t[0].numel() * t.element_size() for t in self.store.tensors.values())
+            lines.append(
+                f"  kept     {self.store.used} client(s) that took part hold {each / 1e6:.3g} MB each, "
+                f"{each * self.store.used / 1e6:.3g} MB together"
+            )
         left_out = sorted({name for m in self.history for name in m.get("left_out", [])})
         if left_out:
             shown = ", ".join(left_out[:5]) + (", ..." if len(left_out) > 5 else "")

@@ -364,6 +364,15 @@ def test_a_newcomer_without_data_gets_the_shared_head_or_an_answer_why_not() -> 
         private.new_client()
 
 
+def test_what_clients_keep_is_told_and_paid_for_those_who_took_part_only() -> None:
+    method = fp.Ditto(linear_model(), local=fp.LocalSGD(rate=0.01), personal=fp.LocalSGD(rate=0.01))
+    population = method.fit(ragged((4, 3, 5, 6, 2)), rounds=1, participation=2)
+    assert population.store is not None
+    assert population.store.used == 2
+    assert sum(t.numel() for t in population.store.tensors.values()) <= 5 * 8
+    assert "2 client(s) that took part hold 3.2e-05 MB each" in str(population)  # eight floats
+
+
 # --- files --------------------------------------------------------------------------------------
 
 

@@ -447,3 +447,14 @@ def test_a_compressor_works_or_is_refused(name: str) -> None:
         plain.run.train_round()
     assert seen
     assert all(bool(torch.isfinite(t).all()) for t in stage.run.server.values() if t.is_floating_point())
+
+
+@every("softmax")
+def test_clients_with_one_class_only_are_clients_like_any_other(name: str, kind: str) -> None:
+    data = {n: (x, torch.full_like(y, i % 3)) for i, (n, (x, y)) in enumerate(clients(kind).items())}
+    population = made(name, kind).fit(data, rounds=3, progress=False)
+    assert all(not metrics["left_out"] for metrics in population.history)
+    for client, (x, _) in data.items():
+        if len(x):
+            probs = population.predict(client, x).probs
+            torch.testing.assert_close(probs.sum(-1), torch.ones_like(probs[:, 0]))
