@@ -93,7 +93,7 @@ class About:
     bounds: bool = True
     """Guarantees of convergence are known, as the paper's table has it."""
     memory: str = "d + d_phi"
-    """Numbers that a client holds to predict and to go on, M draws where there are draws."""
+    """Numbers that a client's predictions read, M draws where there are draws."""
     instance: str = ""
     """Of which choices in FedPop it is the case or the limit, if of any."""
 

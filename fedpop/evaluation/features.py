@@ -71,7 +71,7 @@ def small_model() -> Composition:
 
 
 def live(method: type[Algorithm], model: Composition) -> Population:
-    """A method after three rounds with a few clients, with ``DRAWS`` draws where it draws."""
+    """A method after a few rounds with a few clients, with ``DRAWS`` draws where it draws."""
     key, ids = Key(0, purpose="data"), torch.arange(CLIENTS)
     x = key.at(purpose="x").normal(ids, (EXAMPLES, INPUTS), torch.float64)
     y = key.at(purpose="y").normal(ids, (EXAMPLES,), torch.float64)
