@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks import compressors, kernels, local_training, round, rounds_per_second, scale
-from fedpop.experiments.results import Record, Results
+from fedpop.report.results import Record, Results
 
 FOLDER = Path("results/bench")
 

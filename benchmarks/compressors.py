@@ -7,8 +7,8 @@ from rich.table import Table
 
 import fedpop as fp
 from benchmarks.timing import Advance, in_turns, ratio, shown
-from fedpop.experiments.results import Record, record
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
+from fedpop.report.results import Record, record
 
 NAME = "compressors"
 ENTRIES, SECONDS, LEAST, TARGET = 1_000_000, 15.0, 9, 4.0

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from benchmarks.timing import Advance, Lap, Spread, lap
-from fedpop.experiments.results import Record, record
 from fedpop.kernels import Kernel, Target, Tuning, run
+from fedpop.keys import Key
 from fedpop.models.likelihoods import Categorical
 from fedpop.models.local import LinearLikelihood
-from fedpop.runtime.random import Key
+from fedpop.report.results import Record, record
 
 NAME = "kernels"
 KERNELS: dict[str, Kernel] = {

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import fedpop as fp
 from benchmarks.round import ACTIVE, CLASSES, IMAGES, backbone, precision, random_images
 from benchmarks.timing import Advance, in_turns, ratio, shown
-from fedpop.algorithms.point import joint_loss
+from fedpop.client.losses import joint_loss
 from fedpop.data.synthetic import SyntheticTask
-from fedpop.experiments.results import Record, record
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
+from fedpop.report.results import Record, record
 from fedpop.runtime.simulate import Run, Settings
 
 NAME = "local training"

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from benchmarks.timing import Advance, Lap, Spread, in_turns, ratio, shown
-from fedpop.experiments.results import Record, record
 from fedpop.kernels import Kernel
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
+from fedpop.report.results import Record, record
 from fedpop.runtime.simulate import Run, Settings
 
 NAME = "round"

@@ -10,7 +10,7 @@ import fedpop as fp
 from benchmarks.timing import Advance, Spread, in_turns, ratio, shown
 from fedpop.algorithms.base import Algorithm
 from fedpop.data.synthetic import SyntheticTask
-from fedpop.experiments.results import Record, record
+from fedpop.report.results import Record, record
 from fedpop.runtime.simulate import Run, Settings
 
 NAME = "rounds per second"

@@ -18,8 +18,8 @@ from rich.table import Table
 import fedpop as fp
 from benchmarks.timing import Advance, Spread, in_turns, ratio, shown
 from fedpop.data.synthetic import SyntheticTask
-from fedpop.experiments.results import Record, record
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
+from fedpop.report.results import Record, record
 from fedpop.runtime.simulate import Run, Settings
 
 NAME = "scale"

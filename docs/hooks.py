@@ -31,7 +31,7 @@ GROUPS = {
     "errors": ("Errors", ""),
 }
 ANSWERS = [
-    "fedpop.evaluation.predictive.Predictive",
+    "fedpop.models.predictive.Predictive",
     "fedpop.population.Posterior",
     "fedpop.population.Newcomer",
 ]

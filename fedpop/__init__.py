@@ -1,7 +1,5 @@
 """fedpop: personalised federated learning that knows what it does not know."""
 
-__version__ = "0.1.0"
-
 from fedpop.algorithms import (
     APFL,
     DGLMC,
@@ -34,8 +32,8 @@ from fedpop.evaluation.protocol import Evaluation, Watch, evaluate
 from fedpop.experiments.comparison import Comparison, compare
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.held_out import hold_out
-from fedpop.federation.participation import Bernoulli, Everyone, Uniform
-from fedpop.federation.trace import Trace
+from fedpop.federation.participation.availability import Availability
+from fedpop.federation.participation.rules import Bernoulli, Everyone, Uniform
 from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential, JumpHMC, MixtureDraw
 from fedpop.models import likelihoods, links
 from fedpop.models.augment import CropFlip
@@ -53,6 +51,7 @@ from fedpop.server.averaging import Averaging
 from fedpop.server.optimisers import SGD, Adam, Average
 from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial
 from fedpop.server.start import SpectralStart
+from fedpop.version import __version__ as __version__
 
 __all__ = [
     "APFL",
@@ -69,6 +68,7 @@ __all__ = [
     "SGLD",
     "ULA",
     "Adam",
+    "Availability",
     "Average",
     "Averaging",
     "Bernoulli",
@@ -118,7 +118,6 @@ __all__ = [
     "Split",
     "Steps",
     "Table",
-    "Trace",
     "Uniform",
     "Watch",
     "compare",

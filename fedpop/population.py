@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fedpop
 from fedpop.algorithms.base import Algorithm, Tensors
 from fedpop.algorithms.fedsouk import FedSOUK, Final
-from fedpop.algorithms.local_steps import describe_steps
-from fedpop.algorithms.phi_gradient import PhiGradient
+from fedpop.client.local_steps import describe_steps
+from fedpop.client.phi_gradient import PhiGradient
+from fedpop.client.plan import Plan, parse_bytes, plan_for
+from fedpop.client.store import LocalStore
 from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
 from fedpop.evaluation import quadrature
 from fedpop.evaluation.diagnostics import (
@@ -33,18 +34,17 @@ from fedpop.evaluation.information import (
     theta_draws,
 )
 from fedpop.evaluation.marginal import WORST_SHAPE, LogLikelihood, closed_form, importance
-from fedpop.evaluation.predictive import Predictive
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, as_inputs, map_inputs, narrowed, require_finite
+from fedpop.files import read_json, read_tensors, writable_folder, write_json, write_tensors
+from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.flat import Layout
 from fedpop.models.links import LinkedLayout
+from fedpop.models.predictive import Predictive
 from fedpop.priors.base import Prior
-from fedpop.runtime.files import read_json, read_tensors, writable_folder, write_json, write_tensors
-from fedpop.runtime.plan import Plan, parse_bytes, plan_for
-from fedpop.runtime.random import Key
-from fedpop.runtime.store import LocalStore
+from fedpop.version import __version__
 
 GROUP = 256
 """Clients that the final pass works on together, at most."""
@@ -599,7 +599,7 @@ class Population:
         write_json(
             folder / "population.json",
             {
-                "version": fedpop.__version__,
+                "version": __version__,
                 "method": type(self.algorithm).__name__,
                 "algorithm": self.algorithm.describe(),
                 "model": model_spec(self.model),
@@ -613,7 +613,7 @@ class Population:
             },
         )
         if self.history:
-            from fedpop.runtime.files import write_bytes
+            from fedpop.files import write_bytes
 
             lines = "".join(json.dumps(m) + "\n" for m in self.history)
             write_bytes(folder / "history.jsonl", lines.encode())

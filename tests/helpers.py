@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.federation.cohort import Cohort
+from fedpop.keys import Key
 from fedpop.models.base import Model
-from fedpop.runtime.random import Key
 
 
 def generator(seed: int) -> torch.Generator:

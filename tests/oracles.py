@@ -18,9 +18,9 @@ from torch.distributions import Bernoulli, Categorical, Normal, Poisson
 
 import fedpop as fp
 from fedpop.federation.cohort import Cohort
-from fedpop.kernels import Kernel, Target, Trace, Tuning, run
+from fedpop.kernels import Kernel, Pass, Target, Tuning, run
+from fedpop.keys import Key
 from fedpop.models.base import Model
-from fedpop.runtime.random import Key
 
 torch.set_num_threads(1)  # on tensors this small a second thread costs more than it gives
 
@@ -82,7 +82,7 @@ def warmed(kernel: Kernel, target: Target, ids: Tensor, chains: int, warmup: int
     return z, tuning
 
 
-def sample(kernel: Kernel, target: Target, *, chains: int, warmup: int, draws: int) -> Trace:
+def sample(kernel: Kernel, target: Target, *, chains: int, warmup: int, draws: int) -> Pass:
     """Draws ``[C, M, K, d]`` with the step frozen after the warm-up."""
     ids = torch.arange(target.likelihood.y.shape[0])
     z, tuning = warmed(kernel, target, ids, chains, warmup)

@@ -15,9 +15,9 @@ import fedpop as fp
 from fedpop.errors import CheckpointError, DataError, SettingsError
 from fedpop.evaluation.diagnostics import rhat_and_ess
 from fedpop.evaluation.oracle import exact_optimum
+from fedpop.files import read_tensors
+from fedpop.keys import Key
 from fedpop.population import Population
-from fedpop.runtime.files import read_tensors
-from fedpop.runtime.random import Key
 from tests.helpers import generator, linear_model, population_data, ragged, seeded
 
 NOISE = 0.3

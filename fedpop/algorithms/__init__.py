@@ -23,22 +23,22 @@ from fedpop.algorithms.fsgld import FSGLD
 from fedpop.algorithms.l2gd import L2GD
 from fedpop.algorithms.lg_fedavg import LGFedAvg
 from fedpop.algorithms.local_only import LocalOnly
-from fedpop.algorithms.local_sgd import LocalSGD
-from fedpop.algorithms.local_steps import Steps
 from fedpop.algorithms.per_fedavg import PerFedAvg
 from fedpop.algorithms.pfedme import PFedMe
 from fedpop.algorithms.qlsd import QLSD
 from fedpop.algorithms.scaffold import SCAFFOLD
 from fedpop.channel import QSGD, Identity, Natural, RandK
+from fedpop.client.local_sgd import LocalSGD
+from fedpop.client.local_steps import Steps
 from fedpop.errors import CheckpointError
 from fedpop.kernels import HMC, MALA, SGLD, ULA, Exponential, JumpHMC, MixtureDraw
 from fedpop.models.base import Model
+from fedpop.priors.em import EM
 from fedpop.priors.energy import Energy
 from fedpop.priors.hyper import Hyperprior
 from fedpop.priors.mixture import Mixture
 from fedpop.priors.normal import Normal
 from fedpop.server.averaging import Averaging
-from fedpop.server.em import EM
 from fedpop.server.optimisers import SGD, Adam, Average
 from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial
 from fedpop.server.start import SpectralStart

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from fedpop.algorithms.base import About, Info, Message, Tensors, sent
 from fedpop.algorithms.fedavg import FedAvg
-from fedpop.algorithms.local_sgd import Direction, LocalSGD, Loss, Trained
-from fedpop.algorithms.point import joint_loss
 from fedpop.algorithms.whole import cost, finite, kept, parts, whole
 from fedpop.channel import Channel
+from fedpop.client.local_sgd import Direction, LocalSGD, Loss, Trained
+from fedpop.client.losses import joint_loss
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 
 @dataclass(frozen=True, kw_only=True)

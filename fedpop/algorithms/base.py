@@ -22,13 +22,13 @@ from fedpop.channel import Channel, Compressor, Identity, resolve_compressor
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
-from fedpop.federation.participation import Everyone, Participation, Uniform
+from fedpop.federation.participation.rules import Everyone, Participation, Uniform
+from fedpop.keys import Key
 from fedpop.models.base import Model
-from fedpop.runtime.random import Key
 
 if TYPE_CHECKING:
-    from fedpop.evaluation.predictive import Predictive
     from fedpop.federation.clients import Federation
+    from fedpop.models.predictive import Predictive
     from fedpop.population import Population
 
 Tensors = dict[str, Tensor]

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, require_whole, sent
-from fedpop.algorithms.potential import Potential, check_batch
 from fedpop.algorithms.samples import PosteriorSamples, check_precision, require_positive
 from fedpop.algorithms.whole import cost, finite, kept
 from fedpop.channel import Channel
+from fedpop.client.potential import Potential, check_batch
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 STEP = 0.25
 """The step where none is given, in units of one over the largest curvature of z_i's law given theta."""

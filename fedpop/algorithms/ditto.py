@@ -19,11 +19,11 @@ from torch import Tensor
 
 from fedpop.algorithms.base import About, Info, Message, Tensors, sent
 from fedpop.algorithms.fedavg import FedAvg
-from fedpop.algorithms.local_sgd import LocalSGD, Trained
 from fedpop.algorithms.whole import cost, finite, kept, parts, require_pull, towards, whole
 from fedpop.channel import Channel
+from fedpop.client.local_sgd import LocalSGD, Trained
 from fedpop.federation.cohort import Cohort
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 
 @dataclass(frozen=True, kw_only=True)

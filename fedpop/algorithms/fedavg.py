@@ -16,12 +16,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, sent
-from fedpop.algorithms.local_sgd import LocalSGD, Trained
 from fedpop.algorithms.whole import WholeModel, cost, finite, mean_move
 from fedpop.channel import Channel
+from fedpop.client.local_sgd import LocalSGD, Trained
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ from typing import ClassVar
 
 from fedpop.algorithms.base import About, Tensors
 from fedpop.algorithms.fedavg import FedAvg
-from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.algorithms.whole import parts, whole
+from fedpop.client.local_sgd import LocalSGD
 from fedpop.federation.cohort import Cohort
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 
 @dataclass(frozen=True, kw_only=True)

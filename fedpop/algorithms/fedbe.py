@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, sent
-from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.algorithms.samples import Ensemble
 from fedpop.algorithms.whole import cost, finite, parts
 from fedpop.channel import Channel
+from fedpop.client.local_sgd import LocalSGD
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
+from fedpop.keys import Key
 from fedpop.models.modules import RowKeys
-from fedpop.runtime.random import Key
 
 
 @dataclass(frozen=True)

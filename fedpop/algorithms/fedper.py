@@ -16,7 +16,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, sent
-from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.algorithms.whole import (
     WholeModel,
     cost,
@@ -28,8 +27,9 @@ from fedpop.algorithms.whole import (
     require_data,
 )
 from fedpop.channel import Channel
+from fedpop.client.local_sgd import LocalSGD
 from fedpop.federation.cohort import Cohort
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 
 @dataclass(frozen=True, kw_only=True)

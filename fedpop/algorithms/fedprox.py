@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fedpop.algorithms.base import About
 from fedpop.algorithms.fedavg import FedAvg
-from fedpop.algorithms.local_sgd import Trained
 from fedpop.algorithms.whole import require_pull, towards
+from fedpop.client.local_sgd import Trained
 from fedpop.federation.cohort import Cohort
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 
 @dataclass(frozen=True, kw_only=True)

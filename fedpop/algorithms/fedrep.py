@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, sent
-from fedpop.algorithms.local_sgd import LocalSGD
-from fedpop.algorithms.point import body_loss
 from fedpop.algorithms.whole import WholeModel, cost, finite, kept, mean_move, require_data
 from fedpop.channel import Channel
+from fedpop.client.local_sgd import LocalSGD
+from fedpop.client.losses import body_loss
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
+from fedpop.keys import Key
 from fedpop.models.local import LinearLikelihood
-from fedpop.runtime.random import Key
 from fedpop.server.optimisers import Optimiser
 from fedpop.server.start import SpectralStart, applies, natural_units
 from fedpop.server.state import prefixed, unprefixed

@@ -40,35 +40,35 @@ from fedpop.algorithms.base import (
     require_whole,
     weighted_sum,
 )
-from fedpop.algorithms.local_sgd import LocalSGD
-from fedpop.algorithms.local_steps import LocalSteps, check_steps, in_groups, resolve_steps, steps_of
-from fedpop.algorithms.phi_gradient import PhiGradient, embedded, vectorises
-from fedpop.algorithms.point import body_loss
 from fedpop.channel import Channel
+from fedpop.client.local_sgd import LocalSGD
+from fedpop.client.local_steps import LocalSteps, check_steps, in_groups, resolve_steps, steps_of
+from fedpop.client.losses import body_loss
+from fedpop.client.phi_gradient import PhiGradient, embedded, vectorises
 from fedpop.errors import EstimateError, SettingsError
-from fedpop.evaluation.predictive import Predictive, per_example
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, leaves, map_inputs
 from fedpop.kernels import (
     Exponential,
     Kernel,
     MixtureDraw,
+    Pass,
     Target,
-    Trace,
     Tuning,
     mirrored,
     resolve_kernel,
     run,
 )
-from fedpop.models.gauge import aligner
+from fedpop.keys import Key
 from fedpop.models.modules import RowKeys
+from fedpop.models.predictive import Predictive, per_example
 from fedpop.priors.base import Prior
+from fedpop.priors.em import EM
 from fedpop.priors.hyper import Hyperprior
 from fedpop.priors.normal import Normal
 from fedpop.priors.registry import resolve as resolve_prior
-from fedpop.runtime.random import Key
 from fedpop.server.averaging import Averaging
-from fedpop.server.em import EM
+from fedpop.server.gauge import aligner
 from fedpop.server.optimisers import SGD, Adam, Average, Optimiser
 from fedpop.server.schedules import Constant, Cosine, Schedule
 from fedpop.server.start import SpectralStart, applies, natural_units, redrawn
@@ -445,7 +445,7 @@ class FedSOUK(Algorithm):
         """The log-posterior of z of every client in the cohort."""
         return Target(self.model.bind(phi, features, cohort, keys), self.prior, beta)
 
-    def _chain(self, target: Target, local: Tensors, broadcast: Tensors, cohort: Cohort, key: Key) -> Trace:
+    def _chain(self, target: Target, local: Tensors, broadcast: Tensors, cohort: Cohort, key: Key) -> Pass:
         z = local["z"]
         if not self.stateful:
             start = key.at(purpose="stateless")
@@ -461,7 +461,7 @@ class FedSOUK(Algorithm):
             batched=trace.batched + batched,
         )
 
-    def _run(self, target: Target, z: Tensor, tuning: Tuning, steps: int, key: Key, ids: Tensor) -> Trace:
+    def _run(self, target: Target, z: Tensor, tuning: Tuning, steps: int, key: Key, ids: Tensor) -> Pass:
         kernel, pairs = self.markov_kernel, self.antithetic
         return run(kernel, target, z, tuning, steps, key, ids, adapt=True, antithetic=pairs)
 
@@ -482,7 +482,7 @@ class FedSOUK(Algorithm):
             spent, batched = spent + trace.gradient_evaluations, batched + trace.batched
         return z, tuning, spent, batched
 
-    def _scores(self, target: Target, trace: Trace, draws: Tensor) -> Tensor:
+    def _scores(self, target: Target, trace: Pass, draws: Tensor) -> Tensor:
         if self.rao_blackwell:
             return self.prior.expected_score(target.beta, *target.mixture())
         g = target.likelihood_grad(draws, trace.grads.reshape(draws.shape))
@@ -502,14 +502,14 @@ class FedSOUK(Algorithm):
         return small and self.model.likelihood.name != "categorical"
 
     @staticmethod
-    def _good(target: Target, trace: Trace, scores: Tensor) -> Tensor:
+    def _good(target: Target, trace: Pass, scores: Tensor) -> Tensor:
         finite = torch.isfinite(trace.state.value).all(1) & torch.isfinite(trace.state.z).all(-1).all(1)
         if target.linear:  # a chain whose curvature overflows stands still: it says nothing
             finite = finite & torch.isfinite(target.block_precision.inverse_root).flatten(1).all(1)
         return finite & torch.isfinite(scores).all(1)
 
     def _info(
-        self, cohort: Cohort, trace: Trace, target: Target, value: Tensor, good: Tensor, once: bool
+        self, cohort: Cohort, trace: Pass, target: Target, value: Tensor, good: Tensor, once: bool
     ) -> Info:
         examples = int(cohort.sizes.sum())
         # A forward and backward of one example is one pass, a forward alone a third.

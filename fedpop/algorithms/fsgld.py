@@ -29,14 +29,14 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, require_whole, sent
-from fedpop.algorithms.local_sgd import LocalSGD
-from fedpop.algorithms.potential import LARGEST_EXACT, Potential, check_batch
 from fedpop.algorithms.samples import PosteriorSamples, check_precision, require_positive
 from fedpop.algorithms.whole import cost, finite, kept
 from fedpop.channel import Channel
+from fedpop.client.local_sgd import LocalSGD
+from fedpop.client.potential import LARGEST_EXACT, Potential, check_batch
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 SURROGATES = ("auto", "full", "diagonal")
 STEP = 0.25

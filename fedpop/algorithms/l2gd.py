@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, leave_out, sent
-from fedpop.algorithms.local_sgd import LocalSGD
-from fedpop.algorithms.point import joint_loss
 from fedpop.algorithms.whole import WholeModel, cost, finite, kept, parts, require_pull, towards, whole
 from fedpop.channel import Channel
+from fedpop.client.local_sgd import LocalSGD
+from fedpop.client.losses import joint_loss
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 from fedpop.server.schedules import Constant, Schedule
 
 

@@ -18,8 +18,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, sent
-from fedpop.algorithms.local_sgd import LocalSGD
-from fedpop.algorithms.point import body_loss
 from fedpop.algorithms.whole import (
     WholeModel,
     cost,
@@ -31,8 +29,10 @@ from fedpop.algorithms.whole import (
     require_data,
 )
 from fedpop.channel import Channel
+from fedpop.client.local_sgd import LocalSGD
+from fedpop.client.losses import body_loss
 from fedpop.federation.cohort import Cohort
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 
 @dataclass(frozen=True, kw_only=True)

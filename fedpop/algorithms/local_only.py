@@ -14,11 +14,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Info, Message, Tensors
-from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.algorithms.whole import WholeModel, cost, finite, kept, parts, require_data, whole
 from fedpop.channel import Channel
+from fedpop.client.local_sgd import LocalSGD
 from fedpop.federation.cohort import Cohort
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 
 @dataclass(frozen=True, kw_only=True)

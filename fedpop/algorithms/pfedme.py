@@ -28,15 +28,15 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, require_whole, sent
-from fedpop.algorithms.local_sgd import Direction, LocalSGD
-from fedpop.algorithms.point import joint_loss
 from fedpop.algorithms.whole import WholeModel, cost, finite, parts, whole
 from fedpop.channel import Channel
+from fedpop.client.local_sgd import Direction, LocalSGD
+from fedpop.client.losses import joint_loss
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
+from fedpop.keys import Key
 from fedpop.models.modules import RowKeys
-from fedpop.runtime.random import Key
 
 WEIGHTS = ("equal", "examples")
 

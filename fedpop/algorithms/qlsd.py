@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, require_whole, sent, weighted_sum
-from fedpop.algorithms.potential import Potential, check_batch
 from fedpop.algorithms.samples import PosteriorSamples, check_precision, require_positive
 from fedpop.algorithms.whole import cost, finite, kept
 from fedpop.channel import Channel
+from fedpop.client.potential import Potential, check_batch
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 VARIANTS = ("plain", "star", "++")
 STEP = 0.25

@@ -21,11 +21,11 @@ from torch import Tensor
 from fedpop.algorithms.base import Facts, Tensors, require_whole
 from fedpop.algorithms.whole import WholeModel, parts
 from fedpop.errors import SettingsError
-from fedpop.evaluation.predictive import Predictive
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
+from fedpop.keys import Key
 from fedpop.models.likelihoods import Params
-from fedpop.runtime.random import Key
+from fedpop.models.predictive import Predictive
 
 _SLOT = "sample."
 

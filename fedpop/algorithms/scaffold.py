@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, sent
-from fedpop.algorithms.local_sgd import LocalSGD
 from fedpop.algorithms.whole import WholeModel, cost, finite, kept
 from fedpop.channel import Channel
+from fedpop.client.local_sgd import LocalSGD
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm, Facts, Info, Message, Tensors, leave_out, mean_loss
-from fedpop.algorithms.local_sgd import Direction, LocalSGD, Loss, Pull, Trained
-from fedpop.algorithms.point import head_loss, joint_loss, plug_in, score_point
+from fedpop.client.local_sgd import Direction, LocalSGD, Loss, Pull, Trained
+from fedpop.client.losses import head_loss, joint_loss, plug_in, score_point
 from fedpop.errors import DataError, SettingsError
-from fedpop.evaluation.predictive import Predictive
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
+from fedpop.keys import Key
 from fedpop.models.base import Model
-from fedpop.runtime.random import Key
+from fedpop.models.predictive import Predictive
 
 
 def parts(model: Model, w: Tensor) -> Tensors:

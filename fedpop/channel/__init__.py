@@ -9,13 +9,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedpop.channel.base import Compressor
-from fedpop.channel.identity import Identity
-from fedpop.channel.natural import Natural
-from fedpop.channel.qsgd import QSGD
-from fedpop.channel.rand_k import RandK
+from fedpop.channel.compressors.base import Compressor
+from fedpop.channel.compressors.identity import Identity
+from fedpop.channel.compressors.natural import Natural
+from fedpop.channel.compressors.qsgd import QSGD
+from fedpop.channel.compressors.rand_k import RandK
 from fedpop.errors import SettingsError
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 __all__ = ["QSGD", "Channel", "Compressor", "Identity", "Natural", "RandK", "resolve_compressor"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedpop.data.synthetic import Synthetic, SyntheticTask
 from fedpop.errors import SettingsError
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from fedpop.data.image_task import redraw
 from fedpop.errors import DataError, SettingsError
 from fedpop.federation.clients import Client, Federation
 from fedpop.federation.held_out import hold_out
+from fedpop.keys import Key
 from fedpop.models.composition import Composition
-from fedpop.runtime.random import Key
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from fedpop.data.images import ImageSet, open_images
 from fedpop.errors import SettingsError
 from fedpop.federation.clients import Client
 from fedpop.federation.partitions import ByClass
+from fedpop.keys import Key
 from fedpop.models.augment import CropFlip
 from fedpop.models.composition import Composition
-from fedpop.runtime.random import Key
 
 
 @dataclass(frozen=True)

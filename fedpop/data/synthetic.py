@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from fedpop.errors import SettingsError
 from fedpop.federation.clients import Client
+from fedpop.keys import Key
 from fedpop.models import likelihoods
 from fedpop.models.composition import Composition
-from fedpop.runtime.random import Key
 
 
 @dataclass(frozen=True)

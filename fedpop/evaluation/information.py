@@ -21,9 +21,9 @@ from fedpop.errors import EstimateError
 from fedpop.evaluation.marginal import closed_form
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import map_inputs
-from fedpop.models.gauge import Gauge
+from fedpop.keys import Key
 from fedpop.priors.normal import Normal
-from fedpop.runtime.random import Key
+from fedpop.server.gauge import Gauge
 
 if TYPE_CHECKING:
     from fedpop.algorithms.fedsouk import FedSOUK

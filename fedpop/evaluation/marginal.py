@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedpop.kernels.target import Target
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 DEGREES = 5.0
 PROPOSALS = 1000

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.fedsouk import FedSOUK
-from fedpop.algorithms.phi_gradient import expected_normal
+from fedpop.client.phi_gradient import expected_normal
 from fedpop.errors import EstimateError
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels.target import Target

@@ -20,10 +20,10 @@ from torch import Tensor
 from fedpop.algorithms.base import require_whole
 from fedpop.algorithms.fedsouk import Final
 from fedpop.errors import DataError, SettingsError
-from fedpop.evaluation.predictive import Predictive
 from fedpop.federation.clients import Client, Federation
 from fedpop.federation.inputs import leaves
 from fedpop.models.likelihoods import Likelihood
+from fedpop.models.predictive import Predictive
 from fedpop.runtime.callbacks import Callback
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import Any
 from fedpop.algorithms.base import Algorithm
 from fedpop.errors import SettingsError
 from fedpop.federation.clients import Federation
-from fedpop.federation.participation import Participation
+from fedpop.federation.participation.rules import Participation
+from fedpop.keys import Key
 from fedpop.runtime.callbacks import Callback
-from fedpop.runtime.random import Key
 from fedpop.runtime.simulate import simulate, who
 
 TRIAL = 3

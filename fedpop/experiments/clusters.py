@@ -21,15 +21,15 @@ from fedpop.algorithms import FedSOUL
 from fedpop.algorithms.fedsouk import FedSOUK
 from fedpop.data.clusters import ClusterTask
 from fedpop.data.synthetic import Synthetic
-from fedpop.experiments.results import Record, record
 from fedpop.experiments.synthetic import held_out
 from fedpop.federation.clients import Client, Federation
+from fedpop.keys import Key
 from fedpop.population import Population
 from fedpop.priors.base import Prior
 from fedpop.priors.energy import Energy
 from fedpop.priors.mixture import Mixture
 from fedpop.priors.normal import Normal
-from fedpop.runtime.random import Key
+from fedpop.report.results import Record, record
 
 EXPERIMENT = "clusters"
 ROUNDS = 200

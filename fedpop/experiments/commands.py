@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from fedpop.errors import CheckpointError, DataError
-from fedpop.experiments.results import Results
+from fedpop.files import writable_folder, write_bytes
 from fedpop.report.html import Table
-from fedpop.runtime.files import writable_folder, write_bytes
+from fedpop.report.results import Results
 
 if TYPE_CHECKING:
     from fedpop.data.synthetic import SyntheticTask

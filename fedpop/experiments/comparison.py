@@ -28,15 +28,15 @@ from fedpop.errors import CheckpointError, DataError, SettingsError
 from fedpop.evaluation.protocol import Evaluation, Watch, check_newcomers, evaluate, evaluate_new
 from fedpop.experiments.budget import rounds_within
 from fedpop.experiments.methods import Entry
-from fedpop.experiments.results import Record, Results, mean, record, values
 from fedpop.experiments.runner import Job, run_jobs
 from fedpop.federation.clients import Client, Federation
-from fedpop.federation.participation import Participation
-from fedpop.federation.participation import resolve as resolve_participation
+from fedpop.federation.participation.rules import Participation
+from fedpop.federation.participation.rules import resolve as resolve_participation
+from fedpop.files import read_json, writable_folder, write_json
 from fedpop.models.base import Model
 from fedpop.population import Population
+from fedpop.report.results import Record, Results, mean, record, values
 from fedpop.runtime.callbacks import Callback
-from fedpop.runtime.files import read_json, writable_folder, write_json
 
 EXPERIMENT = "compare"
 ROUNDS = 500

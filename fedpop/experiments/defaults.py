@@ -20,16 +20,16 @@ from fedpop.algorithms.fedavg_ft import FedAvgFT
 from fedpop.algorithms.fedrep import FedRep
 from fedpop.algorithms.fedsouk import Final
 from fedpop.algorithms.fedsoul import FedSOUL
-from fedpop.algorithms.local_sgd import LocalSGD
+from fedpop.client.local_sgd import LocalSGD
 from fedpop.data.image_task import ImageTask
 from fedpop.evaluation.calibration import scores
-from fedpop.experiments.results import Record, record
 from fedpop.federation.clients import Client
 from fedpop.kernels import HMC, Exponential
 from fedpop.models.base import Model
 from fedpop.population import Population
+from fedpop.priors.em import EM
 from fedpop.priors.normal import Normal
-from fedpop.server.em import EM
+from fedpop.report.results import Record, record
 from fedpop.server.optimisers import Adam, Average
 from fedpop.server.schedules import Cosine
 

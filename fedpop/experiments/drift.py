@@ -14,10 +14,10 @@ import torch
 from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.evaluation.subspace import principal_angle
-from fedpop.experiments.results import Record, record
 from fedpop.experiments.runner import Job
 from fedpop.experiments.synthetic import as_matrix, exact
 from fedpop.models.base import Model
+from fedpop.report.results import Record, record
 from fedpop.server.averaging import Averaging
 from fedpop.server.optimisers import SGD, Average
 from fedpop.server.schedules import Constant, Decay, Schedule

@@ -14,10 +14,10 @@ import torch
 
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.evaluation.subspace import principal_angle
-from fedpop.experiments.results import Record, Results, record
 from fedpop.experiments.runner import Job
 from fedpop.experiments.synthetic import LOCAL_OPTIMUM, as_matrix, exact, method_named
-from fedpop.runtime.files import read_json
+from fedpop.files import read_json
+from fedpop.report.results import Record, Results, record
 
 EXPERIMENT = "restarts"
 METHOD = "FedSOUL"

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fedpop.experiments.results import Record, Results
+from fedpop.report.results import Record, Results
 
 
 @dataclass(frozen=True)

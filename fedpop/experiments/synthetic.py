@@ -17,14 +17,14 @@ from fedpop.algorithms.fedsouk import FedSOUK
 from fedpop.data.synthetic import Synthetic, SyntheticTask
 from fedpop.errors import EstimateError
 from fedpop.evaluation.oracle import Optimum, exact_optimum
-from fedpop.evaluation.predictive import Predictive
 from fedpop.evaluation.subspace import aligned_error, principal_angle
-from fedpop.experiments.results import Record, record
 from fedpop.federation.clients import Federation
+from fedpop.keys import Key
 from fedpop.models.composition import Composition
+from fedpop.models.predictive import Predictive
 from fedpop.population import Population
+from fedpop.report.results import Record, record
 from fedpop.runtime.callbacks import Callback
-from fedpop.runtime.random import Key
 from fedpop.server.optimisers import Adam
 
 EXPERIMENT = "synthetic"
@@ -74,7 +74,7 @@ def method_named(name: str, model: Composition) -> tuple[Algorithm, int]:
 
 
 @dataclass
-class Trace(Callback):
+class AnglePath(Callback):
     """Follows the principal angle and the bytes over the rounds."""
 
     truth: Tensor
@@ -176,7 +176,7 @@ def fit(
 ) -> tuple[Population, list[dict[str, float]], dict[str, Any]]:
     """Run one method on drawn data."""
     method, rounds = method_named(name, task.model(seed))
-    trace = Trace(data.phi)
+    trace = AnglePath(data.phi)
     population = method.fit(data.clients, rounds=rounds, seed=seed, callbacks=[trace], progress=progress)
     return population, trace.points, population.algorithm.describe()
 

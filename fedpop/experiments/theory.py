@@ -23,18 +23,18 @@ from fedpop.channel import RandK
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.evaluation.mean_field import MeanField
 from fedpop.evaluation.oracle import Optimum, everyone, exact_optimum, log_likelihood
-from fedpop.experiments.results import Record, mean, record
 from fedpop.experiments.runner import Job
 from fedpop.federation.clients import Client, Federation
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.participation import Bernoulli
+from fedpop.federation.participation.rules import Bernoulli
 from fedpop.kernels import ULA
+from fedpop.keys import Key
 from fedpop.models import likelihoods
 from fedpop.models.composition import Composition
 from fedpop.population import Population
 from fedpop.priors.normal import Normal
+from fedpop.report.results import Record, mean, record
 from fedpop.runtime.callbacks import Callback
-from fedpop.runtime.random import Key
 from fedpop.server.averaging import Averaging
 
 EXPERIMENT = "theory"

@@ -21,11 +21,11 @@ from fedpop.evaluation.protocol import CLASSES, HIGH_IS_GOOD, LEVEL, REAL, evalu
 from fedpop.experiments.comparison import Source, Subject, Terms, config_of, fitted, opened, seeds_of
 from fedpop.experiments.config import Config, changed, to_toml, with_entry, with_settings
 from fedpop.experiments.methods import Entry
-from fedpop.experiments.results import Record, Results, mean, record
 from fedpop.experiments.runner import Job, run_jobs
 from fedpop.federation.clients import Federation
-from fedpop.runtime.files import write_bytes
-from fedpop.runtime.random import Key
+from fedpop.files import write_bytes
+from fedpop.keys import Key
+from fedpop.report.results import Record, Results, mean, record
 
 EXPERIMENT = "tune"
 METRIC = "nll"

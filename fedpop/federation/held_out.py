@@ -10,7 +10,7 @@ from torch import Tensor
 from fedpop.errors import DataError, SettingsError
 from fedpop.federation.clients import Federation, Packed
 from fedpop.federation.inputs import map_inputs
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 
 def hold_out(clients: Any, *, test: float = 0.2, validation: float = 0.0, seed: int = 0) -> Federation:

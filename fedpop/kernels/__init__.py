@@ -1,7 +1,7 @@
 """Markov kernels on z, one file each, and the loop that runs them."""
 
 from fedpop.errors import SettingsError
-from fedpop.kernels.base import Kernel, State, Trace, Transition, Tuning, mirrored, run
+from fedpop.kernels.base import Kernel, Pass, State, Transition, Tuning, mirrored, run
 from fedpop.kernels.exponential import Exponential
 from fedpop.kernels.hmc import HMC
 from fedpop.kernels.jumps import JumpHMC
@@ -24,9 +24,9 @@ __all__ = [
     "Kernel",
     "Mass",
     "MixtureDraw",
+    "Pass",
     "State",
     "Target",
-    "Trace",
     "Transition",
     "Tuning",
     "mirrored",

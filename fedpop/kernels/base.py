@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedpop.kernels.mass import Mass
 from fedpop.kernels.target import Precision, Target
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Transition:
 
 
 @dataclass(frozen=True)
-class Trace:
+class Pass:
     """M draws of every chain, ``[C, M, K, d]``, with the log-posterior's gradient at each."""
 
     draws: Tensor
@@ -198,7 +198,7 @@ class Kernel(ABC):
             return target.precision()
         return target.precision(tuning.mass.sd(target.prior.unit(target.beta)))
 
-    def adapt(self, target: Target, trace: Trace) -> Tuning:
+    def adapt(self, target: Target, trace: Pass) -> Tuning:
         """The next tuning from what a pass did with the present one."""
         tuning = trace.tuning
         log_step = tuning.log_step
@@ -249,7 +249,7 @@ def run(
     *,
     adapt: bool,
     antithetic: bool = False,
-) -> Trace:
+) -> Pass:
     """``steps`` transitions of every chain from z ``[C, K, d]``, theta fixed."""
     state = State.at(target, z)
     lost = ~(torch.isfinite(state.value) & torch.isfinite(state.grad).all(-1))
@@ -269,7 +269,7 @@ def run(
         grads.append(state.grad)
         acceptance = acceptance + out.acceptance / steps
         diverged = diverged + out.diverged
-    trace = Trace(
+    trace = Pass(
         draws=torch.stack(draws, 1),
         grads=torch.stack(grads, 1),
         state=state,

@@ -10,9 +10,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fedpop.keys import Key
 from fedpop.models.local import LinearLikelihood, LocalLikelihood
 from fedpop.priors.base import Prior
-from fedpop.runtime.random import Key
 
 POWER_ITERATIONS = 20
 

@@ -15,11 +15,11 @@ from fedpop.errors import DataError, ModelError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, leaves, map_inputs, narrowed
+from fedpop.keys import Key
 from fedpop.models.flat import Layout
 from fedpop.models.likelihoods import Likelihood, Params
 from fedpop.models.local import GeneralLikelihood, LinearLikelihood, LocalLikelihood
 from fedpop.models.modules import RowKeys, has_dropout
-from fedpop.runtime.random import Key
 
 GLOBAL_GENERATOR = (
     "the model draws from torch's global generator (functional dropout, say), so runs could not be "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpop.errors import ModelError
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 
 @dataclass(frozen=True)

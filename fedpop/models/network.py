@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedpop.errors import ModelError
 from fedpop.federation.inputs import Inputs, leaves, map_inputs, rows_of
 from fedpop.models.modules import RowKeys, dropout_rows, is_convolutional
-from fedpop.runtime.precision import autocast_dtype
+from fedpop.precision import autocast_dtype
 
 BLOCK = 100
 """Images that go through a convolutional network at a time on a CPU: the buffers of a larger batch

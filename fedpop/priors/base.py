@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
-from fedpop.runtime.random import Key
-from fedpop.server.em import EM
+from fedpop.keys import Key
+from fedpop.priors.em import EM
 from fedpop.server.optimisers import Optimiser
 
 if TYPE_CHECKING:

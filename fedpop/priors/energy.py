@@ -31,16 +31,16 @@ import torch
 from torch import Tensor, nn
 
 from fedpop.errors import EstimateError, ModelError, SettingsError
-from fedpop.kernels.base import Trace, Tuning, run
+from fedpop.kernels.base import Pass, Tuning, run
 from fedpop.kernels.jumps import JumpHMC
 from fedpop.kernels.target import Target
+from fedpop.keys import Key
 from fedpop.models.base import trainable
 from fedpop.models.flat import Layout
 from fedpop.models.local import NoData
 from fedpop.models.modules import call, federated, has_dropout
 from fedpop.priors.base import Prior, Tensors
-from fedpop.runtime.random import Key
-from fedpop.server.em import EM
+from fedpop.priors.em import EM
 from fedpop.server.optimisers import Adam, Optimiser
 
 WARM_UP = 50
@@ -271,7 +271,7 @@ class Energy(Prior):
 
     def _run(
         self, beta: Tensor, z: Tensor, tuning: Tuning, steps: int, key: Key, ids: Tensor, *, adapt: bool
-    ) -> Trace:
+    ) -> Pass:
         with torch.no_grad():
             return run(JumpHMC(), Target(NoData(), self, beta), z, tuning, steps, key, ids, adapt=adapt)
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
+from fedpop.keys import Key
 from fedpop.priors.base import Part, Prior, Tensors
 from fedpop.priors.normal import Normal
-from fedpop.runtime.random import Key
 
 MOST = 8
 """Components, at most: labels are matched over all their orders."""

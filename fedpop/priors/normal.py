@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
+from fedpop.keys import Key
 from fedpop.priors.base import Part, Prior, Tensors
-from fedpop.runtime.random import Key
 
 COVARIANCES = ("isotropic", "diagonal", "full")
 

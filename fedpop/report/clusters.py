@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from fedpop.experiments.clusters import NAMES, SHOTS, TASK, density_in_true_coordinates
-from fedpop.experiments.results import Results, interval95, mean, values
 from fedpop.population import load
 from fedpop.report import plots
 from fedpop.report.html import Figure, Section, Table, write_report
+from fedpop.report.results import Results, interval95, mean, values
 
 PAIRS = (("Mixture", "Normal"), ("Energy", "Normal"), ("Energy", "Mixture"), ("Truth", "Mixture"))
 LEGEND = (

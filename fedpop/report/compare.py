@@ -11,11 +11,11 @@ from rich.console import Console
 
 from fedpop.evaluation.protocol import HIGH_IS_GOOD
 from fedpop.experiments.comparison import Comparison
-from fedpop.experiments.results import Record, Results, mean, values
+from fedpop.files import write_bytes
 from fedpop.report import plots
 from fedpop.report.html import Figure, Section, Table, markdown, write_report
+from fedpop.report.results import Record, Results, mean, values
 from fedpop.report.terminal import fitted, rich_table
-from fedpop.runtime.files import write_bytes
 from fedpop.runtime.progress import human_bytes
 
 REFERENCE = "FedSOUL"

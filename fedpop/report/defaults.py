@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from fedpop.experiments.defaults import ALL, DEFAULT
-from fedpop.experiments.results import Record, Results, mean, values
 from fedpop.report import plots
 from fedpop.report.html import Figure, Section, Table, write_report
+from fedpop.report.results import Record, Results, mean, values
 
 COLUMNS = (
     "images",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedpop.experiments.drift import EPOCHS, METHODS, PLAIN, RATE, ROUNDS, SCHEDULES, local_name, setting_of
-from fedpop.experiments.results import Results, middle, values
 from fedpop.report import plots
 from fedpop.report.html import Figure, Section, Table, write_report
+from fedpop.report.results import Results, middle, values
 
 
 def summary_table(results: Results) -> Table:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-import fedpop
-from fedpop.runtime.files import write_bytes
+from fedpop.files import write_bytes
+from fedpop.version import __version__
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def write_report(path: Path, title: str, lead: str, sections: Sequence[Section])
         loader=PackageLoader("fedpop.report"), autoescape=True, undefined=StrictUndefined
     )
     template = environment.get_template("report.html")
-    page = template.render(title=title, lead=lead, sections=sections, version=fedpop.__version__)
+    page = template.render(title=title, lead=lead, sections=sections, version=__version__)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, page.encode())
     return path

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from fedpop.algorithms import METHODS
 from fedpop.algorithms.base import Algorithm
-from fedpop.evaluation.features import DRAWS, Features, by_formula, features, small_model
+from fedpop.experiments.features import DRAWS, Features, by_formula, features, small_model
 from fedpop.report.html import Table
 
 COLUMNS = (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedpop.experiments.results import Results
 from fedpop.experiments.synthetic import LOCAL_OPTIMUM
 from fedpop.report.html import Section, Table, write_report
+from fedpop.report.results import Results
 from fedpop.report.synthetic import name_of
 
 TEXT = (

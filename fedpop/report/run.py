@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fedpop.errors import CheckpointError
+from fedpop.files import read_json
 from fedpop.report import plots
 from fedpop.report.html import Figure, Section, Table, write_report
-from fedpop.runtime.files import read_json
 from fedpop.runtime.progress import human_bytes
 
 CURVES = {

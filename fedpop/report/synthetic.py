@@ -10,11 +10,11 @@ import torch
 
 from fedpop.data.synthetic import Synthetic
 from fedpop.experiments.comparison import Comparison
-from fedpop.experiments.results import Record, Results, mean, middle, values
 from fedpop.experiments.synthetic import METHODS, Outcome
 from fedpop.population import Population
 from fedpop.report import plots
 from fedpop.report.html import Figure, Section, Table, write_report
+from fedpop.report.results import Record, Results, mean, middle, values
 from fedpop.runtime.progress import human_bytes
 
 COLUMNS = (

@@ -9,9 +9,9 @@ from typing import Any
 
 from fedpop.experiments import theory
 from fedpop.experiments.fits import Slope, interval_of, middle_of, slope_over_seeds
-from fedpop.experiments.results import Record, Results, mean, values
 from fedpop.report import plots
 from fedpop.report.html import Figure, Section, Table, write_report
+from fedpop.report.results import Record, Results, mean, values
 
 PAPER, TRIAL = theory.PAPER, theory.TRIAL
 

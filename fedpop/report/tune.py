@@ -9,12 +9,12 @@ from rich.console import Console
 
 from fedpop.errors import SettingsError
 from fedpop.evaluation.protocol import HIGH_IS_GOOD
-from fedpop.experiments.results import Results, mean, values
 from fedpop.experiments.tune import choose, metric_of
+from fedpop.files import write_bytes
 from fedpop.report import plots
 from fedpop.report.html import Figure, Section, Table, markdown, write_report
+from fedpop.report.results import Results, mean, values
 from fedpop.report.terminal import rich_table
-from fedpop.runtime.files import write_bytes
 
 
 def _told(settings: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fedpop.errors import CheckpointError, FedpopWarning
-from fedpop.runtime.files import read_json, read_tensors, write_json, write_tensors
+from fedpop.files import read_json, read_tensors, write_json, write_tensors
 
 KEEP = 2
 

@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm, Facts, Info, Message, Tensors, require_whole
+from fedpop.client.plan import Plan, parse_bytes, plan_for
+from fedpop.client.store import LocalStore
 from fedpop.errors import CheckpointError, FedpopError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.participation import Active, Everyone, Participation
-from fedpop.federation.participation import resolve as resolve_participation
+from fedpop.federation.participation.rules import Active, Everyone, Participation
+from fedpop.federation.participation.rules import resolve as resolve_participation
+from fedpop.files import writable_folder, write_json
+from fedpop.keys import Key
 from fedpop.runtime import checkpoint as checkpoints
 from fedpop.runtime.callbacks import Callback
-from fedpop.runtime.files import writable_folder, write_json
-from fedpop.runtime.plan import Plan, parse_bytes, plan_for
 from fedpop.runtime.progress import progress_bar
-from fedpop.runtime.random import Key
-from fedpop.runtime.store import LocalStore
 
 if TYPE_CHECKING:
     from fedpop.population import Population

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from fedpop.channel import Channel
 from fedpop.errors import ModelError
 from fedpop.federation.cohort import Cohort
+from fedpop.keys import Key
 from fedpop.models.base import LinearLayout, Model
 from fedpop.models.composition import Composition
-from fedpop.runtime.random import Key
 
 
 def applies(model: Model) -> bool:

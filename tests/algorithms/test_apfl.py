@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms import local_sgd
 from fedpop.algorithms.apfl import three_updates
-from fedpop.algorithms.point import joint_loss
+from fedpop.client import local_sgd
+from fedpop.client.losses import joint_loss
 from fedpop.errors import SettingsError
 from tests.helpers import cohort_of, quadratics, ragged, seeded, states
 

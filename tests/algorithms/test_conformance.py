@@ -22,7 +22,7 @@ from fedpop.algorithms.base import Algorithm, Facts, Info, Message, Tensors
 from fedpop.channel import Channel
 from fedpop.errors import DataError, SettingsError
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.participation import Participation
+from fedpop.federation.participation.rules import Participation
 from fedpop.runtime import checkpoint
 from fedpop.runtime.simulate import Run, Settings
 from tests.helpers import generator, seeded

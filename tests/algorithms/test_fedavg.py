@@ -83,7 +83,7 @@ def test_a_mini_batch_epoch_sees_every_example_once() -> None:
     def linear(w: Tensor, aux: Tensor, x: Tensor, y: Tensor, mask: Tensor, rows: object) -> Tensor:
         return (w * (mask @ x)).sum()  # the gradient is the sum of the examples in the batch
 
-    from fedpop.runtime.random import Key
+    from fedpop.keys import Key
 
     start = torch.zeros(4, 3)
     for batch in (None, 1, 2, 3, 100):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms import local_sgd
+from fedpop.client import local_sgd
 from tests.helpers import ragged, seeded
 
 WIDE = torch.float64

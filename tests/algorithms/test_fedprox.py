@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import fedpop as fp
-from fedpop.algorithms import local_sgd
 from fedpop.algorithms.whole import towards
+from fedpop.client import local_sgd
 from fedpop.errors import SettingsError
 from tests.helpers import cohort_of, linear_model, quadratics, ragged, train_key
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.algorithms.base import Facts
-from fedpop.algorithms.potential import Potential
+from fedpop.client.potential import Potential
 from fedpop.errors import SettingsError
 from tests.algorithms.gaussian_sites import WIDE, Sites, assert_centre, assert_variance, chain
 from tests.helpers import cohort_of, generator, linear_model, seeded, train_key

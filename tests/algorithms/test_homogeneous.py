@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 import fedpop as fp
+from fedpop.keys import Key
 from fedpop.priors.normal import Normal
-from fedpop.runtime.random import Key
 
 TRUTH = torch.tensor([1.5, -1.0])
 

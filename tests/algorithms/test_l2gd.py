@@ -11,7 +11,7 @@ import fedpop as fp
 from fedpop.algorithms.base import Facts, Message, Tensors
 from fedpop.channel import Channel
 from fedpop.errors import SettingsError
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 from tests.helpers import cohort_of, generator, seeded, train_key
 
 WIDE = torch.float64

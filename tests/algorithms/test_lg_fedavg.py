@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms import local_sgd
 from fedpop.algorithms.base import Facts
+from fedpop.client import local_sgd
 from fedpop.errors import DataError, SettingsError
 from tests.helpers import cohort_of, ragged, seeded, states, train_key
 

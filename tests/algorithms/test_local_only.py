@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms import local_sgd
+from fedpop.client import local_sgd
 from fedpop.errors import DataError, SettingsError
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 from tests.helpers import quadratics, ragged, seeded, states
 
 WIDE = torch.float64

@@ -6,7 +6,7 @@ from torch import nn
 
 import fedpop as fp
 from fedpop.data.synthetic import SyntheticTask
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 
 def softmax_clients():

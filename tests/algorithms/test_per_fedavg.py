@@ -157,7 +157,7 @@ def test_ragged_clients_side_by_side_are_those_one_after_the_other(monkeypatch: 
         return method.local_round("train", server, cohort, {}, Channel(), train_key())[1]
 
     together = one_round()
-    monkeypatch.setattr("fedpop.algorithms.local_sgd.LARGEST_BATCHED", 0)
+    monkeypatch.setattr("fedpop.client.local_sgd.LARGEST_BATCHED", 0)
     torch.testing.assert_close(together.sums, one_round().sums, rtol=1e-11, atol=1e-14)
     assert together.count == 5
 

@@ -123,7 +123,7 @@ def test_few_inner_steps_start_where_the_last_ones_ended(
 ) -> None:
     """The pseudo-code in a plain loop: K = 2 and R = 3, side by side and one by one."""
     if not batched:
-        monkeypatch.setattr("fedpop.algorithms.local_sgd.LARGEST_BATCHED", 0)
+        monkeypatch.setattr("fedpop.client.local_sgd.LARGEST_BATCHED", 0)
     clients = clients_of(4, 7, 0)
     local = fp.LocalSGD(epochs=3, rate=0.3)
     method = fp.PFedMe(quadratic(), lam=LAM, inner_steps=2, inner_rate=0.1, local=local)

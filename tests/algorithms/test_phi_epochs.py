@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms import local_sgd
 from fedpop.algorithms.base import Facts
 from fedpop.channel import Channel
+from fedpop.client import local_sgd
 from fedpop.errors import SettingsError
 from fedpop.kernels import Kernel, State, Transition
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 from tests.helpers import cohort_of, linear_model, ragged, seeded, train_key
 
 WIDE = torch.float64

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import fedpop as fp
 from fedpop.algorithms.base import Algorithm, Facts
 from fedpop.errors import SettingsError
+from fedpop.keys import Key
 from fedpop.runtime import checkpoint
-from fedpop.runtime.random import Key
 from tests.helpers import cohort_of, generator, linear_model, ragged, seeded, train_key
 
 METHODS: dict[str, Callable[..., Algorithm]] = {

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import fedpop as fp
-from fedpop.algorithms import local_sgd
+from fedpop.client import local_sgd
 from fedpop.errors import SettingsError
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 from tests.helpers import cohort_of, linear_model, quadratics, ragged, states, train_key
 
 WIDE = torch.float64

@@ -17,9 +17,9 @@ from torch.distributions import MultivariateNormal
 import fedpop as fp
 from fedpop.errors import SettingsError
 from fedpop.evaluation.marginal import closed_form
-from fedpop.federation.participation import Active, Participation
+from fedpop.federation.participation.rules import Active, Participation
+from fedpop.keys import Key
 from fedpop.priors.normal import COVARIANCES
-from fedpop.runtime.random import Key
 from fedpop.runtime.simulate import Run, Settings
 from tests.oracles import DOUBLE, SIGMA, SIGMAS, assert_mean, gaussian_noise, normal_prior, z_scores
 

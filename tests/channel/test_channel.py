@@ -11,7 +11,7 @@ from fedpop.algorithms import rebuild
 from fedpop.channel import Channel, resolve_compressor
 from fedpop.errors import SettingsError
 from fedpop.evaluation.oracle import exact_optimum
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 from fedpop.runtime.simulate import Run, Settings
 from tests.helpers import cohort_of, linear_model, population_data, ragged, seeded, train_key
 from tests.oracles import gaussian_noise

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import fedpop as fp
-from fedpop.channel.base import sealed
-from fedpop.channel.bits import pack, packed_bytes, unpack
-from fedpop.channel.natural import rounded_bits
-from fedpop.channel.qsgd import rounded
-from fedpop.channel.rand_k import chosen, draw, prime_to
+from fedpop.channel.compressors.base import sealed
+from fedpop.channel.compressors.bits import pack, packed_bytes, unpack
+from fedpop.channel.compressors.natural import rounded_bits
+from fedpop.channel.compressors.qsgd import rounded
+from fedpop.channel.compressors.rand_k import chosen, draw, prime_to
 from fedpop.errors import PayloadError, SettingsError
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 from tests.oracles import DOUBLE, assert_mean, gaussian_noise
 
 KEY = Key(3, round=5, purpose="compress/J")

@@ -16,7 +16,7 @@ from fedpop.evaluation.information import (
 )
 from fedpop.evaluation.oracle import exact_optimum
 from fedpop.federation.cohort import Cohort
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 from tests.helpers import cohort_of, linear_model, population_data, ragged
 
 WIDE = torch.float64

@@ -12,9 +12,9 @@ import fedpop as fp
 from fedpop.errors import EstimateError
 from fedpop.evaluation.marginal import LogLikelihood, closed_form
 from fedpop.evaluation.oracle import exact_optimum
+from fedpop.keys import Key
 from fedpop.population import Population
 from fedpop.priors.normal import Normal
-from fedpop.runtime.random import Key
 from tests.helpers import cohort_of, generator, population_data, ragged, seeded
 
 WIDE = torch.float64

@@ -9,7 +9,7 @@ from fedpop.evaluation.mean_field import MeanField, stationary
 from fedpop.evaluation.oracle import everyone, log_likelihood
 from fedpop.experiments import theory
 from fedpop.federation.clients import Federation
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 from tests.helpers import linear_model, population_data
 from tests.oracles import assert_mean, gaussian_noise
 

@@ -10,10 +10,10 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 import fedpop as fp
 from fedpop.errors import DataError, SettingsError
 from fedpop.evaluation import protocol
-from fedpop.evaluation.predictive import Predictive
 from fedpop.evaluation.protocol import Bin, ece_of, evaluate_new, reliability, scored, worst_tenth
+from fedpop.keys import Key
 from fedpop.models import likelihoods
-from fedpop.runtime.random import Key
+from fedpop.models.predictive import Predictive
 from tests.helpers import generator, linear_model, population_data, seeded
 
 EXACT = {"rtol": 0, "atol": 1e-12}  # float64, a handful of operations

@@ -19,10 +19,10 @@ from fedpop.experiments.clusters import (
     setting_of,
     truth,
 )
-from fedpop.experiments.results import FIELDS, Results, interval95
-from fedpop.models.gauge import Gauge
 from fedpop.report.clusters import difference_table, differences, summary_table
 from fedpop.report.plots import _levels
+from fedpop.report.results import FIELDS, Results, interval95
+from fedpop.server.gauge import Gauge
 from tests.oracles import DOUBLE, assert_mean
 
 SMALL = replace(TASK, b=12, new=5, k=4, held_out=6)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpop.experiments.results import Record, Results, interval95
+from fedpop.report.results import Record, Results, interval95
 
 ROOT = Path(__file__).parents[2] / "results"
 

@@ -17,9 +17,9 @@ from fedpop.experiments.budget import rounds_within
 from fedpop.experiments.comparison import Terms, details_path
 from fedpop.experiments.config import config_from, read_config, to_toml
 from fedpop.experiments.methods import method_from
-from fedpop.experiments.results import COSTS, Results
-from fedpop.federation.participation import Uniform
-from fedpop.runtime.random import Key
+from fedpop.federation.participation.rules import Uniform
+from fedpop.keys import Key
+from fedpop.report.results import COSTS, Results
 from fedpop.runtime.simulate import who
 from tests.data.test_images import real
 from tests.helpers import generator, linear_model, population_data

@@ -9,7 +9,7 @@ from fedpop.cli import main
 from fedpop.data.image_task import ImageTask
 from fedpop.errors import CheckpointError
 from fedpop.experiments import defaults
-from fedpop.experiments.results import Results, record
+from fedpop.report.results import Results, record
 from tests.data.test_images import real
 
 

@@ -10,8 +10,8 @@ from fedpop.channel import Channel
 from fedpop.cli import main
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.experiments import drift
-from fedpop.experiments.results import Results
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
+from fedpop.report.results import Results
 from tests.helpers import cohort_of, train_key
 
 

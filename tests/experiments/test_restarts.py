@@ -5,7 +5,7 @@ import torch
 
 from fedpop.cli import main
 from fedpop.experiments import restarts
-from fedpop.experiments.results import Results, record
+from fedpop.report.results import Results, record
 
 SETTING = {"b": 10, "d": 1, "k": 3, "share_small": 0.9, "n_small": 5, "n_large": 10}
 

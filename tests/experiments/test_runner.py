@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from fedpop.experiments.results import Record, Results, record
 from fedpop.experiments.runner import Job, run_jobs
+from fedpop.report.results import Record, Results, record
 
 
 def work(method: str, seed: int, marks: str) -> list[Record]:
@@ -38,7 +38,7 @@ def test_only_what_is_missing_is_run(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from pathlib import Path
-from fedpop.experiments.results import Results
+from fedpop.report.results import Results
 from fedpop.experiments.runner import Job, run_jobs
 from tests.experiments.test_runner import linger
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from fedpop.data.synthetic import SyntheticTask
 from fedpop.errors import SettingsError
 from fedpop.evaluation.oracle import everyone, log_likelihood
 from fedpop.experiments import synthetic
-from fedpop.experiments.results import FIELDS, Results
 from fedpop.experiments.runner import Job, run_jobs
 from fedpop.federation.clients import Federation
+from fedpop.report.results import FIELDS, Results
 
 TASK = SyntheticTask(b=40, d=2, k=6, held_out=10)
 

@@ -8,8 +8,8 @@ import torch
 import fedpop as fp
 from fedpop.cli import main
 from fedpop.experiments import theory
-from fedpop.experiments.results import FIELDS, Results, record
 from fedpop.report import theory as report
+from fedpop.report.results import FIELDS, Results, record
 
 
 def test_the_task_has_the_population_it_says():

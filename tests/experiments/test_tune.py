@@ -13,8 +13,8 @@ from fedpop.evaluation.protocol import evaluate
 from fedpop.experiments import tune as search
 from fedpop.experiments.comparison import fitted
 from fedpop.experiments.config import config_from, read_config, to_toml
-from fedpop.experiments.results import Results, record
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
+from fedpop.report.results import Results, record
 
 RAW = {
     "task": {"kind": "synthetic", "b": 6, "k": 4, "d": 2, "held_out": 4, "validation": 5},

@@ -8,9 +8,9 @@ import torch
 
 import fedpop as fp
 from fedpop.errors import SettingsError
-from fedpop.federation import participation
-from fedpop.federation.participation import Participation, resolve
-from fedpop.runtime.random import Key
+from fedpop.federation.participation import rules as participation
+from fedpop.federation.participation.rules import Participation, resolve
+from fedpop.keys import Key
 
 ROUNDS = 400
 

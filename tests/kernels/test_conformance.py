@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedpop.client.store import LocalStore
 from fedpop.errors import SettingsError
 from fedpop.kernels import (
     HMC,
@@ -28,9 +29,8 @@ from fedpop.kernels import (
     run,
 )
 from fedpop.kernels.base import Noise
+from fedpop.keys import Key
 from fedpop.models.local import LocalLikelihood
-from fedpop.runtime.random import Key
-from fedpop.runtime.store import LocalStore
 from tests.oracles import (
     DOUBLE,
     Moments,

@@ -17,8 +17,8 @@ from fedpop.algorithms import fedsouk
 from fedpop.kernels import HMC, MALA, ULA, Mass, Target, Tuning, run
 from fedpop.kernels.mass import LONGEST_MEMORY, PRIOR_DRAWS
 from fedpop.kernels.target import DiagonalPrecision, RescaledPrecision
+from fedpop.keys import Key
 from fedpop.models.local import GeneralLikelihood
-from fedpop.runtime.random import Key
 from fedpop.runtime.simulate import Run, Settings
 from tests.helpers import cohort_of, seeded
 from tests.oracles import DOUBLE, SIGMAS, gaussian_noise, make_case

@@ -13,8 +13,8 @@ from torch.distributions import MultivariateNormal
 import fedpop as fp
 from fedpop.errors import SettingsError
 from fedpop.kernels import HMC, Exponential, JumpHMC, MixtureDraw, Tuning, run
+from fedpop.keys import Key
 from fedpop.priors.normal import COVARIANCES
-from fedpop.runtime.random import Key
 from tests.oracles import DOUBLE, assert_mean, gaussian_noise, make_case, sample
 
 covariances = pytest.mark.parametrize("covariance", COVARIANCES)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import fedpop as fp
 from fedpop.errors import ModelError, SettingsError
 from fedpop.kernels import SGLD, ULA, Tuning, run
+from fedpop.keys import Key
 from fedpop.models.local import LocalLikelihood
-from fedpop.runtime.random import Key
 from tests.helpers import train_key
 from tests.oracles import DOUBLE, assert_mean, cohort_of, gaussian_noise, make_case
 

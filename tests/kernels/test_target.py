@@ -9,8 +9,8 @@ from torch.distributions import MultivariateNormal
 
 from fedpop import Composition, NormalPrior
 from fedpop.kernels.target import POWER_ITERATIONS, BlockPrecision, Target
+from fedpop.keys import Key
 from fedpop.models.local import LocalLikelihood
-from fedpop.runtime.random import Key
 from tests.oracles import DOUBLE, Case, cohort_of, gaussian_cases, gaussian_noise, make_case, other_cases
 
 CASES = gaussian_cases() + other_cases()

@@ -10,7 +10,7 @@ import torch
 
 from fedpop.errors import SettingsError
 from fedpop.kernels import ULA, Exponential, Tuning, run
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 from tests.oracles import (
     DOUBLE,
     SIGMAS,

@@ -7,9 +7,9 @@ from torch import nn
 
 import fedpop as fp
 from fedpop.errors import ModelError, SettingsError
+from fedpop.keys import Key
 from fedpop.models.modules import RowKeys, dropout_rows, federated
 from fedpop.models.spec import module_from, module_spec
-from fedpop.runtime.random import Key
 from tests.helpers import cohort_of, generator, seeded, train_key
 
 

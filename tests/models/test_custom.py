@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.algorithms.base import Facts
-from fedpop.algorithms.phi_gradient import PhiGradient
+from fedpop.client.phi_gradient import PhiGradient
 from fedpop.errors import CheckpointError, ModelError, SettingsError
 from fedpop.kernels import Tuning
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 from tests.helpers import cohort_of, generator, population_data, ragged, seeded, train_key
 
 WIDE = torch.float64

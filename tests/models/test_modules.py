@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.errors import ModelError
+from fedpop.keys import Key
 from fedpop.models.modules import KeyedDropout, RowKeys, dropout_rows, federated
-from fedpop.runtime.random import Key
 from tests.helpers import cohort_of, generator, ragged, seeded, train_key
 
 NORMAL = fp.likelihoods.Normal(0.5)

@@ -16,9 +16,9 @@ from fedpop.channel import Channel
 from fedpop.errors import CheckpointError, EstimateError, ModelError, SettingsError
 from fedpop.evaluation.quadrature import evidence, log_normaliser
 from fedpop.kernels import HMC, JumpHMC, Target, Tuning, run
+from fedpop.keys import Key
 from fedpop.models.local import NoData
 from fedpop.priors.registry import resolve
-from fedpop.runtime.random import Key
 from fedpop.runtime.simulate import Run, Settings
 from tests.helpers import generator, linear_model, population_data
 from tests.oracles import DOUBLE, assert_mean, cohort_of, gaussian_noise, make_case, sample

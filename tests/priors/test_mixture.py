@@ -17,10 +17,10 @@ from fedpop.errors import EstimateError, SettingsError
 from fedpop.evaluation.marginal import closed_form
 from fedpop.evaluation.oracle import exact_optimum
 from fedpop.kernels.target import Target
-from fedpop.models.gauge import aligner
+from fedpop.keys import Key
 from fedpop.priors.normal import COVARIANCES
 from fedpop.priors.registry import resolve
-from fedpop.runtime.random import Key
+from fedpop.server.gauge import aligner
 from tests.helpers import generator
 from tests.oracles import DOUBLE, assert_mean, cohort_of, gaussian_noise, make_case
 
@@ -250,7 +250,7 @@ def test_alignment_turns_every_component_and_orders_them(covariance):
     a = 1.6 * torch.stack((torch.stack((angle.cos(), -angle.sin())), torch.stack((angle.sin(), angle.cos()))))
     if covariance == "full":
         a = a + torch.tensor([[0.2, 0.5], [0.0, -0.3]], dtype=DOUBLE)
-    from fedpop.models.gauge import Gauge
+    from fedpop.server.gauge import Gauge
 
     moved_phi, moved_beta = Gauge.of(model, prior).transform(phi, beta, a)
     betas, order = prior.betas(moved_beta), [2, 0, 1]

@@ -14,9 +14,9 @@ import fedpop as fp
 from fedpop.errors import SettingsError
 from fedpop.evaluation.marginal import closed_form
 from fedpop.kernels.target import Target
+from fedpop.keys import Key
 from fedpop.priors.normal import COVARIANCES
 from fedpop.priors.registry import resolve
-from fedpop.runtime.random import Key
 from tests.oracles import (
     DOUBLE,
     SIGMA,

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 import fedpop as fp
+from fedpop import files
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.errors import CheckpointError, DataError, FedpopWarning, SettingsError
-from fedpop.runtime import checkpoint, files
+from fedpop.runtime import checkpoint
 from tests.helpers import linear_model, population_data, ragged, seeded
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import torch
 import fedpop as fp
 from fedpop.algorithms.base import Algorithm
 from fedpop.federation.clients import Federation
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 from fedpop.runtime.simulate import Run, Settings
 from tests.helpers import linear_model, ragged
 

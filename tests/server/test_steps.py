@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.errors import SettingsError
-from fedpop.models.gauge import Gauge, aligner
 from fedpop.priors.normal import Normal
 from fedpop.server.averaging import Averaging
+from fedpop.server.gauge import Gauge, aligner
 from fedpop.server.schedules import Schedule
 from tests.helpers import generator, seeded
 

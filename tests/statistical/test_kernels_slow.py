@@ -17,7 +17,7 @@ from torch import nn
 
 import fedpop as fp
 from fedpop.kernels import HMC, MALA, ULA, Exponential, Target, run
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 from tests.oracles import (
     DOUBLE,
     SIGMAS,

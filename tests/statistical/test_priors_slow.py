@@ -9,9 +9,9 @@ from torch import nn
 
 import fedpop as fp
 from fedpop.experiments.clusters import SHOTS, TASK, run_seed
-from fedpop.experiments.results import Results, interval95
+from fedpop.keys import Key
 from fedpop.report.clusters import differences
-from fedpop.runtime.random import Key
+from fedpop.report.results import Results, interval95
 
 pytestmark = pytest.mark.slow
 COMMITTED = Path(__file__).parents[2] / "results" / "clusters"

@@ -13,10 +13,10 @@ import torch
 import fedpop as fp
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.evaluation.subspace import principal_angle
-from fedpop.experiments.results import Results, values
 from fedpop.experiments.synthetic import MAIN, TASKS, as_matrix, exact, held_out, run_task, setting_of
 from fedpop.federation.clients import Federation
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
+from fedpop.report.results import Results, values
 
 pytestmark = pytest.mark.slow
 COMMITTED = Path(__file__).parents[2] / "results" / "synthetic"

@@ -10,8 +10,8 @@ import fedpop as fp
 from fedpop.evaluation.mean_field import MeanField
 from fedpop.experiments import theory
 from fedpop.experiments.fits import middle_of
-from fedpop.experiments.results import Results, values
 from fedpop.report import theory as report
+from fedpop.report.results import Results, values
 
 pytestmark = pytest.mark.slow
 LAST_ERROR = f"error@{theory.NOISE_MARKS[-1]}"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 WEIGHTS = ("inverse", "ratio")
 MANY = 50_000

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpop.channel.base import Compressor, blocks, one_row, opened, parameters, refuse, sealed
-from fedpop.channel.bits import pack, packed_bytes, unpack
+from fedpop.channel.compressors.base import Compressor, blocks, one_row, opened, parameters, refuse, sealed
+from fedpop.channel.compressors.bits import pack, packed_bytes, unpack
 from fedpop.errors import PayloadError
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 _FORM = struct.Struct("<B")
 _MANTISSA, _MAGNITUDE = 2**23 - 1, 2**31 - 1

@@ -22,20 +22,20 @@ from torch import Tensor
 
 from fedpop.errors import DataError, SettingsError
 from fedpop.federation.clients import Federation
-from fedpop.federation.participation import WEIGHTS, Active, Participation
-from fedpop.runtime.random import Key
+from fedpop.federation.participation.rules import WEIGHTS, Active, Participation
+from fedpop.keys import Key
 
 AVAILABLE = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 MOST_ROUNDS = 10_000_000
 
 
 @dataclass(frozen=True, eq=False)
-class Trace(Participation):
+class Availability(Participation):
     """Round k has the clients (by position) of ``rounds[k]``; after its last round a trace starts again.
 
-    >>> trace = Trace([[0, 1], [1], [], [1]], clients=2)
+    >>> trace = Availability([[0, 1], [1], [], [1]], clients=2)
     >>> trace
-    Trace(4 rounds, 2 clients, weights='inverse')
+    Availability(4 rounds, 2 clients, weights='inverse')
     >>> trace.draw(2, Key(0, round=4))
     Active(ids=tensor([0, 1]), weights=tensor([4.0000, 1.3333]), ratio=False)
     """
@@ -68,7 +68,7 @@ class Trace(Participation):
             )
 
     def __repr__(self) -> str:
-        return f"Trace({len(self.rounds)} rounds, {self.clients} clients, weights={self.weights!r})"
+        return f"Availability({len(self.rounds)} rounds, {self.clients} clients, weights={self.weights!r})"
 
     @cached_property
     def share(self) -> Tensor:
@@ -79,7 +79,7 @@ class Trace(Participation):
     @classmethod
     def read(
         cls, path: str | Path, clients: Federation | Iterable[Any], *, weights: str = "inverse"
-    ) -> Trace:
+    ) -> Availability:
         """From a CSV file with columns ``round``, ``client`` and perhaps ``available`` (1 or 0).
 
         ``clients`` are the federation's names in its order, or the federation itself. The smallest round is
@@ -89,8 +89,8 @@ class Trace(Participation):
         >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
         ...     _ = file.write("round,client\\n1,anna\\n1,ben\\n2,ben\\n")
         ...     file.flush()
-        ...     Trace.read(file.name, ["anna", "ben"])
-        Trace(2 rounds, 2 clients, weights='inverse')
+        ...     Availability.read(file.name, ["anna", "ben"])
+        Availability(2 rounds, 2 clients, weights='inverse')
         """
         names = clients.names if isinstance(clients, Federation) else [str(c) for c in clients]
         position = {name: i for i, name in enumerate(names)}
@@ -130,7 +130,7 @@ class Trace(Participation):
         for r in self.rounds:
             digest.update(f"{torch.as_tensor(r).tolist()}\n".encode())
         own = {"rounds": len(self.rounds), "clients": self.clients, "weights": self.weights}
-        return {"kind": "Trace"} | own | {"digest": digest.hexdigest()[:32]}
+        return {"kind": "Availability"} | own | {"digest": digest.hexdigest()[:32]}
 
 
 def _rows(path: Path) -> Iterator[tuple[int, int, str, bool]]:

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import fedpop as fp
-from fedpop.algorithms import phi_gradient
-from fedpop.algorithms.phi_gradient import PhiGradient, embedded, vectorises
+from fedpop.client import phi_gradient
+from fedpop.client.phi_gradient import PhiGradient, embedded, vectorises
 from tests.helpers import cohort_of, generator, seeded, train_key
 
 WIDE = torch.float64

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fedpop.errors import CheckpointError
-from fedpop.experiments.results import COSTS, FIELDS, Results, middle, record, values
+from fedpop.report.results import COSTS, FIELDS, Results, middle, record, values
 
 
 def one(method="FedSOUL", seed=0, angle=0.1):

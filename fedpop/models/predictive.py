@@ -14,9 +14,9 @@ from torch import Tensor
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
+from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.likelihoods import Likelihood, Normal, Params, Poisson
-from fedpop.runtime.random import Key
 
 
 class Entropy(NamedTuple):

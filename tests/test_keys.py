@@ -15,7 +15,7 @@ from scipy import stats
 from torch import nn
 
 import fedpop as fp
-from fedpop.runtime.random import SERVER, Key, philox
+from fedpop.keys import SERVER, Key, philox
 from tests.oracles import DOUBLE, assert_mean, gaussian_noise
 
 # Random123, kat_vectors: philox4x32, 10 rounds.

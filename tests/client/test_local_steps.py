@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.algorithms.base import Facts, Info, Message
-from fedpop.algorithms.local_steps import most_steps, steps_of
 from fedpop.channel import Channel
+from fedpop.client.local_steps import most_steps, steps_of
+from fedpop.client.plan import plan_for
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
-from fedpop.runtime.plan import plan_for
 from tests.helpers import cohort_of, linear_model, ragged, seeded, train_key
 
 SIZES = (3, 0, 5, 1)

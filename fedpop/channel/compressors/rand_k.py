@@ -19,10 +19,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.channel.base import Compressor, blocks, one_row, opened, parameters, refuse, sealed
-from fedpop.channel.identity import floats, own_type, raw
+from fedpop.channel.compressors.base import Compressor, blocks, one_row, opened, parameters, refuse, sealed
+from fedpop.channel.compressors.identity import floats, own_type, raw
 from fedpop.errors import PayloadError, SettingsError
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 _FORM = struct.Struct("<BIII")
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
-import fedpop
 from fedpop.errors import CheckpointError
-from fedpop.runtime.files import read_json, writable_folder, write_json
+from fedpop.files import read_json, writable_folder, write_json
+from fedpop.version import __version__
 
 COSTS = ("rounds", "bytes_up", "bytes_down", "backbone_passes", "head_steps", "seconds")
 FIELDS = ("experiment", "setting", "method", "seed", "metrics", "cost", "config", "version")
@@ -42,7 +42,7 @@ def record(
         "metrics": {k: None if v is None or not math.isfinite(v) else v for k, v in metrics.items()},
         "cost": {name: float(cost.get(name, 0.0)) for name in COSTS},
         "config": config,
-        "version": fedpop.__version__,
+        "version": __version__,
     }
 
 

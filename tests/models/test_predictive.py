@@ -9,9 +9,9 @@ from torch import Tensor, distributions, nn
 
 import fedpop as fp
 from fedpop.errors import DataError, SettingsError
-from fedpop.evaluation.predictive import Predictive
+from fedpop.keys import Key
 from fedpop.models.likelihoods import Likelihood
-from fedpop.runtime.random import Key
+from fedpop.models.predictive import Predictive
 from tests.helpers import generator, linear_model, ragged
 
 LEVELS = (0.5, 0.8, 0.9, 0.99)

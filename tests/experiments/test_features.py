@@ -8,7 +8,7 @@ import torch
 import fedpop as fp
 from fedpop.algorithms import METHODS
 from fedpop.errors import SettingsError
-from fedpop.evaluation.features import DRAWS, by_formula, features, live, small_model
+from fedpop.experiments.features import DRAWS, by_formula, features, live, small_model
 from fedpop.report.methods import COLUMNS, feature_tables
 
 

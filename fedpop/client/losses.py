@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import Tensors
-from fedpop.evaluation.predictive import Predictive
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
+from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.modules import RowKeys
-from fedpop.runtime.random import Key
+from fedpop.models.predictive import Predictive
 
 Loss = Callable[..., Tensor]
 

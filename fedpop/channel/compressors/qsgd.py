@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedpop.channel.base import Compressor, blocks, one_row, opened, parameters, refuse, sealed
-from fedpop.channel.bits import pack, packed_bytes, unpack
+from fedpop.channel.compressors.base import Compressor, blocks, one_row, opened, parameters, refuse, sealed
+from fedpop.channel.compressors.bits import pack, packed_bytes, unpack
 from fedpop.errors import PayloadError, SettingsError
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 MOST = 2**15 - 1
 _FORM = struct.Struct("<Hf")

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import fedpop as fp
+from fedpop import precision
 from fedpop.models import network
 from fedpop.models.modules import RowKeys
-from fedpop.runtime import precision
 from tests.helpers import generator, linear_model, seeded, train_key
 
 CPU = torch.device("cpu")

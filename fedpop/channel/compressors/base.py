@@ -19,7 +19,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedpop.errors import PayloadError
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 MAGIC, VERSION = b"fp", 1
 _FRAME = struct.Struct("<2sBBII")
@@ -31,7 +31,7 @@ class Compressor(ABC):
     """An unbiased compressor; see the module's text.
 
     >>> import torch, fedpop as fp
-    >>> from fedpop.runtime.random import Key
+    >>> from fedpop.keys import Key
     >>> compressor = fp.RandK(k=1)
     >>> seen = compressor.compress(torch.ones(1000, 4), Key(0), torch.arange(1000))
     >>> bool((seen.mean(0) - 1).abs().max() < 5 * (compressor.omega(4) / 1000) ** 0.5)  # unbiased

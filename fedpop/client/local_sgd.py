@@ -13,8 +13,8 @@ from fedpop.algorithms.base import require_whole, split_cohort
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
+from fedpop.keys import Key
 from fedpop.models.modules import RowKeys
-from fedpop.runtime.random import Key
 
 Loss = Callable[..., Tensor]
 """``loss(w, aux, x, y, mask, rows)``: one client's mean loss over the examples where mask is one; ``rows``

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.evaluation.marginal import closed_form
-from fedpop.models.gauge import Gauge, aligner
 from fedpop.priors.normal import Normal
+from fedpop.server.gauge import Gauge, aligner
 from tests.helpers import cohort_of, generator, ragged, seeded
 
 WIDE = torch.float64

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm
-from fedpop.algorithms.local_steps import most_steps
+from fedpop.client.local_steps import most_steps
 from fedpop.errors import SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.inputs import leaves, map_inputs

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fedpop as fp
+from fedpop.client.plan import Plan, parse_bytes, plan_for
+from fedpop.client.store import LocalStore
 from fedpop.errors import SettingsError
-from fedpop.runtime.plan import Plan, parse_bytes, plan_for
-from fedpop.runtime.store import LocalStore
 from tests.helpers import linear_model, ragged
 
 CPU = torch.device("cpu")

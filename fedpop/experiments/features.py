@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from fedpop.algorithms.base import Algorithm, Tensors
 from fedpop.algorithms.fedsouk import Final
+from fedpop.keys import Key
 from fedpop.models.composition import Composition
 from fedpop.models.likelihoods import Normal
 from fedpop.population import Population
-from fedpop.runtime.random import Key
 
 DRAWS = 5
 """The M of the table: draws of z, or samples of w, that predictions average over."""

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpop.channel.base import Compressor, one_row, opened, parameters, refuse, sealed
+from fedpop.channel.compressors.base import Compressor, one_row, opened, parameters, refuse, sealed
 from fedpop.errors import PayloadError
-from fedpop.runtime.random import Key
+from fedpop.keys import Key
 
 _FORM = struct.Struct("<B")
 FLOATS = {4: ("<f4", torch.float32), 8: ("<f8", torch.float64)}

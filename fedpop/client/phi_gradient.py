@@ -17,10 +17,10 @@ from fedpop.algorithms.base import split_cohort, weighted_sum
 from fedpop.channel import Channel
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, leaves, map_inputs
+from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.local import LinearLikelihood
 from fedpop.models.modules import RowKeys, is_convolutional
-from fedpop.runtime.random import Key
 
 SMALL = 100_000
 """Entries of phi up to which clients' gradients are computed side by side."""

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import Info, split_cohort
-from fedpop.algorithms.local_sgd import LARGEST_BATCHED
-from fedpop.algorithms.point import joint_loss
+from fedpop.client.local_sgd import LARGEST_BATCHED
+from fedpop.client.losses import joint_loss
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
+from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.local import LocalLikelihood
-from fedpop.runtime.random import Key
 
 POWER_STEPS = 30
 """Products with a Hessian that find its largest eigenvalue, to a few per cent."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms import potential
-from fedpop.algorithms.potential import Potential
+from fedpop.client import potential
+from fedpop.client.potential import Potential
 from fedpop.models.base import Model
 from tests.helpers import cohort_of, generator, ragged, seeded, train_key
 
