@@ -13,17 +13,17 @@ from fedpop.report.results import Record, record
 NAME = "compressors"
 ENTRIES, SECONDS, LEAST, TARGET = 1_000_000, 15.0, 9, 4.0
 COMPRESSORS = (
-    fp.Identity(),
-    fp.QSGD(),
-    fp.QSGD(levels=7),
-    fp.QSGD(levels=1),
-    fp.RandK(),
-    fp.RandK(share=0.01),
-    fp.Natural(),
+    fp.compressors.Identity(),
+    fp.compressors.QSGD(),
+    fp.compressors.QSGD(levels=7),
+    fp.compressors.QSGD(levels=1),
+    fp.compressors.RandK(),
+    fp.compressors.RandK(share=0.01),
+    fp.compressors.Natural(),
 )
 
 
-def there_and_back(compressor: fp.Compressor, v: torch.Tensor) -> None:
+def there_and_back(compressor: fp.compressors.Compressor, v: torch.Tensor) -> None:
     compressor.decode(compressor.encode(v, Key(0)))
 
 

@@ -25,10 +25,10 @@ from fedpop.report.results import Record, record
 
 NAME = "kernels"
 KERNELS: dict[str, Kernel] = {
-    "HMC": fp.HMC(),
-    "MALA": fp.MALA(),
-    "Exponential(h=0.5)": fp.Exponential(h=0.5),
-    "ULA": fp.ULA(),
+    "HMC": fp.kernels.HMC(),
+    "MALA": fp.kernels.MALA(),
+    "Exponential(h=0.5)": fp.kernels.Exponential(h=0.5),
+    "ULA": fp.kernels.ULA(),
 }
 SIZES = (500, 25, 1)
 CLIENTS, CHAINS = 2, 4
@@ -41,7 +41,7 @@ WARM_UP, BLOCK, BLOCKS = 1000, 250, 8
 REFERENCE = 1500
 """Transitions of the long HMC run that the bias is measured against."""
 
-VMAP_KERNELS: dict[str, Kernel] = {"HMC": fp.HMC(), "MALA": fp.MALA()}
+VMAP_KERNELS: dict[str, Kernel] = {"HMC": fp.kernels.HMC(), "MALA": fp.kernels.MALA()}
 RATIOS = (1.0, 30.0)
 """Scale of a head's last input over that of its first."""
 WIDTH, ROWS, VMAP_BLOCKS = 8, 50, 4
@@ -64,7 +64,7 @@ def posterior(rows: int) -> Target:
     x, label = features(Key(1, purpose="train"), rows)
     likelihood = Categorical()
     local = LinearLikelihood(x, likelihood.encode(label, CLASSES, x.dtype), None, likelihood, {})
-    prior = fp.NormalPrior(scale=SCALE)
+    prior = fp.priors.Normal(scale=SCALE)
     return Target(local, prior, prior.init(torch.zeros(CLASSES * (FEATURES + 1)), SCALE))
 
 
@@ -116,7 +116,7 @@ class Reference:
     @classmethod
     def of(cls, target: Target) -> Reference:
         key, d = Key(2, purpose="reference"), CLASSES * (FEATURES + 1)
-        chains = Chains(fp.HMC(), target, key, SCALE * key.normal(torch.arange(CLIENTS), (CHAINS, d)))
+        chains = Chains(fp.kernels.HMC(), target, key, SCALE * key.normal(torch.arange(CLIENTS), (CHAINS, d)))
         chains.warm_up()
         draws, _ = chains._run(REFERENCE, "draws", adapt=False)
         size = squared_size(draws)
@@ -228,7 +228,7 @@ def vmap_posterior(model: fp.Composition, ratio: float) -> Target:
     y = (score > 0).float() if model.outputs == 1 else (score > -0.5).long() + (score > 0.5).long()
     federation = model.prepare(fp.Federation.of(list(zip(x, y, strict=True))))
     cohort = federation.cohort(ids, torch.ones(CLIENTS), x.device)
-    prior = fp.NormalPrior(scale=1.0)
+    prior = fp.priors.Normal(scale=1.0)
     local = model.bind(model.initial_phi(), cohort.x, cohort)
     return Target(local, prior, prior.init(torch.zeros(model.z_layout.size), 1.0))
 

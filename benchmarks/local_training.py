@@ -15,7 +15,7 @@ from fedpop.client.losses import joint_loss
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.keys import Key
 from fedpop.report.results import Record, record
-from fedpop.runtime.simulate import Run, Settings
+from fedpop.runtime.run import Run, Settings
 
 NAME = "local training"
 CLIENTS, BATCH, EPOCHS = 1_000, 50, 5
@@ -86,7 +86,7 @@ def measure(advance: Advance) -> list[Record]:
     x, y = random_images()
     federation = model.prepare(fp.Federation.of(list(zip(x, y, strict=True))))
     method = fp.FedAvg(model, local=fp.LocalSGD(1, 0.01, BATCH))
-    run = Run(method, federation, Settings(1000, 0, fp.Uniform(ACTIVE), "1GiB", 50), None, [])
+    run = Run(method, federation, Settings(1000, 0, fp.participation.Uniform(ACTIVE), "1GiB", 50), None, [])
     run._begin(resume=False)
     programs: dict[str, Callable[[], object]] = {
         "bare": bare_sgd(model, x[:ACTIVE], y[:ACTIVE]),

@@ -16,7 +16,7 @@ from benchmarks.timing import Advance, Lap, Spread, in_turns, ratio, shown
 from fedpop.kernels import Kernel
 from fedpop.keys import Key
 from fedpop.report.results import Record, record
-from fedpop.runtime.simulate import Run, Settings
+from fedpop.runtime.run import Run, Settings
 
 NAME = "round"
 CLIENTS, ACTIVE, IMAGES, CLASSES = 20, 10, 500, 10
@@ -33,7 +33,7 @@ class Case:
     kernel: Kernel
     steps: int
     target: float
-    compressor: fp.Compressor = fp.Identity()  # noqa: RUF009 (frozen, and without settings)
+    compressor: fp.compressors.Compressor = fp.compressors.Identity()  # noqa: RUF009 (frozen, and without settings)
     epochs: int = 0
 
     @property
@@ -49,15 +49,15 @@ class Case:
     def on_phi(self) -> dict[str, Any]:
         if not self.epochs:
             return {}
-        return {"phi_epochs": self.epochs, "phi_batch": BATCH, "phi_rate": 0.01, "phi_step": fp.Average()}
+        return {"phi_epochs": self.epochs, "phi_batch": BATCH, "phi_rate": 0.01, "phi_step": fp.steps.MeanMove()}
 
 
 CASES = (
-    Case(fp.HMC(), 2, 1.10),
-    Case(fp.ULA(), 10, 1.10),
-    Case(fp.HMC(), 10, 1.25),
-    Case(fp.HMC(), 10, 1.30, fp.QSGD()),
-    Case(fp.HMC(), 2, 1.40, epochs=1),
+    Case(fp.kernels.HMC(), 2, 1.10),
+    Case(fp.kernels.ULA(), 10, 1.10),
+    Case(fp.kernels.HMC(), 10, 1.25),
+    Case(fp.kernels.HMC(), 10, 1.30, fp.compressors.QSGD()),
+    Case(fp.kernels.HMC(), 2, 1.40, epochs=1),
 )
 
 
@@ -98,7 +98,7 @@ def bare(model: fp.Composition, x: Tensor, y: Tensor, batch: int) -> Callable[[]
 def begun(case: Case, model: fp.Composition, federation: fp.Federation) -> Run:
     settings = {"kernel": case.kernel, "local_steps": case.steps, "compressor": case.compressor}
     method = fp.FedSOUL(model, **settings, **case.on_phi)
-    run = Run(method, federation, Settings(1000, 0, fp.Uniform(ACTIVE), "1GiB", 50), None, [])
+    run = Run(method, federation, Settings(1000, 0, fp.participation.Uniform(ACTIVE), "1GiB", 50), None, [])
     run._begin(resume=False)
     run.totals.clear()
     return run

@@ -11,14 +11,14 @@ from benchmarks.timing import Advance, Spread, in_turns, ratio, shown
 from fedpop.algorithms.base import Algorithm
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.report.results import Record, record
-from fedpop.runtime.simulate import Run, Settings
+from fedpop.runtime.run import Run, Settings
 
 NAME = "rounds per second"
 BLOCK, SECONDS, LEAST = 25, 15.0, 5
 
 
 def begun(method: Algorithm, federation: fp.Federation) -> Run:
-    run = Run(method, federation, Settings(10_000, 0, fp.Everyone(), "1GiB", 50), None, [])
+    run = Run(method, federation, Settings(10_000, 0, fp.participation.Everyone(), "1GiB", 50), None, [])
     run._begin(resume=False)
     run.totals.clear()
     return run

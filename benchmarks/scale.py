@@ -20,7 +20,7 @@ from benchmarks.timing import Advance, Spread, in_turns, ratio, shown
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.keys import Key
 from fedpop.report.results import Record, record
-from fedpop.runtime.simulate import Run, Settings
+from fedpop.runtime.run import Run, Settings
 
 NAME = "scale"
 ACTIVE, FLAT = (1_000, 10_000, 100_000), 1.2
@@ -41,7 +41,7 @@ def packed(clients: int) -> fp.Table:
     return fp.Table(x.flatten(0, 1), y.flatten(), torch.arange(clients).repeat_interleave(EXAMPLES))
 
 
-def begun(clients: int, participation: fp.Uniform | fp.Everyone) -> Run:
+def begun(clients: int, participation: fp.participation.Uniform | fp.participation.Everyone) -> Run:
     model = SyntheticTask().model(seed=0)
     federation = model.prepare(fp.Federation.of(packed(clients)))
     run = Run(fp.FedSOUL(model), federation, Settings(10_000, 0, participation, "1GiB", 50), None, [])
@@ -51,7 +51,7 @@ def begun(clients: int, participation: fp.Uniform | fp.Everyone) -> Run:
 
 
 def measure(advance: Advance) -> list[Record]:
-    runs = {active: begun(active, fp.Everyone()) for active in ACTIVE}
+    runs = {active: begun(active, fp.participation.Everyone()) for active in ACTIVE}
 
     def rounds(run: Run, count: int) -> None:
         for _ in range(count):
@@ -83,11 +83,11 @@ def million() -> Record:
 def alone() -> dict[str, Any]:
     """In a process of its own: what ``million`` reports."""
     torch.set_num_threads(1)
-    large = begun(MILLION, fp.Uniform(AWAKE))
+    large = begun(MILLION, fp.participation.Uniform(AWAKE))
     for _ in range(3):
         large.train_round()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    small = begun(FEW, fp.Uniform(AWAKE))
+    small = begun(FEW, fp.participation.Uniform(AWAKE))
     laps = in_turns({"large": large.train_round, "small": small.train_round}, seconds=10.0, least=20)
     compared = ratio(laps["large"], laps["small"])
     return compared | {"peak_gib": peak, "repeats": len(laps["large"]), "rounds": large.round}

@@ -1,24 +1,28 @@
-"""Random numbers keyed by (seed, round, client, purpose); nothing is drawn from global state.
+"""Random numbers keyed by (seed, round, unit, purpose); nothing is drawn from global state.
 
-Philox4x32-10 (Salmon et al., SC 2011) is counter-based: the n-th number of a client is a pure function
-of the key, so the same seed gives the same draws whether clients run in one cohort, in several, or on
-other machines, and a killed run needs no generator state to resume. The generator is vectorised over
-clients in plain tensor arithmetic, on whatever device the client ids live on.
+Philox4x32-10 (Salmon et al., SC 2011) is counter-based: the n-th number of a unit is a pure function of the key,
+so the same seed gives the same draws whether units run in one cohort, in several, or each in a process of its
+own, and a killed run needs no generator state to resume. The cipher's key is a hash of (seed, round, purpose), its
+counter holds the unit, by a hash of its *name*, and the number of the block: nobody's draws depend on who else is
+there, or in which order. The generator is vectorised over units in plain tensor arithmetic, on whatever device
+they live on.
+
+A ``seed`` may be the server's, which is shared, or a secret that a site keeps to itself.
 """
 
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
 
-SERVER = 2**32 - 1
-"""The client id under which the server itself draws."""
+SERVER, NEWCOMER = -1, -2
+"""What the server itself draws under, and a unit that was never in training; no name's hash is negative."""
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -26,6 +30,20 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _CHUNK = 2**14
 """Counters encrypted at a time on a CPU: seventy passes over them should stay in its cache."""
+
+
+def unit_of(name: str) -> int:
+    """The number under which a unit of this name draws: a stable hash of 63 bits.
+
+    >>> unit_of("anna") == unit_of("anna") != unit_of("ben")
+    True
+    """
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def units_of(names: Iterable[str]) -> Tensor:
+    """``unit_of`` of each name, ``[n]``."""
+    return torch.tensor([unit_of(name) for name in names], dtype=torch.int64)
 
 
 def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
@@ -72,37 +90,37 @@ class Key:
 
     def at(self, *, round: int | None = None, purpose: str | None = None) -> Key:
         """The same seed at another round, or for a purpose nested below this one."""
-        return replace(
-            self,
-            round=self.round if round is None else round,
-            purpose=self.purpose if purpose is None else f"{self.purpose}/{purpose}",
+        return Key(
+            self.seed,
+            self.round if round is None else round,
+            self.purpose if purpose is None else f"{self.purpose}/{purpose}",
         )
 
-    def bits(self, clients: Tensor, count: int, start: Tensor | int = 0) -> Tensor:
-        """``count`` 32-bit words per client as int64 ``[C, count]``, from block ``start`` on."""
-        clients = clients.to(torch.int64)
-        blocks = torch.arange((count + 3) // 4, device=clients.device)
+    @property
+    def _cipher(self) -> tuple[int, int]:
+        told = f"{self.seed}|{self.round}|{self.purpose}".encode()
+        both = int.from_bytes(blake2b(told, digest_size=8).digest(), "little")
+        return both & _MASK, both >> 32
+
+    def bits(self, units: Tensor, count: int, start: Tensor | int = 0) -> Tensor:
+        """``count`` 32-bit words per unit as int64 ``[C, count]``, from block ``start`` on."""
+        units = units.to(torch.int64)
+        blocks = torch.arange((count + 3) // 4, device=units.device)
         if isinstance(start, Tensor):
             start = start.to(torch.int64).unsqueeze(-1)
-        block = (blocks + start).expand(*clients.shape, len(blocks))
-        counter = torch.stack(
-            (
-                block & _MASK,
-                clients.unsqueeze(-1).expand_as(block) & _MASK,
-                torch.full_like(block, self.round & _MASK),
-                torch.full_like(block, zlib.crc32(self.purpose.encode())),
-            )
-        )
-        words = philox(counter, (self.seed & _MASK, (self.seed >> 32) & _MASK))
-        return words.movedim(0, -1).reshape(*clients.shape, 4 * len(blocks))[..., :count]
+        block = (blocks + start).expand(*units.shape, len(blocks))
+        unit = units.unsqueeze(-1).expand_as(block)
+        counter = torch.stack((block, block >> 32, unit, unit >> 32)).bitwise_and_(_MASK)
+        words = philox(counter, self._cipher)
+        return words.movedim(0, -1).reshape(*units.shape, 4 * len(blocks))[..., :count]
 
-    def words(self, clients: Tensor) -> Words:
+    def words(self, units: Tensor) -> Words:
         """Cheaper 32-bit words, for rounding long vectors."""
-        return Words(_signed(self.bits(clients, 2)).to(torch.int32))
+        return Words(_signed(self.bits(units, 2)).to(torch.int32))
 
     def uniform(
         self,
-        clients: Tensor,
+        units: Tensor,
         shape: Sequence[int],
         dtype: torch.dtype = torch.float32,
         step: int = 0,
@@ -112,22 +130,22 @@ class Key:
 
         With ``steps``, the numbers of so many successive calls at once, ``[C, steps, *shape]``.
         """
-        return self._draw(clients, shape, dtype, step, steps, lambda u: u)
+        return self._draw(units, shape, dtype, step, steps, lambda u: u)
 
     def normal(
         self,
-        clients: Tensor,
+        units: Tensor,
         shape: Sequence[int],
         dtype: torch.dtype = torch.float32,
         step: int = 0,
         steps: int | None = None,
     ) -> Tensor:
         """Standard normal numbers by Box-Muller, addressed as those of ``uniform``."""
-        return self._draw(clients, shape, dtype, step, steps, _box_muller)
+        return self._draw(units, shape, dtype, step, steps, _box_muller)
 
     def _draw(
         self,
-        clients: Tensor,
+        units: Tensor,
         shape: Sequence[int],
         dtype: torch.dtype,
         step: int,
@@ -137,16 +155,16 @@ class Key:
         count = math.prod(shape)
         blocks = (count + 3) // 4
         many = 1 if steps is None else steps
-        words = self.bits(clients, 4 * blocks * many, step * blocks)
+        words = self.bits(units, 4 * blocks * many, step * blocks)
         # Never 0, so that the logarithm is finite; the small end keeps its resolution.
         unit = (words.to(dtype) + 0.5) * 2.0**-32
         drawn = transform(unit).unflatten(-1, (many, 4 * blocks))[..., :count]
-        lead = (*clients.shape, many) if steps is not None else clients.shape
+        lead = (*units.shape, many) if steps is not None else units.shape
         out: Tensor = drawn.reshape(*lead, *shape)
         return out
 
     def server(self, device: torch.device | str = "cpu") -> Tensor:
-        """The server's id as a ``[1]`` tensor, to draw with."""
+        """The server's number as a ``[1]`` tensor, to draw with."""
         return torch.tensor([SERVER], device=device)
 
 
@@ -158,7 +176,7 @@ def _box_muller(unit: Tensor) -> Tensor:
 
 
 class Words:
-    """The j-th word of a client is an integer hash of j under a 64-bit Philox seed of its own.
+    """The j-th word of a unit is an integer hash of j under a 64-bit Philox seed of its own.
 
     The hash is lowbias32 (Wellons' hash-prospector), with the second half of the seed added halfway: a dozen
     passes of 32-bit arithmetic where Philox takes fifty of 64 bits. A stream has no word twice, which does
@@ -175,7 +193,7 @@ class Words:
         self._weyl = seeds.new_empty(0)
 
     def block(self, rows: slice, start: int, count: int) -> Tensor:
-        """Words ``start`` to ``start + count`` of the clients at ``rows``, as int32 ``[R, count]``."""
+        """Words ``start`` to ``start + count`` of the units at ``rows``, as int32 ``[R, count]``."""
         if count > len(self._weyl):  # consecutive numbers that differ in many bits
             self._weyl = torch.arange(count, dtype=torch.int32, device=self._weyl.device) * _GOLDEN
         h = self._weyl[:count] + (self._first[rows] + _signed(start * _GOLDEN))

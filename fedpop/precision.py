@@ -45,3 +45,8 @@ def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
     if precision == "bfloat16" or (precision == "auto" and native_bfloat16(device)):
         return torch.bfloat16
     return None
+
+
+def check(precision: str) -> None:
+    if precision not in PRECISIONS:
+        raise SettingsError(f"precision is one of {', '.join(PRECISIONS)}, not {precision!r}")

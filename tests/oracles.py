@@ -122,7 +122,7 @@ class Case:
     name: str
     model: Model
     clients: list[tuple[Tensor, Tensor]]
-    prior: fp.NormalPrior
+    prior: fp.priors.Normal
     beta: Tensor
     mu: Tensor
     sigma: Tensor
@@ -170,9 +170,9 @@ class Case:
         return Moments.of_gaussians(mean, cov, self.mu)
 
 
-def normal_prior(covariance: str, mu: Tensor, sigma: Tensor) -> tuple[fp.NormalPrior, Tensor]:
+def normal_prior(covariance: str, mu: Tensor, sigma: Tensor) -> tuple[fp.priors.Normal, Tensor]:
     """The library's prior and beta for N(mu, sigma)."""
-    prior = fp.NormalPrior(covariance=covariance)
+    prior = fp.priors.Normal(covariance=covariance)
     if covariance == "full":
         return prior, prior.pack(mu, torch.linalg.cholesky(sigma))
     log_sd = 0.5 * sigma.diagonal().log()

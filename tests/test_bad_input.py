@@ -236,20 +236,20 @@ def test_impossible_settings(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: fp.ULA(step_size=-0.1),
-        lambda: fp.ULA(step_size=0.0),
-        lambda: fp.ULA(step_size=2.0),
-        lambda: fp.ULA(decay=-1.0),
-        lambda: fp.Exponential(h=0.0),
-        lambda: fp.Exponential(h=1.1),
-        lambda: fp.HMC(leapfrog=0),
-        lambda: fp.NormalPrior("spherical"),
-        lambda: fp.NormalPrior(scale=0.0),
-        lambda: fp.NormalPrior(scale=-1.0),
-        lambda: fp.NormalPrior(bounds=(2.0, 1.0)),
-        lambda: fp.NormalPrior(bounds=(0.0, 1.0)),
-        lambda: fp.NormalPrior(ball=0.0),
-        lambda: fp.NormalPrior(mean=float("nan")),
+        lambda: fp.kernels.ULA(step_size=-0.1),
+        lambda: fp.kernels.ULA(step_size=0.0),
+        lambda: fp.kernels.ULA(step_size=2.0),
+        lambda: fp.kernels.ULA(decay=-1.0),
+        lambda: fp.kernels.Exponential(h=0.0),
+        lambda: fp.kernels.Exponential(h=1.1),
+        lambda: fp.kernels.HMC(leapfrog=0),
+        lambda: fp.priors.Normal("spherical"),
+        lambda: fp.priors.Normal(scale=0.0),
+        lambda: fp.priors.Normal(scale=-1.0),
+        lambda: fp.priors.Normal(bounds=(2.0, 1.0)),
+        lambda: fp.priors.Normal(bounds=(0.0, 1.0)),
+        lambda: fp.priors.Normal(ball=0.0),
+        lambda: fp.priors.Normal(mean=float("nan")),
         lambda: fp.FedSOUL(softmax(), rao_blackwell=True),
     ],
 )
@@ -308,7 +308,7 @@ def test_every_error_is_a_fedpop_error_and_a_familiar_one() -> None:
 def test_an_error_of_the_first_rounds_leaves_no_half_written_file(tmp_path: Path) -> None:
     """A callback of the user's own that fails: what is there can be resumed, nothing is temporary."""
 
-    class Fails(fp.Callback):
+    class Fails(fp.callbacks.Callback):
         def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
             if run.round == 3:
                 raise ZeroDivisionError

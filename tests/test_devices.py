@@ -86,21 +86,21 @@ METHODS: dict[str, Any] = {
     "exact": lambda: fp.FedSOUL(linear_model()),
     "left": lambda: fp.FedSOUL(linear_model(), form="left"),
     "right, diagonal": lambda: fp.FedSOUL(linear_model(), form="right", prior="diagonal"),
-    "full covariance": lambda: fp.FedSOUL(linear_model(), prior="full", hyperprior=fp.Hyperprior(1.0, 1.0)),
+    "full covariance": lambda: fp.FedSOUL(linear_model(), prior="full", hyperprior=fp.priors.Hyperprior(1.0, 1.0)),
     "closed form": lambda: fp.FedSOUL(linear_model(variance="learned"), rao_blackwell=True),
     "mixture": lambda: fp.FedSOUL(linear_model(), prior="mixture"),
     "mixture, closed form": lambda: fp.FedSOUL(
-        linear_model(), prior=fp.Mixture(3, "full"), rao_blackwell=True
+        linear_model(), prior=fp.priors.Mixture(3, "full"), rao_blackwell=True
     ),
     "mixture, jumps": lambda: fp.FedSOUL(
         fp.Composition(None, nn.Linear(3, 1), "poisson"), prior="mixture", local_steps=2
     ),
-    "energy": lambda: fp.FedSOUL(linear_model(), prior=fp.Energy(hidden=3, chains=8, ship=4), local_steps=2),
+    "energy": lambda: fp.FedSOUL(linear_model(), prior=fp.priors.Energy(hidden=3, chains=8, ship=4), local_steps=2),
     "plain steps": lambda: fp.FedSOUL.paper(
-        linear_model(), rate=1e-2, hyperprior=fp.Hyperprior(1.0, 1.0, (0, 1))
+        linear_model(), rate=1e-2, hyperprior=fp.priors.Hyperprior(1.0, 1.0, (0, 1))
     ),
     "mini-batches, stateless": lambda: fp.FedSOUL(linear_model(), phi_batch=2, stateful=False),
-    "hmc": lambda: fp.FedSOUL(softmax(), local_steps=2, beta_step=fp.Adam()),
+    "hmc": lambda: fp.FedSOUL(softmax(), local_steps=2, beta_step=fp.steps.Adam()),
     "dropout": lambda: fp.FedSOUL(softmax(nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5))), local_steps=2),
     "poisson": lambda: fp.FedSOUL(fp.Composition(None, nn.Linear(3, 1), "poisson"), local_steps=2),
     "network head": lambda: fp.FedSOUL(
@@ -119,7 +119,7 @@ METHODS: dict[str, Any] = {
         linear_model(), compressor=["natural", "rand-k", "identity", "natural"]
     ),
     "fedavg": lambda: fp.FedAvg(linear_model(), local=fp.LocalSGD(batch=2)),
-    "fedrep": lambda: fp.FedRep(linear_model(), phi_step=fp.Adam()),
+    "fedrep": lambda: fp.FedRep(linear_model(), phi_step=fp.steps.Adam()),
     "l2gd": lambda: fp.L2GD(linear_model()),
     "per-fedavg": lambda: fp.PerFedAvg(linear_model(), local=fp.LocalSGD(batch=3)),
     "pfedme": lambda: fp.PFedMe(linear_model(), local=fp.LocalSGD(rate=0.01)),

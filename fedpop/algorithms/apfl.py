@@ -23,10 +23,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import About, Info, Message, Tensors, sent
+from fedpop.algorithms.base import About, Round
 from fedpop.algorithms.fedavg import FedAvg
-from fedpop.algorithms.whole import cost, finite, kept, parts, whole
-from fedpop.channel import Channel
+from fedpop.algorithms.whole import published_w, split_w
+from fedpop.channel import Answer, Tensors
+from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import Direction, LocalSGD, Loss, Trained
 from fedpop.client.losses import joint_loss
 from fedpop.errors import SettingsError
@@ -67,26 +68,17 @@ class APFL(FedAvg):
     def phi_copies(self) -> int:
         return 9  # w, v, their gradients, velocities and next values, what is sent
 
-    def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
-        w = broadcast["w"].expand(len(ids), -1)
-        return {"w": w.clone(), "v": w.clone(), "alpha": w.new_full((len(ids), 1), self.alpha)}
+    def enter(self, units: Tensor, broadcast: Tensors, key: Key) -> Tensors:
+        w = broadcast["w"].expand(len(units), -1)
+        return {"w": w.clone(), "v": w.clone(), "alpha": w.new_full((len(units), 1), self.alpha)}
 
-    def local_round(
-        self,
-        phase: str,
-        broadcast: Tensors,
-        cohort: Cohort,
-        local: Tensors,
-        channel: Channel,
-        key: Key,
-    ) -> tuple[Tensors, Message, Info]:
-        w = broadcast["w"].expand(len(cohort), -1)
-        new, loss = self.mix(self.local, w, local["v"], local["alpha"], cohort, key)
-        n = cohort.sizes.to(w.dtype).unsqueeze(1)
-        good, message = sent(channel, cohort, finite(*new.values()), {"dw": n * (new["w"] - w), "n": n})
+    def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
+        w = round.broadcast["w"].expand(len(cohort), -1)
+        new, loss = self.mix(self.local, w, local["v"], local["alpha"], cohort, round.key)
+        n, good = cohort.sizes.to(w.dtype).unsqueeze(1), finite(*new.values())
         passes = 2 * self.local.steps(cohort)  # w and the mixture
-        info = cost(cohort, loss, good, passes, passes)
-        return {name: kept(good, new[name], old) for name, old in local.items()}, message, info
+        cost = training_cost(cohort, loss, good, passes, passes)
+        return Answer(good, {"dw": n * (new["w"] - w), "n": n}, new, cost)
 
     def mix(
         self, sgd: LocalSGD, w: Tensor, v: Tensor, alpha: Tensor, cohort: Cohort, key: Key
@@ -100,10 +92,10 @@ class APFL(FedAvg):
 
     def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
         if local is None:
-            w = whole(published, len(cohort))
+            w = published_w(published, len(cohort))
             alpha = w.new_full((len(cohort), 1), self.alpha)
             local, _ = self.mix(self.newcomer, w, w, alpha, cohort, key.at(purpose="newcomer"))
-        return parts(self.model, torch.lerp(local["w"], local["v"], local["alpha"]))
+        return split_w(self.model, torch.lerp(local["w"], local["v"], local["alpha"]))
 
 
 def three_updates(f: Loss, size: int, adaptive: bool) -> Direction:

@@ -19,34 +19,35 @@ private. Rules were read beside the authors' public code, which has gamma_i = 1 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, require_whole, sent
-from fedpop.algorithms.samples import PosteriorSamples, check_precision, require_positive
-from fedpop.algorithms.whole import cost, finite, kept
-from fedpop.channel import Channel
+from fedpop.algorithms.base import About, Facts, Round
+from fedpop.algorithms.samples import PosteriorSamples, check_precision
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.client.cost import finite, training_cost
 from fedpop.client.potential import Potential, check_batch
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
-from fedpop.keys import Key
-
-STEP = 0.25
-"""The step where none is given, in units of one over the largest curvature of z_i's law given theta."""
+from fedpop.keys import Key, unit_of
+from fedpop.questions import Question
+from fedpop.questions.curvature import STEP, Curvature
+from fedpop.settings import require_positive, require_whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class DGLMC(PosteriorSamples):
     """Samples of the whole model by Gibbs steps between clients and server.
 
-    ``rho`` is one number for all or one for each client; without one rho_i = 1 / L_i, L_i the largest
-    curvature of U_i at the start: the stiffest direction's precision is then halved, every other one's
-    changed less. ``step`` is gamma_i for everyone; without one gamma_i = 0.25 / (L_i + 1 / rho_i). A network
-    whose curvature grows in training needs smaller ones.
+    ``rho`` is one number for all or one for each client by name; without one rho_i = 1 / L_i, L_i the largest
+    curvature of U_i at the start, which a client keeps to itself: the stiffest direction's precision is then
+    halved, every other one's changed less. ``step`` is gamma_i for everyone; without one gamma_i = 0.25 /
+    (L_i + 1 / rho_i). A network whose curvature grows in training needs smaller ones.
 
     >>> import torch, fedpop as fp
     >>> x = torch.ones(50, 1)
@@ -59,7 +60,7 @@ class DGLMC(PosteriorSamples):
     """
 
     local_steps: int = 10
-    rho: float | Sequence[float] | None = None
+    rho: float | Mapping[str, float] | None = None
     step: float | None = None
     batch: int | None = None
     prior_precision: float = 0.0
@@ -75,68 +76,55 @@ class DGLMC(PosteriorSamples):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_whole(local_steps=self.local_steps)
-        if self.local_steps < 1:
-            raise SettingsError(f"local_steps must be at least 1, not {self.local_steps}")
-        if self.rho is not None and not isinstance(self.rho, int | float):
-            object.__setattr__(self, "rho", tuple(float(r) for r in self.rho))
-        for value in self.rho if isinstance(self.rho, tuple) else (self.rho,):
+        require_whole(1, local_steps=self.local_steps)
+        for value in self.rho.values() if isinstance(self.rho, Mapping) else (self.rho,):
+            if value is not None and not isinstance(value, int | float):
+                raise SettingsError(
+                    f"rho must be a number or a mapping from clients to numbers, not {self.rho!r}"
+                )
             require_positive(rho=value)
         require_positive(step=self.step)
         check_batch(self.batch)
         check_precision(self.prior_precision)
 
-    def check(self, clients: int) -> None:
-        super().check(clients)
-        if isinstance(self.rho, tuple) and len(self.rho) != clients:
-            raise SettingsError(
-                f"{len(self.rho)} values of rho for {clients} clients; give one for all or one each"
-            )
+    def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
+        known = self.step is not None and self.rho is not None
+        return () if known else (Curvature(self.model, self.initial_w()),)
 
-    @property
-    def phases(self) -> tuple[str, ...]:
-        return ("train",) if self.step is not None and self.rho is not None else ("curvature", "train")
+    def enter(self, units: Tensor, broadcast: Tensors, key: Key) -> Tensors:
+        return {"z": broadcast["w"].expand(len(units), -1).clone()}
 
-    def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
-        z = broadcast["w"].expand(len(ids), -1).clone()
-        return {"z": z, "curvature": z.new_zeros(len(ids))}
-
-    def local_round(
-        self,
-        phase: str,
-        broadcast: Tensors,
-        cohort: Cohort,
-        local: Tensors,
-        channel: Channel,
-        key: Key,
-    ) -> tuple[Tensors, Message, Info]:
+    def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
         u = Potential(self.model, cohort, self.batch)
-        theta = broadcast["w"].expand(len(cohort), -1)
-        if phase == "curvature":  # each client keeps its own
-            largest = u.largest(theta, key)
-            fresh = self.enter(cohort.ids, broadcast, key)
-            return fresh | {"curvature": largest}, Message({}, len(cohort)), u.info
-        z, stiffness = local["z"], self._stiffness(cohort.ids, local["curvature"])
-        gamma = self._gamma(stiffness, local["curvature"])
+        theta, z, key = round.broadcast["w"].expand(len(cohort), -1), local["z"], round.key
+        # Nobody was asked for it where rho and step were given.
+        curvature = local.get("curvature", z.new_zeros(len(cohort)))
+        stiffness = self._stiffness(cohort.units, curvature)
+        gamma = self._gamma(stiffness, curvature)
         noise, total = key.at(purpose="noise"), z.new_zeros(len(cohort))
         for m in range(self.local_steps):
             value, slope = u(z, key.at(purpose=f"step-{m}"))
-            xi = noise.normal(cohort.ids, (z.shape[1],), z.dtype, m)
+            xi = noise.normal(cohort.units, (z.shape[1],), z.dtype, m)
             z = z - gamma * (slope + stiffness * (z - theta)) + torch.sqrt(2 * gamma) * xi
             total = total + value
-        good, message = sent(
-            channel, cohort, finite(z, stiffness), {"z/rho": stiffness * z, "1/rho": stiffness}
-        )
-        loss = total / (self.local_steps * cohort.sizes.clamp(min=1))
-        passes = self.local_steps * u.examples
-        return local | {"z": kept(good, z, local["z"])}, message, cost(cohort, loss, good, passes, passes)
+        good = finite(z, stiffness, curvature.unsqueeze(1))
+        loss, passes = total / (self.local_steps * cohort.sizes.clamp(min=1)), self.local_steps * u.examples
+        vectors = {"z/rho": stiffness * z, "1/rho": stiffness}
+        return Answer(good, vectors, local | {"z": z}, training_cost(cohort, loss, good, passes, passes))
 
-    def _stiffness(self, ids: Tensor, curvature: Tensor) -> Tensor:
+    @cached_property
+    def _own_rho(self) -> dict[int, float]:
+        """rho_i by the hash of a client's name, where there is one for each."""
+        return {unit_of(name): r for name, r in self.rho.items()} if isinstance(self.rho, Mapping) else {}
+
+    def _stiffness(self, units: Tensor, curvature: Tensor) -> Tensor:
         """1 / rho_i, ``[C, 1]``."""
         if self.rho is None:
             return curvature.unsqueeze(1)
-        rho = torch.as_tensor(self.rho, dtype=curvature.dtype, device=curvature.device)
-        return 1 / (rho[ids] if rho.dim() else rho.expand(len(ids))).unsqueeze(1)
+        if isinstance(self.rho, Mapping):
+            rho = curvature.new_tensor([self._own_rho[unit] for unit in units.tolist()])
+            return 1 / rho.unsqueeze(1)
+        return 1 / curvature.new_full((len(units), 1), self.rho)
 
     def _gamma(self, stiffness: Tensor, curvature: Tensor) -> Tensor:
         """gamma_i, ``[C, 1]``; a client without data and without a rho has nowhere to go."""
@@ -145,15 +133,13 @@ class DGLMC(PosteriorSamples):
         total = stiffness + curvature.unsqueeze(1)
         return torch.where(total > 0, STEP / total, torch.zeros_like(total))
 
-    def server_round(
-        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
-    ) -> Tensors:
-        if phase == "curvature" or total is None or total.count == 0:
-            return server
-        precision = self.prior_precision + total.sums["1/rho"]
-        if not float(precision) > 0:
+    def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
+        if total.count == 0:
             return server
         w = server["w"]
+        precision = self.prior_precision + total.plain_sum("1/rho", w.new_zeros(()))
+        if not float(precision) > 0:
+            return server
         xi = key.at(purpose="theta").normal(key.server(w.device), tuple(w.shape), w.dtype)[0]
-        theta = total.sums["z/rho"] / precision + xi / torch.sqrt(precision)
+        theta = total.plain_sum("z/rho", w) / precision + xi / torch.sqrt(precision)
         return self.moved(server, theta, facts, key)

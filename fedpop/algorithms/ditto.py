@@ -17,10 +17,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedpop.algorithms.base import About, Info, Message, Tensors, sent
+from fedpop.algorithms.base import About, Round
 from fedpop.algorithms.fedavg import FedAvg
-from fedpop.algorithms.whole import cost, finite, kept, parts, require_pull, towards, whole
-from fedpop.channel import Channel
+from fedpop.algorithms.whole import published_w, require_pull, split_w, towards
+from fedpop.channel import Answer, Tensors
+from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD, Trained
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
@@ -59,26 +60,17 @@ class Ditto(FedAvg):
     def phi_copies(self) -> int:
         return 6
 
-    def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
-        return {"v": broadcast["w"].expand(len(ids), -1).clone()}
+    def enter(self, units: Tensor, broadcast: Tensors, key: Key) -> Tensors:
+        return {"v": broadcast["w"].expand(len(units), -1).clone()}
 
-    def local_round(
-        self,
-        phase: str,
-        broadcast: Tensors,
-        cohort: Cohort,
-        local: Tensors,
-        channel: Channel,
-        key: Key,
-    ) -> tuple[Tensors, Message, Info]:
-        w = broadcast["w"].expand(len(cohort), -1)
+    def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
+        w, key = round.broadcast["w"].expand(len(cohort), -1), round.key
         new = self.local_model(w, cohort, key)
         own = self.personal_model(self.personal, local["v"], w, cohort, key.at(purpose="personal"))
-        n = cohort.sizes.to(w.dtype).unsqueeze(1)
-        good, message = sent(channel, cohort, finite(new.w, own.w), {"dw": n * (new.w - w), "n": n})
+        n, good = cohort.sizes.to(w.dtype).unsqueeze(1), finite(new.w, own.w)
         passes = self.local.steps(cohort) + self.personal.steps(cohort)
-        info = cost(cohort, own.loss, good, passes, passes)
-        return {"v": kept(good, own.w, local["v"])}, message, info
+        cost = training_cost(cohort, own.loss, good, passes, passes)
+        return Answer(good, {"dw": n * (new.w - w), "n": n}, {"v": own.w}, cost)
 
     def personal_model(self, sgd: LocalSGD, v: Tensor, w: Tensor, cohort: Cohort, key: Key) -> Trained:
         """v ``[C, D]`` after steps on f_i(v) + lambda/2 norm(v - w)^2."""
@@ -86,7 +78,7 @@ class Ditto(FedAvg):
 
     def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
         if local is not None:
-            return parts(self.model, local["v"])
-        w = whole(published, len(cohort))  # and there it stays, without data
+            return split_w(self.model, local["v"])
+        w = published_w(published, len(cohort))  # and there it stays, without data
         v = self.personal_model(self.newcomer, w, w, cohort, key.at(purpose="newcomer")).w
-        return parts(self.model, v)
+        return split_w(self.model, v)

@@ -15,9 +15,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, sent
-from fedpop.algorithms.whole import WholeModel, cost, finite, mean_move
-from fedpop.channel import Channel
+from fedpop.algorithms.base import About, Facts, Round
+from fedpop.algorithms.whole import WholeModel
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD, Trained
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
@@ -51,28 +52,18 @@ class FedAvg(WholeModel):
         if not 0 < self.server_rate < math.inf:
             raise SettingsError(f"server_rate must be positive, not {self.server_rate}")
 
-    def local_round(
-        self,
-        phase: str,
-        broadcast: Tensors,
-        cohort: Cohort,
-        local: Tensors,
-        channel: Channel,
-        key: Key,
-    ) -> tuple[Tensors, Message, Info]:
-        w = broadcast["w"].expand(len(cohort), -1)
-        new = self.local_model(w, cohort, key)
-        n = cohort.sizes.to(w.dtype).unsqueeze(1)
-        good, message = sent(channel, cohort, finite(new.w), {"dw": n * (new.w - w), "n": n})
+    def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
+        w = round.broadcast["w"].expand(len(cohort), -1)
+        new = self.local_model(w, cohort, round.key)
+        n, good = cohort.sizes.to(w.dtype).unsqueeze(1), finite(new.w)
         passes = self.local.steps(cohort)
-        return {}, message, cost(cohort, new.loss, good, passes, passes)
+        cost = training_cost(cohort, new.loss, good, passes, passes)
+        return Answer(good, {"dw": n * (new.w - w), "n": n}, cost=cost)
 
     def local_model(self, w: Tensor, cohort: Cohort, key: Key) -> Trained:
         """Where each client's epochs take it from the server's w ``[C, D]``."""
         return self.train(self.local, w, cohort, key)
 
-    def server_round(
-        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
-    ) -> Tensors:
-        move = mean_move(total, "dw")
+    def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
+        move = total.mean("dw", by="n")
         return server if move is None else server | {"w": server["w"] + self.server_rate * move}

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from fedpop.algorithms.base import About, Tensors
+from fedpop.algorithms.base import About
 from fedpop.algorithms.fedavg import FedAvg
-from fedpop.algorithms.whole import parts, whole
+from fedpop.algorithms.whole import published_w, split_w
+from fedpop.channel import Tensors
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
@@ -37,5 +38,5 @@ class FedAvgFT(FedAvg):
     about: ClassVar[About] = About("McMahan et al., AISTATS 2017; tuned locally", personalised=True)
 
     def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
-        w = whole(published, len(cohort))
-        return parts(self.model, self.train(self.fine_tune, w, cohort, key.at(purpose="fine-tune")).w)
+        w = published_w(published, len(cohort))
+        return split_w(self.model, self.train(self.fine_tune, w, cohort, key.at(purpose="fine-tune")).w)

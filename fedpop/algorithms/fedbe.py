@@ -23,20 +23,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, sent
+from fedpop.algorithms.base import About, Facts, Round
 from fedpop.algorithms.samples import Ensemble
-from fedpop.algorithms.whole import cost, finite, parts
-from fedpop.channel import Channel
+from fedpop.algorithms.whole import split_w
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.keys import Key
 from fedpop.models.modules import RowKeys
+from fedpop.settings import Setting
 
 
 @dataclass(frozen=True)
-class Distillation:
+class Distillation(Setting):
     """Unlabelled examples ``x`` on the server, and how the student is trained on them each round.
 
     >>> import torch
@@ -83,31 +85,21 @@ class FedBE(Ensemble):
         "Chen and Chao, ICLR 2021", personalised=False, bounds=False, memory="M (d + d_phi)"
     )
 
-    def local_round(
-        self,
-        phase: str,
-        broadcast: Tensors,
-        cohort: Cohort,
-        local: Tensors,
-        channel: Channel,
-        key: Key,
-    ) -> tuple[Tensors, Message, Info]:
-        w = broadcast["w"].expand(len(cohort), -1)
-        new = self.train(self.local, w, cohort, key)
+    def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
+        w = round.broadcast["w"].expand(len(cohort), -1)
+        new = self.train(self.local, w, cohort, round.key)
         n, dw = cohort.sizes.double().unsqueeze(1), new.w.double() - w.double()
-        moments = {"dw": n * dw, "dw^2": n * dw.square(), "n": n}
-        good, message = sent(channel, cohort, finite(new.w), moments)
-        passes = self.local.steps(cohort)
-        return {}, message, cost(cohort, new.loss, good, passes, passes)
+        good, passes = finite(new.w), self.local.steps(cohort)
+        cost = training_cost(cohort, new.loss, good, passes, passes)
+        return Answer(good, {"dw": n * dw, "dw^2": n * dw.square(), "n": n}, cost=cost)
 
-    def server_round(
-        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
-    ) -> Tensors:
-        if total is None or total.count == 0 or float(total.sums["n"]) == 0:
+    def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
+        moments = self.moments(server["w"], total)
+        if moments is None:
             return server
-        mu, variance = self.moments(server["w"], total)
-        ids = torch.arange(self.samples, device=mu.device)
-        xi = key.at(purpose="ensemble").normal(ids, tuple(mu.shape), mu.dtype)
+        mu, variance = moments
+        each = torch.arange(self.samples, device=mu.device)
+        xi = key.at(purpose="ensemble").normal(each, tuple(mu.shape), mu.dtype)
         members = (mu + variance.sqrt() * xi).to(server["w"].dtype)
         mean = mu.to(members.dtype)
         w = mean if self.distil is None else self._student(self.distil, mean, members, key)
@@ -116,12 +108,13 @@ class FedBE(Ensemble):
             new |= self.put(s, member.clone())
         return new
 
-    def moments(self, w: Tensor, total: Message) -> tuple[Tensor, Tensor]:
-        """mu and the diagonal of Sigma, in double precision."""
-        n = total.sums["n"]
-        step = total.sums["dw"] / n
+    def moments(self, w: Tensor, total: Total) -> tuple[Tensor, Tensor] | None:
+        """mu and the diagonal of Sigma, in double precision; None over nothing."""
+        step, square = (total.mean(name, by="n") for name in ("dw", "dw^2"))
+        if step is None or square is None:
+            return None
         # Rounding may leave a variance of zero just below it.
-        return w.double() + step, (total.sums["dw^2"] / n - step.square()).clamp(min=0)
+        return w.double() + step, (square - step.square()).clamp(min=0)
 
     def _student(self, distil: Distillation, w: Tensor, members: Tensor, key: Key) -> Tensor:
         """w trained on E log p(y | w), y from the ensemble, of which its mean is enough: every likelihood is
@@ -142,7 +135,7 @@ class FedBE(Ensemble):
 
         key = key.at(purpose="distil")
         one = key.server(w.device)
-        examples = Cohort(one, torch.full_like(one, len(x)), x, taught, w.new_ones(1), len(x))
+        examples = Cohort(one, torch.full_like(one, len(x)), x, taught, len(x))
         student = w.unsqueeze(0)
         batched = self.model.batchable
         trained = distil.local.run(loss, student, student[:, :0], x, examples, key, batched=batched).w[0]
@@ -150,4 +143,4 @@ class FedBE(Ensemble):
 
     def publish(self, server: Tensors) -> Tensors:
         """The ensemble; phi and z are those of the server's w, the mean or the student."""
-        return super().publish(server) | parts(self.model, server["w"])
+        return super().publish(server) | split_w(self.model, server["w"])

@@ -10,30 +10,19 @@ that body, frozen, from the head as it was given. The rule is the paper's; its a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, sent
-from fedpop.algorithms.whole import (
-    WholeModel,
-    cost,
-    finite,
-    joined,
-    kept,
-    mean_move,
-    parts,
-    require_data,
-)
-from fedpop.channel import Channel
-from fedpop.client.local_sgd import LocalSGD
+from fedpop.algorithms.base import About
+from fedpop.algorithms.shared_part import SharedPart
+from fedpop.algorithms.whole import require_data
+from fedpop.channel import Tensors
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedPer(WholeModel):
+class FedPer(SharedPart):
     """A shared body with private heads, trained jointly.
 
     >>> import torch, fedpop as fp
@@ -45,54 +34,12 @@ class FedPer(WholeModel):
     [2.0, 4.0]
     """
 
-    local: LocalSGD = field(default_factory=LocalSGD)
-    newcomer: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=10))
-    """How a client's head is trained that took part in no round."""
-
     name: ClassVar[str] = "FedPer"
     about: ClassVar[About] = About("Arivazhagan et al., 2019", personalised=True, bounds=False)
     private: ClassVar[tuple[str, ...]] = ("z",)
     compressed: ClassVar[tuple[str, ...]] = ("dphi",)
-
-    @property
-    def compressed_size(self) -> int:
-        return self.model.phi_layout.size
-
-    def init(self, facts: Facts, key: Key) -> Tensors:
-        return parts(self.model, self.initial_w())
-
-    def broadcast(self, phase: str, server: Tensors) -> Tensors:
-        return {"phi": server["phi"]}
-
-    def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
-        return {"z": self.model.initial_z().expand(len(ids), -1).clone()}
-
-    def local_round(
-        self,
-        phase: str,
-        broadcast: Tensors,
-        cohort: Cohort,
-        local: Tensors,
-        channel: Channel,
-        key: Key,
-    ) -> tuple[Tensors, Message, Info]:
-        phi = broadcast["phi"].expand(len(cohort), -1)
-        new = self.train(self.local, joined(phi, local["z"]), cohort, key)
-        own = parts(self.model, new.w)
-        n = cohort.sizes.to(phi.dtype).unsqueeze(1)
-        good, message = sent(channel, cohort, finite(new.w), {"dphi": n * (own["phi"] - phi), "n": n})
-        passes = self.local.steps(cohort)
-        info = cost(cohort, new.loss, good, passes, passes)
-        return {"z": kept(good, own["z"], local["z"])}, message, info
-
-    def server_round(
-        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
-    ) -> Tensors:
-        move = mean_move(total, "dphi")
-        return server if move is None else server | {"phi": server["phi"] + move}
-
-    def publish(self, server: Tensors) -> Tensors:
-        return {"phi": server["phi"], "z": server["z"]}
+    shared: ClassVar[str] = "phi"
+    own: ClassVar[str] = "z"
 
     def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
         if local is not None:

@@ -9,31 +9,37 @@ It is FedPop's limit for an infinite prior scale and temperature zero: nothing i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, sent
-from fedpop.algorithms.whole import WholeModel, cost, finite, kept, mean_move, require_data
-from fedpop.channel import Channel
+from fedpop.algorithms.base import About, Facts, Round
+from fedpop.algorithms.whole import WholeModel, require_data
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.client.losses import body_loss
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.models.local import LinearLikelihood
+from fedpop.questions import Question
+from fedpop.questions.spectral import Spectral
 from fedpop.server.optimisers import Optimiser
-from fedpop.server.start import SpectralStart, applies, natural_units
 from fedpop.server.state import prefixed, unprefixed
+from fedpop.server.units import natural_units
+from fedpop.settings import require_one_of
 
 HEADS = ("sgd", "exact")
+STARTS = ("random", "spectral")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedRep(WholeModel):
-    """A shared representation with private heads.
+    """A shared representation with private heads; ``Spectral()`` may stand for ``start``.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
@@ -48,8 +54,7 @@ class FedRep(WholeModel):
     head: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=10))
     body: LocalSGD = field(default_factory=LocalSGD)
     phi_step: Optimiser | None = None
-    start: str = "random"
-    spectral: SpectralStart = field(default_factory=SpectralStart)
+    start: str | Spectral = "random"
 
     name: ClassVar[str] = "FedRep"
     about: ClassVar[About] = About(
@@ -60,69 +65,55 @@ class FedRep(WholeModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.heads not in HEADS:
-            raise SettingsError(f"heads are fitted by {' or '.join(HEADS)}, not {self.heads!r}")
-        exact = self.model.linear and self.model.likelihood.name == "normal"
+        require_one_of(HEADS, heads=self.heads)
+        exact = self.model.linear and self.model.likelihood.quadratic
         if self.heads == "exact" and not exact:
             raise SettingsError("exact heads need a linear head with a normal likelihood")
-        if self.start not in ("random", "spectral"):
-            raise SettingsError(f"start is 'random' or 'spectral', not {self.start!r}")
-        if self.start == "spectral" and not applies(self.model):
-            raise SettingsError("a spectral start needs a linear backbone and head without bias")
+        if isinstance(self.start, str):
+            require_one_of(STARTS, start=self.start)
+        self._spectral()  # raises where it does not apply
 
     @property
     def label(self) -> str:
         # From the same start as FedSOUL or not: the two are different baselines.
-        return "FedRep-spectral" if self.start == "spectral" else "FedRep"
-
-    @property
-    def phases(self) -> tuple[str, ...]:
-        return ("moments", "spectral", "train") if self.start == "spectral" else ("train",)
+        return "FedRep" if self.start == "random" else "FedRep-spectral"
 
     @property
     def compressed_size(self) -> int:
         return self.model.phi_layout.size
 
-    def init(self, facts: Facts, key: Key) -> Tensors:
-        return self._server(self.model.initial_phi())
+    def _spectral(self) -> Sequence[Question[Tensors]]:
+        if self.start == "random":
+            return ()
+        start = self.start if isinstance(self.start, Spectral) else Spectral()
+        return start.questions(self.model)
 
-    def _server(self, phi: Tensor) -> Tensors:
+    def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
+        return self._spectral()
+
+    def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
+        phi = known["phi"] if "phi" in known else self.model.initial_phi()
         server = {"phi": phi, "z": self.model.initial_z(), "unit": natural_units(self.model, phi)}
         return server | (prefixed("phi.", self.phi_step.init(phi)) if self.phi_step else {})
 
-    def broadcast(self, phase: str, server: Tensors) -> Tensors:
-        if phase == "train":
-            return {"phi": server["phi"], "z": server["z"]}
-        return {"whitener": server["whitener"]} if phase == "spectral" else {}
+    def broadcast(self, server: Tensors) -> Tensors:
+        return {"phi": server["phi"], "z": server["z"]}
 
-    def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
-        return {"z": broadcast["z"].expand(len(ids), -1).clone()}
+    def enter(self, units: Tensor, broadcast: Tensors, key: Key) -> Tensors:
+        return {"z": broadcast["z"].expand(len(units), -1).clone()}
 
-    def local_round(
-        self,
-        phase: str,
-        broadcast: Tensors,
-        cohort: Cohort,
-        local: Tensors,
-        channel: Channel,
-        key: Key,
-    ) -> tuple[Tensors, Message, Info]:
-        if phase != "train":
-            sums = self.spectral.local(phase, self.model, broadcast, cohort, channel)
-            return local, Message(sums, len(cohort)), Info()
-        phi = broadcast["phi"]
+    def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
+        phi, key = round.broadcast["phi"], round.key
         z = self.fit_head(phi, cohort, local["z"], key, dropout=True)
         start = phi.expand(len(cohort), -1)
         loss = body_loss(self.model, cohort.embedded)
         body = self.train(self.body, start, cohort, key.at(purpose="body"), aux=z.unsqueeze(1), loss=loss)
-        n = cohort.sizes.to(phi.dtype).unsqueeze(1)
-        moves = {"dphi": n * (body.w - start), "n": n}
-        good, message = sent(channel, cohort, finite(body.w, z), moves)
+        n, good = cohort.sizes.to(phi.dtype).unsqueeze(1), finite(body.w, z)
         examples, steps = int(cohort.sizes.sum()), self.body.steps(cohort)
         head_steps = examples * (1 if self.heads == "exact" else self.head.epochs)
         # Heads are fitted on features computed once: a forward pass is a third.
-        info = cost(cohort, body.loss, good, examples / 3 + steps, head_steps + steps)
-        return {"z": kept(good, z, local["z"])}, message, info
+        cost = training_cost(cohort, body.loss, good, examples / 3 + steps, head_steps + steps)
+        return Answer(good, {"dphi": n * (body.w - start), "n": n}, {"z": z}, cost)
 
     def fit_head(self, phi: Tensor, cohort: Cohort, z: Tensor, key: Key, dropout: bool = False) -> Tensor:
         """Heads ``[C, d]`` at this body: least squares (of least norm), or epochs of SGD."""
@@ -136,17 +127,8 @@ class FedRep(WholeModel):
             out: Tensor = (torch.linalg.pinv(f) @ y).mT.flatten(1).to(phi.dtype)
             return out
 
-    def server_round(
-        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
-    ) -> Tensors:
-        if phase == "moments":
-            assert total is not None
-            return server | {"whitener": self.spectral.whitener(total.sums)}
-        if phase == "spectral":
-            assert total is not None
-            width = self.model.z_layout.size
-            return self._server(self.spectral.phi(total.sums, server["whitener"], server["phi"], width))
-        step = mean_move(total, "dphi")
+    def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
+        step = total.mean("dphi", by="n")
         if step is None:
             return server
         if self.phi_step is None:

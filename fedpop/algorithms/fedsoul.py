@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fedpop.algorithms.fedsouk import FedSOUK
+from fedpop.client.sampler import Chain
 from fedpop.kernels import ULA
 from fedpop.models.base import Model
-from fedpop.priors.normal import Normal
+from fedpop.priors import Normal
 from fedpop.server.averaging import Averaging
+from fedpop.server.beta_step import BetaStep
 from fedpop.server.optimisers import SGD
 from fedpop.server.schedules import Polynomial
 
@@ -26,7 +28,7 @@ class FedSOUL(FedSOUK):
     >>> from torch import nn
     >>> import fedpop as fp
     >>> model = fp.Composition(nn.Linear(4, 2), nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
-    >>> fp.FedSOUL(model).kernel, fp.FedSOUL.paper(model).kernel
+    >>> fp.FedSOUL(model).sampler.kernel, fp.FedSOUL.paper(model).sampler.kernel
     (Exponential(h=1.0), ULA(step_size=0.8, decay=0.0))
     """
 
@@ -50,11 +52,10 @@ class FedSOUL(FedSOUK):
         defaults: dict[str, Any] = {
             "preset": "paper",
             "kernel": ULA(),
-            "form": "left",
-            "burn_in": 0,
+            "chain": Chain(burn_in=0),
             "prior": Normal(scale=1.0),
             "phi_step": step,
-            "beta_step": step,
+            "beta_step": BetaStep(step, form="left"),
             "start": "random",
             "average": Averaging("last"),
         }

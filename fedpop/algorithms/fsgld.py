@@ -15,32 +15,34 @@ this is DSGLD (Ahn et al., 2014), which follows one client's data and is wrong u
 q_i is the quadratic expansion of -U_i where local epochs of SGD end (``local``), with curvature below zero
 cut off; the gradient left there is part of it. For a linear head alone with a normal likelihood of known
 variance that is exact wherever it is made, and there are no epochs. q needs no inverse, so flat directions
-do no harm. The message is the chain's state and the sum of one: the relay is the method. No public code of
-its authors was at hand; they have Gaussians from local chains or Laplace's approximation, and leave the
-choice open.
+do no harm. The answer of a round is the chain's state, so nothing is summed over several clients: one takes
+part at a time, and the relay is the method. No public code of its authors was at hand; they have Gaussians
+from local chains or Laplace's approximation, and leave the choice open.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, require_whole, sent
-from fedpop.algorithms.samples import PosteriorSamples, check_precision, require_positive
-from fedpop.algorithms.whole import cost, finite, kept
-from fedpop.channel import Channel
+from fedpop.algorithms.base import About, Facts, Round
+from fedpop.algorithms.samples import PosteriorSamples, check_precision
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.client.potential import LARGEST_EXACT, Potential, check_batch
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
+from fedpop.questions import Question, Units
+from fedpop.questions.curvature import stable_step
+from fedpop.settings import require_one_of, require_positive, require_whole
 
 SURROGATES = ("auto", "full", "diagonal")
-STEP = 0.25
-"""The step where none is given, in units of one over the largest curvature."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +78,11 @@ class FSGLD(PosteriorSamples):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_whole(local_steps=self.local_steps)
-        if self.local_steps < 1:
-            raise SettingsError(f"local_steps must be at least 1, not {self.local_steps}")
+        require_whole(1, local_steps=self.local_steps)
         require_positive(step=self.step)
         check_batch(self.batch)
         check_precision(self.prior_precision)
-        if self.surrogate not in SURROGATES:
-            raise SettingsError(f"surrogate is one of {', '.join(SURROGATES)}, not {self.surrogate!r}")
+        require_one_of(SURROGATES, surrogate=self.surrogate)
         if self.surrogate == "full" and self.size > LARGEST_EXACT:
             raise SettingsError(
                 f"a full surrogate of {self.size} parameters has {self.size}^2 entries; it is there for up "
@@ -99,62 +98,53 @@ class FSGLD(PosteriorSamples):
         return self.batch is None  # a batch is not the same share of everybody's examples
 
     @property
-    def phases(self) -> tuple[str, ...]:
-        return ("surrogate", "train") if self.conducive or self.step is None else ("train",)
-
-    @property
-    def _full(self) -> bool:
+    def full(self) -> bool:
+        """P_i are matrices, not diagonals."""
         return self.surrogate == "full" or (self.surrogate == "auto" and self.size <= 100)
 
     @property
-    def _quadratic(self) -> bool:
+    def quadratic(self) -> bool:
         """U_i is a quadratic function of w, so that its expansion is exact anywhere."""
         likelihood = self.model.likelihood
-        fixed = likelihood.name == "normal" and not likelihood.initial_params()
+        fixed = likelihood.quadratic and not likelihood.initial_params()
         return fixed and self.model.linear and not self.model.phi_layout.size
 
-    def init(self, facts: Facts, key: Key) -> Tensors:
-        server = super().init(facts, key)
-        w = server["w"]
-        server["gamma"] = w.new_tensor(float("nan") if self.step is None else self.step)
-        server["clients"] = w.new_tensor(facts.clients)
-        return server | self._nothing(w)
+    def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
+        return (Surrogates(self, facts.clients),) if self.conducive or self.step is None else ()
 
-    def _nothing(self, w: Tensor) -> Tensors:
-        """Natural parameters of no q at all."""
-        square = (*w.shape, w.shape[-1]) if self._full else w.shape
+    def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
+        server = super().init(facts, key, known)
+        w = server["w"]
+        server["gamma"] = known["gamma"] if self.step is None else w.new_tensor(self.step)
+        server["clients"] = w.new_tensor(facts.clients)
+        return server | {name: known[name] for name in self.nothing(w)}
+
+    def nothing(self, w: Tensor) -> Tensors:
+        """Natural parameters of no q at all, for each of w ``[..., D]``."""
+        square = (*w.shape, w.shape[-1]) if self.full else w.shape
         return {"precision": w.new_zeros(square), "shift": torch.zeros_like(w)} if self.conducive else {}
 
-    def broadcast(self, phase: str, server: Tensors) -> Tensors:
-        names = ("w",) if phase == "surrogate" else ("w", "gamma", "clients", "precision", "shift")
+    def broadcast(self, server: Tensors) -> Tensors:
+        names = ("w", "gamma", "clients", "precision", "shift")
         return {name: server[name] for name in names if name in server}
 
-    def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
-        return self._nothing(broadcast["w"].expand(len(ids), -1))
+    def enter(self, units: Tensor, broadcast: Tensors, key: Key) -> Tensors:
+        # For one whose q_i could not be made, which is the same nothing here and in the sum.
+        return self.nothing(broadcast["w"].expand(len(units), -1))
 
-    def local_round(
-        self,
-        phase: str,
-        broadcast: Tensors,
-        cohort: Cohort,
-        local: Tensors,
-        channel: Channel,
-        key: Key,
-    ) -> tuple[Tensors, Message, Info]:
-        w = broadcast["w"].expand(len(cohort), -1)
-        if phase == "surrogate":
-            return self._fit(w, cohort, channel, key)
+    def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
+        told, key = round.broadcast, round.key
+        w = told["w"].expand(len(cohort), -1)
         u = Potential(self.model, cohort, self.batch)
-        gamma, noise, total = broadcast["gamma"], key.at(purpose="noise"), w.new_zeros(len(cohort))
+        gamma, noise, total = told["gamma"], key.at(purpose="noise"), w.new_zeros(len(cohort))
         for t in range(self.local_steps):
-            value, drift = self.drift_at(w, u, broadcast, local, key.at(purpose=f"step-{t}"))
-            xi = noise.normal(cohort.ids, (w.shape[1],), w.dtype, t)
+            value, drift = self.drift_at(w, u, told, local, key.at(purpose=f"step-{t}"))
+            xi = noise.normal(cohort.units, (w.shape[1],), w.dtype, t)
             w = w + gamma * drift + torch.sqrt(2 * gamma) * xi
             total = total + value
-        good, message = sent(channel, cohort, finite(w), {"w": w})
-        loss = total / (self.local_steps * cohort.sizes.clamp(min=1))
+        good, loss = finite(w), total / (self.local_steps * cohort.sizes.clamp(min=1))
         passes = self.local_steps * u.examples
-        return local, message, cost(cohort, loss, good, passes, passes)
+        return Answer(good, {"w": w}, local, training_cost(cohort, loss, good, passes, passes))
 
     def drift_at(
         self, w: Tensor, u: Potential, broadcast: Tensors, local: Tensors, key: Key
@@ -168,27 +158,45 @@ class FSGLD(PosteriorSamples):
             drift = drift + _slope(everyone, w) - b * _slope(local, w)
         return value, drift
 
-    def _fit(self, w: Tensor, cohort: Cohort, channel: Channel, key: Key) -> tuple[Tensors, Message, Info]:
-        """q_i of every client, and its largest curvature."""
-        u = Potential(self.model, cohort)
-        nothing = self._nothing(w)
-        if not self._quadratic:
-            w = self.train(self.local, w, cohort, key.at(purpose="local")).w
-            u.passes += self.local.steps(cohort)
+    def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
+        if total.count == 0:
+            return server
+        return self.moved(server, total.plain_sum("w", server["w"]), facts, key)
+
+
+@dataclass(frozen=True)
+class Surrogates(Question[Tensors]):
+    """q_i of every client, which it keeps and sends, and its largest curvature; known are q and the step.
+
+    One that could not be made is left out: of the sum as of what its client keeps.
+    """
+
+    method: FSGLD
+    clients: int
+    name: ClassVar[str] = "surrogates"
+    quorum: ClassVar[float] = 0.0
+
+    def ask(self, known: Tensors) -> Tensors:
+        return {"w": self.method.initial_w()}
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        method, cohort = self.method, units.cohort
+        w, u = asked["w"].expand(len(cohort), -1), Potential(method.model, cohort)
+        if not method.quadratic:
+            w = method.train(method.local, w, cohort, key.at(purpose="local")).w
+            u.passes += method.local.steps(cohort)
         gradient = u(w, key)[1]
         largest = u.largest(w, key).unsqueeze(1)
-        values = {"curvature": largest if self._quadratic else largest.double() ** 4}
-        if self.conducive:
-            precision = self._curvature(u, w, key)
-            values |= {"precision": precision.flatten(1), "shift": _times(precision, w) - gradient}
-        good, message = sent(channel, cohort, finite(*values.values()), values)
-        # One that could not be made is the same nothing here and in the sum.
-        new = {n: kept(good, values[n].reshape(v.shape), v) for n, v in nothing.items()}
-        return new, message, u.info
+        vectors, own = {"curvature": largest if method.quadratic else largest.double() ** 4}, Tensors()
+        if method.conducive:
+            precision = self._precision(u, w, key)
+            own = {"precision": precision, "shift": _times(precision, w) - gradient}
+            vectors |= {name: value.flatten(1) for name, value in own.items()}
+        return Answer(finite(*vectors.values()), vectors, own, u.cost)
 
-    def _curvature(self, u: Potential, w: Tensor, key: Key) -> Tensor:
+    def _precision(self, u: Potential, w: Tensor, key: Key) -> Tensor:
         """P_i: the Hessian of U_i, or its diagonal, without what is negative."""
-        if not self._full:
+        if not self.method.full:
             return u.diagonal(w, key).clamp(min=0)
         hessian = u.hessian(w)
         good = finite(hessian)
@@ -196,25 +204,15 @@ class FSGLD(PosteriorSamples):
         cut = (vectors * values.clamp(min=0).unsqueeze(1)) @ vectors.mT
         return torch.where(good[:, None, None], cut, hessian)
 
-    def server_round(
-        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
-    ) -> Tensors:
-        if total is None or total.count == 0:
-            return server
-        if phase == "train":
-            return self.moved(server, total.sums["w"], facts, key)
-        new: Tensors = {
-            n: total.sums[n].reshape(server[n].shape) for n in ("precision", "shift") if n in server
-        }
-        if self.step is None:
-            largest = float(total.sums["curvature"])
-            if not self._quadratic:
-                largest = facts.clients * largest**0.25
-            largest += self.prior_precision
-            if not largest > 0:
-                raise SettingsError("U has no curvature at the start, so a step must be given: step=...")
-            new["gamma"] = server["gamma"].new_tensor(STEP / largest)
-        return server | new
+    def finish(self, known: Tensors, total: Total) -> Tensors:
+        method, w = self.method, self.method.initial_w()
+        q = {name: total.plain_sum(name, like) for name, like in method.nothing(w).items()}
+        if method.step is not None:
+            return q
+        largest = float(total.plain_sum("curvature", w.new_zeros(())))
+        if not method.quadratic:
+            largest = self.clients * largest**0.25
+        return q | {"gamma": stable_step(largest + method.prior_precision, w)}
 
 
 def _slope(q: Tensors, w: Tensor) -> Tensor:

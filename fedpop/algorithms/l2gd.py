@@ -28,9 +28,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, leave_out, sent
-from fedpop.algorithms.whole import WholeModel, cost, finite, kept, parts, require_pull, towards, whole
-from fedpop.channel import Channel
+from fedpop.algorithms.base import About, Facts, Round
+from fedpop.algorithms.whole import WholeModel, published_w, require_pull, split_w, towards
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.client.losses import joint_loss
 from fedpop.errors import SettingsError
@@ -46,7 +47,7 @@ class L2GD(WholeModel):
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1, bias=False), fp.likelihoods.Normal(1.0))
-    >>> method = fp.L2GD(model, lam=0.1, p=0.2, local=fp.LocalSGD(rate=0.3), schedule=fp.Cosine())
+    >>> method = fp.L2GD(model, lam=0.1, p=0.2, local=fp.LocalSGD(rate=0.3), schedule=fp.steps.Cosine())
     >>> population = method.fit([(x, 2 * x[:, 0]), (x, 4 * x[:, 0])], rounds=200)
     >>> [round(population.predict(i, [[1.0]]).mean.item(), 1) for i in (0, 1)]
     [2.2, 3.8]
@@ -83,7 +84,7 @@ class L2GD(WholeModel):
     def steady(self) -> bool:
         return False  # a round that averages makes no pass
 
-    def init(self, facts: Facts, key: Key) -> Tensors:
+    def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
         w = self.initial_w()
         # The first broadcast brings w as a mean that pulls nobody.
         return {"w": w, "due": _truth(True, w), "pull": w.new_zeros(())} | self._next(0, w, facts, key)
@@ -94,42 +95,30 @@ class L2GD(WholeModel):
         rate = self.local.rate * self.schedule.factor(k, facts.rounds)
         return {"averaging": _truth(bool(coin), w), "rate": w.new_tensor(rate)}
 
-    def broadcast(self, phase: str, server: Tensors) -> Tensors:
+    def broadcast(self, server: Tensors) -> Tensors:
         news = {"averaging": server["averaging"], "rate": server["rate"]}
         return news | ({"w": server["w"], "pull": server["pull"]} if bool(server["due"]) else {})
 
-    def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
-        return {"x": broadcast["w"].expand(len(ids), -1).clone()}
+    def enter(self, units: Tensor, broadcast: Tensors, key: Key) -> Tensors:
+        return {"x": broadcast["w"].expand(len(units), -1).clone()}
 
-    def local_round(
-        self,
-        phase: str,
-        broadcast: Tensors,
-        cohort: Cohort,
-        local: Tensors,
-        channel: Channel,
-        key: Key,
-    ) -> tuple[Tensors, Message, Info]:
-        x = local["x"]
-        if "w" in broadcast:
-            x = x - broadcast["pull"] * (x - broadcast["w"])
-        if bool(broadcast["averaging"]):
-            good, message = sent(channel, cohort, finite(x), {"x": x})
-            return {"x": kept(good, x, local["x"])}, message, Info(left_out=leave_out(good, cohort))
-        rate = float(broadcast["rate"]) / (1 - self.p)
+    def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
+        x, told = local["x"], round.broadcast
+        if "w" in told:
+            x = x - told["pull"] * (x - told["w"])
+        if bool(told["averaging"]):
+            return Answer(finite(x), {"x": x}, {"x": x})
+        rate, batched = float(told["rate"]) / (1 - self.p), self.model.batchable
         loss = joint_loss(self.model, cohort.embedded)
-        new = self.local.run(loss, x, x[:, :0], cohort.x, cohort, key, rate, batched=self.model.batchable)
+        new = self.local.run(loss, x, x[:, :0], cohort.x, cohort, round.key, rate, batched=batched)
         good, passes = finite(new.w), self.local.steps(cohort)
-        info = cost(cohort, new.loss, good, passes, passes)
-        return {"x": kept(good, new.w, local["x"])}, Message({}, int(good.sum())), info
+        return Answer(good, {}, {"x": new.w}, training_cost(cohort, new.loss, good, passes, passes))
 
-    def server_round(
-        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
-    ) -> Tensors:
+    def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
         mean = server | {"due": _truth(False, server["w"])}
-        if bool(server["averaging"]) and total is not None and total.count > 0:
+        if bool(server["averaging"]) and total.count > 0:
             mean |= {
-                "w": total.scaled("x", facts.clients) / facts.clients,
+                "w": total.estimate("x", server["w"]) / facts.clients,
                 "due": _truth(True, server["w"]),
                 "pull": server["rate"] * self.lam / self.p,
             }
@@ -137,15 +126,15 @@ class L2GD(WholeModel):
 
     def publish(self, server: Tensors) -> Tensors:
         pull = server["pull"] if bool(server["due"]) else torch.zeros_like(server["pull"])
-        return parts(self.model, server["w"]) | {"pull": pull}
+        return split_w(self.model, server["w"]) | {"pull": pull}
 
     def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
-        xbar = whole(published, len(cohort))
+        xbar = published_w(published, len(cohort))
         if local is not None:
-            return parts(self.model, local["x"] - published["pull"] * (local["x"] - xbar))
+            return split_w(self.model, local["x"] - published["pull"] * (local["x"] - xbar))
         key = key.at(purpose="newcomer")
         new = self.train(self.newcomer, xbar, cohort, key, aux=xbar, pull=towards(self.lam))
-        return parts(self.model, new.w)
+        return split_w(self.model, new.w)
 
 
 def _truth(value: bool, like: Tensor) -> Tensor:

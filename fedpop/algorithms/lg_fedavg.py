@@ -12,31 +12,20 @@ the mean is weighted by n_i.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, sent
-from fedpop.algorithms.whole import (
-    WholeModel,
-    cost,
-    finite,
-    joined,
-    kept,
-    mean_move,
-    parts,
-    require_data,
-)
-from fedpop.channel import Channel
-from fedpop.client.local_sgd import LocalSGD
+from fedpop.algorithms.base import About
+from fedpop.algorithms.shared_part import SharedPart
+from fedpop.algorithms.whole import require_data
+from fedpop.channel import Tensors
 from fedpop.client.losses import body_loss
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 
 
 @dataclass(frozen=True, kw_only=True)
-class LGFedAvg(WholeModel):
+class LGFedAvg(SharedPart):
     """A shared head over private bodies.
 
     >>> import torch, fedpop as fp
@@ -51,63 +40,19 @@ class LGFedAvg(WholeModel):
     [2.0, 4.0]
     """
 
-    local: LocalSGD = field(default_factory=LocalSGD)
-    newcomer: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=10))
-    """How a client's body is trained that took part in no round."""
-
     name: ClassVar[str] = "LG-FedAvg"
     about: ClassVar[About] = About("Liang et al., 2020", personalised=True)
     private: ClassVar[tuple[str, ...]] = ("phi",)
     compressed: ClassVar[tuple[str, ...]] = ("dz",)
-
-    @property
-    def compressed_size(self) -> int:
-        return self.model.z_layout.size
-
-    def init(self, facts: Facts, key: Key) -> Tensors:
-        return parts(self.model, self.initial_w())
-
-    def broadcast(self, phase: str, server: Tensors) -> Tensors:
-        return {"z": server["z"]}
-
-    def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
-        return {"phi": self.model.initial_phi().expand(len(ids), -1).clone()}
-
-    def local_round(
-        self,
-        phase: str,
-        broadcast: Tensors,
-        cohort: Cohort,
-        local: Tensors,
-        channel: Channel,
-        key: Key,
-    ) -> tuple[Tensors, Message, Info]:
-        z = broadcast["z"].expand(len(cohort), -1)
-        new = self.train(self.local, joined(local["phi"], z), cohort, key)
-        own = parts(self.model, new.w)
-        n = cohort.sizes.to(z.dtype).unsqueeze(1)
-        good, message = sent(channel, cohort, finite(new.w), {"dz": n * (own["z"] - z), "n": n})
-        passes = self.local.steps(cohort)
-        info = cost(cohort, new.loss, good, passes, passes)
-        return {"phi": kept(good, own["phi"], local["phi"])}, message, info
-
-    def server_round(
-        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
-    ) -> Tensors:
-        move = mean_move(total, "dz")
-        return server if move is None else server | {"z": server["z"] + move}
-
-    def publish(self, server: Tensors) -> Tensors:
-        return {"phi": server["phi"], "z": server["z"]}
+    shared: ClassVar[str] = "z"
+    own: ClassVar[str] = "phi"
 
     def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
         z = published["z"].expand(len(cohort), -1)
         if local is not None:
             return {"phi": local["phi"], "z": z}
         require_data(cohort, self, "the head is shared, but its body would be as it was given")
-        phi = published["phi"].expand(len(cohort), -1)
-        loss = body_loss(self.model, cohort.embedded)
-        own = self.train(
-            self.newcomer, phi, cohort, key.at(purpose="newcomer"), aux=z.unsqueeze(1), loss=loss
-        )
+        phi, loss = published["phi"].expand(len(cohort), -1), body_loss(self.model, cohort.embedded)
+        now = key.at(purpose="newcomer")
+        own = self.train(self.newcomer, phi, cohort, now, aux=z.unsqueeze(1), loss=loss)
         return {"phi": own.w, "z": z}

@@ -13,9 +13,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedpop.algorithms.base import About, Facts, Info, Message, Tensors
-from fedpop.algorithms.whole import WholeModel, cost, finite, kept, parts, require_data, whole
-from fedpop.channel import Channel
+from fedpop.algorithms.base import About, Facts, Round
+from fedpop.algorithms.whole import WholeModel, published_w, require_data, split_w
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
@@ -46,34 +47,23 @@ class LocalOnly(WholeModel):
     )
     private: ClassVar[tuple[str, ...]] = ("w",)
 
-    def broadcast(self, phase: str, server: Tensors) -> Tensors:
+    def broadcast(self, server: Tensors) -> Tensors:
         return {}
 
-    def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
-        return {"w": self.initial_w().expand(len(ids), -1).clone()}
+    def enter(self, units: Tensor, broadcast: Tensors, key: Key) -> Tensors:
+        return {"w": self.initial_w().expand(len(units), -1).clone()}
 
-    def local_round(
-        self,
-        phase: str,
-        broadcast: Tensors,
-        cohort: Cohort,
-        local: Tensors,
-        channel: Channel,
-        key: Key,
-    ) -> tuple[Tensors, Message, Info]:
-        new = self.train(self.local, local["w"], cohort, key)
+    def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
+        new = self.train(self.local, local["w"], cohort, round.key)
         good, passes = finite(new.w), self.local.steps(cohort)
-        info = cost(cohort, new.loss, good, passes, passes)
-        return {"w": kept(good, new.w, local["w"])}, Message({}, int(good.sum())), info
+        return Answer(good, {}, {"w": new.w}, training_cost(cohort, new.loss, good, passes, passes))
 
-    def server_round(
-        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
-    ) -> Tensors:
+    def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
         return server
 
     def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
         if local is not None:
-            return parts(self.model, local["w"])
+            return split_w(self.model, local["w"])
         require_data(cohort, self, "nothing is shared")
-        start = whole(published, len(cohort))
-        return parts(self.model, self.train(self.newcomer, start, cohort, key.at(purpose="newcomer")).w)
+        start = published_w(published, len(cohort))
+        return split_w(self.model, self.train(self.newcomer, start, cohort, key.at(purpose="newcomer")).w)

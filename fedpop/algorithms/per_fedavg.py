@@ -29,9 +29,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, require_whole, sent
-from fedpop.algorithms.whole import WholeModel, cost, finite, parts, whole
-from fedpop.channel import Channel
+from fedpop.algorithms.base import About, Facts, Round
+from fedpop.algorithms.whole import WholeModel, published_w, split_w
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import Direction, LocalSGD
 from fedpop.client.losses import joint_loss
 from fedpop.errors import FedpopWarning, SettingsError
@@ -40,6 +41,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.keys import Key
 from fedpop.models.modules import RowKeys
+from fedpop.settings import require_one_of, require_positive, require_whole
 
 VARIANTS = {"exact": "", "first-order": "-FO", "hessian-free": "-HF"}
 WEIGHTS = ("equal", "examples")
@@ -77,21 +79,11 @@ class PerFedAvg(WholeModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.variant not in VARIANTS:
-            raise SettingsError(f"variant is one of {', '.join(VARIANTS)}, not {self.variant!r}")
-        if self.third not in ("own", "first"):
-            raise SettingsError(f"third is 'own' or 'first' (D3 = D1), not {self.third!r}")
-        if self.weights not in WEIGHTS:
-            raise SettingsError(f"weights are {' or '.join(WEIGHTS)}, not {self.weights!r}")
-        if not self.alpha > 0:
-            raise SettingsError(f"alpha, the step of adaptation, must be positive, not {self.alpha}")
-        if not self.delta > 0:
-            raise SettingsError(f"delta, the width of a difference, must be positive, not {self.delta}")
-        require_whole(adapt_steps=self.adapt_steps)
-        if self.adapt_steps < 1:
-            raise SettingsError(
-                f"adapt_steps must be at least 1, not {self.adapt_steps}; 0 would be FedAvg's"
-            )
+        require_one_of(VARIANTS, variant=self.variant)
+        require_one_of(("own", "first"), third=self.third)
+        require_one_of(WEIGHTS, weights=self.weights)
+        require_positive(alpha=self.alpha, delta=self.delta)
+        require_whole(1, adapt_steps=self.adapt_steps)  # 0 would be FedAvg's
         if self.local.batch is not None and self.local.batch < self.hands:
             raise SettingsError(
                 f"a batch of {self.local.batch} cannot be cut into {self.hands} parts; let local.batch be "
@@ -146,45 +138,32 @@ class PerFedAvg(WholeModel):
 
         return along
 
-    def local_round(
-        self,
-        phase: str,
-        broadcast: Tensors,
-        cohort: Cohort,
-        local: Tensors,
-        channel: Channel,
-        key: Key,
-    ) -> tuple[Tensors, Message, Info]:
-        w = broadcast["w"].expand(len(cohort), -1)
+    def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
+        w = round.broadcast["w"].expand(len(cohort), -1)
         # A batch of all examples is shuffled as well, or D1, D2 and D3 would never change.
         steps = replace(self.local, batch=self.local.batch or max(cohort.longest, 1))
-        new = self.train(steps, w, cohort, key, direction=self.direction(cohort.embedded))
-        dw = new.w - w
-        values = {"dw": dw}
+        new = self.train(steps, w, cohort, round.key, direction=self.direction(cohort.embedded))
+        good, vectors = finite(new.w), {"dw": new.w - w}
         if self.weights == "examples":
             n = cohort.sizes.to(w.dtype).unsqueeze(1)
-            values = {"dw": n * dw, "n": n}
-        good, message = sent(channel, cohort, finite(new.w), values)
+            vectors = {"dw": n * vectors["dw"], "n": n}
         # D1 and D2 are passed once, D3 twice: for two gradients, or for one and the way back through it.
         gradients = 2 if self.variant == "first-order" else 4
         passes = self.local.steps(cohort) * gradients / self.hands
-        return {}, message, cost(cohort, new.loss, good, passes, passes)
+        return Answer(good, vectors, cost=training_cost(cohort, new.loss, good, passes, passes))
 
-    def server_round(
-        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
-    ) -> Tensors:
-        if total is None or total.count == 0:
+    def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
+        if total.count == 0:
             return server
         if self.weights == "equal":
-            return server | {"w": server["w"] + total.scaled("dw", facts.clients) / facts.clients}
-        if float(total.sums["n"]) == 0:
-            return server
-        return server | {"w": server["w"] + total.sums["dw"] / total.sums["n"]}
+            return server | {"w": server["w"] + total.estimate("dw", server["w"]) / facts.clients}
+        move = total.mean("dw", by="n")
+        return server if move is None else server | {"w": server["w"] + move}
 
     def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
         adapt = LocalSGD(epochs=self.adapt_steps, rate=self.alpha)
-        w = whole(published, len(cohort))
-        return parts(self.model, self.train(adapt, w, cohort, key.at(purpose="adapt")).w)
+        w = published_w(published, len(cohort))
+        return split_w(self.model, self.train(adapt, w, cohort, key.at(purpose="adapt")).w)
 
 
 def dealt(

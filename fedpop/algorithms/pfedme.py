@@ -27,9 +27,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, require_whole, sent
-from fedpop.algorithms.whole import WholeModel, cost, finite, parts, whole
-from fedpop.channel import Channel
+from fedpop.algorithms.base import About, Facts, Round
+from fedpop.algorithms.whole import WholeModel, published_w, split_w
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import Direction, LocalSGD
 from fedpop.client.losses import joint_loss
 from fedpop.errors import SettingsError
@@ -37,6 +38,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.keys import Key
 from fedpop.models.modules import RowKeys
+from fedpop.settings import require_one_of, require_positive, require_whole
 
 WEIGHTS = ("equal", "examples")
 
@@ -71,14 +73,9 @@ class PFedMe(WholeModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_whole(inner_steps=self.inner_steps)
-        if self.inner_steps < 1:
-            raise SettingsError(f"inner_steps must be at least 1, not {self.inner_steps}")
-        for name in ("lam", "inner_rate", "beta"):
-            if not getattr(self, name) > 0:
-                raise SettingsError(f"{name} must be positive, not {getattr(self, name)}")
-        if self.weights not in WEIGHTS:
-            raise SettingsError(f"weights are {' or '.join(WEIGHTS)}, not {self.weights!r}")
+        require_whole(1, inner_steps=self.inner_steps)
+        require_positive(lam=self.lam, inner_rate=self.inner_rate, beta=self.beta)
+        require_one_of(WEIGHTS, weights=self.weights)
         if self.local.momentum or self.local.decay:
             raise SettingsError("pFedMe's steps on w are plain: leave momentum and decay out of local")
         for name, rate in (("inner_rate", self.inner_rate), ("local.rate", self.local.rate)):
@@ -117,39 +114,26 @@ class PFedMe(WholeModel):
         own, theta = new.w.chunk(2, dim=1)
         return own, theta, new.loss
 
-    def local_round(
-        self,
-        phase: str,
-        broadcast: Tensors,
-        cohort: Cohort,
-        local: Tensors,
-        channel: Channel,
-        key: Key,
-    ) -> tuple[Tensors, Message, Info]:
-        w = broadcast["w"].expand(len(cohort), -1)
-        own, theta, loss = self.personal_round(w, cohort, key)
-        values = {"dw": own - w}
+    def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
+        w = round.broadcast["w"].expand(len(cohort), -1)
+        own, theta, loss = self.personal_round(w, cohort, round.key)
+        good, vectors = finite(own, theta), {"dw": own - w}
         if self.weights == "examples":
             n = cohort.sizes.to(w.dtype).unsqueeze(1)
-            values = {"dw": n * (own - w), "n": n}
-        good, message = sent(channel, cohort, finite(own, theta), values)
+            vectors = {"dw": n * vectors["dw"], "n": n}
         passes = self.local.steps(cohort) * self.inner_steps
-        return {}, message, cost(cohort, loss, good, passes, passes)
+        return Answer(good, vectors, cost=training_cost(cohort, loss, good, passes, passes))
 
-    def server_round(
-        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
-    ) -> Tensors:
-        if total is None or total.count == 0:
+    def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
+        if total.count == 0:
             return server
         if self.weights == "equal":
-            mean = total.scaled("dw", facts.clients) / facts.clients
-        elif float(total.sums["n"]) == 0:
-            return server
-        else:
-            mean = total.sums["dw"] / total.sums["n"]
-        return server | {"w": server["w"] + self.beta * mean}
+            mean = total.estimate("dw", server["w"]) / facts.clients
+            return server | {"w": server["w"] + self.beta * mean}
+        move = total.mean("dw", by="n")
+        return server if move is None else server | {"w": server["w"] + self.beta * move}
 
     def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
-        w = whole(published, len(cohort))
+        w = published_w(published, len(cohort))
         _, theta, _ = self.personal_round(w, cohort, key.at(purpose="theta"))
-        return parts(self.model, theta)
+        return split_w(self.model, theta)

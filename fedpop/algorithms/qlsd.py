@@ -7,13 +7,14 @@
 
     "plain"  (QLSD#)    H_i = grad Ubar_i(w)
     "star"   (QLSD*)    H_i = grad Ubar_i(w) - grad Ubar_i(w*);  the server adds sum_i grad U_i(w*), which
-                        everyone sends once, in full, in an earlier phase
+                        everyone sends once, in full, before the rounds
     "++"     (QLSD++)   H_i = grad Ubar_i(w) - grad Ubar_i(zeta) + grad U_i(zeta);  g_i = C(H_i - eta_i),
-                        eta_i += alpha g_i on the client;  the server adds eta = sum_i eta_i to the (b/|A|)
-                        sum, then eta += alpha sum g_i;  zeta = w every ``refresh`` rounds
+                        eta_i += alpha_i g_i on the client;  the server adds eta = sum_i eta_i to the (b/|A|)
+                        sum, then eta += sum_i alpha_i g_i;  zeta = w every ``refresh`` rounds
 
 U_i has no prior: the server adds the gradient lambda w of a Gaussian one. At a fixed step the law is biased
-by order gamma, and so is the noise of compression; with memory the latter vanishes as the chain settles.
+by order gamma, and so is the noise of compression; with memory the latter vanishes as the chain settles. What
+is remembered is what the server saw, by those it heard only: eta stays the sum of all eta_i whoever is lost.
 
 The published QLSD* has w* at the posterior's mode, where the full gradient is zero and nothing need be
 added; ours takes the model as it was given for w*, right for any w* and quiet near the mode (fit the model
@@ -23,24 +24,48 @@ every U_i; its deep-learning script also compresses what was compressed already,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, require_whole, sent, weighted_sum
-from fedpop.algorithms.samples import PosteriorSamples, check_precision, require_positive
-from fedpop.algorithms.whole import cost, finite, kept
-from fedpop.channel import Channel
+from fedpop.algorithms.base import About, Facts, Round
+from fedpop.algorithms.samples import PosteriorSamples, check_precision
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.client.cost import finite, training_cost
 from fedpop.client.potential import Potential, check_batch
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
+from fedpop.models.base import Model
+from fedpop.questions import Question, Units
+from fedpop.questions.curvature import CurvatureStep
+from fedpop.settings import require_one_of, require_positive, require_whole
 
-VARIANTS = ("plain", "star", "++")
-STEP = 0.25
-"""The step where none is given, in units of one over the largest curvature."""
+VARIANTS = {"plain": "QLSD", "star": "QLSD*", "++": "QLSD++"}
+
+
+@dataclass(frozen=True)
+class Reference(Question[Tensors]):
+    """sum_i grad U_i(w*), on all examples."""
+
+    model: Model
+    star: Tensor
+    name: ClassVar[str] = "reference"
+    quorum: ClassVar[float] = 0.0  # a unit that is not finite at w* is in no round's sum either
+
+    def ask(self, known: Tensors) -> Tensors:
+        return {"star": self.star}
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        u = Potential(self.model, units.cohort)
+        gradient = u(asked["star"].expand(len(units.cohort), -1), key)[1]
+        return Answer(finite(gradient), {"reference": gradient}, cost=u.cost)
+
+    def finish(self, known: Tensors, total: Total) -> Tensors:
+        return {"reference": total.plain_sum("reference", self.star)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +80,7 @@ class QLSD(PosteriorSamples):
     >>> import torch, fedpop as fp
     >>> x = torch.ones(50, 1)
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1, bias=False), fp.likelihoods.Normal(1.0))
-    >>> method = fp.QLSD(model, variant="++", compressor=fp.QSGD(), samples=100)
+    >>> method = fp.QLSD(model, variant="++", compressor=fp.compressors.QSGD(), samples=100)
     >>> population = method.fit([(x, 2 * x[:, 0]), (x, 4 * x[:, 0])], rounds=400)
     >>> p = population.predict(0, [[1.0]])  # the posterior is N(2.97, 0.0099)
     >>> round(p.mean.item(), 1), round(p.means.std().item(), 1)
@@ -67,7 +92,7 @@ class QLSD(PosteriorSamples):
     batch: int | None = None
     prior_precision: float = 1.0
     memory_rate: float | None = None
-    """alpha of QLSD++; None is 1 / (1 + omega), the largest that the theory allows."""
+    """alpha_i of QLSD++; None is 1 / (1 + omega_i), the largest that the theory allows."""
     refresh: int = 100
     """Rounds between two references zeta of QLSD++."""
 
@@ -76,102 +101,87 @@ class QLSD(PosteriorSamples):
         "Vono et al., AISTATS 2022", personalised=False, local_steps=False, memory="M (d + d_phi)"
     )
     compressed: ClassVar[tuple[str, ...]] = ("U",)
+    remembers: ClassVar[tuple[str, ...]] = ("U",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.variant not in VARIANTS:
-            raise SettingsError(f"variant is one of {', '.join(VARIANTS)}, not {self.variant!r}")
+        require_one_of(VARIANTS, variant=self.variant)
         require_positive(step=self.step)
         check_batch(self.batch)
         check_precision(self.prior_precision)
         if self.memory_rate is not None and not 0 <= self.memory_rate <= 1:
             raise SettingsError(f"memory_rate lies in [0, 1], not {self.memory_rate}")
-        require_whole(refresh=self.refresh)
-        if self.refresh < 1:
-            raise SettingsError(f"refresh is a number of rounds, at least 1, not {self.refresh}")
+        require_whole(1, refresh=self.refresh)
 
     @property
     def label(self) -> str:
-        return {"plain": "QLSD", "star": "QLSD*", "++": "QLSD++"}[self.variant]
+        return VARIANTS[self.variant]
 
     @property
     def steady(self) -> bool:
         return self.batch is None  # a batch is not the same share of everybody's examples
 
     @property
-    def phases(self) -> tuple[str, ...]:
-        before = ("curvature",) * (self.step is None) + ("reference",) * (self.variant == "star")
-        return (*before, "train")
-
-    @property
     def anchored(self) -> bool:
         """Gradients at zeta are needed: on all examples they would cancel."""
         return self.variant == "++" and self.batch is not None
 
-    def init(self, facts: Facts, key: Key) -> Tensors:
-        server = super().init(facts, key)
-        w = server["w"]
-        server["gamma"] = w.new_tensor(float("nan") if self.step is None else self.step)
+    def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
+        w, asked = self.initial_w(), list[Question[Tensors]]()
+        if self.step is None:
+            asked.append(CurvatureStep(self.model, w, self.prior_precision))
         if self.variant == "star":
-            server |= {"star": w, "reference": torch.zeros_like(w)}
+            asked.append(Reference(self.model, w))
+        return asked
+
+    def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
+        server = super().init(facts, key, known)
+        w = server["w"]
+        server["gamma"] = known["gamma"] if self.step is None else w.new_tensor(self.step)
+        if self.variant == "star":
+            server |= {"star": w, "reference": known["reference"]}
         if self.variant == "++":
             server["memory"] = torch.zeros_like(w)
         if self.anchored:
             server |= {"zeta": w, "version": torch.zeros((), dtype=torch.int64, device=w.device)}
         return server
 
-    def broadcast(self, phase: str, server: Tensors) -> Tensors:
+    def broadcast(self, server: Tensors) -> Tensors:
         return {name: server[name] for name in ("w", "star", "zeta", "version") if name in server}
 
-    def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
-        zeros = broadcast["w"].new_zeros((len(ids), broadcast["w"].shape[0]))
-        local = {"memory": zeros} if self.variant == "++" else {}
+    def enter(self, units: Tensor, broadcast: Tensors, key: Key) -> Tensors:
+        zeros = broadcast["w"].new_zeros((len(units), broadcast["w"].shape[0]))
+        local = {"memory": zeros, "alpha": zeros.new_zeros(len(units))} if self.variant == "++" else {}
         if self.anchored:
-            local |= {"anchor": zeros.clone(), "version": torch.full_like(ids, -1)}
+            local |= {"anchor": zeros.clone(), "version": torch.full_like(units, -1)}
         return local
 
-    def local_round(
-        self,
-        phase: str,
-        broadcast: Tensors,
-        cohort: Cohort,
-        local: Tensors,
-        channel: Channel,
-        key: Key,
-    ) -> tuple[Tensors, Message, Info]:
-        w = broadcast["w"].expand(len(cohort), -1)
+    def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
+        told, key = round.broadcast, round.key
+        w = told["w"].expand(len(cohort), -1)
         u = Potential(self.model, cohort, self.batch)
-        if phase == "curvature":
-            largest = u.largest(w, key).unsqueeze(1)
-            return {}, sent(channel, cohort, finite(largest), {"curvature": largest})[1], u.info
-        if phase == "reference":
-            u = u.full()
-            gradient = u(w, key)[1]
-            return {}, sent(channel, cohort, finite(gradient), {"reference": gradient})[1], u.info
         value, h = u(w, key)
         passes, new = u.examples, local
+        named: dict[str, tuple[str, Tensor]] = {}
         if self.variant == "star":
-            h = h - u(broadcast["star"].expand_as(w), key)[1]
+            h = h - u(told["star"].expand_as(w), key)[1]
             passes += u.examples
         if self.anchored:
-            zeta = broadcast["zeta"].expand_as(w)
-            new, looked = self._anchored(local, broadcast, cohort, key)
-            h = h - u(zeta, key)[1] + new["anchor"]
+            new, looked = self._anchored(local, told, cohort, key)
+            h = h - u(told["zeta"].expand_as(w), key)[1] + new["anchor"]
             passes += u.examples + looked
-        loss = value / cohort.sizes.clamp(min=1)
+        if self.variant == "++":
+            h, alpha = h - local["memory"], self._alpha(round, cohort).to(h.dtype)
+            new = new | {"alpha": alpha}
+            named = {"memory": ("U", alpha)}  # eta is a sum of its own, whatever the weights of g_i
+        good, loss = finite(h), value / cohort.sizes.clamp(min=1)
+        cost = training_cost(cohort, loss, good, passes, passes)
+        return Answer(good, {"U": h}, new, cost, named=named)
+
+    def after_send(self, local: Tensors, seen: Tensors) -> Tensors:
         if self.variant != "++":
-            good, message = sent(channel, cohort, finite(h), {"U": h})
-            return {}, message, cost(cohort, loss, good, passes, passes)
-        good = finite(h)
-        h = torch.where(good.unsqueeze(1), h - local["memory"], torch.zeros_like(h))
-        g = channel("U", h, cohort.ids)  # what the server will see is what both sides remember
-        good = good & finite(g)
-        alpha = self._alpha(cohort.ids).to(g.dtype)
-        # eta is a plain sum, whatever the weights of g; where p_i differ, both sums must be formed.
-        sums = {"U": weighted_sum(g, cohort.weights, good), "memory": weighted_sum(g, alpha, good)}
-        new = new | {"memory": local["memory"] + alpha.unsqueeze(1) * g}
-        new = {name: kept(good, value, local[name]) for name, value in new.items()}
-        return new, Message(sums, int(good.sum())), cost(cohort, loss, good, passes, passes)
+            return local
+        return local | {"memory": local["memory"] + local["alpha"].unsqueeze(1) * seen["U"]}
 
     def _anchored(self, local: Tensors, broadcast: Tensors, cohort: Cohort, key: Key) -> tuple[Tensors, int]:
         """Local states with grad U_i(zeta) of the present zeta, and examples looked at for it."""
@@ -184,36 +194,23 @@ class QLSD(PosteriorSamples):
         version = broadcast["version"].expand(len(cohort)).clone()
         return local | {"anchor": anchor, "version": version}, u.examples
 
-    def _alpha(self, ids: Tensor) -> Tensor:
-        """The memory's rate of each client."""
-        given = self.memory_rate
-        rates = [given if given is not None else 1 / (1 + c.omega(self.size)) for c in self.compressors]
-        out = torch.tensor(rates, dtype=torch.float64, device=ids.device)
-        return out[ids] if isinstance(self.compressor, tuple) else out.expand(len(ids))
+    def _alpha(self, round: Round, cohort: Cohort) -> Tensor:
+        """The memory's rate of each unit, ``[C]``."""
+        ones = torch.ones(len(cohort), dtype=torch.float64, device=cohort.device)
+        if self.memory_rate is not None:
+            return self.memory_rate * ones
+        return ones if round.omega is None else ones / (1 + round.omega(cohort.units, self.size))
 
-    def server_round(
-        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
-    ) -> Tensors:
-        if phase == "curvature":
-            assert total is not None
-            largest = float(total.sums["curvature"]) + self.prior_precision
-            if not largest > 0:
-                raise SettingsError("U has no curvature at the start, so a step must be given: step=...")
-            return server | {"gamma": server["gamma"].new_tensor(STEP / largest)}
-        if phase == "reference":
-            assert total is not None
-            return server | {"reference": total.sums["reference"]}
-        if total is None or (total.count == 0 and total.ratio):
+    def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
+        if total.silent:
             return server
         w, gamma = server["w"], server["gamma"]
-        gradient = self.prior_precision * w
-        if "U" in total.sums:
-            gradient = gradient + total.scaled("U", facts.clients)
+        gradient = self.prior_precision * w + total.estimate("U", w)
         if self.variant == "star":
             gradient = gradient + server["reference"]
         if self.variant == "++":
             gradient = gradient + server["memory"]
-            server = server | {"memory": server["memory"] + total.sums.get("memory", 0)}
+            server = server | {"memory": server["memory"] + total.named_sum("memory", w)}
         xi = key.at(purpose="noise").normal(key.server(w.device), tuple(w.shape), w.dtype)[0]
         w = w - gamma * gradient + torch.sqrt(2 * gamma) * xi
         if self.anchored and (key.round + 1) % self.refresh == 0:

@@ -18,14 +18,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import Facts, Tensors, require_whole
-from fedpop.algorithms.whole import WholeModel, parts
+from fedpop.algorithms.base import Facts
+from fedpop.algorithms.whole import WholeModel, split_w
+from fedpop.channel import Tensors
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.keys import Key
 from fedpop.models.likelihoods import Params
 from fedpop.models.predictive import Predictive
+from fedpop.settings import require_whole
 
 _SLOT = "sample."
 
@@ -40,9 +42,7 @@ class Ensemble(WholeModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_whole(samples=self.samples)
-        if self.samples < 1:
-            raise SettingsError(f"predictions average over at least one sample, not {self.samples}")
+        require_whole(1, samples=self.samples)
 
     def members(self, server: Tensors) -> Tensor:
         """The models kept, ``[S, D]``; before there is any, the server's own."""
@@ -57,11 +57,11 @@ class Ensemble(WholeModel):
         samples = self.members(server)
         held = sum(name.startswith(_SLOT) for name in server)
         count = torch.tensor(held, device=samples.device)
-        return parts(self.model, samples.mean(0)) | {"samples": samples, "count": count}
+        return split_w(self.model, samples.mean(0)) | {"samples": samples, "count": count}
 
     def outputs(self, samples: Tensor, x: Inputs) -> Tensor:
         """Head outputs ``[S, n, o]``, each sample with its own phi."""
-        each = parts(self.model, samples)
+        each = split_w(self.model, samples)
         with torch.no_grad():
             if not self.model.phi_layout.size:
                 return self.model.outputs_at(each["phi"][0], each["z"], x)
@@ -70,7 +70,7 @@ class Ensemble(WholeModel):
 
     def likelihood_params(self, samples: Tensor) -> Params:
         """The likelihood's own parameters in each sample, ``[S, 1, 1]``."""
-        own = [self.model.params(phi) for phi in parts(self.model, samples)["phi"]]
+        own = [self.model.params(phi) for phi in split_w(self.model, samples)["phi"]]
         return {name: torch.stack([p[name] for p in own]).reshape(-1, 1, 1) for name in own[0]}
 
     def predict(self, published: Tensors, personal: Tensors, x: Inputs, key: Key) -> Predictive:
@@ -80,15 +80,16 @@ class Ensemble(WholeModel):
 
     def score(
         self, published: Tensors, cohort: Cohort, held_out: Cohort, local: Tensors, key: Key
-    ) -> Tensors:
-        each = parts(self.model, published["samples"])
+    ) -> tuple[Tensor, Tensor]:
+        each = split_w(self.model, published["samples"])
         log_prob = []
         with torch.no_grad():
             for phi, z in zip(each["phi"], each["z"], strict=True):
                 features = self.model.features(phi, held_out)
                 log_prob.append(self.model.log_prob(phi, z.unsqueeze(0), features, held_out.y))
-        mixture = torch.logsumexp(torch.cat(log_prob), 0) - math.log(len(log_prob))
-        return {"log_prob": mixture.sum().double(), "examples": held_out.sizes.sum().double()}
+        mixture = (torch.logsumexp(torch.cat(log_prob), 0) - math.log(len(log_prob))).double()
+        own = mixture.new_zeros(len(held_out)).index_add(0, held_out.owner, mixture)
+        return own, held_out.sizes.double()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,19 +106,18 @@ class PosteriorSamples(Ensemble):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value, least in (("burn_in", self.burn_in, 0), ("thin", self.thin, 1)):
-            if value is not None:
-                require_whole(**{name: value})
-                if value < least:
-                    raise SettingsError(f"{name} must be {least} or more rounds, not {value}")
+        if self.burn_in is not None:
+            require_whole(0, burn_in=self.burn_in)
+        if self.thin is not None:
+            require_whole(1, thin=self.thin)
 
-    def init(self, facts: Facts, key: Key) -> Tensors:
+    def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
         if self._burn_in(facts) >= facts.rounds:
             raise SettingsError(
                 f"burn_in={self.burn_in} leaves none of {facts.rounds} rounds to keep samples of; run more "
                 "rounds, or burn in for fewer"
             )
-        return super().init(facts, key)
+        return super().init(facts, key, known)
 
     def _burn_in(self, facts: Facts) -> int:
         return facts.rounds // 2 if self.burn_in is None else self.burn_in
@@ -129,13 +129,6 @@ class PosteriorSamples(Ensemble):
         since = key.round - burn_in
         kept = self.put(since // every % self.samples, w) if since >= 0 and since % every == 0 else {}
         return server | {"w": w} | kept
-
-
-def require_positive(**numbers: float | None) -> None:
-    """Raise unless these settings are positive and finite, or left open."""
-    for name, value in numbers.items():
-        if value is not None and not 0 < value < math.inf:
-            raise SettingsError(f"{name} must be positive and finite, not {value}")
 
 
 def check_precision(value: float) -> None:

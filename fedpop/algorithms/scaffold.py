@@ -19,9 +19,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import About, Facts, Info, Message, Tensors, sent
-from fedpop.algorithms.whole import WholeModel, cost, finite, kept
-from fedpop.channel import Channel
+from fedpop.algorithms.base import About, Facts, Round
+from fedpop.algorithms.whole import WholeModel
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
@@ -61,44 +62,32 @@ class SCAFFOLD(WholeModel):
     def phi_copies(self) -> int:
         return 6
 
-    def init(self, facts: Facts, key: Key) -> Tensors:
+    def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
         w = self.initial_w()
         return {"w": w, "c": torch.zeros_like(w)}
 
-    def broadcast(self, phase: str, server: Tensors) -> Tensors:
+    def broadcast(self, server: Tensors) -> Tensors:
         return {"w": server["w"], "c": server["c"]}
 
-    def enter(self, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
-        return {"c": broadcast["c"].new_zeros((len(ids), self.size))}
+    def enter(self, units: Tensor, broadcast: Tensors, key: Key) -> Tensors:
+        return {"c": broadcast["c"].new_zeros((len(units), self.size))}
 
-    def local_round(
-        self,
-        phase: str,
-        broadcast: Tensors,
-        cohort: Cohort,
-        local: Tensors,
-        channel: Channel,
-        key: Key,
-    ) -> tuple[Tensors, Message, Info]:
-        w, c = broadcast["w"].expand(len(cohort), -1), broadcast["c"]
+    def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
+        w, c = round.broadcast["w"].expand(len(cohort), -1), round.broadcast["c"]
         shift = c - local["c"]
-        new = self.train(self.local, w, cohort, key, aux=shift, pull=_shifted)
+        new = self.train(self.local, w, cohort, round.key, aux=shift, pull=_shifted)
         updates = self.local.updates(cohort).unsqueeze(1)
         moved = (w - new.w) / (updates.clamp(min=1) * self.local.rate) - shift
         own = torch.where(updates > 0, moved, local["c"])
-        changes = {"dw": new.w - w, "dc": own - local["c"]}
-        good, message = sent(channel, cohort, finite(new.w, own), changes, plain=("dc",))
-        passes = self.local.steps(cohort)
-        info = cost(cohort, new.loss, good, passes, passes)
-        return {"c": kept(good, own, local["c"])}, message, info
+        good, passes = finite(new.w, own), self.local.steps(cohort)
+        vectors = {"dw": new.w - w, "dc": own - local["c"]}
+        return Answer(good, vectors, {"c": own}, training_cost(cohort, new.loss, good, passes, passes))
 
-    def server_round(
-        self, phase: str, server: Tensors, total: Message | None, facts: Facts, key: Key
-    ) -> Tensors:
-        if total is None or total.count == 0:
+    def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
+        if total.count == 0:
             return server
-        move = total.scaled("dw", facts.clients) / facts.clients
-        c = server["c"] + total.sums["dc"] / facts.clients
+        move = total.estimate("dw", server["w"]) / facts.clients
+        c = server["c"] + total.plain_sum("dc", server["c"]) / facts.clients
         return {"w": server["w"] + self.server_rate * move, "c": c}
 
 

@@ -4,13 +4,14 @@ from a client's own model."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import Algorithm, Facts, Info, Message, Tensors, leave_out, mean_loss
+from fedpop.algorithms.base import Algorithm, Facts, mean_loss
+from fedpop.channel import Tensors
 from fedpop.client.local_sgd import Direction, LocalSGD, Loss, Pull, Trained
 from fedpop.client.losses import head_loss, joint_loss, plug_in, score_point
 from fedpop.errors import DataError, SettingsError
@@ -21,27 +22,20 @@ from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
 
 
-def parts(model: Model, w: Tensor) -> Tensors:
-    """phi and z of flat vectors ``[..., D]``."""
+def split_w(model: Model, w: Tensor) -> Tensors:
+    """phi and z of flat vectors w ``[..., D]``."""
     size = model.phi_layout.size
     return {"phi": w[..., :size], "z": w[..., size:]}
 
 
-def joined(phi: Tensor, z: Tensor) -> Tensor:
-    """The flat vectors ``[..., D]`` of which these are the parts."""
+def join_w(phi: Tensor, z: Tensor) -> Tensor:
+    """The flat vectors w ``[..., D]`` of which these are the parts."""
     return torch.cat((phi, z), dim=-1)
 
 
-def whole(published: Tensors, clients: int) -> Tensor:
+def published_w(published: Tensors, clients: int) -> Tensor:
     """The published w for each of so many clients, ``[C, D]``."""
-    return joined(published["phi"], published["z"]).expand(clients, -1)
-
-
-def mean_move(total: Message | None, name: str) -> Tensor | None:
-    """sum n_i d_i / sum n_i of the moves n_i d_i that were sent; None when nobody with data was heard."""
-    if total is None or total.count == 0 or float(total.sums["n"]) == 0:
-        return None
-    return total.sums[name] / total.sums["n"]
+    return join_w(published["phi"], published["z"]).expand(clients, -1)
 
 
 def towards(strength: float) -> Pull:
@@ -73,34 +67,6 @@ def require_data(cohort: Cohort, method: Algorithm, why: str) -> None:
         raise DataError(f"{method.label} has no model for a client without data that never took part: {why}")
 
 
-def finite(*tensors: Tensor) -> Tensor:
-    """Which clients have nothing but finite numbers in all of these ``[C, ...]``."""
-    good = torch.ones(tensors[0].shape[0], dtype=torch.bool, device=tensors[0].device)
-    for t in tensors:
-        good = good & torch.isfinite(t).flatten(1).all(1)
-    return good
-
-
-def kept(good: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """New local states of the clients that are good, old ones of the others."""
-    return torch.where(good.reshape(-1, *[1] * (new.dim() - 1)), new, old)
-
-
-def cost(cohort: Cohort, loss: Tensor, good: Tensor, backbone: float, head: float) -> Info:
-    """A round's info: mean training losses ``[C]``, and example-passes through backbone and head; none
-    through a backbone that stands still, whose features were computed once."""
-    n = cohort.sizes.to(loss.dtype)
-    return Info(
-        {
-            "log_likelihood": -float((loss * n)[good].sum()),
-            "examples": float(n[good].sum()),
-            "backbone_passes": 0.0 if cohort.embedded else float(backbone),
-            "head_steps": float(head),
-        },
-        leave_out(good, cohort),
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class WholeModel(Algorithm):
     """The server holds one w = (phi, z); subclasses say how it moves and what a client predicts with."""
@@ -126,10 +92,10 @@ class WholeModel(Algorithm):
         """The model as it was given."""
         return torch.cat((self.model.initial_phi(), self.model.initial_z()))
 
-    def init(self, facts: Facts, key: Key) -> Tensors:
+    def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
         return {"w": self.initial_w()}
 
-    def broadcast(self, phase: str, server: Tensors) -> Tensors:
+    def broadcast(self, server: Tensors) -> Tensors:
         return {"w": server["w"]}
 
     def train(
@@ -174,11 +140,11 @@ class WholeModel(Algorithm):
             loss = head_loss(self.model, phi)
             return sgd.run(loss, z, z[:, :0], features, cohort, key.at(purpose="head"), dropout=dropout).w
 
-    def metrics(self, server: Tensors, info: Info) -> dict[str, float | None]:
-        return {"loss": mean_loss(info)}
+    def metrics(self, server: Tensors, cost: Mapping[str, float]) -> dict[str, float | None]:
+        return {"loss": mean_loss(cost)}
 
     def publish(self, server: Tensors) -> Tensors:
-        return parts(self.model, server["w"])
+        return split_w(self.model, server["w"])
 
     def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
         return {"z": published["z"].expand(len(cohort), -1)}
@@ -189,13 +155,12 @@ class WholeModel(Algorithm):
 
     def score(
         self, published: Tensors, cohort: Cohort, held_out: Cohort, local: Tensors, key: Key
-    ) -> Tensors:
+    ) -> tuple[Tensor, Tensor]:
         personal = self.personalise(published, cohort, local, key)
         if "phi" not in personal:
             return score_point(self.model, published["phi"], personal["z"], held_out)
-        total = torch.zeros((), dtype=torch.float64, device=held_out.device)
-        for c in range(len(cohort)):
-            one = held_out.select(torch.tensor([c], device=held_out.device))
-            own = score_point(self.model, personal["phi"][c], personal["z"][c : c + 1], one)
-            total = total + own["log_prob"]
-        return {"log_prob": total, "examples": held_out.sizes.sum().double()}
+        own = [
+            score_point(self.model, personal["phi"][c], personal["z"][c : c + 1], one)[0]
+            for c, one in enumerate(held_out.one_by_one())
+        ]
+        return torch.cat(own), held_out.sizes.double()

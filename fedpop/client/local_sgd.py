@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import require_whole, split_cohort
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.keys import Key
 from fedpop.models.modules import RowKeys
+from fedpop.settings import Setting, require_whole
 
 Loss = Callable[..., Tensor]
 """``loss(w, aux, x, y, mask, rows)``: one client's mean loss over the examples where mask is one; ``rows``
@@ -38,7 +38,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class LocalSGD:
+class LocalSGD(Setting):
     """``epochs`` of plain SGD with momentum; ``batch`` None takes all of a client's examples.
 
     >>> LocalSGD(epochs=5, rate=0.05, batch=50)
@@ -114,7 +114,7 @@ class LocalSGD:
                 pick = order[:, start : start + size]
                 part = mask[rows, pick]
                 xb = map_inputs(lambda v, p=pick: v[rows, p], block)
-                ids = cohort.ids.unsqueeze(1).expand_as(pick)
+                ids = cohort.units.unsqueeze(1).expand_as(pick)
                 g, value = direction(w, aux, xb, y[rows, pick], part, ids, pick)
                 g = g + way.weights(self.decay * w) + way.pull(w, aux)
                 busy = part.sum(1)  # clients that still have examples
@@ -129,7 +129,7 @@ class LocalSGD:
         out, total = torch.empty_like(w), w.new_zeros(len(cohort))
         starts = torch.cumsum(cohort.sizes, 0) - cohort.sizes
         weights = w.shape[1] - way.plain
-        for c, one in enumerate(split_cohort(cohort)):
+        for c, one in enumerate(cohort.one_by_one()):
             out[c] = w[c]
             n, velocity = int(one.sizes[0]), torch.zeros_like(out[c])
             mine = slice(int(starts[c]), int(starts[c]) + n)
@@ -138,7 +138,7 @@ class LocalSGD:
             for epoch in range(self.epochs if n else 0):
                 now = key.at(purpose=f"epoch-{epoch}")
                 for pick in self._order(every, one, now)[0].split(self._size(one)):
-                    rows = RowKeys(now, one.ids.expand(len(pick)), pick) if way.dropout else None
+                    rows = RowKeys(now, one.units.expand(len(pick)), pick) if way.dropout else None
                     batch = map_inputs(lambda v, p=pick: v[p], own)
                     g, value = way.at(out[c], aux[c], batch, one.y[pick], every[0, pick], rows)
                     total[c] += value * len(pick)
@@ -155,7 +155,7 @@ class LocalSGD:
         """Each client's examples in random order, padding last."""
         if self.batch is None:
             return torch.arange(cohort.longest, device=mask.device).expand(len(cohort), -1)
-        u = key.uniform(cohort.ids, (cohort.longest,))
+        u = key.uniform(cohort.units, (cohort.longest,))
         return torch.argsort(u + 2 * (1 - mask), dim=1)
 
     def updates(self, cohort: Cohort) -> Tensor:

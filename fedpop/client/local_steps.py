@@ -1,26 +1,25 @@
-"""The paper's M: how many kernel steps a client makes per round.
+"""The paper's M: how many kernel steps a unit makes per round.
 
-One number, a schedule over the rounds, or one number for each client. Clients with different numbers are
-worked on in groups, and their messages added: random numbers are keyed by client and step, so nobody's draws
-depend on the grouping.
+One number, a schedule over the rounds, or one number for each client by name. Units with different numbers are
+worked on in groups: random numbers are keyed by unit and step, so nobody's draws depend on the grouping.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import Info, Message, Tensors, require_whole
 from fedpop.errors import SettingsError
-from fedpop.federation.cohort import Cohort
+from fedpop.keys import unit_of
+from fedpop.settings import Setting, require_whole
 
 
 @dataclass(frozen=True)
-class Steps:
+class Steps(Setting):
     """From ``start`` steps in round 0 to ``end`` in round ``over`` and from then on, growing or falling.
 
     >>> [Steps(2, 10, over=4).at(k) for k in range(6)]
@@ -32,93 +31,68 @@ class Steps:
     over: int = 100
 
     def __post_init__(self) -> None:
-        require_whole(start=self.start, end=self.end, over=self.over)
-        _at_least_one(self.start)
-        _at_least_one(self.end)
-        if self.over < 1:
-            raise SettingsError(f"the number of steps changes over at least one round, not {self.over}")
+        require_whole(1, start=self.start, end=self.end, over=self.over)
 
     def at(self, k: int) -> int:
         """M in round k."""
         return round(self.start + (self.end - self.start) * min(k / self.over, 1.0))
 
 
-LocalSteps = int | Steps | tuple[int, ...]
-Work = tuple[Tensors, Message, Info]
+LocalSteps = int | Steps | Mapping[str, int]
 
 
-def resolve_steps(setting: Any) -> LocalSteps:
-    """The setting, checked; a list of whole numbers becomes a tuple with one for each client."""
+def check_steps(setting: Any) -> None:
+    """Raise unless this is a number of steps, a schedule of them, or a number for each client."""
     if isinstance(setting, Steps):
-        return setting
-    if isinstance(setting, Sequence) and not isinstance(setting, str):
-        for number in setting:
-            require_whole(local_steps=number)
-            _at_least_one(number)
-        return tuple(setting)
-    require_whole(local_steps=setting)
-    _at_least_one(setting)
-    return int(setting)
+        return
+    each = setting if isinstance(setting, Mapping) else {"": setting}
+    for name, number in each.items():
+        whose = f" of client {name!r}" if name else ""
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise SettingsError(
+                f"local_steps{whose} must be a whole number, fedpop.chains.Steps or a mapping from clients to whole "
+                f"numbers, not {number!r}"
+            )
+        if number < 1:
+            raise SettingsError(f"local_steps{whose} (the paper's M) must be at least 1, not {number}")
 
 
-def _at_least_one(number: int) -> None:
-    if number < 1:
-        raise SettingsError(f"local_steps (the paper's M) must be at least 1, not {number}")
+def steps_of(setting: LocalSteps, units: Tensor, k: int) -> list[int]:
+    """M in round k for each of these units."""
+    if isinstance(setting, Mapping):
+        own = {unit_of(name): number for name, number in setting.items()}
+        return [own[u] for u in units.tolist()]
+    return [setting.at(k) if isinstance(setting, Steps) else setting] * len(units)
 
 
-def check_steps(setting: LocalSteps, clients: int) -> None:
-    """Raise unless there is a number for every client."""
-    if isinstance(setting, tuple) and len(setting) != clients:
-        raise SettingsError(
-            f"local_steps has {len(setting)} number(s) for {clients} client(s); give one each, or one for all"
-        )
-
-
-def steps_of(setting: LocalSteps, ids: Tensor, k: int) -> list[int]:
-    """M in round k for each of these clients."""
-    if isinstance(setting, tuple):
-        return [setting[i] for i in ids.tolist()]
-    return [setting.at(k) if isinstance(setting, Steps) else setting] * len(ids)
+def groups_of(setting: LocalSteps, units: Tensor, k: int) -> list[tuple[int, Tensor | None]]:
+    """Each M with the positions of the units that make so many steps; None for all of them."""
+    if not isinstance(setting, Mapping):
+        return [(steps_of(setting, units[:1], k)[0] if len(units) else 1, None)]
+    steps = torch.tensor(steps_of(setting, units, k), device=units.device)
+    different = torch.unique(steps).tolist()
+    if len(different) == 1:
+        return [(different[0], None)]
+    return [(m, (steps == m).nonzero().squeeze(1)) for m in different]
 
 
 def most_steps(setting: LocalSteps) -> int:
     """The largest M that there can be, to plan memory for."""
     if isinstance(setting, Steps):
         return max(setting.start, setting.end)
-    return max(setting, default=1) if isinstance(setting, tuple) else setting
+    return max(setting.values(), default=1) if isinstance(setting, Mapping) else setting
 
 
 def describe_steps(setting: LocalSteps) -> str:
     """In words, for a summary.
 
-    >>> describe_steps(10), describe_steps(Steps(2, 8)), describe_steps((5, 5, 20))
+    >>> describe_steps(10), describe_steps(Steps(2, 8)), describe_steps({"anna": 5, "ben": 20})
     ('10 per round', '2 to 8 per round', '5 to 20 per round')
     """
     if isinstance(setting, int):
         return f"{setting} per round"
-    ends = (setting.start, setting.end) if isinstance(setting, Steps) else (min(setting), max(setting))
+    if isinstance(setting, Steps):
+        ends = (setting.start, setting.end)
+    else:
+        ends = (min(setting.values()), max(setting.values()))
     return f"{ends[0]} to {ends[1]} per round" if ends[0] != ends[1] else f"{ends[0]} per round"
-
-
-def in_groups(
-    setting: LocalSteps, cohort: Cohort, local: Tensors, k: int, work: Callable[[Cohort, Tensors], Work]
-) -> Work | None:
-    """The work of clients with different M, group by group and added up; None where all have the same."""
-    numbers = steps_of(setting, cohort.ids, k)
-    if len(set(numbers)) <= 1:
-        return None
-    steps = torch.tensor(numbers, device=cohort.device)
-    new: Tensors = {}
-    total: Message | None = None
-    info = Info()
-    for m in sorted(set(numbers)):
-        index = (steps == m).nonzero().squeeze(1)
-        state, message, part = work(cohort.select(index), {n: v[index] for n, v in local.items()})
-        for name, value in state.items():
-            if name not in new:
-                new[name] = value.new_empty((len(cohort), *value.shape[1:]))
-            new[name][index] = value
-        total = message if total is None else total + message
-        info = info + part
-    assert total is not None
-    return new, total, info

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import Tensors
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.keys import Key
@@ -76,9 +75,9 @@ def mean_log_prob(model: Model, w: Tensor, cohort: Cohort) -> Tensor:
     return value / cohort.sizes.clamp(min=1)
 
 
-def score_point(model: Model, phi: Tensor, z: Tensor, held_out: Cohort) -> Tensors:
-    """Summed plug-in log-likelihood of held-out examples, z ``[C, d]``."""
+def score_point(model: Model, phi: Tensor, z: Tensor, held_out: Cohort) -> tuple[Tensor, Tensor]:
+    """Summed plug-in log-likelihood of each unit's held-out examples, z ``[C, d]``, and their number."""
     with torch.no_grad():
         local = model.bind(phi, model.features(phi, held_out), held_out)
-        value = local.value(z.unsqueeze(1)).sum()
-    return {"log_prob": value.double(), "examples": held_out.sizes.sum().double()}
+        value = local.value(z.unsqueeze(1)).squeeze(1)
+    return value.double(), held_out.sizes.double()

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import split_cohort, weighted_sum
-from fedpop.channel import Channel
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, leaves, map_inputs
 from fedpop.keys import Key
@@ -54,44 +52,34 @@ class PhiGradient:
         return expected_normal(local, self.moments[0][index], self.moments[1][index])
 
     def fused(
-        self, phi: Tensor, features: Inputs, cohort: Cohort, keys: RowKeys | None, good: Tensor
+        self,
+        phi: Tensor,
+        features: Inputs,
+        cohort: Cohort,
+        keys: RowKeys | None,
+        good: Tensor,
+        coefficients: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """One backward for all clients: the server only ever needs the sum."""
+        """One backward for all units: the server only ever needs the sum with these coefficients."""
         with torch.enable_grad():
             value = self.value(phi, features, cohort, keys)
             # A client with an infinite likelihood would poison everyone's gradient.
             kept = torch.where(good & torch.isfinite(value), value, torch.zeros_like(value))
-            return value.detach(), gradient((cohort.weights.to(value.dtype) * kept).sum(), phi)
+            return value.detach(), gradient((coefficients.to(value.dtype) * kept).sum(), phi)
 
-    def one_by_one(
+    def each(
         self,
         phi: Tensor,
         cohort: Cohort,
         key: Key,
-        good: Tensor,
-        channel: Channel | None,
         batch: int | None = None,
         features: Sequence[Inputs] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """J_i of each client: to compress it, to take mini-batches, or to find a culprit.
-
-        ``features`` are those of ``embedded``, each with a graph of its own.
-        """
-        good, values, total = good.clone(), phi.new_zeros(len(cohort)), torch.zeros_like(phi.detach())
-        for rows, value, j in self._each(phi, cohort, key, batch, features):
-            values[rows] = value
-            good[rows] &= torch.isfinite(value) & finite_rows(j)
-            kept = good[rows]
-            rows, j = rows[kept], j[kept]
-            sent = j if channel is None else channel("J", j, cohort.ids[rows])
-            good[rows] &= (arrived := finite_rows(sent))  # a compressor refuses what it could not decode
-            total = total + weighted_sum(sent, cohort.weights[rows], arrived)
-        return good, values, total
-
-    def _each(
-        self, phi: Tensor, cohort: Cohort, key: Key, batch: int | None, features: Sequence[Inputs] | None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Positions, values and J of one client, or of many, at a time."""
+        """J_i of each unit, as it is ready: to be compressed, from mini-batches, or to find a culprit.
+
+        Positions, values and J of one unit, or of many, at a time; ``features`` are those of ``embedded``, each with
+        a graph of its own.
+        """
         if batch is None and features is None and self._worth_batching(phi, cohort):
             blocks = self._side_by_side(phi, cohort, key)
             try:
@@ -102,7 +90,7 @@ class PhiGradient:
                 yield first
                 yield from blocks
                 return
-        for c, one in enumerate(split_cohort(cohort)):
+        for c, one in enumerate(cohort.one_by_one()):
             part, factor = minibatch(one, batch, key)
             keys = self.model.dropout_keys(part, key)
             with torch.enable_grad():
@@ -121,10 +109,10 @@ class PhiGradient:
         starts = torch.cumsum(cohort.sizes, 0) - cohort.sizes
         width = sum(leaf[:1].numel() for leaf in leaves(cohort.x))
         block = max(1, TOGETHER // (phi.shape[0] + 4 * cohort.longest * width))
-        for who in torch.arange(len(cohort), device=phi.device).split(block):
-            value, j = phi.new_zeros(len(who)), phi.new_zeros((len(who), phi.shape[0]))
-            for n, index, offset in equal_pieces(cohort.sizes[who], self.model.linear):
-                own = who[index]
+        for some in torch.arange(len(cohort), device=phi.device).split(block):
+            value, j = phi.new_zeros(len(some)), phi.new_zeros((len(some), phi.shape[0]))
+            for n, index, offset in equal_pieces(cohort.sizes[some], self.model.linear):
+                own = some[index]
                 rows = (starts[own] + offset).unsqueeze(1) + torch.arange(n, device=phi.device)
                 moments = () if self.moments is None else tuple(m[own] for m in self.moments)
                 named = () if keys is None else (keys.clients[rows], keys.positions[rows])
@@ -134,11 +122,11 @@ class PhiGradient:
                 gradients, values = many(phi, x, cohort.y[rows], self.draws[own], moments, named)
                 j.index_add_(0, index, gradients)
                 value.index_add_(0, index, values)
-            yield who, value, j
+            yield some, value, j
 
     def _one_client(self, cohort: Cohort, keys: RowKeys | None, n: int) -> Callable[..., Tensor]:
         """E[log p(D_i | z, phi)] of one client as a function of phi and its own tensors."""
-        sizes, weights = cohort.sizes.new_full((1,), n), cohort.weights.new_ones(1)
+        sizes = cohort.sizes.new_full((1,), n)
 
         def value(
             phi: Tensor,
@@ -148,7 +136,7 @@ class PhiGradient:
             moments: tuple[Tensor, ...],
             named: tuple[Tensor, ...],
         ) -> Tensor:
-            alone = Cohort(sizes.new_zeros(1), sizes, x, y, weights, n, cohort.embedded)
+            alone = Cohort(sizes.new_zeros(1), sizes, x, y, n, cohort.embedded)
             rows = None if keys is None else RowKeys(keys.key, *named)
             own = tuple(m.unsqueeze(0) for m in moments) or None
             estimate = replace(self, moments=own, draws=draws.unsqueeze(0))
@@ -167,7 +155,7 @@ def embedded(
             return model.features(phi, cohort, keys), None
     parts, start = [], 0
     with torch.enable_grad():
-        for one in split_cohort(cohort):
+        for one in cohort.one_by_one():
             end = start + one.y.shape[0]
             own = keys and RowKeys(keys.key, keys.clients[start:end], keys.positions[start:end])
             parts.append(model.features(phi, one, own))
@@ -190,8 +178,8 @@ def equal_pieces(sizes: Tensor, divisible: bool) -> list[tuple[int, Tensor, Tens
     different = [n for n in torch.unique(sizes).tolist() if n]
     bits = max(different, default=0).bit_length()
     if not divisible or len(different) <= bits:
-        who = [(sizes == n).nonzero().squeeze(1) for n in different]
-        return [(n, index, torch.zeros_like(index)) for n, index in zip(different, who, strict=True)]
+        whose = [(sizes == n).nonzero().squeeze(1) for n in different]
+        return [(n, index, torch.zeros_like(index)) for n, index in zip(different, whose, strict=True)]
     pieces = []
     for b in range(bits):
         index = (sizes >> b & 1).nonzero().squeeze(1)
@@ -237,7 +225,7 @@ def minibatch(cohort: Cohort, size: int | None, key: Key) -> tuple[Cohort, float
     n = int(cohort.sizes[0])
     if size is None or n <= size:
         return cohort, 1.0
-    u = key.at(purpose="minibatch").uniform(cohort.ids, (n,))[0]
+    u = key.at(purpose="minibatch").uniform(cohort.units, (n,))[0]
     rows = torch.topk(u, size, largest=False).indices.sort().values
     sizes = cohort.sizes.new_full((1,), size)
-    return cohort.take(rows, cohort.ids, sizes, cohort.weights), n / size
+    return cohort.take(rows, cohort.units, sizes), n / size

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import Algorithm
-from fedpop.client.local_steps import most_steps
 from fedpop.errors import SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.inputs import leaves, map_inputs
+from fedpop.models.base import Model
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -43,8 +43,13 @@ class Plan:
     per_draw: float = 0.0
     """Bytes that a head through vmap keeps of an example for each draw of z, to be differentiated."""
 
-    def cut(self, ids: Tensor, sizes: Tensor) -> list[Tensor]:
-        """Consecutive clients in groups whose padded blocks fit the budget; never fewer than one."""
+    def cut(self, ids: Tensor, sizes: Tensor, sites: Tensor | None = None) -> list[Tensor]:
+        """Consecutive units in groups whose padded blocks fit the budget, never fewer than one; units of one of
+        the ``sites`` ``[b]`` stay together, which may take more."""
+        if sites is not None:
+            ids = ids[sites[ids].argsort(stable=True)]
+            starts = [0, *(sites[ids].diff().nonzero().squeeze(1) + 1).tolist(), len(ids)]
+            return [ids[a:b] for a, b in pairwise(starts) if b > a]
         mine = sizes[ids]
         if len(ids) == 0:
             return []
@@ -63,23 +68,29 @@ class Plan:
         return groups
 
 
-def plan_for(algorithm: Algorithm, federation: Federation, budget: int) -> Plan:
-    """A plan from the bytes that autograd keeps for an example, measured on the first two."""
-    model = algorithm.model
-    steps = most_steps(getattr(algorithm, "local_steps", 1)) * getattr(algorithm, "chains", 1)
+def plan_for(model: Model, federation: Federation, budget: int, draws: int, phi_copies: int) -> Plan:
+    """A plan from the bytes that autograd keeps for an example, measured on two; for so many draws of z, and
+    vectors of phi's size, that a unit's round holds at once."""
     d = model.z_layout.size
     item = model.initial_phi().element_size()
-    (one, first), (two, second) = (_kept(algorithm, federation, n) for n in (1, 2))
+    (one, first), (two, second) = (_kept(model, federation, n) for n in (1, 2))
     per_draw = max(second - first, 0)
-    per_row = max(two - one, 0) + 4 * item * (model.outputs * (steps + 4)) + per_draw * steps
-    per_client = item * (d * (3 * steps + 12) + algorithm.phi_copies * model.phi_layout.size)
+    per_row = max(two - one, 0) + 4 * item * (model.outputs * (draws + 4)) + per_draw * draws
+    per_client = item * (d * (3 * draws + 12) + phi_copies * model.phi_layout.size)
     return Plan(per_row, float(per_client), budget, float(per_draw))
 
 
-def _kept(algorithm: Algorithm, federation: Federation, rows: int) -> tuple[int, int]:
+def final_plan(base: Plan, model: Model, draws: int) -> Plan:
+    """The plan of a final pass with so many draws of z for each unit: draws with their gradients and proposals;
+    head outputs of all draws, or what a head through vmap keeps of the eighth that is differentiated at a time."""
+    item = model.initial_phi().element_size()
+    per_row = base.per_row + max(item * draws * model.outputs, base.per_draw * draws / 8)
+    return Plan(per_row, 10.0 * item * draws * model.z_layout.size, base.budget)
+
+
+def _kept(model: Model, federation: Federation, rows: int) -> tuple[int, int]:
     """Bytes that autograd keeps for the backward pass of so many examples: of the backbone, and of one pass
     of a head that is not linear."""
-    model = algorithm.model
     device = model.initial_phi().device
     x = map_inputs(lambda v: v[:rows].to(device), federation.train.x)
     given = sum(leaf.numel() * leaf.element_size() for leaf in leaves(x))

@@ -12,7 +12,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import Info, split_cohort
 from fedpop.client.local_sgd import LARGEST_BATCHED
 from fedpop.client.losses import joint_loss
 from fedpop.errors import SettingsError
@@ -35,8 +34,8 @@ class Potential:
 
     >>> import torch, fedpop as fp
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1, bias=False), fp.likelihoods.Normal(1.0))
-    >>> clients = model.prepare(fp.Federation.of([(torch.ones(3, 1), torch.ones(3))]))
-    >>> cohort = clients.cohort(torch.tensor([0]), torch.ones(1), torch.device("cpu"))
+    >>> clients = model.checked(fp.Federation.of([(torch.ones(3, 1), torch.ones(3))]))
+    >>> cohort = clients.cohort(torch.tensor([0]), torch.device("cpu"))
     >>> Potential(model, cohort)(torch.zeros(1, 1), Key(0))[1]
     tensor([[-3.]])
     """
@@ -54,10 +53,10 @@ class Potential:
         return int(most.sum())
 
     @property
-    def info(self) -> Info:
-        """What it cost so far, for phases that report nothing else."""
+    def cost(self) -> dict[str, float]:
+        """What it cost so far, for questions that report nothing else."""
         passes = float(self.passes)
-        return Info({"backbone_passes": 0.0 if self.cohort.embedded else passes, "head_steps": passes})
+        return {"backbone_passes": 0.0 if self.cohort.embedded else passes, "head_steps": passes}
 
     def full(self) -> Potential:
         """The same on all examples."""
@@ -73,7 +72,7 @@ class Potential:
             if self._linear is not None:
                 local = self._linear
                 if self.batch is not None:
-                    local = local.subset(self.batch, lambda n: uniform(self.cohort.ids, (n,)))
+                    local = local.subset(self.batch, lambda n: uniform(self.cohort.units, (n,)))
                 value, grad = local.value_and_grad(w.unsqueeze(1))
                 return -value[:, 0], -grad[:, 0]
             pick = self._pick(uniform)
@@ -115,12 +114,12 @@ class Potential:
         places = torch.arange(longest, device=cohort.device)
         if self.batch is None or self.batch >= longest:
             return places.expand(len(cohort), -1)
-        number = uniform(cohort.ids, (longest,)) + 2 * (places >= cohort.sizes.unsqueeze(1))
+        number = uniform(cohort.units, (longest,)) + 2 * (places >= cohort.sizes.unsqueeze(1))
         return torch.topk(number, self.batch, largest=False).indices.sort().values
 
     def _one_by_one(self, w: Tensor, pick: Tensor) -> tuple[Tensor, Tensor]:
         grad, value = torch.zeros_like(w), w.new_zeros(len(w))
-        for c, one in enumerate(split_cohort(self.cohort)):
+        for c, one in enumerate(self.cohort.one_by_one()):
             mine = pick[c][pick[c] < one.sizes[0]]
             if len(mine):
                 leaf = w[c].clone().requires_grad_()
@@ -149,7 +148,7 @@ class Potential:
                 each: Tensor = torch.func.vmap(product)(w, v, *self._block)
             return n * each
         out = torch.zeros_like(w)
-        for c, one in enumerate(split_cohort(self.cohort)):
+        for c, one in enumerate(self.cohort.one_by_one()):
             if int(one.sizes[0]):
                 leaf = w[c].detach().clone().requires_grad_()
                 with torch.enable_grad():
@@ -160,7 +159,7 @@ class Potential:
 
     def largest(self, w: Tensor, key: Key) -> Tensor:
         """The largest curvature of each U_i at w, in absolute value, ``[C]``, by power iteration."""
-        v = key.at(purpose="power").normal(self.cohort.ids, (w.shape[1],), w.dtype)
+        v = key.at(purpose="power").normal(self.cohort.units, (w.shape[1],), w.dtype)
         length = v.new_ones(len(v))
         for _ in range(POWER_STEPS):
             v = self.product(w, v / v.norm(dim=1, keepdim=True).clamp(min=torch.finfo(v.dtype).tiny))
@@ -175,7 +174,7 @@ class Potential:
             return torch.stack([self.product(w, e.expand_as(w))[:, j] for j, e in enumerate(eye)], 1)
         total = torch.zeros_like(w)
         for probe in range(PROBES):
-            u = key.at(purpose=f"probe-{probe}").uniform(self.cohort.ids, (d,), w.dtype)
+            u = key.at(purpose=f"probe-{probe}").uniform(self.cohort.units, (d,), w.dtype)
             signs = torch.where(u > 0.5, 1.0, -1.0).to(w.dtype)
             total = total + signs * self.product(w, signs)
         return total / PROBES

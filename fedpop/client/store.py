@@ -7,24 +7,34 @@ from torch import Tensor
 
 
 class LocalStore:
-    """Stacked tensors, a row for each client seen so far."""
+    """Stacked tensors, a row for each unit seen so far; a unit that has only answered a question holds what that
+    left behind, and has not ``entered`` a round yet."""
 
     def __init__(self, clients: int) -> None:
         self.slots = torch.full((clients,), -1, dtype=torch.int64)
+        self.entered = torch.zeros(clients, dtype=torch.bool)
         self.used = 0
+        self.noted: set[str] = set()
+        """Names of what questions left behind."""
         self.tensors: dict[str, Tensor] = {}
 
     def seen(self, ids: Tensor) -> Tensor:
-        """Which of these clients have a state."""
-        return self.slots[ids] >= 0
+        """Which of these units have taken part in a round."""
+        return self.entered[ids]
 
     def get(self, ids: Tensor, device: torch.device) -> dict[str, Tensor]:
-        """States of clients that were all seen before."""
+        """What units hold that were all heard before."""
         rows = self.slots[ids]
-        return {name: t[rows].to(device) for name, t in self.tensors.items()}
+        return (
+            {name: t[rows].to(device) for name, t in self.tensors.items()} if bool((rows >= 0).all()) else {}
+        )
 
-    def put(self, ids: Tensor, states: dict[str, Tensor]) -> None:
-        """Keep these states, making room for clients that are new."""
+    def put(self, ids: Tensor, states: dict[str, Tensor], entered: bool = True) -> None:
+        """Keep these states, making room for units that are new."""
+        if entered:
+            self.entered[ids] = True
+        else:
+            self.noted |= set(states)
         if not states:
             return
         new = ids[self.slots[ids] < 0]
@@ -46,12 +56,18 @@ class LocalStore:
 
     def state(self) -> dict[str, Tensor]:
         """Everything, for a checkpoint."""
-        return {"slots": self.slots} | {f"local.{n}": t[: self.used] for n, t in self.tensors.items()}
+        told = {f"noted.{name}": torch.zeros(0) for name in self.noted}
+        return (
+            {"slots": self.slots, "entered": self.entered}
+            | told
+            | {f"local.{n}": t[: self.used] for n, t in self.tensors.items()}
+        )
 
     @classmethod
     def restore(cls, tensors: dict[str, Tensor]) -> LocalStore:
         store = cls(len(tensors["slots"]))
-        store.slots = tensors["slots"].clone()
+        store.slots, store.entered = tensors["slots"].clone(), tensors["entered"].clone()
+        store.noted = {n[6:] for n in tensors if n.startswith("noted.")}
         store.used = int((store.slots >= 0).sum())
         store.tensors = {n[6:]: t.clone() for n, t in tensors.items() if n.startswith("local.")}
         return store

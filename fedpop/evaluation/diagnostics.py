@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
+
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.client.phi_gradient import PhiGradient
+from fedpop.federation.cohort import Cohort
+from fedpop.kernels import Hierarchy, prior_chains
+from fedpop.keys import Key
+from fedpop.questions import Question, Units
 
 WORST_RHAT = 1.05
 LEAST_ESS = 100.0
@@ -13,19 +22,33 @@ WORST_GRADIENT = 5.0
 WORST_DRIFT = 0.05
 
 
+RHAT = (1.01, 1.02, 1.05, 1.1)
+ESS = (100.0, 200.0, 400.0, 1000.0)
+"""Where counts of units are cut: what the server hears is how many there are between them."""
+BATCHES = 8
+"""Independent estimates of theta's gradient: half-chains."""
+
+
 @dataclass(frozen=True)
 class ChainDiagnostics:
-    """R-hat and effective sample size of each client, the worst over the coordinates of z."""
+    """How many units' chains have mixed. R-hat and effective draws are the worst over a unit's coordinates of z;
+    they are known at its site, and counted."""
 
-    clients: list[str]
-    rhat: Tensor
-    ess: Tensor
+    units: int
+    rhat_below: dict[float, int]
+    """Units with an R-hat of at most so much."""
+    ess_above: dict[float, int]
+    """Units with at least so many effective draws."""
+    unmixed: int
+    """Units with an R-hat above 1.05, or with fewer than 100 effective draws."""
 
-    @property
-    def unmixed(self) -> list[str]:
-        """Clients whose chains have not mixed."""
-        bad = (self.rhat > WORST_RHAT) | (self.ess < LEAST_ESS)
-        return [c for c, b in zip(self.clients, bad.tolist(), strict=True) if b]
+    def __str__(self) -> str:
+        rhat = next((f"at most {v:g}" for v, n in self.rhat_below.items() if n == self.units), "above 1.1")
+        most = [v for v, n in self.ess_above.items() if n == self.units]
+        ess = f"at least {most[-1]:.0f}" if most else "fewer than 100"
+        if self.unmixed:
+            return f"{self.units - self.unmixed} of {self.units} client(s) mixed (R-hat {rhat}, effective draws {ess})"
+        return f"R-hat {rhat}, effective draws {ess}, over {self.units} client(s)"
 
 
 @dataclass(frozen=True)
@@ -62,10 +85,10 @@ class Diagnostics:
     @property
     def warnings(self) -> list[str]:
         out = self.theta.warnings
-        unmixed = self.chains.unmixed
-        if unmixed:
-            shown = ", ".join(unmixed[:5]) + (", ..." if len(unmixed) > 5 else "")
-            out.append(f"chains of {len(unmixed)} client(s) have not mixed: {shown}")
+        if self.chains.unmixed:
+            out.append(
+                f"chains of {self.chains.unmixed} client(s) have not mixed; Population.mixing tells whose"
+            )
         return out
 
     def __str__(self) -> str:
@@ -77,12 +100,78 @@ class Diagnostics:
         ]
         theta = [f"gradient over its Monte-Carlo error: {', '.join(gradients)}"] if gradients else []
         theta += [] if t.drift is None else [f"drift over the tail {100 * t.drift:.2f} %"]
-        lines = [
-            f"chains   R-hat at most {float(c.rhat.max()):.3f}, effective draws at least "
-            f"{float(c.ess.min()):.0f}, over {len(c.clients)} client(s)",
-            f"theta    {'; '.join(theta) or 'not looked at'}",
-        ]
+        lines = [f"chains   {c}", f"theta    {'; '.join(theta) or 'not looked at'}"]
         return "\n".join(lines + [f"warning  {w}" for w in self.warnings])
+
+
+@dataclass(frozen=True)
+class ChainsAndGradient(Question[Diagnostics]):
+    """Counts of units whose chains have mixed, and theta's gradient from half-chains: sums, both of them.
+
+    ``whole``: everyone is asked, so that the gradient is that of the objective.
+    """
+
+    hierarchy: Hierarchy
+    drift: float | None
+    at_bound: tuple[str, ...]
+    whole: bool
+    name: ClassVar[str] = "diagnostics"
+
+    def ask(self, known: Tensors) -> Tensors:
+        return {n: known[n] for n in ("phi", "beta")}
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        cohort, draws = units.cohort, units.personal()["draws"]
+        pairs = [rhat_and_ess(own) for own in draws]
+        counts = [float(sum(r <= v for r, _ in pairs)) for v in RHAT]
+        counts += [float(sum(e >= v for _, e in pairs)) for v in ESS]
+        counts.append(float(sum(not mixed(*pair) for pair in pairs)))
+        everyone = torch.ones(len(cohort), dtype=torch.bool, device=cohort.device)
+        sums = {"counts": torch.tensor(counts, dtype=torch.float64, device=cohort.device)}
+        if self.whole:
+            sums |= self._gradients(asked, cohort, draws, everyone)
+        return Answer(everyone, sums=sums)
+
+    def _gradients(self, asked: Tensors, cohort: Cohort, draws: Tensor, everyone: Tensor) -> Tensors:
+        model, prior, beta = self.hierarchy.model, self.hierarchy.prior, asked["beta"]
+        phi = asked["phi"].detach().requires_grad_(asked["phi"].numel() > 0)
+        parts = torch.cat(draws.chunk(2, dim=2), dim=1)  # half-chains as batches
+        batches = min(BATCHES, parts.shape[1])
+        ones = everyone.to(beta.dtype)
+        i, j = [], []
+        for part in parts[:, :batches].unbind(1):
+            features = model.features(phi, cohort)
+            j.append(PhiGradient(model, None, part).fused(phi, features, cohort, None, everyone, ones)[1])
+            i.append(prior.gradient(beta, prior.score(beta, part, part, "left").sum(0)))
+        return {"I": torch.stack(i).flatten(), "J": torch.stack(j).flatten()}
+
+    def finish(self, known: Tensors, total: Total) -> Diagnostics:
+        counts = [int(c) for c in total.weighted["counts"].tolist()]
+        rhat = dict(zip(RHAT, counts[: len(RHAT)], strict=True))
+        ess = dict(zip(ESS, counts[len(RHAT) : -1], strict=True))
+        chains = ChainDiagnostics(total.count, rhat, ess, counts[-1])
+        if not self.whole:
+            return Diagnostics(chains, ThetaDiagnostics(None, None, self.drift, list(self.at_bound)))
+        phi, beta, prior = known["phi"], known["beta"], self.hierarchy.prior
+        i = total.weighted["I"].reshape(-1, beta.shape[0])
+        j = total.weighted["J"].reshape(len(i), -1)
+        hyper = self.hierarchy.hyperprior
+        key = Key(0, purpose="diagnostics")
+        lacking = prior_chains.normaliser_batches(prior, beta, known, key, len(i)) * total.count
+        i = i + prior.mask(lacking) + prior.mask(hyper.beta_grad(prior, beta))
+        j = j + hyper.phi_grad(phi)
+        theta = ThetaDiagnostics(
+            phi_gradient=gradient_ratio(j) if phi.numel() else None,
+            beta_gradient=gradient_ratio(i),
+            drift=self.drift,
+            at_bound=list(self.at_bound),
+        )
+        return Diagnostics(chains, theta)
+
+
+def mixed(rhat: float, ess: float) -> bool:
+    """Whether a unit's chains have mixed, by its worst coordinate."""
+    return rhat <= WORST_RHAT and ess >= LEAST_ESS
 
 
 def rhat_and_ess(draws: Tensor) -> tuple[float, float]:

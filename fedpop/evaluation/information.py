@@ -9,24 +9,23 @@ the model cannot tell apart (a rotation of the features, say) carry no informati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import split_cohort
+from fedpop.channel import Answer, Tensors, Total
 from fedpop.errors import EstimateError
 from fedpop.evaluation.marginal import closed_form
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import map_inputs
+from fedpop.kernels import Hierarchy
 from fedpop.keys import Key
 from fedpop.priors.normal import Normal
+from fedpop.questions import Question, Units
 from fedpop.server.gauge import Gauge
-
-if TYPE_CHECKING:
-    from fedpop.algorithms.fedsouk import FedSOUK
 
 LARGEST = 2000
 LARGEST_SAMPLED = 200
@@ -34,17 +33,17 @@ LARGEST_SAMPLED = 200
 DRAWS = 100
 
 
-def information(method: FedSOUK, phi: Tensor, beta: Tensor, cohort: Cohort) -> Tensor:
+def information(hierarchy: Hierarchy, phi: Tensor, beta: Tensor, cohort: Cohort) -> Tensor:
     """A cohort's part of the observed information at theta = (phi, beta), in double precision."""
     wide = _double(cohort)
     size = phi.shape[0]
 
     def log_likelihood(theta: Tensor) -> Tensor:
-        features = method.model.features(theta[:size], wide)
-        return closed_form(method.target(theta[:size], theta[size:], features, wide)).sum()
+        features = hierarchy.model.features(theta[:size], wide)
+        return closed_form(hierarchy.target(theta[:size], theta[size:], features, wide)).sum()
 
     theta = torch.cat((phi, beta)).double()
-    _require_double(method, theta)
+    _require_double(hierarchy, theta)
     hessian: Tensor = torch.autograd.functional.hessian(log_likelihood, theta, vectorize=True)
     return -hessian
 
@@ -56,22 +55,26 @@ def _double(cohort: Cohort) -> Cohort:
     return replace(cohort, x=map_inputs(wide, cohort.x), y=wide(cohort.y))
 
 
-def _require_double(method: FedSOUK, theta: Tensor) -> None:
+def _require_double(hierarchy: Hierarchy, theta: Tensor) -> None:
     if any(
-        p.dtype != theta.dtype and not p.requires_grad for m in method.model.modules() for p in m.parameters()
+        p.dtype != theta.dtype and not p.requires_grad
+        for m in hierarchy.model.modules()
+        for p in m.parameters()
     ):
         raise EstimateError(
             "theta_uncertainty computes in double precision, and this model's frozen weights do not"
         )
 
 
-def sampled_information(method: FedSOUK, phi: Tensor, beta: Tensor, cohort: Cohort, draws: Tensor) -> Tensor:
+def sampled_information(
+    hierarchy: Hierarchy, phi: Tensor, beta: Tensor, cohort: Cohort, draws: Tensor
+) -> Tensor:
     """The same by Louis' identity, from posterior draws ``[C, S, d]``."""
-    model, prior, size = method.model, method.prior, phi.shape[0]
+    model, prior, size = hierarchy.model, hierarchy.prior, phi.shape[0]
     theta = torch.cat((phi, beta)).double()
-    _require_double(method, theta)
+    _require_double(hierarchy, theta)
     total = theta.new_zeros((theta.shape[0], theta.shape[0]))
-    for c, one in enumerate(split_cohort(_double(cohort))):
+    for c, one in enumerate(_double(cohort).one_by_one()):
         y = model.likelihood.encode(one.y, model.outputs, theta.dtype)
         z = draws[c].double()
 
@@ -92,16 +95,16 @@ def sampled_information(method: FedSOUK, phi: Tensor, beta: Tensor, cohort: Coho
     return total
 
 
-def gauge_directions(method: FedSOUK, phi: Tensor, beta: Tensor) -> Tensor:
+def gauge_directions(hierarchy: Hierarchy, phi: Tensor, beta: Tensor) -> Tensor:
     """An orthonormal basis ``[p, g]`` of the directions in theta that change no prediction."""
-    gauge, normal = Gauge.of(method.model, method.prior), _normal(method)
+    gauge, normal = Gauge.of(hierarchy.model, hierarchy.prior), _normal(hierarchy)
     theta = torch.cat((phi, beta)).double()
     if gauge is None:
         return theta.new_zeros((theta.shape[0], 0))
     width = gauge.width
     identity = torch.eye(width, dtype=theta.dtype, device=theta.device)
     generators = []
-    if method.prior.covariance == "full":
+    if hierarchy.prior.covariance == "full":
         for i in range(width):
             for j in range(width):
                 generators.append(_unit(width, i, j, theta))
@@ -124,12 +127,12 @@ def gauge_directions(method: FedSOUK, phi: Tensor, beta: Tensor) -> Tensor:
     return out
 
 
-def _normal(method: FedSOUK) -> Normal:
-    if not isinstance(method.prior, Normal):
+def _normal(hierarchy: Hierarchy) -> Normal:
+    if not isinstance(hierarchy.prior, Normal):
         raise EstimateError(
-            f"theta_uncertainty is there for Normal priors, not {method.prior.name}; use intervals without it"
+            f"theta_uncertainty is there for Normal priors, not {hierarchy.prior.name}; use intervals without it"
         )
-    return method.prior
+    return hierarchy.prior
 
 
 def _unit(width: int, i: int, j: int, like: Tensor) -> Tensor:
@@ -138,44 +141,58 @@ def _unit(width: int, i: int, j: int, like: Tensor) -> Tensor:
     return out
 
 
-def closed_form_information(method: FedSOUK) -> bool:
+def closed_form_information(hierarchy: Hierarchy) -> bool:
     """A linear head with a normal likelihood: no draws are needed."""
-    return method.model.linear and method.model.likelihood.name == "normal"
+    return hierarchy.closed_form
 
 
-def require_small(method: FedSOUK, beta: Tensor) -> None:
+def require_small(hierarchy: Hierarchy, beta: Tensor) -> None:
     """Raise when theta is too large for its information to be computed."""
-    p = method.model.phi_layout.size + beta.shape[0]
-    exact = closed_form_information(method)
+    p = hierarchy.model.phi_layout.size + beta.shape[0]
+    exact = closed_form_information(hierarchy)
     largest = LARGEST if exact else LARGEST_SAMPLED
     if p > largest:
         how = "" if exact else " for a model whose posterior of z is not closed-form"
         raise EstimateError(f"theta has {p} parameters; theta_uncertainty is limited to {largest}{how}")
 
 
+@dataclass(frozen=True)
+class Information(Question[Tensor]):
+    """The observed information at theta, ``[p, p]``, summed over everyone in double precision."""
+
+    hierarchy: Hierarchy
+    name: ClassVar[str] = "information"
+
+    def ask(self, known: Tensors) -> Tensors:
+        return {n: known[n] for n in ("phi", "beta")}
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        phi, beta, cohort = asked["phi"], asked["beta"], units.cohort
+        if self.hierarchy.closed_form:
+            own = information(self.hierarchy, phi, beta, cohort)
+        else:
+            draws = units.personal()["draws"].flatten(1, 2)
+            own = sampled_information(self.hierarchy, phi, beta, cohort, draws)
+        everyone = torch.ones(len(cohort), dtype=torch.bool, device=cohort.device)
+        return Answer(everyone, sums={"information": own.flatten()})
+
+    def finish(self, known: Tensors, total: Total) -> Tensor:
+        p = known["phi"].shape[0] + known["beta"].shape[0]
+        return total.weighted["information"].reshape(p, p)
+
+
 def theta_draws(
-    method: FedSOUK,
-    published: dict[str, Tensor],
-    parts: Iterable[tuple[Cohort, Tensor | None]],
-    key: Key,
+    hierarchy: Hierarchy, published: Tensors, total: Tensor, key: Key
 ) -> list[tuple[Tensor, Tensor]]:
-    """Draws of (phi, beta) around the returned theta, from all clients in cohorts, each with posterior draws
-    ``[C, S, d]`` where the information is not closed-form."""
-    _normal(method)
+    """Draws of (phi, beta) around the returned theta, from everyone's information ``[p, p]``."""
+    _normal(hierarchy)
     phi, beta = published["phi"], published["beta"]
     p = phi.shape[0] + beta.shape[0]
-    require_small(method, beta)
-    total = torch.zeros((p, p), dtype=torch.float64, device=phi.device)
-    for cohort, draws in parts:
-        if draws is None:
-            total = total + information(method, phi, beta, cohort)
-        else:
-            total = total + sampled_information(method, phi, beta, cohort, draws)
-    learned = torch.cat((torch.ones_like(phi), method.prior.mask(torch.ones_like(beta)))).bool()
-    names = [*_names(method), *["the prior's mean"] * method.prior.dimension(beta)]
+    learned = torch.cat((torch.ones_like(phi), hierarchy.prior.mask(torch.ones_like(beta)))).bool()
+    names = [*_names(hierarchy), *["the prior's mean"] * hierarchy.prior.dimension(beta)]
     names += ["the prior's scale"] * (p - len(names))
     fixed = torch.eye(p, dtype=torch.float64, device=phi.device)[:, ~learned]
-    gauge = gauge_directions(method, phi, beta)
+    gauge = gauge_directions(hierarchy, phi, beta)
     basis = _complement(torch.cat((fixed, gauge), dim=1), p)
     values, vectors = torch.linalg.eigh(basis.mT @ total @ basis)
     vectors = basis @ vectors
@@ -192,11 +209,11 @@ def theta_draws(
     )
     theta = torch.cat((phi, beta)).double() + (noise * values.rsqrt()) @ vectors.mT
     size = phi.shape[0]
-    return [(t[:size].to(phi.dtype), method.prior.project(t[size:].to(beta.dtype))) for t in theta]
+    return [(t[:size].to(phi.dtype), hierarchy.prior.project(t[size:].to(beta.dtype))) for t in theta]
 
 
-def _names(method: FedSOUK) -> list[str]:
-    layout = method.model.phi_layout
+def _names(hierarchy: Hierarchy) -> list[str]:
+    layout = hierarchy.model.phi_layout
     return [n for n, s in zip(layout.names, layout.sizes, strict=True) for _ in range(s)]
 
 
@@ -211,8 +228,8 @@ def _complement(vectors: Tensor, p: int) -> Tensor:
 
 
 def reweighted(
-    method: FedSOUK,
-    published: dict[str, Tensor],
+    hierarchy: Hierarchy,
+    published: Tensors,
     theta: tuple[Tensor, Tensor],
     cohort: Cohort,
     draws: Tensor,
@@ -222,8 +239,8 @@ def reweighted(
     resampling with uniform numbers ``[C, L]``; and the effective number of draws behind them, ``[C]``."""
 
     def joint(phi: Tensor, beta: Tensor) -> Tensor:
-        target = method.target(phi, beta, method.model.features(phi, cohort), cohort)
-        return target.likelihood.value(draws) + method.prior.log_prob(beta, draws)
+        target = hierarchy.target(phi, beta, hierarchy.model.features(phi, cohort), cohort)
+        return target.likelihood.value(draws) + hierarchy.prior.log_prob(beta, draws)
 
     log_weight = joint(*theta) - joint(published["phi"], published["beta"])
     weight = torch.softmax(log_weight.double(), dim=1)

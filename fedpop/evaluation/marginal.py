@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedpop.kernels.target import Target
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.errors import EstimateError
+from fedpop.evaluation import quadrature
+from fedpop.kernels import Hierarchy, Target
 from fedpop.keys import Key
+from fedpop.questions import Question, Units
 
 DEGREES = 5.0
 PROPOSALS = 1000
@@ -36,12 +41,62 @@ class LogLikelihood:
         return f"{self.value:.2f} +- {self.error:.2f} ({self.method})"
 
 
+@dataclass(frozen=True)
+class MarginalLikelihood(Question[LogLikelihood]):
+    """log p(D | theta), summed over everyone; who is hard to estimate is told as a number, not by name."""
+
+    hierarchy: Hierarchy
+    name: ClassVar[str] = "marginal likelihood"
+
+    def ask(self, known: Tensors) -> Tensors:
+        return {n: known[n] for n in ("phi", "beta")}
+
+    @property
+    def method(self) -> str:
+        if self.hierarchy.closed_form:
+            return "closed form"
+        return "importance sampling" if self.hierarchy.prior.normalised else "quadrature"
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        """Value, squared error, and whether the estimate fails, with its Pareto shape."""
+        cohort = units.cohort
+        with torch.no_grad():
+            target = self.hierarchy.target_at(asked["phi"], asked["beta"], cohort)
+            if target.closed_form:
+                value = closed_form(target).double()
+            elif not self.hierarchy.prior.normalised:
+                value = quadrature.evidence(target, len(cohort))
+            else:
+                draws = units.personal()["draws"].flatten(1, 2)
+                value, error, shape = importance(target, draws, key, cohort.units)
+                filled = (cohort.sizes > 0).double()
+                failed = (~(shape <= WORST_SHAPE)).double().to(value.device) * filled
+                return _summed(value * filled, error.square() * filled, failed)
+        none = torch.zeros_like(value)
+        return _summed(value, none, none)
+
+    def finish(self, known: Tensors, total: Total) -> LogLikelihood:
+        value, variance, failed = total.weighted["evidence"].tolist()
+        if failed:
+            raise EstimateError(
+                f"importance sampling fails for {failed:.0f} client(s), with a Pareto shape above {WORST_SHAPE}: "
+                f"z has {self.hierarchy.model.z_layout.size} dimensions, and no simple proposal covers its "
+                "posterior"
+            )
+        return LogLikelihood(value, variance**0.5, self.method)
+
+
+def _summed(*parts: Tensor) -> Answer:
+    everyone = torch.ones(len(parts[0]), dtype=torch.bool, device=parts[0].device)
+    return Answer(everyone, sums={"evidence": torch.stack([p.sum() for p in parts])})
+
+
 def closed_form(target: Target) -> Tensor:
     """log p(D_i | theta), ``[C]``, where the posterior is Gaussian or a mixture of Gaussians."""
     return target.evidence()
 
 
-def importance(target: Target, draws: Tensor, key: Key, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def importance(target: Target, draws: Tensor, key: Key, units: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Estimate, standard error and Pareto shape per client from posterior draws ``[C, S, d]``."""
     from arviz_stats.base import array_stats  # type: ignore[attr-defined]
 
@@ -52,9 +107,9 @@ def importance(target: Target, draws: Tensor, key: Key, ids: Tensor) -> tuple[Te
     cov = centred.mT @ centred / (draws.shape[1] - 1)
     jitter = 1e-8 * cov.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     root = torch.linalg.cholesky(1.1 * cov + jitter * torch.eye(d, dtype=cov.dtype, device=cov.device))
-    normal = key.at(purpose="proposal").normal(ids, (PROPOSALS, d), torch.float64)
+    normal = key.at(purpose="proposal").normal(units, (PROPOSALS, d), torch.float64)
     # chi-square with 5 degrees from five squared normals, so that the proposal has heavy tails
-    spread = key.at(purpose="spread").normal(ids, (PROPOSALS, int(DEGREES)), torch.float64)
+    spread = key.at(purpose="spread").normal(units, (PROPOSALS, int(DEGREES)), torch.float64)
     chi = spread.square().sum(-1, keepdim=True) / DEGREES
     z = location + (normal @ root.mT) / chi.sqrt()
     quadratic = (normal / chi.sqrt()).square().sum(-1)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.fedsouk import FedSOUK
+from fedpop.algorithms.hierarchical import Hierarchical
 from fedpop.client.phi_gradient import expected_normal
 from fedpop.errors import EstimateError
 from fedpop.federation.cohort import Cohort
@@ -32,7 +32,7 @@ TOLERANCE = 1e-10
 class MeanField:
     """h of a conjugate model on a cohort (double precision) for ULA with gamma_i = c / L_i."""
 
-    method: FedSOUK
+    method: Hierarchical
     cohort: Cohort
 
     @property
@@ -42,7 +42,7 @@ class MeanField:
 
     def __call__(self, theta: Tensor, c: float) -> Tensor:
         """h(theta), differentiable in theta."""
-        model, prior = self.method.model, self.method.prior
+        model, prior = self.method.model, self.method.hierarchy.prior
         phi, beta = theta[: self.size], theta[self.size :]
         mean, cov = stationary(self._target(phi, beta), c)
         with torch.enable_grad():
@@ -59,8 +59,7 @@ class MeanField:
         return torch.cat((j, prior.gradient(beta, i)))
 
     def _target(self, phi: Tensor, beta: Tensor) -> Target:
-        features = self.method.model.features(phi, self.cohort)
-        return self.method.target(phi, beta, features, self.cohort)
+        return self.method.hierarchy.target_at(phi, beta, self.cohort)
 
     def jacobian(self, theta: Tensor, c: float) -> Tensor:
         """dh / dtheta."""
@@ -75,7 +74,7 @@ class MeanField:
         theta: Tensor = start.double()
         # What the prior holds fixed has no equation, and may not move to solve the others.
         free = torch.ones_like(theta)
-        free[self.size :] = self.method.prior.mask(free[self.size :])
+        free[self.size :] = self.method.hierarchy.prior.mask(free[self.size :])
         for _ in range(ITERATIONS):
             h = self(theta, c)
             move = -torch.linalg.pinv(self.jacobian(theta, c) * free, rtol=1e-9) @ h

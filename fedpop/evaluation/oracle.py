@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.fedsouk import FedSOUK
+from fedpop.algorithms.hierarchical import Hierarchical
 from fedpop.evaluation.marginal import closed_form
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
@@ -28,23 +28,22 @@ class Optimum:
     log_likelihood: float
 
 
-def everyone(method: FedSOUK, federation: Federation) -> Cohort:
+def everyone(method: Hierarchical, federation: Federation) -> Cohort:
     """All clients as one cohort, in double precision."""
     device = method.model.initial_phi().device
     ids = torch.arange(len(federation))
-    cohort = federation.cohort(ids, torch.ones(len(ids)), device)
+    cohort = federation.cohort(ids, device)
     wide = map_inputs(lambda v: v.double() if v.is_floating_point() else v, cohort.x)
     return replace(cohort, x=wide, y=cohort.y.double())
 
 
-def log_likelihood(method: FedSOUK, cohort: Cohort, phi: Tensor, beta: Tensor) -> Tensor:
+def log_likelihood(method: Hierarchical, cohort: Cohort, phi: Tensor, beta: Tensor) -> Tensor:
     """The exact marginal log-likelihood of a cohort."""
-    features = method.model.features(phi, cohort)
-    return closed_form(method.target(phi, beta, features, cohort)).sum()
+    return closed_form(method.hierarchy.target_at(phi, beta, cohort)).sum()
 
 
 def exact_optimum(
-    method: FedSOUK,
+    method: Hierarchical,
     federation: Federation,
     starts: Sequence[tuple[Tensor, Tensor]],
     iterations: int = 300,
@@ -69,7 +68,7 @@ def exact_optimum(
             loss = -log_likelihood(method, cohort, theta[:size], theta[size:])
             loss.backward()
             assert theta.grad is not None
-            theta.grad[size:] = method.prior.mask(theta.grad[size:])  # what is fixed stays
+            theta.grad[size:] = method.hierarchy.prior.mask(theta.grad[size:])  # what is fixed stays
             return loss
 
         optimiser.step(closure)

@@ -27,7 +27,7 @@ from fedpop.federation.clients import Client
 from fedpop.kernels import HMC, Exponential
 from fedpop.models.base import Model
 from fedpop.population import Population
-from fedpop.priors.em import EM
+from fedpop.server.em import EM
 from fedpop.priors.normal import Normal
 from fedpop.report.results import Record, record
 from fedpop.server.optimisers import Adam, Average

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from fedpop.errors import DataError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import (
+    Example,
     Inputs,
     as_inputs,
     as_tensor,
@@ -23,6 +25,8 @@ from fedpop.federation.inputs import (
     require_finite,
     rows_of,
 )
+from fedpop.federation.participation.rules import Roster
+from fedpop.keys import units_of
 
 SPLITS = ("train", "validation", "test")
 
@@ -215,14 +219,23 @@ class Federation:
                 check(packed.y[start : start + size], f"client {name!r}{extra}")
             raise
 
-    def cohort(
-        self,
-        ids: Tensor,
-        weights: Tensor,
-        device: torch.device,
-        split: str = "train",
-    ) -> Cohort:
-        """The data of these clients on ``device``."""
+    @cached_property
+    def units(self) -> Tensor:
+        """The numbers under which clients draw, by their names, ``[b]``."""
+        return units_of(self.names)
+
+    @cached_property
+    def roster(self) -> Roster:
+        """Who may take part."""
+        return Roster(self.units)
+
+    @property
+    def example(self) -> Example:
+        """What one example looks like: all that a model needs to know of data."""
+        return Example.of(self.train.x)
+
+    def cohort(self, ids: Tensor, device: torch.device, split: str = "train") -> Cohort:
+        """The data of the clients at these positions on ``device``."""
         packed = self.splits[split]
         where = packed.sizes.device
         ids_here = ids.to(where)
@@ -237,18 +250,19 @@ class Federation:
             )
             x, y = map_inputs(lambda v: v[rows], x), y[rows]
         return Cohort(
-            ids=ids.to(device),
+            units=self.units[ids.to("cpu")].to(device),
             sizes=sizes.to(device),
             x=map_inputs(lambda v: v.to(device), x),
             y=y.to(device),
-            weights=weights.to(device),
             longest=int(sizes.max()) if len(sizes) else 0,
             embedded=self.embedded,
         )
 
     def fingerprint(self) -> str:
-        """A digest of all data, so that a resumed run can tell whether they changed."""
+        """A digest of all names and data, so that a resumed run can tell whether they changed."""
         digest = hashlib.sha256()
+        for name in self.names:
+            digest.update(f"{name}\n".encode())
         for split in sorted(self.splits):
             packed = self.splits[split]
             digest.update(split.encode())

@@ -1,7 +1,8 @@
-"""The clients worked on together in one call: ragged data, packed, with padding only where needed."""
+"""The units worked on together in one call: ragged data, packed, with padding only where needed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,26 +14,26 @@ from fedpop.federation.inputs import Inputs, map_inputs
 
 @dataclass(frozen=True)
 class Cohort:
-    """C clients and their n examples, rows of one client next to each other.
+    """C units and their n examples, rows of one unit next to each other.
 
-    ``weights`` multiply what a client sends (1/p_i, say), on the client's side of the sum.
+    ``units`` are the hashes of their names (``keys.unit_of``), under which they draw; nothing here says where in a
+    federation they stand, or with which weight they count.
     """
 
-    ids: Tensor
+    units: Tensor
     sizes: Tensor
     x: Inputs
     y: Tensor
-    weights: Tensor
     longest: int
     embedded: bool = False
     """x already holds features (a frozen backbone's are computed once)."""
 
     def __len__(self) -> int:
-        return self.ids.shape[0]
+        return self.units.shape[0]
 
     @property
     def device(self) -> torch.device:
-        return self.ids.device
+        return self.units.device
 
     @cached_property
     def owner(self) -> Tensor:
@@ -101,16 +102,23 @@ class Cohort:
         owner = torch.repeat_interleave(torch.arange(len(index), device=self.device), sizes)
         offset = torch.arange(owner.shape[0], device=self.device)
         rows = starts[owner] + offset - (torch.cumsum(sizes, 0) - sizes)[owner]
-        return self.take(rows, self.ids[index], sizes, self.weights[index])
+        return self.take(rows, self.units[index], sizes)
 
-    def take(self, rows: Tensor | slice, ids: Tensor, sizes: Tensor, weights: Tensor) -> Cohort:
-        """A cohort of these rows, which must lie client by client."""
+    def take(self, rows: Tensor | slice, units: Tensor, sizes: Tensor) -> Cohort:
+        """A cohort of these rows, which must lie unit by unit."""
         return Cohort(
-            ids=ids,
+            units=units,
             sizes=sizes,
             x=map_inputs(lambda v: v[rows], self.x),
             y=self.y[rows],
-            weights=weights,
             longest=int(sizes.max()) if len(sizes) else 0,
             embedded=self.embedded,
         )
+
+    def one_by_one(self) -> Iterator[Cohort]:
+        """A cohort for each unit; its rows are views."""
+        start = 0
+        for i, size in enumerate(self.sizes.tolist()):
+            one = slice(i, i + 1)
+            yield self.take(slice(start, start + size), self.units[one], self.sizes[one])
+            start += size

@@ -32,7 +32,7 @@ def hold_out(clients: Any, *, test: float = 0.2, validation: float = 0.0, seed: 
     key = Key(seed, purpose="hold-out")
     rows: dict[str, list[Tensor]] = {"train": [], "validation": [], "test": []}
     for i, n in enumerate(packed.sizes.tolist()):
-        order = torch.argsort(key.uniform(torch.tensor([i]), (n,), torch.float64)[0])
+        order = torch.argsort(key.uniform(federation.units[i : i + 1], (n,), torch.float64)[0])
         order = order + int(packed.starts[i])
         most = max(n - 1, 0)
         tested = min(round(test * n), most)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,38 @@ from torch import Tensor
 from fedpop.errors import DataError
 
 Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Example:
+    """What one example looks like, without any of its values: the names of x's parts (none for a single tensor,
+    numbers for a tuple), their shapes and types.
+
+    >>> Example.of({"age": torch.zeros(5), "image": torch.zeros(5, 3, 8, 8)}).shapes
+    ((), (3, 8, 8))
+    """
+
+    names: tuple[str | int, ...] | None
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, x: Inputs) -> Example:
+        names = None if isinstance(x, Tensor) else tuple(x) if isinstance(x, dict) else tuple(range(len(x)))
+        parts = leaves(x)
+        return cls(names, tuple(tuple(v.shape[1:]) for v in parts), tuple(v.dtype for v in parts))
+
+    def zeros(self, count: int, device: torch.device, dtype: torch.dtype) -> Inputs:
+        """So many such examples, all of zeros; floating-point parts in this type."""
+        parts = [
+            torch.zeros((count, *shape), dtype=dtype if own.is_floating_point else own, device=device)
+            for shape, own in zip(self.shapes, self.dtypes, strict=True)
+        ]
+        if self.names is None:
+            return parts[0]
+        if all(isinstance(name, int) for name in self.names):
+            return tuple(parts)
+        return {str(name): part for name, part in zip(self.names, parts, strict=True)}
 
 
 def leaves(x: Inputs) -> list[Tensor]:

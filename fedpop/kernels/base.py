@@ -21,6 +21,7 @@ from torch import Tensor
 from fedpop.kernels.mass import Mass
 from fedpop.kernels.target import Precision, Target
 from fedpop.keys import Key
+from fedpop.settings import Setting
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class Tuning:
     log_step: Tensor
     updates: Tensor
     mass: Mass | None = None
+
+    NAMES: ClassVar[tuple[str, ...]] = ("log_step", "updates", "mass_mean", "mass_variance", "mass_weight")
+    """What ``to_local`` may give."""
 
     @classmethod
     def fresh(cls, clients: int, log_step: float, like: Tensor, dimension: int | None = None) -> Tuning:
@@ -111,9 +115,8 @@ class Noise:
 
     CHUNK = 2**20
 
-    def __init__(self, key: Key, ids: Tensor, z: Tensor, steps: int, antithetic: bool = False) -> None:
-        self._antithetic = antithetic
-        self._key, self._ids, self._dtype, self._steps = key, ids, z.dtype, steps
+    def __init__(self, key: Key, units: Tensor, z: Tensor, steps: int) -> None:
+        self._key, self._units, self._dtype, self._steps = key, units, z.dtype, steps
         self._shape = tuple(z.shape[1:])
         self._chunk = max(1, min(steps, self.CHUNK // max(z.numel(), 1)))
         self._held: dict[str, tuple[int, Tensor]] = {}
@@ -123,38 +126,51 @@ class Noise:
         """Other numbers for the same transitions."""
         if purpose not in self._nested:
             key = self._key.at(purpose=purpose)
-            self._nested[purpose] = Noise(key, self._ids, self._like, self._steps)
+            self._nested[purpose] = Noise(key, self._units, self._like, self._steps)
         return self._nested[purpose]
 
     def normal(self, m: int) -> Tensor:
         """Standard normal numbers for transition m, in the shape of z."""
-        drawn = self._fetch("noise", m, self._shape, self._key.at(purpose="noise").normal)
-        return mirrored(drawn) if self._antithetic else drawn
+        return self._fetch("noise", m, self._shape, self._key.at(purpose="noise").normal)[:, 0]
+
+    def all_normal(self) -> Tensor | None:
+        """Those of all transitions, ``[C, M, K, d]``; None where they are too many to be held at once."""
+        if self._chunk < self._steps:
+            return None
+        return self._fetch("noise", 0, self._shape, self._key.at(purpose="noise").normal, self._steps)
+
+    def all_uniform(self, count: int) -> Tensor | None:
+        """``[C, M, K, count]``, likewise."""
+        if self._chunk < self._steps:
+            return None
+        shape = (self._shape[0], count)
+        return self._fetch("accept", 0, shape, self._key.at(purpose="accept").uniform, self._steps)
 
     def uniform(self, m: int, count: int) -> Tensor:
         """``count`` uniform numbers per chain for transition m, ``[C, K, count]``."""
         shape = (self._shape[0], count)
-        drawn = self._fetch("accept", m, shape, self._key.at(purpose="accept").uniform)
-        return drawn[:, ::2].repeat_interleave(2, 1) if self._antithetic else drawn
+        return self._fetch("accept", m, shape, self._key.at(purpose="accept").uniform)[:, 0]
 
     def per_row(self, m: int, count: int) -> Tensor:
         """A uniform number for each of a client's examples in transition m, ``[C, count]``.
 
         An example's number does not depend on how many others there are, in its cohort's padding say.
         """
-        return self._key.at(purpose=f"rows-{m}").uniform(self._ids, (count,))
+        return self._key.at(purpose=f"rows-{m}").uniform(self._units, (count,))
 
-    def _fetch(self, name: str, m: int, shape: tuple[int, ...], draw: Callable[..., Tensor]) -> Tensor:
+    def _fetch(
+        self, name: str, m: int, shape: tuple[int, ...], draw: Callable[..., Tensor], count: int = 1
+    ) -> Tensor:
         start, held = self._held.get(name, (-1, None))
         if held is None or not start <= m < start + held.shape[1]:
             start = m - m % self._chunk
             steps = min(self._chunk, self._steps - start)
-            held = draw(self._ids, shape, self._dtype, start, steps)
+            held = draw(self._units, shape, self._dtype, start, steps)
             self._held[name] = (start, held)
-        return held[:, m - start]
+        return held[:, m - start : m - start + count]
 
 
-class Kernel(ABC):
+class Kernel(Setting, ABC):
     """A Markov kernel on z, vectorised over clients and chains."""
 
     name: ClassVar[str]
@@ -176,6 +192,13 @@ class Kernel(ABC):
         """How many of a client's examples a step looks at; None: all of them."""
         return None
 
+    def check(self, closed_form: bool) -> None:  # noqa: B027
+        """Raise unless this kernel can sample posteriors that are, or are not, closed-form."""
+
+    def independent(self, target: Target) -> bool:
+        """Its draws from this posterior are exact and independent: there is nothing to burn in."""
+        return False
+
     def preparation(self, target: Target) -> int:
         """Gradient evaluations (or products with a Hessian, which cost as much) that ``prepare`` makes."""
         return 0
@@ -188,6 +211,10 @@ class Kernel(ABC):
     def step(self, target: Target, plan: Any, state: State, noise: Noise, m: int) -> Transition:
         """One transition of every chain."""
 
+    def draw_all(self, target: Target, plan: Any, tuning: Tuning, noise: Noise) -> Tensor | None:
+        """All M draws ``[C, M, K, d]`` at once, where they are independent; None where they are not."""
+        return None
+
     def first_tuning(self, clients: int, like: Tensor, dimension: int | None = None) -> Tuning:
         """The tuning of clients never seen; ``dimension`` is that of z unless the head is linear."""
         return Tuning.fresh(clients, self.initial_log_step, like, dimension if self.adapts_mass else None)
@@ -198,32 +225,25 @@ class Kernel(ABC):
             return target.precision()
         return target.precision(tuning.mass.sd(target.prior.unit(target.beta)))
 
-    def adapt(self, target: Target, trace: Pass) -> Tuning:
+    def adapt(self, target: Target, done: Pass) -> Tuning:
         """The next tuning from what a pass did with the present one."""
-        tuning = trace.tuning
+        tuning = done.tuning
         log_step = tuning.log_step
         if self.target_acceptance is not None:
             gain = (tuning.updates + 1).pow(-0.5).clamp(min=0.1)
-            log_step = log_step + gain * (trace.acceptance - self.target_acceptance)
+            log_step = log_step + gain * (done.acceptance - self.target_acceptance)
         # A chain that diverged takes half the step from now on.
-        log_step = torch.where(trace.diverged > 0, tuning.log_step - math.log(2), log_step)
+        log_step = torch.where(done.diverged > 0, tuning.log_step - math.log(2), log_step)
         mass = tuning.mass
         if mass is not None:
             prior = target.prior.unit(target.beta)
-            draws, grads = trace.draws.flatten(1, 2), trace.grads.flatten(1, 2)
+            draws, grads = done.draws.flatten(1, 2), done.grads.flatten(1, 2)
             mass, before = mass.after(draws, grads, tuning.updates), mass.sd(prior)
             # The step was short for the sake of a direction that turns out to be narrow: now that steps
             # are measured by its width, its own may stay as it was, and all others grow.
             narrowed = (before / mass.sd(prior)).amax(-1)
             log_step = torch.where(narrowed > 2, log_step + narrowed.log(), log_step)
         return Tuning(log_step.clamp(max=self.largest_log_step), tuning.updates + 1, mass)
-
-
-def mirrored(noise: Tensor) -> Tensor:
-    """Noise ``[C, K, d]`` for pairs of chains that move against each other: the second has the first's,
-    negated. Each chain alone is what it was, and the odd part of their errors cancels in the mean."""
-    first = noise[:, ::2]
-    return torch.stack((first, -first), 2).flatten(1, 2)
 
 
 def guarded(new: State, old: State, slack: Tensor | float = 1.0) -> tuple[State, Tensor]:
@@ -245,10 +265,9 @@ def run(
     tuning: Tuning,
     steps: int,
     key: Key,
-    ids: Tensor,
+    units: Tensor,
     *,
     adapt: bool,
-    antithetic: bool = False,
 ) -> Pass:
     """``steps`` transitions of every chain from z ``[C, K, d]``, theta fixed."""
     state = State.at(target, z)
@@ -258,7 +277,36 @@ def run(
         mean = target.prior.mu(target.beta).expand_as(z)
         state = State.at(target, mean).where(lost, state)
     plan = kernel.prepare(target, state.z, tuning, key.round)
-    noise = Noise(key, ids, z, steps, antithetic)
+    noise = Noise(key, units, z, steps)
+    out = _at_once(kernel, target, plan, tuning, noise) or _one_by_one(
+        kernel, target, plan, tuning, state, noise, steps
+    )
+    out = replace(
+        out,
+        gradient_evaluations=1 + kernel.preparation(target) + steps * kernel.gradients_per_step,
+        batched=0 if kernel.batch_size is None else steps * kernel.gradients_per_step,
+    )
+    return replace(out, tuning=kernel.adapt(target, out)) if adapt else out
+
+
+def _at_once(kernel: Kernel, target: Target, plan: Any, tuning: Tuning, noise: Noise) -> Pass | None:
+    """Independent draws need no loop; where one of them has no density the loop sorts it out."""
+    draws = kernel.draw_all(target, plan, tuning, noise)
+    if draws is None:
+        return None
+    clients, steps, chains, d = draws.shape
+    value, grad = target.value_and_grad(draws.reshape(clients, steps * chains, d))
+    if not bool(torch.isfinite(value).all() & torch.isfinite(grad).all()):
+        return None
+    grads = grad.reshape(draws.shape)
+    last = State(draws[:, -1], value.reshape(clients, steps, chains)[:, -1], grads[:, -1])
+    none = value.new_zeros(clients)
+    return Pass(draws, grads, last, tuning, torch.ones_like(none), none, 0)
+
+
+def _one_by_one(
+    kernel: Kernel, target: Target, plan: Any, tuning: Tuning, state: State, noise: Noise, steps: int
+) -> Pass:
     draws, grads = [], []
     acceptance = torch.zeros_like(state.value)
     diverged = torch.zeros_like(state.value)
@@ -269,14 +317,12 @@ def run(
         grads.append(state.grad)
         acceptance = acceptance + out.acceptance / steps
         diverged = diverged + out.diverged
-    trace = Pass(
+    return Pass(
         draws=torch.stack(draws, 1),
         grads=torch.stack(grads, 1),
         state=state,
         tuning=tuning,
         acceptance=acceptance.mean(1),
         diverged=diverged.sum(1),
-        gradient_evaluations=1 + kernel.preparation(target) + steps * kernel.gradients_per_step,
-        batched=0 if kernel.batch_size is None else steps * kernel.gradients_per_step,
+        gradient_evaluations=0,
     )
-    return replace(trace, tuning=kernel.adapt(target, trace)) if adapt else trace

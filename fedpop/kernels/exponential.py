@@ -50,3 +50,19 @@ class Exponential(Kernel):
         new = State.at(target, state.z + precision.root_transposed(move))
         new, diverged = guarded(new, state)
         return Transition(new, new.value.new_ones(new.value.shape), diverged)
+
+    def independent(self, target: Target) -> bool:
+        return self.h == 1 and target.conjugate
+
+    def draw_all(
+        self, target: Target, plan: tuple[Precision, Tensor], tuning: Tuning, noise: Noise
+    ) -> Tensor | None:
+        """At h = 1 a step forgets where it started: N(mean, Q^-1), as often as there are steps."""
+        if not self.independent(target) or bool((tuning.log_step != 0).any()):
+            return None
+        xi = noise.all_normal()
+        if xi is None:
+            return None
+        clients, steps, chains, d = xi.shape
+        centred = plan[0].root_transposed(xi.reshape(clients, steps * chains, d))
+        return (target.posterior_mean().unsqueeze(1) + centred).reshape(xi.shape)

@@ -28,21 +28,24 @@ class MixtureDraw(Kernel):
     For a Normal likelihood, a linear head and a prior made of Normals; with one of them it is the
     exponential step with h = 1.
 
-    >>> from torch import nn
-    >>> import fedpop as fp
-    >>> model = fp.Composition(nn.Linear(4, 2), nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
-    >>> fp.FedSOUL(model, prior="mixture").kernel
-    MixtureDraw()
+    >>> MixtureDraw().gradients_per_step
+    1
     """
 
     name: ClassVar[str] = "MixtureDraw"
     adjusted: ClassVar[bool] = False
 
-    def prepare(self, target: Target, z: Tensor, tuning: Tuning, round: int) -> Posterior:
-        if not target.closed_form:
+    def check(self, closed_form: bool) -> None:
+        if not closed_form:
             raise SettingsError(
                 "MixtureDraw needs a normal likelihood, a linear head and a prior made of Normals; use HMC()"
             )
+
+    def independent(self, target: Target) -> bool:
+        return True
+
+    def prepare(self, target: Target, z: Tensor, tuning: Tuning, round: int) -> Posterior:
+        self.check(target.closed_form)
         log_weight = target.component_evidence()
         # A client whose likelihood overflows has no weights: any component will do, it is left out anyway.
         log_weight = torch.where(torch.isfinite(log_weight), log_weight, torch.zeros_like(log_weight))
@@ -51,10 +54,23 @@ class MixtureDraw(Kernel):
         return Posterior(log_weight.softmax(1).cumsum(1)[:, :-1], means, factors)
 
     def step(self, target: Target, plan: Posterior, state: State, noise: Noise, m: int) -> Transition:
-        xi, uniform = noise.normal(m), noise.uniform(m, 1)
+        new, diverged = guarded(
+            State.at(target, self._draws(plan, noise.normal(m), noise.uniform(m, 1))), state
+        )
+        return Transition(new, new.value.new_ones(new.value.shape), diverged)
+
+    def draw_all(self, target: Target, plan: Posterior, tuning: Tuning, noise: Noise) -> Tensor | None:
+        xi, uniform = noise.all_normal(), noise.all_uniform(1)
+        if xi is None or uniform is None:
+            return None
+        clients, _, _, d = xi.shape
+        flat = self._draws(plan, xi.reshape(clients, -1, d), uniform.reshape(clients, -1, 1))
+        return flat.reshape(xi.shape)
+
+    @staticmethod
+    def _draws(plan: Posterior, xi: Tensor, uniform: Tensor) -> Tensor:
         chosen = (uniform > plan.edges.unsqueeze(1)).sum(-1, keepdim=True)
         z = torch.zeros_like(xi)
         for k, (mean, factor) in enumerate(zip(plan.means, plan.factors, strict=True)):
             z = torch.where(chosen == k, mean.unsqueeze(1) + factor.root_transposed(xi), z)
-        new, diverged = guarded(State.at(target, z), state)
-        return Transition(new, new.value.new_ones(new.value.shape), diverged)
+        return z

@@ -144,7 +144,7 @@ class Target:
     def closed_form(self) -> bool:
         """Normal likelihood, linear head, prior made of Normals: so is the posterior."""
         local = self.likelihood
-        normal = isinstance(local, LinearLikelihood) and local.likelihood.name == "normal"
+        normal = isinstance(local, LinearLikelihood) and local.likelihood.quadratic
         return normal and self.prior.component is not None
 
     @property
@@ -261,11 +261,15 @@ class Target:
             return mean, torch.einsum(
                 "ck,ckij->cij", weight, covs + apart.unsqueeze(-1) * apart.unsqueeze(-2)
             )
-        factor = self.block_precision
+        return self.posterior_mean(), self.covariance()
+
+    def posterior_mean(self) -> Tensor:
+        """The mean ``[C, d]`` of a Gaussian posterior: one Newton step from the prior's."""
+        local = self.likelihood
+        assert isinstance(local, LinearLikelihood) and self.conjugate
         mu = self.prior.mu(self.beta).expand(local.features.shape[0], -1)
         _, grad = self._at(mu)
-        mean = mu + factor.solve(grad.unsqueeze(1)).squeeze(1)
-        return mean, self.covariance()
+        return mu + self.block_precision.solve(grad.unsqueeze(1)).squeeze(1)
 
     def mixture(self) -> tuple[Tensor, Tensor, Tensor]:
         """The posterior as a mixture of Gaussians: log-weights ``[C, K]``, means, covariances."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedpop.errors import DataError, ModelError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.inputs import Inputs, leaves, map_inputs, narrowed
+from fedpop.federation.inputs import Example, Inputs, leaves, map_inputs, narrowed
 from fedpop.keys import Key
 from fedpop.models.flat import Layout
 from fedpop.models.likelihoods import Likelihood, Params
@@ -67,8 +67,6 @@ class Model(ABC):
     z_layout: Layout
     linear: bool
     """The head is linear in its features: batched products, curvature, exact preconditioning."""
-    known_linear: bool
-    """The same as far as the modules alone can tell, before any example was seen."""
     outputs: int
     network: bool = False
     """phi is the weights of a nonlinear network, which wants smaller steps than a linear map."""
@@ -180,25 +178,52 @@ class Model(ABC):
         return None
 
     def row_keys(self, cohort: Cohort, key: Key) -> RowKeys:
-        return RowKeys(key, cohort.ids[cohort.owner], cohort.position)
+        return RowKeys(key, cohort.units[cohort.owner], cohort.position)
 
     def features(self, phi: Tensor, cohort: Cohort, rows: RowKeys | None = None) -> Inputs:
         """``embed`` of a cohort's examples, or what was computed before if phi cannot change it."""
         return cohort.x if cohort.embedded else self.embed(phi, cohort.x, rows)
 
-    def prepare(self, federation: Federation) -> Federation:
-        """Data checked against this model: targets, types, one probing forward pass."""
+    def prepared(self, example: Example) -> Self:
+        """This model for examples of this kind: what the modules alone do not tell (how many outputs there are,
+        what comes last) is found by one pass of two examples of zeros, so that a server without data and a site
+        without the others find the same."""
         phi = self.initial_phi()
+        out = copy.copy(self)
+        out._look(example.zeros(2, phi.device, phi.dtype), phi)
+        return out
 
-        def cast(leaf: Tensor) -> Tensor:
-            return leaf.to(phi.dtype) if torch.is_floating_point(leaf) else leaf
+    def _look(self, x: Inputs, phi: Tensor) -> None:
+        """What a copy of a model learns from two examples."""
+        self.outputs = self._outputs_at(x, phi)
+        self.likelihood.check_head(self.outputs)
+
+    precision = "float32"
+
+    def chosen_precision(self) -> str:
+        return "float32"
+
+    def at_precision(self, precision: str) -> Self:
+        return self
+
+    def known(self) -> dict[str, Any]:
+        """What ``prepared`` found, for a file."""
+        return {"outputs": self.outputs, "linear": self.linear}
+
+    def knowing(self, known: Mapping[str, Any]) -> Self:
+        """This model with what another one like it has found."""
+        out = copy.copy(self)
+        out.outputs, out.linear = int(known["outputs"]), bool(known["linear"])
+        return out
+
+    def checked(self, federation: Federation) -> Federation:
+        """Data checked against this (prepared) model: targets and types; features of a frozen backbone."""
+        phi = self.initial_phi()
 
         def check(y: Tensor, where: str) -> Tensor:
             y = self.likelihood.check_targets(y, self.outputs, where)
             return narrowed(y, phi.dtype, lambda row: f"{where}, row {row}: y")
 
-        if not federation.embedded:
-            self._probe(map_inputs(lambda v: cast(v[:2].to(phi.device)), federation.train.x), phi)
         federation = federation.map_targets(check, phi.dtype)
         if self.frozen and not federation.embedded:
             federation = federation.map_inputs(lambda x: self._embed_all(phi, x))
@@ -213,11 +238,9 @@ class Model(ABC):
                 parts.append(self.embed(phi, part))
         return map_inputs(lambda *v: torch.cat(v), *parts)
 
-    def _probe(self, x: Inputs, phi: Tensor) -> None:
-        """One forward pass of two examples: does the model accept them, and what comes out?"""
+    def _outputs_at(self, x: Inputs, phi: Tensor) -> int:
+        """One forward pass: does the model accept such examples, and how many outputs come out?"""
         count = leaves(x)[0].shape[0]
-        if count == 0:
-            return
         keys = RowKeys(
             Key(0, purpose="probe"),
             torch.zeros(count, dtype=torch.int64, device=phi.device),
@@ -239,9 +262,7 @@ class Model(ABC):
                 f"for {count} examples the head gave outputs of shape {tuple(eta.shape[1:])}; "
                 f"expected ({count}, {self.outputs})"
             )
-        # Until now their number was read off the layers, in the order they were registered.
-        self.outputs = eta.shape[2]
-        self.likelihood.check_head(self.outputs)
+        return eta.shape[2]
 
     def bind_linear(self, phi: Tensor, features: Inputs, cohort: Cohort, bias: bool) -> LocalLikelihood:
         """The native path: a padded feature block with a column of ones."""

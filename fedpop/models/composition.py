@@ -57,7 +57,7 @@ class Composition(Model):
             {f"backbone.{n}": tuple(p.shape) for n, p in shared.items()} | likelihood_layout(self.likelihood)
         )
         shapes = {n: tuple(p.shape) for n, p in personal.items()}
-        self.linear = self.known_linear = type(self.head) is nn.Linear
+        self.linear = type(self.head) is nn.Linear
         self.z_layout = (LinearLayout if self.linear else Layout).of(shapes)
         self.outputs = _outputs_of(self.head)
         self.likelihood.check_head(self.outputs)

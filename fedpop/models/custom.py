@@ -126,7 +126,7 @@ class CustomModel(Model):
         self.z_layout: LinkedLayout = LinkedLayout.of_parameters(personal)
         self._named = tuple(shared)
         self.dtype, self.device = dtype, torch.device("cpu" if device is None else device)
-        self.linear = self.known_linear = False
+        self.linear = False
         self.outputs = 1  # until it has seen an example
 
     def __repr__(self) -> str:
@@ -191,9 +191,8 @@ class CustomModel(Model):
         views = self.phi_layout.views(phi)
         return {name: views[name] for name in self._named}
 
-    def _probe(self, x: Inputs, phi: Tensor) -> None:
-        if self._outputs is not None:
-            super()._probe(x, phi)
+    def _outputs_at(self, x: Inputs, phi: Tensor) -> int:
+        return self.outputs if self._outputs is None else super()._outputs_at(x, phi)
 
     # --- before the first round ---------------------------------------------------------------
 
@@ -201,7 +200,7 @@ class CustomModel(Model):
         """Raise, with the client's name, unless every log-likelihood and its gradients are finite."""
         phi, z = self.initial_phi(), self.initial_z()
         for ids in torch.arange(len(federation)).split(CHECKED):
-            cohort = federation.cohort(ids, torch.ones(len(ids)), phi.device)
+            cohort = federation.cohort(ids, phi.device)
             try:
                 bad = self._not_finite(phi, z, cohort)
             except RuntimeError as error:

@@ -31,6 +31,37 @@ class Likelihood(ABC):
 
     name: ClassVar[str]
     discrete: ClassVar[bool] = False
+    ordered: ClassVar[bool] = False
+    """Targets are numbers with a distribution function, so that there are intervals of y."""
+    quadratic: ClassVar[bool] = False
+    """log p is quadratic in eta: with a linear head and Normal priors everything is closed-form."""
+    shifts: ClassVar[bool] = False
+    """All outputs may shift together without changing p (the logits of classes)."""
+
+    def classes(self, outputs: int) -> bool:
+        """Whether targets are judged as classes, or as numbers."""
+        return False
+
+    def probabilities(self, mean: Tensor) -> Tensor:
+        """Class probabilities ``[..., K]`` from E[y | eta]."""
+        raise SettingsError(f"a {self.name} likelihood has no class probabilities")
+
+    def working_response(self, y: Tensor) -> Tensor:
+        """y linearised at eta = 0: 4 (y - 1/2) for a yes/no target, say."""
+        zero = torch.zeros_like(y)
+        return (y - self.mean(zero, {})) / self.curvature(zero, {})
+
+    def variance_at(self, eta: Tensor, params: Params) -> Tensor:
+        """Var[y | eta]; the curvature, for families in their canonical form."""
+        return self.curvature(eta, params)
+
+    def cdf(self, eta: Tensor, y: Tensor, params: Params) -> Tensor:
+        """P(Y <= y | eta), for ordered targets."""
+        raise SettingsError(f"a {self.name} target has no cdf; use probs")
+
+    def bracket(self, eta: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        """Where all quantiles of a mixture over ``[L, ...]`` lie, for ordered targets."""
+        raise SettingsError(f"a {self.name} target has no quantiles; use probs")
 
     def initial_params(self) -> dict[str, float]:
         """Scalars that are learned as part of phi."""
@@ -98,6 +129,8 @@ class Normal(Likelihood):
 
     variance: float | str = "learned"
     name: ClassVar[str] = "normal"
+    ordered: ClassVar[bool] = True
+    quadratic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.variance, str):
@@ -145,6 +178,16 @@ class Normal(Likelihood):
     def draw(self, eta: Tensor, params: Params, uniform: Tensor, normal: Tensor) -> Tensor:
         return eta + normal * self.sd(params)
 
+    def working_response(self, y: Tensor) -> Tensor:
+        return y
+
+    def variance_at(self, eta: Tensor, params: Params) -> Tensor:
+        return torch.as_tensor(self.sd(params) ** 2, dtype=eta.dtype, device=eta.device).expand_as(eta)
+
+    def bracket(self, eta: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        reach = 9 * float(torch.as_tensor(self.sd(params)).max())
+        return eta.amin(0) - reach, eta.amax(0) + reach
+
     def cdf(self, eta: Tensor, y: Tensor, params: Params) -> Tensor:
         out: Tensor = torch.special.ndtr((y - eta) / self.sd(params))
         return out
@@ -160,6 +203,13 @@ class Categorical(Likelihood):
 
     name: ClassVar[str] = "categorical"
     discrete: ClassVar[bool] = True
+    shifts: ClassVar[bool] = True
+
+    def classes(self, outputs: int) -> bool:
+        return True
+
+    def probabilities(self, mean: Tensor) -> Tensor:
+        return mean
 
     def check_head(self, outputs: int) -> None:
         if outputs < 2:
@@ -227,6 +277,14 @@ class Bernoulli(Likelihood):
     name: ClassVar[str] = "bernoulli"
     discrete: ClassVar[bool] = True
 
+    def classes(self, outputs: int) -> bool:
+        if outputs > 1:
+            raise SettingsError("several yes/no targets per example cannot be compared; use one output")
+        return True
+
+    def probabilities(self, mean: Tensor) -> Tensor:
+        return torch.cat((1 - mean, mean), dim=-1)
+
     def check_targets(self, y: Tensor, outputs: int, where: str) -> Tensor:
         y = super().check_targets(y, outputs, where)
         _require(((y == 0) | (y == 1)).all(dim=1), where, "a bernoulli target is 0 or 1")
@@ -262,6 +320,7 @@ class Poisson(Likelihood):
 
     name: ClassVar[str] = "poisson"
     discrete: ClassVar[bool] = True
+    ordered: ClassVar[bool] = True
 
     def check_targets(self, y: Tensor, outputs: int, where: str) -> Tensor:
         y = super().check_targets(y, outputs, where)
@@ -290,10 +349,13 @@ class Poisson(Likelihood):
         inside = torch.special.gammaincc(counts.clamp(min=0) + 1, torch.exp(eta))
         return torch.where(counts < 0, torch.zeros_like(inside), inside)
 
+    def bracket(self, eta: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        rate = torch.exp(eta.amax(0))
+        return torch.full_like(rate, -1.0), torch.ceil(rate + 12 * rate.sqrt() + 30)
+
     def draw(self, eta: Tensor, params: Params, uniform: Tensor, normal: Tensor) -> Tensor:
         # Inversion by bisection on the cdf, so that one uniform gives one count.
-        low = torch.full_like(eta, -1.0)
-        high = torch.ceil(torch.exp(eta) + 12 * torch.exp(0.5 * eta) + 30)
+        low, high = self.bracket(eta.unsqueeze(0), params)
         while bool((high - low > 1).any()):
             middle = torch.floor((low + high) / 2)
             below = self.cdf(eta, middle, params) < uniform

@@ -90,7 +90,7 @@ def federated(module: nn.Module, prefix: str = "") -> nn.Module:
             raise ModelError(
                 f"{label} is in training mode: its statistics would mix the examples of a batch and "
                 "leak between clients, and every client's would differ. Use "
-                "fedpop.replace_batchnorm(module), which puts GroupNorm in its place, or freeze "
+                "fedpop.layers.replace_batchnorm(module), which puts GroupNorm in its place, or freeze "
                 "the statistics with .eval()"
             )
         if isinstance(sub, _REFUSED):

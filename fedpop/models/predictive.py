@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.keys import Key
 from fedpop.models.base import Model
-from fedpop.models.likelihoods import Likelihood, Normal, Params, Poisson
+from fedpop.models.likelihoods import Likelihood, Params
 
 
 class Entropy(NamedTuple):
@@ -58,12 +57,7 @@ class Predictive:
     @property
     def probs(self) -> Tensor:
         """Class probabilities ``[n, K]`` (two columns for yes/no targets)."""
-        if self.likelihood.name == "categorical":
-            return self.means.mean(0)
-        if self.likelihood.name == "bernoulli":
-            p = self.means.mean(0)
-            return torch.cat((1 - p, p), dim=-1)
-        raise SettingsError(f"a {self.likelihood.name} likelihood has no class probabilities")
+        return self.likelihood.probabilities(self.means.mean(0))
 
     @cached_property
     def samples(self) -> Tensor:
@@ -73,7 +67,7 @@ class Predictive:
         uniform = self.key.at(purpose="y.uniform").uniform(ids, eta.shape[1:], eta.dtype)
         normal = self.key.at(purpose="y.normal").normal(ids, eta.shape[1:], eta.dtype)
         y = self.likelihood.draw(eta, self.params, uniform, normal)
-        return y if self.likelihood.name == "categorical" else _drop(y)
+        return y if y.dim() < eta.dim() else _drop(y)  # labels have no axis of outputs
 
     def log_prob(self, y: Tensor) -> Tensor:
         """log p(y_j | x_j) per example."""
@@ -84,8 +78,6 @@ class Predictive:
 
     def cdf(self, y: Tensor) -> Tensor:
         """P(Y_j <= y_j) per example, for normal and poisson targets."""
-        if not isinstance(self.likelihood, Normal | Poisson):
-            raise SettingsError(f"a {self.likelihood.name} target has no cdf; use probs")
         y = torch.as_tensor(y, dtype=self.eta.dtype, device=self.eta.device)
         return _drop(self._cdf(y.reshape(self.eta.shape[1:])))
 
@@ -105,64 +97,46 @@ class Predictive:
         """
         if not 0 < level < 1:
             raise SettingsError(f"a credible level lies in (0, 1), not {level}")
-        continuous = isinstance(self.likelihood, Normal | Poisson)
-        of = of or ("y" if continuous else "mean")
+        ordered = self.likelihood.ordered
+        of = of or ("y" if ordered else "mean")
         tail = (1 - level) / 2
         if of == "mean":
             wanted = torch.tensor([tail, 1 - tail], dtype=self.eta.dtype, device=self.eta.device)
             low, high = torch.quantile(self.means, wanted, dim=0)
             return _drop(low), _drop(high)
-        if of != "y" or not continuous:
+        if of != "y" or not ordered:
             raise SettingsError(
                 f"of={of!r}: an interval of y needs a normal or poisson likelihood; use of='mean'"
             )
         return _drop(self._quantile(tail)), _drop(self._quantile(1 - tail))
 
-    def _noise_sd(self) -> Tensor:
-        """The residual standard deviation: one, or one for each draw of theta."""
-        assert isinstance(self.likelihood, Normal)
-        return torch.as_tensor(self.likelihood.sd(self.params), device=self.eta.device)
-
     def _cdf(self, y: Tensor) -> Tensor:
-        cdf: Callable[[Tensor, Tensor, Params], Tensor] = self.likelihood.cdf  # type: ignore[attr-defined]
-        return cdf(self.eta, y, self.params).mean(0)
+        return self.likelihood.cdf(self.eta, y, self.params).mean(0)
 
     def _quantile(self, level: float) -> Tensor:
         """The mixture's quantile by bisection on its cdf: exact, where draws of y would be noisy."""
-        if isinstance(self.likelihood, Normal):
-            sd = float(self._noise_sd().max())
-            low, high = self.eta.amin(0) - 9 * sd, self.eta.amax(0) + 9 * sd
-            for _ in range(40):
-                middle = (low + high) / 2
-                below = self._cdf(middle) < level
-                low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-            return (low + high) / 2
-        rate = torch.exp(self.eta.amax(0))
-        low, high = torch.full_like(rate, -1.0), torch.ceil(rate + 12 * rate.sqrt() + 30)
-        while bool((high - low > 1).any()):
-            middle = torch.floor((low + high) / 2)
+        low, high = self.likelihood.bracket(self.eta, self.params)
+        whole = self.likelihood.discrete
+        steps = math.ceil(math.log2(max(float((high - low).max()), 2))) + 1 if whole else 40
+        for _ in range(steps):
+            middle = (low + high) / 2
+            middle = torch.floor(middle) if whole else middle
             below = self._cdf(middle) < level
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        return high
+        return high if whole else (low + high) / 2
 
     @property
     def sd(self) -> Tensor:
         """Standard deviation of y, noise and uncertainty about z together."""
         spread = self.means.var(0, correction=0)
-        if isinstance(self.likelihood, Normal):
-            noise = self._noise_sd() ** 2
-            noise = noise.mean(0) if noise.dim() else noise
-        else:
-            noise = self.likelihood.curvature(self.eta, self.params).mean(0)
+        noise = self.likelihood.variance_at(self.eta, self.params).mean(0)
         return _drop((spread + noise).sqrt())
 
     @cached_property
     def entropy(self) -> Entropy:
         """Entropy of y, split in its aleatoric and epistemic parts (by Monte Carlo where need be)."""
-        if self.likelihood.name in ("categorical", "bernoulli"):
-            p = self.means
-            if self.likelihood.name == "bernoulli":
-                p = torch.cat((1 - p, p), dim=-1)
+        if self.likelihood.discrete and not self.likelihood.ordered:
+            p = self.likelihood.probabilities(self.means)
             aleatoric = _categorical_entropy(p).mean(0)
             return _parts(_categorical_entropy(p.mean(0)), aleatoric)
         every = max(1, len(self.samples) // 200)  # from all chains, not only the first
@@ -190,13 +164,15 @@ def _categorical_entropy(p: Tensor) -> Tensor:
     return -torch.xlogy(p, p).sum(-1)
 
 
-def per_example(model: Model, phi: Tensor, draws: Tensor, features: Inputs, cohort: Cohort) -> Tensor:
-    """log p(y_j | x_j, z) for every example j and draw of its client: ``[S, n]``."""
-    out = []
-    start = 0
+def mixture_score(
+    model: Model, phi: Tensor, draws: Tensor, features: Inputs, cohort: Cohort
+) -> tuple[Tensor, Tensor]:
+    """Summed log of the mean over draws ``[C, S, d]`` of p(y_j | x_j, z), and examples, of each unit ``[C]``."""
+    out, start = [], 0
     for c, n in enumerate(cohort.sizes.tolist()):
         rows = slice(start, start + n)
         start += n
         own = map_inputs(lambda v, r=rows: v[r], features)
-        out.append(model.log_prob(phi, draws[c], own, cohort.y[rows]))
-    return torch.cat(out, dim=1)
+        each = model.log_prob(phi, draws[c], own, cohort.y[rows])
+        out.append((torch.logsumexp(each, 0) - math.log(each.shape[0])).sum())
+    return torch.stack(out).double(), cohort.sizes.double()

@@ -21,6 +21,27 @@ from fedpop.models.composition import Composition
 from fedpop.models.custom import CustomModel
 from fedpop.models.modules import KeyedDropout
 from fedpop.models.split import Split
+from fedpop.settings import describe
+
+
+@describe.register
+def _(value: Model) -> str:
+    return repr(value)
+
+
+@describe.register
+def _(value: nn.Module) -> dict[str, Any]:
+    return {"kind": "Module", "spec": module_spec(value), "shown": repr(value)}
+
+
+def described_module(plain: dict[str, Any]) -> nn.Module:
+    """A network among the settings (an energy's): its values are in theta."""
+    if plain["spec"] is None:
+        raise CheckpointError(
+            "this prior's network is not made of torch's own layers only, so it cannot be rebuilt from the "
+            "file; give it again: fedpop.load(path, prior=...)"
+        )
+    return module_from(plain["spec"])
 
 
 def model_spec(model: Model) -> dict[str, Any] | None:

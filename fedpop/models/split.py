@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpop.errors import ModelError
-from fedpop.federation.clients import Federation
-from fedpop.federation.inputs import Inputs, map_inputs
+from fedpop.federation.inputs import Inputs
 from fedpop.models import likelihoods
 from fedpop.models.base import (
     LinearLayout,
@@ -79,8 +78,7 @@ class Split(Model):
         self.z_layout = (LinearLayout if self._last else Layout).of(shapes)
         # The end of an nn.Sequential is known at once; of any other module, when it has seen an example.
         self.linear = self._last is not None and self._last == _end_of(self.module)
-        self.known_linear = self.linear
-        # The last layer that was registered may not be the last one that is used: see prepare().
+        # The last layer that was registered may not be the last one that is used: see prepared().
         self.outputs = shapes[f"{self._last}.weight"][0] if self._last else _outputs_of(self.module)
         self.precision = precision
         self._pass = NetworkPass.of(self.module, self.phi_layout.size, precision, self.device)
@@ -124,17 +122,14 @@ class Split(Model):
         shared = self.phi_layout.views(phi)
         return {n: shared[n] for n in self._shared} | self.z_layout.views(z)
 
-    def prepare(self, federation: Federation) -> Federation:
-        if self._last is not None and federation.train.y.shape[0] and not federation.embedded:
-            x = map_inputs(lambda v: v[:2].to(self.device), federation.train.x)
-            x = map_inputs(lambda v: v.to(self.dtype) if v.is_floating_point() else v, x)
-            # Where x does not fit, the probe below says so.
+    def _look(self, x: Inputs, phi: Tensor) -> None:
+        if self._last is not None:
+            # Where x does not fit, the pass below says so.
             with torch.no_grad(), suppress(RuntimeError):
-                tensors = self._tensors(self.initial_phi(), self.initial_z())
-                inside, outside, calls = self._through_last(tensors, x)
+                inside, outside, calls = self._through_last(self._tensors(phi, self.initial_z()), x)
                 # The very same tensor comes out of the layer and of the module: nothing follows it.
                 self.linear = calls == 1 and inside[1] is outside
-        return super().prepare(federation)
+        super()._look(x, phi)
 
     def _through_last(self, tensors: dict[str, Tensor], x: Inputs) -> tuple[Any, Tensor, int]:
         assert self._last is not None

@@ -1,0 +1,26 @@
+"""Population priors p(z | beta), one file each, and the hyperprior on beta."""
+
+from __future__ import annotations
+
+from fedpop.priors.base import Part, Prior
+from fedpop.priors.energy import Energy
+from fedpop.priors.hyper import Hyperprior
+from fedpop.priors.mixture import Mixture
+from fedpop.priors.normal import COVARIANCES, Normal
+from fedpop.settings import named
+
+__all__ = ["Energy", "Hyperprior", "Mixture", "Normal", "Part", "Prior", "resolve"]
+
+
+def resolve(prior: Prior | str, covariance: str = "isotropic") -> Prior:
+    """A prior from itself or from its name, with this covariance unless the name says it.
+
+    >>> resolve("diagonal").covariance, resolve("mixture").name
+    ('diagonal', 'Mixture')
+    """
+    if isinstance(prior, Prior):
+        return prior
+    if prior in COVARIANCES:
+        return Normal(covariance=prior)
+    cls = named(Prior, prior, "prior")
+    return cls(covariance=covariance) if issubclass(cls, Normal | Mixture) else cls()

@@ -2,8 +2,8 @@
 
 beta is one flat vector. A prior says how z is drawn and scored, what a client sends about it, and what the
 server makes of the sum. What only some priors can do is asked for by ``component`` (closed-form posteriors),
-``forms`` (of I) and ``em``. A prior whose normalising constant cannot be written down leaves the server a
-share of the work (``server_state``, ``normaliser``, ``shipped``).
+``forms`` (of I) and ``em``. A prior whose normalising constant cannot be written down (``normalised``) cannot be
+drawn from directly either; chains on the prior itself, which take no data, do both (``kernels.prior_chains``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
-from fedpop.priors.em import EM
-from fedpop.server.optimisers import Optimiser
+from fedpop.settings import Setting
 
 if TYPE_CHECKING:
     from fedpop.priors.normal import Normal
@@ -34,7 +33,7 @@ class Part(NamedTuple):
     beta: Tensor
 
 
-class Prior(ABC):
+class Prior(Setting, ABC):
     """A family p(z | beta); frozen dataclasses of settings, everything that changes is in beta."""
 
     name: ClassVar[str]
@@ -43,7 +42,11 @@ class Prior(ABC):
     em: ClassVar[bool] = False
     """Steps of EM can be made from I alone."""
     normalised: ClassVar[bool] = True
-    """log p(z | beta) is known with its constant; otherwise the server adds the constant's gradient."""
+    """log p(z | beta) is known with its constant, and ``draw`` is exact; otherwise the server runs chains."""
+    chains: int = 0
+    steps: int = 0
+    ship: int = 0
+    """Of a prior that is not normalised: the server's chains, their transitions a round, states shipped."""
 
     mean: float
     scale: float | None
@@ -115,15 +118,12 @@ class Prior(ABC):
     def log_prob(self, beta: Tensor, z: Tensor) -> Tensor:
         return self.value_and_grad(beta, z)[0]
 
-    @abstractmethod
-    def draw(self, beta: Tensor, ids: Tensor, key: Key, chains: int, states: Tensor | None = None) -> Tensor:
-        """z ~ p(. | beta) for these clients, ``[C, K, d]``; ``states`` are draws that the server shipped."""
+    def draw(self, beta: Tensor, units: Tensor, key: Key, chains: int) -> Tensor:
+        """z ~ p(. | beta) for these units, ``[C, K, d]``, where there are exact draws."""
+        raise SettingsError(f"{self.name} priors have no exact draws; chains on the prior make them")
 
-    def final_draws(
-        self, beta: Tensor, ids: Tensor, key: Key, count: int, states: Tensor | None = None
-    ) -> Tensor:
-        """Draws that people see, ``[C, count, d]``."""
-        return self.draw(beta, ids, key, count, states)
+    def check_chains(self, beta: Tensor, z: Tensor) -> None:
+        """Raise where chains on a prior that is not normalised say that it has no density."""
 
     @abstractmethod
     def unit(self, beta: Tensor) -> Tensor:
@@ -167,13 +167,9 @@ class Prior(ABC):
         """The natural size of a change of each coordinate of beta, for gradient steps."""
         return torch.ones_like(beta)
 
-    def default_step(self) -> EM | Optimiser:
-        """How beta moves unless told."""
-        return EM()
-
     def em_step(self, beta: Tensor, score: Tensor, rate: float, floor: Tensor | float = 0.0) -> Tensor:
         """A step of stochastic-approximation EM from the score averaged over clients."""
-        raise SettingsError(f"{self.name} priors have no EM step; use beta_step=Adam()")
+        raise SettingsError(f"{self.name} priors have no EM step; use beta_step=fedpop.steps.Adam()")
 
     @abstractmethod
     def project(self, beta: Tensor) -> Tensor:
@@ -182,25 +178,3 @@ class Prior(ABC):
     @abstractmethod
     def at_bound(self, beta: Tensor) -> list[str]:
         """Which parameters sit on the edge of a projection set."""
-
-    # --- the server's own share, for priors that are not normalised --------------------------
-
-    def server_state(self, beta: Tensor, key: Key) -> Tensors:
-        """What the server keeps for this prior besides beta."""
-        return {}
-
-    def normaliser(self, beta: Tensor, states: Tensors, key: Key) -> tuple[Tensor, Tensors]:
-        """What one client's score lacks, and the server's new state."""
-        return torch.zeros_like(beta), states
-
-    def normaliser_batches(self, beta: Tensor, states: Tensors, key: Key, count: int) -> Tensor:
-        """Independent estimates of what one client's score lacks, ``[count, size]``."""
-        return beta.new_zeros((count, beta.shape[0]))
-
-    def published(self, states: Tensors) -> Tensors:
-        """What stays with theta after training."""
-        return {}
-
-    def shipped(self, states: Tensors) -> Tensors:
-        """What clients receive of it, with theta."""
-        return {}

@@ -31,21 +31,12 @@ import torch
 from torch import Tensor, nn
 
 from fedpop.errors import EstimateError, ModelError, SettingsError
-from fedpop.kernels.base import Pass, Tuning, run
-from fedpop.kernels.jumps import JumpHMC
-from fedpop.kernels.target import Target
 from fedpop.keys import Key
 from fedpop.models.base import trainable
 from fedpop.models.flat import Layout
-from fedpop.models.local import NoData
 from fedpop.models.modules import call, federated, has_dropout
 from fedpop.priors.base import Prior, Tensors
-from fedpop.priors.em import EM
-from fedpop.server.optimisers import Adam, Optimiser
 
-WARM_UP = 50
-"""Transitions from the base, or from chains at another beta, to where draws can be used."""
-THIN = 5
 ESCAPED = 50.0
 """No state of a density on a Gaussian base is so many scales from its centre."""
 
@@ -60,12 +51,9 @@ class Energy(Prior):
 
     >>> from torch import nn
     >>> import fedpop as fp
-    >>> prior = fp.Energy(nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1)))
+    >>> prior = fp.priors.Energy(nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1)))
     >>> prior.size(2)
     68
-    >>> model = fp.Composition(None, nn.Linear(2, 1, bias=False), fp.likelihoods.Normal(1.0))
-    >>> fp.FedSOUL(model, prior=prior).kernel
-    JumpHMC(leapfrog=5)
     """
 
     net: nn.Module | None = None
@@ -238,43 +226,6 @@ class Energy(Prior):
     def log_cover(self, beta: Tensor, z: Tensor) -> Tensor:
         return -0.5 * ((z - self.mu(beta)) / self.sd(beta)).square().sum(-1)
 
-    def draw(self, beta: Tensor, ids: Tensor, key: Key, chains: int, states: Tensor | None = None) -> Tensor:
-        """From the states that came with theta, each client and chain its own; or by chains from the base."""
-        if states is None:
-            return self._warmed(beta, self._base(beta, ids, key, chains), key, ids)[0]
-        uniform = key.uniform(ids, (chains,), torch.float64)
-        return states[(uniform * len(states)).long().clamp(max=len(states) - 1)]
-
-    def final_draws(
-        self, beta: Tensor, ids: Tensor, key: Key, count: int, states: Tensor | None = None
-    ) -> Tensor:
-        """From the server's chains, taken to this beta and run on, every few transitions."""
-        if states is None:
-            z = self._base(beta, ids, key, self.chains)
-        else:
-            z = states.expand(len(ids), *states.shape)
-        z, tuning = self._warmed(beta, z, key, ids)
-        needed = -(-count // z.shape[1])
-        trace = self._run(beta, z, tuning, needed * THIN, key.at(purpose="final"), ids, adapt=False)
-        return trace.draws[:, THIN - 1 :: THIN].flatten(1, 2)[:, :count]
-
-    def _base(self, beta: Tensor, ids: Tensor, key: Key, chains: int) -> Tensor:
-        noise = key.at(purpose="base").normal(ids, (chains, self.dimension(beta)), beta.dtype)
-        return self.cover(beta, noise, noise[..., 0])
-
-    def _warmed(self, beta: Tensor, z: Tensor, key: Key, ids: Tensor) -> tuple[Tensor, Tuning]:
-        tuning = Tuning.fresh(len(ids), JumpHMC.initial_log_step, z)
-        for part in range(WARM_UP // 10):
-            trace = self._run(beta, z, tuning, 10, key.at(purpose=f"warm-{part}"), ids, adapt=True)
-            z, tuning = trace.state.z, trace.tuning
-        return z, tuning
-
-    def _run(
-        self, beta: Tensor, z: Tensor, tuning: Tuning, steps: int, key: Key, ids: Tensor, *, adapt: bool
-    ) -> Pass:
-        with torch.no_grad():
-            return run(JumpHMC(), Target(NoData(), self, beta), z, tuning, steps, key, ids, adapt=adapt)
-
     # --- what a client sends, and what the server does with it -------------------------------
 
     def score(
@@ -306,9 +257,6 @@ class Energy(Prior):
         parts = [beta.new_full((n,), unit) for n, unit in pairs]
         return torch.cat((self.sd(beta), torch.ones_like(log_scale), *parts))
 
-    def default_step(self) -> EM | Optimiser:
-        return Adam(0.02)
-
     def project(self, beta: Tensor) -> Tensor:
         mean, log_scale, weights = self.split(beta)
         low, high = self.bounds
@@ -330,29 +278,11 @@ class Energy(Prior):
             out.append(f"the energy's parameters are at the edge of their ball, {self.ball:g}")
         return out
 
-    # --- the server's own share --------------------------------------------------------------
+    # --- for the chains that draw from it ----------------------------------------------------
 
-    def server_state(self, beta: Tensor, key: Key) -> Tensors:
-        """Chains from the base, taken to this beta, and their step."""
-        ids = key.server(beta.device)
-        z, tuning = self._warmed(beta, self._base(beta, ids, key, self.chains), key, ids)
-        return {"states": z[0], "log_step": tuning.log_step, "updates": tuning.updates}
-
-    def normaliser(self, beta: Tensor, states: Tensors, key: Key) -> tuple[Tensor, Tensors]:
-        """E[grad_beta E] over this round's draws of all chains, and where the chains now are."""
-        key, ids = key.at(purpose="negative"), key.server(beta.device)
-        z = states["states"]
+    def check_chains(self, beta: Tensor, z: Tensor) -> None:
         with torch.no_grad():
             self._require_finite(self.energy(beta, z))
-        tuning = Tuning(states["log_step"], states["updates"])
-        trace = self._run(beta, z.unsqueeze(0), tuning, self.steps, key, ids, adapt=True)
-        self._require_held(beta, trace.state.z)
-        term = self._mean_grad(beta, trace.draws.flatten(1, 2))[0]
-        # Others are shipped next time.
-        new = trace.state.z[0].roll(self.ship, 0)
-        return term, {"states": new, "log_step": trace.tuning.log_step, "updates": trace.tuning.updates}
-
-    def _require_held(self, beta: Tensor, z: Tensor) -> None:
         farthest = float(((z - self.mu(beta)) / self.sd(beta)).abs().max())
         if not farthest < ESCAPED:
             raise EstimateError(
@@ -360,22 +290,6 @@ class Energy(Prior):
                 "falls faster than the Gaussian base rises, so there is no density; use a network whose "
                 "output grows at most linearly, such as one with Tanh or ReLU layers"
             )
-
-    def normaliser_batches(self, beta: Tensor, states: Tensors, key: Key, count: int) -> Tensor:
-        ids = key.server(beta.device)
-        held = states.get("states")
-        z = self._base(beta, ids, key, self.chains) if held is None else held.unsqueeze(0)
-        z, tuning = self._warmed(beta, z, key, ids)
-        trace = self._run(beta, z, tuning, 40, key.at(purpose="batches"), ids, adapt=False)
-        each = z.shape[1] // count
-        groups = trace.draws[0, :, : each * count].unflatten(1, (count, each))
-        return self._mean_grad(beta, groups.transpose(0, 1).flatten(1, 2))
-
-    def published(self, states: Tensors) -> Tensors:
-        return {"states": states["states"]}
-
-    def shipped(self, states: Tensors) -> Tensors:
-        return {"states": states["states"][: self.ship]}
 
 
 def _layout(net: nn.Module) -> Layout:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from fedpop.errors import SettingsError
 from fedpop.priors.base import Prior
+from fedpop.settings import Setting
 
 
 @dataclass(frozen=True)
-class Hyperprior:
+class Hyperprior(Setting):
     """log p(phi, beta), flat unless told: phi and mu Normal around 0, log sigma Normal around a value.
 
     >>> import torch
@@ -31,6 +32,15 @@ class Hyperprior:
                 raise SettingsError(f"hyperprior: {name} must be positive, not {value}")
         if self.log_scale is not None and not self.log_scale[1] > 0:
             raise SettingsError(f"hyperprior: log_scale's spread must be positive, not {self.log_scale[1]}")
+
+    def check(self, prior: Prior) -> None:
+        """Raise unless this is a hyperprior for such a prior."""
+        if prior.covariance == "full" and self.log_scale is not None:
+            raise SettingsError("a hyperprior on the scale is there for isotropic or diagonal priors")
+        if self.on_beta and prior.component is not prior:
+            raise SettingsError(
+                f"a hyperprior on the prior's mean or scale is there for Normal priors, not {prior.name}"
+            )
 
     @property
     def on_beta(self) -> bool:

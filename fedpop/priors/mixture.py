@@ -42,12 +42,8 @@ class Mixture(Prior):
     of a Normal prior, for every component.
 
     >>> import fedpop as fp
-    >>> prior = fp.Mixture(components=2, covariance="diagonal")
-    >>> prior.size(3)
+    >>> fp.priors.Mixture(components=2, covariance="diagonal").size(3)
     14
-    >>> model = fp.Composition(None, torch.nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
-    >>> fp.FedSOUL(model, prior=prior).kernel
-    MixtureDraw()
     """
 
     components: int = 2
@@ -176,9 +172,9 @@ class Mixture(Prior):
     def log_cover(self, beta: Tensor, z: Tensor) -> Tensor:
         return self.log_prob(beta, z)
 
-    def draw(self, beta: Tensor, ids: Tensor, key: Key, chains: int, states: Tensor | None = None) -> Tensor:
-        noise = key.normal(ids, (chains, self.dimension(beta)), beta.dtype)
-        uniform = key.at(purpose="component").uniform(ids, (chains,), beta.dtype)
+    def draw(self, beta: Tensor, units: Tensor, key: Key, chains: int) -> Tensor:
+        noise = key.normal(units, (chains, self.dimension(beta)), beta.dtype)
+        uniform = key.at(purpose="component").uniform(units, (chains,), beta.dtype)
         return self.cover(beta, noise, uniform)
 
     def unit(self, beta: Tensor) -> Tensor:

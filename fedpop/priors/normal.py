@@ -172,8 +172,8 @@ class Normal(Prior):
         """z from standard normal noise ``[..., d]``."""
         return self.mu(beta) + self.colour(beta, noise)
 
-    def draw(self, beta: Tensor, ids: Tensor, key: Key, chains: int, states: Tensor | None = None) -> Tensor:
-        return self.sample(beta, key.normal(ids, (chains, self.dimension(beta)), beta.dtype))
+    def draw(self, beta: Tensor, units: Tensor, key: Key, chains: int) -> Tensor:
+        return self.sample(beta, key.normal(units, (chains, self.dimension(beta)), beta.dtype))
 
     def cover(self, beta: Tensor, noise: Tensor, uniform: Tensor) -> Tensor:
         return self.sample(beta, noise)

@@ -9,7 +9,7 @@ from fedpop.errors import DataError, SettingsError
 
 if TYPE_CHECKING:
     from fedpop.federation.clients import Federation
-    from fedpop.runtime.simulate import Run
+    from fedpop.runtime.run import Run
 
 
 class Callback:

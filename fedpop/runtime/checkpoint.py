@@ -26,8 +26,10 @@ class Checkpoint:
     config: dict[str, Any]
     metrics_bytes: int
     threads: int
+    precision: str
+    """What the backbone runs in, chosen at the first start."""
     totals: dict[str, float]
-    calibrated_rate: float | None = None
+    rate: float | None = None
     """A step size that trial rounds found before the first one."""
     callbacks: dict[str, Any] = field(default_factory=dict)
     stopped: bool = False

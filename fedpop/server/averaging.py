@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
+from fedpop.settings import Setting
 
 AVERAGES = ("tail", "iterate", "last")
 Align = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Averaging:
+class Averaging(Setting):
     """Which average is published; ``tail`` is the share of the rounds that makes the tail.
 
     >>> Averaging("iterate")  # the one that the paper's theorem bounds

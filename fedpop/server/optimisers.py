@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
 from fedpop.server.schedules import Constant, Decay, Schedule
+from fedpop.settings import Setting
 
 OptimiserState = dict[str, Tensor]
 
 
-class Optimiser(ABC):
+class Optimiser(Setting, ABC):
     """One rule ``x, gradient -> x``; the gradient is that of the whole objective (a sum)."""
 
     schedule: Schedule
+    averages: ClassVar[bool] = False
+    """Its gradient is the clients' mean move rather than a sum of gradients."""
 
     @abstractmethod
     def init(self, x: Tensor) -> OptimiserState: ...
@@ -105,17 +109,18 @@ class Adam(Optimiser):
 
 
 @dataclass(frozen=True)
-class Average(Optimiser):
+class MeanMove(Optimiser):
     """FedAvg's step, for methods whose clients step on their own copies: x += rate * their mean move,
     weighted by examples; ``momentum`` remembers the moves of earlier rounds.
 
-    >>> Average(momentum=0.9)
-    Average(rate=1.0, schedule=Constant(), momentum=0.9)
+    >>> MeanMove(momentum=0.9)
+    MeanMove(rate=1.0, schedule=Constant(), momentum=0.9)
     """
 
     rate: float = 1.0
     schedule: Schedule = field(default_factory=Constant)
     momentum: float = 0.0
+    averages: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _positive(self.rate)

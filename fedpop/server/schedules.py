@@ -7,9 +7,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from fedpop.errors import SettingsError
+from fedpop.settings import Setting
 
 
-class Schedule(ABC):
+class Schedule(Setting, ABC):
     """A factor as a function of the round k = 0, ..., K-1."""
 
     @abstractmethod

@@ -77,7 +77,7 @@ def chain(method: Algorithm, sites: Sites, rounds: int, start: Tensor, burn_in: 
         key = train_key(k)
         given = method.broadcast("train", server)
         if method.participation == "one":
-            i = int(fp.Uniform(1).draw(len(sites.h), key.at(purpose="who")).ids)
+            i = int(fp.participation.Uniform(1).draw(len(sites.h), key.at(purpose="who")).ids)
             own = {n: v[i : i + 1] for n, v in local.items()}
             _, message, _ = method.local_round("train", given, singles[i], own, method.channel(key), key)
         else:

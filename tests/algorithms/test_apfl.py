@@ -114,7 +114,7 @@ def test_with_alpha_one_v_is_trained_alone() -> None:
 def test_a_client_predicts_with_its_own_two_models() -> None:
     """Not with the server's newest w, which is that of the one client of the last round."""
     method = fp.APFL(Q.model, alpha=0.4, local=fp.LocalSGD(epochs=2, rate=0.01))
-    population = method.fit(Q.clients, rounds=9, participation=fp.Uniform(1), progress=False)
+    population = method.fit(Q.clients, rounds=9, participation=fp.participation.Uniform(1), progress=False)
     w, v, alpha = (states(population, name, 3) for name in ("w", "v", "alpha"))
     assert len(set(alpha.flatten().tolist())) == 3
     mixture = alpha * v + (1 - alpha) * w

@@ -24,7 +24,7 @@ from fedpop.errors import DataError, SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.participation.rules import Participation
 from fedpop.runtime import checkpoint
-from fedpop.runtime.simulate import Run, Settings
+from fedpop.runtime.run import Run, Settings
 from tests.helpers import generator, seeded
 
 WIDE = torch.float64
@@ -33,7 +33,7 @@ NAMES = ("ada", "bea", "cem", "dag")
 SIZES = (4, 3, 6, 5)
 EVERYONE = torch.arange(len(NAMES))
 
-SHORT = {"local_steps": 3, "burn_in": 4, "final": fp.Final(2, 3, 2)}
+SHORT = {"local_steps": 3, "burn_in": 4, "final": fp.chains.Final(2, 3, 2)}
 SETTINGS: dict[str, dict[str, Any]] = {
     "FedSOUL": SHORT,
     "FedSOUK": SHORT,
@@ -86,7 +86,7 @@ def made(name: str, kind: str, **settings: Any) -> Algorithm:
 
 def partial(name: str) -> Participation:
     """A rule under which not everyone is there, where the method allows one."""
-    return {"any": fp.Uniform(2), "one": fp.Uniform(1), "full": fp.Everyone()}[METHODS[name].participation]
+    return {"any": fp.participation.Uniform(2), "one": fp.participation.Uniform(1), "full": fp.participation.Everyone()}[METHODS[name].participation]
 
 
 def fit(name: str, kind: str, rounds: int = 3, seed: int = 0, **options: Any) -> fp.Population:
@@ -240,7 +240,7 @@ class CrashError(Exception):
     pass
 
 
-class CrashAt(fp.Callback):
+class CrashAt(fp.callbacks.Callback):
     def __init__(self, round: int) -> None:
         self.round = round
 
@@ -401,12 +401,12 @@ def test_the_rule_of_participation_is_enforced(name: str) -> None:
     kind = "linear"
     allowed = METHODS[name].participation
     assert allowed in ("any", "full", "one")
-    assert METHODS[name].usual_participation() == (fp.Uniform(1) if allowed == "one" else fp.Everyone())
+    assert METHODS[name].usual_participation() == (fp.participation.Uniform(1) if allowed == "one" else fp.participation.Everyone())
     for rule, fits in (
-        (fp.Everyone(), allowed in ("any", "full")),
-        (fp.Uniform(2), allowed == "any"),
-        (fp.Bernoulli(0.5), allowed == "any"),
-        (fp.Uniform(1), allowed in ("any", "one")),
+        (fp.participation.Everyone(), allowed in ("any", "full")),
+        (fp.participation.Uniform(2), allowed == "any"),
+        (fp.participation.Bernoulli(0.5), allowed == "any"),
+        (fp.participation.Uniform(1), allowed in ("any", "one")),
     ):
         if fits:
             made(name, kind).check_participation(rule)

@@ -89,7 +89,7 @@ def test_the_population_mean_is_the_mode_of_its_marginal() -> None:
         precision += x.T @ spread @ x
         pull += x.T @ spread @ y
     mode = torch.linalg.solve(precision, pull)
-    prior = fp.NormalPrior(scale=rho**0.5, learn_scale=False)
+    prior = fp.priors.Normal(scale=rho**0.5, learn_scale=False)
     souk = fp.FedSOUL(model, prior=prior, rao_blackwell=True).fit(clients, rounds=150)
     torch.testing.assert_close(souk.prior_mean, mode, rtol=1e-4, atol=1e-4)
     method = fp.DGLMC(model, rho=rho, local_steps=5, samples=200, burn_in=20, thin=1)

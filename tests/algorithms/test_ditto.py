@@ -127,7 +127,7 @@ def test_a_diverging_client_is_left_out_and_keeps_v(which: str) -> None:
 
 def test_v_is_not_in_the_message_which_may_be_compressed() -> None:
     assert fp.Ditto.private == ("v",)
-    compressor = fp.RandK(k=1)
+    compressor = fp.compressors.RandK(k=1)
     method = fp.Ditto(Q.model, compressor=compressor)
     population = method.fit(Q.clients, rounds=2, progress=False)
     each = len(compressor.encode(torch.ones(3, dtype=WIDE), train_key())) + 8  # and n

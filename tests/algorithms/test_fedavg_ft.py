@@ -67,7 +67,7 @@ def test_its_validation_score_is_that_of_the_tuned_models() -> None:
     net = network()
     model = fp.Composition(net[:2], net[2], "categorical")
     data = [fp.Client(x, y, validation=(x, y)) for x, y in clients((4, 2, 7))]
-    stop = fp.EarlyStop(every=1, patience=100)
+    stop = fp.callbacks.EarlyStop(every=1, patience=100)
     population = fp.FedAvgFT(model).fit(data, rounds=2, callbacks=[stop], progress=False)
     expected = sum(float(population.predict(i, c.x).log_prob(c.y).sum()) for i, c in enumerate(data)) / 13
     scores = [h["validation_log_likelihood"] for h in population.history]

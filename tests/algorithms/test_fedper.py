@@ -124,12 +124,12 @@ def test_a_diverging_client_keeps_its_head() -> None:
 
 
 def test_its_moves_may_be_compressed() -> None:
-    compressor = fp.RandK(k=2)
+    compressor = fp.compressors.RandK(k=2)
     population = fp.FedPer(model(), compressor=compressor).fit(clients(), rounds=2, progress=False)
     each = len(compressor.encode(torch.ones(8, dtype=WIDE), train_key())) + 8  # and n
     assert population.totals["bytes_up"] == 2 * 3 * each
     with pytest.raises(SettingsError):  # only the body is sent: 8 numbers
-        fp.FedPer(model(), compressor=fp.RandK(k=9))
+        fp.FedPer(model(), compressor=fp.compressors.RandK(k=9))
 
 
 def test_saved_and_loaded(tmp_path: Any) -> None:

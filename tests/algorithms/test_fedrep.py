@@ -28,7 +28,7 @@ def noise_free(
     return clients, phi
 
 
-class Angles(fp.Callback):
+class Angles(fp.callbacks.Callback):
     def __init__(self, truth: Tensor) -> None:
         self.truth, self.seen = truth, []
 
@@ -118,7 +118,7 @@ def test_an_optimiser_may_take_the_mean_as_a_gradient() -> None:
     """Plain steps at the rate of the body are FedRep itself."""
     clients = ragged((6, 2))
     plain = fp.FedRep(linear_model(), body=fp.LocalSGD(rate=0.1)).fit(clients, rounds=3)
-    stepped = fp.FedRep(linear_model(), body=fp.LocalSGD(rate=0.1), phi_step=fp.SGD(0.1)).fit(
+    stepped = fp.FedRep(linear_model(), body=fp.LocalSGD(rate=0.1), phi_step=fp.steps.SGD(0.1)).fit(
         clients, rounds=3
     )
     torch.testing.assert_close(plain.published["phi"], stepped.published["phi"])

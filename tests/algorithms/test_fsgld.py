@@ -52,7 +52,7 @@ def test_with_exact_surrogates_every_client_has_the_full_gradient(outputs: int) 
     full = -0.3 * w[0] - Potential(model, cohort)(w, train_key())[1].sum(0)
     _, drift = method.drift_at(w, Potential(model, cohort), given, local, train_key())
     torch.testing.assert_close(drift, full.expand(4, -1))
-    _, wrong = method.but(conducive=False).drift_at(w, Potential(model, cohort), given, local, train_key())
+    _, wrong = method.replace(conducive=False).drift_at(w, Potential(model, cohort), given, local, train_key())
     assert float((wrong - full).norm(dim=1).min()) > 0.1 * float(full.norm())
     torch.testing.assert_close(wrong.mean(0), full)  # right on average only
 
@@ -89,7 +89,7 @@ def test_near_where_the_surrogates_were_made_the_clients_drifts_agree() -> None:
     given, local = prepared(method, cohort, Facts(3, 10))
     w, u = method.initial_w().expand(3, -1) + 1e-3, Potential(model, cohort)
     _, drift = method.drift_at(w, u, given, local, train_key())
-    _, apart = method.but(conducive=False).drift_at(w, u, given, local, train_key())
+    _, apart = method.replace(conducive=False).drift_at(w, u, given, local, train_key())
     assert float((drift - drift.mean(0)).norm()) < 0.02 * float((apart - apart.mean(0)).norm())
 
 

@@ -92,7 +92,7 @@ def coins(population: fp.Population) -> list[bool]:
 def test_the_protocol_computes_the_method_as_written(rounds: int) -> None:
     """The paper's loop with the same coins; the last round may be of either kind."""
     clients = clients_of(*SIZES)
-    schedule = fp.Polynomial(0.3)
+    schedule = fp.steps.Polynomial(0.3)
     population = method(schedule=schedule).fit(clients, rounds=rounds, seed=3)
     x = method().initial_w().expand(3, -1)
     for k, averaging in enumerate(coins(population)):
@@ -149,7 +149,7 @@ def test_decreasing_steps_reach_the_closed_form_minimiser() -> None:
     clients = clients_of(4, 7, 5, k=1)
     pairs = [curvature(*c) for c in clients]
     h, c = (torch.stack([p[j].flatten()[0] for p in pairs]) for j in (0, 1))
-    schedule = fp.Polynomial(0.9)
+    schedule = fp.steps.Polynomial(0.9)
     l2gd = fp.L2GD(quadratic(1), lam=LAM, p=P, local=fp.LocalSGD(rate=0.7), schedule=schedule)
     start = l2gd.initial_w().expand(3)
     sizes = []

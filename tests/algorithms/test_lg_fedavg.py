@@ -110,7 +110,7 @@ def test_without_data_there_is_no_body() -> None:
 
 def test_a_clients_head_is_the_servers_newest() -> None:
     """A client that was last active long ago predicts with its body of then and the head of now."""
-    rule = fp.Uniform(1)
+    rule = fp.participation.Uniform(1)
     method = fp.LGFedAvg(model(), local=fp.LocalSGD(rate=0.3))
     population = method.fit(clients((6, 2)), rounds=6, participation=rule, progress=False)
     bodies, head = states(population, "phi", 2), population.published["z"]
@@ -124,12 +124,12 @@ def test_a_clients_head_is_the_servers_newest() -> None:
 
 
 def test_its_moves_may_be_compressed() -> None:
-    compressor = fp.RandK(k=2)
+    compressor = fp.compressors.RandK(k=2)
     population = fp.LGFedAvg(model(), compressor=compressor).fit(clients(), rounds=2, progress=False)
     each = len(compressor.encode(torch.ones(9, dtype=WIDE), train_key())) + 8  # and n
     assert population.totals["bytes_up"] == 2 * 3 * each
     with pytest.raises(SettingsError):  # only the head is sent: 9 numbers
-        fp.LGFedAvg(model(), compressor=fp.RandK(k=10))
+        fp.LGFedAvg(model(), compressor=fp.compressors.RandK(k=10))
 
 
 def test_saved_and_loaded(tmp_path: Any) -> None:

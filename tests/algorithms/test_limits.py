@@ -13,7 +13,7 @@ from torch import nn
 import fedpop as fp
 from fedpop.algorithms.base import Algorithm
 from fedpop.priors.normal import COVARIANCES
-from fedpop.runtime.simulate import Run, Settings
+from fedpop.runtime.run import Run, Settings
 from tests.oracles import DOUBLE, assert_mean, gaussian_noise
 
 RATE = 0.05
@@ -45,7 +45,7 @@ def normal():
 def one_round(method: Algorithm, clients, server=None, k=0):
     """The server before and after one round with everyone."""
     federation = method.model.prepare(fp.Federation.of(clients))
-    run = Run(method, federation, Settings(10, 0, fp.Everyone(), "1GiB", 50), None, [])
+    run = Run(method, federation, Settings(10, 0, fp.participation.Everyone(), "1GiB", 50), None, [])
     run.server = method.init(run.facts, run.key) if server is None else server
     before, run.round = dict(run.server), k
     run.train_round()
@@ -54,8 +54,8 @@ def one_round(method: Algorithm, clients, server=None, k=0):
 
 def fedsoul(model, scale, covariance="isotropic", rate=RATE / TOTAL, **settings):
     """Plain gradient steps; ``rate`` makes a step on a sum equal to FedAvg's on a mean."""
-    step = fp.SGD(rate)
-    prior = fp.NormalPrior(covariance, bounds=WIDE)
+    step = fp.steps.SGD(rate)
+    prior = fp.priors.Normal(covariance, bounds=WIDE)
     defaults = {"phi_step": step, "beta_step": step, "start": "random", "prior": prior}
     method = fp.FedSOUL(model, **(defaults | settings))
     return method, method._server(model.initial_phi(), prior.init(model.initial_z(), scale))
@@ -187,7 +187,7 @@ def test_exact_draws_show_the_same_difference():
     """The same through draws of z, not moments: the default kernel is exact here."""
     model, clients = normal()
     method, server = fedsoul(model, 1e3, chains=50, local_steps=2, rate=1.0)
-    assert method.kernel == fp.Exponential()
+    assert method.kernel == fp.kernels.Exponential()
     seen = [one_round(method, clients, server, k)[1]["phi"] - server["phi"] for k in range(100)]
     assert_mean(torch.stack(seen), j_of(model, clients, 1e3), "J")
 
@@ -225,7 +225,7 @@ def test_an_empty_phi_reaches_the_exact_optimum():
     x = gaussian_noise(1, 20, 6, 1)
     y = x * (1 + 0.7 * gaussian_noise(2, 20, 1, 1)) + 0.5**0.5 * gaussian_noise(3, 20, 6, 1)
     method = fp.FedSOUL(
-        model, rao_blackwell=True, prior=fp.NormalPrior(scale=1.0), beta_step=fp.EM(final=1.0)
+        model, rao_blackwell=True, prior=fp.priors.Normal(scale=1.0), beta_step=fp.steps.EM(final=1.0)
     )
     population = method.fit(list(zip(x, y, strict=True)), rounds=120, progress=False)
 

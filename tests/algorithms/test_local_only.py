@@ -52,7 +52,7 @@ def test_everyone_trains_alone_and_sends_nothing(largest: int, monkeypatch: pyte
 
 def test_a_client_goes_on_from_where_it_stood() -> None:
     """One client a round: each has trained as often as it was drawn, however long ago."""
-    rounds, rule = 7, fp.Uniform(1)
+    rounds, rule = 7, fp.participation.Uniform(1)
     drawn = [int(rule.draw(3, Key(5, round=r, purpose="/train/who")).ids) for r in range(rounds)]
     assert sorted(set(drawn)) == [0, 1, 2]
     assert drawn != sorted(drawn)
@@ -76,7 +76,7 @@ def test_without_data_there_is_nothing_to_predict_with() -> None:
     with pytest.raises(DataError, match="Local has no model for a client without data"):
         population.new_client()
     # The same for a client of the federation that has no data and was never drawn.
-    rule = fp.Uniform(1)
+    rule = fp.participation.Uniform(1)
     seed = next(s for s in range(50) if int(rule.draw(2, Key(s, purpose="/train/who")).ids) == 1)
     few = fp.LocalOnly(model()).fit(clients((0, 4)), rounds=1, seed=seed, participation=rule, progress=False)
     few.predict(1, clients()[0][0])

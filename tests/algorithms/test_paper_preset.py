@@ -36,10 +36,10 @@ def test_a_rate_is_found_for_classes_and_partial_participation():
 
 def test_two_rates_of_ones_own_survive_a_resume(tmp_path):
     task = SyntheticTask(b=10, k=4, held_out=1)
-    method = fp.FedSOUL(task.model(0), phi_step=fp.SGD(1e-3), beta_step=fp.SGD(1e-4))
+    method = fp.FedSOUL(task.model(0), phi_step=fp.steps.SGD(1e-3), beta_step=fp.steps.SGD(1e-4))
     whole = method.fit(task.make(0).clients, rounds=8)
 
-    class Stop(fp.Callback):
+    class Stop(fp.callbacks.Callback):
         def after_round(self, run, metrics):
             if run.round == 5:
                 raise InterruptedError

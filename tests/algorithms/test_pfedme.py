@@ -177,7 +177,7 @@ def test_unequal_participation_is_unbiased_and_an_empty_round_changes_nothing() 
 def test_absent_clients_predict_with_theta_at_the_final_w() -> None:
     """One of four active per round: everyone's theta is nevertheless the prox at the published w."""
     clients = clients_of(4, 3, 9, 6)
-    population = exact().fit(clients, rounds=2, participation=fp.Uniform(1))
+    population = exact().fit(clients, rounds=2, participation=fp.participation.Uniform(1))
     w = population.published["z"]
     for i, (x, y) in enumerate(clients):
         expected = x @ prox(x, y, w)

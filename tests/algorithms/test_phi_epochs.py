@@ -52,8 +52,8 @@ def test_one_full_batch_step_sends_the_gradient_itself(likelihood: str, rate: fl
     else:
         parts = (seeded(nn.Linear(3, 2).to(WIDE), 1), seeded(nn.Linear(2, 1).to(WIDE), 2, 0.1))
         model, clients = fp.Composition(*parts, "poisson"), counted()
-    plain = fp.FedSOUL(model, prior=fp.NormalPrior(scale=0.5), phi_epochs=0, phi_step=fp.Adam())
-    steps = plain.but(phi_epochs=1, phi_rate=rate, phi_batch=None, phi_momentum=0.0)
+    plain = fp.FedSOUL(model, prior=fp.priors.Normal(scale=0.5), phi_epochs=0, phi_step=fp.steps.Adam())
+    steps = plain.replace(phi_epochs=1, phi_rate=rate, phi_batch=None, phi_momentum=0.0)
     one, other = message(plain, clients), message(steps, clients)
     torch.testing.assert_close(other["J"], one["J"], rtol=1e-9, atol=1e-11)
     assert torch.equal(other["I"], one["I"])
@@ -62,9 +62,9 @@ def test_one_full_batch_step_sends_the_gradient_itself(likelihood: str, rate: fl
 
 def test_more_steps_send_something_else() -> None:
     method = fp.FedSOUL(
-        network(), prior=fp.NormalPrior(scale=0.5), phi_epochs=1, phi_rate=0.3, phi_batch=None
+        network(), prior=fp.priors.Normal(scale=0.5), phi_epochs=1, phi_rate=0.3, phi_batch=None
     )
-    one, two = (message(method.but(phi_epochs=e), labelled())["J"] for e in (1, 2))
+    one, two = (message(method.replace(phi_epochs=e), labelled())["J"] for e in (1, 2))
     assert float((one - two).norm() / one.norm()) > 0.01
 
 
@@ -99,13 +99,13 @@ def test_with_frozen_z_it_is_fedavg_on_phi(server: str, momentum: float) -> None
     ours = fp.FedSOUK(
         model,
         kernel=Frozen(),
-        prior=fp.NormalPrior(scale=0.5, learn_mean=False, learn_scale=False),
+        prior=fp.priors.Normal(scale=0.5, learn_mean=False, learn_scale=False),
         phi_epochs=3,
         phi_rate=a,
         phi_batch=2,
         phi_momentum=momentum,
-        phi_step=fp.SGD(a / total) if server == "a over N" else fp.Average(),
-        average=fp.Averaging("last"),
+        phi_step=fp.steps.SGD(a / total) if server == "a over N" else fp.steps.MeanMove(),
+        average=fp.steps.Averaging("last"),
         start="random",
     )
     theirs = FixedHeads(model, body=local)
@@ -132,10 +132,10 @@ def test_with_frozen_z_it_is_fedavg_on_phi(server: str, momentum: float) -> None
 def test_the_clients_are_told_the_falling_rate_and_it_cancels_from_what_they_send() -> None:
     method = fp.FedSOUL(
         network(),
-        prior=fp.NormalPrior(scale=0.5),
+        prior=fp.priors.Normal(scale=0.5),
         phi_epochs=1,
         phi_batch=None,
-        phi_schedule=fp.Cosine(),
+        phi_schedule=fp.steps.Cosine(),
         phi_rate=0.4,
     )
     facts = Facts(4, 10)
@@ -148,31 +148,31 @@ def test_the_clients_are_told_the_falling_rate_and_it_cancels_from_what_they_sen
         local, sent, _ = method.local_round("train", broadcast, cohort, local, Channel(), train_key(k))
         server = method.server_round("train", server, sent, facts, train_key(k))
     assert float(method.broadcast("train", server)["phi_rate"]) == pytest.approx(
-        0.4 * fp.Cosine().factor(6, 10)
+        0.4 * fp.steps.Cosine().factor(6, 10)
     )
 
 
 def test_backbone_passes_count_the_epochs_and_the_chain_s_own_forward_pass() -> None:
     fit = {"rounds": 3, "progress": False}
-    method = fp.FedSOUL(network(), prior=fp.NormalPrior(scale=0.5), phi_epochs=2, phi_batch=2, phi_rate=0.1)
+    method = fp.FedSOUL(network(), prior=fp.priors.Normal(scale=0.5), phi_epochs=2, phi_batch=2, phi_rate=0.1)
     assert method.fit(labelled(), **fit).totals["backbone_passes"] == pytest.approx(3 * 12 * (2 + 1 / 3))
-    plain = method.but(phi_epochs=0, phi_batch=None, phi_step=fp.Adam())
+    plain = method.replace(phi_epochs=0, phi_batch=None, phi_step=fp.steps.Adam())
     assert plain.fit(labelled(), **fit).totals["backbone_passes"] == 36
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path: Any) -> None:
     method = fp.FedSOUL(
         network(0.2),
-        prior=fp.NormalPrior(scale=0.5),
+        prior=fp.priors.Normal(scale=0.5),
         phi_epochs=2,
         phi_batch=2,
-        phi_step=fp.Average(momentum=0.5),
-        phi_schedule=fp.Cosine(),
+        phi_step=fp.steps.MeanMove(momentum=0.5),
+        phi_schedule=fp.steps.Cosine(),
         chains=2,
         antithetic=True,
     )
 
-    class Stop(fp.Callback):
+    class Stop(fp.callbacks.Callback):
         def after_round(self, run: Any, metrics: Any) -> bool:
             if run.round == 4:
                 raise InterruptedError
@@ -196,7 +196,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Any) -> None:
         ({"phi_epochs": -1}, "phi_epochs"),
         ({"phi_epochs": 1.5}, "phi_epochs"),
         ({"phi_epochs": 1, "phi_rate": 0.0}, "phi_rate"),
-        ({"phi_epochs": 0, "phi_step": fp.Average()}, "phi_epochs"),
+        ({"phi_epochs": 0, "phi_step": fp.steps.MeanMove()}, "phi_epochs"),
         ({"antithetic": True, "chains": 3}, "pairs"),
         ({"phi_epochs": 1, "phi_momentum": 1.0}, "momentum"),
     ],
@@ -241,7 +241,7 @@ def test_dropout_is_on_in_local_training_and_differs_by_epoch(monkeypatch: pytes
 
 def test_antithetic_exact_draws_have_the_posterior_mean_as_their_mean() -> None:
     model = linear_model(variance=0.5)
-    method = fp.FedSOUL(model, chains=2, antithetic=True, local_steps=3, prior=fp.NormalPrior(scale=1.0))
+    method = fp.FedSOUL(model, chains=2, antithetic=True, local_steps=3, prior=fp.priors.Normal(scale=1.0))
     cohort = cohort_of(model, ragged())
     server = method.init(Facts(4, 10), Key(0))
     broadcast = method.broadcast("train", server)
@@ -256,8 +256,8 @@ def test_antithetic_exact_draws_have_the_posterior_mean_as_their_mean() -> None:
 
 def test_the_first_of_a_pair_is_what_it_is_without_the_second() -> None:
     model = network()
-    pair = fp.FedSOUL(model, chains=2, antithetic=True, local_steps=3, prior=fp.NormalPrior(scale=1.0))
-    free = pair.but(antithetic=False)
+    pair = fp.FedSOUL(model, chains=2, antithetic=True, local_steps=3, prior=fp.priors.Normal(scale=1.0))
+    free = pair.replace(antithetic=False)
     cohort, facts = cohort_of(model, labelled()), Facts(4, 10)
     ends = []
     for method in (pair, free):

@@ -29,10 +29,10 @@ METHODS: dict[str, Any] = {
     "closed form": lambda: fp.FedSOUL(linear_model(), rao_blackwell=True),
     "full covariance": lambda: fp.FedSOUL(linear_model(), prior="full"),
     "mixture": lambda: fp.FedSOUL(linear_model(), prior="mixture"),
-    "energy": lambda: fp.FedSOUL(linear_model(), prior=fp.Energy(hidden=4, chains=16)),
+    "energy": lambda: fp.FedSOUL(linear_model(), prior=fp.priors.Energy(hidden=4, chains=16)),
     "mini-batches": lambda: fp.FedSOUL(linear_model(), phi_batch=2),
     "qsgd": lambda: fp.FedSOUL(linear_model(), compressor="qsgd"),
-    "rand-k": lambda: fp.FedSOUL(linear_model(), compressor=fp.RandK(k=3)),
+    "rand-k": lambda: fp.FedSOUL(linear_model(), compressor=fp.compressors.RandK(k=3)),
     "natural": lambda: fp.FedSOUL(linear_model(), compressor="natural"),
     "paper": lambda: fp.FedSOUL.paper(linear_model(), rate=1e-2),
     "hmc": lambda: fp.FedSOUL(softmax(), local_steps=3),
@@ -94,7 +94,7 @@ def test_messages_hold_what_is_documented_and_no_more(name: str) -> None:
     if isinstance(method, fp.FedSOUK):
         expected = {"I": method.prior.size(method.model.z_layout.size), "J": phi}
         if "curvature" in messages["train"]:  # one number, for EM steps with a linear head
-            assert isinstance(method.beta_step, fp.EM)
+            assert isinstance(method.beta_step, fp.steps.EM)
             expected["curvature"] = 1
         if not method.prior.normalised:  # the client's weight, which the server knows
             expected["weight"] = 1

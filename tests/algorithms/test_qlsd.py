@@ -43,7 +43,7 @@ def stationary(s: Sites, k: int, about: Tensor) -> Tensor:
 @pytest.mark.parametrize("how", ["compressed", "mini-batches"])
 def test_the_stationary_law_solves_the_lyapunov_equation(how: str) -> None:
     s = sites()
-    noisy: dict[str, Any] = {"compressor": fp.RandK(k=K)} if how == "compressed" else {"batch": K}
+    noisy: dict[str, Any] = {"compressor": fp.compressors.RandK(k=K)} if how == "compressed" else {"batch": K}
     method = fp.QLSD(s.model, step=GAMMA, prior_precision=s.prior, **noisy)
     draws = chain(method, s, ROUNDS, s.mean)
     sigma, c = stationary(s, K, s.m), 1 - GAMMA * s.precision
@@ -65,7 +65,7 @@ def test_without_noise_it_is_the_servers_langevin_step() -> None:
 def test_the_star_removes_the_noise_of_heterogeneity() -> None:
     """Only w - w* is compressed; near the mode that does not know of the clients' distances."""
     s = sites(spread=3.0)
-    method = fp.QLSD(s.model, variant="star", step=GAMMA, prior_precision=s.prior, compressor=fp.RandK(k=K))
+    method = fp.QLSD(s.model, variant="star", step=GAMMA, prior_precision=s.prior, compressor=fp.compressors.RandK(k=K))
     star = s.mean + 0.3  # the model as given
     with torch.no_grad():
         s.model.head.weight.copy_(star)
@@ -105,8 +105,8 @@ def with_memory(s: Sites, omega: float, alpha: float) -> Tensor:
 
 def test_with_memory_the_clients_distances_do_not_matter() -> None:
     s = sites(spread=10.0)
-    method = fp.QLSD(s.model, variant="++", step=GAMMA, prior_precision=s.prior, compressor=fp.RandK(k=K))
-    omega = fp.RandK(k=K).omega(s.d)
+    method = fp.QLSD(s.model, variant="++", step=GAMMA, prior_precision=s.prior, compressor=fp.compressors.RandK(k=K))
+    omega = fp.compressors.RandK(k=K).omega(s.d)
     draws = chain(method, s, ROUNDS, s.mean, burn_in=100)
     expected = with_memory(s, omega, 1 / (1 + omega))[0, 0].expand(s.d)
     c = 1 - GAMMA * s.precision
@@ -119,7 +119,7 @@ def test_with_memory_the_clients_distances_do_not_matter() -> None:
 def test_both_sides_remember_the_same() -> None:
     """The server's eta is the plain sum of the clients' memories, whatever their weights."""
     s = sites()
-    method = fp.QLSD(s.model, variant="++", step=GAMMA, compressor=fp.RandK(k=3), batch=5, refresh=3)
+    method = fp.QLSD(s.model, variant="++", step=GAMMA, compressor=fp.compressors.RandK(k=3), batch=5, refresh=3)
     population = method.fit(s.clients, rounds=20, participation=[0.9, 0.5, 0.7])
     held = population.store.get(torch.arange(3), torch.device("cpu"))  # type: ignore[union-attr]
     server = method.init(Facts(3, 20), train_key())
@@ -144,7 +144,7 @@ def test_every_variant_has_an_unbiased_gradient(variant: str) -> None:
     """Two of three clients a round, mini-batches and compression together, at one w far from everything."""
     s = sites()
     method = fp.QLSD(
-        s.model, variant=variant, step=1.0, prior_precision=s.prior, batch=60, compressor=fp.RandK(k=60)
+        s.model, variant=variant, step=1.0, prior_precision=s.prior, batch=60, compressor=fp.compressors.RandK(k=60)
     )
     cohort = s.cohort()
     server = method.init(s.facts, train_key())
@@ -162,7 +162,7 @@ def test_every_variant_has_an_unbiased_gradient(variant: str) -> None:
     gradients = []
     for k in range(200):
         key = train_key(k)
-        active = fp.Uniform(2).draw(3, key.at(purpose="who")).ids
+        active = fp.participation.Uniform(2).draw(3, key.at(purpose="who")).ids
         part, own = cohort.select(active), {n: v[active] for n, v in local.items()}
         given = method.broadcast("train", server)
         _, message, _ = method.local_round("train", given, part, own, method.channel(key), key)

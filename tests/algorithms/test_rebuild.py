@@ -12,9 +12,9 @@ from tests.helpers import linear_model
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "mala": {"kernel": "mala"},
-    "hmc": {"kernel": fp.HMC(3)},
-    "sgld": {"kernel": fp.SGLD(batch=7, step_size=0.3, offset=2.0, decay=0.4)},
-    "schedule": {"local_steps": fp.Steps(3, 12, 50)},
+    "hmc": {"kernel": fp.kernels.HMC(3)},
+    "sgld": {"kernel": fp.kernels.SGLD(batch=7, step_size=0.3, offset=2.0, decay=0.4)},
+    "schedule": {"local_steps": fp.chains.Steps(3, 12, 50)},
     "per client": {"local_steps": [3, 1, 2]},
 }
 

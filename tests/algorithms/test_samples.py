@@ -17,9 +17,9 @@ from fedpop.runtime import checkpoint
 from tests.helpers import cohort_of, generator, linear_model, ragged, seeded, train_key
 
 METHODS: dict[str, Callable[..., Algorithm]] = {
-    "QLSD": lambda m, **s: fp.QLSD(m, compressor=fp.RandK(k=3), batch=2, **s),
+    "QLSD": lambda m, **s: fp.QLSD(m, compressor=fp.compressors.RandK(k=3), batch=2, **s),
     "QLSD*": lambda m, **s: fp.QLSD(m, variant="star", compressor="qsgd", batch=2, **s),
-    "QLSD++": lambda m, **s: fp.QLSD(m, variant="++", compressor=fp.RandK(k=3), batch=2, refresh=4, **s),
+    "QLSD++": lambda m, **s: fp.QLSD(m, variant="++", compressor=fp.compressors.RandK(k=3), batch=2, refresh=4, **s),
     "FSGLD": lambda m, **s: fp.FSGLD(m, local_steps=3, batch=2, **s),
     "DSGLD": lambda m, **s: fp.FSGLD(m, local_steps=3, conducive=False, **s),
     "FedBE": lambda m, **s: fp.FedBE(m, local=fp.LocalSGD(epochs=2, rate=0.1, batch=2), **s),
@@ -108,7 +108,7 @@ def test_everyone_old_or_new_has_the_same_predictive(name: str) -> None:
     assert population.algorithm.uncertainty
 
 
-class Stop(fp.Callback):
+class Stop(fp.callbacks.Callback):
     """The power fails after so many rounds."""
 
     def __init__(self, at: int) -> None:
@@ -174,7 +174,7 @@ def test_a_network_is_sampled_and_scored(name: str) -> None:
         )
         for i, n in enumerate((5, 4))
     }
-    population = METHODS[name](model, samples=3).fit(clients, rounds=8, callbacks=[fp.EarlyStop(every=8)])
+    population = METHODS[name](model, samples=3).fit(clients, rounds=8, callbacks=[fp.callbacks.EarlyStop(every=8)])
     assert -10 < population.history[-1]["validation_log_likelihood"] < 0
     p = population.predict("0", torch.randn(2, 1, 4, 4, generator=g))
     assert p.eta.shape == (3, 2, 3)

@@ -17,7 +17,7 @@ Q = quadratics()
 LOCAL = fp.LocalSGD(epochs=10, rate=0.1)
 
 
-class Watch(fp.Callback):
+class Watch(fp.callbacks.Callback):
     """The server's state after each round, and the clients' control variates."""
 
     def __init__(self) -> None:
@@ -46,8 +46,8 @@ def test_many_local_steps_reach_the_optimum_where_fedavg_does_not() -> None:
 
 RULES: dict[str, Any] = {
     "everyone": None,
-    "two of three": fp.Uniform(2),
-    "unequal": fp.Bernoulli([0.9, 0.4, 0.6]),
+    "two of three": fp.participation.Uniform(2),
+    "unequal": fp.participation.Bernoulli([0.9, 0.4, 0.6]),
 }
 
 
@@ -61,7 +61,7 @@ def test_its_rule_written_out(rule: str, largest: int, monkeypatch: pytest.Monke
     method.fit(Q.clients, rounds=6, participation=RULES[rule], callbacks=[watch], progress=False)
     w, c, own = Q.start(), torch.zeros(3, dtype=WIDE), torch.zeros(3, 3, dtype=WIDE)
     for r in range(6):
-        who = (RULES[rule] or fp.Everyone()).draw(3, Key(0, round=r, purpose="/train/who"))
+        who = (RULES[rule] or fp.participation.Everyone()).draw(3, Key(0, round=r, purpose="/train/who"))
         move, change = torch.zeros(3, dtype=WIDE), torch.zeros(3, dtype=WIDE)
         for i, weight in zip(who.ids.tolist(), who.weights.double(), strict=True):
             y = w
@@ -78,7 +78,7 @@ def test_its_rule_written_out(rule: str, largest: int, monkeypatch: pytest.Monke
                 torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("rule", [fp.Uniform(2), 0.3, fp.Bernoulli([0.9, 0.2, 0.5, 0.4])])
+@pytest.mark.parametrize("rule", [fp.participation.Uniform(2), 0.3, fp.participation.Bernoulli([0.9, 0.2, 0.5, 0.4])])
 def test_c_stays_the_mean_of_all_c_i(rule: Any) -> None:
     """Also of those who never took part, have no data, or diverged; with batches, and empty rounds."""
     far = (torch.full((2, 3), 1e200, dtype=WIDE), torch.ones(2, dtype=WIDE))

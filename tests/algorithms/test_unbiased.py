@@ -20,7 +20,7 @@ from fedpop.evaluation.marginal import closed_form
 from fedpop.federation.participation.rules import Active, Participation
 from fedpop.keys import Key
 from fedpop.priors.normal import COVARIANCES
-from fedpop.runtime.simulate import Run, Settings
+from fedpop.runtime.run import Run, Settings
 from tests.oracles import DOUBLE, SIGMA, SIGMAS, assert_mean, gaussian_noise, normal_prior, z_scores
 
 SIZES = (0, 1, 4, 6, 3)
@@ -28,11 +28,11 @@ B = len(SIZES)
 RATE = 1e-4  # small enough that no projection is met
 UNEQUAL = (0.9, 0.5, 0.3, 0.6, 0.4)
 SCHEMES = {
-    "everyone": fp.Everyone(),
-    "bernoulli-ratio": fp.Bernoulli(0.5),
-    "bernoulli-inverse": fp.Bernoulli(0.5, weights="inverse"),
-    "bernoulli-unequal": fp.Bernoulli(UNEQUAL),
-    "uniform": fp.Uniform(2),
+    "everyone": fp.participation.Everyone(),
+    "bernoulli-ratio": fp.participation.Bernoulli(0.5),
+    "bernoulli-inverse": fp.participation.Bernoulli(0.5, weights="inverse"),
+    "bernoulli-unequal": fp.participation.Bernoulli(UNEQUAL),
+    "uniform": fp.participation.Uniform(2),
 }
 
 
@@ -60,8 +60,8 @@ def running(method: fp.FedSOUK, clients, beta, participation: Participation) -> 
 
 
 def plain(model, prior, **settings):
-    step = fp.SGD(RATE)
-    defaults = {"kernel": fp.Exponential(), "phi_step": step, "beta_step": step, "start": "random"}
+    step = fp.steps.SGD(RATE)
+    defaults = {"kernel": fp.kernels.Exponential(), "phi_step": step, "beta_step": step, "start": "random"}
     return fp.FedSOUK(model, prior=prior, **(defaults | settings))
 
 
@@ -109,7 +109,7 @@ def marginal(model, prior, phi, beta, clients):
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_rao_blackwell_is_the_gradient_itself(covariance, outputs):
     model, prior, beta, clients = problem(outputs, covariance)
-    run = running(plain(model, prior, rao_blackwell=True), clients, beta, fp.Everyone())
+    run = running(plain(model, prior, rao_blackwell=True), clients, beta, fp.participation.Everyone())
     exact = exact_gradient(model, prior, beta, clients)
     # theta moves by 1e-4 of the gradient, so differences keep 1e-16 / 1e-4 of theta's size.
     torch.testing.assert_close(estimate(run, 0), exact, rtol=1e-9, atol=1e-9)
@@ -131,9 +131,9 @@ class Fixed(Participation):
 
 def probability(scheme: Participation, chosen: tuple[int, ...]) -> float:
     """That exactly these clients are active."""
-    if isinstance(scheme, fp.Everyone):
+    if isinstance(scheme, fp.participation.Everyone):
         return float(len(chosen) == B)
-    if isinstance(scheme, fp.Uniform):
+    if isinstance(scheme, fp.participation.Uniform):
         sets = len(list(combinations(range(B), scheme.size)))
         return 1 / sets if len(chosen) == scheme.size else 0.0
     p = scheme.p if isinstance(scheme.p, tuple) else (scheme.p,) * B
@@ -165,7 +165,7 @@ def test_equal_weights_for_unequal_clients_are_not():
     exact = exact_gradient(*problem())
     assert (wrong - exact).norm() > 0.1 * exact.norm()
     with pytest.raises(SettingsError, match="biased"):
-        fp.Bernoulli(UNEQUAL, weights="ratio")
+        fp.participation.Bernoulli(UNEQUAL, weights="ratio")
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -193,7 +193,7 @@ def test_clients_join_as_often_as_promised(name):
 def test_sums_are_unbiased_with_everyone(covariance, form):
     model, prior, beta, clients = problem(2, covariance)
     method = plain(model, prior, form=form, local_steps=2, chains=120)
-    run = running(method, clients, beta, fp.Everyone())
+    run = running(method, clients, beta, fp.participation.Everyone())
     seen = torch.stack([estimate(run, k) for k in range(60)])
     exact = exact_gradient(model, prior, beta, clients)
     assert_mean(seen, exact, form)
@@ -222,10 +222,10 @@ def test_sums_are_unbiased_under_partial_participation(name, form):
 
 
 COMPRESSORS = {
-    "qsgd": fp.QSGD(levels=2),
-    "rand-k": fp.RandK(k=3),
-    "natural": fp.Natural(),
-    "one each": ("identity", "qsgd", fp.RandK(k=2), "natural", fp.QSGD(levels=1)),
+    "qsgd": fp.compressors.QSGD(levels=2),
+    "rand-k": fp.compressors.RandK(k=3),
+    "natural": fp.compressors.Natural(),
+    "one each": ("identity", "qsgd", fp.compressors.RandK(k=2), "natural", fp.compressors.QSGD(levels=1)),
 }
 
 
@@ -259,7 +259,7 @@ def test_sums_are_unbiased_with_compression_and_participation(name, scheme):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_mini_batches_of_j_are_unbiased(batch):
     model, prior, beta, clients = problem()
-    run = running(plain(model, prior, phi_batch=batch, chains=20), clients, beta, fp.Everyone())
+    run = running(plain(model, prior, phi_batch=batch, chains=20), clients, beta, fp.participation.Everyone())
     seen = torch.stack([estimate(run, k) for k in range(120)])
     exact = exact_gradient(model, prior, beta, clients)
     assert_mean(seen, exact, "J")
@@ -272,7 +272,7 @@ def test_mini_batches_of_j_are_unbiased(batch):
 @pytest.mark.parametrize("name", ["bernoulli-ratio", "bernoulli-inverse"])
 def test_the_hyperprior_enters_once_and_in_empty_rounds_as_the_paper_says(name):
     model, prior, beta, clients = problem()
-    hyper = fp.Hyperprior(phi_scale=2.0, mean_scale=0.7, log_scale=(0.3, 0.5))
+    hyper = fp.priors.Hyperprior(phi_scale=2.0, mean_scale=0.7, log_scale=(0.3, 0.5))
     phi, d = model.initial_phi(), prior.dimension(beta)
     free_phi, free = phi.clone().requires_grad_(), beta.clone().requires_grad_()
     log_p = -free_phi.square().sum() / 8 - free[:d].square().sum() / 2 / 0.49
@@ -286,7 +286,7 @@ def test_the_hyperprior_enters_once_and_in_empty_rounds_as_the_paper_says(name):
     empty = estimate(running(plain(model, prior, hyperprior=hyper), clients, beta, Nobody()), 0)
     wanted = torch.zeros_like(grad) if name == "bernoulli-ratio" else grad
     torch.testing.assert_close(empty, wanted, rtol=1e-9, atol=1e-9)
-    run = running(plain(model, prior, hyperprior=hyper, rao_blackwell=True), clients, beta, fp.Everyone())
+    run = running(plain(model, prior, hyperprior=hyper, rao_blackwell=True), clients, beta, fp.participation.Everyone())
     torch.testing.assert_close(
         estimate(run, 0), grad + exact_gradient(model, prior, beta, clients), rtol=1e-9, atol=1e-9
     )
@@ -317,7 +317,7 @@ def logistic():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "form"), [(fp.HMC(), "left"), (fp.HMC(), "right"), (fp.ULA(0.2), "right")], ids=repr
+    ("kernel", "form"), [(fp.kernels.HMC(), "left"), (fp.kernels.HMC(), "right"), (fp.kernels.ULA(0.2), "right")], ids=repr
 )
 def test_bias_of_stateless_chains_falls_with_m(kernel, form):
     """Started from the prior, a chain's mean is off by about C/M, plus the kernel's own bias."""
@@ -325,7 +325,7 @@ def test_bias_of_stateless_chains_falls_with_m(kernel, form):
     bias, error = [], []
     for m in (1, 4, 16):
         settings = {"kernel": kernel, "form": form, "stateful": False, "local_steps": m, "chains": 100}
-        run = running(plain(model, prior, **settings), clients, beta, fp.Everyone())
+        run = running(plain(model, prior, **settings), clients, beta, fp.participation.Everyone())
         seen = torch.stack([estimate(run, k) for k in range(50)])
         bias.append(float((seen.mean(0) - exact).norm()))
         error.append(float((seen.std(0) / 50**0.5).norm()))
@@ -337,8 +337,8 @@ def test_bias_of_stateless_chains_falls_with_m(kernel, form):
 
 def test_stateful_chains_have_no_bias_once_they_have_mixed():
     model, prior, beta, clients, exact = logistic()
-    settings = {"kernel": fp.HMC(), "local_steps": 4, "chains": 200, "form": "right"}
-    run = running(plain(model, prior, **settings), clients, beta, fp.Everyone())
+    settings = {"kernel": fp.kernels.HMC(), "local_steps": 4, "chains": 200, "form": "right"}
+    run = running(plain(model, prior, **settings), clients, beta, fp.participation.Everyone())
     seen = torch.stack([estimate(run, k) for k in range(210)])[10:]
     blocks = seen.reshape(50, 4, -1).mean(1)  # 16 transitions: far beyond the correlation of HMC here
     assert_mean(blocks, exact, "gradient")

@@ -50,7 +50,7 @@ def test_the_cut_into_cohorts_does_not_matter(name: str) -> None:
     assert apart.totals["bytes_up"] == together.totals["bytes_up"]
 
 
-class Score(fp.Callback):
+class Score(fp.callbacks.Callback):
     value = 0.0
 
     def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
@@ -107,7 +107,7 @@ def test_described_and_rebuilt(name: str) -> None:
 
 @every_method
 def test_a_run_is_resumed_to_the_same_bits(name: str, tmp_path: Any) -> None:
-    class Stop(fp.Callback):
+    class Stop(fp.callbacks.Callback):
         def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
             if metrics["round"] == 2:
                 raise KeyboardInterrupt

@@ -12,7 +12,7 @@ from fedpop.channel import Channel, resolve_compressor
 from fedpop.errors import SettingsError
 from fedpop.evaluation.oracle import exact_optimum
 from fedpop.keys import Key
-from fedpop.runtime.simulate import Run, Settings
+from fedpop.runtime.run import Run, Settings
 from tests.helpers import cohort_of, linear_model, population_data, ragged, seeded, train_key
 from tests.oracles import gaussian_noise
 
@@ -38,13 +38,13 @@ def one_round(method: fp.FedSOUK, clients, weights=None, key: Key | None = None)
 
 def test_only_named_messages_are_compressed():
     v, ids = gaussian_noise(0, 3, 50).float(), torch.arange(3)
-    channel = Channel(fp.QSGD(levels=3), key=Key(1))
+    channel = Channel(fp.compressors.QSGD(levels=3), key=Key(1))
     assert not channel.fusable
     assert channel("I", v) is v
     assert channel.bytes_up == 3 * 50 * 4
     sent = channel("J", v, ids)
-    assert torch.equal(sent, fp.QSGD(levels=3).compress(v, Key(1).at(purpose="compress.J"), ids))
-    assert channel.bytes_up == 3 * (50 * 4 + fp.QSGD(levels=3).encoded_bytes(50))
+    assert torch.equal(sent, fp.compressors.QSGD(levels=3).compress(v, Key(1).at(purpose="compress.J"), ids))
+    assert channel.bytes_up == 3 * (50 * 4 + fp.compressors.QSGD(levels=3).encoded_bytes(50))
 
 
 def test_without_compression_vectors_are_plain():
@@ -57,25 +57,25 @@ def test_without_compression_vectors_are_plain():
 
 
 def test_each_client_may_have_its_own_compressor():
-    each = resolve_compressor(["identity", "natural", fp.QSGD(levels=7), "natural"])
+    each = resolve_compressor(["identity", "natural", fp.compressors.QSGD(levels=7), "natural"])
     v, ids = gaussian_noise(1, 3, 40).float(), torch.tensor([3, 0, 2])
     channel = Channel(each, key=Key(1))
     sent = channel("J", v, ids)
     key = Key(1).at(purpose="compress.J")
     for row, client in enumerate(ids.tolist()):
         assert torch.equal(sent[row], each[client].compress(v[row : row + 1], key, ids[row : row + 1])[0])
-    sizes = fp.Natural().encoded_bytes(40) + 4 * 40 + fp.QSGD(levels=7).encoded_bytes(40)
+    sizes = fp.compressors.Natural().encoded_bytes(40) + 4 * 40 + fp.compressors.QSGD(levels=7).encoded_bytes(40)
     assert channel.bytes_up == sizes
     assert Channel(resolve_compressor(["identity"] * 4)).fusable
 
 
 def test_a_vector_that_cannot_be_sent_costs_nothing():
-    channel = Channel(fp.Natural(), key=Key(1))
+    channel = Channel(fp.compressors.Natural(), key=Key(1))
     v = torch.ones(3, 40)
     v[1, 7] = torch.inf
     sent = channel("J", v, torch.arange(3))
     assert torch.isnan(sent[1]).all()
-    assert channel.bytes_up == 2 * fp.Natural().encoded_bytes(40)
+    assert channel.bytes_up == 2 * fp.compressors.Natural().encoded_bytes(40)
 
 
 # --- in a round ------------------------------------------------------------------------------
@@ -104,15 +104,15 @@ def test_the_server_gets_the_weighted_sum_of_compressed_vectors(name):
 def test_bytes_of_a_run():
     up = {}
     for name in ("identity", "qsgd"):
-        population = soul(name, beta_step=fp.Adam(), start="random", prior=fp.NormalPrior(scale=1.0)).fit(
+        population = soul(name, beta_step=fp.steps.Adam(), start="random", prior=fp.priors.Normal(scale=1.0)).fit(
             ragged((3, 0, 5, 1)), rounds=3
         )
         up[name] = population.totals["bytes_up"]
-    assert up == {"identity": 3 * 4 * 4 * (6 + 3), "qsgd": 3 * 4 * (fp.QSGD().encoded_bytes(6) + 4 * 3)}
+    assert up == {"identity": 3 * 4 * 4 * (6 + 3), "qsgd": 3 * 4 * (fp.compressors.QSGD().encoded_bytes(6) + 4 * 3)}
 
 
 @dataclass(frozen=True)
-class Picky(fp.QSGD):
+class Picky(fp.compressors.QSGD):
     """Refuses client 2, as it would an update that is too large."""
 
     def compress(self, v: Tensor, key: Key, ids: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def test_the_fit_reaches_the_optimum_with_fewer_bytes():
     clients, _, _ = population_data(40, 8, 6, 2, 0.1)
     model = linear_model(6, 2, 0.1)
     gap, sent = {}, {}
-    for name, compressor in (("identity", "identity"), ("qsgd", fp.QSGD(levels=7))):
+    for name, compressor in (("identity", "identity"), ("qsgd", fp.compressors.QSGD(levels=7))):
         method = fp.FedSOUL(model, compressor=compressor)
         population = method.fit(clients, rounds=300, seed=1)
         best = exact_optimum(
@@ -148,16 +148,16 @@ def test_the_fit_reaches_the_optimum_with_fewer_bytes():
 
 
 def test_settings_are_rebuilt_from_their_description():
-    for compressor in ("qsgd", fp.RandK(k=2), "natural", ["identity", fp.QSGD(levels=3)]):
+    for compressor in ("qsgd", fp.compressors.RandK(k=2), "natural", ["identity", fp.compressors.QSGD(levels=3)]):
         method = soul(compressor)
         again = rebuild(method.describe(), "FedSOUL", method.model)
         assert again.compressor == method.compressor == resolve_compressor(compressor)
 
 
 def test_a_saved_population_knows_its_compressor(tmp_path):
-    population = soul(fp.QSGD(levels=7)).fit(ragged(), rounds=2)
+    population = soul(fp.compressors.QSGD(levels=7)).fit(ragged(), rounds=2)
     population.save(tmp_path)
-    assert fp.load(tmp_path).algorithm.compressor == fp.QSGD(levels=7)
+    assert fp.load(tmp_path).algorithm.compressor == fp.compressors.QSGD(levels=7)
 
 
 WRONG = {
@@ -167,7 +167,7 @@ WRONG = {
     ),
     "unknown among several": (lambda: soul(["qsgd", "zip"]), "unknown compressor 'zip'"),
     "not a compressor": (lambda: soul(7), "not 7"),
-    "k too large": (lambda: soul(fp.RandK(k=7)), "k = 7 entries of a vector of 6"),
+    "k too large": (lambda: soul(fp.compressors.RandK(k=7)), "k = 7 entries of a vector of 6"),
     "too few": (lambda: soul(["qsgd"]).fit(ragged(), rounds=1), "1 compressors for 4 clients"),
 }
 
@@ -184,7 +184,7 @@ def test_wrong_settings(case):
 
 def run_of(method: fp.FedSOUK, clients, memory: str) -> Run:
     federation = method.model.prepare(fp.Federation.of(clients))
-    run = Run(method, federation, Settings(4, 0, fp.Bernoulli(0.7), memory, 50), None, [])
+    run = Run(method, federation, Settings(4, 0, fp.participation.Bernoulli(0.7), memory, 50), None, [])
     run.execute(resume=False, progress=False)
     return run
 

@@ -29,15 +29,15 @@ KEY = Key(3, round=5, purpose="compress/J")
 SIX = 6.0
 CLIENTS = 20_000
 COMPRESSORS = {
-    "identity": fp.Identity(),
-    "qsgd-1": fp.QSGD(levels=1),
-    "qsgd-7": fp.QSGD(levels=7),
-    "qsgd-127": fp.QSGD(),
-    "qsgd-128": fp.QSGD(levels=128),
-    "qsgd-32767": fp.QSGD(levels=32767),
-    "rand-k": fp.RandK(share=0.3),
-    "rand-k-all": fp.RandK(share=1.0),
-    "natural": fp.Natural(),
+    "identity": fp.compressors.Identity(),
+    "qsgd-1": fp.compressors.QSGD(levels=1),
+    "qsgd-7": fp.compressors.QSGD(levels=7),
+    "qsgd-127": fp.compressors.QSGD(),
+    "qsgd-128": fp.compressors.QSGD(levels=128),
+    "qsgd-32767": fp.compressors.QSGD(levels=32767),
+    "rand-k": fp.compressors.RandK(share=0.3),
+    "rand-k-all": fp.compressors.RandK(share=1.0),
+    "natural": fp.compressors.Natural(),
 }
 every = pytest.mark.parametrize("name", COMPRESSORS)
 LARGEST = float(np.finfo(np.float32).max)
@@ -54,11 +54,11 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and bool((a.view(torch.int32) == b.view(torch.int32)).all())
 
 
-def one(compressor: fp.Compressor, v: torch.Tensor, client: int = 9) -> torch.Tensor:
+def one(compressor: fp.compressors.Compressor, v: torch.Tensor, client: int = 9) -> torch.Tensor:
     return compressor.compress(v[None], KEY, torch.tensor([client]))[0]
 
 
-def many(compressor: fp.Compressor, v: torch.Tensor, clients: int) -> torch.Tensor:
+def many(compressor: fp.compressors.Compressor, v: torch.Tensor, clients: int) -> torch.Tensor:
     """The same vector as sent by so many clients, in double precision."""
     return compressor.compress(v.expand(clients, -1), KEY, torch.arange(clients)).to(DOUBLE)
 
@@ -90,7 +90,7 @@ def test_what_is_decoded_is_what_was_compressed(name, v):
     if not bool(((sent != 0) & (sent.abs() < 2.0**-126)).any()):  # natural takes a tenth bit for those
         assert len(payload) == compressor.encoded_bytes(len(v))
     # A second pass changes nothing but the entries that rand-k drops.
-    if not isinstance(compressor, fp.RandK | fp.QSGD):
+    if not isinstance(compressor, fp.compressors.RandK | fp.compressors.QSGD):
         assert same_bits(one(compressor, sent), sent)
 
 
@@ -106,14 +106,14 @@ def test_every_length(name, d):
 
 def test_the_encoded_forms_are_as_small_as_promised():
     d, frame = 80_000, 12
-    assert fp.Identity().encoded_bytes(d) == frame + 1 + 4 * d
+    assert fp.compressors.Identity().encoded_bytes(d) == frame + 1 + 4 * d
     for s, bits in ((1, 2), (2, 3), (3, 3), (7, 4), (127, 8), (128, 9), (32767, 16)):
-        assert fp.QSGD(levels=s).width == 1 + math.ceil(math.log2(s + 1)) == bits
-        assert fp.QSGD(levels=s).encoded_bytes(d) == frame + 6 + bits * d // 8
-    assert fp.RandK(k=100).encoded_bytes(d) == frame + 13 + 400
-    assert fp.Natural().encoded_bytes(d) == frame + 1 + 9 * d // 8
+        assert fp.compressors.QSGD(levels=s).width == 1 + math.ceil(math.log2(s + 1)) == bits
+        assert fp.compressors.QSGD(levels=s).encoded_bytes(d) == frame + 6 + bits * d // 8
+    assert fp.compressors.RandK(k=100).encoded_bytes(d) == frame + 13 + 400
+    assert fp.compressors.Natural().encoded_bytes(d) == frame + 1 + 9 * d // 8
     wide = torch.full((1, d), TINY)
-    assert fp.Natural().sent_bytes(wide) == len(fp.Natural().encode(wide[0], KEY)) == frame + 1 + 10 * d // 8
+    assert fp.compressors.Natural().sent_bytes(wide) == len(fp.compressors.Natural().encode(wide[0], KEY)) == frame + 1 + 10 * d // 8
 
 
 @every
@@ -195,7 +195,7 @@ def test_the_largest_vectors_that_decode_within_float32(name, d):
     if low < high:  # refused beyond: some entry could have come out above the largest number
         reach = {
             "natural": 2 * high,
-            "rand-k": high * d / fp.RandK(share=0.3).count(d),
+            "rand-k": high * d / fp.compressors.RandK(share=0.3).count(d),
         }.get(name)
         if reach is None:
             unit = d**0.5 * high / compressor.levels
@@ -268,10 +268,10 @@ def spread(d: int) -> torch.Tensor:
     return v
 
 
-def variances(compressor: fp.Compressor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def variances(compressor: fp.compressors.Compressor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The variance of every decoded entry, in closed form, and the distance between its values."""
     size, d = v.to(DOUBLE).abs(), len(v)
-    if isinstance(compressor, fp.QSGD):
+    if isinstance(compressor, fp.compressors.QSGD):
         exact = np.float64(size.norm()) / compressor.levels
         unit = np.float32(exact)  # rounded up, which matters where float32 is coarse
         unit = torch.tensor(
@@ -279,14 +279,14 @@ def variances(compressor: fp.Compressor, v: torch.Tensor) -> tuple[torch.Tensor,
         )
         f = size / unit - (size / unit).floor()
         return unit**2 * f * (1 - f), unit.expand(d)
-    if isinstance(compressor, fp.Natural):
+    if isinstance(compressor, fp.compressors.Natural):
         low = torch.where(size > 0, 2.0 ** size.log2().floor(), 0.0)
         return (2 * low - size) * (size - low), low
-    many_times = d / compressor.count(d) if isinstance(compressor, fp.RandK) else 1.0
+    many_times = d / compressor.count(d) if isinstance(compressor, fp.compressors.RandK) else 1.0
     return size**2 * (many_times - 1), size * many_times
 
 
-def assert_unbiased(compressor: fp.Compressor, v: torch.Tensor, rounding: float) -> None:
+def assert_unbiased(compressor: fp.compressors.Compressor, v: torch.Tensor, rounding: float) -> None:
     """Bernstein's inequality: the mean is this near but for a chance of 2 exp(-22) = 6e-10 per entry."""
     drawn = many(compressor, v, CLIENTS)
     variance, width = variances(compressor, v)
@@ -307,7 +307,7 @@ def test_denormals_are_unbiased_to_one_ulp(name):
     v = torch.tensor([3.0, -5.0, 7.0, 100.0, 0.0, 1e6]) * TINY
     assert_unbiased(COMPRESSORS[name], v, rounding=TINY)
     if name == "natural":  # and as quiet as larger numbers
-        error = (many(fp.Natural(), v, CLIENTS) - v.to(DOUBLE)).square() / v.to(DOUBLE).square().clamp(
+        error = (many(fp.compressors.Natural(), v, CLIENTS) - v.to(DOUBLE)).square() / v.to(DOUBLE).square().clamp(
             min=TINY**2
         )
         assert (error.mean(0) <= 0.125 + SIX * error.std(0) / CLIENTS**0.5).all()
@@ -323,7 +323,7 @@ def test_the_variance_is_at_most_omega(name, d):
     at_most = compressor.omega(d)
     standard_error = float(error.std()) / len(error) ** 0.5
     assert float(error.mean()) <= at_most + SIX * standard_error + 1e-12
-    if isinstance(compressor, fp.RandK) or (name == "natural" and d == 1):  # where the bound is reached
+    if isinstance(compressor, fp.compressors.RandK) or (name == "natural" and d == 1):  # where the bound is reached
         assert float(error.mean()) >= at_most - SIX * standard_error - 1e-12
 
 
@@ -331,8 +331,8 @@ def test_the_variance_is_at_most_omega(name, d):
 @given(v=vectors.filter(lambda v: bool(v.any())), s=st.sampled_from([1, 2, 7, 127]))
 def test_the_closed_form_of_qsgds_variance_is_below_omega(v, s):
     wide = v.to(DOUBLE) / float(v.abs().max())
-    variance = float(variances(fp.QSGD(levels=s), wide)[0].sum())
-    assert variance <= fp.QSGD(levels=s).omega(len(v)) * float(wide.square().sum()) * (1 + 1e-6)
+    variance = float(variances(fp.compressors.QSGD(levels=s), wide)[0].sum())
+    assert variance <= fp.compressors.QSGD(levels=s).omega(len(v)) * float(wide.square().sum()) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("name", ["qsgd-7", "qsgd-127", "natural", "rand-k"])
@@ -343,12 +343,12 @@ def test_the_variance_is_that_of_the_closed_form(name):
 
 
 def test_known_omegas():
-    assert fp.Identity().omega(10) == 0
-    assert fp.QSGD(levels=2).omega(4) == 1.0
-    assert fp.QSGD(levels=10).omega(4) == 0.04
-    assert fp.RandK(k=5).omega(40) == 7.0
-    assert fp.RandK(share=0.25).omega(40) == 3.0
-    assert fp.Natural().omega(7) == 0.125
+    assert fp.compressors.Identity().omega(10) == 0
+    assert fp.compressors.QSGD(levels=2).omega(4) == 1.0
+    assert fp.compressors.QSGD(levels=10).omega(4) == 0.04
+    assert fp.compressors.RandK(k=5).omega(40) == 7.0
+    assert fp.compressors.RandK(share=0.25).omega(40) == 3.0
+    assert fp.compressors.Natural().omega(7) == 0.125
 
 
 # --- broken payloads -------------------------------------------------------------------------
@@ -388,25 +388,25 @@ def test_a_payload_of_other_settings_is_refused(name):
 
 
 BROKEN = {
-    "nothing": (fp.QSGD(), b"", "truncated"),
-    "text": (fp.QSGD(), b"this is not a payload", "not an encoded vector"),
-    "version": (fp.QSGD(), struct.pack("<2sBBII", b"fp", 7, 1, 0, 0), "version 7"),
+    "nothing": (fp.compressors.QSGD(), b"", "truncated"),
+    "text": (fp.compressors.QSGD(), b"this is not a payload", "not an encoded vector"),
+    "version": (fp.compressors.QSGD(), struct.pack("<2sBBII", b"fp", 7, 1, 0, 0), "version 7"),
     "a level beyond": (
-        fp.QSGD(levels=4),
+        fp.compressors.QSGD(levels=4),
         sealed(1, 8, struct.pack("<Hf", 4, 1.0), *pack(np.full(8, 5, np.int8), 4)),
         "beyond 4",
     ),
-    "an infinite unit": (fp.QSGD(), sealed(1, 1, struct.pack("<Hf", 127, math.inf), b"\1"), "unit is inf"),
-    "levels": (fp.QSGD(levels=5), fp.QSGD(levels=6).encode(torch.ones(4), KEY), "6 levels where 5"),
-    "an infinite power": (fp.Natural(), sealed(3, 8, b"\x09", b"\xff" * 8, b"\0"), "infinite"),
-    "bits": (fp.Natural(), sealed(3, 8, b"\x0a", b"\1" * 8, b"\0"), "10 bits where 9"),
-    "an exponent": (fp.Natural(), sealed(3, 8, b"\x0a", b"\x17" * 8, b"\0\xff"), "does not exist"),
-    "nan": (fp.Identity(), sealed(0, 1, b"\4", struct.pack("<f", math.nan)), "NaN"),
-    "size of an entry": (fp.Identity(), sealed(0, 1, b"\2", struct.pack("<f", 1.0)), "2 bytes where 4"),
-    "too few bytes": (fp.Identity(), sealed(0, 5, b"\4", struct.pack("<f", 1.0)), "5 bytes where 41"),
-    "k": (fp.RandK(k=2), sealed(2, 4, struct.pack("<BIII", 4, 3, 1, 0), b"\0" * 8), "keeps 3 of 4"),
+    "an infinite unit": (fp.compressors.QSGD(), sealed(1, 1, struct.pack("<Hf", 127, math.inf), b"\1"), "unit is inf"),
+    "levels": (fp.compressors.QSGD(levels=5), fp.compressors.QSGD(levels=6).encode(torch.ones(4), KEY), "6 levels where 5"),
+    "an infinite power": (fp.compressors.Natural(), sealed(3, 8, b"\x09", b"\xff" * 8, b"\0"), "infinite"),
+    "bits": (fp.compressors.Natural(), sealed(3, 8, b"\x0a", b"\1" * 8, b"\0"), "10 bits where 9"),
+    "an exponent": (fp.compressors.Natural(), sealed(3, 8, b"\x0a", b"\x17" * 8, b"\0\xff"), "does not exist"),
+    "nan": (fp.compressors.Identity(), sealed(0, 1, b"\4", struct.pack("<f", math.nan)), "NaN"),
+    "size of an entry": (fp.compressors.Identity(), sealed(0, 1, b"\2", struct.pack("<f", 1.0)), "2 bytes where 4"),
+    "too few bytes": (fp.compressors.Identity(), sealed(0, 5, b"\4", struct.pack("<f", 1.0)), "5 bytes where 41"),
+    "k": (fp.compressors.RandK(k=2), sealed(2, 4, struct.pack("<BIII", 4, 3, 1, 0), b"\0" * 8), "keeps 3 of 4"),
     "no such choice": (
-        fp.RandK(k=1),
+        fp.compressors.RandK(k=1),
         sealed(2, 4, struct.pack("<BIII", 4, 1, 9, 0), b"\0" * 4),
         "does not exist",
     ),
@@ -425,25 +425,25 @@ def test_payloads_that_make_no_sense(case):
 )
 def test_only_vectors_of_real_numbers_are_encoded(v):
     with pytest.raises(PayloadError, match="expected a vector of real numbers"):
-        fp.QSGD().encode(v, KEY)
+        fp.compressors.QSGD().encode(v, KEY)
 
 
 # --- settings --------------------------------------------------------------------------------
 
 WRONG = {
-    "s=0": (lambda: fp.QSGD(levels=0), "levels from 1 to 32767, not 0"),
-    "s too large": (lambda: fp.QSGD(levels=2**15), "not 32768"),
-    "s a fraction": (lambda: fp.QSGD(levels=1.5), "not 1.5"),
-    "k=0": (lambda: fp.RandK(k=0), "at least 1, not 0"),
-    "share 0": (lambda: fp.RandK(share=0.0), r"\(0, 1\], not 0"),
-    "share above 1": (lambda: fp.RandK(share=1.5), "not 1.5"),
-    "both": (lambda: fp.RandK(k=3, share=0.5), "not both"),
-    "k too large to compress": (lambda: one(fp.RandK(k=5), torch.ones(4)), "k = 5 entries of a vector of 4"),
+    "s=0": (lambda: fp.compressors.QSGD(levels=0), "levels from 1 to 32767, not 0"),
+    "s too large": (lambda: fp.compressors.QSGD(levels=2**15), "not 32768"),
+    "s a fraction": (lambda: fp.compressors.QSGD(levels=1.5), "not 1.5"),
+    "k=0": (lambda: fp.compressors.RandK(k=0), "at least 1, not 0"),
+    "share 0": (lambda: fp.compressors.RandK(share=0.0), r"\(0, 1\], not 0"),
+    "share above 1": (lambda: fp.compressors.RandK(share=1.5), "not 1.5"),
+    "both": (lambda: fp.compressors.RandK(k=3, share=0.5), "not both"),
+    "k too large to compress": (lambda: one(fp.compressors.RandK(k=5), torch.ones(4)), "k = 5 entries of a vector of 4"),
     "k too large to encode": (
-        lambda: fp.RandK(k=5).encode(torch.ones(4), KEY),
+        lambda: fp.compressors.RandK(k=5).encode(torch.ones(4), KEY),
         "k = 5 entries of a vector of 4",
     ),
-    "k too large for omega": (lambda: fp.RandK(k=5).omega(4), "k = 5 entries of a vector of 4"),
+    "k too large for omega": (lambda: fp.compressors.RandK(k=5).omega(4), "k = 5 entries of a vector of 4"),
 }
 
 

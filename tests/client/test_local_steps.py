@@ -33,7 +33,7 @@ METHODS: dict[str, Any] = {
     "exact": lambda **s: fp.FedSOUL(linear_model(), start="random", **s),
     "hmc": lambda **s: fp.FedSOUL(classes(), **s),
     "mass matrix": lambda **s: fp.FedSOUL(curved(), **s),
-    "sgld": lambda **s: fp.FedSOUL(classes(), kernel=fp.SGLD(batch=2), **s),
+    "sgld": lambda **s: fp.FedSOUL(classes(), kernel=fp.kernels.SGLD(batch=2), **s),
     "stateless mini-batches": lambda **s: fp.FedSOUL(
         linear_model(), start="random", kernel="hmc", stateful=False, phi_batch=2, chains=3, **s
     ),
@@ -108,10 +108,10 @@ def test_gradient_evaluations_are_counted_client_by_client() -> None:
 
 @pytest.mark.parametrize(
     ("steps", "path"),
-    [(fp.Steps(2, 10, over=4), [2, 4, 6, 8, 10, 10, 10]), (fp.Steps(7, 1, over=2), [7, 4, 1, 1])],
+    [(fp.chains.Steps(2, 10, over=4), [2, 4, 6, 8, 10, 10, 10]), (fp.chains.Steps(7, 1, over=2), [7, 4, 1, 1])],
     ids=["growing", "falling"],
 )
-def test_a_schedule_over_rounds(steps: fp.Steps, path: list[int]) -> None:
+def test_a_schedule_over_rounds(steps: fp.chains.Steps, path: list[int]) -> None:
     assert [steps.at(k) for k in range(len(path))] == path
     history = (
         METHODS["hmc"](local_steps=steps)
@@ -144,7 +144,7 @@ def test_a_broken_client_is_left_out_of_its_group_only() -> None:
 
 
 def test_a_population_with_steps_comes_back_and_says_so(tmp_path: Any) -> None:
-    for number, steps, words in ((0, STEPS, "2 to 7 per round"), (1, fp.Steps(3, 9, 5), "3 to 9 per round")):
+    for number, steps, words in ((0, STEPS, "2 to 7 per round"), (1, fp.chains.Steps(3, 9, 5), "3 to 9 per round")):
         method = METHODS["exact"](local_steps=list(steps) if isinstance(steps, tuple) else steps)
         assert method.local_steps == steps
         population = method.fit(ragged(SIZES), rounds=2, progress=False)
@@ -158,7 +158,7 @@ def test_memory_is_planned_for_the_largest_number() -> None:
     federation = linear_model().prepare(fp.Federation.of(ragged(SIZES)))
     plans = [
         plan_for(METHODS["exact"](local_steps=m), federation, 10**9)
-        for m in (7, STEPS, fp.Steps(1, 7, 3), fp.Steps(7, 2, 3))
+        for m in (7, STEPS, fp.chains.Steps(1, 7, 3), fp.chains.Steps(7, 2, 3))
     ]
     assert all(plan == plans[0] for plan in plans)
     assert most_steps((3,)) == 3
@@ -166,7 +166,7 @@ def test_memory_is_planned_for_the_largest_number() -> None:
 
 def test_resume_goes_on_with_the_schedule(tmp_path: Any) -> None:
     def run(folder: str, rounds: int, resume: bool = False) -> fp.Population:
-        method = METHODS["hmc"](local_steps=fp.Steps(1, 6, 5), phi_step=fp.Adam(0.01, fp.Constant()))
+        method = METHODS["hmc"](local_steps=fp.chains.Steps(1, 6, 5), phi_step=fp.steps.Adam(0.01, fp.steps.Constant()))
         callbacks = [] if rounds == 6 else [Stop(rounds)]
         return method.fit(
             clients_for(method),
@@ -185,7 +185,7 @@ def test_resume_goes_on_with_the_schedule(tmp_path: Any) -> None:
     assert torch.equal(whole.published["phi"], again.published["phi"])
 
 
-class Stop(fp.Callback):
+class Stop(fp.callbacks.Callback):
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
 
@@ -202,4 +202,4 @@ class Stop(fp.Callback):
 )
 def test_impossible_schedules_are_refused(settings: Any, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        fp.Steps(*settings)
+        fp.chains.Steps(*settings)

@@ -139,6 +139,6 @@ def test_convolutions_go_one_by_one():
     assert not vectorises(model, model.initial_phi())
     clients = [(torch.randn(n, 1, 4, 4, generator=generator(n)), torch.arange(n) % 2) for n in (3, 1, 4)]
     plain = fp.FedSOUL(model).fit(clients, rounds=2)
-    packed = fp.FedSOUL(model, compressor=fp.QSGD(levels=32767)).fit(clients, rounds=2)
+    packed = fp.FedSOUL(model, compressor=fp.compressors.QSGD(levels=32767)).fit(clients, rounds=2)
     torch.testing.assert_close(plain.published["phi"], packed.published["phi"], rtol=1e-2, atol=1e-3)
     assert plain.totals["backbone_passes"] == packed.totals["backbone_passes"] == 2 * 8

@@ -24,7 +24,7 @@ WIDE = torch.float64
 
 def setting(**options: object) -> tuple[fp.FedSOUL, list[tuple[Tensor, Tensor]], Cohort]:
     clients, _, _ = population_data(15, 6, 3, 2, 0.3)
-    method = fp.FedSOUL(linear_model(3, 2, 0.3), prior=fp.NormalPrior(scale=1.0, **options))
+    method = fp.FedSOUL(linear_model(3, 2, 0.3), prior=fp.priors.Normal(scale=1.0, **options))
     return method, clients, cohort_of(method.model, clients)
 
 
@@ -93,7 +93,7 @@ def test_cohorts_add_up() -> None:
 
 def test_what_is_fixed_is_not_drawn() -> None:
     method, clients, cohort = setting(learn_scale=False)
-    theta = at_the_optimum(method.but(prior=fp.NormalPrior(scale=1.0)), clients)
+    theta = at_the_optimum(method.replace(prior=fp.priors.Normal(scale=1.0)), clients)
     draws = theta_draws(method, theta, [(cohort, None)], Key(0))
     assert all(torch.allclose(beta[2], theta["beta"][2]) for _, beta in draws)
     assert float(torch.stack([beta[0] for _, beta in draws]).std()) > 1e-3
@@ -115,7 +115,7 @@ def test_louis_identity_with_draws_has_the_closed_form_as_its_mean(custom: bool,
     """Sets of 40 exact draws: Hessians and covariances are unbiased, so their mean is within five errors."""
     clients, _, _ = population_data(2, 6, 3, 2, 0.3)
     clients.append((torch.zeros(0, 3), torch.zeros(0)))
-    prior = fp.NormalPrior(covariance, scale=1.0)
+    prior = fp.priors.Normal(covariance, scale=1.0)
     plain = fp.FedSOUL(linear_model(3, 2, 0.3), prior=prior)
     method = fp.FedSOUL(as_functions(), prior=prior) if custom else plain
     phi = plain.model.initial_phi().to(WIDE)
@@ -140,7 +140,7 @@ def test_louis_identity_with_draws_has_the_closed_form_as_its_mean(custom: bool,
 def test_draws_weighted_anew_follow_the_posterior_at_another_theta() -> None:
     """Importance resampling against the closed-form posterior; 4,000 draws, five standard errors."""
     clients, _, _ = population_data(3, 6, 3, 2, 0.3)
-    method = fp.FedSOUL(linear_model(3, 2, 0.3), prior=fp.NormalPrior(scale=1.0))
+    method = fp.FedSOUL(linear_model(3, 2, 0.3), prior=fp.priors.Normal(scale=1.0))
     cohort = cohort_of(method.model, clients)
     phi, beta = method.model.initial_phi(), torch.tensor([0.3, -0.2, 0.1])
     other = (1.1 * phi, beta + 0.1)
@@ -175,7 +175,7 @@ def test_intervals_of_a_function_widen_with_theta() -> None:
     model = fp.CustomModel(
         outputs=outputs, likelihood=fp.likelihoods.Normal(1.0), phi={"slope": 2.0}, z={"a": 0.0}
     )
-    population = fp.FedSOUL(model, burn_in=20, local_steps=2, final=fp.Final(draws=60, burn_in=30)).fit(
+    population = fp.FedSOUL(model, burn_in=20, local_steps=2, final=fp.chains.Final(draws=60, burn_in=30)).fit(
         clients, rounds=10
     )
     x = torch.tensor([0.0, 10.0])

@@ -153,7 +153,7 @@ def test_exact_optimum_is_the_textbook_estimate() -> None:
 def test_fedsoul_finds_the_textbook_estimate_too() -> None:
     """Closed-form I and J leave no noise, so that 200 rounds come within two percent."""
     method, clients, truth = one_way()
-    population = method.but(rao_blackwell=True).fit(clients, rounds=200)
+    population = method.replace(rao_blackwell=True).fit(clients, rounds=200)
     assert float(population.phi["likelihood.log_variance"].exp()) == pytest.approx(truth["noise"], rel=0.02)
     assert float(population.prior_mean) == pytest.approx(truth["mean"], rel=0.02)
     assert float(population.prior_sd) == pytest.approx(truth["between"] ** 0.5, rel=0.02)

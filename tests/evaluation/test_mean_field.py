@@ -16,7 +16,7 @@ from tests.oracles import assert_mean, gaussian_noise
 
 def case(prior=None, d=2):
     clients, _, _ = population_data(b=12, n=6, k=3, d=d, variance=1.0)
-    method = fp.FedSOUL.paper(linear_model(3, d, 1.0), rate=1e-3, prior=prior or fp.NormalPrior(scale=1.0))
+    method = fp.FedSOUL.paper(linear_model(3, d, 1.0), rate=1e-3, prior=prior or fp.priors.Normal(scale=1.0))
     cohort = everyone(method, method.model.prepare(Federation.of(clients)))
     theta = torch.cat((gaussian_noise(1, 3 * d), 0.3 * gaussian_noise(2, d + 1)))
     return MeanField(method, cohort), theta, clients
@@ -31,9 +31,9 @@ def test_without_a_step_it_is_the_gradient_of_the_marginal_likelihood():
 
 
 def test_hyperpriors_are_part_of_it():
-    hyper = fp.Hyperprior(phi_scale=0.5, mean_scale=2.0, log_scale=(0.1, 0.3))
+    hyper = fp.priors.Hyperprior(phi_scale=0.5, mean_scale=2.0, log_scale=(0.1, 0.3))
     field, theta, _ = case()
-    with_hyper = MeanField(field.method.but(hyperprior=hyper), field.cohort)
+    with_hyper = MeanField(field.method.replace(hyperprior=hyper), field.cohort)
     d = field.method.prior.dimension(theta[field.size :])
     phi, mu, log_sd = theta[: field.size], theta[field.size :][:d], theta[-1:]
     pull = torch.cat((-phi / 0.25, -mu / 4, (0.1 - log_sd) / 0.09))
@@ -59,7 +59,7 @@ def test_the_stationary_law_is_left_unchanged_by_a_step(c):
 def test_what_clients_send_has_this_mean():
     """Messages of a second round, after a first one has brought the chains to their stationary law."""
     field, theta, clients = case()
-    method = field.method.but(kernel=fp.ULA(0.8), local_steps=40, chains=10)
+    method = field.method.replace(kernel=fp.kernels.ULA(0.8), local_steps=40, chains=10)
     phi, beta = theta[: field.size].float(), theta[field.size :].float()
     cohort = method.model.prepare(Federation.of(clients)).cohort(torch.arange(12), torch.ones(12), phi.device)
     broadcast = {"phi": phi, "beta": beta}
@@ -87,7 +87,7 @@ def test_a_root_is_one(c):
 
 
 def test_what_is_fixed_stays_at_a_root():
-    fixed = fp.NormalPrior(mean=0.5, scale=1.0, learn_mean=False, learn_scale=False)
+    fixed = fp.priors.Normal(mean=0.5, scale=1.0, learn_mean=False, learn_scale=False)
     task = theory.problem(0, b=30)
     method = fp.FedSOUL.paper(task.model, prior=fixed)
     best = task.optimum(method)

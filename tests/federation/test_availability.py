@@ -27,7 +27,7 @@ def written(tmp_path, text: str):
     return path
 
 
-def who(trace: fp.Availability, rounds: int = 4) -> list[list[int]]:
+def who(trace: fp.participation.Availability, rounds: int = 4) -> list[list[int]]:
     return [trace.draw(trace.clients, Key(0, round=k)).ids.tolist() for k in range(rounds)]
 
 
@@ -58,11 +58,11 @@ def test_a_pass_through_the_trace_averages_to_the_sum_over_all_clients(tmp_path)
 
 
 def test_b_over_a_weights_for_clients_available_equally_often():
-    active = fp.Availability([[0, 1], [], [2]], 3, weights="ratio").draw(3, Key(0))
+    active = fp.participation.Availability([[0, 1], [], [2]], 3, weights="ratio").draw(3, Key(0))
     assert active.ratio
     assert active.weights.tolist() == [1.0, 1.0]
     with pytest.raises(SettingsError, match="biased"):
-        fp.Availability([[0, 1], [1], [2]], 3, weights="ratio")
+        fp.participation.Availability([[0, 1], [1], [2]], 3, weights="ratio")
 
 
 def test_a_run_follows_its_trace(tmp_path):
@@ -73,7 +73,7 @@ def test_a_run_follows_its_trace(tmp_path):
     assert [line["active"] for line in population.history] == [2, 0, 1, 3, 2, 0]
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["participation"]["kind"] == "Availability"
-    other = fp.Availability([[0, 1], [], [2], [0, 1]], 3)
+    other = fp.participation.Availability([[0, 1], [], [2], [0, 1]], 3)
     with pytest.raises(CheckpointError, match="participation"):
         method.fit(clients, rounds=6, participation=other, out=tmp_path / "run", resume=True)
 
@@ -109,8 +109,8 @@ def test_a_missing_file(tmp_path):
 
 def test_a_trace_of_another_federation():
     with pytest.raises(SettingsError, match="of 2 clients, the federation has 4"):
-        fp.FedSOUL(linear_model()).fit(ragged(), rounds=1, participation=fp.Availability([[0, 1]], 2))
+        fp.FedSOUL(linear_model()).fit(ragged(), rounds=1, participation=fp.participation.Availability([[0, 1]], 2))
     with pytest.raises(DataError, match="by their positions"):
-        fp.Availability([[0, 4]], 2)
+        fp.participation.Availability([[0, 4]], 2)
     with pytest.raises(SettingsError, match="weights are"):
-        fp.Availability([[0]], 1, weights="equal")
+        fp.participation.Availability([[0]], 1, weights="equal")

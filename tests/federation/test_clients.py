@@ -144,7 +144,7 @@ def test_a_client_without_data_changes_nothing_for_the_others(method: Any) -> No
     """Up to rounding: a point method's mean is weighted by n; FedSOUL's start and phi see no rows."""
     a, b = ragged((6, 5))
     empty = (torch.zeros(0, 3), torch.zeros(0))
-    options = {"prior": fp.NormalPrior(learn_mean=False, learn_scale=False)} if method is fp.FedSOUL else {}
+    options = {"prior": fp.priors.Normal(learn_mean=False, learn_scale=False)} if method is fp.FedSOUL else {}
     without = method(linear_model(), **options).fit([a, b], rounds=4)
     with_empty = method(linear_model(), **options).fit([a, b, empty], rounds=4)
     torch.testing.assert_close(without.published["phi"], with_empty.published["phi"])

@@ -24,7 +24,7 @@ def joined(rule: Participation, clients: int) -> torch.Tensor:
 
 
 def test_everyone() -> None:
-    active = fp.Everyone().draw(4, Key(0))
+    active = fp.participation.Everyone().draw(4, Key(0))
     assert active.ids.tolist() == [0, 1, 2, 3]
     assert active.weights.tolist() == [1.0] * 4
     assert active.ratio
@@ -33,7 +33,7 @@ def test_everyone() -> None:
 @pytest.mark.parametrize("p", [0.3, (0.1, 0.5, 0.9, 1.0)])
 def test_bernoulli_rates_and_independence(p: float | tuple[float, ...]) -> None:
     """Rates within five binomial standard errors; pairs join together at the product of their rates."""
-    there = joined(fp.Bernoulli(p), 4)
+    there = joined(fp.participation.Bernoulli(p), 4)
     rate = torch.as_tensor(p).expand(4)
     assert bool(((there.mean(0) - rate).abs() <= 5 * (rate * (1 - rate) / ROUNDS).sqrt() + 1e-9).all())
     both = (there[:, 0] * there[:, 1]).mean()
@@ -42,35 +42,35 @@ def test_bernoulli_rates_and_independence(p: float | tuple[float, ...]) -> None:
 
 
 def test_bernoulli_weights() -> None:
-    one = fp.Bernoulli(0.5).draw(6, Key(1))
+    one = fp.participation.Bernoulli(0.5).draw(6, Key(1))
     assert one.ratio
     assert set(one.weights.tolist()) == {1.0}
     p = (0.2, 0.5, 1.0)
-    each = fp.Bernoulli(p).draw(3, Key(1))
+    each = fp.participation.Bernoulli(p).draw(3, Key(1))
     assert not each.ratio
     torch.testing.assert_close(each.weights, 1 / torch.tensor(p)[each.ids])
-    inverse = fp.Bernoulli(0.5, weights="inverse").draw(6, Key(1))
+    inverse = fp.participation.Bernoulli(0.5, weights="inverse").draw(6, Key(1))
     assert set(inverse.weights.tolist()) == {2.0}
 
 
 def test_uniform_draws_have_a_fixed_size_and_equal_rates() -> None:
-    there = joined(fp.Uniform(2), 5)
+    there = joined(fp.participation.Uniform(2), 5)
     assert bool((there.sum(1) == 2).all())
     assert bool(((there.mean(0) - 0.4).abs() < 5 * (0.4 * 0.6 / ROUNDS) ** 0.5).all())
 
 
 def test_draws_are_keyed() -> None:
-    rule = fp.Uniform(3)
+    rule = fp.participation.Uniform(3)
     assert torch.equal(rule.draw(50, Key(0)).ids, rule.draw(50, Key(0)).ids)
     assert not torch.equal(rule.draw(50, Key(0)).ids, rule.draw(50, Key(1)).ids)
     assert not torch.equal(rule.draw(50, Key(0)).ids, rule.draw(50, Key(0).at(round=1)).ids)
 
 
 def test_short_forms() -> None:
-    assert resolve(None) == fp.Everyone()
-    assert resolve(3) == fp.Uniform(3)
-    assert resolve(0.3) == fp.Bernoulli(0.3)
-    assert resolve(fp.Uniform(2)) == fp.Uniform(2)
+    assert resolve(None) == fp.participation.Everyone()
+    assert resolve(3) == fp.participation.Uniform(3)
+    assert resolve(0.3) == fp.participation.Bernoulli(0.3)
+    assert resolve(fp.participation.Uniform(2)) == fp.participation.Uniform(2)
     with pytest.raises(SettingsError, match="truth value"):
         resolve(True)
 
@@ -78,36 +78,36 @@ def test_short_forms() -> None:
 @pytest.mark.parametrize("p", [0, 0.0, -0.1, 1.1, float("nan"), (0.5, 0.0), (0.5, 2.0)])
 def test_impossible_probabilities_are_refused(p: float | tuple[float, ...]) -> None:
     with pytest.raises(SettingsError, match=r"lies in \(0, 1\]"):
-        fp.Bernoulli(p)
+        fp.participation.Bernoulli(p)
 
 
 def test_b_over_a_weights_with_unequal_probabilities_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"biased.*inverse"):
-        fp.Bernoulli((0.2, 0.4), weights="ratio")
+        fp.participation.Bernoulli((0.2, 0.4), weights="ratio")
     with pytest.raises(SettingsError, match="inverse or ratio"):
-        fp.Bernoulli(0.2, weights="other")
+        fp.participation.Bernoulli(0.2, weights="other")
 
 
 def test_rules_that_do_not_fit_the_federation_are_refused() -> None:
     with pytest.raises(SettingsError, match="3 participation probabilities for 4 clients"):
-        fp.Bernoulli((0.1, 0.2, 0.3)).check(4)
+        fp.participation.Bernoulli((0.1, 0.2, 0.3)).check(4)
     with pytest.raises(SettingsError, match="5 active clients asked for, but there are only 4"):
-        fp.Uniform(5).check(4)
+        fp.participation.Uniform(5).check(4)
     with pytest.raises(SettingsError, match="at least one"):
-        fp.Uniform(0)
+        fp.participation.Uniform(0)
 
 
 @pytest.mark.parametrize(
     ("said", "meant"),
     [
-        (None, fp.Everyone()),
-        (0.5, fp.Bernoulli(0.5)),
-        (1.0, fp.Bernoulli(1.0)),
-        (np.float32(0.5), fp.Bernoulli(0.5)),
-        (3, fp.Uniform(3)),
-        (np.int64(3), fp.Uniform(3)),
-        ([0.5, 1.0], fp.Bernoulli((0.5, 1.0))),
-        (fp.Uniform(1), fp.Uniform(1)),
+        (None, fp.participation.Everyone()),
+        (0.5, fp.participation.Bernoulli(0.5)),
+        (1.0, fp.participation.Bernoulli(1.0)),
+        (np.float32(0.5), fp.participation.Bernoulli(0.5)),
+        (3, fp.participation.Uniform(3)),
+        (np.int64(3), fp.participation.Uniform(3)),
+        ([0.5, 1.0], fp.participation.Bernoulli((0.5, 1.0))),
+        (fp.participation.Uniform(1), fp.participation.Uniform(1)),
     ],
     ids=["none", "fraction", "one point zero", "numpy fraction", "number", "numpy number", "list", "rule"],
 )
@@ -118,7 +118,7 @@ def test_what_a_bare_number_means(said: object, meant: Participation) -> None:
 def test_a_probability_of_one_is_everyone() -> None:
     """The same clients under the same weights, in every round."""
     for k in range(20):
-        one, all_ = (rule.draw(5, Key(0).at(round=k)) for rule in (resolve(1.0), fp.Everyone()))
+        one, all_ = (rule.draw(5, Key(0).at(round=k)) for rule in (resolve(1.0), fp.participation.Everyone()))
         assert torch.equal(one.ids, all_.ids)
         assert torch.equal(one.weights, all_.weights)
         assert one.ratio == all_.ratio
@@ -141,7 +141,7 @@ def test_sparse_bernoulli_rates_and_independence(few_are_many: None, p: float | 
     rounds, clients = 1000, 40
     there = torch.zeros(rounds, clients)
     for k in range(rounds):
-        active = fp.Bernoulli(p).draw(clients, Key(0).at(round=k))
+        active = fp.participation.Bernoulli(p).draw(clients, Key(0).at(round=k))
         assert active.ids.tolist() == sorted(set(active.ids.tolist()))
         there[k, active.ids] = 1
         if isinstance(p, tuple):
@@ -161,7 +161,7 @@ def test_sparse_uniform_draws_all_pairs_equally_often(few_are_many: None) -> Non
     rounds, clients = 1500, 10
     pairs = torch.zeros(clients, clients)
     for k in range(rounds):
-        a, b = fp.Uniform(2).draw(clients, Key(0).at(round=k)).ids.tolist()
+        a, b = fp.participation.Uniform(2).draw(clients, Key(0).at(round=k)).ids.tolist()
         assert a < b
         pairs[a, b] += 1
     counts = pairs[torch.triu_indices(clients, clients, 1).unbind()]
@@ -172,12 +172,12 @@ def test_sparse_uniform_draws_all_pairs_equally_often(few_are_many: None) -> Non
 @pytest.mark.parametrize("size", [1, 2, 900, 12_500])
 def test_sparse_draws_are_distinct_and_keyed(size: int) -> None:
     clients = 100_000
-    ids = fp.Uniform(size).draw(clients, Key(3)).ids
+    ids = fp.participation.Uniform(size).draw(clients, Key(3)).ids
     assert len(torch.unique(ids)) == size
     assert int(ids.min()) >= 0
     assert int(ids.max()) < clients
-    assert torch.equal(ids, fp.Uniform(size).draw(clients, Key(3)).ids)
-    assert not torch.equal(ids, fp.Uniform(size).draw(clients, Key(3, round=1)).ids)
+    assert torch.equal(ids, fp.participation.Uniform(size).draw(clients, Key(3)).ids)
+    assert not torch.equal(ids, fp.participation.Uniform(size).draw(clients, Key(3, round=1)).ids)
 
 
 def test_a_draw_for_very_many_asks_only_for_as_many_numbers_as_take_part(
@@ -191,15 +191,15 @@ def test_a_draw_for_very_many_asks_only_for_as_many_numbers_as_take_part(
         return bits(self, clients, count, start)
 
     monkeypatch.setattr(Key, "bits", counted)
-    for rule in (fp.Uniform(1000), fp.Bernoulli(0.001)):
+    for rule in (fp.participation.Uniform(1000), fp.participation.Bernoulli(0.001)):
         drawn.clear()
         assert 800 < len(rule.draw(1_000_000, Key(0)).ids) < 1200
         assert sum(drawn) < 10_000
 
 
 def test_rules_describe_themselves() -> None:
-    assert fp.Uniform(3).describe() == {"kind": "Uniform", "size": 3}
-    rule = fp.Bernoulli((0.5, 0.25))
+    assert fp.participation.Uniform(3).describe() == {"kind": "Uniform", "size": 3}
+    rule = fp.participation.Bernoulli((0.5, 0.25))
     rule.draw(2, Key(0))
     assert json.loads(json.dumps(rule.describe())) == {
         "kind": "Bernoulli",

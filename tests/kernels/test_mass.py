@@ -19,7 +19,7 @@ from fedpop.kernels.mass import LONGEST_MEMORY, PRIOR_DRAWS
 from fedpop.kernels.target import DiagonalPrecision, RescaledPrecision
 from fedpop.keys import Key
 from fedpop.models.local import GeneralLikelihood
-from fedpop.runtime.simulate import Run, Settings
+from fedpop.runtime.run import Run, Settings
 from tests.helpers import cohort_of, seeded
 from tests.oracles import DOUBLE, SIGMAS, gaussian_noise, make_case
 
@@ -115,9 +115,9 @@ def test_tuning_survives_the_trip_through_a_clients_state():
 def test_newcomers_beside_known_clients_change_nothing_of_theirs():
     """A round with both: the runtime writes what it holds into the newcomers' fresh tensors."""
     model, clients, _, _ = badly_scaled(4)
-    method = fp.FedSOUL(model, local_steps=2, prior=fp.NormalPrior(scale=1.0))
+    method = fp.FedSOUL(model, local_steps=2, prior=fp.priors.Normal(scale=1.0))
     federation = method.model.prepare(fp.Federation.of(clients))
-    going = Run(method, federation, Settings(9, 0, fp.Everyone(), "1GiB", 50), None, [])
+    going = Run(method, federation, Settings(9, 0, fp.participation.Everyone(), "1GiB", 50), None, [])
     going.server = method.init(going.facts, going.key)
     broadcast, known = method.broadcast("train", going.server), torch.tensor([0, 2])
     state = method.enter(known, broadcast, Key(1))
@@ -134,7 +134,7 @@ def test_memory_is_paid_only_where_the_kernel_needs_a_mass():
     broadcast = {"beta": torch.zeros(4)}
     curved = fp.FedSOUL(fp.Composition(None, nn.Sequential(nn.Linear(2, 1), nn.Tanh()), "bernoulli"))
     linear = fp.FedSOUL(fp.Composition(None, nn.Linear(2, 1), "bernoulli"))
-    plain = curved.but(kernel=ULA())
+    plain = curved.replace(kernel=ULA())
     local = {m: set(m.enter(torch.arange(2), broadcast, Key(0))) for m in (curved, linear, plain)}
     assert local[curved] == {"z", "log_step", "updates", "mass_mean", "mass_variance", "mass_weight"}
     assert local[linear] == local[plain] == {"z", "log_step", "updates"}
@@ -194,7 +194,7 @@ def chains_of(kernel, target: Target, mass: bool, steps: int) -> tuple[Tensor, f
 def test_badly_scaled_coordinates_mix_with_it_and_do_not_without(kernel):
     model, clients, _, _ = badly_scaled()
     cohort = cohort_of(model, clients)
-    prior = fp.NormalPrior(scale=1.0)
+    prior = fp.priors.Normal(scale=1.0)
     local = model.bind(model.initial_phi(), cohort.x, cohort)
     assert isinstance(local, GeneralLikelihood)
     target = Target(local, prior, prior.init(torch.zeros(D), 1.0))
@@ -213,7 +213,7 @@ def test_badly_scaled_coordinates_mix_with_it_and_do_not_without(kernel):
 def newcomer():
     """A client's draws with theta fixed at the truth, and the tuning of every pass behind them."""
     model, clients, _, _ = badly_scaled()
-    prior = fp.NormalPrior(scale=1.0, learn_mean=False, learn_scale=False)
+    prior = fp.priors.Normal(scale=1.0, learn_mean=False, learn_scale=False)
     population = fp.FedSOUL(model, prior=prior).fit(clients, rounds=2)
     passes = []
 

@@ -25,7 +25,7 @@ KEY = Key(3, purpose="test")
 def mixture_case(family, covariance, outputs=1, apart=2.0, k=2):
     """The clients of a case (none, three and eight examples) under a mixture prior, and its Normals."""
     case = make_case(family, covariance, outputs=outputs)
-    prior, d = fp.Mixture(k, covariance), len(case.mu)
+    prior, d = fp.priors.Mixture(k, covariance), len(case.mu)
     weights = WEIGHTS[:k] / WEIGHTS[:k].sum()
     betas = []
     for i in range(k):

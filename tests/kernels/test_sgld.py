@@ -226,7 +226,7 @@ def test_what_a_round_reports_it_cost():
     model = fp.Composition(None, nn.Linear(2, 1), "bernoulli")
     sizes = (3, 0, 8)
     clients = [(gaussian_noise(i, n, 2).float(), torch.zeros(n)) for i, n in enumerate(sizes)]
-    method = fp.FedSOUL(model, kernel=SGLD(batch=4), local_steps=7, chains=2, prior=fp.NormalPrior(scale=1.0))
+    method = fp.FedSOUL(model, kernel=SGLD(batch=4), local_steps=7, chains=2, prior=fp.priors.Normal(scale=1.0))
     totals = method.fit(clients, rounds=3).totals
     assert totals["head_steps"] == 3 * 2 * ((3 + 8) + 7 * (3 + 4))
     assert totals["gradient_evaluations"] == 3 * 2 * 3 * (1 + 7)

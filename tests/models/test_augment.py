@@ -18,14 +18,14 @@ def rows(n: int, round: int = 0, client: int = 3) -> RowKeys:
 
 
 def shifted(x: torch.Tensor, keys: RowKeys, padding: int = 2, flip: bool = True) -> torch.Tensor:
-    layer = fp.CropFlip(padding, flip)
+    layer = fp.layers.CropFlip(padding, flip)
     with dropout_rows(layer, keys):
         return layer(x)
 
 
 def test_it_is_off_without_keys() -> None:
     x = torch.randn(3, 2, 5, 6, generator=generator(0))
-    assert torch.equal(fp.CropFlip(2)(x), x)
+    assert torch.equal(fp.layers.CropFlip(2)(x), x)
 
 
 def test_every_image_is_a_window_of_itself_and_all_windows_come_up() -> None:
@@ -57,7 +57,7 @@ def test_the_same_example_is_shifted_the_same_way_wherever_it_is_and_differently
 
 
 def test_a_composition_augments_in_training_only() -> None:
-    backbone = seeded(nn.Sequential(fp.CropFlip(1), nn.Conv2d(1, 2, 3), nn.Flatten()), 1)
+    backbone = seeded(nn.Sequential(fp.layers.CropFlip(1), nn.Conv2d(1, 2, 3), nn.Flatten()), 1)
     model = fp.Composition(backbone, seeded(nn.Linear(18, 1), 2), fp.likelihoods.Normal(1.0))
     g = generator(0)
     clients = [(torch.randn(3, 1, 5, 5, generator=g), torch.randn(3, generator=g)) for _ in range(2)]
@@ -73,15 +73,15 @@ def test_a_composition_augments_in_training_only() -> None:
 
 
 def test_it_survives_saving() -> None:
-    spec = module_spec(federated(nn.Sequential(fp.CropFlip(3, flip=False), nn.Conv2d(1, 2, 3))))
+    spec = module_spec(federated(nn.Sequential(fp.layers.CropFlip(3, flip=False), nn.Conv2d(1, 2, 3))))
     assert spec is not None
     again = module_from(spec)[0]
-    assert isinstance(again, fp.CropFlip)
+    assert isinstance(again, fp.layers.CropFlip)
     assert (again.padding, again.flip) == (3, False)
 
 
 def test_bad_input() -> None:
     with pytest.raises(SettingsError, match="padding"):
-        fp.CropFlip(-1)
+        fp.layers.CropFlip(-1)
     with pytest.raises(ModelError, match="images"):
         shifted(torch.zeros(2, 3), rows(2))

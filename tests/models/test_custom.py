@@ -22,7 +22,7 @@ positive, unit = fp.links.positive, fp.links.unit
 FACTS = Facts(clients=3, rounds=10)
 
 
-SHORT = fp.Final(draws=40, burn_in=20)  # how many draws users see does not matter here, only which
+SHORT = fp.chains.Final(draws=40, burn_in=20)  # how many draws users see does not matter here, only which
 QUICK: dict[str, Any] = {"local_steps": 2, "burn_in": 20, "final": SHORT}
 
 
@@ -90,19 +90,19 @@ def _one(model: Any, phi: Tensor, client: tuple[Tensor, Tensor]) -> tuple[Any, T
     [
         {},
         {"stateful": False},
-        {"chains": 2, "prior": fp.NormalPrior("full", scale=1.0)},
+        {"chains": 2, "prior": fp.priors.Normal("full", scale=1.0)},
         {"phi_batch": 2},
         {"phi_epochs": 2, "phi_batch": 2},
-        {"compressor": fp.RandK(k=2)},
-        {"kernel": fp.SGLD(batch=3)},
-        {"prior": fp.Mixture(2, scale=1.0)},
+        {"compressor": fp.compressors.RandK(k=2)},
+        {"kernel": fp.kernels.SGLD(batch=3)},
+        {"prior": fp.priors.Mixture(2, scale=1.0)},
     ],
     ids=["stateful", "stateless", "two chains", "minibatch", "epochs", "compressed", "SGLD", "mixture"],
 )
 def test_a_run_is_the_run_of_the_same_composition(whole: bool, options: dict[str, Any]) -> None:
     """The same keys draw the same chains, so theta agrees round by round, not only in the end."""
     clients, _, _ = population_data(6, 5, 3, 2, VARIANCE)
-    settings = {"prior": fp.NormalPrior(scale=1.0), "local_steps": 3, "burn_in": 20, "final": SHORT} | options
+    settings = {"prior": fp.priors.Normal(scale=1.0), "local_steps": 3, "burn_in": 20, "final": SHORT} | options
     runs = [
         fp.FedSOUL(model, **settings).fit(clients, rounds=8, participation=0.7, seed=4)
         for model in (composition(True), custom(whole))
@@ -114,7 +114,7 @@ def test_a_run_is_the_run_of_the_same_composition(whole: bool, options: dict[str
 def test_the_final_pass_is_that_of_the_same_composition() -> None:
     clients, _, _ = population_data(3, 5, 3, 2, VARIANCE)
     runs = [
-        fp.FedSOUL(model, prior=fp.NormalPrior(scale=1.0), burn_in=10, final=SHORT).fit(clients, rounds=1)
+        fp.FedSOUL(model, prior=fp.priors.Normal(scale=1.0), burn_in=10, final=SHORT).fit(clients, rounds=1)
         for model in (composition(True), custom(True), composition(False))
     ]
     runs[2].published = runs[1].published
@@ -251,14 +251,14 @@ def test_names_come_back_on_the_natural_scale(population: fp.Population) -> None
 def test_the_prior_starts_at_the_initial_values_with_a_scale_for_each() -> None:
     model = growth_model()
     method = fp.FedSOUL(model)
-    assert method.prior == fp.NormalPrior("diagonal")
+    assert method.prior == fp.priors.Normal("diagonal")
     assert method.phases == ("train",)
-    assert method.kernel == fp.HMC()
+    assert method.kernel == fp.kernels.HMC()
     server = method.init(FACTS, Key(0))
     torch.testing.assert_close(method.prior.mu(server["beta"]), model.initial_z())
-    assert fp.FedSOUL(model, prior="normal").prior == fp.NormalPrior("diagonal")
-    assert fp.FedSOUL(model, prior="isotropic").prior == fp.NormalPrior("isotropic")
-    shifted = fp.FedSOUL(model, prior=fp.NormalPrior("diagonal", mean=0.5)).init(FACTS, Key(0))
+    assert fp.FedSOUL(model, prior="normal").prior == fp.priors.Normal("diagonal")
+    assert fp.FedSOUL(model, prior="isotropic").prior == fp.priors.Normal("isotropic")
+    shifted = fp.FedSOUL(model, prior=fp.priors.Normal("diagonal", mean=0.5)).init(FACTS, Key(0))
     torch.testing.assert_close(shifted["beta"][:3], model.initial_z() + 0.5)
 
 
@@ -364,7 +364,7 @@ def test_early_stopping_scores_a_log_likelihood() -> None:
     held = [
         fp.Client(*a, validation=b) for a, b in zip(growth_data((4, 3)), growth_data((2, 2)), strict=True)
     ]
-    stop = fp.EarlyStop(every=1, patience=1)
+    stop = fp.callbacks.EarlyStop(every=1, patience=1)
     population = fp.FedSOUL(given_model(), **QUICK).fit(held, rounds=3, callbacks=[stop])
     assert all("validation_log_likelihood" in line for line in population.history)
 
@@ -410,7 +410,7 @@ def test_a_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     clients = growth_data((4, 3))
     whole = method.fit(clients, rounds=6, out=tmp_path / "whole", participation=0.7)
 
-    class Stop(fp.Callback):
+    class Stop(fp.callbacks.Callback):
         def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
             if run.round == 3:
                 raise KeyboardInterrupt

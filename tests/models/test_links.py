@@ -57,7 +57,7 @@ def test_initial_values_outside_the_range_are_refused(make: object, start: objec
 
 def test_the_natural_size_of_a_step() -> None:
     """One on logarithms and logits; a real number's own size; one where that is zero."""
-    from fedpop.server.start import natural_units
+    from fedpop.questions.spectral import natural_units
 
     phi = {"a": 250.0, "b": positive(1e-3), "c": unit(0.99), "d": [3.0, 4.0]}
     model = fp.CustomModel(lambda phi, z, x, y: y, phi=phi, z={"u": 0.0})

@@ -63,18 +63,18 @@ def test_replace_batchnorm_gives_groupnorm_with_the_same_affine_map() -> None:
         old.weight.copy_(torch.linspace(1, 2, 12))
         old.bias.copy_(torch.linspace(-1, 1, 12))
     module = nn.Sequential(nn.Conv2d(1, 12, 1), nn.Sequential(old))
-    new = fp.replace_batchnorm(module)
+    new = fp.layers.replace_batchnorm(module)
     norm = new[1][0]
     assert isinstance(norm, nn.GroupNorm)
     assert norm.num_groups == 4  # the largest divisor of both 8 and 12
     assert torch.equal(norm.weight, old.weight)
     assert torch.equal(norm.bias, old.bias)
     assert isinstance(module[1][0], nn.BatchNorm2d)  # the user's own module is left alone
-    assert isinstance(fp.replace_batchnorm(nn.BatchNorm1d(4)), nn.GroupNorm)
+    assert isinstance(fp.layers.replace_batchnorm(nn.BatchNorm1d(4)), nn.GroupNorm)
 
 
 def test_groupnorm_works_and_examples_do_not_mix() -> None:
-    backbone = fp.replace_batchnorm(convolution(nn.BatchNorm2d(4)))
+    backbone = fp.layers.replace_batchnorm(convolution(nn.BatchNorm2d(4)))
     model = fp.Composition(backbone, nn.Linear(16, 1), NORMAL, precision="float32")
     x, phi = images()[0][0], model.initial_phi()
     torch.testing.assert_close(model.embed(phi, x)[:1], model.embed(phi, x[:1]))

@@ -18,8 +18,8 @@ from fedpop.evaluation.quadrature import evidence, log_normaliser
 from fedpop.kernels import HMC, JumpHMC, Target, Tuning, run
 from fedpop.keys import Key
 from fedpop.models.local import NoData
-from fedpop.priors.registry import resolve
-from fedpop.runtime.simulate import Run, Settings
+from fedpop.priors import resolve
+from fedpop.runtime.run import Run, Settings
 from tests.helpers import generator, linear_model, population_data
 from tests.oracles import DOUBLE, assert_mean, cohort_of, gaussian_noise, make_case, sample
 
@@ -57,15 +57,15 @@ def small_net(d: int, seed: int = 0, size: float = 0.8) -> nn.Module:
     return net
 
 
-def grid(prior: fp.Energy, beta: Tensor) -> Tensor:
+def grid(prior: fp.priors.Energy, beta: Tensor) -> Tensor:
     """Points over eight scales either side of the base, fine enough for every energy of these tests."""
     d = prior.dimension(beta)
     line = torch.linspace(-8, 8, {1: 2001, 2: 401}[d], dtype=DOUBLE)
     return prior.mu(beta) + prior.sd(beta) * torch.cartesian_prod(*[line] * d).reshape(-1, d)
 
 
-def energy_of(d: int, **settings) -> tuple[fp.Energy, Tensor]:
-    prior = fp.Energy(small_net(d), **settings)
+def energy_of(d: int, **settings) -> tuple[fp.priors.Energy, Tensor]:
+    prior = fp.priors.Energy(small_net(d), **settings)
     return prior, prior.init(0.3 * gaussian_noise(1, d), 0.8)
 
 
@@ -87,7 +87,7 @@ def test_the_energy_is_what_it_says():
     assert prior.dimension(beta) == 2
     assert prior.size(2) == beta.shape[0] == 2 + 1 + 25
     for d in (1, 2, 9):
-        default = fp.Energy(hidden=5)
+        default = fp.priors.Energy(hidden=5)
         assert default.dimension(default.init(torch.zeros(d), 1.0)) == d
 
 
@@ -108,7 +108,7 @@ def test_the_score_is_minus_the_gradient_of_the_energy():
 def test_frozen_weights_of_the_network_stay_out_of_beta():
     net = small_net(2)
     net[0].requires_grad_(False)
-    prior = fp.Energy(net)
+    prior = fp.priors.Energy(net)
     beta = prior.init(torch.zeros(2, dtype=DOUBLE), 1.0)
     assert beta.shape == (2 + 1 + 7,)
     z = gaussian_noise(3, 5, 2)
@@ -131,7 +131,7 @@ def test_curvature_through_the_energy():
 
 
 def test_without_a_network_it_is_the_normal_prior():
-    prior, normal = fp.Energy(Zero()), fp.NormalPrior()
+    prior, normal = fp.priors.Energy(Zero()), fp.priors.Normal()
     mu = gaussian_noise(5, 2)
     beta = prior.init(mu, 0.7)
     torch.testing.assert_close(beta, normal.init(mu, 0.7))
@@ -148,7 +148,7 @@ def test_without_a_network_it_is_the_normal_prior():
 
 def test_posterior_draws_without_a_network_are_those_of_the_normal_prior():
     case = make_case("bernoulli", "isotropic")
-    energy = Target(case.target().likelihood, fp.Energy(Zero()), case.beta)
+    energy = Target(case.target().likelihood, fp.priors.Energy(Zero()), case.beta)
     # Only the start differs: an energy has no exact draws, so both begin at the same place.
     z, ids = gaussian_noise(8, 3, 4, 2), torch.arange(3)
     for kernel in (HMC(), JumpHMC()):
@@ -164,14 +164,14 @@ def test_a_run_without_a_network_is_a_run_with_the_normal_prior_fixed():
     with torch.no_grad():
         backbone.weight.copy_(torch.randn(2, 3, generator=generator(4), dtype=DOUBLE))
     model = fp.Composition(backbone, head, fp.likelihoods.Normal(0.5))
-    energy = fp.Energy(Zero(), scale=1.0, learn_mean=False)
-    normal = fp.NormalPrior(scale=1.0, learn_mean=False, learn_scale=False)
+    energy = fp.priors.Energy(Zero(), scale=1.0, learn_mean=False)
+    normal = fp.priors.Normal(scale=1.0, learn_mean=False, learn_scale=False)
     published = []
     for prior in (energy, normal):
-        settings = {"kernel": fp.JumpHMC(), "form": "left", "start": "random"}
-        method = fp.FedSOUK(model, prior=prior, average=fp.Averaging("last"), **settings)
+        settings = {"kernel": fp.kernels.JumpHMC(), "form": "left", "start": "random"}
+        method = fp.FedSOUK(model, prior=prior, average=fp.steps.Averaging("last"), **settings)
         federation = model.prepare(fp.Federation.of(clients))
-        runner = Run(method, federation, Settings(10, 0, fp.Everyone(), "1GiB", 50), None, [])
+        runner = Run(method, federation, Settings(10, 0, fp.participation.Everyone(), "1GiB", 50), None, [])
         runner._begin(resume=False)
         ids = torch.arange(8)
         zeros = torch.zeros(8, dtype=DOUBLE)
@@ -224,7 +224,7 @@ def test_the_gradient_of_log_z(d):
 
 def test_chains_visit_both_clusters_in_their_true_shares():
     """All start in the smaller well, seven of its scales from the other one."""
-    prior = fp.Energy(TwoWells(share=0.7), chains=150, steps=150)
+    prior = fp.priors.Energy(TwoWells(share=0.7), chains=150, steps=150)
     beta = prior.init(torch.zeros(2, dtype=DOUBLE), 1.0)
     start = torch.tensor([-2.0, 0.0], dtype=DOUBLE).expand(150, 2).clone()
     state = {
@@ -247,7 +247,7 @@ def test_chains_visit_both_clusters_in_their_true_shares():
 
 
 def test_a_newcomer_without_data_is_drawn_from_the_learned_density():
-    prior = fp.Energy(TwoWells(share=0.6, at=1.0), chains=200)
+    prior = fp.priors.Energy(TwoWells(share=0.6, at=1.0), chains=200)
     beta = prior.init(torch.zeros(1, dtype=DOUBLE), 1.0)
     z = prior.final_draws(beta, torch.tensor([4]), KEY, 1000)
     assert z.shape == (1, 1000, 1)
@@ -262,15 +262,15 @@ def test_a_newcomer_without_data_is_drawn_from_the_learned_density():
 # --- the server's term carries the clients' weight -------------------------------------------
 
 SCHEMES = {
-    "ratio": fp.Bernoulli(0.6),
-    "inverse": fp.Bernoulli((0.9, 0.5, 0.7, 0.6)),
+    "ratio": fp.participation.Bernoulli(0.6),
+    "inverse": fp.participation.Bernoulli((0.9, 0.5, 0.7, 0.6)),
 }
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_the_server_sees_is_unbiased(name):
     """Against the gradient of the marginal likelihood by quadrature, z of one dimension."""
-    prior = fp.Energy(small_net(1, size=1.2), chains=200, steps=8, learn_scale=True)
+    prior = fp.priors.Energy(small_net(1, size=1.2), chains=200, steps=8, learn_scale=True)
     model = fp.Composition(None, nn.Linear(1, 1, bias=False).double(), fp.likelihoods.Normal(0.5))
     beta = prior.init(torch.zeros(1, dtype=DOUBLE), 1.0)
     clients = [
@@ -282,7 +282,7 @@ def test_what_the_server_sees_is_unbiased(name):
     (exact,) = torch.autograd.grad(by_quadrature(target), free)
     rate = 1e-5
     method = fp.FedSOUK(
-        model, prior=prior, beta_step=fp.SGD(rate), phi_step=fp.SGD(rate), chains=60, local_steps=8
+        model, prior=prior, beta_step=fp.steps.SGD(rate), phi_step=fp.steps.SGD(rate), chains=60, local_steps=8
     )
     federation = model.prepare(fp.Federation.of(clients))
     runner = Run(method, federation, Settings(500, 0, SCHEMES[name], "1GiB", 50), None, [])
@@ -315,7 +315,7 @@ def by_quadrature(target):
 def test_quadrature_of_a_network_of_zeros_is_the_closed_form():
     case = make_case("normal", "isotropic")
     target = case.target()
-    energy = Target(target.likelihood, fp.Energy(Zero()), case.beta)
+    energy = Target(target.likelihood, fp.priors.Energy(Zero()), case.beta)
     torch.testing.assert_close(evidence(energy, 3), target.evidence(), rtol=1e-9, atol=1e-9)
 
 
@@ -324,10 +324,10 @@ def test_quadrature_refuses_what_it_cannot_do():
     with pytest.raises(EstimateError, match="at most 2 dimensions, not 3"):
         log_normaliser(prior, beta)
     # One narrow well is found, two far apart are narrower than any grid over both.
-    narrow = fp.Energy(TwoWells(at=0.0, sd=1e-3))
+    narrow = fp.priors.Energy(TwoWells(at=0.0, sd=1e-3))
     found = log_normaliser(narrow, narrow.init(torch.zeros(2, dtype=DOUBLE), 1.0))
     torch.testing.assert_close(found, torch.tensor(0.5 * math.log(2 * math.pi), dtype=DOUBLE))
-    narrow = fp.Energy(TwoWells(sd=1e-3))
+    narrow = fp.priors.Energy(TwoWells(sd=1e-3))
     with pytest.raises(EstimateError, match="narrower than the grid"):
         log_normaliser(narrow, narrow.init(torch.zeros(2, dtype=DOUBLE), 1.0))
 
@@ -355,7 +355,7 @@ def test_by_name():
 
 
 def test_the_front_door(tmp_path):
-    clients, prior = clients_of(), fp.Energy(torch_net(), chains=32)
+    clients, prior = clients_of(), fp.priors.Energy(torch_net(), chains=32)
     population = fp.FedSOUL(linear_model(), prior=prior).fit(clients, rounds=6, seed=2)
     text = str(population)
     assert "Energy: network of" in text
@@ -376,7 +376,7 @@ def test_the_front_door(tmp_path):
 
 
 def test_a_network_of_ones_own_is_asked_for_again(tmp_path):
-    clients, prior = clients_of(), fp.Energy(TwoWells(), chains=16)
+    clients, prior = clients_of(), fp.priors.Energy(TwoWells(), chains=16)
     population = fp.FedSOUL(linear_model(), prior=prior).fit(clients, rounds=2)
     population.save(tmp_path)
     with pytest.raises(CheckpointError, match=r"prior=\.\.\."):
@@ -387,22 +387,22 @@ def test_a_network_of_ones_own_is_asked_for_again(tmp_path):
 
 
 def test_settings_come_back():
-    method = fp.FedSOUL(linear_model(), prior=fp.Energy(torch_net(), scale=0.5, chains=17))
+    method = fp.FedSOUL(linear_model(), prior=fp.priors.Energy(torch_net(), scale=0.5, chains=17))
     again = rebuild(method.describe(), "FedSOUL", method.model).prior
     assert repr(again) == repr(method.prior)
-    assert isinstance(resolve("energy"), fp.Energy)
-    assert isinstance(method.beta_step, fp.Adam)
-    assert isinstance(method.kernel, fp.JumpHMC)
+    assert isinstance(resolve("energy"), fp.priors.Energy)
+    assert isinstance(method.beta_step, fp.steps.Adam)
+    assert isinstance(method.kernel, fp.kernels.JumpHMC)
 
 
 @pytest.mark.parametrize("stateful", [True, False])
 def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, stateful):
     clients = clients_of()
-    method = fp.FedSOUL(linear_model(), prior=fp.Energy(hidden=4, chains=16), stateful=stateful)
+    method = fp.FedSOUL(linear_model(), prior=fp.priors.Energy(hidden=4, chains=16), stateful=stateful)
     settings = {"rounds": 7, "seed": 4, "participation": 4}
     whole = method.fit(clients, **settings)
 
-    class Stop(fp.Callback):
+    class Stop(fp.callbacks.Callback):
         def after_round(self, run, metrics):
             if run.round == 5:
                 raise ZeroDivisionError
@@ -418,7 +418,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, stateful):
 
 def test_cohorts_do_not_matter():
     clients = clients_of()
-    method = fp.FedSOUL(linear_model(), prior=fp.Energy(hidden=4, chains=16))
+    method = fp.FedSOUL(linear_model(), prior=fp.priors.Energy(hidden=4, chains=16))
     one, many = (method.fit(clients, rounds=4, seed=1, memory=memory) for memory in ("1GiB", "1KiB"))
     for name, tensor in one.published.items():
         torch.testing.assert_close(many.published[name], tensor, rtol=1e-4, atol=1e-5)
@@ -426,7 +426,7 @@ def test_cohorts_do_not_matter():
 
 def test_what_is_sent_and_shipped():
     clients = clients_of()
-    prior = fp.Energy(torch_net(), chains=32, ship=5)
+    prior = fp.priors.Energy(torch_net(), chains=32, ship=5)
     method = fp.FedSOUL(linear_model(), prior=prior, start="random")
     population = method.fit(clients, rounds=3)
     phi, beta = method.model.phi_layout.size, prior.size(2)
@@ -439,7 +439,7 @@ def test_what_is_sent_and_shipped():
 @pytest.mark.parametrize("stateful", [True, False])
 def test_clients_start_from_the_servers_chains(stateful):
     clients = clients_of()
-    method = fp.FedSOUL(linear_model(), prior=fp.Energy(TwoWells(), chains=32, ship=6), stateful=stateful)
+    method = fp.FedSOUL(linear_model(), prior=fp.priors.Energy(TwoWells(), chains=32, ship=6), stateful=stateful)
     cohort = cohort_of(method.model, clients)
     from fedpop.algorithms.base import Facts
 
@@ -477,7 +477,7 @@ class Falls(nn.Module):
 
 def test_an_energy_that_is_nan_is_one_clear_error():
     with pytest.raises(ModelError, match=r"energy of the prior is NaN or infinite .*Broken"):
-        fp.FedSOUL(linear_model(), prior=fp.Energy(Broken())).fit(clients_of(), rounds=1)
+        fp.FedSOUL(linear_model(), prior=fp.priors.Energy(Broken())).fit(clients_of(), rounds=1)
     # Also when it becomes so on the way.
     prior, beta = energy_of(2)
     state = prior.server_state(beta, KEY)
@@ -487,7 +487,7 @@ def test_an_energy_that_is_nan_is_one_clear_error():
 
 def test_an_energy_without_a_density_is_one_clear_error():
     with pytest.raises(EstimateError, match="chains of the energy prior escape"):
-        fp.FedSOUL(linear_model(), prior=fp.Energy(Falls())).fit(clients_of(), rounds=2)
+        fp.FedSOUL(linear_model(), prior=fp.priors.Energy(Falls())).fit(clients_of(), rounds=2)
 
 
 @pytest.mark.parametrize(
@@ -508,28 +508,28 @@ def test_an_energy_without_a_density_is_one_clear_error():
 )
 def test_impossible_settings_are_refused(settings):
     with pytest.raises(SettingsError):
-        fp.Energy(**settings)
+        fp.priors.Energy(**settings)
 
 
 def test_networks_that_do_not_fit_are_refused():
     with pytest.raises(ModelError, match="dropout"):
-        fp.Energy(nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1)))
+        fp.priors.Energy(nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1)))
     with pytest.raises(ModelError, match="does not accept z of 2 dimensions"):
-        fp.FedSOUL(linear_model(), prior=fp.Energy(nn.Linear(3, 1))).fit(clients_of(), rounds=1)
+        fp.FedSOUL(linear_model(), prior=fp.priors.Energy(nn.Linear(3, 1))).fit(clients_of(), rounds=1)
     with pytest.raises(ModelError, match="does not accept z of 2 dimensions"):
-        fp.FedSOUL(linear_model(), prior=fp.Energy(nn.Linear(2, 2))).fit(clients_of(), rounds=1)
+        fp.FedSOUL(linear_model(), prior=fp.priors.Energy(nn.Linear(2, 2))).fit(clients_of(), rounds=1)
 
 
 def test_what_needs_another_prior_says_so():
     model = linear_model()
     with pytest.raises(SettingsError, match="EM steps cannot be made for Energy priors"):
-        fp.FedSOUL(model, prior="energy", beta_step=fp.EM())
+        fp.FedSOUL(model, prior="energy", beta_step=fp.steps.EM())
     with pytest.raises(SettingsError, match="rao_blackwell needs closed-form posteriors"):
         fp.FedSOUL(model, prior="energy", rao_blackwell=True)
     with pytest.raises(SettingsError, match="right form of I needs a Normal prior"):
         fp.FedSOUL(model, prior="energy", form="right")
     with pytest.raises(SettingsError, match="hyperprior"):
-        fp.FedSOUL(model, prior="energy", hyperprior=fp.Hyperprior(log_scale=(0.0, 1.0)))
+        fp.FedSOUL(model, prior="energy", hyperprior=fp.priors.Hyperprior(log_scale=(0.0, 1.0)))
     wide = fp.FedSOUL(linear_model(4, 3), prior="energy")
     clients = population_data(4, 5, 4, 3, 0.5)[0]
     with pytest.raises(SettingsError, match="at most two dimensions"):
@@ -539,7 +539,7 @@ def test_what_needs_another_prior_says_so():
 
 
 def test_restarts_in_two_dimensions():
-    method = fp.FedSOUL(linear_model(), prior=fp.Energy(hidden=4, chains=16))
+    method = fp.FedSOUL(linear_model(), prior=fp.priors.Energy(hidden=4, chains=16))
     population = method.fit(clients_of(), rounds=3, restarts=1)
     assert math.isfinite(population.log_likelihood().value)
 
@@ -550,7 +550,7 @@ def test_restarts_in_two_dimensions():
 def test_posterior_under_two_wells_and_a_logistic_head():
     """Quadrature on a grid: shares of the wells and moments, client by client."""
     case = make_case("bernoulli", "isotropic")
-    prior = fp.Energy(TwoWells(share=0.6, at=1.5, sd=0.4))
+    prior = fp.priors.Energy(TwoWells(share=0.6, at=1.5, sd=0.4))
     beta = prior.init(torch.zeros(2, dtype=DOUBLE), 1.0)
     target = Target(case.target().likelihood, prior, beta)
     trace = sample(JumpHMC(), target, chains=100, warmup=40, draws=50)

@@ -19,7 +19,7 @@ from fedpop.evaluation.oracle import exact_optimum
 from fedpop.kernels.target import Target
 from fedpop.keys import Key
 from fedpop.priors.normal import COVARIANCES
-from fedpop.priors.registry import resolve
+from fedpop.priors import resolve
 from fedpop.server.gauge import aligner
 from tests.helpers import generator
 from tests.oracles import DOUBLE, assert_mean, cohort_of, gaussian_noise, make_case
@@ -31,7 +31,7 @@ WEIGHTS = torch.tensor([0.5, 0.2, 0.3], dtype=DOUBLE)
 
 def mixture_of(covariance, k=K, d=D):
     """A mixture, its beta and the same law in torch.distributions."""
-    prior = fp.Mixture(k, covariance)
+    prior = fp.priors.Mixture(k, covariance)
     component = prior.component
     weights = WEIGHTS[:k] / WEIGHTS[:k].sum()
     betas = [0.4 * gaussian_noise(30 + i, component.size(d)) for i in range(k)]
@@ -108,7 +108,7 @@ def posterior_problem(covariance, k=2, clients=45, n=12):
     data = list(zip(x, x @ z + gaussian_noise(22, clients, n, 1), strict=True))
     cohort = cohort_of(case.model, data)
     local = case.model.bind(case.model.initial_phi(), cohort.x, cohort)
-    prior = fp.Mixture(k, covariance)
+    prior = fp.priors.Mixture(k, covariance)
     return prior, prior.init(torch.zeros(2, dtype=DOUBLE), 1.5, Key(1)), local, data
 
 
@@ -206,7 +206,7 @@ def test_projection_leaves_the_inside_alone_and_keeps_the_outside_in():
     shifted = beta.clone()
     shifted[:K] += 5  # the same weights
     torch.testing.assert_close(prior.project(shifted), beta)
-    tight = fp.Mixture(K, "diagonal", bounds=(0.9, 1.1), ball=1.0, floor=0.25)
+    tight = fp.priors.Mixture(K, "diagonal", bounds=(0.9, 1.1), ball=1.0, floor=0.25)
     inside = tight.project(beta)
     assert prior.log_weights(inside).exp().min() >= 0.25 - 1e-12
     assert all(0.9 - 1e-9 <= float(s) <= 1.1 + 1e-9 for b in prior.betas(inside) for s in b[D:].exp())
@@ -229,7 +229,7 @@ def test_labels_are_matched_and_the_density_is_the_same(covariance, order):
 
 
 def test_components_around_one_point_are_told_apart_by_their_scale():
-    prior = fp.Mixture(2)
+    prior = fp.priors.Mixture(2)
     narrow, wide = (torch.tensor([0.0, 0.0, math.log(s)], dtype=DOUBLE) for s in (0.2, 2.0))
     reference = torch.cat((torch.tensor([0.3, 0.7]).double().log(), narrow, wide))
     # The means have moved a little, the wrong way round for anything that looks at them alone.
@@ -271,7 +271,7 @@ def test_alignment_turns_every_component_and_orders_them(covariance):
 
 @covariances
 def test_one_component_is_the_normal_prior(covariance):
-    prior, normal = fp.Mixture(1, covariance), fp.NormalPrior(covariance)
+    prior, normal = fp.priors.Mixture(1, covariance), fp.priors.Normal(covariance)
     mu = gaussian_noise(10, D)
     beta = prior.init(mu, 0.7, Key(4))
     torch.testing.assert_close(beta[1:], normal.init(mu, 0.7))
@@ -314,7 +314,7 @@ def test_a_run_with_one_component_is_a_run_with_the_normal_prior():
     clients = clustered()
     runs = [
         fp.FedSOUL(double_model(), prior=prior, form="left").fit(clients, rounds=25, seed=1)
-        for prior in (fp.NormalPrior(), fp.Mixture(1))
+        for prior in (fp.priors.Normal(), fp.priors.Mixture(1))
     ]
     normal, mixture = (p.published for p in runs)
     torch.testing.assert_close(mixture["phi"], normal["phi"], rtol=1e-7, atol=1e-7)
@@ -329,15 +329,15 @@ def test_a_run_with_one_component_is_a_run_with_the_normal_prior():
 def test_a_run_reaches_the_maximum_of_the_marginal():
     """Closed-form I and J, so nothing but the optimisation is tested; L-BFGS in double precision."""
     clients = clustered()
-    step = fp.Adam(0.1, fp.Cosine(), beta1=0.7, beta2=0.9)
+    step = fp.steps.Adam(0.1, fp.steps.Cosine(), beta1=0.7, beta2=0.9)
     method = fp.FedSOUL(
         double_model(),
         prior="mixture",
         rao_blackwell=True,
         local_steps=1,
         phi_step=step,
-        beta_step=fp.EM(1.0, 1.0),
-        average=fp.Averaging("last"),
+        beta_step=fp.steps.EM(1.0, 1.0),
+        average=fp.steps.Averaging("last"),
     )
     population = method.fit(clients, rounds=250, seed=0)
     federation = method.model.prepare(fp.Federation.of(clients))
@@ -352,7 +352,7 @@ def test_a_run_reaches_the_maximum_of_the_marginal():
     assert reached.value > one.log_likelihood().value + 5
 
 
-@pytest.mark.parametrize("step", [fp.EM(), fp.Adam(0.1)], ids=["em", "adam"])
+@pytest.mark.parametrize("step", [fp.steps.EM(), fp.steps.Adam(0.1)], ids=["em", "adam"])
 def test_draws_and_either_step_come_close(step):
     clients = clustered()
     method = fp.FedSOUL(double_model(), prior="mixture", beta_step=step)
@@ -400,10 +400,10 @@ def test_the_front_door(tmp_path):
 
 def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
     clients = clustered()
-    method = fp.FedSOUL(double_model(), prior=fp.Mixture(2, "diagonal"), kernel=fp.JumpHMC())
+    method = fp.FedSOUL(double_model(), prior=fp.priors.Mixture(2, "diagonal"), kernel=fp.kernels.JumpHMC())
     whole = method.fit(clients, rounds=8, seed=4, participation=10)
 
-    class Stop(fp.Callback):
+    class Stop(fp.callbacks.Callback):
         def after_round(self, run, metrics):
             if run.round == 5:
                 raise ZeroDivisionError
@@ -438,7 +438,7 @@ def test_restarts_start_elsewhere():
 
 
 def test_the_scale_of_a_start_is_that_of_the_data():
-    prior = fp.Mixture(3, mean=0.5)
+    prior = fp.priors.Mixture(3, mean=0.5)
     beta = prior.init(torch.full((2,), 0.5), 1.0, Key(3))
     grown = prior.rescaled(beta, 0.2)
     for one, other in zip(prior.betas(beta), prior.betas(grown), strict=True):
@@ -463,7 +463,7 @@ def test_the_scale_of_a_start_is_that_of_the_data():
 )
 def test_impossible_settings_are_refused(settings):
     with pytest.raises(SettingsError):
-        fp.Mixture(**settings)
+        fp.priors.Mixture(**settings)
 
 
 def test_what_needs_a_normal_prior_says_so():
@@ -472,17 +472,17 @@ def test_what_needs_a_normal_prior_says_so():
         with pytest.raises(SettingsError, match=f"the {form} form of I needs a Normal prior, not Mixture"):
             fp.FedSOUL(model, prior="mixture", form=form)
     with pytest.raises(SettingsError, match="hyperprior on the prior's mean or scale"):
-        fp.FedSOUL(model, prior="mixture", hyperprior=fp.Hyperprior(mean_scale=1.0))
+        fp.FedSOUL(model, prior="mixture", hyperprior=fp.priors.Hyperprior(mean_scale=1.0))
     prior, beta, _ = mixture_of("isotropic")
     with pytest.raises(SettingsError, match="left form of I only"):
         prior.score(beta, torch.zeros(1, 1, D), torch.zeros(1, 1, D), "right")
 
 
 def test_names_and_rebuilding():
-    assert resolve("mixture") == fp.Mixture()
-    method = fp.FedSOUL(double_model(), prior=fp.Mixture(3, "full"))
+    assert resolve("mixture") == fp.priors.Mixture()
+    method = fp.FedSOUL(double_model(), prior=fp.priors.Mixture(3, "full"))
     assert rebuild(method.describe(), "FedSOUL", method.model).prior == method.prior
-    assert isinstance(method.kernel, fp.MixtureDraw)
+    assert isinstance(method.kernel, fp.kernels.MixtureDraw)
     logistic = fp.Composition(None, nn.Linear(2, 1), "bernoulli")
-    assert isinstance(fp.FedSOUL(logistic, prior="mixture").kernel, fp.JumpHMC)
-    assert isinstance(fp.FedSOUL(logistic).kernel, fp.HMC)
+    assert isinstance(fp.FedSOUL(logistic, prior="mixture").kernel, fp.kernels.JumpHMC)
+    assert isinstance(fp.FedSOUL(logistic).kernel, fp.kernels.HMC)

@@ -16,7 +16,7 @@ from fedpop.evaluation.marginal import closed_form
 from fedpop.kernels.target import Target
 from fedpop.keys import Key
 from fedpop.priors.normal import COVARIANCES
-from fedpop.priors.registry import resolve
+from fedpop.priors import resolve
 from tests.oracles import (
     DOUBLE,
     SIGMA,
@@ -162,7 +162,7 @@ def test_moments_score_is_the_expected_gradient(covariance):
 def test_what_is_fixed_stays(covariance):
     for mean, scale in ((True, False), (False, True)):
         prior, beta, *_ = prior_of(covariance)
-        prior = fp.NormalPrior(covariance, learn_mean=mean, learn_scale=scale)
+        prior = fp.priors.Normal(covariance, learn_mean=mean, learn_scale=scale)
         score = gaussian_noise(8, prior.size(D))
         for change in (prior.gradient(beta, score), prior.em_step(beta, 0.1 * score, 0.5) - beta):
             assert bool((change[:D] == 0).all()) is not mean
@@ -240,7 +240,7 @@ def test_a_noisy_em_step_stays_positive(covariance):
 
 @pytest.mark.parametrize("covariance", ["isotropic", "diagonal"])
 def test_the_floor_keeps_the_mean_moving(covariance):
-    prior = fp.NormalPrior(covariance, learn_scale=False)
+    prior = fp.priors.Normal(covariance, learn_scale=False)
     beta = prior.init(torch.zeros(D, dtype=DOUBLE), 1e-3)
     score = torch.cat((torch.ones(D), torch.zeros(prior.scale_size(D)))).double()
     torch.testing.assert_close(prior.mu(prior.em_step(beta, score, 0.5)), torch.full((D,), 5e-7).double())
@@ -260,7 +260,7 @@ def test_projection_leaves_the_inside_alone(covariance):
 
 @covariances
 def test_projection_on_bounds_and_ball(covariance):
-    prior = fp.NormalPrior(covariance, bounds=(0.5, 2.0), ball=1.0)
+    prior = fp.priors.Normal(covariance, bounds=(0.5, 2.0), ball=1.0)
     mu = torch.tensor([3.0, 0.0, 4.0], dtype=DOUBLE)
     for scale, bound, name in ((0.01, 0.5, "lower"), (50.0, 2.0, "upper")):
         new = prior.project(prior.init(mu, scale))
@@ -272,7 +272,7 @@ def test_projection_on_bounds_and_ball(covariance):
 
 
 def test_projection_of_a_full_covariance_clips_its_spectrum():
-    prior = fp.NormalPrior("full", bounds=(0.5, 2.0))
+    prior = fp.priors.Normal("full", bounds=(0.5, 2.0))
     values, vectors = torch.tensor([0.01, 1.0, 9.0]).double(), torch.linalg.qr(gaussian_noise(9, D, D))[0]
     sigma = vectors * values @ vectors.mT
     beta = prior.pack(torch.zeros(D, dtype=DOUBLE), torch.linalg.cholesky(sigma))
@@ -299,11 +299,11 @@ def test_projection_of_a_full_covariance_clips_its_spectrum():
 )
 def test_impossible_settings_are_refused(settings):
     with pytest.raises(SettingsError):
-        fp.NormalPrior(**settings)
+        fp.priors.Normal(**settings)
 
 
 def test_names():
-    assert resolve("normal") == fp.NormalPrior()
+    assert resolve("normal") == fp.priors.Normal()
     assert resolve("full").covariance == "full"
     with pytest.raises(SettingsError, match="known are"):
         resolve("cauchy")

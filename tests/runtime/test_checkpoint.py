@@ -67,7 +67,7 @@ def killable(out: Path, every: int = 3, resume: bool = True, tell: bool = False)
     """Partial participation, chains that adapt, Adam and averages: all that a checkpoint must hold."""
     torch.set_num_threads(1)
     task = SyntheticTask(b=12, k=4, n_small=6, logistic=True, held_out=1)
-    method = fp.FedSOUL(task.model(0), local_steps=3, beta_step=fp.Adam(0.02))
+    method = fp.FedSOUL(task.model(0), local_steps=3, beta_step=fp.steps.Adam(0.02))
     callbacks = [Teller()] if tell else []
     return method.fit(
         task.make(0).clients,
@@ -81,7 +81,7 @@ def killable(out: Path, every: int = 3, resume: bool = True, tell: bool = False)
     )
 
 
-class Teller(fp.Callback):
+class Teller(fp.callbacks.Callback):
     """Says each round on standard output."""
 
     def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
@@ -157,7 +157,7 @@ class Crash(BaseException):
     """What a test throws in place of a power cut."""
 
 
-class CrashAt(fp.Callback):
+class CrashAt(fp.callbacks.Callback):
     def __init__(self, round: int) -> None:
         self.round = round
 
@@ -181,13 +181,13 @@ METHODS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "default": (lambda: fp.FedSOUL(linear_model()), {}),
     "paper": (lambda: fp.FedSOUL.paper(linear_model()), {"participation": 3}),
     "stateless": (lambda: fp.FedSOUL(linear_model(), stateful=False), {"participation": 0.5}),
-    "inverse": (lambda: fp.FedSOUL(linear_model()), {"participation": fp.Bernoulli((0.9,) * 6)}),
-    "iterate": (lambda: fp.FedSOUL(linear_model(), average=fp.Averaging("iterate"), phi_batch=2), {}),
+    "inverse": (lambda: fp.FedSOUL(linear_model()), {"participation": fp.participation.Bernoulli((0.9,) * 6)}),
+    "iterate": (lambda: fp.FedSOUL(linear_model(), average=fp.steps.Averaging("iterate"), phi_batch=2), {}),
     "mass matrix": (lambda: fp.FedSOUL(curved(), local_steps=2), {"participation": 3}),
-    "qsgd": (lambda: fp.FedSOUL(linear_model(), compressor=fp.QSGD(levels=7)), {"participation": 3}),
+    "qsgd": (lambda: fp.FedSOUL(linear_model(), compressor=fp.compressors.QSGD(levels=7)), {"participation": 3}),
     "rand-k": (lambda: fp.FedSOUL.paper(linear_model(), rate=1e-2, compressor="rand-k"), {}),
     "fedavg": (lambda: fp.FedAvg(linear_model(), local=fp.LocalSGD(2, 0.05, 2, 0.9)), {"participation": 3}),
-    "fedrep": (lambda: fp.FedRep(linear_model(), phi_step=fp.Adam(0.05)), {"participation": 3}),
+    "fedrep": (lambda: fp.FedRep(linear_model(), phi_step=fp.steps.Adam(0.05)), {"participation": 3}),
 }
 
 
@@ -197,7 +197,7 @@ def test_every_method_resumes_to_the_same_bits(tmp_path: Path, name: str) -> Non
     settings = options | {"rounds": 12, "seed": 3, "checkpoint_every": 4}
 
     def run(folder: str, resume: bool, crash: int | None = None) -> fp.Population:
-        callbacks = [fp.EarlyStop(every=2, patience=100)] + ([CrashAt(crash)] if crash else [])
+        callbacks = [fp.callbacks.EarlyStop(every=2, patience=100)] + ([CrashAt(crash)] if crash else [])
         return method().fit(
             with_validation(), out=tmp_path / folder, resume=resume, callbacks=callbacks, **settings
         )
@@ -369,8 +369,8 @@ def shifted() -> list[Any]:
         ({"participation": 2}, "participation"),
         ({"memory": "1KiB"}, "memory: 1GiB then, 1KiB now"),
         ({"local_steps": 3}, r"algorithm\.local_steps: 10 then, 3 now"),
-        ({"kernel": fp.Exponential(0.5)}, r"algorithm\.kernel\.h: 1\.0 then, 0\.5 now"),
-        ({"phi_step": fp.Adam(0.2)}, r"algorithm\.phi_step\.rate"),
+        ({"kernel": fp.kernels.Exponential(0.5)}, r"algorithm\.kernel\.h: 1\.0 then, 0\.5 now"),
+        ({"phi_step": fp.steps.Adam(0.2)}, r"algorithm\.phi_step\.rate"),
         ({"prior": "diagonal"}, r"algorithm\.prior\.covariance: isotropic then, diagonal now"),
         ({"model": linear_model(d=1)}, "model"),
         ({"model": linear_model(variance=0.6)}, r"likelihood: Normal\(variance=0\.5\) then"),
@@ -446,9 +446,9 @@ def test_a_run_leaves_the_same_few_files_and_no_pickle(tmp_path: Path) -> None:
     ("settings", "error"),
     [
         ({"participation": 9}, SettingsError),
-        ({"participation": fp.Bernoulli((0.5, 0.5))}, SettingsError),
+        ({"participation": fp.participation.Bernoulli((0.5, 0.5))}, SettingsError),
         ({"memory": "a lot"}, SettingsError),
-        ({"callbacks": [fp.EarlyStop()]}, DataError),  # no validation data
+        ({"callbacks": [fp.callbacks.EarlyStop()]}, DataError),  # no validation data
         ({"rounds": 0}, SettingsError),
         ({"checkpoint_every": 0}, SettingsError),
         ({"seed": -1}, SettingsError),
@@ -469,7 +469,7 @@ def test_the_thread_count_comes_back_with_the_run(tmp_path: Path) -> None:
     torch.set_num_threads(2)
     seen: list[int] = []
 
-    class Look(fp.Callback):
+    class Look(fp.callbacks.Callback):
         def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
             seen.append(torch.get_num_threads())
             return False

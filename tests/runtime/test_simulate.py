@@ -16,7 +16,7 @@ import fedpop as fp
 from fedpop.algorithms.base import Facts
 from fedpop.channel import Channel
 from fedpop.errors import SettingsError
-from fedpop.runtime.simulate import Run, Settings
+from fedpop.runtime.run import Run, Settings
 from tests.helpers import cohort_of, linear_model, population_data, ragged, seeded, train_key
 
 
@@ -24,7 +24,7 @@ def soul(**options: Any) -> fp.FedSOUL:
     return fp.FedSOUL(linear_model(), **options)
 
 
-class Watch(fp.Callback):
+class Watch(fp.callbacks.Callback):
     """Keeps what a callback is shown."""
 
     def __init__(self, stop: int | None = None) -> None:
@@ -44,7 +44,7 @@ class Watch(fp.Callback):
 
 def test_metrics_have_a_line_per_round_with_exact_counts(tmp_path: Path) -> None:
     """b=4, phi has 6 entries, beta 3 (two means and a scale); J has 6 and I 3; all of 4 bytes."""
-    population = soul(beta_step=fp.Adam()).fit(ragged(), rounds=3, out=tmp_path)
+    population = soul(beta_step=fp.steps.Adam()).fit(ragged(), rounds=3, out=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == population.history
     assert [line["round"] for line in lines] == [1, 2, 3]
@@ -83,7 +83,7 @@ def test_the_loss_is_the_mean_negative_log_likelihood() -> None:
 
 @pytest.mark.parametrize(
     ("participation", "counts"),
-    [(None, {4}), (2, {2}), (0.5, {0, 1, 2, 3, 4}), (fp.Bernoulli((0.2, 0.5, 0.9, 1.0)), {1, 2, 3, 4})],
+    [(None, {4}), (2, {2}), (0.5, {0, 1, 2, 3, 4}), (fp.participation.Bernoulli((0.2, 0.5, 0.9, 1.0)), {1, 2, 3, 4})],
 )
 def test_participation(participation: Any, counts: set[int]) -> None:
     population = soul().fit(ragged(), rounds=30, participation=participation)
@@ -95,7 +95,7 @@ def test_participation(participation: Any, counts: set[int]) -> None:
 
 def test_an_empty_round_is_counted_and_moves_nothing() -> None:
     watch = Watch()
-    method = soul(average=fp.Averaging("last"))
+    method = soul(average=fp.steps.Averaging("last"))
     history = method.fit(ragged(), rounds=30, participation=0.1, callbacks=[watch]).history
     empty = [k for k, line in enumerate(history) if line["active"] == 0 and k > 0]
     assert empty
@@ -109,7 +109,7 @@ def test_an_empty_round_is_counted_and_moves_nothing() -> None:
 @pytest.mark.parametrize("method", [fp.FedAvg, fp.FedRep, fp.FedSOUL], ids=["FedAvg", "FedRep", "FedSOUL"])
 def test_a_round_without_examples_has_no_loss(method: Any, capfd: pytest.CaptureFixture[str]) -> None:
     empty = [(torch.zeros(0, 3), torch.zeros(0)), (torch.ones(2, 3), torch.ones(2))]
-    rule = fp.Bernoulli((1.0, 1e-9))
+    rule = fp.participation.Bernoulli((1.0, 1e-9))
     population = method(linear_model()).fit(empty, rounds=2, participation=rule, progress=True)
     assert [line["loss"] for line in population.history] == [None, None]
     assert "loss" not in capfd.readouterr().err
@@ -118,11 +118,11 @@ def test_a_round_without_examples_has_no_loss(method: Any, capfd: pytest.Capture
 def test_weights_follow_the_rule_even_when_everyone_joins() -> None:
     """A round that all join under 1/p weights steps twice as far at p = 1/2 (plain gradient steps)."""
     clients = ragged((3, 4))
-    rule = fp.Bernoulli((0.5, 0.5))
+    rule = fp.participation.Bernoulli((0.5, 0.5))
     seed = next(s for s in range(100) if len(rule.draw(2, train_key(0, s).at(purpose="who")).ids) == 2)
-    method = soul(phi_step=fp.SGD(1e-3), average=fp.Averaging("last"), start="spectral", rao_blackwell=True)
+    method = soul(phi_step=fp.steps.SGD(1e-3), average=fp.steps.Averaging("last"), start="spectral", rao_blackwell=True)
     start = Watch()
-    method.but(phi_step=fp.SGD(1e-30)).fit(clients, rounds=1, seed=seed, callbacks=[start])
+    method.replace(phi_step=fp.steps.SGD(1e-30)).fit(clients, rounds=1, seed=seed, callbacks=[start])
     moved = [
         method.fit(clients, rounds=1, seed=seed, participation=p).published["phi"] - start.phis[0]
         for p in (None, rule)
@@ -133,7 +133,7 @@ def test_weights_follow_the_rule_even_when_everyone_joins() -> None:
 def test_stateful_chains_go_on_and_stateless_ones_begin_anew() -> None:
     cohort = cohort_of(linear_model(), ragged())
     for stateful in (True, False):
-        method = soul(stateful=stateful, kernel=fp.Exponential(0.3), local_steps=1)
+        method = soul(stateful=stateful, kernel=fp.kernels.Exponential(0.3), local_steps=1)
         server = method.init(Facts(4, 10), train_key())
         broadcast = method.broadcast("train", server)
         local = method.enter(cohort.ids, broadcast, train_key())
@@ -147,7 +147,7 @@ def test_stateful_chains_go_on_and_stateless_ones_begin_anew() -> None:
 
 def test_stateful_chains_are_kept_between_rounds() -> None:
     """With two rounds and no server steps the second begins where the first ended."""
-    population = soul(phi_step=fp.SGD(1e-30), prior=fp.NormalPrior(learn_mean=False, learn_scale=False)).fit(
+    population = soul(phi_step=fp.steps.SGD(1e-30), prior=fp.priors.Normal(learn_mean=False, learn_scale=False)).fit(
         ragged(), rounds=2, participation=2
     )
     assert population.store is not None
@@ -186,7 +186,7 @@ def test_results_agree_across_cohort_sizes(name: str) -> None:
     method, clients = methods()[name], data_for(name)
     federation = method.model.prepare(fp.Federation.of(clients))
     one, many = (
-        Run(method, federation, Settings(5, 0, fp.Everyone(), memory, 50), None, [])
+        Run(method, federation, Settings(5, 0, fp.participation.Everyone(), memory, 50), None, [])
         for memory in ("1GiB", "1KiB")
     )
     sizes = federation.train.sizes
@@ -218,7 +218,7 @@ def test_no_global_random_state_is_touched() -> None:
 
 
 def test_simulate_and_fit_are_the_same_door() -> None:
-    one = fp.simulate(soul(), ragged(), rounds=2).published["phi"]
+    one = fp.fit(soul(), ragged(), rounds=2).published["phi"]
     assert torch.equal(one, soul().fit(ragged(), rounds=2).published["phi"])
 
 
@@ -251,7 +251,7 @@ def overfitting() -> tuple[fp.FedAvg, list[fp.Client]]:
 
 def test_early_stopping_goes_back_to_the_best_theta() -> None:
     method, clients = overfitting()
-    watch, stop = Watch(), fp.EarlyStop(every=2, patience=3)
+    watch, stop = Watch(), fp.callbacks.EarlyStop(every=2, patience=3)
     population = method.fit(clients, rounds=100, callbacks=[stop, watch])
     # The first look is the best one; then three that are worse.
     assert population.rounds == 8
@@ -266,30 +266,30 @@ def test_early_stopping_goes_on_while_validation_improves() -> None:
     clients, _, _ = population_data(5, 6, 3, 2, 0.5)
     same = [fp.Client(x, y, validation=(x, y)) for x, y in clients]
     method = fp.FedAvg(linear_model(), local=fp.LocalSGD(rate=0.05))
-    population = method.fit(same, rounds=20, callbacks=[fp.EarlyStop(every=2, patience=1)])
+    population = method.fit(same, rounds=20, callbacks=[fp.callbacks.EarlyStop(every=2, patience=1)])
     assert population.rounds == 20
 
 
 def test_early_stopping_remembers_across_a_resume(tmp_path: Path) -> None:
     method, clients = overfitting()
     settings = {"rounds": 100, "checkpoint_every": 1}
-    whole = method.fit(clients, callbacks=[fp.EarlyStop(every=2, patience=3)], **settings)
+    whole = method.fit(clients, callbacks=[fp.callbacks.EarlyStop(every=2, patience=3)], **settings)
 
-    class Break(fp.Callback):
+    class Break(fp.callbacks.Callback):
         def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
             if run.round == 6:
                 raise KeyboardInterrupt
             return False
 
-    stop = fp.EarlyStop(every=2, patience=3)
+    stop = fp.callbacks.EarlyStop(every=2, patience=3)
     with pytest.raises(KeyboardInterrupt):
-        method.fit(clients, out=tmp_path, callbacks=[fp.EarlyStop(every=2, patience=3), Break()], **settings)
+        method.fit(clients, out=tmp_path, callbacks=[fp.callbacks.EarlyStop(every=2, patience=3), Break()], **settings)
     resumed = method.fit(clients, out=tmp_path, resume=True, callbacks=[stop], **settings)
     assert stop.best_round == 2
     assert resumed.rounds == whole.rounds == 8
     assert torch.equal(resumed.published["phi"], whole.published["phi"])
     # A stopped run stays stopped.
-    again = method.fit(clients, out=tmp_path, resume=True, callbacks=[fp.EarlyStop(2, 3)], **settings)
+    again = method.fit(clients, out=tmp_path, resume=True, callbacks=[fp.callbacks.EarlyStop(2, 3)], **settings)
     assert again.rounds == 8
     assert torch.equal(again.published["phi"], whole.published["phi"])
 
@@ -297,7 +297,7 @@ def test_early_stopping_remembers_across_a_resume(tmp_path: Path) -> None:
 @pytest.mark.parametrize("settings", [{"every": 0}, {"patience": 0}, {"every": -2}])
 def test_impossible_early_stopping_is_refused(settings: dict[str, int]) -> None:
     with pytest.raises(SettingsError, match="at least 1"):
-        fp.EarlyStop(**settings)
+        fp.callbacks.EarlyStop(**settings)
 
 
 def test_validation_of_fedsoul_is_the_posterior_predictive() -> None:
@@ -305,7 +305,7 @@ def test_validation_of_fedsoul_is_the_posterior_predictive() -> None:
     clients, _, _ = population_data(4, 6, 3, 2, 0.5)
     held_out = [fp.Client(x, y, validation=(x + 0.2, y)) for x, y in clients]
 
-    class Look(fp.Callback):
+    class Look(fp.callbacks.Callback):
         score = 0.0
 
         def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
@@ -362,7 +362,7 @@ def test_the_broken_client_does_not_reach_theta(name: str) -> None:
 
 def test_a_run_of_broken_clients_only_stays_where_it_began() -> None:
     clients = {name: (x * 1e30 if float(x.abs().max()) < 1e20 else x, y) for name, (x, y) in broken().items()}
-    population = soul(start="random", prior=fp.NormalPrior(scale=1.0)).fit(clients, rounds=2)
+    population = soul(start="random", prior=fp.priors.Normal(scale=1.0)).fit(clients, rounds=2)
     assert population.history[0]["left_out"] == ["a", "b", "c", "d"]
     torch.testing.assert_close(population.published["phi"], linear_model().initial_phi())
 

@@ -14,11 +14,11 @@ from tests.helpers import generator, linear_model, train_key
 
 CLIENTS, ACTIVE, RATE = 10, 4, 0.01
 FACTS = Facts(CLIENTS, 100)
-HYPER = fp.Hyperprior(phi_scale=2.0, mean_scale=0.5, log_scale=(0.3, 0.7))
+HYPER = fp.priors.Hyperprior(phi_scale=2.0, mean_scale=0.5, log_scale=(0.3, 0.7))
 
 
 def method(**options: Any) -> fp.FedSOUL:
-    settings = {"phi_step": fp.SGD(RATE), "beta_step": fp.SGD(RATE), "prior": Normal(scale=1.5, mean=0.4)}
+    settings = {"phi_step": fp.steps.SGD(RATE), "beta_step": fp.steps.SGD(RATE), "prior": Normal(scale=1.5, mean=0.4)}
     return fp.FedSOUL(linear_model(), **(settings | options))
 
 
@@ -81,7 +81,7 @@ def test_one_em_step_at_rate_one_is_the_maximum_of_the_complete_data_likelihood(
     """Mean and second moments of the z that the clients drew, whatever beta was before."""
     prior = Normal(covariance, scale=1.5, mean=0.4)
     z = torch.randn(CLIENTS, 2, generator=generator(1)) * torch.tensor([1.0, 2.0]) + 0.7
-    m = method(prior=prior, beta_step=fp.EM())
+    m = method(prior=prior, beta_step=fp.steps.EM())
     server = m.init(FACTS, train_key())
     total = Message({"I": scores(prior, server["beta"], z), "J": torch.zeros(6)}, CLIENTS)
     beta = m.server_round("train", server, total, FACTS, train_key())["beta"]
@@ -102,7 +102,7 @@ def test_em_stands_still_at_the_mode_of_the_posterior_of_beta() -> None:
     z = torch.randn(CLIENTS, 2, generator=generator(1)) + 2.0
     tau, sigma = 0.5, 1.5
     mode = z.sum(0) / sigma**2 / (CLIENTS / sigma**2 + 1 / tau**2)
-    m = method(prior=prior, beta_step=fp.EM(), hyperprior=fp.Hyperprior(mean_scale=tau))
+    m = method(prior=prior, beta_step=fp.steps.EM(), hyperprior=fp.priors.Hyperprior(mean_scale=tau))
     server = m.init(FACTS, train_key())
     beta = server["beta"].clone()
     beta[:2] = mode
@@ -115,7 +115,7 @@ def test_em_weights_partial_rounds() -> None:
     """The sum over |A| clients stands for b of them, so the mean moves to the mean of those who came."""
     prior = Normal(scale=1.0)
     z = torch.randn(ACTIVE, 2, generator=generator(1))
-    m = method(prior=prior, beta_step=fp.EM())
+    m = method(prior=prior, beta_step=fp.steps.EM())
     server = m.init(FACTS, train_key())
     total = Message({"I": scores(prior, server["beta"], z), "J": torch.zeros(6)}, ACTIVE)
     new = m.server_round("train", server, total, FACTS, train_key())["beta"]
@@ -125,7 +125,7 @@ def test_em_weights_partial_rounds() -> None:
 # --- what is fixed, and projections -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("beta_step", [fp.SGD(RATE), fp.Adam(), fp.EM()])
+@pytest.mark.parametrize("beta_step", [fp.steps.SGD(RATE), fp.steps.Adam(), fp.steps.EM()])
 @pytest.mark.parametrize(("mean", "scale"), [(True, False), (False, True), (False, False)])
 def test_what_is_fixed_does_not_move(beta_step: Any, mean: bool, scale: bool) -> None:
     prior = Normal(scale=1.5, mean=0.4, learn_mean=mean, learn_scale=scale)
@@ -136,7 +136,7 @@ def test_what_is_fixed_does_not_move(beta_step: Any, mean: bool, scale: bool) ->
 
 def test_theta_stays_in_its_projection_sets() -> None:
     prior = Normal(scale=1.5, bounds=(1.0, 2.0), ball=0.3)
-    m = method(prior=prior, phi_step=fp.SGD(1e3), beta_step=fp.SGD(1e3), phi_ball=5.0)
+    m = method(prior=prior, phi_step=fp.steps.SGD(1e3), beta_step=fp.steps.SGD(1e3), phi_ball=5.0)
     for sign in (1.0, -1.0):
         total = Message({"I": sign * torch.ones(3), "J": sign * torch.ones(6)}, ACTIVE)
         _, new = step(m, total)
@@ -148,10 +148,10 @@ def test_theta_stays_in_its_projection_sets() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: fp.Hyperprior(phi_scale=0.0),
-        lambda: fp.Hyperprior(mean_scale=-1.0),
-        lambda: fp.Hyperprior(log_scale=(0.0, 0.0)),
-        lambda: method(prior="full", hyperprior=fp.Hyperprior(log_scale=(0.0, 1.0))),
+        lambda: fp.priors.Hyperprior(phi_scale=0.0),
+        lambda: fp.priors.Hyperprior(mean_scale=-1.0),
+        lambda: fp.priors.Hyperprior(log_scale=(0.0, 0.0)),
+        lambda: method(prior="full", hyperprior=fp.priors.Hyperprior(log_scale=(0.0, 1.0))),
     ],
 )
 def test_impossible_hyperpriors_are_refused(make: Any) -> None:

@@ -9,7 +9,7 @@ from fedpop.algorithms.base import Facts
 from fedpop.channel import Channel
 from fedpop.errors import SettingsError
 from fedpop.evaluation.subspace import principal_angle
-from fedpop.server.start import SpectralStart, applies, working_response
+from fedpop.questions.spectral import SpectralStart, applies, working_response
 from tests.helpers import cohort_of, generator, linear_model, population_data, train_key
 
 WIDE = torch.float64
@@ -121,7 +121,7 @@ def test_negative_eigenvalues_are_clipped() -> None:
 
 def test_the_start_leaves_the_rest_of_phi_alone() -> None:
     clients, _, _ = population_data(6, 5, 3, 2, 0.1)
-    population = fp.FedSOUL(linear_model(variance="learned"), phi_step=fp.SGD(1e-30)).fit(clients, rounds=1)
+    population = fp.FedSOUL(linear_model(variance="learned"), phi_step=fp.steps.SGD(1e-30)).fit(clients, rounds=1)
     assert abs(float(population.phi["likelihood.log_variance"])) < 1e-20
 
 

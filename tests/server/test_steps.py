@@ -23,13 +23,13 @@ WIDE = torch.float64
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (fp.Constant(), lambda k: 1.0),
-        (fp.Polynomial(0.6), lambda k: (1 + k) ** -0.6),
-        (fp.Polynomial(0.0), lambda k: 1.0),
-        (fp.Cosine(), lambda k: 0.5 * (1 + math.cos(math.pi * k / 100))),
-        (fp.Cosine(0.1), lambda k: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * k / 100))),
-        (fp.Decay(), lambda k: 1.0 if k < 50 else 1 - (k - 50) / 50),
-        (fp.Decay(0.2, 0.1), lambda k: 1.0 if k < 20 else 0.1 + 0.9 * (1 - (k - 20) / 80)),
+        (fp.steps.Constant(), lambda k: 1.0),
+        (fp.steps.Polynomial(0.6), lambda k: (1 + k) ** -0.6),
+        (fp.steps.Polynomial(0.0), lambda k: 1.0),
+        (fp.steps.Cosine(), lambda k: 0.5 * (1 + math.cos(math.pi * k / 100))),
+        (fp.steps.Cosine(0.1), lambda k: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * k / 100))),
+        (fp.steps.Decay(), lambda k: 1.0 if k < 50 else 1 - (k - 50) / 50),
+        (fp.steps.Decay(0.2, 0.1), lambda k: 1.0 if k < 20 else 0.1 + 0.9 * (1 - (k - 20) / 80)),
     ],
     ids=lambda value: str(value) if isinstance(value, Schedule) else "",
 )
@@ -39,24 +39,24 @@ def test_schedules(schedule: Schedule, expected: object) -> None:
 
 
 def test_em_rates_fall_in_the_second_half() -> None:
-    em = fp.EM(1.0, 0.1)
+    em = fp.steps.EM(1.0, 0.1)
     assert [em.at(k, 100) for k in (0, 49, 50, 75, 100)] == pytest.approx([1.0, 1.0, 1.0, 0.55, 0.1])
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: fp.Polynomial(-1.0),
-        lambda: fp.Decay(1.0),
-        lambda: fp.Decay(-0.1),
-        lambda: fp.SGD(0.0),
-        lambda: fp.SGD(-1.0),
-        lambda: fp.Adam(0.0),
-        lambda: fp.Adam(beta1=1.0),
-        lambda: fp.Adam(beta2=-0.1),
-        lambda: fp.EM(1.5),
-        lambda: fp.EM(0.1, 0.5),
-        lambda: fp.EM(0.0, 0.0),
+        lambda: fp.steps.Polynomial(-1.0),
+        lambda: fp.steps.Decay(1.0),
+        lambda: fp.steps.Decay(-0.1),
+        lambda: fp.steps.SGD(0.0),
+        lambda: fp.steps.SGD(-1.0),
+        lambda: fp.steps.Adam(0.0),
+        lambda: fp.steps.Adam(beta1=1.0),
+        lambda: fp.steps.Adam(beta2=-0.1),
+        lambda: fp.steps.EM(1.5),
+        lambda: fp.steps.EM(0.1, 0.5),
+        lambda: fp.steps.EM(0.0, 0.0),
         lambda: Averaging("mean"),
         lambda: Averaging(tail=0.0),
         lambda: Averaging(tail=1.1),
@@ -76,7 +76,7 @@ def gradients(steps: int = 15) -> Tensor:
 
 def test_sgd_is_plain_ascent_with_a_schedule() -> None:
     x = start = torch.ones(4, dtype=WIDE)
-    step, state = fp.SGD(0.1, fp.Polynomial(0.5)), {}
+    step, state = fp.steps.SGD(0.1, fp.steps.Polynomial(0.5)), {}
     for k, g in enumerate(gradients()):
         x, state = step.step(x, g, state, torch.full_like(x, 7.0), k, 15)
     factors = (1 + torch.arange(15, dtype=WIDE)) ** -0.5
@@ -87,7 +87,7 @@ def test_sgd_is_plain_ascent_with_a_schedule() -> None:
 def test_adam_is_torchs_adam_in_relative_units(betas: tuple[float, float]) -> None:
     """One coordinate after the other, each with its own unit as learning rate; ascent; no epsilon."""
     unit = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=WIDE)
-    mine = fp.Adam(0.1, fp.Constant(), *betas)
+    mine = fp.steps.Adam(0.1, fp.steps.Constant(), *betas)
     x, state = torch.ones(4, dtype=WIDE), mine.init(torch.ones(4, dtype=WIDE))
     theirs = [torch.ones(1, dtype=WIDE, requires_grad=True) for _ in range(4)]
     groups = [{"params": [p], "lr": 0.1 * float(u)} for p, u in zip(theirs, unit, strict=True)]
@@ -105,7 +105,7 @@ def test_adam_does_not_depend_on_the_scale_of_the_gradient() -> None:
     """So the same rate serves ten clients and a million."""
     ends = []
     for scale in (1.0, 1e6):
-        adam = fp.Adam(0.1)
+        adam = fp.steps.Adam(0.1)
         x, state = torch.ones(4, dtype=WIDE), adam.init(torch.ones(4, dtype=WIDE))
         for k, g in enumerate(gradients()):
             x, state = adam.step(x, scale * g, state, torch.ones_like(x), k, 15)
@@ -115,7 +115,7 @@ def test_adam_does_not_depend_on_the_scale_of_the_gradient() -> None:
 
 def test_a_rate_that_was_not_found_yet_cannot_step() -> None:
     with pytest.raises(SettingsError, match="trial rounds"):
-        fp.SGD(None).step(torch.ones(1), torch.ones(1), {}, torch.ones(1), 0, 1)
+        fp.steps.SGD(None).step(torch.ones(1), torch.ones(1), {}, torch.ones(1), 0, 1)
 
 
 # --- averages -----------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ def maximum(loss, size: int) -> float:
 def test_the_learned_scale_is_that_of_the_maximum_likelihood(population, start):
     """Defaults only, from a start five times too small and five times too large."""
     model, clients, sd = population()
-    fitted = fp.FedSOUL(model, prior=fp.NormalPrior(scale=start * sd)).fit(
+    fitted = fp.FedSOUL(model, prior=fp.priors.Normal(scale=start * sd)).fit(
         clients, rounds=400, progress=False
     )
     learned = float(fitted.published["beta"][-1].exp())

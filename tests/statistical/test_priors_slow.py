@@ -70,7 +70,7 @@ def test_an_energy_learns_a_bimodal_population(stateful):
     """
     clients, z = bimodal(0)
     model = fp.Composition(None, nn.Linear(1, 1, bias=False), fp.likelihoods.Normal(0.04))
-    prior = fp.Energy(scale=1.0)
+    prior = fp.priors.Energy(scale=1.0)
     method = fp.FedSOUL(model, prior=prior, local_steps=5 if stateful else 10, stateful=stateful)
     population = method.fit(clients, rounds=200, seed=0)
     line = torch.linspace(-4, 4, 2001, dtype=torch.float64)

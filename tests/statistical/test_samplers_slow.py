@@ -23,7 +23,7 @@ ROUNDS, BURN_IN = 6000, 500
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "QLSD": (lambda m: fp.QLSD(m, **RING), {}),
     "QLSD++": (
-        lambda m: fp.QLSD(m, variant="++", compressor=fp.QSGD(), batch=15, **RING),
+        lambda m: fp.QLSD(m, variant="++", compressor=fp.compressors.QSGD(), batch=15, **RING),
         {"participation": 2},
     ),
     "FSGLD": (lambda m: fp.FSGLD(m, local_steps=2, batch=15, **RING), {}),

@@ -10,7 +10,7 @@ PROGRAM = """
 import resource
 import fedpop as fp
 from benchmarks.scale import AWAKE, MILLION, begun
-run = begun(MILLION, fp.Uniform(AWAKE))
+run = begun(MILLION, fp.participation.Uniform(AWAKE))
 for _ in range(3):
     run.train_round()
 assert len(run.federation) == 1_000_000 and run.store.used > AWAKE

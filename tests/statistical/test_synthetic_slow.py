@@ -77,12 +77,12 @@ def test_one_in_a_thousand_within_a_hundred_rounds():
     Rao-Blackwellised I and J (no draws enter them: M = 1, and 200 gradient evaluations of the head per client
     in all), Adam with short memory, a cosine schedule, EM steps on the prior, the last iterate.
     """
-    step = fp.Adam(0.1, fp.Cosine(), beta1=0.7, beta2=0.9)
-    settings = {"rao_blackwell": True, "local_steps": 1, "phi_step": step, "beta_step": fp.EM(1.0, 1.0)}
+    step = fp.steps.Adam(0.1, fp.steps.Cosine(), beta1=0.7, beta2=0.9)
+    settings = {"rao_blackwell": True, "local_steps": 1, "phi_step": step, "beta_step": fp.steps.EM(1.0, 1.0)}
     task = SyntheticTask()
     for seed in range(10):
         data = task.make(seed)
-        method = fp.FedSOUL(task.model(seed), average=fp.Averaging("last"), **settings)
+        method = fp.FedSOUL(task.model(seed), average=fp.steps.Averaging("last"), **settings)
         population = method.fit(data.clients, rounds=100, seed=seed)
         assert population.totals["gradient_evaluations"] == 100 * 100 * 2
         best = exact(task, data, seed, [population])

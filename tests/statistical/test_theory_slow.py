@@ -30,13 +30,13 @@ def test_a_run_lands_on_the_biased_root():
     """Twelve runs on the same data: their mean within ten standard errors of the root, which Student's t with
     eleven degrees of freedom exceeds once in a million; and far from the unbiased optimum."""
     task = theory.problem(0)
-    prior = fp.NormalPrior(mean=theory.MEAN, scale=1.0)
+    prior = fp.priors.Normal(mean=theory.MEAN, scale=1.0)
     best = task.optimum(fp.FedSOUL.paper(task.model, prior=prior))
     method = fp.FedSOUL.paper(
         task.starting_at(best.phi),
         prior=prior,
-        kernel=fp.ULA(0.8),
-        average=fp.Averaging("tail", 0.5),
+        kernel=fp.kernels.ULA(0.8),
+        average=fp.steps.Averaging("tail", 0.5),
         rate=1e-3,
         power=0.0,
         local_steps=10,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedpop.errors import PayloadError
 from fedpop.keys import Key
+from fedpop.settings import Setting
 
 MAGIC, VERSION = b"fp", 1
 _FRAME = struct.Struct("<2sBBII")
@@ -27,15 +28,16 @@ _BLOCK = 2**16
 """Entries worked on at a time on a CPU, so that a dozen passes over them stay in its cache."""
 
 
-class Compressor(ABC):
+class Compressor(Setting, ABC):
     """An unbiased compressor; see the module's text.
 
-    >>> import torch, fedpop as fp
-    >>> from fedpop.keys import Key
-    >>> compressor = fp.RandK(k=1)
-    >>> seen = compressor.compress(torch.ones(1000, 4), Key(0), torch.arange(1000))
-    >>> bool((seen.mean(0) - 1).abs().max() < 5 * (compressor.omega(4) / 1000) ** 0.5)  # unbiased
-    True
+        >>> import torch, fedpop as fp
+        >>> from fedpop.keys import Key
+    from fedpop.settings import Setting
+        >>> compressor = fp.compressors.RandK(k=1)
+        >>> seen = compressor.compress(torch.ones(1000, 4), Key(0), torch.arange(1000))
+        >>> bool((seen.mean(0) - 1).abs().max() < 5 * (compressor.omega(4) / 1000) ** 0.5)  # unbiased
+        True
     """
 
     name: ClassVar[str]
@@ -71,7 +73,7 @@ class Compressor(ABC):
     def decode(self, payload: bytes, length: int | None = None) -> Tensor:
         """The vector again. With ``length``, a payload of any other length is refused."""
 
-    def check(self, d: int) -> None:  # noqa: B027
+    def check(self, d: int) -> None:
         """Raise when vectors of length d cannot be compressed with these settings."""
 
     def sent_bytes(self, sent: Tensor) -> int:

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import DataError, SettingsError
-from fedpop.federation.clients import Federation
-from fedpop.federation.participation.rules import WEIGHTS, Active, Participation
+from fedpop.federation.participation.rules import WEIGHTS, Active, Participation, Roster
 from fedpop.keys import Key
 
 AVAILABLE = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -36,7 +35,7 @@ class Availability(Participation):
     >>> trace = Availability([[0, 1], [1], [], [1]], clients=2)
     >>> trace
     Availability(4 rounds, 2 clients, weights='inverse')
-    >>> trace.draw(2, Key(0, round=4))
+    >>> trace.draw(Roster.numbered(2), Key(0, round=4))
     Active(ids=tensor([0, 1]), weights=tensor([4.0000, 1.3333]), ratio=False)
     """
 
@@ -77,12 +76,10 @@ class Availability(Participation):
         return torch.bincount(present, minlength=self.clients).double() / len(self.rounds)
 
     @classmethod
-    def read(
-        cls, path: str | Path, clients: Federation | Iterable[Any], *, weights: str = "inverse"
-    ) -> Availability:
+    def read(cls, path: str | Path, names: Iterable[Any], *, weights: str = "inverse") -> Availability:
         """From a CSV file with columns ``round``, ``client`` and perhaps ``available`` (1 or 0).
 
-        ``clients`` are the federation's names in its order, or the federation itself. The smallest round is
+        ``names`` are the federation's, in its order (``federation.names``). The smallest round is
         the run's first; rounds that have no row have nobody.
 
         >>> import tempfile
@@ -92,7 +89,7 @@ class Availability(Participation):
         ...     Availability.read(file.name, ["anna", "ben"])
         Availability(2 rounds, 2 clients, weights='inverse')
         """
-        names = clients.names if isinstance(clients, Federation) else [str(c) for c in clients]
+        names = [str(name) for name in names]
         position = {name: i for i, name in enumerate(names)}
         there: dict[int, list[int]] = {}
         seen: set[tuple[int, int]] = set()
@@ -119,7 +116,7 @@ class Availability(Participation):
         if clients != self.clients:
             raise SettingsError(f"the trace is of {self.clients} clients, the federation has {clients}")
 
-    def draw(self, clients: int, key: Key) -> Active:
+    def draw(self, roster: Roster, key: Key) -> Active:
         ids = torch.as_tensor(self.rounds[key.round % len(self.rounds)])
         ratio = self.weights == "ratio"
         weights = torch.ones(len(ids)) if ratio else (1 / self.share[ids]).to(torch.float32)

@@ -22,11 +22,36 @@ MANY = 50_000
 
 
 @dataclass(frozen=True)
-class Active:
-    """The clients of one round; ``weights`` apply on the client's side of the sum.
+class Roster:
+    """All units that may take part, by the hashes of their names ``[b]``.
 
-    Under ``ratio`` they are ones and the server multiplies the sum by b / count: unbiased given a
-    round that is not empty, for equal probabilities only.
+    >>> len(Roster.numbered(3))
+    3
+    """
+
+    units: Tensor
+
+    @classmethod
+    def numbered(cls, count: int) -> Roster:
+        """Units without names."""
+        return cls(torch.arange(count))
+
+    def __len__(self) -> int:
+        return self.units.shape[0]
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Positions in the order of hashes, which does not depend on the order in which units were given."""
+        return self.units.argsort()
+
+
+@dataclass(frozen=True)
+class Active:
+    """The units of one round, by their positions in the roster, and the weight with which each one counts once
+    its vectors have arrived.
+
+    Under ``ratio`` weights are ones and the sum counts b / count times: unbiased given a round that is
+    not empty, for equal probabilities only.
     """
 
     ids: Tensor
@@ -38,7 +63,7 @@ class Participation(ABC):
     """A rule that draws the active clients of a round."""
 
     @abstractmethod
-    def draw(self, clients: int, key: Key) -> Active: ...
+    def draw(self, roster: Roster, key: Key) -> Active: ...
 
     def check(self, clients: int) -> None:  # noqa: B027
         """Raise when the rule cannot apply to so many clients."""
@@ -53,12 +78,12 @@ class Participation(ABC):
 class Everyone(Participation):
     """All clients, every round.
 
-    >>> Everyone().draw(3, Key(0)).ids
+    >>> Everyone().draw(Roster.numbered(3), Key(0)).ids
     tensor([0, 1, 2])
     """
 
-    def draw(self, clients: int, key: Key) -> Active:
-        return Active(torch.arange(clients), torch.ones(clients), ratio=True)
+    def draw(self, roster: Roster, key: Key) -> Active:
+        return Active(torch.arange(len(roster)), torch.ones(len(roster)), ratio=True)
 
 
 @dataclass(frozen=True)
@@ -106,14 +131,17 @@ class Bernoulli(Participation):
                 f"{len(self.p)} participation probabilities for {clients} clients; give one each"
             )
 
-    def draw(self, clients: int, key: Key) -> Active:
+    def draw(self, roster: Roster, key: Key) -> Active:
         key, ratio = key.at(purpose="join"), self.weights == "ratio"
+        clients = len(roster)
         p, most = self._probabilities.expand(clients), float(self._probabilities.max())
         if sparse(clients, clients * most):
-            ids = skips(clients, most, key)  # as if everyone were as likely as the likeliest; then thinned
-            ids = ids[key.at(purpose="thin").uniform(ids, (), torch.float64) <= p[ids] / most]
+            # As if everyone were as likely as the likeliest; then thinned.
+            ids = roster.order[skips(clients, most, key)].sort().values
+            u = key.at(purpose="thin").uniform(roster.units[ids], (), torch.float64)
+            ids = ids[u <= p[ids] / most]
         else:
-            u = key.uniform(torch.arange(clients), (), torch.float64)
+            u = key.uniform(roster.units, (), torch.float64)
             ids = (u <= p).nonzero().squeeze(1)
         weights = torch.ones(len(ids)) if ratio else (1 / p[ids]).to(torch.float32)
         return Active(ids, weights, ratio)
@@ -123,7 +151,7 @@ class Bernoulli(Participation):
 class Uniform(Participation):
     """``size`` clients drawn without replacement, all equally likely.
 
-    >>> len(Uniform(2).draw(5, Key(0)).ids)
+    >>> len(Uniform(2).draw(Roster.numbered(5), Key(0)).ids)
     2
     """
 
@@ -137,12 +165,12 @@ class Uniform(Participation):
         if self.size > clients:
             raise SettingsError(f"{self.size} active clients asked for, but there are only {clients}")
 
-    def draw(self, clients: int, key: Key) -> Active:
+    def draw(self, roster: Roster, key: Key) -> Active:
         key = key.at(purpose="join")
-        if sparse(clients, self.size):
-            ids = distinct(clients, self.size, key)
+        if sparse(len(roster), self.size):
+            ids = roster.order[distinct(len(roster), self.size, key)].sort().values
         else:
-            u = key.uniform(torch.arange(clients), (), torch.float64)
+            u = key.uniform(roster.units, (), torch.float64)
             ids = torch.topk(u, self.size, largest=False).indices.sort().values
         return Active(ids, torch.ones(self.size), ratio=True)
 
@@ -208,7 +236,7 @@ def resolve(participation: Participation | int | float | Sequence[float] | None)
         if participation == 1:
             raise SettingsError(
                 "participation=1 may mean everyone or a single client: write None or 1.0 for everyone, "
-                "fedpop.Uniform(1) for one client a round"
+                "fedpop.participation.Uniform(1) for one client a round"
             )
         return Uniform(int(participation))
     chance = float(participation)

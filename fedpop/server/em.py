@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedpop.errors import SettingsError
+from fedpop.settings import Setting
 
 
 @dataclass(frozen=True)
-class EM:
+class EM(Setting):
     """Steps of stochastic-approximation EM on the Normal prior; rate 1 is EM itself.
 
     >>> step = EM(rate=1.0, final=0.1)

@@ -10,7 +10,7 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 import fedpop as fp
 from fedpop.errors import DataError, SettingsError
 from fedpop.evaluation import protocol
-from fedpop.evaluation.protocol import Bin, ece_of, evaluate_new, reliability, scored, worst_tenth
+from fedpop.evaluation.scores import Bin, ece_of, evaluate_new, reliability, scored, worst_tenth
 from fedpop.keys import Key
 from fedpop.models import likelihoods
 from fedpop.models.predictive import Predictive
@@ -140,9 +140,9 @@ def data(b=6, n=6):
 
 
 def test_every_client_is_judged_whoever_was_active():
-    watch = fp.Watch(last=1)
+    watch = fp.callbacks.Watch(last=1)
     population = fp.FedAvg(linear_model()).fit(
-        data(), rounds=3, participation=fp.Uniform(1), callbacks=[watch]
+        data(), rounds=3, participation=fp.participation.Uniform(1), callbacks=[watch]
     )
     evaluation = fp.evaluate(population)
     assert list(evaluation.names) == list(population.names)
@@ -168,7 +168,7 @@ def test_looking_changes_no_bit_of_a_run(build, tmp_path):
         method = build(linear_model())
         return method.fit(data(), rounds=6, participation=3, callbacks=callbacks, out=out)
 
-    watch = fp.Watch(every=1, last=3)
+    watch = fp.callbacks.Watch(every=1, last=3)
     alone, watched = run([], tmp_path / "a"), run([watch], tmp_path / "b")
     assert [p["round"] for p in watch.points] == [1, 2, 3, 4, 5, 6]
     for name, value in alone.published.items():
@@ -185,10 +185,10 @@ def test_looking_changes_no_bit_of_a_run(build, tmp_path):
 
 
 def test_the_mean_of_the_last_rounds_and_a_watch_that_resumes():
-    watch = fp.Watch(last=2)
+    watch = fp.callbacks.Watch(last=2)
     watch.points = [{"round": r, "rmse": v, "seconds": 1.0} for r, v in ((1, 9.0), (9, 1.0), (10, 3.0))]
     assert watch.mean_of_last() == {"rmse": 2.0}
-    again = fp.Watch(last=2)
+    again = fp.callbacks.Watch(last=2)
     again.restore(watch.state())
     assert again.points == watch.points
     again.points.append({"round": 11, "rmse": None, "seconds": 1.0})
@@ -238,9 +238,9 @@ def test_a_split_that_is_not_there_is_an_error_before_the_first_round():
     with pytest.raises(DataError, match="no validation data"):
         fp.evaluate(population, "validation")
     with pytest.raises(DataError, match="validation data to be judged on"):
-        fp.FedAvg(linear_model()).fit(data(), rounds=1, callbacks=[fp.Watch(split="validation")])
+        fp.FedAvg(linear_model()).fit(data(), rounds=1, callbacks=[fp.callbacks.Watch(split="validation")])
     with pytest.raises(SettingsError, match="every"):
-        fp.Watch(every=0)
+        fp.callbacks.Watch(every=0)
 
 
 # --- clients never in training ----------------------------------------------------------------

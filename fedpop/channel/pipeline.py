@@ -1,0 +1,184 @@
+"""The way of a site's vectors to the server: clip, compress, encode; decode, sum.
+
+One object serves the simulator and a deployment. Between machines a site calls ``encode`` and the server
+``decode``; in the simulator ``carry`` gives what would arrive, to the bit, without making the bytes, and counts
+them. No method knows which compressor its vectors meet on the way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedpop.channel.compressors import Compressor, Identity
+from fedpop.errors import PayloadError, SettingsError
+from fedpop.keys import Key, unit_of
+from fedpop.settings import named
+
+Choice = Compressor | str | Mapping[str, Compressor | str]
+
+
+def resolve_compressor(compressor: Compressor | str) -> Compressor:
+    """A compressor from itself or from its name.
+
+    >>> from fedpop.channel.compressors import QSGD
+    >>> resolve_compressor("qsgd"), resolve_compressor(QSGD(levels=7))
+    (QSGD(levels=127), QSGD(levels=7))
+    """
+    if isinstance(compressor, Compressor):
+        return compressor
+    if isinstance(compressor, str):
+        return named(Compressor, compressor, "compressor")()
+    raise SettingsError(
+        f"a compressor is fedpop.compressors.QSGD() or its like, a name, or a mapping from clients to them, not "
+        f"{compressor!r}"
+    )
+
+
+@dataclass(frozen=True)
+class Payload:
+    """An encoded vector as it travels: which codec made it, of how many entries, and the bytes."""
+
+    codec: str
+    length: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Channel:
+    """What happens to the vectors named in ``compressed``; everything else is sent as it is.
+
+    ``compressor`` is one for all, or one for each client by name. ``clip`` bounds the norm of what a site sends (a
+    longer vector is shortened, which biases the sum).
+
+    >>> from fedpop.channel.compressors import QSGD
+    >>> channel = Channel(QSGD(), ("J",))
+    >>> seen, size = channel.carry("J", torch.ones(2, 1000), torch.tensor([3, 5]), Key(0))
+    >>> size
+    2036
+    """
+
+    compressor: Choice = field(default_factory=Identity)
+    compressed: tuple[str, ...] = ()
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        _ = self._each  # names are known, or refused
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise SettingsError(
+                f"clip, the largest norm that is sent, must be positive and finite, not {self.clip}"
+            )
+
+    @cached_property
+    def _each(self) -> dict[int, Compressor] | Compressor:
+        if isinstance(self.compressor, Mapping):
+            return {unit_of(name): resolve_compressor(c) for name, c in self.compressor.items()}
+        return resolve_compressor(self.compressor)
+
+    @cached_property
+    def compressors(self) -> tuple[Compressor, ...]:
+        """All that may be used."""
+        return tuple(set(self._each.values())) if isinstance(self._each, dict) else (self._each,)
+
+    @cached_property
+    def transparent(self) -> bool:
+        """Vectors arrive as they were sent: sums over units may be formed before anything is sent."""
+        return self.clip is None and all(c.identity for c in self.compressors)
+
+    def of(self, site: int) -> Compressor:
+        """The compressor of a site, by the hash of its name."""
+        if not isinstance(self._each, dict):
+            return self._each
+        if site not in self._each:
+            raise SettingsError("a client without a compressor: give one for each by name, or one for all")
+        return self._each[site]
+
+    def omega(self, sites: Tensor, length: int) -> Tensor:
+        """The relative variance that compression adds, for each of these sites ``[S]``."""
+        each = [self.of(s).omega(length) for s in (sites.tolist() if isinstance(self._each, dict) else [0])]
+        return torch.tensor(each, dtype=torch.float64, device=sites.device).expand(len(sites))
+
+    # --- between machines --------------------------------------------------------------------
+
+    def encode(self, name: str, vector: Tensor, site: int, key: Key) -> Payload:
+        """What a site sends of its vector ``[D]``; a PayloadError where it cannot be sent."""
+        if name not in self.compressed:
+            return self._raw(vector)
+        vector = self._clipped(vector.unsqueeze(0))[0]
+        compressor = self.of(site)
+        if compressor.identity:
+            return self._raw(vector)
+        data = compressor.encode(vector, key.at(purpose=f"compress.{name}"), site)
+        return Payload(compressor.name, vector.shape[0], data)
+
+    def decode(self, name: str, payload: Payload, site: int) -> Tensor:
+        """The vector as the server sees it, in float32 or the type it was sent in."""
+        if payload.codec in _RAW:
+            kind = _RAW[payload.codec]
+            if len(payload.data) != payload.length * kind.itemsize:
+                raise PayloadError(f"{name}: {len(payload.data)} bytes for {payload.length} entries")
+            return (
+                torch.frombuffer(bytearray(payload.data), dtype=kind).clone()
+                if payload.length
+                else torch.zeros(0, dtype=kind)
+            )
+        compressor = self.of(site)
+        if payload.codec != compressor.name or name not in self.compressed:
+            raise PayloadError(f"{name} came as {payload.codec!r}, which was not agreed on")
+        return compressor.decode(payload.data, payload.length)
+
+    @staticmethod
+    def _raw(vector: Tensor) -> Payload:
+        codec = next((c for c, kind in _RAW.items() if kind == vector.dtype), None)
+        if codec is None:
+            raise PayloadError(f"vectors travel as {' or '.join(_RAW)}, not {vector.dtype}")
+        return Payload(codec, vector.shape[0], vector.detach().cpu().contiguous().numpy().tobytes())
+
+    # --- in one process ----------------------------------------------------------------------
+
+    def carry(self, name: str, vectors: Tensor, sites: Tensor, key: Key) -> tuple[Tensor, int]:
+        """What the server would see of the vectors ``[S, D]`` of these sites, and how many bytes that took.
+
+        A vector that cannot be sent comes back as NaN, and costs nothing.
+        """
+        if self.transparent or name not in self.compressed:
+            return vectors, _plain_bytes(vectors)
+        vectors = self._clipped(vectors)
+        key = key.at(purpose=f"compress.{name}")
+        if isinstance(self._each, Compressor):
+            return _compressed(self._each, vectors, key, sites)
+        seen, size = torch.empty_like(vectors), 0
+        groups: dict[Compressor, list[int]] = {}
+        for position, site in enumerate(sites.tolist()):
+            groups.setdefault(self.of(site), []).append(position)
+        for compressor, positions in groups.items():
+            rows = torch.tensor(positions, device=sites.device)
+            seen[rows], more = _compressed(compressor, vectors[rows], key, sites[rows])
+            size += more
+        return seen, size
+
+    def _clipped(self, vectors: Tensor) -> Tensor:
+        if self.clip is None:
+            return vectors
+        norm = torch.linalg.vector_norm(vectors, dim=1, keepdim=True, dtype=torch.float64)
+        return vectors * (self.clip / norm.clamp(min=self.clip)).to(vectors.dtype)
+
+
+_RAW = {"float32": torch.float32, "float64": torch.float64}
+
+
+def _compressed(compressor: Compressor, vectors: Tensor, key: Key, sites: Tensor) -> tuple[Tensor, int]:
+    if compressor.identity:
+        return vectors, _plain_bytes(vectors)
+    seen = compressor.compress(vectors, key, sites)
+    arrived = seen[~torch.isnan(seen[:, :1]).any(1)]
+    return seen, compressor.sent_bytes(arrived)
+
+
+def _plain_bytes(vectors: Tensor) -> int:
+    return vectors.numel() * vectors.element_size()

@@ -1,0 +1,68 @@
+"""What a cohort's work cost, in numbers that add up, and who of it is fit to be heard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fedpop.federation.cohort import Cohort
+from fedpop.kernels import Pass
+
+WORK = ("backbone_passes", "head_steps", "gradient_evaluations")
+"""What a run counts of clients' work over its rounds."""
+
+
+def finite(*tensors: Tensor) -> Tensor:
+    """Which units have nothing but finite numbers in all of these ``[C, ...]``."""
+    good = torch.ones(tensors[0].shape[0], dtype=torch.bool, device=tensors[0].device)
+    for t in tensors:
+        good = good & torch.isfinite(t).flatten(1).all(1)
+    return good
+
+
+def training_cost(
+    cohort: Cohort, loss: Tensor, good: Tensor, backbone: float, head: float
+) -> dict[str, float]:
+    """Mean training losses ``[C]``, and example-passes through backbone and head; none through a backbone that
+    stands still, whose features were computed once. A forward and backward of one example is one pass."""
+    n = cohort.sizes.to(loss.dtype)
+    return {
+        "log_likelihood": -float((loss * n)[good].sum()),
+        "examples": float(n[good].sum()),
+        "backbone_passes": 0.0 if cohort.embedded else float(backbone),
+        "head_steps": float(head),
+    }
+
+
+def chain_cost(
+    cohort: Cohort, done: Pass, chains: int, batch: int | None, passes: float
+) -> Callable[[Tensor, Tensor, Tensor | None], dict[str, float]]:
+    """The cost of a cohort's chains as a function of log-likelihoods ``[R]`` and who is fit to be heard, for
+    the units at ``rows`` (None: all of them); what was spent together is told with the first of them."""
+    examples = int(cohort.sizes.sum())
+    looked_at = examples if batch is None else int(cohort.sizes.clamp(max=batch).sum())
+    steps = examples * (done.gradient_evaluations - done.batched) + looked_at * done.batched
+    counted = False
+
+    def cost(value: Tensor, good: Tensor, rows: Tensor | None) -> dict[str, float]:
+        nonlocal counted
+        own = slice(None) if rows is None else rows
+        out = {
+            "log_likelihood": float(value[good].sum()),
+            "examples": float(cohort.sizes[own][good].sum()),
+            "acceptance": float(done.acceptance[own][good].sum()),
+            "divergences": float(done.diverged[own].sum()),
+            "clients": float(good.sum()),
+        }
+        if not counted:  # with the first block
+            counted = True
+            out |= {
+                "gradient_evaluations": float(len(cohort) * chains * done.gradient_evaluations),
+                "head_steps": float(chains * steps),
+                "backbone_passes": float(passes),
+            }
+        return out
+
+    return cost

@@ -1,0 +1,68 @@
+"""The final pass: draws of z with theta frozen, which are what users see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpop.client.sampler import Sampler
+from fedpop.federation.cohort import Cohort
+from fedpop.kernels import resolve_kernel, run
+from fedpop.kernels.prior_chains import draw
+from fedpop.keys import Key
+from fedpop.settings import Setting, require_whole
+
+
+@dataclass(frozen=True)
+class Final(Setting):
+    """The pass with theta fixed that gives the draws users see: ``chains`` chains of ``draws`` draws each,
+    after ``burn_in`` transitions that adapt.
+
+    >>> Final(draws=100).total
+    400
+    """
+
+    chains: int = 4
+    draws: int = 250
+    burn_in: int = 300
+
+    def __post_init__(self) -> None:
+        require_whole(1, chains=self.chains, draws=self.draws)
+        require_whole(0, burn_in=self.burn_in)
+
+    @property
+    def total(self) -> int:
+        return self.chains * self.draws
+
+
+SHORT = Final(chains=1, draws=50, burn_in=50)
+"""A pass for looks between rounds: means over clients do not need more."""
+
+
+def final_pass(
+    sampler: Sampler,
+    final: Final,
+    phi: Tensor,
+    beta: Tensor,
+    cohort: Cohort,
+    key: Key,
+    states: Tensor | None = None,
+) -> Tensor:
+    """Draws ``[C, chains, draws, d]`` from p(z | D_i, theta): several chains, burn-in, adaptation off."""
+    hierarchy, key = sampler.hierarchy, key.at(purpose="final")
+    kernel = sampler.kernel
+    if not kernel.adjusted:  # what users see should have the right law, whatever training used
+        kernel = resolve_kernel(None, hierarchy.model, hierarchy.prior)
+    with torch.no_grad():
+        target = hierarchy.target_at(phi, beta, cohort)
+        z = draw(hierarchy.prior, beta, cohort.units, key.at(purpose="start"), final.chains, states)
+        tuning = sampler.first_tuning(kernel, len(cohort), beta)
+        if not kernel.independent(target):
+            for part in range(final.burn_in // 10):
+                warm = key.at(purpose=f"warm-{part}")
+                done = run(kernel, target, z, tuning, 10, warm, cohort.units, adapt=True)
+                z, tuning = done.state.z, done.tuning
+        done = run(kernel, target, z, tuning, final.draws, key, cohort.units, adapt=False)
+    return done.draws.transpose(1, 2)

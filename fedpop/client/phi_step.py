@@ -1,0 +1,163 @@
+"""The step on phi: what a unit makes of its draws of z, one gradient or epochs of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fedpop.client.local_sgd import LocalSGD
+from fedpop.client.losses import body_loss
+from fedpop.client.phi_gradient import PhiGradient, embedded, finite_rows, vectorises
+from fedpop.errors import SettingsError
+from fedpop.federation.cohort import Cohort
+from fedpop.federation.inputs import Inputs
+from fedpop.kernels import Target
+from fedpop.keys import Key
+from fedpop.models.base import Model
+from fedpop.models.modules import RowKeys
+from fedpop.server.optimisers import Adam, Optimiser
+from fedpop.server.schedules import Constant, Cosine, Schedule
+from fedpop.settings import Setting, require_whole
+
+NETWORK_STEP = Adam(0.03, Cosine())
+"""The server's step on a network's phi; a linear backbone takes larger ones."""
+
+
+@dataclass(frozen=True)
+class PhiStep(Setting):
+    """How phi moves: the server's ``optimiser`` on the sum of J_i (None: Adam, with the rate that suits the
+    backbone), each from a ``batch`` of a unit's examples, or from all.
+
+    With ``local`` a unit instead takes epochs of steps on its own copy of phi, at a rate that follows
+    ``schedule`` over the rounds, and sends D_i = n_i (phi_i - phi) / rate in J_i's place: one full-batch step
+    gives J_i, more drift as FedAvg does. ``ball`` bounds norm(phi).
+
+    >>> PhiStep(Adam(0.01), batch=50).batch
+    50
+    """
+
+    optimiser: Optimiser | None = None
+    batch: int | None = None
+    local: LocalSGD | None = None
+    schedule: Schedule = field(default_factory=Constant)
+    ball: float = 1e6
+
+    def __post_init__(self) -> None:
+        if self.batch is not None:
+            require_whole(1, batch=self.batch)
+        if self.local is not None and self.batch is not None:
+            raise SettingsError("a batch of local epochs on phi is part of local, LocalSGD(batch=...)")
+        if not 0 < self.ball < math.inf:
+            raise SettingsError(f"the ball around 0 that holds phi has a positive radius, not {self.ball}")
+        if self.optimiser is not None and self.optimiser.averages and self.local is None:
+            raise SettingsError(
+                "fedpop.steps.MeanMove() averages clients' own steps on phi; it needs "
+                "phi_step=PhiStep(MeanMove(), local=LocalSGD(...))"
+            )
+
+    def step(self, model: Model) -> Optimiser:
+        """The server's optimiser on this model's phi."""
+        return self.optimiser or (NETWORK_STEP if model.network else Adam())
+
+    @property
+    def steady(self) -> bool:
+        """Every round costs as much per example."""
+        return self.batch is None
+
+    @property
+    def whole(self) -> bool:
+        """One gradient on all examples, which the server may have as one sum."""
+        return self.batch is None and self.local is None
+
+    def rate(self, k: int, rounds: int) -> float | None:
+        """a of round k, which sites are told."""
+        return None if self.local is None else self.local.rate * self.schedule.factor(k, rounds)
+
+    def passes(self, cohort: Cohort, once: bool) -> float:
+        """Example-passes through the backbone; a forward pass alone is a third of one."""
+        examples = int(cohort.sizes.sum())
+        if self.local is not None:
+            with_graph = self.local.epochs * examples
+        else:
+            with_graph = examples if self.batch is None else int(cohort.sizes.clamp(max=self.batch).sum())
+        return 0.0 if cohort.embedded else with_graph + (0.0 if once else examples / 3)
+
+
+Block = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Positions in the cohort, log-likelihoods, J (or D) of each, and who of them is fit to be heard."""
+
+
+@dataclass(frozen=True)
+class PhiWork:
+    """A cohort's features at phi, made once, and J from draws of z on them."""
+
+    model: Model
+    step: PhiStep
+    phi: Tensor
+    cohort: Cohort
+    key: Key
+    fused: bool
+    keys: RowKeys | None
+    features: Inputs
+    parts: list[Inputs] | None
+
+    @classmethod
+    def of(cls, model: Model, step: PhiStep, phi: Tensor, cohort: Cohort, key: Key, fused: bool) -> PhiWork:
+        """``fused``: the server wants the sum only, so that one backward pass serves everyone."""
+        keys = model.dropout_keys(cohort, key)
+        phi = phi.detach().requires_grad_(phi.numel() > 0)
+        fused = fused and step.whole
+        separate = step.whole and not fused and not vectorises(model, phi)
+        features, parts = embedded(model, phi, cohort, keys, graph=fused, separate=separate)
+        return cls(model, step, phi, cohort, key, fused, keys, features, parts)
+
+    @property
+    def once(self) -> bool:
+        """The same forward pass served the chain and J."""
+        return self.fused or self.parts is not None
+
+    def summed(
+        self, moments: tuple[Tensor, ...] | None, draws: Tensor, good: Tensor, coefficients: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Who is fit, log-likelihoods, and the sum of J: one backward pass, unless one of them breaks it."""
+        estimate = PhiGradient(self.model, moments, draws)
+        value, j = estimate.fused(self.phi, self.features, self.cohort, self.keys, good, coefficients)
+        if bool(torch.isfinite(j).all()):
+            return good & torch.isfinite(value), value, j
+        j = torch.zeros_like(self.phi.detach())
+        good = good.clone()
+        for rows, own, each in estimate.each(self.phi, self.cohort, self.key):
+            value[rows] = own
+            good[rows] &= torch.isfinite(own) & finite_rows(each)
+            kept = rows[good[rows]]
+            j = j + coefficients[kept].to(j.dtype) @ each[good[rows]]
+        return good, value, j
+
+    def blocks(
+        self, moments: tuple[Tensor, ...] | None, draws: Tensor, target: Target, rate: Tensor | None
+    ) -> Iterator[Block]:
+        """J_i, or D_i, of each unit as they are ready."""
+        if self.step.local is not None:
+            assert rate is not None
+            yield self._moved(self.step.local, draws, target, float(rate))
+            return
+        estimate = PhiGradient(self.model, moments, draws)
+        for rows, value, j in estimate.each(self.phi, self.cohort, self.key, self.step.batch, self.parts):
+            yield rows, value, j, torch.isfinite(value) & finite_rows(j)
+
+    def _moved(self, local: LocalSGD, draws: Tensor, target: Target, rate: float) -> Block:
+        """D_i: phi_i is phi after epochs of steps on the mean log-likelihood per example, averaged over the
+        draws of z, which stay as they are. The paper's theorem does not cover more than one step."""
+        with torch.no_grad():
+            value = target.likelihood.value(draws).mean(1)
+        start = self.phi.detach().expand(len(self.cohort), -1)
+        loss, key = body_loss(self.model, self.cohort.embedded), self.key.at(purpose="body")
+        x, batched = self.cohort.x, self.model.batchable
+        moved = local.run(loss, start, draws, x, self.cohort, key, rate, batched=batched).w
+        n = self.cohort.sizes.to(start.dtype).unsqueeze(1)
+        rows = torch.arange(len(self.cohort), device=start.device)
+        return rows, value, n * (moved - start) / rate, torch.isfinite(moved).all(1)

@@ -1,0 +1,151 @@
+"""The chain of a unit's random effect: where it starts, its burn-in, and the M steps of a round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedpop.channel import Tensors
+from fedpop.errors import SettingsError
+from fedpop.federation.cohort import Cohort
+from fedpop.kernels import Hierarchy, Kernel, Pass, Target, Tuning, run
+from fedpop.kernels.prior_chains import draw
+from fedpop.keys import Key
+from fedpop.settings import Setting, require_whole
+
+BURN_IN = 100
+LARGEST_MIXED = 128
+"""Dimensions of z up to which the mixed form of I, with a dense covariance, is the default."""
+
+
+@dataclass(frozen=True)
+class Chain(Setting):
+    """How units' chains are run in a round.
+
+    ``burn_in`` transitions come first in a unit's first round; None is none where the head's curvature is
+    known and 100 elsewhere. A chain that is not ``stateful`` starts each round from the prior. With
+    ``rao_blackwell`` conditional expectations in closed form take the place of averages over draws.
+
+    >>> Chain(chains=4, stateful=False)
+    Chain(chains=4, burn_in=None, stateful=False, rao_blackwell=False)
+    """
+
+    chains: int = 1
+    burn_in: int | None = None
+    stateful: bool = True
+    rao_blackwell: bool = False
+
+    def __post_init__(self) -> None:
+        require_whole(1, chains=self.chains)
+        if self.burn_in is not None:
+            require_whole(0, burn_in=self.burn_in)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Chains on the posteriors of a hierarchy by one kernel."""
+
+    hierarchy: Hierarchy
+    kernel: Kernel
+    chain: Chain
+
+    @property
+    def burn_in(self) -> int:
+        """A linear head's curvature is known, so its first step fits."""
+        usual = 0 if self.hierarchy.model.linear else BURN_IN
+        return usual if self.chain.burn_in is None else self.chain.burn_in
+
+    def first_tuning(self, kernel: Kernel, units: int, beta: Tensor) -> Tuning:
+        linear = self.hierarchy.model.linear
+        return kernel.first_tuning(units, beta, None if linear else self.hierarchy.prior.dimension(beta))
+
+    def enter(self, units: Tensor, beta: Tensor, key: Key, states: Tensor | None) -> Tensors:
+        """A unit's first state: a draw from the prior, and nothing learned about steps yet."""
+        z = draw(self.hierarchy.prior, beta, units, key.at(purpose="enter"), self.chain.chains, states)
+        return {"z": z} | self.first_tuning(self.kernel, len(units), beta).to_local()
+
+    def run(
+        self, target: Target, local: Tensors, cohort: Cohort, steps: int, key: Key, states: Tensor | None
+    ) -> Pass:
+        """The M transitions of a round, from where each chain stands (or from the prior)."""
+        z, tuning = local["z"], Tuning.from_local(local)
+        if not self.chain.stateful:
+            prior, start = self.hierarchy.prior, key.at(purpose="stateless")
+            z = draw(prior, target.beta, cohort.units, start, self.chain.chains, states)
+        with torch.no_grad():
+            z, tuning, spent, batched = self._burnt_in(target, z, tuning, cohort, key)
+            done = run(
+                self.kernel, target, z, tuning, steps, key.at(purpose="chain"), cohort.units, adapt=True
+            )
+        return replace(
+            done, gradient_evaluations=done.gradient_evaluations + spent, batched=done.batched + batched
+        )
+
+    def _burnt_in(
+        self, target: Target, z: Tensor, tuning: Tuning, cohort: Cohort, key: Key
+    ) -> tuple[Tensor, Tuning, int, int]:
+        """Transitions that units make in their first round before those that count: a chain far from its
+        posterior, at a step that does not fit, would send gradients of any size, and an optimiser that
+        divides by their past size stands still for hundreds of rounds after."""
+        first, spent, batched = tuning.updates == 0, 0, 0
+        if self.burn_in == 0 or not bool(first.any()):
+            return z, tuning, 0, 0
+        for part in range(-(-self.burn_in // 10)):
+            steps, now = min(10, self.burn_in - 10 * part), key.at(purpose=f"burn-in-{part}")
+            done = run(self.kernel, target, z, tuning, steps, now, cohort.units, adapt=True)
+            z = torch.where(first[:, None, None], done.state.z, z)
+            tuning = done.tuning.where(first, tuning)
+            spent, batched = spent + done.gradient_evaluations, batched + done.batched
+        return z, tuning, spent, batched
+
+    def scores(self, target: Target, done: Pass, draws: Tensor, form: str) -> Tensor:
+        """I of every unit, ``[C, size]``, from its draws ``[C, S, d]`` or in closed form; see priors.normal."""
+        prior = self.hierarchy.prior
+        if self.chain.rao_blackwell:
+            return prior.expected_score(target.beta, *target.mixture())
+        g = target.likelihood_grad(draws, done.grads.reshape(draws.shape))
+        form = self.form_for(form)
+        cov = target.covariance() if form == "mixed" else None
+        return prior.score(target.beta, draws, g, form, cov)
+
+    def form_for(self, form: str) -> str:
+        """The form of I that was asked for, or the one that suits the head and the prior."""
+        model, forms = self.hierarchy.model, self.hierarchy.prior.forms
+        if form != "auto":
+            return form
+        if len(forms) == 1:
+            return forms[0]
+        # A head through vmap has no curvature to step by: its first chains lag behind theta, and there
+        # the right form, which is only zero in equilibrium, makes EM diverge.
+        if not model.linear:
+            return "left"
+        # Logits may shift together without changing a class probability: only the right form is
+        # silent there. And a dense covariance is for small heads.
+        small = model.z_layout.size <= LARGEST_MIXED
+        return "mixed" if small and "mixed" in forms and not model.likelihood.shifts else "right"
+
+    @staticmethod
+    def fit_to_be_heard(target: Target, done: Pass, scores: Tensor) -> Tensor:
+        """Units whose chains are where there is density, and whose scores are finite, ``[C]``."""
+        finite = torch.isfinite(done.state.value).all(1) & torch.isfinite(done.state.z).all(-1).all(1)
+        if target.linear:  # a chain whose curvature overflows stands still: it says nothing
+            finite = finite & torch.isfinite(target.block_precision.inverse_root).flatten(1).all(1)
+        return finite & torch.isfinite(scores).all(1)
+
+    def check(self, form: str) -> None:
+        """Raise where what was asked for cannot be."""
+        prior, model = self.hierarchy.prior, self.hierarchy.model
+        if form not in ("auto", *prior.forms):
+            raise SettingsError(
+                f"the {form} form of I needs a Normal prior, not {prior.name}; use form='left'"
+            )
+        if form == "mixed" and not model.linear:
+            raise SettingsError("the mixed form of I needs the curvature of a linear head")
+        if self.chain.rao_blackwell and not self.hierarchy.closed_form:
+            raise SettingsError(
+                "rao_blackwell needs closed-form posteriors: a linear head with a normal likelihood, and a "
+                "prior made of Normals"
+            )
+        self.kernel.check(self.hierarchy.closed_form)

@@ -1,0 +1,39 @@
+"""How well held-out examples are predicted while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedpop.algorithms.base import Algorithm
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.keys import Key
+from fedpop.questions import Question, Units
+
+
+@dataclass(frozen=True)
+class ValidationScore(Question[float]):
+    """Mean predictive log-likelihood of validation examples; ``states`` gives units' states as they would enter
+    a round."""
+
+    method: Algorithm
+    states: Callable[[Tensor], Tensors]
+    split: str = "validation"
+    name: ClassVar[str] = "validation score"
+
+    def ask(self, known: Tensors) -> Tensors:
+        return known
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        held_out = units.split(self.split)
+        value, examples = self.method.score(asked, units.cohort, held_out, units.personal(), key)
+        everyone = torch.ones(len(value), dtype=torch.bool, device=value.device)
+        return Answer(everyone, sums={"score": torch.stack((value.sum(), examples.sum()))})
+
+    def finish(self, known: Tensors, total: Total) -> float:
+        value, examples = total.weighted["score"].tolist()
+        return value / max(examples, 1.0)

@@ -1,0 +1,19 @@
+"""What ``fit`` returns: a population that answers questions about every client, old or new."""
+
+from fedpop.population.evaluate import NewClients, evaluate, evaluate_new
+from fedpop.population.loading import load
+from fedpop.population.population import Population
+from fedpop.population.posterior import Newcomer, Posterior
+from fedpop.population.sites import Outcome, Sites
+
+__all__ = [
+    "NewClients",
+    "Newcomer",
+    "Outcome",
+    "Population",
+    "Posterior",
+    "Sites",
+    "evaluate",
+    "evaluate_new",
+    "load",
+]

@@ -1,0 +1,111 @@
+"""One protocol for all methods: every client scored on its own held-out examples, and clients never seen.
+
+Train, validation and test are fixed in the ``Federation`` before anything else. Every client that has
+examples in a split is scored, whoever was active last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedpop.errors import DataError
+from fedpop.evaluation.scores import Evaluation, scored
+from fedpop.federation.clients import Client, Federation
+from fedpop.federation.inputs import leaves
+from fedpop.models.predictive import Predictive
+from fedpop.population.population import Population
+
+
+def evaluate(population: Population, split: str = "test", *, widths: bool = True) -> Evaluation:
+    """Score every client of a population on its own examples of a split.
+
+    ``widths`` False leaves out the mean width of intervals, which costs more than all other scores together.
+
+    >>> import torch, fedpop as fp
+    >>> x, y = torch.eye(2), torch.tensor([0, 1])
+    >>> clients = {"anna": fp.Client(x, y, test=(x, y)), "ben": fp.Client(x, 1 - y, test=(x, 1 - y))}
+    >>> model = fp.Composition(None, torch.nn.Linear(2, 2), "categorical")
+    >>> method = fp.FedAvgFT(model, fine_tune=fp.LocalSGD(epochs=50, rate=1.0))
+    >>> fp.evaluate(method.fit(clients, rounds=1))
+    Evaluation(2 clients, accuracy 1, plug-in)
+    """
+    found = ((population.names[i], p, y) for i, p, y in population.held_out(split))
+    return scored(found, widths=widths)
+
+
+@dataclass(frozen=True)
+class NewClients:
+    """Scores of clients never seen: without any data of theirs, and with their own few.
+
+    None where the method has nothing to offer.
+    """
+
+    without: Evaluation | None
+    own_data: Evaluation | None
+
+
+def evaluate_new(population: Population, newcomers: Sequence[Client]) -> NewClients:
+    """Score clients that took no part: their ``test`` examples, from nothing and from their own (x, y).
+
+    >>> import torch, fedpop as fp
+    >>> x = torch.linspace(-1, 1, 6).unsqueeze(1)
+    >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
+    >>> population = fp.FedRep(model, heads="exact").fit([(x, x[:, 0])], rounds=1)
+    >>> new = evaluate_new(population, [fp.Client(x, 3 * x[:, 0], test=(x, 3 * x[:, 0]))])
+    >>> new.without, round(float(new.own_data.scores["rmse"]), 3)
+    (None, 0.0)
+    """
+    check_newcomers(newcomers, population.federation)
+    for i, client in enumerate(newcomers):
+        own = Federation.of({f"new client {i}": client})
+        if len(own.train.y):
+            population.model.checked(own)  # raises where the data do not fit the model
+    return NewClients(_newcomers(population, newcomers, False), _newcomers(population, newcomers, True))
+
+
+def _newcomers(population: Population, newcomers: Sequence[Client], own: bool) -> Evaluation | None:
+    found: list[tuple[str, Predictive | None, Tensor]] = []
+    for i, client in enumerate(newcomers):
+        assert client.test is not None
+        x, y = client.test
+        y = population.model.likelihood.check_targets(
+            torch.as_tensor(y), population.model.outputs, f"new client {i}"
+        )
+        try:
+            model = population.new_client(client.x, client.y) if own else population.new_client()
+        except DataError:  # its data were checked: the method has nothing to offer
+            found.append((str(i), None, y))
+            continue
+        p = model.predict(x)
+        found.append((str(i), p, y.to(p.eta.device)))
+    return scored(found) if any(p is not None for _, p, _ in found) else None
+
+
+def check_newcomers(newcomers: Sequence[Client], federation: Federation | None) -> None:
+    """Raise unless these are clients with test examples of whom the federation has none."""
+    for i, client in enumerate(newcomers):
+        if not isinstance(client, Client) or client.test is None:
+            raise DataError(f"new client {i}: give fedpop.Client(x, y, test=(x, y))")
+        own = Federation.of([client]).train
+        if federation is None or federation.embedded or not len(own.y):
+            continue
+        for j in (federation.train.sizes == len(own.y)).nonzero().squeeze(1).tolist():
+            if _same(own.x, own.y, federation, j):
+                raise DataError(
+                    f"new client {i} is client {federation.names[j]!r} of the federation: new clients must "
+                    "never have been in training"
+                )
+
+
+def _same(x: Any, y: Tensor, federation: Federation, j: int) -> bool:
+    start, size = int(federation.train.starts[j]), int(federation.train.sizes[j])
+    theirs = [*leaves(federation.train.x), federation.train.y]
+    return all(
+        torch.equal(a.double().flatten(), b[start : start + size].double().flatten())
+        for a, b in zip([*leaves(x), y], theirs, strict=True)
+    )

@@ -1,0 +1,343 @@
+"""theta, and each client's own model, made when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedpop.algorithms.base import Algorithm
+from fedpop.channel import Tensors
+from fedpop.client.plan import Plan, final_plan, parse_bytes, plan_for
+from fedpop.client.store import LocalStore
+from fedpop.errors import CheckpointError, DataError, SettingsError
+from fedpop.evaluation.diagnostics import ChainsAndGradient, Diagnostics, rhat_and_ess
+from fedpop.evaluation.information import Information, require_small, theta_draws
+from fedpop.evaluation.marginal import LogLikelihood, MarginalLikelihood
+from fedpop.federation.clients import Federation
+from fedpop.federation.cohort import Cohort
+from fedpop.kernels import Hierarchy
+from fedpop.keys import NEWCOMER, Key
+from fedpop.models.base import Model
+from fedpop.models.predictive import Predictive
+from fedpop.population.posterior import Newcomer, Posterior, checked_inputs
+from fedpop.population.saving import save
+from fedpop.population.sites import Sites
+from fedpop.population.summary import summary
+from fedpop.population.theta import GROUP, ThetaDraws
+from fedpop.questions import Question
+
+MEMORY = "1GiB"
+"""What the final pass may take, about."""
+
+R = TypeVar("R")
+
+
+@dataclass(repr=False)
+class Population:
+    """What was learned, and every client's own model.
+
+    >>> import torch, fedpop as fp
+    >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
+    >>> clients = {"anna": (x, 2 * x[:, 0]), "ben": (x, 4 * x[:, 0])}
+    >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(0.01))
+    >>> population = fp.FedSOUL(model).fit(clients, rounds=50)
+    >>> population
+    Population(FedSOUL, 2 clients, 50 rounds)
+    >>> low, high = population.predict("ben", [[1.0]]).interval(0.9)
+    >>> bool(low < 4 < high)
+    True
+    >>> population.posterior("anna")
+    Posterior(4 chains of 250 draws, 2 dimensions)
+    >>> population.new_client().predict([[1.0]])  # nobody knows it yet: from the prior alone
+    Predictive(1 examples, normal, from 1000 draws of z)
+    """
+
+    algorithm: Algorithm
+    published: Tensors
+    key: Key
+    """The sites' own: draws of z are theirs."""
+    federation: Federation | None
+    store: LocalStore | None = None
+    history: list[dict[str, Any]] = field(default_factory=list)
+    totals: dict[str, float] = field(default_factory=dict)
+    rounds: int = 0
+    drift: float | None = None
+    names: list[str] = field(default_factory=list)
+    learned_from: int = 0
+    """How many clients theta was learned from, also where they are not here."""
+    _personal: dict[int, Tensors] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.federation is not None:
+            self.names = list(self.federation.names)
+        self.learned_from = self.learned_from or len(self.names)
+
+    def __repr__(self) -> str:
+        return f"Population({self.algorithm.label}, {self.whose}, {self.rounds} rounds)"
+
+    def __str__(self) -> str:
+        return summary(self)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def whose(self) -> str:
+        """Of how many clients, in words."""
+        return f"{len(self)} clients" if self.names else f"theta alone, from {self.learned_from} clients"
+
+    # --- theta -------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Model:
+        return self.algorithm.model
+
+    @property
+    def phi(self) -> dict[str, Tensor]:
+        """The fixed effect, under the names of the module's parameters."""
+        return self.model.phi_layout.views(self.published["phi"])
+
+    @property
+    def typical(self) -> dict[str, Tensor]:
+        """z at the prior's mean, under the names of its parameters (and on their natural scale)."""
+        return self.model.z_layout.views(self.prior_mean)
+
+    @property
+    def prior_mean(self) -> Tensor:
+        return self._hierarchy("population prior").prior.summary(self.published["beta"], self.published)[0]
+
+    @property
+    def prior_sd(self) -> Tensor:
+        """Marginal standard deviations of the population prior."""
+        return self._hierarchy("population prior").prior.summary(self.published["beta"], self.published)[1]
+
+    def _hierarchy(self, what: str) -> Hierarchy:
+        if self.algorithm.hierarchy is None:
+            raise SettingsError(f"{self.algorithm.label} has no {what}")
+        return self.algorithm.hierarchy
+
+    # --- clients -----------------------------------------------------------------------------
+
+    def predict(self, client: str | int, x: Any, *, theta_uncertainty: bool = False) -> Predictive:
+        """The predictive distribution of a client of the federation at x.
+
+        Intervals are conditional on theta unless ``theta_uncertainty``, which draws theta from its
+        asymptotic law (in closed form for linear heads with a normal likelihood, else from posterior draws,
+        for models of up to 200 parameters).
+        """
+        i = self._index(client)
+        inputs, key = checked_inputs(self.model, x), self._predict_key(i)
+        if not theta_uncertainty:
+            return self.algorithm.predict(self.published, self._model_of(i), inputs, key)
+        draws = self._theta
+        with torch.no_grad():
+            pairs = zip(draws.thetas, draws.of(i), strict=True)
+            outputs = [self.model.outputs_at(phi, z, inputs) for (phi, _), z in pairs]
+        own = [self.model.params(phi) for phi, _ in draws.thetas]
+        params = {
+            name: torch.stack([p[name] for p in own]).repeat_interleave(len(outputs[0]))[:, None, None]
+            for name in own[0]
+        }
+        return Predictive(torch.cat(outputs), self.model.likelihood, params, key, plug_in=False)
+
+    def _predict_key(self, i: int) -> Key:
+        return self.key.at(purpose=f"predict.{self.names[i]}")
+
+    def posterior(self, client: str | int) -> Posterior:
+        """Draws from p(z | D_i, theta): a pass of its own, with theta frozen at the returned value."""
+        self._hierarchy("posterior of z")
+        return Posterior(self._model_of(self._index(client))["draws"][0], self.model.z_layout)
+
+    def mixing(self, client: str | int) -> tuple[float, float]:
+        """R-hat and effective draws of a client's chains, the worst over the coordinates of z."""
+        return rhat_and_ess(self.posterior(client).draws)
+
+    def personal(self, client: str | int) -> dict[str, Tensor]:
+        """The client's head parameters: the posterior mean, or the point estimate."""
+        state = self._model_of(self._index(client))
+        if "draws" not in state:
+            return self.model.z_layout.views(state["z"][0])
+        return {n: v.mean((0, 1)) for n, v in self.model.z_layout.views(state["draws"][0]).items()}
+
+    def new_client(self, x: Any = None, y: Any = None) -> Newcomer:
+        """A client never seen before: nothing is trained or sent.
+
+        Without data its z is drawn from the population prior; with a few examples, from its posterior
+        with theta fixed.
+        """
+        if (x is None) != (y is None):
+            raise DataError("a new client needs both x and y, or neither")
+        key = self.key.at(purpose="newcomer")
+        unit = torch.tensor([NEWCOMER], device=self.device)
+        if x is None:
+            none, rows = torch.zeros_like(unit), self.published["phi"].new_zeros(0)
+            nobody = Cohort(unit, none, rows, rows, 0)
+            personal = self.algorithm.without_data(self.published, nobody, key)
+            return Newcomer(self.algorithm, self.published, personal, key)
+        one = self.model.checked(Federation.of({"the new client": (x, y)}))
+        c = one.cohort(torch.tensor([0]), self.device)
+        cohort = Cohort(unit, c.sizes, c.x, c.y, c.longest, c.embedded)
+        personal = self.algorithm.personalise(self.published, cohort, None, key)
+        return Newcomer(self.algorithm, self.published, personal, key)
+
+    def sample_all(self) -> Population:
+        """Run the final pass for every client now, many at a time, rather than when one is asked for."""
+        for ids in torch.arange(len(self)).split(GROUP):
+            self._personalise(ids)
+        return self
+
+    def held_out(self, split: str) -> Iterator[tuple[int, Predictive | None, Tensor]]:
+        """For every client that has examples in this split: its position, the predictive distribution of
+        these examples (None where the method has no model for this client) and their targets."""
+        if self.federation is None or split not in self.federation.splits:
+            raise DataError(f"there are no {split} data here to be judged on")
+        sizes, method = self.federation.splits[split].sizes, self.algorithm
+        if self.federation.embedded:  # what is held are features already
+            method = method.replace(model=self.model.on_features())
+        with suppress(DataError):  # somebody cannot be served: one at a time tells who
+            self.sample_all()
+        for i in (sizes > 0).nonzero().squeeze(1).tolist():
+            own = self.federation.cohort(torch.tensor([i]), self.device, split)
+            try:
+                found = method.predict(self.published, self._model_of(i), own.x, self._predict_key(i))
+                yield i, found, own.y
+            except DataError:
+                yield i, None, own.y
+
+    # --- questions to everyone ---------------------------------------------------------------
+
+    def ask(self, question: Question[R], among: Tensor | None = None) -> R:
+        """What is made of everyone's answers at the returned theta (or of those at these positions)."""
+        if self.sites is None:
+            raise CheckpointError("this needs the clients' data; load the population with clients=...")
+        personal = self._models_of
+        return self.sites.ask(question, self.published, self.key, self._final_plan, personal, among)[0]
+
+    def log_likelihood(self) -> LogLikelihood:
+        """The marginal log-likelihood of all clients at the returned theta, with its error."""
+        return self.ask(MarginalLikelihood(self._hierarchy("marginal likelihood")))
+
+    def diagnostics(self, limit: int = 1000) -> Diagnostics:
+        """R-hat and ESS of the final pass over (at most ``limit``) clients, and theta's gradient, which
+        needs all clients and is left out when there are more."""
+        hierarchy = self._hierarchy("chains")
+        phi, beta = self.published["phi"], self.published["beta"]
+        at_bound = [*hierarchy.prior.at_bound(beta), *self.algorithm.phi_at_bound(phi)]
+        among = None
+        if len(self) > limit:
+            among = torch.linspace(0, len(self) - 1, limit).long()
+        return self.ask(ChainsAndGradient(hierarchy, self.drift, tuple(at_bound), among is None), among)
+
+    def theta_draws(self) -> list[tuple[Tensor, Tensor]]:
+        """Draws of theta from its asymptotic normal law; computed once."""
+        return self._theta.thetas
+
+    @cached_property
+    def _theta(self) -> ThetaDraws:
+        hierarchy = self._hierarchy("uncertainty about theta")
+        require_small(hierarchy, self.published["beta"])
+        total = self.ask(Information(hierarchy))
+        thetas = theta_draws(hierarchy, self.published, total, self.key)
+        draws = lambda ids: self._models_of(ids)["draws"].flatten(1, 2)  # noqa: E731
+        return ThetaDraws(hierarchy, self.published, thetas, self.names, self._cohort, draws, self.key)
+
+    # --- files -------------------------------------------------------------------------------
+
+    def public(self) -> Population:
+        """theta alone: no data, no chains; it can still make models for new clients."""
+        published, learned_from = dict(self.published), self.learned_from
+        return Population(
+            self.algorithm, published, self.key, None, rounds=self.rounds, learned_from=learned_from
+        )
+
+    def save(self, path: str | Path, *, posteriors: str = "auto") -> Path:
+        """Write theta to ``theta.safetensors`` and each client's own model to a file under ``clients/``.
+
+        ``posteriors`` says whose: ``"all"``, those ``"computed"`` so far, or all up to 1,000
+        clients (``"auto"``).
+        """
+        if posteriors not in ("auto", "all", "computed"):
+            raise SettingsError(f"posteriors is 'auto', 'all' or 'computed', not {posteriors!r}")
+        everyone = posteriors == "all" or (posteriors == "auto" and len(self) <= 1000)
+        if everyone and self.federation is not None:
+            self.sample_all()
+        about = {
+            "seed": self.key.seed,
+            "purpose": self.key.purpose,
+            "clients": self.names,
+            "learned_from": self.learned_from,
+            "rounds": self.rounds,
+            "drift": self.drift,
+            "totals": self.totals,
+        }
+        return save(Path(path), self.algorithm, self.published, self._personal, about, self.history)
+
+    # --- where clients' models come from -----------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self.published["phi"].device
+
+    @cached_property
+    def sites(self) -> Sites | None:
+        """Those who hold the data, where they are here."""
+        return None if self.federation is None else Sites(self.federation, self.device, self.store)
+
+    def _index(self, client: str | int) -> int:
+        if self.federation is not None:
+            return self.federation.index(client)
+        if str(client) in self.names:
+            return self.names.index(str(client))
+        if isinstance(client, int) and -len(self.names) <= client < len(self.names):
+            return client % len(self.names)
+        raise DataError(f"no client {client!r} in this population of {len(self.names)}")
+
+    def _model_of(self, i: int) -> Tensors:
+        self._personalise(torch.tensor([i]))
+        return self._personal[i]
+
+    def _models_of(self, ids: Tensor) -> Tensors:
+        self._personalise(ids)
+        each = [self._personal[i] for i in ids.tolist()]
+        return {n: torch.cat([own[n] for own in each]) for n in each[0]}
+
+    def _personalise(self, ids: Tensor) -> None:
+        """The final pass for these clients, as few cohorts as fit."""
+        missing = torch.tensor([i for i in ids.tolist() if i not in self._personal], dtype=torch.int64)
+        if not len(missing):
+            return
+        if self.sites is None:
+            name = self.names[int(missing[0])]
+            raise CheckpointError(
+                f"nothing was saved for client {name!r} and there are no data to sample from; load the "
+                "population with clients=..."
+            )
+        store = self.sites.store
+        # Clients with a state and clients without go apart: what is made for one depends on no other.
+        seen = store.seen(missing)
+        for some, there in ((missing[seen], True), (missing[~seen], False)):
+            for part in self._final_plan.cut(some, self.sites.federation.train.sizes):
+                local = store.get(part, self.device) if there else None
+                made = self.algorithm.personalise(self.published, self._cohort(part), local, self.key)
+                for row, i in enumerate(part.tolist()):
+                    self._personal[i] = {n: t[row : row + 1] for n, t in made.items()}
+
+    def _cohort(self, ids: Tensor) -> Cohort:
+        if self.federation is None:
+            raise CheckpointError("this needs the clients' data; load the population with clients=...")
+        return self.federation.cohort(ids, self.device)
+
+    @cached_property
+    def _final_plan(self) -> Plan:
+        """Groups of clients whose final pass, or diagnostics, fit the memory budget together."""
+        method, federation = self.algorithm, self.federation
+        assert federation is not None
+        base = plan_for(self.model, federation, parse_bytes(MEMORY), method.draws, method.phi_copies)
+        return final_plan(base, self.model, method.final_draws)

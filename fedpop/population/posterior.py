@@ -1,0 +1,89 @@
+"""A unit's own model: draws of its z, and a client that was not there in training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedpop.algorithms.base import Algorithm
+from fedpop.channel import Tensors
+from fedpop.errors import SettingsError
+from fedpop.federation.inputs import Inputs, as_inputs, map_inputs, narrowed, require_finite
+from fedpop.keys import Key
+from fedpop.models.base import Model
+from fedpop.models.flat import Layout
+from fedpop.models.predictive import Predictive
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """Draws of one client's z with theta fixed, ``[chains, n, d]``."""
+
+    draws: Tensor
+    layout: Layout
+
+    def __repr__(self) -> str:
+        chains, n, d = self.draws.shape
+        return f"Posterior({chains} chains of {n} draws, {d} dimensions)"
+
+    @property
+    def flat(self) -> Tensor:
+        """All draws, ``[L, d]``."""
+        return self.draws.reshape(-1, self.draws.shape[-1])
+
+    @property
+    def mean(self) -> Tensor:
+        return self.flat.mean(0)
+
+    @property
+    def sd(self) -> Tensor:
+        return self.flat.std(0)
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Equal-tailed credible interval of every coordinate."""
+        if not 0 < level < 1:
+            raise SettingsError(f"a credible level lies in (0, 1), not {level}")
+        tail = (1 - level) / 2
+        wanted = torch.tensor([tail, 1 - tail], dtype=self.draws.dtype, device=self.draws.device)
+        low, high = torch.quantile(self.flat, wanted, dim=0)
+        return low, high
+
+    def named(self) -> dict[str, Tensor]:
+        """Draws under the names of the head's parameters."""
+        return self.layout.views(self.flat)
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A client that was not there in training: from the prior alone, or with its own few data."""
+
+    algorithm: Algorithm
+    published: Tensors
+    personal: Tensors
+    key: Key
+
+    @property
+    def posterior(self) -> Posterior:
+        if "draws" not in self.personal:
+            raise SettingsError(f"{self.algorithm.label} has a point estimate of z, not a posterior")
+        return Posterior(self.personal["draws"][0], self.algorithm.model.z_layout)
+
+    def predict(self, x: Any) -> Predictive:
+        """The predictive distribution at new x."""
+        x = checked_inputs(self.algorithm.model, x)
+        return self.algorithm.predict(self.published, self.personal, x, self.key)
+
+
+def checked_inputs(model: Model, x: Any) -> Inputs:
+    """x to predict at, in the model's type; what is not finite is refused by row."""
+    phi = model.initial_phi()
+
+    def cast(leaf: Tensor) -> Tensor:
+        return narrowed(leaf, phi.dtype, lambda row: f"prediction, row {row}: x").to(phi.device)
+
+    inputs = as_inputs(x, "prediction")
+    require_finite(inputs, "prediction")
+    return map_inputs(cast, inputs)

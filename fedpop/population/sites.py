@@ -1,0 +1,271 @@
+"""Where units live: their data, what they keep between rounds, and the work that is asked of them.
+
+On one machine all of them are here. Across machines each site has one of these for its own units, and what
+``round`` and ``ask`` add up is added up by the server instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedpop.algorithms.base import Algorithm, Round
+from fedpop.channel import Answer, Channel, Heard, Tally, Tensors, Total
+from fedpop.client.plan import Plan
+from fedpop.client.store import LocalStore
+from fedpop.errors import EstimateError, SettingsError
+from fedpop.federation.clients import Federation
+from fedpop.federation.cohort import Cohort
+from fedpop.federation.participation import Active, Everyone
+from fedpop.keys import Key, unit_of
+from fedpop.questions import Question, Units
+
+R = TypeVar("R")
+
+Lost = Callable[[int, Tensor], Tensor]
+"""Which of these units' messages never arrive in a round: ``lost(round, units)`` is ``[C]``."""
+Update = tuple[Tensor, Tensors]
+"""Positions of units, and what they keep from now on."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A round or a question, done: what the server sees, what it cost, and what units keep once it counts."""
+
+    total: Total
+    cost: Mapping[str, float]
+    left_out: tuple[int, ...]
+    """Positions of units that were not heard."""
+    bytes_up: int
+    updates: Sequence[Update]
+
+
+class Sites:
+    """Units of a federation with their states; ``sites`` maps a site's name to those of its units, where a site
+    holds several."""
+
+    def __init__(
+        self,
+        federation: Federation,
+        device: torch.device,
+        store: LocalStore | None = None,
+        sites: Mapping[str, Sequence[str]] | None = None,
+        lost: Lost | None = None,
+    ) -> None:
+        self.federation, self.device, self.lost = federation, device, lost
+        self.store = LocalStore(len(federation)) if store is None else store
+        self.sites = None if sites is None else _site_of_each(sites, federation)
+        self._everyone: tuple[Tensor, Cohort] | None = None
+
+    # --- states ------------------------------------------------------------------------------
+
+    def keep(self, updates: Iterable[Update], entered: bool = True) -> None:
+        """What units do once a round, or a question, has counted."""
+        for ids, states in updates:
+            self.store.put(ids, states, entered)
+
+    def snapshot(self) -> LocalStore:
+        """A copy of everyone's state, kept on order."""
+        return LocalStore.restore(self.store.state())
+
+    def states(self, method: Algorithm, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
+        """States of units, those entering for the first time included."""
+        entered = self.store.entered[ids]
+        if bool(entered.all()):
+            return self.store.get(ids, self.device)
+        fresh = method.enter(self.federation.units[ids].to(self.device), broadcast, key)
+        holding = self.store.slots[ids] >= 0
+        held = self.store.get(ids[holding], self.device) if bool(holding.any()) else {}
+        for name, value in held.items():
+            # Of units that never took part only what a question left is theirs.
+            known = holding if name in self.store.noted else entered
+            if name not in fresh:
+                fresh[name] = value.new_zeros((len(ids), *value.shape[1:]))
+            fresh[name][known.to(self.device)] = value[known[holding].to(self.device)]
+        return fresh
+
+    # --- work --------------------------------------------------------------------------------
+
+    def cohorts(self, ids: Tensor, plan: Plan) -> Iterator[tuple[Tensor, Cohort]]:
+        """Units in cohorts that fit the plan; a single one of everyone is kept for the next time."""
+        if self._everyone is not None and torch.equal(self._everyone[0], ids):
+            yield self._everyone
+            return
+        for group in plan.cut(ids, self.federation.train.sizes, self.sites):
+            cohort = self.federation.cohort(group, self.device)
+            if len(group) == len(self.federation):
+                self._everyone = (group, cohort)
+            yield group, cohort
+
+    def round(self, method: Algorithm, round: Round, active: Active, plan: Plan) -> Outcome:
+        """The active units' work, through the method's channel; nobody's state changes yet."""
+        channel = method.channel
+        tally = Tally(channel, round.key, method.remembers)
+        sums = channel.transparent and self.sites is None and self.lost is None
+        weight = torch.zeros(len(self.federation))
+        weight[active.ids] = active.weights
+        cost: dict[str, float] = {}
+        updates: list[Update] = []
+        left_out: list[int] = []
+        for ids, cohort in self.cohorts(active.ids, plan):
+            weights = weight[ids].to(self.device)
+            local = self.states(method, ids, round.broadcast, round.key)
+            now = replace(round, coefficients=weights if sums else None, omega=channel.omega)
+            heard = self._work(method, now, ids, cohort, local, weights, tally, cost, updates)
+            left_out += ids[~heard.cpu()].tolist()
+        total = tally.total(len(self.federation), active.ratio)
+        return Outcome(total, cost, tuple(left_out), tally.bytes_up, updates)
+
+    def _work(
+        self,
+        method: Algorithm,
+        round: Round,
+        ids: Tensor,
+        cohort: Cohort,
+        local: Tensors,
+        weights: Tensor,
+        tally: Tally,
+        cost: dict[str, float],
+        updates: list[Update],
+    ) -> Tensor:
+        """One cohort's round; gives who was heard, ``[C]``."""
+        everyone = torch.arange(len(cohort), device=self.device)
+        sites = None if self.sites is None else self.sites[ids].to(self.device)
+        lost = None if self.lost is None else self.lost(round.number, cohort.units)
+        heard_all = torch.zeros(len(cohort), dtype=torch.bool, device=self.device)
+        done = method.local_round(round, cohort, local)
+        answers = [done] if isinstance(done, Answer) else done
+        if sites is not None and not isinstance(done, Answer):
+            answers = [joined(list(done), len(cohort))]
+        new: Tensors = dict(local)
+        for answer in answers:
+            rows = everyone if answer.rows is None else answer.rows
+            gone = None if lost is None else lost[rows]
+            own = None if sites is None else sites[rows]
+            heard = tally.add(answer, cohort.units[rows], weights[rows], own, gone)
+            heard_all[rows] = heard.heard
+            states = settled(method, answer, heard, local, answer.rows)
+            if answer.rows is None:
+                new |= states
+            else:
+                for name, value in states.items():
+                    base = new.get(name, value.new_zeros((len(cohort), *value.shape[1:])))
+                    new[name] = base.index_copy(0, rows, value)
+            for name, number in answer.cost.items():
+                cost[name] = cost.get(name, 0.0) + number
+        updates.append((ids, new))
+        return heard_all
+
+    def ask(
+        self,
+        question: Question[R],
+        known: Tensors,
+        key: Key,
+        plan: Plan,
+        personal: Callable[[Tensor], Tensors] | None = None,
+        among: Tensor | None = None,
+    ) -> tuple[R, Outcome]:
+        """Ask everyone (or those at these positions) and make of the sum what the question makes of it."""
+        tally, cost, updates, left_out = (
+            Tally(Channel(), key),
+            dict[str, float](),
+            list[Update](),
+            list[int](),
+        )
+        asked = question.ask(known)
+        ids = Everyone().draw(self.federation.roster, key).ids if among is None else among
+        for group, cohort in self.cohorts(ids, plan):
+            units = Units(
+                cohort=cohort,
+                local=self.store.get(group, self.device),
+                personal=lambda group=group: _nobodys() if personal is None else personal(group),  # type: ignore[misc]
+                split=lambda split, group=group: self.federation.cohort(group, self.device, split),  # type: ignore[misc]
+            )
+            answer = question.answer(asked, units, key)
+            sites = None if self.sites is None else self.sites[group].to(self.device)
+            heard = tally.add(
+                answer, cohort.units, torch.ones(len(group), device=self.device), sites
+            ).heard.cpu()
+            left_out += group[~heard].tolist()
+            if answer.local:
+                updates.append((group[heard], {n: v[heard.to(v.device)] for n, v in answer.local.items()}))
+            for name, number in answer.cost.items():
+                cost[name] = cost.get(name, 0.0) + number
+        total = tally.total(len(self.federation), ratio=False)
+        if total.count < question.quorum * len(ids):
+            names = ", ".join(repr(self.federation.names[i]) for i in left_out[:5])
+            raise EstimateError(
+                f"{question.name}: {total.count} of {len(ids)} clients could be heard, not enough; left out were "
+                f"{names}{', ...' if len(left_out) > 5 else ''}"
+            )
+        down = sum(t.numel() * t.element_size() for t in asked.values()) * len(ids)
+        cost["bytes_down"] = cost.get("bytes_down", 0.0) + down
+        return question.finish(known, total), Outcome(total, cost, tuple(left_out), tally.bytes_up, updates)
+
+
+def settled(method: Algorithm, answer: Answer, heard: Heard, local: Tensors, rows: Tensor | None) -> Tensors:
+    """What units keep of an answer: all of it once it was heard; else what is right in any case."""
+    new = answer.local
+    if method.remembers:
+        new = method.after_send(new, heard.seen)
+    out = {}
+    for name, value in new.items():
+        if name in method.keeps or bool(heard.heard.all()):
+            out[name] = value
+            continue
+        old = local[name] if name in local else torch.zeros_like(value)
+        old = old if rows is None or name not in local else old[rows]
+        wide = heard.heard.reshape(-1, *[1] * (value.dim() - 1))
+        out[name] = torch.where(wide, value, old)
+    return out
+
+
+def joined(answers: Sequence[Answer], units: int) -> Answer:
+    """Blocks of one cohort as one answer."""
+    if len(answers) == 1 and answers[0].rows is None:
+        return answers[0]
+
+    def whole(pieces: list[tuple[Tensor, Tensor]]) -> Tensor:
+        first = pieces[0][1]
+        out = first.new_zeros((units, *first.shape[1:]))
+        for rows, piece in pieces:
+            out[rows] = piece
+        return out
+
+    places = [torch.arange(units) if a.rows is None else a.rows for a in answers]
+    good = whole([(r, a.good) for r, a in zip(places, answers, strict=True)])
+    named = {
+        kind: {
+            n: whole([(r, getattr(a, kind)[n]) for r, a in zip(places, answers, strict=True)])
+            for n in getattr(answers[0], kind)
+        }
+        for kind in ("vectors", "local")
+    }
+    cost: dict[str, float] = {}
+    for a in answers:
+        for n, v in a.cost.items():
+            cost[n] = cost.get(n, 0.0) + v
+    return Answer(good, named["vectors"], named["local"], cost)
+
+
+def _site_of_each(sites: Mapping[str, Sequence[str]], federation: Federation) -> Tensor:
+    """For each unit, the hash of its site's name, ``[b]``."""
+    out = torch.full((len(federation),), -1, dtype=torch.int64)
+    for site, names in sites.items():
+        for name in names:
+            i = federation.index(name)
+            if int(out[i]) != -1:
+                raise SettingsError(f"client {name!r} is at two sites; a unit is at one")
+            out[i] = unit_of(site)
+    missing = (out == -1).nonzero().squeeze(1).tolist()
+    if missing:
+        raise SettingsError(f"client {federation.names[missing[0]]!r} is at no site; every unit is at one")
+    return out
+
+
+def _nobodys() -> Any:
+    raise EstimateError("this question needs units' own models, which are made after training")

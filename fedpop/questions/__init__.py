@@ -1,0 +1,5 @@
+"""What is asked of everyone beside the rounds: one small noun, and the questions that methods start with."""
+
+from fedpop.questions.base import Question, Units
+
+__all__ = ["Question", "Units"]

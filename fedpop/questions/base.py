@@ -1,0 +1,51 @@
+"""A question: what is sent, what a unit answers, what is made of the sum.
+
+Everything that is asked of all units beside the training rounds has this shape, before them (moments, scales,
+curvatures), between them (validation scores) and after them (marginal likelihood, information, diagnostics). Who
+carries a question from the server to the units and back is the runtime's business.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
+
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.federation.cohort import Cohort
+from fedpop.keys import Key
+
+R = TypeVar("R", covariant=True)
+
+
+@dataclass(frozen=True)
+class Units:
+    """Those who are asked, as they are at their site: data, what they keep, and their own models."""
+
+    cohort: Cohort
+    local: Tensors
+    personal: Callable[[], Tensors]
+    """Their models with theta fixed, made once."""
+    split: Callable[[str], Cohort]
+    """Their examples of another split, such as ``validation``."""
+
+
+class Question(ABC, Generic[R]):
+    """Asked once of everyone, or of as many as will do."""
+
+    name: ClassVar[str]
+    quorum: ClassVar[float] = 1.0
+    """The share of units that must be heard; below it there is no result."""
+
+    def ask(self, known: Tensors) -> Tensors:
+        """What is sent, given what is known: theta, or the results of earlier questions."""
+        return {}
+
+    @abstractmethod
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        """What units answer; ``Answer.local`` is what they keep of it."""
+
+    @abstractmethod
+    def finish(self, known: Tensors, total: Total) -> R:
+        """What is made of the sum. Of a question before the rounds: tensors that are known from then on."""

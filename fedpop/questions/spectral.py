@@ -1,0 +1,142 @@
+"""The spectral start: phi from second moments of the data, in two additive questions before round one.
+
+For y = x' phi z + noise with z of any law, and C = E[x x'], a unit's cross products
+
+    S_i = v v' - sum_j y_j^2 x_j x_j',   v = sum_j x_j y_j,   x whitened by C^-1/2
+
+have expectation N_i (N_i - 1) phi E[z z'] phi' (in whitened coordinates): the sum over pairs of *different*
+examples, so that noise does not enter. The top d eigenvectors span phi. A unit with fewer than
+two examples adds nothing; a minimum size keeps what two examples would reveal from being sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.errors import ModelError, SettingsError
+from fedpop.federation.cohort import Cohort
+from fedpop.keys import Key
+from fedpop.models.base import LinearLayout, Model
+from fedpop.models.composition import Composition
+from fedpop.questions.base import Question, Units
+from fedpop.settings import Setting, require_whole
+
+
+def applies(model: Model) -> bool:
+    """A linear backbone and a linear head with one output, both without bias."""
+    return (
+        isinstance(model, Composition)
+        and type(model.backbone) is nn.Linear
+        and model.backbone.bias is None
+        and isinstance(model.z_layout, LinearLayout)
+        and not model.z_layout.bias
+        and model.outputs == 1
+        and model.phi_layout.names[:1] == ("backbone.weight",)
+    )
+
+
+@dataclass(frozen=True)
+class Spectral(Setting):
+    """Start phi at the spectral estimate; units with fewer than ``minimum`` examples send zeros.
+
+    >>> Spectral(minimum=5)
+    Spectral(minimum=5)
+    """
+
+    minimum: int = 2
+
+    def __post_init__(self) -> None:
+        require_whole(2, minimum=self.minimum)
+
+    def questions(self, model: Model) -> Sequence[Question[Tensors]]:
+        """Second moments for whitening, then cross products; they leave ``phi`` behind."""
+        if not applies(model):
+            raise SettingsError(
+                "a spectral start needs a linear backbone and a linear head with one output, both "
+                "without bias; use start='random'"
+            )
+        return SecondMoments(self.minimum), CrossProducts(model, self.minimum)
+
+
+@dataclass(frozen=True)
+class SecondMoments(Question[Tensors]):
+    """C^-1/2 of everyone's x, to whiten by."""
+
+    minimum: int
+    name: ClassVar[str] = "second moments"
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        cohort = units.cohort
+        x = _padded(units)
+        x, kept = _kept(x, cohort.sizes >= self.minimum, x.square().sum((1, 2)))
+        second = torch.einsum("cni,cnj->ij", x, x)
+        return _summed(cohort, second=second, count=(kept * cohort.sizes).sum())
+
+    def finish(self, known: Tensors, total: Total) -> Tensors:
+        second, count = (total.plain[n].double() for n in ("second", "count"))
+        k = int(second.shape[0] ** 0.5 + 0.5)
+        values, vectors = torch.linalg.eigh(second.reshape(k, k) / count.clamp(min=1))
+        floor = values.max() * 1e-8
+        return {"whitener": vectors * values.clamp(min=floor).rsqrt() @ vectors.mT}
+
+
+@dataclass(frozen=True)
+class CrossProducts(Question[Tensors]):
+    """phi with the spectral backbone, scaled so that E[z z'] = I; unchanged without any pairs."""
+
+    model: Model
+    minimum: int
+    name: ClassVar[str] = "cross products"
+
+    def ask(self, known: Tensors) -> Tensors:
+        return {"whitener": known["whitener"]}
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        cohort = units.cohort
+        x = _padded(units) @ asked["whitener"]
+        y = cohort.pad(self.model.likelihood.working_response(cohort.y)).to(torch.float64)
+        size = x.square().sum((1, 2)) * y.square().sum((1, 2))  # no entry of S_i is larger
+        x, kept = _kept(x, cohort.sizes >= self.minimum, size)
+        y = torch.where(kept[:, None, None] > 0, y, torch.zeros_like(y))
+        v = torch.einsum("cni,cno->ci", x, y)
+        own = torch.einsum("cni,cno,cnj->ij", x, y.square(), x)
+        pairs = (kept * cohort.sizes * (cohort.sizes - 1)).sum()
+        return _summed(cohort, cross=v.mT @ v - own, pairs=pairs)
+
+    def finish(self, known: Tensors, total: Total) -> Tensors:
+        phi, width = self.model.initial_phi(), self.model.z_layout.size
+        cross, pairs = (total.plain[n].double() for n in ("cross", "pairs"))
+        if float(pairs) == 0:
+            return {"phi": phi}
+        whitener = known["whitener"]
+        k = whitener.shape[0]
+        values, vectors = torch.linalg.eigh(cross.reshape(k, k) / pairs)
+        order = values.argsort(descending=True)[:width]
+        # Negative or tiny eigenvalues are noise: such a direction still needs some length to move.
+        top = values[order].clamp(min=1e-2 * float(values.abs().max()))
+        weight = (vectors[:, order] * top.sqrt()).mT @ whitener
+        return {"phi": torch.cat((weight.reshape(-1).to(phi.dtype), phi[weight.numel() :]))}
+
+
+def _padded(units: Units) -> Tensor:
+    if not isinstance(units.cohort.x, Tensor):
+        raise ModelError("a spectral start needs x as one tensor")
+    return units.cohort.pad(units.cohort.x).to(torch.float64)
+
+
+def _kept(x: Tensor, large: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+    """Units that are large enough and whose message, of this size, is finite; others' x is zero."""
+    kept = large & torch.isfinite(size.float())
+    return torch.where(kept[:, None, None], x, torch.zeros_like(x)), kept.to(x.dtype)
+
+
+def _summed(cohort: Cohort, **sums: Tensor) -> Answer:
+    """Sums over the units, in single precision: second moments need no more, and bytes count."""
+    everyone = torch.ones(len(cohort), dtype=torch.bool, device=cohort.device)
+    return Answer(everyone, sums={n: s.reshape(-1).float() for n, s in sums.items()})

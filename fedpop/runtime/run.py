@@ -1,0 +1,376 @@
+"""One run on one machine: its server, its sites, and where it stands."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from fedpop.algorithms.base import Algorithm, Facts, Round
+from fedpop.channel import Tensors
+from fedpop.client.cost import WORK
+from fedpop.client.plan import Plan, parse_bytes, plan_for
+from fedpop.client.store import LocalStore
+from fedpop.errors import CheckpointError, FedpopError, SettingsError
+from fedpop.evaluation.marginal import MarginalLikelihood
+from fedpop.evaluation.validation import ValidationScore
+from fedpop.federation.clients import Federation
+from fedpop.federation.participation import Active, Participation
+from fedpop.files import writable_folder, write_json
+from fedpop.keys import Key
+from fedpop.population import Population, Sites
+from fedpop.questions import Question
+from fedpop.runtime import checkpoint as checkpoints
+from fedpop.runtime.callbacks import Callback
+from fedpop.runtime.progress import progress_bar
+from fedpop.settings import require_whole
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run is carried out, apart from the method itself."""
+
+    rounds: int
+    seed: int
+    participation: Participation
+    memory: str = "1GiB"
+    checkpoint_every: int = 50
+    precision: str = "auto"
+    sites: Mapping[str, Sequence[str]] | None = None
+
+    def __post_init__(self) -> None:
+        require_whole(1, rounds=self.rounds, checkpoint_every=self.checkpoint_every)
+        require_whole(seed=self.seed)
+        if not 0 <= self.seed < 2**64:
+            raise SettingsError(f"a seed is a whole number from 0 to 2^64 - 1, not {self.seed}")
+
+
+def active_units(rule: Participation, federation: Federation, key: Key, round: int) -> Active:
+    """Who takes part in a round: it depends on the rule, the seed and the round, never on the method."""
+    return rule.draw(federation.roster, key.at(round=round, purpose="participation"))
+
+
+class Run:
+    """A server and the sites it works with, from the first question to the last round."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        federation: Federation,
+        settings: Settings,
+        folder: Path | None = None,
+        callbacks: Sequence[Callback] = (),
+        restart: int = 0,
+    ) -> None:
+        settings.participation.check(len(federation))
+        algorithm.check_participation(settings.participation)
+        algorithm.check(federation.names)
+        algorithm.check_data(federation)
+        for callback in callbacks:
+            callback.check(federation)
+        budget = parse_bytes(settings.memory)
+        device = algorithm.model.initial_phi().device
+        self.sites = Sites(federation, device, sites=settings.sites)
+        # Every setting is checked by now: nothing is created for a run that cannot be.
+        self.folder = None if folder is None else writable_folder(folder)
+        self.federation, self.settings, self.callbacks = federation, settings, list(callbacks)
+        self.facts = Facts(len(federation), settings.rounds, restart)
+        self.key = Key(settings.seed)
+        """The server's. Sites have one of their own, which in simulation derives from the seed too."""
+        self.secret = Key(settings.seed, purpose="site")
+        self.algorithm = algorithm
+        model = algorithm.model
+        self.plan: Plan = plan_for(model, federation, budget, algorithm.draws, algorithm.phi_copies)
+        self.server: Tensors = {}
+        self.round = 0
+        self.totals: dict[str, float] = {}
+        self.history: list[dict[str, Any]] = []
+        self.threads = torch.get_num_threads()
+        self.metrics_bytes = 0
+        self._best: tuple[Tensors, LocalStore] | None = None
+
+    # --- a run from start to end -------------------------------------------------------------
+
+    def execute(self, *, resume: bool, progress: bool | None) -> Population:
+        """All rounds; nothing that was finished is lost to a crash or a Ctrl-C."""
+        stopped = self.begin(resume)
+        with (
+            _threads(self.threads),
+            self._metrics_file() as file,
+            _patient_interrupts() as interrupted,
+            progress_bar(self.algorithm.label, self.settings.rounds, self.round, progress) as bar,
+        ):
+            while self.round < self.settings.rounds and not stopped:
+                metrics = self.train_round()
+                # All of them are to see the round.
+                stopped = any([c.after_round(self, metrics) for c in self.callbacks])  # noqa: C419
+                self.history.append(metrics)
+                if file is not None:
+                    file.write((json.dumps(metrics) + "\n").encode())
+                last = stopped or self.round == self.settings.rounds
+                if file is not None and (
+                    last or interrupted.is_set() or self.round % self.settings.checkpoint_every == 0
+                ):
+                    file.flush()
+                    os.fsync(file.fileno())  # a checkpoint may not be newer than the lines it counts
+                    self._write_checkpoint(file.tell(), stopped)
+                bar.update(self.round, metrics)
+                if interrupted.is_set():
+                    raise KeyboardInterrupt
+        self.recall()  # to the best theta on validation data, where that was watched
+        return self.population()
+
+    def population(self) -> Population:
+        """What has been learned so far."""
+        return Population(
+            algorithm=self.algorithm,
+            published=self.algorithm.publish(self.server),
+            key=self.secret,
+            federation=self.federation,
+            store=self.sites.store,
+            history=self.history,
+            totals=self.totals,
+            rounds=self.round,
+            drift=self.algorithm.drift(self.server),
+        )
+
+    def begin(self, resume: bool = False) -> bool:
+        """Ask what has to be asked before the first round, or go on from a checkpoint; True: it was over."""
+        saved = None
+        if self.folder is not None:
+            if resume:
+                saved = checkpoints.read(self.folder / "checkpoints")
+            elif any((self.folder / "checkpoints").glob("round-*.json")):
+                raise CheckpointError(
+                    f"{self.folder} already holds a run; use resume=True to go on with it, or another "
+                    "output folder"
+                )
+        self.requested = self._config()
+        if saved is not None:
+            checkpoints.require_same(self.requested, saved.config)
+            return self._restore(saved)
+        started = time.perf_counter()
+        self._compute_in(self.algorithm.model.chosen_precision(), self.algorithm)
+        self.algorithm = self.algorithm.calibrated(self._trial)
+        known: Tensors = {}
+        for question in self.algorithm.questions(self.facts, self.key):
+            known |= self._asked(question, known)
+        self.server = self.algorithm.init(self.facts, self.key, known)
+        self.spend({"seconds": time.perf_counter() - started})
+        if self.folder is not None:
+            write_json(self.folder / "config.json", self.requested)
+        return False
+
+    def _compute_in(self, precision: str, algorithm: Algorithm) -> None:
+        """The type that the backbone runs in is chosen once, and stays: it is in the checkpoint."""
+        self.precision = precision
+        self.algorithm = algorithm.replace(model=algorithm.model.at_precision(precision))
+
+    def _asked(self, question: Question[Tensors], known: Tensors) -> Tensors:
+        key = self.secret.at(round=0, purpose=question.name)
+        result, outcome = self.sites.ask(question, known, key, self.plan)
+        self.sites.keep(outcome.updates, entered=False)
+        self.spend({name: outcome.cost.get(name, 0.0) for name in (*WORK, "bytes_down")})
+        self.spend({"bytes_up": outcome.bytes_up})
+        return result
+
+    def _config(self) -> dict[str, Any]:
+        model = self.algorithm.model
+        config = {
+            "algorithm": self.algorithm.describe(),
+            "model": {"modules": [repr(m) for m in model.modules()], "likelihood": repr(model.likelihood)},
+            "rounds": self.settings.rounds,
+            "seed": self.settings.seed,
+            "participation": self.settings.participation.describe(),
+            "memory": self.settings.memory,
+            "precision": self.settings.precision,
+            "sites": self.settings.sites and {k: list(v) for k, v in self.settings.sites.items()},
+            "restart": self.facts.restart,
+            "clients": len(self.federation),
+            "data": self.federation.fingerprint(),
+        }
+        return json.loads(json.dumps(config))  # type: ignore[no-any-return]
+
+    def _trial(self, algorithm: Algorithm, rounds: int) -> list[float]:
+        """Trial rounds of a method on this federation: a run of its own, with states of its own.
+
+        The likelihood is the marginal one where it is closed-form, else the expected complete-data one
+        that the rounds themselves report.
+        """
+        run = Run(algorithm, self.federation, self.settings, restart=self.facts.restart)
+        path: list[float] = []
+        hierarchy = algorithm.hierarchy
+        exact = hierarchy is not None and hierarchy.closed_form
+        try:
+            run.begin()
+            for k in range(rounds + 1):
+                metrics = run.train_round() if k else {}
+                if exact and hierarchy is not None:
+                    theta = {name: run.server[name] for name in ("phi", "beta")}
+                    question = MarginalLikelihood(hierarchy)
+                    path.append(run.sites.ask(question, theta, run.secret, run.plan)[0].value)
+                elif metrics.get("loss") is not None:
+                    path.append(-metrics["loss"] * int(self.federation.train.sizes.sum()))
+        except (FedpopError, ArithmeticError, RuntimeError):
+            return [0.0, -math.inf]
+        finally:  # trial rounds cost what any round costs
+            self.spend({k: v for k, v in run.totals.items() if k != "seconds"})
+        return path if all(math.isfinite(v) for v in path) else [0.0, -math.inf]
+
+    # --- one round ---------------------------------------------------------------------------
+
+    def train_round(self) -> dict[str, Any]:
+        """One round; state changes only when all of it is done."""
+        started = time.perf_counter()
+        method, shared = self.algorithm, self.key.at(round=self.round, purpose="train")
+        secret = self.secret.at(round=self.round, purpose="train")
+        active = active_units(self.settings.participation, self.federation, self.key, self.round)
+        broadcast = method.broadcast(self.server)
+        now = Round(self.round, broadcast, secret, shared)
+        done = self.sites.round(method, now, active, self.plan)
+        self.server = method.server_round(self.server, done.total, self.facts, shared)
+        self.sites.keep(done.updates)
+        self.round += 1
+        down = sum(t.numel() * t.element_size() for t in broadcast.values()) * len(active.ids)
+        self.spend({"bytes_up": done.bytes_up, "bytes_down": down})
+        self.spend({name: done.cost.get(name, 0.0) for name in WORK})
+        metrics: dict[str, Any] = {"round": self.round, "active": len(active.ids)}
+        metrics |= method.metrics(self.server, done.cost)
+        metrics["left_out"] = [self.federation.names[i] for i in done.left_out]
+        metrics |= {name: self.totals[name] for name in ("bytes_up", "bytes_down")}
+        self.spend({"seconds": time.perf_counter() - started})
+        metrics["seconds"] = self.totals["seconds"]
+        return metrics
+
+    def spend(self, more: Mapping[str, float]) -> None:
+        """Add to what the run has cost."""
+        for name, value in more.items():
+            self.totals[name] = self.totals.get(name, 0.0) + value
+
+    # --- between rounds, for callbacks -------------------------------------------------------
+
+    def validation_score(self) -> float:
+        """Mean predictive log-likelihood of all validation examples at the published theta."""
+        key = self.secret.at(round=self.round, purpose="validation")
+        broadcast, method = self.algorithm.broadcast(self.server), self.algorithm
+        question = ValidationScore(method, lambda ids: self.sites.states(method, ids, broadcast, key))
+        ids = (self.federation.splits["validation"].sizes > 0).nonzero().squeeze(1)
+        return self.sites.ask(question, method.publish(self.server), key, self.plan, question.states, ids)[0]
+
+    def remember(self) -> None:
+        """Keep the present state as the best so far: the server's own, and each site's on order."""
+        self._best = (dict(self.server), self.sites.snapshot())
+
+    def recall(self) -> None:
+        """Go back to the best state so far."""
+        if self._best is not None:
+            self.server, self.sites.store = self._best
+
+    # --- checkpoints -------------------------------------------------------------------------
+
+    def _write_checkpoint(self, metrics_bytes: int, stopped: bool) -> None:
+        assert self.folder is not None
+        tensors = {f"server.{n}": t for n, t in self.server.items()} | self.sites.store.state()
+        if self._best is not None:
+            server, store = self._best
+            tensors |= {f"best.server.{n}": t for n, t in server.items()}
+            tensors |= {f"best.{n}": t for n, t in store.state().items()}
+        checkpoints.write(
+            self.folder / "checkpoints",
+            checkpoints.Checkpoint(
+                round=self.round,
+                tensors=tensors,
+                config=self.requested,
+                metrics_bytes=metrics_bytes,
+                threads=self.threads,
+                precision=self.precision,
+                totals=self.totals,
+                rate=self.algorithm.rate(),
+                callbacks={str(i): c.state() for i, c in enumerate(self.callbacks)},
+                stopped=stopped,
+            ),
+        )
+
+    def _restore(self, saved: checkpoints.Checkpoint) -> bool:
+        tensors = saved.tensors
+        self.server = _part("server.", tensors, self.sites.device)
+        self.sites.store = LocalStore.restore(tensors)
+        if "best.slots" in tensors:
+            best = _part("best.", tensors, torch.device("cpu"))
+            self._best = (_part("server.", best, self.sites.device), LocalStore.restore(best))
+        self.round, self.totals = saved.round, dict(saved.totals)
+        method = self.algorithm
+        if saved.rate is not None and method.rate() != saved.rate:
+            method = method.with_rate(saved.rate)
+        self._compute_in(saved.precision, method)
+        self.metrics_bytes, self.threads = saved.metrics_bytes, saved.threads
+        for i, callback in enumerate(self.callbacks):
+            if str(i) in saved.callbacks:
+                callback.restore(saved.callbacks[str(i)])
+        return saved.stopped
+
+    @contextmanager
+    def _metrics_file(self) -> Iterator[BinaryIO | None]:
+        if self.folder is None:
+            yield None
+            return
+        path = self.folder / "metrics.jsonl"
+        if self.round == 0:
+            path.write_bytes(b"")
+        elif not path.exists() or path.stat().st_size < self.metrics_bytes:
+            raise CheckpointError(
+                f"cannot resume: {path} is missing or shorter than its checkpoint says; put it back, or use "
+                "another output folder"
+            )
+        with open(path, "r+b") as file:
+            # Rounds after the checkpoint are run again, so their lines must go.
+            file.truncate(self.metrics_bytes)
+            file.seek(0)
+            self.history = [json.loads(line) for line in file]
+            file.seek(self.metrics_bytes)
+            yield file
+
+
+def _part(prefix: str, tensors: Tensors, device: torch.device) -> Tensors:
+    return {n[len(prefix) :]: t.to(device) for n, t in tensors.items() if n.startswith(prefix)}
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """The same bits need the same split of sums over threads: those of the run's first start."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _patient_interrupts() -> Iterator[threading.Event]:
+    """Ctrl-C waits for the end of the round, so that a checkpoint can be written; twice stops at once."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+
+    def handler(number: int, frame: Any) -> None:
+        if event.is_set():
+            raise KeyboardInterrupt
+        event.set()
+
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,135 @@
+"""Settings as frozen dataclasses: checked where they are given, told in plain values, read back from them.
+
+Whatever a run can be configured with derives from ``Setting``: methods, kernels, priors, compressors, steps. A
+class is known by its name once it is defined, a user's own as well as fedpop's: there is no list to add it to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import singledispatch
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from fedpop.errors import CheckpointError, SettingsError
+
+S = TypeVar("S")
+
+
+class Setting:
+    """What a file can name by ``kind`` and hold as a table of its fields; subclasses are frozen dataclasses."""
+
+
+def known(base: type[S]) -> dict[str, type[S]]:
+    """Every class of this kind that can be made, by its name; of two of one name, the one defined last.
+
+    >>> class Colour(Setting): ...
+    >>> class Red(Colour): ...
+    >>> list(known(Colour))
+    ['Colour', 'Red']
+    """
+    found: dict[str, type[S]] = {} if inspect.isabstract(base) else {base.__name__: base}
+    for sub in base.__subclasses__():
+        found |= known(sub)
+    return found
+
+
+def named(base: type[S], name: str, what: str) -> type[S]:
+    """The class of this kind with this name, however it is spelled.
+
+    >>> class Shape(Setting): ...
+    >>> class RoundOne(Shape): ...
+    >>> named(Shape, "round-one", "shape").__name__
+    'RoundOne'
+    """
+    classes = {_spelled(n): c for n, c in known(base).items()}
+    if _spelled(name) not in classes:
+        told = ", ".join(sorted(n.lower() for n in known(base)))
+        raise SettingsError(f"unknown {what} {name!r}; known are {told}")
+    return classes[_spelled(name)]
+
+
+def _spelled(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
+
+
+# --- checks ----------------------------------------------------------------------------------
+
+
+def require_whole(least: int | None = None, **numbers: Any) -> None:
+    """Raise unless these settings are whole numbers, and not below ``least``."""
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise SettingsError(f"{name} must be a whole number, not {value!r}")
+        if least is not None and value < least:
+            raise SettingsError(f"{name} must be {least} or more, not {value}")
+
+
+def require_positive(**numbers: float | None) -> None:
+    """Raise unless these settings are positive and finite, or left open (None)."""
+    for name, value in numbers.items():
+        if value is not None and not 0 < value < math.inf:
+            raise SettingsError(f"{name} must be positive and finite, not {value}")
+
+
+def require_one_of(known: tuple[str, ...] | Mapping[str, Any], **words: str) -> None:
+    """Raise unless these settings are among the words known."""
+    for name, value in words.items():
+        if value not in known:
+            raise SettingsError(f"{name} is one of {', '.join(known)}, not {value!r}")
+
+
+# --- plain values, and back ------------------------------------------------------------------
+
+
+@singledispatch
+def describe(value: Any) -> Any:
+    """Settings as plain values, for files and for comparing runs."""
+    if is_dataclass(value) and not isinstance(value, type):
+        inner = {f.name: describe(getattr(value, f.name)) for f in fields(value)}
+        return {"kind": type(value).__name__} | inner
+    if isinstance(value, tuple | list):
+        return [describe(v) for v in value]
+    if isinstance(value, Mapping):
+        return {"kind": "mapping", "items": [[describe(k), describe(v)] for k, v in value.items()]}
+    return value
+
+
+@describe.register
+def _(value: Tensor) -> str:  # data among the settings: enough to tell whether they are the same
+    digest = hashlib.sha256(value.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+    return f"{value.dtype} {tuple(value.shape)} sha256 {digest}"
+
+
+Builders = Mapping[str, Callable[[dict[str, Any]], Any]]
+
+
+def rebuilt(plain: Any, builders: Builders) -> Any:
+    """The value that was described; ``builders`` make what is more than a dataclass of settings."""
+    if isinstance(plain, list):
+        return tuple(rebuilt(v, builders) for v in plain)
+    if not isinstance(plain, dict) or "kind" not in plain:
+        return plain
+    kind = plain["kind"]
+    if kind == "mapping":
+        return {rebuilt(k, builders): rebuilt(v, builders) for k, v in plain["items"]}
+    if kind in builders:
+        return builders[kind](plain)
+    classes = known(Setting)
+    if kind not in classes:
+        raise CheckpointError(
+            f"unknown setting {kind!r}: it was saved with a class that is not defined here; import the module "
+            "that defines it first"
+        )
+    return classes[kind](**rebuilt_fields(plain, classes[kind], builders))
+
+
+def rebuilt_fields(plain: Mapping[str, Any], cls: type, builders: Builders) -> dict[str, Any]:
+    """The arguments of a settings class out of a description; what it does not know is left out."""
+    names = {f.name for f in fields(cls) if f.init}
+    return {k: rebuilt(v, builders) for k, v in plain.items() if k in names}

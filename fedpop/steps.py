@@ -1,0 +1,26 @@
+"""How theta moves and where it starts: optimisers, schedules, EM, averages, and the settings they go into."""
+
+from fedpop.client.phi_step import PhiStep
+from fedpop.questions.spectral import Spectral
+from fedpop.server.averaging import Averaging
+from fedpop.server.beta_step import BetaStep
+from fedpop.server.em import EM
+from fedpop.server.optimisers import SGD, Adam, MeanMove, Optimiser
+from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial, Schedule
+
+__all__ = [
+    "EM",
+    "SGD",
+    "Adam",
+    "Averaging",
+    "BetaStep",
+    "Constant",
+    "Cosine",
+    "Decay",
+    "MeanMove",
+    "Optimiser",
+    "PhiStep",
+    "Polynomial",
+    "Schedule",
+    "Spectral",
+]
