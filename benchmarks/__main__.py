@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks import compressors, kernels, local_training, round, rounds_per_second, scale
+from benchmarks import compressors, kernels, local_training, round, rounds_per_second, scale, small_rounds
 from fedpop.report.results import Record, Results
 
 FOLDER = Path("results/bench")
@@ -20,7 +20,7 @@ def main() -> None:
     columns = (TextColumn("{task.description:<18}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     records: list[Record] = []
     with Progress(*columns, console=console) as progress:
-        for benchmark in (rounds_per_second, compressors, scale, kernels, round, local_training):
+        for benchmark in (small_rounds, rounds_per_second, compressors, scale, kernels, round, local_training):
             task = progress.add_task(benchmark.NAME, total=1.0)
             new = benchmark.measure(lambda share, t=task: progress.update(t, completed=share))
             progress.update(task, completed=1.0)

@@ -1,8 +1,8 @@
 """fedpop: personalised federated learning that knows what it does not know.
 
 Methods, models, data and what is done with them are here; what they are made of is in modules by kind:
-``kernels``, ``priors``, ``likelihoods``, ``links``, ``steps``, ``chains``, ``compressors``, ``participation``,
-``layers`` and ``callbacks``.
+``kernels``, ``priors``, ``likelihoods``, ``links``, ``steps``, ``chains``, ``compressors``,
+``participation``, ``layers`` and ``callbacks``.
 """
 
 from fedpop import callbacks, chains, compressors, kernels, layers, participation, priors, steps

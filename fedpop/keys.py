@@ -1,11 +1,11 @@
 """Random numbers keyed by (seed, round, unit, purpose); nothing is drawn from global state.
 
-Philox4x32-10 (Salmon et al., SC 2011) is counter-based: the n-th number of a unit is a pure function of the key,
-so the same seed gives the same draws whether units run in one cohort, in several, or each in a process of its
-own, and a killed run needs no generator state to resume. The cipher's key is a hash of (seed, round, purpose), its
-counter holds the unit, by a hash of its *name*, and the number of the block: nobody's draws depend on who else is
-there, or in which order. The generator is vectorised over units in plain tensor arithmetic, on whatever device
-they live on.
+Philox4x32-10 (Salmon et al., SC 2011) is counter-based: the n-th number of a unit is a pure function of the
+key, so the same seed gives the same draws whether units run in one cohort, in several, or each in a process
+of its own, and a killed run needs no generator state to resume. The cipher's key is a hash of (seed, round,
+purpose), its counter holds the unit, by a hash of its *name*, and the number of the block: nobody's draws
+depend on who else is there, or in which order. The generator is vectorised over units in plain tensor
+arithmetic, on whatever device they live on.
 
 A ``seed`` may be the server's, which is shared, or a secret that a site keeps to itself.
 """

@@ -1,7 +1,8 @@
 """Settings as frozen dataclasses: checked where they are given, told in plain values, read back from them.
 
-Whatever a run can be configured with derives from ``Setting``: methods, kernels, priors, compressors, steps. A
-class is known by its name once it is defined, a user's own as well as fedpop's: there is no list to add it to.
+Whatever a run can be configured with derives from ``Setting``: methods, kernels, priors, compressors,
+steps. A class is known by its name once it is defined, a user's own as well as fedpop's: there is no list
+to add it to.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ S = TypeVar("S")
 
 
 class Setting:
-    """What a file can name by ``kind`` and hold as a table of its fields; subclasses are frozen dataclasses."""
+    """What a file can name by ``kind`` and hold as a table of its fields; subclasses are frozen
+    dataclasses."""
 
 
 def known(base: type[S]) -> dict[str, type[S]]:
@@ -123,8 +125,8 @@ def rebuilt(plain: Any, builders: Builders) -> Any:
     classes = known(Setting)
     if kind not in classes:
         raise CheckpointError(
-            f"unknown setting {kind!r}: it was saved with a class that is not defined here; import the module "
-            "that defines it first"
+            f"unknown setting {kind!r}: it was saved with a class that is not defined here; import the "
+            "module that defines it first"
         )
     return classes[kind](**rebuilt_fields(plain, classes[kind], builders))
 

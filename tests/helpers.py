@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
+from fedpop.algorithms.base import Algorithm, Facts, Round
+from fedpop.channel import Answer, Channel, Tally, Tensors, Total
 from fedpop.federation.cohort import Cohort
+from fedpop.federation.participation import Participation
 from fedpop.keys import Key
 from fedpop.models.base import Model
+from fedpop.population.sites import settled
+from fedpop.questions import Question, Units
+from fedpop.runtime.run import Run, Settings
 
 
 def generator(seed: int) -> torch.Generator:
@@ -55,16 +62,110 @@ def population_data(
     return [(x[i], y[i]) for i in range(b)], phi, z
 
 
-def cohort_of(model: Model, clients: Any, weights: Tensor | None = None) -> Cohort:
+def federation_of(model: Model, clients: Any) -> fp.Federation:
+    """Clients checked and cast as in a run."""
+    federation = fp.Federation.of(clients)
+    return model.prepared(federation.example).checked(federation)
+
+
+def cohort_of(model: Model, clients: Any) -> Cohort:
     """All clients as one cohort, checked and cast as in a run."""
-    federation = model.prepare(fp.Federation.of(clients))
-    ids = torch.arange(len(federation))
-    ones = torch.ones(len(federation)) if weights is None else weights
-    return federation.cohort(ids, ones, model.initial_phi().device)
+    federation = federation_of(model, clients)
+    return federation.cohort(torch.arange(len(federation)), model.initial_phi().device)
 
 
 def train_key(round: int = 0, seed: int = 0) -> Key:
     return Key(seed).at(round=round, purpose="train")
+
+
+def site_key(round: int = 0, seed: int = 0) -> Key:
+    """The key of all sites in a round of a run with this seed."""
+    return Key(seed, purpose="site").at(round=round, purpose="train")
+
+
+def by_name(values: Sequence[Any]) -> dict[str, Any]:
+    """One value for each client of a list, by the names that a federation gives them (ten at most)."""
+    assert len(values) <= 10
+    return {f"client-{i}": value for i, value in enumerate(values)}
+
+
+def run_of(
+    method: Algorithm, clients: Any, rounds: int = 10, rule: Participation | None = None, seed: int = 0
+) -> Run:
+    """A run that has asked its questions and stands before its first round."""
+    federation = fp.Federation.of(clients)
+    method = method.prepared(federation.example)
+    rule = method.usual_participation() if rule is None else rule
+    run = Run(method, method.model.checked(federation), Settings(rounds, seed, rule))
+    run.begin()
+    return run
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A cohort's round, heard by the server."""
+
+    total: Total
+    local: Tensors
+    """What units keep of it, once they know who was heard."""
+    cost: dict[str, float]
+    bytes_up: int
+    left_out: tuple[int, ...]
+    """Positions of units that were not heard."""
+
+
+def answers(
+    method: Algorithm,
+    cohort: Cohort,
+    local: Tensors,
+    broadcast: Tensors,
+    key: Key,
+    weights: Tensor | None = None,
+    of: int | None = None,
+    ratio: bool = True,
+) -> Answered:
+    """A ``local_round`` of a cohort through the method's channel, added up; site and server share a key."""
+    channel, everyone = method.channel, torch.arange(len(cohort))
+    weights = torch.ones(len(cohort)) if weights is None else weights
+    tally = Tally(channel, key, method.remembers)
+    wanted = weights if channel.transparent else None
+    done = method.local_round(Round(key.round, broadcast, key, key, wanted, channel.omega), cohort, local)
+    new, cost, heard = dict(local), dict[str, float](), torch.zeros(len(cohort), dtype=torch.bool)
+    for answer in [done] if isinstance(done, Answer) else done:
+        rows = everyone if answer.rows is None else answer.rows
+        told = tally.add(answer, cohort.units[rows], weights[rows])
+        heard[rows] = told.heard
+        for name, value in settled(method, answer, told, local, answer.rows).items():
+            base = new.get(name, value.new_zeros((len(cohort), *value.shape[1:])))
+            new[name] = base.index_copy(0, rows, value)
+        for name, number in answer.cost.items():
+            cost[name] = cost.get(name, 0.0) + number
+    total = tally.total(len(cohort) if of is None else of, ratio)
+    return Answered(total, new, cost, tally.bytes_up, tuple((~heard).nonzero().squeeze(1).tolist()))
+
+
+def asked(question: Question[Any], cohort: Cohort, known: Tensors, key: Key) -> tuple[Any, Answered]:
+    """A question to a cohort: what is made of the sum, and the answers themselves."""
+    units = Units(cohort, {}, personal=dict, split=lambda split: cohort)
+    answer = question.answer(question.ask(known), units, key)
+    tally = Tally(Channel(), key)
+    heard = tally.add(answer, cohort.units, torch.ones(len(cohort))).heard
+    total = tally.total(len(cohort), ratio=False)
+    kept = {n: v.where(heard.reshape(-1, *[1] * (v.dim() - 1)), 0.0) for n, v in answer.local.items()}
+    left_out = tuple((~heard).nonzero().squeeze(1).tolist())
+    done = Answered(total, kept, dict(answer.cost), tally.bytes_up, left_out)
+    return question.finish(known, total), done
+
+
+def begun(method: Algorithm, cohort: Cohort, facts: Facts, key: Key) -> tuple[Tensors, Tensors]:
+    """The server before the first round and everyone's first states, all questions asked."""
+    known: Tensors = {}
+    noted: Tensors = {}
+    for question in method.questions(facts, key):
+        found, done = asked(question, cohort, known, key.at(purpose=question.name))
+        known, noted = known | found, noted | done.local
+    server = method.init(facts, key, known)
+    return server, method.enter(cohort.units, method.broadcast(server), key) | noted
 
 
 @dataclass(frozen=True)

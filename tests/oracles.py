@@ -21,6 +21,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Kernel, Pass, Target, Tuning, run
 from fedpop.keys import Key
 from fedpop.models.base import Model
+from tests.helpers import federation_of
 
 torch.set_num_threads(1)  # on tensors this small a second thread costs more than it gives
 
@@ -38,10 +39,10 @@ def uniform_noise(seed: int, *shape: int) -> Tensor:
 
 
 def cohort_of(model: Model, clients: Any, ids: Sequence[int] | None = None) -> Cohort:
-    """The clients (or those at these positions) as one cohort with weights of one."""
-    federation = model.prepare(fp.Federation.of(clients))
+    """The clients (or those at these positions) as one cohort."""
+    federation = federation_of(model, clients)
     chosen = torch.arange(len(federation)) if ids is None else torch.tensor(ids)
-    return federation.cohort(chosen, torch.ones(len(chosen)), model.initial_phi().device)
+    return federation.cohort(chosen, model.initial_phi().device)
 
 
 # --- tests of means --------------------------------------------------------------------------

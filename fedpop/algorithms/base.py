@@ -2,14 +2,16 @@
 
     server     broadcast(server)                       -> what an active site receives
     site       enter(units)                            -> a unit's state in its first round
-               local_round(round, cohort, local)       -> Answer: vectors, new states, who is fit, what it cost
+               local_round(round, cohort, local)       -> Answer: vectors, new states, who is fit, what it
+               cost
     on the way a Channel clips, compresses, encodes; decodes and sums (no method knows of it)
     server     server_round(server, total)             -> the next server state, from sums alone
 
-Answers are additive: the server needs sums and a count, nothing else. That is what makes secure and hierarchical
-aggregation, and one backward pass for many units, possible. A method is a frozen dataclass of settings, stored as
-they were given and resolved when they are used; everything that changes is in dictionaries of tensors, which is
-all that a checkpoint needs. It does not know whether it runs in the simulator or across machines.
+Answers are additive: the server needs sums and a count, nothing else. That is what makes secure and
+hierarchical aggregation, and one backward pass for many units, possible. A method is a frozen dataclass of
+settings, stored as they were given and resolved when they are used; everything that changes is in
+dictionaries of tensors, which is all that a checkpoint needs. It does not know whether it runs in the
+simulator or across machines.
 """
 
 from __future__ import annotations
@@ -88,7 +90,8 @@ class Algorithm(Setting, ABC):
 
     model: Model = field(kw_only=False)
     compressor: Choice = "identity"
-    """Of the vectors named in ``compressed``: one for all, by itself or by name, or a mapping from clients."""
+    """Of the vectors named in ``compressed``: one for all, by itself or by name, or a mapping from clients.
+    """
     clip: float | None = None
     """The largest norm of such a vector; longer ones are shortened, which biases their sum."""
 
@@ -111,8 +114,8 @@ class Algorithm(Setting, ABC):
         channel = self.channel
         if not self.compressed and not channel.transparent:
             raise SettingsError(
-                f"{self.name} does not compress or clip what its clients send (its update is not linear in it, "
-                "or no form of it was published); leave compressor and clip out"
+                f"{self.name} does not compress or clip what its clients send (its update is not linear in "
+                "it, or no form of it was published); leave compressor and clip out"
             )
         for compressor in channel.compressors if self.compressed else ():
             compressor.check(self.compressed_size)
@@ -296,7 +299,8 @@ class Algorithm(Setting, ABC):
 
 
 RUNTIMES: list[Callable[..., Population]] = []
-"""What ``Algorithm.fit`` runs on: a runtime, which knows of methods while they do not know of it, adds itself."""
+"""What ``Algorithm.fit`` runs on: a runtime, which knows of methods while they do not know of it, adds
+itself."""
 
 
 def require_everyone(setting: str, given: Mapping[str, Any], names: Sequence[str]) -> None:

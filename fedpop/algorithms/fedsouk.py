@@ -147,9 +147,8 @@ class FedSOUK(Hierarchical):
             if rows is None:
                 yield from self._answers(round, cohort, local, steps)
                 continue
-            part = (
-                round if round.coefficients is None else replace(round, coefficients=round.coefficients[rows])
-            )
+            wanted = round.coefficients
+            part = round if wanted is None else replace(round, coefficients=wanted[rows])
             held = {n: v[rows] for n, v in local.items()}
             for answer in self._answers(part, cohort.select(rows), held, steps):
                 yield replace(answer, rows=rows if answer.rows is None else rows[answer.rows])

@@ -106,11 +106,11 @@ class Hierarchical(Algorithm):
 
     def with_rate(self, rate: float) -> Self:
         """The same plain steps on phi and beta, with this eta_0."""
-        phi, beta = (
-            replace(s, rate=rate) if isinstance(s, SGD) else s
-            for s in (self.on_phi.optimiser, self.on_beta.step)
-        )
-        on_phi, on_beta = replace(self.on_phi, optimiser=phi), replace(self.on_beta, step=beta)
+        on_phi, on_beta = self.on_phi, self.on_beta
+        if isinstance(on_phi.optimiser, SGD):
+            on_phi = replace(on_phi, optimiser=replace(on_phi.optimiser, rate=rate))
+        if isinstance(on_beta.step, SGD):
+            on_beta = replace(on_beta, step=replace(on_beta.step, rate=rate))
         return self.replace(phi_step=on_phi, beta_step=on_beta)
 
     # --- a unit's own model ------------------------------------------------------------------

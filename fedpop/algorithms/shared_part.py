@@ -1,4 +1,5 @@
-"""What FedPer and LG-FedAvg have in common: w = (phi, z) in two parts, one shared and one of each client's own.
+"""What FedPer and LG-FedAvg have in common: w = (phi, z) in two parts, one shared and one of each client's
+own.
 
     client   (shared_i, own_i) after E epochs of SGD on f_i, from (shared, own_i);  keeps own_i,
              sends n_i (shared_i - shared) and n_i

@@ -17,9 +17,9 @@ Tensors = dict[str, Tensor]
 class Answer:
     """A cohort's work, or that of the units at ``rows`` of it: what each one has to say, and what it cost.
 
-    ``vectors`` are each unit's own, by name, ``[C, D]``. ``sums`` are sums over the units fit to be heard that were
-    made by one backward pass, where the round gave coefficients for them. ``local`` is provisional: a unit keeps
-    it once it was heard (what the method ``keeps`` in any case excepted).
+    ``vectors`` are each unit's own, by name, ``[C, D]``. ``sums`` are sums over the units fit to be heard
+    that were made by one backward pass, where the round gave coefficients for them. ``local`` is
+    provisional: a unit keeps it once it was heard (what the method ``keeps`` in any case excepted).
     """
 
     good: Tensor
@@ -38,8 +38,8 @@ class Answer:
 class Total:
     """Sums over those who were heard, and how many they were; sums over nobody are zeros of any shape.
 
-    ``weighted`` counts each unit with its participation weight, ``plain`` counts all alike, ``named`` holds sums
-    with coefficients that a method asked for. ``of`` is the number of units in all (the paper's b).
+    ``weighted`` counts each unit with its participation weight, ``plain`` counts all alike, ``named`` holds
+    sums with coefficients that a method asked for. ``of`` is the number of units in all (the paper's b).
     """
 
     weighted: Tensors

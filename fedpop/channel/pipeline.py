@@ -1,8 +1,8 @@
 """The way of a site's vectors to the server: clip, compress, encode; decode, sum.
 
 One object serves the simulator and a deployment. Between machines a site calls ``encode`` and the server
-``decode``; in the simulator ``carry`` gives what would arrive, to the bit, without making the bytes, and counts
-them. No method knows which compressor its vectors meet on the way.
+``decode``; in the simulator ``carry`` gives what would arrive, to the bit, without making the bytes, and
+counts them. No method knows which compressor its vectors meet on the way.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def resolve_compressor(compressor: Compressor | str) -> Compressor:
     if isinstance(compressor, str):
         return named(Compressor, compressor, "compressor")()
     raise SettingsError(
-        f"a compressor is fedpop.compressors.QSGD() or its like, a name, or a mapping from clients to them, not "
-        f"{compressor!r}"
+        "a compressor is fedpop.compressors.QSGD() or its like, a name, or a mapping from clients to them, "
+        f"not {compressor!r}"
     )
 
 
@@ -53,8 +53,8 @@ class Payload:
 class Channel:
     """What happens to the vectors named in ``compressed``; everything else is sent as it is.
 
-    ``compressor`` is one for all, or one for each client by name. ``clip`` bounds the norm of what a site sends (a
-    longer vector is shortened, which biases the sum).
+    ``compressor`` is one for all, or one for each client by name. ``clip`` bounds the norm of what a site
+    sends (a longer vector is shortened, which biases the sum).
 
     >>> from fedpop.channel.compressors import QSGD
     >>> channel = Channel(QSGD(), ("J",))

@@ -149,6 +149,6 @@ def _require_alike(weights: Tensor, place: Tensor, sites: int) -> None:
     )
     if not torch.equal(least, most):
         raise SettingsError(
-            "units of one site take part with different probabilities: a site sends one sum, which can have one "
-            "weight only; give its units the same probability"
+            "units of one site take part with different probabilities: a site sends one sum, which can have "
+            "one weight only; give its units the same probability"
         )

@@ -25,8 +25,9 @@ def finite(*tensors: Tensor) -> Tensor:
 def training_cost(
     cohort: Cohort, loss: Tensor, good: Tensor, backbone: float, head: float
 ) -> dict[str, float]:
-    """Mean training losses ``[C]``, and example-passes through backbone and head; none through a backbone that
-    stands still, whose features were computed once. A forward and backward of one example is one pass."""
+    """Mean training losses ``[C]``, and example-passes through backbone and head; none through a backbone
+    that stands still, whose features were computed once. A forward and backward of one example is one pass.
+    """
     n = cohort.sizes.to(loss.dtype)
     return {
         "log_likelihood": -float((loss * n)[good].sum()),

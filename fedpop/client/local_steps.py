@@ -1,7 +1,8 @@
 """The paper's M: how many kernel steps a unit makes per round.
 
-One number, a schedule over the rounds, or one number for each client by name. Units with different numbers are
-worked on in groups: random numbers are keyed by unit and step, so nobody's draws depend on the grouping.
+One number, a schedule over the rounds, or one number for each client by name. Units with different numbers
+are worked on in groups: random numbers are keyed by unit and step, so nobody's draws depend on the
+grouping.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def check_steps(setting: Any) -> None:
         whose = f" of client {name!r}" if name else ""
         if isinstance(number, bool) or not isinstance(number, int):
             raise SettingsError(
-                f"local_steps{whose} must be a whole number, fedpop.chains.Steps or a mapping from clients to whole "
-                f"numbers, not {number!r}"
+                f"local_steps{whose} must be a whole number, fedpop.chains.Steps or a mapping from clients to "
+                f"whole numbers, not {number!r}"
             )
         if number < 1:
             raise SettingsError(f"local_steps{whose} (the paper's M) must be at least 1, not {number}")

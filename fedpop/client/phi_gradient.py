@@ -77,8 +77,8 @@ class PhiGradient:
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """J_i of each unit, as it is ready: to be compressed, from mini-batches, or to find a culprit.
 
-        Positions, values and J of one unit, or of many, at a time; ``features`` are those of ``embedded``, each with
-        a graph of its own.
+        Positions, values and J of one unit, or of many, at a time; ``features`` are those of ``embedded``,
+        each with a graph of its own.
         """
         if batch is None and features is None and self._worth_batching(phi, cohort):
             blocks = self._side_by_side(phi, cohort, key)

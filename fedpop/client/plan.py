@@ -44,8 +44,8 @@ class Plan:
     """Bytes that a head through vmap keeps of an example for each draw of z, to be differentiated."""
 
     def cut(self, ids: Tensor, sizes: Tensor, sites: Tensor | None = None) -> list[Tensor]:
-        """Consecutive units in groups whose padded blocks fit the budget, never fewer than one; units of one of
-        the ``sites`` ``[b]`` stay together, which may take more."""
+        """Consecutive units in groups whose padded blocks fit the budget, never fewer than one; units of
+        one of the ``sites`` ``[b]`` stay together, which may take more."""
         if sites is not None:
             ids = ids[sites[ids].argsort(stable=True)]
             starts = [0, *(sites[ids].diff().nonzero().squeeze(1) + 1).tolist(), len(ids)]
@@ -81,8 +81,9 @@ def plan_for(model: Model, federation: Federation, budget: int, draws: int, phi_
 
 
 def final_plan(base: Plan, model: Model, draws: int) -> Plan:
-    """The plan of a final pass with so many draws of z for each unit: draws with their gradients and proposals;
-    head outputs of all draws, or what a head through vmap keeps of the eighth that is differentiated at a time."""
+    """The plan of a final pass with so many draws of z for each unit: draws with their gradients and
+    proposals; head outputs of all draws, or what a head through vmap keeps of the eighth that is
+    differentiated at a time."""
     item = model.initial_phi().element_size()
     per_row = base.per_row + max(item * draws * model.outputs, base.per_draw * draws / 8)
     return Plan(per_row, 10.0 * item * draws * model.z_layout.size, base.budget)

@@ -101,11 +101,17 @@ class Sampler:
         return z, tuning, spent, batched
 
     def scores(self, target: Target, done: Pass, draws: Tensor, form: str) -> Tensor:
-        """I of every unit, ``[C, size]``, from its draws ``[C, S, d]`` or in closed form; see priors.normal."""
+        """I of every unit, ``[C, size]``, from its draws ``[C, S, d]`` or in closed form; see
+        priors.normal."""
         prior = self.hierarchy.prior
         if self.chain.rao_blackwell:
             return prior.expected_score(target.beta, *target.mixture())
-        g = target.likelihood_grad(draws, done.grads.reshape(draws.shape))
+        g = done.likelihood_grads
+        g = (
+            target.likelihood_grad(draws, done.grads.reshape(draws.shape))
+            if g is None
+            else g.reshape(draws.shape)
+        )
         form = self.form_for(form)
         cov = target.covariance() if form == "mixed" else None
         return prior.score(target.beta, draws, g, form, cov)

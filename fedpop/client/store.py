@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class LocalStore:
-    """Stacked tensors, a row for each unit seen so far; a unit that has only answered a question holds what that
-    left behind, and has not ``entered`` a round yet."""
+    """Stacked tensors, a row for each unit seen so far; a unit that has only answered a question holds what
+    that left behind, and has not ``entered`` a round yet."""
 
     def __init__(self, clients: int) -> None:
         self.slots = torch.full((clients,), -1, dtype=torch.int64)

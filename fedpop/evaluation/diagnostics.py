@@ -31,8 +31,8 @@ BATCHES = 8
 
 @dataclass(frozen=True)
 class ChainDiagnostics:
-    """How many units' chains have mixed. R-hat and effective draws are the worst over a unit's coordinates of z;
-    they are known at its site, and counted."""
+    """How many units' chains have mixed. R-hat and effective draws are the worst over a unit's coordinates
+    of z; they are known at its site, and counted."""
 
     units: int
     rhat_below: dict[float, int]
@@ -47,7 +47,8 @@ class ChainDiagnostics:
         most = [v for v, n in self.ess_above.items() if n == self.units]
         ess = f"at least {most[-1]:.0f}" if most else "fewer than 100"
         if self.unmixed:
-            return f"{self.units - self.unmixed} of {self.units} client(s) mixed (R-hat {rhat}, effective draws {ess})"
+            mixed = f"{self.units - self.unmixed} of {self.units} client(s) mixed"
+            return f"{mixed} (R-hat {rhat}, effective draws {ess})"
         return f"R-hat {rhat}, effective draws {ess}, over {self.units} client(s)"
 
 

@@ -130,7 +130,8 @@ def gauge_directions(hierarchy: Hierarchy, phi: Tensor, beta: Tensor) -> Tensor:
 def _normal(hierarchy: Hierarchy) -> Normal:
     if not isinstance(hierarchy.prior, Normal):
         raise EstimateError(
-            f"theta_uncertainty is there for Normal priors, not {hierarchy.prior.name}; use intervals without it"
+            f"theta_uncertainty is there for Normal priors, not {hierarchy.prior.name}; use intervals "
+            "without it"
         )
     return hierarchy.prior
 

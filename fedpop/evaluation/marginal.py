@@ -79,8 +79,8 @@ class MarginalLikelihood(Question[LogLikelihood]):
         value, variance, failed = total.weighted["evidence"].tolist()
         if failed:
             raise EstimateError(
-                f"importance sampling fails for {failed:.0f} client(s), with a Pareto shape above {WORST_SHAPE}: "
-                f"z has {self.hierarchy.model.z_layout.size} dimensions, and no simple proposal covers its "
+                f"importance sampling fails for {failed:.0f} client(s), with a Pareto shape above "
+                f"{WORST_SHAPE}: z has {self.hierarchy.model.z_layout.size} dimensions, and no simple proposal covers its "
                 "posterior"
             )
         return LogLikelihood(value, variance**0.5, self.method)

@@ -9,15 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
 from fedpop.errors import DataError
-from fedpop.federation.clients import Client, Federation
-from fedpop.federation.inputs import leaves
-from fedpop.models.likelihoods import Likelihood
 from fedpop.models.predictive import Predictive
-from fedpop.runtime.callbacks import Callback
 
 CLASSES = ("accuracy", "nll", "brier", "ece")
 REAL = ("rmse", "nll", "coverage", "width")

@@ -17,8 +17,8 @@ from fedpop.questions import Question, Units
 
 @dataclass(frozen=True)
 class ValidationScore(Question[float]):
-    """Mean predictive log-likelihood of validation examples; ``states`` gives units' states as they would enter
-    a round."""
+    """Mean predictive log-likelihood of validation examples; ``states`` gives units' states as they would
+    enter a round."""
 
     method: Algorithm
     states: Callable[[Tensor], Tensors]
@@ -35,5 +35,5 @@ class ValidationScore(Question[float]):
         return Answer(everyone, sums={"score": torch.stack((value.sum(), examples.sum()))})
 
     def finish(self, known: Tensors, total: Total) -> float:
-        value, examples = total.weighted["score"].tolist()
+        value, examples = (float(v) for v in total.weighted["score"])
         return value / max(examples, 1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,8 +16,8 @@ from fedpop.federation.inputs import Inputs, map_inputs
 class Cohort:
     """C units and their n examples, rows of one unit next to each other.
 
-    ``units`` are the hashes of their names (``keys.unit_of``), under which they draw; nothing here says where in a
-    federation they stand, or with which weight they count.
+    ``units`` are the hashes of their names (``keys.unit_of``), under which they draw; nothing here says
+    where in a federation they stand, or with which weight they count.
     """
 
     units: Tensor
@@ -66,6 +66,16 @@ class Cohort:
             return rows.reshape(shape)
         block = rows.new_zeros((len(self) * self.longest, *rows.shape[1:]))
         return block.index_copy(0, self.owner * self.longest + self.position, rows).reshape(shape)
+
+    @cached_property
+    def _targets(self) -> dict[object, Tensor]:
+        return {}
+
+    def padded_targets(self, how: object, encode: Callable[[Tensor], Tensor]) -> Tensor:
+        """``pad`` of y in the form that ``encode`` gives; made once for each ``how``, since y never changes."""
+        if how not in self._targets:
+            self._targets[how] = self.pad(encode(self.y))
+        return self._targets[how]
 
     @cached_property
     def empty(self) -> Tensor | None:

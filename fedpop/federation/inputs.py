@@ -17,8 +17,8 @@ Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Example:
-    """What one example looks like, without any of its values: the names of x's parts (none for a single tensor,
-    numbers for a tuple), their shapes and types.
+    """What one example looks like, without any of its values: the names of x's parts (none for a single
+    tensor, numbers for a tuple), their shapes and types.
 
     >>> Example.of({"age": torch.zeros(5), "image": torch.zeros(5, 3, 8, 8)}).shapes
     ((), (3, 8, 8))

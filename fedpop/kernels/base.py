@@ -108,6 +108,8 @@ class Pass:
     """Per client and chain."""
     batched: int = 0
     """How many of these looked at a mini-batch only."""
+    likelihood_grads: Tensor | None = None
+    """The likelihood's part of ``grads``, where it is at hand."""
 
 
 class Noise:
@@ -192,7 +194,7 @@ class Kernel(Setting, ABC):
         """How many of a client's examples a step looks at; None: all of them."""
         return None
 
-    def check(self, closed_form: bool) -> None:  # noqa: B027
+    def check(self, closed_form: bool) -> None:
         """Raise unless this kernel can sample posteriors that are, or are not, closed-form."""
 
     def independent(self, target: Target) -> bool:
@@ -270,17 +272,10 @@ def run(
     adapt: bool,
 ) -> Pass:
     """``steps`` transitions of every chain from z ``[C, K, d]``, theta fixed."""
-    state = State.at(target, z)
-    lost = ~(torch.isfinite(state.value) & torch.isfinite(state.grad).all(-1))
-    if bool(lost.any()):
-        # theta moved and left the chain where there is no density: no step could bring it back.
-        mean = target.prior.mu(target.beta).expand_as(z)
-        state = State.at(target, mean).where(lost, state)
-    plan = kernel.prepare(target, state.z, tuning, key.round)
     noise = Noise(key, units, z, steps)
-    out = _at_once(kernel, target, plan, tuning, noise) or _one_by_one(
-        kernel, target, plan, tuning, state, noise, steps
-    )
+    out = _at_once(kernel, target, z, tuning, noise, key.round) if kernel.independent(target) else None
+    if out is None:
+        out = _one_by_one(kernel, target, z, tuning, noise, steps, key.round)
     out = replace(
         out,
         gradient_evaluations=1 + kernel.preparation(target) + steps * kernel.gradients_per_step,
@@ -289,24 +284,38 @@ def run(
     return replace(out, tuning=kernel.adapt(target, out)) if adapt else out
 
 
-def _at_once(kernel: Kernel, target: Target, plan: Any, tuning: Tuning, noise: Noise) -> Pass | None:
-    """Independent draws need no loop; where one of them has no density the loop sorts it out."""
-    draws = kernel.draw_all(target, plan, tuning, noise)
+def _at_once(
+    kernel: Kernel, target: Target, z: Tensor, tuning: Tuning, noise: Noise, round: int
+) -> Pass | None:
+    """Independent draws need no loop, and no place to start from; where one of them has no density the loop
+    sorts it out."""
+    draws = kernel.draw_all(target, kernel.prepare(target, z, tuning, round), tuning, noise)
     if draws is None:
         return None
     clients, steps, chains, d = draws.shape
-    value, grad = target.value_and_grad(draws.reshape(clients, steps * chains, d))
-    if not bool(torch.isfinite(value).all() & torch.isfinite(grad).all()):
+    flat = draws.reshape(clients, steps * chains, d)
+    likelihood, g = target.likelihood.value_and_grad(flat)
+    prior, slope = target.prior.value_and_grad(target.beta, flat)
+    value, grads = (likelihood + prior).reshape(clients, steps, chains), (g + slope).reshape(draws.shape)
+    if not bool(torch.isfinite(value.sum() + grads.sum())):
         return None
-    grads = grad.reshape(draws.shape)
-    last = State(draws[:, -1], value.reshape(clients, steps, chains)[:, -1], grads[:, -1])
+    last = State(draws[:, -1], value[:, -1], grads[:, -1])
     none = value.new_zeros(clients)
-    return Pass(draws, grads, last, tuning, torch.ones_like(none), none, 0)
+    return Pass(
+        draws, grads, last, tuning, torch.ones_like(none), none, 0, likelihood_grads=g.reshape(draws.shape)
+    )
 
 
 def _one_by_one(
-    kernel: Kernel, target: Target, plan: Any, tuning: Tuning, state: State, noise: Noise, steps: int
+    kernel: Kernel, target: Target, z: Tensor, tuning: Tuning, noise: Noise, steps: int, round: int
 ) -> Pass:
+    state = State.at(target, z)
+    lost = ~(torch.isfinite(state.value) & torch.isfinite(state.grad).all(-1))
+    if bool(lost.any()):
+        # theta moved and left the chain where there is no density: no step could bring it back.
+        mean = target.prior.mu(target.beta).expand_as(z)
+        state = State.at(target, mean).where(lost, state)
+    plan = kernel.prepare(target, state.z, tuning, round)
     draws, grads = [], []
     acceptance = torch.zeros_like(state.value)
     diverged = torch.zeros_like(state.value)

@@ -1,4 +1,5 @@
-"""p(D_i | phi, z_i) p(z_i | beta): the model and the population prior together, as chains and questions see them."""
+"""p(D_i | phi, z_i) p(z_i | beta): the model and the population prior together, as chains and questions see
+them."""
 
 from __future__ import annotations
 

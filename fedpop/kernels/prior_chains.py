@@ -1,9 +1,10 @@
-"""Draws from a population prior: exact ones where there are, else chains on the prior itself, which take no data.
+"""Draws from a population prior: exact ones where there are, else chains on the prior itself, which take no
+data.
 
-An energy-based prior p(z | beta) = exp(-E(z)) / Z(beta) has no exact draws, and the gradient of its log-density
-lacks that of log Z: E_{z' ~ p(. | beta)}[grad_beta E(z')]. The server estimates it with chains of its own on the prior,
-which go on from round to round (persistent contrastive divergence, Tieleman 2008). The same chains start clients
-off, and are what a newcomer without data is drawn from.
+An energy-based prior p(z | beta) = exp(-E(z)) / Z(beta) has no exact draws, and the gradient of its log-
+density lacks that of log Z: E_{z' ~ p(. | beta)}[grad_beta E(z')]. The server estimates it with chains of
+its own on the prior, which go on from round to round (persistent contrastive divergence, Tieleman 2008).
+The same chains start clients off, and are what a newcomer without data is drawn from.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def final_draws(
 
 
 def first_states(prior: Prior, beta: Tensor, key: Key) -> Tensors:
-    """What the server keeps for a prior besides beta: chains from the base, taken to this beta, and their step."""
+    """What the server keeps for a prior besides beta: chains from the base, taken to this beta, and their
+    step."""
     if prior.normalised:
         return {}
     units = key.server(beta.device)

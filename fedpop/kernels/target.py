@@ -264,12 +264,13 @@ class Target:
         return self.posterior_mean(), self.covariance()
 
     def posterior_mean(self) -> Tensor:
-        """The mean ``[C, d]`` of a Gaussian posterior: one Newton step from the prior's."""
+        """The mean ``[C, d]`` of a Gaussian posterior: one Newton step from the prior's, where the prior itself
+        has no slope."""
         local = self.likelihood
         assert isinstance(local, LinearLikelihood) and self.conjugate
-        mu = self.prior.mu(self.beta).expand(local.features.shape[0], -1)
-        _, grad = self._at(mu)
-        return mu + self.block_precision.solve(grad.unsqueeze(1)).squeeze(1)
+        mu = self.prior.mu(self.beta).expand(local.features.shape[0], -1).unsqueeze(1)
+        grad = local.value_and_grad(mu)[1]
+        return (mu + self.block_precision.solve(grad)).squeeze(1)
 
     def mixture(self) -> tuple[Tensor, Tensor, Tensor]:
         """The posterior as a mixture of Gaussians: log-weights ``[C, K]``, means, covariances."""

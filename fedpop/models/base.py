@@ -185,9 +185,9 @@ class Model(ABC):
         return cohort.x if cohort.embedded else self.embed(phi, cohort.x, rows)
 
     def prepared(self, example: Example) -> Self:
-        """This model for examples of this kind: what the modules alone do not tell (how many outputs there are,
-        what comes last) is found by one pass of two examples of zeros, so that a server without data and a site
-        without the others find the same."""
+        """This model for examples of this kind: what the modules alone do not tell (how many outputs there
+        are, what comes last) is found by one pass of two examples of zeros, so that a server without data
+        and a site without the others find the same."""
         phi = self.initial_phi()
         out = copy.copy(self)
         out._look(example.zeros(2, phi.device, phi.dtype), phi)
@@ -270,10 +270,9 @@ class Model(ABC):
             raise ModelError("a linear head needs one tensor of features per example")
         if bias:
             features = with_ones(features)
-        y = self.likelihood.encode(cohort.y, self.outputs, phi.dtype)
-        return LinearLikelihood(
-            cohort.pad(features), cohort.pad(y), cohort.mask, self.likelihood, self.params(phi)
-        )
+        how = (self.likelihood.name, self.outputs, phi.dtype)
+        y = cohort.padded_targets(how, lambda y: self.likelihood.encode(y, self.outputs, phi.dtype))
+        return LinearLikelihood(cohort.pad(features), y, cohort.mask, self.likelihood, self.params(phi))
 
 
 def _not_accepted(x: Inputs, error: RuntimeError) -> DataError:

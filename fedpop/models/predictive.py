@@ -167,7 +167,8 @@ def _categorical_entropy(p: Tensor) -> Tensor:
 def mixture_score(
     model: Model, phi: Tensor, draws: Tensor, features: Inputs, cohort: Cohort
 ) -> tuple[Tensor, Tensor]:
-    """Summed log of the mean over draws ``[C, S, d]`` of p(y_j | x_j, z), and examples, of each unit ``[C]``."""
+    """Summed log of the mean over draws ``[C, S, d]`` of p(y_j | x_j, z), and examples, of each unit
+    ``[C]``."""
     out, start = [], 0
     for c, n in enumerate(cohort.sizes.tolist()):
         rows = slice(start, start + n)

@@ -64,7 +64,7 @@ def evaluate_new(population: Population, newcomers: Sequence[Client]) -> NewClie
     for i, client in enumerate(newcomers):
         own = Federation.of({f"new client {i}": client})
         if len(own.train.y):
-            population.model.checked(own)  # raises where the data do not fit the model
+            population.model.prepared(own.example).checked(own)  # raises where they do not fit the model
     return NewClients(_newcomers(population, newcomers, False), _newcomers(population, newcomers, True))
 
 

@@ -118,6 +118,13 @@ class Population:
         """Marginal standard deviations of the population prior."""
         return self._hierarchy("population prior").prior.summary(self.published["beta"], self.published)[1]
 
+    @property
+    def at_bound(self) -> list[str]:
+        """A word about each parameter on the edge of its projection set."""
+        words = self.algorithm.phi_at_bound(self.published["phi"])
+        hierarchy = self.algorithm.hierarchy
+        return words if hierarchy is None else hierarchy.prior.at_bound(self.published["beta"]) + words
+
     def _hierarchy(self, what: str) -> Hierarchy:
         if self.algorithm.hierarchy is None:
             raise SettingsError(f"{self.algorithm.label} has no {what}")
@@ -181,7 +188,8 @@ class Population:
             nobody = Cohort(unit, none, rows, rows, 0)
             personal = self.algorithm.without_data(self.published, nobody, key)
             return Newcomer(self.algorithm, self.published, personal, key)
-        one = self.model.checked(Federation.of({"the new client": (x, y)}))
+        own = Federation.of({"the new client": (x, y)})
+        one = self.model.prepared(own.example).checked(own)  # raises where they do not fit the model
         c = one.cohort(torch.tensor([0]), self.device)
         cohort = Cohort(unit, c.sizes, c.x, c.y, c.longest, c.embedded)
         personal = self.algorithm.personalise(self.published, cohort, None, key)
@@ -227,13 +235,10 @@ class Population:
     def diagnostics(self, limit: int = 1000) -> Diagnostics:
         """R-hat and ESS of the final pass over (at most ``limit``) clients, and theta's gradient, which
         needs all clients and is left out when there are more."""
-        hierarchy = self._hierarchy("chains")
-        phi, beta = self.published["phi"], self.published["beta"]
-        at_bound = [*hierarchy.prior.at_bound(beta), *self.algorithm.phi_at_bound(phi)]
-        among = None
+        hierarchy, among = self._hierarchy("chains"), None
         if len(self) > limit:
             among = torch.linspace(0, len(self) - 1, limit).long()
-        return self.ask(ChainsAndGradient(hierarchy, self.drift, tuple(at_bound), among is None), among)
+        return self.ask(ChainsAndGradient(hierarchy, self.drift, tuple(self.at_bound), among is None), among)
 
     def theta_draws(self) -> list[tuple[Tensor, Tensor]]:
         """Draws of theta from its asymptotic normal law; computed once."""

@@ -45,8 +45,8 @@ class Outcome:
 
 
 class Sites:
-    """Units of a federation with their states; ``sites`` maps a site's name to those of its units, where a site
-    holds several."""
+    """Units of a federation with their states; ``sites`` maps a site's name to those of its units, where a
+    site holds several."""
 
     def __init__(
         self,
@@ -199,8 +199,8 @@ class Sites:
         if total.count < question.quorum * len(ids):
             names = ", ".join(repr(self.federation.names[i]) for i in left_out[:5])
             raise EstimateError(
-                f"{question.name}: {total.count} of {len(ids)} clients could be heard, not enough; left out were "
-                f"{names}{', ...' if len(left_out) > 5 else ''}"
+                f"{question.name}: {total.count} of {len(ids)} clients could be heard, not enough; left out "
+                f"were {names}{', ...' if len(left_out) > 5 else ''}"
             )
         down = sum(t.numel() * t.element_size() for t in asked.values()) * len(ids)
         cost["bytes_down"] = cost.get("bytes_down", 0.0) + down

@@ -22,7 +22,7 @@ GROUP = 256
 
 @dataclass
 class ThetaDraws:
-    """Draws of theta around the returned one, and clients' models at each; made once, in groups of clients."""
+    """Draws of theta around the returned one, and clients' models at each; made once, group by group."""
 
     hierarchy: Hierarchy
     published: Tensors

@@ -1,9 +1,10 @@
 """What a population prior p(z | beta) is to the rest of the library.
 
 beta is one flat vector. A prior says how z is drawn and scored, what a client sends about it, and what the
-server makes of the sum. What only some priors can do is asked for by ``component`` (closed-form posteriors),
-``forms`` (of I) and ``em``. A prior whose normalising constant cannot be written down (``normalised``) cannot be
-drawn from directly either; chains on the prior itself, which take no data, do both (``kernels.prior_chains``).
+server makes of the sum. What only some priors can do is asked for by ``component`` (closed-form
+posteriors), ``forms`` (of I) and ``em``. A prior whose normalising constant cannot be written down
+(``normalised``) cannot be drawn from directly either; chains on the prior itself, which take no data, do
+both (``kernels.prior_chains``).
 """
 
 from __future__ import annotations

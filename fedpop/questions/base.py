@@ -1,8 +1,8 @@
 """A question: what is sent, what a unit answers, what is made of the sum.
 
-Everything that is asked of all units beside the training rounds has this shape, before them (moments, scales,
-curvatures), between them (validation scores) and after them (marginal likelihood, information, diagnostics). Who
-carries a question from the server to the units and back is the runtime's business.
+Everything that is asked of all units beside the training rounds has this shape, before them (moments,
+scales, curvatures), between them (validation scores) and after them (marginal likelihood, information,
+diagnostics). Who carries a question from the server to the units and back is the runtime's business.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class BetaStep(Setting):
-    """Steps of EM or of an optimiser on beta (None: EM where the prior allows it, else Adam); ``form`` is that
-    of I (see ``priors.normal``), chosen by head and prior unless told.
+    """Steps of EM or of an optimiser on beta (None: EM where the prior allows it, else Adam); ``form`` is
+    that of I (see ``priors.normal``), chosen by head and prior unless told.
 
     >>> BetaStep(EM(0.5, 0.1), form="left").form
     'left'

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fedpop as fp
 from fedpop.algorithms.base import Algorithm, Facts
 from fedpop.federation.cohort import Cohort
-from tests.helpers import cohort_of, generator, seeded, train_key
+from tests.helpers import cohort_of, generator, run_of, seeded
 
 WIDE = torch.float64
 
@@ -61,29 +61,12 @@ class Sites:
 
 def chain(method: Algorithm, sites: Sites, rounds: int, start: Tensor, burn_in: int = 20) -> Tensor:
     """The server's w after each of these rounds ``[K, d]``, everyone (or one client in turn) taking part."""
-    cohort = sites.cohort()
-    server = method.init(sites.facts, train_key())
-    local: dict[str, Tensor] = {}
-    for phase in method.phases[:-1]:
-        key = train_key().at(purpose=phase)
-        given = method.broadcast(phase, server)
-        local, message, _ = method.local_round(phase, given, cohort, {}, method.channel(key), key)
-        server = method.server_round(phase, server, message, sites.facts, key)
-    server = server | {"w": start}
-    local = local or method.enter(cohort.ids, method.broadcast("train", server), train_key())
-    singles = [cohort.select(torch.tensor([i])) for i in range(len(sites.h))]
+    run = run_of(method, sites.clients, sites.facts.rounds)
+    run.server = run.server | {"w": start}
     out = []
-    for k in range(burn_in + rounds):
-        key = train_key(k)
-        given = method.broadcast("train", server)
-        if method.participation == "one":
-            i = int(fp.participation.Uniform(1).draw(len(sites.h), key.at(purpose="who")).ids)
-            own = {n: v[i : i + 1] for n, v in local.items()}
-            _, message, _ = method.local_round("train", given, singles[i], own, method.channel(key), key)
-        else:
-            local, message, _ = method.local_round("train", given, cohort, local, method.channel(key), key)
-        server = method.server_round("train", server, message, sites.facts, key)
-        out.append(server["w"])
+    for _ in range(burn_in + rounds):
+        run.train_round()
+        out.append(run.server["w"])
     return torch.stack(out[burn_in:])
 
 

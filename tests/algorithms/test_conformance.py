@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.algorithms import METHODS
-from fedpop.algorithms.base import Algorithm, Facts, Info, Message, Tensors
-from fedpop.channel import Channel
+from fedpop.algorithms.base import Algorithm, Round
+from fedpop.channel import Answer, Channel, Tally, Tensors, Total
 from fedpop.errors import DataError, SettingsError
-from fedpop.federation.cohort import Cohort
-from fedpop.federation.participation.rules import Participation
+from fedpop.federation.participation import Active, Participation
+from fedpop.population.sites import Outcome
 from fedpop.runtime import checkpoint
-from fedpop.runtime.run import Run, Settings
+from fedpop.runtime.run import Run, Settings, active_units
+from tests.apart import Apart
 from tests.helpers import generator, seeded
 
 WIDE = torch.float64
@@ -33,7 +34,7 @@ NAMES = ("ada", "bea", "cem", "dag")
 SIZES = (4, 3, 6, 5)
 EVERYONE = torch.arange(len(NAMES))
 
-SHORT = {"local_steps": 3, "burn_in": 4, "final": fp.chains.Final(2, 3, 2)}
+SHORT = {"local_steps": 3, "chain": fp.chains.Chain(burn_in=4), "final": fp.chains.Final(2, 3, 2)}
 SETTINGS: dict[str, dict[str, Any]] = {
     "FedSOUL": SHORT,
     "FedSOUK": SHORT,
@@ -86,7 +87,11 @@ def made(name: str, kind: str, **settings: Any) -> Algorithm:
 
 def partial(name: str) -> Participation:
     """A rule under which not everyone is there, where the method allows one."""
-    return {"any": fp.participation.Uniform(2), "one": fp.participation.Uniform(1), "full": fp.participation.Everyone()}[METHODS[name].participation]
+    return {
+        "any": fp.participation.Uniform(2),
+        "one": fp.participation.Uniform(1),
+        "full": fp.participation.Everyone(),
+    }[METHODS[name].participation]
 
 
 def fit(name: str, kind: str, rounds: int = 3, seed: int = 0, **options: Any) -> fp.Population:
@@ -100,42 +105,40 @@ def fitted(name: str, kind: str, rounds: int = 3, seed: int = 0) -> fp.Populatio
     return fit(name, kind, rounds, seed)
 
 
-@dataclass
-class Work:
-    """What a cohort's round was given and gave."""
-
-    before: Tensors
-    after: Tensors
-    message: Message
-    info: Info
-    channel: Channel
-
-
 class Stage:
     """A method in the middle of a run."""
 
-    def __init__(self, method: Algorithm, kind: str, rounds: int = 1) -> None:
-        federation = method.model.prepare(fp.Federation.of(clients(kind)))
-        settings = Settings(20, 0, method.usual_participation(), "1GiB", 50)
-        self.run = Run(method, federation, settings, None, [])
-        self.run._begin(resume=False)
+    def __init__(
+        self, method: Algorithm, kind: str, rounds: int = 1, rule: Participation | None = None
+    ) -> None:
+        federation = fp.Federation.of(clients(kind))
+        method = method.prepared(federation.example)
+        settings = Settings(20, 0, method.usual_participation() if rule is None else rule)
+        self.run = Run(method, method.model.checked(federation), settings)
+        self.run.begin()
         for _ in range(rounds):
             self.run.train_round()
         self.method = self.run.algorithm
 
-    def cohort(self, ids: Tensor, weights: Tensor | None = None) -> Cohort:
-        return self.run.federation.cohort(ids, torch.ones(len(ids)) if weights is None else weights, CPU)
+    def now(self) -> Round:
+        """The next round, as sites see it."""
+        keys = (k.at(round=self.run.round, purpose="train") for k in (self.run.secret, self.run.key))
+        return Round(self.run.round, self.method.broadcast(self.run.server), *keys)
 
-    def work(self, cohort: Cohort) -> Work:
-        """The next round's work of this cohort; the run itself stays where it is."""
-        key = self.run.key.at(round=self.run.round, purpose="train")
-        broadcast = self.method.broadcast("train", self.run.server)
-        local = self.run._enter(cohort.ids, broadcast, key)
-        channel = self.method.channel(key)
-        before = {n: t.clone() for n, t in local.items()}
-        return Work(
-            before, *self.method.local_round("train", broadcast, cohort, local, channel, key), channel
-        )
+    def before(self, ids: Tensor) -> Tensors:
+        now = self.now()
+        return {
+            n: t.clone() for n, t in self.run.sites.states(self.method, ids, now.broadcast, now.key).items()
+        }
+
+    def work(self, ids: Tensor, weights: Tensor | None = None, ratio: bool = True) -> Outcome:
+        """The next round's work of these clients; the run itself stays where it is."""
+        active = Active(ids, torch.ones(len(ids)) if weights is None else weights, ratio)
+        return self.run.sites.round(self.method, self.now(), active, self.run.plan)
+
+    def after(self, done: Outcome) -> Tensors:
+        """What the clients of an outcome would keep."""
+        return joined([state for _, state in done.updates])
 
 
 def every(*kinds: str, participation: tuple[str, ...] = ("any", "one", "full")) -> Any:
@@ -163,14 +166,15 @@ def test_two_halves_send_what_the_whole_cohort_sends(name: str, kind: str) -> No
     stage = Stage(method, kind)
     weights = torch.tensor([1.0, 2.0, 0.5, 1.5] if method.participation == "any" else [1.0] * 4)
     for _ in range(2):
-        whole = stage.work(stage.cohort(EVERYONE, weights))
-        halves = [stage.work(stage.cohort(EVERYONE[s], weights[s])) for s in (slice(0, 1), slice(1, 4))]
-        total = halves[0].message + halves[1].message
-        assert total.count == whole.message.count == len(NAMES)
-        same(total.sums, whole.message.sums)
-        if whole.after:
-            same(joined([h.after for h in halves]), whole.after)
-        assert whole.channel.bytes_up == sum(h.channel.bytes_up for h in halves)
+        whole = stage.work(EVERYONE, weights)
+        halves = [stage.work(EVERYONE[s], weights[s]) for s in (slice(0, 1), slice(1, 4))]
+        assert sum(h.total.count for h in halves) == whole.total.count == len(NAMES)
+        for which in ("weighted", "plain", "named"):
+            sums = [getattr(h.total, which) for h in halves]
+            whole_sums = getattr(whole.total, which)
+            same({n: sum(s[n] for s in sums) for n in whole_sums}, whole_sums)
+        same(joined([stage.after(h) for h in halves]), stage.after(whole))
+        assert whole.bytes_up == sum(h.bytes_up for h in halves)
         stage.run.train_round()
 
 
@@ -180,12 +184,12 @@ def test_bytes_up_are_those_of_the_messages(name: str, kind: str) -> None:
     stage = Stage(method, kind)
     ids = EVERYONE[:1] if method.participation == "one" else EVERYONE
     for _ in range(3):
-        done = stage.work(stage.cohort(ids))
-        vectors = done.message.sums.values()
-        assert done.channel.bytes_up == len(ids) * sum(v.numel() * v.element_size() for v in vectors)
+        done = stage.work(ids)
+        vectors = done.total.weighted.values()
+        assert done.bytes_up == len(ids) * sum(v.numel() * v.element_size() for v in vectors)
         before = stage.run.totals["bytes_up"]
         stage.run.train_round()
-        assert stage.run.totals["bytes_up"] - before == done.channel.bytes_up
+        assert stage.run.totals["bytes_up"] - before == done.bytes_up
 
 
 def holds(vector: Tensor, secret: Tensor) -> bool:
@@ -211,17 +215,23 @@ def test_holds_can_tell() -> None:
 
 
 @every("linear", "softmax", "curved")
-def test_private_state_is_in_no_message(name: str, kind: str) -> None:
-    """Neither as it was before the round nor as it is after it, nor a multiple; each client alone."""
-    stage = Stage(made(name, kind), kind)
-    for i in EVERYONE:
-        done = stage.work(stage.cohort(i[None]))
-        for secret in set(stage.method.private) & set(done.after):
-            for state in (done.before[secret], done.after[secret]):
-                rows = state.reshape(-1, state.shape[-1]) if state.dim() > 1 else state[None]
-                for vector in done.message.sums.values():
-                    assert not holds(vector, state)
+def test_private_state_is_in_no_encoded_message(name: str, kind: str) -> None:
+    """Neither as it was before a round nor as it is after it, nor a multiple; questions before the rounds
+    included."""
+    apart = Apart(made(name, kind), clients(kind))
+    seen: set[str] = set()
+    for _ in range(3):
+        before = {n: apart.state(n) for n in NAMES}
+        apart.train_round()
+        for site, _, _, vector in apart.traffic:
+            for state in (before[site], apart.state(site)):
+                for secret in set(apart.method.private) & set(state):
+                    seen.add(secret)
+                    rows = state[secret].reshape(-1, state[secret].shape[-1])
+                    assert not holds(vector, state[secret])
                     assert not any(holds(vector, row) for row in rows)
+    local = set().union(*(apart.state(n) for n in NAMES))
+    assert seen == set(apart.method.private) & local or not apart.traffic
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -229,8 +239,128 @@ def test_what_is_called_private_exists(name: str) -> None:
     seen: set[str] = set()
     for kind in MODELS:
         stage = Stage(made(name, kind), kind, rounds=0)
-        seen |= set(stage.work(stage.cohort(EVERYONE[:1])).after)
+        seen |= set(stage.after(stage.work(EVERYONE[:1])))
     assert set(METHODS[name].private) <= seen
+
+
+# --- one machine or many -----------------------------------------------------------------------
+
+ALONE = {"FSGLD": "a relay: one client a round, whose answer is the chain itself"}
+"""Methods that cannot do with sums over three sites, and why."""
+
+
+def after_rounds(name: str, kind: str, way: str, rounds: int = 3, **settings: Any) -> tuple[Tensors, Tensors]:
+    """Server and clients after some rounds with everyone, or with who was drawn."""
+    method = made(name, kind, **settings)
+    rule = fp.participation.Bernoulli([0.9, 0.8, 1.0, 0.95]) if method.participation == "any" else None
+    if way == "a cohort of all":
+        stage = Stage(method, kind, rounds, rule)
+        return stage.run.server, stage.run.sites.store.state()
+    apart = Apart(method, clients(kind), rule=rule, exposed=3 if way == "sums over three" else 1)
+    for _ in range(rounds):
+        apart.train_round()
+    each = [apart.state(n) for n in NAMES]
+    return apart.server, {
+        f"local.{n}": torch.cat([e[n] for e in each]) for n in (each[0] if all(each) else {})
+    }
+
+
+@pytest.mark.parametrize("compressor", ["identity", "qsgd"])
+@pytest.mark.parametrize("way", ["sites of one", "sums over three"])
+@every("linear", "softmax", "curved")
+def test_the_same_result_across_sites(name: str, kind: str, way: str, compressor: str) -> None:
+    """Real bytes between sites of one and the server; then nothing but sums over three sites."""
+    if way == "sums over three" and name in ALONE:
+        assert METHODS[name].participation == "one"
+        pytest.skip(ALONE[name])
+    if compressor != "identity" and not METHODS[name].compressed:
+        pytest.skip(f"{name} does not compress what its clients send")
+    server, local = after_rounds(name, kind, "a cohort of all", compressor=compressor)
+    other, states = after_rounds(name, kind, way, compressor=compressor)
+    assert server.keys() == other.keys()
+    single = name in ("FedSOUL", "FedSOUK") and kind == "linear"  # the spectral start's moments are float32
+    close = {"rtol": 1e-4, "atol": 1e-5} if single else {"rtol": 1e-7, "atol": 1e-9}
+    for n in server:
+        torch.testing.assert_close(server[n], other[n], **close, equal_nan=True)
+    for n in states:  # rows in the order in which clients were first heard of
+        order = local["slots"].argsort()[-len(states[n]) :]
+        torch.testing.assert_close(local[n], states[n][order], **close)
+
+
+# --- what was not heard did not happen -----------------------------------------------------------
+
+
+def refusing(stage: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third of the answers is lost at random: unfit, refused by the channel, or on the way."""
+    g = generator(3)
+
+    def unlucky(count: int) -> Tensor:
+        return torch.rand(count, generator=g) < 0.34
+
+    if stage == "unfit":
+        add = Tally.add
+
+        def fewer(self: Tally, answer: Answer, *rest: Any) -> Any:
+            return add(self, replace(answer, good=answer.good & ~unlucky(len(answer.good))), *rest)
+
+        monkeypatch.setattr(Tally, "add", fewer)
+    elif stage == "refused":
+        carry = Channel.carry
+
+        def refused(self: Channel, name: str, vectors: Tensor, sites: Tensor, key: Any) -> Any:
+            seen, size = carry(self, name, vectors, sites, key)
+            return torch.where(unlucky(len(seen)).unsqueeze(1), torch.nan, seen), size
+
+        monkeypatch.setattr(Channel, "carry", refused)
+    else:
+        run.sites.lost = lambda number, units: unlucky(len(units))
+
+
+@pytest.mark.parametrize("stage", ["unfit", "refused", "lost"])
+@every("softmax", participation=("any", "full"))
+def test_a_state_is_provisional_until_its_answer_was_heard(
+    name: str, kind: str, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "LocalOnly" and stage == "refused":
+        pytest.skip("nothing is sent that could be refused")
+    settings = {"compressor": "qsgd"} if METHODS[name].compressed and stage == "refused" else {}
+    run = Stage(made(name, kind, **settings), kind).run
+    run.sites.lost = lambda number, units: torch.zeros(len(units), dtype=torch.bool)  # no fused sums
+    refusing(stage, run, monkeypatch)
+    changed, missed = False, False
+    for _ in range(4):
+        before = run.sites.store.get(EVERYONE, CPU)
+        metrics = run.train_round()
+        now = run.sites.store.get(EVERYONE, CPU)
+        out = torch.tensor([n in metrics["left_out"] for n in NAMES])
+        missed = missed or bool(out.any())
+        for n in before.keys() - set(METHODS[name].keeps):
+            assert torch.equal(now[n][out], before[n][out])
+            changed = changed or not torch.equal(now[n], before[n])
+    assert missed
+    assert changed or not before.keys() - set(METHODS[name].keeps)
+
+
+@pytest.mark.parametrize("stage", ["unfit", "refused", "lost"])
+@pytest.mark.parametrize("rule", [None, 0.6, [0.5, 0.9, 0.7, 0.6]])
+def test_what_both_sides_remember_agrees(stage: str, rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SCAFFOLD's c is the mean of the c_i, QLSD++'s memory the sum of the clients', whatever is lost."""
+    whose = fp.participation.Everyone() if rule is None else fp.participation.Bernoulli(rule)
+    for name, settings, ours, theirs, share in (
+        ("SCAFFOLD", {}, "c", "c", 1 / len(NAMES)),
+        ("QLSD", {"variant": "++", "batch": 2, "compressor": "qsgd", "refresh": 3}, "memory", "memory", 1.0),
+    ):
+        with monkeypatch.context() as patch:
+            run = Stage(made(name, "softmax", **settings), "softmax", 0, whose).run
+            run.sites.lost = lambda number, units: torch.zeros(len(units), dtype=torch.bool)
+            refusing(stage, run, patch)
+            lost = 0
+            for _ in range(8):
+                lost += len(run.train_round()["left_out"])
+                held = run.sites.store.tensors[theirs][: run.sites.store.used]
+                torch.testing.assert_close(run.server[ours], share * held.sum(0), rtol=1e-9, atol=1e-10)
+            assert lost
+            assert bool(run.server[ours].any())
 
 
 # --- runs --------------------------------------------------------------------------------------
@@ -293,24 +423,22 @@ def test_the_seed_is_the_run(name: str, kind: str) -> None:
 
 @every("linear", participation=("any", "one"))
 def test_absent_clients_stay_as_they_were(name: str, kind: str) -> None:
-    method, rule = made(name, kind), partial(name)
-    federation = method.model.prepare(fp.Federation.of(clients(kind)))
-    run = Run(method, federation, Settings(6, 0, rule, "1GiB", 50), None, [])
-    run._begin(resume=False)
+    rule = partial(name)
+    run = Stage(made(name, kind), kind, 0, rule).run
     changed = False
     for k in range(6):
-        before = {i: run.store.get(EVERYONE[i : i + 1], CPU) for i in range(4) if run.store.seen(EVERYONE[i])}
-        key = run.key.at(round=k, purpose="train").at(purpose="who")
-        active = rule.draw(len(NAMES), key).ids.tolist()
+        store = run.sites.store
+        before = {i: store.get(EVERYONE[i : i + 1], CPU) for i in range(4) if store.seen(EVERYONE[i])}
+        active = active_units(rule, run.federation, run.key, k).ids.tolist()
         run.train_round()
         for i, state in before.items():
-            now = run.store.get(EVERYONE[i : i + 1], CPU)
+            now = store.get(EVERYONE[i : i + 1], CPU)
             alike = all(torch.equal(now[n], state[n]) for n in state)
             assert alike or i in active
             changed = changed or not alike
-        assert set(active) | set(before) >= {i for i in range(4) if run.store.seen(EVERYONE[i])}
+        assert set(active) | set(before) >= {i for i in range(4) if store.seen(EVERYONE[i])}
     # Those who are there do change, where there is something to keep that is not fitted once and for all.
-    assert changed or not run.store.tensors or name == "FSGLD"
+    assert changed or not run.sites.store.tensors or name == "FSGLD"
 
 
 @every("linear", "softmax")
@@ -319,31 +447,54 @@ def test_a_client_that_is_not_finite_is_left_out_and_named(name: str, kind: str)
     stage = Stage(made(name, kind), kind)
     others = torch.tensor([0, 1, 3])
     alone = stage.method.participation == "one"
+    ids = EVERYONE[2:3] if alone else EVERYONE
     for _ in range(12):  # a round that does not look at data cannot know
-        cohort = stage.cohort(EVERYONE[2:3] if alone else EVERYONE)
-        bad = torch.full_like(cohort.x, torch.nan)
-        mine = cohort.ids[cohort.owner] == 2
-        done = stage.work(replace(cohort, x=torch.where(mine.unsqueeze(1), bad, cohort.x)))
-        if done.info.left_out:
+        before, healthy = stage.before(ids), stage.run.sites.federation
+        packed = healthy.train
+        rows = slice(int(packed.starts[2]), int(packed.starts[2] + packed.sizes[2]))
+        x = packed.x.clone()
+        x[rows] = torch.nan
+        stage.run.sites.federation = replace(healthy, splits={"train": replace(packed, x=x)})
+        stage.run.sites._everyone = None
+        done = stage.work(ids)
+        stage.run.sites.federation, stage.run.sites._everyone = healthy, None
+        if done.left_out:
             break
         stage.run.train_round()
-    assert done.info.left_out == (2,)
-    place = 0 if alone else 2
-    for n in done.after.keys() - ADAPTED.get(name, set()):
-        assert torch.equal(done.after[n][place], done.before[n][place])
-    assert all(bool(torch.isfinite(v).all()) for v in done.message.sums.values())
-    assert done.message.count == (0 if alone else 3)
+    assert done.left_out == (2,)
+    place, after = (0 if alone else 2), stage.after(done)
+    for n in after.keys() - ADAPTED.get(name, set()):
+        assert torch.equal(after[n][place], before[n][place])
+    total = done.total
+    assert all(bool(torch.isfinite(v).all()) for v in total.weighted.values())
+    assert total.count == (0 if alone else 3)
     key = stage.run.key.at(round=stage.run.round, purpose="train")
-    server = stage.method.server_round("train", stage.run.server, done.message, Facts(4, 20), key)
+    server = stage.method.server_round(stage.run.server, total, stage.run.facts, key)
     floats = [t for t in server.values() if t.is_floating_point()]
     assert all(bool(torch.isfinite(t).all()) for t in floats)
     if not alone:
-        rest = stage.work(stage.cohort(others))
-        same(done.message.sums, rest.message.sums)
-        same({n: t[others] for n, t in done.after.items()}, rest.after)
+        rest = stage.work(others)
+        same(total.weighted, rest.total.weighted)
+        same({n: t[others] for n, t in after.items()}, stage.after(rest))
         for n in ("log_likelihood", "examples"):
-            if n in rest.info.sums:
-                assert done.info.sums[n] == pytest.approx(rest.info.sums[n], rel=1e-9)
+            if n in rest.cost:
+                assert done.cost[n] == pytest.approx(rest.cost[n], rel=1e-9)
+
+
+@every("linear", participation=("any", "full"))
+def test_a_round_of_nobody(name: str, kind: str) -> None:
+    """Under b/|A| weights nothing moves; under 1/p_i weights everything stays finite."""
+    stage = Stage(made(name, kind), kind)
+    key = stage.run.key.at(round=stage.run.round, purpose="train")
+    for ratio in (True, False):
+        nobody = Total.of_nobody(len(NAMES), ratio)
+        server = stage.method.server_round(stage.run.server, nobody, stage.run.facts, key)
+        for n, v in server.items():
+            if ratio and n in ("phi", "beta", "w", "z", "c", "memory"):
+                assert torch.equal(v, stage.run.server[n])
+            assert not v.is_floating_point() or bool(
+                (torch.isfinite(v) | torch.isnan(stage.run.server[n])).all()
+            )
 
 
 # --- predictions -------------------------------------------------------------------------------
@@ -401,7 +552,9 @@ def test_the_rule_of_participation_is_enforced(name: str) -> None:
     kind = "linear"
     allowed = METHODS[name].participation
     assert allowed in ("any", "full", "one")
-    assert METHODS[name].usual_participation() == (fp.participation.Uniform(1) if allowed == "one" else fp.participation.Everyone())
+    assert METHODS[name].usual_participation() == (
+        fp.participation.Uniform(1) if allowed == "one" else fp.participation.Everyone()
+    )
     for rule, fits in (
         (fp.participation.Everyone(), allowed in ("any", "full")),
         (fp.participation.Uniform(2), allowed == "any"),
@@ -436,12 +589,12 @@ def test_a_compressor_works_or_is_refused(name: str) -> None:
     stage, plain = (Stage(made(name, "softmax", **c), "softmax") for c in ({"compressor": "natural"}, {}))
     seen = set()
     for _ in range(3):
-        done, whole = (s.work(s.cohort(EVERYONE[:1])) for s in (stage, plain))
-        for n in set(METHODS[name].compressed) & set(done.message.sums):
+        done, whole = (s.work(EVERYONE[:1]).total.plain for s in (stage, plain))
+        for n in set(METHODS[name].compressed) & set(done):
             # Powers of two is what the natural compressor rounds to.
-            powers = torch.log2(done.message.sums[n].abs()[done.message.sums[n] != 0])
+            powers = torch.log2(done[n].abs()[done[n] != 0])
             assert torch.equal(powers, powers.round())
-            assert done.message.sums[n].shape == whole.message.sums[n].shape
+            assert done[n].shape == whole[n].shape
             seen.add(n)
         stage.run.train_round()
         plain.run.train_round()

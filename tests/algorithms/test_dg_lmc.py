@@ -11,7 +11,18 @@ import fedpop as fp
 from fedpop.algorithms.base import Facts
 from fedpop.errors import SettingsError
 from tests.algorithms.gaussian_sites import WIDE, Sites, assert_centre, assert_variance, chain
-from tests.helpers import cohort_of, generator, linear_model, ragged, seeded, train_key
+from tests.helpers import (
+    answers,
+    asked,
+    begun,
+    by_name,
+    cohort_of,
+    generator,
+    linear_model,
+    ragged,
+    seeded,
+    train_key,
+)
 
 RHO = (0.5, 0.2, 1.0)
 
@@ -61,7 +72,7 @@ def test_the_closed_forms_agree_as_the_step_vanishes() -> None:
 def test_theta_has_its_marginal(prior: float) -> None:
     s = sites()
     gamma, steps, rounds = 0.1, 5, 300
-    method = fp.DGLMC(s.model, rho=RHO, step=gamma, local_steps=steps, prior_precision=prior)
+    method = fp.DGLMC(s.model, rho=by_name(RHO), step=gamma, local_steps=steps, prior_precision=prior)
     mean, precision = marginal(s, RHO, prior)
     draws = chain(method, s, rounds, mean, burn_in=40)
     variance, c = discretised(s, RHO, gamma, steps, prior)
@@ -90,7 +101,7 @@ def test_the_population_mean_is_the_mode_of_its_marginal() -> None:
         pull += x.T @ spread @ y
     mode = torch.linalg.solve(precision, pull)
     prior = fp.priors.Normal(scale=rho**0.5, learn_scale=False)
-    souk = fp.FedSOUL(model, prior=prior, rao_blackwell=True).fit(clients, rounds=150)
+    souk = fp.FedSOUL(model, prior=prior, chain=fp.chains.Chain(rao_blackwell=True)).fit(clients, rounds=150)
     torch.testing.assert_close(souk.prior_mean, mode, rtol=1e-4, atol=1e-4)
     method = fp.DGLMC(model, rho=rho, local_steps=5, samples=200, burn_in=20, thin=1)
     population = method.fit(clients, rounds=220)
@@ -108,37 +119,31 @@ def test_the_population_mean_is_the_mode_of_its_marginal() -> None:
 
 def test_what_is_sent_are_the_sums_of_the_gibbs_step() -> None:
     s = sites()
-    method = fp.DGLMC(s.model, rho=RHO, step=0.1, local_steps=2)
-    cohort, server = s.cohort(), method.init(s.facts, train_key())
-    given = method.broadcast("train", server)
-    local = method.enter(cohort.ids, given, train_key())
-    new, message, _ = method.local_round(
-        "train", given, cohort, local, method.channel(train_key()), train_key()
-    )
+    method = fp.DGLMC(s.model, rho=by_name(RHO), step=0.1, local_steps=2)
+    cohort, key = s.cohort(), train_key()
+    server, local = begun(method, cohort, s.facts, key)
+    done = answers(method, cohort, local, method.broadcast(server), key)
     r = 1 / torch.tensor(RHO, dtype=WIDE)
-    torch.testing.assert_close(message.sums["1/rho"], r.sum().reshape(1))
-    torch.testing.assert_close(message.sums["z/rho"], r @ new["z"])
+    torch.testing.assert_close(done.total.plain["1/rho"], r.sum().reshape(1))
+    torch.testing.assert_close(done.total.plain["z/rho"], r @ done.local["z"])
     assert method.private == ()
-    after = method.server_round("train", server, message, s.facts, train_key())["w"]
-    key = train_key()
+    after = method.server_round(server, done.total, s.facts, key)["w"]
     xi = key.at(purpose="theta").normal(key.server(), (s.d,), WIDE)[0]
-    torch.testing.assert_close(after, (r @ new["z"]) / r.sum() + xi / r.sum().sqrt())
+    torch.testing.assert_close(after, (r @ done.local["z"]) / r.sum() + xi / r.sum().sqrt())
 
 
 def test_what_nobody_gave_comes_from_the_curvature() -> None:
     s = sites()
     method = fp.DGLMC(s.model)
-    cohort, server = s.cohort(), method.init(s.facts, train_key())
-    given = method.broadcast("curvature", server)
-    local, message, _ = method.local_round(
-        "curvature", given, cohort, {}, method.channel(train_key()), train_key()
-    )
-    assert message.sums == {}  # it stays with the client
-    torch.testing.assert_close(local["curvature"], s.curvatures)
-    _, message, _ = method.local_round(
-        "train", given, cohort, local, method.channel(train_key()), train_key()
-    )
-    torch.testing.assert_close(message.sums["1/rho"], s.curvatures.sum().reshape(1))
+    cohort, key = s.cohort(), train_key()
+    (question,) = method.questions(s.facts, key)
+    known, done = asked(question, cohort, {}, key)
+    assert known == {}  # it stays with the client
+    assert (done.total.weighted, done.total.plain, done.bytes_up) == ({}, {}, 0)
+    torch.testing.assert_close(done.local["curvature"], s.curvatures)
+    server, local = begun(method, cohort, s.facts, key)
+    sent = answers(method, cohort, local, method.broadcast(server), key).total.plain
+    torch.testing.assert_close(sent["1/rho"], s.curvatures.sum().reshape(1))
 
 
 def test_clients_without_data_and_everyone_always() -> None:
@@ -159,15 +164,12 @@ def test_a_client_that_is_not_finite_is_left_out_and_keeps_its_model() -> None:
     clients = ragged((3, 4))
     clients[1] = (clients[1][0] * 1e30, clients[1][1] * 1e30)
     cohort = cohort_of(method.model, clients)
-    given = method.broadcast("train", method.init(Facts(2, 10), train_key()))
-    local = method.enter(cohort.ids, given, train_key())
-    new, message, info = method.local_round(
-        "train", given, cohort, local, method.channel(train_key()), train_key()
-    )
-    assert info.left_out == (1,)
-    assert float(message.sums["1/rho"]) == pytest.approx(10)
-    assert torch.equal(new["z"][1], local["z"][1])
-    assert not torch.equal(new["z"][0], local["z"][0])
+    server, local = begun(method, cohort, Facts(2, 10), train_key())
+    done = answers(method, cohort, local, method.broadcast(server), train_key())
+    assert done.left_out == (1,)
+    assert float(done.total.plain["1/rho"]) == pytest.approx(10)
+    assert torch.equal(done.local["z"][1], local["z"][1])
+    assert not torch.equal(done.local["z"][0], local["z"][0])
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,8 @@ def test_a_client_that_is_not_finite_is_left_out_and_keeps_its_model() -> None:
     [
         ({"local_steps": 0}, "local_steps"),
         ({"rho": 0.0}, "rho must be positive"),
-        ({"rho": [0.1, -1.0]}, "rho must be positive"),
+        ({"rho": {"a": 0.1, "b": -1.0}}, "rho must be positive"),
+        ({"rho": [0.1, 0.2]}, "rho must be a number or a mapping"),
         ({"step": 0.0}, "step must be positive"),
         ({"batch": 0}, "batch is a whole number"),
         ({"prior_precision": float("inf")}, "prior_precision"),
@@ -188,5 +191,8 @@ def test_impossible_settings(settings: dict[str, Any], says: str) -> None:
 
 
 def test_one_rho_for_each_client() -> None:
-    with pytest.raises(SettingsError, match="3 values of rho for 2 clients"):
-        fp.DGLMC(linear_model(), rho=RHO).fit(ragged((4, 6)), rounds=8)
+    named = by_name(RHO)
+    with pytest.raises(SettingsError, match="rho: there is no client 'client-2'"):
+        fp.DGLMC(linear_model(), rho=named).fit(ragged((4, 6)), rounds=8)
+    with pytest.raises(SettingsError, match="rho: no value for client 'client-3'"):
+        fp.DGLMC(linear_model(), rho=named).fit(ragged((4, 6, 2, 3)), rounds=8)

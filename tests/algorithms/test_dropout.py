@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms.base import Algorithm
-from fedpop.channel import Channel
+from fedpop.algorithms.base import Algorithm, Facts
+from fedpop.keys import unit_of
 from fedpop.models.base import Model
 from fedpop.models.modules import RowKeys
-from tests.helpers import cohort_of, generator, ragged, seeded, train_key
+from tests.helpers import answers, begun, cohort_of, generator, ragged, seeded, train_key
 
 RATE = 0.1
 NORMAL = fp.likelihoods.Normal(0.5)
@@ -36,16 +36,15 @@ MODELS = {"backbone": backbone_dropout, "head": head_dropout, "split": split_dro
 def sent(method: Algorithm, clients: list[tuple[Tensor, Tensor]]) -> Tensor:
     """The sum of what one round of everyone sends."""
     cohort = cohort_of(method.model, clients)
-    broadcast = method.broadcast("train", method.init(None, train_key()))  # type: ignore[arg-type]
-    local = method.enter(cohort.ids, broadcast, train_key())
-    _, message, _ = method.local_round("train", broadcast, cohort, local, Channel(), train_key())
-    return next(iter(message.sums.values()))
+    server, local = begun(method, cohort, Facts(len(cohort), 1), train_key())
+    done = answers(method, cohort, local, method.broadcast(server), train_key())
+    return next(iter(done.total.plain.values()))
 
 
-def masked_loss(model: Model, w: Tensor, x: Tensor, y: Tensor, client: int, epoch: int) -> Tensor:
+def masked_loss(model: Model, w: Tensor, x: Tensor, y: Tensor, unit: int, epoch: int) -> Tensor:
     """One client's mean loss with the masks that its key stands for, layer by layer, without vmap."""
     key = train_key().at(purpose=f"epoch-{epoch}")
-    rows = RowKeys(key, torch.full((len(x),), client), torch.arange(len(x)))
+    rows = RowKeys(key, torch.full((len(x),), unit), torch.arange(len(x)))
     size = model.phi_layout.size
     features = model.embed(w[:size], x, rows)
     eta = model.head_at(w[:size], w[size:], features, rows)
@@ -61,7 +60,7 @@ def test_local_steps_of_fedavg_see_exactly_the_keyed_masks(name: str) -> None:
         w = start
         for epoch in range(2):
             w = w.detach().requires_grad_()
-            (grad,) = torch.autograd.grad(masked_loss(model, w, x, y, i, epoch), w)
+            (grad,) = torch.autograd.grad(masked_loss(model, w, x, y, unit_of(f"client-{i}"), epoch), w)
             w = w.detach() - RATE * grad
         expected = expected + len(x) * (w - start)
     method = fp.FedAvg(model, local=fp.LocalSGD(epochs=2, rate=RATE))
@@ -89,11 +88,10 @@ def test_masks_do_not_depend_on_the_cohort() -> None:
     together = sent(method, clients)
     alone = torch.zeros_like(together)
     cohort = cohort_of(method.model, clients)
-    broadcast = method.broadcast("train", method.init(None, train_key()))  # type: ignore[arg-type]
+    broadcast = method.broadcast(method.init(Facts(3, 1), train_key(), {}))
     for i in range(3):
         one = cohort.select(torch.tensor([i]))
-        _, message, _ = method.local_round("train", broadcast, one, {}, Channel(), train_key())
-        alone = alone + message.sums["dw"]
+        alone = alone + answers(method, one, {}, broadcast, train_key()).total.plain["dw"]
     torch.testing.assert_close(alone, together)
 
 

@@ -7,23 +7,25 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms.base import Facts, Message
+from fedpop.algorithms import Distillation
+from fedpop.algorithms.base import Facts
+from fedpop.channel import Total
 from fedpop.errors import SettingsError
-from tests.helpers import cohort_of, generator, linear_model, ragged, seeded, train_key
+from tests.helpers import answers, cohort_of, generator, linear_model, ragged, seeded, train_key
 
 WIDE = torch.float64
 
 
-def one_round(method: fp.FedBE, clients: Any, start: Tensor | None = None) -> tuple[Tensor, Message, Tensor]:
-    """The server's w before a round, the round's message, and where each client ended."""
+def one_round(method: fp.FedBE, clients: Any, start: Tensor | None = None) -> tuple[Tensor, Total, Tensor]:
+    """The server's w before a round, what the server saw of the round, and where each client ended."""
     cohort = cohort_of(method.model, clients)
-    server = method.init(Facts(len(cohort), 10), train_key())
+    server = method.init(Facts(len(cohort), 10), train_key(), {})
     if start is not None:
         server["w"] = start
-    given = method.broadcast("train", server)
-    _, message, _ = method.local_round("train", given, cohort, {}, method.channel(train_key()), train_key())
+    given = method.broadcast(server)
+    total = answers(method, cohort, {}, given, train_key()).total
     ended = method.train(method.local, given["w"].expand(len(cohort), -1), cohort, train_key()).w
-    return server["w"], message, ended
+    return server["w"], total, ended
 
 
 def weighted_moments(models: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
@@ -34,8 +36,8 @@ def weighted_moments(models: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
 
 def test_moments_are_those_of_the_clients_models() -> None:
     method = fp.FedBE(linear_model(), local=fp.LocalSGD(epochs=3, rate=0.1))
-    w, message, ended = one_round(method, ragged((3, 0, 5, 1)))
-    mu, variance = method.moments(w, message)
+    w, total, ended = one_round(method, ragged((3, 0, 5, 1)))
+    mu, variance = method.moments(w, total)
     mean, expected = weighted_moments(ended, [3, 0, 5, 1])
     torch.testing.assert_close(mu, mean, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(variance, expected, rtol=1e-10, atol=1e-14)
@@ -50,8 +52,8 @@ def test_the_variance_survives_large_weights_and_common_moves() -> None:
     # One full-batch step of rate 2 on the mean loss goes all the way: clients end at their own y.
     clients = [(eye, start + 100 + shift) for shift in (0.0, 0.01, -0.02)]
     method = fp.FedBE(model, local=fp.LocalSGD(rate=2.0))
-    w, message, ended = one_round(method, clients, start)
-    _, variance = method.moments(w, message)
+    w, total, ended = one_round(method, clients, start)
+    _, variance = method.moments(w, total)
     _, expected = weighted_moments(ended, [2, 2, 2])
     assert bool((expected > 1e-5).all())
     torch.testing.assert_close(variance, expected, rtol=1e-6, atol=0.0)
@@ -63,16 +65,16 @@ def test_members_are_drawn_from_the_gaussian_by_key() -> None:
     """20,000 draws: means and variances within five standard errors; another seed, other members."""
     method = fp.FedBE(linear_model(), local=fp.LocalSGD(epochs=3, rate=0.3), samples=20_000)
     clients = ragged((3, 5, 1))
-    w, message, _ = one_round(method, clients)
-    server = method.server_round("train", {"w": w}, message, Facts(3, 10), train_key())
-    mu, variance = method.moments(w, message)
+    w, total, _ = one_round(method, clients)
+    server = method.server_round({"w": w}, total, Facts(3, 10), train_key())
+    mu, variance = method.moments(w, total)
     members = method.members(server).double()
     assert members.shape == (20_000, 8)
     assert float(((members.mean(0) - mu) / (variance / 20_000).sqrt()).abs().max()) < 5
     assert float((members.var(0) / variance - 1).abs().max()) < 5 * (2 / 20_000) ** 0.5
     torch.testing.assert_close(server["w"], mu.to(w.dtype))
-    again = method.server_round("train", {"w": w}, message, Facts(3, 10), train_key())
-    other = method.server_round("train", {"w": w}, message, Facts(3, 10), train_key(seed=1))
+    again = method.server_round({"w": w}, total, Facts(3, 10), train_key())
+    other = method.server_round({"w": w}, total, Facts(3, 10), train_key(seed=1))
     assert torch.equal(method.members(server), method.members(again))
     assert not torch.equal(method.members(server), method.members(other))
 
@@ -113,7 +115,7 @@ def test_the_student_learns_what_the_ensemble_says() -> None:
     """Full-batch distillation is gradient descent from the mean on the cross-entropy to its probabilities."""
     model, clients, x = students()
     local = fp.LocalSGD(epochs=5, rate=1.0)
-    teach = fp.Distillation(x, fp.LocalSGD(epochs=30, rate=0.5))
+    teach = Distillation(x, fp.LocalSGD(epochs=30, rate=0.5))
     plain = fp.FedBE(model, local=local, samples=6).fit(clients, rounds=1)
     taught = fp.FedBE(model, local=local, samples=6, distil=teach).fit(clients, rounds=1)
     assert torch.equal(plain.published["samples"], taught.published["samples"])
@@ -134,7 +136,7 @@ def test_the_student_learns_what_the_ensemble_says() -> None:
 
 def test_distillation_of_a_learned_variance_leaves_it_alone() -> None:
     model = linear_model(variance="learned")
-    teach = fp.Distillation(torch.randn(20, 3, generator=generator(3)))
+    teach = Distillation(torch.randn(20, 3, generator=generator(3)))
     clients = ragged((4, 6))
     plain = fp.FedBE(model).fit(clients, rounds=1).phi
     taught = fp.FedBE(model, distil=teach).fit(clients, rounds=1).phi
@@ -144,7 +146,7 @@ def test_distillation_of_a_learned_variance_leaves_it_alone() -> None:
 
 def test_a_method_that_distils_is_saved_without_its_examples(tmp_path: Any) -> None:
     model, clients, x = students()
-    population = fp.FedBE(model, distil=fp.Distillation(x), samples=3).fit(clients, rounds=2)
+    population = fp.FedBE(model, distil=Distillation(x), samples=3).fit(clients, rounds=2)
     again = fp.load(population.save(tmp_path))
     assert torch.equal(again.published["samples"], population.published["samples"])
     x = x[:4]
@@ -155,27 +157,25 @@ def test_a_method_that_distils_is_saved_without_its_examples(tmp_path: Any) -> N
 
 def test_rounds_of_nobody_and_of_clients_that_are_not_finite() -> None:
     method = fp.FedBE(linear_model(), local=fp.LocalSGD(rate=0.1))
-    server = method.init(Facts(2, 10), train_key())
-    assert method.server_round("train", server, None, Facts(2, 10), train_key()) is server
-    assert method.server_round("train", server, Message({}, 0), Facts(2, 10), train_key()) is server
+    server = method.init(Facts(2, 10), train_key(), {})
+    for ratio in (True, False):
+        nobody = Total.of_nobody(2, ratio)
+        assert method.server_round(server, nobody, Facts(2, 10), train_key()) is server
     clients = ragged((3, 4))
     clients[1] = (clients[1][0] * 1e30, clients[1][1] * 1e30)
     cohort = cohort_of(method.model, clients)
-    given = method.broadcast("train", server)
-    _, message, info = method.local_round(
-        "train", given, cohort, {}, method.channel(train_key()), train_key()
-    )
-    assert info.left_out == (1,)
-    assert float(message.sums["n"]) == 3
-    assert bool(torch.isfinite(message.sums["dw^2"]).all())
+    done = answers(method, cohort, {}, method.broadcast(server), train_key())
+    assert done.left_out == (1,)
+    assert float(done.total.weighted["n"]) == 3
+    assert bool(torch.isfinite(done.total.weighted["dw^2"]).all())
 
 
 def test_impossible_settings() -> None:
-    with pytest.raises(SettingsError, match="at least one sample"):
+    with pytest.raises(SettingsError, match="samples must be 1 or more"):
         fp.FedBE(linear_model(), samples=0)
     with pytest.raises(SettingsError, match="does not compress"):
         fp.FedBE(linear_model(), compressor="qsgd")
     with pytest.raises(SettingsError, match="unlabelled examples"):
-        fp.Distillation(torch.zeros(0, 3))
+        Distillation(torch.zeros(0, 3))
     with pytest.raises(SettingsError, match="NaN"):
-        fp.Distillation(torch.full((2, 3), float("nan")))
+        Distillation(torch.full((2, 3), float("nan")))

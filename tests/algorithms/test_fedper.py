@@ -10,7 +10,7 @@ import fedpop as fp
 from fedpop.algorithms.base import Facts
 from fedpop.client import local_sgd
 from fedpop.errors import DataError, SettingsError
-from tests.helpers import cohort_of, ragged, seeded, states, train_key
+from tests.helpers import answers, begun, cohort_of, ragged, seeded, states, train_key
 
 WIDE = torch.float64
 SIZES = (6, 2, 0)
@@ -73,16 +73,12 @@ def test_body_and_heads_are_those_of_torch(largest: int, monkeypatch: pytest.Mon
 def test_heads_are_never_in_the_message() -> None:
     method = fp.FedPer(model())
     cohort = cohort_of(method.model, clients((6,)))
-    server = method.init(Facts(1, 5), train_key())
-    broadcast = method.broadcast("train", server)
-    local = method.enter(cohort.ids, broadcast, train_key())
-    new, message, _ = method.local_round(
-        "train", broadcast, cohort, local, method.channel(train_key()), train_key()
-    )
-    assert {n: t.numel() for n, t in message.sums.items()} == {"dphi": 8, "n": 1}
+    server, local = begun(method, cohort, Facts(1, 5), train_key())
+    done = answers(method, cohort, local, method.broadcast(server), train_key())
+    assert {n: t.numel() for n, t in done.total.plain.items()} == {"dphi": 8, "n": 1}
     assert method.private == ("z",)
-    assert not torch.equal(new["z"], local["z"])
-    after = method.server_round("train", server, message, Facts(1, 5), train_key())
+    assert not torch.equal(done.local["z"], local["z"])
+    after = method.server_round(server, done.total, Facts(1, 5), train_key())
     assert torch.equal(after["z"], method.model.initial_z())  # the server never hears of one
     assert not torch.equal(after["phi"], server["phi"])
 

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.algorithms.base import Facts
-from fedpop.channel import Channel
 from fedpop.errors import SettingsError
 from fedpop.evaluation.subspace import principal_angle
-from tests.helpers import cohort_of, generator, linear_model, ragged, seeded, train_key
+from tests.helpers import answers, begun, cohort_of, generator, linear_model, ragged, seeded, train_key
 
 WIDE = torch.float64
 
@@ -90,19 +89,17 @@ def test_heads_are_fitted_with_the_body_frozen_and_then_the_body_with_the_heads(
 def test_heads_are_never_in_the_message() -> None:
     method = fp.FedRep(model(3), heads="exact", start="spectral")
     cohort = cohort_of(method.model, ragged((6,)))
-    server = method.init(Facts(1, 5), train_key())
-    for phase in method.phases:
-        broadcast = method.broadcast(phase, server)
-        local = method.enter(cohort.ids, broadcast, train_key()) if phase == "train" else {}
-        new, message, _ = method.local_round(phase, broadcast, cohort, local, Channel(), train_key())
-        server = method.server_round(phase, server, message, Facts(1, 5), train_key())
-    assert set(message.sums) == {"dphi", "n"}
-    assert message.sums["dphi"].shape == server["phi"].shape
-    assert float(message.sums["n"]) == 6
+    server, local = begun(method, cohort, Facts(1, 5), train_key())
+    done = answers(method, cohort, local, method.broadcast(server), train_key())
+    sent = done.total.plain
+    assert set(sent) == set(done.total.weighted) == {"dphi", "n"}
+    assert sent["dphi"].shape == server["phi"].shape
+    assert float(sent["n"]) == 6
     assert "z" in method.private
     # Nor in what the server keeps: its z is the modules' own, for clients that come later.
+    server = method.server_round(server, done.total, Facts(1, 5), train_key())
     assert torch.equal(server["z"], method.model.initial_z())
-    assert not torch.allclose(new["z"][0], server["z"])
+    assert not torch.allclose(done.local["z"][0], server["z"])
 
 
 def test_the_server_takes_the_weighted_mean_of_the_bodies() -> None:
@@ -137,7 +134,7 @@ def test_each_client_predicts_with_its_own_head() -> None:
 def test_names_and_impossible_settings() -> None:
     assert fp.FedRep(linear_model()).label == "FedRep"
     assert fp.FedRep(linear_model(), start="spectral").label == "FedRep-spectral"
-    with pytest.raises(SettingsError, match="sgd or exact"):
+    with pytest.raises(SettingsError, match="heads is one of sgd, exact"):
         fp.FedRep(linear_model(), heads="guess")
     with pytest.raises(SettingsError, match="normal likelihood"):
         fp.FedRep(fp.Composition(None, nn.Linear(3, 2), "categorical"), heads="exact")

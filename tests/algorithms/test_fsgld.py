@@ -12,7 +12,7 @@ from fedpop.algorithms.base import Facts
 from fedpop.client.potential import Potential
 from fedpop.errors import SettingsError
 from tests.algorithms.gaussian_sites import WIDE, Sites, assert_centre, assert_variance, chain
-from tests.helpers import cohort_of, generator, linear_model, seeded, train_key
+from tests.helpers import answers, begun, cohort_of, generator, linear_model, seeded, train_key
 
 GAMMA, STEPS, ROUNDS = 0.1, 8, 150
 
@@ -22,12 +22,9 @@ def sites() -> Sites:
 
 
 def prepared(method: fp.FSGLD, cohort: Any, facts: Facts) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The server's broadcast and everyone's q_i after the first phase."""
-    server, key = method.init(facts, train_key()), train_key().at(purpose="surrogate")
-    given = method.broadcast("surrogate", server)
-    local, message, _ = method.local_round("surrogate", given, cohort, {}, method.channel(key), key)
-    server = method.server_round("surrogate", server, message, facts, key)
-    return method.broadcast("train", server), local
+    """The server's broadcast and everyone's q_i after they were asked for."""
+    server, local = begun(method, cohort, facts, train_key())
+    return method.broadcast(server), local
 
 
 def heads(outputs: int = 1) -> tuple[fp.Composition, list[tuple[Tensor, Tensor]]]:
@@ -147,10 +144,10 @@ def test_a_client_that_is_not_finite_has_no_surrogate_and_does_not_move_the_chai
     assert float(local["precision"][0].abs().max()) == 0
     torch.testing.assert_close(local["precision"].sum(0), given["precision"])
     one, own = cohort.select(torch.tensor([0])), {n: v[:1] for n, v in local.items()}
-    _, message, info = method.local_round("train", given, one, own, method.channel(train_key()), train_key())
-    assert info.left_out == (0,)
-    server = method.init(Facts(4, 10), train_key())
-    assert method.server_round("train", server, message, Facts(4, 10), train_key()) is server
+    done = answers(method, one, own, given, train_key(), of=4)
+    assert done.left_out == (0,)
+    server, _ = begun(method, cohort, Facts(4, 10), train_key())
+    assert method.server_round(server, done.total, Facts(4, 10), train_key()) is server
 
 
 @pytest.mark.parametrize(

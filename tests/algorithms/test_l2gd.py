@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms.base import Facts, Message, Tensors
-from fedpop.channel import Channel
+from fedpop.algorithms.base import Facts
+from fedpop.channel import Total
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
-from tests.helpers import cohort_of, generator, seeded, train_key
+from tests.helpers import answers, cohort_of, generator, seeded, train_key
 
 WIDE = torch.float64
 RATE, LAM, P = 0.3, 0.8, 0.4
@@ -52,16 +52,16 @@ def one_toss(l2gd: fp.L2GD, clients: Any, x: Tensor, averaging: bool) -> Tensor:
     """Everyone's x after this coin, the step that is due at its end included."""
     facts, cohort = Facts(len(x), 10), cohort_of(l2gd.model, clients)
     w = l2gd.initial_w()
-    server = l2gd.init(facts, train_key()) | {
+    server = l2gd.init(facts, train_key(), {}) | {
         "due": torch.tensor(False),
         "averaging": torch.tensor(averaging),
         "rate": w.new_tensor(RATE),
     }
-    broadcast = l2gd.broadcast("train", server)
+    broadcast = l2gd.broadcast(server)
     assert set(broadcast) == {"averaging", "rate"}
-    local, message, _ = l2gd.local_round("train", broadcast, cohort, {"x": x}, Channel(), train_key())
-    server = l2gd.server_round("train", server, message, facts, train_key())
-    return l2gd.personalise(l2gd.publish(server), cohort, local, train_key())["z"]
+    done = answers(l2gd, cohort, {"x": x}, broadcast, train_key())
+    server = l2gd.server_round(server, done.total, facts, train_key())
+    return l2gd.personalise(l2gd.publish(server), cohort, done.local, train_key())["z"]
 
 
 def test_the_direction_is_unbiased_over_the_coin() -> None:
@@ -195,16 +195,15 @@ def test_a_broken_client_is_left_out_of_the_mean_and_keeps_its_model() -> None:
     clients = clients_of(*SIZES)
     l2gd, facts = method(), Facts(3, 10)
     cohort = cohort_of(l2gd.model, clients)
-    server = l2gd.init(facts, train_key()) | {"averaging": torch.tensor(True)}
+    server = l2gd.init(facts, train_key(), {}) | {"averaging": torch.tensor(True)}
     x = torch.tensor([[1.0, 2.0], [float("inf"), 0.0], [3.0, -2.0]], dtype=WIDE)
-    broadcast = l2gd.broadcast("train", server)
-    local, message, info = l2gd.local_round("train", broadcast, cohort, {"x": x}, Channel(), train_key())
-    assert info.left_out == (1,)
-    assert torch.equal(local["x"], x)
-    after = l2gd.server_round("train", server, message, facts, train_key())
+    done = answers(l2gd, cohort, {"x": x}, l2gd.broadcast(server), train_key())
+    assert done.left_out == (1,)
+    assert torch.equal(done.local["x"], x)
+    after = l2gd.server_round(server, done.total, facts, train_key())
     assert torch.equal(after["w"], torch.tensor([2.0, 0.0], dtype=WIDE))
     # Nobody: the mean stays, and pulls nobody.
-    empty: Tensors = l2gd.server_round("train", server, Message({}, 0), facts, train_key())
+    empty = l2gd.server_round(server, Total.of_nobody(3), facts, train_key())
     assert torch.equal(empty["w"], server["w"])
     assert float(l2gd.publish(empty)["pull"]) == 0
 
@@ -232,7 +231,7 @@ def test_newcomers() -> None:
         ({"p": 0.0}, "p, the probability"),
         ({"p": 1.0}, "p, the probability"),
         ({"local": fp.LocalSGD(rate=1.0)}, "below 2 p / lam"),
-        ({"compressor": "qsgd"}, "leave the compressor out"),
+        ({"compressor": "qsgd"}, "leave compressor and clip out"),
     ],
 )
 def test_impossible_settings(settings: dict[str, Any], words: str) -> None:

@@ -10,7 +10,7 @@ import fedpop as fp
 from fedpop.algorithms.base import Facts
 from fedpop.client import local_sgd
 from fedpop.errors import DataError, SettingsError
-from tests.helpers import cohort_of, ragged, seeded, states, train_key
+from tests.helpers import answers, begun, cohort_of, ragged, seeded, states, train_key
 
 WIDE = torch.float64
 SIZES = (6, 2, 0)
@@ -70,16 +70,12 @@ def test_bodies_and_head_are_those_of_torch(largest: int, monkeypatch: pytest.Mo
 def test_bodies_are_never_in_the_message() -> None:
     method = fp.LGFedAvg(model())
     cohort = cohort_of(method.model, clients((6,)))
-    server = method.init(Facts(1, 5), train_key())
-    broadcast = method.broadcast("train", server)
-    local = method.enter(cohort.ids, broadcast, train_key())
-    new, message, _ = method.local_round(
-        "train", broadcast, cohort, local, method.channel(train_key()), train_key()
-    )
-    assert {n: t.numel() for n, t in message.sums.items()} == {"dz": 9, "n": 1}
+    server, local = begun(method, cohort, Facts(1, 5), train_key())
+    done = answers(method, cohort, local, method.broadcast(server), train_key())
+    assert {n: t.numel() for n, t in done.total.plain.items()} == {"dz": 9, "n": 1}
     assert method.private == ("phi",)
-    assert not torch.equal(new["phi"], local["phi"])
-    after = method.server_round("train", server, message, Facts(1, 5), train_key())
+    assert not torch.equal(done.local["phi"], local["phi"])
+    after = method.server_round(server, done.total, Facts(1, 5), train_key())
     assert torch.equal(after["phi"], method.model.initial_phi())  # the server never hears of one
     assert not torch.equal(after["z"], server["z"])
 

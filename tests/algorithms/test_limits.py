@@ -13,12 +13,13 @@ from torch import nn
 import fedpop as fp
 from fedpop.algorithms.base import Algorithm
 from fedpop.priors.normal import COVARIANCES
-from fedpop.runtime.run import Run, Settings
+from tests.helpers import run_of
 from tests.oracles import DOUBLE, assert_mean, gaussian_noise
 
 RATE = 0.05
 NOISE = 0.3
 WIDE = (1e-9, 1e9)
+CLOSED_FORM = fp.chains.Chain(rao_blackwell=True)
 SIZES = (4, 6, 9)
 TOTAL = sum(SIZES)
 
@@ -44,21 +45,20 @@ def normal():
 
 def one_round(method: Algorithm, clients, server=None, k=0):
     """The server before and after one round with everyone."""
-    federation = method.model.prepare(fp.Federation.of(clients))
-    run = Run(method, federation, Settings(10, 0, fp.participation.Everyone(), "1GiB", 50), None, [])
-    run.server = method.init(run.facts, run.key) if server is None else server
+    run = run_of(method, clients)
+    run.server = run.server | ({} if server is None else server)
     before, run.round = dict(run.server), k
     run.train_round()
     return before, run.server
 
 
-def fedsoul(model, scale, covariance="isotropic", rate=RATE / TOTAL, **settings):
-    """Plain gradient steps; ``rate`` makes a step on a sum equal to FedAvg's on a mean."""
+def fedsoul(model, scale, covariance="isotropic", rate=RATE / TOTAL, form="auto", **settings):
+    """Plain gradient steps; ``rate`` makes a step on a sum equal to FedAvg's on a mean. And its theta."""
     step = fp.steps.SGD(rate)
     prior = fp.priors.Normal(covariance, bounds=WIDE)
-    defaults = {"phi_step": step, "beta_step": step, "start": "random", "prior": prior}
+    defaults = {"phi_step": step, "beta_step": fp.steps.BetaStep(step, form), "start": "random", "prior": prior}
     method = fp.FedSOUL(model, **(defaults | settings))
-    return method, method._server(model.initial_phi(), prior.init(model.initial_z(), scale))
+    return method, {"phi": model.initial_phi(), "beta": prior.init(model.initial_z(), scale)}
 
 
 def gradients(model, clients, phi, z):
@@ -80,9 +80,9 @@ def test_scale_to_zero_is_fedavg_with_one_full_batch_step(covariance):
     _, fedavg = one_round(fp.FedAvg(model, local=fp.LocalSGD(rate=RATE)), clients)
     size, distance = model.phi_layout.size, []
     for scale in (1e-2, 1e-3, 1e-4):
-        method, server = fedsoul(model, scale, covariance, rao_blackwell=True)
+        method, server = fedsoul(model, scale, covariance, chain=CLOSED_FORM)
         _, new = one_round(method, clients, server)
-        w = torch.cat((new["phi"], method.prior.mu(new["beta"])))
+        w = torch.cat((new["phi"], method.hierarchy.prior.mu(new["beta"])))
         distance.append(float((w - fedavg["w"]).norm()))
     assert (fedavg["w"][:size] != model.initial_phi()).all()
     # The distance is of order sigma^2.
@@ -102,7 +102,7 @@ def test_scale_to_zero_on_a_logistic_model():
     """Averages over draws: J, and the right form of I_mu, whose noise does not grow like 1/sigma."""
     model, clients = build("bernoulli")
     exact = torch.cat(gradients(model, clients, model.initial_phi(), model.initial_z()))
-    method, server = fedsoul(model, 1e-3, form="right", chains=50, local_steps=2, rate=1.0)
+    method, server = fedsoul(model, 1e-3, form="right", chain=fp.chains.Chain(chains=50), local_steps=2, rate=1.0)
     seen = []
     for k in range(60):
         before, new = one_round(method, clients, server, k)
@@ -140,7 +140,7 @@ def fedrep_gradient(model, clients):
 
 
 def j_of(model, clients, scale):
-    method, server = fedsoul(model, scale, rao_blackwell=True, rate=1.0)
+    method, server = fedsoul(model, scale, chain=CLOSED_FORM, rate=1.0)
     before, after = one_round(method, clients, server)
     return after["phi"] - before["phi"]
 
@@ -178,7 +178,7 @@ def test_one_round_of_the_cold_limit_is_one_round_of_fedrep():
     _, fedrep = one_round(fp.FedRep(model, heads="exact", body=fp.LocalSGD(rate=RATE)), clients)
     temperature = 1e-9
     cold = fp.Composition(model.backbone, model.head, fp.likelihoods.Normal(NOISE * temperature))
-    method, server = fedsoul(cold, 1e6, rao_blackwell=True, rate=temperature * RATE / TOTAL)
+    method, server = fedsoul(cold, 1e6, chain=CLOSED_FORM, rate=temperature * RATE / TOTAL)
     _, new = one_round(method, clients, server)
     torch.testing.assert_close(new["phi"], fedrep["phi"], rtol=1e-7, atol=1e-7)
 
@@ -186,8 +186,8 @@ def test_one_round_of_the_cold_limit_is_one_round_of_fedrep():
 def test_exact_draws_show_the_same_difference():
     """The same through draws of z, not moments: the default kernel is exact here."""
     model, clients = normal()
-    method, server = fedsoul(model, 1e3, chains=50, local_steps=2, rate=1.0)
-    assert method.kernel == fp.kernels.Exponential()
+    method, server = fedsoul(model, 1e3, chain=fp.chains.Chain(chains=50), local_steps=2, rate=1.0)
+    assert method.sampler.kernel == fp.kernels.Exponential()
     seen = [one_round(method, clients, server, k)[1]["phi"] - server["phi"] for k in range(100)]
     assert_mean(torch.stack(seen), j_of(model, clients, 1e3), "J")
 
@@ -225,7 +225,7 @@ def test_an_empty_phi_reaches_the_exact_optimum():
     x = gaussian_noise(1, 20, 6, 1)
     y = x * (1 + 0.7 * gaussian_noise(2, 20, 1, 1)) + 0.5**0.5 * gaussian_noise(3, 20, 6, 1)
     method = fp.FedSOUL(
-        model, rao_blackwell=True, prior=fp.priors.Normal(scale=1.0), beta_step=fp.steps.EM(final=1.0)
+        model, chain=CLOSED_FORM, prior=fp.priors.Normal(scale=1.0), beta_step=fp.steps.EM(final=1.0)
     )
     population = method.fit(list(zip(x, y, strict=True)), rounds=120, progress=False)
 

@@ -8,6 +8,7 @@ import fedpop as fp
 from fedpop.client import local_sgd
 from fedpop.errors import DataError, SettingsError
 from fedpop.keys import Key
+from fedpop.runtime.run import active_units
 from tests.helpers import quadratics, ragged, seeded, states
 
 WIDE = torch.float64
@@ -53,11 +54,13 @@ def test_everyone_trains_alone_and_sends_nothing(largest: int, monkeypatch: pyte
 def test_a_client_goes_on_from_where_it_stood() -> None:
     """One client a round: each has trained as often as it was drawn, however long ago."""
     rounds, rule = 7, fp.participation.Uniform(1)
-    drawn = [int(rule.draw(3, Key(5, round=r, purpose="/train/who")).ids) for r in range(rounds)]
-    assert sorted(set(drawn)) == [0, 1, 2]
-    assert drawn != sorted(drawn)
+    federation = fp.Federation.of(clients())
+    every = [[int(active_units(rule, federation, Key(s), r).ids) for r in range(rounds)] for s in range(20)]
+    # A seed that draws everyone, and not one after the other.
+    seed = next(s for s, d in enumerate(every) if len(set(d)) == 3 and d != sorted(d))
+    drawn = every[seed]
     method = fp.LocalOnly(model(), local=fp.LocalSGD(epochs=2, rate=0.3))
-    population = method.fit(clients(), rounds=rounds, seed=5, participation=rule, progress=False)
+    population = method.fit(clients(), rounds=rounds, seed=seed, participation=rule, progress=False)
     for i, (x, y) in enumerate(clients()):
         expected = alone(x, y, 2 * drawn.count(i), 0.3)(x).softmax(-1)
         torch.testing.assert_close(population.predict(i, x).probs, expected, rtol=1e-10, atol=1e-12)
@@ -77,7 +80,8 @@ def test_without_data_there_is_nothing_to_predict_with() -> None:
         population.new_client()
     # The same for a client of the federation that has no data and was never drawn.
     rule = fp.participation.Uniform(1)
-    seed = next(s for s in range(50) if int(rule.draw(2, Key(s, purpose="/train/who")).ids) == 1)
+    federation = fp.Federation.of(clients((0, 4)))
+    seed = next(s for s in range(50) if int(active_units(rule, federation, Key(s), 0).ids) == 1)
     few = fp.LocalOnly(model()).fit(clients((0, 4)), rounds=1, seed=seed, participation=rule, progress=False)
     few.predict(1, clients()[0][0])
     with pytest.raises(DataError, match="Local has no model for a client without data"):

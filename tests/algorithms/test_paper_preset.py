@@ -20,10 +20,12 @@ def softmax_clients():
 def test_a_rate_is_found_and_recorded(logistic):
     task = SyntheticTask(b=40, k=6, n_small=10, n_large=20, held_out=1, logistic=logistic)
     population = fp.FedSOUL.paper(task.model(0)).fit(task.make(0).clients, rounds=5)
-    step = population.algorithm.phi_step
-    assert step == population.algorithm.beta_step
+    method = population.algorithm
+    step = method.on_phi.optimiser
+    assert step == method.on_beta.step
     assert 1e-6 <= step.rate <= 1
-    assert population.algorithm.describe()["phi_step"]["rate"] == step.rate
+    assert method.rate() == step.rate
+    assert method.describe()["phi_step"]["optimiser"]["rate"] == step.rate
     # Trial rounds are paid for.
     assert population.totals["bytes_up"] > 20 * 40 * 4 * (12 + 3)
 
@@ -31,7 +33,7 @@ def test_a_rate_is_found_and_recorded(logistic):
 def test_a_rate_is_found_for_classes_and_partial_participation():
     model = fp.Composition(nn.Linear(4, 3), nn.Linear(3, 3), "categorical")
     population = fp.FedSOUL.paper(model).fit(softmax_clients(), rounds=5, participation=0.5)
-    assert population.algorithm.phi_step.rate > 0
+    assert population.algorithm.rate() > 0
 
 
 def test_two_rates_of_ones_own_survive_a_resume(tmp_path):

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.algorithms import per_fedavg
-from fedpop.algorithms.base import Facts, Message
-from fedpop.channel import Channel
+from fedpop.algorithms.base import Facts
+from fedpop.channel import Total
 from fedpop.errors import FedpopWarning, SettingsError
-from tests.helpers import cohort_of, generator, linear_model, ragged, seeded, train_key
+from tests.helpers import answers, cohort_of, generator, linear_model, ragged, seeded, site_key, train_key
 
 WIDE = torch.float64
 ALPHA = 0.3
@@ -152,13 +152,12 @@ def test_ragged_clients_side_by_side_are_those_one_after_the_other(monkeypatch: 
     sizes = (7, 0, 1, 2, 5)
     cohort = cohort_of(method.model, [examples(method.model, n, n) for n in sizes])
 
-    def one_round() -> Message:
-        server = {"w": method.initial_w()}
-        return method.local_round("train", server, cohort, {}, Channel(), train_key())[1]
+    def one_round() -> Total:
+        return answers(method, cohort, {}, {"w": method.initial_w()}, train_key()).total
 
     together = one_round()
     monkeypatch.setattr("fedpop.client.local_sgd.LARGEST_BATCHED", 0)
-    torch.testing.assert_close(together.sums, one_round().sums, rtol=1e-11, atol=1e-14)
+    torch.testing.assert_close(together.plain, one_round().plain, rtol=1e-11, atol=1e-14)
     assert together.count == 5
 
 
@@ -197,12 +196,11 @@ def test_the_server_takes_the_mean(weights: str) -> None:
 
 
 def moved(method: fp.PerFedAvg, clients: Any, ids: list[int]) -> dict[str, Tensor]:
-    """What is published after one round of these clients alone, under their own ids."""
+    """What is published after one round of these clients alone, under their own names."""
     cohort = cohort_of(method.model, clients).select(torch.tensor(ids))
-    server = method.init(Facts(1, 1), train_key())
-    broadcast = method.broadcast("train", server)
-    message = method.local_round("train", broadcast, cohort, {}, Channel(), train_key())[1]
-    return method.publish(method.server_round("train", server, message, Facts(1, 1), train_key()))
+    server = method.init(Facts(1, 1), train_key(), {})
+    total = answers(method, cohort, {}, method.broadcast(server), site_key()).total
+    return method.publish(method.server_round(server, total, Facts(1, 1), train_key()))
 
 
 def test_unequal_participation_is_unbiased() -> None:
@@ -210,22 +208,21 @@ def test_unequal_participation_is_unbiased() -> None:
     method = fp.PerFedAvg(quadratic(), local=fp.LocalSGD(rate=0.1))
     clients = [examples(method.model, n, n) for n in (4, 5)]
     probability = (0.8, 0.3)
-    federation = method.model.prepare(fp.Federation.of(clients))
+    everyone = cohort_of(method.model, clients)
     server, facts = {"w": method.initial_w()}, Facts(2, 1)
 
     def step(ids: list[int], weights: list[float], ratio: bool) -> Tensor:
-        cohort = federation.cohort(torch.tensor(ids), torch.tensor(weights, dtype=WIDE), torch.device("cpu"))
-        message = method.local_round("train", server, cohort, {}, Channel(), train_key())[1]
-        total = Message(message.sums, message.count, ratio)
-        return method.server_round("train", server, total, facts, train_key())["w"] - server["w"]
+        cohort, weight = everyone.select(torch.tensor(ids)), torch.tensor(weights, dtype=WIDE)
+        total = answers(method, cohort, {}, server, train_key(), weight, of=2, ratio=ratio).total
+        return method.server_round(server, total, facts, train_key())["w"] - server["w"]
 
     expected = step([0, 1], [1.0, 1.0], True)
     a, b = probability
     found = a * b * step([0, 1], [1 / a, 1 / b], False)
     found = found + a * (1 - b) * step([0], [1 / a], False) + b * (1 - a) * step([1], [1 / b], False)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
-    empty = Message({}, 0, False)
-    assert torch.equal(method.server_round("train", server, empty, facts, train_key())["w"], server["w"])
+    empty = Total.of_nobody(2, ratio=False)
+    assert torch.equal(method.server_round(server, empty, facts, train_key())["w"], server["w"])
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -308,7 +305,7 @@ def test_labels_and_impossible_settings() -> None:
     for settings, words in (
         ({"variant": "second-order"}, "variant is one of"),
         ({"third": "second"}, "third is"),
-        ({"weights": "n"}, "weights are"),
+        ({"weights": "n"}, "weights is one of"),
         ({"alpha": 0.0}, "alpha"),
         ({"delta": 0.0}, "delta"),
         ({"adapt_steps": 0}, "adapt_steps"),

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms.base import Facts, Message
-from fedpop.channel import Channel
+from fedpop.algorithms.base import Facts
+from fedpop.channel import Total
 from fedpop.errors import SettingsError
-from tests.helpers import cohort_of, generator, linear_model, seeded, train_key
+from tests.helpers import answers, cohort_of, generator, linear_model, seeded, train_key
 
 WIDE = torch.float64
 LAM = 1.0
@@ -157,21 +157,20 @@ def test_the_server_mixes_with_the_mean(weights: str, beta: float) -> None:
 def test_unequal_participation_is_unbiased_and_an_empty_round_changes_nothing() -> None:
     clients = clients_of(4, 5)
     method = exact(beta=0.5)
-    federation = method.model.prepare(fp.Federation.of(clients))
+    everyone = cohort_of(method.model, clients)
     server, facts = {"w": method.initial_w()}, Facts(2, 1)
 
     def step(ids: list[int], weights: list[float], ratio: bool) -> Tensor:
-        cohort = federation.cohort(torch.tensor(ids), torch.tensor(weights, dtype=WIDE), torch.device("cpu"))
-        message = method.local_round("train", server, cohort, {}, Channel(), train_key())[1]
-        total = Message(message.sums, message.count, ratio)
-        return method.server_round("train", server, total, facts, train_key())["w"] - server["w"]
+        cohort, weight = everyone.select(torch.tensor(ids)), torch.tensor(weights, dtype=WIDE)
+        total = answers(method, cohort, {}, server, train_key(), weight, of=2, ratio=ratio).total
+        return method.server_round(server, total, facts, train_key())["w"] - server["w"]
 
     a, b = 0.8, 0.3
     found = a * b * step([0, 1], [1 / a, 1 / b], False)
     found = found + a * (1 - b) * step([0], [1 / a], False) + b * (1 - a) * step([1], [1 / b], False)
     torch.testing.assert_close(found, step([0, 1], [1.0, 1.0], True), rtol=1e-12, atol=1e-15)
-    for total in (None, Message({}, 0)):
-        assert method.server_round("train", server, total, facts, train_key()) is server
+    for ratio in (True, False):
+        assert method.server_round(server, Total.of_nobody(2, ratio), facts, train_key()) is server
 
 
 def test_absent_clients_predict_with_theta_at_the_final_w() -> None:
@@ -200,9 +199,9 @@ def test_cost_counts_the_inner_steps() -> None:
         ({"lam": 0.0}, "lam must be positive"),
         ({"inner_rate": 0.0}, "inner_rate must be positive"),
         ({"beta": 0.0}, "beta must be positive"),
-        ({"inner_steps": 0}, "inner_steps must be at least 1"),
+        ({"inner_steps": 0}, "inner_steps must be 1 or more"),
         ({"inner_steps": 2.5}, "whole number"),
-        ({"weights": "n"}, "weights are"),
+        ({"weights": "n"}, "weights is one of"),
         ({"local": fp.LocalSGD(rate=0.01, momentum=0.5)}, "plain"),
         ({"local": fp.LocalSGD(rate=0.01, decay=0.5)}, "plain"),
         ({"inner_rate": 0.2}, "below 2 / lam"),

@@ -1,5 +1,6 @@
-"""Local epochs on phi: one full-batch step is J; with z frozen it is FedAvg on phi; antithetic chains."""
+"""Local epochs on phi: one full-batch step is J; with z frozen it is FedAvg on phi."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,12 +10,11 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.algorithms.base import Facts
-from fedpop.channel import Channel
 from fedpop.client import local_sgd
 from fedpop.errors import SettingsError
 from fedpop.kernels import Kernel, State, Transition
 from fedpop.keys import Key
-from tests.helpers import cohort_of, linear_model, ragged, seeded, train_key
+from tests.helpers import answers, cohort_of, linear_model, ragged, seeded, train_key
 
 WIDE = torch.float64
 
@@ -33,12 +33,24 @@ def counted(sizes: tuple[int, ...] = (4, 1, 0, 7)) -> list[tuple[Tensor, Tensor]
     return [(x.to(WIDE), torch.arange(len(x)).double()) for x, _ in ragged(sizes)]
 
 
+def local_steps(
+    optimiser: fp.steps.Optimiser | None = None,
+    schedule: fp.steps.Schedule | None = None,
+    epochs: int = 1,
+    rate: float = 0.3,
+    batch: int | None = None,
+    momentum: float = 0.0,
+) -> fp.steps.PhiStep:
+    """Epochs on phi at every client."""
+    local = fp.LocalSGD(epochs, rate, batch, momentum)
+    return fp.steps.PhiStep(optimiser, local=local, schedule=schedule or fp.steps.Constant())
+
+
 def message(method: fp.FedSOUK, clients: Any, round: int = 0) -> dict[str, Tensor]:
     cohort = cohort_of(method.model, clients)
-    server = method.init(Facts(len(cohort), 10), Key(0))
-    broadcast = method.broadcast("train", server)
-    local = method.enter(cohort.ids, broadcast, train_key())
-    return method.local_round("train", broadcast, cohort, local, Channel(), train_key(round))[1].sums
+    broadcast = method.broadcast(method.init(Facts(len(cohort), 10), Key(0), {}))
+    local = method.enter(cohort.units, broadcast, train_key())
+    return answers(method, cohort, local, broadcast, train_key(round)).total.plain
 
 
 # --- D_i ---------------------------------------------------------------------------------------
@@ -52,8 +64,8 @@ def test_one_full_batch_step_sends_the_gradient_itself(likelihood: str, rate: fl
     else:
         parts = (seeded(nn.Linear(3, 2).to(WIDE), 1), seeded(nn.Linear(2, 1).to(WIDE), 2, 0.1))
         model, clients = fp.Composition(*parts, "poisson"), counted()
-    plain = fp.FedSOUL(model, prior=fp.priors.Normal(scale=0.5), phi_epochs=0, phi_step=fp.steps.Adam())
-    steps = plain.replace(phi_epochs=1, phi_rate=rate, phi_batch=None, phi_momentum=0.0)
+    plain = fp.FedSOUL(model, prior=fp.priors.Normal(scale=0.5), phi_step=fp.steps.Adam())
+    steps = plain.replace(phi_step=local_steps(fp.steps.Adam(), rate=rate))
     one, other = message(plain, clients), message(steps, clients)
     torch.testing.assert_close(other["J"], one["J"], rtol=1e-9, atol=1e-11)
     assert torch.equal(other["I"], one["I"])
@@ -61,10 +73,8 @@ def test_one_full_batch_step_sends_the_gradient_itself(likelihood: str, rate: fl
 
 
 def test_more_steps_send_something_else() -> None:
-    method = fp.FedSOUL(
-        network(), prior=fp.priors.Normal(scale=0.5), phi_epochs=1, phi_rate=0.3, phi_batch=None
-    )
-    one, two = (message(method.replace(phi_epochs=e), labelled())["J"] for e in (1, 2))
+    method = fp.FedSOUL(network(), prior=fp.priors.Normal(scale=0.5))
+    one, two = (message(method.replace(phi_step=local_steps(epochs=e)), labelled())["J"] for e in (1, 2))
     assert float((one - two).norm() / one.norm()) > 0.01
 
 
@@ -100,63 +110,52 @@ def test_with_frozen_z_it_is_fedavg_on_phi(server: str, momentum: float) -> None
         model,
         kernel=Frozen(),
         prior=fp.priors.Normal(scale=0.5, learn_mean=False, learn_scale=False),
-        phi_epochs=3,
-        phi_rate=a,
-        phi_batch=2,
-        phi_momentum=momentum,
-        phi_step=fp.steps.SGD(a / total) if server == "a over N" else fp.steps.MeanMove(),
+        phi_step=fp.steps.PhiStep(
+            fp.steps.SGD(a / total) if server == "a over N" else fp.steps.MeanMove(), local=local
+        ),
         average=fp.steps.Averaging("last"),
         start="random",
     )
     theirs = FixedHeads(model, body=local)
-    start = ours.enter(torch.arange(4), ours.broadcast("train", ours.init(Facts(4, 5), Key(0))), train_key())
-    phi, z = model.initial_phi(), start["z"][:, 0]
     cohort, facts = cohort_of(model, clients), Facts(4, 5)
-    a_server = ours.init(facts, Key(0))
-    b_server = theirs.init(facts, Key(0))
+    a_server, b_server = ours.init(facts, Key(0), {}), theirs.init(facts, Key(0), {})
+    start = ours.enter(cohort.units, ours.broadcast(a_server), train_key())
+    phi, z = model.initial_phi(), start["z"][:, 0]
     for k in range(3):
         key = train_key(k)
-        local_a = {**start, "z": z.unsqueeze(1)}
-        _, sent, _ = ours.local_round(
-            "train", ours.broadcast("train", a_server), cohort, local_a, Channel(), key
-        )
-        a_server = ours.server_round("train", a_server, sent, facts, key)
-        _, sent, _ = theirs.local_round(
-            "train", theirs.broadcast("train", b_server), cohort, {"z": z}, Channel(), key
-        )
-        b_server = theirs.server_round("train", b_server, sent, facts, key)
+        sent = answers(ours, cohort, start, ours.broadcast(a_server), key).total
+        a_server = ours.server_round(a_server, sent, facts, key)
+        sent = answers(theirs, cohort, {"z": z}, theirs.broadcast(b_server), key).total
+        b_server = theirs.server_round(b_server, sent, facts, key)
     assert float((a_server["phi"] - phi).norm()) > 0.1
     torch.testing.assert_close(a_server["phi"], b_server["phi"], rtol=1e-8, atol=1e-10)
 
 
 def test_the_clients_are_told_the_falling_rate_and_it_cancels_from_what_they_send() -> None:
-    method = fp.FedSOUL(
-        network(),
-        prior=fp.priors.Normal(scale=0.5),
-        phi_epochs=1,
-        phi_batch=None,
-        phi_schedule=fp.steps.Cosine(),
-        phi_rate=0.4,
-    )
-    facts = Facts(4, 10)
-    server = method.init(facts, Key(0))
-    assert float(method.broadcast("train", server)["phi_rate"]) == pytest.approx(0.4)
-    cohort = cohort_of(method.model, labelled())
-    local = method.enter(cohort.ids, method.broadcast("train", server), train_key())
+    falling = local_steps(schedule=fp.steps.Cosine(), rate=0.4)
+    method = fp.FedSOUL(network(), prior=fp.priors.Normal(scale=0.5), phi_step=falling)
+    cohort, facts = cohort_of(method.model, labelled()), Facts(4, 10)
+    server = method.init(facts, Key(0), {})
+    assert float(method.broadcast(server)["phi_rate"]) == pytest.approx(0.4)
+    local = method.enter(cohort.units, method.broadcast(server), train_key())
     for k in range(6):
-        broadcast = method.broadcast("train", server)
-        local, sent, _ = method.local_round("train", broadcast, cohort, local, Channel(), train_key(k))
-        server = method.server_round("train", server, sent, facts, train_key(k))
-    assert float(method.broadcast("train", server)["phi_rate"]) == pytest.approx(
+        broadcast = method.broadcast(server)
+        done = answers(method, cohort, local, broadcast, train_key(k))
+        steady = method.replace(phi_step=local_steps(rate=1e-3))
+        told = broadcast | {"phi_rate": torch.tensor(1e-3, dtype=WIDE)}
+        same = answers(steady, cohort, local, told, train_key(k)).total.plain["J"]
+        torch.testing.assert_close(done.total.plain["J"], same, rtol=1e-9, atol=1e-9)
+        local, server = done.local, method.server_round(server, done.total, facts, train_key(k))
+    assert float(method.broadcast(server)["phi_rate"]) == pytest.approx(
         0.4 * fp.steps.Cosine().factor(6, 10)
     )
 
 
 def test_backbone_passes_count_the_epochs_and_the_chain_s_own_forward_pass() -> None:
     fit = {"rounds": 3, "progress": False}
-    method = fp.FedSOUL(network(), prior=fp.priors.Normal(scale=0.5), phi_epochs=2, phi_batch=2, phi_rate=0.1)
+    method = fp.FedSOUL(network(), prior=fp.priors.Normal(scale=0.5), phi_step=local_steps(epochs=2, rate=0.1, batch=2))
     assert method.fit(labelled(), **fit).totals["backbone_passes"] == pytest.approx(3 * 12 * (2 + 1 / 3))
-    plain = method.replace(phi_epochs=0, phi_batch=None, phi_step=fp.steps.Adam())
+    plain = method.replace(phi_step=fp.steps.Adam())
     assert plain.fit(labelled(), **fit).totals["backbone_passes"] == 36
 
 
@@ -164,12 +163,8 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Any) -> None:
     method = fp.FedSOUL(
         network(0.2),
         prior=fp.priors.Normal(scale=0.5),
-        phi_epochs=2,
-        phi_batch=2,
-        phi_step=fp.steps.MeanMove(momentum=0.5),
-        phi_schedule=fp.steps.Cosine(),
-        chains=2,
-        antithetic=True,
+        phi_step=local_steps(fp.steps.MeanMove(momentum=0.5), fp.steps.Cosine(), epochs=2, rate=0.01, batch=2),
+        chain=fp.chains.Chain(chains=2),
     )
 
     class Stop(fp.callbacks.Callback):
@@ -193,17 +188,22 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"phi_epochs": -1}, "phi_epochs"),
-        ({"phi_epochs": 1.5}, "phi_epochs"),
-        ({"phi_epochs": 1, "phi_rate": 0.0}, "phi_rate"),
-        ({"phi_epochs": 0, "phi_step": fp.steps.MeanMove()}, "phi_epochs"),
-        ({"antithetic": True, "chains": 3}, "pairs"),
-        ({"phi_epochs": 1, "phi_momentum": 1.0}, "momentum"),
+        (lambda: {"phi_step": local_steps(epochs=-1)}, "epochs"),
+        (lambda: {"phi_step": local_steps(epochs=1.5)}, "epochs"),  # type: ignore[arg-type]
+        (lambda: {"phi_step": local_steps(rate=0.0)}, "step size"),
+        (lambda: {"phi_step": local_steps(momentum=1.0)}, "momentum"),
+        (lambda: {"phi_step": fp.steps.MeanMove()}, r"local=LocalSGD\(...\)"),
+        (lambda: {"phi_step": fp.steps.PhiStep(fp.steps.MeanMove(), batch=2)}, r"local=LocalSGD\(...\)"),
+        (lambda: {"phi_step": fp.steps.PhiStep(batch=2, local=fp.LocalSGD())}, "part of local"),
+        (
+            lambda: {"phi_step": local_steps(), "chain": fp.chains.Chain(rao_blackwell=True)},
+            "exclude rao_blackwell",
+        ),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_settings_that_make_no_sense_are_refused(settings: Callable[[], dict[str, Any]], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
-        fp.FedSOUL(linear_model(), **settings)
+        fp.FedSOUL(linear_model(), **settings())
 
 
 # --- one client at a time or all together --------------------------------------------------------
@@ -234,36 +234,3 @@ def test_dropout_is_on_in_local_training_and_differs_by_epoch(monkeypatch: pytes
     # Two tiny epochs are twice one, unless the second epoch has masks of its own.
     torch.testing.assert_close(move(0.0, 2), 2 * move(0.0, 1), rtol=1e-3, atol=1e-3)
     assert float((move(0.5, 2) - 2 * move(0.5, 1)).norm()) > 1e-2
-
-
-# --- antithetic chains ---------------------------------------------------------------------------
-
-
-def test_antithetic_exact_draws_have_the_posterior_mean_as_their_mean() -> None:
-    model = linear_model(variance=0.5)
-    method = fp.FedSOUL(model, chains=2, antithetic=True, local_steps=3, prior=fp.priors.Normal(scale=1.0))
-    cohort = cohort_of(model, ragged())
-    server = method.init(Facts(4, 10), Key(0))
-    broadcast = method.broadcast("train", server)
-    local = method.enter(cohort.ids, broadcast, train_key())
-    torch.testing.assert_close(local["z"].mean(1), torch.zeros(4, 2))  # the prior's mean
-    target = method.target(server["phi"], server["beta"], model.features(server["phi"], cohort), cohort)
-    draws = method._chain(target, local, server["beta"], cohort, train_key()).draws
-    mean, _ = target.moments()
-    torch.testing.assert_close(draws.mean(2), mean.unsqueeze(1).expand(-1, 3, -1), rtol=1e-4, atol=1e-5)
-    assert float((draws[:, :, 0] - draws[:, :, 1]).norm()) > 0.1
-
-
-def test_the_first_of_a_pair_is_what_it_is_without_the_second() -> None:
-    model = network()
-    pair = fp.FedSOUL(model, chains=2, antithetic=True, local_steps=3, prior=fp.priors.Normal(scale=1.0))
-    free = pair.replace(antithetic=False)
-    cohort, facts = cohort_of(model, labelled()), Facts(4, 10)
-    ends = []
-    for method in (pair, free):
-        server = method.init(facts, Key(0))
-        local = method.enter(cohort.ids, method.broadcast("train", server), train_key())
-        target = method.target(server["phi"], server["beta"], model.features(server["phi"], cohort), cohort)
-        ends.append(method._chain(target, local, server["beta"], cohort, train_key()).draws)
-    assert torch.equal(ends[0][:, :, 0], ends[1][:, :, 0])
-    assert not torch.equal(ends[0][:, :, 1], ends[1][:, :, 1])

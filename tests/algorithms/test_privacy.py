@@ -8,7 +8,16 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.algorithms.base import Algorithm, Facts
-from tests.helpers import cohort_of, linear_model, population_data, seeded, train_key
+from tests.helpers import (
+    Answered,
+    answers,
+    asked,
+    cohort_of,
+    linear_model,
+    population_data,
+    seeded,
+    train_key,
+)
 
 FACTS = Facts(1, 5)
 
@@ -24,13 +33,13 @@ def curved() -> fp.Composition:
 
 METHODS: dict[str, Any] = {
     "exact": lambda: fp.FedSOUL(linear_model()),
-    "left": lambda: fp.FedSOUL(linear_model(), form="left"),
-    "right": lambda: fp.FedSOUL(linear_model(), form="right"),
-    "closed form": lambda: fp.FedSOUL(linear_model(), rao_blackwell=True),
+    "left": lambda: fp.FedSOUL(linear_model(), beta_step=fp.steps.BetaStep(form="left")),
+    "right": lambda: fp.FedSOUL(linear_model(), beta_step=fp.steps.BetaStep(form="right")),
+    "closed form": lambda: fp.FedSOUL(linear_model(), chain=fp.chains.Chain(rao_blackwell=True)),
     "full covariance": lambda: fp.FedSOUL(linear_model(), prior="full"),
     "mixture": lambda: fp.FedSOUL(linear_model(), prior="mixture"),
     "energy": lambda: fp.FedSOUL(linear_model(), prior=fp.priors.Energy(hidden=4, chains=16)),
-    "mini-batches": lambda: fp.FedSOUL(linear_model(), phi_batch=2),
+    "mini-batches": lambda: fp.FedSOUL(linear_model(), phi_step=fp.steps.PhiStep(batch=2)),
     "qsgd": lambda: fp.FedSOUL(linear_model(), compressor="qsgd"),
     "rand-k": lambda: fp.FedSOUL(linear_model(), compressor=fp.compressors.RandK(k=3)),
     "natural": lambda: fp.FedSOUL(linear_model(), compressor="natural"),
@@ -46,23 +55,30 @@ METHODS: dict[str, Any] = {
 def one_client(
     method: Algorithm,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Local state before and after a round of a cohort of one, and every phase's message."""
+    """Local state before and after a round of a cohort of one, and what the server sees of every question and of
+    the round, under the question's name or ``train``: of one client, that is what it sends."""
     data, _, _ = population_data(1, 6, 3, 2, 0.5)
     if method.model.likelihood.name == "categorical":
         data = [(data[0][0], torch.arange(6) % 3)]
     cohort = cohort_of(method.model, data)
-    server = method.init(FACTS, train_key())
-    messages, local, new = {}, {}, {}
-    for phase in method.phases:
-        broadcast = method.broadcast(phase, server)
-        if phase == "train":
-            local = method.enter(cohort.ids, broadcast, train_key())
-        new, message, _ = method.local_round(
-            phase, broadcast, cohort, local, method.channel(train_key()), train_key()
-        )
-        server = method.server_round(phase, server, message, FACTS, train_key())
-        messages[phase] = message.sums
-    return local, new, messages
+    messages, known, noted = {}, {}, {}
+    for question in method.questions(FACTS, train_key()):
+        found, done = asked(question, cohort, known, train_key())
+        messages[question.name] = seen(done)
+        known, noted = known | found, noted | done.local
+    server = method.init(FACTS, train_key(), known)
+    broadcast = method.broadcast(server)
+    local = method.enter(cohort.units, broadcast, train_key()) | noted
+    done = answers(method, cohort, local, broadcast, train_key())
+    return local, done.local, messages | {"train": seen(done)}
+
+
+def seen(done: Answered) -> dict[str, Tensor]:
+    """Everything that the server gets to know; of one client all sums are the same."""
+    total = done.total
+    assert total.plain.keys() == total.weighted.keys()
+    assert not total.named
+    return total.plain
 
 
 def holds(vector: Tensor, secret: Tensor) -> bool:
@@ -92,26 +108,30 @@ def test_messages_hold_what_is_documented_and_no_more(name: str) -> None:
     _, _, messages = one_client(method)
     phi = method.model.phi_layout.size
     if isinstance(method, fp.FedSOUK):
-        expected = {"I": method.prior.size(method.model.z_layout.size), "J": phi}
+        prior = method.hierarchy.prior
+        expected = {"I": prior.size(method.model.z_layout.size), "J": phi}
         if "curvature" in messages["train"]:  # one number, for EM steps with a linear head
-            assert isinstance(method.beta_step, fp.steps.EM)
+            assert isinstance(method.on_beta.on(prior), fp.steps.EM)
             expected["curvature"] = 1
-        if not method.prior.normalised:  # the client's weight, which the server knows
-            expected["weight"] = 1
     elif isinstance(method, fp.FedRep):
         expected = {"dphi": phi, "n": 1}
     else:
         expected = {"dw": phi + method.model.z_layout.size, "n": 1}
     assert {n: t.numel() for n, t in messages["train"].items()} == expected
-    before = {"moments": {"second", "count"}, "spectral": {"cross", "pairs"}, "scale": {"size"}}
-    for phase, names in before.items():
-        assert set(messages.get(phase, names)) == names
+    before = {
+        "second moments": {"second", "count"},
+        "cross products": {"cross", "pairs"},
+        "feature scale": {"size"},
+    }
+    assert set(messages) <= {"train", *before}
+    for question, names in before.items():
+        assert set(messages.get(question, names)) == names
 
 
 @pytest.mark.parametrize("steps", [1, 7])
 def test_what_i_reveals_is_the_mean_of_the_draws(steps: int) -> None:
     """As the docs say: mu + sigma^2 I_mu; with one transition that is the draw itself."""
-    method = fp.FedSOUL(linear_model(), local_steps=steps, form="left")
+    method = fp.FedSOUL(linear_model(), local_steps=steps, beta_step=fp.steps.BetaStep(form="left"))
     _, new, messages = one_client(method)
     # One client, so the message is its own; mu = 0 and sigma = 1 after a spectral start.
     revealed = messages["train"]["I"][:2]

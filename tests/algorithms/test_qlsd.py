@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 import fedpop as fp
-from fedpop.algorithms.base import Facts, Message
+from fedpop.algorithms.base import Facts
+from fedpop.channel import Total
 from fedpop.errors import SettingsError
+from fedpop.federation.participation import Roster
 from tests.algorithms.gaussian_sites import WIDE, Sites, assert_centre, assert_variance, chain
-from tests.helpers import cohort_of, generator, linear_model, ragged, train_key
+from tests.helpers import answers, begun, cohort_of, generator, linear_model, ragged, train_key
 
 GAMMA, K, ROUNDS = 0.1, 26, 400
 
@@ -122,16 +124,12 @@ def test_both_sides_remember_the_same() -> None:
     method = fp.QLSD(s.model, variant="++", step=GAMMA, compressor=fp.compressors.RandK(k=3), batch=5, refresh=3)
     population = method.fit(s.clients, rounds=20, participation=[0.9, 0.5, 0.7])
     held = population.store.get(torch.arange(3), torch.device("cpu"))  # type: ignore[union-attr]
-    server = method.init(Facts(3, 20), train_key())
-    run = s.cohort()
-    local = method.enter(run.ids, method.broadcast("train", server), train_key())
-    weights = torch.tensor([1.5, 2.0, 4.0])
-    cohort = cohort_of(s.model, s.clients, weights)
+    cohort, facts, weights = s.cohort(), Facts(3, 20), torch.tensor([1.5, 2.0, 4.0])
+    server, local = begun(method, cohort, facts, train_key())
     for k in range(7):
         key = train_key(k)
-        given = method.broadcast("train", server)
-        local, message, _ = method.local_round("train", given, cohort, local, method.channel(key), key)
-        server = method.server_round("train", server, message, Facts(3, 20), key)
+        done = answers(method, cohort, local, method.broadcast(server), key, weights, ratio=False)
+        local, server = done.local, method.server_round(server, done.total, facts, key)
     torch.testing.assert_close(server["memory"], local["memory"].sum(0))
     assert int(server["version"]) == 2
     assert int(local["version"].max()) == 2
@@ -147,26 +145,19 @@ def test_every_variant_has_an_unbiased_gradient(variant: str) -> None:
         s.model, variant=variant, step=1.0, prior_precision=s.prior, batch=60, compressor=fp.compressors.RandK(k=60)
     )
     cohort = s.cohort()
-    server = method.init(s.facts, train_key())
-    for phase in method.phases[:-1]:
-        _, message, _ = method.local_round(
-            phase, method.broadcast(phase, server), cohort, {}, method.channel(train_key()), train_key()
-        )
-        server = method.server_round(phase, server, message, s.facts, train_key())
+    server, local = begun(method, cohort, s.facts, train_key())
     w = torch.randn(s.d, generator=generator(5), dtype=WIDE)
     server = server | {"w": w}
-    local = method.enter(cohort.ids, method.broadcast("train", server), train_key())
     if variant == "++":  # as if rounds had gone by
         local["memory"] = torch.randn(3, s.d, generator=generator(6), dtype=WIDE)
         server["memory"] = local["memory"].sum(0)
     gradients = []
     for k in range(200):
         key = train_key(k)
-        active = fp.participation.Uniform(2).draw(3, key.at(purpose="who")).ids
+        active = fp.participation.Uniform(2).draw(Roster.numbered(3), key.at(purpose="who")).ids
         part, own = cohort.select(active), {n: v[active] for n, v in local.items()}
-        given = method.broadcast("train", server)
-        _, message, _ = method.local_round("train", given, part, own, method.channel(key), key)
-        new = method.server_round("train", server, message, s.facts, key)["w"]
+        total = answers(method, part, own, method.broadcast(server), key, of=3).total
+        new = method.server_round(server, total, s.facts, key)["w"]
         xi = key.at(purpose="noise").normal(key.server(), (s.d,), WIDE)[0]
         gradients.append(w - new + 2**0.5 * xi)
     seen = torch.stack(gradients)
@@ -178,12 +169,7 @@ def test_every_variant_has_an_unbiased_gradient(variant: str) -> None:
 def test_the_step_that_nobody_gave_is_the_curvatures() -> None:
     s = sites()
     method = fp.QLSD(s.model, prior_precision=s.prior)
-    cohort, server = s.cohort(), method.init(s.facts, train_key())
-    given = method.broadcast("curvature", server)
-    _, message, _ = method.local_round(
-        "curvature", given, cohort, {}, method.channel(train_key()), train_key()
-    )
-    server = method.server_round("curvature", server, message, s.facts, train_key())
+    server, _ = begun(method, s.cohort(), s.facts, train_key())
     torch.testing.assert_close(server["gamma"], torch.tensor(0.25 / s.precision, dtype=WIDE))
 
 
@@ -191,10 +177,9 @@ def test_empty_rounds() -> None:
     """b/|A| weights: nothing happens. 1/p_i weights: zero is an unbiased sum, so prior and noise act."""
     method = fp.QLSD(linear_model(), step=1e-3, prior_precision=2.0)
     facts = Facts(4, 10)
-    server = method.init(facts, train_key())
-    assert method.server_round("train", server, None, facts, train_key()) is server
-    assert method.server_round("train", server, Message({}, 0), facts, train_key()) is server
-    after = method.server_round("train", server, Message({}, 0, ratio=False), facts, train_key())["w"]
+    server = method.init(facts, train_key(), {})
+    assert method.server_round(server, Total.of_nobody(4), facts, train_key()) is server
+    after = method.server_round(server, Total.of_nobody(4, ratio=False), facts, train_key())["w"]
     key = train_key()
     xi = key.at(purpose="noise").normal(key.server(), (8,))[0]
     torch.testing.assert_close(after, server["w"] * (1 - 2e-3) + 2e-3**0.5 * xi)
@@ -205,16 +190,14 @@ def test_a_client_that_is_not_finite_is_left_out_and_keeps_its_memory() -> None:
     clients = ragged((3, 4))
     clients[1] = (clients[1][0] * 1e30, clients[1][1] * 1e30)
     cohort = cohort_of(method.model, clients)
-    given = method.broadcast("train", method.init(Facts(2, 10), train_key()))
-    local = method.enter(cohort.ids, given, train_key())
-    new, message, info = method.local_round(
-        "train", given, cohort, local, method.channel(train_key()), train_key()
-    )
-    assert info.left_out == (1,)
-    assert message.count == 1
-    assert bool(torch.isfinite(message.sums["U"]).all())
-    assert all(torch.equal(new[n][1], local[n][1]) for n in local)
-    assert bool(new["memory"][0].abs().sum() > 0)
+    server, local = begun(method, cohort, Facts(2, 10), train_key())
+    done = answers(method, cohort, local, method.broadcast(server), train_key())
+    assert done.left_out == (1,)
+    assert done.total.count == 1
+    assert bool(torch.isfinite(done.total.weighted["U"]).all())
+    assert bool(torch.isfinite(done.total.named["memory"]).all())
+    assert all(torch.equal(done.local[n][1], local[n][1]) for n in local)
+    assert bool(done.local["memory"][0].abs().sum() > 0)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hmc": {"kernel": fp.kernels.HMC(3)},
     "sgld": {"kernel": fp.kernels.SGLD(batch=7, step_size=0.3, offset=2.0, decay=0.4)},
     "schedule": {"local_steps": fp.chains.Steps(3, 12, 50)},
-    "per client": {"local_steps": [3, 1, 2]},
+    "per client": {"local_steps": {"anna": 3, "ben": 1, "carla": 2}},
 }
 
 

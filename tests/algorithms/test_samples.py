@@ -31,7 +31,7 @@ CLIENTS = ragged((4, 0, 6, 3))
 def walk(method: fp.QLSD, rounds: int) -> tuple[dict[str, Tensor], list[Tensor]]:
     """The server after a chain that goes through 0, 1, 2, ..., and where it was."""
     facts = Facts(1, rounds)
-    server = method.init(facts, train_key())
+    server = method.init(facts, train_key(), {})
     path = []
     for k in range(rounds):
         path.append(torch.full_like(server["w"], k))
@@ -62,7 +62,7 @@ def test_the_ring(settings: dict[str, Any], rounds: int, expected: set[int]) -> 
 
 def test_before_there_is_a_sample_the_chains_state_is_published() -> None:
     method = fp.QLSD(linear_model(), step=1e-3)
-    server = method.init(Facts(1, 10), train_key())
+    server = method.init(Facts(1, 10), train_key(), {})
     published = method.publish(server)
     assert int(published["count"]) == 0
     assert torch.equal(published["samples"], server["w"].unsqueeze(0))
@@ -89,9 +89,9 @@ def test_predictions_and_scores_average_over_samples_each_with_its_own_phi(varia
     assert not p.plug_in
     assert p.interval(0.9)[0].shape == (5,)
     cohort = cohort_of(model, [(x[:2], y[:2]), (x[2:], y[2:])])
-    scored = method.score(published, cohort, cohort, {}, Key(0))
-    torch.testing.assert_close(scored["log_prob"], mixture.sum().double())
-    assert float(scored["examples"]) == 5
+    scored, examples = method.score(published, cohort, cohort, {}, Key(0))
+    torch.testing.assert_close(scored, torch.stack((mixture[:2].sum(), mixture[2:].sum())).double())
+    assert examples.tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -184,7 +184,7 @@ def test_a_network_is_sampled_and_scored(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"samples": 0}, "at least one sample"),
+        ({"samples": 0}, "samples must be 1 or more"),
         ({"samples": 1.5}, "samples must be a whole number"),
         ({"burn_in": -1}, "burn_in must be 0 or more"),
         ({"thin": 0}, "thin must be 1 or more"),

@@ -10,6 +10,7 @@ import fedpop as fp
 from fedpop.client import local_sgd
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
+from fedpop.runtime.run import active_units
 from tests.helpers import cohort_of, linear_model, quadratics, ragged, states, train_key
 
 WIDE = torch.float64
@@ -26,9 +27,9 @@ class Watch(fp.callbacks.Callback):
     def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
         b = len(run.federation)
         c = torch.zeros(b, len(run.server["c"]), dtype=run.server["c"].dtype)
-        known = run.store.seen(torch.arange(b))
+        known = run.sites.store.seen(torch.arange(b))
         if known.any():
-            c[known] = run.store.get(torch.arange(b)[known], torch.device("cpu"))["c"]
+            c[known] = run.sites.store.get(torch.arange(b)[known], torch.device("cpu"))["c"]
         self.seen.append((run.server["w"], run.server["c"], c))
         return False
 
@@ -59,9 +60,10 @@ def test_its_rule_written_out(rule: str, largest: int, monkeypatch: pytest.Monke
     method = fp.SCAFFOLD(Q.model, local=fp.LocalSGD(epochs=5, rate=0.1), server_rate=0.7)
     watch = Watch()
     method.fit(Q.clients, rounds=6, participation=RULES[rule], callbacks=[watch], progress=False)
+    federation = fp.Federation.of(Q.clients)
     w, c, own = Q.start(), torch.zeros(3, dtype=WIDE), torch.zeros(3, 3, dtype=WIDE)
     for r in range(6):
-        who = (RULES[rule] or fp.participation.Everyone()).draw(3, Key(0, round=r, purpose="/train/who"))
+        who = active_units(RULES[rule] or fp.participation.Everyone(), federation, Key(0), r)
         move, change = torch.zeros(3, dtype=WIDE), torch.zeros(3, dtype=WIDE)
         for i, weight in zip(who.ids.tolist(), who.weights.double(), strict=True):
             y = w

@@ -8,6 +8,7 @@ independent rounds, or exact where nothing is random.
 """
 
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ from torch.distributions import MultivariateNormal
 import fedpop as fp
 from fedpop.errors import SettingsError
 from fedpop.evaluation.marginal import closed_form
-from fedpop.federation.participation.rules import Active, Participation
+from fedpop.federation.participation import Active, Participation, Roster
 from fedpop.keys import Key
 from fedpop.priors.normal import COVARIANCES
-from fedpop.runtime.run import Run, Settings
+from fedpop.runtime.run import Run
+from tests.helpers import by_name, cohort_of, run_of
 from tests.oracles import DOUBLE, SIGMA, SIGMAS, assert_mean, gaussian_noise, normal_prior, z_scores
 
 SIZES = (0, 1, 4, 6, 3)
@@ -53,15 +55,23 @@ def problem(outputs=2, covariance="isotropic", likelihood=None):
 
 def running(method: fp.FedSOUK, clients, beta, participation: Participation) -> Run:
     """A run whose server stands at beta and at the modules' own phi."""
-    federation = method.model.prepare(fp.Federation.of(clients))
-    run = Run(method, federation, Settings(1000, 0, participation, "1GiB", 50), None, [])
-    run.server = method._server(method.model.initial_phi(), beta)
+    run = run_of(method, clients, 1000, participation)
+    assert torch.equal(run.server["phi"], method.model.initial_phi())
+    run.server = run.server | {"beta": beta}
     return run
 
 
-def plain(model, prior, **settings):
+CLOSED_FORM = fp.chains.Chain(rao_blackwell=True)
+
+
+def plain(model, prior, form="auto", phi_batch=None, **settings):
     step = fp.steps.SGD(RATE)
-    defaults = {"kernel": fp.kernels.Exponential(), "phi_step": step, "beta_step": step, "start": "random"}
+    defaults = {
+        "kernel": fp.kernels.Exponential(),
+        "phi_step": fp.steps.PhiStep(step, batch=phi_batch),
+        "beta_step": fp.steps.BetaStep(step, form),
+        "start": "random",
+    }
     return fp.FedSOUK(model, prior=prior, **(defaults | settings))
 
 
@@ -76,10 +86,9 @@ def estimate(run: Run, k: int) -> torch.Tensor:
 
 def exact_gradient(model, prior, beta, clients) -> torch.Tensor:
     """The gradient of sum_i log p(D_i | theta), and the closed form checked on the way."""
-    federation = model.prepare(fp.Federation.of(clients))
-    cohort = federation.cohort(torch.arange(B), torch.ones(B), torch.device("cpu"))
+    cohort = cohort_of(model, clients)
     phi, free = model.initial_phi().requires_grad_(), beta.clone().requires_grad_()
-    target = fp.FedSOUK(model, prior=prior).target(phi, free, model.features(phi, cohort), cohort)
+    target = fp.FedSOUK(model, prior=prior).hierarchy.target(phi, free, model.features(phi, cohort), cohort)
     value = closed_form(target)
     torch.testing.assert_close(value, marginal(model, prior, phi, free, clients))
     return torch.cat(torch.autograd.grad(value.sum(), (phi, free)))
@@ -109,7 +118,7 @@ def marginal(model, prior, phi, beta, clients):
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_rao_blackwell_is_the_gradient_itself(covariance, outputs):
     model, prior, beta, clients = problem(outputs, covariance)
-    run = running(plain(model, prior, rao_blackwell=True), clients, beta, fp.participation.Everyone())
+    run = running(plain(model, prior, chain=CLOSED_FORM), clients, beta, fp.participation.Everyone())
     exact = exact_gradient(model, prior, beta, clients)
     # theta moves by 1e-4 of the gradient, so differences keep 1e-16 / 1e-4 of theta's size.
     torch.testing.assert_close(estimate(run, 0), exact, rtol=1e-9, atol=1e-9)
@@ -121,9 +130,12 @@ class Fixed(Participation):
     def __init__(self, rule: Participation, chosen: tuple[int, ...]) -> None:
         self.rule, self.chosen = rule, chosen
 
-    def draw(self, clients: int, key: Key) -> Active:
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "Fixed", "rule": self.rule.describe(), "chosen": list(self.chosen)}
+
+    def draw(self, roster: Roster, key: Key) -> Active:
         for k in range(100_000):
-            active = self.rule.draw(clients, Key(1, k, "search"))
+            active = self.rule.draw(roster, Key(1, k, "search"))
             if tuple(active.ids.tolist()) == self.chosen:
                 return active
         raise AssertionError(f"{self.rule} never draws {self.chosen}")
@@ -143,14 +155,14 @@ def probability(scheme: Participation, chosen: tuple[int, ...]) -> float:
 def expectation(scheme: Participation, weights: Participation) -> torch.Tensor:
     """Over all sets of active clients, each with its probability: no sampling anywhere."""
     model, prior, beta, clients = problem()
-    method = plain(model, prior, rao_blackwell=True)
+    method = plain(model, prior, chain=CLOSED_FORM)
     sets = [chosen for size in range(1, B + 1) for chosen in combinations(range(B), size)]
     chances = [probability(scheme, chosen) for chosen in sets]
     drawn = [(p, chosen) for p, chosen in zip(chances, sets, strict=True) if p > 0]
     each = [p * estimate(running(method, clients, beta, Fixed(weights, chosen)), 0) for p, chosen in drawn]
     total = torch.stack(each).sum(0)
     # b/|A| weights are unbiased given a round that is not empty.
-    return total / sum(chances) if weights.draw(B, Key(0)).ratio else total
+    return total / sum(chances) if weights.draw(Roster.numbered(B), Key(0)).ratio else total
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -173,7 +185,7 @@ def test_clients_join_as_often_as_promised(name):
     scheme, rounds = SCHEMES[name], 1500
     joined = torch.zeros(rounds, B, dtype=DOUBLE)
     for k in range(rounds):
-        joined[k, scheme.draw(B, Key(0, k)).ids] = 1
+        joined[k, scheme.draw(Roster.numbered(B), Key(0, k)).ids] = 1
     p = {"everyone": [1.0] * B, "uniform": [2 / B] * B}.get(name, getattr(scheme, "p", None))
     p = torch.as_tensor(p, dtype=DOUBLE).expand(B)
     assert_mean(joined, p, "share of rounds")
@@ -192,7 +204,7 @@ def test_clients_join_as_often_as_promised(name):
 @pytest.mark.parametrize("covariance", COVARIANCES)
 def test_sums_are_unbiased_with_everyone(covariance, form):
     model, prior, beta, clients = problem(2, covariance)
-    method = plain(model, prior, form=form, local_steps=2, chains=120)
+    method = plain(model, prior, form=form, local_steps=2, chain=fp.chains.Chain(chains=120))
     run = running(method, clients, beta, fp.participation.Everyone())
     seen = torch.stack([estimate(run, k) for k in range(60)])
     exact = exact_gradient(model, prior, beta, clients)
@@ -212,7 +224,8 @@ def test_sums_are_unbiased_with_everyone(covariance, form):
 )
 def test_sums_are_unbiased_under_partial_participation(name, form):
     model, prior, beta, clients = problem()
-    run = running(plain(model, prior, form=form, chains=20, local_steps=1), clients, beta, SCHEMES[name])
+    method = plain(model, prior, form=form, chain=fp.chains.Chain(chains=20), local_steps=1)
+    run = running(method, clients, beta, SCHEMES[name])
     seen = torch.stack([estimate(run, k) for k in range(300)])
     if name == "bernoulli-ratio":  # an empty round makes no step, and nothing is claimed about it
         empty = (seen == 0).all(1)
@@ -225,7 +238,9 @@ COMPRESSORS = {
     "qsgd": fp.compressors.QSGD(levels=2),
     "rand-k": fp.compressors.RandK(k=3),
     "natural": fp.compressors.Natural(),
-    "one each": ("identity", "qsgd", fp.compressors.RandK(k=2), "natural", fp.compressors.QSGD(levels=1)),
+    "one each": by_name(
+        ("identity", "qsgd", fp.compressors.RandK(k=2), "natural", fp.compressors.QSGD(levels=1))
+    ),
 }
 
 
@@ -243,7 +258,7 @@ COMPRESSORS = {
 def test_sums_are_unbiased_with_compression_and_participation(name, scheme):
     """With closed-form J nothing but the clients that join and the compressor's draws is random."""
     model, prior, beta, clients = problem()
-    method = plain(model, prior, rao_blackwell=True, compressor=COMPRESSORS[name])
+    method = plain(model, prior, chain=CLOSED_FORM, compressor=COMPRESSORS[name])
     run = running(method, clients, beta, SCHEMES[scheme])
     seen = torch.stack([estimate(run, k) for k in range(120)])
     exact = exact_gradient(model, prior, beta, clients)
@@ -259,7 +274,8 @@ def test_sums_are_unbiased_with_compression_and_participation(name, scheme):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_mini_batches_of_j_are_unbiased(batch):
     model, prior, beta, clients = problem()
-    run = running(plain(model, prior, phi_batch=batch, chains=20), clients, beta, fp.participation.Everyone())
+    method = plain(model, prior, phi_batch=batch, chain=fp.chains.Chain(chains=20))
+    run = running(method, clients, beta, fp.participation.Everyone())
     seen = torch.stack([estimate(run, k) for k in range(120)])
     exact = exact_gradient(model, prior, beta, clients)
     assert_mean(seen, exact, "J")
@@ -280,13 +296,14 @@ def test_the_hyperprior_enters_once_and_in_empty_rounds_as_the_paper_says(name):
     grad = torch.cat(torch.autograd.grad(log_p, (free_phi, free)))
 
     class Nobody(Participation):
-        def draw(self, clients: int, key: Key) -> Active:
+        def draw(self, roster: Roster, key: Key) -> Active:
             return Active(torch.arange(0), torch.ones(0), ratio=name == "bernoulli-ratio")
 
     empty = estimate(running(plain(model, prior, hyperprior=hyper), clients, beta, Nobody()), 0)
     wanted = torch.zeros_like(grad) if name == "bernoulli-ratio" else grad
     torch.testing.assert_close(empty, wanted, rtol=1e-9, atol=1e-9)
-    run = running(plain(model, prior, hyperprior=hyper, rao_blackwell=True), clients, beta, fp.participation.Everyone())
+    method = plain(model, prior, hyperprior=hyper, chain=CLOSED_FORM)
+    run = running(method, clients, beta, fp.participation.Everyone())
     torch.testing.assert_close(
         estimate(run, 0), grad + exact_gradient(model, prior, beta, clients), rtol=1e-9, atol=1e-9
     )
@@ -324,7 +341,8 @@ def test_bias_of_stateless_chains_falls_with_m(kernel, form):
     model, prior, beta, clients, exact = logistic()
     bias, error = [], []
     for m in (1, 4, 16):
-        settings = {"kernel": kernel, "form": form, "stateful": False, "local_steps": m, "chains": 100}
+        stateless = fp.chains.Chain(chains=100, stateful=False)
+        settings = {"kernel": kernel, "form": form, "chain": stateless, "local_steps": m}
         run = running(plain(model, prior, **settings), clients, beta, fp.participation.Everyone())
         seen = torch.stack([estimate(run, k) for k in range(50)])
         bias.append(float((seen.mean(0) - exact).norm()))
@@ -337,7 +355,7 @@ def test_bias_of_stateless_chains_falls_with_m(kernel, form):
 
 def test_stateful_chains_have_no_bias_once_they_have_mixed():
     model, prior, beta, clients, exact = logistic()
-    settings = {"kernel": fp.kernels.HMC(), "local_steps": 4, "chains": 200, "form": "right"}
+    settings = {"kernel": fp.kernels.HMC(), "local_steps": 4, "chain": fp.chains.Chain(chains=200), "form": "right"}
     run = running(plain(model, prior, **settings), clients, beta, fp.participation.Everyone())
     seen = torch.stack([estimate(run, k) for k in range(210)])[10:]
     blocks = seen.reshape(50, 4, -1).mean(1)  # 16 transitions: far beyond the correlation of HMC here

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.algorithms import rebuild
-from fedpop.algorithms.base import Facts, Message
+from fedpop.algorithms.base import Facts
+from fedpop.channel import Total
 from tests.algorithms.test_privacy import holds
-from tests.helpers import cohort_of, ragged, seeded, train_key
+from tests.helpers import answers, begun, cohort_of, ragged, seeded, train_key
 from tests.test_devices import watched
 
 WIDE = torch.float64
@@ -72,16 +73,16 @@ def test_the_validation_score_is_that_of_the_predictions(name: str) -> None:
 def test_private_state_is_in_no_message(name: str) -> None:
     method = method_of(name)
     cohort = cohort_of(method.model, clients((5,)))
-    server = method.init(FACTS, train_key())
-    broadcast = method.broadcast("train", server)
-    local = method.enter(cohort.ids, broadcast, train_key())
-    channel = method.channel(train_key())
-    new, message, info = method.local_round("train", broadcast, cohort, local, channel, train_key())
+    server, local = begun(method, cohort, FACTS, train_key())
+    done = answers(method, cohort, local, method.broadcast(server), train_key())
+    total, new = done.total, done.local
     assert set(method.private) <= set(new) == set(local)
-    assert not info.left_out
+    assert not done.left_out
     for vector in (
-        *message.sums.values(),
-        *method.server_round("train", server, message, FACTS, train_key()).values(),
+        *total.plain.values(),
+        *total.weighted.values(),
+        *total.named.values(),
+        *method.server_round(server, total, FACTS, train_key()).values(),
     ):
         for secret in method.private:
             assert not torch.equal(new[secret], local[secret])
@@ -91,9 +92,9 @@ def test_private_state_is_in_no_message(name: str) -> None:
 @every_method
 def test_a_round_without_anyone_changes_nothing(name: str) -> None:
     method = method_of(name)
-    server = method.init(FACTS, train_key())
-    for total in (None, Message({}, 0)):
-        after = method.server_round("train", server, total, FACTS, train_key())
+    server = method.init(FACTS, train_key(), {})
+    for ratio in (True, False):
+        after = method.server_round(server, Total.of_nobody(4, ratio), FACTS, train_key())
         assert set(after) == set(server)
         assert all(torch.equal(after[n], server[n]) for n in server)
 
@@ -129,13 +130,10 @@ def test_every_tensor_says_where_it_lives(name: str) -> None:
     cohort = cohort_of(method.model, clients())
     newcomers = cohort_of(method.model, clients((3, 2)))
     with watched():
-        server = method.init(FACTS, train_key())
-        broadcast = method.broadcast("train", server)
-        local = method.enter(cohort.ids, broadcast, train_key())
-        channel = method.channel(train_key())
-        new, message, _ = method.local_round("train", broadcast, cohort, local, channel, train_key())
-        published = method.publish(method.server_round("train", server, message, FACTS, train_key()))
-        method.score(published, cohort, cohort, new, train_key())
+        server, local = begun(method, cohort, FACTS, train_key())
+        done = answers(method, cohort, local, method.broadcast(server), train_key())
+        published = method.publish(method.server_round(server, done.total, FACTS, train_key()))
+        method.score(published, cohort, cohort, done.local, train_key())
         personal = method.personalise(published, newcomers, None, train_key())
         one = {n: t[1:] for n, t in personal.items()}
         assert method.predict(published, one, newcomers.x[3:], train_key()).probs.shape == (2, 3)

@@ -3,14 +3,21 @@
 import pytest
 import torch
 
+import fedpop as fp
+from fedpop.channel import Channel, Tally
 from fedpop.evaluation.diagnostics import (
-    ChainDiagnostics,
+    ESS,
+    RHAT,
+    ChainsAndGradient,
     Diagnostics,
     ThetaDiagnostics,
     gradient_ratio,
+    mixed,
     rhat_and_ess,
 )
-from tests.helpers import generator
+from fedpop.keys import Key
+from fedpop.questions import Units
+from tests.helpers import cohort_of, generator, linear_model, ragged
 
 
 def test_independent_draws_have_mixed() -> None:
@@ -41,16 +48,50 @@ def test_autocorrelation_costs_effective_draws() -> None:
     assert ess == pytest.approx(4 * 2000 * (1 - r) / (1 + r), rel=0.3)
 
 
-def test_chains_that_have_not_mixed_are_named() -> None:
-    chains = ChainDiagnostics(
-        ["a", "b", "c"], torch.tensor([1.0, 1.2, 1.0]), torch.tensor([900.0, 900.0, 20.0])
-    )
-    assert chains.unmixed == ["b", "c"]
-    theta = ThetaDiagnostics(1.0, 1.0, 0.0, [])
-    report = Diagnostics(chains, theta)
-    assert report.warnings == ["chains of 2 client(s) have not mixed: b, c"]
-    assert "R-hat at most 1.200" in str(report)
-    assert "effective draws at least 20" in str(report)
+def answered(*draws: torch.Tensor) -> Diagnostics:
+    """The diagnostics that clients with these final draws ``[chains, n, d]`` make together."""
+    method = fp.FedSOUL(linear_model())
+    cohort = cohort_of(method.model, ragged((2,) * len(draws)))
+    theta = {"phi": method.model.initial_phi(), "beta": torch.zeros(3)}
+    question = ChainsAndGradient(method.hierarchy, 0.0, (), whole=False)
+    units = Units(cohort, {}, lambda: {"draws": torch.stack(draws)}, lambda split: cohort)
+    tally = Tally(Channel(), Key(0))
+    tally.add(question.answer(question.ask(theta), units, Key(0)), cohort.units, torch.ones(len(draws)))
+    return question.finish(theta, tally.total(len(draws), ratio=False))
+
+
+def test_chains_that_have_not_mixed_are_counted() -> None:
+    """One client's chains are fine, one's disagree, one's hardly move; each is known at its own site."""
+    g = generator(3)
+    good = torch.randn(4, 250, 2, generator=g)
+    apart = good + torch.tensor([0.0, 0.0, 0.0, 4.0])[:, None, None]
+    slow = torch.randn(4, 1, 2, generator=g) + 1e-3 * torch.randn(4, 250, 2, generator=g).cumsum(1)
+    each = [rhat_and_ess(draws) for draws in (good, apart, slow)]
+    assert [mixed(*pair) for pair in each] == [True, False, False]
+    report = answered(good, apart, slow)
+    chains = report.chains
+    assert (chains.units, chains.unmixed) == (3, 2)
+    assert chains.rhat_below == {v: sum(r <= v for r, _ in each) for v in RHAT}
+    assert chains.ess_above == {v: sum(e >= v for _, e in each) for v in ESS}
+    assert report.warnings == ["chains of 2 client(s) have not mixed; Population.mixing tells whose"]
+    assert "1 of 3 client(s) mixed (R-hat above 1.1, effective draws fewer than 100)" in str(report)
+    assert "warning  chains of 2 client(s)" in str(report)
+
+
+def test_chains_that_have_all_mixed_are_told_by_the_worst_of_them() -> None:
+    """The levels between which everyone is: never better than the worst client's own numbers."""
+    draws = [torch.randn(4, 250, 2, generator=generator(s)) for s in range(5)]
+    each = [rhat_and_ess(own) for own in draws]
+    rhat, ess = max(r for r, _ in each), min(e for _, e in each)
+    report = answered(*draws)
+    assert report.warnings == []
+    least = min(v for v in RHAT if v >= rhat)
+    most = max(v for v in ESS if v <= ess)
+    assert f"R-hat at most {least:g}, effective draws at least {most:.0f}, over 5 client(s)" in str(report)
+
+
+def test_a_chain_that_never_moved_has_not_mixed() -> None:
+    assert answered(torch.ones(4, 250, 2)).chains.unmixed == 1
 
 
 def test_the_gradient_ratio_is_about_one_at_a_maximum_and_grows_away_from_it() -> None:

@@ -17,7 +17,7 @@ from fedpop.evaluation.information import (
 from fedpop.evaluation.oracle import exact_optimum
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
-from tests.helpers import cohort_of, linear_model, population_data, ragged
+from tests.helpers import cohort_of, federation_of, linear_model, population_data, ragged
 
 WIDE = torch.float64
 
@@ -45,7 +45,7 @@ def test_the_information_is_the_curvature_of_the_marginal_likelihood() -> None:
     expected = -torch.autograd.functional.hessian(
         lambda t: by_hand(t, clients), torch.cat((phi, beta)).to(WIDE)
     )
-    torch.testing.assert_close(information(method, phi, beta, cohort), expected)
+    torch.testing.assert_close(information(method.hierarchy, phi, beta, cohort), expected)
 
 
 def test_the_likelihood_does_not_change_along_the_gauge() -> None:
@@ -53,7 +53,7 @@ def test_the_likelihood_does_not_change_along_the_gauge() -> None:
     phi, beta = method.model.initial_phi(), torch.tensor([0.3, -0.2, 0.1])
     theta = torch.cat((phi, beta)).to(WIDE)
     gradient = torch.autograd.functional.jacobian(lambda t: by_hand(t, clients), theta)
-    gauge = gauge_directions(method, phi, beta)
+    gauge = gauge_directions(method.hierarchy, phi, beta)
     assert gauge.shape == (9, 2)  # one rotation, one scale
     torch.testing.assert_close(gauge.T @ gauge, torch.eye(2, dtype=WIDE))
     torch.testing.assert_close(gradient @ gauge, torch.zeros(2, dtype=WIDE), atol=1e-9, rtol=0)
@@ -61,19 +61,24 @@ def test_the_likelihood_does_not_change_along_the_gauge() -> None:
 
 
 def at_the_optimum(method: fp.FedSOUL, clients: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    federation = method.model.prepare(fp.Federation.of(clients))
+    federation = federation_of(method.model, clients)
     best = exact_optimum(method, federation, [(method.model.initial_phi(), torch.zeros(3))])
     return {"phi": best.phi.float(), "beta": best.beta.float()}
+
+
+def drawn(method: fp.FedSOUL, theta: dict[str, Tensor], cohort: Cohort) -> list[tuple[Tensor, Tensor]]:
+    total = information(method.hierarchy, theta["phi"], theta["beta"], cohort)
+    return theta_draws(method.hierarchy, theta, total, Key(0))
 
 
 def test_draws_have_the_inverse_information_as_covariance() -> None:
     """Along each eigenvector: 200 draws with mean 0 and variance 1 / eigenvalue, within five errors."""
     method, clients, cohort = setting()
     theta = at_the_optimum(method, clients)
-    draws = theta_draws(method, theta, [(cohort, None)], Key(0))
+    draws = drawn(method, theta, cohort)
     moved = torch.stack([torch.cat(d) for d in draws]).to(WIDE) - torch.cat(tuple(theta.values())).to(WIDE)
-    values, vectors = torch.linalg.eigh(information(method, theta["phi"], theta["beta"], cohort))
-    gauge = gauge_directions(method, theta["phi"], theta["beta"])
+    values, vectors = torch.linalg.eigh(information(method.hierarchy, theta["phi"], theta["beta"], cohort))
+    gauge = gauge_directions(method.hierarchy, theta["phi"], theta["beta"])
     assert float((moved @ gauge).abs().max()) < 1e-5
     known = values > 1e-6 * values.max()
     assert int(known.sum()) == 7
@@ -87,14 +92,14 @@ def test_cohorts_add_up() -> None:
     method, _, cohort = setting()
     phi, beta = method.model.initial_phi(), torch.tensor([0.3, -0.2, 0.1])
     halves = [cohort.select(torch.arange(*ends)) for ends in ((0, 7), (7, 15))]
-    parts = sum(information(method, phi, beta, half) for half in halves)
-    torch.testing.assert_close(parts, information(method, phi, beta, cohort))
+    parts = sum(information(method.hierarchy, phi, beta, half) for half in halves)
+    torch.testing.assert_close(parts, information(method.hierarchy, phi, beta, cohort))
 
 
 def test_what_is_fixed_is_not_drawn() -> None:
     method, clients, cohort = setting(learn_scale=False)
     theta = at_the_optimum(method.replace(prior=fp.priors.Normal(scale=1.0)), clients)
-    draws = theta_draws(method, theta, [(cohort, None)], Key(0))
+    draws = drawn(method, theta, cohort)
     assert all(torch.allclose(beta[2], theta["beta"][2]) for _, beta in draws)
     assert float(torch.stack([beta[0] for _, beta in draws]).std()) > 1e-3
 
@@ -121,16 +126,16 @@ def test_louis_identity_with_draws_has_the_closed_form_as_its_mean(custom: bool,
     phi = plain.model.initial_phi().to(WIDE)
     beta = 0.3 * torch.arange(1.0, prior.size(2) + 1, dtype=WIDE) / prior.size(2)
     cohort = cohort_of(plain.model, clients)
-    exact = information(plain, phi, beta, cohort)
+    exact = information(plain.hierarchy, phi, beta, cohort)
     wide = cohort_of(method.model, [(x.to(WIDE), y.to(WIDE)) for x, y in clients])
     features = plain.model.features(phi.float(), cohort)
-    mean, cov = plain.target(phi.float(), beta.float(), features, cohort).moments()
+    mean, cov = plain.hierarchy.target(phi.float(), beta.float(), features, cohort).moments()
     root = torch.linalg.cholesky(cov.to(WIDE))
     estimates = []
     for r in range(60):
         noise = torch.randn(3, 40, 2, generator=torch.Generator().manual_seed(r), dtype=WIDE)
         draws = mean.to(WIDE).unsqueeze(1) + noise @ root.mT
-        estimates.append(sampled_information(method, phi, beta, wide, draws))
+        estimates.append(sampled_information(method.hierarchy, phi, beta, wide, draws))
     every = torch.stack(estimates)
     error = every.std(0) / len(every) ** 0.5
     assert bool(((every.mean(0) - exact).abs() < 5 * error + 1e-5 * exact.abs().max()).all())
@@ -146,19 +151,19 @@ def test_draws_weighted_anew_follow_the_posterior_at_another_theta() -> None:
     other = (1.1 * phi, beta + 0.1)
 
     def moments(phi: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-        return method.target(phi, beta, method.model.features(phi, cohort), cohort).moments()
+        return method.hierarchy.target(phi, beta, method.model.features(phi, cohort), cohort).moments()
 
     mean, cov = moments(phi, beta)
     noise = torch.randn(3, 4000, 2, generator=torch.Generator().manual_seed(0))
     draws = mean.unsqueeze(1) + noise @ torch.linalg.cholesky(cov).mT
     uniform = torch.rand(3, 4000, generator=torch.Generator().manual_seed(1))
-    z, size = reweighted(method, {"phi": phi, "beta": beta}, other, cohort, draws, uniform)
+    z, size = reweighted(method.hierarchy, {"phi": phi, "beta": beta}, other, cohort, draws, uniform)
     wanted, spread = moments(*other)
     # Resampling adds the noise of its own draws to that of the weighted ones.
     error = (spread.diagonal(dim1=-2, dim2=-1) * (1 / size + 1 / 4000).unsqueeze(1)).sqrt()
     assert bool(((z.mean(1) - wanted).abs() < 5 * error).all())
     assert bool(((mean - wanted).abs() > 5 * error).any())  # it could tell
-    _, size = reweighted(method, {"phi": phi, "beta": beta}, (phi, beta), cohort, draws, uniform)
+    _, size = reweighted(method.hierarchy, {"phi": phi, "beta": beta}, (phi, beta), cohort, draws, uniform)
     torch.testing.assert_close(size, torch.full_like(size, 4000.0))
 
 
@@ -175,9 +180,9 @@ def test_intervals_of_a_function_widen_with_theta() -> None:
     model = fp.CustomModel(
         outputs=outputs, likelihood=fp.likelihoods.Normal(1.0), phi={"slope": 2.0}, z={"a": 0.0}
     )
-    population = fp.FedSOUL(model, burn_in=20, local_steps=2, final=fp.chains.Final(draws=60, burn_in=30)).fit(
-        clients, rounds=10
-    )
+    population = fp.FedSOUL(
+        model, chain=fp.chains.Chain(burn_in=20), local_steps=2, final=fp.chains.Final(draws=60, burn_in=30)
+    ).fit(clients, rounds=10)
     x = torch.tensor([0.0, 10.0])
     plain, wider = (population.predict(3, x, theta_uncertainty=u) for u in (False, True))
     # At x = 10 the slope's own error, about 1 / sqrt(48), adds (10 / sqrt(48))^2 to a variance of 1.2.

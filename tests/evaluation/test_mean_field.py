@@ -4,20 +4,18 @@ import pytest
 import torch
 
 import fedpop as fp
-from fedpop.channel import Channel
 from fedpop.evaluation.mean_field import MeanField, stationary
 from fedpop.evaluation.oracle import everyone, log_likelihood
 from fedpop.experiments import theory
-from fedpop.federation.clients import Federation
 from fedpop.keys import Key
-from tests.helpers import linear_model, population_data
+from tests.helpers import answers, cohort_of, federation_of, linear_model, population_data
 from tests.oracles import assert_mean, gaussian_noise
 
 
 def case(prior=None, d=2):
     clients, _, _ = population_data(b=12, n=6, k=3, d=d, variance=1.0)
     method = fp.FedSOUL.paper(linear_model(3, d, 1.0), rate=1e-3, prior=prior or fp.priors.Normal(scale=1.0))
-    cohort = everyone(method, method.model.prepare(Federation.of(clients)))
+    cohort = everyone(method, federation_of(method.model, clients))
     theta = torch.cat((gaussian_noise(1, 3 * d), 0.3 * gaussian_noise(2, d + 1)))
     return MeanField(method, cohort), theta, clients
 
@@ -34,7 +32,7 @@ def test_hyperpriors_are_part_of_it():
     hyper = fp.priors.Hyperprior(phi_scale=0.5, mean_scale=2.0, log_scale=(0.1, 0.3))
     field, theta, _ = case()
     with_hyper = MeanField(field.method.replace(hyperprior=hyper), field.cohort)
-    d = field.method.prior.dimension(theta[field.size :])
+    d = field.method.hierarchy.prior.dimension(theta[field.size :])
     phi, mu, log_sd = theta[: field.size], theta[field.size :][:d], theta[-1:]
     pull = torch.cat((-phi / 0.25, -mu / 4, (0.1 - log_sd) / 0.09))
     assert torch.allclose(with_hyper(theta, 0.4) - field(theta, 0.4), pull)
@@ -59,18 +57,20 @@ def test_the_stationary_law_is_left_unchanged_by_a_step(c):
 def test_what_clients_send_has_this_mean():
     """Messages of a second round, after a first one has brought the chains to their stationary law."""
     field, theta, clients = case()
-    method = field.method.replace(kernel=fp.kernels.ULA(0.8), local_steps=40, chains=10)
+    chain = fp.chains.Chain(chains=10)
+    method = field.method.replace(kernel=fp.kernels.ULA(0.8), local_steps=40, chain=chain)
     phi, beta = theta[: field.size].float(), theta[field.size :].float()
-    cohort = method.model.prepare(Federation.of(clients)).cohort(torch.arange(12), torch.ones(12), phi.device)
+    cohort = cohort_of(method.model, clients)
     broadcast = {"phi": phi, "beta": beta}
     sent = []
     for seed in range(60):
         key = Key(seed, purpose="train")
-        local = method.enter(cohort.ids, broadcast, key)
+        local = method.enter(cohort.units, broadcast, key)
         for k in range(2):
-            at = key.at(round=k)
-            local, message, _ = method.local_round("train", broadcast, cohort, local, Channel(), at)
-        sent.append(torch.cat((message.sums["J"], message.sums["I"])).double())
+            done = answers(method, cohort, local, broadcast, key.at(round=k))
+            local = done.local
+        sums = (done.total.plain_sum(name, like) for name, like in (("J", phi), ("I", beta)))
+        sent.append(torch.cat(tuple(sums)).double())
     assert_mean(torch.stack(sent), field(theta, 0.8), "the mean of (J, I)")
 
 

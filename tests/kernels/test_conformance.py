@@ -98,15 +98,15 @@ def test_every_kernel_is_here():
 
 @kernels
 def test_every_kernel_has_a_name(kernel):
-    model = CASES[0].model
-    assert resolve_kernel(kernel, model) is kernel
-    assert resolve_kernel(kernel.name.lower(), model) == type(kernel)()
-    assert resolve_kernel(kernel.name, model) == type(kernel)()
+    model, prior = CASES[0].model, CASES[0].prior
+    assert resolve_kernel(kernel, model, prior) is kernel
+    assert resolve_kernel(kernel.name.lower(), model, prior) == type(kernel)()
+    assert resolve_kernel(kernel.name, model, prior) == type(kernel)()
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(SettingsError, match=r"unknown kernel 'nuts'; .*ula, exponential, hmc, mala, sgld"):
-        resolve_kernel("nuts", CASES[0].model)
+    with pytest.raises(SettingsError, match=r"unknown kernel 'nuts'; .*exponential, hmc, .*mala, .*sgld, .*ula"):
+        resolve_kernel("nuts", CASES[0].model, CASES[0].prior)
 
 
 # --- its law ---------------------------------------------------------------------------------
@@ -249,6 +249,13 @@ def test_gradient_evaluations_are_what_is_reported(kernel, case, monkeypatch):
     monkeypatch.setattr(Target, "value_and_grad", counted)
     monkeypatch.setattr(torch.func, "vjp", counted_products)
     trace = go(kernel, case.target(), start(case, [0, 1, 2]), [0, 1, 2], steps=7)
+    # In points per chain: independent draws are looked at all at once, and their mean, one point for each
+    # client whatever the number of chains, is not counted.
+    at_once = kernel == Exponential() and case.target().conjugate
+    if at_once:
+        assert [shape[1] for shape in calls] == [2, 1, 7 * 2]
+        calls = [calls[0], *[calls[0]] * 7]
+    assert all(shape[1] == 2 for shape in calls + products)
     assert len(calls) + len(products) == trace.gradient_evaluations
     assert kernel.gradients_per_step == getattr(kernel, "leapfrog", 1) + isinstance(kernel, JumpHMC)
     curvature = isinstance(kernel, ULA | SGLD) and not case.target().linear
@@ -397,9 +404,14 @@ def test_a_chain_recovers_from_a_bad_start(kernel):
         assert torch.isfinite(trace.draws).all()
         events.append(float(trace.diverged.sum()))
     assert (z.norm(dim=-1) < 1).all()  # the density at 1 is e^-50 of that at 0
-    assert sum(events[-10:]) == 0
-    # Kernels that measure the curvature where they stand start well; the others find out.
-    assert events[0] > 0 or isinstance(kernel, ULA | SGLD)
+    if isinstance(kernel, ULA | SGLD):
+        # They measure the curvature where they stand, once a pass, so they start well. Where all chains
+        # happen to stand near 0 it is the prior's alone, and such a step leaves: it is halved for good, and
+        # a quarter of it needs four chains within 0.1 of 0, one pass in ten thousand.
+        assert sum(event > 0 for event in events) <= 3
+    else:
+        assert events[0] > 0
+        assert sum(events[-10:]) == 0
 
 
 @kernels

@@ -13,14 +13,13 @@ from arviz_stats.base import array_stats
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms import fedsouk
+from fedpop.client import final
 from fedpop.kernels import HMC, MALA, ULA, Mass, Target, Tuning, run
 from fedpop.kernels.mass import LONGEST_MEMORY, PRIOR_DRAWS
 from fedpop.kernels.target import DiagonalPrecision, RescaledPrecision
 from fedpop.keys import Key
 from fedpop.models.local import GeneralLikelihood
-from fedpop.runtime.run import Run, Settings
-from tests.helpers import cohort_of, seeded
+from tests.helpers import cohort_of, run_of, seeded
 from tests.oracles import DOUBLE, SIGMAS, gaussian_noise, make_case
 
 D, ROWS, RATIO = 6, 40, 50.0
@@ -115,16 +114,14 @@ def test_tuning_survives_the_trip_through_a_clients_state():
 def test_newcomers_beside_known_clients_change_nothing_of_theirs():
     """A round with both: the runtime writes what it holds into the newcomers' fresh tensors."""
     model, clients, _, _ = badly_scaled(4)
-    method = fp.FedSOUL(model, local_steps=2, prior=fp.priors.Normal(scale=1.0))
-    federation = method.model.prepare(fp.Federation.of(clients))
-    going = Run(method, federation, Settings(9, 0, fp.participation.Everyone(), "1GiB", 50), None, [])
-    going.server = method.init(going.facts, going.key)
-    broadcast, known = method.broadcast("train", going.server), torch.tensor([0, 2])
-    state = method.enter(known, broadcast, Key(1))
+    going = run_of(fp.FedSOUL(model, local_steps=2, prior=fp.priors.Normal(scale=1.0)), clients)
+    method, units = going.algorithm, going.federation.units
+    broadcast, known = method.broadcast(going.server), torch.tensor([0, 2])
+    state = method.enter(units[known], broadcast, Key(1))
     state = {name: torch.full_like(value, k + 1.0) for k, (name, value) in enumerate(state.items())}
-    going.store.put(known, state)
-    fresh = method.enter(torch.tensor([1]), broadcast, Key(2))
-    both = going._enter(torch.arange(3), broadcast, Key(2))
+    going.sites.store.put(known, state)
+    fresh = method.enter(units[1:2], broadcast, Key(2))
+    both = going.sites.states(method, torch.arange(3), broadcast, Key(2))
     for name, value in both.items():
         assert torch.equal(value[known], state[name])
         assert torch.equal(value[1:2], fresh[name])
@@ -223,7 +220,7 @@ def newcomer():
         return trace
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fedsouk, "run", spy)
+        patch.setattr(final, "run", spy)
         return population.new_client(*clients[0]).posterior.draws.double(), passes
 
 

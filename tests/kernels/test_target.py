@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
-from fedpop import Composition, NormalPrior
+from fedpop import Composition
 from fedpop.kernels.target import POWER_ITERATIONS, BlockPrecision, Target
 from fedpop.keys import Key
 from fedpop.models.local import LocalLikelihood
+from fedpop.priors import Normal
 from tests.oracles import DOUBLE, Case, cohort_of, gaussian_cases, gaussian_noise, make_case, other_cases
 
 CASES = gaussian_cases() + other_cases()
@@ -134,7 +135,7 @@ class Quadratic(LocalLikelihood):
 
 def largest(hessian: Tensor, prior_sd: float, iterations: int = POWER_ITERATIONS) -> Tensor:
     d = hessian.shape[-1]
-    prior = NormalPrior(scale=prior_sd, bounds=(1e-30, 1e30))
+    prior = Normal(scale=prior_sd, bounds=(1e-30, 1e30))
     target = Target(Quadratic(hessian), prior, prior.init(hessian.new_zeros(d), prior_sd))
     out: Tensor = target.largest_curvature(hessian.new_ones(len(hessian), 2, d), iterations)
     return out
@@ -184,7 +185,7 @@ def test_power_iteration_sees_past_what_leaves_a_softmax_alone():
     model = Composition(None, nn.Sequential(nn.Linear(1, 3, bias=False)).double(), "categorical")
     x = 10 * gaussian_noise(1, 50, 1)
     cohort = cohort_of(model, [(x, torch.arange(50) % 3)])
-    prior = NormalPrior(scale=1.0)
+    prior = Normal(scale=1.0)
     target = Target(
         model.bind(model.initial_phi(), cohort.x, cohort),
         prior,

@@ -9,11 +9,12 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 
 import fedpop as fp
 from fedpop.errors import DataError, SettingsError
-from fedpop.evaluation import protocol
-from fedpop.evaluation.scores import Bin, ece_of, evaluate_new, reliability, scored, worst_tenth
+from fedpop.evaluation import scores
+from fedpop.evaluation.scores import Bin, ece_of, reliability, scored, worst_tenth
 from fedpop.keys import Key
 from fedpop.models import likelihoods
 from fedpop.models.predictive import Predictive
+from fedpop.population import evaluate_new
 from tests.helpers import generator, linear_model, population_data, seeded
 
 EXACT = {"rtol": 0, "atol": 1e-12}  # float64, a handful of operations
@@ -97,10 +98,10 @@ def test_clients_scored_together_have_the_scores_they_have_alone():
 
 
 def test_the_memory_of_a_group_is_bounded(monkeypatch):
-    monkeypatch.setattr(protocol, "ENTRIES", 5)
+    monkeypatch.setattr(scores, "ENTRIES", 5)
     seen = []
-    examples = protocol._examples
-    monkeypatch.setattr(protocol, "_examples", lambda p, *a: (seen.append(p.eta.numel()), examples(p, *a))[1])
+    examples = scores._examples
+    monkeypatch.setattr(scores, "_examples", lambda p, *a: (seen.append(p.eta.numel()), examples(p, *a))[1])
     one = numbers([[0.0, 1.0]]), torch.zeros(2, 1, dtype=torch.float64)
     scored([(str(i), *one) for i in range(5)])
     assert seen == [4, 4, 2]
@@ -121,7 +122,7 @@ def test_the_reliability_curve_gives_torchmetrics_error():
     confidence, chosen = probs.max(-1)
     bins = reliability(confidence, (chosen == labels).double())
     assert sum(b.count for b in bins) == 500
-    expected = float(multiclass_calibration_error(probs, labels, 4, protocol.BINS))
+    expected = float(multiclass_calibration_error(probs, labels, 4, scores.BINS))
     rounding = 500 * 2.0**-24  # torchmetrics adds 500 numbers up to one in single precision
     assert ece_of(bins) == pytest.approx(expected, abs=rounding)
     p = Predictive(logits.unsqueeze(0), likelihoods.resolve("categorical"), {}, Key(0), plug_in=True)
@@ -215,7 +216,7 @@ def test_a_client_without_a_model_is_named_and_the_others_are_judged():
     clients = {"anna": fp.Client(x, y, test=(x, y)), "ben": fp.Client(x[:0], y[:0], test=(x, y))}
     model = linear_model()
     population = fp.FedRep(model, heads="exact").fit(clients, rounds=1)
-    population.store = None  # nobody was ever active
+    population.sites.store.entered[:] = False  # nobody was ever active
     evaluation = fp.evaluate(population)
     assert (list(evaluation.names), list(evaluation.unserved)) == (["anna"], ["ben"])
 

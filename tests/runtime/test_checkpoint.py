@@ -180,11 +180,25 @@ def curved() -> fp.Composition:
 METHODS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "default": (lambda: fp.FedSOUL(linear_model()), {}),
     "paper": (lambda: fp.FedSOUL.paper(linear_model()), {"participation": 3}),
-    "stateless": (lambda: fp.FedSOUL(linear_model(), stateful=False), {"participation": 0.5}),
-    "inverse": (lambda: fp.FedSOUL(linear_model()), {"participation": fp.participation.Bernoulli((0.9,) * 6)}),
-    "iterate": (lambda: fp.FedSOUL(linear_model(), average=fp.steps.Averaging("iterate"), phi_batch=2), {}),
+    "stateless": (
+        lambda: fp.FedSOUL(linear_model(), chain=fp.chains.Chain(stateful=False)),
+        {"participation": 0.5},
+    ),
+    "inverse": (
+        lambda: fp.FedSOUL(linear_model()),
+        {"participation": fp.participation.Bernoulli((0.9,) * 6)},
+    ),
+    "iterate": (
+        lambda: fp.FedSOUL(
+            linear_model(), average=fp.steps.Averaging("iterate"), phi_step=fp.steps.PhiStep(batch=2)
+        ),
+        {},
+    ),
     "mass matrix": (lambda: fp.FedSOUL(curved(), local_steps=2), {"participation": 3}),
-    "qsgd": (lambda: fp.FedSOUL(linear_model(), compressor=fp.compressors.QSGD(levels=7)), {"participation": 3}),
+    "qsgd": (
+        lambda: fp.FedSOUL(linear_model(), compressor=fp.compressors.QSGD(levels=7)),
+        {"participation": 3},
+    ),
     "rand-k": (lambda: fp.FedSOUL.paper(linear_model(), rate=1e-2, compressor="rand-k"), {}),
     "fedavg": (lambda: fp.FedAvg(linear_model(), local=fp.LocalSGD(2, 0.05, 2, 0.9)), {"participation": 3}),
     "fedrep": (lambda: fp.FedRep(linear_model(), phi_step=fp.steps.Adam(0.05)), {"participation": 3}),
@@ -266,7 +280,7 @@ def test_the_rate_found_by_trial_rounds_is_not_searched_again(tmp_path: Path) ->
     finally:
         type(method).calibrated = calibrated
     assert tried == []
-    assert population.algorithm.phi_step.rate > 0
+    assert population.algorithm.rate() > 0
 
 
 # --- checkpoints that cannot be trusted ---------------------------------------------------------
@@ -275,7 +289,7 @@ def test_the_rate_found_by_trial_rounds_is_not_searched_again(tmp_path: Path) ->
 def fit(out: Path, *, rounds: int = 6, resume: bool = True, **changes: Any) -> fp.Population:
     model = changes.pop("model", None) or linear_model()
     clients = changes.pop("clients", None) or ragged()
-    settings = {k: changes.pop(k) for k in ("seed", "participation", "memory") if k in changes}
+    settings = {k: changes.pop(k) for k in ("seed", "participation", "memory", "sites") if k in changes}
     method = fp.FedSOUL(model, **changes)
     return method.fit(clients, rounds=rounds, out=out, resume=resume, checkpoint_every=2, **settings)
 
@@ -369,9 +383,14 @@ def shifted() -> list[Any]:
         ({"participation": 2}, "participation"),
         ({"memory": "1KiB"}, "memory: 1GiB then, 1KiB now"),
         ({"local_steps": 3}, r"algorithm\.local_steps: 10 then, 3 now"),
-        ({"kernel": fp.kernels.Exponential(0.5)}, r"algorithm\.kernel\.h: 1\.0 then, 0\.5 now"),
-        ({"phi_step": fp.steps.Adam(0.2)}, r"algorithm\.phi_step\.rate"),
-        ({"prior": "diagonal"}, r"algorithm\.prior\.covariance: isotropic then, diagonal now"),
+        (
+            {"kernel": fp.kernels.Exponential(0.5)},
+            r"algorithm\.kernel: None then, .*'Exponential', 'h': 0\.5",
+        ),
+        ({"phi_step": fp.steps.Adam(0.2)}, r"algorithm\.phi_step: None then, .*'Adam', 'rate': 0\.2"),
+        ({"prior": "diagonal"}, r"algorithm\.prior: normal then, diagonal now"),
+        ({"chain": fp.chains.Chain(chains=2)}, r"algorithm\.chain\.chains: 1 then, 2 now"),
+        ({"sites": {"all": [f"client-{i}" for i in range(4)]}}, r"sites: None then, .*'all'"),
         ({"model": linear_model(d=1)}, "model"),
         ({"model": linear_model(variance=0.6)}, r"likelihood: Normal\(variance=0\.5\) then"),
         ({"clients": ragged()[:3]}, "clients: 4 then, 3 now"),
@@ -386,6 +405,35 @@ def test_changed_settings_or_data_are_refused_by_name(
     with pytest.raises(CheckpointError, match=rf"cannot resume.*{named}"):
         fit(tmp_path, **changes)
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "named"),
+    [
+        (
+            {"kernel": fp.kernels.Exponential()},
+            {"kernel": fp.kernels.Exponential(0.5)},
+            r"algorithm\.kernel\.h: 1\.0 then, 0\.5 now",
+        ),
+        (
+            {"phi_step": fp.steps.PhiStep(fp.steps.Adam(0.1))},
+            {"phi_step": fp.steps.PhiStep(fp.steps.Adam(0.2))},
+            r"algorithm\.phi_step\.optimiser\.rate: 0\.1 then, 0\.2 now",
+        ),
+        (
+            {"prior": fp.priors.Normal()},
+            {"prior": fp.priors.Normal("diagonal")},
+            r"algorithm\.prior\.covariance: isotropic then, diagonal now",
+        ),
+    ],
+    ids=["kernel", "phi step", "prior"],
+)
+def test_what_differs_inside_a_setting_is_named(
+    tmp_path: Path, then: dict[str, Any], now: dict[str, Any], named: str
+) -> None:
+    fit(tmp_path, **then)
+    with pytest.raises(CheckpointError, match=rf"cannot resume.*\({named}\)"):
+        fit(tmp_path, **now)
 
 
 def test_another_network_of_the_same_size_is_refused(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ import fedpop as fp
 from fedpop.algorithms.base import Algorithm
 from fedpop.federation.clients import Federation
 from fedpop.keys import Key
+from fedpop.questions.spectral import CrossProducts, SecondMoments
 from fedpop.runtime.run import Run, Settings
-from tests.helpers import linear_model, ragged
+from tests.helpers import federation_of, linear_model, ragged
 
 MANY = 200_000
 
@@ -20,34 +21,38 @@ def table(clients: int) -> fp.Table:
 
 def test_cohorts_are_made_one_at_a_time(monkeypatch):
     events = []
-    for cls, name in ((Federation, "cohort"), (fp.FedSOUL, "local_round")):
+    work = ((fp.FedSOUL, "local_round"), (SecondMoments, "answer"), (CrossProducts, "answer"))
+    for cls, name in ((Federation, "cohort"), *work):
         inner = getattr(cls, name)
 
         def outer(*args, inner=inner, name=name, **kwargs):
-            events.append(name)
+            events.append("cohort" if name == "cohort" else "work")
             return inner(*args, **kwargs)
 
         monkeypatch.setattr(cls, name, outer)
     model = linear_model()
-    federation = model.prepare(fp.Federation.of(ragged((3, 2, 5, 1, 4))))
-    run = Run(fp.FedSOUL(model), federation, Settings(2, 0, fp.participation.Everyone(), "1KiB", 50), None, [])
+    federation = federation_of(model, ragged((3, 2, 5, 1, 4)))
+    run = Run(fp.FedSOUL(model), federation, Settings(2, 0, fp.participation.Everyone(), "1KiB"))
     run.execute(resume=False, progress=False)
-    assert len(events) > 8
-    assert events == ["cohort", "local_round"] * (len(events) // 2)
+    cohorts = len(run.plan.cut(torch.arange(5), federation.train.sizes))
+    assert cohorts > 2
+    assert events == ["cohort", "work"] * (4 * cohorts)  # two questions, two rounds
 
 
 def test_a_cohort_of_everyone_is_kept_for_the_next_round():
     model = linear_model()
-    federation = model.prepare(fp.Federation.of(ragged((3, 2, 5))))
-    run = Run(fp.FedSOUL(model), federation, Settings(2, 0, fp.participation.Everyone(), "1GiB", 50), None, [])
-    active = fp.participation.Everyone().draw(3, Key(0))
-    (first,) = run._cut(active)
-    (second,) = run._cut(active)
+    federation = federation_of(model, ragged((3, 2, 5)))
+    run = Run(fp.FedSOUL(model), federation, Settings(2, 0, fp.participation.Everyone(), "1GiB"))
+    active = fp.participation.Everyone().draw(federation.roster, Key(0))
+    ((_, first),) = run.sites.cohorts(active.ids, run.plan)
+    ((_, second),) = run.sites.cohorts(active.ids, run.plan)
     assert first is second
 
 
 @pytest.mark.parametrize(
-    "participation", [fp.participation.Uniform(50), fp.participation.Bernoulli(0.0002)], ids=["uniform", "bernoulli"]
+    "participation",
+    [fp.participation.Uniform(50), fp.participation.Bernoulli(0.0002)],
+    ids=["uniform", "bernoulli"],
 )
 def test_a_round_draws_and_keeps_states_for_active_clients_only(participation, monkeypatch):
     words, bits = [], Key.bits
@@ -58,13 +63,13 @@ def test_a_round_draws_and_keeps_states_for_active_clients_only(participation, m
 
     model = linear_model()
     method = fp.FedSOUL(model, start="random", prior=fp.priors.Normal(scale=1.0), compressor="qsgd")
-    federation = model.prepare(fp.Federation.of(table(MANY)))
-    run = Run(method, federation, Settings(9, 0, participation, "1GiB", 50), None, [])
-    run._begin(resume=False)
+    federation = federation_of(model, table(MANY))
+    run = Run(method, federation, Settings(9, 0, participation, "1GiB"))
+    run.begin()
     monkeypatch.setattr(Key, "bits", counted)
     active = run.train_round()["active"] + run.train_round()["active"]
     assert 20 < active < 150
     assert sum(words) < 200 * active
-    assert run.store.used <= active
-    assert all(len(t) <= 2 * active for t in run.store.tensors.values())
+    assert run.sites.store.used <= active
+    assert all(len(t) <= 2 * active for t in run.sites.store.tensors.values())
     assert isinstance(run.algorithm, Algorithm)

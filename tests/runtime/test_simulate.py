@@ -14,10 +14,19 @@ from torch import nn
 
 import fedpop as fp
 from fedpop.algorithms.base import Facts
-from fedpop.channel import Channel
 from fedpop.errors import SettingsError
-from fedpop.runtime.run import Run, Settings
-from tests.helpers import cohort_of, linear_model, population_data, ragged, seeded, train_key
+from fedpop.keys import Key
+from fedpop.runtime.run import Run, Settings, active_units
+from tests.helpers import (
+    answers,
+    cohort_of,
+    federation_of,
+    linear_model,
+    population_data,
+    ragged,
+    seeded,
+    train_key,
+)
 
 
 def soul(**options: Any) -> fp.FedSOUL:
@@ -83,7 +92,12 @@ def test_the_loss_is_the_mean_negative_log_likelihood() -> None:
 
 @pytest.mark.parametrize(
     ("participation", "counts"),
-    [(None, {4}), (2, {2}), (0.5, {0, 1, 2, 3, 4}), (fp.participation.Bernoulli((0.2, 0.5, 0.9, 1.0)), {1, 2, 3, 4})],
+    [
+        (None, {4}),
+        (2, {2}),
+        (0.5, {0, 1, 2, 3, 4}),
+        (fp.participation.Bernoulli((0.2, 0.5, 0.9, 1.0)), {1, 2, 3, 4}),
+    ],
 )
 def test_participation(participation: Any, counts: set[int]) -> None:
     population = soul().fit(ragged(), rounds=30, participation=participation)
@@ -118,9 +132,14 @@ def test_a_round_without_examples_has_no_loss(method: Any, capfd: pytest.Capture
 def test_weights_follow_the_rule_even_when_everyone_joins() -> None:
     """A round that all join under 1/p weights steps twice as far at p = 1/2 (plain gradient steps)."""
     clients = ragged((3, 4))
-    rule = fp.participation.Bernoulli((0.5, 0.5))
-    seed = next(s for s in range(100) if len(rule.draw(2, train_key(0, s).at(purpose="who")).ids) == 2)
-    method = soul(phi_step=fp.steps.SGD(1e-3), average=fp.steps.Averaging("last"), start="spectral", rao_blackwell=True)
+    rule, federation = fp.participation.Bernoulli((0.5, 0.5)), fp.Federation.of(clients)
+    seed = next(s for s in range(100) if len(active_units(rule, federation, Key(s), 0).ids) == 2)
+    method = soul(
+        phi_step=fp.steps.SGD(1e-3),
+        average=fp.steps.Averaging("last"),
+        start="spectral",
+        chain=fp.chains.Chain(rao_blackwell=True),
+    )
     start = Watch()
     method.replace(phi_step=fp.steps.SGD(1e-30)).fit(clients, rounds=1, seed=seed, callbacks=[start])
     moved = [
@@ -133,23 +152,22 @@ def test_weights_follow_the_rule_even_when_everyone_joins() -> None:
 def test_stateful_chains_go_on_and_stateless_ones_begin_anew() -> None:
     cohort = cohort_of(linear_model(), ragged())
     for stateful in (True, False):
-        method = soul(stateful=stateful, kernel=fp.kernels.Exponential(0.3), local_steps=1)
-        server = method.init(Facts(4, 10), train_key())
-        broadcast = method.broadcast("train", server)
-        local = method.enter(cohort.ids, broadcast, train_key())
+        chain = fp.chains.Chain(stateful=stateful)
+        method = soul(chain=chain, kernel=fp.kernels.Exponential(0.3), local_steps=1)
+        broadcast = method.broadcast(method.init(Facts(4, 10), train_key(), {}))
+        local = method.enter(cohort.units, broadcast, train_key())
         other = local | {"z": local["z"] + 3.0}
         ends = [
-            method.local_round("train", broadcast, cohort, start, Channel(), train_key(2))[0]["z"]
-            for start in (local, other)
+            answers(method, cohort, start, broadcast, train_key(2)).local["z"] for start in (local, other)
         ]
         assert torch.equal(ends[0], ends[1]) is not stateful
 
 
 def test_stateful_chains_are_kept_between_rounds() -> None:
     """With two rounds and no server steps the second begins where the first ended."""
-    population = soul(phi_step=fp.steps.SGD(1e-30), prior=fp.priors.Normal(learn_mean=False, learn_scale=False)).fit(
-        ragged(), rounds=2, participation=2
-    )
+    population = soul(
+        phi_step=fp.steps.SGD(1e-30), prior=fp.priors.Normal(learn_mean=False, learn_scale=False)
+    ).fit(ragged(), rounds=2, participation=2)
     assert population.store is not None
     seen = population.store.seen(torch.arange(4))
     assert 2 <= int(seen.sum()) <= 4
@@ -166,7 +184,7 @@ def methods() -> dict[str, Any]:
     curved = fp.Composition(seeded(nn.Linear(3, 2), 1), head, fp.likelihoods.Normal(0.5))
     return {
         "exact": soul(),
-        "mini-batches": soul(phi_batch=2),
+        "mini-batches": soul(phi_step=fp.steps.PhiStep(batch=2)),
         "hmc": fp.FedSOUL(logistic, local_steps=3),
         "mala": fp.FedSOUL(logistic, local_steps=3, kernel="mala"),
         "mass matrix": fp.FedSOUL(curved, local_steps=3),
@@ -184,9 +202,9 @@ def data_for(name: str) -> Any:
 @pytest.mark.parametrize("name", methods())
 def test_results_agree_across_cohort_sizes(name: str) -> None:
     method, clients = methods()[name], data_for(name)
-    federation = method.model.prepare(fp.Federation.of(clients))
+    federation = federation_of(method.model, clients)
     one, many = (
-        Run(method, federation, Settings(5, 0, fp.participation.Everyone(), memory, 50), None, [])
+        Run(method, federation, Settings(5, 0, fp.participation.Everyone(), memory))
         for memory in ("1GiB", "1KiB")
     )
     sizes = federation.train.sizes
@@ -217,7 +235,7 @@ def test_no_global_random_state_is_touched() -> None:
     assert states[2] == random.getstate()
 
 
-def test_simulate_and_fit_are_the_same_door() -> None:
+def test_both_fits_are_the_same_door() -> None:
     one = fp.fit(soul(), ragged(), rounds=2).published["phi"]
     assert torch.equal(one, soul().fit(ragged(), rounds=2).published["phi"])
 
@@ -283,13 +301,20 @@ def test_early_stopping_remembers_across_a_resume(tmp_path: Path) -> None:
 
     stop = fp.callbacks.EarlyStop(every=2, patience=3)
     with pytest.raises(KeyboardInterrupt):
-        method.fit(clients, out=tmp_path, callbacks=[fp.callbacks.EarlyStop(every=2, patience=3), Break()], **settings)
+        method.fit(
+            clients,
+            out=tmp_path,
+            callbacks=[fp.callbacks.EarlyStop(every=2, patience=3), Break()],
+            **settings,
+        )
     resumed = method.fit(clients, out=tmp_path, resume=True, callbacks=[stop], **settings)
     assert stop.best_round == 2
     assert resumed.rounds == whole.rounds == 8
     assert torch.equal(resumed.published["phi"], whole.published["phi"])
     # A stopped run stays stopped.
-    again = method.fit(clients, out=tmp_path, resume=True, callbacks=[fp.callbacks.EarlyStop(2, 3)], **settings)
+    again = method.fit(
+        clients, out=tmp_path, resume=True, callbacks=[fp.callbacks.EarlyStop(2, 3)], **settings
+    )
     assert again.rounds == 8
     assert torch.equal(again.published["phi"], whole.published["phi"])
 
@@ -332,9 +357,9 @@ def broken(size: float = 1e30) -> dict[str, Any]:
 BREAKABLE: dict[str, Any] = {
     "spectral start": lambda: soul(),
     "random start": lambda: soul(start="random"),
-    "closed form": lambda: soul(rao_blackwell=True),
+    "closed form": lambda: soul(chain=fp.chains.Chain(rao_blackwell=True)),
     "hmc": lambda: soul(start="random", kernel="hmc", local_steps=2),
-    "mini-batches": lambda: soul(phi_batch=2),
+    "mini-batches": lambda: soul(phi_step=fp.steps.PhiStep(batch=2)),
     "paper": lambda: fp.FedSOUL.paper(linear_model(), rate=1e-3),
     "full covariance": lambda: soul(prior="full"),
     "fedavg": lambda: fp.FedAvg(linear_model()),

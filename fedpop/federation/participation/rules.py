@@ -47,8 +47,8 @@ class Roster:
 
 @dataclass(frozen=True)
 class Active:
-    """The units of one round, by their positions in the roster, and the weight with which each one counts once
-    its vectors have arrived.
+    """The units of one round, by their positions in the roster, and the weight with which each one counts
+    once its vectors have arrived.
 
     Under ``ratio`` weights are ones and the sum counts b / count times: unbiased given a round that is
     not empty, for equal probabilities only.

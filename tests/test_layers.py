@@ -1,0 +1,122 @@
+"""Packages form layers: each imports only from those below it, also inside functions, and no modules in a ring."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import fedpop
+
+ROOT = Path(fedpop.__file__).parent
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "version", "keys", "files", "precision", "settings"),
+    ("federation",),
+    ("channel",),
+    ("models",),
+    ("priors",),
+    ("kernels",),
+    ("server",),
+    ("client",),
+    ("questions",),
+    ("algorithms",),
+    ("evaluation",),
+    ("population",),
+    ("runtime",),
+    ("data",),
+    ("report",),
+    ("experiments",),
+    # What users import: public names by kind, then all of them, then the command line.
+    ("steps", "chains", "compressors", "participation", "layers", "callbacks"),
+    ("__init__",),
+    ("cli",),
+)
+RANK = {name: i for i, names in enumerate(LAYERS) for name in names}
+ABOVE = {("fedpop.algorithms.base", "fedpop.population")}
+"""The one type from above: what ``Algorithm.fit`` returns."""
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)] = path
+    return found
+
+
+def imports(tree: ast.AST, known: set[str]) -> Iterator[str]:
+    """Modules of fedpop that are imported anywhere below this node."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.split(".")[0] == "fedpop")
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fedpop":
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in known else node.module
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    known = modules()
+    return {name: set(imports(ast.parse(path.read_text()), set(known))) for name, path in known.items()}
+
+
+def layer(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def test_every_module_is_in_a_layer() -> None:
+    assert {layer(m) for m in modules()} == set(RANK)
+
+
+@pytest.mark.parametrize("module", [m for m in modules() if layer(m) != "cli"])
+def test_imports_point_down(module: str) -> None:
+    wrong = [
+        other
+        for other in graph()[module]
+        if RANK[layer(other)] > RANK[layer(module)] and (module, other) not in ABOVE
+    ]
+    assert not wrong, f"{module} imports {', '.join(wrong)} from above"
+
+
+def test_no_ring_of_modules() -> None:
+    """Names that only a type checker sees may point back inside a package."""
+    known = modules()
+    edges = {}
+    for name, path in known.items():
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = [ast.Pass()]
+        edges[name] = set(imports(tree, set(known))) - {name}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path[path.index(name) :], name))
+        if name in done or name not in edges:
+            return
+        for other in sorted(edges[name]):
+            visit(other, (*path, name))
+        done.add(name)
+
+    for name in edges:
+        visit(name, ())
+
+
+def test_the_check_can_fail() -> None:
+    known = {"fedpop.runtime", "fedpop.runtime.run"}
+    hidden = "def f():\n    from fedpop.runtime import run\n"
+    assert list(imports(ast.parse(hidden), known)) == ["fedpop.runtime.run"]
+
+
+def test_no_file_is_long() -> None:
+    long = {m: n for m, p in modules().items() if (n := len(p.read_text().splitlines())) > 400}
+    assert not long
+
+
+def test_fedsouk_can_be_read_beside_the_paper() -> None:
+    assert len((ROOT / "algorithms" / "fedsouk.py").read_text().splitlines()) < 250
