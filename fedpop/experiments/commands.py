@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fedpop.errors import CheckpointError, DataError
 from fedpop.files import writable_folder, write_bytes
-from fedpop.report.html import Table
+from fedpop.report.html import Sheet
 from fedpop.report.results import Results
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ DEMO_COMPARED: tuple[dict[str, Any], ...] = (
 DEMO_ROUNDS = 100
 
 
-def show(console: Console, table: Table, title: str) -> None:
+def show(console: Console, table: Sheet, title: str) -> None:
     """A table on the terminal."""
     from fedpop.report.terminal import fitted, rich_table
 

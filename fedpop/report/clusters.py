@@ -9,7 +9,7 @@ import torch
 from fedpop.experiments.clusters import NAMES, SHOTS, TASK, density_in_true_coordinates
 from fedpop.population import load
 from fedpop.report import plots
-from fedpop.report.html import Figure, Section, Table, write_report
+from fedpop.report.html import Figure, Section, Sheet, write_report
 from fedpop.report.results import Results, interval95, mean, values
 
 PAIRS = (("Mixture", "Normal"), ("Energy", "Normal"), ("Energy", "Mixture"), ("Truth", "Mixture"))
@@ -24,7 +24,7 @@ PAIRED = (
 )
 
 
-def summary_table(results: Results) -> Table:
+def summary_table(results: Results) -> Sheet:
     """Means over seeds, prior by prior."""
     columns = (
         "prior",
@@ -46,7 +46,7 @@ def summary_table(results: Results) -> Table:
         cells += [f"{100 * mean(values(records, 'coverage90_0')):.1f} %"]
         cells += [f"{cost[0] / 1e3:.0f}", f"{cost[1]:.1f}"] if cost[0] else ["-", "-"]
         rows.append((name, str(len(records)), *cells))
-    return Table(columns, rows)
+    return Sheet(columns, rows)
 
 
 def differences(results: Results, metric: str, first: str, second: str) -> list[float]:
@@ -57,7 +57,7 @@ def differences(results: Results, metric: str, first: str, second: str) -> list[
     return [one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())]
 
 
-def difference_table(results: Results) -> Table:
+def difference_table(results: Results) -> Sheet:
     columns = ("difference", "seeds", *(f"new clients, {shots} examples" for shots in SHOTS))
     rows = []
     for first, second in PAIRS:
@@ -67,7 +67,7 @@ def difference_table(results: Results) -> Table:
             centre, low, high = interval95(found)
             cells.append(f"{centre:+.4f} [{low:+.4f}, {high:+.4f}]")
         rows.append((f"{first} - {second}", str(len(found)), *cells))
-    return Table(columns, rows, frozenset({0, 1}))
+    return Sheet(columns, rows, frozenset({0, 1}))
 
 
 def prior_figure(folder: Path) -> Figure | None:
@@ -91,7 +91,7 @@ def prior_figure(folder: Path) -> Figure | None:
     )
 
 
-def further_tables(results: Results) -> dict[str, Table]:
+def further_tables(results: Results) -> dict[str, Sheet]:
     return {"Paired differences, with 95 % intervals": difference_table(results)}
 
 
@@ -109,8 +109,8 @@ def experiment_report(results: Results, path: Path) -> Path:
     learned = prior_figure(folder)
     sections = [
         Section("What each prior learned", figures=[learned] if learned else [], wide=True),
-        Section("New clients", LEGEND, table=summary_table(results)),
-        Section("Differences", PAIRED, table=difference_table(results)),
+        Section("New clients", LEGEND, sheet=summary_table(results)),
+        Section("Differences", PAIRED, sheet=difference_table(results)),
         Section("Seed by seed", figures=[spread], wide=True),
     ]
     lead = (

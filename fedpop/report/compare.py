@@ -12,8 +12,8 @@ from rich.console import Console
 from fedpop.evaluation.protocol import HIGH_IS_GOOD
 from fedpop.experiments.comparison import Comparison
 from fedpop.files import write_bytes
-from fedpop.report import plots
-from fedpop.report.html import Figure, Section, Table, markdown, write_report
+from fedpop.report import side_by_side
+from fedpop.report.html import Figure, Section, Sheet, markdown, write_report
 from fedpop.report.results import Record, Results, mean, values
 from fedpop.report.terminal import fitted, rich_table
 from fedpop.runtime.progress import human_bytes
@@ -85,7 +85,7 @@ def active(item: Record) -> str:
     return str(kind).lower()
 
 
-def summary(comparison: Comparison) -> Table:
+def summary(comparison: Comparison) -> Sheet:
     """What is printed: scores and costs of each method in a row."""
     main = main_score(comparison)
     second, third = ("nll", "ece") if main == "accuracy" else ("nll", "coverage")
@@ -114,7 +114,7 @@ def summary(comparison: Comparison) -> Table:
         rows.append(tuple(row))
     named = {NAMES["accuracy"]: "accuracy, %", NAMES["coverage"]: "90 % cov., %"}
     spare = ("sec.", "last", "sent", "rounds", "passes", "worst 10 %", "new, none")
-    return Table([named.get(c, c) for c in columns], rows, highlights(comparison), spare)
+    return Sheet([named.get(c, c) for c in columns], rows, highlights(comparison), spare)
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -151,7 +151,7 @@ def _cost(records: Sequence[Record], name: str, digits: int = 0) -> str:
     return f"{mean(values(records, name, 'cost')):,.{digits}f}"
 
 
-def scores_table(comparison: Comparison) -> Table:
+def scores_table(comparison: Comparison) -> Sheet:
     """Every score: mean, spread over clients, worst tenth, last rounds, pooled."""
     main = main_score(comparison)
     names = (
@@ -169,14 +169,14 @@ def scores_table(comparison: Comparison) -> Table:
     columns = ("score", "method", "predictive", "final", "sd over clients", "worst 10 %", "last", "pooled")
     many = len(comparison.methods)
     marked = frozenset(j * many + i for j in range(len(names)) for i in highlights(comparison))
-    return Table(columns, rows, marked)
+    return Sheet(columns, rows, marked)
 
 
 def kind_of(records: Sequence[Record]) -> str:
     return "plug-in" if any(r["metrics"].get("plug_in") for r in records) else "integrated"
 
 
-def new_table(comparison: Comparison) -> Table | None:
+def new_table(comparison: Comparison) -> Sheet | None:
     """Clients never in training."""
     main = main_score(comparison)
     names = (main, "nll", "ece" if main == "accuracy" else "coverage")
@@ -188,10 +188,10 @@ def new_table(comparison: Comparison) -> Table | None:
         cells = [shown(records, f"{k}_{n}", n in PERCENT) for k in ("new", "new_without") for n in names]
         rows.append((method, kind_of(records), *cells))
     columns = [f"{when}: {NAMES[n]}" for when in ("own data", "none") for n in names]
-    return Table(("method", "predictive", *columns), rows, highlights(comparison))
+    return Sheet(("method", "predictive", *columns), rows, highlights(comparison))
 
 
-def cost_table(comparison: Comparison) -> Table:
+def cost_table(comparison: Comparison) -> Sheet:
     columns = ("method", "active", "rounds", "up", "down", "passes", "head steps", "seconds")
     rows = []
     for method in comparison.methods:
@@ -209,7 +209,7 @@ def cost_table(comparison: Comparison) -> Table:
                 _cost(records, "seconds", 1),
             )
         )
-    return Table(columns, rows, highlights(comparison))
+    return Sheet(columns, rows, highlights(comparison))
 
 
 # --- figures ---------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def _pairs(comparison: Comparison, method: str, other: str, score: str) -> list[
 def on_the_way(comparison: Comparison) -> list[Figure]:
     """The main score against rounds, bytes and passes, and the log-score against rounds."""
     main = main_score(comparison)
-    looks = plots.looks(comparison.methods)
+    looks = side_by_side.looks(comparison.methods)
     label = {"accuracy": "test accuracy, %", "rmse": "test RMSE"}[main]
     good = main in HIGH_IS_GOOD
     figures = []
@@ -281,13 +281,13 @@ def on_the_way(comparison: Comparison) -> list[Figure]:
         lines = {m: [(a, b) for a, b in line if a > 0 or not log] for m, line in lines.items()}
         lines = {m: line for m, line in lines.items() if line}
         if lines and any(a > 0 for line in lines.values() for a, _ in line):
-            svg = plots.paths(lines, looks, name, label, log, good)
+            svg = side_by_side.paths(lines, looks, name, label, log, good)
             figures.append(
                 Figure(svg, f"{caption} Mean over clients; looks between rounds use short passes.")
             )
     lines = _curves(comparison, lambda p: p["round"], "nll")
     if lines:
-        svg = plots.paths(lines, looks, "round", "test NLL", False, False)
+        svg = side_by_side.paths(lines, looks, "round", "test NLL", False, False)
         figures.append(Figure(svg, "The log-score (lower is better), which also judges how sure they were."))
     return figures
 
@@ -295,12 +295,12 @@ def on_the_way(comparison: Comparison) -> list[Figure]:
 def page(comparison: Comparison, path: Path) -> Path:
     """The page: scores on the way, clients, calibration, all tables."""
     main = main_score(comparison)
-    looks = plots.looks(comparison.methods)
+    looks = side_by_side.looks(comparison.methods)
     text = " ".join([PROTOCOL, "Methods with * are plug-in.", *(f"{note}." for note in notes(comparison))])
     sections = [Section("The comparison", text, summary(comparison))]
     sections.append(Section("On the way", figures=on_the_way(comparison)))
     sections += _clients(comparison, main, looks) + _calibration(comparison, main, looks)
-    sections.append(Section("All scores", table=scores_table(comparison)))
+    sections.append(Section("All scores", sheet=scores_table(comparison)))
     new = new_table(comparison)
     if new is not None:
         text = "Clients that took no part in training: with their own few examples, and without any."
@@ -323,7 +323,7 @@ def _clients(comparison: Comparison, main: str, looks: Any) -> list[Section]:
         f"the panel's method, upwards. Dots {better} the dotted line are clients that fare better with the "
         "panel's method; those far outside sit on the edge."
     )
-    svg = plots.scatters(panels, looks, f"{other}: {score}", score)
+    svg = side_by_side.scatters(panels, looks, f"{other}: {score}", score)
     return [Section("Client by client", figures=[Figure(svg, caption)], wide=True)]
 
 
@@ -339,9 +339,9 @@ def _calibration(comparison: Comparison, main: str, looks: Any) -> list[Section]
         )
         ece = {m: 100 * mean(values(comparison.of_method(m), "test_pooled_ece")) for m in comparison.methods}
         figures = [
-            Figure(plots.reliabilities(curves, looks), "Reliability of the final models."),
+            Figure(side_by_side.reliabilities(curves, looks), "Reliability of the final models."),
             Figure(
-                plots.ranked(ece, looks, "expected calibration error, %"),
+                side_by_side.ranked(ece, looks, "expected calibration error, %"),
                 "Expected calibration error, all examples pooled (lower is better).",
             ),
         ]
@@ -351,10 +351,10 @@ def _calibration(comparison: Comparison, main: str, looks: Any) -> list[Section]
     text = "Intervals of plug-in methods hold the noise only, so they are too narrow where data are few."
     figures = [
         Figure(
-            plots.ranked(cover, looks, "coverage, %", ("90 %", 90.0)),
+            side_by_side.ranked(cover, looks, "coverage, %", ("90 %", 90.0)),
             "Share of test observations inside their 90 % interval.",
         ),
-        Figure(plots.ranked(width, looks, "mean width"), "Mean width of the 90 % intervals."),
+        Figure(side_by_side.ranked(width, looks, "mean width"), "Mean width of the 90 % intervals."),
     ]
     return [Section("How far to trust it", text, figures=figures)]
 
@@ -387,7 +387,7 @@ def lead_of(comparison: Comparison) -> str:
 # --- files -----------------------------------------------------------------------------------
 
 
-def tables(comparison: Comparison) -> dict[str, Table]:
+def tables(comparison: Comparison) -> dict[str, Sheet]:
     """For results.md."""
     out = {"The comparison": summary(comparison), "All scores": scores_table(comparison)}
     new = new_table(comparison)
@@ -419,7 +419,7 @@ def show_and_write(results: Results, console: Console) -> None:
     console.print(f"The report is in [bold]{path}[/bold].")
 
 
-def summary_table(results: Results) -> Table:
+def summary_table(results: Results) -> Sheet:
     return summary(Comparison.of(results))
 
 

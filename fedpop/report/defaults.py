@@ -7,7 +7,7 @@ from typing import Any
 
 from fedpop.experiments.defaults import ALL, DEFAULT
 from fedpop.report import plots
-from fedpop.report.html import Figure, Section, Table, write_report
+from fedpop.report.html import Figure, Section, Sheet, write_report
 from fedpop.report.results import Record, Results, mean, values
 
 COLUMNS = (
@@ -50,7 +50,7 @@ def _mean(records: list[Record], name: str, digits: int = 3, of: str = "metrics"
     return f"{scale * mean(numbers):.{digits}f}" if numbers else "-"
 
 
-def summary_table(results: Results) -> Table:
+def summary_table(results: Results) -> Sheet:
     """One row per set of images and variant."""
     rows = []
     for setting in results.settings():
@@ -75,10 +75,10 @@ def summary_table(results: Results) -> Table:
                     _mean(records, "seconds", 0, "cost"),
                 )
             )
-    return Table(COLUMNS, rows, frozenset(i for i, r in enumerate(rows) if r[1] == DEFAULT))
+    return Sheet(COLUMNS, rows, frozenset(i for i, r in enumerate(rows) if r[1] == DEFAULT))
 
 
-def differences(results: Results) -> Table:
+def differences(results: Results) -> Sheet:
     """What changing one setting does to the validation log-score, seed by seed, over both sets of images."""
     columns = ("question", "variant", "cifar10: NLL", "accuracy", "mnist: NLL", "accuracy")
     rows = []
@@ -90,7 +90,7 @@ def differences(results: Results) -> Table:
             for name, scale in (("validation_log_score", 1.0), ("validation_accuracy", 100.0)):
                 cells.append(_paired(results, images, method, name, scale))
         rows.append((question(method), method, *cells))
-    return Table(columns, rows, frozenset(i for i, r in enumerate(rows) if r[1] == DEFAULT))
+    return Sheet(columns, rows, frozenset(i for i, r in enumerate(rows) if r[1] == DEFAULT))
 
 
 def _paired(results: Results, images: str, method: str, name: str, scale: float) -> str:

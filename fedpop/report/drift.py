@@ -6,11 +6,11 @@ from pathlib import Path
 
 from fedpop.experiments.drift import EPOCHS, METHODS, PLAIN, RATE, ROUNDS, SCHEDULES, local_name, setting_of
 from fedpop.report import plots
-from fedpop.report.html import Figure, Section, Table, write_report
+from fedpop.report.html import Figure, Section, Sheet, write_report
 from fedpop.report.results import Results, middle, values
 
 
-def summary_table(results: Results) -> Table:
+def summary_table(results: Results) -> Sheet:
     """Medians over seeds."""
     columns = ("steps", "on phi", "seeds", "angle to optimum", "log-lik. gap", "angle to truth", "optimum's")
     rows = []
@@ -24,7 +24,7 @@ def summary_table(results: Results) -> Table:
                 )
                 cells = (f"{angle:.4f}", f"{gap:.3f}", f"{truth:.4f}", f"{best:.4f}")
                 rows.append((schedule, name, str(len(records)), *cells))
-    return Table(columns, rows, frozenset(i for i, r in enumerate(rows) if r[1] == PLAIN))
+    return Sheet(columns, rows, frozenset(i for i, r in enumerate(rows) if r[1] == PLAIN))
 
 
 LOOKS = {
@@ -65,6 +65,6 @@ def experiment_report(results: Results, path: Path) -> Path:
     )
     sections = [
         Section("Drift", figures=figures),
-        Section("Medians over seeds", table=summary_table(results)),
+        Section("Medians over seeds", sheet=summary_table(results)),
     ]
     return write_report(path, "fedpop: what local epochs on phi cost", lead, sections)

@@ -1,4 +1,4 @@
-"""One self-contained HTML page from tables and figures."""
+"""One self-contained HTML page from sheets and figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedpop.version import __version__
 
 
 @dataclass(frozen=True)
-class Table:
+class Sheet:
     """Column names and rows of cells, as they are to be read."""
 
     columns: Sequence[str]
@@ -33,7 +33,7 @@ class Figure:
 class Section:
     title: str
     text: str = ""
-    table: Table | None = None
+    sheet: Sheet | None = None
     figures: Sequence[Figure] = field(default_factory=tuple)
     wide: bool = False
 
@@ -50,8 +50,8 @@ def write_report(path: Path, title: str, lead: str, sections: Sequence[Section])
     return path
 
 
-def markdown(table: Table) -> str:
-    """A table for reading in a repository."""
-    lines = ["| " + " | ".join(table.columns) + " |", "|" + "---|" * len(table.columns)]
-    lines += ["| " + " | ".join(row) + " |" for row in table.rows]
+def markdown(sheet: Sheet) -> str:
+    """A sheet as a table for reading in a repository."""
+    lines = ["| " + " | ".join(sheet.columns) + " |", "|" + "---|" * len(sheet.columns)]
+    lines += ["| " + " | ".join(row) + " |" for row in sheet.rows]
     return "\n".join(lines) + "\n"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from fedpop.algorithms import METHODS
 from fedpop.algorithms.base import Algorithm
 from fedpop.experiments.features import DRAWS, Features, by_formula, features, small_model
-from fedpop.report.html import Table
+from fedpop.report.html import Sheet
 
 COLUMNS = (
     "method",
@@ -24,7 +24,7 @@ COLUMNS = (
 PARTIAL = {"any": "yes", "full": "no", "one": "one at a time"}
 
 
-def feature_tables(methods: Iterable[type[Algorithm]] | None = None) -> tuple[Table, Table, str]:
+def feature_tables(methods: Iterable[type[Algorithm]] | None = None) -> tuple[Sheet, Sheet, str]:
     """Features, references, and the words that explain the numbers.
 
     >>> import fedpop as fp
@@ -40,8 +40,8 @@ def feature_tables(methods: Iterable[type[Algorithm]] | None = None) -> tuple[Ta
         f"that a client's predictions read; measured on a live client with d = {d}, d_phi = {d_phi} and "
         f"M = {DRAWS}, and in brackets what the formula gives. kept: numbers that it holds between rounds."
     )
-    table = Table(COLUMNS, [_row(f, by_formula(f.memory, d, d_phi)) for f in measured])
-    return table, Table(("method", "reference"), [(f.name, f.reference) for f in measured]), note
+    table = Sheet(COLUMNS, [_row(f, by_formula(f.memory, d, d_phi)) for f in measured])
+    return table, Sheet(("method", "reference"), [(f.name, f.reference) for f in measured]), note
 
 
 def _row(f: Features, formula: int) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedpop.experiments.synthetic import LOCAL_OPTIMUM
-from fedpop.report.html import Section, Table, write_report
+from fedpop.report.html import Section, Sheet, write_report
 from fedpop.report.results import Results
 from fedpop.report.synthetic import name_of
 
@@ -16,7 +16,7 @@ TEXT = (
 )
 
 
-def summary_table(results: Results) -> Table:
+def summary_table(results: Results) -> Sheet:
     """One row for each seed that had missed the optimum."""
     columns = ("setting", "seed", "gap, default", "gaps, restarts", "settled", "angle", "exact's")
     rows = []
@@ -34,7 +34,7 @@ def summary_table(results: Results) -> Table:
                 f"{m['principal_angle_exact']:.3f}",
             )
         )
-    return Table(columns, rows)
+    return Sheet(columns, rows)
 
 
 def experiment_report(results: Results, path: Path) -> Path:

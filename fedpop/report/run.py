@@ -9,7 +9,7 @@ from typing import Any
 from fedpop.errors import CheckpointError
 from fedpop.files import read_json
 from fedpop.report import plots
-from fedpop.report.html import Figure, Section, Table, write_report
+from fedpop.report.html import Figure, Section, Sheet, write_report
 from fedpop.runtime.progress import human_bytes
 
 CURVES = {
@@ -46,7 +46,7 @@ def run_report(folder: Path) -> Path:
         ("clients left out", str(sum(len(m.get("left_out", [])) for m in history))),
     ]
     sections = [
-        Section("The run", table=Table(("", ""), rows)),
+        Section("The run", sheet=Sheet(("", ""), rows)),
         Section("Over the rounds", figures=figures),
     ]
     return write_report(

@@ -13,7 +13,7 @@ from fedpop.experiments.comparison import Comparison
 from fedpop.experiments.synthetic import METHODS, Outcome
 from fedpop.population import Population
 from fedpop.report import plots
-from fedpop.report.html import Figure, Section, Table, write_report
+from fedpop.report.html import Figure, Section, Sheet, write_report
 from fedpop.report.results import Record, Results, mean, middle, values
 from fedpop.runtime.progress import human_bytes
 
@@ -50,8 +50,8 @@ def row(item: Record) -> tuple[str, ...]:
     )
 
 
-def demo_table(outcomes: Sequence[Outcome]) -> Table:
-    return Table(COLUMNS, [row(o.record) for o in outcomes], frozenset({0}))
+def demo_table(outcomes: Sequence[Outcome]) -> Sheet:
+    return Sheet(COLUMNS, [row(o.record) for o in outcomes], frozenset({0}))
 
 
 def demo_report(
@@ -184,7 +184,7 @@ LEGEND = (
 )
 
 
-def summary_table(results: Results) -> Table:
+def summary_table(results: Results) -> Sheet:
     """Medians over seeds, setting by setting and method by method."""
     columns = (
         "setting",
@@ -205,7 +205,7 @@ def summary_table(results: Results) -> Table:
             records = results.of(setting, method)
             if records:
                 rows.append((name_of(setting), method, *_cells(records)))
-    return Table(columns, rows, frozenset(i for i, r in enumerate(rows) if r[1] == "FedSOUL"))
+    return Sheet(columns, rows, frozenset(i for i, r in enumerate(rows) if r[1] == "FedSOUL"))
 
 
 def _cells(records: Sequence[Record]) -> tuple[str, ...]:
@@ -262,7 +262,7 @@ def experiment_report(results: Results, path: Path) -> Path:
         Section(
             "Medians over seeds",
             LEGEND,
-            table=summary_table(results),
+            sheet=summary_table(results),
         ),
     ]
     lead = (

@@ -10,7 +10,7 @@ from typing import Any
 from fedpop.experiments import theory
 from fedpop.experiments.fits import Slope, interval_of, middle_of, slope_over_seeds
 from fedpop.report import plots
-from fedpop.report.html import Figure, Section, Table, write_report
+from fedpop.report.html import Figure, Section, Sheet, write_report
 from fedpop.report.results import Record, Results, mean, values
 
 PAPER, TRIAL = theory.PAPER, theory.TRIAL
@@ -284,7 +284,7 @@ def verdict(results: Results, name: str) -> str:
 # --- the whole -------------------------------------------------------------------------------
 
 
-def summary_table(results: Results) -> Table:
+def summary_table(results: Results) -> Sheet:
     """Every number of the figures: medians over seeds with distribution-free intervals."""
     rows = []
     for c, decay in (*((c, 0.0) for c in theory.STEPS), theory.DECREASING):
@@ -309,7 +309,7 @@ def summary_table(results: Results) -> Table:
                 ("rounds to 5 %", f"M = {m}", method, str(len(records)), rounds_cell(results, method, m), "-")
             )
             rows.append(_row("gap left", f"M = {m}", method, values(records, "left")))
-    return Table(("quantity", "setting", "method", "seeds", "median (95 % interval)", "exact"), rows)
+    return Sheet(("quantity", "setting", "method", "seeds", "median (95 % interval)", "exact"), rows)
 
 
 def _row(
@@ -332,6 +332,6 @@ def experiment_report(results: Results, path: Path) -> Path:
         bias_section(results),
         noise_section(results),
         local_section(results),
-        Section("Every number", table=summary_table(results)),
+        Section("Every number", sheet=summary_table(results)),
     ]
     return write_report(path, "fedpop: the theory, measured", lead, sections)

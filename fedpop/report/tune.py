@@ -12,7 +12,7 @@ from fedpop.evaluation.protocol import HIGH_IS_GOOD
 from fedpop.experiments.tune import choose, metric_of
 from fedpop.files import write_bytes
 from fedpop.report import plots
-from fedpop.report.html import Figure, Section, Table, markdown, write_report
+from fedpop.report.html import Figure, Section, Sheet, markdown, write_report
 from fedpop.report.results import Results, mean, values
 from fedpop.report.terminal import rich_table
 
@@ -28,7 +28,7 @@ def _told(settings: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def summary_table(results: Results) -> Table:
+def summary_table(results: Results) -> Sheet:
     """One row per method: what was chosen, out of how many trials."""
     metric = metric_of(results)
     columns = ("method", "chosen settings", "trial", "of", "failed", f"validation {metric}", "as written")
@@ -47,7 +47,7 @@ def summary_table(results: Results) -> Table:
         rows.append(
             (method, told, str(best.trial), str(len(trials)), str(lost), f"{best.score:.4g}", written)
         )
-    return Table(columns, rows)
+    return Sheet(columns, rows)
 
 
 def _scores(results: Results, method: str, metric: str) -> dict[int, float | None]:
@@ -59,7 +59,7 @@ def _scores(results: Results, method: str, metric: str) -> dict[int, float | Non
     return out
 
 
-def trials_table(results: Results) -> Table:
+def trials_table(results: Results) -> Sheet:
     """Every trial."""
     metric = metric_of(results)
     rows = []
@@ -68,7 +68,7 @@ def trials_table(results: Results) -> Table:
             own = next(r for r in results.of(method=method) if r["setting"]["trial"] == t)
             told = _told(own["config"]["settings"]) or "as they are"
             rows.append((method, told, str(t), "-" if score is None else f"{score:.4g}"))
-    return Table(("method", "settings", "trial", f"validation {metric}"), rows)
+    return Sheet(("method", "settings", "trial", f"validation {metric}"), rows)
 
 
 def show_and_write(results: Results, console: Console) -> None:
@@ -104,8 +104,8 @@ def experiment_report(results: Results, path: Path) -> Path:
             )
         )
     sections = [
-        Section("Chosen", table=summary_table(results), figures=figures, wide=True),
-        Section("All trials", table=trials_table(results)),
+        Section("Chosen", sheet=summary_table(results), figures=figures, wide=True),
+        Section("All trials", sheet=trials_table(results)),
     ]
     lead = (
         "Settings searched for at random, the same number of trials for every method that has something to "
