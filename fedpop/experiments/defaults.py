@@ -22,8 +22,7 @@ from fedpop.algorithms.fedsouk import Final
 from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.data.image_task import ImageTask
-from fedpop.evaluation.calibration import scores
-from fedpop.federation.clients import Client
+from fedpop.evaluation.protocol import evaluate
 from fedpop.kernels import HMC, Exponential
 from fedpop.models.base import Model
 from fedpop.population import Population
@@ -120,18 +119,16 @@ def rounds_for(task: ImageTask, cost: float) -> int:
     return max(1, math.floor(PASSES / (per_round * cost)))
 
 
-def judged(population: Population, clients: list[Client], split: str) -> dict[str, float]:
+def judged(population: Population, split: str) -> dict[str, float]:
     """Scores over all clients' held-out images; accuracy also by size of client."""
-    probs, labels = [], []
-    for i, client in enumerate(clients):
-        x, y = getattr(client, split)
-        probs.append(population.predict(i, x).probs)
-        labels.append(y)
-    out = scores(torch.cat(probs), torch.cat(labels))
-    right = torch.stack([(p.argmax(-1) == y).float().mean() for p, y in zip(probs, labels, strict=True)])
-    sizes = torch.tensor([len(c.y) for c in clients])
-    for n in sorted(set(sizes.tolist())):
-        out[f"accuracy_{n}"] = float(right[sizes == n].mean())
+    found = evaluate(population, split)
+    accuracy, images = found.scores["accuracy"], found.examples
+    out = {"accuracy": float((accuracy * images).sum() / images.sum())}
+    out |= {"log_score": found.pooled["nll"], "brier": found.pooled["brier"], "ece": found.pooled["ece"]}
+    assert population.federation is not None
+    own = dict(zip(population.names, population.federation.train.sizes.tolist(), strict=True))
+    sizes = torch.tensor([own[name] for name in found.names])
+    out |= {f"accuracy_{n}": float(accuracy[sizes == n].mean()) for n in sizes.unique().tolist()}
     return {f"{split}_{name}": value for name, value in out.items()}
 
 
@@ -143,7 +140,7 @@ def job(images: str, name: str, seed: int, folder: str) -> list[Record]:
     method = variant.build(task.model(seed))
     rounds = rounds_for(task, variant.cost)
     population = method.fit(clients, rounds=rounds, seed=seed, participation=ACTIVE, progress=False)
-    out = [_record(population, task, clients, name, seed)]
+    out = [_record(population, task, name, seed)]
     if isinstance(population.algorithm, FedAvgFT):  # the same training serves both
         plain = FedAvg(population.model, local=population.algorithm.local)
         same = Population(
@@ -157,15 +154,14 @@ def job(images: str, name: str, seed: int, folder: str) -> list[Record]:
             population.rounds,
         )
         out = [
-            _record(same, task, clients, name, seed),
-            _record(population, task, clients, f"{name} + tuning", seed),
+            _record(same, task, name, seed),
+            _record(population, task, f"{name} + tuning", seed),
         ]
     return out
 
 
-def _record(population: Population, task: ImageTask, clients: list[Client], name: str, seed: int) -> Record:
-    population.sample_all()
-    metrics = judged(population, clients, "validation") | judged(population, clients, "test")
+def _record(population: Population, task: ImageTask, name: str, seed: int) -> Record:
+    metrics = judged(population, "validation") | judged(population, "test")
     last = population.history[-1]
     metrics |= {k: last[k] for k in ("loss", "acceptance", "prior_mean_norm", "prior_sd") if k in last}
     cost = population.totals | {"rounds": population.rounds}
