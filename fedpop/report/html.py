@@ -38,15 +38,25 @@ class Section:
     wide: bool = False
 
 
-def write_report(path: Path, title: str, lead: str, sections: Sequence[Section]) -> Path:
+@dataclass(frozen=True)
+class Page:
+    """What a page says, from top to bottom."""
+
+    title: str
+    lead: str
+    sections: Sequence[Section]
+    made: str = ""
+    """By which version its numbers were made."""
+
+
+def write_page(path: Path, page: Page) -> Path:
     """Render and write the page; nothing in it points to another file."""
     environment = Environment(
         loader=PackageLoader("fedpop.report"), autoescape=True, undefined=StrictUndefined
     )
-    template = environment.get_template("report.html")
-    page = template.render(title=title, lead=lead, sections=sections, version=__version__)
+    text = environment.get_template("report.html").render(page=page, version=__version__)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, page.encode())
+    write_bytes(path, text.encode())
     return path
 
 

@@ -10,6 +10,17 @@ from fedpop.report.html import Sheet
 WIDTH = 150
 
 
+def console() -> Console:
+    """The terminal, or where there is none lines that are wide enough for every sheet."""
+    there = Console()
+    return there if there.is_terminal else Console(width=WIDTH)
+
+
+def show(sheet: Sheet, title: str, on: Console) -> None:
+    """The sheet on a terminal, as much of it as fits."""
+    on.print(rich_table(fitted(sheet, on.width), title))
+
+
 def fitted(sheet: Sheet, width: int) -> Sheet:
     """The sheet with as many of its spare columns left out as a terminal of this width asks for.
 

@@ -7,7 +7,7 @@ import fedpop as fp
 from fedpop.channel import Channel
 from fedpop.evaluation.mean_field import MeanField, stationary
 from fedpop.evaluation.oracle import everyone, log_likelihood
-from fedpop.experiments import theory
+from fedpop.experiments.theory import run as theory
 from fedpop.federation.clients import Federation
 from fedpop.keys import Key
 from tests.helpers import linear_model, population_data

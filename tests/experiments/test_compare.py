@@ -12,9 +12,10 @@ import fedpop as fp
 from fedpop.algorithms import METHODS
 from fedpop.cli import main
 from fedpop.errors import CheckpointError, DataError, SettingsError
-from fedpop.experiments import comparison
 from fedpop.experiments.budget import rounds_within
-from fedpop.experiments.comparison import Terms, details_path
+from fedpop.experiments.comparison import run
+from fedpop.experiments.comparison.run import details_path
+from fedpop.experiments.comparison.terms import Terms
 from fedpop.experiments.config import config_from, read_config, to_toml
 from fedpop.experiments.methods import method_from
 from fedpop.federation.participation.rules import Uniform
@@ -107,13 +108,13 @@ def test_the_page_stands_alone_and_has_every_figure(compared):
 
 def test_what_is_there_is_not_run_again_unless_its_settings_changed(compared, tmp_path, monkeypatch):
     ran = []
-    inner = comparison.run_one
+    inner = run.run_one
 
     def counted(source, entry, *rest):
         ran.append((entry.label, rest[1]))
         return inner(source, entry, *rest)
 
-    monkeypatch.setattr(comparison, "run_one", counted)
+    monkeypatch.setattr(run, "run_one", counted)
     two = methods()[1:]
     settings = {"rounds": 2, "last": 1, "every": 2, "out": tmp_path}
     fp.compare(two, data(), **settings)

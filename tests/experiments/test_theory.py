@@ -7,8 +7,9 @@ import torch
 
 import fedpop as fp
 from fedpop.cli import main
-from fedpop.experiments import theory
-from fedpop.report import theory as report
+from fedpop.experiments.experiment import Asked
+from fedpop.experiments.theory import page as report
+from fedpop.experiments.theory import run as theory
 from fedpop.report.results import FIELDS, Results, record
 
 
@@ -99,7 +100,7 @@ def test_a_job_gives_the_records_it_promises(short, part, tmp_path):
         "fedavg": (theory.local_job, ("FedAvg", 2, 0)),
     }
     call, arguments = calls[part]
-    job = next(j for j in theory.jobs(1) if j.call is call and j.arguments == arguments)
+    job = next(j for j in theory.jobs(Asked(tmp_path, 1)) if j.call is call and j.arguments == arguments)
     results = Results.open(tmp_path)
     assert not job.done(results)
     records = call(*arguments)
@@ -108,10 +109,10 @@ def test_a_job_gives_the_records_it_promises(short, part, tmp_path):
     assert job.done(results)
 
 
-def test_no_job_stands_for_another():
-    jobs = theory.jobs(2)
+def test_no_job_stands_for_another(tmp_path):
+    jobs = theory.jobs(Asked(tmp_path, 2))
     names = [(str(sorted(j.setting.items())), j.seed, j.methods) for j in jobs]
-    assert len(set(names)) == len(jobs) == 2 * (5 + 10 + 24)
+    assert len(set(names)) == len({j.label for j in jobs}) == len(jobs) == 2 * (5 + 10 + 24)
 
 
 # --- the page, from made-up records whose answers are known ----------------------------------

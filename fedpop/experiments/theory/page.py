@@ -1,16 +1,15 @@
-"""The report of ``fedpop experiment theory``: what the paper's theorem says, beside what was measured."""
+"""What the paper's theorem says, beside what was measured: the sheet and the page."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from fedpop.experiments import theory
+import fedpop.experiments.theory.run as theory
 from fedpop.experiments.fits import Slope, interval_of, middle_of, slope_over_seeds
 from fedpop.report import plots
-from fedpop.report.html import Figure, Section, Sheet, write_report
+from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.results import Record, Results, mean, values
 
 PAPER, TRIAL = theory.PAPER, theory.TRIAL
@@ -284,7 +283,7 @@ def verdict(results: Results, name: str) -> str:
 # --- the whole -------------------------------------------------------------------------------
 
 
-def summary_table(results: Results) -> Sheet:
+def every_number(results: Results) -> Sheet:
     """Every number of the figures: medians over seeds with distribution-free intervals."""
     rows = []
     for c, decay in (*((c, 0.0) for c in theory.STEPS), theory.DECREASING):
@@ -319,8 +318,11 @@ def _row(
     return (what, setting, method, str(len(numbers)), cell(list(numbers)), expected)
 
 
-def experiment_report(results: Results, path: Path) -> Path:
-    """The page."""
+def sheets(results: Results) -> dict[str, Sheet]:
+    return {"Over seeds": every_number(results)}
+
+
+def page(results: Results) -> Page:
     task = theory.TASK
     lead = (
         f"{task.b} clients with {task.n_small} or {task.n_large} examples of y = a_i + w_i x' phi + noise, "
@@ -332,6 +334,6 @@ def experiment_report(results: Results, path: Path) -> Path:
         bias_section(results),
         noise_section(results),
         local_section(results),
-        Section("Every number", sheet=summary_table(results)),
+        Section("Every number", sheet=every_number(results)),
     ]
-    return write_report(path, "fedpop: the theory, measured", lead, sections)
+    return Page("fedpop: the theory, measured", lead, sections)
