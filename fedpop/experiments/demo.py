@@ -23,7 +23,7 @@ from fedpop.files import writable_folder
 from fedpop.population import Population
 from fedpop.report import plots, terminal
 from fedpop.report.html import Figure, Page, Section, Sheet, write_page
-from fedpop.report.results import Record, Results
+from fedpop.report.results import Record, Results, made_by
 from fedpop.runtime.progress import human_bytes
 
 METHODS = ("FedSOUL", "FedRep-spectral", "FedRep", "FedAvg")
@@ -195,7 +195,7 @@ def page(outcomes: Sequence[Outcome], data: Synthetic, comparison: Comparison | 
         "population of z without seeing a row of data; it is compared with its two limits and "
         "with the exact optimum."
     )
-    return Page("fedpop: the synthetic task", lead, sections)
+    return Page("fedpop: the synthetic task", lead, sections, made_by(by_name.values()))
 
 
 def _compared(comparison: Comparison) -> list[Section]:

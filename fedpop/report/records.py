@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -11,7 +11,7 @@ from rich.console import Console
 from fedpop.files import write_bytes
 from fedpop.report import terminal
 from fedpop.report.html import Page, Sheet, markdown, write_page
-from fedpop.report.results import Results
+from fedpop.report.results import Results, made_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,11 @@ class Report:
         return path
 
     def write(self, results: Results) -> Path:
-        """``results.md`` and ``report.html`` beside ``results.json``."""
-        write_bytes(results.folder / "results.md", self.markdown(results).encode())
-        return write_page(results.folder / "report.html", self.page(results))
+        """``results.md`` and ``report.html`` beside ``results.json``; both say which version made them."""
+        made = made_by(results.records)
+        write_bytes(results.folder / "results.md", f"{self.markdown(results)}\n{made}\n".encode())
+        return write_page(results.folder / "report.html", replace(self.page(results), made=made))
 
     def markdown(self, results: Results) -> str:
-        """What ``results.md`` holds."""
+        """What ``results.md`` holds of the records."""
         return self.text(results) if self.text else "\n".join(map(markdown, self.sheets(results).values()))

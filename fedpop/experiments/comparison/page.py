@@ -23,7 +23,7 @@ from fedpop.experiments.comparison.sheets import (
 )
 from fedpop.report import side_by_side
 from fedpop.report.html import Figure, Page, Section
-from fedpop.report.results import mean, values
+from fedpop.report.results import made_by, mean, values
 
 
 def _curves(comparison: Compared, x: Callable[[dict[str, Any]], float], score: str) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def page(comparison: Compared) -> Page:
         text = "Clients that took no part in training: with their own few examples, and without any."
         sections.append(Section("New clients", text, new))
     sections.append(Section("What it cost", COST, cost_sheet(comparison)))
-    return Page("fedpop: a comparison", lead_of(comparison), sections)
+    return Page("fedpop: a comparison", lead_of(comparison), sections, made_by(comparison.records))
 
 
 def _clients(comparison: Compared, main: str, looks: Any) -> list[Section]:
