@@ -12,6 +12,7 @@ from tyro.extras import SubcommandApp
 
 from fedpop.errors import CheckpointError, FedpopError, SettingsError
 from fedpop.experiments.names import EXPERIMENTS, FROM_FILES, listed
+from fedpop.version import __version__
 
 if TYPE_CHECKING:
     from fedpop.report.records import Report
@@ -153,9 +154,7 @@ def report(folder: Positional[Path]) -> None:
 @app.command
 def version() -> None:
     """Print the version."""
-    import fedpop
-
-    sys.stdout.write(f"fedpop {fedpop.__version__}\n")
+    sys.stdout.write(f"fedpop {__version__}\n")
 
 
 def main(arguments: list[str] | None = None) -> None:
