@@ -6,10 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-import matplotlib
-from matplotlib.figure import Figure
-
-from fedpop.report.style import COLOURS, SPARE, STYLE, Look, colour, log_x_axis, new_axes, svg_of
+from fedpop.report.style import (
+    COLOURS,
+    SPARE,
+    Look,
+    colour,
+    log_x_axis,
+    new_axes,
+    new_figure,
+    styled,
+    svg_of,
+)
 
 
 def curves(
@@ -22,7 +29,7 @@ def curves(
     looks: Mapping[str, Look] | None = None,
 ) -> str:
     """One line per method."""
-    with matplotlib.rc_context(STYLE):
+    with styled():
         figure, axes = new_axes()
         for name, points in lines.items():
             if points:
@@ -44,7 +51,7 @@ def bars(
     heights: Mapping[str, float], y_label: str, reference: tuple[str, float] | None = None, digits: int = 2
 ) -> str:
     """One bar per method, its value written on it; a bar far outside the others is cut and says so."""
-    with matplotlib.rc_context(STYLE):
+    with styled():
         figure, axes = new_axes(4.6, 2.7)
         names = [n for n, v in heights.items() if math.isfinite(v)]
         values = [heights[n] for n in names]
@@ -76,7 +83,7 @@ def bars(
 
 def spread(groups: Mapping[str, Mapping[str, Sequence[float]]], y_label: str, log_y: bool = True) -> str:
     """For each group, every seed of every method as a dot, with the median as a line."""
-    with matplotlib.rc_context(STYLE):
+    with styled():
         figure, axes = new_axes(9.4, 3.2)
         methods = list(dict.fromkeys(m for g in groups.values() for m in g))
         width = 0.8 / max(len(methods), 1)
@@ -118,7 +125,7 @@ def points(
 
     A seed without a value counts as infinite: it has no dot, and enough of them no median either.
     """
-    with matplotlib.rc_context(STYLE):
+    with styled():
         figure, axes = new_axes()
         for dashes, (name, line) in zip(("--", ":", "-."), lines.items(), strict=False):
             axes.plot(*zip(*line, strict=True), dashes, color="#000000", linewidth=1.1, label=name)
@@ -153,7 +160,7 @@ def intervals(
     rows: Sequence[tuple[float, float, float, float]], x_label: str, y_label: str, title: str = ""
 ) -> str:
     """Predictive intervals against truth, in order of the prediction: (mean, low, high, y)."""
-    with matplotlib.rc_context(STYLE):
+    with styled():
         figure, axes = new_axes(4.6, 2.7)
         ordered = sorted(rows)
         for i, (mean, low, high, y) in enumerate(ordered):
@@ -170,7 +177,7 @@ def intervals(
 
 def dots(groups: Mapping[str, Sequence[float]], x_label: str, bold: set[str] | None = None) -> str:
     """One line per group, from top to bottom: every value a dot, the mean a stroke."""
-    with matplotlib.rc_context(STYLE):
+    with styled():
         figure, axes = new_axes(4.6, 0.5 + 0.19 * len(groups))
         for i, (name, numbers) in enumerate(groups.items()):
             shade = "#0072B2" if bold and name in bold else "#777777"
@@ -192,8 +199,8 @@ def contours(
     shares: Sequence[float] = (0.5, 0.9),
 ) -> str:
     """A panel per density on the grid (rows along y): regions that hold these shares, over the same dots."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(2.4 * len(panels), 2.6), layout="constrained")
+    with styled():
+        figure = new_figure(2.4 * len(panels), 2.6)
         for i, (name, density) in enumerate(panels.items()):
             axes = figure.add_subplot(1, len(panels), i + 1)
             axes.plot(*zip(*dots, strict=True), ".", color="#999999", ms=2.5, alpha=0.7)

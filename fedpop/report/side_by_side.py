@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from fedpop.report.style import Look, log_x_axis, new_axes, new_figure, styled, svg_of
 
-from fedpop.report.style import STYLE, Look, log_x_axis, new_axes, svg_of
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WIDE = (
     "#0072B2",
@@ -45,7 +45,7 @@ def paths(
     legend: bool = True,
 ) -> str:
     """Scores on the way, a line per method; the axis shows what happens near the best ones."""
-    with matplotlib.rc_context(STYLE):
+    with styled():
         figure, axes = new_axes(4.6, 3.1)
         for name, line in lines.items():
             if line:
@@ -88,7 +88,7 @@ def _legend_below(axes: Axes, count: int) -> None:
 def reliabilities(curves: Mapping[str, Sequence[tuple[float, float, int]]], looks: Mapping[str, Look]) -> str:
     """Accuracy against confidence, (confidence, accuracy, count) in bins, larger dots for more of them; bins
     with less than half a per cent of the predictions are left out."""
-    with matplotlib.rc_context(STYLE):
+    with styled():
         figure, axes = new_axes(4.6, 4.2)
         axes.plot((0, 1), (0, 1), color="#000000", linewidth=0.9, linestyle=":")
         for name, curve in curves.items():
@@ -115,7 +115,7 @@ def ranked(
     reference: tuple[str, float] | None = None,
 ) -> str:
     """One bar per method from top to bottom, its value beside it; what is not finite has none."""
-    with matplotlib.rc_context(STYLE):
+    with styled():
         figure, axes = new_axes(4.6, 0.8 + 0.24 * len(heights))
         finite = [v for v in heights.values() if math.isfinite(v)]
         limit = 4 * sorted(finite)[len(finite) // 2] if finite else 1.0
@@ -153,8 +153,8 @@ def scatters(
     """A panel per method: every client a dot, against the same client under another method."""
     columns = 4
     rows = -(-len(panels) // columns)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(2.35 * columns, 2.75 * rows), layout="constrained")
+    with styled():
+        figure = new_figure(2.35 * columns, 2.75 * rows)
         numbers = [v for pairs in panels.values() for pair in pairs for v in pair]
         low, high = _usual_range(numbers)
         for i, (name, pairs) in enumerate(panels.items()):
