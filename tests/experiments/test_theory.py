@@ -187,3 +187,22 @@ def test_a_claim_that_does_not_hold_is_said_so(tmp_path):
     assert report.verdict(results, theory.PAPER) == (
         "it does not rise overall; the largest rise between neighbours is 7 at M = 5"
     )
+
+
+def test_a_part_alone_has_a_page(tmp_path):
+    bias = [r for r in made_up() if r["setting"]["part"] == "bias"]
+    Results(tmp_path).add(bias)
+    main(["report", str(tmp_path)])
+    page = (tmp_path / "report.html").read_text()
+    assert "The bias of Langevin steps" in page
+    assert "The noise of" not in page
+    assert (tmp_path / "results.md").read_text().count("\n| ") == len(theory.BIAS_POINTS)
+
+
+def test_one_seed_has_numbers_and_no_intervals(tmp_path):
+    Results(tmp_path).add([r for r in made_up() if r["seed"] == 0])
+    main(["report", str(tmp_path)])
+    assert "<svg" not in (tmp_path / "report.html").read_text()
+    assert (
+        "| rounds to 5 % | M = 50 | FedSOUL | 1 | 2 (2 to 2) | - |" in (tmp_path / "results.md").read_text()
+    )

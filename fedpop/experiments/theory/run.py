@@ -47,6 +47,7 @@ STEPS = (0.08, 0.2, 0.4, 0.8)
 """c = gamma_i L_i."""
 DECREASING = (0.8, 0.5)
 """c_k = 0.8 (1 + k)^-0.5."""
+BIAS_POINTS = (*((c, 0.0) for c in STEPS), DECREASING)
 LOCAL_STEPS = (1, 2, 5, 10, 20, 50)
 NEAR = 0.05
 """Within 5 %: this share of the start's gap to the optimum is left."""
@@ -203,6 +204,7 @@ KEPT = (
 NOISE_ROUNDS, NOISE_BURN_IN = 240, 60
 VANISHING = ((11, 1.0), (2, 0.25))
 POWER = 0.6
+NOISE_POINTS = (*((k, p, 0.0) for k, p in KEPT), *((k, p, POWER) for k, p in VANISHING))
 NOISE_MARKS = (20, 40, 80, 160, 240, 320, 640)
 
 
@@ -316,11 +318,11 @@ def jobs(asked: Asked) -> list[Job]:
     paper = ("FedSOUL-paper",)
     out = []
     for seed in range(asked.seeds):
-        for c, decay in (*((c, 0.0) for c in STEPS), DECREASING):
+        for c, decay in BIAS_POINTS:
             setting = bias_setting(c, decay)
             label = f"bias, c = {c}{' decreasing' if decay else ''}, seed {seed}"
             out.append(Job(bias_job, (c, decay, seed), label, setting, seed, paper))
-        for kept, p, power in (*((k, p, 0.0) for k, p in KEPT), *((k, p, POWER) for k, p in VANISHING)):
+        for kept, p, power in NOISE_POINTS:
             setting = noise_setting(kept, p, power)
             label = f"noise, rand-{kept}, p = {p}{' decreasing' if power else ''}, seed {seed}"
             out.append(Job(noise_job, (kept, p, power, seed), label, setting, seed, paper))
