@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from fedpop.files import write_bytes
 from fedpop.version import __version__
 
@@ -51,6 +49,8 @@ class Page:
 
 def write_page(path: Path, page: Page) -> Path:
     """Render and write the page; nothing in it points to another file."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # not before a page is written
+
     environment = Environment(
         loader=PackageLoader("fedpop.report"), autoescape=True, undefined=StrictUndefined
     )

@@ -92,11 +92,3 @@ def test_help_imports_no_more_than_it_needs() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "synthetic, theory" in done.stdout
-
-
-def test_who_draws_nothing_does_not_wait_for_matplotlib() -> None:
-    script = "import sys, fedpop; assert 'matplotlib' not in sys.modules"
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
