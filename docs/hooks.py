@@ -72,10 +72,10 @@ def _number(value: Any) -> str:
 
 def feature_table() -> str:
     """What ``fedpop methods`` prints."""
+    from fedpop.experiments.features import feature_sheets
     from fedpop.report.html import markdown
-    from fedpop.report.methods import feature_tables
 
-    table, references, note = feature_tables()
+    table, references, note = feature_sheets()
     return f"{markdown(table)}\n{note}\n\n{markdown(references)}"
 
 

@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 from tyro.extras import SubcommandApp
 
-from fedpop.errors import FedpopError
+from fedpop.errors import CheckpointError, FedpopError, SettingsError
+from fedpop.experiments.names import EXPERIMENTS, FROM_FILES, listed
+from fedpop.version import __version__
+
+if TYPE_CHECKING:
+    from fedpop.report.records import Report
+    from fedpop.report.results import Results
 
 app = SubcommandApp()
-experiment = SubcommandApp()
-app.command(experiment, name="experiment", help="Run one of the paper's experiments.")
+ABOUT_EXPERIMENTS = (
+    f"Run an experiment: {', '.join(EXPERIMENTS)}; what is there already is not run again. Without a name, "
+    "list them with what they show."
+)
+
+
+def _module(name: str) -> Any:
+    """A module of the experiments; all of them together would take long to import."""
+    return import_module(f"fedpop.experiments.{name}")
+
+
+def _report_of(results: Results) -> Report:
+    """What tells of these records."""
+    kinds = {r["experiment"] for r in results.records}
+    known = (*EXPERIMENTS, *FROM_FILES)
+    if len(kinds) != 1 or not kinds <= set(known):
+        raise CheckpointError(
+            f"{results.folder / 'results.json'} holds records of {', '.join(sorted(kinds)) or 'nothing'}; "
+            f"there are reports of {', '.join(known)}"
+        )
+    kind = kinds.pop()
+    found: Report = _module(kind).EXPERIMENT if kind in EXPERIMENTS else _module(FROM_FILES[kind]).REPORT
+    return found
 
 
 @app.command
@@ -24,7 +52,7 @@ def demo(out: Path = Path("runs/demo"), seed: int = 0) -> None:
         out: Folder for the report and the results.
         seed: Which data to draw.
     """
-    from fedpop.experiments.commands import run_demo
+    from fedpop.experiments.demo import run_demo
 
     run_demo(out, seed)
 
@@ -46,9 +74,9 @@ def compare(
         seeds: How many seeds, in place of what the file says.
         processes: Worker processes; one per core unless told.
     """
-    from fedpop.experiments.commands import run_compare
+    from fedpop.experiments.comparison.command import compare_file
 
-    run_compare(config, out, data, seeds, processes)
+    compare_file(config, out, data, seeds, processes)
 
 
 @app.command
@@ -66,131 +94,44 @@ def tune(
         data: Folder with the images, in place of what the file says.
         processes: Worker processes; one per core unless told.
     """
-    from fedpop.experiments.commands import run_tune
+    from fedpop.experiments.tune import tune_file
 
-    run_tune(config, out, data, processes)
+    tune_file(config, out, data, processes)
 
 
-@experiment.command
-def synthetic(
-    out: Path = Path("results/synthetic"),
-    seeds: int = 10,
+@app.command(help=ABOUT_EXPERIMENTS)
+def experiment(
+    name: Annotated[str, Positional, arg(metavar="NAME")] = "",
+    out: Annotated[Path | None, arg(metavar="PATH")] = None,
+    seeds: Annotated[int | None, arg(metavar="INT")] = None,
     processes: Annotated[int | None, arg(metavar="INT")] = None,
-    main_only: bool = False,
+    data: Annotated[Path | None, arg(metavar="PATH")] = None,
+    only: Annotated[str, arg(metavar="TEXT")] = "",
 ) -> None:
-    """All the paper's synthetic settings over seeds; what is there already is not run again.
+    """Run an experiment by its name.
 
     Args:
-        out: Folder for results.json, results.md and report.html.
-        seeds: How many seeds per setting.
+        name: Which one.
+        out: Folder for results.json, results.md and report.html; results/NAME unless told.
+        seeds: How many seeds; the experiment's own number unless told.
         processes: Worker processes; one per core unless told.
-        main_only: Only the six (b, d, k), without the variants of shares and sizes.
+        data: Folder with the data, for an experiment that needs it.
+        only: Run only jobs with this text in their label, such as "main" or "seed 0".
     """
-    from fedpop.experiments.commands import run_synthetic
-
-    run_synthetic(out, seeds, processes, main_only)
-
-
-@experiment.command
-def defaults(
-    data: Positional[Path],
-    out: Path = Path("results/defaults"),
-    seeds: int = 3,
-    processes: Annotated[int | None, arg(metavar="INT")] = None,
-) -> None:
-    """Why the defaults for networks are what they are: small image clients, one setting changed at a time.
-
-    Args:
-        data: Folder with cifar10/ (Parquet) and mnist/ (IDX).
-        out: Folder for results.json, results.md and report.html.
-        seeds: How many seeds per variant.
-        processes: Worker processes; one per core unless told.
-    """
-    from fedpop.experiments.commands import run_defaults
-
-    run_defaults(data, out, seeds, processes)
-
-
-@experiment.command
-def theory(
-    out: Path = Path("results/theory"),
-    seeds: int = 10,
-    processes: Annotated[int | None, arg(metavar="INT")] = None,
-) -> None:
-    """The paper's theorem, measured: bias in gamma, noise of participation and compression, local steps.
-
-    Args:
-        out: Folder for results.json, results.md and report.html.
-        seeds: How many seeds per setting.
-        processes: Worker processes; one per core unless told.
-    """
-    from fedpop.experiments.commands import run_theory
-
-    run_theory(out, seeds, processes)
-
-
-@experiment.command
-def drift(
-    out: Path = Path("results/drift"),
-    seeds: int = 3,
-    processes: Annotated[int | None, arg(metavar="INT")] = None,
-) -> None:
-    """Where theta settles with local epochs on phi, against the exact optimum and the plain round.
-
-    Args:
-        out: Folder for results.json, results.md and report.html.
-        seeds: How many draws of the task.
-        processes: Worker processes; one per core unless told.
-    """
-    from fedpop.experiments.commands import run_drift
-
-    run_drift(out, seeds, processes)
-
-
-@experiment.command
-def restarts(
-    out: Path = Path("results/restarts"),
-    synthetic: Path = Path("results/synthetic"),
-    restarts: int = 3,
-    processes: Annotated[int | None, arg(metavar="INT")] = None,
-) -> None:
-    """The synthetic experiment's seeds that ended in a local optimum, run again with restarts.
-
-    Args:
-        out: Folder for results.json, results.md and report.html.
-        synthetic: Folder with the synthetic experiment's results.
-        restarts: Further runs from random starts.
-        processes: Worker processes; one per core unless told.
-    """
-    from fedpop.experiments.commands import run_restarts
-
-    run_restarts(out, synthetic, restarts, processes)
-
-
-@experiment.command
-def clusters(
-    out: Path = Path("results/clusters"),
-    seeds: int = 10,
-    processes: Annotated[int | None, arg(metavar="INT")] = None,
-) -> None:
-    """A population with two clusters: Normal, mixture and energy priors on clients never seen.
-
-    Args:
-        out: Folder for results.json, results.md, report.html and the learned populations.
-        seeds: How many seeds.
-        processes: Worker processes; one per core unless told.
-    """
-    from fedpop.experiments.commands import run_clusters
-
-    run_clusters(out, seeds, processes)
+    if not name:
+        sys.stdout.write(f"fedpop experiment NAME runs one of\n{listed()}\n")
+        return
+    if name not in EXPERIMENTS:
+        raise SettingsError(f"there is no experiment {name!r}; there are\n{listed()}")
+    _module(name).EXPERIMENT.run(out, seeds, processes, data, only)
 
 
 @app.command
 def methods() -> None:
     """List every method with what it supports, a live client's memory, and its reference."""
-    from fedpop.experiments.commands import run_methods
+    from fedpop.experiments.features import show
 
-    run_methods()
+    show()
 
 
 @app.command
@@ -200,17 +141,20 @@ def report(folder: Positional[Path]) -> None:
     Args:
         folder: A folder that holds metrics.jsonl or results.json.
     """
-    from fedpop.experiments.commands import run_report_command
+    from fedpop.report.results import Results
+    from fedpop.report.run import tell_run
 
-    run_report_command(folder)
+    if (folder / "results.json").exists():
+        results = Results.open(folder)
+        _report_of(results).tell(results)
+    else:
+        tell_run(folder)
 
 
 @app.command
 def version() -> None:
     """Print the version."""
-    import fedpop
-
-    sys.stdout.write(f"fedpop {fedpop.__version__}\n")
+    sys.stdout.write(f"fedpop {__version__}\n")
 
 
 def main(arguments: list[str] | None = None) -> None:

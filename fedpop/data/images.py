@@ -7,6 +7,7 @@ decodes what its clients hold and nothing else.
 from __future__ import annotations
 
 import gzip
+import importlib
 import io
 import struct
 from abc import ABC, abstractmethod
@@ -188,8 +189,6 @@ def _column(table: Any, path: Path, given: str | None, usual: tuple[str, ...]) -
 
 
 def _library(module: str, package: str) -> Any:
-    import importlib
-
     try:
         return importlib.import_module(module)
     except ImportError as error:

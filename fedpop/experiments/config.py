@@ -22,7 +22,7 @@ from fedpop.data.csv_task import CsvTask
 from fedpop.data.image_task import ImageTask
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.errors import FedpopError, SettingsError
-from fedpop.experiments.comparison import Source, Subject, Terms, check_labels, seeds_of
+from fedpop.experiments.comparison.terms import Source, Subject, Terms, check_labels, seeds_of
 from fedpop.experiments.methods import Entry, entry_from
 from fedpop.federation.clients import Federation
 

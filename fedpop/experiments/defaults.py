@@ -22,18 +22,22 @@ from fedpop.algorithms.fedsouk import Final
 from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.data.image_task import ImageTask
-from fedpop.evaluation.calibration import scores
-from fedpop.federation.clients import Client
+from fedpop.data.images import open_images
+from fedpop.evaluation.protocol import evaluate
+from fedpop.experiments.experiment import Asked, Experiment
+from fedpop.experiments.runner import Job
 from fedpop.kernels import HMC, Exponential
 from fedpop.models.base import Model
 from fedpop.population import Population
 from fedpop.server.em import EM
 from fedpop.priors.normal import Normal
-from fedpop.report.results import Record, record
+from fedpop.report import plots
+from fedpop.report.html import Figure, Page, Section, Sheet
+from fedpop.report.results import Record, Results, mean, record, values
 from fedpop.server.optimisers import Adam, Average
 from fedpop.server.schedules import Cosine
 
-EXPERIMENT = "defaults"
+NAME = "defaults"
 PASSES = 60_000
 ACTIVE = 10
 IMAGES = ("cifar10", "mnist")
@@ -120,18 +124,16 @@ def rounds_for(task: ImageTask, cost: float) -> int:
     return max(1, math.floor(PASSES / (per_round * cost)))
 
 
-def judged(population: Population, clients: list[Client], split: str) -> dict[str, float]:
+def judged(population: Population, split: str) -> dict[str, float]:
     """Scores over all clients' held-out images; accuracy also by size of client."""
-    probs, labels = [], []
-    for i, client in enumerate(clients):
-        x, y = getattr(client, split)
-        probs.append(population.predict(i, x).probs)
-        labels.append(y)
-    out = scores(torch.cat(probs), torch.cat(labels))
-    right = torch.stack([(p.argmax(-1) == y).float().mean() for p, y in zip(probs, labels, strict=True)])
-    sizes = torch.tensor([len(c.y) for c in clients])
-    for n in sorted(set(sizes.tolist())):
-        out[f"accuracy_{n}"] = float(right[sizes == n].mean())
+    found = evaluate(population, split)
+    accuracy, images = found.scores["accuracy"], found.examples
+    out = {"accuracy": float((accuracy * images).sum() / images.sum())}
+    out |= {"log_score": found.pooled["nll"], "brier": found.pooled["brier"], "ece": found.pooled["ece"]}
+    assert population.federation is not None
+    own = dict(zip(population.names, population.federation.train.sizes.tolist(), strict=True))
+    sizes = torch.tensor([own[name] for name in found.names])
+    out |= {f"accuracy_{n}": float(accuracy[sizes == n].mean()) for n in sizes.unique().tolist()}
     return {f"{split}_{name}": value for name, value in out.items()}
 
 
@@ -143,7 +145,7 @@ def job(images: str, name: str, seed: int, folder: str) -> list[Record]:
     method = variant.build(task.model(seed))
     rounds = rounds_for(task, variant.cost)
     population = method.fit(clients, rounds=rounds, seed=seed, participation=ACTIVE, progress=False)
-    out = [_record(population, task, clients, name, seed)]
+    out = [_record(population, task, name, seed)]
     if isinstance(population.algorithm, FedAvgFT):  # the same training serves both
         plain = FedAvg(population.model, local=population.algorithm.local)
         same = Population(
@@ -157,21 +159,193 @@ def job(images: str, name: str, seed: int, folder: str) -> list[Record]:
             population.rounds,
         )
         out = [
-            _record(same, task, clients, name, seed),
-            _record(population, task, clients, f"{name} + tuning", seed),
+            _record(same, task, name, seed),
+            _record(population, task, f"{name} + tuning", seed),
         ]
     return out
 
 
-def _record(population: Population, task: ImageTask, clients: list[Client], name: str, seed: int) -> Record:
-    population.sample_all()
-    metrics = judged(population, clients, "validation") | judged(population, clients, "test")
+def _record(population: Population, task: ImageTask, name: str, seed: int) -> Record:
+    metrics = judged(population, "validation") | judged(population, "test")
     last = population.history[-1]
     metrics |= {k: last[k] for k in ("loss", "acceptance", "prior_mean_norm", "prior_sd") if k in last}
     cost = population.totals | {"rounds": population.rounds}
-    return record(EXPERIMENT, setting_of(task), name, seed, metrics, cost, population.algorithm.describe())
+    return record(NAME, setting_of(task), name, seed, metrics, cost, population.algorithm.describe())
 
 
 def methods_of(name: str) -> tuple[str, ...]:
     """The records that a variant's job makes."""
     return (name, f"{name} + tuning") if name.startswith("FedAvg") else (name,)
+
+
+def jobs(asked: Asked) -> list[Job]:
+    for images in IMAGES:
+        open_images(images, asked.data)  # missing files are told before hours of work
+    return [
+        Job(
+            job,
+            (images, name, seed, str(asked.data)),
+            f"{images}, {name}, seed {seed}",
+            setting_of(ImageTask(images)),
+            seed,
+            methods_of(name),
+        )
+        for seed in range(asked.seeds)
+        for name in ALL
+        for images in IMAGES
+    ]
+
+
+# --- what is told of it ----------------------------------------------------------------------
+
+COLUMNS = (
+    "images",
+    "variant",
+    "seeds",
+    "valid. acc.",
+    "valid. NLL",
+    "test acc.",
+    "n = 5",
+    "n = 25",
+    "NLL",
+    "ECE",
+    "scale",
+    "passes",
+    "sec.",
+)
+LEGEND = (
+    "Means over seeds. valid.: images that no client holds, on which settings are compared; NLL: mean "
+    "negative log-probability; ECE: expected calibration error, 15 bins, all clients pooled; n = 5, n = 25: "
+    "test accuracy of clients with so many images; scale: the prior's standard deviation at the end; passes: "
+    "backbone example-passes (a forward alone is a third). FedAvg '+ tuning': ten epochs of each "
+    "client's own from the final model."
+)
+
+
+def question(method: str) -> str:
+    return ALL[method.removesuffix(" + tuning")].question
+
+
+def order(results: Results) -> list[str]:
+    """Methods in the experiment's own order."""
+    found = results.methods()
+    known = [m for name in ALL for m in (name, f"{name} + tuning") if m in found]
+    return known + [m for m in found if m not in known]
+
+
+def _mean(records: list[Record], name: str, digits: int = 3, of: str = "metrics", scale: float = 1.0) -> str:
+    numbers = values(records, name, of)
+    return f"{scale * mean(numbers):.{digits}f}" if numbers else "-"
+
+
+def means(results: Results) -> Sheet:
+    """One row per set of images and variant."""
+    rows = []
+    for setting in results.settings():
+        for method in order(results):
+            records = results.of(setting, method)
+            if not records:
+                continue
+            rows.append(
+                (
+                    setting["images"],
+                    method,
+                    str(len(records)),
+                    _mean(records, "validation_accuracy", 1, scale=100) + " %",
+                    _mean(records, "validation_log_score"),
+                    _mean(records, "test_accuracy", 1, scale=100) + " %",
+                    _mean(records, "test_accuracy_5", 1, scale=100) + " %",
+                    _mean(records, "test_accuracy_25", 1, scale=100) + " %",
+                    _mean(records, "test_log_score"),
+                    _mean(records, "test_ece"),
+                    _mean(records, "prior_sd", 2),
+                    _mean(records, "backbone_passes", 0, "cost"),
+                    _mean(records, "seconds", 0, "cost"),
+                )
+            )
+    return Sheet(COLUMNS, rows, frozenset(i for i, r in enumerate(rows) if r[1] == DEFAULT))
+
+
+def differences(results: Results) -> Sheet:
+    """What changing one setting does to the validation log-score, seed by seed, over both sets of images."""
+    columns = ("question", "variant", "cifar10: NLL", "accuracy", "mnist: NLL", "accuracy")
+    rows = []
+    for method in order(results):
+        if method == DEFAULT:
+            continue
+        cells = []
+        for images in ("cifar10", "mnist"):
+            for name, scale in (("validation_log_score", 1.0), ("validation_accuracy", 100.0)):
+                cells.append(_paired(results, images, method, name, scale))
+        rows.append((question(method), method, *cells))
+    return Sheet(columns, rows, frozenset(i for i, r in enumerate(rows) if r[1] == DEFAULT))
+
+
+def _paired(results: Results, images: str, method: str, name: str, scale: float) -> str:
+    """The mean difference to the default over seeds that both have, with its range."""
+    of = {
+        m: {r["seed"]: r["metrics"][name] for r in results.records if _is(r, images, m)}
+        for m in (method, DEFAULT)
+    }
+    gaps = [scale * (of[method][s] - of[DEFAULT][s]) for s in of[method] if s in of[DEFAULT]]
+    if not gaps:
+        return "-"
+    digits = 1 if scale > 1 else 3
+    return f"{mean(gaps):+.{digits}f} ({min(gaps):+.{digits}f} to {max(gaps):+.{digits}f})"
+
+
+def _is(item: Record, images: str, method: str) -> bool:
+    return bool(item["setting"]["images"] == images and item["method"] == method)
+
+
+def _dots(results: Results, images: str, metric: str, scale: float, label: str) -> str:
+    groups: dict[str, list[float]] = {}
+    for method in order(results):
+        groups[method] = [scale * r["metrics"][metric] for r in results.records if _is(r, images, method)]
+    return plots.dots({m: v for m, v in groups.items() if v}, label, {DEFAULT})
+
+
+def sheets(results: Results) -> dict[str, Sheet]:
+    return {"Over seeds": means(results)}
+
+
+def page(results: Results) -> Page:
+    present = [s["images"] for s in results.settings()]
+    figures: list[Any] = []
+    for images in present:
+        figures += [
+            Figure(
+                _dots(results, images, "test_accuracy", 100, "test accuracy, %"),
+                f"{images}: every dot is a seed, the line the mean.",
+            ),
+            Figure(
+                _dots(results, images, "test_log_score", 1, "test NLL (lower is better)"),
+                f"{images}: the log-score, which also judges how sure a prediction was.",
+            ),
+        ]
+    sections = [
+        Section(
+            "One setting changed at a time",
+            f"Differences to '{DEFAULT}' on validation images, paired by seed: mean, and smallest to "
+            "largest. Below zero is better for NLL, above zero for accuracy (in points).",
+            differences(results),
+        ),
+        Section("Every seed", figures=figures),
+        Section("All numbers", LEGEND, means(results)),
+    ]
+    lead = (
+        "100 clients with five classes each, half of them with 5 images and half with 25; ten are active per "
+        "round; every method may spend the same number of backbone passes. What FedSOUL does by default for "
+        f"networks is the row '{DEFAULT}'."
+    )
+    return Page("fedpop: defaults for networks", lead, sections)
+
+
+EXPERIMENT = Experiment(
+    name=NAME,
+    seeds=3,
+    data="cifar10/ (Parquet) and mnist/ (IDX)",
+    jobs=jobs,
+    sheets=sheets,
+    page=page,
+)

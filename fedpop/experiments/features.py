@@ -1,19 +1,24 @@
-"""The paper's feature table, out of the code: what each method supports, and a live client's memory."""
+"""``fedpop methods``: the paper's feature table, out of the code, and a live client's memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
+from fedpop.algorithms import METHODS
 from fedpop.algorithms.base import Algorithm, Tensors
 from fedpop.algorithms.fedsouk import Final
 from fedpop.keys import Key
 from fedpop.models.composition import Composition
 from fedpop.models.likelihoods import Normal
 from fedpop.population import Population
+from fedpop.report import terminal
+from fedpop.report.html import Sheet
 
 DRAWS = 5
 """The M of the table: draws of z, or samples of w, that predictions average over."""
@@ -127,3 +132,59 @@ def by_formula(memory: str, d: int, d_phi: int, draws: int = DRAWS) -> int:
         "M d + d_phi": draws * d + d_phi,
     }
     return known[memory]
+
+
+# --- what is told of it ----------------------------------------------------------------------
+
+COLUMNS = (
+    "method",
+    "partial",
+    "personal",
+    "bounds",
+    "uncertainty",
+    "com.",
+    "memory",
+    "measured",
+    "kept",
+    "instance of FedPop",
+)
+PARTIAL = {"any": "yes", "full": "no", "one": "one at a time"}
+
+
+def feature_sheets(methods: Iterable[type[Algorithm]] | None = None) -> tuple[Sheet, Sheet, str]:
+    """Features, references, and the words that explain the numbers.
+
+    >>> import fedpop as fp
+    >>> feature_sheets([fp.FedSOUL])[0].rows[0][:6]
+    ('FedSOUL', 'yes', 'yes', 'yes', 'yes', 'both')
+    """
+    model = small_model()
+    d, d_phi = model.z_layout.size, model.phi_layout.size
+    measured = [features(m, model) for m in (METHODS.values() if methods is None else methods)]
+    note = (
+        "partial: a round may do with some of the clients. com.: several local steps between messages, "
+        "unbiased compression of what is sent, or both. bounds: convergence is proved. memory: numbers "
+        f"that a client's predictions read; measured on a live client with d = {d}, d_phi = {d_phi} and "
+        f"M = {DRAWS}, and in brackets what the formula gives. kept: numbers that it holds between rounds."
+    )
+    table = Sheet(COLUMNS, [_row(f, by_formula(f.memory, d, d_phi)) for f in measured])
+    return table, Sheet(("method", "reference"), [(f.name, f.reference) for f in measured]), note
+
+
+def _row(f: Features, formula: int) -> tuple[str, ...]:
+    marks = ("yes" if flag else "no" for flag in (f.personalised, f.bounds, f.uncertainty))
+    numbers = (f.memory, f"{f.to_predict} ({formula})", str(f.between_rounds))
+    return (f.name, PARTIAL[f.participation], *marks, f.communication, *numbers, f.instance or "-")
+
+
+def show() -> None:
+    """Both tables on the terminal."""
+    torch.set_num_threads(1)
+    console = Console()
+    if console.width < terminal.WIDTH:
+        console = Console(width=terminal.WIDTH)  # a row that is cut tells less than one that wraps
+    table, references, note = feature_sheets()
+    terminal.show(table, "Methods", console)
+    console.print(note, style="dim")
+    console.print()
+    terminal.show(references, "References", console)

@@ -13,15 +13,20 @@ from typing import Any
 import torch
 
 from fedpop.data.synthetic import SyntheticTask
+from fedpop.errors import DataError
 from fedpop.evaluation.subspace import principal_angle
+from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.runner import Job
-from fedpop.experiments.synthetic import LOCAL_OPTIMUM, as_matrix, exact, method_named
+from fedpop.experiments.synthetic.run import LOCAL_OPTIMUM, as_matrix, exact, method_named, name_of
+from fedpop.experiments.synthetic.run import NAME as SYNTHETIC
 from fedpop.files import read_json
+from fedpop.report.html import Page, Section, Sheet
 from fedpop.report.results import Record, Results, record
 
-EXPERIMENT = "restarts"
+NAME = "restarts"
 METHOD = "FedSOUL"
 RESTARTS = 3
+"""Further runs from random starts."""
 
 
 def setting_of(setting: dict[str, Any], restarts: int) -> dict[str, Any]:
@@ -50,20 +55,73 @@ def job(setting: dict[str, Any], restarts: int, seed: int) -> list[Record]:
     }
     config = population.algorithm.describe()
     cost = population.totals | {"rounds": population.rounds}
-    return [record(EXPERIMENT, setting_of(setting, restarts), METHOD, seed, metrics, cost, config)]
+    return [record(NAME, setting_of(setting, restarts), METHOD, seed, metrics, cost, config)]
 
 
-def jobs(synthetic: Results, restarts: int) -> list[Job]:
-    """One job for each seed that missed."""
-    missed = [r for r in synthetic.of(method=METHOD) if r["metrics"].get("local_optimum")]
+def jobs(asked: Asked) -> list[Job]:
+    """One job for each seed that missed, by the synthetic experiment's records beside this one's."""
+    folder = asked.folder.parent / SYNTHETIC
+    missed = [r for r in Results.open(folder).of(method=METHOD) if r["metrics"].get("local_optimum")]
+    if not missed:
+        raise DataError(
+            f"{folder} has no records of a local optimum; make them first with "
+            f"fedpop experiment {SYNTHETIC} --out {folder}"
+        )
     return [
         Job(
             job,
-            (r["setting"], restarts, r["seed"]),
-            f"{r['setting']['b']},{r['setting']['d']},{r['setting']['k']} seed {r['seed']}",
-            setting_of(r["setting"], restarts),
+            (r["setting"], RESTARTS, r["seed"]),
+            f"{name_of(r['setting'])}, seed {r['seed']}",
+            setting_of(r["setting"], RESTARTS),
             r["seed"],
             (METHOD,),
         )
         for r in missed
     ]
+
+
+# --- what is told of it ----------------------------------------------------------------------
+
+TEXT = (
+    "gap: log-likelihood below the exact optimum's, of the default run and of each restart from a random "
+    f"start; settled: the best of them is within {LOCAL_OPTIMUM:g}. angle: principal-angle distance to the "
+    "truth of the run that was returned, beside the exact optimum's."
+)
+
+
+def seed_by_seed(results: Results) -> Sheet:
+    """One row for each seed that had missed the optimum."""
+    columns = ("setting", "seed", "gap, default", "gaps, restarts", "settled", "angle", "exact's")
+    rows = []
+    for r in results.records:
+        m = r["metrics"]
+        again = [f"{m[f'gap_{i}']:.1f}" for i in range(1, r["setting"]["restarts"] + 1)]
+        rows.append(
+            (
+                name_of(r["setting"]),
+                str(r["seed"]),
+                f"{m['gap_0']:.1f}",
+                ", ".join(again),
+                "yes" if m["settled"] else "no",
+                f"{m['principal_angle']:.3f}",
+                f"{m['principal_angle_exact']:.3f}",
+            )
+        )
+    return Sheet(columns, rows)
+
+
+def sheets(results: Results) -> dict[str, Sheet]:
+    return {"Seed by seed": seed_by_seed(results)}
+
+
+def page(results: Results) -> Page:
+    settled = sum(r["metrics"]["settled"] for r in results.records)
+    lead = (
+        "The seeds of the synthetic experiment whose default FedSOUL ended in a local optimum, run again "
+        f"with restarts from random starts: {settled:.0f} of {len(results.records)} are settled by them."
+    )
+    section = Section("Seed by seed", TEXT, seed_by_seed(results))
+    return Page("fedpop: restarts", lead, [section])
+
+
+EXPERIMENT = Experiment(name=NAME, seeds=None, jobs=jobs, sheets=sheets, page=page)

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fedpop.errors import SettingsError
 from fedpop.report.results import Record, Results
 
 
@@ -38,6 +39,17 @@ class Job:
         return set(self.methods) <= there
 
 
+def workers(processes: int | None) -> int | None:
+    """What ``--processes`` asks of ``run_jobs``: one process is this one.
+
+    >>> workers(None), workers(1), workers(4)
+    (None, 0, 4)
+    """
+    if processes is not None and processes < 1:
+        raise SettingsError(f"--processes must be at least 1, not {processes}")
+    return 0 if processes == 1 else processes
+
+
 def _end_with_parent() -> None:
     """A worker whose parent is killed stops at once, instead of finishing its job for nobody."""
     parent = multiprocessing.parent_process()
@@ -58,7 +70,7 @@ def run_jobs(
     ``processes`` None is one per core; 0 runs them in this process, one after the other.
     """
     todo = [job for job in jobs if not job.done(results)]
-    workers = max(1, min(processes or os.cpu_count() or 1, len(todo) or 1))
+    many = max(1, min(processes or os.cpu_count() or 1, len(todo) or 1))
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -77,7 +89,7 @@ def run_jobs(
                 progress.update(task, advance=1)
             return
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
+        with ProcessPoolExecutor(many, mp_context=context, initializer=_end_with_parent) as pool:
             futures = {pool.submit(job.call, *job.arguments): job for job in todo}
             try:
                 for future in as_completed(futures):

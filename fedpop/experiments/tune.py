@@ -15,19 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from fedpop.errors import DataError, FedpopError, SettingsError
 from fedpop.evaluation.protocol import CLASSES, HIGH_IS_GOOD, LEVEL, REAL, evaluate
-from fedpop.experiments.comparison import Source, Subject, Terms, config_of, fitted, opened, seeds_of
-from fedpop.experiments.config import Config, changed, to_toml, with_entry, with_settings
+from fedpop.experiments.comparison.run import config_of, fitted, opened
+from fedpop.experiments.comparison.terms import Source, Subject, Terms, seeds_of
+from fedpop.experiments.config import Config, changed, read_config, to_toml, with_entry, with_settings
 from fedpop.experiments.methods import Entry
-from fedpop.experiments.runner import Job, run_jobs
+from fedpop.experiments.runner import Job, run_jobs, workers
 from fedpop.federation.clients import Federation
-from fedpop.files import write_bytes
+from fedpop.files import writable_folder, write_bytes
 from fedpop.keys import Key
-from fedpop.report.results import Record, Results, mean, record
+from fedpop.report import plots, terminal
+from fedpop.report.html import Figure, Page, Section, Sheet
+from fedpop.report.records import Report
+from fedpop.report.results import Record, Results, mean, record, values
 
-EXPERIMENT = "tune"
+NAME = "tune"
 METRIC = "nll"
 """What is to be best unless told: the log-score, which both kinds of targets have."""
 
@@ -107,7 +112,7 @@ def run_trial(source: Source, entry: Entry, terms: Terms, seed: int, setting: di
         cost = population.totals | {"rounds": population.rounds}
     except FedpopError as error:
         config["failed"] = str(error)
-    return [record(EXPERIMENT, setting, entry.label, seed, metrics, cost, config)]
+    return [record(NAME, setting, entry.label, seed, metrics, cost, config)]
 
 
 def in_worker(*arguments: Any) -> list[Record]:
@@ -167,7 +172,7 @@ def tune(config: Config, folder: Path, processes: int | None, show: bool = True)
         terms = replace(terms, rounds=how.rounds, passes=how.passes)
     setting = {"task": config.task.describe()} | terms.describe() | {"search": how.seed, "metric": metric}
     setting = json.loads(json.dumps(setting))
-    results = opened(folder, EXPERIMENT, setting, resume=True)
+    results = opened(folder, NAME, setting, resume=True)
     call = run_trial if processes == 0 else in_worker
     jobs = []
     for entry in config.entries:
@@ -179,7 +184,7 @@ def tune(config: Config, folder: Path, processes: int | None, show: bool = True)
                 label = f"{entry.label}, trial {t}, seed {seed}"
                 arguments = (config.task, trial, terms, seed, whole)
                 jobs.append(Job(call, arguments, label, whole, seed, (entry.label,), expected))
-    run_jobs(jobs, results, processes, EXPERIMENT, show)
+    run_jobs(jobs, results, processes, NAME, show)
     asked = {(j.methods[0], j.setting["trial"], j.seed) for j in jobs}
     records = [r for r in results.records if (r["method"], r["setting"]["trial"], r["seed"]) in asked]
     choices = [choose(records, e.label, metric) for e in config.entries]
@@ -196,5 +201,119 @@ def write_tuned(config: Config, choices: Sequence[Choice], folder: Path) -> Path
     return path
 
 
+# --- what is told of it ----------------------------------------------------------------------
+
+
 def metric_of(results: Results) -> str:
     return str(results.records[0]["setting"]["metric"])
+
+
+def _told(settings: dict[str, Any]) -> str:
+    """Settings in a line, ``local.rate 0.01``."""
+    parts = []
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            parts += [f"{name}.{part}" for part in _told(value).split(", ") if part]
+        else:
+            parts.append(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}")
+    return ", ".join(parts)
+
+
+def chosen_sheet(results: Results) -> Sheet:
+    """One row per method: what was chosen, out of how many trials."""
+    metric = metric_of(results)
+    columns = ("method", "chosen settings", "trial", "of", "failed", f"validation {metric}", "as written")
+    rows = []
+    for method in results.methods():
+        trials = _scores(results, method, metric)
+        lost = sum(v is None for v in trials.values())
+        first = trials.get(0)
+        written = "-" if first is None else f"{first:.4g}"
+        try:
+            best = choose(results.records, method, metric)
+        except SettingsError:
+            rows.append((method, "none", "-", str(len(trials)), str(lost), "-", written))
+            continue
+        told = _told(dict(best.settings)) or "as they are"
+        rows.append(
+            (method, told, str(best.trial), str(len(trials)), str(lost), f"{best.score:.4g}", written)
+        )
+    return Sheet(columns, rows)
+
+
+def _scores(results: Results, method: str, metric: str) -> dict[int, float | None]:
+    out: dict[int, float | None] = {}
+    for t in sorted({r["setting"]["trial"] for r in results.of(method=method)}):
+        own = [r for r in results.of(method=method) if r["setting"]["trial"] == t]
+        numbers = values(own, f"validation_{metric}")
+        out[t] = mean(numbers) if len(numbers) == len(own) else None
+    return out
+
+
+def trials_sheet(results: Results) -> Sheet:
+    """Every trial."""
+    metric = metric_of(results)
+    rows = []
+    for method in results.methods():
+        for t, score in _scores(results, method, metric).items():
+            own = next(r for r in results.of(method=method) if r["setting"]["trial"] == t)
+            told = _told(own["config"]["settings"]) or "as they are"
+            rows.append((method, told, str(t), "-" if score is None else f"{score:.4g}"))
+    return Sheet(("method", "settings", "trial", f"validation {metric}"), rows)
+
+
+def sheets(results: Results) -> dict[str, Sheet]:
+    return {"Chosen on validation examples": chosen_sheet(results), "All trials": trials_sheet(results)}
+
+
+def show(results: Results, console: Console) -> None:
+    """What was chosen, on the terminal; all trials are in the files."""
+    terminal.show(chosen_sheet(results), "Chosen on validation examples", console)
+
+
+def page(results: Results) -> Page:
+    metric = metric_of(results)
+    groups = {
+        m: [v for v in _scores(results, m, metric).values() if v is not None] for m in results.methods()
+    }
+    groups = {m: v for m, v in groups.items() if v}
+    better = "higher" if metric in HIGH_IS_GOOD else "lower"
+    figures = []
+    if groups:
+        best = {m: min(v, key=lambda s: -s if metric in HIGH_IS_GOOD else s) for m, v in groups.items()}
+        near = sorted(best.values())[len(best) // 2]
+        # Trials far off would hide the differences that matter.
+        seen = {
+            m: [s for s in v if abs(s - near) <= 4 * abs(near) + 1] or [best[m]] for m, v in groups.items()
+        }
+        figures.append(
+            Figure(
+                plots.dots(seen, f"validation {metric} ({better} is better)"),
+                "Every dot is a trial, the stroke their mean; trials far off are left out.",
+            )
+        )
+    sections = [
+        Section("Chosen", sheet=chosen_sheet(results), figures=figures, wide=True),
+        Section("All trials", sheet=trials_sheet(results)),
+    ]
+    lead = (
+        "Settings searched for at random, the same number of trials for every method that has something to "
+        "search for, judged on validation examples; no trial saw a test example."
+    )
+    return Page("fedpop: a search", lead, sections)
+
+
+REPORT = Report(name=NAME, sheets=sheets, page=page, show=show)
+
+
+def tune_file(
+    path: Path, out: Path | None = None, data: Path | None = None, processes: int | None = None
+) -> None:
+    """``fedpop tune``: a settings file's search, told and written."""
+    many = workers(processes)
+    config = read_config(path, data)
+    folder = writable_folder(out or Path("runs") / f"{config.name}-tune")
+    tune(config, folder, many)
+    REPORT.tell(Results.open(folder))
+    told = f"The chosen settings: fedpop compare {folder / 'tuned.toml'}"
+    terminal.console().print(told, soft_wrap=True)

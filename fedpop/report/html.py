@@ -1,4 +1,4 @@
-"""One self-contained HTML page from tables and figures."""
+"""One self-contained HTML page from sheets and figures."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from fedpop.files import write_bytes
 from fedpop.version import __version__
 
 
 @dataclass(frozen=True)
-class Table:
+class Sheet:
     """Column names and rows of cells, as they are to be read."""
 
     columns: Sequence[str]
@@ -33,25 +31,37 @@ class Figure:
 class Section:
     title: str
     text: str = ""
-    table: Table | None = None
+    sheet: Sheet | None = None
     figures: Sequence[Figure] = field(default_factory=tuple)
     wide: bool = False
 
 
-def write_report(path: Path, title: str, lead: str, sections: Sequence[Section]) -> Path:
+@dataclass(frozen=True)
+class Page:
+    """What a page says, from top to bottom."""
+
+    title: str
+    lead: str
+    sections: Sequence[Section]
+    made: str = ""
+    """By which version its numbers were made."""
+
+
+def write_page(path: Path, page: Page) -> Path:
     """Render and write the page; nothing in it points to another file."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # not before a page is written
+
     environment = Environment(
         loader=PackageLoader("fedpop.report"), autoescape=True, undefined=StrictUndefined
     )
-    template = environment.get_template("report.html")
-    page = template.render(title=title, lead=lead, sections=sections, version=__version__)
+    text = environment.get_template("report.html").render(page=page, version=__version__)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, page.encode())
+    write_bytes(path, text.encode())
     return path
 
 
-def markdown(table: Table) -> str:
-    """A table for reading in a repository."""
-    lines = ["| " + " | ".join(table.columns) + " |", "|" + "---|" * len(table.columns)]
-    lines += ["| " + " | ".join(row) + " |" for row in table.rows]
+def markdown(sheet: Sheet) -> str:
+    """A sheet as a table for reading in a repository."""
+    lines = ["| " + " | ".join(sheet.columns) + " |", "|" + "---|" * len(sheet.columns)]
+    lines += ["| " + " | ".join(row) + " |" for row in sheet.rows]
     return "\n".join(lines) + "\n"

@@ -51,6 +51,19 @@ def identity(item: Record) -> str:
     return json.dumps([item["experiment"], item["setting"], item["method"], item["seed"]], sort_keys=True)
 
 
+def made_by(records: Iterable[Record]) -> str:
+    """Which versions made the numbers: those of another version than this one are not what it would give.
+
+    >>> made_by([{"version": __version__}]) == f"Made by fedpop {__version__}."
+    True
+    """
+    versions = sorted({r["version"] for r in records})
+    told = f"Made by fedpop {' and '.join(versions)}."
+    if versions == [__version__]:
+        return told
+    return f"{told} The present version is {__version__}; numbers of another one are to be made again."
+
+
 @dataclass
 class Results:
     """Records of one experiment, in a file that is rewritten whole whenever one is added."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from fedpop.errors import CheckpointError
 from fedpop.files import read_json
-from fedpop.report import plots
-from fedpop.report.html import Figure, Section, Table, write_report
+from fedpop.report import plots, terminal
+from fedpop.report.html import Figure, Page, Section, Sheet, write_page
 from fedpop.runtime.progress import human_bytes
 
 CURVES = {
@@ -46,12 +46,16 @@ def run_report(folder: Path) -> Path:
         ("clients left out", str(sum(len(m.get("left_out", [])) for m in history))),
     ]
     sections = [
-        Section("The run", table=Table(("", ""), rows)),
+        Section("The run", sheet=Sheet(("", ""), rows)),
         Section("Over the rounds", figures=figures),
     ]
-    return write_report(
-        folder / "report.html", f"fedpop: {name}", f"A run of {last['round']} rounds.", sections
-    )
+    page = Page(f"fedpop: {name}", f"A run of {last['round']} rounds.", sections)
+    return write_page(folder / "report.html", page)
+
+
+def tell_run(folder: Path) -> None:
+    """Write the report, and say where it is."""
+    terminal.console().print(f"The report is in [bold]{run_report(folder)}[/bold].")
 
 
 def _name(folder: Path) -> str:

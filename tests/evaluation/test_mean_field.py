@@ -6,7 +6,7 @@ import torch
 import fedpop as fp
 from fedpop.evaluation.mean_field import MeanField, stationary
 from fedpop.evaluation.oracle import everyone, log_likelihood
-from fedpop.experiments import theory
+from fedpop.experiments.theory import run as theory
 from fedpop.keys import Key
 from tests.helpers import answers, cohort_of, federation_of, linear_model, population_data
 from tests.oracles import assert_mean, gaussian_noise

@@ -14,12 +14,14 @@ from fedpop.experiments.clusters import (
     SHOTS,
     TASK,
     density_in_true_coordinates,
+    difference_sheet,
+    differences,
     few_shot,
+    means,
     run_seed,
     setting_of,
     truth,
 )
-from fedpop.report.clusters import difference_table, differences, summary_table
 from fedpop.report.plots import _levels
 from fedpop.report.results import FIELDS, Results, interval95
 from fedpop.server.gauge import Gauge
@@ -85,8 +87,8 @@ def test_differences_are_paired_by_seed(results):
     found = differences(results, "log_likelihood_0", "Mixture", "Normal")
     assert found == [by["Mixture", s] - by["Normal", s] for s in (0, 1)]
     assert len(differences(results, "log_likelihood_0", "Energy", "Normal")) == 1
-    assert difference_table(results).rows[0][0] == "Mixture - Normal"
-    assert [row[0] for row in summary_table(results).rows] == list(NAMES)
+    assert difference_sheet(results).rows[0][0] == "Mixture - Normal"
+    assert [row[0] for row in means(results).rows] == list(NAMES)
 
 
 def test_an_interval_is_students():
@@ -119,7 +121,7 @@ def test_levels_hold_their_shares():
 
 
 def test_the_report(results, monkeypatch):
-    monkeypatch.setattr("fedpop.report.clusters.TASK", SMALL)
+    monkeypatch.setattr("fedpop.experiments.clusters.TASK", SMALL)
     main(["report", str(results.folder)])
     text = (results.folder / "report.html").read_text()
     assert text.count("<svg") == 2

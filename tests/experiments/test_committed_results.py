@@ -1,9 +1,11 @@
 """What README and docs say of the committed results is what the files say."""
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from fedpop.experiments.names import EXPERIMENTS
 from fedpop.report.results import Record, Results, interval95
 
 ROOT = Path(__file__).parents[2] / "results"
@@ -16,6 +18,16 @@ def records(experiment: str, method: str, **setting: object) -> list[Record]:
 
 def per_seed(experiment: str, method: str, metric: str, **setting: object) -> dict[int, float]:
     return {r["seed"]: r["metrics"][metric] for r in records(experiment, method, **setting)}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_tables_are_made_from_the_records(name: str) -> None:
+    results = Results.open(ROOT / name)
+    experiment = import_module(f"fedpop.experiments.{name}").EXPERIMENT
+    text, made = (ROOT / name / "results.md").read_text().rsplit("\n\n", 1)
+    assert text + "\n" == experiment.markdown(results)
+    told = " and ".join(sorted({r["version"] for r in results.records}))
+    assert made.startswith(f"Made by fedpop {told}.")
 
 
 def test_small_image_clients_gain_twelve_points_over_fedrep_and_stay_calibrated() -> None:

@@ -1,27 +1,23 @@
-"""Comparisons: the same draws and budgets for all, nothing run twice, every mistake in a file named."""
+"""Comparisons: the same draws and budgets for all, nothing run twice, nobody left out in silence."""
 
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import fedpop as fp
-from fedpop.algorithms import METHODS
 from fedpop.cli import main
 from fedpop.errors import CheckpointError, DataError, SettingsError
-from fedpop.experiments import comparison
 from fedpop.experiments.budget import rounds_within
-from fedpop.experiments.comparison import Terms, details_path
-from fedpop.experiments.config import config_from, read_config, to_toml
-from fedpop.experiments.methods import method_from
+from fedpop.experiments.comparison import run
+from fedpop.experiments.comparison.run import details_path
+from fedpop.experiments.comparison.terms import Terms
 from fedpop.federation.participation.rules import Uniform
 from fedpop.keys import Key
 from fedpop.report.results import COSTS, Results
 from fedpop.runtime.simulate import who
-from tests.data.test_images import real
 from tests.helpers import generator, linear_model, population_data
 
 ROUNDS = 12
@@ -107,13 +103,13 @@ def test_the_page_stands_alone_and_has_every_figure(compared):
 
 def test_what_is_there_is_not_run_again_unless_its_settings_changed(compared, tmp_path, monkeypatch):
     ran = []
-    inner = comparison.run_one
+    inner = run.run_one
 
     def counted(source, entry, *rest):
         ran.append((entry.label, rest[1]))
         return inner(source, entry, *rest)
 
-    monkeypatch.setattr(comparison, "run_one", counted)
+    monkeypatch.setattr(run, "run_one", counted)
     two = methods()[1:]
     settings = {"rounds": 2, "last": 1, "every": 2, "out": tmp_path}
     fp.compare(two, data(), **settings)
@@ -172,15 +168,6 @@ def test_what_a_method_could_not_do_is_told_beside_its_scores(tmp_path):
     assert "FedAvg: 1 client" not in told
     whole = fp.compare([everyone], known, rounds=2)
     assert "FedAvg: 2 update(s) that were not finite" in str(whole)
-
-
-def test_a_comparison_over_processes_gives_the_same_numbers(tmp_path):
-    config = tmp_path / "two.toml"
-    config.write_text(to_toml(SMALL))
-    for folder, processes in (("a", "1"), ("b", "2")):
-        main(["compare", str(config), "--out", str(tmp_path / folder), "--processes", processes])
-    a, b = (Results.open(tmp_path / f).records for f in "ab")
-    assert [r["metrics"] for r in a] == [r["metrics"] for r in b]
 
 
 # --- fairness ---------------------------------------------------------------------------------
@@ -368,181 +355,3 @@ def test_examples_set_aside_are_each_clients_own_and_drawn_by_the_seed():
     assert sorted(rows[:, 0].tolist()) == sorted(torch.cat([x for x, _ in clients.values()])[:, 0].tolist())
     with pytest.raises(DataError, match="already have"):
         fp.hold_out(one)
-
-
-# --- settings files ---------------------------------------------------------------------------
-
-SMALL = {
-    "task": {"kind": "synthetic", "b": 6, "k": 4, "d": 2, "held_out": 4, "new_clients": 2, "validation": 3},
-    "run": {"rounds": 3, "seeds": 1, "participation": 3, "every": 3, "last": 2},
-    "method": [
-        {"name": "FedAvg", "local": {"epochs": 2, "rate": 0.005, "batch": 3}},
-        {
-            "name": "FedSOUL",
-            "label": "ours",
-            "final": {"draws": 20},
-            "phi_step": {"kind": "Adam", "rate": 0.05},
-        },
-    ],
-}
-
-
-def changed(**tables):
-    return json.loads(json.dumps(SMALL)) | tables
-
-
-def test_a_file_is_compared_with_one_command(tmp_path, capsys):
-    path = tmp_path / "small.toml"
-    path.write_text(to_toml(SMALL))
-    main(["compare", str(path), "--out", str(tmp_path / "out"), "--processes", "1"])
-    told = capsys.readouterr().out
-    assert "ours" in told
-    assert "FedAvg *" in told
-    records = Results.open(tmp_path / "out").records
-    assert [r["config"]["class"] for r in records] == ["FedAvg", "FedSOUL"]
-    assert records[0]["config"]["local"]["batch"] == 3
-    step = records[1]["config"]["phi_step"]
-    assert (step["kind"], step["rate"]) == ("Adam", 0.05)
-    assert (tmp_path / "out" / "report.html").exists()
-
-
-def test_every_registered_method_can_be_named_in_a_file():
-    model = linear_model()
-    for name in METHODS:
-        assert type(method_from(name, {}, model, "here")) is METHODS[name]
-
-
-@pytest.mark.parametrize(
-    ("method", "told"),
-    [
-        ({}, "without a name; known are .*FedAvg"),
-        ({"name": "FedAvrg"}, "unknown method 'FedAvrg'; known are .*FedAvg"),
-        (
-            {"name": "FedAvg", "lokal": 1},
-            "method FedAvg: unknown setting 'lokal' of FedAvg; known are .*local",
-        ),
-        (
-            {"name": "FedAvg", "label": "mine", "local": {"epoch": 1}},
-            "method mine: unknown setting 'local.epoch' of LocalSGD; known are batch, .*epochs",
-        ),
-        ({"name": "FedAvg", "local": {"epochs": 0}}, "method FedAvg: local: epochs must be at least 1"),
-        ({"name": "FedAvg", "local": {"epochs": 1.5}}, "local.epochs is a whole number, not 1.5"),
-        ({"name": "FedAvg", "local": {"rate": "fast"}}, "local.rate is a number, not 'fast'"),
-        ({"name": "FedAvg", "local": 3}, "method FedAvg: local is a table of settings"),
-        ({"name": "FedAvg", "local": {"kind": "Adam"}}, "method FedAvg: local takes LocalSGD, not Adam"),
-        ({"name": "FedSOUL", "final": 3}, "method FedSOUL: final is a table of settings"),
-        ({"name": "L2GD", "schedule": 3}, "method L2GD: schedule is a table of settings"),
-        ({"name": "DGLMC", "rho": ["a"]}, "method DGLMC: .*'a'"),
-        ({"name": "FedAvg", "server_rate": -1}, "server_rate must be positive"),
-        ({"name": "FedAvg", "compressor": "zip"}, "method FedAvg: .*zip"),
-        ({"name": "FedSOUL", "phi_step": {"rate": 0.1}}, "phi_step: say which kind"),
-        ({"name": "FedSOUL", "phi_step": {"kind": "Adm"}}, "phi_step: unknown kind 'Adm'; known are .*Adam"),
-    ],
-)
-def test_mistakes_in_a_method_name_the_file_the_method_and_the_key(method, told):
-    def read():
-        config = config_from(changed(method=[method]), Path("wrong.toml"))
-        return config.entries[0].build(config.task.task.model(0))
-
-    with pytest.raises(SettingsError, match=f"^wrong.toml: .*{told}"):
-        read()
-    with pytest.raises(SettingsError) as caught:
-        read()
-    assert str(caught.value).count("wrong.toml") == 1
-
-
-def test_a_compressor_is_refused_in_the_words_of_the_method(monkeypatch):
-    @dataclass(frozen=True, kw_only=True)
-    class Plain(fp.FedAvg):
-        name = "Plain"
-        compressed = ()
-
-    monkeypatch.setitem(METHODS, "Plain", Plain)
-    with pytest.raises(SettingsError, match="file: method Plain: Plain does not compress"):
-        method_from("Plain", {"compressor": "natural"}, linear_model(), "file: method Plain")
-
-
-@pytest.mark.parametrize(
-    ("tables", "told"),
-    [
-        ({"task": {"kind": "pictures"}}, r"\[task\]: kind is one of synthetic, images, csv, not 'pictures'"),
-        ({"task": {"kind": "synthetic", "bb": 3}}, r"\[task\]: unknown setting 'bb'; known are kind, b,"),
-        ({"task": {"kind": "synthetic", "d": 3, "k": 2}}, r"\[task\]: .*d at most k"),
-        ({"task": {"kind": "images"}}, "data is missing"),
-        ({"run": {"round": 3}}, r"\[run\]: unknown setting 'round'; known are rounds"),
-        ({"run": {"rounds": 3, "passes": 4}}, r"\[run\]: .*not both"),
-        ({"run": {"rounds": "3"}}, r"\[run\]: rounds must be a whole number"),
-        ({"run": {"participation": 1}}, r"\[run\]: participation=1 may mean"),
-        ({"runs": {}}, "unknown setting 'runs'"),
-        ({"method": []}, "at least one method"),
-        ({"method": [{"name": "FedAvg"}, {"name": "FedAvg"}]}, "two methods are called FedAvg"),
-        ({"run": {"participation": ["a"]}}, r"\[run\]: .*'a'"),
-        ({"run": {"passes": "many"}}, r"\[run\]: passes is a number, not 'many'"),
-        ({"run": {"seeds": 1.5}}, r"\[run\]: seeds are a number of them .* not 1.5"),
-        ({"run": {"seeds": True}}, r"\[run\]: seeds are a number of them .* not True"),
-        ({"tune": {"trials": 0}}, r"\[tune\]: trials"),
-        ({"tune": {"rounds": "3"}}, r"\[tune\]: rounds must be a whole number"),
-        ({"tune": {"seed": "a"}}, r"\[tune\]: seed must be a whole number"),
-    ],
-)
-def test_mistakes_elsewhere_name_the_table(tables, told):
-    with pytest.raises(SettingsError, match=f"^wrong.toml.*{told}"):
-        config_from(changed(**tables), Path("wrong.toml"))
-
-
-def test_a_file_that_is_no_toml_or_not_there(tmp_path):
-    with pytest.raises(SettingsError, match="cannot read"):
-        read_config(tmp_path / "none.toml")
-    (tmp_path / "bad.toml").write_text("[task\n")
-    with pytest.raises(SettingsError, match="not readable TOML"):
-        read_config(tmp_path / "bad.toml")
-
-
-def test_the_examples_are_read_and_their_methods_built():
-    for path in sorted((Path(__file__).parents[2] / "examples").glob("*.toml")):
-        config = read_config(path)
-        model = config.task.task.model(0)
-        assert len([entry.build(model) for entry in config.entries]) >= 4
-
-
-def test_rows_of_a_csv_file_are_clients(tmp_path):
-    g = generator(0)
-    lines = ["who,dose,age,y"]
-    for i in range(6):
-        for _ in range(10):
-            dose, age = torch.randn(2, generator=g).tolist()
-            lines.append(f"site-{i},{dose},{50 + age},{2 * dose + i}")
-    (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
-    task = {"kind": "csv", "file": "rows.csv", "x": ["dose", "age"], "y": "y", "client": "who"}
-    raw = changed(task=task | {"new_clients": 2, "features": 3})
-    config = config_from(raw, tmp_path / "c.toml")
-    subject = config.task.make(0)
-    assert {s: p.sizes.tolist() for s, p in subject.clients.splits.items()} == {
-        "train": [6] * 4, "validation": [2] * 4, "test": [2] * 4
-    }  # fmt: skip
-    assert len(subject.newcomers) == 2
-    known = {tuple(row) for p in subject.clients.splits.values() for row in p.x.tolist()}
-    new = [tuple(row) for c in subject.newcomers for row in (*c.x.tolist(), *c.test[0].tolist())]
-    assert len(known) == 40
-    assert len(new) == 20
-    assert not known & set(new)
-    torch.testing.assert_close(subject.clients.train.x.mean(0), torch.zeros(2), atol=1e-5, rtol=0)
-    torch.testing.assert_close(subject.clients.train.x.std(0), torch.ones(2), atol=1e-5, rtol=0)
-    with pytest.raises(DataError, match="no column 'weight'; it has who, dose, age, y"):
-        config_from(changed(task=task | {"x": ["weight"]}), tmp_path / "c.toml").task.make(0)
-    (tmp_path / "rows.csv").write_text("who,dose,age,y\na,1,2,3\na,1,old,3\n")
-    with pytest.raises(DataError, match="line 3: age is 'old'"):
-        config.task.make(0)
-
-
-def test_new_image_clients_share_no_image_with_anybody():
-    from fedpop.data.image_task import ImageTask
-
-    task = ImageTask("mnist", classes=2, small=4, large=2, n_small=3, n_large=4, validation=6, test=4)
-    folder = real("mnist")
-    known, new = task.split(folder, 0, new=3)
-    alone = task.make(folder, 0)
-    assert all(torch.equal(a.x, b.x) for a, b in zip(known, alone, strict=True))
-    assert [len(c.y) for c in new] == [3, 3, 3]
-    held = {tuple(x.flatten().tolist()) for c in known for x in (*c.x, *c.validation[0])}
-    assert not any(tuple(x.flatten().tolist()) in held for c in new for x in c.x)

@@ -1,16 +1,20 @@
 """The sweep of defaults: equal budgets, records of every kind, and a page made from them."""
 
+import math
 from pathlib import Path
+from statistics import mean
 
 import pytest
+import torch
+from torch import nn
 
 import fedpop as fp
 from fedpop.cli import main
 from fedpop.data.image_task import ImageTask
-from fedpop.errors import CheckpointError
 from fedpop.experiments import defaults
 from fedpop.report.results import Results, record
 from tests.data.test_images import real
+from tests.helpers import generator
 
 
 def test_every_variant_may_spend_the_same_number_of_passes() -> None:
@@ -52,6 +56,38 @@ def test_a_job_on_real_images(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert item["cost"]["backbone_passes"] > 0
 
 
+def test_scores_are_over_all_images_and_by_size_of_client() -> None:
+    g = generator(0)
+    clients = []
+    for n, held in ((5, 8), (25, 4), (5, 3)):
+        x, y = torch.randn(n + 2 * held, 3, generator=g), torch.randint(3, (n + 2 * held,), generator=g)
+        sets = {"validation": (x[n:-held], y[n:-held]), "test": (x[-held:], y[-held:])}
+        clients.append(fp.Client(x[:n], y[:n], **sets))
+    model = fp.Composition(nn.Linear(3, 3), nn.Linear(3, 3), "categorical")
+    population = fp.FedRep(model).fit(clients, rounds=2, progress=False)
+    rows = []
+    for i, client in enumerate(clients):
+        x, y = client.test
+        for p, label in zip(population.predict(i, x).probs.tolist(), y.tolist(), strict=True):
+            rows.append((len(client.y), max(p), p.index(max(p)) == label, p[label], p, label))
+    found = defaults.judged(population, "test")
+    assert set(found) == {
+        f"test_{n}" for n in ("accuracy", "log_score", "brier", "ece", "accuracy_5", "accuracy_25")
+    }
+    assert found["test_accuracy"] == pytest.approx(mean(r[2] for r in rows))
+    assert found["test_log_score"] == pytest.approx(mean(-math.log(r[3]) for r in rows), rel=1e-5)
+    squares = [sum((q - (k == label)) ** 2 for k, q in enumerate(p)) for *_, p, label in rows]
+    assert found["test_brier"] == pytest.approx(mean(squares), rel=1e-5)
+    bins: dict[int, list[float]] = {}
+    for r in rows:
+        bins.setdefault(int(15 * r[1]), []).append(r[1] - r[2])
+    expected = sum(abs(sum(gaps)) for gaps in bins.values()) / len(rows)
+    assert found["test_ece"] == pytest.approx(expected, rel=1e-5)
+    small = [[r[2] for r in rows[:8]], [r[2] for r in rows[12:]]]  # means over clients, not over images
+    assert found["test_accuracy_5"] == pytest.approx(mean(map(mean, small)))
+    assert found["test_accuracy_25"] == pytest.approx(mean(r[2] for r in rows[8:12]))
+
+
 def test_the_page_is_made_from_records(tmp_path: Path) -> None:
     results = Results.open(tmp_path)
     names = ("default", "left form", "FedAvg 1 x .02", "FedAvg 1 x .02 + tuning")
@@ -67,16 +103,15 @@ def test_the_page_is_made_from_records(tmp_path: Path) -> None:
                 results.add([record("defaults", setting, name, seed, numbers, {"rounds": 3}, {})])
     main(["report", str(tmp_path)])
     table = (tmp_path / "results.md").read_text()
-    assert table.count("\n") == 2 + 2 * len(names)
+    assert table.count("\n| ") == 2 * len(names)
     page = (tmp_path / "report.html").read_text()
     assert "+0.010 (+0.010 to +0.010)" in page  # left form against the default
 
 
-def test_records_of_an_unknown_experiment_have_no_report(tmp_path: Path) -> None:
+def test_records_of_an_unknown_experiment_have_no_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Results.open(tmp_path).add([record("bench", {}, "x", 0, {}, {}, {})])
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path)])
-    from fedpop.experiments.commands import report_of
-
-    with pytest.raises(CheckpointError, match="records of bench"):
-        report_of(Results.open(tmp_path))
+    assert "holds records of bench; there are reports of synthetic, theory" in capsys.readouterr().err

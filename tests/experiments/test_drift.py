@@ -10,6 +10,7 @@ from fedpop.channel import Channel
 from fedpop.cli import main
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.experiments import drift
+from fedpop.experiments.experiment import Asked
 from fedpop.keys import Key
 from fedpop.report.results import Results
 from tests.helpers import cohort_of, train_key
@@ -42,7 +43,7 @@ def test_a_job_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         results.add(drift.job(schedule, 0))
     assert {r["method"] for r in results.records} == set(drift.METHODS)
     assert all(r["metrics"]["likelihood_gap"] > -1e-3 for r in results.records)
-    assert all(job.done(results) for job in drift.jobs(1))
+    assert all(job.done(results) for job in drift.jobs(Asked(tmp_path, 1)))
     main(["report", str(tmp_path)])
     page = (tmp_path / "report.html").read_text()
     assert "local epochs a round" in page

@@ -8,8 +8,15 @@ import torch
 import fedpop as fp
 from fedpop.algorithms import METHODS
 from fedpop.errors import SettingsError
-from fedpop.experiments.features import DRAWS, by_formula, features, live, small_model
-from fedpop.report.methods import COLUMNS, feature_tables
+from fedpop.experiments.features import (
+    COLUMNS,
+    DRAWS,
+    by_formula,
+    feature_sheets,
+    features,
+    live,
+    small_model,
+)
 
 
 @pytest.mark.parametrize("name", list(METHODS))
@@ -46,7 +53,7 @@ def test_the_table_draws_as_often_as_it_says(name: str) -> None:
 
 
 def test_a_row_for_every_method() -> None:
-    table, references, note = feature_tables()
+    table, references, note = feature_sheets()
     assert [row[0] for row in table.rows] == [m.name for m in METHODS.values()]
     assert all(len(row) == len(COLUMNS) for row in table.rows)
     assert all(reference for _, reference in references.rows)

@@ -5,6 +5,7 @@ import torch
 
 from fedpop.cli import main
 from fedpop.experiments import restarts
+from fedpop.experiments.experiment import Asked
 from fedpop.report.results import Results, record
 
 SETTING = {"b": 10, "d": 1, "k": 3, "share_small": 0.9, "n_small": 5, "n_large": 10}
@@ -22,10 +23,10 @@ def synthetic(tmp_path):
     return folder
 
 
-def test_only_what_missed_is_run_again(synthetic):
-    (job,) = restarts.jobs(Results.open(synthetic), 2)
+def test_only_what_missed_is_run_again(synthetic, tmp_path):
+    (job,) = restarts.jobs(Asked(tmp_path / "restarts"))
     assert job.seed == 1
-    assert job.setting == SETTING | {"restarts": 2}
+    assert job.setting == SETTING | {"restarts": restarts.RESTARTS}
 
 
 def test_a_job_returns_the_best_of_its_runs(synthetic, monkeypatch, tmp_path, capsys):
@@ -38,7 +39,8 @@ def test_a_job_returns_the_best_of_its_runs(synthetic, monkeypatch, tmp_path, ca
     assert metrics["gap"] == min(metrics[f"gap_{i}"] for i in range(3))
     assert metrics["gap"] > -1e-3
     assert metrics["settled"] == 1.0
-    (job,) = restarts.jobs(Results.open(synthetic), 2)
+    monkeypatch.setattr(restarts, "RESTARTS", 2)
+    (job,) = restarts.jobs(Asked(tmp_path / "out"))
     Results(tmp_path / "out").add(records)
     assert job.done(Results.open(tmp_path / "out"))
     main(["report", str(tmp_path / "out")])
@@ -48,6 +50,6 @@ def test_a_job_returns_the_best_of_its_runs(synthetic, monkeypatch, tmp_path, ca
 
 def test_nothing_to_run_again_is_a_clear_error(tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["experiment", "restarts", "--out", str(tmp_path / "out"), "--synthetic", str(tmp_path)])
+        main(["experiment", "restarts", "--out", str(tmp_path / "out")])
     assert caught.value.code == 2
     assert "no records of a local optimum" in capsys.readouterr().err

@@ -7,10 +7,12 @@ from fedpop.cli import main
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.errors import SettingsError
 from fedpop.evaluation.oracle import everyone, log_likelihood
-from fedpop.experiments import synthetic
+from fedpop.experiments import demo
 from fedpop.experiments.runner import Job, run_jobs
+from fedpop.experiments.synthetic import run as synthetic
 from fedpop.federation.clients import Federation
-from fedpop.report.results import FIELDS, Results
+from fedpop.report.html import write_page
+from fedpop.report.results import FIELDS, Results, record
 
 TASK = SyntheticTask(b=40, d=2, k=6, held_out=10)
 
@@ -62,7 +64,7 @@ def test_the_oracle_is_a_stationary_point(outcomes):
 
 
 def work(seed):
-    return [synthetic.record("synthetic", {"b": 1}, "m", seed, {"angle": 1.0 * seed}, {}, {})]
+    return [record("synthetic", {"b": 1}, "m", seed, {"angle": 1.0 * seed}, {}, {})]
 
 
 def test_the_runner_does_not_run_twice_what_is_there(tmp_path):
@@ -75,9 +77,7 @@ def test_the_runner_does_not_run_twice_what_is_there(tmp_path):
 
 
 def test_the_demos_report_is_one_self_contained_page(tmp_path, outcomes):
-    from fedpop.report.synthetic import demo_report
-
-    page = demo_report(tmp_path / "report.html", outcomes, TASK.make(0)).read_text()
+    page = write_page(tmp_path / "report.html", demo.page(outcomes, TASK.make(0))).read_text()
     assert page.count("<svg") == 7
     assert "FedSOUL" in page
     assert "90 % interval" in page
@@ -86,12 +86,9 @@ def test_the_demos_report_is_one_self_contained_page(tmp_path, outcomes):
 
 
 def test_the_demo_compares_more_methods_on_the_same_page(tmp_path, outcomes):
-    from fedpop.experiments.commands import DEMO_COMPARED, compare_demo
-    from fedpop.report.synthetic import demo_report
-
-    comparison = compare_demo(TASK, 0, rounds=2)
-    assert list(comparison.methods) == [table.get("label", table["name"]) for table in DEMO_COMPARED]
-    page = demo_report(tmp_path / "report.html", outcomes, TASK.make(0), comparison).read_text()
+    comparison = demo.compare_demo(TASK, 0, rounds=2)
+    assert list(comparison.methods) == [table.get("label", table["name"]) for table in demo.COMPARED]
+    page = write_page(tmp_path / "report.html", demo.page(outcomes, TASK.make(0), comparison)).read_text()
     assert page.count("<svg") == 7 + 2
     assert "More methods, under one protocol" in page
 

@@ -7,8 +7,9 @@ import torch
 
 import fedpop as fp
 from fedpop.cli import main
-from fedpop.experiments import theory
-from fedpop.report import theory as report
+from fedpop.experiments.experiment import Asked
+from fedpop.experiments.theory import page as report
+from fedpop.experiments.theory import run as theory
 from fedpop.report.results import FIELDS, Results, record
 
 
@@ -99,7 +100,7 @@ def test_a_job_gives_the_records_it_promises(short, part, tmp_path):
         "fedavg": (theory.local_job, ("FedAvg", 2, 0)),
     }
     call, arguments = calls[part]
-    job = next(j for j in theory.jobs(1) if j.call is call and j.arguments == arguments)
+    job = next(j for j in theory.jobs(Asked(tmp_path, 1)) if j.call is call and j.arguments == arguments)
     results = Results.open(tmp_path)
     assert not job.done(results)
     records = call(*arguments)
@@ -108,10 +109,10 @@ def test_a_job_gives_the_records_it_promises(short, part, tmp_path):
     assert job.done(results)
 
 
-def test_no_job_stands_for_another():
-    jobs = theory.jobs(2)
+def test_no_job_stands_for_another(tmp_path):
+    jobs = theory.jobs(Asked(tmp_path, 2))
     names = [(str(sorted(j.setting.items())), j.seed, j.methods) for j in jobs]
-    assert len(set(names)) == len(jobs) == 2 * (5 + 10 + 24)
+    assert len(set(names)) == len({j.label for j in jobs}) == len(jobs) == 2 * (5 + 10 + 24)
 
 
 # --- the page, from made-up records whose answers are known ----------------------------------
@@ -185,4 +186,23 @@ def test_a_claim_that_does_not_hold_is_said_so(tmp_path):
     results.add(made_up(lambda m: 50.0 - m + (10 if m == 5 else 0)))
     assert report.verdict(results, theory.PAPER) == (
         "it does not rise overall; the largest rise between neighbours is 7 at M = 5"
+    )
+
+
+def test_a_part_alone_has_a_page(tmp_path):
+    bias = [r for r in made_up() if r["setting"]["part"] == "bias"]
+    Results(tmp_path).add(bias)
+    main(["report", str(tmp_path)])
+    page = (tmp_path / "report.html").read_text()
+    assert "The bias of Langevin steps" in page
+    assert "The noise of" not in page
+    assert (tmp_path / "results.md").read_text().count("\n| ") == len(theory.BIAS_POINTS)
+
+
+def test_one_seed_has_numbers_and_no_intervals(tmp_path):
+    Results(tmp_path).add([r for r in made_up() if r["seed"] == 0])
+    main(["report", str(tmp_path)])
+    assert "<svg" not in (tmp_path / "report.html").read_text()
+    assert (
+        "| rounds to 5 % | M = 50 | FedSOUL | 1 | 2 (2 to 2) | - |" in (tmp_path / "results.md").read_text()
     )

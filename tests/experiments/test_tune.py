@@ -11,7 +11,7 @@ from fedpop.cli import main
 from fedpop.errors import DataError, SettingsError
 from fedpop.evaluation.protocol import evaluate
 from fedpop.experiments import tune as search
-from fedpop.experiments.comparison import fitted
+from fedpop.experiments.comparison.run import fitted
 from fedpop.experiments.config import config_from, read_config, to_toml
 from fedpop.keys import Key
 from fedpop.report.results import Results, record

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 import fedpop as fp
-from fedpop.experiments.clusters import SHOTS, TASK, run_seed
+from fedpop.experiments.clusters import SHOTS, TASK, differences, run_seed
 from fedpop.keys import Key
-from fedpop.report.clusters import differences
 from fedpop.report.results import Results, interval95
 
 pytestmark = pytest.mark.slow

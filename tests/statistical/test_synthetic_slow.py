@@ -13,7 +13,7 @@ import torch
 import fedpop as fp
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.evaluation.subspace import principal_angle
-from fedpop.experiments.synthetic import MAIN, TASKS, as_matrix, exact, held_out, run_task, setting_of
+from fedpop.experiments.synthetic.run import MAIN, TASKS, as_matrix, exact, held_out, run_task, setting_of
 from fedpop.federation.clients import Federation
 from fedpop.keys import Key
 from fedpop.report.results import Results, values

@@ -8,9 +8,9 @@ import torch
 
 import fedpop as fp
 from fedpop.evaluation.mean_field import MeanField
-from fedpop.experiments import theory
 from fedpop.experiments.fits import middle_of
-from fedpop.report import theory as report
+from fedpop.experiments.theory import page as report
+from fedpop.experiments.theory import run as theory
 from fedpop.report.results import Results, values
 
 pytestmark = pytest.mark.slow

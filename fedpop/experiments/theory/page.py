@@ -1,16 +1,15 @@
-"""The report of ``fedpop experiment theory``: what the paper's theorem says, beside what was measured."""
+"""What the paper's theorem says, beside what was measured: the sheet and the page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from fedpop.experiments import theory
+import fedpop.experiments.theory.run as theory
 from fedpop.experiments.fits import Slope, interval_of, middle_of, slope_over_seeds
 from fedpop.report import plots
-from fedpop.report.html import Figure, Section, Table, write_report
+from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.results import Record, Results, mean, values
 
 PAPER, TRIAL = theory.PAPER, theory.TRIAL
@@ -284,20 +283,17 @@ def verdict(results: Results, name: str) -> str:
 # --- the whole -------------------------------------------------------------------------------
 
 
-def summary_table(results: Results) -> Table:
+def every_number(results: Results) -> Sheet:
     """Every number of the figures: medians over seeds with distribution-free intervals."""
     rows = []
-    for c, decay in (*((c, 0.0) for c in theory.STEPS), theory.DECREASING):
+    for c, decay in theory.BIAS_POINTS:
         records = of_part(results, "bias", c=c, decay=decay)
         end = "log_scale" if decay == 0 else f"log_scale@{theory.MARKS[-1]}"
         name = f"c = {c}" if decay == 0 else f"c = {c} (1+k)^-{decay}"
         rows.append(
             _row("bias of log sigma", name, PAPER, values(records, end), values(records, "log_scale_root"))
         )
-    for kept, p, power in (
-        *((k, p, 0.0) for k, p in theory.KEPT),
-        *((k, p, theory.POWER) for k, p in theory.VANISHING),
-    ):
+    for kept, p, power in theory.NOISE_POINTS:
         setting = theory.noise_setting(kept, p, power)
         name = f"excess {setting['excess']:.3g} (rand-{kept}, p = {p})" + (", decreasing" if power else "")
         metric = "error" if power == 0 else f"error@{theory.NOISE_MARKS[-1]}"
@@ -305,22 +301,40 @@ def summary_table(results: Results) -> Table:
     for method in theory.METHODS:
         for m in theory.LOCAL_STEPS:
             records = results.of(theory.local_setting(m), method)
-            rows.append(
-                ("rounds to 5 %", f"M = {m}", method, str(len(records)), rounds_cell(results, method, m), "-")
-            )
+            rounds = rounds_cell(results, method, m) if records else ""
+            rows.append(("rounds to 5 %", f"M = {m}", method, str(len(records)), rounds, "-"))
             rows.append(_row("gap left", f"M = {m}", method, values(records, "left")))
-    return Table(("quantity", "setting", "method", "seeds", "median (95 % interval)", "exact"), rows)
+    columns = ("quantity", "setting", "method", "seeds", "median (95 % interval)", "exact")
+    return Sheet(columns, [row for row in rows if row[3] != "0"])
 
 
 def _row(
     what: str, setting: str, method: str, numbers: Sequence[float], exact: Sequence[float] = ()
 ) -> tuple[str, ...]:
     expected = f"{middle_of(list(exact)):.4f}" if exact else "-"
-    return (what, setting, method, str(len(numbers)), cell(list(numbers)), expected)
+    return (what, setting, method, str(len(numbers)), cell(list(numbers)) if numbers else "", expected)
 
 
-def experiment_report(results: Results, path: Path) -> Path:
-    """The page."""
+def sections_of() -> list[tuple[Callable[[Results], Section], list[tuple[dict[str, Any], str]]]]:
+    """Each part with its points: without two seeds of all of them it has no intervals, and no section yet."""
+    return [
+        (bias_section, [(theory.bias_setting(*point), PAPER) for point in theory.BIAS_POINTS]),
+        (noise_section, [(theory.noise_setting(*point), PAPER) for point in theory.NOISE_POINTS]),
+        (local_section, [(theory.local_setting(m), n) for m in theory.LOCAL_STEPS for n in theory.METHODS]),
+    ]
+
+
+def complete(results: Results, points: Sequence[tuple[dict[str, Any], str]]) -> int:
+    """How many seeds have a record at every point."""
+    seeds = [{r["seed"] for r in results.of(setting, method)} for setting, method in points]
+    return len(set.intersection(*seeds))
+
+
+def sheets(results: Results) -> dict[str, Sheet]:
+    return {"Over seeds": every_number(results)}
+
+
+def page(results: Results) -> Page:
     task = theory.TASK
     lead = (
         f"{task.b} clients with {task.n_small} or {task.n_large} examples of y = a_i + w_i x' phi + noise, "
@@ -329,9 +343,7 @@ def experiment_report(results: Results, path: Path) -> Path:
         "seeds."
     )
     sections = [
-        bias_section(results),
-        noise_section(results),
-        local_section(results),
-        Section("Every number", table=summary_table(results)),
+        *(section(results) for section, points in sections_of() if complete(results, points) > 1),
+        Section("Every number", sheet=every_number(results)),
     ]
-    return write_report(path, "fedpop: the theory, measured", lead, sections)
+    return Page("fedpop: the theory, measured", lead, sections)

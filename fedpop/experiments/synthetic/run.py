@@ -18,6 +18,8 @@ from fedpop.data.synthetic import Synthetic, SyntheticTask
 from fedpop.errors import EstimateError
 from fedpop.evaluation.oracle import Optimum, exact_optimum
 from fedpop.evaluation.subspace import aligned_error, principal_angle
+from fedpop.experiments.experiment import Asked
+from fedpop.experiments.runner import Job
 from fedpop.federation.clients import Federation
 from fedpop.keys import Key
 from fedpop.models.composition import Composition
@@ -27,7 +29,7 @@ from fedpop.report.results import Record, record
 from fedpop.runtime.callbacks import Callback
 from fedpop.server.optimisers import Adam
 
-EXPERIMENT = "synthetic"
+NAME = "synthetic"
 ROUNDS = 500
 PAPER_ROUNDS = 1000
 LOCAL_OPTIMUM = 5.0
@@ -53,6 +55,16 @@ METHODS = ("FedSOUL", "FedSOUL-paper", "FedRep-spectral", "FedRep", "FedAvg")
 def setting_of(task: SyntheticTask) -> dict[str, Any]:
     keys = ("b", "d", "k", "share_small", "n_small", "n_large")
     return {k: v for k, v in asdict(task).items() if k in keys}
+
+
+def name_of(setting: dict[str, Any]) -> str:
+    """``100,2,20`` for (b, d, k), and what else is unusual."""
+    name = f"{setting['b']},{setting['d']},{setting['k']}"
+    if setting["share_small"] != 0.9:
+        name += f" {100 * setting['share_small']:.0f}%"
+    if setting["n_small"] != 5:
+        name += f" N={setting['n_small']}"
+    return name
 
 
 def method_named(name: str, model: Composition) -> tuple[Algorithm, int]:
@@ -217,10 +229,10 @@ def run_task(
             if theta and name == "FedSOUL":
                 metrics["coverage90_theta"] = theta_coverage(population, data)
         cost = population.totals | {"rounds": population.rounds}
-        item = record(EXPERIMENT, setting, name, seed, metrics, cost, config)
+        item = record(NAME, setting, name, seed, metrics, cost, config)
         outcomes.append(Outcome(item, population, points))
     metrics = reference | shared | {"marginal_log_likelihood": best.log_likelihood}
-    item = record(EXPERIMENT, setting, "Exact", seed, metrics, {"seconds": seconds}, {"method": "L-BFGS"})
+    item = record(NAME, setting, "Exact", seed, metrics, {"seconds": seconds}, {"method": "L-BFGS"})
     outcomes.append(Outcome(item, optimum, []))
     return outcomes
 
@@ -229,3 +241,15 @@ def job(index: int, seed: int) -> list[Record]:
     """The records of one task and seed, for a worker process."""
     torch.set_num_threads(1)
     return [outcome.record for outcome in run_task(TASKS[index], seed)]
+
+
+def jobs(asked: Asked) -> list[Job]:
+    """The paper's six settings over all seeds, then the variants."""
+    out = []
+    for kind, part in (("main", range(MAIN)), ("variant", range(MAIN, len(TASKS)))):
+        for seed in range(asked.seeds):
+            for t in part:
+                setting = setting_of(TASKS[t])
+                label = f"{kind} {name_of(setting)}, seed {seed}"
+                out.append(Job(job, (t, seed), label, setting, seed, (*METHODS, "Exact")))
+    return out

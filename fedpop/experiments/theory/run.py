@@ -23,6 +23,7 @@ from fedpop.channel import RandK
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.evaluation.mean_field import MeanField
 from fedpop.evaluation.oracle import Optimum, everyone, exact_optimum, log_likelihood
+from fedpop.experiments.experiment import Asked
 from fedpop.experiments.runner import Job
 from fedpop.federation.clients import Client, Federation
 from fedpop.federation.cohort import Cohort
@@ -37,7 +38,7 @@ from fedpop.report.results import Record, mean, record
 from fedpop.runtime.callbacks import Callback
 from fedpop.server.averaging import Averaging
 
-EXPERIMENT = "theory"
+NAME = "theory"
 TASK = SyntheticTask(b=100, d=1, k=11, variance=1.0, held_out=1)
 MEAN = 0.5
 """The population's mean, of both coordinates of z."""
@@ -46,6 +47,7 @@ STEPS = (0.08, 0.2, 0.4, 0.8)
 """c = gamma_i L_i."""
 DECREASING = (0.8, 0.5)
 """c_k = 0.8 (1 + k)^-0.5."""
+BIAS_POINTS = (*((c, 0.0) for c in STEPS), DECREASING)
 LOCAL_STEPS = (1, 2, 5, 10, 20, 50)
 NEAR = 0.05
 """Within 5 %: this share of the start's gap to the optimum is left."""
@@ -140,7 +142,7 @@ def entry(
     name: str = "FedSOUL-paper",
 ) -> list[Record]:
     cost = population.totals | {"rounds": population.rounds}
-    return [record(EXPERIMENT, setting, name, seed, metrics, cost, population.algorithm.describe())]
+    return [record(NAME, setting, name, seed, metrics, cost, population.algorithm.describe())]
 
 
 # --- the bias of Langevin steps: A(gamma) ----------------------------------------------------
@@ -202,6 +204,7 @@ KEPT = (
 NOISE_ROUNDS, NOISE_BURN_IN = 240, 60
 VANISHING = ((11, 1.0), (2, 0.25))
 POWER = 0.6
+NOISE_POINTS = (*((k, p, 0.0) for k, p in KEPT), *((k, p, POWER) for k, p in VANISHING))
 NOISE_MARKS = (20, 40, 80, 160, 240, 320, 640)
 
 
@@ -310,20 +313,21 @@ def pooled_gap(task: Problem) -> tuple[Callable[[dict[str, Tensor]], float], flo
 # --- all of it -------------------------------------------------------------------------------
 
 
-def jobs(seeds: int) -> list[Job]:
+def jobs(asked: Asked) -> list[Job]:
     """Every job of the experiment, part by part."""
     paper = ("FedSOUL-paper",)
     out = []
-    for seed in range(seeds):
-        for c, decay in (*((c, 0.0) for c in STEPS), DECREASING):
+    for seed in range(asked.seeds):
+        for c, decay in BIAS_POINTS:
             setting = bias_setting(c, decay)
-            out.append(Job(bias_job, (c, decay, seed), f"c = {c}, seed {seed}", setting, seed, paper))
-        for kept, p, power in (*((k, p, 0.0) for k, p in KEPT), *((k, p, POWER) for k, p in VANISHING)):
+            label = f"bias, c = {c}{' decreasing' if decay else ''}, seed {seed}"
+            out.append(Job(bias_job, (c, decay, seed), label, setting, seed, paper))
+        for kept, p, power in NOISE_POINTS:
             setting = noise_setting(kept, p, power)
-            label = f"rand-{kept}, p = {p}, seed {seed}"
+            label = f"noise, rand-{kept}, p = {p}{' decreasing' if power else ''}, seed {seed}"
             out.append(Job(noise_job, (kept, p, power, seed), label, setting, seed, paper))
         for steps in LOCAL_STEPS:
             for name in METHODS:
-                label = f"{name}, M = {steps}, seed {seed}"
+                label = f"local steps, {name}, M = {steps}, seed {seed}"
                 out.append(Job(local_job, (name, steps, seed), label, local_setting(steps), seed, (name,)))
     return out

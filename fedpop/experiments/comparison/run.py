@@ -1,0 +1,163 @@
+"""The runs of a comparison: every method on every seed, what is there already not again."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedpop.algorithms.base import Algorithm
+from fedpop.errors import CheckpointError
+from fedpop.evaluation.protocol import Evaluation, Watch, evaluate, evaluate_new
+from fedpop.experiments.budget import rounds_within
+from fedpop.experiments.comparison.terms import Source, Terms, check
+from fedpop.experiments.methods import Entry
+from fedpop.experiments.runner import Job, run_jobs
+from fedpop.federation.clients import Federation
+from fedpop.files import writable_folder, write_json
+from fedpop.population import Population
+from fedpop.report.results import Record, Results, record
+from fedpop.runtime.callbacks import Callback
+
+NAME = "compare"
+LOOKS = 20
+"""Evaluations on the way, unless told."""
+
+
+def fitted(
+    method: Algorithm, clients: Federation, terms: Terms, seed: int, callbacks: Sequence[Callback] = ()
+) -> Population:
+    """A run of one method on the terms of all."""
+    rule = terms.rule(method)
+    rounds = terms.rounds
+    if rounds is None:
+        assert terms.passes is not None
+        rounds = rounds_within(method, clients, terms.passes, seed, rule)
+    for callback in callbacks:
+        if isinstance(callback, Watch) and callback.every is None:
+            callback.every = max(1, rounds // LOOKS)
+    return method.fit(
+        clients, rounds=rounds, seed=seed, participation=rule, callbacks=callbacks, progress=False
+    )
+
+
+def run_one(
+    source: Source, entry: Entry, terms: Terms, seed: int, setting: dict[str, Any], folder: str
+) -> list[Record]:
+    """The record of one method and seed, for a worker process; curves and clients go to a file beside it."""
+    subject = source.make(seed)
+    method = entry.build(subject.model)
+    watch = Watch(every=terms.every, last=terms.last)
+    population = fitted(method, subject.clients, terms, seed, [watch])
+    final = evaluate(population, "test")
+    metrics: dict[str, float | None] = {f"test_{n}": v for n, v in final.summary().items()}
+    metrics["plug_in"] = float(final.plug_in)
+    metrics["unserved"] = float(len(final.unserved))
+    metrics["left_out"] = float(sum(len(m["left_out"]) for m in population.history))
+    metrics |= {f"last_{n}": v for n, v in watch.mean_of_last().items()}
+    if "validation" in subject.clients.splits:
+        metrics |= {f"validation_{n}": v for n, v in evaluate(population, "validation").summary().items()}
+    if subject.newcomers:
+        new = evaluate_new(population, subject.newcomers)
+        for kind, found in (("new", new.own_data), ("new_without", new.without)):
+            metrics |= {} if found is None else {f"{kind}_{n}": v for n, v in found.summary().items()}
+            metrics |= {} if found is None else {f"{kind}_unserved": float(len(found.unserved))}
+    details = {"label": entry.label, "seed": seed, "points": watch.points} | _details(final)
+    write_json(details_path(folder, entry.label, seed), details)
+    cost = population.totals | {"rounds": population.rounds}
+    return [record(NAME, setting, entry.label, seed, metrics, cost, config_of(method, terms))]
+
+
+def _details(final: Evaluation) -> dict[str, Any]:
+    return {
+        "clients": list(final.names),
+        "scores": {n: [_number(v) for v in t.tolist()] for n, t in final.scores.items()},
+        "reliability": [[b.confidence, b.accuracy, b.count] for b in final.reliability],
+    }
+
+
+def _number(value: float) -> float | None:
+    return value if abs(value) < float("inf") else None
+
+
+def details_path(folder: str | Path, label: str, seed: int) -> Path:
+    """The file of a record's curves and clients."""
+    plain = re.sub(r"[^A-Za-z0-9._]+", "-", label)
+    digest = zlib.crc32(label.encode())  # two labels may look alike once they are plain
+    return Path(folder) / "details" / f"{plain}-{digest:08x}-seed{seed}.json"
+
+
+def config_of(method: Algorithm, terms: Terms) -> dict[str, Any]:
+    """What a record says about its method: all settings, and who took part."""
+    who = terms.rule(method).describe()
+    plain: dict[str, Any] = json.loads(json.dumps(method.describe() | {"participation": who}))
+    return plain | {"class": type(method).__name__}
+
+
+def in_worker(*arguments: Any) -> list[Record]:
+    """``run_one`` in a process of its own, among others: one thread."""
+    torch.set_num_threads(1)
+    return run_one(*arguments)
+
+
+def compare_all(
+    source: Source,
+    entries: Sequence[Entry],
+    terms: Terms,
+    seeds: Sequence[int],
+    folder: Path,
+    *,
+    resume: bool,
+    processes: int | None,
+    show: bool = True,
+) -> Results:
+    """Run what is missing; ``processes`` 0 is this one."""
+    first = source.make(seeds[0])
+    check(first, entries, terms)
+    setting = json.loads(json.dumps({"task": source.describe()} | terms.describe()))
+    results = opened(folder, NAME, setting, resume)
+    writable_folder(folder / "details")
+    call = run_one if processes == 0 else in_worker
+    jobs = [
+        Job(
+            call,
+            (source, entry, terms, seed, setting, str(folder)),
+            f"{entry.label}, seed {seed}",
+            setting,
+            seed,
+            (entry.label,),
+            config_of(entry.build(first.model), terms),
+        )
+        for seed in seeds
+        for entry in entries
+    ]
+    write_json(folder / "details" / "methods.json", [e.label for e in entries])
+    # Of methods whose settings changed nothing old stays, or a mean would be over both.
+    wanted = {job.methods[0]: job.config for job in jobs}
+    results.records = [r for r in results.records if wanted.get(r["method"], r["config"]) == r["config"]]
+    run_jobs(jobs, results, processes, NAME, show)
+    return results
+
+
+def opened(folder: Path, experiment: str, setting: dict[str, Any], resume: bool) -> Results:
+    """The results in a folder, if they are of this comparison."""
+    results = Results.open(folder)
+    if results.records and not resume:
+        raise CheckpointError(
+            f"{folder} already holds results; use resume=True to go on with them, or another output folder"
+        )
+    for r in results.records:
+        theirs = {k: v for k, v in r["setting"].items() if k != "trial"}
+        if r["experiment"] != experiment or theirs != setting:
+            known = theirs if r["experiment"] == experiment else {}
+            other = [k for k in setting if setting[k] != known.get(k)]
+            raise CheckpointError(
+                f"{folder / 'results.json'} holds records of another comparison ({', '.join(other)} differ); "
+                "use another output folder"
+            )
+    return results

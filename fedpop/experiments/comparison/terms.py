@@ -1,0 +1,150 @@
+"""What is the same for all methods of a comparison: data and splits, budget, who takes part, seeds."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedpop.algorithms.base import Algorithm, require_whole
+from fedpop.errors import DataError, SettingsError
+from fedpop.evaluation.protocol import Watch, check_newcomers
+from fedpop.experiments.methods import Entry
+from fedpop.federation.clients import Client, Federation
+from fedpop.federation.participation.rules import Participation
+from fedpop.federation.participation.rules import resolve as resolve_participation
+from fedpop.models.base import Model
+
+ROUNDS = 500
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What methods are compared on: clients with their splits, clients never seen, and the model, if the
+    methods do not bring their own."""
+
+    clients: Federation
+    newcomers: Sequence[Client] = ()
+    model: Model | None = None
+
+
+class Source(ABC):
+    """Where a seed's subject comes from."""
+
+    @abstractmethod
+    def make(self, seed: int) -> Subject: ...
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Plain values that tell it from any other."""
+
+
+@dataclass(frozen=True)
+class Given(Source):
+    """The same data for every seed."""
+
+    subject: Subject
+
+    def make(self, seed: int) -> Subject:
+        return self.subject
+
+    def describe(self) -> dict[str, Any]:
+        new = self.subject.newcomers
+        about = {"data": self.subject.clients.fingerprint(), "new_clients": len(new)}
+        return about | ({"new_data": Federation.of(list(new)).fingerprint()} if new else {})
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is the same for all methods of a comparison."""
+
+    rounds: int | None = None
+    passes: float | None = None
+    participation: Participation | int | float | Sequence[float] | None = None
+    every: int | None = None
+    last: int = 10
+
+    def __post_init__(self) -> None:
+        if self.rounds is not None and self.passes is not None:
+            raise SettingsError("a budget is a number of rounds or of backbone passes, not both")
+        if self.rounds is None and self.passes is None:
+            object.__setattr__(self, "rounds", ROUNDS)
+        if self.rounds is not None:
+            require_whole(rounds=self.rounds)
+        if self.passes is not None and (
+            isinstance(self.passes, bool) or not isinstance(self.passes, int | float)
+        ):
+            raise SettingsError(f"passes is a number, not {self.passes!r}")
+        if not (self.passes or self.rounds or 0) > 0:
+            raise SettingsError("a budget is positive")
+        if self.every is not None:
+            require_whole(every=self.every)
+        _ = Watch(every=self.every, last=self.last)
+        if self.participation is not None:
+            object.__setattr__(self, "participation", resolve_participation(self.participation))
+
+    def rule(self, method: type[Algorithm] | Algorithm) -> Participation:
+        """Who takes part: what was asked for, or what the method must have."""
+        if self.participation is None or method.participation != "any":
+            return method.usual_participation()
+        return resolve_participation(self.participation)
+
+    def describe(self) -> dict[str, Any]:
+        budget = {"rounds": self.rounds} if self.passes is None else {"passes": self.passes}
+        who = None if self.participation is None else resolve_participation(self.participation).describe()
+        return budget | {"participation": who, "every": self.every, "last": self.last}
+
+
+def seeds_of(seeds: int | Sequence[int]) -> list[int]:
+    """3 is 0, 1, 2; a list is itself.
+
+    >>> seeds_of(3), seeds_of([7])
+    ([0, 1, 2], [7])
+    """
+    if isinstance(seeds, bool) or not isinstance(seeds, int | Sequence):
+        raise SettingsError(f"seeds are a number of them or different whole numbers, not {seeds!r}")
+    out = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    require_whole(**{f"seed {s}": s for s in out})
+    if not out or len(set(out)) < len(out):
+        raise SettingsError(f"seeds are a number of them or different whole numbers, not {seeds!r}")
+    return out
+
+
+def entries_of(methods: Sequence[Algorithm] | Mapping[str, Algorithm]) -> list[Entry]:
+    """Methods as they are, under their labels."""
+    for method in methods.values() if isinstance(methods, Mapping) else methods:
+        if not isinstance(method, Algorithm):
+            raise SettingsError(f"compare takes methods such as fp.FedAvg(model), not {method!r}")
+    named = list(methods.items()) if isinstance(methods, Mapping) else [(m.label, m) for m in methods]
+    entries = [Entry(label, given=method) for label, method in named]
+    check_labels(entries)
+    return entries
+
+
+def check_labels(entries: Sequence[Entry], where: str = "") -> None:
+    labels = [e.label for e in entries]
+    if not labels:
+        raise SettingsError(f"{where}there is no method to compare")
+    twice = sorted({label for label in labels if labels.count(label) > 1})
+    if twice:
+        raise SettingsError(
+            f"{where}two methods are called {twice[0]}; give each a label of its own (a mapping of labels to "
+            "methods, or label = ... in a file)"
+        )
+
+
+def check(subject: Subject, entries: Sequence[Entry], terms: Terms) -> None:
+    """Raise before any work where a comparison cannot be made."""
+    if "test" not in subject.clients.splits:
+        raise DataError(
+            "methods are compared on test examples: give fedpop.Client(x, y, test=(x, y)), or set some aside "
+            "with fedpop.hold_out(clients)"
+        )
+    check_newcomers(subject.newcomers, subject.clients)
+    for entry in entries:
+        method = entry.build(subject.model)
+        rule = terms.rule(method)
+        rule.check(len(subject.clients))
+        method.check(len(subject.clients))
+        method.check_participation(rule)

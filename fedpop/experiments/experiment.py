@@ -1,0 +1,76 @@
+"""What an experiment is: jobs that make records, and a report of them.
+
+One module or package for each, named as it is, with its ``EXPERIMENT``; ``names`` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedpop.errors import CheckpointError, SettingsError
+from fedpop.experiments.runner import Job, run_jobs, workers
+from fedpop.files import writable_folder
+from fedpop.report.records import Report
+from fedpop.report.results import Results
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the jobs of an experiment depend on."""
+
+    folder: Path
+    """Where the records go."""
+    seeds: int = 0
+    data: Path = Path()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment(Report):
+    """A report, and the jobs that make its records; all experiments are run with the same words."""
+
+    jobs: Callable[[Asked], Sequence[Job]]
+    seeds: int | None
+    """How many unless told; None where the experiment has seeds of its own."""
+    data: str = ""
+    """What the folder of data must hold, where one is needed."""
+
+    def asked(self, out: Path | None = None, seeds: int | None = None, data: Path | None = None) -> Asked:
+        """The words, checked, with this experiment's defaults."""
+        if self.seeds is None and seeds is not None:
+            raise SettingsError(f"{self.name} knows its seeds by itself: leave out --seeds")
+        if seeds is not None and seeds < 1:
+            raise SettingsError(f"--seeds must be at least 1, not {seeds}")
+        if self.data and data is None:
+            raise SettingsError(f"{self.name} needs --data DIR, a folder with {self.data}")
+        if data is not None and not self.data:
+            raise SettingsError(f"{self.name} draws its own data: leave out --data")
+        chosen = (self.seeds or 0) if seeds is None else seeds
+        return Asked(out or Path("results") / self.name, chosen, data or Path())
+
+    def run(
+        self,
+        out: Path | None = None,
+        seeds: int | None = None,
+        processes: int | None = None,
+        data: Path | None = None,
+        only: str = "",
+    ) -> Path:
+        """Run the jobs that are missing, those whose label has ``only`` in it, and write the report."""
+        asked = self.asked(out, seeds, data)
+        many = workers(processes)
+        jobs = self.jobs(asked)
+        chosen = [job for job in jobs if only in job.label]
+        if not chosen:
+            raise SettingsError(
+                f"--only {only}: no job of {self.name} is called so; the first is {jobs[0].label!r}"
+            )
+        results = Results.open(writable_folder(asked.folder))
+        others = sorted({r["experiment"] for r in results.records} - {self.name})
+        if others:
+            raise CheckpointError(
+                f"{asked.folder / 'results.json'} holds records of {', '.join(others)}; use another --out"
+            )
+        run_jobs(chosen, results, many, self.name)
+        return self.tell(results)

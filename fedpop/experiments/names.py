@@ -1,0 +1,26 @@
+"""The experiments by name, apart from the experiments: help and errors need to import no more than this."""
+
+from __future__ import annotations
+
+EXPERIMENTS: dict[str, str] = {
+    "synthetic": "All the paper's synthetic settings: distance to the truth and to the exact optimum.",
+    "theory": "The paper's theorem, measured: bias in gamma, noise of participation and compression, "
+    "local steps.",
+    "defaults": "Why the defaults for networks are what they are: small image clients, one setting changed "
+    "at a time.",
+    "drift": "Where theta settles with local epochs on phi, against the exact optimum and the plain round.",
+    "restarts": "The synthetic experiment's seeds that ended in a local optimum, run again with restarts.",
+    "clusters": "A population with two clusters: Normal, mixture and energy priors on clients never seen.",
+}
+"""What ``fedpop experiment`` runs, each a module or package of this name here with an ``EXPERIMENT`` in it.
+
+This is the place to add one.
+"""
+FROM_FILES: dict[str, str] = {"compare": "comparison", "tune": "tune"}
+"""Commands that take a settings file: where the ``REPORT`` of their records is."""
+
+
+def listed() -> str:
+    """Every experiment with its sentence, a line each."""
+    width = max(map(len, EXPERIMENTS))
+    return "\n".join(f"  {name:<{width}}  {sentence}" for name, sentence in EXPERIMENTS.items())

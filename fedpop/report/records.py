@@ -1,0 +1,51 @@
+"""The report of a results folder: sheets on the terminal, ``results.md`` and ``report.html``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from fedpop.files import write_bytes
+from fedpop.report import terminal
+from fedpop.report.html import Page, Sheet, markdown, write_page
+from fedpop.report.results import Results, made_by
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """How the records of one experiment are read."""
+
+    name: str
+    """What the records say under "experiment"."""
+    sheets: Callable[[Results], Mapping[str, Sheet]]
+    """By title, the most important first; all of them go to ``results.md``."""
+    page: Callable[[Results], Page]
+    text: Callable[[Results], str] | None = None
+    """``results.md``, where it says more than the sheets do."""
+    show: Callable[[Results, Console], None] | None = None
+    """On the terminal, where that is not all sheets."""
+
+    def tell(self, results: Results) -> Path:
+        """Show the sheets and write the files."""
+        console = terminal.console()
+        if self.show is not None:
+            self.show(results, console)
+        else:
+            for title, sheet in self.sheets(results).items():
+                terminal.show(sheet, title, console)
+        path = self.write(results)
+        console.print(f"The report is in [bold]{path}[/bold].")
+        return path
+
+    def write(self, results: Results) -> Path:
+        """``results.md`` and ``report.html`` beside ``results.json``; both say which version made them."""
+        made = made_by(results.records)
+        write_bytes(results.folder / "results.md", f"{self.markdown(results)}\n{made}\n".encode())
+        return write_page(results.folder / "report.html", replace(self.page(results), made=made))
+
+    def markdown(self, results: Results) -> str:
+        """What ``results.md`` holds of the records."""
+        return self.text(results) if self.text else "\n".join(map(markdown, self.sheets(results).values()))

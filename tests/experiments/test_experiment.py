@@ -1,0 +1,172 @@
+"""Experiments: one place to add one, the same words for all, and words that make no sense refused."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+
+import pytest
+
+import fedpop.experiments
+from fedpop.cli import main
+from fedpop.data.synthetic import SyntheticTask
+from fedpop.experiments import defaults, drift, experiment
+from fedpop.experiments.experiment import Asked, Experiment
+from fedpop.experiments.names import EXPERIMENTS, FROM_FILES
+from fedpop.experiments.synthetic.run import TASKS, setting_of
+from fedpop.report.records import Report
+from fedpop.report.results import Results, record
+
+NAMES = [found.name for found in iter_modules(fedpop.experiments.__path__)]
+MODULES = {name: import_module(f"fedpop.experiments.{name}") for name in NAMES}
+
+
+def instance(name: str) -> Experiment:
+    found = MODULES[name].EXPERIMENT
+    assert isinstance(found, Experiment)
+    return found
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the jobs of every experiment can be built: no images are read, and one seed has missed."""
+    monkeypatch.setattr(defaults, "open_images", lambda *_: None)
+    missed = record("synthetic", setting_of(TASKS[0]), "FedSOUL", 4, {"local_optimum": 1.0}, {}, {})
+    Results(tmp_path / "synthetic").add([missed])
+    return tmp_path
+
+
+def words(name: str, room: Path) -> list[str]:
+    """All the words that make sense for an experiment."""
+    own = instance(name)
+    out = ["experiment", name, "--out", str(room / name), "--processes", "3"]
+    out += [] if own.seeds is None else ["--seeds", "2"]
+    return out + (["--data", str(room)] if own.data else [])
+
+
+# --- one place ---------------------------------------------------------------------------------
+
+
+def test_every_experiment_is_listed_under_its_own_name_and_nothing_else_is() -> None:
+    assert {n for n, m in MODULES.items() if hasattr(m, "EXPERIMENT")} == set(EXPERIMENTS)
+    assert all(instance(name).name == name for name in EXPERIMENTS)
+    assert all(sentence.endswith(".") for sentence in EXPERIMENTS.values())
+
+
+def test_every_other_report_is_listed_too() -> None:
+    found = {m.REPORT.name: n for n, m in MODULES.items() if isinstance(getattr(m, "REPORT", None), Report)}
+    assert found == FROM_FILES
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_jobs_are_told_apart_and_can_go_to_another_process(name: str, room: Path) -> None:
+    own = instance(name)
+    jobs = own.jobs(Asked(room / name, own.seeds or 0, room))
+    assert len({job.label for job in jobs}) == len(jobs) > 0
+    assert len({(str(job.setting), job.seed, job.methods) for job in jobs}) == len(jobs)
+    assert all(getattr(sys.modules[job.call.__module__], job.call.__name__) is job.call for job in jobs)
+    assert not any(job.done(Results(room)) for job in jobs)
+
+
+# --- the same words ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_all_experiments_take_the_same_words(name: str, room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr(experiment, "run_jobs", lambda *told: ran.append(told))
+    monkeypatch.setattr(Report, "tell", lambda self, results: ran.append(results.folder))
+    main([*words(name, room), "--only", "seed"])
+    (jobs, results, processes, title), folder = ran
+    assert (folder, results.folder, processes, title) == (room / name, room / name, 3, name)
+    assert {job.seed for job in jobs} == ({4} if name == "restarts" else {0, 1})
+    ran.clear()
+    main([*words(name, room), "--only", jobs[-1].label])
+    assert [job.label for job in ran[0][0]] == [jobs[-1].label]
+
+
+def test_only_main_are_the_six_settings_of_the_paper(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr(experiment, "run_jobs", lambda jobs, *_: ran.extend(jobs))
+    monkeypatch.setattr(Report, "tell", lambda *_: None)
+    main(["experiment", "synthetic", "--out", str(room / "new"), "--seeds", "1", "--only", "main"])
+    assert [job.setting for job in ran] == [setting_of(task) for task in TASKS[:6]]
+
+
+def test_a_part_is_run_told_and_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drift, "ROUNDS", 2)
+    monkeypatch.setattr(drift, "METHODS", (drift.PLAIN, "20 epochs"))
+    monkeypatch.setattr(drift, "SyntheticTask", lambda: SyntheticTask(b=6, k=4, held_out=2))
+    asked = ["experiment", "drift", "--out", str(tmp_path), "--seeds", "1", "--processes", "1", "--only"]
+    main([*asked, "constant"])
+    records = Results.open(tmp_path).records
+    assert {r["setting"]["steps"] for r in records} == {"constant"}
+    assert "| constant | 20 epochs | 1 |" in (tmp_path / "results.md").read_text()
+    assert "decreasing" not in (tmp_path / "results.md").read_text()
+    assert "local epochs a round" in (tmp_path / "report.html").read_text()
+    monkeypatch.setattr(drift, "job", lambda *_: pytest.fail("it was run again"))
+    main([*asked, "constant"])
+    assert Results.open(tmp_path).records == records
+
+
+def test_without_a_name_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["experiment"])
+    told = capsys.readouterr().out
+    assert all(name in told and sentence in told for name, sentence in EXPERIMENTS.items())
+
+
+# --- words that make no sense ------------------------------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str], *told: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(["experiment", *told])
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_wrong_name_lists_the_right_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, "theorie")
+    assert told.startswith("fedpop: there is no experiment 'theorie'")
+    assert all(name in told and sentence in told for name, sentence in EXPERIMENTS.items())
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_word_that_an_experiment_cannot_use_is_refused(
+    name: str, room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ("--out", str(room / name))
+    if instance(name).data:
+        assert f"{name} needs --data DIR, a folder with cifar10/" in refused(capsys, name, *out)
+    else:
+        told = refused(capsys, name, *out, "--data", str(room))
+        assert told == f"fedpop: {name} draws its own data: leave out --data\n"
+    if instance(name).seeds is None:
+        assert "leave out --seeds" in refused(capsys, name, *out, "--seeds", "2")
+    assert not (room / name / "results.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (("--seeds", "0"), "--seeds must be at least 1, not 0"),
+        (("--processes", "0"), "--processes must be at least 1, not 0"),
+        (("--only", "nothing"), "--only nothing: no job of drift is called so; the first is 'constant steps"),
+    ],
+)
+def test_impossible_words_are_told(
+    told: tuple[str, ...], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert expected in refused(capsys, "drift", "--out", str(tmp_path), *told)
+
+
+def test_missing_images_are_told_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, "defaults", "--out", str(tmp_path / "out"), "--data", str(tmp_path / "none"))
+    assert "cifar10" in told
+
+
+def test_a_folder_of_another_experiment_is_left_alone(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (room / "synthetic" / "results.json").read_bytes()
+    told = refused(capsys, "drift", "--out", str(room / "synthetic"))
+    assert "holds records of synthetic; use another --out" in told
+    assert (room / "synthetic" / "results.json").read_bytes() == before
