@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fedpop as fp
 from fedpop.algorithms.base import Algorithm, Facts, Round
 from fedpop.channel import Answer, Channel, Tally, Tensors, Total
+from fedpop.client.plan import Plan, plan_for
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.participation import Participation
 from fedpop.keys import Key
@@ -99,6 +100,11 @@ def run_of(
     run = Run(method, method.model.checked(federation), Settings(rounds, seed, rule))
     run.begin()
     return run
+
+
+def plan_of(method: Algorithm, federation: fp.Federation, budget: int) -> Plan:
+    """The plan that a run of the method has."""
+    return plan_for(method.model, federation, budget, method.draws, method.phi_copies)
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,8 @@ class Channel:
         if self.clip is None:
             return vectors
         norm = torch.linalg.vector_norm(vectors, dim=1, keepdim=True, dtype=torch.float64)
-        return vectors * (self.clip / norm.clamp(min=self.clip)).to(vectors.dtype)
+        out: Tensor = vectors * (self.clip / norm.clamp(min=self.clip)).to(vectors.dtype)
+        return out
 
 
 _RAW = {"float32": torch.float32, "float64": torch.float64}

@@ -17,7 +17,8 @@ from fedpop.federation.clients import Federation
 from fedpop.federation.participation.rules import Participation
 from fedpop.keys import Key
 from fedpop.runtime.callbacks import Callback
-from fedpop.runtime.simulate import simulate, who
+from fedpop.runtime.run import active_units
+from fedpop.runtime.simulate import fit
 
 TRIAL = 3
 LONG_TRIAL = 40
@@ -36,7 +37,7 @@ class Spending(Callback):
 
     def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
         self.totals.append(run.totals["backbone_passes"])
-        seen = who(run.settings.participation, len(run.federation), run.key, run.round - 1).ids
+        seen = active_units(run.settings.participation, run.federation, run.key, run.round - 1).ids
         self.examples.append(int(run.federation.train.sizes[seen].sum()))
         known = run.algorithm.steady and len(self.totals) == TRIAL and self.price is not None
         nothing = len(self.totals) == LONG_TRIAL and self.totals[-1] == 0
@@ -58,14 +59,12 @@ def rounds_within(
     >>> import torch, fedpop as fp
     >>> model = fp.Composition(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
     >>> federation = fp.Federation.of([(torch.ones(5, 2), torch.ones(5))] * 4)
-    >>> [rounds_within(fp.FedAvg(model, local=fp.LocalSGD(epochs=e)), federation, 100, 0, fp.Uniform(2))
+    >>> [rounds_within(fp.FedAvg(model, local=fp.LocalSGD(epochs=e)), federation, 100, 0, fp.participation.Uniform(2))
     ...  for e in (1, 5)]
     [10, 2]
     """
     trial = Spending(passes)
-    simulate(
-        method, federation, rounds=MOST, seed=seed, participation=rule, callbacks=[trial], progress=False
-    )
+    fit(method, federation, rounds=MOST, seed=seed, participation=rule, callbacks=[trial], progress=False)
     totals = trial.totals
     if totals[-1] == 0:
         raise SettingsError(
@@ -81,7 +80,7 @@ def rounds_within(
         return sum(spent <= passes * ROUNDING for spent in totals)
     spent, rounds, sizes = totals[-1], len(totals), federation.train.sizes
     while rounds < MOST:
-        spent += trial.price * int(sizes[who(rule, len(federation), Key(seed), rounds).ids].sum())
+        spent += trial.price * int(sizes[active_units(rule, federation, Key(seed), rounds).ids].sum())
         if spent > passes * ROUNDING:
             break
         rounds += 1

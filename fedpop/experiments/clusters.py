@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms import FedSOUL
-from fedpop.algorithms.fedsouk import FedSOUK
+from fedpop.algorithms.hierarchical import Hierarchical
 from fedpop.data.clusters import ClusterTask
 from fedpop.data.synthetic import Synthetic
 from fedpop.experiments.experiment import Asked, Experiment
@@ -60,7 +60,7 @@ def truth(task: ClusterTask, data: Synthetic, seed: int) -> Population:
     log_weights = torch.tensor(task.weights).log()
     parts = [torch.tensor([*centre, math.log(task.sd)]) for centre in task.centres]
     published = {"phi": data.phi.mT.reshape(-1).float(), "beta": torch.cat((log_weights, *parts))}
-    return Population(method, published, Key(seed), method.model.prepare(Federation.of(data.clients)))
+    return Population(method, published, Key(seed), method.model.checked(Federation.of(data.clients)))
 
 
 def few_shot(population: Population, new: Synthetic, shots: int) -> dict[str, float]:
@@ -69,7 +69,7 @@ def few_shot(population: Population, new: Synthetic, shots: int) -> dict[str, fl
         newcomer = population.new_client()
         return held_out(lambda i, x: newcomer.predict(x), new)
     clients = [Client(c.x[:shots], c.y[:shots]) for c in new.clients]
-    federation = population.model.prepare(Federation.of(clients))
+    federation = population.model.checked(Federation.of(clients))
     # What new_client(x, y) does, for all of them at once: nothing is trained or sent.
     key = population.key.at(purpose=f"new-{shots}")
     newcomers = Population(population.algorithm, population.published, key, federation).sample_all()
@@ -133,13 +133,13 @@ def density_in_true_coordinates(population: Population, phi: Tensor, points: Ten
     phi_hat z_hat = phi z, so z_hat = pinv(phi_hat) phi z.
     """
     method = population.algorithm
-    assert isinstance(method, FedSOUK)
+    assert isinstance(method, Hierarchical)
     k, d = phi.shape
     learned = population.published["phi"][: k * d].reshape(d, k).mT.double()
     z = points @ (torch.linalg.pinv(learned) @ phi).mT
     beta = population.published["beta"].double()
     with torch.no_grad():
-        log_density = method.prior.log_prob(beta, z)
+        log_density = method.hierarchy.prior.log_prob(beta, z)
     return (log_density - log_density.max()).exp()
 
 

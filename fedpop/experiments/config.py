@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fedpop.algorithms.base import require_whole
+from fedpop.settings import require_whole
 from fedpop.data.csv_task import CsvTask
 from fedpop.data.image_task import ImageTask
 from fedpop.data.synthetic import SyntheticTask

@@ -18,23 +18,24 @@ from fedpop.algorithms.base import Algorithm
 from fedpop.algorithms.fedavg import FedAvg
 from fedpop.algorithms.fedavg_ft import FedAvgFT
 from fedpop.algorithms.fedrep import FedRep
-from fedpop.algorithms.fedsouk import Final
 from fedpop.algorithms.fedsoul import FedSOUL
+from fedpop.client.final import Final
 from fedpop.client.local_sgd import LocalSGD
+from fedpop.client.phi_step import PhiStep
 from fedpop.data.image_task import ImageTask
 from fedpop.data.images import open_images
-from fedpop.evaluation.protocol import evaluate
 from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.runner import Job
 from fedpop.kernels import HMC, Exponential
 from fedpop.models.base import Model
-from fedpop.population import Population
-from fedpop.server.em import EM
+from fedpop.population import Population, evaluate
 from fedpop.priors.normal import Normal
 from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.results import Record, Results, mean, record, values
-from fedpop.server.optimisers import Adam, Average
+from fedpop.server.beta_step import BetaStep
+from fedpop.server.em import EM
+from fedpop.server.optimisers import Adam, MeanMove, Optimiser
 from fedpop.server.schedules import Cosine
 
 NAME = "defaults"
@@ -63,16 +64,13 @@ def fedsoul(**changes: Any) -> Build:
     return lambda model: FedSOUL(model, final=SHORT, **changes)
 
 
-def local(rate: float, epochs: int = 1, **changes: Any) -> Variant:
-    settings: dict[str, Any] = {
-        "phi_step": Average(),
-        "phi_epochs": epochs,
-        "phi_rate": rate,
-        "phi_batch": 10,
-        "phi_schedule": Cosine(),
-    }
+def local(
+    rate: float, epochs: int = 1, momentum: float = 0.0, optimiser: Optimiser | None = None
+) -> Variant:
+    own = LocalSGD(epochs, rate, batch=10, momentum=momentum)
+    step = PhiStep(optimiser or MeanMove(), local=own, schedule=Cosine())
     # The chain needs features once more: a forward pass is a third.
-    return Variant(fedsoul(**(settings | changes)), "local epochs on phi", epochs + 1 / 3)
+    return Variant(fedsoul(phi_step=step), "local epochs on phi", epochs + 1 / 3)
 
 
 def fedavg(epochs: int, rate: float) -> Build:
@@ -91,19 +89,18 @@ def fedrep(epochs: int, rate: float) -> Build:
 VARIANTS: dict[str, Variant] = {
     DEFAULT: Variant(fedsoul(), "FedSOUL(model), as it is"),
     "phi rate .1": Variant(fedsoul(phi_step=Adam(0.1, Cosine())), "the server's step on phi"),
-    "left form": Variant(fedsoul(form="left"), "form of I"),
+    "left form": Variant(fedsoul(beta_step=BetaStep(form="left")), "form of I"),
     "EM .2": Variant(fedsoul(beta_step=EM(0.2, 0.1)), "how the prior is learned"),
     "Adam on the prior": Variant(fedsoul(beta_step=Adam(0.03, Cosine())), "how the prior is learned"),
     "mean fixed at 0": Variant(fedsoul(prior=Normal(learn_mean=False)), "how the prior is learned"),
     "scale fixed": Variant(fedsoul(prior=Normal(learn_scale=False)), "how the prior is learned"),
     "2 transitions": Variant(fedsoul(local_steps=2), "draws per round"),
     "20 transitions": Variant(fedsoul(local_steps=20), "draws per round"),
-    "antithetic pairs": Variant(fedsoul(local_steps=5, chains=2, antithetic=True), "antithetic pairs"),
     "one leapfrog step": Variant(fedsoul(kernel=HMC(leapfrog=1), local_steps=50), "kernel"),
     "exponential h=.5": Variant(fedsoul(kernel=Exponential(0.5), local_steps=50), "kernel"),
-    "local epoch .02": local(0.02, phi_momentum=0.9),
+    "local epoch .02": local(0.02, momentum=0.9),
     "local epoch .1": local(0.1),
-    "local epoch, Adam": local(0.02, phi_step=Adam(0.03, Cosine())),
+    "local epoch, Adam": local(0.02, optimiser=Adam(0.03, Cosine())),
 }
 BASELINES: dict[str, Variant] = {
     "FedAvg 1 x .02": Variant(fedavg(1, 0.02), "baseline"),

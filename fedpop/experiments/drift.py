@@ -22,7 +22,9 @@ from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.results import Record, Results, middle, record, values
 from fedpop.server.averaging import Averaging
-from fedpop.server.optimisers import SGD, Average
+from fedpop.client.local_sgd import LocalSGD
+from fedpop.client.phi_step import PhiStep
+from fedpop.server.optimisers import SGD, MeanMove
 from fedpop.server.schedules import Constant, Decay, Schedule
 
 NAME = "drift"
@@ -50,9 +52,8 @@ def method_named(name: str, schedule: Schedule, model: Model, examples: int) -> 
     if name == PLAIN:
         return FedSOUL(model, phi_step=SGD(RATE / examples, schedule), **common)
     epochs = next(e for e in EPOCHS if local_name(e) == name)
-    return FedSOUL(
-        model, phi_epochs=epochs, phi_rate=RATE, phi_schedule=schedule, phi_step=Average(), **common
-    )
+    step = PhiStep(MeanMove(), local=LocalSGD(epochs, RATE), schedule=schedule)
+    return FedSOUL(model, phi_step=step, **common)
 
 
 def job(schedule: str, seed: int) -> list[Record]:

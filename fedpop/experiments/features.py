@@ -11,8 +11,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from fedpop.algorithms import METHODS
-from fedpop.algorithms.base import Algorithm, Tensors
-from fedpop.algorithms.fedsouk import Final
+from fedpop.algorithms.base import Algorithm
+from fedpop.channel import Tensors
+from fedpop.client.final import Final
 from fedpop.keys import Key
 from fedpop.models.composition import Composition
 from fedpop.models.likelihoods import Normal

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
-from fedpop.algorithms import _SETTINGS, METHODS
+from fedpop.algorithms import known_methods
 from fedpop.algorithms.base import Algorithm
 from fedpop.errors import FedpopError, SettingsError
 from fedpop.models.base import Model
+from fedpop.settings import Setting, known
 
 RESERVED = ("name", "label", "search")
 
@@ -47,7 +48,7 @@ def entry_from(table: Mapping[str, Any], where: str) -> Entry:
     """
     name = table.get("name")
     if name is None:
-        raise SettingsError(f"{where}: a [[method]] without a name; known are {', '.join(METHODS)}")
+        raise SettingsError(f"{where}: a [[method]] without a name; known are {', '.join(known_methods())}")
     _known(name, where)
     label = table.get("label", name)
     search = table.get("search", {})
@@ -58,9 +59,9 @@ def entry_from(table: Mapping[str, Any], where: str) -> Entry:
 
 
 def _known(name: Any, where: str) -> type[Algorithm]:
-    if name not in METHODS:
-        raise SettingsError(f"{where}: unknown method {name!r}; known are {', '.join(METHODS)}")
-    return METHODS[name]
+    if name not in known_methods():
+        raise SettingsError(f"{where}: unknown method {name!r}; known are {', '.join(known_methods())}")
+    return known_methods()[name]
 
 
 def method_from(name: str, settings: Mapping[str, Any], model: Model, where: str) -> Algorithm:
@@ -143,15 +144,16 @@ def _fits(value: Any, kind: Any) -> bool:
 def _class_of(value: Mapping[str, Any], field: Field[Any], hint: Any, where: str, path: str) -> type:
     """Whose settings a nested table has: the one it names, or the one that the method has there."""
     if "kind" in value:
-        if value["kind"] not in _SETTINGS:
+        classes = known(Setting)
+        if value["kind"] not in classes:
             raise SettingsError(
-                f"{where}: {path}: unknown kind {value['kind']!r}; known are {', '.join(sorted(_SETTINGS))}"
+                f"{where}: {path}: unknown kind {value['kind']!r}; known are {', '.join(sorted(classes))}"
             )
-        return _SETTINGS[value["kind"]]
+        return classes[value["kind"]]
     usual = field.default_factory() if field.default_factory is not MISSING else field.default
     if is_dataclass(usual) and not isinstance(usual, type):
         return type(usual)
-    sure = [h for h in _members(hint) if isinstance(h, type) and h in _SETTINGS.values()]
+    sure = [h for h in _members(hint) if isinstance(h, type) and issubclass(h, Setting)]
     if len(sure) != 1:
         raise SettingsError(f'{where}: {path}: say which kind, {path} = {{kind = "...", ...}}')
     return sure[0]

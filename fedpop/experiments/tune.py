@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from fedpop.errors import DataError, FedpopError, SettingsError
-from fedpop.evaluation.protocol import CLASSES, HIGH_IS_GOOD, LEVEL, REAL, evaluate
+from fedpop.evaluation.scores import CLASSES, HIGH_IS_GOOD, LEVEL, REAL
 from fedpop.experiments.comparison.run import config_of, fitted, opened
 from fedpop.experiments.comparison.terms import Source, Subject, Terms, seeds_of
 from fedpop.experiments.config import Config, changed, read_config, to_toml, with_entry, with_settings
@@ -27,6 +27,7 @@ from fedpop.experiments.runner import Job, run_jobs, workers
 from fedpop.federation.clients import Federation
 from fedpop.files import writable_folder, write_bytes
 from fedpop.keys import Key
+from fedpop.population import evaluate
 from fedpop.report import plots, terminal
 from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.records import Report
@@ -164,7 +165,7 @@ def tune(config: Config, folder: Path, processes: int | None, show: bool = True)
     seeds = seeds_of(how.seeds)
     first = without_test(config.task.make(seeds[0]))
     assert first.model is not None
-    known = CLASSES if first.model.likelihood.name in ("categorical", "bernoulli") else REAL[:3]
+    known = CLASSES if first.model.likelihood.classes(first.model.outputs) else REAL[:3]
     if metric not in known:
         raise SettingsError(f"{config.path}, [tune]: metric is one of {', '.join(known)}, not {metric!r}")
     terms = replace(config.terms, every=None, last=0)

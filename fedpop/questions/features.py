@@ -24,7 +24,6 @@ class FeatureScale(Question[Tensors]):
     phi: Tensor
     bounds: tuple[float, float]
     name: ClassVar[str] = "feature scale"
-    quorum: ClassVar[float] = 0.0  # without anybody the scale is one
     quorum: ClassVar[float] = 0.0  # a start can be made without those who are not finite
 
     def ask(self, known: Tensors) -> Tensors:

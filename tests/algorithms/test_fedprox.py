@@ -88,7 +88,9 @@ def test_impossible_settings(mu: float) -> None:
 
 def test_its_moves_may_be_compressed() -> None:
     plain = fp.FedProx(linear_model()).fit(ragged((4, 7)), rounds=2, progress=False)
-    fewer = fp.FedProx(linear_model(), compressor=fp.compressors.RandK(k=2)).fit(ragged((4, 7)), rounds=2, progress=False)
+    fewer = fp.FedProx(linear_model(), compressor=fp.compressors.RandK(k=2)).fit(
+        ragged((4, 7)), rounds=2, progress=False
+    )
     assert plain.totals["bytes_up"] == 2 * 2 * 4 * (8 + 1)
     each = fp.compressors.RandK(k=2).encoded_bytes(8) + 4
     assert fewer.totals["bytes_up"] == 2 * 2 * each

@@ -49,7 +49,9 @@ def test_with_exact_surrogates_every_client_has_the_full_gradient(outputs: int) 
     full = -0.3 * w[0] - Potential(model, cohort)(w, train_key())[1].sum(0)
     _, drift = method.drift_at(w, Potential(model, cohort), given, local, train_key())
     torch.testing.assert_close(drift, full.expand(4, -1))
-    _, wrong = method.replace(conducive=False).drift_at(w, Potential(model, cohort), given, local, train_key())
+    _, wrong = method.replace(conducive=False).drift_at(
+        w, Potential(model, cohort), given, local, train_key()
+    )
     assert float((wrong - full).norm(dim=1).min()) > 0.1 * float(full.norm())
     torch.testing.assert_close(wrong.mean(0), full)  # right on average only
 

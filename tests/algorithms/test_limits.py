@@ -56,7 +56,12 @@ def fedsoul(model, scale, covariance="isotropic", rate=RATE / TOTAL, form="auto"
     """Plain gradient steps; ``rate`` makes a step on a sum equal to FedAvg's on a mean. And its theta."""
     step = fp.steps.SGD(rate)
     prior = fp.priors.Normal(covariance, bounds=WIDE)
-    defaults = {"phi_step": step, "beta_step": fp.steps.BetaStep(step, form), "start": "random", "prior": prior}
+    defaults = {
+        "phi_step": step,
+        "beta_step": fp.steps.BetaStep(step, form),
+        "start": "random",
+        "prior": prior,
+    }
     method = fp.FedSOUL(model, **(defaults | settings))
     return method, {"phi": model.initial_phi(), "beta": prior.init(model.initial_z(), scale)}
 
@@ -102,7 +107,9 @@ def test_scale_to_zero_on_a_logistic_model():
     """Averages over draws: J, and the right form of I_mu, whose noise does not grow like 1/sigma."""
     model, clients = build("bernoulli")
     exact = torch.cat(gradients(model, clients, model.initial_phi(), model.initial_z()))
-    method, server = fedsoul(model, 1e-3, form="right", chain=fp.chains.Chain(chains=50), local_steps=2, rate=1.0)
+    method, server = fedsoul(
+        model, 1e-3, form="right", chain=fp.chains.Chain(chains=50), local_steps=2, rate=1.0
+    )
     seen = []
     for k in range(60):
         before, new = one_round(method, clients, server, k)

@@ -146,14 +146,14 @@ def test_the_clients_are_told_the_falling_rate_and_it_cancels_from_what_they_sen
         same = answers(steady, cohort, local, told, train_key(k)).total.plain["J"]
         torch.testing.assert_close(done.total.plain["J"], same, rtol=1e-9, atol=1e-9)
         local, server = done.local, method.server_round(server, done.total, facts, train_key(k))
-    assert float(method.broadcast(server)["phi_rate"]) == pytest.approx(
-        0.4 * fp.steps.Cosine().factor(6, 10)
-    )
+    assert float(method.broadcast(server)["phi_rate"]) == pytest.approx(0.4 * fp.steps.Cosine().factor(6, 10))
 
 
 def test_backbone_passes_count_the_epochs_and_the_chain_s_own_forward_pass() -> None:
     fit = {"rounds": 3, "progress": False}
-    method = fp.FedSOUL(network(), prior=fp.priors.Normal(scale=0.5), phi_step=local_steps(epochs=2, rate=0.1, batch=2))
+    method = fp.FedSOUL(
+        network(), prior=fp.priors.Normal(scale=0.5), phi_step=local_steps(epochs=2, rate=0.1, batch=2)
+    )
     assert method.fit(labelled(), **fit).totals["backbone_passes"] == pytest.approx(3 * 12 * (2 + 1 / 3))
     plain = method.replace(phi_step=fp.steps.Adam())
     assert plain.fit(labelled(), **fit).totals["backbone_passes"] == 36
@@ -163,7 +163,9 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Any) -> None:
     method = fp.FedSOUL(
         network(0.2),
         prior=fp.priors.Normal(scale=0.5),
-        phi_step=local_steps(fp.steps.MeanMove(momentum=0.5), fp.steps.Cosine(), epochs=2, rate=0.01, batch=2),
+        phi_step=local_steps(
+            fp.steps.MeanMove(momentum=0.5), fp.steps.Cosine(), epochs=2, rate=0.01, batch=2
+        ),
         chain=fp.chains.Chain(chains=2),
     )
 

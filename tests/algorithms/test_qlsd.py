@@ -67,7 +67,9 @@ def test_without_noise_it_is_the_servers_langevin_step() -> None:
 def test_the_star_removes_the_noise_of_heterogeneity() -> None:
     """Only w - w* is compressed; near the mode that does not know of the clients' distances."""
     s = sites(spread=3.0)
-    method = fp.QLSD(s.model, variant="star", step=GAMMA, prior_precision=s.prior, compressor=fp.compressors.RandK(k=K))
+    method = fp.QLSD(
+        s.model, variant="star", step=GAMMA, prior_precision=s.prior, compressor=fp.compressors.RandK(k=K)
+    )
     star = s.mean + 0.3  # the model as given
     with torch.no_grad():
         s.model.head.weight.copy_(star)
@@ -107,7 +109,9 @@ def with_memory(s: Sites, omega: float, alpha: float) -> Tensor:
 
 def test_with_memory_the_clients_distances_do_not_matter() -> None:
     s = sites(spread=10.0)
-    method = fp.QLSD(s.model, variant="++", step=GAMMA, prior_precision=s.prior, compressor=fp.compressors.RandK(k=K))
+    method = fp.QLSD(
+        s.model, variant="++", step=GAMMA, prior_precision=s.prior, compressor=fp.compressors.RandK(k=K)
+    )
     omega = fp.compressors.RandK(k=K).omega(s.d)
     draws = chain(method, s, ROUNDS, s.mean, burn_in=100)
     expected = with_memory(s, omega, 1 / (1 + omega))[0, 0].expand(s.d)
@@ -121,7 +125,9 @@ def test_with_memory_the_clients_distances_do_not_matter() -> None:
 def test_both_sides_remember_the_same() -> None:
     """The server's eta is the plain sum of the clients' memories, whatever their weights."""
     s = sites()
-    method = fp.QLSD(s.model, variant="++", step=GAMMA, compressor=fp.compressors.RandK(k=3), batch=5, refresh=3)
+    method = fp.QLSD(
+        s.model, variant="++", step=GAMMA, compressor=fp.compressors.RandK(k=3), batch=5, refresh=3
+    )
     population = method.fit(s.clients, rounds=20, participation=[0.9, 0.5, 0.7])
     held = population.store.get(torch.arange(3), torch.device("cpu"))  # type: ignore[union-attr]
     cohort, facts, weights = s.cohort(), Facts(3, 20), torch.tensor([1.5, 2.0, 4.0])
@@ -142,7 +148,12 @@ def test_every_variant_has_an_unbiased_gradient(variant: str) -> None:
     """Two of three clients a round, mini-batches and compression together, at one w far from everything."""
     s = sites()
     method = fp.QLSD(
-        s.model, variant=variant, step=1.0, prior_precision=s.prior, batch=60, compressor=fp.compressors.RandK(k=60)
+        s.model,
+        variant=variant,
+        step=1.0,
+        prior_precision=s.prior,
+        batch=60,
+        compressor=fp.compressors.RandK(k=60),
     )
     cohort = s.cohort()
     server, local = begun(method, cohort, s.facts, train_key())

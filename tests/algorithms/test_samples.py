@@ -19,10 +19,13 @@ from tests.helpers import cohort_of, generator, linear_model, ragged, seeded, tr
 METHODS: dict[str, Callable[..., Algorithm]] = {
     "QLSD": lambda m, **s: fp.QLSD(m, compressor=fp.compressors.RandK(k=3), batch=2, **s),
     "QLSD*": lambda m, **s: fp.QLSD(m, variant="star", compressor="qsgd", batch=2, **s),
-    "QLSD++": lambda m, **s: fp.QLSD(m, variant="++", compressor=fp.compressors.RandK(k=3), batch=2, refresh=4, **s),
+    "QLSD++": lambda m, **s: fp.QLSD(
+        m, variant="++", compressor=fp.compressors.RandK(k=3), batch=2, refresh=4, **s
+    ),
     "FSGLD": lambda m, **s: fp.FSGLD(m, local_steps=3, batch=2, **s),
     "DSGLD": lambda m, **s: fp.FSGLD(m, local_steps=3, conducive=False, **s),
-    "FedBE": lambda m, **s: fp.FedBE(m, local=fp.LocalSGD(epochs=2, rate=0.1, batch=2), **s),
+    # Batches of two at a rate of 0.1 diverge for a third of all seeds; at 0.05 for none of twenty.
+    "FedBE": lambda m, **s: fp.FedBE(m, local=fp.LocalSGD(epochs=2, rate=0.05, batch=2), **s),
     "DG-LMC": lambda m, **s: fp.DGLMC(m, local_steps=3, batch=2, **s),
 }
 CLIENTS = ragged((4, 0, 6, 3))
@@ -174,7 +177,9 @@ def test_a_network_is_sampled_and_scored(name: str) -> None:
         )
         for i, n in enumerate((5, 4))
     }
-    population = METHODS[name](model, samples=3).fit(clients, rounds=8, callbacks=[fp.callbacks.EarlyStop(every=8)])
+    population = METHODS[name](model, samples=3).fit(
+        clients, rounds=8, callbacks=[fp.callbacks.EarlyStop(every=8)]
+    )
     assert -10 < population.history[-1]["validation_log_likelihood"] < 0
     p = population.predict("0", torch.randn(2, 1, 4, 4, generator=g))
     assert p.eta.shape == (3, 2, 3)

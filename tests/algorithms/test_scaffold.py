@@ -80,7 +80,9 @@ def test_its_rule_written_out(rule: str, largest: int, monkeypatch: pytest.Monke
                 torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("rule", [fp.participation.Uniform(2), 0.3, fp.participation.Bernoulli([0.9, 0.2, 0.5, 0.4])])
+@pytest.mark.parametrize(
+    "rule", [fp.participation.Uniform(2), 0.3, fp.participation.Bernoulli([0.9, 0.2, 0.5, 0.4])]
+)
 def test_c_stays_the_mean_of_all_c_i(rule: Any) -> None:
     """Also of those who never took part, have no data, or diverged; with batches, and empty rounds."""
     far = (torch.full((2, 3), 1e200, dtype=WIDE), torch.ones(2, dtype=WIDE))

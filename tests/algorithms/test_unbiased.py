@@ -334,7 +334,9 @@ def logistic():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "form"), [(fp.kernels.HMC(), "left"), (fp.kernels.HMC(), "right"), (fp.kernels.ULA(0.2), "right")], ids=repr
+    ("kernel", "form"),
+    [(fp.kernels.HMC(), "left"), (fp.kernels.HMC(), "right"), (fp.kernels.ULA(0.2), "right")],
+    ids=repr,
 )
 def test_bias_of_stateless_chains_falls_with_m(kernel, form):
     """Started from the prior, a chain's mean is off by about C/M, plus the kernel's own bias."""
@@ -355,7 +357,12 @@ def test_bias_of_stateless_chains_falls_with_m(kernel, form):
 
 def test_stateful_chains_have_no_bias_once_they_have_mixed():
     model, prior, beta, clients, exact = logistic()
-    settings = {"kernel": fp.kernels.HMC(), "local_steps": 4, "chain": fp.chains.Chain(chains=200), "form": "right"}
+    settings = {
+        "kernel": fp.kernels.HMC(),
+        "local_steps": 4,
+        "chain": fp.chains.Chain(chains=200),
+        "form": "right",
+    }
     run = running(plain(model, prior, **settings), clients, beta, fp.participation.Everyone())
     seen = torch.stack([estimate(run, k) for k in range(210)])[10:]
     blocks = seen.reshape(50, 4, -1).mean(1)  # 16 transitions: far beyond the correlation of HMC here

@@ -6,12 +6,13 @@ from torch import nn
 
 import fedpop as fp
 from fedpop.client import phi_gradient
-from fedpop.client.phi_gradient import PhiGradient, embedded, vectorises
+from fedpop.client.phi_gradient import PhiGradient, embedded, finite_rows, vectorises
 from tests.helpers import cohort_of, generator, seeded, train_key
 
 WIDE = torch.float64
 SIZES = (3, 0, 5, 1, 3, 5, 3)
 RAGGED = (3, 0, 5, 1, 2, 7, 6)
+WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0, 1.0, 1.0], dtype=WIDE)
 
 
 class Doubled(nn.Module):
@@ -71,9 +72,21 @@ def problem(name: str, sizes=SIZES):
         x = torch.randn(n, 4, generator=g, dtype=WIDE)
         classes = torch.randint(3, (n,), generator=g)
         clients.append((x, classes if model.likelihood.name == "categorical" else x[:, :3] + 1))
-    cohort = cohort_of(model, clients, torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0, 1.0, 1.0]))
+    cohort = cohort_of(model, clients)
     draws = torch.randn(len(SIZES), 4, model.z_layout.size, generator=g, dtype=WIDE)
     return model, cohort, draws
+
+
+def each(estimate, phi, cohort, key, features=None):
+    """Who is finite, values, and the sum of J over those who are, from J of each client."""
+    value, total = phi.detach().new_zeros(len(cohort)), torch.zeros_like(phi.detach())
+    good, seen = torch.zeros(len(cohort), dtype=torch.bool), []
+    for rows, own, j in estimate.each(phi, cohort, key, None, features):
+        value[rows], good[rows] = own, torch.isfinite(own) & finite_rows(j)
+        total += WEIGHTS[rows][good[rows]] @ j[good[rows]]
+        seen += rows.tolist()
+    assert sorted(seen) == list(range(len(cohort)))
+    return good, value, total
 
 
 @pytest.mark.parametrize("sizes", [SIZES, RAGGED], ids=["few sizes", "many sizes"])
@@ -86,17 +99,17 @@ def test_every_way_gives_the_same_j(name, sizes, monkeypatch):
     phi = model.initial_phi().requires_grad_(model.phi_layout.size > 0)
     keys = model.dropout_keys(cohort, key)
     features, _ = embedded(model, phi, cohort, keys, graph=True, separate=False)
-    value, j = estimate.fused(phi, features, cohort, keys, good)
-    ways = {"side by side": estimate.one_by_one(phi, cohort, key, good, None)}
+    value, j = estimate.fused(phi, features, cohort, keys, good, WEIGHTS)
+    ways = {"side by side": each(estimate, phi, cohort, key)}
     assert vectorises(model, phi)
     monkeypatch.setattr(phi_gradient, "TOGETHER", 1)
-    ways["side by side, one at a time"] = estimate.one_by_one(phi, cohort, key, good, None)
+    ways["side by side, one at a time"] = each(estimate, phi, cohort, key)
     joined, parts = embedded(model, phi, cohort, keys, graph=False, separate=True)
     torch.testing.assert_close(joined, features.detach() if isinstance(features, torch.Tensor) else features)
-    ways["a graph each"] = estimate.one_by_one(phi, cohort, key, good, None, None, parts)
+    ways["a graph each"] = each(estimate, phi, cohort, key, parts)
     monkeypatch.setattr(phi_gradient, "SMALL", -1)
     assert not vectorises(model, phi)
-    ways["one by one"] = estimate.one_by_one(phi, cohort, key, good, None)
+    ways["one by one"] = each(estimate, phi, cohort, key)
     for way, (still_good, own, total) in ways.items():
         assert still_good.all(), way
         torch.testing.assert_close(own, value, msg=lambda text, way=way: f"{way}: {text}")
@@ -111,8 +124,8 @@ def test_expected_values_in_closed_form():
     estimate = PhiGradient(model, moments, draws)
     phi = model.initial_phi().requires_grad_()
     good = torch.ones(len(SIZES), dtype=torch.bool)
-    value, j = estimate.fused(phi, model.features(phi, cohort), cohort, None, good)
-    _, own, total = estimate.one_by_one(phi, cohort, train_key(), good, None)
+    value, j = estimate.fused(phi, model.features(phi, cohort), cohort, None, good, WEIGHTS)
+    _, own, total = each(estimate, phi, cohort, train_key())
     torch.testing.assert_close(own, value)
     torch.testing.assert_close(total, j)
 
@@ -122,12 +135,11 @@ def test_one_broken_client_is_left_out(separate):
     model, cohort, draws = problem("network")
     cohort.x[0] = 1e200  # of the first client: its squares overflow
     phi = model.initial_phi().requires_grad_()
-    good = torch.ones(len(SIZES), dtype=torch.bool)
     draws = draws.clone()
     draws[4] = torch.nan
     parts = embedded(model, phi, cohort, None, graph=False, separate=separate)[1]
     estimate = PhiGradient(model, None, draws)
-    still_good, _, total = estimate.one_by_one(phi, cohort, train_key(), good, None, None, parts)
+    still_good, _, total = each(estimate, phi, cohort, train_key(), parts)
     assert torch.isfinite(total).all()
     assert not still_good[4]
     assert still_good[[1, 2, 3, 5, 6]].all()

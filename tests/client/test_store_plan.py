@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.client.plan import Plan, parse_bytes, plan_for
+from fedpop.client.plan import Plan, parse_bytes
 from fedpop.client.store import LocalStore
 from fedpop.errors import SettingsError
-from tests.helpers import linear_model, ragged
+from tests.helpers import federation_of, linear_model, plan_of, ragged
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,23 @@ def test_a_restored_store_is_a_copy() -> None:
 def test_methods_without_a_local_state_keep_nothing() -> None:
     store = LocalStore(3)
     store.put(torch.tensor([0]), {})
-    assert not bool(store.seen(torch.tensor([0])).any())
+    assert store.seen(torch.arange(3)).tolist() == [True, False, False]  # it took part
+    assert store.used == 0
+    assert store.get(torch.tensor([0]), CPU) == {}
+    assert set(store.state()) == {"slots", "entered"}
+
+
+def test_what_a_question_left_behind_is_kept_by_units_that_never_took_part() -> None:
+    store = LocalStore(4)
+    store.put(torch.tensor([2, 0]), {"curvature": torch.tensor([2.0, 0.5])}, entered=False)
+    assert not bool(store.seen(torch.arange(4)).any())
+    store.put(torch.tensor([1, 2]), {"z": torch.tensor([[1.0], [2.0]])})
+    for held in (store, LocalStore.restore(store.state())):
+        assert held.noted == {"curvature"}
+        assert held.seen(torch.arange(4)).tolist() == [False, True, True, False]
+        assert held.get(torch.tensor([2, 0]), CPU)["curvature"].tolist() == [2.0, 0.5]
+        assert held.get(torch.tensor([2]), CPU)["z"].tolist() == [[2.0]]
+        assert held.get(torch.tensor([2, 3]), CPU) == {}  # one of them was never heard of
 
 
 # --- the plan -----------------------------------------------------------------------------------
@@ -101,11 +117,11 @@ def test_nobody_makes_no_group() -> None:
 
 def test_the_plan_grows_with_the_network_and_with_the_chain() -> None:
     federation = fp.Federation.of(ragged((3, 2)))
-    small = plan_for(fp.FedSOUL(linear_model()), federation, 1)
-    long = plan_for(fp.FedSOUL(linear_model(), local_steps=100), federation, 1)
+    small = plan_of(fp.FedSOUL(linear_model()), federation, 1)
+    long = plan_of(fp.FedSOUL(linear_model(), local_steps=100), federation, 1)
     network = nn.Sequential(nn.Linear(3, 500), nn.ReLU(), nn.Linear(500, 2, bias=False))
     wide_model = fp.Composition(network, nn.Linear(2, 1, bias=False), fp.likelihoods.Normal(0.5))
-    wide = plan_for(fp.FedSOUL(wide_model), federation, 1)
+    wide = plan_of(fp.FedSOUL(wide_model), federation, 1)
     assert long.per_row > small.per_row
     assert long.per_client > small.per_client
     assert wide.per_row - small.per_row >= 500 * 4  # at least the hidden layer, in float32
@@ -125,18 +141,19 @@ def test_the_plan_counts_what_a_head_through_vmap_keeps() -> None:
 
     plans = []
     for count in (1, 11):
-        model = waves(count)
-        federation = model.prepare(fp.Federation.of(ragged((3, 2))))
-        plans.append([plan_for(fp.FedSOUL(model, local_steps=m), federation, 1) for m in (5, 50)])
+        federation = fp.Federation.of(ragged((3, 2)))
+        model = waves(count).prepared(federation.example)
+        federation = model.checked(federation)
+        plans.append([plan_of(fp.FedSOUL(model, local_steps=m), federation, 1) for m in (5, 50)])
     (few, more), (deep, deeper) = plans
     assert deep.per_draw - few.per_draw == 10 * 8  # in double precision
     assert (deeper.per_row - deep.per_row) - (more.per_row - few.per_row) == 45 * 10 * 8
-    assert plan_for(fp.FedSOUL(linear_model()), fp.Federation.of(ragged((3, 2))), 1).per_draw == 0
+    assert plan_of(fp.FedSOUL(linear_model()), fp.Federation.of(ragged((3, 2))), 1).per_draw == 0
 
 
 def test_the_plan_does_not_depend_on_the_machine() -> None:
     federation = fp.Federation.of(ragged((3, 2)))
-    plans = [plan_for(fp.FedSOUL(linear_model()), federation, 2**20) for _ in range(2)]
+    plans = [plan_of(fp.FedSOUL(linear_model()), federation, 2**20) for _ in range(2)]
     assert plans[0] == plans[1]
 
 
@@ -156,9 +173,10 @@ def test_sizes_that_are_none(text: str) -> None:
 
 def test_methods_that_copy_phi_for_each_client_are_given_room_for_it():
     model = fp.Composition(nn.Linear(50, 40), nn.Linear(40, 1), fp.likelihoods.Normal(1.0))
-    federation = model.prepare(fp.Federation.of([(torch.zeros(3, 50), torch.zeros(3))] * 4))
+    federation = federation_of(model, [(torch.zeros(3, 50), torch.zeros(3))] * 4)
     copies = 4 * 4 * 2040
     for method in (fp.FedAvg(model), fp.FedRep(model)):
-        assert plan_for(method, federation, 2**20).per_client > copies
-    plain, local = (plan_for(fp.FedSOUL(model, phi_epochs=e), federation, 2**20).per_client for e in (0, 1))
+        assert plan_of(method, federation, 2**20).per_client > copies
+    steps = (fp.steps.PhiStep(), fp.steps.PhiStep(local=fp.LocalSGD()))
+    plain, local = (plan_of(fp.FedSOUL(model, phi_step=s), federation, 2**20).per_client for s in steps)
     assert local == plain + copies

@@ -263,7 +263,7 @@ def test_rounds_that_differ_in_price_are_counted():
     federation = fp.Federation.of(data())
     method = Coin(linear_model())
     # Every other round costs 8 * 5 passes: rounds 0, 2, ..., 48, and then 49 for nothing.
-    assert rounds_within(method, federation, 1000, 0, fp.Everyone()) == 50
+    assert rounds_within(method, federation, 1000, 0, fp.participation.Everyone()) == 50
     result = fp.compare([method], data(), passes=1000, last=0)
     assert result.mean("Coin", "backbone_passes", "cost") == 1000
 

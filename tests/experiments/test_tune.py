@@ -9,7 +9,7 @@ import pytest
 import fedpop as fp
 from fedpop.cli import main
 from fedpop.errors import DataError, SettingsError
-from fedpop.evaluation.protocol import evaluate
+from fedpop.evaluation.scores import evaluate
 from fedpop.experiments import tune as search
 from fedpop.experiments.comparison.run import fitted
 from fedpop.experiments.config import config_from, read_config, to_toml

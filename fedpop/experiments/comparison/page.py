@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fedpop.evaluation.protocol import HIGH_IS_GOOD
+from fedpop.evaluation.scores import HIGH_IS_GOOD
 from fedpop.experiments.comparison.sheets import (
     COST,
     PERCENT,

@@ -13,16 +13,17 @@ import torch
 
 from fedpop.algorithms.base import Algorithm
 from fedpop.errors import CheckpointError
-from fedpop.evaluation.protocol import Evaluation, Watch, evaluate, evaluate_new
+from fedpop.evaluation.scores import Evaluation
 from fedpop.experiments.budget import rounds_within
 from fedpop.experiments.comparison.terms import Source, Terms, check
 from fedpop.experiments.methods import Entry
 from fedpop.experiments.runner import Job, run_jobs
 from fedpop.federation.clients import Federation
 from fedpop.files import writable_folder, write_json
-from fedpop.population import Population
+from fedpop.population import Population, evaluate, evaluate_new
 from fedpop.report.results import Record, Results, record
 from fedpop.runtime.callbacks import Callback
+from fedpop.runtime.watch import Watch
 
 NAME = "compare"
 LOOKS = 20

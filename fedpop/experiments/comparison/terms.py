@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedpop.algorithms.base import Algorithm, require_whole
+from fedpop.algorithms.base import Algorithm
+from fedpop.settings import require_whole
 from fedpop.errors import DataError, SettingsError
-from fedpop.evaluation.protocol import Watch, check_newcomers
 from fedpop.experiments.methods import Entry
 from fedpop.federation.clients import Client, Federation
 from fedpop.federation.participation.rules import Participation
 from fedpop.federation.participation.rules import resolve as resolve_participation
 from fedpop.models.base import Model
+from fedpop.population.evaluate import check_newcomers
+from fedpop.runtime.watch import Watch
 
 ROUNDS = 500
 
@@ -146,5 +148,5 @@ def check(subject: Subject, entries: Sequence[Entry], terms: Terms) -> None:
         method = entry.build(subject.model)
         rule = terms.rule(method)
         rule.check(len(subject.clients))
-        method.check(len(subject.clients))
+        method.check(subject.clients.names)
         method.check_participation(rule)

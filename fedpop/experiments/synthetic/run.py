@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedpop.algorithms import FedAvg, FedRep, FedSOUL, LocalSGD
+from fedpop.algorithms import FedAvg, FedRep, FedSOUL
+from fedpop.client.local_sgd import LocalSGD
 from fedpop.algorithms.base import Algorithm
-from fedpop.algorithms.fedsouk import FedSOUK
+from fedpop.algorithms.hierarchical import Hierarchical
 from fedpop.data.synthetic import Synthetic, SyntheticTask
 from fedpop.errors import EstimateError
 from fedpop.evaluation.oracle import Optimum, exact_optimum
@@ -116,9 +117,9 @@ def as_matrix(phi: Tensor, truth: Tensor) -> Tensor:
 def exact(task: SyntheticTask, data: Synthetic, seed: int, extra: Sequence[Population]) -> Optimum:
     """The best likelihood over many starts, one of them the truth, which no method sees."""
     method = FedSOUL(task.model(seed))
-    federation = method.model.prepare(Federation.of(data.clients))
+    federation = method.model.checked(Federation.of(data.clients))
     key = Key(seed, purpose="exact")
-    beta = method.prior.init(torch.zeros(task.d, dtype=torch.float64), 1.0)
+    beta = method.hierarchy.prior.init(torch.zeros(task.d, dtype=torch.float64), 1.0)
     starts = [(data.phi.mT.reshape(-1), beta)]
     for s in range(6):
         noise = key.at(purpose=str(s)).normal(key.server(), (task.k * task.d,), torch.float64)[0]
@@ -127,7 +128,7 @@ def exact(task: SyntheticTask, data: Synthetic, seed: int, extra: Sequence[Popul
     return exact_optimum(method, federation, starts)
 
 
-def at_optimum(method: FedSOUK, federation: Federation, best: Optimum) -> Population:
+def at_optimum(method: Hierarchical, federation: Federation, best: Optimum) -> Population:
     """A population whose theta is the exact optimum."""
     published = {"phi": best.phi.float(), "beta": best.beta.float()}
     return Population(method, published, Key(0, purpose="exact"), federation)
@@ -205,11 +206,11 @@ def run_task(
     data = task.make(seed)
     fits = {name: fit(name, task, data, seed, progress) for name in methods}
     started = time.perf_counter()
-    mixed = [p for p, _, _ in fits.values() if isinstance(p.algorithm, FedSOUK)]
+    mixed = [p for p, _, _ in fits.values() if isinstance(p.algorithm, Hierarchical)]
     best = exact(task, data, seed, mixed)
     seconds = time.perf_counter() - started
     method = FedSOUL(task.model(seed))
-    federation = method.model.prepare(Federation.of(data.clients))
+    federation = method.model.checked(Federation.of(data.clients))
     optimum = at_optimum(method, federation, best)
     reference = scores(optimum, data)
     shared = {
@@ -221,7 +222,7 @@ def run_task(
     outcomes = []
     for name, (population, points, config) in fits.items():
         metrics = scores(population, data) | shared
-        if isinstance(population.algorithm, FedSOUK):
+        if isinstance(population.algorithm, Hierarchical):
             gap = best.log_likelihood - population.log_likelihood().value
             metrics["likelihood_gap"] = gap
             if name == "FedSOUL":

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedpop.algorithms import FedAvg, FedSOUL, LocalSGD
+from fedpop.algorithms import FedAvg, FedSOUL
+from fedpop.client.local_sgd import LocalSGD
 from fedpop.algorithms.base import Algorithm
-from fedpop.algorithms.fedsouk import FedSOUK
-from fedpop.channel import RandK
+from fedpop.algorithms.hierarchical import Hierarchical
+from fedpop.channel.compressors import RandK
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.evaluation.mean_field import MeanField
 from fedpop.evaluation.oracle import Optimum, everyone, exact_optimum, log_likelihood
@@ -66,10 +67,10 @@ class Problem:
     federation: Federation
     cohort: Cohort
 
-    def optimum(self, method: FedSOUK) -> Optimum:
+    def optimum(self, method: Hierarchical) -> Optimum:
         """theta* from the truth on; what the prior holds fixed stays fixed."""
         d = self.model.z_layout.size
-        beta = method.prior.init(torch.full((d,), MEAN, dtype=torch.float64), 1.0)
+        beta = method.hierarchy.prior.init(torch.full((d,), MEAN, dtype=torch.float64), 1.0)
         return exact_optimum(method, self.federation, [(self.phi, beta)])
 
     def starting_at(self, phi: Tensor) -> Composition:
@@ -100,7 +101,7 @@ def problem(seed: int, b: int = TASK.b) -> Problem:
     ]
     start = key.at(purpose="start").normal(key.server(), (TASK.k + 2,))[0]
     model = build(TASK.k, start[: TASK.k] / TASK.k**0.5, start[TASK.k :])
-    federation = model.prepare(Federation.of(clients))
+    federation = model.checked(Federation.of(clients))
     return Problem(clients, phi, model, federation, everyone(FedSOUL.paper(model), federation))
 
 
@@ -127,7 +128,7 @@ def theta_of(server: dict[str, Tensor]) -> Tensor:
     return torch.cat((server["phi"], server["beta"])).double()
 
 
-def gap(task: Problem, method: FedSOUK, best: Optimum, theta: Tensor) -> float:
+def gap(task: Problem, method: Hierarchical, best: Optimum, theta: Tensor) -> float:
     """How far the log-likelihood at theta is below that of the optimum."""
     size = best.phi.shape[0]
     with torch.no_grad():
@@ -283,7 +284,7 @@ def local_job(name: str, steps: int, seed: int) -> list[Record]:
         method = FedSOUL(task.model, local_steps=steps) if name == "FedSOUL" else paper
         rounds = ROUNDS[name]
         best = task.optimum(paper)
-        theta = torch.cat((task.model.initial_phi(), paper.prior.init(torch.zeros(2), 1.0)))
+        theta = torch.cat((task.model.initial_phi(), paper.hierarchy.prior.init(torch.zeros(2), 1.0)))
         start = gap(task, paper, best, theta.double())
         of = lambda server: gap(task, paper, best, theta_of(server))  # noqa: E731
     path = Path(of)
