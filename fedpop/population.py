@@ -646,6 +646,7 @@ def load(
         model = model_from(saved["model"])
     else:
         require_same(saved["model"], model)
+    model = model.at_precision(model.chosen_precision())
     given = {} if prior is None else {"prior": prior}
     algorithm = rebuild(saved["algorithm"], saved["method"], model, **given)
     device = model.initial_phi().device

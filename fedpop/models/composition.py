@@ -62,8 +62,7 @@ class Composition(Model):
         self.outputs = _outputs_of(self.head)
         self.likelihood.check_head(self.outputs)
         self.precision = precision
-        self._pass = NetworkPass.of(self.backbone, self.phi_layout.size, precision, self.device)
-        self.autocast = self._pass.autocast
+        self._pass: NetworkPass = NetworkPass.of(self.backbone, self.phi_layout.size, self.dtype, precision)
         self.batchable = not self._pass.convolutional
         self.network = not isinstance(self.backbone, nn.Identity | nn.Linear)
 

@@ -83,10 +83,9 @@ class Split(Model):
         # The last layer that was registered may not be the last one that is used: see prepare().
         self.outputs = shapes[f"{self._last}.weight"][0] if self._last else _outputs_of(self.module)
         self.precision = precision
-        self._pass = NetworkPass.of(self.module, self.phi_layout.size, precision, self.device)
+        self._pass: NetworkPass = NetworkPass.of(self.module, self.phi_layout.size, self.dtype, precision)
         self.batchable = not self._pass.convolutional
         self.network = not isinstance(module, nn.Linear)
-        self.autocast = self._pass.autocast
 
     def __repr__(self) -> str:
         return (

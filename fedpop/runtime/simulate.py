@@ -98,6 +98,7 @@ def simulate(
         raise SettingsError(f"restarts must be 0 or more, not {restarts}")
     if restarts:
         algorithm.check_restarts()
+    algorithm = algorithm.but(model=algorithm.model.at_precision(algorithm.model.chosen_precision()))
     federation = algorithm.model.prepare(Federation.of(clients))
     algorithm.model.check_start(federation)
     folder = None if out is None else Path(out)
