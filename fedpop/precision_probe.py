@@ -33,43 +33,49 @@ LAPS = 3
 Layer = tuple[Callable[..., Tensor], list[Tensor]]
 
 
+def scrambled(*shape: int, inputs: int = 1, seed: int = 0) -> Tensor:
+    """Numbers of mean zero and variance 1 / ``inputs``: a hash of their position, and of the shape."""
+    h = torch.arange(math.prod(shape)) + 1_000_003 * sum(shape) + seed
+    for factor in (0x7FEB352D, 0x846CA68B):
+        h = (h ^ h >> 16) * factor & 0xFFFFFFFF
+    return ((h * 2.0**-32 - 0.5) * math.sqrt(12 / inputs)).float().reshape(shape)
+
+
+def pixels(count: int, channels: int) -> Tensor:
+    """Images as the library lays them out."""
+    return scrambled(count, channels, 32, 32).contiguous(memory_format=torch.channels_last)
+
+
 def layers() -> Iterator[Layer]:
-    """What networks are made of, with arguments of size one, as the library lays them out."""
-    g = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int, inputs: int = 1) -> Tensor:
-        return torch.randn(*shape, generator=g) / math.sqrt(inputs)
-
+    """What networks are made of, with arguments and results of size one."""
     for n in SIZES:
-        yield torch.matmul, [normal(n, n), normal(n, n, inputs=n)]
-        yield torch.matmul, [normal(4, BATCH, n), normal(4, n, n, inputs=n)]  # clients side by side
+        square = scrambled(n, n, inputs=n, seed=1)
+        yield torch.matmul, [scrambled(n, n), square]
+        yield torch.matmul, [scrambled(4, BATCH, n), square.expand(4, n, n)]  # clients side by side
         for rows, outputs in ((1, n), (BATCH, 10), (BATCH, 2 * n)):
-            yield functional.linear, [normal(rows, n), normal(outputs, n, inputs=n), normal(outputs)]
+            weight = scrambled(outputs, n, inputs=n, seed=1)
+            yield functional.linear, [scrambled(rows, n), weight, scrambled(outputs)]
     for channels, outputs, width, images in CONVOLUTIONS:
-        x = normal(images, channels, 32, 32).contiguous(memory_format=torch.channels_last)
-        weight = normal(outputs, channels, width, width, inputs=channels * width**2)
-        yield functional.conv2d, [x, weight, normal(outputs)]
+        weight = scrambled(outputs, channels, width, width, inputs=channels * width**2)
+        yield functional.conv2d, [pixels(images, channels), weight, scrambled(outputs)]
 
 
 def networks() -> Iterator[tuple[Layer, int]]:
     """The kinds of network that are worth rounding, the quick one first, and how often a lap runs each."""
-    g = torch.Generator().manual_seed(1)
 
-    def parameters(*shapes: tuple[int, ...]) -> list[Tensor]:
-        return [torch.randn(s, generator=g) / math.sqrt(math.prod(s[1:])) for s in shapes]
+    def wide(x: Tensor, *w: Tensor) -> Tensor:
+        return functional.linear(functional.relu(functional.linear(x, w[0])), w[1])
 
     def convolutional(x: Tensor, *w: Tensor) -> Tensor:
         for filters in w[:2]:
             x = functional.max_pool2d(functional.relu(functional.conv2d(x, filters)), 2)
         return functional.linear(x.flatten(1), w[2])
 
-    def wide(x: Tensor, *w: Tensor) -> Tensor:
-        return functional.linear(functional.relu(functional.linear(x, w[0])), w[1])
+    def weights(*shapes: tuple[int, ...]) -> list[Tensor]:
+        return [scrambled(*shape, inputs=math.prod(shape[1:]), seed=1) for shape in shapes]
 
-    images = torch.randn(BATCH, 3, 32, 32, generator=g).contiguous(memory_format=torch.channels_last)
-    rows = torch.randn(BATCH, 512, generator=g)
-    yield (wide, [rows, *parameters((512, 512), (64, 512))]), 20
-    yield (convolutional, [images, *parameters((64, 3, 5, 5), (64, 64, 5, 5), (64, 1600))]), 1
+    yield (wide, [scrambled(BATCH, 512), *weights((512, 512), (64, 512))]), 20
+    yield (convolutional, [pixels(BATCH, 3), *weights((64, 3, 5, 5), (64, 64, 5, 5), (64, 1600))]), 1
 
 
 def passed(layer: Layer, kind: str) -> list[Tensor]:
@@ -80,7 +86,7 @@ def passed(layer: Layer, kind: str) -> list[Tensor]:
     arguments = [t.to(dtype, copy=True).requires_grad_() for t in given]
     with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
         out = function(*arguments)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out.dtype)
+    weights = scrambled(*out.shape, seed=2).to(out.dtype)
     return [t.detach().float() for t in (out, *torch.autograd.grad(out, arguments, weights))]
 
 

@@ -326,11 +326,19 @@ def test_the_probe_compares_every_layer_with_float32(
     assert kinds == ["float32", "autocast", "bfloat16"] * count
 
 
+def test_the_probes_numbers_are_as_good_as_random() -> None:
+    """Else products of them might vanish, and errors relative to them mean nothing."""
+    x, w = precision_probe.scrambled(300, 200), precision_probe.scrambled(200, 300, inputs=200, seed=1)
+    for values in (x, w * 200**0.5, x @ w):
+        assert abs(float(values.mean())) < 0.02
+        assert abs(float(values.var()) - 1) < 0.05
+
+
 def test_the_probe_passes_forward_and_backward_in_float32() -> None:
     """By hand: y = x w' + b and the three gradients of a weighted sum of it."""
     x, w, b = (torch.randn(s, generator=generator(i)) for i, s in enumerate(((5, 4), (3, 4), (3,))))
     out, *grads = precision_probe.passed((nn.functional.linear, [x, w, b]), "float32")
-    c = torch.randn(5, 3, generator=generator(2))
+    c = precision_probe.scrambled(5, 3, seed=2)
     torch.testing.assert_close(out, x @ w.mT + b)
     for one, other in zip(grads, (c @ w, c.mT @ x, c.sum(0)), strict=True):
         torch.testing.assert_close(one, other)
