@@ -25,7 +25,9 @@ class Composition(Model):
     """``likelihood(head(backbone(x)))`` with the backbone shared (phi) and the head private (z).
 
     Parameters with ``requires_grad=False`` stay as they are; a backbone without any trainable
-    parameter has its features computed once.
+    parameter has its features computed once. ``precision`` is what the backbone runs in: ``float32``,
+    ``bfloat16``, or ``auto``, which is float32 unless the network is large and a child process has shown
+    that bfloat16 works and is faster on this machine.
 
     >>> from torch import nn
     >>> model = Composition(nn.Linear(20, 2, bias=False), nn.Linear(2, 1, bias=False), "normal")
