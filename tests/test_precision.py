@@ -399,6 +399,13 @@ def test_small_models_and_double_precision_ask_nobody(monkeypatch: pytest.Monkey
     fp.FedAvg(linear_model()).fit(ragged(), rounds=1)
 
 
+def test_a_split_without_a_backbone_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its whole module runs at every step of the chain, in the parameters' own type."""
+    monkeypatch.setattr(precision, "probed", no_child)
+    module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 1))
+    assert fp.Split(module, "0.*", "normal").chosen_precision() == "float32"
+
+
 def test_a_function_computes_in_its_own_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "probed", no_child)
     model = fp.CustomModel(outputs=lambda phi, z, x: z["a"] * x, likelihood="normal", z={"a": 1.0})

@@ -165,12 +165,12 @@ class Model(ABC):
         first call on a machine takes seconds to find out; constructing a model never does."""
         like = self.initial_z()
         rounded = self._pass is not None and self._pass.chosen(like.device) == "bfloat16"
-        return "bfloat16" if rounded else _name(like.dtype)
+        return "bfloat16" if rounded else name_of(like.dtype)
 
     def at_precision(self, precision: str) -> Self:
         """A copy that computes in this: ``bfloat16``, or ``float32`` for the parameters' own type, which may
         also be named."""
-        if precision == _name(self.initial_z().dtype):
+        if precision == name_of(self.initial_z().dtype):
             precision = "float32"
         check_precision(precision)
         if self._pass is None and precision == "bfloat16":
@@ -287,7 +287,7 @@ class Model(ABC):
         )
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -18,6 +18,7 @@ from fedpop.models.base import (
     Model,
     initial_params,
     likelihood_layout,
+    name_of,
     trainable,
 )
 from fedpop.models.composition import _outputs_of
@@ -92,6 +93,10 @@ class Split(Model):
             f"Split(phi: {self.phi_layout.size}, z: {self.z_layout.size}, "
             f"likelihood: {self.likelihood.name}, personal: {', '.join(self.personal)})"
         )
+
+    def chosen_precision(self) -> str:
+        # Without a backbone nothing is ever rounded, so there is nothing to find out.
+        return super().chosen_precision() if self._last else name_of(self.dtype)
 
     def _linear_candidate(self) -> str | None:
         """The linear layer whose parameters are exactly the personal ones, if there is one."""
