@@ -83,6 +83,7 @@ def measure(advance: Advance) -> list[Record]:
     small = in_turns({"batched": side_by_side, "loop": one_by_one}, seconds=10.0, least=5)
     advance(0.2)
     model = fp.Composition(backbone(), nn.Linear(64, CLASSES), "categorical")
+    model = model.at_precision(model.chosen_precision())  # as a run has it
     x, y = random_images()
     federation = model.prepare(fp.Federation.of(list(zip(x, y, strict=True))))
     method = fp.FedAvg(model, local=fp.LocalSGD(1, 0.01, BATCH))

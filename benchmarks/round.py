@@ -106,6 +106,7 @@ def begun(case: Case, model: fp.Composition, federation: fp.Federation) -> Run:
 
 def measure(advance: Advance) -> list[Record]:
     model = fp.Composition(backbone(), nn.Linear(64, CLASSES), "categorical")
+    model = model.at_precision(model.chosen_precision())  # as a run has it
     x, y = random_images()
     federation = model.prepare(fp.Federation.of(list(zip(x, y, strict=True))))
     # The bare pass may choose its batch; the round has to follow the clients.

@@ -1,52 +1,182 @@
-"""Which floating-point type the backbone runs in, asked of the processor."""
+"""Which floating-point type a network runs in: float32, or bfloat16 where a child process has tried it.
+
+A processor may advertise bfloat16 and kill the process that multiplies in it, and neither torch nor the
+operating system knows better. So nobody is asked: ``precision_probe.py`` does what networks do in a process
+of its own, once per machine, and the answer is remembered in the user's cache folder. Its death or silence,
+a result that is not float32's, or one that is not clearly faster, all mean float32.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fedpop.errors import SettingsError
+from fedpop.errors import CheckpointError, SettingsError
+from fedpop.files import read_json, write_json
 
 PRECISIONS = ("auto", "float32", "bfloat16")
-
-
-def native_bfloat16(device: torch.device) -> bool:
-    """Whether ``device`` multiplies bfloat16 matrices natively rather than by emulation."""
-    if device.type == "cuda":
-        out: bool = torch.cuda.is_bf16_supported(including_emulation=False)
-        return out
-    if device.type != "cpu":
-        return False
-    asked = [
-        getattr(torch.cpu, name)()
-        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        if hasattr(torch.cpu, name)
-    ]
-    return any(asked) or _flags_have_bfloat16(Path("/proc/cpuinfo"))
-
-
-def _flags_have_bfloat16(cpuinfo: Path) -> bool:
-    # Older torch has no question to ask, so read what the kernel says of the processor.
-    if not cpuinfo.exists():
-        return False
-    flags: set[str] = set()
-    for line in cpuinfo.read_text().splitlines():
-        if line.startswith(("flags", "Features")):
-            flags.update(line.split(":", 1)[1].split())
-            break
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
-
-
-def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """bfloat16 for autocast, or None to compute in the parameters' own type."""
-    if precision not in PRECISIONS:
-        raise SettingsError(f"precision is one of {', '.join(PRECISIONS)}, not {precision!r}")
-    if precision == "bfloat16" or (precision == "auto" and native_bfloat16(device)):
-        return torch.bfloat16
-    return None
+PROBE = Path(__file__).with_name("precision_probe.py")
+PATIENCE = 60.0
+"""Seconds after which a child that says nothing is given up."""
+FASTER = 1.3
+"""How many times faster than float32 rounding has to be for its loss of digits."""
+VARIABLES = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
+"""What changes which instructions torch executes, and with them the answer."""
 
 
 def check(precision: str) -> None:
+    """Raise unless this is one of the settings."""
     if precision not in PRECISIONS:
         raise SettingsError(f"precision is one of {', '.join(PRECISIONS)}, not {precision!r}")
+
+
+def choose(precision: str, device: torch.device, worth: bool) -> str:
+    """``float32`` or ``bfloat16``: what was asked for; for ``auto``, bfloat16 if the network is ``worth``
+    rounding and the device is better at it. The first time on a machine this may take seconds."""
+    check(precision)
+    if precision != "auto":
+        return precision
+    return "bfloat16" if worth and _better(device) else "float32"
+
+
+def _better(device: torch.device) -> bool:
+    if device.type == "cuda":
+        out: bool = torch.cuda.is_bf16_supported(including_emulation=False)
+        return out
+    return device.type == "cpu" and probed().bfloat16
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether bfloat16 is safe and faster here, and how that is known."""
+
+    bfloat16: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a verdict holds for."""
+
+    host: str
+    processor: str
+    torch: str
+    variables: tuple[str, ...]
+    probe: str
+    """Digest of the probe: another one may find what this one did not."""
+
+    @classmethod
+    def here(cls) -> Machine:
+        given = tuple(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
+        digest = hashlib.sha256(PROBE.read_bytes()).hexdigest()
+        return cls(platform.node(), processor(), torch.__version__, given, digest)
+
+    def file(self, folder: Path) -> Path:
+        """One for each machine, so that those that share a home do not overwrite each other's."""
+        name = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        return folder / f"precision-{name}.json"
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's model, as far as the system tells."""
+    with suppress(OSError):
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def probed() -> Verdict:
+    """The verdict for this machine: remembered, or from a child process that is started now."""
+    try:
+        return _known(Machine.here(), cache_folder())
+    except OSError as error:
+        return Verdict(False, f"the probe cannot be read: {error.strerror or error}")
+
+
+@functools.cache  # where nothing can be remembered in a file, at least one child per process is enough
+def _known(machine: Machine, folder: Path | None) -> Verdict:
+    remembered = None if folder is None else _recall(machine, folder)
+    if remembered is not None:
+        return remembered
+    verdict = ask_child()
+    if verdict is None:  # no fault of the processor's, so nothing to remember
+        return Verdict(False, "the probe could not be started")
+    if folder is not None:
+        _remember(machine, folder, verdict)
+    return verdict
+
+
+def ask_child() -> Verdict | None:
+    """Start the probe and wait for what it says, or for its end; None where there is no starting it."""
+    if not sys.executable or getattr(sys, "frozen", False):  # an application, not an interpreter
+        return None
+    try:
+        # -P: the folder of the probe is the package's, whose modules are not to be found by their bare names.
+        command = [sys.executable, "-P", str(PROBE)]
+        child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        return Verdict(False, f"the probe said nothing in {PATIENCE:g} seconds")
+    except OSError:
+        return None
+    if child.returncode != 0:
+        return Verdict(False, f"the probe died with exit status {child.returncode}")
+    try:
+        said = json.loads(child.stdout)
+        agrees, times = said["agrees"], float(said["times_faster"])
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return Verdict(False, "the probe said nothing that can be read")
+    if not times >= FASTER:
+        return Verdict(False, f"bfloat16 is {times:.2g} times as fast as float32, not {FASTER:g}")
+    if agrees is not True:
+        return Verdict(False, "bfloat16 does not agree with float32")
+    return Verdict(True, f"bfloat16 agrees with float32 and is {times:.2g} times as fast")
+
+
+# --- what is remembered -----------------------------------------------------------------------------
+
+
+def cache_folder() -> Path | None:
+    """The user's folder for what can be found out again; None where there is no home."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(given):
+        return Path(given) / "fedpop"
+    try:
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "fedpop"
+        if sys.platform == "win32":
+            return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "fedpop"
+        return Path.home() / ".cache" / "fedpop"
+    except RuntimeError:
+        return None
+
+
+def _recall(machine: Machine, folder: Path) -> Verdict | None:
+    try:
+        saved: Any = read_json(machine.file(folder))
+    except CheckpointError:  # not there, not readable, half a file: all the same
+        return None
+    known = isinstance(saved, dict) and isinstance(saved.get("bfloat16"), bool)
+    return Verdict(saved["bfloat16"], str(saved.get("why"))) if known else None
+
+
+def _remember(machine: Machine, folder: Path, verdict: Verdict) -> None:
+    """Each process writes under a name of its own, so that two at once leave one whole file."""
+    path = machine.file(folder)
+    own = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
+    with suppress(OSError):  # a home that cannot be written to is no reason to fail
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(own, asdict(verdict) | {"machine": asdict(machine)})
+        os.replace(own, path)

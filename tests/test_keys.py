@@ -100,6 +100,13 @@ def test_normal_numbers_are_uncorrelated_within_and_across():
 # --- addressing ------------------------------------------------------------------------------
 
 
+def same(draw, one, other):
+    """To the bit, or for normal numbers up to the rounding of logarithms and cosines, which may depend on
+    where in a vector of the processor a number stands."""
+    eps = 0.0 if draw == "uniform" else 8 * torch.finfo(one.dtype).eps
+    torch.testing.assert_close(one, other, rtol=eps, atol=eps)
+
+
 @pytest.mark.parametrize("draw", ["uniform", "normal"])
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 5), (4, 2)], ids=str)
 def test_many_steps_at_once_are_the_single_calls(draw, shape):
@@ -108,15 +115,15 @@ def test_many_steps_at_once_are_the_single_calls(draw, shape):
     bulk = method(ids, shape, DOUBLE, 5, 7)
     assert bulk.shape == (3, 7, *shape)
     for j in range(7):
-        assert torch.equal(bulk[:, j], method(ids, shape, DOUBLE, 5 + j))
+        same(draw, bulk[:, j], method(ids, shape, DOUBLE, 5 + j))
 
 
-def test_a_client_draws_the_same_in_any_company():
-    key = Key(4, purpose="p")
-    everyone = key.normal(torch.arange(100), (7,))
+@pytest.mark.parametrize("draw", ["uniform", "normal"])
+def test_a_client_draws_the_same_in_any_company(draw):
+    method = getattr(Key(4, purpose="p"), draw)
+    everyone = method(torch.arange(100), (7,))
     for ids in ([13], [13, 2], [99, 13, 0]):
-        some = key.normal(torch.tensor(ids), (7,))
-        assert torch.equal(some, everyone[ids])
+        same(draw, method(torch.tensor(ids), (7,)), everyone[ids])
 
 
 def test_addresses_do_not_collide():

@@ -1,72 +1,488 @@
-"""bfloat16 where the processor computes it natively and the model is worth it, nowhere else."""
+"""float32 unless a child process has shown that bfloat16 works, agrees and pays, for models worth it."""
 
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop import precision
+from fedpop import precision, precision_probe
+from fedpop.errors import SettingsError
 from fedpop.models import network
 from fedpop.models.modules import RowKeys
-from tests.helpers import generator, linear_model, seeded, train_key
+from fedpop.precision import Verdict, probed  # as it is before the tests' own fixture replaces it
+from tests.helpers import generator, linear_model, ragged, seeded, train_key
 
 CPU = torch.device("cpu")
+GOOD = 'print(\'{"agrees": true, "error": 0.003, "times_faster": 2.5}\')'
+
+
+class QuietConv(nn.Conv2d):
+    """A convolution that notes how it is called and runs in float32: bfloat16 may kill the process."""
+
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.seen: list[tuple[int, bool, torch.dtype | None]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        rounded = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        self.seen.append((len(x), x.is_contiguous(memory_format=torch.channels_last), rounded))
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x)
+
+
+def convolutional(**settings: Any) -> fp.Composition:
+    images = seeded(nn.Sequential(QuietConv(1, 2, 3), nn.Flatten()), 1)
+    return fp.Composition(images, seeded(nn.Linear(8, 1), 2), "normal", **settings)
+
+
+def wide() -> fp.Composition:
+    return fp.Composition(nn.Linear(400, 300), nn.Linear(300, 1), "normal")  # 120,300 parameters
+
+
+def split() -> fp.Split:
+    return fp.Split(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 1)), "2.*", "normal")
+
+
+class Children:
+    """Stands in for the probe, and counts how often it is started."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started = 0
+        self.script = folder / "probe.py"
+        ask = precision.ask_child
+
+        def counted() -> Verdict | None:
+            self.started += 1
+            return ask()
+
+        monkeypatch.setattr(precision, "probed", probed)
+        monkeypatch.setattr(precision, "ask_child", counted)
+        monkeypatch.setattr(precision, "PROBE", self.script)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        self.say(GOOD)
+
+    def say(self, code: str) -> None:
+        self.script.write_text(code)
+
+    def files(self) -> list[Path]:
+        return sorted((self.script.parent / "cache" / "fedpop").iterdir())
+
+
+@pytest.fixture
+def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Children:
+    return Children(tmp_path, monkeypatch)
+
+
+def another_process() -> None:
+    """Forget what this process remembers by itself."""
+    precision._known.cache_clear()
+
+
+def no_child() -> Verdict:
+    pytest.fail("a child process was started")
+
+
+# --- what the probe says ------------------------------------------------------------------------------
+
+
+def said(agrees: Any, times: Any) -> str:
+    return f"import json; print(json.dumps({{'agrees': {agrees}, 'times_faster': {times}}}))"
 
 
 @pytest.mark.parametrize(
-    ("text", "native"),
+    ("code", "answer", "why"),
     [
-        ("processor : 0\nflags : fpu avx2 avx512f\n", False),
-        ("processor : 0\nflags : fpu avx512_bf16 avx2\n", True),
-        ("processor : 0\nflags\t\t: fpu amx_tile amx_bf16\n", True),
-        ("processor : 0\nFeatures : fp asimd bf16\n", True),
-        ("model name : a machine with bf16 in its name\nflags : fpu\n", False),
-        ("", False),
+        (GOOD, "bfloat16", "agrees with float32 and is 2.5 times as fast"),
+        (said(True, 1.3), "bfloat16", "1.3 times"),
+        ("import os; os.abort()", "float32", "died"),
+        ("import sys; sys.exit(3)", "float32", "exit status 3"),
+        (GOOD + "; import os; os.abort()", "float32", "died"),
+        (said(False, 2.5), "float32", "does not agree"),
+        (said(None, 2.5), "float32", "does not agree"),
+        (said("'yes'", 2.5), "float32", "does not agree"),
+        (said(True, 1.29), "float32", "not 1.3"),
+        (said(None, 0.06), "float32", "0.06 times"),
+        (said(True, "float('nan')"), "float32", "nan times"),
+        ("", "float32", "nothing that can be read"),
+        ("print('Welcome!')", "float32", "nothing that can be read"),
+        ("print('[1, 2]')", "float32", "nothing that can be read"),
+        ("print('{\"agrees\": true}')", "float32", "nothing that can be read"),
+        (said(True, 10**400), "float32", "nothing that can be read"),
+        ("import sys; sys.stdout.buffer.write(b'\\xff\\x00')", "float32", "nothing that can be read"),
     ],
 )
-def test_flags_of_the_processor(tmp_path: Path, text: str, native: bool) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(text)
-    assert precision._flags_have_bfloat16(cpuinfo) is native
+def test_only_a_child_that_agrees_and_is_clearly_faster_means_bfloat16(
+    children: Children, code: str, answer: str, why: str
+) -> None:
+    children.say(code)
+    assert precision.choose("auto", CPU, worth=True) == answer
+    assert why in probed().why
+    another_process()
+    assert precision.choose("auto", CPU, worth=True) == answer
+    assert children.started == 1  # a death is remembered too
 
 
-def test_no_file_of_flags_means_no(tmp_path: Path) -> None:
-    assert precision._flags_have_bfloat16(tmp_path / "missing") is False
+def test_silence_means_float32(children: Children, monkeypatch: pytest.MonkeyPatch) -> None:
+    children.say("import time; time.sleep(600)")
+    monkeypatch.setattr(precision, "PATIENCE", 0.2)
+    assert precision.choose("auto", CPU, worth=True) == "float32"
+    assert "said nothing in 0.2 seconds" in probed().why
 
 
-def test_the_processor_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-        monkeypatch.setattr(torch.cpu, name, lambda: False, raising=False)
+def test_a_child_has_no_input_to_wait_for_and_sees_no_module_of_the_package(children: Children) -> None:
+    (children.script.parent / "keys.py").write_text("")
+    checks = "import sys, importlib.util as u; assert sys.stdin.read() == '' and not u.find_spec('keys'); "
+    children.say(checks + GOOD)
+    assert precision.choose("auto", CPU, worth=True) == "bfloat16"
+
+
+@pytest.mark.parametrize("executable", ["", "/nowhere/python"])
+def test_no_interpreter_means_float32_for_now(
+    children: Children, monkeypatch: pytest.MonkeyPatch, executable: str
+) -> None:
+    """That says nothing of the processor, so it is not remembered."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", executable)
+        assert precision.choose("auto", CPU, worth=True) == "float32"
+    another_process()
+    assert precision.choose("auto", CPU, worth=True) == "bfloat16"
+
+
+def test_an_application_is_not_started_again_by_itself(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert precision.choose("auto", CPU, worth=True) == "float32"
+
+
+def test_a_probe_that_is_not_there_means_float32(children: Children) -> None:
+    children.script.unlink()
+    assert precision.choose("auto", CPU, worth=True) == "float32"
+    assert children.started == 0
+
+
+# --- what is remembered -------------------------------------------------------------------------------
+
+
+def test_a_verdict_is_remembered(children: Children) -> None:
+    for _ in range(3):
+        assert precision.choose("auto", CPU, worth=True) == "bfloat16"
+        another_process()
+    assert children.started == 1
+    (file,) = children.files()
+    saved = json.loads(file.read_text())
+    assert saved["bfloat16"] is True
+    assert saved["machine"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("change", ["host", "torch", "processor", "probe", *precision.VARIABLES])
+def test_another_machine_is_asked_by_itself(
+    children: Children, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    assert precision.choose("auto", CPU, worth=True) == "bfloat16"
+    with monkeypatch.context() as patch:
+        if change == "host":
+            patch.setattr("platform.node", lambda: "elsewhere")
+        elif change == "torch":
+            patch.setattr(torch, "__version__", "2.99")
+        elif change == "processor":
+            patch.setattr(precision, "processor", lambda: "another one")
+        elif change == "probe":
+            children.say(GOOD + "  # and something new")
+        else:
+            patch.setenv(change, "SSE41")
+        assert precision.choose("auto", CPU, worth=True) == "bfloat16"
+        assert children.started == 2
+    children.say(GOOD)
+    another_process()
+    assert precision.choose("auto", CPU, worth=True) == "bfloat16"
+    assert children.started == 2  # the first answer is still there
+    assert len(children.files()) == 2
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"null", b"[]", b'{"bfloat16": 1}', b'{"why": "?"}', b"\xff\xfe"]
+)
+def test_a_corrupt_file_is_written_anew(children: Children, content: bytes) -> None:
+    assert precision.choose("auto", CPU, worth=True) == "bfloat16"
+    (file,) = children.files()
+    file.write_bytes(content)
+    for _ in range(2):
+        another_process()
+        assert precision.choose("auto", CPU, worth=True) == "bfloat16"
+    assert children.started == 2
+
+
+def test_where_nothing_can_be_written_one_child_per_process_is_enough(
+    children: Children, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for _ in range(3):
+        assert precision.choose("auto", CPU, worth=True) == "bfloat16"
+    assert children.started == 1
+
+
+def test_a_folder_where_the_file_should_be_is_no_error(children: Children) -> None:
+    folder = precision.cache_folder()
+    assert folder is not None
+    precision.Machine.here().file(folder).mkdir(parents=True)
+    assert precision.choose("auto", CPU, worth=True) == "bfloat16"
+
+
+def test_no_home_is_no_error(children: Children, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/paths/do/not/count")
+    monkeypatch.setattr(Path, "home", homeless)
+    for _ in range(2):
+        assert precision.choose("auto", CPU, worth=True) == "bfloat16"
+    assert children.started == 1
+
+
+@pytest.mark.parametrize(
+    ("system", "ending"),
+    [("linux", ".cache/fedpop"), ("darwin", "Library/Caches/fedpop"), ("win32", "AppData/Local/fedpop")],
+)
+def test_the_folder_follows_the_system(monkeypatch: pytest.MonkeyPatch, system: str, ending: str) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("LOCALAPPDATA", raising=False)
+    monkeypatch.setattr(sys, "platform", system)
+    assert precision.cache_folder() == Path.home() / ending
+
+
+def test_two_that_write_at_once_leave_one_whole_file(children: Children, tmp_path: Path) -> None:
+    machine, folder = precision.Machine.here(), tmp_path / "cache" / "fedpop"
+    with ThreadPoolExecutor(8) as pool:
+        for done in [
+            pool.submit(precision._remember, machine, folder, Verdict(True, "x" * (1 + i % 5 * 1000)))
+            for i in range(64)
+        ]:
+            done.result()
+    assert children.files() == [machine.file(folder)]
+    found = precision._recall(machine, folder)
+    assert found is not None
+    assert found.bfloat16 is True
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("processor : 0\nmodel name\t: AMD EPYC 7B13\nflags : fpu\n", "AMD EPYC 7B13"),
+        ("processor : 0\nFeatures : fp asimd bf16\n", "what platform says"),
+        (None, "what platform says"),
+    ],
+)
+def test_the_processor_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, name: str
+) -> None:
+    monkeypatch.setattr("platform.processor", lambda: "what platform says")
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text)
+    assert precision.processor(tmp_path / "cpuinfo") == name
+
+
+# --- the probe itself ---------------------------------------------------------------------------------
+
+
+def test_the_real_probe_gives_a_verdict_and_this_process_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "probed", probed)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    verdict = probed()
+    assert precision.choose("auto", CPU, worth=True) == ("bfloat16" if verdict.bfloat16 else "float32")
+    assert len(list((tmp_path / "fedpop").iterdir())) == 1
+    assert "said nothing" not in verdict.why  # it answers in time, or dies
+
+
+@pytest.mark.parametrize(("error", "agrees"), [(0.01, True), (0.02, False), (float("nan"), False)])
+def test_the_probe_compares_every_layer_with_float32(
+    monkeypatch: pytest.MonkeyPatch, error: float, agrees: bool
+) -> None:
+    """One gradient of one layer that is off is enough."""
+    count = len(list(precision_probe.layers()))
+    kinds: list[str] = []
+
+    def passed(layer: precision_probe.Layer, kind: str) -> list[Tensor]:
+        kinds.append(kind)
+        off = len(kinds) == 3 * count  # the last of all
+        return [torch.ones(9), torch.ones(9) * (1 + error if off else 1.0)]
+
+    monkeypatch.setattr(precision_probe, "passed", passed)
+    monkeypatch.setattr(precision_probe, "gain", lambda layer, repeats: 2.0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    found = precision_probe.main()
+    assert found["agrees"] is agrees
+    assert found["times_faster"] == 2.0
+    assert kinds == ["float32", "autocast", "bfloat16"] * count
+
+
+def test_the_probes_numbers_are_as_good_as_random() -> None:
+    """Else products of them might vanish, and errors relative to them mean nothing."""
+    x, w = precision_probe.scrambled(300, 200), precision_probe.scrambled(200, 300, inputs=200, seed=1)
+    for values in (x, w * 200**0.5, x @ w):
+        assert abs(float(values.mean())) < 0.02
+        assert abs(float(values.var()) - 1) < 0.05
+
+
+def test_the_probe_passes_forward_and_backward_in_float32() -> None:
+    """By hand: y = x w' + b and the three gradients of a weighted sum of it."""
+    x, w, b = (torch.randn(s, generator=generator(i)) for i, s in enumerate(((5, 4), (3, 4), (3,))))
+    out, *grads = precision_probe.passed((nn.functional.linear, [x, w, b]), "float32")
+    c = precision_probe.scrambled(5, 3, seed=2)
+    torch.testing.assert_close(out, x @ w.mT + b)
+    for one, other in zip(grads, (c @ w, c.mT @ x, c.sum(0)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_probe_reports_the_network_that_gains_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time by a clock that only passes move; float32 takes 3 units in the first network, 8 in the second."""
+    now, costs = 0.0, {2: (3.0, 1.0), 4: (8.0, 4.0)}
+
+    def passed(layer: precision_probe.Layer, kind: str) -> list[Tensor]:
+        nonlocal now
+        exact, rounded = costs[layer[1][0].dim()]
+        now += exact if kind == "float32" else rounded
+        return [torch.ones(1)]
+
+    monkeypatch.setattr(precision_probe, "passed", passed)
+    monkeypatch.setattr(precision_probe.time, "process_time", lambda: now)
+    monkeypatch.setattr(precision_probe, "largest_error", lambda: 0.003)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    gains = [precision_probe.gain(layer, repeats) for layer, repeats in precision_probe.networks()]
+    assert gains == [3.0, 2.0]
+    assert precision_probe.main() == {"agrees": True, "error": 0.003, "times_faster": 2.0}
+    costs[4] = (8.0, 10.0)
+    assert precision_probe.main() == {"agrees": None, "error": None, "times_faster": 0.8}
+
+
+# --- which models ask ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [convolutional, wide, split])
+def test_networks_follow_the_verdict_when_they_are_run_and_not_before(
+    monkeypatch: pytest.MonkeyPatch, make: Any
+) -> None:
+    monkeypatch.setattr(precision, "probed", no_child)
+    model = make()
+    assert (model.precision, model.autocast) == ("auto", None)
+    for verdict in (True, False):
+        monkeypatch.setattr(precision, "probed", lambda v=verdict: Verdict(v, "given"))
+        chosen = model.chosen_precision()
+        assert chosen == ("bfloat16" if verdict else "float32")
+        copy = model.at_precision(chosen)
+        assert type(copy) is type(model)
+        assert copy.autocast is (torch.bfloat16 if verdict else None)
+        assert copy.precision == "auto"  # what was given: what is saved asks again where it is read
+        monkeypatch.setattr(precision, "probed", no_child)
+        assert copy.chosen_precision() == chosen  # it is settled
+        assert model.autocast is None
+
+
+def test_small_models_and_double_precision_ask_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "probed", no_child)
+    assert linear_model().chosen_precision() == "float32"
+    small = fp.Composition(nn.Linear(20, 20), nn.Linear(20, 10), "categorical")
+    assert small.chosen_precision() == "float32"
+    double = fp.Composition(nn.Linear(400, 300).double(), nn.Linear(300, 1).double(), "normal")
+    assert double.chosen_precision() == "float64"
+    assert double.at_precision("float64").autocast is None
+    fp.FedAvg(linear_model()).fit(ragged(), rounds=1)
+
+
+def test_a_split_without_a_backbone_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its whole module runs at every step of the chain, in the parameters' own type."""
+    monkeypatch.setattr(precision, "probed", no_child)
+    module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 1))
+    assert fp.Split(module, "0.*", "normal").chosen_precision() == "float32"
+
+
+def test_a_function_computes_in_its_own_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "probed", no_child)
+    model = fp.CustomModel(outputs=lambda phi, z, x: z["a"] * x, likelihood="normal", z={"a": 1.0})
+    assert model.chosen_precision() == "float64"
+    assert model.at_precision("float64").autocast is None
+    with pytest.raises(SettingsError, match="no network"):
+        model.at_precision("bfloat16")
+
+
+@pytest.mark.parametrize("asked", ["float32", "bfloat16"])
+def test_what_is_asked_for_is_done_without_a_probe(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    monkeypatch.setattr(precision, "probed", no_child)
+    model = convolutional(precision=asked)
+    assert model.autocast is (torch.bfloat16 if asked == "bfloat16" else None)
+    assert model.chosen_precision() == asked
+    assert precision.choose(asked, CPU, worth=True) == asked
+    other = "float32" if asked == "bfloat16" else "bfloat16"
+    assert model.at_precision(other).chosen_precision() == other
+
+
+def test_other_devices_do_not_ask_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "probed", no_child)
+    assert precision.choose("auto", torch.device("mps"), worth=True) == "float32"
     for answer in (True, False):
-        monkeypatch.setattr(precision, "_flags_have_bfloat16", lambda _, a=answer: a)
-        assert precision.native_bfloat16(CPU) is answer
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True, raising=False)
-    assert precision.native_bfloat16(CPU) is True
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, a=answer: a)
+        chosen = precision.choose("auto", torch.device("cuda"), worth=True)
+        assert chosen == ("bfloat16" if answer else "float32")
+    assert precision.choose("auto", torch.device("cuda"), worth=False) == "float32"
 
 
-def test_other_devices_do_not_inherit_the_answer_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "_flags_have_bfloat16", lambda _: True)
-    assert precision.native_bfloat16(torch.device("mps")) is False
+def test_an_unknown_precision_is_refused_at_once() -> None:
+    with pytest.raises(SettingsError, match="auto, float32, bfloat16"):
+        fp.Composition(nn.Linear(2, 1), nn.Linear(1, 1), "normal", precision="half")
+    for model in (linear_model(), fp.CustomModel(lambda phi, z, x, y: y, z={"a": 1.0})):
+        with pytest.raises(SettingsError, match="auto, float32, bfloat16"):
+            model.at_precision("half")
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_auto_follows_the_processor_for_networks(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
-    monkeypatch.setattr(precision, "native_bfloat16", lambda _: native)
-    images = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())
-    model = fp.Composition(images, nn.Linear(8, 1), "normal")
-    assert model.autocast is (torch.bfloat16 if native else None)
-    wide = fp.Composition(nn.Linear(400, 300), nn.Linear(300, 1), "normal")  # 120,300 parameters
-    assert wide.autocast is (torch.bfloat16 if native else None)
-    split = fp.Split(nn.Sequential(images, nn.Linear(8, 1)), "1.*", "normal")
-    assert split.autocast is (torch.bfloat16 if native else None)
+# --- what it changes ----------------------------------------------------------------------------------
 
 
-def test_small_models_are_never_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "native_bfloat16", lambda _: True)
-    assert linear_model().autocast is None
-    assert fp.Composition(nn.Linear(20, 20), nn.Linear(20, 10), "categorical").autocast is None
+def images(n: int) -> Tensor:
+    return torch.randn(n, 1, 4, 4, generator=generator(3))
+
+
+@pytest.mark.parametrize("verdict", [True, False])
+def test_a_run_and_what_is_read_back_follow_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: bool
+) -> None:
+    monkeypatch.setattr(precision, "probed", lambda: Verdict(verdict, "given"))
+    model, wanted = convolutional(), torch.bfloat16 if verdict else None
+    clients = [(images(3), torch.ones(3))]
+    population = fp.FedAvg(model).fit(clients, rounds=1)
+    assert population.model.autocast is wanted
+    conv = population.model.modules()[0][0]
+    assert isinstance(conv, QuietConv)
+    assert {seen[2] for seen in conv.seen} == {wanted}
+    population.save(tmp_path)
+    again = fp.load(tmp_path, model=model)
+    assert again.model.autocast is wanted
+    assert model.autocast is None
+
+
+def test_a_model_that_chose_for_itself_is_saved_as_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16 on this machine must not be an order on the next one, which it might kill."""
+    monkeypatch.setattr(network, "LARGE", 1)
+    monkeypatch.setattr(precision, "probed", lambda: Verdict(True, "given"))
+    model = fp.Composition(nn.Linear(2, 2), nn.Linear(2, 1), "normal")
+    clients = [(torch.ones(2, 2), torch.ones(2))]
+    population = fp.FedAvg(model).fit(clients, rounds=1)
+    assert population.model.autocast is torch.bfloat16
+    population.save(tmp_path)
+    monkeypatch.setattr(precision, "probed", lambda: Verdict(False, "given"))
+    again = fp.load(tmp_path).model
+    assert (again.precision, again.autocast) == ("auto", None)
 
 
 def test_bfloat16_on_request_rounds_the_backbone_and_nothing_else() -> None:
@@ -82,42 +498,27 @@ def test_bfloat16_on_request_rounds_the_backbone_and_nothing_else() -> None:
     assert not torch.equal(one, other)
 
 
-def test_an_unknown_precision_is_refused_at_once() -> None:
-    with pytest.raises(fp.errors.SettingsError, match="auto, float32, bfloat16"):
-        fp.Composition(nn.Linear(2, 1), nn.Linear(1, 1), "normal", precision="half")
-    assert precision.autocast_dtype("float32", CPU) is None
-
-
-def images(n: int) -> torch.Tensor:
-    return torch.randn(n, 1, 4, 4, generator=generator(3))
-
-
-def test_a_split_runs_its_network_as_a_composition_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_a_split_runs_its_network_as_a_composition_does(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Same type, same memory format, same blocks: the same bits, forward and backward."""
     monkeypatch.setattr(network, "BLOCK", 3)
-    layers = seeded(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout(0.5), nn.Flatten(), nn.Linear(16, 2)), 4)
+    layers = seeded(nn.Sequential(QuietConv(1, 4, 3), nn.Dropout(0.5), nn.Flatten(), nn.Linear(16, 2)), 4)
     x = images(7)
-    seen: list[tuple[int, bool]] = []
-    layers[0].register_forward_hook(
-        lambda _m, args, _o: seen.append(
-            (len(args[0]), args[0].is_contiguous(memory_format=torch.channels_last))
-        )
-    )
     rows = RowKeys(train_key(), torch.zeros(7, dtype=torch.int64), torch.arange(7))
+    both = fp.Composition(layers[:3], layers[3], "categorical", precision=kind)
+    phi = both.initial_phi().requires_grad_()
     results = []
-    for kind in ("float32", "bfloat16"):
-        split = fp.Split(layers, "3.*", "categorical", precision=kind)
-        both = fp.Composition(layers[:3], layers[3], "categorical", precision=kind)
-        phi = both.initial_phi().requires_grad_()
-        for model in (split, both):
-            seen.clear()
-            features = model.embed(phi, x, rows)
-            assert seen == [(3, True), (3, True), (1, True)]
-            assert isinstance(features, torch.Tensor)
-            results.append((features.detach(), *torch.autograd.grad(features.square().sum(), phi)))
-        for one, other in zip(*results[-2:], strict=True):
-            assert torch.equal(one, other)
-    assert not torch.equal(results[0][0], results[2][0])
+    for model in (fp.Split(layers, "3.*", "categorical", precision=kind), both):
+        conv = model.modules()[0][0]
+        assert isinstance(conv, QuietConv)
+        conv.seen.clear()
+        features = model.embed(phi, x, rows)
+        rounded = torch.bfloat16 if kind == "bfloat16" else None
+        assert conv.seen == [(n, True, rounded) for n in (3, 3, 1)]
+        assert isinstance(features, Tensor)
+        results.append((features.detach(), *torch.autograd.grad(features.square().sum(), phi)))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_split_is_read_back_with_its_precision(tmp_path: Path) -> None:
@@ -127,3 +528,4 @@ def test_a_split_is_read_back_with_its_precision(tmp_path: Path) -> None:
     again = fp.load(tmp_path).model
     assert isinstance(again, fp.Split)
     assert again.precision == "bfloat16"
+    assert again.autocast is torch.bfloat16

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fedpop.settings import require_whole
 from fedpop.data.csv_task import CsvTask
 from fedpop.data.image_task import ImageTask
 from fedpop.data.synthetic import SyntheticTask
@@ -25,6 +24,7 @@ from fedpop.errors import FedpopError, SettingsError
 from fedpop.experiments.comparison.terms import Source, Subject, Terms, check_labels, seeds_of
 from fedpop.experiments.methods import Entry, entry_from
 from fedpop.federation.clients import Federation
+from fedpop.settings import require_whole
 
 KINDS: dict[str, Any] = {"synthetic": SyntheticTask, "images": ImageTask, "csv": CsvTask}
 TASK: dict[str, dict[str, Any]] = {

@@ -64,9 +64,7 @@ def fedsoul(**changes: Any) -> Build:
     return lambda model: FedSOUL(model, final=SHORT, **changes)
 
 
-def local(
-    rate: float, epochs: int = 1, momentum: float = 0.0, optimiser: Optimiser | None = None
-) -> Variant:
+def local(rate: float, epochs: int = 1, momentum: float = 0.0, optimiser: Optimiser | None = None) -> Variant:
     own = LocalSGD(epochs, rate, batch=10, momentum=momentum)
     step = PhiStep(optimiser or MeanMove(), local=own, schedule=Cosine())
     # The chain needs features once more: a forward pass is a third.

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from fedpop.algorithms.fedsoul import FedSOUL
+from fedpop.client.local_sgd import LocalSGD
+from fedpop.client.phi_step import PhiStep
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.evaluation.subspace import principal_angle
 from fedpop.experiments.experiment import Asked, Experiment
@@ -22,8 +24,6 @@ from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.results import Record, Results, middle, record, values
 from fedpop.server.averaging import Averaging
-from fedpop.client.local_sgd import LocalSGD
-from fedpop.client.phi_step import PhiStep
 from fedpop.server.optimisers import SGD, MeanMove
 from fedpop.server.schedules import Constant, Decay, Schedule
 

@@ -72,7 +72,8 @@ class Cohort:
         return {}
 
     def padded_targets(self, how: object, encode: Callable[[Tensor], Tensor]) -> Tensor:
-        """``pad`` of y in the form that ``encode`` gives; made once for each ``how``, since y never changes."""
+        """``pad`` of y in the form that ``encode`` gives; made once for each ``how``, since y never
+        changes."""
         if how not in self._targets:
             self._targets[how] = self.pad(encode(self.y))
         return self._targets[how]

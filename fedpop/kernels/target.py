@@ -264,8 +264,8 @@ class Target:
         return self.posterior_mean(), self.covariance()
 
     def posterior_mean(self) -> Tensor:
-        """The mean ``[C, d]`` of a Gaussian posterior: one Newton step from the prior's, where the prior itself
-        has no slope."""
+        """The mean ``[C, d]`` of a Gaussian posterior: one Newton step from the prior's, where the prior
+        itself has no slope."""
         local = self.likelihood
         assert isinstance(local, LinearLikelihood) and self.conjugate
         mu = self.prior.mu(self.beta).expand(local.features.shape[0], -1).unsqueeze(1)

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from fedpop.errors import DataError, ModelError
+from fedpop.errors import DataError, ModelError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Example, Inputs, leaves, map_inputs, narrowed
@@ -20,6 +20,8 @@ from fedpop.models.flat import Layout
 from fedpop.models.likelihoods import Likelihood, Params
 from fedpop.models.local import GeneralLikelihood, LinearLikelihood, LocalLikelihood
 from fedpop.models.modules import RowKeys, has_dropout
+from fedpop.models.network import NetworkPass
+from fedpop.precision import check as check_precision
 
 GLOBAL_GENERATOR = (
     "the model draws from torch's global generator (functional dropout, say), so runs could not be "
@@ -73,6 +75,10 @@ class Model(ABC):
     batchable: bool = True
     """Several clients' own copies of phi can be worked on side by side by vmap; convolutions with a filter
     for each client are slow, and cannot be laid out as a CPU likes them."""
+    precision: str = "auto"
+    """As it was given: a model that is saved asks again where it is read."""
+    _pass: NetworkPass | None = None
+    """How the network is run, of models that have one."""
 
     @abstractmethod
     def initial_phi(self) -> Tensor:
@@ -145,6 +151,38 @@ class Model(ABC):
         setattr(out, "embed", lambda phi, x, rows=None: x)  # noqa: B010 (a method of this copy alone)
         return out
 
+    # --- in which type the network runs --------------------------------------------------------
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What the network's products are rounded to; None in the parameters' own type."""
+        return None if self._pass is None else self._pass.autocast
+
+    def chosen_precision(self) -> str:
+        """``bfloat16``, or the parameters' own type. Where ``auto`` left it open for a large network, the
+        first call on a machine takes seconds to find out; constructing a model never does."""
+        like = self.initial_z()
+        rounded = self._pass is not None and self._pass.chosen(like.device) == "bfloat16"
+        return "bfloat16" if rounded else name_of(like.dtype)
+
+    def at_precision(self, precision: str) -> Self:
+        """A copy that computes in this: ``bfloat16``, or ``float32`` for the parameters' own type, which may
+        also be named."""
+        if precision == name_of(self.initial_z().dtype):
+            precision = "float32"
+        check_precision(precision)
+        if self._pass is None and precision == "bfloat16":
+            raise SettingsError(f"{type(self).__name__} has no network to run in bfloat16; leave it out")
+        out = copy.copy(self)
+        out._pass = self._pass and self._pass.at(precision)
+        return out
+
+    def asking_for(self, precision: str) -> Self:
+        """A copy for which this was asked for, in place of what it was made with."""
+        out = self.at_precision(precision)
+        out.precision = precision
+        return out
+
     # --- where a population prior starts ------------------------------------------------------
 
     def prior_centre(self) -> Tensor:
@@ -197,14 +235,6 @@ class Model(ABC):
         """What a copy of a model learns from two examples."""
         self.outputs = self._outputs_at(x, phi)
         self.likelihood.check_head(self.outputs)
-
-    precision = "float32"
-
-    def chosen_precision(self) -> str:
-        return "float32"
-
-    def at_precision(self, precision: str) -> Self:
-        return self
 
     def known(self) -> dict[str, Any]:
         """What ``prepared`` found, for a file."""
@@ -273,6 +303,10 @@ class Model(ABC):
         how = (self.likelihood.name, self.outputs, phi.dtype)
         y = cohort.padded_targets(how, lambda y: self.likelihood.encode(y, self.outputs, phi.dtype))
         return LinearLikelihood(cohort.pad(features), y, cohort.mask, self.likelihood, self.params(phi))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _not_accepted(x: Inputs, error: RuntimeError) -> DataError:

@@ -25,7 +25,9 @@ class Composition(Model):
     """``likelihood(head(backbone(x)))`` with the backbone shared (phi) and the head private (z).
 
     Parameters with ``requires_grad=False`` stay as they are; a backbone without any trainable
-    parameter has its features computed once.
+    parameter has its features computed once. ``precision`` is what the backbone runs in: ``float32``,
+    ``bfloat16``, or ``auto``, which is float32 unless the network is large and a child process has shown
+    that bfloat16 works and is faster on this machine.
 
     >>> from torch import nn
     >>> model = Composition(nn.Linear(20, 2, bias=False), nn.Linear(2, 1, bias=False), "normal")
@@ -62,8 +64,7 @@ class Composition(Model):
         self.outputs = _outputs_of(self.head)
         self.likelihood.check_head(self.outputs)
         self.precision = precision
-        self._pass = NetworkPass.of(self.backbone, self.phi_layout.size, precision, self.device)
-        self.autocast = self._pass.autocast
+        self._pass: NetworkPass = NetworkPass.of(self.backbone, self.phi_layout.size, self.dtype, precision)
         self.batchable = not self._pass.convolutional
         self.network = not isinstance(self.backbone, nn.Identity | nn.Linear)
 

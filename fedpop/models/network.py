@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedpop.errors import ModelError
 from fedpop.federation.inputs import Inputs, leaves, map_inputs, rows_of
 from fedpop.models.modules import RowKeys, dropout_rows, is_convolutional
-from fedpop.precision import autocast_dtype
+from fedpop.precision import check, choose
 
 BLOCK = 100
 """Images that go through a convolutional network at a time on a CPU: the buffers of a larger batch
@@ -26,17 +26,33 @@ class NetworkPass:
 
     module: nn.Module
     convolutional: bool
-    autocast: torch.dtype | None
+    worth: bool
+    """Large enough to be worth rounding: 8 bits of a few statistical parameters buy nothing."""
+    precision: str = "auto"
+    """What it runs in; the parameters' own type unless this is ``bfloat16``, so also before ``auto`` was
+    decided."""
 
     @classmethod
-    def of(cls, module: nn.Module, size: int, precision: str, device: torch.device) -> NetworkPass:
-        """``size``: how many shared parameters there are."""
+    def of(cls, module: nn.Module, size: int, dtype: torch.dtype, precision: str) -> NetworkPass:
+        """``size``: how many shared parameters of type ``dtype`` there are."""
+        check(precision)
         convolutional = is_convolutional(module)
-        wanted = autocast_dtype(precision, device)
-        # Rounding a few statistical parameters to 8 bits buys nothing: only networks are worth it.
-        if precision == "auto" and not convolutional and size <= LARGE:
-            wanted = None
-        return cls(module, convolutional, wanted)
+        # torch leaves double precision as it is.
+        worth = (convolutional or size > LARGE) and dtype == torch.float32
+        return cls(module, convolutional, worth, precision)
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """bfloat16, or None to compute in the parameters' own type."""
+        return torch.bfloat16 if self.precision == "bfloat16" else None
+
+    def chosen(self, device: torch.device) -> str:
+        """``float32`` or ``bfloat16``, found out where it was left open."""
+        return choose(self.precision, device, self.worth)
+
+    def at(self, precision: str) -> NetworkPass:
+        check(precision)
+        return replace(self, precision=precision)
 
     def __call__(self, forward: Callable[[Inputs], Tensor], x: Inputs, rows: RowKeys | None) -> Tensor:
         """``forward(x)`` block by block; dropout is on when ``rows`` name the examples."""

@@ -17,6 +17,7 @@ from fedpop.models.base import (
     Model,
     initial_params,
     likelihood_layout,
+    name_of,
     trainable,
 )
 from fedpop.models.composition import _outputs_of
@@ -81,16 +82,19 @@ class Split(Model):
         # The last layer that was registered may not be the last one that is used: see prepared().
         self.outputs = shapes[f"{self._last}.weight"][0] if self._last else _outputs_of(self.module)
         self.precision = precision
-        self._pass = NetworkPass.of(self.module, self.phi_layout.size, precision, self.device)
+        self._pass: NetworkPass = NetworkPass.of(self.module, self.phi_layout.size, self.dtype, precision)
         self.batchable = not self._pass.convolutional
         self.network = not isinstance(module, nn.Linear)
-        self.autocast = self._pass.autocast
 
     def __repr__(self) -> str:
         return (
             f"Split(phi: {self.phi_layout.size}, z: {self.z_layout.size}, "
             f"likelihood: {self.likelihood.name}, personal: {', '.join(self.personal)})"
         )
+
+    def chosen_precision(self) -> str:
+        # Without a backbone nothing is ever rounded, so there is nothing to find out.
+        return super().chosen_precision() if self._last else name_of(self.dtype)
 
     def _linear_candidate(self) -> str | None:
         """The linear layer whose parameters are exactly the personal ones, if there is one."""

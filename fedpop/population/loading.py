@@ -42,6 +42,7 @@ def load(
     else:
         require_same(saved["model"], model)
     model = model.knowing(saved["known"])
+    model = model.at_precision(model.chosen_precision())
     given = {} if prior is None else {"prior": prior}
     algorithm = rebuild(saved["algorithm"], saved["method"], model, **given)
     federation = None

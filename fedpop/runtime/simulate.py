@@ -14,7 +14,6 @@ from fedpop.federation.participation import Participation
 from fedpop.federation.participation import resolve as resolve_participation
 from fedpop.files import write_json
 from fedpop.population import Population
-from fedpop.precision import check as check_precision
 from fedpop.runtime.callbacks import Callback
 from fedpop.runtime.run import Run, Settings
 from fedpop.settings import require_whole
@@ -58,8 +57,7 @@ def fit(
     """
     rule = method.usual_participation() if participation is None else resolve_participation(participation)
     if precision is not None:
-        check_precision(precision)
-        method = method.replace(model=method.model.at_precision(precision))
+        method = method.replace(model=method.model.asking_for(precision))
     settings = Settings(rounds, seed, rule, memory, checkpoint_every, method.model.precision, sites)
     require_whole(0, restarts=restarts)
     if restarts:

@@ -55,8 +55,8 @@ METHODS: dict[str, Any] = {
 def one_client(
     method: Algorithm,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Local state before and after a round of a cohort of one, and what the server sees of every question and of
-    the round, under the question's name or ``train``: of one client, that is what it sends."""
+    """Local state before and after a round of a cohort of one, and what the server sees of every question and
+    of the round, by the question's name or as ``train``: of one client, that is what it sends."""
     data, _, _ = population_data(1, 6, 3, 2, 0.5)
     if method.model.likelihood.name == "categorical":
         data = [(data[0][0], torch.arange(6) % 3)]

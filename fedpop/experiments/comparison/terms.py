@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedpop.algorithms.base import Algorithm
-from fedpop.settings import require_whole
 from fedpop.errors import DataError, SettingsError
 from fedpop.experiments.methods import Entry
 from fedpop.federation.clients import Client, Federation
@@ -17,6 +16,7 @@ from fedpop.federation.participation.rules import resolve as resolve_participati
 from fedpop.models.base import Model
 from fedpop.population.evaluate import check_newcomers
 from fedpop.runtime.watch import Watch
+from fedpop.settings import require_whole
 
 ROUNDS = 500
 

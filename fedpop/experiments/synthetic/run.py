@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms import FedAvg, FedRep, FedSOUL
-from fedpop.client.local_sgd import LocalSGD
 from fedpop.algorithms.base import Algorithm
 from fedpop.algorithms.hierarchical import Hierarchical
+from fedpop.client.local_sgd import LocalSGD
 from fedpop.data.synthetic import Synthetic, SyntheticTask
 from fedpop.errors import EstimateError
 from fedpop.evaluation.oracle import Optimum, exact_optimum

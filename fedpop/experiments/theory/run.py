@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from fedpop.algorithms import FedAvg, FedSOUL
-from fedpop.client.local_sgd import LocalSGD
 from fedpop.algorithms.base import Algorithm
 from fedpop.algorithms.hierarchical import Hierarchical
 from fedpop.channel.compressors import RandK
+from fedpop.client.local_sgd import LocalSGD
+from fedpop.client.sampler import Chain
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.evaluation.mean_field import MeanField
 from fedpop.evaluation.oracle import Optimum, everyone, exact_optimum, log_likelihood
@@ -148,7 +149,7 @@ def entry(
 
 # --- the bias of Langevin steps: A(gamma) ----------------------------------------------------
 
-BIAS: dict[str, Any] = {"rate": 1e-3, "power": 0.0, "local_steps": 20, "chains": 30}
+BIAS: dict[str, Any] = {"rate": 1e-3, "power": 0.0, "local_steps": 20, "chain": Chain(chains=30, burn_in=0)}
 """Constant server steps and many chains: beside the bias there is little noise, averaged over a tail."""
 BIAS_ROUNDS = 200
 MARKS = (10, 20, 40, 80, 160, 200, 320)
