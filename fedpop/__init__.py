@@ -28,6 +28,7 @@ from fedpop.algorithms import (
     PFedMe,
 )
 from fedpop.client.local_sgd import LocalSGD
+from fedpop.experiments.comparison import compare
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.held_out import hold_out
 from fedpop.models import likelihoods, links
@@ -68,6 +69,7 @@ __all__ = [
     "Table",
     "callbacks",
     "chains",
+    "compare",
     "compressors",
     "evaluate",
     "fit",

@@ -154,7 +154,7 @@ class FedSOUK(Hierarchical):
                 yield replace(answer, rows=rows if answer.rows is None else rows[answer.rows])
 
     def _answers(self, round: Round, cohort: Cohort, local: Tensors, steps: int) -> Iterator[Answer]:
-        """Z_1, ..., Z_M, then I and J of everyone at once, or unit by unit where each J is looked at alone."""
+        """Z_1, ..., Z_M, then I and J of everyone at once, or unit by unit where each J travels alone."""
         told, key, wanted = round.broadcast, round.key, round.coefficients
         work = PhiWork.of(self.model, self.on_phi, told["phi"], cohort, key, wanted is not None)
         features = map_inputs(Tensor.detach, work.features)

@@ -51,8 +51,8 @@ def check_steps(setting: Any) -> None:
         whose = f" of client {name!r}" if name else ""
         if isinstance(number, bool) or not isinstance(number, int):
             raise SettingsError(
-                f"local_steps{whose} must be a whole number, fedpop.chains.Steps or a mapping from clients to "
-                f"whole numbers, not {number!r}"
+                f"local_steps{whose} must be a whole number, fedpop.chains.Steps or a mapping from clients "
+                f"to whole numbers, not {number!r}"
             )
         if number < 1:
             raise SettingsError(f"local_steps{whose} (the paper's M) must be at least 1, not {number}")

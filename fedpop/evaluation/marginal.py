@@ -80,8 +80,8 @@ class MarginalLikelihood(Question[LogLikelihood]):
         if failed:
             raise EstimateError(
                 f"importance sampling fails for {failed:.0f} client(s), with a Pareto shape above "
-                f"{WORST_SHAPE}: z has {self.hierarchy.model.z_layout.size} dimensions, and no simple proposal covers its "
-                "posterior"
+                f"{WORST_SHAPE}: z has {self.hierarchy.model.z_layout.size} dimensions, and no simple "
+                "proposal covers its posterior"
             )
         return LogLikelihood(value, variance**0.5, self.method)
 

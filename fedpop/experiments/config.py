@@ -1,7 +1,7 @@
 """Settings files of ``fedpop compare`` and ``fedpop tune``: a task, the terms, and methods.
 
 [task]                       what methods are compared on: kind and its settings
-[run]                        rounds or passes, seeds, participation, every, last
+[run]                        rounds or passes, seeds, participation, every, last, precision
 [tune]                       trials, metric, seeds (for fedpop tune)
 [[method]]                   name, label, settings; [method.search] for fedpop tune
 """
@@ -33,7 +33,7 @@ TASK: dict[str, dict[str, Any]] = {
     "csv": {"new_clients": 0},
 }
 """Settings beside those of the task's class, with their defaults; None must be given."""
-RUN = ("rounds", "passes", "seeds", "participation", "every", "last")
+RUN = ("rounds", "passes", "seeds", "participation", "every", "last", "precision")
 TUNE = ("trials", "metric", "seed", "seeds", "rounds", "passes")
 
 

@@ -43,7 +43,13 @@ def fitted(
         if isinstance(callback, Watch) and callback.every is None:
             callback.every = max(1, rounds // LOOKS)
     return method.fit(
-        clients, rounds=rounds, seed=seed, participation=rule, callbacks=callbacks, progress=False
+        clients,
+        rounds=rounds,
+        seed=seed,
+        participation=rule,
+        callbacks=callbacks,
+        progress=False,
+        precision=terms.precision,
     )
 
 

@@ -15,6 +15,7 @@ from fedpop.federation.participation.rules import Participation
 from fedpop.federation.participation.rules import resolve as resolve_participation
 from fedpop.models.base import Model
 from fedpop.population.evaluate import check_newcomers
+from fedpop.precision import check as check_precision
 from fedpop.runtime.watch import Watch
 from fedpop.settings import require_whole
 
@@ -66,8 +67,12 @@ class Terms:
     participation: Participation | int | float | Sequence[float] | None = None
     every: int | None = None
     last: int = 10
+    precision: str | None = None
+    """What backbones run in; the model's own setting unless told."""
 
     def __post_init__(self) -> None:
+        if self.precision is not None:
+            check_precision(self.precision)
         if self.rounds is not None and self.passes is not None:
             raise SettingsError("a budget is a number of rounds or of backbone passes, not both")
         if self.rounds is None and self.passes is None:
@@ -95,7 +100,8 @@ class Terms:
     def describe(self) -> dict[str, Any]:
         budget = {"rounds": self.rounds} if self.passes is None else {"passes": self.passes}
         who = None if self.participation is None else resolve_participation(self.participation).describe()
-        return budget | {"participation": who, "every": self.every, "last": self.last}
+        about = budget | {"participation": who, "every": self.every, "last": self.last}
+        return about if self.precision is None else about | {"precision": self.precision}
 
 
 def seeds_of(seeds: int | Sequence[int]) -> list[int]:
