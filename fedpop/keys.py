@@ -15,11 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Array = npt.NDArray[np.int64]
 
 SERVER, NEWCOMER = -1, -2
 """What the server itself draws under, and a unit that was never in training; no name's hash is negative."""
@@ -48,17 +53,26 @@ def units_of(names: Iterable[str]) -> Tensor:
 
 def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
     """Philox4x32-10 on a ``[4, ...]`` int64 tensor of 32-bit counter words."""
-    device = counter.device
-    multiplier = torch.tensor(_MULTIPLIERS, dtype=torch.int64, device=device).view(2, 1)
-    weyl = torch.tensor([key], dtype=torch.int64, device=device) + torch.arange(
-        _ROUNDS, dtype=torch.int64, device=device
-    ).unsqueeze(1) * torch.tensor([_WEYL], dtype=torch.int64, device=device)
-    keys = (weyl & _MASK).view(_ROUNDS, 2, 1)
-    flat = counter.flatten(1) if counter.dim() > 1 else counter.unsqueeze(1)
-    if flat.shape[1] <= _CHUNK or device.type != "cpu":
-        return _encrypted(flat, multiplier, keys).reshape(counter.shape)
-    parts = [_encrypted(part, multiplier, keys) for part in flat.split(_CHUNK, dim=1)]
-    return torch.cat(parts, 1).reshape(counter.shape)
+    flat = counter.reshape(4, -1)
+    if counter.device.type != "cpu" or torch._C._functorch.is_functorch_wrapped_tensor(counter):
+        return _encrypted(flat, *_constants(key, counter.device)).reshape(counter.shape)
+    # The same arithmetic, with less overhead per operation.
+    multiplier, keys = (c.numpy() for c in _constants(key, counter.device))
+    words = [_encrypted_array(part.numpy(), multiplier, keys) for part in flat.split(_CHUNK, dim=1)]
+    return torch.from_numpy(np.concatenate(words, 1) if words else flat.numpy()).reshape(counter.shape)
+
+
+def _constants(key: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Multipliers ``[2, 1]`` and the key of every round, ``[rounds, 2, 1]``."""
+    multiplier, weyl = _weyl(device)
+    return multiplier, (weyl + torch.tensor(key, device=device).view(1, 2, 1)).bitwise_and_(_MASK)
+
+
+@lru_cache
+def _weyl(device: torch.device) -> tuple[Tensor, Tensor]:
+    multiplier = torch.tensor(_MULTIPLIERS, device=device).view(2, 1)
+    rounds = torch.arange(_ROUNDS, device=device).view(-1, 1, 1)
+    return multiplier, rounds * torch.tensor(_WEYL, device=device).view(1, 2, 1)
 
 
 def _encrypted(counter: Tensor, multiplier: Tensor, keys: Tensor) -> Tensor:
@@ -70,6 +84,15 @@ def _encrypted(counter: Tensor, multiplier: Tensor, keys: Tensor) -> Tensor:
         high = product.bitwise_right_shift_(32).bitwise_and_(_MASK)
         even, odd = high.bitwise_xor_(odd).bitwise_xor_(key), low
     return torch.stack((even[0], odd[0], even[1], odd[1]))
+
+
+def _encrypted_array(counter: Array, multiplier: Array, keys: Array) -> Array:
+    """The same on arrays of a processor's own memory."""
+    even, odd = counter[0::2], counter[1::2]
+    for key in keys:
+        product = (even * multiplier)[::-1]
+        even, odd = ((product >> 32) & _MASK) ^ odd ^ key, product & _MASK
+    return np.stack((even[0], odd[0], even[1], odd[1]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor
@@ -122,7 +123,7 @@ class Algorithm(Setting, ABC):
 
     # --- what the runtime asks before it starts -----------------------------------------------
 
-    @property
+    @cached_property
     def channel(self) -> Channel:
         """The way that this method's vectors take to the server."""
         return Channel(self.compressor, self.compressed, self.clip)

@@ -189,11 +189,12 @@ class FedSOUK(Hierarchical):
             return server
         k, prior = key.round, self.hierarchy.prior
         phi, beta = server["phi"], server["beta"]
-        lacking, states = prior_chains.normaliser(prior, beta, unprefixed("prior.", server), key)
-        # As much of what an energy's scores lack as there is of the clients' scores.
-        i = total.estimate("I", beta) + lacking * (total.weight * total.scale)
-        i = i + self.hyperprior.beta_grad(prior, beta)
-        j = total.estimate("J", phi) + self.hyperprior.phi_grad(phi)
+        i = self.hyperprior.plus_beta(prior, beta, total.estimate("I", beta))
+        j = self.hyperprior.plus_phi(phi, total.estimate("J", phi))
+        states: Tensors = {}
+        if not prior.normalised:  # as much of what its scores lack as there is of the clients' scores
+            lacking, states = prior_chains.normaliser(prior, beta, unprefixed("prior.", server), key)
+            i = i + lacking * (total.weight * total.scale)
         optimiser = self.on_phi.step(self.model)
         if optimiser.averages:  # the clients' mean move
             j = j * server["phi_rate"] / total.estimate("examples", phi.new_zeros(())).clamp(min=1)

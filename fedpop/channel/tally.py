@@ -46,6 +46,8 @@ class Tally:
         ``sites`` says at which site each unit is; a site sends the sum over its units. Messages of units that
         are ``lost`` ``[C]`` were sent and never arrive (that of one unit is that of its site).
         """
+        if sites is None and lost is None and self._taken(answer, weights):
+            return Heard(answer.good, {})
         alone = sites is None
         where, place = (units, None) if sites is None else torch.unique(sites, return_inverse=True)
         if place is not None:
@@ -74,6 +76,27 @@ class Tally:
         self._count += int(heard.sum())
         self._weight += float(weights[heard].sum())
         return Heard(heard, self._shares(seen, heard, place, alone))
+
+    def _taken(self, answer: Answer, weights: Tensor) -> bool:
+        """The short way, where everyone is fit and the channel changes nothing: sums alone, as long as they
+        are finite; where one is not, somebody is not what it says, and the long way finds out who."""
+        if not self._channel.transparent or self._remembered or answer.named or not bool(answer.good.all()):
+            return False
+        ones = bool((weights == 1).all())
+        plain = {n: v.sum(0) for n, v in answer.vectors.items()}
+        weighted = plain if ones else {n: weights.to(v.dtype) @ v for n, v in answer.vectors.items()}
+        if any(not bool(torch.isfinite(total).all()) for total in weighted.values()):
+            return False
+        sums = answer.sums
+        self.bytes_up += sum(v.numel() * v.element_size() for v in answer.vectors.values())
+        self.bytes_up += len(weights) * sum(v.numel() * v.element_size() for v in sums.values())
+        for name, total in (weighted | sums).items():
+            _grow(self._weighted, name, total)
+        for name, total in (plain | sums if ones else plain).items():
+            _grow(self._plain, name, total)
+        self._count += len(weights)
+        self._weight += len(weights) if ones else float(weights.sum())
+        return True
 
     def _carried(self, name: str, vectors: Tensor, sites: Tensor, there: Tensor) -> tuple[Tensor, int]:
         """As ``Channel.carry``, for the sites that have something to say."""

@@ -49,14 +49,13 @@ def chain_cost(
 
     def cost(value: Tensor, good: Tensor, rows: Tensor | None) -> dict[str, float]:
         nonlocal counted
-        own = slice(None) if rows is None else rows
-        out = {
-            "log_likelihood": float(value[good].sum()),
-            "examples": float(cohort.sizes[own][good].sum()),
-            "acceptance": float(done.acceptance[own][good].sum()),
-            "divergences": float(done.diverged[own].sum()),
-            "clients": float(good.sum()),
-        }
+        parts = [value, cohort.sizes, done.acceptance, done.diverged]
+        if rows is not None:
+            parts[1:] = [part[rows] for part in parts[1:]]
+        everyone = bool(good.all())
+        sums = [float((part if everyone else part[good]).sum()) for part in parts[:3]]
+        out = dict(zip(("log_likelihood", "examples", "acceptance"), sums, strict=True))
+        out |= {"divergences": float(parts[3].sum()), "clients": float(len(good) if everyone else good.sum())}
         if not counted:  # with the first block
             counted = True
             out |= {

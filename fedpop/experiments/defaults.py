@@ -107,6 +107,8 @@ BASELINES: dict[str, Variant] = {
     "FedRep 5 x .01": Variant(fedrep(5, 0.01), "baseline", 5 + 1 / 3),
 }
 ALL: Mapping[str, Variant] = VARIANTS | BASELINES
+GONE = {"antithetic pairs": "20 transitions"}
+"""Settings that are no longer there, but in records: after which variant they are told."""
 
 
 def setting_of(task: ImageTask) -> dict[str, Any]:
@@ -218,13 +220,15 @@ LEGEND = (
 
 
 def question(method: str) -> str:
-    return ALL[method.removesuffix(" + tuning")].question
+    name = method.removesuffix(" + tuning")
+    return ALL[name].question if name in ALL else method
 
 
 def order(results: Results) -> list[str]:
     """Methods in the experiment's own order."""
     found = results.methods()
-    known = [m for name in ALL for m in (name, f"{name} + tuning") if m in found]
+    after = {known: gone for gone, known in GONE.items()}
+    known = [m for name in ALL for m in (name, f"{name} + tuning", after.get(name)) if m in found]
     return known + [m for m in found if m not in known]
 
 

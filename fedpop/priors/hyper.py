@@ -47,6 +47,14 @@ class Hyperprior(Setting):
         """It says something about the prior's mean or scale."""
         return self.mean_scale is not None or self.log_scale is not None
 
+    def plus_phi(self, phi: Tensor, j: Tensor) -> Tensor:
+        """A gradient in phi, with this one's added where there is one."""
+        return j if self.phi_scale is None else j + self.phi_grad(phi)
+
+    def plus_beta(self, prior: Prior, beta: Tensor, i: Tensor) -> Tensor:
+        """A score, with this one's added where there is one."""
+        return i + self.beta_grad(prior, beta) if self.on_beta else i
+
     def phi_grad(self, phi: Tensor) -> Tensor:
         return torch.zeros_like(phi) if self.phi_scale is None else -phi / self.phi_scale**2
 

@@ -187,6 +187,8 @@ class Normal(Prior):
         centred = z - self.mu(beta)
         if self.covariance == "full":
             grad = -centred @ self.precision(beta)
+        elif self.covariance == "isotropic":
+            grad = centred * -torch.exp(-2 * beta[d])
         else:
             grad = -centred / self.sd(beta).square()
         quadratic = (grad * centred).sum(-1)
@@ -218,6 +220,8 @@ class Normal(Prior):
 
         ``mixed`` needs ``cov`` = Q^-1 ``[C, d, d]``, a fixed guess of the posterior covariance.
         """
+        if self.covariance == "isotropic":
+            return self._isotropic_score(beta, z, likelihood_grad, form, cov)
         centred = z - self.mu(beta)
         identity = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
         left, g = self._times_precision(beta, centred), likelihood_grad
@@ -234,6 +238,25 @@ class Normal(Prior):
             raise SettingsError(f"the form of I is 'left', 'right' or 'mixed', not {form!r}")
         u, v = self.whiten(beta, centred), self.colour(beta, vector, True)
         return torch.cat((vector.mean(1), self._scale_part(u, v) - self._pick(share)), dim=-1)
+
+    def _isotropic_score(self, beta: Tensor, z: Tensor, g: Tensor, form: str, cov: Tensor | None) -> Tensor:
+        """The same with one scale for all: u . L'v is (z - mu) . v, and of ``share`` the trace is all that
+        counts."""
+        d = z.shape[-1]
+        centred, precision = z - beta[:d], torch.exp(-2 * beta[d])
+        share: Tensor | float
+        if form == "left":
+            vector, share = centred * precision, float(d)
+        elif form == "right":
+            vector, share = g, 0.0
+        elif form == "mixed" and cov is not None:
+            left = centred * precision
+            vector = left - ((left - g) @ cov) * precision
+            share = d - cov.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) * precision
+        else:
+            raise SettingsError(f"the form of I is 'left', 'right' or 'mixed', not {form!r}")
+        scale = (centred * vector).sum(-1).mean(1, keepdim=True) - share
+        return torch.cat((vector.mean(1), scale), dim=-1)
 
     def moments_score(self, beta: Tensor, mean: Tensor, cov: Tensor) -> Tensor:
         """I when the posterior is known: mean ``[C, d]`` and covariance ``[C, d, d]`` of z."""
@@ -314,19 +337,22 @@ class Normal(Prior):
         """
         d = self.dimension(beta)
         mu, i_mu, i_scale = beta[:d], score[:d], score[d:]
+        sd = self.sd(beta)
         shift = em_shift = torch.zeros_like(mu)
         if self.learn_mean:
-            em_shift = rate * self.colour(beta, self.colour(beta, i_mu, True))
-            shift = torch.where(self.sd(beta).square() >= floor, em_shift, rate * floor * i_mu)
+            full = self.covariance == "full"
+            variance = sd.square()
+            em_shift = rate * (self.colour(beta, self.colour(beta, i_mu, True)) if full else variance * i_mu)
+            shift = torch.where(variance >= floor, em_shift, rate * floor * i_mu)
         if not self.learn_scale:
             return torch.cat((mu + shift, beta[d:]))
-        white = self.whiten(beta, em_shift)
         if self.covariance == "full":
+            white = self.whiten(beta, em_shift)
             identity = torch.eye(d, dtype=beta.dtype, device=beta.device)
             inner = identity + rate * self._symmetric(i_scale) - torch.outer(white, white)
             factor = self.factor(beta) @ torch.linalg.cholesky(_positive(inner))
             return self.pack(mu + shift, factor)
-        moved = white.square()
+        moved = (em_shift / sd).square()
         if self.covariance == "isotropic":
             i_scale, moved = i_scale / d, moved.mean(0, keepdim=True)
         # A single round may not shrink a variance below a hundredth: noise could make it negative.

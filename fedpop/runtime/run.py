@@ -18,6 +18,7 @@ import torch
 
 from fedpop.algorithms.base import Algorithm, Facts, Round
 from fedpop.channel import Tensors
+from fedpop.channel.compressors import Compressor
 from fedpop.client.cost import WORK
 from fedpop.client.plan import Plan, parse_bytes, plan_for
 from fedpop.client.store import LocalStore
@@ -75,6 +76,8 @@ class Run:
         settings.participation.check(len(federation))
         algorithm.check_participation(settings.participation)
         algorithm.check(federation.names)
+        if settings.sites is not None and not isinstance(algorithm.compressor, Compressor | str):
+            raise SettingsError("a site of several clients has one compressor: give one for all")
         algorithm.check_data(federation)
         for callback in callbacks:
             callback.check(federation)

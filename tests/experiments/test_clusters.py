@@ -64,7 +64,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clusters")
     found = Results(folder)
     with pytest.MonkeyPatch.context() as patch:  # what is learned is not looked at here
-        patch.setattr("fedpop.algorithms.fedsouk.Final.__init__.__defaults__", (4, 50, 50))
+        patch.setattr("fedpop.client.final.Final.__init__.__defaults__", (4, 50, 50))
         found.add(run_seed(SMALL, 0, folder, rounds=2))
         found.add(run_seed(SMALL, 1, rounds=2, names=("Normal", "Mixture", "Truth")))
     return found
@@ -108,7 +108,7 @@ def test_the_truth_is_the_truth():
     # Nor does it change when features are turned and stretched, and the components with them.
     a = 1.3 * torch.tensor([[0.8, -0.6], [0.6, 0.8]])
     method, beta = population.algorithm, population.published["beta"]
-    gauge = Gauge.of(method.model, method.prior)
+    gauge = Gauge.of(method.model, method.hierarchy.prior)
     moved = dict(zip(("phi", "beta"), gauge.transform(population.published["phi"], beta, a), strict=True))
     other = density_in_true_coordinates(replace(population, published=moved), data.phi, points)
     torch.testing.assert_close(other, density, rtol=1e-4, atol=1e-4)

@@ -39,7 +39,9 @@ def test_personalised_means_that_clients_predict_differently(name: str) -> None:
 def test_compression_is_there_or_refused(name: str) -> None:
     method = METHODS[name]
     if method.compressed:
-        assert method(small_model(), compressor="qsgd").compressors == (fp.compressors.QSGD(),)
+        made = method(small_model(), compressor="qsgd")
+        assert made.channel.compressors == (fp.compressors.QSGD(),)
+        assert not made.channel.transparent
     else:
         with pytest.raises(SettingsError, match="does not compress"):
             method(small_model(), compressor="qsgd")

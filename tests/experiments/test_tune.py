@@ -9,11 +9,11 @@ import pytest
 import fedpop as fp
 from fedpop.cli import main
 from fedpop.errors import DataError, SettingsError
-from fedpop.evaluation.scores import evaluate
 from fedpop.experiments import tune as search
 from fedpop.experiments.comparison.run import fitted
 from fedpop.experiments.config import config_from, read_config, to_toml
 from fedpop.keys import Key
+from fedpop.population import evaluate
 from fedpop.report.results import Results, record
 
 RAW = {

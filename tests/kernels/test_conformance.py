@@ -30,7 +30,7 @@ from fedpop.kernels import (
 )
 from fedpop.kernels.base import Noise
 from fedpop.keys import Key
-from fedpop.models.local import LocalLikelihood
+from fedpop.models.local import LinearLikelihood, LocalLikelihood
 from tests.oracles import (
     DOUBLE,
     Moments,
@@ -236,11 +236,15 @@ def test_draws_do_not_depend_on_who_else_is_there(kernel, case, ids):
 @cases
 def test_gradient_evaluations_are_what_is_reported(kernel, case, monkeypatch):
     calls, products = [], []
-    plain, pull_back = Target.value_and_grad, torch.func.vjp
+    plain, pull_back, of_data = Target.value_and_grad, torch.func.vjp, LinearLikelihood.value_and_grad
 
     def counted(self, z):
         calls.append(z.shape)
         return plain(self, z)
+
+    def counted_data(self, z):
+        calls.append(z.shape)
+        return of_data(self, z)
 
     def counted_products(f, z):
         out, product = pull_back(f, z)
@@ -248,13 +252,15 @@ def test_gradient_evaluations_are_what_is_reported(kernel, case, monkeypatch):
 
     monkeypatch.setattr(Target, "value_and_grad", counted)
     monkeypatch.setattr(torch.func, "vjp", counted_products)
+    if kernel.independent(case.target()):
+        # All seven draws of both chains at once, and before them their mean, one point for each client.
+        monkeypatch.undo()
+        monkeypatch.setattr(LinearLikelihood, "value_and_grad", counted_data)
+        trace = go(kernel, case.target(), start(case, [0, 1, 2]), [0, 1, 2], steps=7)
+        assert [shape[1] for shape in calls] == [1, 7 * 2]
+        assert trace.gradient_evaluations == 1 + 7
+        return
     trace = go(kernel, case.target(), start(case, [0, 1, 2]), [0, 1, 2], steps=7)
-    # In points per chain: independent draws are looked at all at once, and their mean, one point for each
-    # client whatever the number of chains, is not counted.
-    at_once = kernel == Exponential() and case.target().conjugate
-    if at_once:
-        assert [shape[1] for shape in calls] == [2, 1, 7 * 2]
-        calls = [calls[0], *[calls[0]] * 7]
     assert all(shape[1] == 2 for shape in calls + products)
     assert len(calls) + len(products) == trace.gradient_evaluations
     assert kernel.gradients_per_step == getattr(kernel, "leapfrog", 1) + isinstance(kernel, JumpHMC)

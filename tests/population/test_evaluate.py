@@ -117,7 +117,7 @@ def calibration_error(confidence, right):
     """The definition, one prediction after the other; who is exactly sure is in a bin alone."""
     bins = {}
     for c, r in zip(confidence.tolist(), right.tolist(), strict=True):
-        bins.setdefault(math.floor(protocol.BINS * c), []).append((c, r))
+        bins.setdefault(math.floor(scores.BINS * c), []).append((c, r))
     return sum(abs(sum(c for c, _ in b) - sum(r for _, r in b)) for b in bins.values()) / len(right)
 
 

@@ -31,13 +31,12 @@ _BLOCK = 2**16
 class Compressor(Setting, ABC):
     """An unbiased compressor; see the module's text.
 
-        >>> import torch, fedpop as fp
-        >>> from fedpop.keys import Key
-    from fedpop.settings import Setting
-        >>> compressor = fp.compressors.RandK(k=1)
-        >>> seen = compressor.compress(torch.ones(1000, 4), Key(0), torch.arange(1000))
-        >>> bool((seen.mean(0) - 1).abs().max() < 5 * (compressor.omega(4) / 1000) ** 0.5)  # unbiased
-        True
+    >>> import torch, fedpop as fp
+    >>> from fedpop.keys import Key
+    >>> compressor = fp.compressors.RandK(k=1)
+    >>> seen = compressor.compress(torch.ones(1000, 4), Key(0), torch.arange(1000))
+    >>> bool((seen.mean(0) - 1).abs().max() < 5 * (compressor.omega(4) / 1000) ** 0.5)  # unbiased
+    True
     """
 
     name: ClassVar[str]

@@ -1,0 +1,208 @@
+"""Every pair of FedSOUK's settings works together, or is refused with a sentence: a covering array of pairs.
+
+Each row of the array is a run of two rounds on a tiny model. It gives finite predictions for everyone, or one
+error of fedpop's that says what to do; nothing else may come out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fedpop as fp
+from fedpop.errors import ModelError, SettingsError
+from tests.helpers import generator, seeded
+
+NAMES = ("ada", "bea", "cem", "dag")
+SIZES = (4, 2, 5, 3)
+LOCAL = fp.LocalSGD(epochs=1, rate=0.01)
+
+FACTORS: dict[str, dict[str, Any]] = {
+    "model": {"linear": None, "softmax": None, "curved": None},
+    "prior": {
+        "normal": "normal",
+        "diagonal": "diagonal",
+        "full": "full",
+        "mixture": "mixture",
+        "energy": fp.priors.Energy(hidden=4, chains=16, ship=8, steps=1),
+        "fixed": fp.priors.Normal(scale=0.7, learn_mean=False),
+    },
+    "kernel": {
+        "auto": None,
+        "ula": "ula",
+        "exponential": fp.kernels.Exponential(0.5),
+        "hmc": fp.kernels.HMC(leapfrog=2),
+        "mala": "mala",
+        "sgld": fp.kernels.SGLD(batch=2),
+        "jumps": "jumphmc",
+        "mixture draw": "mixture-draw",
+    },
+    "local_steps": {
+        "3": 3,
+        "rising": fp.chains.Steps(1, 3, over=2),
+        "own": dict(zip(NAMES, (1, 2, 2, 3), strict=True)),
+    },
+    "chain": {
+        "default": fp.chains.Chain(),
+        "two": fp.chains.Chain(chains=2),
+        "stateless": fp.chains.Chain(stateful=False),
+        "burn-in": fp.chains.Chain(burn_in=3),
+        "closed form": fp.chains.Chain(rao_blackwell=True),
+    },
+    "phi_step": {
+        "default": None,
+        "sgd": fp.steps.SGD(1e-3),
+        "batch": fp.steps.PhiStep(batch=2),
+        "local": fp.steps.PhiStep(local=LOCAL),
+        "mean move": fp.steps.PhiStep(
+            fp.steps.MeanMove(momentum=0.5), local=fp.LocalSGD(2, 0.01, batch=2), schedule=fp.steps.Cosine()
+        ),
+    },
+    "beta_step": {
+        "default": None,
+        "adam": fp.steps.Adam(0.01),
+        "em": fp.steps.EM(0.5, 0.1),
+        "left": fp.steps.BetaStep(form="left"),
+        "right": fp.steps.BetaStep(form="right"),
+        "mixed": fp.steps.BetaStep(fp.steps.SGD(1e-3), form="mixed"),
+    },
+    "start": {"auto": "auto", "random": "random", "spectral": fp.steps.Spectral(minimum=3)},
+    "average": {n: fp.steps.Averaging(n) for n in ("tail", "iterate", "last")},
+    "hyperprior": {
+        "flat": fp.priors.Hyperprior(),
+        "phi": fp.priors.Hyperprior(phi_scale=2.0),
+        "beta": fp.priors.Hyperprior(mean_scale=1.0, log_scale=(0.0, 1.0)),
+    },
+    "compressor": {
+        "identity": "identity",
+        "qsgd": "qsgd",
+        "rand-k": fp.compressors.RandK(share=0.5),
+        "own": dict(zip(NAMES, ("identity", "natural", "qsgd", "natural"), strict=True)),
+    },
+    "clip": {"none": None, "one": 1.0},
+    "participation": {"everyone": None, "two": 2, "chance": 0.7, "chances": [0.9, 0.6, 0.8, 0.7]},
+    "sites": {"alone": None, "two": {"north": NAMES[:2], "south": NAMES[2:]}},
+}
+RUN = ("model", "participation", "sites")
+
+
+def covering() -> list[dict[str, str]]:
+    """Rows in which every pair of levels occurs, greedily: the best of some random rows each time."""
+    rng = random.Random(0)
+    names = list(FACTORS)
+    levels = {n: list(FACTORS[n]) for n in names}
+    left = {
+        ((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in levels[a] for y in levels[b]
+    }
+    rows = []
+    while left:
+        best: tuple[int, dict[str, str]] = (-1, {})
+        for _ in range(40):
+            seed = dict(rng.choice(sorted(left)))
+            row = {n: seed.get(n) or rng.choice(levels[n]) for n in names}
+            gain = len(left & set(itertools.combinations(row.items(), 2)))
+            best = max(best, (gain, row), key=lambda pair: pair[0])
+        rows.append(best[1])
+        left -= set(itertools.combinations(best[1].items(), 2))
+    return rows
+
+
+ROWS = covering()
+
+
+def model_named(name: str) -> fp.Composition:
+    body = seeded(nn.Linear(3, 2, bias=False), 1)
+    if name == "linear":
+        return fp.Composition(body, seeded(nn.Linear(2, 1, bias=False), 2), fp.likelihoods.Normal(0.5))
+    if name == "softmax":
+        return fp.Composition(body, seeded(nn.Linear(2, 3), 2), "categorical")
+    head = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 3))
+    return fp.Composition(body, seeded(head, 2), "categorical")
+
+
+def data(name: str) -> dict[str, Any]:
+    g, out = generator(0), {}
+    for client, n in zip(NAMES, SIZES, strict=True):
+        x, noise = torch.randn(n, 3, generator=g), torch.randn(n, generator=g)
+        out[client] = (x, x.sum(1) + noise if name == "linear" else torch.randint(3, (n,), generator=g))
+    return out
+
+
+def attempt(row: dict[str, str]) -> str:
+    """What came of a row: nothing to complain about, or the error's words."""
+    chosen = {n: FACTORS[n][level] for n, level in row.items() if n not in RUN}
+    try:
+        method = fp.FedSOUK(model_named(row["model"]), final=fp.chains.Final(2, 3, 2), **chosen)
+        population = method.fit(
+            data(row["model"]),
+            rounds=2,
+            participation=FACTORS["participation"][row["participation"]],
+            sites=FACTORS["sites"][row["sites"]],
+            progress=False,
+        )
+    except (SettingsError, ModelError) as error:
+        return str(error)
+    assert all(bool(torch.isfinite(v).all()) for v in population.published.values())
+    for client in NAMES:
+        assert bool(torch.isfinite(population.predict(client, torch.ones(2, 3)).mean).all())
+    assert all(not m["left_out"] for m in population.history)
+    return ""
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[str(i) for i in range(len(ROWS))])
+def test_settings_fit_or_are_refused(row: dict[str, str]) -> None:
+    told = attempt(row)
+    assert not told or len(told.split()) > 5, row
+
+
+def test_the_array_covers_all_pairs() -> None:
+    seen = set().union(*(itertools.combinations(row.items(), 2) for row in ROWS))
+    for a, b in itertools.combinations(FACTORS, 2):
+        assert all(((a, x), (b, y)) in seen for x in FACTORS[a] for y in FACTORS[b])
+
+
+def test_local_epochs_are_compressed() -> None:
+    """A pair that once met a bare assertion."""
+    for epochs in (1, 3):
+        step = fp.steps.PhiStep(local=fp.LocalSGD(epochs=epochs, rate=0.01))
+        method = fp.FedSOUL(model_named("softmax"), phi_step=step, compressor="qsgd")
+        population = method.fit(data("softmax"), rounds=2, progress=False)
+        assert bool(torch.isfinite(population.published["phi"]).all())
+
+
+REFUSED = {
+    ("kernel", "mixture draw", "model", "softmax"): "MixtureDraw needs",
+    ("chain", "closed form", "model", "curved"): "rao_blackwell needs",
+    ("chain", "closed form", "phi_step", "local"): "exclude rao_blackwell",
+    ("beta_step", "mixed", "model", "curved"): "mixed form",
+    ("beta_step", "right", "prior", "mixture"): "form of I needs a Normal prior",
+    ("beta_step", "em", "prior", "energy"): "EM steps cannot be made",
+    ("hyperprior", "beta", "prior", "mixture"): "hyperprior",
+    ("hyperprior", "beta", "prior", "full"): "hyperprior",
+    ("start", "spectral", "model", "softmax"): "spectral start needs",
+    ("compressor", "own", "sites", "two"): "one for all",
+    ("participation", "chances", "sites", "two"): "different probabilities",
+}
+
+
+@pytest.mark.parametrize("pair", REFUSED, ids=[f"{a} {x}, {b} {y}" for a, x, b, y in REFUSED])
+def test_what_cannot_be_is_said(pair: tuple[str, str, str, str]) -> None:
+    a, x, b, y = pair
+    plain = {n: next(iter(levels)) for n, levels in FACTORS.items()}
+    assert REFUSED[pair] in attempt(plain | {a: x, b: y})
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_each_level_alone_is_fitted(factor: str) -> None:
+    """So that the array is not a list of refusals."""
+    plain = {n: next(iter(levels)) for n, levels in FACTORS.items()}
+    for level in FACTORS[factor]:
+        told = attempt(plain | {factor: level})
+        mixture = attempt(plain | {factor: level, "prior": "mixture"}) if told else ""
+        softmax = attempt(plain | {factor: level, "model": "softmax"}) if mixture else ""
+        assert not (told and mixture and softmax), (level, told)
