@@ -60,7 +60,7 @@ def rounds_within(
     >>> model = fp.Composition(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
     >>> federation = fp.Federation.of([(torch.ones(5, 2), torch.ones(5))] * 4)
     >>> [rounds_within(fp.FedAvg(model, local=fp.LocalSGD(epochs=e)), federation, 100, 0,
-    fp.participation.Uniform(2))
+    ...                fp.participation.Uniform(2))
     ...  for e in (1, 5)]
     [10, 2]
     """

@@ -227,8 +227,8 @@ def question(method: str) -> str:
 def order(results: Results) -> list[str]:
     """Methods in the experiment's own order."""
     found = results.methods()
-    after = {known: gone for gone, known in GONE.items()}
-    known = [m for name in ALL for m in (name, f"{name} + tuning", after.get(name)) if m in found]
+    after = {variant: gone for gone, variant in GONE.items()}
+    known = [m for name in ALL for m in (name, f"{name} + tuning", after.get(name, "")) if m in found]
     return known + [m for m in found if m not in known]
 
 

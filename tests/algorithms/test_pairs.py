@@ -1,7 +1,7 @@
-"""Every pair of FedSOUK's settings works together, or is refused with a sentence: a covering array of pairs.
+"""Every pair of FedSOUK's settings works together, or is refused with a sentence.
 
-Each row of the array is a run of two rounds on a tiny model. It gives finite predictions for everyone, or one
-error of fedpop's that says what to do; nothing else may come out.
+A covering array of the pairs that can be: each row is a run of two rounds on a tiny model, which gives finite
+predictions for everyone. Each pair that cannot be is tried by itself, and says why.
 """
 
 from __future__ import annotations
@@ -91,24 +91,68 @@ FACTORS: dict[str, dict[str, Any]] = {
 RUN = ("model", "participation", "sites")
 
 
+REFUSED: dict[tuple[str, str, str, str], str] = {
+    ("kernel", "mixture draw", "model", "softmax"): "MixtureDraw needs",
+    ("kernel", "mixture draw", "model", "curved"): "MixtureDraw needs",
+    ("kernel", "mixture draw", "prior", "energy"): "MixtureDraw needs",
+    ("chain", "closed form", "model", "softmax"): "rao_blackwell needs",
+    ("chain", "closed form", "model", "curved"): "rao_blackwell needs",
+    ("chain", "closed form", "prior", "energy"): "rao_blackwell needs",
+    ("chain", "closed form", "phi_step", "local"): "exclude rao_blackwell",
+    ("chain", "closed form", "phi_step", "mean move"): "exclude rao_blackwell",
+    ("beta_step", "mixed", "model", "curved"): "mixed form",
+    ("beta_step", "mixed", "prior", "mixture"): "form of I needs a Normal prior",
+    ("beta_step", "mixed", "prior", "energy"): "form of I needs a Normal prior",
+    ("beta_step", "right", "prior", "mixture"): "form of I needs a Normal prior",
+    ("beta_step", "right", "prior", "energy"): "form of I needs a Normal prior",
+    ("beta_step", "em", "prior", "energy"): "EM steps cannot be made",
+    ("hyperprior", "beta", "prior", "mixture"): "hyperprior",
+    ("hyperprior", "beta", "prior", "energy"): "hyperprior",
+    ("hyperprior", "beta", "prior", "full"): "hyperprior",
+    ("start", "spectral", "model", "softmax"): "spectral start needs",
+    ("start", "spectral", "model", "curved"): "spectral start needs",
+    ("compressor", "own", "sites", "two"): "one for all",
+    ("participation", "chances", "sites", "two"): "different probabilities",
+}
+"""Pairs that cannot be, and what is said of them; all others work."""
+
+Pair = frozenset[tuple[str, str]]
+
+
+def pairs_of(row: dict[str, str]) -> set[Pair]:
+    return {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
+
+
+IMPOSSIBLE: set[Pair] = {frozenset(((a, x), (b, y))) for a, x, b, y in REFUSED}
+POSSIBLE: set[Pair] = {
+    frozenset(((a, x), (b, y)))
+    for a, b in itertools.combinations(FACTORS, 2)
+    for x in FACTORS[a]
+    for y in FACTORS[b]
+} - IMPOSSIBLE
+
+
+def random_row(rng: random.Random, seed: dict[str, str]) -> dict[str, str] | None:
+    """A row around these levels without any pair that cannot be."""
+    row = dict(seed)
+    for name in rng.sample(list(FACTORS), len(FACTORS)):
+        if name not in row:
+            free = [x for x in FACTORS[name] if not pairs_of(row | {name: x}) & IMPOSSIBLE]
+            if not free:
+                return None
+            row[name] = rng.choice(free)
+    return row
+
+
 def covering() -> list[dict[str, str]]:
-    """Rows in which every pair of levels occurs, greedily: the best of some random rows each time."""
-    rng = random.Random(0)
-    names = list(FACTORS)
-    levels = {n: list(FACTORS[n]) for n in names}
-    left = {
-        ((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in levels[a] for y in levels[b]
-    }
-    rows = []
+    """Rows in which every pair that can be occurs, greedily: the best of some random rows each time."""
+    rng, left, rows = random.Random(0), set(POSSIBLE), []
     while left:
-        best: tuple[int, dict[str, str]] = (-1, {})
-        for _ in range(40):
-            seed = dict(rng.choice(sorted(left)))
-            row = {n: seed.get(n) or rng.choice(levels[n]) for n in names}
-            gain = len(left & set(itertools.combinations(row.items(), 2)))
-            best = max(best, (gain, row), key=lambda pair: pair[0])
-        rows.append(best[1])
-        left -= set(itertools.combinations(best[1].items(), 2))
+        seeds = [dict(rng.choice(sorted(map(sorted, left)))) for _ in range(30)]
+        found = [row for seed in seeds if (row := random_row(rng, seed)) is not None]
+        best = max(found, key=lambda row: len(left & pairs_of(row)))
+        rows.append(best)
+        left -= pairs_of(best)
     return rows
 
 
@@ -155,15 +199,8 @@ def attempt(row: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[str(i) for i in range(len(ROWS))])
-def test_settings_fit_or_are_refused(row: dict[str, str]) -> None:
-    told = attempt(row)
-    assert not told or len(told.split()) > 5, row
-
-
-def test_the_array_covers_all_pairs() -> None:
-    seen = set().union(*(itertools.combinations(row.items(), 2) for row in ROWS))
-    for a, b in itertools.combinations(FACTORS, 2):
-        assert all(((a, x), (b, y)) in seen for x in FACTORS[a] for y in FACTORS[b])
+def test_pairs_of_settings_work(row: dict[str, str]) -> None:
+    assert attempt(row) == "", row
 
 
 def test_local_epochs_are_compressed() -> None:
@@ -175,34 +212,8 @@ def test_local_epochs_are_compressed() -> None:
         assert bool(torch.isfinite(population.published["phi"]).all())
 
 
-REFUSED = {
-    ("kernel", "mixture draw", "model", "softmax"): "MixtureDraw needs",
-    ("chain", "closed form", "model", "curved"): "rao_blackwell needs",
-    ("chain", "closed form", "phi_step", "local"): "exclude rao_blackwell",
-    ("beta_step", "mixed", "model", "curved"): "mixed form",
-    ("beta_step", "right", "prior", "mixture"): "form of I needs a Normal prior",
-    ("beta_step", "em", "prior", "energy"): "EM steps cannot be made",
-    ("hyperprior", "beta", "prior", "mixture"): "hyperprior",
-    ("hyperprior", "beta", "prior", "full"): "hyperprior",
-    ("start", "spectral", "model", "softmax"): "spectral start needs",
-    ("compressor", "own", "sites", "two"): "one for all",
-    ("participation", "chances", "sites", "two"): "different probabilities",
-}
-
-
 @pytest.mark.parametrize("pair", REFUSED, ids=[f"{a} {x}, {b} {y}" for a, x, b, y in REFUSED])
 def test_what_cannot_be_is_said(pair: tuple[str, str, str, str]) -> None:
     a, x, b, y = pair
     plain = {n: next(iter(levels)) for n, levels in FACTORS.items()}
     assert REFUSED[pair] in attempt(plain | {a: x, b: y})
-
-
-@pytest.mark.parametrize("factor", FACTORS)
-def test_each_level_alone_is_fitted(factor: str) -> None:
-    """So that the array is not a list of refusals."""
-    plain = {n: next(iter(levels)) for n, levels in FACTORS.items()}
-    for level in FACTORS[factor]:
-        told = attempt(plain | {factor: level})
-        mixture = attempt(plain | {factor: level, "prior": "mixture"}) if told else ""
-        softmax = attempt(plain | {factor: level, "model": "softmax"}) if mixture else ""
-        assert not (told and mixture and softmax), (level, told)

@@ -1,7 +1,7 @@
 """Comparisons: the same draws and budgets for all, nothing run twice, nobody left out in silence."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from fedpop.experiments.comparison.terms import Terms
 from fedpop.federation.participation.rules import Uniform
 from fedpop.keys import Key
 from fedpop.report.results import COSTS, Results
-from fedpop.runtime.simulate import who
+from fedpop.runtime.run import active_units
 from tests.helpers import generator, linear_model, population_data
 
 ROUNDS = 12
@@ -26,6 +26,11 @@ ROUNDS = 12
 def data(b=8, n=8):
     drawn = population_data(b, n, 3, 2, 0.1)[0]
     return [fp.Client(x[:5], y[:5], test=(x[5:], y[5:])) for x, y in drawn]
+
+
+def drawn_of(rule, clients, seed, round):
+    """Positions of those who take part."""
+    return active_units(rule, fp.Federation.of(clients), Key(seed), round).ids.tolist()
 
 
 def methods():
@@ -160,7 +165,7 @@ def test_what_a_method_could_not_do_is_told_beside_its_scores(tmp_path):
     result = fp.compare(
         [everyone, some], known, rounds=2, participation=Uniform(2), newcomers=new, out=tmp_path
     )
-    drawn = {i for r in range(2) for i in who(Uniform(2), 8, Key(0), r).ids.tolist()}
+    drawn = {i for r in range(2) for i in drawn_of(Uniform(2), known, 0, r)}
     assert 2 not in drawn  # it has no data and took no part: nothing for it
     told = str(result)
     assert "FedPer: 1 client(s) for whom it has no model" in told
@@ -179,8 +184,8 @@ class Listed(Uniform):
 
     drawn: list = field(default_factory=list)
 
-    def draw(self, clients, key):
-        active = super().draw(clients, key)
+    def draw(self, roster, key):
+        active = super().draw(roster, key)
         self.drawn.append((key.seed, key.round, tuple(active.ids.tolist())))
         return active
 
@@ -194,7 +199,7 @@ def test_the_same_clients_take_part_whatever_the_method():
     assert len(set(map(str, seen.values()))) == 1
     assert len(seen["FedAvg"]) == 10
     for seed, round, ids in seen["FedAvg"]:
-        assert tuple(who(Uniform(3), 8, Key(seed), round).ids.tolist()) == ids
+        assert tuple(drawn_of(Uniform(3), data(), seed, round)) == ids
     assert len({ids for _, _, ids in seen["FedAvg"]}) > 1
 
 
@@ -227,11 +232,9 @@ class Coin(fp.FedAvg):
 
     name = "Coin"
 
-    def local_round(self, phase, broadcast, cohort, local, channel, key):
-        local, message, info = super().local_round(phase, broadcast, cohort, local, channel, key)
-        if key.round % 2:
-            info.sums["backbone_passes"] = 0.0
-        return local, message, info
+    def local_round(self, round, cohort, local):
+        answer = super().local_round(round, cohort, local)
+        return replace(answer, cost={**answer.cost, "backbone_passes": 0.0}) if round.number % 2 else answer
 
 
 def test_a_budget_of_passes_is_spent_and_not_exceeded():
@@ -254,7 +257,7 @@ def test_a_budget_of_passes_is_spent_and_not_exceeded():
         spent, rounds = (result.mean(name, n, "cost") for n in ("backbone_passes", "rounds"))
         assert spent <= budget * (1 + 1e-9)
         # The next round would have been too much.
-        next_one = sum(sizes[i] for i in who(Uniform(3), 8, Key(0), int(rounds)).ids.tolist())
+        next_one = sum(sizes[i] for i in drawn_of(Uniform(3), clients, 0, int(rounds)))
         assert spent + price * next_one > budget
     assert result.mean("three", "rounds", "cost") < result.mean("one", "rounds", "cost")
 
@@ -291,7 +294,12 @@ def test_batches_that_are_not_the_same_share_of_everyone_are_counted():
         clients.append(fp.Client(x, y, test=(x, y)))
     for method in (
         fp.QLSD(linear_model(), batch=2, step=1e-4),
-        fp.FedSOUL(linear_model(), phi_batch=2, rao_blackwell=False, start="random"),
+        fp.FedSOUL(
+            linear_model(),
+            phi_step=fp.steps.PhiStep(batch=2),
+            chain=fp.chains.Chain(rao_blackwell=False),
+            start="random",
+        ),
     ):
         for seed in range(4):
             rounds = rounds_within(method, fp.Federation.of(clients), 100, seed, Uniform(1))
@@ -317,9 +325,9 @@ def test_new_clients_are_in_no_message_and_no_cohort(compared, monkeypatch):
     seen = set()
     inner = fp.FedAvg.local_round
 
-    def spy(self, phase, broadcast, cohort, *rest):
+    def spy(self, round, cohort, local):
         seen.update(map(tuple, cohort.x.tolist()))
-        return inner(self, phase, broadcast, cohort, *rest)
+        return inner(self, round, cohort, local)
 
     monkeypatch.setattr(fp.FedAvg, "local_round", spy)
     known, new = data(10)[:8], data(10)[8:]

@@ -5,15 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedpop.algorithms.base import Facts
-from fedpop.channel import Channel
 from fedpop.cli import main
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.experiments import drift
 from fedpop.experiments.experiment import Asked
-from fedpop.keys import Key
 from fedpop.report.results import Results
-from tests.helpers import cohort_of, train_key
+from tests.helpers import run_of
 
 
 def test_one_full_batch_epoch_is_the_plain_round() -> None:
@@ -24,14 +21,12 @@ def test_one_full_batch_epoch_is_the_plain_round() -> None:
     for name in (drift.PLAIN, "1 epoch"):
         model = task.model(0)
         method = drift.method_named(name, drift.SCHEDULES["decreasing"], model, examples)
-        cohort, facts = cohort_of(model, data.clients), Facts(6, 10)
-        server = method.init(facts, Key(0))
-        local = method.enter(cohort.ids, method.broadcast("train", server), train_key())
-        for k in range(3):
-            sent = method.broadcast("train", server)
-            local, message, _ = method.local_round("train", sent, cohort, local, Channel(), train_key(k))
-            server = method.server_round("train", server, message, facts, train_key(k))
-        ends.append(server["phi"])
+        run = run_of(method, data.clients, rounds=10)
+        start = run.server["phi"].clone()
+        for _ in range(3):
+            run.train_round()
+        assert not torch.allclose(run.server["phi"], start, rtol=1e-3)
+        ends.append(run.server["phi"])
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=1e-6)
 
 

@@ -55,7 +55,7 @@ def test_records_are_complete_and_costs_counted(outcomes):
 def test_the_oracle_is_a_stationary_point(outcomes):
     optimum = next(o.population for o in outcomes if o.record["method"] == "Exact")
     method = optimum.algorithm
-    federation = method.model.prepare(Federation.of(TASK.make(0).clients))
+    federation = method.model.checked(Federation.of(TASK.make(0).clients))
     theta = [optimum.published[n].double().requires_grad_() for n in ("phi", "beta")]
     value = log_likelihood(method, everyone(method, federation), *theta)
     grads = torch.autograd.grad(value, theta)

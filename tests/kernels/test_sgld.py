@@ -175,7 +175,9 @@ def test_stationary_law_on_gaussians(batch, step):
     z = (mean + gaussian_noise(9, copies, 2) @ torch.linalg.cholesky(exact).mT).unsqueeze(1)
     kernel = SGLD(batch, step, decay=0.0)
     warm = int(5 / (gamma * float(torch.linalg.eigvalsh(q)[0])))
-    trace = run(kernel, target, z, Tuning.fresh(copies, 0.0, z), warm + 100, Key(2), cohort.units, adapt=False)
+    trace = run(
+        kernel, target, z, Tuning.fresh(copies, 0.0, z), warm + 100, Key(2), cohort.units, adapt=False
+    )
     assert float(trace.diverged.sum()) == 0
     draws = trace.draws[:, warm:, 0]
     centred = draws - mean
@@ -226,7 +228,13 @@ def test_what_a_round_reports_it_cost():
     model = fp.Composition(None, nn.Linear(2, 1), "bernoulli")
     sizes = (3, 0, 8)
     clients = [(gaussian_noise(i, n, 2).float(), torch.zeros(n)) for i, n in enumerate(sizes)]
-    method = fp.FedSOUL(model, kernel=SGLD(batch=4), local_steps=7, chain=fp.chains.Chain(2), prior=fp.priors.Normal(scale=1.0))
+    method = fp.FedSOUL(
+        model,
+        kernel=SGLD(batch=4),
+        local_steps=7,
+        chain=fp.chains.Chain(2),
+        prior=fp.priors.Normal(scale=1.0),
+    )
     totals = method.fit(clients, rounds=3).totals
     assert totals["head_steps"] == 3 * 2 * ((3 + 8) + 7 * (3 + 4))
     assert totals["gradient_evaluations"] == 3 * 2 * 3 * (1 + 7)

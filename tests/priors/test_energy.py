@@ -12,15 +12,14 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.algorithms import rebuild
-from fedpop.channel import Channel
+from fedpop.algorithms.base import Facts
 from fedpop.errors import CheckpointError, EstimateError, ModelError, SettingsError
 from fedpop.evaluation.quadrature import evidence, log_normaliser
-from fedpop.kernels import HMC, JumpHMC, Target, Tuning, run
+from fedpop.kernels import HMC, JumpHMC, Target, Tuning, prior_chains, run
 from fedpop.keys import Key
 from fedpop.models.local import NoData
 from fedpop.priors import resolve
-from fedpop.runtime.run import Run, Settings
-from tests.helpers import generator, linear_model, population_data
+from tests.helpers import answers, begun, generator, linear_model, population_data, run_of
 from tests.oracles import DOUBLE, assert_mean, cohort_of, gaussian_noise, make_case, sample
 
 KEY = Key(7, purpose="test")
@@ -168,15 +167,14 @@ def test_a_run_without_a_network_is_a_run_with_the_normal_prior_fixed():
     normal = fp.priors.Normal(scale=1.0, learn_mean=False, learn_scale=False)
     published = []
     for prior in (energy, normal):
-        settings = {"kernel": fp.kernels.JumpHMC(), "form": "left", "start": "random"}
+        left = fp.steps.BetaStep(form="left")
+        settings = {"kernel": fp.kernels.JumpHMC(), "beta_step": left, "start": "random"}
         method = fp.FedSOUK(model, prior=prior, average=fp.steps.Averaging("last"), **settings)
-        federation = model.prepare(fp.Federation.of(clients))
-        runner = Run(method, federation, Settings(10, 0, fp.participation.Everyone(), "1GiB", 50), None, [])
-        runner._begin(resume=False)
+        runner = run_of(method, clients)
         ids = torch.arange(8)
         zeros = torch.zeros(8, dtype=DOUBLE)
         start = {"z": gaussian_noise(9, 8, 1, 2), "log_step": zeros - 1.0, "updates": zeros.clone()}
-        runner.store.put(ids, start)
+        runner.sites.store.put(ids, start)
         for _ in range(10):
             runner.train_round()
         published.append(method.publish(runner.server))
@@ -196,6 +194,18 @@ def exact_term(prior, beta):
     return grad
 
 
+def energy_grad(prior, beta, z):
+    """grad_beta of the mean energy of draws ``[C, S, d]``, by autograd."""
+    free = beta.clone().requires_grad_()
+    return torch.stack([torch.autograd.grad(prior.energy(free, own).mean(), free)[0] for own in z])
+
+
+def on_the_prior(prior, beta, z, tuning, steps, key):
+    """Chains on the prior alone, as the server runs them."""
+    target = Target(NoData(), prior, beta)
+    return run(JumpHMC(), target, z, tuning, steps, key, key.server(), adapt=False)
+
+
 @pytest.mark.parametrize("d", [1, 2])
 def test_the_gradient_of_log_z(d):
     """By quadrature it is that of log Z itself; by the server's chains it is within five standard errors."""
@@ -204,21 +214,22 @@ def test_the_gradient_of_log_z(d):
     free = beta.clone().requires_grad_()
     (direct,) = torch.autograd.grad(log_normaliser(prior, free), free)
     torch.testing.assert_close(-direct, exact, rtol=1e-6, atol=1e-8)
-    state = prior.server_state(beta, KEY)
-    term, new = prior.normaliser(beta, state, KEY)
+    state = prior_chains.first_states(prior, beta, KEY)
+    term, new = prior_chains.normaliser(prior, beta, state, KEY)
     tuning = Tuning(state["log_step"], state["updates"])
     z, ids = state["states"].unsqueeze(0), KEY.server()
-    trace = prior._run(beta, z, tuning, 60, KEY.at(purpose="negative"), ids, adapt=False)
-    chains = prior._mean_grad(beta, trace.draws[0].transpose(0, 1))
+    trace = on_the_prior(prior, beta, z, tuning, 60, KEY.at(purpose="negative"))
+    chains = energy_grad(prior, beta, trace.draws[0].transpose(0, 1))
     torch.testing.assert_close(term, chains.mean(0))
     torch.testing.assert_close(new["states"], trace.state.z[0].roll(prior.ship, 0))
     assert_mean(chains, exact, "grad log Z")
     # The tolerance tells it from the base's own expectation, which leaves the network out.
-    base = prior._mean_grad(beta, prior._base(beta, ids, KEY, 4000))[0]
+    noise = KEY.at(purpose="base").normal(ids, (4000, d), DOUBLE)
+    base = energy_grad(prior, beta, prior.mu(beta) + prior.sd(beta) * noise)[0]
     with pytest.raises(AssertionError):
         assert_mean(chains, base, "the base alone")
     # What diagnostics use, from independent groups of chains.
-    groups = prior.normaliser_batches(beta, state, KEY, 60)
+    groups = prior_chains.normaliser_batches(prior, beta, state, KEY, 60)
     assert_mean(groups, exact, "grad log Z in batches")
 
 
@@ -232,10 +243,10 @@ def test_chains_visit_both_clusters_in_their_true_shares():
         "log_step": torch.tensor([math.log(0.2)], dtype=DOUBLE),
         "updates": torch.ones(1).double(),
     }
-    _, state = prior.normaliser(beta, state, KEY)
+    _, state = prior_chains.normaliser(prior, beta, state, KEY)
     tuning = Tuning(state["log_step"], state["updates"])
     z = state["states"].unsqueeze(0)
-    trace = prior._run(beta, z, tuning, 150, KEY.at(round=9), KEY.server(), adapt=False)
+    trace = on_the_prior(prior, beta, z, tuning, 150, KEY.at(round=9))
     right = (trace.draws[0, :, :, 0] > 0).double().mean(0)
     assert_mean(right, torch.tensor(0.7, dtype=DOUBLE), "share of the larger well")
     assert ((right > 0) & (right < 1)).double().mean() > 0.9  # nearly every chain saw both
@@ -249,7 +260,7 @@ def test_chains_visit_both_clusters_in_their_true_shares():
 def test_a_newcomer_without_data_is_drawn_from_the_learned_density():
     prior = fp.priors.Energy(TwoWells(share=0.6, at=1.0), chains=200)
     beta = prior.init(torch.zeros(1, dtype=DOUBLE), 1.0)
-    z = prior.final_draws(beta, torch.tensor([4]), KEY, 1000)
+    z = prior_chains.final_draws(prior, beta, torch.tensor([4]), KEY, 1000)
     assert z.shape == (1, 1000, 1)
     # Five visits of each of the 200 chains.
     visits = z[0, :, 0].unflatten(0, (5, 200)).mT
@@ -281,12 +292,19 @@ def test_what_the_server_sees_is_unbiased(name):
     target = Target(model.bind(model.initial_phi(), cohort.x, cohort), prior, free)
     (exact,) = torch.autograd.grad(by_quadrature(target), free)
     rate = 1e-5
+    plain = fp.steps.SGD(rate)
     method = fp.FedSOUK(
-        model, prior=prior, beta_step=fp.steps.SGD(rate), phi_step=fp.steps.SGD(rate), chains=60, local_steps=8
+        model,
+        prior=prior,
+        beta_step=plain,
+        phi_step=plain,
+        chain=fp.chains.Chain(chains=60),
+        local_steps=8,
     )
-    federation = model.prepare(fp.Federation.of(clients))
-    runner = Run(method, federation, Settings(500, 0, SCHEMES[name], "1GiB", 50), None, [])
-    server = runner.server = method._server(model.initial_phi(), beta)
+    runner = run_of(method, clients, rounds=500, rule=SCHEMES[name])
+    states = prior_chains.first_states(prior, beta, KEY)
+    server = runner.server | {"beta": beta} | {f"prior.{n}": v for n, v in states.items()}
+    runner.server = server
     seen = []
     for k in range(80):
         runner.round = k
@@ -391,14 +409,15 @@ def test_settings_come_back():
     again = rebuild(method.describe(), "FedSOUL", method.model).prior
     assert repr(again) == repr(method.prior)
     assert isinstance(resolve("energy"), fp.priors.Energy)
-    assert isinstance(method.beta_step, fp.steps.Adam)
-    assert isinstance(method.kernel, fp.kernels.JumpHMC)
+    assert isinstance(method.on_beta.on(method.hierarchy.prior), fp.steps.Adam)
+    assert isinstance(method.sampler.kernel, fp.kernels.JumpHMC)
 
 
 @pytest.mark.parametrize("stateful", [True, False])
 def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, stateful):
     clients = clients_of()
-    method = fp.FedSOUL(linear_model(), prior=fp.priors.Energy(hidden=4, chains=16), stateful=stateful)
+    chain = fp.chains.Chain(stateful=stateful)
+    method = fp.FedSOUL(linear_model(), prior=fp.priors.Energy(hidden=4, chains=16), chain=chain)
     settings = {"rounds": 7, "seed": 4, "participation": 4}
     whole = method.fit(clients, **settings)
 
@@ -430,31 +449,26 @@ def test_what_is_sent_and_shipped():
     method = fp.FedSOUL(linear_model(), prior=prior, start="random")
     population = method.fit(clients, rounds=3)
     phi, beta = method.model.phi_layout.size, prior.size(2)
-    # Before the rounds a client sends two double numbers about the size of its features.
+    # Before the rounds a client gets phi, and sends two double numbers about the size of its features.
     assert population.totals["bytes_up"] == 8 * (3 * 4 * (phi + beta) + 16)
     first = 4 * (phi + beta + 5 * 2)
-    assert population.totals["bytes_down"] == 8 * (3 + 1) * first
+    assert population.totals["bytes_down"] == 8 * (3 * first + 4 * phi)
 
 
 @pytest.mark.parametrize("stateful", [True, False])
 def test_clients_start_from_the_servers_chains(stateful):
     clients = clients_of()
-    method = fp.FedSOUL(linear_model(), prior=fp.priors.Energy(TwoWells(), chains=32, ship=6), stateful=stateful)
+    prior, chain = fp.priors.Energy(TwoWells(), chains=32, ship=6), fp.chains.Chain(stateful=stateful)
+    method = fp.FedSOUL(linear_model(), prior=prior, chain=chain)
     cohort = cohort_of(method.model, clients)
-    from fedpop.algorithms.base import Facts
-
-    server = method.init(Facts(8, 3), Key(0))
-    broadcast = method.broadcast("train", server)
+    server, local = begun(method, cohort, Facts(8, 3), KEY)
+    broadcast = method.broadcast(server)
     assert broadcast["states"].shape == (6, 2)
-    local = method.enter(cohort.ids, broadcast, KEY)
     assert all(any(torch.equal(z, s) for s in broadcast["states"]) for z in local["z"][:, 0])
     assert len({tuple(z.tolist()) for z in local["z"][:, 0]}) > 2
     if not stateful:  # where the state was makes no difference
         moved = local | {"z": local["z"] + 1}
-        one, two = (
-            method.local_round("train", broadcast, cohort, start, Channel(), KEY)[0]["z"]
-            for start in (local, moved)
-        )
+        one, two = (answers(method, cohort, start, broadcast, KEY).local["z"] for start in (local, moved))
         assert torch.equal(one, two)
 
 
@@ -480,9 +494,9 @@ def test_an_energy_that_is_nan_is_one_clear_error():
         fp.FedSOUL(linear_model(), prior=fp.priors.Energy(Broken())).fit(clients_of(), rounds=1)
     # Also when it becomes so on the way.
     prior, beta = energy_of(2)
-    state = prior.server_state(beta, KEY)
+    state = prior_chains.first_states(prior, beta, KEY)
     with pytest.raises(ModelError, match="NaN or infinite"):
-        prior.normaliser(beta * math.nan, state, KEY)
+        prior_chains.normaliser(prior, beta * math.nan, state, KEY)
 
 
 def test_an_energy_without_a_density_is_one_clear_error():
@@ -525,9 +539,9 @@ def test_what_needs_another_prior_says_so():
     with pytest.raises(SettingsError, match="EM steps cannot be made for Energy priors"):
         fp.FedSOUL(model, prior="energy", beta_step=fp.steps.EM())
     with pytest.raises(SettingsError, match="rao_blackwell needs closed-form posteriors"):
-        fp.FedSOUL(model, prior="energy", rao_blackwell=True)
+        fp.FedSOUL(model, prior="energy", chain=fp.chains.Chain(rao_blackwell=True))
     with pytest.raises(SettingsError, match="right form of I needs a Normal prior"):
-        fp.FedSOUL(model, prior="energy", form="right")
+        fp.FedSOUL(model, prior="energy", beta_step=fp.steps.BetaStep(form="right"))
     with pytest.raises(SettingsError, match="hyperprior"):
         fp.FedSOUL(model, prior="energy", hyperprior=fp.priors.Hyperprior(log_scale=(0.0, 1.0)))
     wide = fp.FedSOUL(linear_model(4, 3), prior="energy")

@@ -13,13 +13,14 @@ from torch.distributions import Categorical, MixtureSameFamily, MultivariateNorm
 
 import fedpop as fp
 from fedpop.algorithms import rebuild
+from fedpop.algorithms.base import Facts
 from fedpop.errors import EstimateError, SettingsError
 from fedpop.evaluation.marginal import closed_form
 from fedpop.evaluation.oracle import exact_optimum
 from fedpop.kernels.target import Target
 from fedpop.keys import Key
-from fedpop.priors.normal import COVARIANCES
 from fedpop.priors import resolve
+from fedpop.priors.normal import COVARIANCES
 from fedpop.server.gauge import aligner
 from tests.helpers import generator
 from tests.oracles import DOUBLE, assert_mean, cohort_of, gaussian_noise, make_case
@@ -259,7 +260,7 @@ def test_alignment_turns_every_component_and_orders_them(covariance):
     cohort = cohort_of(model, clients)
 
     def marginal(phi, beta):
-        return closed_form(method.target(phi, beta, model.features(phi, cohort), cohort))
+        return closed_form(method.hierarchy.target(phi, beta, model.features(phi, cohort), cohort))
 
     torch.testing.assert_close(marginal(moved_phi, moved_beta), marginal(phi, beta))
     back = aligner(model, prior)(torch.cat((moved_phi, moved_beta)), torch.cat((phi, beta)))
@@ -313,7 +314,9 @@ def double_model(seed=0):
 def test_a_run_with_one_component_is_a_run_with_the_normal_prior():
     clients = clustered()
     runs = [
-        fp.FedSOUL(double_model(), prior=prior, form="left").fit(clients, rounds=25, seed=1)
+        fp.FedSOUL(double_model(), prior=prior, beta_step=fp.steps.BetaStep(form="left")).fit(
+            clients, rounds=25, seed=1
+        )
         for prior in (fp.priors.Normal(), fp.priors.Mixture(1))
     ]
     normal, mixture = (p.published for p in runs)
@@ -333,22 +336,22 @@ def test_a_run_reaches_the_maximum_of_the_marginal():
     method = fp.FedSOUL(
         double_model(),
         prior="mixture",
-        rao_blackwell=True,
+        chain=fp.chains.Chain(rao_blackwell=True),
         local_steps=1,
         phi_step=step,
         beta_step=fp.steps.EM(1.0, 1.0),
         average=fp.steps.Averaging("last"),
     )
     population = method.fit(clients, rounds=250, seed=0)
-    federation = method.model.prepare(fp.Federation.of(clients))
-    best = exact_optimum(method, federation, [(population.published["phi"], population.published["beta"])])
+    best = exact_optimum(
+        method, population.federation, [(population.published["phi"], population.published["beta"])]
+    )
     reached = population.log_likelihood()
     assert reached.method == "closed form"
     assert best.log_likelihood - reached.value < 1e-4
     # And it is worth having: one Normal cannot say that there are two kinds of clients.
-    one = fp.FedSOUL(double_model(), rao_blackwell=True, local_steps=1, phi_step=step).fit(
-        clients, rounds=100, seed=0
-    )
+    single = method.replace(prior="normal", beta_step=None, average=fp.steps.Averaging())
+    one = single.fit(clients, rounds=100, seed=0)
     assert reached.value > one.log_likelihood().value + 5
 
 
@@ -357,8 +360,9 @@ def test_draws_and_either_step_come_close(step):
     clients = clustered()
     method = fp.FedSOUL(double_model(), prior="mixture", beta_step=step)
     population = method.fit(clients, rounds=150, seed=0)
-    federation = method.model.prepare(fp.Federation.of(clients))
-    best = exact_optimum(method, federation, [(population.published["phi"], population.published["beta"])])
+    best = exact_optimum(
+        method, population.federation, [(population.published["phi"], population.published["beta"])]
+    )
     assert best.log_likelihood - population.log_likelihood().value < 1.0
 
 
@@ -367,8 +371,8 @@ def test_averages_match_labels_first():
     clients = clustered()
     method = fp.FedSOUL(double_model(), prior="mixture")
     theta = torch.cat((method.model.initial_phi(), mixture_of("isotropic", 2)[1]))
-    align = aligner(method.model, method.prior)
-    betas = method.prior.betas(theta[8:])
+    prior = method.hierarchy.prior
+    align, betas = aligner(method.model, prior), prior.betas(theta[8:])
     turned = torch.cat((theta[:8], theta[[9, 8]], betas[1], betas[0]))
     state = method.average.init(theta)
     for k, one in enumerate((theta, turned, theta, turned)):
@@ -429,9 +433,7 @@ def test_cohorts_do_not_matter():
 
 def test_restarts_start_elsewhere():
     method = fp.FedSOUL(double_model(), prior="mixture")
-    from fedpop.algorithms.base import Facts
-
-    first, second = (method.init(Facts(4, 10, restart), Key(0))["beta"] for restart in (0, 1))
+    first, second = (method.init(Facts(4, 10, restart), Key(0), {})["beta"] for restart in (0, 1))
     assert not torch.equal(first, second)
     population = method.fit(clustered(), rounds=20, seed=0, restarts=1)
     assert math.isfinite(population.log_likelihood().value)
@@ -470,7 +472,7 @@ def test_what_needs_a_normal_prior_says_so():
     model = double_model()
     for form in ("right", "mixed"):
         with pytest.raises(SettingsError, match=f"the {form} form of I needs a Normal prior, not Mixture"):
-            fp.FedSOUL(model, prior="mixture", form=form)
+            fp.FedSOUL(model, prior="mixture", beta_step=fp.steps.BetaStep(form=form))
     with pytest.raises(SettingsError, match="hyperprior on the prior's mean or scale"):
         fp.FedSOUL(model, prior="mixture", hyperprior=fp.priors.Hyperprior(mean_scale=1.0))
     prior, beta, _ = mixture_of("isotropic")
@@ -482,7 +484,7 @@ def test_names_and_rebuilding():
     assert resolve("mixture") == fp.priors.Mixture()
     method = fp.FedSOUL(double_model(), prior=fp.priors.Mixture(3, "full"))
     assert rebuild(method.describe(), "FedSOUL", method.model).prior == method.prior
-    assert isinstance(method.kernel, fp.kernels.MixtureDraw)
+    assert isinstance(method.sampler.kernel, fp.kernels.MixtureDraw)
     logistic = fp.Composition(None, nn.Linear(2, 1), "bernoulli")
-    assert isinstance(fp.FedSOUL(logistic, prior="mixture").kernel, fp.kernels.JumpHMC)
-    assert isinstance(fp.FedSOUL(logistic).kernel, fp.kernels.HMC)
+    assert isinstance(fp.FedSOUL(logistic, prior="mixture").sampler.kernel, fp.kernels.JumpHMC)
+    assert isinstance(fp.FedSOUL(logistic).sampler.kernel, fp.kernels.HMC)
