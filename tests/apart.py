@@ -144,7 +144,7 @@ class Apart:
         total, heard = self._total(answers, active.ratio, method.remembers)
         self.server = method.server_round(self.server, total, self.facts, shared)
         for name, answer, _ in answers:
-            new = settled(method, answer, heard[name], before[name], None)
+            new = settled(method, answer, heard[name], before[name])
             self.sites[name].keep([(torch.tensor([0]), before[name] | new)])
         self.round += 1
         return total

@@ -141,7 +141,7 @@ def answers(
         rows = everyone if answer.rows is None else answer.rows
         told = tally.add(answer, cohort.units[rows], weights[rows])
         heard[rows] = told.heard
-        for name, value in settled(method, answer, told, local, answer.rows).items():
+        for name, value in settled(method, answer, told, local).items():
             base = new.get(name, value.new_zeros((len(cohort), *value.shape[1:])))
             new[name] = base.index_copy(0, rows, value)
         for name, number in answer.cost.items():

@@ -18,7 +18,7 @@ from torch.distributions import Bernoulli, Categorical, Normal, Poisson
 
 import fedpop as fp
 from fedpop.federation.cohort import Cohort
-from fedpop.kernels import Kernel, Pass, Target, Tuning, run
+from fedpop.kernels import Kernel, Pass, Target, Tuning, prior_chains, run
 from fedpop.keys import Key
 from fedpop.models.base import Model
 from tests.helpers import federation_of
@@ -75,7 +75,7 @@ def effective_draws(replicates: Tensor, variance: Tensor) -> Tensor:
 def warmed(kernel: Kernel, target: Target, ids: Tensor, chains: int, warmup: int) -> tuple[Tensor, Tuning]:
     """Chains started from the prior, with the step adapted every ten transitions."""
     key = Key(11, purpose="warm")
-    z = target.prior.draw(target.beta, ids, key.at(purpose="start"), chains)
+    z = prior_chains.draw(target.prior, target.beta, ids, key.at(purpose="start"), chains)
     tuning = kernel.first_tuning(len(ids), z, None if target.linear else z.shape[-1])
     for k in range(warmup // 10):
         trace = run(kernel, target, z, tuning, 10, key.at(round=k), ids, adapt=True)

@@ -55,18 +55,18 @@ class Tally:
         heard, seen = answer.good, {}
         if lost is not None:
             heard = heard & ~(lost if place is None else _any(lost, place, len(where))[place])
+        there = answer.good if place is None else _any(answer.good, place, len(where))
         for name, vectors in answer.vectors.items():
             kept = _only(answer.good, vectors)
             if place is not None:
                 kept = kept.new_zeros((len(where), kept.shape[1])).index_add(0, place, kept)
-            there = answer.good if place is None else _any(answer.good, place, len(where))
             arrived, size = self._carried(name, kept, where, there)
             good = torch.isfinite(arrived).all(1)
             heard = heard & (good if place is None else good[place])
             seen[name] = arrived
             self.bytes_up += size
         for name, total in answer.sums.items():
-            self.bytes_up += int(answer.good.sum()) * total.numel() * total.element_size()
+            self.bytes_up += int(there.sum()) * total.numel() * total.element_size()
             _grow(self._weighted, name, total)
             if bool((weights == 1).all()):
                 _grow(self._plain, name, total)

@@ -248,6 +248,14 @@ class Kernel(Setting, ABC):
         return Tuning(log_step.clamp(max=self.largest_log_step), tuning.updates + 1, mass)
 
 
+def metropolis(new: State, old: State, change: Tensor, uniform: Tensor) -> Transition:
+    """Accept or reject: ``change`` ``[C, K]`` is the log of the ratio of both ways' densities."""
+    diverged = ~torch.isfinite(change) | (change < -1000)
+    acceptance = torch.where(diverged, torch.zeros_like(change), change.clamp(max=0).exp())
+    accepted = ~diverged & (uniform <= acceptance)
+    return Transition(new.where(accepted, old), acceptance, diverged)
+
+
 def guarded(new: State, old: State, slack: Tensor | float = 1.0) -> tuple[State, Tensor]:
     """Unadjusted kernels: where a step left the region of finite or plausible density, stay.
 

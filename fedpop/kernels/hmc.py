@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
-from fedpop.kernels.base import Kernel, Noise, State, Transition, Tuning
+from fedpop.kernels.base import Kernel, Noise, State, Transition, Tuning, metropolis
 from fedpop.kernels.target import Precision, Target
 
 
@@ -68,7 +67,4 @@ class HMC(Kernel):
             last = j == self.leapfrog - 1
             r = r + (0.5 if last else 1.0) * e * precision.root(new.grad)
         change = new.value - 0.5 * r.square().sum(-1) - start
-        diverged = ~torch.isfinite(change) | (change < -1000)
-        acceptance = torch.where(diverged, torch.zeros_like(change), change.clamp(max=0).exp())
-        accepted = ~diverged & (uniform[..., 1] <= acceptance)
-        return Transition(new.where(accepted, state), acceptance, diverged)
+        return metropolis(new, state, change, uniform[..., 1])

@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from fedpop.kernels.base import Kernel, Noise, State, Transition, Tuning
+from fedpop.kernels.base import Kernel, Noise, State, Transition, Tuning, metropolis
 from fedpop.kernels.target import Precision, Target
 
 
@@ -52,7 +51,4 @@ class MALA(Kernel):
         # The noise that the reverse proposal would need, in the same whitened coordinates.
         back = drift + xi + 0.5 * e * precision.root(new.grad)
         change = new.value - state.value + 0.5 * (xi.square() - back.square()).sum(-1)
-        diverged = ~torch.isfinite(change) | (change < -1000)
-        acceptance = torch.where(diverged, torch.zeros_like(change), change.clamp(max=0).exp())
-        accepted = ~diverged & (uniform <= acceptance)
-        return Transition(new.where(accepted, state), acceptance, diverged)
+        return metropolis(new, state, change, uniform)

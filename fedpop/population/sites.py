@@ -101,6 +101,11 @@ class Sites:
                 self._everyone = (group, cohort)
             yield group, cohort
 
+    def bytes_down(self, told: Tensors, ids: Tensor) -> int:
+        """What it takes to tell this to the sites of these units, to each of them once."""
+        sites = len(ids) if self.sites is None else len(torch.unique(self.sites[ids]))
+        return sites * sum(t.numel() * t.element_size() for t in told.values())
+
     def round(self, method: Algorithm, round: Round, active: Active, plan: Plan) -> Outcome:
         """The active units' work, through the method's channel; nobody's state changes yet."""
         channel = method.channel
@@ -133,30 +138,32 @@ class Sites:
         updates: list[Update],
     ) -> Tensor:
         """One cohort's round; gives who was heard, ``[C]``."""
-        everyone = torch.arange(len(cohort), device=self.device)
         sites = None if self.sites is None else self.sites[ids].to(self.device)
         lost = None if self.lost is None else self.lost(round.number, cohort.units)
-        heard_all = torch.zeros(len(cohort), dtype=torch.bool, device=self.device)
         done = method.local_round(round, cohort, local)
         answers = [done] if isinstance(done, Answer) else done
         if sites is not None and not isinstance(done, Answer):
             answers = [joined(list(done), len(cohort))]
-        new: Tensors = dict(local)
+        new, heard_all = dict(local), torch.zeros(len(cohort), dtype=torch.bool, device=self.device)
         for answer in answers:
-            rows = everyone if answer.rows is None else answer.rows
-            gone = None if lost is None else lost[rows]
-            own = None if sites is None else sites[rows]
-            heard = tally.add(answer, cohort.units[rows], weights[rows], own, gone)
+            rows = answer.rows
+            units, counts, own, gone = (
+                t if t is None or rows is None else t[rows] for t in (cohort.units, weights, sites, lost)
+            )
+            assert units is not None and counts is not None
+            heard = tally.add(answer, units, counts, own, gone)
+            states = settled(method, answer, heard, local)
+            add_up(cost, answer.cost)
+            if rows is None:
+                new, heard_all = new | states, heard.heard
+                continue
             heard_all[rows] = heard.heard
-            states = settled(method, answer, heard, local, answer.rows)
-            if answer.rows is None:
-                new |= states
-            else:
-                for name, value in states.items():
-                    base = new.get(name, value.new_zeros((len(cohort), *value.shape[1:])))
-                    new[name] = base.index_copy(0, rows, value)
-            for name, number in answer.cost.items():
-                cost[name] = cost.get(name, 0.0) + number
+            for name, value in states.items():
+                if name not in new:
+                    new[name] = value.new_zeros((len(cohort), *value.shape[1:]))
+                elif new[name] is local.get(name):
+                    new[name] = local[name].clone()  # once, for all blocks
+                new[name].index_copy_(0, rows, value)
         updates.append((ids, new))
         return heard_all
 
@@ -193,8 +200,7 @@ class Sites:
             left_out += group[~heard].tolist()
             if answer.local:
                 updates.append((group[heard], {n: v[heard.to(v.device)] for n, v in answer.local.items()}))
-            for name, number in answer.cost.items():
-                cost[name] = cost.get(name, 0.0) + number
+            add_up(cost, answer.cost)
         total = tally.total(len(self.federation), ratio=False)
         if total.count < question.quorum * len(ids):
             names = ", ".join(repr(self.federation.names[i]) for i in left_out[:5])
@@ -202,19 +208,21 @@ class Sites:
                 f"{question.name}: {total.count} of {len(ids)} clients could be heard, not enough; left out "
                 f"were {names}{', ...' if len(left_out) > 5 else ''}"
             )
-        down = sum(t.numel() * t.element_size() for t in asked.values()) * len(ids)
+        down = self.bytes_down(asked, ids)
         cost["bytes_down"] = cost.get("bytes_down", 0.0) + down
         return question.finish(known, total), Outcome(total, cost, tuple(left_out), tally.bytes_up, updates)
 
 
-def settled(method: Algorithm, answer: Answer, heard: Heard, local: Tensors, rows: Tensor | None) -> Tensors:
+def settled(method: Algorithm, answer: Answer, heard: Heard, local: Tensors) -> Tensors:
     """What units keep of an answer: all of it once it was heard; else what is right in any case."""
-    new = answer.local
+    new, rows = answer.local, answer.rows
     if method.remembers:
         new = method.after_send(new, heard.seen)
+    if bool(heard.heard.all()):
+        return dict(new)
     out = {}
     for name, value in new.items():
-        if name in method.keeps or bool(heard.heard.all()):
+        if name in method.keeps:
             out[name] = value
             continue
         old = local[name] if name in local else torch.zeros_like(value)
@@ -228,28 +236,28 @@ def joined(answers: Sequence[Answer], units: int) -> Answer:
     """Blocks of one cohort as one answer."""
     if len(answers) == 1 and answers[0].rows is None:
         return answers[0]
+    rows = torch.cat([torch.arange(units) if a.rows is None else a.rows for a in answers])
 
-    def whole(pieces: list[tuple[Tensor, Tensor]]) -> Tensor:
-        first = pieces[0][1]
-        out = first.new_zeros((units, *first.shape[1:]))
-        for rows, piece in pieces:
-            out[rows] = piece
-        return out
+    def whole(pieces: list[Tensor]) -> Tensor:
+        """Rows of all blocks, in the cohort's order."""
+        stacked = torch.cat(pieces)
+        return torch.zeros_like(stacked).index_copy(0, rows, stacked)
 
-    places = [torch.arange(units) if a.rows is None else a.rows for a in answers]
-    good = whole([(r, a.good) for r, a in zip(places, answers, strict=True)])
-    named = {
-        kind: {
-            n: whole([(r, getattr(a, kind)[n]) for r, a in zip(places, answers, strict=True)])
-            for n in getattr(answers[0], kind)
-        }
-        for kind in ("vectors", "local")
-    }
     cost: dict[str, float] = {}
-    for a in answers:
-        for n, v in a.cost.items():
-            cost[n] = cost.get(n, 0.0) + v
-    return Answer(good, named["vectors"], named["local"], cost)
+    for answer in answers:
+        add_up(cost, answer.cost)
+    return Answer(
+        good=whole([a.good for a in answers]),
+        vectors={n: whole([a.vectors[n] for a in answers]) for n in answers[0].vectors},
+        local={n: whole([a.local[n] for a in answers]) for n in answers[0].local},
+        cost=cost,
+    )
+
+
+def add_up(total: dict[str, float], more: Mapping[str, float]) -> None:
+    """Add numbers to those of the same names."""
+    for name, number in more.items():
+        total[name] = total.get(name, 0.0) + number
 
 
 def _site_of_each(sites: Mapping[str, Sequence[str]], federation: Federation) -> Tensor:

@@ -244,8 +244,7 @@ class Run:
         self.server = method.server_round(self.server, done.total, self.facts, shared)
         self.sites.keep(done.updates)
         self.round += 1
-        down = sum(t.numel() * t.element_size() for t in broadcast.values()) * len(active.ids)
-        self.spend({"bytes_up": done.bytes_up, "bytes_down": down})
+        self.spend({"bytes_up": done.bytes_up, "bytes_down": self.sites.bytes_down(broadcast, active.ids)})
         self.spend({name: done.cost.get(name, 0.0) for name in WORK})
         metrics: dict[str, Any] = {"round": self.round, "active": len(active.ids)}
         metrics |= method.metrics(self.server, done.cost)
@@ -275,9 +274,10 @@ class Run:
         self._best = (dict(self.server), self.sites.snapshot())
 
     def recall(self) -> None:
-        """Go back to the best state so far."""
+        """Go back to the best state so far, which stays remembered whatever comes after."""
         if self._best is not None:
-            self.server, self.sites.store = self._best
+            server, store = self._best
+            self.server, self.sites.store = dict(server), LocalStore.restore(store.state())
 
     # --- checkpoints -------------------------------------------------------------------------
 

@@ -355,11 +355,14 @@ def test_a_run_reaches_the_maximum_of_the_marginal():
     assert reached.value > one.log_likelihood().value + 5
 
 
-@pytest.mark.parametrize("step", [fp.steps.EM(), fp.steps.Adam(0.1)], ids=["em", "adam"])
-def test_draws_and_either_step_come_close(step):
+@pytest.mark.parametrize(
+    ("step", "rounds"), [(fp.steps.EM(), 150), (fp.steps.Adam(0.1), 400)], ids=["em", "adam"]
+)
+def test_draws_and_either_step_come_close(step, rounds):
+    """Over seeds both are within 0.3; after 150 rounds Adam is still up to 3 away."""
     clients = clustered()
     method = fp.FedSOUL(double_model(), prior="mixture", beta_step=step)
-    population = method.fit(clients, rounds=150, seed=0)
+    population = method.fit(clients, rounds=rounds, seed=0)
     best = exact_optimum(
         method, population.federation, [(population.published["phi"], population.published["beta"])]
     )

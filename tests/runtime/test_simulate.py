@@ -14,7 +14,6 @@ from torch import nn
 
 import fedpop as fp
 from fedpop.algorithms.base import Facts
-from fedpop.errors import SettingsError
 from fedpop.keys import Key
 from fedpop.runtime.run import Run, Settings, active_units
 from tests.helpers import (
@@ -247,102 +246,6 @@ def test_a_run_works_outside_the_main_thread() -> None:
     thread.start()
     thread.join()
     assert len(out[0].history) == 2
-
-
-# --- callbacks ----------------------------------------------------------------------------------
-
-
-def test_a_callback_sees_every_round_and_may_stop() -> None:
-    watch = Watch(stop=3)
-    population = soul().fit(ragged(), rounds=10, callbacks=[watch])
-    assert watch.rounds == [1, 2, 3]
-    assert population.rounds == 3
-    assert len(population.history) == 3
-
-
-def overfitting() -> tuple[fp.FedAvg, list[fp.Client]]:
-    """Validation targets that have nothing to do with training: every step makes them worse."""
-    clients, _, _ = population_data(5, 6, 3, 2, 0.5)
-    opposite = [fp.Client(x, y, validation=(x, -y)) for x, y in clients]
-    return fp.FedAvg(linear_model(), local=fp.LocalSGD(rate=0.05)), opposite
-
-
-def test_early_stopping_goes_back_to_the_best_theta() -> None:
-    method, clients = overfitting()
-    watch, stop = Watch(), fp.callbacks.EarlyStop(every=2, patience=3)
-    population = method.fit(clients, rounds=100, callbacks=[stop, watch])
-    # The first look is the best one; then three that are worse.
-    assert population.rounds == 8
-    assert stop.best_round == 2
-    scores = [h["validation_log_likelihood"] for h in population.history if h["round"] % 2 == 0]
-    assert scores == sorted(scores, reverse=True)
-    assert torch.equal(population.published["phi"], watch.phis[1])
-    assert not torch.equal(watch.phis[1], watch.phis[6])
-
-
-def test_early_stopping_goes_on_while_validation_improves() -> None:
-    clients, _, _ = population_data(5, 6, 3, 2, 0.5)
-    same = [fp.Client(x, y, validation=(x, y)) for x, y in clients]
-    method = fp.FedAvg(linear_model(), local=fp.LocalSGD(rate=0.05))
-    population = method.fit(same, rounds=20, callbacks=[fp.callbacks.EarlyStop(every=2, patience=1)])
-    assert population.rounds == 20
-
-
-def test_early_stopping_remembers_across_a_resume(tmp_path: Path) -> None:
-    method, clients = overfitting()
-    settings = {"rounds": 100, "checkpoint_every": 1}
-    whole = method.fit(clients, callbacks=[fp.callbacks.EarlyStop(every=2, patience=3)], **settings)
-
-    class Break(fp.callbacks.Callback):
-        def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
-            if run.round == 6:
-                raise KeyboardInterrupt
-            return False
-
-    stop = fp.callbacks.EarlyStop(every=2, patience=3)
-    with pytest.raises(KeyboardInterrupt):
-        method.fit(
-            clients,
-            out=tmp_path,
-            callbacks=[fp.callbacks.EarlyStop(every=2, patience=3), Break()],
-            **settings,
-        )
-    resumed = method.fit(clients, out=tmp_path, resume=True, callbacks=[stop], **settings)
-    assert stop.best_round == 2
-    assert resumed.rounds == whole.rounds == 8
-    assert torch.equal(resumed.published["phi"], whole.published["phi"])
-    # A stopped run stays stopped.
-    again = method.fit(
-        clients, out=tmp_path, resume=True, callbacks=[fp.callbacks.EarlyStop(2, 3)], **settings
-    )
-    assert again.rounds == 8
-    assert torch.equal(again.published["phi"], whole.published["phi"])
-
-
-@pytest.mark.parametrize("settings", [{"every": 0}, {"patience": 0}, {"every": -2}])
-def test_impossible_early_stopping_is_refused(settings: dict[str, int]) -> None:
-    with pytest.raises(SettingsError, match="at least 1"):
-        fp.callbacks.EarlyStop(**settings)
-
-
-def test_validation_of_fedsoul_is_the_posterior_predictive() -> None:
-    """Against the predictive of the final pass, which uses far more draws."""
-    clients, _, _ = population_data(4, 6, 3, 2, 0.5)
-    held_out = [fp.Client(x, y, validation=(x + 0.2, y)) for x, y in clients]
-
-    class Look(fp.callbacks.Callback):
-        score = 0.0
-
-        def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
-            self.score = run.validation_score()
-            return False
-
-    look = Look()
-    population = soul().fit(held_out, rounds=30, callbacks=[look])
-    expected = torch.cat(
-        [population.predict(i, x + 0.2).log_prob(y) for i, (x, y) in enumerate(clients)]
-    ).mean()
-    assert look.score == pytest.approx(float(expected), abs=0.1)
 
 
 # --- clients that break -------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
+from fedpop.settings import describe
 
 WEIGHTS = ("inverse", "ratio")
 MANY = 50_000
@@ -70,8 +71,8 @@ class Participation(ABC):
 
     def describe(self) -> dict[str, Any]:
         """The rule as plain values, for files and for comparing runs."""
-        settings = asdict(self) if is_dataclass(self) and not isinstance(self, type) else vars(self)
-        return {"kind": type(self).__name__} | settings
+        names = [f.name for f in fields(self)] if is_dataclass(self) else list(vars(self))
+        return {"kind": type(self).__name__} | {name: describe(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True)
