@@ -12,6 +12,7 @@ from benchmarks import compressors, kernels, local_training, round, rounds_per_s
 from fedpop.report.results import Record, Results
 
 FOLDER = Path("results/bench")
+BENCHMARKS = (small_rounds, rounds_per_second, compressors, scale, kernels, round, local_training)
 
 
 def main() -> None:
@@ -20,7 +21,7 @@ def main() -> None:
     columns = (TextColumn("{task.description:<18}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     records: list[Record] = []
     with Progress(*columns, console=console) as progress:
-        for benchmark in (small_rounds, rounds_per_second, compressors, scale, kernels, round, local_training):
+        for benchmark in BENCHMARKS:
             task = progress.add_task(benchmark.NAME, total=1.0)
             new = benchmark.measure(lambda share, t=task: progress.update(t, completed=share))
             progress.update(task, completed=1.0)

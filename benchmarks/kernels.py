@@ -226,8 +226,9 @@ def vmap_posterior(model: fp.Composition, ratio: float) -> Target:
     noise = key.at(purpose="noise").normal(ids, (ROWS,))
     score = x.sum(-1) + 0.5 * noise
     y = (score > 0).float() if model.outputs == 1 else (score > -0.5).long() + (score > 0.5).long()
-    federation = model.prepare(fp.Federation.of(list(zip(x, y, strict=True))))
-    cohort = federation.cohort(ids, torch.ones(CLIENTS), x.device)
+    federation = fp.Federation.of(list(zip(x, y, strict=True)))
+    model = model.prepared(federation.example)
+    cohort = model.checked(federation).cohort(ids, x.device)
     prior = fp.priors.Normal(scale=1.0)
     local = model.bind(model.initial_phi(), cohort.x, cohort)
     return Target(local, prior, prior.init(torch.zeros(model.z_layout.size), 1.0))

@@ -20,15 +20,16 @@ from fedpop.runtime.run import Run, Settings
 NAME = "local training"
 CLIENTS, BATCH, EPOCHS = 1_000, 50, 5
 SPEEDUP, OVERHEAD = 10.0, 1.15
+SECONDS, LEAST = (10.0, 60.0), (5, 3)
 
 
 def batched(sgd: fp.LocalSGD) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     """The same local epochs on the synthetic model for all clients side by side, and one after the other by
     torch.optim, as libraries do it."""
     task = SyntheticTask(b=CLIENTS)
-    model, clients = task.model(0), task.make(0).clients
-    federation = model.prepare(fp.Federation.of(clients))
-    cohort = federation.cohort(torch.arange(CLIENTS), torch.ones(CLIENTS), torch.device("cpu"))
+    federation = fp.Federation.of(task.make(0).clients)
+    model = task.model(0).prepared(federation.example)
+    cohort = model.checked(federation).cohort(torch.arange(CLIENTS), torch.device("cpu"))
     w = torch.cat((model.initial_phi(), model.initial_z())).expand(CLIENTS, -1)
     loss = joint_loss(model, cohort.embedded)
 
@@ -80,20 +81,26 @@ def bare_sgd(model: fp.Composition, x: Tensor, y: Tensor) -> Callable[[], None]:
 def measure(advance: Advance) -> list[Record]:
     sgd = fp.LocalSGD(epochs=EPOCHS, rate=0.01)
     side_by_side, one_by_one = batched(sgd)
-    small = in_turns({"batched": side_by_side, "loop": one_by_one}, seconds=10.0, least=5)
+    small = in_turns({"batched": side_by_side, "loop": one_by_one}, seconds=SECONDS[0], least=LEAST[0])
     advance(0.2)
     model = fp.Composition(backbone(), nn.Linear(64, CLASSES), "categorical")
     model = model.at_precision(model.chosen_precision())  # as a run has it
     x, y = random_images()
-    federation = model.prepare(fp.Federation.of(list(zip(x, y, strict=True))))
-    method = fp.FedAvg(model, local=fp.LocalSGD(1, 0.01, BATCH))
-    run = Run(method, federation, Settings(1000, 0, fp.participation.Uniform(ACTIVE), "1GiB", 50), None, [])
-    run._begin(resume=False)
+    federation = fp.Federation.of(list(zip(x, y, strict=True)))
+    method = fp.FedAvg(model, local=fp.LocalSGD(1, 0.01, BATCH)).prepared(federation.example)
+    federation = method.model.checked(federation)
+    run = Run(method, federation, Settings(1000, 0, fp.participation.Uniform(ACTIVE)))
+    run.begin()
     programs: dict[str, Callable[[], object]] = {
         "bare": bare_sgd(model, x[:ACTIVE], y[:ACTIVE]),
         "round": run.train_round,
     }
-    large = in_turns(programs, seconds=60.0, least=3, advance=lambda share: advance(0.2 + 0.8 * share))
+    large = in_turns(
+        programs,
+        seconds=SECONDS[1],
+        least=LEAST[1],
+        advance=lambda share: advance(0.2 + 0.8 * share),
+    )
     first = ratio(small["loop"], small["batched"]) | {"target": SPEEDUP, "repeats": len(small["loop"])}
     second = ratio(large["round"], large["bare"]) | {"target": OVERHEAD, "repeats": len(large["bare"])}
     first_setting = {"benchmark": NAME, "clients": CLIENTS, "epochs": EPOCHS, "model": "synthetic"}

@@ -49,7 +49,8 @@ class Case:
     def on_phi(self) -> dict[str, Any]:
         if not self.epochs:
             return {}
-        return {"phi_epochs": self.epochs, "phi_batch": BATCH, "phi_rate": 0.01, "phi_step": fp.steps.MeanMove()}
+        local = fp.LocalSGD(epochs=self.epochs, rate=0.01, batch=BATCH)
+        return {"phi_step": fp.steps.PhiStep(fp.steps.MeanMove(), local=local)}
 
 
 CASES = (
@@ -98,8 +99,8 @@ def bare(model: fp.Composition, x: Tensor, y: Tensor, batch: int) -> Callable[[]
 def begun(case: Case, model: fp.Composition, federation: fp.Federation) -> Run:
     settings = {"kernel": case.kernel, "local_steps": case.steps, "compressor": case.compressor}
     method = fp.FedSOUL(model, **settings, **case.on_phi)
-    run = Run(method, federation, Settings(1000, 0, fp.participation.Uniform(ACTIVE), "1GiB", 50), None, [])
-    run._begin(resume=False)
+    run = Run(method, federation, Settings(1000, 0, fp.participation.Uniform(ACTIVE)))
+    run.begin()
     run.totals.clear()
     return run
 
@@ -108,7 +109,9 @@ def measure(advance: Advance) -> list[Record]:
     model = fp.Composition(backbone(), nn.Linear(64, CLASSES), "categorical")
     model = model.at_precision(model.chosen_precision())  # as a run has it
     x, y = random_images()
-    federation = model.prepare(fp.Federation.of(list(zip(x, y, strict=True))))
+    federation = fp.Federation.of(list(zip(x, y, strict=True)))
+    model = model.prepared(federation.example)
+    federation = model.checked(federation)
     # The bare pass may choose its batch; the round has to follow the clients.
     few = {str(b): bare(model, x[:2], y[:2], b) for b in BATCHES}
     tried = in_turns(few, seconds=1.0, least=3)

@@ -18,16 +18,17 @@ BLOCK, SECONDS, LEAST = 25, 15.0, 5
 
 
 def begun(method: Algorithm, federation: fp.Federation) -> Run:
-    run = Run(method, federation, Settings(10_000, 0, fp.participation.Everyone(), "1GiB", 50), None, [])
-    run._begin(resume=False)
+    run = Run(method, federation, Settings(10_000, 0, fp.participation.Everyone()))
+    run.begin()
     run.totals.clear()
     return run
 
 
 def measure(advance: Advance) -> list[Record]:
     task = SyntheticTask()
-    model = task.model(seed=0)
-    federation = model.prepare(fp.Federation.of(task.make(seed=0).clients))
+    federation = fp.Federation.of(task.make(seed=0).clients)
+    model = task.model(seed=0).prepared(federation.example)
+    federation = model.checked(federation)
     methods = (fp.FedSOUL(model, local_steps=10), fp.FedSOUL.paper(model, rate=1e-3, local_steps=10))
     runs = {method.label: begun(method, federation) for method in methods}
 

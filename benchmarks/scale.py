@@ -42,10 +42,10 @@ def packed(clients: int) -> fp.Table:
 
 
 def begun(clients: int, participation: fp.participation.Uniform | fp.participation.Everyone) -> Run:
-    model = SyntheticTask().model(seed=0)
-    federation = model.prepare(fp.Federation.of(packed(clients)))
-    run = Run(fp.FedSOUL(model), federation, Settings(10_000, 0, participation, "1GiB", 50), None, [])
-    run._begin(resume=False)
+    federation = fp.Federation.of(packed(clients))
+    method = fp.FedSOUL(SyntheticTask().model(seed=0)).prepared(federation.example)
+    run = Run(method, method.model.checked(federation), Settings(10_000, 0, participation))
+    run.begin()
     run.totals.clear()
     return run
 

@@ -54,12 +54,14 @@ def units_of(names: Iterable[str]) -> Tensor:
 def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
     """Philox4x32-10 on a ``[4, ...]`` int64 tensor of 32-bit counter words."""
     flat = counter.reshape(4, -1)
-    if counter.device.type != "cpu" or torch._C._functorch.is_functorch_wrapped_tensor(counter):
-        return _encrypted(flat, *_constants(key, counter.device)).reshape(counter.shape)
-    # The same arithmetic, with less overhead per operation.
-    multiplier, keys = (c.numpy() for c in _constants(key, counter.device))
-    words = [_encrypted_array(part.numpy(), multiplier, keys) for part in flat.split(_CHUNK, dim=1)]
-    return torch.from_numpy(np.concatenate(words, 1) if words else flat.numpy()).reshape(counter.shape)
+    if _plain(counter):  # the same arithmetic, with less overhead per operation
+        return torch.from_numpy(_encrypted_arrays(flat.numpy(), key)).reshape(counter.shape)
+    return _encrypted(flat, *_constants(key, counter.device)).reshape(counter.shape)
+
+
+def _plain(t: Tensor) -> bool:
+    """In a processor's own memory, and not inside a transform of torch.func."""
+    return t.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
 def _constants(key: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -86,8 +88,17 @@ def _encrypted(counter: Tensor, multiplier: Tensor, keys: Tensor) -> Tensor:
     return torch.stack((even[0], odd[0], even[1], odd[1]))
 
 
+def _encrypted_arrays(counter: Array, key: tuple[int, int]) -> Array:
+    """The same on arrays, a chunk at a time."""
+    multiplier, weyl = (c.numpy() for c in _weyl(torch.device("cpu")))
+    keys = (weyl + np.array(key).reshape(1, 2, 1)) & _MASK
+    if counter.shape[1] <= _CHUNK:
+        return _encrypted_array(counter, multiplier, keys)
+    parts = np.split(counter, range(_CHUNK, counter.shape[1], _CHUNK), axis=1)
+    return np.concatenate([_encrypted_array(part, multiplier, keys) for part in parts], 1)
+
+
 def _encrypted_array(counter: Array, multiplier: Array, keys: Array) -> Array:
-    """The same on arrays of a processor's own memory."""
     even, odd = counter[0::2], counter[1::2]
     for key in keys:
         product = (even * multiplier)[::-1]
@@ -127,15 +138,27 @@ class Key:
 
     def bits(self, units: Tensor, count: int, start: Tensor | int = 0) -> Tensor:
         """``count`` 32-bit words per unit as int64 ``[C, count]``, from block ``start`` on."""
-        units = units.to(torch.int64)
-        blocks = torch.arange((count + 3) // 4, device=units.device)
+        units, wide = units.to(torch.int64), (count + 3) // 4
+        if isinstance(start, int) and units.dim() == 1 and _plain(units):
+            return torch.from_numpy(self._few(units.numpy(), wide, start))[:, :count]
+        blocks = torch.arange(wide, device=units.device)
         if isinstance(start, Tensor):
             start = start.to(torch.int64).unsqueeze(-1)
-        block = (blocks + start).expand(*units.shape, len(blocks))
+        block = (blocks + start).expand(*units.shape, wide)
         unit = units.unsqueeze(-1).expand_as(block)
         counter = torch.stack((block, block >> 32, unit, unit >> 32)).bitwise_and_(_MASK)
         words = philox(counter, self._cipher)
-        return words.movedim(0, -1).reshape(*units.shape, 4 * len(blocks))[..., :count]
+        return words.movedim(0, -1).reshape(*units.shape, 4 * wide)[..., :count]
+
+    def _few(self, units: Array, wide: int, start: int) -> Array:
+        """``bits`` of whole blocks ``[C, 4 wide]`` on arrays, which cost less to set up."""
+        counter = np.empty((4, len(units), wide), dtype=np.int64)
+        block = np.arange(start, start + wide)
+        counter[0], counter[1] = block & _MASK, block >> 32
+        counter[2], counter[3] = (units & _MASK)[:, None], ((units >> 32) & _MASK)[:, None]
+        return np.moveaxis(_encrypted_arrays(counter.reshape(4, -1), self._cipher), 0, -1).reshape(
+            len(units), -1
+        )
 
     def words(self, units: Tensor) -> Words:
         """Cheaper 32-bit words, for rounding long vectors."""

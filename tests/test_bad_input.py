@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.errors import CheckpointError, DataError, FedpopError, ModelError, SettingsError
-from tests.helpers import linear_model, ragged
+from tests.helpers import federation_of, linear_model, ragged
 
 NORMAL = fp.likelihoods.Normal(0.5)
 
@@ -197,22 +197,51 @@ def test_heads_that_do_not_fit(tmp_path: Path, case: str) -> None:
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "M = 0": ({"local_steps": 0}, {}, "local_steps.*at least 1, not 0"),
     "M < 0": ({"local_steps": -3}, {}, "local_steps"),
-    "M = 0 for one": ({"local_steps": (3, 0, 3)}, {}, "local_steps.*at least 1, not 0"),
-    "half a step for one": ({"local_steps": [3, 2.5, 3]}, {}, "local_steps must be a whole number, not 2.5"),
-    "M for two of three": ({"local_steps": (3, 4)}, {}, r"2 number\(s\) for 3 client\(s\); give one each"),
-    "M in words": ({"local_steps": "many"}, {}, "local_steps must be a whole number, not 'many'"),
-    "chains": ({"chains": 0}, {}, "at least one chain"),
-    "form": ({"form": "centre"}, {}, "form of I"),
-    "phi_batch": ({"phi_batch": 0}, {}, "phi_batch"),
+    "M = 0 for one": (
+        {"local_steps": {"anna": 3, "ben": 0, "cara": 3}},
+        {},
+        r"local_steps of client 'ben' \(the paper's M\) must be at least 1, not 0",
+    ),
+    "half a step for one": (
+        {"local_steps": {"anna": 3, "ben": 2.5, "cara": 3}},
+        {},
+        "local_steps of client 'ben' must be a whole number.*not 2.5",
+    ),
+    "M for two of three": (
+        {"local_steps": {"anna": 3, "cara": 4}},
+        {},
+        "local_steps: no value for client 'ben'; give one for each client",
+    ),
+    "M for a stranger": (
+        {"local_steps": {"anna": 3, "ben": 3, "cara": 4, "dora": 2}},
+        {},
+        "local_steps: there is no client 'dora'",
+    ),
+    "M by position": ({"local_steps": (3, 4, 5)}, {}, r"mapping from clients.*not \(3, 4, 5\)"),
+    "M in words": ({"local_steps": "many"}, {}, "local_steps must be a whole number.*not 'many'"),
+    "a compressor for two of three": (
+        {"compressor": {"anna": "qsgd", "ben": "natural"}},
+        {},
+        "compressor: no value for client 'cara'",
+    ),
+    "a start that is not there": (
+        {"start": "warm"},
+        {},
+        "start is one of auto, spectral, random, not 'warm'",
+    ),
     "kernel": ({"kernel": "nuts"}, {}, "unknown kernel 'nuts'; known are"),
     "prior": ({"prior": "cauchy"}, {}, "unknown prior 'cauchy'; known are"),
-    "rounds = 0": ({}, {"rounds": 0}, "rounds must be at least 1"),
-    "rounds < 0": ({}, {"rounds": -1}, "rounds must be at least 1"),
+    "rounds = 0": ({}, {"rounds": 0}, "rounds must be 1 or more, not 0"),
+    "rounds < 0": ({}, {"rounds": -1}, "rounds must be 1 or more, not -1"),
     "p = 0": ({}, {"participation": 0.0}, r"lies in \(0, 1\]"),
     "p > 1": ({}, {"participation": 1.5}, r"probability, at most 1\.0.*whole number"),
     "one of several p > 1": ({}, {"participation": [0.5, 0.5, 2.0]}, r"p\[2\] = 2\.0.*lies in \(0, 1\]"),
     "a number of clients as a fraction": ({}, {"participation": 2.0}, "without the point"),
-    "one client or everyone": ({}, {"participation": 1}, r"1\.0 for everyone, fedpop\.Uniform\(1\)"),
+    "one client or everyone": (
+        {},
+        {"participation": 1},
+        r"1\.0 for everyone, fedpop\.participation\.Uniform\(1\)",
+    ),
     "a word for participation": ({}, {"participation": "all"}, "a rule or None, not 'all'"),
     "nobody": ({}, {"participation": 0}, "at least one client"),
     "more than there are": ({}, {"participation": 4}, "only 3"),
@@ -250,7 +279,14 @@ def test_impossible_settings(tmp_path: Path, case: str) -> None:
         lambda: fp.priors.Normal(bounds=(0.0, 1.0)),
         lambda: fp.priors.Normal(ball=0.0),
         lambda: fp.priors.Normal(mean=float("nan")),
-        lambda: fp.FedSOUL(softmax(), rao_blackwell=True),
+        lambda: fp.FedSOUL(softmax(), chain=fp.chains.Chain(rao_blackwell=True)),
+        lambda: fp.chains.Chain(chains=0),
+        lambda: fp.chains.Chain(burn_in=-1),
+        lambda: fp.steps.BetaStep(form="centre"),
+        lambda: fp.steps.PhiStep(batch=0),
+        lambda: fp.steps.PhiStep(batch=2, local=fp.LocalSGD()),
+        lambda: fp.steps.PhiStep(ball=0.0),
+        lambda: fp.steps.Spectral(minimum=1),
     ],
 )
 def test_negative_steps_and_other_impossible_pieces(make: Any) -> None:
@@ -278,7 +314,7 @@ def test_a_resume_with_changed_settings(tmp_path: Path) -> None:
 def test_the_largest_number_that_fits_is_taken() -> None:
     model, largest = linear_model(), float(torch.finfo(torch.float32).max)
     clients = {"anna": (np.array([[largest, 0.0, 1.0]]), np.zeros(1))}
-    assert float(model.prepare(fp.Federation.of(clients)).train.x.max()) == largest
+    assert float(federation_of(model, clients).train.x.max()) == largest
 
 
 def test_questions_that_make_no_sense() -> None:

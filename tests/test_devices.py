@@ -86,7 +86,9 @@ METHODS: dict[str, Any] = {
     "exact": lambda: fp.FedSOUL(linear_model()),
     "left": lambda: fp.FedSOUL(linear_model(), form="left"),
     "right, diagonal": lambda: fp.FedSOUL(linear_model(), form="right", prior="diagonal"),
-    "full covariance": lambda: fp.FedSOUL(linear_model(), prior="full", hyperprior=fp.priors.Hyperprior(1.0, 1.0)),
+    "full covariance": lambda: fp.FedSOUL(
+        linear_model(), prior="full", hyperprior=fp.priors.Hyperprior(1.0, 1.0)
+    ),
     "closed form": lambda: fp.FedSOUL(linear_model(variance="learned"), rao_blackwell=True),
     "mixture": lambda: fp.FedSOUL(linear_model(), prior="mixture"),
     "mixture, closed form": lambda: fp.FedSOUL(
@@ -95,7 +97,9 @@ METHODS: dict[str, Any] = {
     "mixture, jumps": lambda: fp.FedSOUL(
         fp.Composition(None, nn.Linear(3, 1), "poisson"), prior="mixture", local_steps=2
     ),
-    "energy": lambda: fp.FedSOUL(linear_model(), prior=fp.priors.Energy(hidden=3, chains=8, ship=4), local_steps=2),
+    "energy": lambda: fp.FedSOUL(
+        linear_model(), prior=fp.priors.Energy(hidden=3, chains=8, ship=4), local_steps=2
+    ),
     "plain steps": lambda: fp.FedSOUL.paper(
         linear_model(), rate=1e-2, hyperprior=fp.priors.Hyperprior(1.0, 1.0, (0, 1))
     ),

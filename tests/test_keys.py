@@ -6,6 +6,7 @@ Nothing in the package may draw from global state: its source is searched, and a
 import ast
 import math
 import random
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from scipy import stats
 from torch import nn
 
 import fedpop as fp
-from fedpop.keys import SERVER, Key, philox
+from fedpop.keys import NEWCOMER, SERVER, Key, philox, unit_of, units_of
 from tests.oracles import DOUBLE, assert_mean, gaussian_noise
 
 # Random123, kat_vectors: philox4x32, 10 rounds.
@@ -40,14 +41,47 @@ def test_philox_known_answers(counter, key, answer):
 
 
 def test_bits_are_philox_of_the_address():
+    """The cipher's key is a hash of seed, round and purpose, its counter the block and the unit."""
     key = Key(seed=(5 << 32) | 7, round=3, purpose="chain")
-    bits = key.bits(torch.tensor([9]), 6, start=2)
-    from zlib import crc32
+    both = blake2b(f"{(5 << 32) | 7}|3|chain".encode(), digest_size=8).digest()
+    cipher = tuple(int.from_bytes(half, "little") for half in (both[:4], both[4:]))
+    for unit in (9, 9 << 32, unit_of("anna"), SERVER, NEWCOMER):
+        bits = key.bits(torch.tensor([unit]), 6, start=2)
+        low, high = unit & 0xFFFFFFFF, unit >> 32 & 0xFFFFFFFF
+        for block in range(2):
+            counter = torch.tensor([2 + block, 0, low, high], dtype=torch.int64).reshape(4, 1)
+            wanted = philox(counter, cipher).flatten().tolist()
+            assert bits[0, 4 * block : 4 * block + 4].tolist() == wanted[: 6 - 4 * block][:4]
+    far = key.bits(torch.tensor([9]), 4, start=(1 << 32) + 6)
+    counter = torch.tensor([6, 1, 9, 0], dtype=torch.int64).reshape(4, 1)
+    assert far[0].tolist() == philox(counter, cipher).flatten().tolist()
 
-    for block in range(2):
-        counter = torch.tensor([2 + block, 9, 3, crc32(b"chain")], dtype=torch.int64).reshape(4, 1)
-        wanted = philox(counter, (7, 5)).flatten().tolist()
-        assert bits[0, 4 * block : 4 * block + 4].tolist() == wanted[: 6 - 4 * block][:4]
+
+def test_a_unit_is_a_stable_hash_of_its_name():
+    """Of 63 bits: never one of the server's numbers, and the same on every machine."""
+    names = [f"client-{i}" for i in range(20_000)] + ["anna", "ben", "", "ünïcode", "a\nb"]
+    units = units_of(names)
+    assert units.dtype == torch.int64
+    assert len(units.unique()) == len(names)
+    assert int(units.min()) >= 0
+    assert unit_of("anna") == int.from_bytes(blake2b(b"anna", digest_size=8).digest(), "little") >> 1
+    assert units[20_000] == unit_of("anna") == 5054518887337042536
+    assert SERVER < 0
+    assert NEWCOMER < 0
+    assert SERVER != NEWCOMER
+    # All 63 bits are used, each about half of the time.
+    ones = torch.stack([(units >> b & 1).double().mean() for b in range(63)])
+    assert bool(((ones - 0.5).abs() < 5 * 0.5 / len(names) ** 0.5).all())
+
+
+def test_nobodys_draws_depend_on_who_else_is_there():
+    """Nor on the order in which they were given: positions do not enter."""
+    clients = {name: (torch.zeros(1, 2), torch.zeros(1)) for name in ("anna", "ben", "cara")}
+    draws = {}
+    for names in (["anna", "ben", "cara"], ["cara", "anna"], ["ben"]):
+        federation = fp.Federation.of({name: clients[name] for name in names})
+        for name, row in zip(names, Key(1, purpose="p").bits(federation.units, 8), strict=True):
+            assert torch.equal(draws.setdefault(name, row), row)
 
 
 # --- distributions ---------------------------------------------------------------------------
@@ -270,7 +304,7 @@ def test_a_run_leaves_the_global_generators_alone():
     model = fp.Composition(backbone, nn.Linear(4, 3), "categorical")
     clients = [(gaussian_noise(i, 6, 3).float(), torch.arange(6) % 3) for i in range(4)]
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-    method = fp.FedSOUL(model, phi_batch=4, local_steps=2)
+    method = fp.FedSOUL(model, phi_step=fp.steps.PhiStep(batch=4), local_steps=2)
     population = method.fit(clients, rounds=3, participation=0.5, progress=False)
     population.predict(0, clients[0][0]).samples  # noqa: B018
     population.posterior(1)

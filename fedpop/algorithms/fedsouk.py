@@ -204,7 +204,8 @@ class FedSOUK(Hierarchical):
             prior, self.hyperprior, beta, i, curvature, beta_state, k, facts.rounds, facts.clients
         )
         new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, facts.rounds)
-        new_phi = new_phi * (self.on_phi.ball / new_phi.norm().clamp(min=self.on_phi.ball))
+        length = torch.linalg.vector_norm(new_phi)
+        new_phi = new_phi * (self.on_phi.ball / length.clamp(min=self.on_phi.ball))
         new_beta = prior.project(new_beta)
         eta, theta = optimiser.schedule.factor(k, facts.rounds), torch.cat((new_phi, new_beta))
         align, average = aligner(self.model, prior), unprefixed("average.", server)

@@ -155,7 +155,7 @@ class Hierarchical(Algorithm):
             "acceptance": cost["acceptance"] / clients if clients else None,
             "divergences": cost.get("divergences", 0.0),
             "gradient_evaluations": cost.get("gradient_evaluations", 0.0),
-            "prior_mean_norm": float(mean.norm()),
+            "prior_mean_norm": float(torch.linalg.vector_norm(mean)),
             "prior_sd": float(sd.square().mean().sqrt()),
         }
 

@@ -25,8 +25,9 @@ from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.runner import Job
 from fedpop.experiments.synthetic.run import held_out
 from fedpop.federation.clients import Client, Federation
+from fedpop.files import read_tensors
 from fedpop.keys import Key
-from fedpop.population import Population, load
+from fedpop.population import Population
 from fedpop.priors.base import Prior
 from fedpop.priors.energy import Energy
 from fedpop.priors.mixture import Mixture
@@ -50,13 +51,18 @@ def setting_of(task: ClusterTask) -> dict[str, Any]:
     return {k: plain[k] for k in keys}
 
 
-def prior_named(name: str) -> Prior:
-    return {"Normal": Normal(), "Mixture": Mixture(2), "Energy": Energy()}[name]
+def prior_named(name: str, task: ClusterTask = TASK) -> Prior:
+    return {
+        "Normal": Normal(),
+        "Mixture": Mixture(2),
+        "Energy": Energy(),
+        "Truth": Mixture(len(task.centres)),
+    }[name]
 
 
 def truth(task: ClusterTask, data: Synthetic, seed: int) -> Population:
     """The population that the data were drawn from."""
-    method = FedSOUL(task.model(seed), prior=Mixture(len(task.centres)))
+    method = FedSOUL(task.model(seed), prior=prior_named("Truth", task))
     log_weights = torch.tensor(task.weights).log()
     parts = [torch.tensor([*centre, math.log(task.sd)]) for centre in task.centres]
     published = {"phi": data.phi.mT.reshape(-1).float(), "beta": torch.cat((log_weights, *parts))}
@@ -208,12 +214,17 @@ def prior_figure(folder: Path) -> Figure | None:
     if not all((folder / "populations" / name).exists() for name in NAMES):
         return None
     data, _ = TASK.split(0)
+    # Theta alone, on the experiment's own methods: the settings saved with it may be of another version.
+    theta = {n: read_tensors(folder / "populations" / n / "theta.safetensors") for n in NAMES}
+    if not torch.equal(theta["Truth"]["phi"], truth(TASK, data, 0).published["phi"]):
+        return None  # of other data than are drawn now: there are no coordinates to bring them to
     line = torch.linspace(-4, 4, 161, dtype=torch.float64)
     y, x = torch.meshgrid(line, line, indexing="ij")
     points = torch.stack((x, y), -1).reshape(-1, 2)
     panels = {}
     for name in NAMES:
-        population = load(folder / "populations" / name)
+        method = FedSOUL(TASK.model(0), prior=prior_named(name))
+        population = Population(method, theta[name], Key(0), federation=None)
         panels[name] = density_in_true_coordinates(population, data.phi, points).reshape(x.shape).tolist()
     dots = [(float(z[0]), float(z[1])) for z in data.z]
     svg = plots.contours(panels, line.tolist(), line.tolist(), dots)
@@ -242,7 +253,12 @@ def page(results: Results) -> Page:
     )
     learned = prior_figure(results.folder)
     sections = [
-        Section("What each prior learned", figures=[learned] if learned else [], wide=True),
+        Section(
+            "What each prior learned",
+            "" if learned else "There are no populations beside the records that learned from seed 0's data.",
+            figures=[learned] if learned else [],
+            wide=True,
+        ),
         Section("New clients", LEGEND, sheet=means(results)),
         Section("Differences", PAIRED, sheet=difference_sheet(results)),
         Section("Seed by seed", figures=[spread], wide=True),

@@ -1,11 +1,13 @@
 """Methods from plain values, as a settings file has them: names, numbers, nested tables.
 
 A nested table is the settings of the class that the method has there, ``local = {epochs = 2}``; where several
-would do, ``kind`` names it, ``phi_step = {kind = "Adam", rate = 0.03}``.
+would do, ``kind`` names it, ``phi_step = {kind = "Adam", rate = 0.03}``. Where a setting may differ between
+clients, a table without a kind has a value for each of them, ``local_steps = {anna = 5, ben = 20}``.
 """
 
 from __future__ import annotations
 
+import inspect
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -84,42 +86,44 @@ def method_from(name: str, settings: Mapping[str, Any], model: Model, where: str
 def _arguments(
     cls: type, settings: Mapping[str, Any], where: str, path: str, hidden: set[str]
 ) -> dict[str, Any]:
-    known = {f.name: f for f in fields(cls) if f.init and f.name not in hidden}
+    own = {f.name: f for f in fields(cls) if f.init and f.name not in hidden}
     hints = typing.get_type_hints(cls)
-    out = {}
-    for key, value in settings.items():
-        if key not in known:
+    for key in settings:
+        if key not in own:
             raise SettingsError(
                 f"{where}: unknown setting {path + key!r} of {cls.__name__}; known are "
-                f"{', '.join(sorted(known))}"
+                f"{', '.join(sorted(own))}"
             )
-        out[key] = _value(value, known[key], hints[key], where, path + key)
-    return out
+    for key, f in own.items():
+        if key not in settings and f.default is MISSING and f.default_factory is MISSING:
+            raise SettingsError(f"{where}: {path + key} is missing, which {cls.__name__} needs")
+    return {
+        key: _value(value, hints[key], where, path + key, _usual(own[key])) for key, value in settings.items()
+    }
 
 
-def _value(value: Any, field: Field[Any], hint: Any, where: str, path: str) -> Any:
+def _usual(field: Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def _value(value: Any, hint: Any, where: str, path: str, usual: Any = None) -> Any:
+    """A plain value as a field of this type wants it; ``usual`` is what the field has unless told."""
+    members = _members(hint)
     if isinstance(value, Mapping):
-        cls = _class_of(value, field, hint, where, path)
-        wanted = [h for h in _members(hint) if isinstance(h, type) and h is not type(None)]
-        told_all = len(wanted) == len(_members(hint)) - (type(None) in _members(hint))
-        if told_all and not issubclass(cls, tuple(wanted)):
-            names = " or ".join(h.__name__ for h in wanted)
-            raise SettingsError(f"{where}: {path} takes {names}, not {cls.__name__}")
-        inner = {k: v for k, v in value.items() if k != "kind"}
-        settings = _arguments(cls, inner, where, f"{path}.", set())
-        return _made(lambda: cls(**settings), f"{where}: {path}")
+        return _from_table(value, hint, where, path, usual)
     if isinstance(value, list):
-        return tuple(_value(v, field, hint, where, path) for v in value)
-    kinds = [h for h in _members(hint) if h in (int, float, bool, str, type(None))]
-    if kinds and not any(_fits(value, kind) for kind in kinds) and not _open(hint):
-        names = " or ".join({int: "a whole number", float: "a number", bool: "true or false"}.get(k, "a text")
-                            for k in kinds if k is not type(None))  # fmt: skip
-        raise SettingsError(f"{where}: {path} is {names}, not {value!r}")
-    if not set(kinds) - {type(None)} and typing.Any not in _members(hint):
-        raise SettingsError(f"{where}: {path} is a table of settings, {path} = {{...}}, not {value!r}")
-    if isinstance(value, int) and not isinstance(value, bool) and float in kinds and int not in kinds:
-        return float(value)
-    return value
+        for one in members:
+            if typing.get_origin(one) in (tuple, list, Sequence):
+                return _from_list(value, one, where, path)
+    if any(kind in members and _fits(value, kind) for kind in (*PLAIN, type(None))):
+        exactly = isinstance(value, int) and not isinstance(value, bool) and int not in members
+        return float(value) if exactly and float in members else value
+    if any(_open(one) for one in members):
+        return value
+    raise _wrong(value, hint, where, path)
 
 
 def _members(hint: Any) -> Sequence[Any]:
@@ -127,36 +131,94 @@ def _members(hint: Any) -> Sequence[Any]:
     return typing.get_args(hint) if union else (hint,)
 
 
-def _open(hint: Any) -> bool:
-    """More than plain values may stand here: names of priors or kernels, sequences."""
-    plain = (int, float, bool, str, type(None))
-    return any(h not in plain and not (isinstance(h, type) and is_dataclass(h)) for h in _members(hint))
-
-
 def _fits(value: Any, kind: Any) -> bool:
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float) if kind is float else isinstance(value, kind)
 
 
-def _class_of(value: Mapping[str, Any], field: Field[Any], hint: Any, where: str, path: str) -> type:
+def _open(one: Any) -> bool:
+    """Of this type nothing is known here (``Any``, ``Literal``): the class itself may judge."""
+    return not isinstance(one, type) and typing.get_origin(one) not in (Mapping, dict, tuple, list, Sequence)
+
+
+def _classes(hint: Any) -> list[type]:
+    """Whose settings may stand in a table."""
+    return [h for h in _members(hint) if isinstance(h, type) and (issubclass(h, Setting) or is_dataclass(h))]
+
+
+def _by_client(hint: Any) -> Any:
+    """The type of one client's value, where there may be one for each."""
+    return next(
+        (typing.get_args(h)[1] for h in _members(hint) if typing.get_origin(h) in (Mapping, dict)), None
+    )
+
+
+def _wrong(value: Any, hint: Any, where: str, path: str) -> SettingsError:
+    told = [word for kind, word in PLAIN.items() if kind in _members(hint)]
+    told += ["a list of values"] if any(typing.get_origin(h) is tuple for h in _members(hint)) else []
+    told += [f"a table of settings, {path} = {{...}}"] if _classes(hint) else []
+    told += ["a table with a value for each client"] if _by_client(hint) is not None else []
+    if not told:
+        return SettingsError(f"{where}: {path} cannot be told in plain values")
+    return SettingsError(f"{where}: {path} is {' or '.join(told)}, not {value!r}")
+
+
+def _from_list(value: list[Any], hint: Any, where: str, path: str) -> tuple[Any, ...]:
+    each = typing.get_args(hint)
+    if typing.get_origin(hint) is not tuple or each[1:] == (...,):
+        each = each[:1] * len(value)
+    if len(each) != len(value):
+        raise SettingsError(f"{where}: {path} is a list of {len(each)} values, not {value!r}")
+    return tuple(_value(v, h, where, path) for v, h in zip(value, each, strict=True))
+
+
+def _from_table(value: Mapping[str, Any], hint: Any, where: str, path: str, usual: Any) -> Any:
+    each = _by_client(hint)
+    if each is not None and "kind" not in value:
+        for cls in _classes(hint):
+            if value and is_dataclass(cls) and set(value) <= {f.name for f in fields(cls)}:
+                raise SettingsError(
+                    f"{where}: {path}: a table without a kind has a value for each client; for settings of "
+                    f'{cls.__name__} say so, {path} = {{kind = "{cls.__name__}", ...}}'
+                )
+        return {name: _value(v, each, where, f"{path}.{name}") for name, v in value.items()}
+    cls = _class_of(value, hint, where, path, usual)
+    inner = {k: v for k, v in value.items() if k != "kind"}
+    settings = _arguments(cls, inner, where, f"{path}.", set())
+    return _made(lambda: cls(**settings), f"{where}: {path}")
+
+
+def _class_of(value: Mapping[str, Any], hint: Any, where: str, path: str, usual: Any) -> type:
     """Whose settings a nested table has: the one it names, or the one that the method has there."""
+    classes: list[type] = _classes(hint)
+    if not classes and any(_open(one) for one in _members(hint)):
+        classes = [Setting]
+    if not classes:
+        raise _wrong(value, hint, where, path)
+    fitting: dict[str, type] = {}
+    for base in classes:
+        every: dict[str, type] = known(base)
+        fitting |= {name: cls for name, cls in every.items() if is_dataclass(cls)}
     if "kind" in value:
-        classes = known(Setting)
-        if value["kind"] not in classes:
-            raise SettingsError(
-                f"{where}: {path}: unknown kind {value['kind']!r}; known are {', '.join(sorted(classes))}"
-            )
-        return classes[value["kind"]]
-    usual = field.default_factory() if field.default_factory is not MISSING else field.default
+        kind = value["kind"]
+        if isinstance(kind, str) and kind in fitting:
+            return fitting[kind]
+        if isinstance(kind, str) and kind in known(Setting):
+            raise SettingsError(f"{where}: {path} takes {_names(classes)}, not {kind}")
+        raise SettingsError(f"{where}: {path}: unknown kind {kind!r}; known are {', '.join(sorted(fitting))}")
     if is_dataclass(usual) and not isinstance(usual, type):
         return type(usual)
-    sure = [h for h in _members(hint) if isinstance(h, type) and issubclass(h, Setting)]
-    if len(sure) != 1:
-        raise SettingsError(f'{where}: {path}: say which kind, {path} = {{kind = "...", ...}}')
-    return sure[0]
+    if len(classes) == 1 and is_dataclass(classes[0]) and not inspect.isabstract(classes[0]):
+        return classes[0]
+    raise SettingsError(
+        f'{where}: {path}: say which kind, {path} = {{kind = "...", ...}}; known are '
+        f"{', '.join(sorted(fitting))}"
+    )
+
+
+def _names(classes: Sequence[type]) -> str:
+    return " or ".join(cls.__name__ for cls in classes)
 
 
 def _made(make: typing.Callable[[], Any], where: str) -> Any:

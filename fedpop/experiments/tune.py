@@ -20,7 +20,7 @@ from rich.console import Console
 from fedpop.errors import DataError, FedpopError, SettingsError
 from fedpop.evaluation.scores import CLASSES, HIGH_IS_GOOD, LEVEL, REAL
 from fedpop.experiments.comparison.run import config_of, fitted, opened
-from fedpop.experiments.comparison.terms import Source, Subject, Terms, seeds_of
+from fedpop.experiments.comparison.terms import Source, Subject, Terms, check_entry, seeds_of
 from fedpop.experiments.config import Config, changed, read_config, to_toml, with_entry, with_settings
 from fedpop.experiments.methods import Entry
 from fedpop.experiments.runner import Job, run_jobs, workers
@@ -178,7 +178,8 @@ def tune(config: Config, folder: Path, processes: int | None, show: bool = True)
     jobs = []
     for entry in config.entries:
         for t, trial in enumerate(trials_of(entry, how.trials, how.seed)):
-            own = config_of(trial.build(first.model), terms)  # every setting is checked before any work
+            check_entry(trial, first, terms)  # every setting is checked before any work
+            own = config_of(trial.build(first.model), terms)
             whole = setting | {"trial": t}
             expected = json.loads(json.dumps(own | {"settings": dict(trial.settings)}))
             for seed in seeds:

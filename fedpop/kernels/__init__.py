@@ -42,6 +42,12 @@ def resolve_kernel(kernel: Kernel | str | None, model: Model, prior: Prior) -> K
     A linear head with a quadratic log-likelihood and a Normal prior has a Gaussian posterior, which the
     exponential step draws from exactly; under a mixture of Normals it is a mixture of Gaussians, drawn
     from exactly too. Everything else gets HMC, with jumps where the prior may have several modes.
+
+    >>> import fedpop as fp
+    >>> from torch import nn
+    >>> model = fp.Composition(None, nn.Linear(3, 1), "bernoulli")
+    >>> resolve_kernel(None, model, fp.priors.Normal()), resolve_kernel("ula", model, fp.priors.Normal())
+    (HMC(leapfrog=5), ULA(step_size=0.8, decay=0.0))
     """
     if isinstance(kernel, Kernel):
         return kernel

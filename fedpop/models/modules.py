@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from fedpop.errors import ModelError
 from fedpop.keys import Key
@@ -148,8 +149,14 @@ def is_convolutional(module: nn.Module) -> bool:
     return any(isinstance(m, nn.Conv2d) for m in module.modules())
 
 
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def call(module: nn.Module, tensors: dict[str, Tensor], x: object) -> Tensor:
     """``module(x)`` with these parameters; a tuple becomes arguments, a dict keyword arguments."""
+    if type(module) is nn.Linear and isinstance(x, Tensor) and "weight" in tensors and not _hooked(module):
+        return linear(x, tensors["weight"], tensors.get("bias", module.bias))  # a tenth of the overhead
     if isinstance(x, dict):
         out = torch.func.functional_call(module, tensors, (), x)
     elif isinstance(x, tuple):

@@ -70,12 +70,12 @@ class NetworkPass:
     def _block(self, forward: Callable[[Inputs], Tensor], x: Inputs, rows: RowKeys | None) -> Tensor:
         if self.convolutional:
             x = map_inputs(_channels_last, x)
-        device = leaves(x)[0].device.type
-        with (
-            dropout_rows(self.module, rows),
-            torch.autocast(device, self.autocast, enabled=self.autocast is not None),
-        ):
-            features = forward(x)
+        with dropout_rows(self.module, rows):
+            if self.autocast is None:
+                features = forward(x)
+            else:
+                with torch.autocast(leaves(x)[0].device.type, self.autocast):
+                    features = forward(x)
         if not isinstance(features, Tensor):
             raise ModelError("the backbone must give one tensor of features per batch")
         return features

@@ -79,7 +79,7 @@ class Predictive:
     def cdf(self, y: Tensor) -> Tensor:
         """P(Y_j <= y_j) per example, for normal and poisson targets."""
         y = torch.as_tensor(y, dtype=self.eta.dtype, device=self.eta.device)
-        return _drop(self._cdf(y.reshape(self.eta.shape[1:])))
+        return _drop(self._cdf(y.reshape(self.eta.shape[1:]) if self.likelihood.ordered else y))
 
     def covers(self, y: Tensor, level: float = 0.9) -> Tensor:
         """Whether each y_j lies in its equal-tailed interval (without computing the interval)."""

@@ -363,7 +363,7 @@ class Normal(Prior):
         """The nearest beta inside the projection sets."""
         d = self.dimension(beta)
         mu = beta[:d]
-        mu = mu * (self.ball / mu.norm().clamp(min=self.ball))
+        mu = mu * (self.ball / torch.linalg.vector_norm(mu).clamp(min=self.ball))
         low, high = self.bounds
         if self.covariance != "full":
             return torch.cat((mu, beta[d:].clamp(math.log(low), math.log(high))))

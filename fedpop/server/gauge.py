@@ -110,10 +110,9 @@ class Gauge:
 def aligner(model: Model, prior: Prior) -> Callable[[Tensor, Tensor], Tensor]:
     """``align(theta, reference)`` on theta = (phi, beta): along the gauge where there is one, and with a
     mixture's components in the reference's order."""
-    gauge = Gauge.of(model, prior)
-    size = model.phi_layout.size
 
     def align(theta: Tensor, reference: Tensor) -> Tensor:
+        gauge, size = Gauge.of(model, prior), model.phi_layout.size
         phi, beta = theta[:size], theta[size:]
         if gauge is not None:
             phi, beta = gauge.align(phi, beta, reference[:size], reference[size:])

@@ -1,5 +1,6 @@
 """The experiment on clusters, small: its data, its records, its report."""
 
+import shutil
 from dataclasses import replace
 from statistics import mean, stdev
 
@@ -18,6 +19,7 @@ from fedpop.experiments.clusters import (
     differences,
     few_shot,
     means,
+    prior_figure,
     run_seed,
     setting_of,
     truth,
@@ -128,3 +130,16 @@ def test_the_report(results, monkeypatch):
     for name in NAMES:
         assert name in text
     assert "Mixture - Normal" in (results.folder / "results.md").read_text()
+    assert "no populations" not in text
+
+
+def test_populations_of_other_data_are_not_drawn_over_these(results, monkeypatch, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(results.folder, copy)
+    monkeypatch.setattr("fedpop.experiments.clusters.TASK", SMALL)
+    assert prior_figure(copy) is not None
+    other = truth(SMALL, SMALL.split(1)[0], 1)
+    other.public().save(copy / "populations" / "Truth")
+    assert prior_figure(copy) is None
+    main(["report", str(copy)])
+    assert "no populations beside the records" in (copy / "report.html").read_text()

@@ -30,6 +30,12 @@ def test_tables_are_made_from_the_records(name: str) -> None:
     assert made.startswith(f"Made by fedpop {told}.")
 
 
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_pages_can_be_made_again_from_the_records(name: str) -> None:
+    """Also where records are of settings that fedpop has no more."""
+    assert import_module(f"fedpop.experiments.{name}").EXPERIMENT.page(Results.open(ROOT / name)).sections
+
+
 def test_small_image_clients_gain_twelve_points_over_fedrep_and_stay_calibrated() -> None:
     ours = per_seed("defaults", "default", "test_accuracy", images="cifar10")
     theirs = [

@@ -12,6 +12,7 @@ from fedpop.algorithms import METHODS
 from fedpop.cli import main
 from fedpop.data.image_task import ImageTask
 from fedpop.errors import DataError, SettingsError
+from fedpop.experiments.comparison.run import fitted
 from fedpop.experiments.config import config_from, read_config, to_toml
 from fedpop.experiments.methods import method_from
 from fedpop.report.results import Results
@@ -90,11 +91,66 @@ def test_every_registered_method_can_be_named_in_a_file():
         ({"name": "DGLMC", "rho": ["a"]}, "method DGLMC: .*'a'"),
         ({"name": "FedAvg", "server_rate": -1}, "server_rate must be positive"),
         ({"name": "FedAvg", "compressor": "zip"}, "method FedAvg: .*zip"),
-        ({"name": "FedSOUL", "phi_step": {"rate": 0.1}}, "phi_step: say which kind"),
+        (
+            {"name": "FedSOUL", "phi_step": {"rate": 0.1}},
+            "phi_step: say which kind, .* known are Adam, .*PhiStep",
+        ),
+        (
+            {"name": "FedSOUL", "prior": {"scale": 2}},
+            "prior: say which kind, .* known are Energy, Mixture, Normal",
+        ),
         ({"name": "FedSOUL", "phi_step": {"kind": "Adm"}}, "phi_step: unknown kind 'Adm'; known are .*Adam"),
     ],
 )
 def test_mistakes_in_a_method_name_the_file_the_method_and_the_key(method, told):
+    expect_mistake(method, told)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"phi_step": {"kind": "PhiStep", "locl": {}}},
+            "unknown setting 'phi_step.locl' of PhiStep; .*local",
+        ),
+        (
+            {"phi_step": {"kind": "PhiStep", "local": {"epoch": 1}}},
+            "unknown setting 'phi_step.local.epoch' of LocalSGD; known are .*epochs",
+        ),
+        ({"phi_step": {"kind": "PhiStep", "local": 3}}, "phi_step.local is a table of settings, .*, not 3"),
+        ({"phi_step": {"kind": "PhiStep", "local": {"epochs": 0}}}, "phi_step.local: epochs must be"),
+        ({"phi_step": {"kind": "PhiStep", "local": {}, "batch": 2}}, "phi_step: a batch of local epochs"),
+        ({"phi_step": {"kind": "EM"}}, "phi_step takes PhiStep or Optimiser, not EM"),
+        ({"phi_step": {"kind": ["Adam"]}}, "phi_step: unknown kind .*Adam.*; known are Adam, MeanMove"),
+        ({"phi_step": "adam"}, "phi_step is a table of settings"),
+        ({"chain": 2}, "chain is a table of settings, chain = {...}, not 2"),
+        ({"chain": {"chains": 0}}, "chain: chains must be 1 or more, not 0"),
+        ({"chain": {"chain": 2}}, "unknown setting 'chain.chain' of Chain; known are burn_in, chains"),
+        ({"chains": 2}, "unknown setting 'chains' of FedSOUL; known are .*chain,"),
+        ({"start": {"kind": "Spectral", "minimum": 1}}, "start: minimum must be 2 or more"),
+        ({"start": {"kind": "Adam"}}, "start takes Spectral, not Adam"),
+        ({"start": "spectrl"}, "start is one of auto, spectral, random, not 'spectrl'"),
+        ({"start": 3}, "start is a text or a table of settings, .*, not 3"),
+        ({"beta_step": {"kind": "BetaStep", "form": "lft"}}, "beta_step: form is one of auto, .* not 'lft'"),
+        ({"beta_step": {"kind": "Steps"}}, "beta_step takes BetaStep or EM or Optimiser, not Steps"),
+        ({"kernel": 3}, "kernel is a text or a table of settings, .*, not 3"),
+        ({"clip": {"kind": "Adam"}}, "clip is a number, not"),
+        ({"prior": {"kind": "Normal", "bounds": [0.1]}}, "prior.bounds is a list of 2 values"),
+        ({"local_steps": {"client-0": 5.5}}, "local_steps.client-0 is a whole number, not 5.5"),
+        ({"local_steps": {"client-0": 0}}, "local_steps of client 'client-0' .* at least 1, not 0"),
+        ({"local_steps": {"kind": "Steps", "start": 2}}, "local_steps.end is missing, which Steps needs"),
+        ({"local_steps": {"start": 2, "end": 9}}, 'local_steps: .* each client; .* {kind = "Steps", ...}'),
+        ({"local_steps": [5, 6]}, r"local_steps is a whole number or .* for each client, not \[5, 6\]"),
+        ({"compressor": {"client-0": "zip"}}, "unknown compressor 'zip'; known are .*qsgd"),
+        ({"compressor": {"client-0": {"kind": "QSGD", "level": 7}}}, "'compressor.client-0.level' of QSGD"),
+    ],
+    ids=str,
+)
+def test_mistakes_in_a_group_of_settings_name_its_place(settings, told):
+    expect_mistake({"name": "FedSOUL", **settings}, f"method FedSOUL: .*{told}")
+
+
+def expect_mistake(method, told):
     def read():
         config = config_from(changed(method=[method]), Path("wrong.toml"))
         return config.entries[0].build(config.task.task.model(0))
@@ -104,6 +160,161 @@ def test_mistakes_in_a_method_name_the_file_the_method_and_the_key(method, told)
     with pytest.raises(SettingsError) as caught:
         read()
     assert str(caught.value).count("wrong.toml") == 1
+
+
+MODEL = linear_model()
+EACH = {"client-0": 5, "client-1": 20}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "method"),
+    [
+        (
+            "FedSOUL",
+            {"phi_step": {"kind": "PhiStep", "local": {"epochs": 1, "rate": 0.05}}},
+            fp.FedSOUL(MODEL, phi_step=fp.steps.PhiStep(local=fp.LocalSGD(epochs=1, rate=0.05))),
+        ),
+        (
+            "FedSOUL",
+            {
+                "phi_step": {
+                    "kind": "PhiStep",
+                    "optimiser": {"kind": "MeanMove"},
+                    "local": {"epochs": 2, "batch": 10},
+                    "schedule": {"kind": "Cosine"},
+                }
+            },
+            fp.FedSOUL(
+                MODEL,
+                phi_step=fp.steps.PhiStep(
+                    fp.steps.MeanMove(), local=fp.LocalSGD(epochs=2, batch=10), schedule=fp.steps.Cosine()
+                ),
+            ),
+        ),
+        (
+            "FedSOUK",
+            {"phi_step": {"kind": "PhiStep", "optimiser": {"kind": "Adam", "rate": 1}, "batch": 5}},
+            fp.FedSOUK(MODEL, phi_step=fp.steps.PhiStep(fp.steps.Adam(1.0), batch=5)),
+        ),
+        (
+            "FedSOUL",
+            {"phi_step": {"kind": "Adam", "schedule": {"constant": 0.2}}},
+            fp.FedSOUL(MODEL, phi_step=fp.steps.Adam(schedule=fp.steps.Decay(0.2))),
+        ),
+        ("FedSOUL", {"chain": {"chains": 2}}, fp.FedSOUL(MODEL, chain=fp.chains.Chain(chains=2))),
+        (
+            "FedSOUL",
+            {"start": {"kind": "Spectral", "minimum": 5}},
+            fp.FedSOUL(MODEL, start=fp.steps.Spectral(minimum=5)),
+        ),
+        ("FedSOUL", {"start": {"minimum": 5}}, fp.FedSOUL(MODEL, start=fp.steps.Spectral(minimum=5))),
+        (
+            "FedSOUL",
+            {"beta_step": {"kind": "EM", "rate": 0.5}},
+            fp.FedSOUL(MODEL, beta_step=fp.steps.EM(0.5)),
+        ),
+        (
+            "FedSOUL",
+            {"beta_step": {"kind": "BetaStep", "step": {"kind": "EM", "rate": 0.5}, "form": "left"}},
+            fp.FedSOUL(MODEL, beta_step=fp.steps.BetaStep(fp.steps.EM(0.5), form="left")),
+        ),
+        (
+            "FedSOUL",
+            {"prior": {"kind": "Normal", "bounds": [0.1, 1]}},
+            fp.FedSOUL(MODEL, prior=fp.priors.Normal(bounds=(0.1, 1.0))),
+        ),
+        (
+            "FedSOUL",
+            {"local_steps": {"kind": "Steps", "start": 2, "end": 10}},
+            fp.FedSOUL(MODEL, local_steps=fp.chains.Steps(2, 10)),
+        ),
+        ("FedSOUL", {"local_steps": EACH}, fp.FedSOUL(MODEL, local_steps=EACH)),
+        (
+            "FedSOUL",
+            {"compressor": {"client-0": "qsgd", "client-1": {"kind": "QSGD", "levels": 7}}},
+            fp.FedSOUL(MODEL, compressor={"client-0": "qsgd", "client-1": fp.compressors.QSGD(levels=7)}),
+        ),
+        (
+            "DGLMC",
+            {"rho": {"client-0": 1, "client-1": 0.5}},
+            fp.DGLMC(MODEL, rho={"client-0": 1.0, "client-1": 0.5}),
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_groups_of_settings_are_tables_inside_tables(name, settings, method):
+    built = method_from(name, settings, MODEL, "here")
+    assert type(built) is type(method)
+    assert json.dumps(built.describe()) == json.dumps(method.describe())  # 1 is not 1.0
+
+
+def test_settings_by_client_are_what_is_run(tmp_path):
+    each = {f"client-{i}": 2 + 3 * (i % 2) for i in range(6)}
+    table = {"name": "FedSOUL", "final": {"draws": 20}, "local_steps": each}
+    path = tmp_path / "each.toml"
+    path.write_text(to_toml(changed(method=[table])))
+    assert read_config(path).entries[0].settings == {k: v for k, v in table.items() if k != "name"}
+    main(["compare", str(path), "--out", str(tmp_path / "out"), "--processes", "1"])
+    (found,) = Results.open(tmp_path / "out").records
+    subject = read_config(path).task.make(0)
+    method = fp.FedSOUL(subject.model, final=fp.chains.Final(draws=20), local_steps=each)
+    alone = method.fit(subject.clients, rounds=3, seed=0, participation=3)
+    assert found["metrics"]["test_rmse"] == fp.evaluate(alone).summary()["rmse"]
+    other = method.replace(local_steps=2).fit(subject.clients, rounds=3, seed=0, participation=3)
+    assert found["metrics"]["test_rmse"] != fp.evaluate(other).summary()["rmse"]
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [(5, "no value for client 'client-5'"), (7, "there is no client 'client-6'")],
+)
+@pytest.mark.parametrize("command", ["compare", "tune"])
+def test_settings_by_client_are_for_these_clients(names, told, command, tmp_path, capsys):
+    path = tmp_path / "each.toml"
+    table = {"name": "FedSOUL", "label": "ours", "local_steps": {f"client-{i}": 2 for i in range(names)}}
+    path.write_text(to_toml(changed(method=[table])))
+    with pytest.raises(SystemExit):
+        main([command, str(path), "--out", str(tmp_path / "out"), "--processes", "1"])
+    assert f"{path}: method ours: local_steps: {told}" in capsys.readouterr().err
+    assert not Results.open(tmp_path / "out").records
+
+
+# --- precision --------------------------------------------------------------------------------
+
+
+def test_precision_is_a_word_of_the_run(tmp_path):
+    plain = config_from(SMALL, Path("plain.toml"))
+    path = tmp_path / "asked.toml"
+    path.write_text(to_toml(changed(run=SMALL["run"] | {"precision": "float32"})))
+    asked = read_config(path)
+    assert (plain.terms.precision, asked.terms.precision) == (None, "float32")
+    # Records of runs that were not asked for it stay what they were; others are another comparison.
+    assert asked.terms.describe() == plain.terms.describe() | {"precision": "float32"}
+    seen = []
+    for config in (plain, asked):
+        subject = config.task.make(0)
+        assert subject.model.precision == "auto"
+        method = config.entries[0].build(subject.model)
+        seen.append(fitted(method, subject.clients, config.terms, 0).model.precision)
+    assert seen == ["auto", "float32"]
+
+
+def test_precision_reaches_every_run_of_a_comparison_and_a_search(tmp_path, monkeypatch):
+    seen = []
+    inner = fp.FedAvg.fit
+
+    def spy(self, clients, **settings):
+        seen.append(settings["precision"])
+        return inner(self, clients, **(settings | {"precision": "float32"}))
+
+    monkeypatch.setattr(fp.FedAvg, "fit", spy)
+    path = tmp_path / "half.toml"
+    run = SMALL["run"] | {"precision": "bfloat16"}
+    path.write_text(to_toml(changed(run=run, method=SMALL["method"][:1], tune={"trials": 1})))
+    for command in ("compare", "tune"):
+        main([command, str(path), "--out", str(tmp_path / command), "--processes", "1"])
+        assert Results.open(tmp_path / command).records[0]["setting"]["precision"] == "bfloat16"
+    assert seen == ["bfloat16"] * 2
 
 
 def test_a_compressor_is_refused_in_the_words_of_the_method(monkeypatch):
@@ -133,6 +344,8 @@ def test_a_compressor_is_refused_in_the_words_of_the_method(monkeypatch):
         ({"method": [{"name": "FedAvg"}, {"name": "FedAvg"}]}, "two methods are called FedAvg"),
         ({"run": {"participation": ["a"]}}, r"\[run\]: .*'a'"),
         ({"run": {"passes": "many"}}, r"\[run\]: passes is a number, not 'many'"),
+        ({"run": {"precision": "half"}}, r"\[run\]: precision is one of auto, float32, bfloat16, not 'half'"),
+        ({"run": {"precision": 16}}, r"\[run\]: precision is one of .*, not 16"),
         ({"run": {"seeds": 1.5}}, r"\[run\]: seeds are a number of them .* not 1.5"),
         ({"run": {"seeds": True}}, r"\[run\]: seeds are a number of them .* not True"),
         ({"tune": {"trials": 0}}, r"\[tune\]: trials"),

@@ -7,6 +7,7 @@ import torch
 
 import fedpop as fp
 from fedpop.errors import CheckpointError, DataError, SettingsError
+from fedpop.federation.participation import Roster
 from fedpop.keys import Key
 from tests.helpers import linear_model, ragged
 
@@ -28,11 +29,12 @@ def written(tmp_path, text: str):
 
 
 def who(trace: fp.participation.Availability, rounds: int = 4) -> list[list[int]]:
-    return [trace.draw(trace.clients, Key(0, round=k)).ids.tolist() for k in range(rounds)]
+    roster = Roster.numbered(trace.clients)
+    return [trace.draw(roster, Key(0, round=k)).ids.tolist() for k in range(rounds)]
 
 
 def test_rounds_are_read_in_order_with_gaps(tmp_path):
-    trace = fp.Availability.read(written(tmp_path, TEXT), NAMES)
+    trace = fp.participation.Availability.read(written(tmp_path, TEXT), NAMES)
     assert who(trace) == [[0, 1], [], [2], [0, 1, 2]]
     assert who(trace, 9)[4:] == [[0, 1], [], [2], [0, 1, 2], [0, 1]]  # from the start again
     assert repr(trace) == "Availability(4 rounds, 3 clients, weights='inverse')"
@@ -40,25 +42,32 @@ def test_rounds_are_read_in_order_with_gaps(tmp_path):
 
 def test_other_ways_to_write_it(tmp_path):
     text = "\ufeffClient , time, Available, ROUND\nben,x,1,-1\nanna,y,no,-1\n\ncara,z,TRUE,0\nanna,z,1,1\n"
-    assert who(fp.Availability.read(written(tmp_path, text), NAMES), 3) == [[1], [2], [0]]
+    assert who(fp.participation.Availability.read(written(tmp_path, text), NAMES), 3) == [[1], [2], [0]]
     numbered = "round,client\n0,7\n0,3\n"
-    assert who(fp.Availability.read(written(tmp_path, numbered), [3, 7]), 1) == [[0, 1]]
+    assert who(fp.participation.Availability.read(written(tmp_path, numbered), [3, 7]), 1) == [[0, 1]]
     federation = fp.Federation.of(dict(zip(NAMES, ragged((1, 2, 3)), strict=True)))
-    assert who(fp.Availability.read(written(tmp_path, TEXT), federation)) == [[0, 1], [], [2], [0, 1, 2]]
+    assert who(fp.participation.Availability.read(written(tmp_path, TEXT), federation.names)) == [
+        [0, 1],
+        [],
+        [2],
+        [0, 1, 2],
+    ]
 
 
 def test_a_pass_through_the_trace_averages_to_the_sum_over_all_clients(tmp_path):
-    trace = fp.Availability.read(written(tmp_path, TEXT), NAMES)
+    trace = fp.participation.Availability.read(written(tmp_path, TEXT), NAMES)
     values, total = torch.tensor([1.0, 10.0, 100.0]), 0.0
     for k in range(4):
-        active = trace.draw(3, Key(0, round=k))
+        active = trace.draw(Roster.numbered(3), Key(0, round=k))
         assert not active.ratio
         total += float((active.weights * values[active.ids]).sum())
     assert total / 4 == pytest.approx(111.0, rel=1e-6)
 
 
 def test_b_over_a_weights_for_clients_available_equally_often():
-    active = fp.participation.Availability([[0, 1], [], [2]], 3, weights="ratio").draw(3, Key(0))
+    active = fp.participation.Availability([[0, 1], [], [2]], 3, weights="ratio").draw(
+        Roster.numbered(3), Key(0)
+    )
     assert active.ratio
     assert active.weights.tolist() == [1.0, 1.0]
     with pytest.raises(SettingsError, match="biased"):
@@ -67,7 +76,7 @@ def test_b_over_a_weights_for_clients_available_equally_often():
 
 def test_a_run_follows_its_trace(tmp_path):
     clients = dict(zip(NAMES, ragged((3, 4, 5)), strict=True))
-    trace = fp.Availability.read(written(tmp_path, TEXT), clients)
+    trace = fp.participation.Availability.read(written(tmp_path, TEXT), clients)
     method = fp.FedSOUL(linear_model())
     population = method.fit(clients, rounds=6, participation=trace, out=tmp_path / "run")
     assert [line["active"] for line in population.history] == [2, 0, 1, 3, 2, 0]
@@ -99,17 +108,19 @@ WRONG = {
 def test_what_is_wrong_with_a_file_is_said(tmp_path, case):
     text, message = WRONG[case]
     with pytest.raises(DataError, match=message):
-        fp.Availability.read(written(tmp_path, text), NAMES)
+        fp.participation.Availability.read(written(tmp_path, text), NAMES)
 
 
 def test_a_missing_file(tmp_path):
     with pytest.raises(DataError, match="cannot read the trace"):
-        fp.Availability.read(tmp_path / "nowhere.csv", NAMES)
+        fp.participation.Availability.read(tmp_path / "nowhere.csv", NAMES)
 
 
 def test_a_trace_of_another_federation():
     with pytest.raises(SettingsError, match="of 2 clients, the federation has 4"):
-        fp.FedSOUL(linear_model()).fit(ragged(), rounds=1, participation=fp.participation.Availability([[0, 1]], 2))
+        fp.FedSOUL(linear_model()).fit(
+            ragged(), rounds=1, participation=fp.participation.Availability([[0, 1]], 2)
+        )
     with pytest.raises(DataError, match="by their positions"):
         fp.participation.Availability([[0, 4]], 2)
     with pytest.raises(SettingsError, match="weights are"):

@@ -9,7 +9,7 @@ import torch
 import fedpop as fp
 from fedpop.errors import SettingsError
 from fedpop.federation.participation import rules as participation
-from fedpop.federation.participation.rules import Participation, resolve
+from fedpop.federation.participation.rules import Participation, Roster, resolve
 from fedpop.keys import Key
 
 ROUNDS = 400
@@ -19,12 +19,12 @@ def joined(rule: Participation, clients: int) -> torch.Tensor:
     """``[rounds, clients]``: who was there."""
     out = torch.zeros(ROUNDS, clients)
     for k in range(ROUNDS):
-        out[k, rule.draw(clients, Key(0).at(round=k)).ids] = 1
+        out[k, rule.draw(Roster.numbered(clients), Key(0).at(round=k)).ids] = 1
     return out
 
 
 def test_everyone() -> None:
-    active = fp.participation.Everyone().draw(4, Key(0))
+    active = fp.participation.Everyone().draw(Roster.numbered(4), Key(0))
     assert active.ids.tolist() == [0, 1, 2, 3]
     assert active.weights.tolist() == [1.0] * 4
     assert active.ratio
@@ -42,14 +42,14 @@ def test_bernoulli_rates_and_independence(p: float | tuple[float, ...]) -> None:
 
 
 def test_bernoulli_weights() -> None:
-    one = fp.participation.Bernoulli(0.5).draw(6, Key(1))
+    one = fp.participation.Bernoulli(0.5).draw(Roster.numbered(6), Key(1))
     assert one.ratio
     assert set(one.weights.tolist()) == {1.0}
     p = (0.2, 0.5, 1.0)
-    each = fp.participation.Bernoulli(p).draw(3, Key(1))
+    each = fp.participation.Bernoulli(p).draw(Roster.numbered(3), Key(1))
     assert not each.ratio
     torch.testing.assert_close(each.weights, 1 / torch.tensor(p)[each.ids])
-    inverse = fp.participation.Bernoulli(0.5, weights="inverse").draw(6, Key(1))
+    inverse = fp.participation.Bernoulli(0.5, weights="inverse").draw(Roster.numbered(6), Key(1))
     assert set(inverse.weights.tolist()) == {2.0}
 
 
@@ -61,9 +61,13 @@ def test_uniform_draws_have_a_fixed_size_and_equal_rates() -> None:
 
 def test_draws_are_keyed() -> None:
     rule = fp.participation.Uniform(3)
-    assert torch.equal(rule.draw(50, Key(0)).ids, rule.draw(50, Key(0)).ids)
-    assert not torch.equal(rule.draw(50, Key(0)).ids, rule.draw(50, Key(1)).ids)
-    assert not torch.equal(rule.draw(50, Key(0)).ids, rule.draw(50, Key(0).at(round=1)).ids)
+    assert torch.equal(rule.draw(Roster.numbered(50), Key(0)).ids, rule.draw(Roster.numbered(50), Key(0)).ids)
+    assert not torch.equal(
+        rule.draw(Roster.numbered(50), Key(0)).ids, rule.draw(Roster.numbered(50), Key(1)).ids
+    )
+    assert not torch.equal(
+        rule.draw(Roster.numbered(50), Key(0)).ids, rule.draw(Roster.numbered(50), Key(0).at(round=1)).ids
+    )
 
 
 def test_short_forms() -> None:
@@ -118,7 +122,10 @@ def test_what_a_bare_number_means(said: object, meant: Participation) -> None:
 def test_a_probability_of_one_is_everyone() -> None:
     """The same clients under the same weights, in every round."""
     for k in range(20):
-        one, all_ = (rule.draw(5, Key(0).at(round=k)) for rule in (resolve(1.0), fp.participation.Everyone()))
+        one, all_ = (
+            rule.draw(Roster.numbered(5), Key(0).at(round=k))
+            for rule in (resolve(1.0), fp.participation.Everyone())
+        )
         assert torch.equal(one.ids, all_.ids)
         assert torch.equal(one.weights, all_.weights)
         assert one.ratio == all_.ratio
@@ -141,7 +148,7 @@ def test_sparse_bernoulli_rates_and_independence(few_are_many: None, p: float | 
     rounds, clients = 1000, 40
     there = torch.zeros(rounds, clients)
     for k in range(rounds):
-        active = fp.participation.Bernoulli(p).draw(clients, Key(0).at(round=k))
+        active = fp.participation.Bernoulli(p).draw(Roster.numbered(clients), Key(0).at(round=k))
         assert active.ids.tolist() == sorted(set(active.ids.tolist()))
         there[k, active.ids] = 1
         if isinstance(p, tuple):
@@ -161,7 +168,7 @@ def test_sparse_uniform_draws_all_pairs_equally_often(few_are_many: None) -> Non
     rounds, clients = 1500, 10
     pairs = torch.zeros(clients, clients)
     for k in range(rounds):
-        a, b = fp.participation.Uniform(2).draw(clients, Key(0).at(round=k)).ids.tolist()
+        a, b = fp.participation.Uniform(2).draw(Roster.numbered(clients), Key(0).at(round=k)).ids.tolist()
         assert a < b
         pairs[a, b] += 1
     counts = pairs[torch.triu_indices(clients, clients, 1).unbind()]
@@ -172,12 +179,14 @@ def test_sparse_uniform_draws_all_pairs_equally_often(few_are_many: None) -> Non
 @pytest.mark.parametrize("size", [1, 2, 900, 12_500])
 def test_sparse_draws_are_distinct_and_keyed(size: int) -> None:
     clients = 100_000
-    ids = fp.participation.Uniform(size).draw(clients, Key(3)).ids
+    ids = fp.participation.Uniform(size).draw(Roster.numbered(clients), Key(3)).ids
     assert len(torch.unique(ids)) == size
     assert int(ids.min()) >= 0
     assert int(ids.max()) < clients
-    assert torch.equal(ids, fp.participation.Uniform(size).draw(clients, Key(3)).ids)
-    assert not torch.equal(ids, fp.participation.Uniform(size).draw(clients, Key(3, round=1)).ids)
+    assert torch.equal(ids, fp.participation.Uniform(size).draw(Roster.numbered(clients), Key(3)).ids)
+    assert not torch.equal(
+        ids, fp.participation.Uniform(size).draw(Roster.numbered(clients), Key(3, round=1)).ids
+    )
 
 
 def test_a_draw_for_very_many_asks_only_for_as_many_numbers_as_take_part(
@@ -193,14 +202,14 @@ def test_a_draw_for_very_many_asks_only_for_as_many_numbers_as_take_part(
     monkeypatch.setattr(Key, "bits", counted)
     for rule in (fp.participation.Uniform(1000), fp.participation.Bernoulli(0.001)):
         drawn.clear()
-        assert 800 < len(rule.draw(1_000_000, Key(0)).ids) < 1200
+        assert 800 < len(rule.draw(Roster.numbered(1_000_000), Key(0)).ids) < 1200
         assert sum(drawn) < 10_000
 
 
 def test_rules_describe_themselves() -> None:
     assert fp.participation.Uniform(3).describe() == {"kind": "Uniform", "size": 3}
     rule = fp.participation.Bernoulli((0.5, 0.25))
-    rule.draw(2, Key(0))
+    rule.draw(Roster.numbered(2), Key(0))
     assert json.loads(json.dumps(rule.describe())) == {
         "kind": "Bernoulli",
         "p": [0.5, 0.25],

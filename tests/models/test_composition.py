@@ -46,8 +46,9 @@ def likelihood(name: str) -> fp.likelihoods.Likelihood | str:
     return fp.likelihoods.Normal(0.5) if name == "normal" else name
 
 
-def agrees(model: Model, name: str, clients: list[tuple[Tensor, Tensor]], outputs: Outputs) -> None:
-    """Value, gradient in z and gradient in phi, for two chains per client."""
+def agrees(model: Model, name: str, clients: list[tuple[Tensor, Tensor]], outputs: Outputs) -> Model:
+    """Value, gradient in z and gradient in phi, for two chains per client; the model that saw examples."""
+    model = model.prepared(fp.Federation.of(clients).example)
     cohort = cohort_of(model, clients)
     phi = model.initial_phi().requires_grad_()
     d = model.z_layout.size
@@ -77,8 +78,10 @@ def agrees(model: Model, name: str, clients: list[tuple[Tensor, Tensor]], output
     torch.testing.assert_close(grad, grad_z)
     torch.testing.assert_close(model.bind(phi, features, cohort).value(z).detach(), expected.detach())
     good = torch.ones(len(clients), dtype=torch.bool)
-    _, j = PhiGradient(model, None, z).fused(phi, features, cohort, None, good)
+    ones = torch.ones(len(clients))
+    _, j = PhiGradient(model, None, z).fused(phi, features, cohort, None, good, ones)
     torch.testing.assert_close(2 * j, grad_phi)  # J averages over the two draws
+    return model
 
 
 NAMES = ("normal", "categorical", "bernoulli", "poisson")

@@ -23,7 +23,8 @@ FACTS = Facts(clients=3, rounds=10)
 
 
 SHORT = fp.chains.Final(draws=40, burn_in=20)  # how many draws users see does not matter here, only which
-QUICK: dict[str, Any] = {"local_steps": 2, "burn_in": 20, "final": SHORT}
+BURNT_IN = fp.chains.Chain(burn_in=20)
+QUICK: dict[str, Any] = {"local_steps": 2, "chain": BURNT_IN, "final": SHORT}
 
 
 # --- the linear Normal model, written twice -----------------------------------------------------
@@ -70,7 +71,7 @@ def test_the_linear_model_has_the_same_likelihood_and_gradients(whole: bool) -> 
         phi = model.initial_phi().requires_grad_()
         features = model.features(phi, cohort)
         good = torch.ones(4, dtype=torch.bool)
-        value, j = PhiGradient(model, None, z).fused(phi, features, cohort, None, good)
+        value, j = PhiGradient(model, None, z).fused(phi, features, cohort, None, good, torch.ones(4))
         local = model.bind(phi.detach(), model.features(phi.detach(), cohort), cohort)
         rows = model.log_prob(phi.detach(), z[0], *_one(model, phi, clients[2]))
         results.append((value, j, *local.value_and_grad(z), local.value(z), rows))
@@ -89,10 +90,10 @@ def _one(model: Any, phi: Tensor, client: tuple[Tensor, Tensor]) -> tuple[Any, T
     "options",
     [
         {},
-        {"stateful": False},
-        {"chains": 2, "prior": fp.priors.Normal("full", scale=1.0)},
-        {"phi_batch": 2},
-        {"phi_epochs": 2, "phi_batch": 2},
+        {"chain": fp.chains.Chain(burn_in=20, stateful=False)},
+        {"chain": fp.chains.Chain(2, burn_in=20), "prior": fp.priors.Normal("full", scale=1.0)},
+        {"phi_step": fp.steps.PhiStep(batch=2)},
+        {"phi_step": fp.steps.PhiStep(local=fp.LocalSGD(epochs=2, batch=2))},
         {"compressor": fp.compressors.RandK(k=2)},
         {"kernel": fp.kernels.SGLD(batch=3)},
         {"prior": fp.priors.Mixture(2, scale=1.0)},
@@ -102,7 +103,12 @@ def _one(model: Any, phi: Tensor, client: tuple[Tensor, Tensor]) -> tuple[Any, T
 def test_a_run_is_the_run_of_the_same_composition(whole: bool, options: dict[str, Any]) -> None:
     """The same keys draw the same chains, so theta agrees round by round, not only in the end."""
     clients, _, _ = population_data(6, 5, 3, 2, VARIANCE)
-    settings = {"prior": fp.priors.Normal(scale=1.0), "local_steps": 3, "burn_in": 20, "final": SHORT} | options
+    settings = {
+        "prior": fp.priors.Normal(scale=1.0),
+        "local_steps": 3,
+        "chain": BURNT_IN,
+        "final": SHORT,
+    } | options
     runs = [
         fp.FedSOUL(model, **settings).fit(clients, rounds=8, participation=0.7, seed=4)
         for model in (composition(True), custom(whole))
@@ -114,7 +120,9 @@ def test_a_run_is_the_run_of_the_same_composition(whole: bool, options: dict[str
 def test_the_final_pass_is_that_of_the_same_composition() -> None:
     clients, _, _ = population_data(3, 5, 3, 2, VARIANCE)
     runs = [
-        fp.FedSOUL(model, prior=fp.priors.Normal(scale=1.0), burn_in=10, final=SHORT).fit(clients, rounds=1)
+        fp.FedSOUL(
+            model, prior=fp.priors.Normal(scale=1.0), chain=fp.chains.Chain(burn_in=10), final=SHORT
+        ).fit(clients, rounds=1)
         for model in (composition(True), custom(True), composition(False))
     ]
     runs[2].published = runs[1].published
@@ -189,7 +197,7 @@ def test_links_enter_by_the_chain_rule() -> None:
     torch.testing.assert_close(grad, grad_z)
     leaf = phi.clone().requires_grad_()
     good = torch.ones(4, dtype=torch.bool)
-    _, j = PhiGradient(model, None, z).fused(leaf, cohort.x, cohort, None, good)
+    _, j = PhiGradient(model, None, z).fused(leaf, cohort.x, cohort, None, good, torch.ones(4))
     torch.testing.assert_close(2 * j, grad_phi)
 
 
@@ -251,14 +259,14 @@ def test_names_come_back_on_the_natural_scale(population: fp.Population) -> None
 def test_the_prior_starts_at_the_initial_values_with_a_scale_for_each() -> None:
     model = growth_model()
     method = fp.FedSOUL(model)
-    assert method.prior == fp.priors.Normal("diagonal")
-    assert method.phases == ("train",)
-    assert method.kernel == fp.kernels.HMC()
-    server = method.init(FACTS, Key(0))
-    torch.testing.assert_close(method.prior.mu(server["beta"]), model.initial_z())
-    assert fp.FedSOUL(model, prior="normal").prior == fp.priors.Normal("diagonal")
-    assert fp.FedSOUL(model, prior="isotropic").prior == fp.priors.Normal("isotropic")
-    shifted = fp.FedSOUL(model, prior=fp.priors.Normal("diagonal", mean=0.5)).init(FACTS, Key(0))
+    assert method.hierarchy.prior == fp.priors.Normal("diagonal")
+    assert method.questions(FACTS, Key(0)) == ()
+    assert method.sampler.kernel == fp.kernels.HMC()
+    server = method.init(FACTS, Key(0), {})
+    torch.testing.assert_close(method.hierarchy.prior.mu(server["beta"]), model.initial_z())
+    assert fp.FedSOUL(model, prior="normal").hierarchy.prior == fp.priors.Normal("diagonal")
+    assert fp.FedSOUL(model, prior="isotropic").hierarchy.prior == fp.priors.Normal("isotropic")
+    shifted = fp.FedSOUL(model, prior=fp.priors.Normal("diagonal", mean=0.5)).init(FACTS, Key(0), {})
     torch.testing.assert_close(shifted["beta"][:3], model.initial_z() + 0.5)
 
 
@@ -308,7 +316,7 @@ def test_a_log_likelihood_alone_does_not_predict_but_is_learned_and_measured() -
     with pytest.raises(ModelError, match="log-likelihood only"):
         population.new_client().predict(x)
     assert all(math.isfinite(line["loss"]) for line in population.history)
-    assert "theta" in str(population)
+    assert "gradient over its Monte-Carlo error: phi" in str(population.diagnostics())
 
 
 def test_with_a_mean_beside_it_there_are_means_and_no_more() -> None:
@@ -372,7 +380,9 @@ def test_early_stopping_scores_a_log_likelihood() -> None:
 def test_precision_and_device_are_the_users_choice() -> None:
     model = growth_model(dtype=torch.float32, device="cpu")
     assert model.initial_phi().dtype == torch.float32
-    population = fp.FedSOUL(model, local_steps=1, burn_in=0).fit(growth_data((3,)), rounds=1)
+    population = fp.FedSOUL(model, local_steps=1, chain=fp.chains.Chain(burn_in=0)).fit(
+        growth_data((3,)), rounds=1
+    )
     assert population.published["phi"].dtype == torch.float32
 
 
@@ -523,7 +533,8 @@ def test_outputs_of_the_wrong_shape() -> None:
 
 def test_settings_that_need_a_linear_head_are_refused() -> None:
     model = growth_model()
-    for options in ({"form": "mixed"}, {"rao_blackwell": True}, {"start": "spectral"}):
+    mixed, closed = fp.steps.BetaStep(form="mixed"), fp.chains.Chain(rao_blackwell=True)
+    for options in ({"beta_step": mixed}, {"chain": closed}, {"start": "spectral"}):
         with pytest.raises(SettingsError):
             fp.FedSOUL(model, **options)
     with pytest.raises(SettingsError, match="exact heads"):
@@ -535,32 +546,32 @@ def test_settings_that_need_a_linear_head_are_refused() -> None:
 
 def test_burn_in_is_for_a_clients_first_round_only() -> None:
     """Whoever was there before does not move by it, and its cost is counted."""
-    method = fp.FedSOUL(growth_model(), local_steps=2, burn_in=15)
-    assert method.burn_in == 15
-    assert fp.FedSOUL(growth_model()).burn_in == 100
-    assert fp.FedSOUL(composition(False)).burn_in == 0
-    assert fp.FedSOUL.paper(growth_model(), rate=0.1).burn_in == 0
+    method = fp.FedSOUL(growth_model(), local_steps=2, chain=fp.chains.Chain(burn_in=15))
+    assert method.sampler.burn_in == 15
+    assert fp.FedSOUL(growth_model()).sampler.burn_in == 100
+    assert fp.FedSOUL(composition(False)).sampler.burn_in == 0
+    assert fp.FedSOUL.paper(growth_model(), rate=0.1).sampler.burn_in == 0
     history = method.fit(growth_data((3, 4)), rounds=3).history
     evaluations = [line["gradient_evaluations"] for line in history]
     assert evaluations == [2 * ((1 + 10 * 5) + (1 + 5 * 5) + (1 + 2 * 5)), 2 * (1 + 2 * 5), 2 * (1 + 2 * 5)]
     with pytest.raises(SettingsError, match="burn_in must be 0 or more"):
-        fp.FedSOUL(growth_model(), burn_in=-1)
+        fp.chains.Chain(burn_in=-1)
 
 
 def test_burn_in_leaves_those_who_were_there_alone() -> None:
-    method = fp.FedSOUL(growth_model(), local_steps=2, burn_in=15)
-    cohort = cohort_of(method.model, growth_data((3, 4)))
-    beta = method.init(FACTS, Key(0))["beta"]
-    target = method.target(method.model.initial_phi(), beta, cohort.x, cohort)
-    z = method.draw_prior(beta, cohort.ids, train_key())
+    method = fp.FedSOUL(growth_model(), local_steps=2, chain=fp.chains.Chain(burn_in=15))
+    cohort, hierarchy = cohort_of(method.model, growth_data((3, 4))), method.hierarchy
+    beta = method.init(FACTS, Key(0), {})["beta"]
+    target = hierarchy.target(method.model.initial_phi(), beta, cohort.x, cohort)
+    z = hierarchy.prior.draw(beta, cohort.units, train_key(), 1)
     tuning = Tuning(torch.full((2,), -3.0, dtype=WIDE), torch.tensor([0.0, 3.0], dtype=WIDE))
-    moved, tuned, _, _ = method._burn_in(target, z, tuning, cohort, train_key())
+    burnt_in = method.sampler._burnt_in
+    moved, tuned, _, _ = burnt_in(target, z, tuning, cohort, train_key())
     assert torch.equal(moved[1], z[1])
     assert not torch.equal(moved[0], z[0])
     assert tuned.updates.tolist() == [2.0, 3.0]
     alone = cohort.select(torch.tensor([0]))
-    target = method.target(method.model.initial_phi(), beta, alone.x, alone)
-    same, _, _, _ = method._burn_in(
-        target, z[:1], Tuning(tuning.log_step[:1], tuning.updates[:1]), alone, train_key()
-    )
+    target = hierarchy.target(method.model.initial_phi(), beta, alone.x, alone)
+    first = Tuning(tuning.log_step[:1], tuning.updates[:1])
+    same, _, _, _ = burnt_in(target, z[:1], first, alone, train_key())
     torch.testing.assert_close(same[0], moved[0])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from tests.helpers import generator, ragged, seeded
+from tests.helpers import federation_of, generator, ragged, seeded
 
 NORMAL = fp.likelihoods.Normal(0.5)
 
@@ -82,6 +82,6 @@ def test_a_learned_variance_is_still_learned_beside_a_frozen_backbone() -> None:
 def test_validation_and_test_sets_are_embedded_too() -> None:
     body, head = frozen(), seeded(nn.Linear(2, 1), 2)
     clients = [fp.Client(x, y, validation=(x, y), test=(x, y)) for x, y in ragged((3, 2))]
-    federation = fp.Composition(body, head, NORMAL).prepare(fp.Federation.of(clients))
+    federation = federation_of(fp.Composition(body, head, NORMAL), clients)
     for split in ("train", "validation", "test"):
         torch.testing.assert_close(federation.splits[split].x, body(torch.cat([c.x for c in clients])))

@@ -8,6 +8,7 @@ import torch
 import fedpop as fp
 from fedpop.errors import ModelError
 from fedpop.models.links import LINKS, LinkedLayout, positive, real, unit
+from fedpop.server.units import natural_units
 
 WIDE = torch.float64
 
@@ -57,8 +58,6 @@ def test_initial_values_outside_the_range_are_refused(make: object, start: objec
 
 def test_the_natural_size_of_a_step() -> None:
     """One on logarithms and logits; a real number's own size; one where that is zero."""
-    from fedpop.questions.spectral import natural_units
-
     phi = {"a": 250.0, "b": positive(1e-3), "c": unit(0.99), "d": [3.0, 4.0]}
     model = fp.CustomModel(lambda phi, z, x, y: y, phi=phi, z={"u": 0.0})
     unit_of = natural_units(model, model.initial_phi())

@@ -29,9 +29,7 @@ def out(phi: dict[str, Tensor], z: dict[str, Tensor], x: Tensor) -> Tensor:
 )
 def test_agrees_with_a_log_likelihood_by_hand(name: str, personal: str | list[str], linear: bool) -> None:
     model = fp.Split(network(), personal, likelihood(name))
-    clients = clients_for(name, 2)
-    agrees(model, name, clients, out)
-    assert model.linear is linear
+    assert agrees(model, name, clients_for(name, 2), out).linear is linear
 
 
 def test_the_fast_path_equals_the_path_through_vmap() -> None:
@@ -108,8 +106,7 @@ def test_a_layer_that_is_not_the_end_of_the_module_takes_the_general_path(twice:
         once = x @ z["fc.weight"].T + z["fc.bias"]
         return once @ z["fc.weight"].T + z["fc.bias"] if twice else 2 * once
 
-    agrees(model, "categorical", clients_for("categorical", 3), outputs)
-    assert not model.linear
+    assert not agrees(model, "categorical", clients_for("categorical", 3), outputs).linear
 
 
 def test_a_pattern_that_matches_nothing_names_what_there_is() -> None:

@@ -49,7 +49,7 @@ def marginal(m: fp.Composition, prior: Normal, phi: Tensor, beta: Tensor) -> Ten
     outputs = m.outputs
     clients = [(x, y.unsqueeze(1).expand(-1, outputs)) for x, y in ragged((3, 2, 4))]
     cohort = cohort_of(m, clients)
-    return closed_form(fp.FedSOUL(m, prior=prior).target(phi, beta, m.features(phi, cohort), cohort))
+    return closed_form(fp.FedSOUL(m, prior=prior).hierarchy.target_at(phi, beta, cohort))
 
 
 @cases

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import fedpop as fp
-from fedpop.algorithms.base import Facts, Message
+from fedpop.algorithms.base import Facts
+from fedpop.channel import Total
 from fedpop.errors import SettingsError
 from fedpop.priors.normal import Normal
 from tests.helpers import generator, linear_model, train_key
@@ -18,18 +19,27 @@ HYPER = fp.priors.Hyperprior(phi_scale=2.0, mean_scale=0.5, log_scale=(0.3, 0.7)
 
 
 def method(**options: Any) -> fp.FedSOUL:
-    settings = {"phi_step": fp.steps.SGD(RATE), "beta_step": fp.steps.SGD(RATE), "prior": Normal(scale=1.5, mean=0.4)}
+    settings = {
+        "phi_step": fp.steps.SGD(RATE),
+        "beta_step": fp.steps.SGD(RATE),
+        "prior": Normal(scale=1.5, mean=0.4),
+    }
     return fp.FedSOUL(linear_model(), **(settings | options))
 
 
-def message(ratio: bool = True, count: int = ACTIVE) -> Message:
+def summed(count: int = ACTIVE, ratio: bool = True, **sums: Tensor) -> Total:
+    """What the server sees of so many clients."""
+    return Total(sums, sums, {}, count, float(count), CLIENTS, ratio)
+
+
+def message(ratio: bool = True, count: int = ACTIVE) -> Total:
     g = generator(0)
-    return Message({"I": torch.randn(3, generator=g), "J": torch.randn(6, generator=g)}, count, ratio)
+    return summed(count, ratio, I=torch.randn(3, generator=g), J=torch.randn(6, generator=g))
 
 
-def step(m: fp.FedSOUL, total: Message, k: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    server = m.init(FACTS, train_key())
-    return server, m.server_round("train", server, total, FACTS, train_key(k))
+def step(m: fp.FedSOUL, total: Total, k: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    server = m.init(FACTS, train_key(), {})
+    return server, m.server_round(server, total, FACTS, train_key(k))
 
 
 def hyper_gradients(server: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -48,22 +58,24 @@ def test_plain_steps_are_those_of_the_algorithm(ratio: bool) -> None:
     server, new = step(method(hyperprior=HYPER), total)
     phi_hyper, beta_hyper = hyper_gradients(server)
     weight = CLIENTS / ACTIVE if ratio else 1.0
-    torch.testing.assert_close(new["phi"], server["phi"] + RATE * (weight * total.sums["J"] + phi_hyper))
-    torch.testing.assert_close(new["beta"], server["beta"] + RATE * (weight * total.sums["I"] + beta_hyper))
+    torch.testing.assert_close(new["phi"], server["phi"] + RATE * (weight * total.weighted["J"] + phi_hyper))
+    torch.testing.assert_close(
+        new["beta"], server["beta"] + RATE * (weight * total.weighted["I"] + beta_hyper)
+    )
 
 
 def test_an_empty_round_makes_no_step_under_ratio_weights() -> None:
     for m in (method(hyperprior=HYPER), fp.FedSOUL(linear_model(), hyperprior=HYPER)):
-        server, new = step(m, Message({}, 0, ratio=True))
+        server, new = step(m, Total.of_nobody(CLIENTS))
         assert all(torch.equal(new[name], server[name]) for name in server)
 
 
 def test_an_empty_round_makes_the_hyperpriors_step_under_inverse_weights() -> None:
-    server, new = step(method(hyperprior=HYPER), Message({}, 0, ratio=False))
+    server, new = step(method(hyperprior=HYPER), Total.of_nobody(CLIENTS, ratio=False))
     phi_hyper, beta_hyper = hyper_gradients(server)
     torch.testing.assert_close(new["phi"], server["phi"] + RATE * phi_hyper)
     torch.testing.assert_close(new["beta"], server["beta"] + RATE * beta_hyper)
-    flat, same = step(method(), Message({}, 0, ratio=False))
+    flat, same = step(method(), Total.of_nobody(CLIENTS, ratio=False))
     assert torch.equal(flat["phi"], same["phi"])
     assert torch.equal(flat["beta"], same["beta"])
 
@@ -82,9 +94,9 @@ def test_one_em_step_at_rate_one_is_the_maximum_of_the_complete_data_likelihood(
     prior = Normal(covariance, scale=1.5, mean=0.4)
     z = torch.randn(CLIENTS, 2, generator=generator(1)) * torch.tensor([1.0, 2.0]) + 0.7
     m = method(prior=prior, beta_step=fp.steps.EM())
-    server = m.init(FACTS, train_key())
-    total = Message({"I": scores(prior, server["beta"], z), "J": torch.zeros(6)}, CLIENTS)
-    beta = m.server_round("train", server, total, FACTS, train_key())["beta"]
+    server = m.init(FACTS, train_key(), {})
+    total = summed(CLIENTS, I=scores(prior, server["beta"], z), J=torch.zeros(6))
+    beta = m.server_round(server, total, FACTS, train_key())["beta"]
     centred = z - z.mean(0)
     second = centred.T @ centred / CLIENTS
     torch.testing.assert_close(prior.mu(beta), z.mean(0))
@@ -103,11 +115,11 @@ def test_em_stands_still_at_the_mode_of_the_posterior_of_beta() -> None:
     tau, sigma = 0.5, 1.5
     mode = z.sum(0) / sigma**2 / (CLIENTS / sigma**2 + 1 / tau**2)
     m = method(prior=prior, beta_step=fp.steps.EM(), hyperprior=fp.priors.Hyperprior(mean_scale=tau))
-    server = m.init(FACTS, train_key())
+    server = m.init(FACTS, train_key(), {})
     beta = server["beta"].clone()
     beta[:2] = mode
-    total = Message({"I": scores(prior, beta, z), "J": torch.zeros(6)}, CLIENTS)
-    new = m.server_round("train", server | {"beta": beta}, total, FACTS, train_key())["beta"]
+    total = summed(CLIENTS, I=scores(prior, beta, z), J=torch.zeros(6))
+    new = m.server_round(server | {"beta": beta}, total, FACTS, train_key())["beta"]
     torch.testing.assert_close(new, beta)
 
 
@@ -116,9 +128,9 @@ def test_em_weights_partial_rounds() -> None:
     prior = Normal(scale=1.0)
     z = torch.randn(ACTIVE, 2, generator=generator(1))
     m = method(prior=prior, beta_step=fp.steps.EM())
-    server = m.init(FACTS, train_key())
-    total = Message({"I": scores(prior, server["beta"], z), "J": torch.zeros(6)}, ACTIVE)
-    new = m.server_round("train", server, total, FACTS, train_key())["beta"]
+    server = m.init(FACTS, train_key(), {})
+    total = summed(ACTIVE, I=scores(prior, server["beta"], z), J=torch.zeros(6))
+    new = m.server_round(server, total, FACTS, train_key())["beta"]
     torch.testing.assert_close(new[:2], z.mean(0))
 
 
@@ -136,9 +148,11 @@ def test_what_is_fixed_does_not_move(beta_step: Any, mean: bool, scale: bool) ->
 
 def test_theta_stays_in_its_projection_sets() -> None:
     prior = Normal(scale=1.5, bounds=(1.0, 2.0), ball=0.3)
-    m = method(prior=prior, phi_step=fp.steps.SGD(1e3), beta_step=fp.steps.SGD(1e3), phi_ball=5.0)
+    m = method(
+        prior=prior, phi_step=fp.steps.PhiStep(fp.steps.SGD(1e3), ball=5.0), beta_step=fp.steps.SGD(1e3)
+    )
     for sign in (1.0, -1.0):
-        total = Message({"I": sign * torch.ones(3), "J": sign * torch.ones(6)}, ACTIVE)
+        total = summed(ACTIVE, I=sign * torch.ones(3), J=sign * torch.ones(6))
         _, new = step(m, total)
         assert float(new["phi"].norm()) == pytest.approx(5.0)
         assert float(new["beta"][:2].norm()) == pytest.approx(0.3)
@@ -157,11 +171,3 @@ def test_theta_stays_in_its_projection_sets() -> None:
 def test_impossible_hyperpriors_are_refused(make: Any) -> None:
     with pytest.raises(SettingsError):
         make()
-
-
-def test_messages_add_up() -> None:
-    one, other = message(), Message({"I": torch.ones(3)}, 2)
-    both = one + other
-    torch.testing.assert_close(both.sums["I"], one.sums["I"] + 1)
-    assert torch.equal(both.sums["J"], one.sums["J"])
-    assert both.count == ACTIVE + 2

@@ -151,8 +151,17 @@ def check(subject: Subject, entries: Sequence[Entry], terms: Terms) -> None:
         )
     check_newcomers(subject.newcomers, subject.clients)
     for entry in entries:
-        method = entry.build(subject.model)
-        rule = terms.rule(method)
-        rule.check(len(subject.clients))
+        check_entry(entry, subject, terms)
+
+
+def check_entry(entry: Entry, subject: Subject, terms: Terms) -> None:
+    """Raise where a method's settings do not fit these clients, or who is to take part; errors begin with
+    where the settings were given."""
+    method = entry.build(subject.model)
+    rule = terms.rule(method)
+    rule.check(len(subject.clients))
+    try:
         method.check(subject.clients.names)
         method.check_participation(rule)
+    except SettingsError as error:
+        raise SettingsError(f"{entry.where}: {error}" if entry.where else str(error)) from error
