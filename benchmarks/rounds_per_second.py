@@ -12,6 +12,7 @@ from fedpop.algorithms.base import Algorithm
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.report.results import Record, record
 from fedpop.runtime.run import Run, Settings
+from fedpop.settings import describe
 
 NAME = "rounds per second"
 BLOCK, SECONDS, LEAST = 25, 15.0, 5
@@ -31,6 +32,7 @@ def measure(advance: Advance) -> list[Record]:
     federation = model.checked(federation)
     methods = (fp.FedSOUL(model, local_steps=10), fp.FedSOUL.paper(model, rate=1e-3, local_steps=10))
     runs = {method.label: begun(method, federation) for method in methods}
+    kernels = {method.label: describe(method.sampler.kernel) for method in methods}  # as resolved
 
     def rounds(run: Run) -> None:
         for _ in range(BLOCK):
@@ -47,7 +49,8 @@ def measure(advance: Advance) -> list[Record]:
             k: v for k, v in asdict(task).items() if k in ("b", "d", "k")
         }
         cost = run.totals | {"rounds": run.round}
-        out.append(record("bench", setting, name, 0, metrics, cost, run.algorithm.describe()))
+        config = run.algorithm.describe() | {"kernel": kernels[name]}
+        out.append(record("bench", setting, name, 0, metrics, cost, config))
     return out
 
 

@@ -156,9 +156,8 @@ class Key:
         block = np.arange(start, start + wide)
         counter[0], counter[1] = block & _MASK, block >> 32
         counter[2], counter[3] = (units & _MASK)[:, None], ((units >> 32) & _MASK)[:, None]
-        return np.moveaxis(_encrypted_arrays(counter.reshape(4, -1), self._cipher), 0, -1).reshape(
-            len(units), -1
-        )
+        words = _encrypted_arrays(counter.reshape(4, -1), self._cipher)
+        return np.moveaxis(words, 0, -1).reshape(len(units), 4 * wide)
 
     def words(self, units: Tensor) -> Words:
         """Cheaper 32-bit words, for rounding long vectors."""

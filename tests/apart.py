@@ -1,8 +1,8 @@
 """A federation in which every client is a site of its own that nothing but encoded messages leave.
 
-Each site has a ``Federation`` of one, a store of its own and the key of the sites; the server has the method, a
-description of one example and the names. What goes up is bytes, which ``traffic`` records; what the server gets
-to see is decoded from them, or, with ``exposed=3``, sums over at least so many sites of what was decoded.
+Each site has a ``Federation`` of one, a store of its own and the key of the sites; the server has the method,
+a description of one example and the names. What goes up is bytes, which ``traffic`` records; what the server
+gets to see is decoded from them, or, with ``exposed=3``, sums of that over at least so many sites.
 """
 
 from __future__ import annotations

@@ -57,6 +57,17 @@ def test_bits_are_philox_of_the_address():
     assert far[0].tolist() == philox(counter, cipher).flatten().tolist()
 
 
+@pytest.mark.parametrize("clients", [0, 1, 7, 5000])
+@pytest.mark.parametrize("count", [0, 1, 4, 30])
+def test_arrays_and_tensors_give_the_same_bits(clients, count):
+    """A start for each unit takes tensors, one for all arrays where there are few numbers."""
+    key, units = Key(3, 5, "both"), units_of(f"client-{i}" for i in range(clients))
+    here = key.bits(units, count, 3)
+    there = key.bits(units, count, torch.full((clients,), 3))
+    assert here.shape == (clients, count)
+    assert torch.equal(here, there)
+
+
 def test_a_unit_is_a_stable_hash_of_its_name():
     """Of 63 bits: never one of the server's numbers, and the same on every machine."""
     names = [f"client-{i}" for i in range(20_000)] + ["anna", "ben", "", "ünïcode", "a\nb"]

@@ -1,4 +1,4 @@
-"""Packages form layers: each imports only from those below it, also inside functions; no modules in a ring."""
+"""Packages form layers: each imports only from those below it, in functions too; no rings of modules."""
 
 from __future__ import annotations
 

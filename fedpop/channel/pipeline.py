@@ -118,7 +118,10 @@ class Channel:
 
     def decode(self, name: str, payload: Payload, site: int) -> Tensor:
         """The vector as the server sees it, in float32 or the type it was sent in."""
-        if payload.codec in _RAW:
+        compressor = self.of(site) if name in self.compressed else Identity()
+        if payload.codec not in (_RAW if compressor.identity else (compressor.name,)):
+            raise PayloadError(f"{name} came as {payload.codec!r}, which was not agreed on")
+        if compressor.identity:
             kind = _RAW[payload.codec]
             if len(payload.data) != payload.length * kind.itemsize:
                 raise PayloadError(f"{name}: {len(payload.data)} bytes for {payload.length} entries")
@@ -127,9 +130,6 @@ class Channel:
                 if payload.length
                 else torch.zeros(0, dtype=kind)
             )
-        compressor = self.of(site)
-        if payload.codec != compressor.name or name not in self.compressed:
-            raise PayloadError(f"{name} came as {payload.codec!r}, which was not agreed on")
         return compressor.decode(payload.data, payload.length)
 
     @staticmethod

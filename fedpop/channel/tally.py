@@ -51,7 +51,7 @@ class Tally:
         alone = sites is None
         where, place = (units, None) if sites is None else torch.unique(sites, return_inverse=True)
         if place is not None:
-            _require_alike(weights, place, len(where))
+            _require_alike(weights, place, len(where), "take part with different probabilities")
         heard, seen = answer.good, {}
         if lost is not None:
             heard = heard & ~(lost if place is None else _any(lost, place, len(where))[place])
@@ -117,10 +117,9 @@ class Tally:
     ) -> None:
         def per_site(values: Tensor) -> Tensor:
             """The coefficient of a site is that of its units, which is the same for all."""
-            values = torch.where(heard, values, torch.zeros_like(values))
             if place is None:
-                return values
-            return values.new_zeros(sites).scatter_reduce(0, place, values, "amax", include_self=False)
+                return torch.where(heard, values, torch.zeros_like(values))
+            return values.new_zeros(sites).index_put((place[heard],), values[heard])
 
         ones = bool((weights == 1).all())
         for name, arrived in seen.items():
@@ -131,6 +130,8 @@ class Tally:
             count = factor if ones else per_site(torch.ones_like(weights).to(arrived.dtype))
             _grow(self._plain, name, total if ones else count @ safe)
         for name, (of, coefficients) in named.items():
+            if place is not None:
+                _require_alike(coefficients, place, sites, f"count differently in {name!r}")
             factor = per_site(coefficients.to(seen[of].dtype))
             _grow(self._named, name, factor @ _only(factor != 0, seen[of]))
 
@@ -165,13 +166,13 @@ def _any(flags: Tensor, place: Tensor, sites: int) -> Tensor:
     return flags.new_zeros(sites, dtype=torch.int64).index_add(0, place, flags.long()) > 0
 
 
-def _require_alike(weights: Tensor, place: Tensor, sites: int) -> None:
+def _require_alike(weights: Tensor, place: Tensor, sites: int, otherwise: str) -> None:
     least, most = (
         weights.new_zeros(sites).scatter_reduce(0, place, weights, how, include_self=False)
         for how in ("amin", "amax")
     )
     if not torch.equal(least, most):
         raise SettingsError(
-            "units of one site take part with different probabilities: a site sends one sum, which can have "
-            "one weight only; give its units the same probability"
+            f"units of one site {otherwise}: a site sends one sum, which can have one weight only; give its "
+            "units the same"
         )

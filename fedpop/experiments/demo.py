@@ -102,13 +102,14 @@ def compare_demo(task: SyntheticTask, seed: int, rounds: int = ROUNDS) -> Compar
 # --- what is told of it ----------------------------------------------------------------------
 
 
-def row(item: Record) -> tuple[str, ...]:
-    """One record as cells of the demo's table."""
+def row(outcome: Outcome) -> tuple[str, ...]:
+    """One outcome as cells of the demo's table."""
+    item, population = outcome.record, outcome.population
     m, cost = item["metrics"], item["cost"]
-    kernel = item["config"].get("kernel")
+    method = population.algorithm if population is not None and "kernel" in item["config"] else None
     return (
         item["method"],
-        kernel["kind"] if isinstance(kernel, dict) else "-",
+        type(method.sampler.kernel).__name__ if isinstance(method, Hierarchical) else "-",
         f"{m['principal_angle']:.3f}",
         f"{m['z_error']:.3f}",
         f"{m['log_likelihood']:.3f}",
@@ -120,7 +121,7 @@ def row(item: Record) -> tuple[str, ...]:
 
 def reached(outcomes: Sequence[Outcome]) -> Sheet:
     """How near each method came."""
-    return Sheet(COLUMNS, [row(o.record) for o in outcomes], frozenset({0}))
+    return Sheet(COLUMNS, [row(o) for o in outcomes], frozenset({0}))
 
 
 def page(outcomes: Sequence[Outcome], data: Synthetic, comparison: Comparison | None = None) -> Page:

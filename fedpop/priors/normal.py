@@ -140,7 +140,7 @@ class Normal(Prior):
         return betas[0]
 
     def lines(self, beta: Tensor, states: Tensors) -> list[str]:
-        return [f"Normal, {self.covariance}: {self.words(beta)}"]
+        return [f"{self.name}, {self.covariance}: {self.words(beta)}"]
 
     def words(self, beta: Tensor) -> str:
         """Mean and scale in words."""

@@ -113,7 +113,11 @@ def test_the_encoded_forms_are_as_small_as_promised():
     assert fp.compressors.RandK(k=100).encoded_bytes(d) == frame + 13 + 400
     assert fp.compressors.Natural().encoded_bytes(d) == frame + 1 + 9 * d // 8
     wide = torch.full((1, d), TINY)
-    assert fp.compressors.Natural().sent_bytes(wide) == len(fp.compressors.Natural().encode(wide[0], KEY)) == frame + 1 + 10 * d // 8
+    assert (
+        fp.compressors.Natural().sent_bytes(wide)
+        == len(fp.compressors.Natural().encode(wide[0], KEY))
+        == frame + 1 + 10 * d // 8
+    )
 
 
 @every
@@ -307,9 +311,9 @@ def test_denormals_are_unbiased_to_one_ulp(name):
     v = torch.tensor([3.0, -5.0, 7.0, 100.0, 0.0, 1e6]) * TINY
     assert_unbiased(COMPRESSORS[name], v, rounding=TINY)
     if name == "natural":  # and as quiet as larger numbers
-        error = (many(fp.compressors.Natural(), v, CLIENTS) - v.to(DOUBLE)).square() / v.to(DOUBLE).square().clamp(
-            min=TINY**2
-        )
+        error = (many(fp.compressors.Natural(), v, CLIENTS) - v.to(DOUBLE)).square() / v.to(
+            DOUBLE
+        ).square().clamp(min=TINY**2)
         assert (error.mean(0) <= 0.125 + SIX * error.std(0) / CLIENTS**0.5).all()
 
 
@@ -323,7 +327,8 @@ def test_the_variance_is_at_most_omega(name, d):
     at_most = compressor.omega(d)
     standard_error = float(error.std()) / len(error) ** 0.5
     assert float(error.mean()) <= at_most + SIX * standard_error + 1e-12
-    if isinstance(compressor, fp.compressors.RandK) or (name == "natural" and d == 1):  # where the bound is reached
+    # Where the bound is reached.
+    if isinstance(compressor, fp.compressors.RandK) or (name == "natural" and d == 1):
         assert float(error.mean()) >= at_most - SIX * standard_error - 1e-12
 
 
@@ -396,15 +401,39 @@ BROKEN = {
         sealed(1, 8, struct.pack("<Hf", 4, 1.0), *pack(np.full(8, 5, np.int8), 4)),
         "beyond 4",
     ),
-    "an infinite unit": (fp.compressors.QSGD(), sealed(1, 1, struct.pack("<Hf", 127, math.inf), b"\1"), "unit is inf"),
-    "levels": (fp.compressors.QSGD(levels=5), fp.compressors.QSGD(levels=6).encode(torch.ones(4), KEY), "6 levels where 5"),
+    "an infinite unit": (
+        fp.compressors.QSGD(),
+        sealed(1, 1, struct.pack("<Hf", 127, math.inf), b"\1"),
+        "unit is inf",
+    ),
+    "levels": (
+        fp.compressors.QSGD(levels=5),
+        fp.compressors.QSGD(levels=6).encode(torch.ones(4), KEY),
+        "6 levels where 5",
+    ),
     "an infinite power": (fp.compressors.Natural(), sealed(3, 8, b"\x09", b"\xff" * 8, b"\0"), "infinite"),
     "bits": (fp.compressors.Natural(), sealed(3, 8, b"\x0a", b"\1" * 8, b"\0"), "10 bits where 9"),
-    "an exponent": (fp.compressors.Natural(), sealed(3, 8, b"\x0a", b"\x17" * 8, b"\0\xff"), "does not exist"),
+    "an exponent": (
+        fp.compressors.Natural(),
+        sealed(3, 8, b"\x0a", b"\x17" * 8, b"\0\xff"),
+        "does not exist",
+    ),
     "nan": (fp.compressors.Identity(), sealed(0, 1, b"\4", struct.pack("<f", math.nan)), "NaN"),
-    "size of an entry": (fp.compressors.Identity(), sealed(0, 1, b"\2", struct.pack("<f", 1.0)), "2 bytes where 4"),
-    "too few bytes": (fp.compressors.Identity(), sealed(0, 5, b"\4", struct.pack("<f", 1.0)), "5 bytes where 41"),
-    "k": (fp.compressors.RandK(k=2), sealed(2, 4, struct.pack("<BIII", 4, 3, 1, 0), b"\0" * 8), "keeps 3 of 4"),
+    "size of an entry": (
+        fp.compressors.Identity(),
+        sealed(0, 1, b"\2", struct.pack("<f", 1.0)),
+        "2 bytes where 4",
+    ),
+    "too few bytes": (
+        fp.compressors.Identity(),
+        sealed(0, 5, b"\4", struct.pack("<f", 1.0)),
+        "5 bytes where 41",
+    ),
+    "k": (
+        fp.compressors.RandK(k=2),
+        sealed(2, 4, struct.pack("<BIII", 4, 3, 1, 0), b"\0" * 8),
+        "keeps 3 of 4",
+    ),
     "no such choice": (
         fp.compressors.RandK(k=1),
         sealed(2, 4, struct.pack("<BIII", 4, 1, 9, 0), b"\0" * 4),
@@ -438,7 +467,10 @@ WRONG = {
     "share 0": (lambda: fp.compressors.RandK(share=0.0), r"\(0, 1\], not 0"),
     "share above 1": (lambda: fp.compressors.RandK(share=1.5), "not 1.5"),
     "both": (lambda: fp.compressors.RandK(k=3, share=0.5), "not both"),
-    "k too large to compress": (lambda: one(fp.compressors.RandK(k=5), torch.ones(4)), "k = 5 entries of a vector of 4"),
+    "k too large to compress": (
+        lambda: one(fp.compressors.RandK(k=5), torch.ones(4)),
+        "k = 5 entries of a vector of 4",
+    ),
     "k too large to encode": (
         lambda: fp.compressors.RandK(k=5).encode(torch.ones(4), KEY),
         "k = 5 entries of a vector of 4",

@@ -76,6 +76,11 @@ def test_the_runner_does_not_run_twice_what_is_there(tmp_path):
     assert [r["metrics"]["angle"] for r in Results.open(tmp_path).records] == [0.0, 99.0, 2.0]
 
 
+def test_the_demos_table_names_the_kernel_that_was_used(outcomes):
+    kernels = {row[0]: row[1] for row in demo.reached(outcomes).rows}
+    assert kernels == {"FedSOUL": "Exponential", "FedRep-spectral": "-", "FedAvg": "-", "Exact": "-"}
+
+
 def test_the_demos_report_is_one_self_contained_page(tmp_path, outcomes):
     page = write_page(tmp_path / "report.html", demo.page(outcomes, TASK.make(0))).read_text()
     assert page.count("<svg") == 7
