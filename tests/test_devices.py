@@ -12,8 +12,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import fedpop as fp
-from fedpop.algorithms.base import Facts, Message
-from tests.helpers import cohort_of, linear_model, ragged, seeded, train_key
+from fedpop.algorithms.base import Facts
+from fedpop.channel import Total
+from tests.helpers import answers, begun, by_name, cohort_of, linear_model, ragged, seeded, train_key
 
 PACKAGE = str(Path(fp.__file__).parent)
 FACTORIES = {
@@ -82,17 +83,20 @@ def softmax(backbone: nn.Module | None = None) -> fp.Composition:
     return fp.Composition(body, seeded(nn.Linear(2, 3), 2), "categorical")
 
 
+CLOSED = fp.chains.Chain(rao_blackwell=True)
 METHODS: dict[str, Any] = {
     "exact": lambda: fp.FedSOUL(linear_model()),
-    "left": lambda: fp.FedSOUL(linear_model(), form="left"),
-    "right, diagonal": lambda: fp.FedSOUL(linear_model(), form="right", prior="diagonal"),
+    "left": lambda: fp.FedSOUL(linear_model(), beta_step=fp.steps.BetaStep(form="left")),
+    "right, diagonal": lambda: fp.FedSOUL(
+        linear_model(), beta_step=fp.steps.BetaStep(form="right"), prior="diagonal"
+    ),
     "full covariance": lambda: fp.FedSOUL(
         linear_model(), prior="full", hyperprior=fp.priors.Hyperprior(1.0, 1.0)
     ),
-    "closed form": lambda: fp.FedSOUL(linear_model(variance="learned"), rao_blackwell=True),
+    "closed form": lambda: fp.FedSOUL(linear_model(variance="learned"), chain=CLOSED),
     "mixture": lambda: fp.FedSOUL(linear_model(), prior="mixture"),
     "mixture, closed form": lambda: fp.FedSOUL(
-        linear_model(), prior=fp.priors.Mixture(3, "full"), rao_blackwell=True
+        linear_model(), prior=fp.priors.Mixture(3, "full"), chain=CLOSED
     ),
     "mixture, jumps": lambda: fp.FedSOUL(
         fp.Composition(None, nn.Linear(3, 1), "poisson"), prior="mixture", local_steps=2
@@ -103,7 +107,9 @@ METHODS: dict[str, Any] = {
     "plain steps": lambda: fp.FedSOUL.paper(
         linear_model(), rate=1e-2, hyperprior=fp.priors.Hyperprior(1.0, 1.0, (0, 1))
     ),
-    "mini-batches, stateless": lambda: fp.FedSOUL(linear_model(), phi_batch=2, stateful=False),
+    "mini-batches, stateless": lambda: fp.FedSOUL(
+        linear_model(), phi_step=fp.steps.PhiStep(batch=2), chain=fp.chains.Chain(stateful=False)
+    ),
     "hmc": lambda: fp.FedSOUL(softmax(), local_steps=2, beta_step=fp.steps.Adam()),
     "dropout": lambda: fp.FedSOUL(softmax(nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5))), local_steps=2),
     "poisson": lambda: fp.FedSOUL(fp.Composition(None, nn.Linear(3, 1), "poisson"), local_steps=2),
@@ -118,15 +124,22 @@ METHODS: dict[str, Any] = {
     "split": lambda: fp.FedSOUL(
         fp.Split(nn.Sequential(nn.Linear(3, 3)), "0.bias", "categorical"), local_steps=1
     ),
+    "epochs on phi": lambda: fp.FedSOUL(
+        linear_model(), phi_step=fp.steps.PhiStep(local=fp.LocalSGD(epochs=2, batch=2))
+    ),
+    "own steps": lambda: fp.FedSOUL(linear_model(), local_steps=by_name([1, 2, 3, 2])),
+    "random start": lambda: fp.FedSOUL(linear_model(), start="random"),
+    "clipped": lambda: fp.FedSOUL(linear_model(), clip=1.0),
     "qsgd": lambda: fp.FedSOUL(linear_model(), compressor="qsgd"),
     "one compressor each": lambda: fp.FedSOUL(
-        linear_model(), compressor=["natural", "rand-k", "identity", "natural"]
+        linear_model(), compressor=by_name(["natural", "rand-k", "identity", "natural"])
     ),
     "fedavg": lambda: fp.FedAvg(linear_model(), local=fp.LocalSGD(batch=2)),
     "fedrep": lambda: fp.FedRep(linear_model(), phi_step=fp.steps.Adam()),
     "l2gd": lambda: fp.L2GD(linear_model()),
     "per-fedavg": lambda: fp.PerFedAvg(linear_model(), local=fp.LocalSGD(batch=3)),
     "pfedme": lambda: fp.PFedMe(linear_model(), local=fp.LocalSGD(rate=0.01)),
+    "qlsd": lambda: fp.QLSD(linear_model(), variant="++", compressor="qsgd"),
     "fedrep exact": lambda: fp.FedRep(linear_model(), heads="exact", start="spectral"),
 }
 
@@ -139,32 +152,23 @@ def test_every_tensor_of_a_round_says_where_it_lives(name: str) -> None:
         clients = [(x, torch.arange(len(x)) % 3) for x, _ in clients]
     elif method.model.likelihood.name == "poisson":
         clients = [(x, torch.arange(len(x)).float()) for x, _ in clients]
+    method = method.prepared(fp.Federation.of(clients).example)
     cohort, facts = cohort_of(method.model, clients), Facts(4, 5)
     with watched() as mode:
-        server = method.init(facts, train_key())
-        for phase in method.phases:
-            broadcast = method.broadcast(phase, server)
-            local = method.enter(cohort.ids, broadcast, train_key()) if phase == "train" else {}
-            channel = method.channel(train_key())
-            new, message, _ = method.local_round(phase, broadcast, cohort, local, channel, train_key())
-            server = method.server_round(phase, server, message, facts, train_key())
-        method.server_round("train", server, Message({}, 0, ratio=False), facts, train_key(1))
+        server, local = begun(method, cohort, facts, train_key())
+        done = answers(method, cohort, local, method.broadcast(server), train_key())
+        server = method.server_round(server, done.total, facts, train_key())
+        method.server_round(server, Total.of_nobody(4, ratio=False), facts, train_key(1))
         published = method.publish(server)
-        method.metrics(server, _info())
-        method.score(published, cohort, cohort, new, train_key())
+        method.metrics(server, done.cost)
+        method.score(published, cohort, cohort, done.local, train_key())
     assert mode.placed > 0 or isinstance(method, fp.FedAvg)
-
-
-def _info() -> Any:
-    from fedpop.algorithms.base import Info
-
-    return Info()
 
 
 def test_the_final_pass_and_predictions_too() -> None:
     for method in (fp.FedSOUL(linear_model()), fp.FedRep(linear_model())):
         cohort = cohort_of(method.model, ragged((3, 2)))
-        published = method.publish(method.init(Facts(2, 5), train_key()))
+        published = method.publish(method.init(Facts(2, 5), train_key(), {}))
         x = torch.zeros(2, 3)
         local = None if isinstance(method, fp.FedSOUK) else {"z": torch.zeros(2, 2)}
         with watched():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from fedpop.algorithms.hierarchical import Hierarchical
 from fedpop.data.synthetic import Synthetic, SyntheticTask
 from fedpop.experiments.comparison import Comparison
 from fedpop.experiments.comparison.page import on_the_way
@@ -23,7 +24,7 @@ from fedpop.files import writable_folder
 from fedpop.population import Population
 from fedpop.report import plots, terminal
 from fedpop.report.html import Figure, Page, Section, Sheet, write_page
-from fedpop.report.results import Record, Results, made_by
+from fedpop.report.results import Results, made_by
 from fedpop.runtime.progress import human_bytes
 
 METHODS = ("FedSOUL", "FedRep-spectral", "FedRep", "FedAvg")

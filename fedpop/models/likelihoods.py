@@ -185,7 +185,7 @@ class Normal(Likelihood):
         return torch.as_tensor(self.sd(params) ** 2, dtype=eta.dtype, device=eta.device).expand_as(eta)
 
     def bracket(self, eta: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-        reach = 9 * float(torch.as_tensor(self.sd(params)).max())
+        reach = 9 * float(torch.as_tensor(self.sd(params), device=eta.device).max())
         return eta.amin(0) - reach, eta.amax(0) + reach
 
     def cdf(self, eta: Tensor, y: Tensor, params: Params) -> Tensor:

@@ -15,6 +15,7 @@ from fedpop.models.base import Model
 from fedpop.models.spec import model_from, require_same
 from fedpop.population.population import Population
 from fedpop.priors import Prior
+from fedpop.version import __version__
 
 
 def load(
@@ -37,6 +38,11 @@ def load(
     if not (folder / "population.json").exists():
         raise CheckpointError(f"{folder} holds no saved population (no population.json)")
     saved = read_json(folder / "population.json")
+    if "known" not in saved:
+        raise CheckpointError(
+            f"{folder} was saved by fedpop {saved.get('version', 'of an unknown version')}, whose settings and "
+            f"random numbers are not those of {__version__}; fit it again, or load it with that version"
+        )
     if model is None:
         model = model_from(saved["model"])
     else:

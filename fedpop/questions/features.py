@@ -42,7 +42,7 @@ class FeatureScale(Question[Tensors]):
         return Answer(good, {"size": torch.stack((size, cohort.sizes.double()), 1)})
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
-        size, count = total.plain_sum("size", torch.zeros(2, dtype=torch.float64)).tolist()
+        size, count = total.plain_sum("size", self.phi.new_zeros(2, dtype=torch.float64)).tolist()
         low, high = self.bounds
         scale = math.sqrt(count / size) if size > 0 and math.isfinite(size) else 1.0
-        return {"scale": torch.tensor(min(max(scale, low), high), dtype=torch.float64)}
+        return {"scale": self.phi.new_tensor(min(max(scale, low), high), dtype=torch.float64)}

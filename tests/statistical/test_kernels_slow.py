@@ -142,10 +142,10 @@ def test_a_mass_that_adapts_during_training_does_not_bias_the_chain():
     cohort = cohort_of(case.model, case.clients * copies)
     local = case.model.bind(case.model.initial_phi(), cohort.x, cohort)
     target = Target(local, case.prior, case.beta)
-    z, tuning = warmed(HMC(), target, cohort.ids, 1, 200)
+    z, tuning = warmed(HMC(), target, cohort.units, 1, 200)
     draws = []
     for k in range(100):
-        trace = run(HMC(), target, z, tuning, 10, Key(5, k, "adapting"), cohort.ids, adapt=True)
+        trace = run(HMC(), target, z, tuning, 10, Key(5, k, "adapting"), cohort.units, adapt=True)
         z, tuning = trace.state.z, trace.tuning
         draws.append(trace.draws[:, :, 0])
     assert tuning.mass is not None

@@ -13,7 +13,7 @@ from benchmarks.scale import AWAKE, MILLION, begun
 run = begun(MILLION, fp.participation.Uniform(AWAKE))
 for _ in range(3):
     run.train_round()
-assert len(run.federation) == 1_000_000 and run.store.used > AWAKE
+assert len(run.federation) == 1_000_000 and run.sites.store.used > AWAKE
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 

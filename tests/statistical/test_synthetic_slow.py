@@ -14,9 +14,9 @@ import fedpop as fp
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.evaluation.subspace import principal_angle
 from fedpop.experiments.synthetic.run import MAIN, TASKS, as_matrix, exact, held_out, run_task, setting_of
-from fedpop.federation.clients import Federation
 from fedpop.keys import Key
 from fedpop.report.results import Results, values
+from tests.helpers import federation_of
 
 pytestmark = pytest.mark.slow
 COMMITTED = Path(__file__).parents[2] / "results" / "synthetic"
@@ -78,7 +78,8 @@ def test_one_in_a_thousand_within_a_hundred_rounds():
     in all), Adam with short memory, a cosine schedule, EM steps on the prior, the last iterate.
     """
     step = fp.steps.Adam(0.1, fp.steps.Cosine(), beta1=0.7, beta2=0.9)
-    settings = {"rao_blackwell": True, "local_steps": 1, "phi_step": step, "beta_step": fp.steps.EM(1.0, 1.0)}
+    closed = fp.chains.Chain(rao_blackwell=True)
+    settings = {"chain": closed, "local_steps": 1, "phi_step": step, "beta_step": fp.steps.EM(1.0, 1.0)}
     task = SyntheticTask()
     for seed in range(10):
         data = task.make(seed)
@@ -97,10 +98,8 @@ def test_one_in_a_thousand_within_a_hundred_rounds():
 
 
 def identified(method, phi, beta, data):
-    matrix = as_matrix(phi, data.phi)
-    return torch.cat(
-        (matrix @ method.prior.mu(beta), (matrix @ method.prior.sigma(beta) @ matrix.mT).reshape(-1))
-    )
+    matrix, prior = as_matrix(phi, data.phi), method.hierarchy.prior
+    return torch.cat((matrix @ prior.mu(beta), (matrix @ prior.sigma(beta) @ matrix.mT).reshape(-1)))
 
 
 def test_stateless_paper_preset_with_fifty_steps_equals_stateful_with_ten():
@@ -109,7 +108,7 @@ def test_stateless_paper_preset_with_fifty_steps_equals_stateful_with_ten():
         data = task.make(seed)
         for out, settings in (
             (kept, {"local_steps": 10}),
-            (fresh, {"local_steps": 50, "stateful": False}),
+            (fresh, {"local_steps": 50, "chain": fp.chains.Chain(stateful=False)}),
         ):
             method = fp.FedSOUL.paper(task.model(seed), **settings)
             out.append(angle(method.fit(data.clients, rounds=600, seed=seed), data))
@@ -123,7 +122,7 @@ def test_stateless_default_kernel_on_a_logistic_head():
         data = task.make(seed)
         for out, settings in (
             (kept, {"local_steps": 10}),
-            (fresh, {"local_steps": 50, "stateful": False}),
+            (fresh, {"local_steps": 50, "chain": fp.chains.Chain(stateful=False)}),
         ):
             method = fp.FedSOUL(task.model(seed), **settings)
             out.append(angle(method.fit(data.clients, rounds=60, seed=seed), data))
@@ -136,8 +135,8 @@ def test_intervals_cover_ninety_percent_when_theta_is_known():
     for seed in range(10):
         data = task.make(seed)
         method = fp.FedSOUL(task.model(seed))
-        federation = method.model.prepare(Federation.of(data.clients))
-        beta = method.prior.init(torch.zeros(task.d), 1.0)
+        federation = federation_of(method.model, data.clients)
+        beta = method.hierarchy.prior.init(torch.zeros(task.d), 1.0)
         truth = {"phi": data.phi.mT.reshape(-1).float(), "beta": beta}
         population = fp.Population(method, truth, Key(seed), federation).sample_all()
         covered.append(held_out(population.predict, data)["coverage90"])
