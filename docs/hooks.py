@@ -6,6 +6,7 @@ benchmark from ``results/bench/results.json``, a line ``<!-- features -->`` that
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -15,25 +16,34 @@ import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+import fedpop
+
 ROOT = Path(__file__).parents[1]
 GROUPS = {
     "models": ("Models", "What is learned: p(D | phi, z)."),
     "algorithms": ("Methods", "Federated methods, under one contract; `fit` runs them on one machine."),
     "priors": ("Priors", "The population p(z | beta), and the hyperprior on theta."),
     "kernels": ("Markov kernels", "How a client draws z."),
-    "server": ("Server steps", "How theta moves: optimisers, schedules, averages, starts."),
-    "channel": ("Compression", "What happens to a message on its way."),
-    "federation": ("Clients", "Data, and who takes part in a round."),
-    "population": ("Populations", "What `fit` returns."),
-    "runtime": ("Running", "The simulator and what may happen between rounds."),
-    "evaluation": ("Evaluation", "Scores of every client, under one protocol."),
+    "chains": ("Chains", "How many draws of z there are, in a round and after training."),
+    "steps": ("Steps of theta", "How theta moves and where it starts."),
+    "client": ("Local training", "How clients train, in the methods that do so by SGD."),
+    "compressors": ("Compression", "What happens to a message on its way."),
+    "federation": ("Clients", "Data, by client."),
+    "participation": ("Participation", "Who takes part in a round."),
+    "layers": ("Layers", "Layers that keep clients apart, and do without a global generator."),
+    "runtime": ("Running", "The simulator."),
+    "callbacks": ("Between rounds", "What may happen between two rounds."),
+    "population": ("Populations", "What `fit` returns, and scores of every client under one protocol."),
     "experiments": ("Comparisons", "Methods side by side."),
     "errors": ("Errors", ""),
 }
+"""Parts of fedpop that define public names: packages, and modules that are public themselves."""
 ANSWERS = [
     "fedpop.models.predictive.Predictive",
     "fedpop.population.Posterior",
     "fedpop.population.Newcomer",
+    "fedpop.evaluation.diagnostics.Diagnostics",
+    "fedpop.evaluation.scores.Evaluation",
 ]
 """What a population answers with: nobody makes one, everybody reads them."""
 
@@ -85,29 +95,31 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return re.sub(r"^<!-- bench: (.+) -->$", lambda m: bench(m[1]), markdown, flags=re.MULTILINE)
 
 
-def groups() -> dict[str, list[str]]:
-    """Public names by the part of fedpop that defines them."""
+def groups() -> dict[str, dict[str, str]]:
+    """Public names, each with where it is documented, by the part of fedpop that defines them."""
     package = griffe.load("fedpop", search_paths=[str(ROOT)], resolve_aliases=True)
-    out: dict[str, list[str]] = {}
-    for name in package.exports or []:
-        target = package.members[str(name)]
-        path = target.final_target.path if target.is_alias else target.path
-        out.setdefault(path.split(".")[1], []).append(str(name))
+    out: dict[str, dict[str, str]] = {}
+    for name in fedpop.__all__:
+        member, value = package.members[name], getattr(fedpop, name)
+        path = member.final_target.path if member.is_alias else member.path
+        where = path if inspect.ismodule(value) else f"fedpop.{name}"
+        if path != value.__name__ and package.modules_collection[path].is_module:
+            where = f"{value.__module__}.{value.__qualname__}"  # a function in a module of its own name
+        out.setdefault(path.split(".")[1], {})[name] = where
     unknown = set(out) - set(GROUPS)
     for part in unknown:  # a part that nobody described yet is shown under its own name
         GROUPS[part] = (part.capitalize(), "")
-    return {part: out[part] for part in GROUPS if part in out} | {"errors": []}
+    return {part: out[part] for part in GROUPS if part in out} | {"errors": {}}
 
 
-def page(part: str, names: list[str]) -> str:
+def page(part: str, names: dict[str, str]) -> str:
     title, text = GROUPS[part]
     lines = [f"# {title}", "", text, ""]
     for name in sorted(names, key=lambda n: (n.islower(), n.lower())):
-        module = (ROOT / "fedpop" / part / f"{name}.py").exists() or name in ("likelihoods", "links")
-        where = f"fedpop.{part}.{name}" if module else f"fedpop.{name}"
-        lines += [f"::: {where}", ""]
-        if module:
-            lines += ["    options:", "      show_root_full_path: true", "      summary: true", ""]
+        lines += [f"::: {names[name]}", ""]
+        if inspect.ismodule(getattr(fedpop, name)):
+            lines += ["    options:", "      show_root_full_path: true"]
+            lines += ["      summary: {attributes: true, classes: true, functions: true}", ""]
         if name == "Population":  # ``fit`` makes it
             lines += ["    options:", "      merge_init_into_class: false", ""]
             for answer in ANSWERS:

@@ -462,7 +462,9 @@ def test_a_run_and_what_is_read_back_follow_the_verdict(
     assert population.model.autocast is wanted
     conv = population.model.modules()[0][0]
     assert isinstance(conv, QuietConv)
-    assert {seen[2] for seen in conv.seen} == {wanted}
+    # Two examples of zeros, and what a row takes of memory, are looked at in the parameters' own type.
+    assert {seen[2] for seen in conv.seen} <= {None, wanted}
+    assert conv.seen[-1][2] is wanted
     population.save(tmp_path)
     again = fp.load(tmp_path, model=model)
     assert again.model.autocast is wanted

@@ -40,8 +40,8 @@ def load(
     saved = read_json(folder / "population.json")
     if "known" not in saved:
         raise CheckpointError(
-            f"{folder} was saved by fedpop {saved.get('version', 'of an unknown version')}, whose settings and "
-            f"random numbers are not those of {__version__}; fit it again, or load it with that version"
+            f"{folder} was saved by fedpop {saved.get('version', '(unknown)')}, whose settings and random "
+            f"numbers are not those of {__version__}; fit it again, or load it with that version"
         )
     if model is None:
         model = model_from(saved["model"])

@@ -36,6 +36,7 @@ def curved() -> fp.Composition:
 
 
 BURN_IN = fp.chains.Chain(burn_in=5)
+SHORT = fp.chains.Final(chains=2, draws=20, burn_in=20)
 SGD = fp.LocalSGD(epochs=2, rate=0.02, batch=2)
 CHAINS: dict[str, Any] = {
     "exact": lambda: fp.FedSOUL(linear_model()),
@@ -43,8 +44,8 @@ CHAINS: dict[str, Any] = {
     "mixture": lambda: fp.FedSOUL(linear_model(), prior=fp.priors.Mixture(2)),
     "mini-batches": lambda: fp.FedSOUL(linear_model(), phi_step=fp.steps.PhiStep(batch=2)),
     "compressed": lambda: fp.FedSOUL(linear_model(), compressor="qsgd"),
-    "mass matrix": lambda: fp.FedSOUL(curved(), local_steps=2, chain=BURN_IN),
-    "hmc": lambda: fp.FedSOUL(logistic(), local_steps=3),
+    "mass matrix": lambda: fp.FedSOUL(curved(), local_steps=2, chain=BURN_IN, final=SHORT),
+    "hmc": lambda: fp.FedSOUL(logistic(), local_steps=3, final=SHORT),
 }
 POINTS: dict[str, Any] = {
     "FedAvg": lambda: fp.FedAvg(linear_model(), local=SGD),

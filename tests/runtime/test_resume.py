@@ -213,8 +213,8 @@ METHODS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         lambda: fp.FedSOUL(linear_model(), compressor=fp.compressors.QSGD(levels=7)),
         {"participation": 4, "sites": SITES},
     ),
-    "sites, mass matrix, natural": (
-        lambda: fp.FedSOUL(curved(), local_steps=2, compressor="natural"),
+    "sites, hmc, natural": (
+        lambda: fp.FedSOUL(linear_model(), kernel="hmc", local_steps=2, compressor="natural"),
         {"participation": fp.participation.Bernoulli(P), "sites": SITES},
     ),
     "sites, memories": (

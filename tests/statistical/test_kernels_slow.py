@@ -43,7 +43,8 @@ HEADS = [make_case("bernoulli", "isotropic"), make_case("categorical", "isotropi
 @pytest.mark.parametrize("case", other_cases(), ids=lambda c: c.name)
 def test_adjusted_kernels_to_five_percent_of_a_standard_deviation(case, kernel):
     draws = 60 if isinstance(kernel, HMC) else 600
-    trace = sample(kernel, case.target(), chains=3000, warmup=200, draws=draws)
+    # A step is halved as soon as one of 3000 chains diverges on its way in, and needs time to grow back.
+    trace = sample(kernel, case.target(), chains=3000, warmup=400, draws=draws)
     z, exact = trace.draws.movedim(2, 0), case.moments
     centred = z - exact.mean.unsqueeze(1)
     second = torch.einsum("kcmi,kcmj->kcij", centred, centred) / z.shape[2]
