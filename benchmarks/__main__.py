@@ -1,7 +1,11 @@
-"""Run all benchmarks, print their tables and write ``results/bench/results.json``."""
+"""Run all benchmarks, or those named, print their tables and write ``results/bench/results.json``.
+
+``python -m benchmarks "small rounds" kernels`` runs two of them; the others' records stay.
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -15,13 +19,16 @@ FOLDER = Path("results/bench")
 BENCHMARKS = (small_rounds, rounds_per_second, compressors, scale, kernels, round, local_training)
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
+    known = {benchmark.NAME: benchmark for benchmark in BENCHMARKS}
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"there is no benchmark {unknown[0]!r}; there are {', '.join(known)}")
     torch.set_num_threads(1)
     console = Console()
     columns = (TextColumn("{task.description:<18}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     records: list[Record] = []
     with Progress(*columns, console=console) as progress:
-        for benchmark in BENCHMARKS:
+        for benchmark in [known[name] for name in names] or BENCHMARKS:
             task = progress.add_task(benchmark.NAME, total=1.0)
             new = benchmark.measure(lambda share, t=task: progress.update(t, completed=share))
             progress.update(task, completed=1.0)
@@ -33,4 +40,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -13,6 +13,7 @@ A ``seed`` may be the server's, which is shared, or a secret that a site keeps t
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Array = npt.NDArray[np.int64]
+Words32 = npt.NDArray[np.uint32]
 
 SERVER, NEWCOMER = -1, -2
 """What the server itself draws under, and a unit that was never in training; no name's hash is negative."""
@@ -33,6 +34,8 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
+_HIGH = int(sys.byteorder == "little")
+"""Which half of a 64-bit number in memory holds its high word."""
 _CHUNK = 2**14
 """Counters encrypted at a time on a CPU: seventy passes over them should stay in its cache."""
 
@@ -55,7 +58,8 @@ def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
     """Philox4x32-10 on a ``[4, ...]`` int64 tensor of 32-bit counter words."""
     flat = counter.reshape(4, -1)
     if _plain(counter):  # the same arithmetic, with less overhead per operation
-        return torch.from_numpy(_encrypted_arrays(flat.numpy(), key)).reshape(counter.shape)
+        words = _encrypted_arrays(flat.numpy().astype(np.uint32), key)
+        return torch.from_numpy(words.astype(np.int64)).reshape(counter.shape)
     return _encrypted(flat, *_constants(key, counter.device)).reshape(counter.shape)
 
 
@@ -77,6 +81,12 @@ def _weyl(device: torch.device) -> tuple[Tensor, Tensor]:
     return multiplier, rounds * torch.tensor(_WEYL, device=device).view(1, 2, 1)
 
 
+@lru_cache
+def _weyl_arrays() -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+    multiplier, weyl = _weyl(torch.device("cpu"))
+    return multiplier.numpy().astype(np.uint64), weyl.numpy()
+
+
 def _encrypted(counter: Tensor, multiplier: Tensor, keys: Tensor) -> Tensor:
     # Words (0, 2) are multiplied, words (1, 3) only mixed in: two lanes, one set of operations.
     even, odd = counter[0::2], counter[1::2]
@@ -88,21 +98,22 @@ def _encrypted(counter: Tensor, multiplier: Tensor, keys: Tensor) -> Tensor:
     return torch.stack((even[0], odd[0], even[1], odd[1]))
 
 
-def _encrypted_arrays(counter: Array, key: tuple[int, int]) -> Array:
+def _encrypted_arrays(counter: Words32, key: tuple[int, int]) -> Words32:
     """The same on arrays, a chunk at a time."""
-    multiplier, weyl = (c.numpy() for c in _weyl(torch.device("cpu")))
-    keys = (weyl + np.array(key).reshape(1, 2, 1)) & _MASK
+    multiplier, weyl = _weyl_arrays()
+    keys = ((weyl + np.array(key).reshape(1, 2, 1)) & _MASK).astype(np.uint32)
     if counter.shape[1] <= _CHUNK:
         return _encrypted_array(counter, multiplier, keys)
     parts = np.split(counter, range(_CHUNK, counter.shape[1], _CHUNK), axis=1)
     return np.concatenate([_encrypted_array(part, multiplier, keys) for part in parts], 1)
 
 
-def _encrypted_array(counter: Array, multiplier: Array, keys: Array) -> Array:
+def _encrypted_array(counter: Words32, multiplier: npt.NDArray[np.uint64], keys: Words32) -> Words32:
     even, odd = counter[0::2], counter[1::2]
     for key in keys:
-        product = (even * multiplier)[::-1]
-        even, odd = ((product >> 32) & _MASK) ^ odd ^ key, product & _MASK
+        product = np.multiply(even, multiplier, dtype=np.uint64)
+        words = product.view(np.uint32).reshape(2, -1, 2)[::-1]  # low and high word of each
+        even, odd = words[..., _HIGH] ^ odd ^ key, words[..., 1 - _HIGH]
     return np.stack((even[0], odd[0], even[1], odd[1]))
 
 
@@ -150,14 +161,14 @@ class Key:
         words = philox(counter, self._cipher)
         return words.movedim(0, -1).reshape(*units.shape, 4 * wide)[..., :count]
 
-    def _few(self, units: Array, wide: int, start: int) -> Array:
+    def _few(self, units: npt.NDArray[np.int64], wide: int, start: int) -> npt.NDArray[np.int64]:
         """``bits`` of whole blocks ``[C, 4 wide]`` on arrays, which cost less to set up."""
-        counter = np.empty((4, len(units), wide), dtype=np.int64)
+        counter = np.empty((4, len(units), wide), dtype=np.uint32)
         block = np.arange(start, start + wide)
         counter[0], counter[1] = block & _MASK, block >> 32
         counter[2], counter[3] = (units & _MASK)[:, None], ((units >> 32) & _MASK)[:, None]
         words = _encrypted_arrays(counter.reshape(4, -1), self._cipher)
-        return np.moveaxis(words, 0, -1).reshape(len(units), 4 * wide)
+        return words.T.reshape(len(units), 4 * wide).astype(np.int64)
 
     def words(self, units: Tensor) -> Words:
         """Cheaper 32-bit words, for rounding long vectors."""
@@ -202,11 +213,10 @@ class Key:
         many = 1 if steps is None else steps
         words = self.bits(units, 4 * blocks * many, step * blocks)
         # Never 0, so that the logarithm is finite; the small end keeps its resolution.
-        unit = (words.to(dtype) + 0.5) * 2.0**-32
-        drawn = transform(unit).unflatten(-1, (many, 4 * blocks))[..., :count]
-        lead = (*units.shape, many) if steps is not None else units.shape
-        out: Tensor = drawn.reshape(*lead, *shape)
-        return out
+        unit = words.to(dtype).add_(0.5).mul_(2.0**-32)
+        drawn = transform(unit).reshape(*units.shape, many, 4 * blocks)
+        drawn = drawn if count == 4 * blocks else drawn[..., :count]
+        return drawn.reshape(*units.shape, *(() if steps is None else (many,)), *shape)
 
     def server(self, device: torch.device | str = "cpu") -> Tensor:
         """The server's number as a ``[1]`` tensor, to draw with."""
@@ -214,10 +224,10 @@ class Key:
 
 
 def _box_muller(unit: Tensor) -> Tensor:
-    pairs = unit.unflatten(-1, (-1, 2))
-    radius = torch.sqrt(-2.0 * torch.log(pairs[..., 0]))
+    pairs = unit.reshape(*unit.shape[:-1], -1, 2)
+    radius = torch.log(pairs[..., 0]).mul_(-2.0).sqrt_()
     angle = 2.0 * math.pi * pairs[..., 1]
-    return torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1).flatten(-2)
+    return torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1).reshape(unit.shape)
 
 
 class Words:

@@ -109,7 +109,7 @@ class FedRep(WholeModel):
         loss = body_loss(self.model, cohort.embedded)
         body = self.train(self.body, start, cohort, key.at(purpose="body"), aux=z.unsqueeze(1), loss=loss)
         n, good = cohort.sizes.to(phi.dtype).unsqueeze(1), finite(body.w, z)
-        examples, steps = int(cohort.sizes.sum()), self.body.steps(cohort)
+        examples, steps = cohort.examples, self.body.steps(cohort)
         head_steps = examples * (1 if self.heads == "exact" else self.head.epochs)
         # Heads are fitted on features computed once: a forward pass is a third.
         cost = training_cost(cohort, body.loss, good, examples / 3 + steps, head_steps + steps)

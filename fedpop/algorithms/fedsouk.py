@@ -37,6 +37,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import map_inputs
 from fedpop.kernels import prior_chains
 from fedpop.keys import Key
+from fedpop.priors.base import into_ball
 from fedpop.questions import Question
 from fedpop.questions.features import FeatureScale
 from fedpop.questions.spectral import Spectral, applies
@@ -204,9 +205,7 @@ class FedSOUK(Hierarchical):
             prior, self.hyperprior, beta, i, curvature, beta_state, k, facts.rounds, facts.clients
         )
         new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, facts.rounds)
-        length = torch.linalg.vector_norm(new_phi)
-        new_phi = new_phi * (self.on_phi.ball / length.clamp(min=self.on_phi.ball))
-        new_beta = prior.project(new_beta)
+        new_phi, new_beta = into_ball(new_phi, self.on_phi.ball), prior.project(new_beta)
         eta, theta = optimiser.schedule.factor(k, facts.rounds), torch.cat((new_phi, new_beta))
         align, average = aligner(self.model, prior), unprefixed("average.", server)
         average = self.average.update(average, theta, eta, k, facts.rounds, align)

@@ -42,7 +42,7 @@ def chain_cost(
 ) -> Callable[[Tensor, Tensor, Tensor | None], dict[str, float]]:
     """The cost of a cohort's chains as a function of log-likelihoods ``[R]`` and who is fit to be heard, for
     the units at ``rows`` (None: all of them); what was spent together is told with the first of them."""
-    examples = int(cohort.sizes.sum())
+    examples = cohort.examples
     looked_at = examples if batch is None else int(cohort.sizes.clamp(max=batch).sum())
     steps = examples * (done.gradient_evaluations - done.batched) + looked_at * done.batched
     counted = False
@@ -52,10 +52,10 @@ def chain_cost(
         parts = [value, cohort.sizes, done.acceptance, done.diverged]
         if rows is not None:
             parts[1:] = [part[rows] for part in parts[1:]]
-        everyone = bool(good.all())
-        sums = [float((part if everyone else part[good]).sum()) for part in parts[:3]]
-        out = dict(zip(("log_likelihood", "examples", "acceptance"), sums, strict=True))
-        out |= {"divergences": float(parts[3].sum()), "clients": float(len(good) if everyone else good.sum())}
+        *told, diverged = (part.double() for part in parts)
+        sums = torch.where(good, torch.stack((*told, torch.ones_like(diverged))), 0.0).sum(1).tolist()
+        names = ("log_likelihood", "examples", "acceptance", "clients")
+        out = dict(zip(names, sums, strict=True)) | {"divergences": float(diverged.sum())}
         if not counted:  # with the first block
             counted = True
             out |= {

@@ -166,7 +166,7 @@ class LocalSGD(Setting):
 
     def steps(self, cohort: Cohort) -> int:
         """Example-steps: how many examples are passed forward and backward."""
-        return int(cohort.sizes.sum()) * self.epochs
+        return cohort.examples * self.epochs
 
 
 @dataclass(frozen=True)

@@ -59,13 +59,18 @@ class PhiGradient:
         keys: RowKeys | None,
         good: Tensor,
         coefficients: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """One backward for all units: the server only ever needs the sum with these coefficients."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One backward for all units: the server only ever needs the sum with these coefficients.
+
+        Who is fit to be heard, log-likelihoods, and that sum.
+        """
         with torch.enable_grad():
             value = self.value(phi, features, cohort, keys)
+            found = value.detach()
+            good = good & (found - found == 0)  # as isfinite, for half the price
             # A client with an infinite likelihood would poison everyone's gradient.
-            kept = torch.where(good & torch.isfinite(value), value, torch.zeros_like(value))
-            return value.detach(), gradient((coefficients.to(value.dtype) * kept).sum(), phi)
+            kept = value if bool(good.all()) else torch.where(good, value, torch.zeros_like(value))
+            return good, found, gradient(torch.dot(kept, coefficients.to(value.dtype)), phi)
 
     def each(
         self,

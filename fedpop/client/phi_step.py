@@ -79,7 +79,7 @@ class PhiStep(Setting):
 
     def passes(self, cohort: Cohort, once: bool) -> float:
         """Example-passes through the backbone; a forward pass alone is a third of one."""
-        examples = int(cohort.sizes.sum())
+        examples = cohort.examples
         if self.local is not None:
             with_graph = self.local.epochs * examples
         else:
@@ -125,9 +125,9 @@ class PhiWork:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Who is fit, log-likelihoods, and the sum of J: one backward pass, unless one of them breaks it."""
         estimate = PhiGradient(self.model, moments, draws)
-        value, j = estimate.fused(self.phi, self.features, self.cohort, self.keys, good, coefficients)
-        if bool(torch.isfinite(j).all()):
-            return good & torch.isfinite(value), value, j
+        fit, value, j = estimate.fused(self.phi, self.features, self.cohort, self.keys, good, coefficients)
+        if math.isfinite(float(j.sum())):
+            return fit, value, j
         j = torch.zeros_like(self.phi.detach())
         good = good.clone()
         for rows, own, each in estimate.each(self.phi, self.cohort, self.key):

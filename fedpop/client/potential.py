@@ -136,7 +136,7 @@ class Potential:
         if self.cohort.longest == 0:
             return torch.zeros_like(w)
         n = self.cohort.sizes.to(w.dtype).unsqueeze(1)
-        self.passes += 2 * int(self.cohort.sizes.sum())
+        self.passes += 2 * self.cohort.examples
         if self._side_by_side(w):
 
             def product(w: Tensor, v: Tensor, x: Inputs, y: Tensor, mask: Tensor) -> Tensor:

@@ -79,6 +79,8 @@ class Sampler:
             done = run(
                 self.kernel, target, z, tuning, steps, key.at(purpose="chain"), cohort.units, adapt=True
             )
+        if not spent:
+            return done
         return replace(
             done, gradient_evaluations=done.gradient_evaluations + spent, batched=done.batched + batched
         )
@@ -139,7 +141,7 @@ class Sampler:
         total = done.state.value.sum(1) + done.state.z.sum((1, 2)) + scores.sum(1)
         if target.linear:  # a chain whose curvature overflows stands still: it says nothing
             total = total + target.block_precision.inverse_root.sum((1, 2, 3))
-        return torch.isfinite(total)
+        return total - total == 0
 
     def check(self, form: str) -> None:
         """Raise where what was asked for cannot be."""

@@ -42,8 +42,8 @@ class LocalStore:
             self.noted |= set(states)
         if not states:
             return
-        new = ids[self.slots[ids] < 0]
-        if len(new):
+        if not self._all(ids):
+            new = ids[self.slots[ids] < 0]
             self.slots[new] = torch.arange(self.used, self.used + len(new))
             self.used += len(new)
         if self._all(ids):

@@ -48,6 +48,11 @@ class Cohort:
         return torch.arange(self.y.shape[0], device=self.device) - starts[self.owner]
 
     @property
+    def examples(self) -> int:
+        """Rows of all clients together."""
+        return self.y.shape[0]
+
+    @property
     def even(self) -> bool:
         """All clients have the same number of rows, so that packed rows are a padded block."""
         return self.y.shape[0] == len(self) * self.longest

@@ -284,12 +284,12 @@ def run(
     out = _at_once(kernel, target, z, tuning, noise, key.round) if kernel.independent(target) else None
     if out is None:
         out = _one_by_one(kernel, target, z, tuning, noise, steps, key.round)
-    out = replace(
+    return replace(
         out,
+        tuning=kernel.adapt(target, out) if adapt else tuning,
         gradient_evaluations=1 + kernel.preparation(target) + steps * kernel.gradients_per_step,
         batched=0 if kernel.batch_size is None else steps * kernel.gradients_per_step,
     )
-    return replace(out, tuning=kernel.adapt(target, out)) if adapt else out
 
 
 def _at_once(
@@ -305,7 +305,7 @@ def _at_once(
     likelihood, g = target.likelihood.value_and_grad(flat)
     prior, slope = target.prior.value_and_grad(target.beta, flat)
     value, grads = (likelihood + prior).reshape(clients, steps, chains), (g + slope).reshape(draws.shape)
-    if not bool(torch.isfinite(value.sum() + grads.sum())):
+    if not math.isfinite(float(value.sum() + grads.sum())):
         return None
     last = State(draws[:, -1], value[:, -1], grads[:, -1])
     none = value.new_zeros(clients)

@@ -96,10 +96,15 @@ class BlockPrecision(Precision):
 
     def covariance(self) -> Tensor:
         """Q^-1, block by block."""
+        if self.inverse_root.shape[1] == 1:
+            root = self.inverse_root[:, 0]
+            return torch.bmm(root.mT, root).unsqueeze(1)
         return self.inverse_root.mT @ self.inverse_root
 
     def _apply(self, matrix: Tensor, v: Tensor) -> Tensor:
         clients, blocks, q, _ = matrix.shape
+        if blocks == 1 and clients == v.shape[0] and q == v.shape[2]:
+            return torch.bmm(v, matrix[:, 0].mT)
         if blocks == 1:  # one factor for all outputs: a single product per client
             return torch.bmm(v.reshape(clients, -1, q), matrix[:, 0].mT).reshape(v.shape)
         rows = v.reshape(clients, -1, blocks, q).transpose(1, 2)

@@ -111,17 +111,15 @@ class Sites:
         channel = method.channel
         tally = Tally(channel, round.key, method.remembers)
         sums = channel.transparent and self.sites is None and self.lost is None
-        weight = torch.zeros(len(self.federation))
-        weight[active.ids] = active.weights
         cost: dict[str, float] = {}
         updates: list[Update] = []
         left_out: list[int] = []
         for ids, cohort in self.cohorts(active.ids, plan):
-            weights = weight[ids].to(self.device)
+            weights = active.weights_of(ids).to(self.device)
             local = self.states(method, ids, round.broadcast, round.key)
             now = replace(round, coefficients=weights if sums else None, omega=channel.omega)
             heard = self._work(method, now, ids, cohort, local, weights, tally, cost, updates)
-            left_out += ids[~heard.cpu()].tolist()
+            left_out += [] if bool(heard.all()) else ids[~heard.cpu()].tolist()
         total = tally.total(len(self.federation), active.ratio)
         return Outcome(total, cost, tuple(left_out), tally.bytes_up, updates)
 

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 Tensors = dict[str, Tensor]
 
 
+def into_ball(v: Tensor, radius: float) -> Tensor:
+    """The nearest vector that is no longer than this."""
+    length = float(torch.linalg.vector_norm(v))
+    return v if length <= radius else v * (radius / length)
+
+
 class Part(NamedTuple):
     """One Normal of a prior that is a mixture of them: log weight, family, and its own beta."""
 

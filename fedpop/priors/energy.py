@@ -35,7 +35,7 @@ from fedpop.keys import Key
 from fedpop.models.base import trainable
 from fedpop.models.flat import Layout
 from fedpop.models.modules import call, federated, has_dropout
-from fedpop.priors.base import Prior, Tensors
+from fedpop.priors.base import Prior, Tensors, into_ball
 
 ESCAPED = 50.0
 """No state of a density on a Gaussian base is so many scales from its centre."""
@@ -262,9 +262,9 @@ class Energy(Prior):
         low, high = self.bounds
         return torch.cat(
             (
-                mean * (self.ball / mean.norm().clamp(min=self.ball)),
+                into_ball(mean, self.ball),
                 log_scale.clamp(math.log(low), math.log(high)),
-                weights * (self.ball / weights.norm().clamp(min=self.ball)),
+                into_ball(weights, self.ball),
             )
         )
 

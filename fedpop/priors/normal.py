@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
-from fedpop.priors.base import Part, Prior, Tensors
+from fedpop.priors.base import Part, Prior, Tensors, into_ball
 
 COVARIANCES = ("isotropic", "diagonal", "full")
 
@@ -251,11 +251,11 @@ class Normal(Prior):
             vector, share = g, 0.0
         elif form == "mixed" and cov is not None:
             left = centred * precision
-            vector = left - ((left - g) @ cov) * precision
+            vector = left - torch.bmm(left - g, cov) * precision
             share = d - cov.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) * precision
         else:
             raise SettingsError(f"the form of I is 'left', 'right' or 'mixed', not {form!r}")
-        scale = (centred * vector).sum(-1).mean(1, keepdim=True) - share
+        scale = (centred * vector).sum((1, 2)).unsqueeze(1) / z.shape[1] - share
         return torch.cat((vector.mean(1), scale), dim=-1)
 
     def moments_score(self, beta: Tensor, mean: Tensor, cov: Tensor) -> Tensor:
@@ -337,8 +337,8 @@ class Normal(Prior):
         """
         d = self.dimension(beta)
         mu, i_mu, i_scale = beta[:d], score[:d], score[d:]
-        sd = self.sd(beta)
-        shift = em_shift = torch.zeros_like(mu)
+        sd, shift = self.sd(beta), torch.zeros_like(mu)
+        em_shift = shift
         if self.learn_mean:
             full = self.covariance == "full"
             variance = sd.square()
@@ -362,9 +362,7 @@ class Normal(Prior):
     def project(self, beta: Tensor) -> Tensor:
         """The nearest beta inside the projection sets."""
         d = self.dimension(beta)
-        mu = beta[:d]
-        mu = mu * (self.ball / torch.linalg.vector_norm(mu).clamp(min=self.ball))
-        low, high = self.bounds
+        mu, (low, high) = into_ball(beta[:d], self.ball), self.bounds
         if self.covariance != "full":
             return torch.cat((mu, beta[d:].clamp(math.log(low), math.log(high))))
         factor = self.factor(beta)

@@ -97,14 +97,14 @@ class Adam(Optimiser):
         self, x: Tensor, grad: Tensor, state: OptimiserState, unit: Tensor, k: int, rounds: int
     ) -> tuple[Tensor, OptimiserState]:
         count = state["count"] + 1
-        first = self.beta1 * state["first"] + (1 - self.beta1) * grad
-        second = self.beta2 * state["second"] + (1 - self.beta2) * grad.square()
-        mean = first / (1 - self.beta1**count)
-        size = (second / (1 - self.beta2**count)).sqrt()
+        steps = float(count)
+        first = torch.lerp(state["first"], grad, 1 - self.beta1)
+        second = torch.addcmul(self.beta2 * state["second"], grad, grad, value=1 - self.beta2)
+        size = (second / (1 - self.beta2**steps)).sqrt()
         # Coordinates that never had a gradient stay where they are.
-        move = mean / size.clamp(min=torch.finfo(x.dtype).tiny)
-        rate = self.rate * self.schedule.factor(k, rounds)
-        new = x + rate * unit * move
+        move = first / size.clamp(min=torch.finfo(x.dtype).tiny)
+        rate = self.rate * self.schedule.factor(k, rounds) / (1 - self.beta1**steps)
+        new = torch.addcmul(x, unit, move, value=rate)
         return new, {"first": first, "second": second, "count": count}
 
 

@@ -59,6 +59,15 @@ class Active:
     weights: Tensor
     ratio: bool
 
+    def weights_of(self, ids: Tensor) -> Tensor:
+        """The weights of some of them, in the order given."""
+        return self.weights if torch.equal(ids, self.ids) else self._weight[ids]
+
+    @cached_property
+    def _weight(self) -> Tensor:
+        out = self.weights.new_zeros(int(self.ids.max()) + 1)
+        return out.index_put((self.ids,), self.weights)
+
 
 class Participation(ABC):
     """A rule that draws the active clients of a round."""
