@@ -51,6 +51,12 @@ class Facts:
     clients: int
     rounds: int
     restart: int = 0
+    active: float | None = None
+    """How many of them a round has on average; None: all."""
+
+    @property
+    def heard(self) -> float:
+        return float(self.clients) if self.active is None else self.active
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class FedSOUL(FedSOUK):
         defaults: dict[str, Any] = {
             "preset": "paper",
             "kernel": ULA(),
-            "chain": Chain(burn_in=0),
+            "chain": Chain(burn_in=0, follow=False),
             "prior": Normal(scale=1.0),
             "phi_step": step,
             "beta_step": BetaStep(step, form="left"),

@@ -10,7 +10,8 @@ from torch import Tensor
 from fedpop.channel import Tensors
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
-from fedpop.kernels import Hierarchy, Kernel, Pass, Target, Tuning, run
+from fedpop.kernels import Hierarchy, Kernel, Pass, Target, Tuning, resolve_kernel, run
+from fedpop.kernels.follow import carried, first_place, follows
 from fedpop.kernels.prior_chains import draw
 from fedpop.keys import Key
 from fedpop.settings import Setting, require_whole
@@ -25,16 +26,18 @@ class Chain(Setting):
     """How units' chains are run in a round.
 
     ``burn_in`` transitions come first in a unit's first round; None is none where the head's curvature is
-    known and 100 elsewhere. A chain that is not ``stateful`` starts each round from the prior. With
-    ``rao_blackwell`` conditional expectations in closed form take the place of averages over draws.
+    known and 100 elsewhere. A chain that is not ``stateful`` starts each round from the prior. Chains of
+    linear heads ``follow`` the mode of their posterior as theta moves, and start there (``kernels.follow``).
+    With ``rao_blackwell`` conditional expectations in closed form take the place of averages over draws.
 
     >>> Chain(chains=4, stateful=False)
-    Chain(chains=4, burn_in=None, stateful=False, rao_blackwell=False)
+    Chain(chains=4, burn_in=None, stateful=False, follow=True, rao_blackwell=False)
     """
 
     chains: int = 1
     burn_in: int | None = None
     stateful: bool = True
+    follow: bool = True
     rao_blackwell: bool = False
 
     def __post_init__(self) -> None:
@@ -52,6 +55,14 @@ class Sampler:
     chain: Chain
 
     @property
+    def follows(self) -> bool:
+        """Chains are carried along with the modes of their posteriors; see ``kernels.follow``."""
+        prior, kernel = self.hierarchy.prior, self.kernel
+        exact = self.hierarchy.closed_form and kernel == resolve_kernel(None, self.hierarchy.model, prior)
+        one = self.hierarchy.model.linear and prior.component is prior
+        return self.chain.follow and one and not exact
+
+    @property
     def burn_in(self) -> int:
         """A linear head's curvature is known, so its first step fits."""
         usual = 0 if self.hierarchy.model.linear else BURN_IN
@@ -63,27 +74,49 @@ class Sampler:
 
     def enter(self, units: Tensor, beta: Tensor, key: Key, states: Tensor | None) -> Tensors:
         """A unit's first state: a draw from the prior, and nothing learned about steps yet."""
-        z = draw(self.hierarchy.prior, beta, units, key.at(purpose="enter"), self.chain.chains, states)
-        return {"z": z} | self.first_tuning(self.kernel, len(units), beta).to_local()
+        prior = self.hierarchy.prior
+        z = draw(prior, beta, units, key.at(purpose="enter"), self.chain.chains, states)
+        out = {"z": z} | self.first_tuning(self.kernel, len(units), beta).to_local()
+        if not self.follows:
+            return out
+        centre, width = prior.mu(beta), prior.unit(beta)
+        return out | {"mode": centre.repeat(len(units), 1), "width": width.repeat(len(units), 1)}
 
     def run(
         self, target: Target, local: Tensors, cohort: Cohort, steps: int, key: Key, states: Tensor | None
     ) -> Pass:
         """The M transitions of a round, from where each chain stands (or from the prior)."""
-        z, tuning = local["z"], Tuning.from_local(local)
+        z, tuning, mode, climbed = local["z"], Tuning.from_local(local), None, 0
         if not self.chain.stateful:
             prior, start = self.hierarchy.prior, key.at(purpose="stateless")
             z = draw(prior, target.beta, cohort.units, start, self.chain.chains, states)
         with torch.no_grad():
+            if "mode" in local and follows(self.kernel, target):
+                z, mode, climbed = self._followed(target, z, local, tuning, cohort, key)
             z, tuning, spent, batched = self._burnt_in(target, z, tuning, cohort, key)
             done = run(
                 self.kernel, target, z, tuning, steps, key.at(purpose="chain"), cohort.units, adapt=True
             )
-        if not spent:
+        if not spent + climbed and mode is None:
             return done
-        return replace(
-            done, gradient_evaluations=done.gradient_evaluations + spent, batched=done.batched + batched
-        )
+        spent = spent + climbed + done.gradient_evaluations
+        return replace(done, gradient_evaluations=spent, batched=done.batched + batched, mode=mode)
+
+    def _followed(
+        self, target: Target, z: Tensor, local: Tensors, tuning: Tuning, cohort: Cohort, key: Key
+    ) -> tuple[Tensor, Tensor, int]:
+        """Chains moved along with their posteriors; those without a past put where theirs is."""
+        first = tuning.updates == 0 if self.chain.stateful else torch.ones_like(tuning.updates).bool()
+        spent = 0
+        if bool((~first).any()):
+            z, mode, spent = carried(target, z, local["mode"], local["width"])
+        if not bool(first.any()):
+            return z, mode, spent
+        place, top, more = first_place(target, cohort.units, self.chain.chains, key.at(purpose="place"))
+        if bool(first.all()):
+            return place, top, more
+        z = torch.where(first[:, None, None], place, z)
+        return z, torch.where(first[:, None], top, mode), spent + more
 
     def _burnt_in(
         self, target: Target, z: Tensor, tuning: Tuning, cohort: Cohort, key: Key
@@ -115,8 +148,8 @@ class Sampler:
             else g.reshape(draws.shape)
         )
         form = self.form_for(form)
-        cov = target.covariance() if form == "mixed" else None
-        return prior.score(target.beta, draws, g, form, cov)
+        guess = target.guess(done.grads.reshape(draws.shape)) if form == "mixed" else None
+        return prior.score(target.beta, draws, g, form, guess)
 
     def form_for(self, form: str) -> str:
         """The form of I that was asked for, or the one that suits the head and the prior."""
@@ -129,10 +162,8 @@ class Sampler:
         # the right form, which is only zero in equilibrium, makes EM diverge.
         if not model.linear:
             return "left"
-        # Logits may shift together without changing a class probability: only the right form is
-        # silent there. And a dense covariance is for small heads.
-        small = model.z_layout.size <= LARGEST_MIXED
-        return "mixed" if small and "mixed" in forms and not model.likelihood.shifts else "right"
+        large = self.hierarchy.prior.covariance == "full" and model.z_layout.size > LARGEST_MIXED
+        return "left" if large or "mixed" not in forms else "mixed"
 
     @staticmethod
     def fit_to_be_heard(target: Target, done: Pass, scores: Tensor) -> Tensor:

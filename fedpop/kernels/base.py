@@ -110,6 +110,8 @@ class Pass:
     """How many of these looked at a mini-batch only."""
     likelihood_grads: Tensor | None = None
     """The likelihood's part of ``grads``, where it is at hand."""
+    mode: Tensor | None = None
+    """Where the log-posterior is highest, ``[C, d]``, for chains that follow it."""
 
 
 class Noise:

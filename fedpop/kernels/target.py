@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedpop.keys import Key
 from fedpop.models.local import LinearLikelihood, LocalLikelihood
-from fedpop.priors.base import Prior
+from fedpop.priors.base import Guess, Prior
 
 POWER_ITERATIONS = 20
 
@@ -182,7 +182,7 @@ class Target:
         assert isinstance(local, LinearLikelihood)
         bound = local.likelihood.bound(local.params)
         if bound is None:  # no bound anywhere (Poisson): the curvature where the posterior is
-            return BlockPrecision.of(self.add_prior(local.curvature_at(self.mode())))
+            return BlockPrecision.of(self.add_prior(local.curvature_at(self.newton_mode)))
         return BlockPrecision.of(self.add_prior(local.gram(bound).unsqueeze(1)))
 
     @property
@@ -223,6 +223,40 @@ class Target:
         if self.prior.covariance == "isotropic" and gram.shape[1] == 1:
             diagonal = diagonal[:1]
         return gram + torch.diag_embed(diagonal)
+
+    @cached_property
+    def newton_mode(self) -> Tensor:
+        return self.mode()
+
+    def guess(self, slope: Tensor) -> Guess:
+        """What Q says at draws with these slopes of the log-posterior, ``[C, S, d]`` (linear heads).
+
+        Where the likelihood is blind to a shift of all outputs alike, so is Q under an isotropic prior: the
+        prior's mean would wander there otherwise.
+        """
+        local, factor = self.likelihood, self.block_precision
+        assert isinstance(local, LinearLikelihood)
+        variance = factor.inverse_root.square().sum(-2).expand(-1, self._blocks, -1).flatten(1)
+        if local.likelihood.shifts and self.prior.covariance == "isotropic":
+            unit = self.prior.unit(self.beta)[0].square()
+            apart = slope.unflatten(-1, (local.outputs, -1))
+            common = apart.mean(-2, keepdim=True)
+            step = factor.solve((apart - common).flatten(-2)) + unit * common.expand_as(apart).flatten(-2)
+            variance = variance + (unit - variance) / local.outputs
+        else:
+            step = factor.solve(slope)
+        if not self.conjugate:
+            # Far from the mode of a curvature without a bound a step may be of any length; where draws belong
+            # it is about sqrt(d) in units of Q, and longer than this once in ten million.
+            d = slope.shape[-1]
+            length = (slope * step).sum(-1, keepdim=True).clamp(min=0).sqrt()
+            step = step * ((math.sqrt(d) + 5) / length.clamp(min=math.sqrt(d) + 5))
+        return Guess(step, variance, self.covariance() if self.prior.covariance == "full" else None)
+
+    @property
+    def _blocks(self) -> int:
+        """Blocks of Q that z consists of."""
+        return self.prior.dimension(self.beta) // self.block_precision.matrix.shape[-1]
 
     def mode(self, iterations: int = 30) -> Tensor:
         """The posterior mode ``[C, d]`` by damped Newton steps, from the prior mean (linear heads)."""

@@ -32,6 +32,16 @@ def into_ball(v: Tensor, radius: float) -> Tensor:
     return v if length <= radius else v * (radius / length)
 
 
+class Guess(NamedTuple):
+    """What a fixed guess Q of a posterior's precision says at draws of z: ``step`` is Q^-1 times the slope of
+    the log-posterior at each, ``[C, S, d]``, ``variance`` the diagonal of Q^-1, ``[C, d]``, and ``cov`` all of
+    it, ``[C, d, d]``, for those who need it."""
+
+    step: Tensor
+    variance: Tensor
+    cov: Tensor | None = None
+
+
 class Part(NamedTuple):
     """One Normal of a prior that is a mixture of them: log weight, family, and its own beta."""
 
@@ -153,7 +163,7 @@ class Prior(Setting, ABC):
 
     @abstractmethod
     def score(
-        self, beta: Tensor, z: Tensor, likelihood_grad: Tensor, form: str, cov: Tensor | None = None
+        self, beta: Tensor, z: Tensor, likelihood_grad: Tensor, form: str, guess: Guess | None = None
     ) -> Tensor:
         """I averaged over draws: z and grad_z log p(D | z) ``[C, S, d]`` to ``[C, size]``."""
 
@@ -174,7 +184,18 @@ class Prior(Setting, ABC):
         """The natural size of a change of each coordinate of beta, for gradient steps."""
         return torch.ones_like(beta)
 
-    def em_step(self, beta: Tensor, score: Tensor, rate: float, floor: Tensor | float = 0.0) -> Tensor:
+    def scale_score(self, score: Tensor) -> Tensor | None:
+        """The part of a score ``[..., size]`` whose variance over clients EM's steps go by; None: none."""
+        return None
+
+    def em_step(
+        self,
+        beta: Tensor,
+        score: Tensor,
+        rate: float,
+        floor: Tensor | float = 0.0,
+        spread: Tensor | None = None,
+    ) -> Tensor:
         """A step of stochastic-approximation EM from the score averaged over clients."""
         raise SettingsError(f"{self.name} priors have no EM step; use beta_step=fedpop.steps.Adam()")
 

@@ -35,7 +35,7 @@ from fedpop.keys import Key
 from fedpop.models.base import trainable
 from fedpop.models.flat import Layout
 from fedpop.models.modules import call, federated, has_dropout
-from fedpop.priors.base import Prior, Tensors, into_ball
+from fedpop.priors.base import Guess, Prior, Tensors, into_ball
 
 ESCAPED = 50.0
 """No state of a density on a Gaussian base is so many scales from its centre."""
@@ -229,7 +229,7 @@ class Energy(Prior):
     # --- what a client sends, and what the server does with it -------------------------------
 
     def score(
-        self, beta: Tensor, z: Tensor, likelihood_grad: Tensor, form: str, cov: Tensor | None = None
+        self, beta: Tensor, z: Tensor, likelihood_grad: Tensor, form: str, guess: Guess | None = None
     ) -> Tensor:
         """-grad_beta E averaged over draws: what a client can know of its score."""
         if form != "left":

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
-from fedpop.priors.base import Part, Prior, Tensors
+from fedpop.priors.base import Guess, Part, Prior, Tensors
 from fedpop.priors.normal import Normal
 
 MOST = 8
@@ -191,7 +191,7 @@ class Mixture(Prior):
     # --- what a client sends, and what the server does with it -------------------------------
 
     def score(
-        self, beta: Tensor, z: Tensor, likelihood_grad: Tensor, form: str, cov: Tensor | None = None
+        self, beta: Tensor, z: Tensor, likelihood_grad: Tensor, form: str, guess: Guess | None = None
     ) -> Tensor:
         if form != "left":
             raise SettingsError(f"mixtures have the left form of I only, not {form!r}")
@@ -222,7 +222,14 @@ class Mixture(Prior):
         betas = [self.component.units(own) for own in self.betas(beta)]
         return torch.cat((torch.ones_like(beta[: self.components]), *betas))
 
-    def em_step(self, beta: Tensor, score: Tensor, rate: float, floor: Tensor | float = 0.0) -> Tensor:
+    def em_step(
+        self,
+        beta: Tensor,
+        score: Tensor,
+        rate: float,
+        floor: Tensor | float = 0.0,
+        spread: Tensor | None = None,
+    ) -> Tensor:
         weights = self.log_weights(beta).exp() + rate * score[: self.components]
         weights = weights.clamp(min=self.floor)
         pairs = zip(self.betas(beta), self.betas(score), weights, strict=True)

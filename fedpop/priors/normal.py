@@ -14,7 +14,10 @@ What a client sends is its score I = (I_mu, I_scale), with u = L^-1 (z - mu):
 The left column is Fisher's identity as in the paper (its equation for I_k); the right one follows by
 integration by parts under the posterior and has no noise at all for a client without data. Any fixed mix
 A left + (1 - A) right is unbiased too; ``mixed`` takes A = Lambda Q^-1, with Lambda the likelihood's
-curvature and Q that of the posterior, which makes I_mu free of noise when the posterior is Gaussian.
+curvature and Q that of the posterior. That is the left form with z + Q^-1 slope in place of one z: each draw
+makes a Newton step towards the mode. It is free of noise when the posterior is Gaussian, and where a chain
+lags behind theta it errs by less than the draws do (Q bounds the curvature), while the right form, whose g
+grows with the distance, may err by any amount.
 """
 
 from __future__ import annotations
@@ -29,8 +32,13 @@ from torch import Tensor
 
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
-from fedpop.priors.base import Part, Prior, Tensors, into_ball
+from fedpop.priors.base import Guess, Part, Prior, Tensors, into_ball
 
+MOST = 4.0
+"""By how much a variance of the prior may grow or shrink in a round: chains must be able to follow, and what
+clients say of the scale is only true near where they said it."""
+FASTEST = 30.0
+"""How many times longer than EM's a step of the scale may be."""
 COVARIANCES = ("isotropic", "diagonal", "full")
 
 
@@ -214,32 +222,35 @@ class Normal(Prior):
     # --- what a client sends -----------------------------------------------------------------
 
     def score(
-        self, beta: Tensor, z: Tensor, likelihood_grad: Tensor, form: str, cov: Tensor | None = None
+        self, beta: Tensor, z: Tensor, likelihood_grad: Tensor, form: str, guess: Guess | None = None
     ) -> Tensor:
         """I averaged over draws: z and g ``[C, S, d]`` to ``[C, size]``; see the module's text.
 
-        ``mixed`` needs ``cov`` = Q^-1 ``[C, d, d]``, a fixed guess of the posterior covariance.
+        ``mixed`` needs a fixed ``guess`` of the posterior, a full covariance all of its Q^-1.
         """
         if self.covariance == "isotropic":
-            return self._isotropic_score(beta, z, likelihood_grad, form, cov)
+            return self._isotropic_score(beta, z, likelihood_grad, form, guess)
         centred = z - self.mu(beta)
-        identity = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
-        left, g = self._times_precision(beta, centred), likelihood_grad
+        share = torch.ones_like(z[0, 0]) if self.covariance == "diagonal" else torch.eye(z.shape[-1]).to(z)
         if form == "left":
-            vector, share = left, identity
+            vector = self._times_precision(beta, centred)
         elif form == "right":
-            vector, share = g, torch.zeros_like(identity)
-        elif form == "mixed" and cov is not None:
-            # A (left - g) with A = Lambda Q^-1 = I - P Q^-1; in whitened coordinates A is `share`.
-            gap = left - g
-            vector = g + gap - self._times_precision(beta, gap @ cov)
-            share = identity - self.whiten(beta, self.whiten(beta, cov).mT)
+            vector, share = likelihood_grad, torch.zeros_like(share)
+        elif form == "mixed" and guess is not None:
+            # A = Lambda Q^-1 = I - P Q^-1; in whitened coordinates A is `share`.
+            vector = self._times_precision(beta, centred + guess.step)
+            if self.covariance == "diagonal":
+                share = share - guess.variance / self.sd(beta).square()
+            else:
+                assert guess.cov is not None
+                share = share - self.whiten(beta, self.whiten(beta, guess.cov).mT)
         else:
             raise SettingsError(f"the form of I is 'left', 'right' or 'mixed', not {form!r}")
         u, v = self.whiten(beta, centred), self.colour(beta, vector, True)
-        return torch.cat((vector.mean(1), self._scale_part(u, v) - self._pick(share)), dim=-1)
+        part = self._scale_part(u, v) - (share if self.covariance == "diagonal" else self._pick(share))
+        return torch.cat((vector.mean(1), part), dim=-1)
 
-    def _isotropic_score(self, beta: Tensor, z: Tensor, g: Tensor, form: str, cov: Tensor | None) -> Tensor:
+    def _isotropic_score(self, beta: Tensor, z: Tensor, g: Tensor, form: str, guess: Guess | None) -> Tensor:
         """The same with one scale for all: u . L'v is (z - mu) . v, and of ``share`` the trace is all that
         counts."""
         d = z.shape[-1]
@@ -249,10 +260,9 @@ class Normal(Prior):
             vector, share = centred * precision, float(d)
         elif form == "right":
             vector, share = g, 0.0
-        elif form == "mixed" and cov is not None:
-            left = centred * precision
-            vector = left - torch.bmm(left - g, cov) * precision
-            share = d - cov.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) * precision
+        elif form == "mixed" and guess is not None:
+            vector = (centred + guess.step) * precision
+            share = d - guess.variance.sum(-1, keepdim=True) * precision
         else:
             raise SettingsError(f"the form of I is 'left', 'right' or 'mixed', not {form!r}")
         scale = (centred * vector).sum((1, 2)).unsqueeze(1) / z.shape[1] - share
@@ -329,11 +339,24 @@ class Normal(Prior):
         lower = packed.new_zeros((d, d)).index_put((rows, cols), packed)
         return lower + lower.tril(-1).mT
 
-    def em_step(self, beta: Tensor, score: Tensor, rate: float, floor: Tensor | float = 0.0) -> Tensor:
+    def scale_score(self, score: Tensor) -> Tensor | None:
+        """The scale's part of a score ``[..., size]``; None where its coordinates do not stand alone."""
+        return None if self.covariance == "full" else score[..., self.dimension(score) :]
+
+    def em_step(
+        self,
+        beta: Tensor,
+        score: Tensor,
+        rate: float,
+        floor: Tensor | float = 0.0,
+        spread: Tensor | None = None,
+    ) -> Tensor:
         """A step of stochastic-approximation EM from the score *averaged* over clients.
 
         It needs nothing beyond I: mu += rate Sigma I_mu, Sigma += rate (second moment - Sigma). The
-        step of mu would vanish with Sigma, so it is taken with at least ``floor`` as variance.
+        step of mu would vanish with Sigma, so it is taken with at least ``floor`` as variance. EM's step of
+        the scale is as short as data say little of z: where the variance over clients of the scale's
+        score is known, their ``spread``, it is longer by the ratio of the complete data's information to it.
         """
         d = self.dimension(beta)
         mu, i_mu, i_scale = beta[:d], score[:d], score[d:]
@@ -355,8 +378,10 @@ class Normal(Prior):
         moved = (em_shift / sd).square()
         if self.covariance == "isotropic":
             i_scale, moved = i_scale / d, moved.mean(0, keepdim=True)
-        # A single round may not shrink a variance below a hundredth: noise could make it negative.
-        growth = (1 + rate * i_scale - moved).clamp(min=1e-2)
+        if spread is not None:
+            complete = 2.0 * d if self.covariance == "isotropic" else 2.0
+            i_scale = i_scale * (complete / spread.clamp(min=1e-12)).clamp(1, FASTEST)
+        growth = (1 + rate * i_scale - moved).clamp(1 / MOST, MOST)
         return torch.cat((mu + shift, beta[d:] + 0.5 * growth.log()))
 
     def project(self, beta: Tensor) -> Tensor:

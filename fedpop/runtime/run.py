@@ -87,7 +87,8 @@ class Run:
         # Every setting is checked by now: nothing is created for a run that cannot be.
         self.folder = None if folder is None else writable_folder(folder)
         self.federation, self.settings, self.callbacks = federation, settings, list(callbacks)
-        self.facts = Facts(len(federation), settings.rounds, restart)
+        active = settings.participation.expected(len(federation))
+        self.facts = Facts(len(federation), settings.rounds, restart, active)
         self.key = Key(settings.seed)
         """The server's. Sites have one of their own, which in simulation derives from the seed too."""
         self.secret = Key(settings.seed, purpose="site")

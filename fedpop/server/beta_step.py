@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
@@ -14,6 +15,11 @@ from fedpop.settings import Setting, require_one_of
 
 FORMS = ("auto", "left", "right", "mixed")
 Tensors = dict[str, Tensor]
+FEW = 10
+"""Units in a round from which EM takes its full step: with fewer the prior's mean, at a rate r, would carry a
+noise of sqrt(r / (2 - r) / heard) of the population's spread, and the scale would grow by it."""
+MEMORY = 0.2
+"""How fast the variance of units' scores forgets."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +51,20 @@ class BetaStep(Setting):
         """EM's step of the mean vanishes with the scale: then it goes by the likelihood's curvature."""
         return isinstance(self.on(prior), EM)
 
+    def spread(self, prior: Prior, score: Tensor) -> Tensor | None:
+        """What units add to their score I ``[C, size]``, so that its variance over units can be formed."""
+        part = prior.scale_score(score) if isinstance(self.on(prior), EM) else None
+        return None if part is None else part.square()
+
     def init(self, prior: Prior, beta: Tensor) -> Tensors:
         step = self.on(prior)
-        return step.init(beta) if isinstance(step, Optimiser) else {}
+        if isinstance(step, Optimiser):
+            return step.init(beta)
+        part = prior.scale_score(beta)
+        if part is None:
+            return {}
+        zero = torch.zeros_like(part)
+        return {"mean": zero, "square": zero.clone(), "weight": beta.new_zeros(())}
 
     def move(
         self,
@@ -60,14 +77,34 @@ class BetaStep(Setting):
         k: int,
         rounds: int,
         clients: int,
+        heard: float,
+        squares: Tensor | None,
     ) -> tuple[Tensor, Tensors]:
-        """beta after one step from the estimated sum of scores, hyperprior included."""
+        """beta after one step from the estimated sum of scores, hyperprior included.
+
+        Of ``clients`` units about ``heard`` are in a round; ``squares`` is the sum over all of them of the
+        squared scores of the scale, where they sent any.
+        """
         step = self.on(prior)
         if isinstance(step, EM):
-            rate = step.at(k, rounds)
+            share = min(1.0, heard / FEW)
+            rate = share * step.at(k, rounds)
+            spread = None
+            if squares is not None and state:
+                part = prior.scale_score(score)
+                assert part is not None
+                state = _averaged(state, part / clients, squares / clients, share * MEMORY)
+                weight = state["weight"]
+                spread = state["square"] / weight - (state["mean"] / weight).square()
             # Clients that are all alike leave a prior without width, and EM's step of mu with it: then
             # mu moves by gradient steps of one over the likelihood's mean curvature.
             floor = 1 / curvature if curvature > 0 else 0.0
             rate /= max(1.0, hyperprior.stiffness(prior, beta, floor) * rate / clients)
-            return prior.em_step(beta, score / clients, rate, floor), {}
+            return prior.em_step(beta, score / clients, rate, floor, spread), state
         return step.step(beta, prior.gradient(beta, score), state, prior.units(beta), k, rounds)
+
+
+def _averaged(state: Tensors, mean: Tensor, square: Tensor, rate: float) -> Tensors:
+    """Exponential averages with their total weight."""
+    new = {"mean": mean, "square": square, "weight": torch.ones_like(state["weight"])}
+    return {name: (1 - rate) * state[name] + rate * value for name, value in new.items()}

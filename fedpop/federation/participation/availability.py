@@ -116,6 +116,9 @@ class Availability(Participation):
         if clients != self.clients:
             raise SettingsError(f"the trace is of {self.clients} clients, the federation has {clients}")
 
+    def expected(self, clients: int) -> float:
+        return float(self.share.sum())
+
     def draw(self, roster: Roster, key: Key) -> Active:
         ids = torch.as_tensor(self.rounds[key.round % len(self.rounds)])
         ratio = self.weights == "ratio"

@@ -78,6 +78,10 @@ class Participation(ABC):
     def check(self, clients: int) -> None:  # noqa: B027
         """Raise when the rule cannot apply to so many clients."""
 
+    def expected(self, clients: int) -> float:
+        """How many of so many clients a round has on average."""
+        return float(clients)
+
     def describe(self) -> dict[str, Any]:
         """The rule as plain values, for files and for comparing runs."""
         names = [f.name for f in fields(self)] if is_dataclass(self) else list(vars(self))
@@ -141,6 +145,9 @@ class Bernoulli(Participation):
                 f"{len(self.p)} participation probabilities for {clients} clients; give one each"
             )
 
+    def expected(self, clients: int) -> float:
+        return float(self._probabilities.expand(clients).sum())
+
     def draw(self, roster: Roster, key: Key) -> Active:
         key, ratio = key.at(purpose="join"), self.weights == "ratio"
         clients = len(roster)
@@ -174,6 +181,9 @@ class Uniform(Participation):
     def check(self, clients: int) -> None:
         if self.size > clients:
             raise SettingsError(f"{self.size} active clients asked for, but there are only {clients}")
+
+    def expected(self, clients: int) -> float:
+        return float(self.size)
 
     def draw(self, roster: Roster, key: Key) -> Active:
         key = key.at(purpose="join")

@@ -1,0 +1,106 @@
+"""Chains that follow their posteriors while theta moves.
+
+Between two visits of a client theta has moved, and its posterior with it: where that is narrow, in hundreds of
+dimensions, a round's few transitions do not bring the chain home, and its draws count all the same. So a chain
+is carried with the mode of its log-posterior: z + (new mode - old mode), the old mode being kept with it. The
+shift is a function of theta, the data and the stored mode alone, never of z, so the chain keeps the width it
+has found, and with theta at rest, when the shift is zero, the posterior itself.
+
+The mode is found by steps Q^-1 slope from the stored one, with Nesterov's extrapolation and restarts; Q bounds
+the curvature, so none of them overshoots. A client stands still once slope' Q^-1 slope is below ``TOLERANCE``
+for each dimension: it is then within about a tenth of a posterior's standard deviation. A client's first chain,
+or one that keeps no state, starts at the mode reached from the prior's mean plus noise of the curvature there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedpop.kernels.base import Kernel
+from fedpop.kernels.target import BlockPrecision, Target
+from fedpop.keys import Key
+from fedpop.models.local import LinearLikelihood
+
+TOLERANCE = 0.01
+STEPS, FIRST = 20, 100
+"""Steps at most from a stored mode, and from the prior's mean."""
+
+
+def follows(kernel: Kernel, target: Target) -> bool:
+    """A linear head under one Normal has one mode, and its curvature a bound; exact draws need no help."""
+    return target.linear and target.prior.component is target.prior and not kernel.independent(target)
+
+
+def mode_from(target: Target, start: Tensor, steps: int) -> tuple[Tensor, int]:
+    """The mode ``[C, d]`` of every client's log-posterior, climbed from ``start``; and gradients it took."""
+    local = target.likelihood
+    assert isinstance(local, LinearLikelihood)
+    if local.likelihood.bound(local.params) is None:  # Newton's steps found it when Q was made
+        return target.newton_mode, 0
+    factor, d = target.block_precision, start.shape[1]
+    mode, ahead, t = start, start, start.new_ones((len(start), 1))
+    moving = torch.ones_like(t, dtype=torch.bool)
+    for k in range(steps):
+        slope = target.value_and_grad(ahead.unsqueeze(1))[1].squeeze(1)
+        step = factor.solve(slope.unsqueeze(1)).squeeze(1)
+        arrived = moving & ((slope * step).sum(1, keepdim=True) <= TOLERANCE * d)
+        mode, moving = torch.where(arrived, ahead, mode), moving & ~arrived
+        if not bool(moving.any()):
+            return mode, k + 1
+        new = ahead + step
+        # Extrapolating past the mode: start over from here.
+        t = torch.where((slope * (new - mode)).sum(1, keepdim=True) < 0, torch.ones_like(t), t)
+        longer = (1 + (1 + 4 * t.square()).sqrt()) / 2
+        ahead = torch.where(moving, new + (t - 1) / longer * (new - mode), ahead)
+        mode, t = torch.where(moving, new, mode), longer
+    return mode, steps
+
+
+def first_place(target: Target, units: Tensor, chains: int, key: Key) -> tuple[Tensor, Tensor, int]:
+    """Where chains start that have no past, ``[C, K, d]``; the mode, and gradients it took."""
+    local = target.likelihood
+    assert isinstance(local, LinearLikelihood)
+    centre = target.prior.mu(target.beta).expand(len(units), -1)
+    mode, spent = mode_from(target, centre, FIRST)
+    factor = BlockPrecision.of(target.add_prior(local.curvature_at(mode)))
+    noise = key.normal(units, (chains, mode.shape[1]), mode.dtype)
+    return mode.unsqueeze(1) + factor.root_transposed(noise), mode, spent + 1
+
+
+def carried(target: Target, z: Tensor, old: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Chains z ``[C, K, d]`` moved along with their mode ``[C, d]`` and their width, which was found under
+    prior standard deviations ``scale`` ``[C, d]``; the new mode, and gradients it took.
+
+    A chain that this would leave far less probable than it was stays: its place was not by the old mode.
+    """
+    mode, spent = mode_from(target, old, STEPS)
+    apart = z - old.unsqueeze(1)
+    new = (
+        z + (mode - old).unsqueeze(1)
+        if _same(target, scale)
+        else mode.unsqueeze(1) + _widened(target, mode, apart, scale)
+    )
+    if torch.equal(new, z):
+        return z, mode, spent
+    before, after = target.value(z), target.value(new)
+    worse = ~(after > before - z.shape[2])
+    return torch.where(worse.unsqueeze(2), z, new), mode, spent + 3
+
+
+def _same(target: Target, scale: Tensor) -> bool:
+    unit = target.prior.unit(target.beta)
+    return target.prior.covariance == "full" or bool(((scale / unit).log().abs() < 1e-4).all())
+
+
+def _widened(target: Target, mode: Tensor, apart: Tensor, scale: Tensor) -> Tensor:
+    """L_new^-T L_old' apart, L L' being the curvature at the mode with the new prior and with the old one."""
+    local = target.likelihood
+    assert isinstance(local, LinearLikelihood)
+    gram = local.curvature_at(mode)
+    blocks, q = gram.shape[1], gram.shape[-1]
+    was = gram.double() + torch.diag_embed(scale.double().square().reciprocal().reshape(-1, blocks, q))
+    old = torch.linalg.cholesky_ex(was)[0].to(apart.dtype)
+    rows = apart.unflatten(-1, (blocks, q)).transpose(1, 2)
+    white = torch.matmul(rows, old).transpose(1, 2).flatten(-2)
+    return BlockPrecision.of(target.add_prior(gram)).root_transposed(white)
