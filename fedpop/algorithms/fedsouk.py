@@ -167,19 +167,11 @@ class FedSOUK(Hierarchical):
         curvature = target.likelihood_curvature()
         if curvature is not None and self.on_beta.wants_curvature(self.hierarchy.prior):
             vectors["curvature"] = curvature
-        if (
-            not self.hierarchy.closed_form
-            and (spread := self.on_beta.spread(self.hierarchy.prior, vectors["I"])) is not None
-        ):
-            vectors["spread"] = spread
         if self.on_phi.local is not None:
             vectors["examples"] = cohort.sizes.to(draws.dtype).unsqueeze(1)
-        z = torch.where(good[:, None, None], done.state.z, local["z"])
-        new = {"z": z} | done.tuning.to_local()
-        if done.mode is not None:
-            width = self.hierarchy.prior.unit(told["beta"])
-            new["mode"] = torch.where(good[:, None], done.mode, local["mode"])
-            new["width"] = torch.where(good[:, None], width, local["width"])
+        new = self.sampler.kept(done, local, told["beta"], vectors["I"], good)
+        if "score" in new:
+            vectors["spread"] = torch.cat((new["score"], new["score"].square()), 1)
         moments = target.moments() if self.chain.rao_blackwell else None
         passes = self.on_phi.passes(cohort, work.once)
         price = chain_cost(cohort, done, self.chain.chains, self.sampler.kernel.batch_size, passes)
@@ -208,22 +200,8 @@ class FedSOUK(Hierarchical):
         optimiser = self.on_phi.step(self.model)
         if optimiser.averages:  # the clients' mean move
             j = j * server["phi_rate"] / total.estimate("examples", phi.new_zeros(())).clamp(min=1)
-        curvature = float(total.estimate("curvature", phi.new_zeros(()))) / facts.clients
         beta_state, phi_state = (unprefixed(f"{n}.", server) for n in ("beta", "phi"))
-        spread = total.estimate("spread", prior.scale_score(beta)) if "spread" in total.weighted else None
-        new_beta, beta_state = self.on_beta.move(
-            prior,
-            self.hyperprior,
-            beta,
-            i,
-            curvature,
-            beta_state,
-            k,
-            facts.rounds,
-            facts.clients,
-            facts.heard,
-            spread,
-        )
+        new_beta, beta_state = self.on_beta.move(prior, self.hyperprior, beta, i, total, beta_state, facts, k)
         new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, facts.rounds)
         new_phi, new_beta = into_ball(new_phi, self.on_phi.ball), prior.project(new_beta)
         eta, theta = optimiser.schedule.factor(k, facts.rounds), torch.cat((new_phi, new_beta))

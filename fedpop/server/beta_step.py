@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from fedpop.channel import Total
 from fedpop.errors import SettingsError
 from fedpop.priors import Hyperprior, Prior
 from fedpop.server.em import EM
@@ -20,6 +22,18 @@ FEW = 10
 noise of sqrt(r / (2 - r) / heard) of the population's spread, and the scale would grow by it."""
 MEMORY = 0.2
 """How fast the variance of units' scores forgets."""
+
+
+class Counts(Protocol):
+    """What the server knows of the federation."""
+
+    @property
+    def clients(self) -> int: ...
+    @property
+    def rounds(self) -> int: ...
+    @property
+    def heard(self) -> float:
+        """How many clients a round has on average."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +65,9 @@ class BetaStep(Setting):
         """EM's step of the mean vanishes with the scale: then it goes by the likelihood's curvature."""
         return isinstance(self.on(prior), EM)
 
-    def spread(self, prior: Prior, score: Tensor) -> Tensor | None:
-        """What units add to their score I ``[C, size]``, so that its variance over units can be formed."""
-        part = prior.scale_score(score) if isinstance(self.on(prior), EM) else None
-        return None if part is None else part.square()
-
     def init(self, prior: Prior, beta: Tensor) -> Tensors:
         step = self.on(prior)
-        if isinstance(step, Optimiser):
-            return step.init(beta)
-        part = prior.scale_score(beta)
-        if part is None:
-            return {}
-        zero = torch.zeros_like(part)
-        return {"mean": zero, "square": zero.clone(), "weight": beta.new_zeros(())}
+        return step.init(beta) if isinstance(step, Optimiser) else {}
 
     def move(
         self,
@@ -72,39 +75,30 @@ class BetaStep(Setting):
         hyperprior: Hyperprior,
         beta: Tensor,
         score: Tensor,
-        curvature: float,
+        total: Total,
         state: Tensors,
+        facts: Counts,
         k: int,
-        rounds: int,
-        clients: int,
-        heard: float,
-        squares: Tensor | None,
     ) -> tuple[Tensor, Tensors]:
-        """beta after one step from the estimated sum of scores, hyperprior included.
-
-        Of ``clients`` units about ``heard`` are in a round; ``squares`` is the sum over all of them of the
-        squared scores of the scale, where they sent any.
-        """
-        step = self.on(prior)
+        """beta after one step from the estimated sum of scores, hyperprior included."""
+        step, clients = self.on(prior), facts.clients
         if isinstance(step, EM):
-            share = min(1.0, heard / FEW)
-            rate = share * step.at(k, rounds)
-            spread = None
-            if squares is not None and state:
-                part = prior.scale_score(score)
-                assert part is not None
-                state = _averaged(state, part / clients, squares / clients, share * MEMORY)
-                weight = state["weight"]
-                spread = state["square"] / weight - (state["mean"] / weight).square()
+            share = min(1.0, facts.heard / FEW)
+            rate = share * step.at(k, facts.rounds)
+            state = _spread(state, total, clients, share * MEMORY)
+            curvature = float(total.estimate("curvature", beta.new_zeros(()))) / clients
             # Clients that are all alike leave a prior without width, and EM's step of mu with it: then
             # mu moves by gradient steps of one over the likelihood's mean curvature.
             floor = 1 / curvature if curvature > 0 else 0.0
             rate /= max(1.0, hyperprior.stiffness(prior, beta, floor) * rate / clients)
-            return prior.em_step(beta, score / clients, rate, floor, spread), state
-        return step.step(beta, prior.gradient(beta, score), state, prior.units(beta), k, rounds)
+            return prior.em_step(beta, score / clients, rate, floor, state.get("spread")), state
+        return step.step(beta, prior.gradient(beta, score), state, prior.units(beta), k, facts.rounds)
 
 
-def _averaged(state: Tensors, mean: Tensor, square: Tensor, rate: float) -> Tensors:
-    """Exponential averages with their total weight."""
-    new = {"mean": mean, "square": square, "weight": torch.ones_like(state["weight"])}
-    return {name: (1 - rate) * state[name] + rate * value for name, value in new.items()}
+def _spread(state: Tensors, total: Total, clients: int, rate: float) -> Tensors:
+    """The variance over units of what they remember of the scale's score, averaged over rounds."""
+    if "spread" not in total.weighted:
+        return state
+    mean, square = (total.weighted["spread"] * (total.scale / clients)).chunk(2)
+    now = square - mean.square()
+    return {"spread": torch.lerp(state["spread"], now, rate) if "spread" in state else now}
