@@ -16,7 +16,7 @@ from fedpop.kernels.prior_chains import draw
 from fedpop.keys import Key
 from fedpop.settings import Setting, require_whole
 
-BURN_IN = 100
+BURN_IN, SETTLE = 100, 30
 LARGEST_MIXED = 128
 """Dimensions of z up to which the mixed form of I, with a dense covariance, is the default."""
 
@@ -64,8 +64,9 @@ class Sampler:
 
     @property
     def burn_in(self) -> int:
-        """A linear head's curvature is known, so its first step fits."""
-        usual = 0 if self.hierarchy.model.linear else BURN_IN
+        """A linear head's curvature is known, so its first step fits, and its chain starts by the mode: what
+        is left to find is its width."""
+        usual = BURN_IN if not self.hierarchy.model.linear else SETTLE if self.follows else 0
         return usual if self.chain.burn_in is None else self.chain.burn_in
 
     def first_tuning(self, kernel: Kernel, units: int, beta: Tensor) -> Tuning:

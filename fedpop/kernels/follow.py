@@ -22,8 +22,8 @@ from fedpop.kernels.target import BlockPrecision, Target
 from fedpop.keys import Key
 from fedpop.models.local import LinearLikelihood
 
-TOLERANCE = 0.01
-STEPS, FIRST = 20, 100
+TOLERANCE = 1e-4
+STEPS, FIRST = 30, 100
 """Steps at most from a stored mode, and from the prior's mean."""
 
 
@@ -75,32 +75,29 @@ def carried(target: Target, z: Tensor, old: Tensor, scale: Tensor) -> tuple[Tens
     A chain that this would leave far less probable than it was stays: its place was not by the old mode.
     """
     mode, spent = mode_from(target, old, STEPS)
-    apart = z - old.unsqueeze(1)
-    new = (
-        z + (mode - old).unsqueeze(1)
-        if _same(target, scale)
-        else mode.unsqueeze(1) + _widened(target, mode, apart, scale)
-    )
-    if torch.equal(new, z):
+    if torch.equal(mode, old) and _same(target, scale):
         return z, mode, spent
+    new = mode.unsqueeze(1) + _widened(target, mode, old, z - old.unsqueeze(1), scale)
     before, after = target.value(z), target.value(new)
     worse = ~(after > before - z.shape[2])
-    return torch.where(worse.unsqueeze(2), z, new), mode, spent + 3
+    return torch.where(worse.unsqueeze(2), z, new), mode, spent + 4
 
 
 def _same(target: Target, scale: Tensor) -> bool:
-    unit = target.prior.unit(target.beta)
-    return target.prior.covariance == "full" or bool(((scale / unit).log().abs() < 1e-4).all())
+    return bool((scale == target.prior.unit(target.beta)).all())
 
 
-def _widened(target: Target, mode: Tensor, apart: Tensor, scale: Tensor) -> Tensor:
-    """L_new^-T L_old' apart, L L' being the curvature at the mode with the new prior and with the old one."""
+def _widened(target: Target, mode: Tensor, old: Tensor, apart: Tensor, scale: Tensor) -> Tensor:
+    """L_new^-T L_old' apart, L L' being the curvature at the new mode under the prior, and that at the old mode
+    under the prior of then."""
     local = target.likelihood
     assert isinstance(local, LinearLikelihood)
-    gram = local.curvature_at(mode)
-    blocks, q = gram.shape[1], gram.shape[-1]
-    was = gram.double() + torch.diag_embed(scale.double().square().reciprocal().reshape(-1, blocks, q))
-    old = torch.linalg.cholesky_ex(was)[0].to(apart.dtype)
+    if target.prior.covariance == "full":
+        return apart
+    now, then = local.curvature_at(mode), local.curvature_at(old)
+    blocks, q = then.shape[1], then.shape[-1]
+    was = then.double() + torch.diag_embed(scale.double().square().reciprocal().reshape(-1, blocks, q))
+    root = torch.linalg.cholesky_ex(was)[0].to(apart.dtype)
     rows = apart.unflatten(-1, (blocks, q)).transpose(1, 2)
-    white = torch.matmul(rows, old).transpose(1, 2).flatten(-2)
-    return BlockPrecision.of(target.add_prior(gram)).root_transposed(white)
+    white = torch.matmul(rows, root).transpose(1, 2).flatten(-2)
+    return BlockPrecision.of(target.add_prior(now)).root_transposed(white)

@@ -195,6 +195,7 @@ class Prior(Setting, ABC):
         rate: float,
         floor: Tensor | float = 0.0,
         spread: Tensor | None = None,
+        slow: float = 1.0,
     ) -> Tensor:
         """A step of stochastic-approximation EM from the score averaged over clients."""
         raise SettingsError(f"{self.name} priors have no EM step; use beta_step=fedpop.steps.Adam()")

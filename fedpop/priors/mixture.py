@@ -229,6 +229,7 @@ class Mixture(Prior):
         rate: float,
         floor: Tensor | float = 0.0,
         spread: Tensor | None = None,
+        slow: float = 1.0,
     ) -> Tensor:
         weights = self.log_weights(beta).exp() + rate * score[: self.components]
         weights = weights.clamp(min=self.floor)

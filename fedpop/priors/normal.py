@@ -37,7 +37,7 @@ from fedpop.priors.base import Guess, Part, Prior, Tensors, into_ball
 MOST = 4.0
 """By how much a variance of the prior may grow or shrink in a round: chains must be able to follow, and what
 clients say of the scale is only true near where they said it."""
-FASTEST = 30.0
+FASTEST = 8.0
 """How many times longer than EM's a step of the scale may be."""
 COVARIANCES = ("isotropic", "diagonal", "full")
 
@@ -350,6 +350,7 @@ class Normal(Prior):
         rate: float,
         floor: Tensor | float = 0.0,
         spread: Tensor | None = None,
+        slow: float = 1.0,
     ) -> Tensor:
         """A step of stochastic-approximation EM from the score *averaged* over clients.
 
@@ -380,7 +381,7 @@ class Normal(Prior):
             i_scale, moved = i_scale / d, moved.mean(0, keepdim=True)
         if spread is not None:
             complete = 2.0 * d if self.covariance == "isotropic" else 2.0
-            i_scale = i_scale * (complete / spread.clamp(min=1e-12)).clamp(1, FASTEST)
+            i_scale = i_scale * (slow * complete / spread.clamp(min=1e-12)).clamp(1, FASTEST)
         growth = (1 + rate * i_scale - moved).clamp(1 / MOST, MOST)
         return torch.cat((mu + shift, beta[d:] + 0.5 * growth.log()))
 

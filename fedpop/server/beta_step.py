@@ -20,6 +20,8 @@ Tensors = dict[str, Tensor]
 FEW = 10
 """Units in a round from which EM takes its full step: with fewer the prior's mean, at a rate r, would carry a
 noise of sqrt(r / (2 - r) / heard) of the population's spread, and the scale would grow by it."""
+FAST = 10.0
+"""Visits over which the steps of the scale that go by units' spread give way to those of EM: 1/k averages chance out."""
 MEMORY = 0.2
 """How fast the variance of units' scores forgets."""
 
@@ -86,12 +88,14 @@ class BetaStep(Setting):
             share = min(1.0, facts.heard / FEW)
             rate = share * step.at(k, facts.rounds)
             state = _spread(state, total, clients, share * MEMORY)
+            visits = k * min(1.0, facts.heard / clients)
+            slow = FAST / (FAST + visits)
             curvature = float(total.estimate("curvature", beta.new_zeros(()))) / clients
             # Clients that are all alike leave a prior without width, and EM's step of mu with it: then
             # mu moves by gradient steps of one over the likelihood's mean curvature.
             floor = 1 / curvature if curvature > 0 else 0.0
             rate /= max(1.0, hyperprior.stiffness(prior, beta, floor) * rate / clients)
-            return prior.em_step(beta, score / clients, rate, floor, state.get("spread")), state
+            return prior.em_step(beta, score / clients, rate, floor, state.get("spread"), slow), state
         return step.step(beta, prior.gradient(beta, score), state, prior.units(beta), k, facts.rounds)
 
 
