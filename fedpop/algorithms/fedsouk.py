@@ -129,7 +129,7 @@ class FedSOUK(Hierarchical):
         return (
             server
             | prefixed("phi.", self.on_phi.step(self.model).init(phi))
-            | prefixed("beta.", self.on_beta.init(prior, beta))
+            | prefixed("beta.", self.on_beta.init(prior, beta, self.hierarchy.closed_form))
             | prefixed("prior.", prior_chains.first_states(prior, beta, key.at(purpose="negative")))
             | prefixed("average.", self.average.init(torch.cat((phi, beta))))
         )
@@ -169,9 +169,7 @@ class FedSOUK(Hierarchical):
             vectors["curvature"] = curvature
         if self.on_phi.local is not None:
             vectors["examples"] = cohort.sizes.to(draws.dtype).unsqueeze(1)
-        new = self.sampler.kept(done, local, told["beta"], vectors["I"], good)
-        if "score" in new:
-            vectors["spread"] = torch.cat((new["score"], new["score"].square()), 1)
+        new = self.sampler.kept(done, local, told["beta"], good)
         moments = target.moments() if self.chain.rao_blackwell else None
         passes = self.on_phi.passes(cohort, work.once)
         price = chain_cost(cohort, done, self.chain.chains, self.sampler.kernel.batch_size, passes)

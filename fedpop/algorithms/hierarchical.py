@@ -47,8 +47,8 @@ class Hierarchical(Algorithm):
     average: Averaging = field(default_factory=Averaging)
     final: Final = field(default_factory=Final)
 
-    private: ClassVar[tuple[str, ...]] = ("z", "mode", "width", "score", "mass_mean", "mass_variance")
-    keeps: ClassVar[tuple[str, ...]] = ("z", "mode", "width", "score", *Tuning.NAMES)
+    private: ClassVar[tuple[str, ...]] = ("z", "mode", "width", "mass_mean", "mass_variance")
+    keeps: ClassVar[tuple[str, ...]] = ("z", "mode", "width", *Tuning.NAMES)
     uncertainty: ClassVar[bool] = True
 
     @cached_property

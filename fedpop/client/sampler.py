@@ -79,8 +79,6 @@ class Sampler:
         z = draw(prior, beta, units, key.at(purpose="enter"), self.chain.chains, states)
         out = {"z": z} | self.first_tuning(self.kernel, len(units), beta).to_local()
         rows = (len(units), 1)
-        if not self.hierarchy.closed_form and (scale := prior.scale_score(beta)) is not None:
-            out["score"] = torch.zeros_like(scale).repeat(rows)
         if self.follows:
             out |= {"mode": prior.mu(beta).repeat(rows), "width": prior.unit(beta).repeat(rows)}
         return out
@@ -138,18 +136,11 @@ class Sampler:
             spent, batched = spent + done.gradient_evaluations, batched + done.batched
         return z, tuning, spent, batched
 
-    def kept(self, done: Pass, local: Tensors, beta: Tensor, scores: Tensor, good: Tensor) -> Tensors:
+    def kept(self, done: Pass, local: Tensors, beta: Tensor, good: Tensor) -> Tensors:
         """What units keep of a pass; a chain that is nowhere stays where it was."""
         new = {"z": done.state.z}
         if done.mode is not None:
             new |= {"mode": done.mode, "width": self.hierarchy.prior.unit(beta).expand_as(done.mode)}
-        if "score" in local:
-            # Its own average: of the present score chance would be most, and drown what units differ in.
-            now = self.hierarchy.prior.scale_score(scores)
-            assert now is not None
-            new["score"] = torch.lerp(
-                local["score"], now, done.tuning.updates.reciprocal().clamp(min=0.1)[:, None]
-            )
         held = {n: torch.where(good.reshape(-1, *[1] * (v.dim() - 1)), v, local[n]) for n, v in new.items()}
         return held | done.tuning.to_local()
 

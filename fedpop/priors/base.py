@@ -185,8 +185,13 @@ class Prior(Setting, ABC):
         return torch.ones_like(beta)
 
     def scale_score(self, score: Tensor) -> Tensor | None:
-        """The part of a score ``[..., size]`` whose variance over clients EM's steps go by; None: none."""
+        """Of beta, or a score ``[..., size]``, the coordinates that are logarithms of a scale; None where they
+        do not stand alone."""
         return None
+
+    @property
+    def learns_scale(self) -> bool:
+        return True
 
     def em_step(
         self,
@@ -194,8 +199,6 @@ class Prior(Setting, ABC):
         score: Tensor,
         rate: float,
         floor: Tensor | float = 0.0,
-        spread: Tensor | None = None,
-        slow: float = 1.0,
     ) -> Tensor:
         """A step of stochastic-approximation EM from the score averaged over clients."""
         raise SettingsError(f"{self.name} priors have no EM step; use beta_step=fedpop.steps.Adam()")

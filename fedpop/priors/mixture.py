@@ -228,8 +228,6 @@ class Mixture(Prior):
         score: Tensor,
         rate: float,
         floor: Tensor | float = 0.0,
-        spread: Tensor | None = None,
-        slow: float = 1.0,
     ) -> Tensor:
         weights = self.log_weights(beta).exp() + rate * score[: self.components]
         weights = weights.clamp(min=self.floor)

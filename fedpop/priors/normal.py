@@ -37,8 +37,6 @@ from fedpop.priors.base import Guess, Part, Prior, Tensors, into_ball
 MOST = 4.0
 """By how much a variance of the prior may grow or shrink in a round: chains must be able to follow, and what
 clients say of the scale is only true near where they said it."""
-FASTEST = 8.0
-"""How many times longer than EM's a step of the scale may be."""
 COVARIANCES = ("isotropic", "diagonal", "full")
 
 
@@ -78,6 +76,10 @@ class Normal(Prior):
             raise SettingsError(f"the ball's radius must be positive, not {self.ball}")
         if not math.isfinite(self.mean):
             raise SettingsError(f"mean must be finite, not {self.mean}")
+
+    @property
+    def learns_scale(self) -> bool:
+        return self.learn_scale
 
     @property
     def component(self) -> Normal:
@@ -349,15 +351,11 @@ class Normal(Prior):
         score: Tensor,
         rate: float,
         floor: Tensor | float = 0.0,
-        spread: Tensor | None = None,
-        slow: float = 1.0,
     ) -> Tensor:
         """A step of stochastic-approximation EM from the score *averaged* over clients.
 
         It needs nothing beyond I: mu += rate Sigma I_mu, Sigma += rate (second moment - Sigma). The
-        step of mu would vanish with Sigma, so it is taken with at least ``floor`` as variance. EM's step of
-        the scale is as short as data say little of z: where the variance over clients of the scale's
-        score is known, their ``spread``, it is longer by the ratio of the complete data's information to it.
+        step of mu would vanish with Sigma, so it is taken with at least ``floor`` as variance.
         """
         d = self.dimension(beta)
         mu, i_mu, i_scale = beta[:d], score[:d], score[d:]
@@ -379,9 +377,6 @@ class Normal(Prior):
         moved = (em_shift / sd).square()
         if self.covariance == "isotropic":
             i_scale, moved = i_scale / d, moved.mean(0, keepdim=True)
-        if spread is not None:
-            complete = 2.0 * d if self.covariance == "isotropic" else 2.0
-            i_scale = i_scale * (slow * complete / spread.clamp(min=1e-12)).clamp(1, FASTEST)
         growth = (1 + rate * i_scale - moved).clamp(1 / MOST, MOST)
         return torch.cat((mu + shift, beta[d:] + 0.5 * growth.log()))
 

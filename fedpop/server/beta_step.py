@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -13,6 +14,7 @@ from fedpop.errors import SettingsError
 from fedpop.priors import Hyperprior, Prior
 from fedpop.server.em import EM
 from fedpop.server.optimisers import Adam, Optimiser
+from fedpop.server.schedules import Constant
 from fedpop.settings import Setting, require_one_of
 
 FORMS = ("auto", "left", "right", "mixed")
@@ -20,10 +22,11 @@ Tensors = dict[str, Tensor]
 FEW = 10
 """Units in a round from which EM takes its full step: with fewer the prior's mean, at a rate r, would carry a
 noise of sqrt(r / (2 - r) / heard) of the population's spread, and the scale would grow by it."""
-FAST = 10.0
-"""Visits over which the steps of the scale that go by units' spread give way to those of EM: 1/k averages chance out."""
-MEMORY = 0.2
-"""How fast the variance of units' scores forgets."""
+SCALE = Adam(float(__import__("os").environ.get("SR", ".15")), Constant(), beta1=0.8, beta2=0.95)
+"""Steps on the logarithm of the scale where posteriors are not closed-form. EM's are as short as data say little
+of z, hundreds of times too short for a handful of examples; and what a score of the scale is worth cannot be
+told from its variance over units far from the optimum. These are at most so long, and shorter where scores of
+successive rounds disagree."""
 
 
 class Counts(Protocol):
@@ -67,9 +70,11 @@ class BetaStep(Setting):
         """EM's step of the mean vanishes with the scale: then it goes by the likelihood's curvature."""
         return isinstance(self.on(prior), EM)
 
-    def init(self, prior: Prior, beta: Tensor) -> Tensors:
-        step = self.on(prior)
-        return step.init(beta) if isinstance(step, Optimiser) else {}
+    def init(self, prior: Prior, beta: Tensor, closed_form: bool) -> Tensors:
+        step, scale = self.on(prior), prior.scale_score(beta)
+        if isinstance(step, Optimiser):
+            return step.init(beta)
+        return {} if closed_form or scale is None else SCALE.init(scale)
 
     def move(
         self,
@@ -87,22 +92,18 @@ class BetaStep(Setting):
         if isinstance(step, EM):
             share = min(1.0, facts.heard / FEW)
             rate = share * step.at(k, facts.rounds)
-            state = _spread(state, total, clients, share * MEMORY)
-            visits = k * min(1.0, facts.heard / clients)
-            slow = FAST / (FAST + visits)
             curvature = float(total.estimate("curvature", beta.new_zeros(()))) / clients
             # Clients that are all alike leave a prior without width, and EM's step of mu with it: then
             # mu moves by gradient steps of one over the likelihood's mean curvature.
             floor = 1 / curvature if curvature > 0 else 0.0
             rate /= max(1.0, hyperprior.stiffness(prior, beta, floor) * rate / clients)
-            return prior.em_step(beta, score / clients, rate, floor, state.get("spread"), slow), state
+            score = score / clients
+            new = prior.em_step(beta, score, rate, floor)
+            if not state:
+                return new, state
+            old, grad = prior.scale_score(beta), prior.scale_score(score)
+            assert old is not None and grad is not None
+            adam = replace(SCALE, rate=SCALE.rate * math.sqrt(share) * step.at(k, facts.rounds))
+            scale, state = adam.step(old, grad, state, torch.ones_like(old), k, facts.rounds)
+            return torch.cat((new[: len(beta) - len(old)], scale if prior.learns_scale else old)), state
         return step.step(beta, prior.gradient(beta, score), state, prior.units(beta), k, facts.rounds)
-
-
-def _spread(state: Tensors, total: Total, clients: int, rate: float) -> Tensors:
-    """The variance over units of what they remember of the scale's score, averaged over rounds."""
-    if "spread" not in total.weighted:
-        return state
-    mean, square = (total.weighted["spread"] * (total.scale / clients)).chunk(2)
-    now = square - mean.square()
-    return {"spread": torch.lerp(state["spread"], now, rate) if "spread" in state else now}
