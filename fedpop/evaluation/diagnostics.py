@@ -142,7 +142,7 @@ class ChainsAndGradient(Question[Diagnostics]):
         i, j = [], []
         for part in parts[:, :batches].unbind(1):
             features = model.features(phi, cohort)
-            j.append(PhiGradient(model, None, part).fused(phi, features, cohort, None, everyone, ones)[1])
+            j.append(PhiGradient(model, None, part).fused(phi, features, cohort, None, everyone, ones)[2])
             i.append(prior.gradient(beta, prior.score(beta, part, part, "left").sum(0)))
         return {"I": torch.stack(i).flatten(), "J": torch.stack(j).flatten()}
 

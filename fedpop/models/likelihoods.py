@@ -37,6 +37,18 @@ class Likelihood(ABC):
     """log p is quadratic in eta: with a linear head and Normal priors everything is closed-form."""
     shifts: ClassVar[bool] = False
     """All outputs may shift together without changing p (the logits of classes)."""
+    noisy: ClassVar[bool] = False
+    """There is a noise variance, given or learned, which may start larger than it is (``server.anneal``)."""
+    given_noise: float | None = None
+    """The noise variance, where it is given."""
+
+    def with_noise(self, variance: float) -> Likelihood:
+        """The same with another given noise variance."""
+        raise SettingsError(f"the noise of a {self.name} likelihood is not given")
+
+    def params_at(self, variance: float) -> dict[str, float]:
+        """The scalars that are learned, at this noise variance."""
+        return self.initial_params()
 
     def classes(self, outputs: int) -> bool:
         """Whether targets are judged as classes, or as numbers."""
@@ -131,6 +143,7 @@ class Normal(Likelihood):
     name: ClassVar[str] = "normal"
     ordered: ClassVar[bool] = True
     quadratic: ClassVar[bool] = True
+    noisy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.variance, str):
@@ -141,6 +154,16 @@ class Normal(Likelihood):
 
     def initial_params(self) -> dict[str, float]:
         return {"log_variance": 0.0} if self.variance == "learned" else {}
+
+    @property
+    def given_noise(self) -> float | None:  # type: ignore[override]
+        return None if isinstance(self.variance, str) else self.variance
+
+    def with_noise(self, variance: float) -> Likelihood:
+        return Normal(variance) if self.given_noise else super().with_noise(variance)
+
+    def params_at(self, variance: float) -> dict[str, float]:
+        return {} if self.given_noise else {"log_variance": math.log(variance)}
 
     def _precision(self, params: Params) -> Tensor | float:
         if self.variance == "learned":

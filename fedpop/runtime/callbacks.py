@@ -43,7 +43,7 @@ class Callback:
 class EarlyStop(Callback):
     """Stop when the clients' validation log-likelihood has not risen for ``patience`` looks.
 
-    The published theta goes back to the one with the best score.
+    It begins to look when a method's noise variance has been annealed (``steps.Anneal``). The published theta goes back to the one with the best score.
 
     >>> import torch, fedpop as fp
     >>> x, y = torch.linspace(-1, 1, 6).unsqueeze(1), torch.linspace(-1, 1, 6)
@@ -70,7 +70,7 @@ class EarlyStop(Callback):
             raise DataError("early stopping needs validation data: give clients a validation set")
 
     def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
-        if run.round % self.every:
+        if run.round % self.every or run.round <= run.algorithm.warm_up(run.settings.rounds):
             return False
         score = run.validation_score()
         metrics["validation_log_likelihood"] = score

@@ -53,7 +53,9 @@ class Averaging(Setting):
     def update(
         self, state: dict[str, Tensor], theta: Tensor, eta: float, k: int, rounds: int, align: Align
     ) -> dict[str, Tensor]:
-        """Take theta_{k+1} into account, reached with step eta in round k."""
+        """Take theta_{k+1} into account, reached with step eta in round k; rounds before round 0 do not count."""
+        if k < 0:
+            return state
         start = int(rounds * (1 - self.tail))
         middle = (start + rounds) // 2
         state = dict(state)
