@@ -20,7 +20,7 @@ letter, the default chooses the kernel by the head.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
@@ -42,7 +42,6 @@ from fedpop.questions import Question
 from fedpop.questions.features import FeatureScale
 from fedpop.questions.spectral import Spectral, applies
 from fedpop.questions.targets import TargetSize
-from fedpop.server.anneal import Anneal
 from fedpop.server.gauge import aligner
 from fedpop.server.state import prefixed, unprefixed
 from fedpop.server.units import natural_units, redrawn
@@ -68,7 +67,6 @@ class FedSOUK(Hierarchical):
 
     local_steps: LocalSteps = 10
     start: str | Spectral = "auto"
-    anneal: Anneal = field(default_factory=Anneal)
 
     name: ClassVar[str] = "FedSOUK"
     about: ClassVar[About] = About(
@@ -107,14 +105,11 @@ class FedSOUK(Hierarchical):
     def restarted(self) -> Self:
         return self.replace(start="random")
 
-    def warm_up(self, rounds: int) -> int:
-        return self.anneal.warm_up(self.model, rounds)
-
     def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
         prior, asked = self.hierarchy.prior, list(self._spectral())
         if not asked and prior.scale is None and self.model.scale_from_features:
             asked.append(FeatureScale(self.model, self._first_phi(facts, key), prior.bounds))
-        if self.anneal.asks(self.model):
+        if self.anneal.asks(self.model, facts.rounds):
             asked.append(TargetSize(self.model, self.anneal.minimum))
         return asked
 
@@ -154,12 +149,6 @@ class FedSOUK(Hierarchical):
 
     def enter(self, units: Tensor, broadcast: Tensors, key: Key) -> Tensors:
         return self.sampler.enter(units, broadcast["beta"], key, broadcast.get("states"))
-
-    def at_noise(self, told: Tensors) -> Self:
-        """This method in a round with the noise variance that was sent, if any was."""
-        if "noise" not in told:
-            return self
-        return self.replace(model=self.model.with_noise(float(told["noise"])))
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Iterator[Answer]:
         now = self.at_noise(round.broadcast)

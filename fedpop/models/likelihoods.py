@@ -37,18 +37,18 @@ class Likelihood(ABC):
     """log p is quadratic in eta: with a linear head and Normal priors everything is closed-form."""
     shifts: ClassVar[bool] = False
     """All outputs may shift together without changing p (the logits of classes)."""
-    noisy: ClassVar[bool] = False
-    """There is a noise variance, given or learned, which may start larger than it is (``server.anneal``)."""
-    given_noise: float | None = None
-    """The noise variance, where it is given."""
+
+    @property
+    def given_noise(self) -> float | None:
+        """The noise variance, where there is one and it is given: ``with_noise`` has another."""
+        return None
 
     def with_noise(self, variance: float) -> Likelihood:
-        """The same with another given noise variance."""
         raise SettingsError(f"the noise of a {self.name} likelihood is not given")
 
     def params_at(self, variance: float) -> dict[str, float]:
-        """The scalars that are learned, at this noise variance."""
-        return self.initial_params()
+        """The scalars of a learned noise variance, at this one."""
+        return {}
 
     def classes(self, outputs: int) -> bool:
         """Whether targets are judged as classes, or as numbers."""
@@ -143,7 +143,6 @@ class Normal(Likelihood):
     name: ClassVar[str] = "normal"
     ordered: ClassVar[bool] = True
     quadratic: ClassVar[bool] = True
-    noisy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.variance, str):
@@ -153,10 +152,10 @@ class Normal(Likelihood):
             raise SettingsError(f"variance must be positive and finite, not {self.variance}")
 
     def initial_params(self) -> dict[str, float]:
-        return {"log_variance": 0.0} if self.variance == "learned" else {}
+        return self.params_at(1.0)
 
     @property
-    def given_noise(self) -> float | None:  # type: ignore[override]
+    def given_noise(self) -> float | None:
         return None if isinstance(self.variance, str) else self.variance
 
     def with_noise(self, variance: float) -> Likelihood:
@@ -171,9 +170,7 @@ class Normal(Likelihood):
         return 1.0 / float(self.variance)
 
     def _log_precision(self, params: Params) -> Tensor | float:
-        if self.variance == "learned":
-            return -params["log_variance"]
-        return -math.log(float(self.variance))
+        return -params["log_variance"] if self.variance == "learned" else -math.log(float(self.variance))
 
     def sd(self, params: Params) -> Tensor | float:
         """The noise's standard deviation."""

@@ -6,9 +6,9 @@ For y = x' phi z + noise with z of any law, and C = E[x x'], a unit's cross prod
 
 have expectation N_i (N_i - 1) phi E[z z'] phi' (in whitened coordinates): the sum over pairs of *different*
 examples, so that noise does not enter. The top d eigenvectors span phi. Those with a large z would
-outweigh all others: the span is that of S_i over the unit's mean y^2 (an even weight for everyone), the size
-within it that of S_i. A unit with fewer than two examples adds nothing; a minimum size keeps what two examples
-would reveal from being sent.
+outweigh all others: the span is that of S_i over the unit's mean y^2 (an even weight for everyone), the
+size within it that of S_i. A unit with fewer than two examples adds nothing; a minimum size keeps what two
+examples would reveal from being sent.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class CrossProducts(Question[Tensors]):
         values, vectors = torch.linalg.eigh(span.mT @ cross.reshape(k, k) @ span / pairs)
         # Negative or tiny eigenvalues are noise: such a direction still needs some length to move.
         top = values.clamp(min=1e-2 * float(values.abs().max()))
-        weight = (span @ vectors * top.sqrt()).mT @ whitener
+        weight = (span @ vectors * top.sqrt()).mT.flip(0) @ whitener  # the largest first
         return {"phi": torch.cat((weight.reshape(-1).to(phi.dtype), phi[weight.numel() :]))}
 
 

@@ -16,8 +16,8 @@ from fedpop.questions.base import Question, Units
 
 @dataclass(frozen=True)
 class TargetSize(Question[Tensors]):
-    """The variance of everyone's y about the model's intercept: about the mean where it has one, else about 0,
-    and then only squares are summed. Units with fewer than ``minimum`` examples add nothing.
+    """The variance of everyone's y about the model's intercept: about the mean where it has one, else about
+    zero, and then only squares are summed. Units with fewer than ``minimum`` examples add nothing.
     """
 
     model: Model

@@ -43,7 +43,8 @@ class Callback:
 class EarlyStop(Callback):
     """Stop when the clients' validation log-likelihood has not risen for ``patience`` looks.
 
-    It begins to look when a method's noise variance has been annealed (``steps.Anneal``). The published theta goes back to the one with the best score.
+    The published theta goes back to the one with the best score. Rounds in which the noise variance is
+    annealed (``steps.Anneal``) are not looked at.
 
     >>> import torch, fedpop as fp
     >>> x, y = torch.linspace(-1, 1, 6).unsqueeze(1), torch.linspace(-1, 1, 6)

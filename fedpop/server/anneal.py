@@ -5,8 +5,9 @@ determined by a wrong phi, and neither moves. So the first K rounds are made wit
 
     v_k = v_0 (s2 / v_0)^(k/K),   v_0 = max(s2, half the variance of y about the model's intercept),
 
-and all others with s2. A variance that is learned starts at v_0 and falls by itself as phi improves, as slowly
-as it must. Nothing but the rounds sees v_k: what is published, its likelihood and its posteriors have s2.
+and all others with s2. A variance that is learned starts at v_0 and falls by itself as phi improves, as
+slowly as it must. Nothing but the rounds sees v_k: what is published, its likelihood and its posteriors have
+s2.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ class Anneal(Setting):
         """K where the noise of this model is given, else 0."""
         return 0 if model.likelihood.given_noise is None else self.length(rounds)
 
-    def asks(self, model: Model) -> bool:
+    def asks(self, model: Model, rounds: int) -> bool:
         """Whether the size of y is wanted."""
-        return self.rounds > 0 and model.likelihood.noisy
+        learned = bool(model.likelihood.params_at(1.0))
+        return self.warm_up(model, rounds) > 0 or (learned and self.rounds > 0)
 
     def begun(self, model: Model, phi: Tensor, size: Tensor, rounds: int) -> Tensors:
         """phi and the noise in force before the first round, given the variance of y."""

@@ -53,8 +53,8 @@ class Averaging(Setting):
     def update(
         self, state: dict[str, Tensor], theta: Tensor, eta: float, k: int, rounds: int, align: Align
     ) -> dict[str, Tensor]:
-        """Take theta_{k+1} into account, reached with step eta in round k; rounds before round 0 do not count."""
-        if k < 0:
+        """Take theta_{k+1} into account, reached with step eta in round k."""
+        if k < 0:  # a warm-up: its rounds do not count
             return state
         start = int(rounds * (1 - self.tail))
         middle = (start + rounds) // 2
