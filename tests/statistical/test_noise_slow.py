@@ -1,4 +1,4 @@
-"""A fixed small noise variance traps the fit in a local optimum; annealed or learned it finds the subspace."""
+"""A fixed small noise variance traps the fit in a local optimum; annealed or learned it does not."""
 
 from statistics import median
 
