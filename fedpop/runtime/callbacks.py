@@ -52,7 +52,7 @@ class EarlyStop(Callback):
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
     >>> stop = EarlyStop(every=2, patience=1)
     >>> population = fp.FedSOUL(model).fit(clients, rounds=4, callbacks=[stop])
-    >>> "validation_log_likelihood" in population.history[1]
+    >>> "validation_log_likelihood" in population.history[-1]
     True
     """
 
