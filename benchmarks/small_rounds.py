@@ -1,7 +1,8 @@
 """What a small round costs beyond its arithmetic: FedSOUL's round of the synthetic task, and that by hand.
 
 ``by_hand`` is one torch function without a library around it: the same draws, the same posterior, scores and
-gradient, the same steps of EM and Adam (``tests/test_by_hand.py`` holds the two to the same theta). The fixed
+gradient, the same steps of EM and Adam, the same annealing of the noise variance
+(``tests/test_by_hand.py`` holds the two to the same theta). The fixed
 cost of a round is that of two clients with one example each, where there is next to nothing to compute.
 """
 
@@ -24,6 +25,7 @@ from fedpop.runtime.run import Run, Settings
 NAME = "small rounds"
 BLOCK, SECONDS, LEAST = 25, 20.0, 8
 STEPS, RATE, BETA1, BETA2 = 10, 0.1, 0.9, 0.99
+VARIANCE, ANNEALED = SyntheticTask().variance, fp.steps.Anneal().rounds
 RATIO_LIMIT, FIXED_LIMIT_MS = 2.5, 3.0
 
 
@@ -36,15 +38,25 @@ class Hand:
         assert isinstance(cohort.x, Tensor)
         self.x, self.y = cohort.pad(cohort.x), cohort.pad(cohort.y).squeeze(-1)
         self.mask = torch.arange(cohort.longest) < cohort.sizes.unsqueeze(1)
-        self.units, self.variance = cohort.units, 0.1
-        self.phi, self.beta, self.unit = (run.server[n].clone() for n in ("phi", "beta", "unit"))
-        self.first, self.second = torch.zeros_like(self.phi), torch.zeros_like(self.phi)
-        self.k, self.rounds, self.secret = 0, run.settings.rounds, run.secret
+        self.units = cohort.units
+        self.start = max(VARIANCE, float(cohort.y.square().mean()) / 2)
+        self.rounds, self.secret = run.settings.rounds, run.secret
+        self.at(run)
+
+    def at(self, run: Run) -> None:
+        """Go on from where this run stands."""
+        self.k, server = run.round, run.server
+        self.phi, self.beta, self.unit = (server[n].clone() for n in ("phi", "beta", "unit"))
+        self.first, self.second = (server[f"phi.{n}"].clone() for n in ("first", "second"))
 
     def round(self) -> None:
+        variance = VARIANCE
+        if self.k < ANNEALED:
+            variance = self.start * (VARIANCE / self.start) ** (self.k / ANNEALED)
+        k, rounds = max(self.k - ANNEALED, 0), self.rounds - ANNEALED
         self.phi, self.beta, self.first, self.second = by_hand(
             self.x, self.y, self.mask, self.units, self.phi, self.beta, self.unit, self.first, self.second,
-            self.variance, self.secret.at(round=self.k, purpose="train"), self.k, self.rounds,
+            variance, self.secret.at(round=self.k, purpose="train"), k, rounds, self.k + 1,
         )  # fmt: skip
         self.k += 1
 
@@ -63,6 +75,7 @@ def by_hand(
     key: Key,
     k: int,
     rounds: int,
+    steps: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One round for everyone: y = x' W' z + noise, z ~ N(mu, s^2 I), theta = (W, mu, log s)."""
     b, _, width = x.shape
@@ -106,13 +119,13 @@ def by_hand(
     new_beta = torch.cat((mu + moved, (log_scale + 0.5 * growth.log()).reshape(1)))
     first = BETA1 * first + (1 - BETA1) * j
     second = BETA2 * second + (1 - BETA2) * j.square()
-    move = (first / (1 - BETA1 ** (k + 1))) / (second / (1 - BETA2 ** (k + 1))).sqrt()
+    move = (first / (1 - BETA1**steps)) / (second / (1 - BETA2**steps)).sqrt()
     step = RATE * fp.steps.Decay().factor(k, rounds)
     return phi.detach() + step * unit * move, new_beta, first, second
 
 
 def begun(task: SyntheticTask, local_steps: int) -> Run:
-    """A run of FedSOUL's default before its first round."""
+    """A run of FedSOUL's default before its first round; it is so long that no schedule falls."""
     federation = fp.Federation.of(task.make(seed=0).clients)
     method = fp.FedSOUL(task.model(seed=0), local_steps=local_steps).prepared(federation.example)
     run = Run(method, method.model.checked(federation), Settings(100_000, 0, fp.participation.Everyone()))

@@ -2,6 +2,7 @@
 
 from fedpop.client.phi_step import PhiStep
 from fedpop.questions.spectral import Spectral
+from fedpop.server.anneal import Anneal
 from fedpop.server.averaging import Averaging
 from fedpop.server.beta_step import BetaStep
 from fedpop.server.em import EM
@@ -12,6 +13,7 @@ __all__ = [
     "EM",
     "SGD",
     "Adam",
+    "Anneal",
     "Averaging",
     "BetaStep",
     "Constant",

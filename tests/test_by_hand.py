@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from benchmarks.small_rounds import STEPS, Hand, begun
+from benchmarks.small_rounds import ANNEALED, STEPS, Hand, begun
 from fedpop.data.synthetic import SyntheticTask
 
 
-def test_rounds_are_those_by_hand() -> None:
+@pytest.mark.parametrize("first", [0, ANNEALED - 2], ids=["annealed", "from annealed to plain"])
+def test_rounds_are_those_by_hand(first: int) -> None:
+    """From the first round on; and over the end of the annealing, from where the run stands by then."""
     run = begun(SyntheticTask(b=12, k=6), STEPS)
     hand = Hand(run)
+    for _ in range(first):
+        run.train_round()
+    hand.at(run)
     for _ in range(5):
         run.train_round()
         hand.round()

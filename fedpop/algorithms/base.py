@@ -159,6 +159,10 @@ class Algorithm(Setting, ABC):
         """Every round after the first costs as much per example of those who take part."""
         return True
 
+    def warm_up(self, rounds: int) -> int:
+        """Rounds of a run of so many whose theta is not to be averaged, chosen or judged as converged."""
+        return 0
+
     @property
     def hierarchy(self) -> Hierarchy | None:
         """p(D | phi, z) p(z | beta), for methods that have a population prior."""

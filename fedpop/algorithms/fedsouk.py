@@ -41,6 +41,7 @@ from fedpop.priors.base import into_ball
 from fedpop.questions import Question
 from fedpop.questions.features import FeatureScale
 from fedpop.questions.spectral import Spectral, applies
+from fedpop.questions.targets import TargetSize
 from fedpop.server.gauge import aligner
 from fedpop.server.state import prefixed, unprefixed
 from fedpop.server.units import natural_units, redrawn
@@ -55,6 +56,7 @@ class FedSOUK(Hierarchical):
 
     ``local_steps`` is the paper's M: one number, a ``Steps`` schedule over rounds, or one for each client by
     name. An optimiser alone may stand for ``phi_step`` and ``beta_step``, ``Spectral()`` for ``start``.
+    ``anneal`` is how a normal likelihood's noise variance falls to its own value, against local optima.
 
     >>> from torch import nn
     >>> import fedpop as fp
@@ -104,11 +106,12 @@ class FedSOUK(Hierarchical):
         return self.replace(start="random")
 
     def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
-        prior = self.hierarchy.prior
-        if spectral := self._spectral():
-            return spectral
-        known = prior.scale is not None or not self.model.scale_from_features
-        return () if known else (FeatureScale(self.model, self._first_phi(facts, key), prior.bounds),)
+        prior, asked = self.hierarchy.prior, list(self._spectral())
+        if not asked and prior.scale is None and self.model.scale_from_features:
+            asked.append(FeatureScale(self.model, self._first_phi(facts, key), prior.bounds))
+        if self.anneal.asks(self.model, facts.rounds):
+            asked.append(TargetSize(self.model, self.anneal.minimum))
+        return asked
 
     def _first_phi(self, facts: Facts, key: Key) -> Tensor:
         phi = self.model.initial_phi()
@@ -119,11 +122,15 @@ class FedSOUK(Hierarchical):
     def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
         prior = self.hierarchy.prior
         phi = known["phi"] if "phi" in known else self._first_phi(facts, key)
+        server = {"phi": phi}
+        if "target_size" in known:
+            server = self.anneal.begun(self.model, phi, known["target_size"], facts.rounds)
+            phi = server["phi"]
         mu = self.model.prior_centre() + prior.mean
         beta = prior.init(mu, prior.scale or 1.0, key.at(purpose=f"prior-{facts.restart}"))
         if "scale" in known:
             beta = prior.rescaled(beta, float(known["scale"]))
-        server = {"phi": phi, "beta": beta, "unit": natural_units(self.model, phi)}
+        server |= {"beta": beta, "unit": natural_units(self.model, phi)}
         if (rate := self.on_phi.rate(0, facts.rounds)) is not None:
             server["phi_rate"] = phi.new_tensor(rate)
         return (
@@ -135,7 +142,7 @@ class FedSOUK(Hierarchical):
         )
 
     def broadcast(self, server: Tensors) -> Tensors:
-        theta = {n: server[n] for n in ("phi", "beta", "phi_rate") if n in server}
+        theta = {n: server[n] for n in ("phi", "beta", "phi_rate", "noise") if n in server}
         return theta | prior_chains.shipped(self.hierarchy.prior, unprefixed("prior.", server))
 
     # --- a unit's round: lines 5 to 18 of Algorithm 1 ----------------------------------------
@@ -144,14 +151,15 @@ class FedSOUK(Hierarchical):
         return self.sampler.enter(units, broadcast["beta"], key, broadcast.get("states"))
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Iterator[Answer]:
+        now = self.at_noise(round.broadcast)
         for steps, rows in groups_of(self.local_steps, cohort.units, round.number):
             if rows is None:
-                yield from self._answers(round, cohort, local, steps)
+                yield from now._answers(round, cohort, local, steps)
                 continue
             wanted = round.coefficients
             part = round if wanted is None else replace(round, coefficients=wanted[rows])
             held = {n: v[rows] for n, v in local.items()}
-            for answer in self._answers(part, cohort.select(rows), held, steps):
+            for answer in now._answers(part, cohort.select(rows), held, steps):
                 yield replace(answer, rows=rows if answer.rows is None else rows[answer.rows])
 
     def _answers(self, round: Round, cohort: Cohort, local: Tensors, steps: int) -> Iterator[Answer]:
@@ -185,9 +193,13 @@ class FedSOUK(Hierarchical):
     # --- the server's step: lines 19 to 21 ---------------------------------------------------
 
     def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
+        since = key.round - self.warm_up(facts.rounds)  # schedules and averages begin after it
+        k, rounds = max(since, 0), facts.rounds - self.warm_up(facts.rounds)
+        if since < 0:
+            server = self.anneal.cooled(self.model, server, key.round + 1, facts.rounds)
         if total.silent:
             return server
-        k, prior = key.round, self.hierarchy.prior
+        prior = self.hierarchy.prior
         phi, beta = server["phi"], server["beta"]
         i = self.hyperprior.plus_beta(prior, beta, total.estimate("I", beta))
         j = self.hyperprior.plus_phi(phi, total.estimate("J", phi))
@@ -199,13 +211,14 @@ class FedSOUK(Hierarchical):
         if optimiser.averages:  # the clients' mean move
             j = j * server["phi_rate"] / total.estimate("examples", phi.new_zeros(())).clamp(min=1)
         beta_state, phi_state = (unprefixed(f"{n}.", server) for n in ("beta", "phi"))
-        new_beta, beta_state = self.on_beta.move(prior, self.hyperprior, beta, i, total, beta_state, facts, k)
-        new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, facts.rounds)
+        now = replace(facts, rounds=rounds)
+        new_beta, beta_state = self.on_beta.move(prior, self.hyperprior, beta, i, total, beta_state, now, k)
+        new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, rounds)
         new_phi, new_beta = into_ball(new_phi, self.on_phi.ball), prior.project(new_beta)
-        eta, theta = optimiser.schedule.factor(k, facts.rounds), torch.cat((new_phi, new_beta))
+        eta, theta = optimiser.schedule.factor(k, rounds), torch.cat((new_phi, new_beta))
         align, average = aligner(self.model, prior), unprefixed("average.", server)
-        average = self.average.update(average, theta, eta, k, facts.rounds, align)
-        if (rate := self.on_phi.rate(k + 1, facts.rounds)) is not None:
+        average = self.average.update(average, theta, eta, since, rounds, align)
+        if (rate := self.on_phi.rate(max(since + 1, 0), rounds)) is not None:
             server = server | {"phi_rate": phi.new_tensor(rate)}
         moved = prefixed("phi.", phi_state) | prefixed("beta.", beta_state)
         kept = prefixed("prior.", states) | prefixed("average.", average)

@@ -14,6 +14,7 @@ from fedpop.client.sampler import Chain
 from fedpop.kernels import ULA
 from fedpop.models.base import Model
 from fedpop.priors import Normal
+from fedpop.server.anneal import Anneal
 from fedpop.server.averaging import Averaging
 from fedpop.server.beta_step import BetaStep
 from fedpop.server.optimisers import SGD
@@ -57,6 +58,7 @@ class FedSOUL(FedSOUK):
             "phi_step": step,
             "beta_step": BetaStep(step, form="left"),
             "start": "random",
+            "anneal": Anneal(rounds=0),
             "average": Averaging("last"),
         }
         return cls(model, **(defaults | settings))

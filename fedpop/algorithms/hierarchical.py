@@ -26,6 +26,7 @@ from fedpop.keys import Key
 from fedpop.models.predictive import Predictive, mixture_score
 from fedpop.priors import Hyperprior, Prior
 from fedpop.priors import resolve as resolve_prior
+from fedpop.server.anneal import Anneal
 from fedpop.server.averaging import Averaging
 from fedpop.server.beta_step import BetaStep
 from fedpop.server.calibration import ROUNDS, largest_rate
@@ -44,6 +45,7 @@ class Hierarchical(Algorithm):
     phi_step: PhiStep | Optimiser | None = None
     beta_step: BetaStep | EM | Optimiser | None = None
     hyperprior: Hyperprior = field(default_factory=Hyperprior)
+    anneal: Anneal = field(default_factory=Anneal)
     average: Averaging = field(default_factory=Averaging)
     final: Final = field(default_factory=Final)
 
@@ -88,6 +90,15 @@ class Hierarchical(Algorithm):
     def steady(self) -> bool:
         return self.on_phi.steady
 
+    def warm_up(self, rounds: int) -> int:
+        return self.anneal.warm_up(self.model, rounds)
+
+    def at_noise(self, told: Tensors) -> Self:
+        """This method in a round for which a noise variance was sent, or itself."""
+        if "noise" not in told:
+            return self
+        return self.replace(model=self.model.with_noise(float(told["noise"])))
+
     # --- eta_0 by trial ----------------------------------------------------------------------
 
     @property
@@ -98,8 +109,10 @@ class Hierarchical(Algorithm):
         """Plain steps with ``rate=None`` get theirs from trial rounds."""
         if not self._free:
             return self
+        # Judged by the likelihood, which has the noise that there is.
+        plain = self.replace(anneal=Anneal(rounds=0))
         exact = self.hierarchy.closed_form
-        return self.with_rate(largest_rate(lambda rate: trial(self.with_rate(rate), ROUNDS), exact))
+        return self.with_rate(largest_rate(lambda rate: trial(plain.with_rate(rate), ROUNDS), exact))
 
     def rate(self) -> float | None:
         return step.rate if isinstance(step := self.on_phi.optimiser, SGD) else None

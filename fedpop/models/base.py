@@ -209,6 +209,18 @@ class Model(ABC):
         views = self.phi_layout.views(phi)
         return {name: views[f"likelihood.{name}"] for name in names}
 
+    def with_noise(self, variance: float) -> Self:
+        """This model with another noise variance in the place of the one that was given."""
+        out = copy.copy(self)
+        out.likelihood = self.likelihood.with_noise(variance)
+        return out
+
+    @property
+    def intercept(self) -> bool:
+        """Outputs can all be the same number, whatever x is."""
+        names = [name for module in self.modules() for name, _ in module.named_parameters()]
+        return not names or any(name.endswith("bias") for name in names)
+
     def dropout_keys(self, cohort: Cohort, key: Key) -> RowKeys | None:
         """Names for a cohort's examples, where the model has dropout to draw for them."""
         if any(has_dropout(m) for m in self.modules()):

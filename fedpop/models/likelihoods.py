@@ -38,6 +38,18 @@ class Likelihood(ABC):
     shifts: ClassVar[bool] = False
     """All outputs may shift together without changing p (the logits of classes)."""
 
+    @property
+    def given_noise(self) -> float | None:
+        """The noise variance, where there is one and it is given: ``with_noise`` has another."""
+        return None
+
+    def with_noise(self, variance: float) -> Likelihood:
+        raise SettingsError(f"the noise of a {self.name} likelihood is not given")
+
+    def params_at(self, variance: float) -> dict[str, float]:
+        """The scalars of a learned noise variance, at this one."""
+        return {}
+
     def classes(self, outputs: int) -> bool:
         """Whether targets are judged as classes, or as numbers."""
         return False
@@ -140,7 +152,17 @@ class Normal(Likelihood):
             raise SettingsError(f"variance must be positive and finite, not {self.variance}")
 
     def initial_params(self) -> dict[str, float]:
-        return {"log_variance": 0.0} if self.variance == "learned" else {}
+        return self.params_at(1.0)
+
+    @property
+    def given_noise(self) -> float | None:
+        return None if isinstance(self.variance, str) else self.variance
+
+    def with_noise(self, variance: float) -> Likelihood:
+        return Normal(variance) if self.given_noise else super().with_noise(variance)
+
+    def params_at(self, variance: float) -> dict[str, float]:
+        return {} if self.given_noise else {"log_variance": math.log(variance)}
 
     def _precision(self, params: Params) -> Tensor | float:
         if self.variance == "learned":
@@ -148,9 +170,7 @@ class Normal(Likelihood):
         return 1.0 / float(self.variance)
 
     def _log_precision(self, params: Params) -> Tensor | float:
-        if self.variance == "learned":
-            return -params["log_variance"]
-        return -math.log(float(self.variance))
+        return -params["log_variance"] if self.variance == "learned" else -math.log(float(self.variance))
 
     def sd(self, params: Params) -> Tensor | float:
         """The noise's standard deviation."""

@@ -5,8 +5,10 @@ For y = x' phi z + noise with z of any law, and C = E[x x'], a unit's cross prod
     S_i = v v' - sum_j y_j^2 x_j x_j',   v = sum_j x_j y_j,   x whitened by C^-1/2
 
 have expectation N_i (N_i - 1) phi E[z z'] phi' (in whitened coordinates): the sum over pairs of *different*
-examples, so that noise does not enter. The top d eigenvectors span phi. A unit with fewer than
-two examples adds nothing; a minimum size keeps what two examples would reveal from being sent.
+examples, so that noise does not enter. The top d eigenvectors span phi. Those with a large z would
+outweigh all others: the span is that of S_i over the unit's mean y^2 (an even weight for everyone), the
+size within it that of S_i. A unit with fewer than two examples adds nothing; a minimum size keeps what two
+examples would reveal from being sent.
 """
 
 from __future__ import annotations
@@ -104,24 +106,30 @@ class CrossProducts(Question[Tensors]):
         size = x.square().sum((1, 2)) * y.square().sum((1, 2))  # no entry of S_i is larger
         x, kept = _kept(x, cohort.sizes >= self.minimum, size)
         y = torch.where(kept[:, None, None] > 0, y, torch.zeros_like(y))
-        v = torch.einsum("cni,cno->ci", x, y)
-        own = torch.einsum("cni,cno,cnj->ij", x, y.square(), x)
         pairs = (kept * cohort.sizes * (cohort.sizes - 1)).sum()
-        return _summed(cohort, cross=v.mT @ v - own, pairs=pairs)
+        squares = y.square().sum((1, 2)) / cohort.sizes.clamp(min=1)
+        unit = y * squares.clamp(min=torch.finfo(y.dtype).tiny).rsqrt()[:, None, None]
+        return _summed(cohort, cross=_cross(x, y), even=_cross(x, unit), pairs=pairs)
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
         phi, width = self.model.initial_phi(), self.model.z_layout.size
-        cross, pairs = (total.plain[n].double() for n in ("cross", "pairs"))
+        cross, even, pairs = (total.plain[n].double() for n in ("cross", "even", "pairs"))
         if float(pairs) == 0:
             return {"phi": phi}
         whitener = known["whitener"]
         k = whitener.shape[0]
-        values, vectors = torch.linalg.eigh(cross.reshape(k, k) / pairs)
-        order = values.argsort(descending=True)[:width]
+        span = torch.linalg.eigh(even.reshape(k, k))[1][:, -width:]
+        values, vectors = torch.linalg.eigh(span.mT @ cross.reshape(k, k) @ span / pairs)
         # Negative or tiny eigenvalues are noise: such a direction still needs some length to move.
-        top = values[order].clamp(min=1e-2 * float(values.abs().max()))
-        weight = (vectors[:, order] * top.sqrt()).mT @ whitener
+        top = values.clamp(min=1e-2 * float(values.abs().max()))
+        weight = (span @ vectors * top.sqrt()).mT.flip(0) @ whitener  # the largest first
         return {"phi": torch.cat((weight.reshape(-1).to(phi.dtype), phi[weight.numel() :]))}
+
+
+def _cross(x: Tensor, y: Tensor) -> Tensor:
+    """The sum of S_i."""
+    v = torch.einsum("cni,cno->ci", x, y)
+    return v.mT @ v - torch.einsum("cni,cno,cnj->ij", x, y.square(), x)
 
 
 def _padded(units: Units) -> Tensor:

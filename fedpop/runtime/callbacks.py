@@ -43,7 +43,8 @@ class Callback:
 class EarlyStop(Callback):
     """Stop when the clients' validation log-likelihood has not risen for ``patience`` looks.
 
-    The published theta goes back to the one with the best score.
+    The published theta goes back to the one with the best score. Rounds in which the noise variance is
+    annealed (``steps.Anneal``) are not looked at.
 
     >>> import torch, fedpop as fp
     >>> x, y = torch.linspace(-1, 1, 6).unsqueeze(1), torch.linspace(-1, 1, 6)
@@ -51,7 +52,7 @@ class EarlyStop(Callback):
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
     >>> stop = EarlyStop(every=2, patience=1)
     >>> population = fp.FedSOUL(model).fit(clients, rounds=4, callbacks=[stop])
-    >>> "validation_log_likelihood" in population.history[1]
+    >>> "validation_log_likelihood" in population.history[-1]
     True
     """
 
@@ -70,7 +71,7 @@ class EarlyStop(Callback):
             raise DataError("early stopping needs validation data: give clients a validation set")
 
     def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
-        if run.round % self.every:
+        if run.round % self.every or run.round <= run.algorithm.warm_up(run.settings.rounds):
             return False
         score = run.validation_score()
         metrics["validation_log_likelihood"] = score

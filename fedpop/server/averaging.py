@@ -54,6 +54,8 @@ class Averaging(Setting):
         self, state: dict[str, Tensor], theta: Tensor, eta: float, k: int, rounds: int, align: Align
     ) -> dict[str, Tensor]:
         """Take theta_{k+1} into account, reached with step eta in round k."""
+        if k < 0:  # a warm-up: its rounds do not count
+            return state
         start = int(rounds * (1 - self.tail))
         middle = (start + rounds) // 2
         state = dict(state)

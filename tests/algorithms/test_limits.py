@@ -60,6 +60,7 @@ def fedsoul(model, scale, covariance="isotropic", rate=RATE / TOTAL, form="auto"
         "phi_step": step,
         "beta_step": fp.steps.BetaStep(step, form),
         "start": "random",
+        "anneal": fp.steps.Anneal(rounds=0),
         "prior": prior,
     }
     method = fp.FedSOUL(model, **(defaults | settings))

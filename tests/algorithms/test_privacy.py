@@ -120,8 +120,9 @@ def test_messages_hold_what_is_documented_and_no_more(name: str) -> None:
     assert {n: t.numel() for n, t in messages["train"].items()} == expected
     before = {
         "second moments": {"second", "count"},
-        "cross products": {"cross", "pairs"},
+        "cross products": {"cross", "even", "pairs"},
         "feature scale": {"size"},
+        "target size": {"size"},
     }
     assert set(messages) <= {"train", *before}
     for question, names in before.items():

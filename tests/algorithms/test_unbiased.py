@@ -71,6 +71,7 @@ def plain(model, prior, form="auto", phi_batch=None, **settings):
         "phi_step": fp.steps.PhiStep(step, batch=phi_batch),
         "beta_step": fp.steps.BetaStep(step, form),
         "start": "random",
+        "anneal": fp.steps.Anneal(rounds=0),
     }
     return fp.FedSOUK(model, prior=prior, **(defaults | settings))
 

@@ -208,6 +208,7 @@ EACH = {"client-0": 5, "client-1": 20}
             fp.FedSOUL(MODEL, start=fp.steps.Spectral(minimum=5)),
         ),
         ("FedSOUL", {"start": {"minimum": 5}}, fp.FedSOUL(MODEL, start=fp.steps.Spectral(minimum=5))),
+        ("FedSOUL", {"anneal": {"rounds": 50}}, fp.FedSOUL(MODEL, anneal=fp.steps.Anneal(50))),
         (
             "FedSOUL",
             {"beta_step": {"kind": "EM", "rate": 0.5}},

@@ -47,8 +47,8 @@ def test_records_are_complete_and_costs_counted(outcomes):
         assert set(outcome.record["setting"]) == {"b", "d", "k", "share_small", "n_small", "n_large"}
     cost = next(o.record["cost"] for o in outcomes if o.record["method"] == "FedSOUL")
     # A round sends phi's 12 numbers, beta's 3 and a curvature, four bytes each, from 40 clients; before it,
-    # two matrices of 36 and a count.
-    assert cost["bytes_up"] == 40 * 4 * (500 * 16 + 2 * 37)
+    # a matrix of 36 and a count, two more and a count, and in double precision the size of y.
+    assert cost["bytes_up"] == 40 * (4 * (500 * 16 + 37 + 73) + 8 * 2)
     assert cost["backbone_passes"] == 500 * sum(len(c.y) for c in TASK.make(0).clients)
 
 

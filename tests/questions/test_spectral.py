@@ -32,7 +32,9 @@ def sums(name: str, clients: list[tuple[Tensor, Tensor]], minimum: int = 2) -> d
 
 
 def seen(**sums: Tensor) -> Total:
-    """As if clients had sent these sums."""
+    """As if clients had sent these sums; all alike in the size of y, unless told."""
+    if "cross" in sums:
+        sums = {"even": sums["cross"]} | sums
     plain = {n: s.reshape(-1) for n, s in sums.items()}
     return Total(plain, plain, {}, 5, 5.0, 5, ratio=False)
 
@@ -129,6 +131,29 @@ def test_one_example_makes_no_pair_whatever_the_minimum() -> None:
         Spectral(minimum=1)
 
 
+def test_directions_come_from_even_weights_and_sizes_from_plain_ones() -> None:
+    """Ninety clients share a plane that ten with a hundredfold y do not lie in: the span is the plane, and
+    phi' phi the part of the plain moments within it."""
+    plane = torch.diag(torch.tensor([3.0, 2.0, 0.0], dtype=WIDE))
+    loud = torch.tensor([0.1, 0.0, 5.0], dtype=WIDE)
+    cross = 90 * plane + 10 * torch.outer(loud, loud)
+    total = seen(cross=cross, even=plane, pairs=torch.tensor([100.0], dtype=WIDE))
+    found = phi_of(total, EYE).reshape(2, 3)
+    keep = torch.diag(torch.tensor([1.0, 1.0, 0.0], dtype=WIDE))
+    torch.testing.assert_close(found.T @ found, keep @ (cross / 100) @ keep)
+
+
+def test_even_weights_do_not_see_the_size_of_y() -> None:
+    """A client whose y is a thousandfold: the same even sums, within single precision."""
+    clients, _, _ = population_data(6, 5, 3, 2, 0.1)
+    louder = [(x, y * (1000.0 if i == 2 else 1.0)) for i, (x, y) in enumerate(clients)]
+    plain, loud = sums("spectral", clients), sums("spectral", louder)
+    torch.testing.assert_close(loud["even"], plain["even"], rtol=1e-4, atol=1e-4)
+    assert float(loud["cross"].abs().max()) > 1e4 * float(plain["cross"].abs().max())
+    silent = [(x, 0.0 * y) for x, y in clients]
+    assert not bool(sums("spectral", silent)["even"].any())
+
+
 def test_negative_eigenvalues_are_clipped() -> None:
     cross = torch.diag(torch.tensor([2.0, -1.0, -3.0], dtype=WIDE))
     phi = phi_of(seen(cross=cross, pairs=torch.ones(1, dtype=WIDE)), EYE).reshape(2, 3)
@@ -139,9 +164,8 @@ def test_negative_eigenvalues_are_clipped() -> None:
 
 def test_the_start_leaves_the_rest_of_phi_alone() -> None:
     clients, _, _ = population_data(6, 5, 3, 2, 0.1)
-    population = fp.FedSOUL(linear_model(variance="learned"), phi_step=fp.steps.SGD(1e-30)).fit(
-        clients, rounds=1
-    )
+    method = fp.FedSOUL(linear_model(variance="learned"), phi_step=fp.steps.SGD(1e-30))
+    population = method.replace(anneal=fp.steps.Anneal(0)).fit(clients, rounds=1)
     assert abs(float(population.phi["likelihood.log_variance"])) < 1e-20
 
 
@@ -166,7 +190,7 @@ def test_logistic_targets_are_linearised() -> None:
 def test_models_without_a_spectral_start_begin_at_random_and_say_so(model: fp.Composition) -> None:
     assert not applies(model)
     names = [q.name for q in fp.FedSOUL(model).questions(Facts(3, 1), KEY)]
-    assert names == ["feature scale"]
+    assert names == ["feature scale", "target size"]
     for method in (fp.FedSOUL, fp.FedRep):
         with pytest.raises(SettingsError, match="spectral start needs"):
             method(model, start="spectral")
@@ -181,10 +205,11 @@ def test_a_restart_begins_at_random_and_asks_for_the_scale_only() -> None:
 
 
 def test_what_it_costs_before_the_first_round() -> None:
-    """Everyone sends a sum of each question, in single precision, and receives the whitener in double."""
+    """Everyone sends a sum of each question, in single precision, and receives the whitener in double; and
+    a count and a sum of squares of y in double."""
     clients, _, _ = population_data(6, 5, 3, 2, 0.1)
     run = run_of(fp.FedSOUL(linear_model()), clients)
-    assert run.totals["bytes_up"] == 6 * 4 * ((9 + 1) + (9 + 1))
+    assert run.totals["bytes_up"] == 6 * 4 * ((9 + 1) + (9 + 9 + 1)) + 6 * 8 * 2
     assert run.totals["bytes_down"] == 6 * 8 * 9
 
 

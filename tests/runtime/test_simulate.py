@@ -56,9 +56,10 @@ def test_metrics_have_a_line_per_round_with_exact_counts(tmp_path: Path) -> None
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == population.history
     assert [line["round"] for line in lines] == [1, 2, 3]
-    # Before round one: second moments (9 entries, 1 count), then cross products (9, 1), both float32;
-    # down only the whitener, 9 entries in double precision.
-    before_up, before_down = 4 * 4 * (10 + 10), 4 * 8 * 9
+    # Before round one: second moments (9 entries, 1 count), then cross products (9, 9, 1), both float32, and
+    # the size of y (a square and a count) in double precision; down only the whitener, 9 entries in double
+    # precision, and in the one round that is annealed its variance.
+    before_up, before_down = 4 * (4 * (10 + 19) + 8 * 2), 4 * (8 * 9 + 4)
     for k, line in enumerate(lines, 1):
         assert line["active"] == 4
         assert line["left_out"] == []

@@ -76,8 +76,9 @@ def test_a_site_sends_and_receives_once_whoever_is_there() -> None:
     """Six clients at three sites: half of the bytes, in the questions before round one and in each round."""
     method = fp.FedSOUL(linear_model(), beta_step=fp.steps.Adam())
     alone, together = (method.fit(CLIENTS, rounds=3, sites=sites) for sites in (None, SITES))
-    # Second moments and cross products (9 entries and a count each), then J (6) and I (3), all of 4 bytes.
-    before = 3 * 4 * (10 + 10)
+    # Second moments (9 entries and a count), cross products (twice 9 and a count), then J (6) and I (3), of 4
+    # bytes each; the size of y (a square and a count) in double precision.
+    before = 3 * (4 * (10 + 19) + 8 * 2)
     for k, (a, b) in enumerate(zip(alone.history, together.history, strict=True), 1):
         assert b["bytes_up"] == before + k * 3 * 4 * (6 + 3)
         assert 2 * b["bytes_up"] == a["bytes_up"]
