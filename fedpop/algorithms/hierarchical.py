@@ -159,6 +159,10 @@ class Hierarchical(Algorithm):
             "prior_sd": float(sd.square().mean().sqrt()),
         }
 
+    @property
+    def phi_ball(self) -> float:
+        return self.on_phi.ball
+
     def phi_at_bound(self, phi: Tensor) -> list[str]:
         ball = self.on_phi.ball
         at_edge = phi.numel() > 0 and float(phi.norm()) >= 0.9999 * ball

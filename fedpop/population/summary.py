@@ -36,7 +36,9 @@ def summary(population: Population) -> str:
     if events:
         rows.append(("chains", f"{events:.0f} transition(s) diverged in training and were undone"))
     rows += [("warning", word) for word in population.at_bound]
-    if population.drift is not None:
+    if population.convergence is not None:
+        rows.append(("theta", population.convergence.words))
+    elif population.drift is not None:
         drift = f"moved by {100 * population.drift:.2f} % over the tail of the run"
         rows.append(("theta", f"{drift}; diagnostics() tells whether it and the chains have settled"))
     lines = [f"{first}, {population.rounds} rounds"]

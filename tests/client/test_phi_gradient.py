@@ -99,7 +99,7 @@ def test_every_way_gives_the_same_j(name, sizes, monkeypatch):
     phi = model.initial_phi().requires_grad_(model.phi_layout.size > 0)
     keys = model.dropout_keys(cohort, key)
     features, _ = embedded(model, phi, cohort, keys, graph=True, separate=False)
-    value, j = estimate.fused(phi, features, cohort, keys, good, WEIGHTS)
+    _, value, j = estimate.fused(phi, features, cohort, keys, good, WEIGHTS)
     ways = {"side by side": each(estimate, phi, cohort, key)}
     assert vectorises(model, phi)
     monkeypatch.setattr(phi_gradient, "TOGETHER", 1)
@@ -124,7 +124,7 @@ def test_expected_values_in_closed_form():
     estimate = PhiGradient(model, moments, draws)
     phi = model.initial_phi().requires_grad_()
     good = torch.ones(len(SIZES), dtype=torch.bool)
-    value, j = estimate.fused(phi, model.features(phi, cohort), cohort, None, good, WEIGHTS)
+    _, value, j = estimate.fused(phi, model.features(phi, cohort), cohort, None, good, WEIGHTS)
     _, own, total = each(estimate, phi, cohort, train_key())
     torch.testing.assert_close(own, value)
     torch.testing.assert_close(total, j)

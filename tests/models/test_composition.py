@@ -79,7 +79,7 @@ def agrees(model: Model, name: str, clients: list[tuple[Tensor, Tensor]], output
     torch.testing.assert_close(model.bind(phi, features, cohort).value(z).detach(), expected.detach())
     good = torch.ones(len(clients), dtype=torch.bool)
     ones = torch.ones(len(clients))
-    _, j = PhiGradient(model, None, z).fused(phi, features, cohort, None, good, ones)
+    _, _, j = PhiGradient(model, None, z).fused(phi, features, cohort, None, good, ones)
     torch.testing.assert_close(2 * j, grad_phi)  # J averages over the two draws
     return model
 

@@ -71,7 +71,7 @@ def test_the_linear_model_has_the_same_likelihood_and_gradients(whole: bool) -> 
         phi = model.initial_phi().requires_grad_()
         features = model.features(phi, cohort)
         good = torch.ones(4, dtype=torch.bool)
-        value, j = PhiGradient(model, None, z).fused(phi, features, cohort, None, good, torch.ones(4))
+        _, value, j = PhiGradient(model, None, z).fused(phi, features, cohort, None, good, torch.ones(4))
         local = model.bind(phi.detach(), model.features(phi.detach(), cohort), cohort)
         rows = model.log_prob(phi.detach(), z[0], *_one(model, phi, clients[2]))
         results.append((value, j, *local.value_and_grad(z), local.value(z), rows))
@@ -197,7 +197,7 @@ def test_links_enter_by_the_chain_rule() -> None:
     torch.testing.assert_close(grad, grad_z)
     leaf = phi.clone().requires_grad_()
     good = torch.ones(4, dtype=torch.bool)
-    _, j = PhiGradient(model, None, z).fused(leaf, cohort.x, cohort, None, good, torch.ones(4))
+    _, _, j = PhiGradient(model, None, z).fused(leaf, cohort.x, cohort, None, good, torch.ones(4))
     torch.testing.assert_close(2 * j, grad_phi)
 
 
