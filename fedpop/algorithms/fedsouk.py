@@ -124,7 +124,7 @@ class FedSOUK(Hierarchical):
         if "scale" in known:
             beta = prior.rescaled(beta, float(known["scale"]))
         server = {"phi": phi, "beta": beta, "unit": natural_units(self.model, phi)}
-        if (rate := self.on_phi.rate(0, facts.rounds)) is not None:
+        if (rate := self.on_phi.rate(0, facts.stage)) is not None:
             server["phi_rate"] = phi.new_tensor(rate)
         return (
             server
@@ -133,6 +133,10 @@ class FedSOUK(Hierarchical):
             | prefixed("prior.", prior_chains.first_states(prior, beta, key.at(purpose="negative")))
             | prefixed("average.", self.average.init(torch.cat((phi, beta))))
         )
+
+    def extended(self, server: Tensors, facts: Facts) -> Tensors:
+        rate = self.on_phi.rate(facts.start, facts.stage)
+        return server if rate is None else server | {"phi_rate": server["phi"].new_tensor(rate)}
 
     def broadcast(self, server: Tensors) -> Tensors:
         theta = {n: server[n] for n in ("phi", "beta", "phi_rate") if n in server}
@@ -202,14 +206,14 @@ class FedSOUK(Hierarchical):
         curvature = float(total.estimate("curvature", phi.new_zeros(()))) / facts.clients
         beta_state, phi_state = (unprefixed(f"{n}.", server) for n in ("beta", "phi"))
         new_beta, beta_state = self.on_beta.move(
-            prior, self.hyperprior, beta, i, curvature, beta_state, k, facts.rounds, facts.clients
+            prior, self.hyperprior, beta, i, curvature, beta_state, k, facts.stage, facts.clients
         )
-        new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, facts.rounds)
+        new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, facts.stage)
         new_phi, new_beta = into_ball(new_phi, self.on_phi.ball), prior.project(new_beta)
-        eta, theta = optimiser.schedule.factor(k, facts.rounds), torch.cat((new_phi, new_beta))
+        eta, theta = optimiser.schedule.factor(k, facts.stage), torch.cat((new_phi, new_beta))
         align, average = aligner(self.model, prior), unprefixed("average.", server)
-        average = self.average.update(average, theta, eta, k, facts.rounds, align)
-        if (rate := self.on_phi.rate(k + 1, facts.rounds)) is not None:
+        average = self.average.update(average, theta, eta, k, facts.stage, align)
+        if (rate := self.on_phi.rate(k + 1, facts.stage)) is not None:
             server = server | {"phi_rate": phi.new_tensor(rate)}
         moved = prefixed("phi.", phi_state) | prefixed("beta.", beta_state)
         kept = prefixed("prior.", states) | prefixed("average.", average)

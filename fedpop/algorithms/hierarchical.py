@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm, Trial, mean_loss
 from fedpop.channel import Tensors
-from fedpop.client.final import SHORT, Final, final_pass
+from fedpop.client.final import JUDGING, SHORT, Final, final_pass
 from fedpop.client.phi_step import PhiStep
 from fedpop.client.sampler import Chain, Sampler
 from fedpop.federation.cohort import Cohort
@@ -67,6 +67,9 @@ class Hierarchical(Algorithm):
 
     def looked_at(self) -> Self:
         return self.replace(final=SHORT)
+
+    def judged(self) -> Self:
+        return self.replace(final=JUDGING)
 
     @cached_property
     def on_phi(self) -> PhiStep:

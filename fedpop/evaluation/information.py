@@ -135,43 +135,64 @@ def louis(hierarchy: Hierarchy, phi: Tensor, beta: Tensor, cohort: Cohort, draws
                 return rows
             return model.log_prob_at(phi, z, model.features(phi, one), y).sum() + rows
 
-        def mean(theta: Tensor, z: Tensor, joint: Callable[..., Tensor] = joint) -> Tensor:
-            out: Tensor = torch.func.vmap(joint, in_dims=(None, 0))(theta, z).mean()
-            return out
-
         both = torch.func.vmap(torch.func.grad(joint, argnums=(0, 1)), in_dims=(None, 0))
         scores, grads = both(theta, z)
+        weight = zero_variance(z, grads)
+
+        def mean(
+            theta: Tensor, z: Tensor, joint: Callable[..., Tensor] = joint, weight: Tensor = weight
+        ) -> Tensor:
+            out: Tensor = torch.func.vmap(joint, in_dims=(None, 0))(theta, z) @ weight
+            return out
+
         hessian = torch.func.jacrev(torch.func.grad(mean))(theta, z)
-        total = total - hessian - torch.cov(scores.mT)
-        own, spread = zero_variance(scores, z, grads, draws.shape[1])
-        score, noise = score + own, noise + spread
+        own = weight @ scores
+        away = scores - own
+        total = total - hessian - away.mT @ (weight[:, None] * away)
+        score, noise = score + own, noise + monte_carlo(scores, weight, z, grads, draws.shape[1])
     return Louis(score, noise, total)
 
 
-def zero_variance(values: Tensor, z: Tensor, grads: Tensor, chains: int) -> tuple[Tensor, Tensor]:
-    """The mean ``[p]`` of values ``[S, p]`` over draws ``[S, d]`` of several chains in turn, and its
-    Monte-Carlo covariance, with what the gradients of the log-posterior there explain taken out.
-
-    Under the posterior E[g] = 0 and E[z_j g_k] = -1{j = k}: regressing on them leaves the mean alone, and
-    where the posterior is Gaussian and the values quadratic nothing remains.
-    """
+def _known(z: Tensor, grads: Tensor) -> Tensor:
+    """Functions ``[S, q]`` whose posterior means are zero, as many as draws allow: under p(z | D)
+    E[g] = 0 and E[z_j g_k] = -1{j = k}."""
     s, d = z.shape
-    centred = z - z.mean(0)
-    known = [grads] if 4 * d <= s else []
-    if 4 * (d + d * d) <= s:
-        products = centred.unsqueeze(2) * grads.unsqueeze(1) + torch.eye(d, dtype=z.dtype, device=z.device)
-        known.append(products.flatten(1))
-    rest, of = values, grads
-    if known:
-        of = torch.cat(known, dim=1)
-        spread = of - of.mean(0)
-        inverse = torch.linalg.pinv(spread.mT @ spread, rtol=1e-12, hermitian=True)
-        rest = values - of @ (inverse @ (spread.mT @ (values - values.mean(0))))
-    # Half-chains as batches: draws that follow one another are not independent.
-    halves = rest.unflatten(0, (chains, -1))[:, : s // chains // 2 * 2].unflatten(1, (2, -1))
-    batches = halves.mean(2).flatten(0, 1)
-    fitted = s / (s - of.shape[1]) if known else 1.0  # what is explained by chance looks too quiet
-    return rest.mean(0), fitted * torch.cov(batches.mT).reshape(len(rest[0]), -1) / len(batches)
+    none = z.new_zeros((s, 0))
+    linear = grads if 4 * d <= s else none
+    if 4 * (d + d * d) > s:
+        return linear
+    identity = torch.eye(d, dtype=z.dtype, device=z.device)
+    products = (z - z.mean(0)).unsqueeze(2) * grads.unsqueeze(1) + identity
+    return torch.cat((linear, products.flatten(1)), dim=1)
+
+
+def zero_variance(z: Tensor, grads: Tensor) -> Tensor:
+    """Weights ``[S]`` of draws ``[S, d]`` that take out of an average what the gradients of the log-posterior
+    there explain: those of a regression on functions whose mean is known to be zero. Where the posterior is
+    Gaussian the average of anything quadratic is exact."""
+    known = _known(z, grads)
+    spread = known - known.mean(0)
+    inverse = torch.linalg.pinv(spread.mT @ spread, rtol=1e-12, hermitian=True)
+    out: Tensor = 1 / len(z) - spread @ (inverse @ known.mean(0))
+    return out
+
+
+def monte_carlo(values: Tensor, weight: Tensor, z: Tensor, grads: Tensor, chains: int) -> Tensor:
+    """The covariance ``[p, p]`` of such an average of values ``[S, p]`` over draws of several chains in turn,
+    from the residuals of that regression."""
+    known = _known(z, grads)
+    spread, s = known - known.mean(0), len(z)
+    inverse = torch.linalg.pinv(spread.mT @ spread, rtol=1e-12, hermitian=True)
+    rest = values - values.mean(0)
+    rest = rest - spread @ (inverse @ (spread.mT @ rest))
+    # Parts of chains as batches: draws that follow one another are not independent.
+    parts = max(2, min(8 // chains, s // chains // 25))
+    length = s // chains // parts
+    batches = rest.unflatten(0, (chains, -1))[:, : parts * length].unflatten(1, (parts, length)).mean(2)
+    found = torch.cov(batches.flatten(0, 1).mT).reshape(values.shape[1], -1) / (chains * parts)
+    # What is explained by chance looks too quiet, and weights that differ make an average noisier.
+    out: Tensor = found * s / (s - known.shape[1]) * weight.square().sum() * s
+    return out
 
 
 def gauge_directions(hierarchy: Hierarchy, phi: Tensor, beta: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ from typing import Any
 CONVERGED = 0.05
 """Nats below a local optimum at which theta counts as converged: a twentieth of what one standard error of
 one parameter costs, ten times over."""
-SETTLED = 0.005
-"""What a network's training loss may still fall by over the last quarter, in nats per example."""
+SETTLED = (0.005, 0.02)
+"""What a network's training loss may still fall by over the last quarter, in nats per example: a hundredth of
+what it has fallen by in all, but at least and at most so much."""
 
 
 class Verdict(ABC):
@@ -56,6 +57,8 @@ class Distance(Verdict):
     def converged(self) -> bool | None:
         if self.upwards:
             return False
+        if self.error < CONVERGED / 4:  # known well enough to be taken as it is
+            return self.nats < CONVERGED
         if self.nats + self.error < CONVERGED:
             return True
         return False if self.nats - 2 * self.error > CONVERGED else None
@@ -81,23 +84,29 @@ class Distance(Verdict):
 
 @dataclass(frozen=True)
 class LossTrend(Verdict):
-    """The proxy for networks: what the training loss lost between the two halves of the run's last quarter.
+    """The proxy for networks: what the training loss lost between the two halves of the run's last quarter,
+    against a hundredth of what it has lost since the first round (.005 to .02 nats per example).
 
     It says whether this run, on its schedule, has stopped improving; a rate that was decreased too soon stops
     it as well.
 
-    >>> LossTrend(0.03, 0.004).words
+    >>> LossTrend(0.03, 0.004, gained=1.2).words
     'not settled: the training loss still fell by 0.0300 +- 0.0040 nats per example; run more rounds'
     """
 
     fall: float
     error: float
+    gained: float
 
     @property
     def converged(self) -> bool | None:
-        if abs(self.fall) - 2 * self.error > SETTLED:
+        least, most = SETTLED
+        enough = min(max(0.01 * self.gained, least), most)
+        if self.error < enough / 4:
+            return abs(self.fall) < enough
+        if abs(self.fall) - 2 * self.error > enough:
             return False
-        return True if abs(self.fall) + self.error < SETTLED else None
+        return True if abs(self.fall) + self.error < enough else None
 
     @property
     def words(self) -> str:
@@ -124,7 +133,9 @@ def loss_trend(history: Sequence[Mapping[str, Any]], start: int = 0) -> LossTren
     fall = (sum(means[:4]) - sum(means[4:])) / 4
     slope, level = sum((i - 3.5) * v for i, v in enumerate(means)) / 42, sum(means) / 8
     spread = sum((v - level - (i - 3.5) * slope) ** 2 for i, v in enumerate(means)) / 6
-    return LossTrend(fall, math.sqrt(spread / 2))
+    first = next(float(m["loss"]) for m in history if m.get("loss") is not None)
+    gained = first - sum(means[4:]) / 4
+    return LossTrend(fall, math.sqrt(spread / 2), gained if math.isfinite(gained) else 0.0)
 
 
 def verdict_of(plain: Mapping[str, Any] | None) -> Verdict | None:

@@ -25,6 +25,8 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     config: dict[str, Any]
     metrics_bytes: int
+    ends: list[int]
+    """Of the run's stages, the present one included."""
     threads: int
     precision: str
     """What the backbone runs in, chosen at the first start."""
@@ -89,9 +91,10 @@ def _read_one(path: Path) -> Checkpoint:
 
 
 def require_same(config: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Refuse to resume a run whose settings or data have changed; name what differs."""
+    """Refuse to resume a run whose settings or data have changed; name what differs. More rounds are none of
+    them: the run is extended."""
     config = json.loads(json.dumps(config))
-    different = _differences("", saved, config)
+    different = _differences("", saved | {"rounds": None}, config | {"rounds": None})
     if different:
         raise CheckpointError(
             "cannot resume: settings differ from those of the saved run ("

@@ -10,6 +10,7 @@ from fedpop.errors import SettingsError
 from fedpop.priors import Hyperprior, Prior
 from fedpop.server.em import EM
 from fedpop.server.optimisers import Adam, Optimiser
+from fedpop.server.schedules import Rounds
 from fedpop.settings import Setting, require_one_of
 
 FORMS = ("auto", "left", "right", "mixed")
@@ -58,7 +59,7 @@ class BetaStep(Setting):
         curvature: float,
         state: Tensors,
         k: int,
-        rounds: int,
+        rounds: Rounds,
         clients: int,
     ) -> tuple[Tensor, Tensors]:
         """beta after one step from the estimated sum of scores, hyperprior included."""

@@ -10,7 +10,13 @@ import fedpop as fp
 from fedpop.channel import Channel, Tally
 from fedpop.evaluation.convergence import ToTheOptimum, distance, held_directions, small
 from fedpop.evaluation.diagnostics import gradient_ratio
-from fedpop.evaluation.information import gauge_directions, louis, score_and_information, zero_variance
+from fedpop.evaluation.information import (
+    gauge_directions,
+    louis,
+    monte_carlo,
+    score_and_information,
+    zero_variance,
+)
 from fedpop.evaluation.oracle import exact_optimum
 from fedpop.evaluation.verdict import Distance, LossTrend, loss_trend, verdict_of
 from fedpop.federation.cohort import Cohort
@@ -162,14 +168,15 @@ def test_gradients_explain_all_of_a_quadratic_under_a_gaussian() -> None:
     root = torch.linalg.cholesky(torch.linalg.inv(precision))
     z = torch.randn(200, 2, generator=g, dtype=WIDE) @ root.T
     values = torch.stack((z[:, 0] * z[:, 1], z[:, 0] + 3), dim=1)
-    mean, noise = zero_variance(values, z, -z @ precision, chains=2)
+    weight = zero_variance(z, -z @ precision)
+    mean, noise = weight @ values, monte_carlo(values, weight, z, -z @ precision, chains=2)
     exact = torch.tensor([float(torch.linalg.inv(precision)[0, 1]), 3.0], dtype=WIDE)
     torch.testing.assert_close(mean, exact, atol=1e-8, rtol=0)
     assert float(noise.abs().max()) < 1e-12
 
 
 def test_where_gradients_explain_nothing_the_error_is_that_of_correlated_draws() -> None:
-    """z^3 of a heavy tail: over many repetitions the estimate's spread is what it says."""
+    """A fast cosine: over many repetitions the estimate's spread is what it says."""
     g, errors, told = generator(2), [], []
     for _ in range(200):
         z = torch.randn(4, 1, 1, generator=g, dtype=WIDE)
@@ -179,11 +186,22 @@ def test_where_gradients_explain_nothing_the_error_is_that_of_correlated_draws()
             chain.append(z)
         draws = torch.cat(chain, 1).flatten(0, 1)
         values = (4 * draws).cos()
-        mean, noise = zero_variance(values, draws, -draws, chains=4)
-        errors.append(float(mean) - math.exp(-8))
-        told.append(float(noise))
+        weight = zero_variance(draws, -draws)
+        errors.append(float(weight @ values) - math.exp(-8))
+        told.append(float(monte_carlo(values, weight, draws, -draws, chains=4)))
     actual = sum(e * e for e in errors) / 200
     assert sum(told) / 200 == pytest.approx(actual, rel=0.35)
+
+
+def test_a_prior_without_width_leaves_some_information_of_the_mean() -> None:
+    """Almost all of the complete data's information is missing: b / sigma^2 less almost as much. An average
+    over draws alone would be all noise."""
+    method, phi, beta, cohort = setting()
+    beta = torch.tensor([0.3, -0.2, math.log(0.01)])
+    _, info = score_and_information(method.hierarchy, phi, beta, cohort)
+    found = louis(method.hierarchy, phi, beta, cohort, correlated(method, phi, beta, cohort, 0.7, 50))
+    assert float(info[6, 6]) < 1e-2 * len(cohort) / 0.01**2
+    torch.testing.assert_close(found.information[6:8, 6:8], info[6:8, 6:8], rtol=0.02, atol=0.0)
 
 
 # --- bounds, fixed parameters, sizes -----------------------------------------------------------------
@@ -272,10 +290,14 @@ def test_a_falling_loss_is_told_with_its_error() -> None:
     assert "rose by" in loss_trend(losses(-1e-3, 0.01)).words
     assert loss_trend(losses(0.0, 0.02)).converged is None
     assert loss_trend(losses(1e-3, 0.01, 30)) is None
+    assert found.gained == pytest.approx(0.4, abs=0.06)
+    assert LossTrend(0.009, 0.0, gained=1.0).converged  # a hundredth of what there was to gain
+    assert not LossTrend(0.009, 0.0, gained=0.1).converged
+    assert not LossTrend(0.03, 0.0, gained=1e9).converged
     assert loss_trend(losses(1e-3, 0.01), start=380) is None
 
 
-@pytest.mark.parametrize("verdict", [Distance(0.3, 0.1, 0, False), LossTrend(0.1, 0.01)])
+@pytest.mark.parametrize("verdict", [Distance(0.3, 0.1, 0, False), LossTrend(0.1, 0.01, 1.0)])
 def test_verdicts_survive_a_file(verdict: Distance | LossTrend) -> None:
     assert verdict_of(verdict.plain()) == verdict
     assert verdict_of(None) is None

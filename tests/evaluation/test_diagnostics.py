@@ -114,7 +114,7 @@ def test_the_gradient_ratio_is_about_one_at_a_maximum_and_grows_away_from_it() -
             ThetaDiagnostics(1.0, 1.0, None, [], Distance(0.1, 0.2, 0, False)),
             "cannot be told from these draws",
         ),
-        (ThetaDiagnostics(1.0, 1.0, None, [], LossTrend(0.2, 0.01)), "the training loss still fell"),
+        (ThetaDiagnostics(1.0, 1.0, None, [], LossTrend(0.2, 0.01, 1.0)), "the training loss still fell"),
         (ThetaDiagnostics(1.0, 1.0, None, ["the prior's scale is at its lower bound"]), "lower bound"),
     ],
 )
@@ -123,5 +123,5 @@ def test_every_trouble_with_theta_has_its_sentence(theta: ThetaDiagnostics, mess
     assert message in theta.warnings[0]
     # the ratio and the drift are told, and judge nothing
     assert ThetaDiagnostics(9.0, 9.0, 0.2, [], Distance(0.01, 0.0, 0, True)).warnings == []
-    assert ThetaDiagnostics(1.0, 1.0, 0.01, [], LossTrend(0.0, 0.001)).warnings == []
+    assert ThetaDiagnostics(1.0, 1.0, 0.01, [], LossTrend(0.0, 0.001, 1.0)).warnings == []
     assert ThetaDiagnostics(None, None, None, []).warnings == []
