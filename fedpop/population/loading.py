@@ -77,6 +77,7 @@ def load(
         names=saved["clients"],
         learned_from=saved["learned_from"],
         convergence=verdict_of(saved.get("convergence")),
+        kept=saved.get("kept"),
     )
     for file in sorted((folder / "clients").glob("*.safetensors")):
         name = saved["clients"][int(file.stem)]

@@ -76,6 +76,8 @@ class Population:
     """How many clients theta was learned from, also where they are not here."""
     convergence: Verdict | None = None
     """Whether theta had converged when the run ended, where the run looked."""
+    kept: int | None = None
+    """The round whose theta this is, where validation data chose it (``callbacks.EarlyStop``)."""
     _personal: dict[int, Tensors] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -281,6 +283,7 @@ class Population:
             rounds=self.rounds,
             learned_from=learned_from,
             convergence=self.convergence,
+            kept=self.kept,
         )
 
     def save(self, path: str | Path, *, posteriors: str = "auto") -> Path:
@@ -300,6 +303,7 @@ class Population:
             "clients": self.names,
             "learned_from": self.learned_from,
             "rounds": self.rounds,
+            "kept": self.kept,
             "drift": self.drift,
             "convergence": None if self.convergence is None else self.convergence.plain(),
             "totals": self.totals,

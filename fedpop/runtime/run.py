@@ -107,17 +107,14 @@ class Run:
         self.threads = torch.get_num_threads()
         self.metrics_bytes = 0
         self.verdict: Verdict | None = None
+        self.kept: int | None = None
+        """The round whose theta is returned, where validation data choose it."""
         self._best: tuple[Tensors, LocalStore] | None = None
 
     @property
     def facts(self) -> Facts:
         stage = stage_at(self.ends, self.round)
         return Facts(len(self.federation), stage.end, self.restart, stage.start)
-
-    @property
-    def recalled(self) -> bool:
-        """The theta that is returned is that of an earlier round."""
-        return self._best is not None
 
     # --- a run from start to end -------------------------------------------------------------
 
@@ -150,6 +147,10 @@ class Run:
             self.recall()  # to the best theta on validation data, where that was watched
             self.verdict = at_the_end(self)
             bar.say(self.verdict)
+        if self.folder is not None:
+            verdict = None if self.verdict is None else self.verdict.plain()
+            result = {"rounds": self.round, "kept": self.kept, "convergence": verdict}
+            write_json(self.folder / "result.json", result)
         return self.population()
 
     def _goes_on(self) -> bool:
@@ -171,6 +172,7 @@ class Run:
             rounds=self.round,
             drift=self.algorithm.drift(self.server),
             convergence=self.verdict,
+            kept=self.kept,
         )
 
     def begin(self, resume: bool = False) -> bool:
@@ -303,7 +305,7 @@ class Run:
 
     def remember(self) -> None:
         """Keep the present state as the best so far: the server's own, and each site's on order."""
-        self._best = (dict(self.server), self.sites.snapshot())
+        self._best, self.kept = (dict(self.server), self.sites.snapshot()), self.round
 
     def recall(self) -> None:
         """Go back to the best state so far, which stays remembered whatever comes after."""
@@ -328,6 +330,7 @@ class Run:
                 config=self.requested,
                 metrics_bytes=metrics_bytes,
                 ends=self.ends,
+                kept=self.kept,
                 threads=self.threads,
                 precision=self.precision,
                 totals=self.totals,
@@ -344,7 +347,7 @@ class Run:
         if "best.slots" in tensors:
             best = _part("best.", tensors, torch.device("cpu"))
             self._best = (_part("server.", best, self.sites.device), LocalStore.restore(best))
-        self.round, self.totals = saved.round, dict(saved.totals)
+        self.round, self.kept, self.totals = saved.round, saved.kept, dict(saved.totals)
         method = self.algorithm
         if saved.rate is not None and method.rate() != saved.rate:
             method = method.with_rate(saved.rate)

@@ -87,8 +87,11 @@ def further(run: Run) -> int | None:
 
 
 def at_the_end(run: Run) -> Verdict | None:
-    """The verdict on the theta that a run returns; None where it was too short to be worth one."""
-    if run.settings.rounds is None and not run.recalled:
+    """The verdict on the theta that a run returns; None where it was too short to be worth one, or where
+    validation data chose a theta that maximises nothing."""
+    if run.kept is not None:
+        return None
+    if run.settings.rounds is None:
         return run.verdict
     hierarchy = run.algorithm.hierarchy
     worth_it = WORTH_IT[hierarchy is not None and hierarchy.closed_form]

@@ -213,6 +213,7 @@ def test_a_run_leaves_the_same_few_files_and_no_pickle(tmp_path: Path) -> None:
         "checkpoints/round-00000007.safetensors",
         "config.json",
         "metrics.jsonl",
+        "result.json",
     ]
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["rounds"] == 7

@@ -14,6 +14,7 @@ from fedpop.algorithms.base import Facts
 from fedpop.errors import CheckpointError, FedpopWarning
 from fedpop.evaluation.oracle import exact_optimum
 from fedpop.evaluation.verdict import Distance, LossTrend
+from fedpop.report.run import run_report
 from fedpop.runtime import stages
 from fedpop.server.averaging import Averaging
 from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial, Stage
@@ -279,3 +280,10 @@ def test_sites_are_told_the_first_rate_again() -> None:
     assert float(run.server["phi_rate"]) == pytest.approx(0.0, abs=1e-6)
     server = method.extended(run.server, Facts(4, 8, start=4))
     assert float(server["phi_rate"]) == pytest.approx(0.2)
+
+
+def test_the_verdict_is_in_the_run_folder_and_in_its_report(tmp_path: Path) -> None:
+    population = fp.FedSOUL(linear_model(3, 2, 0.3)).fit(small_task(), rounds=40, out=tmp_path)
+    saved = json.loads((tmp_path / "result.json").read_text())
+    assert saved == {"rounds": 40, "kept": None, "convergence": population.convergence.plain()}
+    assert population.convergence.words in run_report(tmp_path).read_text()
