@@ -47,7 +47,7 @@ class Hierarchical(Algorithm):
     average: Averaging = field(default_factory=Averaging)
     final: Final = field(default_factory=Final)
 
-    private: ClassVar[tuple[str, ...]] = ("z", "mass_mean", "mass_variance")
+    private: ClassVar[tuple[str, ...]] = ("z", "mass_mean", "mass_variance", "mass_covariance")
     keeps: ClassVar[tuple[str, ...]] = ("z", *Tuning.NAMES)
     uncertainty: ClassVar[bool] = True
 

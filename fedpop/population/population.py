@@ -207,7 +207,9 @@ class Population:
             self._personalise(ids)
         return self
 
-    def held_out(self, split: str) -> Iterator[tuple[int, Predictive | None, Tensor]]:
+    def held_out(
+        self, split: str, *, theta_uncertainty: bool = False
+    ) -> Iterator[tuple[int, Predictive | None, Tensor]]:
         """For every client that has examples in this split: its position, the predictive distribution of
         these examples (None where the method has no model for this client) and their targets."""
         if self.federation is None or split not in self.federation.splits:
@@ -220,6 +222,9 @@ class Population:
         for i in (sizes > 0).nonzero().squeeze(1).tolist():
             own = self.federation.cohort(torch.tensor([i]), self.device, split)
             try:
+                if theta_uncertainty:
+                    yield i, self.predict(i, own.x, theta_uncertainty=True), own.y
+                    continue
                 found = method.predict(self.published, self._model_of(i), own.x, self._predict_key(i))
                 yield i, found, own.y
             except DataError:

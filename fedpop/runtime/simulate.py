@@ -51,11 +51,11 @@ def fit(
     client by itself (1.0 is everyone); a whole number such as 10 for that many, drawn without replacement;
     or a rule such as ``participation.Bernoulli([0.1, 0.5, ...])``.
 
-    ``out`` receives ``config.json``, ``metrics.jsonl``, ``result.json`` and checkpoints, from which ``resume``
-    goes on to the same bits. ``restarts`` further runs from other random starts are compared by their marginal
-    likelihood and the best one is returned. ``precision`` is that of the backbone: "float32", "bfloat16", or
-    "auto" for whichever this machine is faster in; the model's own unless told. ``sites`` maps the name of a
-    site to those of its clients, which then send one message together.
+    ``out`` receives ``config.json``, ``metrics.jsonl``, ``result.json`` and checkpoints, from which
+    ``resume`` goes on to the same bits. ``restarts`` further runs from other random starts are compared by
+    their marginal likelihood and the best one is returned. ``precision`` is that of the backbone: "float32",
+    "bfloat16", or "auto" for whichever this machine is faster in; the model's own unless told. ``sites`` maps
+    the name of a site to those of its clients, which then send one message together.
 
     >>> import torch, fedpop as fp
     >>> from torch import nn
