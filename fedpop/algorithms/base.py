@@ -16,6 +16,7 @@ simulator or across machines.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -35,6 +36,7 @@ from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
 from fedpop.questions import Question
+from fedpop.server.schedules import Stage
 from fedpop.settings import Setting, describe
 
 if TYPE_CHECKING:
@@ -46,13 +48,28 @@ Trial = Callable[["Algorithm", int], list[float]]
 
 @dataclass(frozen=True)
 class Facts:
-    """What the server knows of the federation before the first round."""
+    """What the server knows of the federation, and of the stage of the run that a round belongs to."""
 
     clients: int
     rounds: int
+    """The end of this stage, counted from the start of the run."""
     restart: int = 0
+    start: int = 0
+    """Rounds in earlier stages: above 0 in a run that was extended, or that runs until it has converged."""
+    opening: int | None = None
+    """The end of the first stage; None: this is the first."""
     active: float | None = None
     """How many of them a round has on average; None: all."""
+
+    @property
+    def stage(self) -> Stage:
+        """What schedules go by."""
+        return Stage(self.start, self.rounds)
+
+    @property
+    def first_stage(self) -> int:
+        """Rounds of the first stage, which a warm-up goes by."""
+        return self.rounds if self.opening is None else self.opening
 
     @property
     def heard(self) -> float:
@@ -197,6 +214,10 @@ class Algorithm(Setting, ABC):
         """This method for a look between rounds, where a full final pass would cost more than it tells."""
         return self
 
+    def judged(self) -> Self:
+        """This method for a verdict on theta between rounds, whose draws need not serve predictions."""
+        return self
+
     def check(self, names: Sequence[str]) -> None:
         """Raise early when the settings do not fit these clients."""
         for setting in fields(self):
@@ -231,6 +252,10 @@ class Algorithm(Setting, ABC):
     @abstractmethod
     def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
         """The server's state before the first round, given the results of the questions."""
+
+    def extended(self, server: Tensors, facts: Facts) -> Tensors:
+        """The server's state at the beginning of a further stage: what it told sites of a schedule, anew."""
+        return server
 
     @abstractmethod
     def broadcast(self, server: Tensors) -> Tensors:
@@ -287,6 +312,11 @@ class Algorithm(Setting, ABC):
     def phi_at_bound(self, phi: Tensor) -> list[str]:
         """A word about phi where it sits on the edge of its projection set."""
         return []
+
+    @property
+    def phi_ball(self) -> float:
+        """The radius of the set that phi is kept in."""
+        return math.inf
 
     def lines(self, published: Tensors) -> list[tuple[str, str]]:
         """What was learned, in words, under short titles."""

@@ -135,7 +135,7 @@ class FedRep(WholeModel):
             return server | {"phi": server["phi"] + step}
         state = unprefixed("phi.", server)
         phi, state = self.phi_step.step(
-            server["phi"], step / self.body.rate, state, server["unit"], key.round, facts.rounds
+            server["phi"], step / self.body.rate, state, server["unit"], key.round, facts.stage
         )
         return server | {"phi": phi} | prefixed("phi.", state)
 

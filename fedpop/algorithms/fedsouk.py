@@ -43,6 +43,7 @@ from fedpop.questions.features import FeatureScale
 from fedpop.questions.spectral import Spectral, applies
 from fedpop.questions.targets import TargetSize
 from fedpop.server.gauge import aligner
+from fedpop.server.schedules import Stage
 from fedpop.server.state import prefixed, unprefixed
 from fedpop.server.units import natural_units, redrawn
 from fedpop.settings import require_one_of
@@ -109,7 +110,7 @@ class FedSOUK(Hierarchical):
         prior, asked = self.hierarchy.prior, list(self._spectral())
         if not asked and prior.scale is None and self.model.scale_from_features:
             asked.append(FeatureScale(self.model, self._first_phi(facts, key), prior.bounds))
-        if self.anneal.asks(self.model, facts.rounds):
+        if self.anneal.asks(self.model, facts.first_stage):
             asked.append(TargetSize(self.model, self.anneal.minimum))
         return asked
 
@@ -124,14 +125,14 @@ class FedSOUK(Hierarchical):
         phi = known["phi"] if "phi" in known else self._first_phi(facts, key)
         server = {"phi": phi}
         if "target_size" in known:
-            server = self.anneal.begun(self.model, phi, known["target_size"], facts.rounds)
+            server = self.anneal.begun(self.model, phi, known["target_size"], facts.first_stage)
             phi = server["phi"]
         mu = self.model.prior_centre() + prior.mean
         beta = prior.init(mu, prior.scale or 1.0, key.at(purpose=f"prior-{facts.restart}"))
         if "scale" in known:
             beta = prior.rescaled(beta, float(known["scale"]))
         server |= {"beta": beta, "unit": natural_units(self.model, phi)}
-        if (rate := self.on_phi.rate(0, facts.rounds)) is not None:
+        if (rate := self.on_phi.rate(0, facts.stage)) is not None:
             server["phi_rate"] = phi.new_tensor(rate)
         return (
             server
@@ -140,6 +141,10 @@ class FedSOUK(Hierarchical):
             | prefixed("prior.", prior_chains.first_states(prior, beta, key.at(purpose="negative")))
             | prefixed("average.", self.average.init(torch.cat((phi, beta))))
         )
+
+    def extended(self, server: Tensors, facts: Facts) -> Tensors:
+        rate = self.on_phi.rate(facts.start, facts.stage)
+        return server if rate is None else server | {"phi_rate": server["phi"].new_tensor(rate)}
 
     def broadcast(self, server: Tensors) -> Tensors:
         theta = {n: server[n] for n in ("phi", "beta", "phi_rate", "noise") if n in server}
@@ -193,10 +198,10 @@ class FedSOUK(Hierarchical):
     # --- the server's step: lines 19 to 21 ---------------------------------------------------
 
     def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
-        since = key.round - self.warm_up(facts.rounds)  # schedules and averages begin after it
-        k, rounds = max(since, 0), facts.rounds - self.warm_up(facts.rounds)
-        if since < 0:
-            server = self.anneal.cooled(self.model, server, key.round + 1, facts.rounds)
+        k, warm = key.round, self.warm_up(facts.first_stage)
+        stage = Stage(max(facts.start, warm), facts.rounds)  # schedules and averages begin after it
+        if k < warm:
+            server = self.anneal.cooled(self.model, server, k + 1, facts.first_stage)
         if total.silent:
             return server
         prior = self.hierarchy.prior
@@ -211,14 +216,15 @@ class FedSOUK(Hierarchical):
         if optimiser.averages:  # the clients' mean move
             j = j * server["phi_rate"] / total.estimate("examples", phi.new_zeros(())).clamp(min=1)
         beta_state, phi_state = (unprefixed(f"{n}.", server) for n in ("beta", "phi"))
-        now = replace(facts, rounds=rounds)
-        new_beta, beta_state = self.on_beta.move(prior, self.hyperprior, beta, i, total, beta_state, now, k)
-        new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, rounds)
+        new_beta, beta_state = self.on_beta.move(
+            prior, self.hyperprior, beta, i, total, beta_state, k, stage, facts.clients, facts.heard
+        )
+        new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, stage)
         new_phi, new_beta = into_ball(new_phi, self.on_phi.ball), prior.project(new_beta)
-        eta, theta = optimiser.schedule.factor(k, rounds), torch.cat((new_phi, new_beta))
+        eta, theta = optimiser.schedule.factor(k, stage), torch.cat((new_phi, new_beta))
         align, average = aligner(self.model, prior), unprefixed("average.", server)
-        average = self.average.update(average, theta, eta, since, rounds, align)
-        if (rate := self.on_phi.rate(max(since + 1, 0), rounds)) is not None:
+        average = self.average.update(average, theta, eta, k, stage, align, warm)
+        if (rate := self.on_phi.rate(k + 1, stage)) is not None:
             server = server | {"phi_rate": phi.new_tensor(rate)}
         moved = prefixed("phi.", phi_state) | prefixed("beta.", beta_state)
         kept = prefixed("prior.", states) | prefixed("average.", average)

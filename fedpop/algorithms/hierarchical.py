@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm, Trial, mean_loss
 from fedpop.channel import Tensors
-from fedpop.client.final import SHORT, Final, final_pass
+from fedpop.client.final import JUDGING, SHORT, Final, final_pass
 from fedpop.client.phi_step import PhiStep
 from fedpop.client.sampler import Chain, Sampler
 from fedpop.federation.cohort import Cohort
@@ -49,7 +49,9 @@ class Hierarchical(Algorithm):
     average: Averaging = field(default_factory=Averaging)
     final: Final = field(default_factory=Final)
 
-    private: ClassVar[tuple[str, ...]] = ("z", "mode", "width", "mass_mean", "mass_variance")
+    private: ClassVar[tuple[str, ...]] = (
+        "z", "mode", "width", "mass_mean", "mass_variance", "mass_covariance",
+    )  # fmt: skip
     keeps: ClassVar[tuple[str, ...]] = ("z", "mode", "width", *Tuning.NAMES)
     uncertainty: ClassVar[bool] = True
 
@@ -69,6 +71,9 @@ class Hierarchical(Algorithm):
 
     def looked_at(self) -> Self:
         return self.replace(final=SHORT)
+
+    def judged(self) -> Self:
+        return self.replace(final=JUDGING)
 
     @cached_property
     def on_phi(self) -> PhiStep:
@@ -171,6 +176,10 @@ class Hierarchical(Algorithm):
             "prior_mean_norm": float(torch.linalg.vector_norm(mean)),
             "prior_sd": float(sd.square().mean().sqrt()),
         }
+
+    @property
+    def phi_ball(self) -> float:
+        return self.on_phi.ball
 
     def phi_at_bound(self, phi: Tensor) -> list[str]:
         ball = self.on_phi.ball

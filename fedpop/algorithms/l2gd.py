@@ -92,8 +92,12 @@ class L2GD(WholeModel):
     def _next(self, k: int, w: Tensor, facts: Facts, key: Key) -> Tensors:
         """The coin and the rate of round k."""
         coin = Key(key.seed).at(round=k, purpose="coin").uniform(key.server(), ()) <= self.p
-        rate = self.local.rate * self.schedule.factor(k, facts.rounds)
+        rate = self.local.rate * self.schedule.factor(k, facts.stage)
         return {"averaging": _truth(bool(coin), w), "rate": w.new_tensor(rate)}
+
+    def extended(self, server: Tensors, facts: Facts) -> Tensors:
+        rate = self.local.rate * self.schedule.factor(facts.start, facts.stage)
+        return server | {"rate": server["w"].new_tensor(rate)}
 
     def broadcast(self, server: Tensors) -> Tensors:
         news = {"averaging": server["averaging"], "rate": server["rate"]}

@@ -98,7 +98,8 @@ class PosteriorSamples(Ensemble):
     ``thin`` rounds, the oldest of them overwritten.
 
     Without more said, half of the rounds are burn-in (the usual caution with a chain whose start is a
-    network's random weights), and the ring is spread over all the others.
+    network's random weights), and the ring is spread over all the others. A run that is extended writes over
+    it in the same way: half of the further rounds, then the others.
     """
 
     burn_in: int | None = None
@@ -120,7 +121,7 @@ class PosteriorSamples(Ensemble):
         return super().init(facts, key, known)
 
     def _burn_in(self, facts: Facts) -> int:
-        return facts.rounds // 2 if self.burn_in is None else self.burn_in
+        return sum(facts.stage) // 2 if self.burn_in is None else max(self.burn_in, facts.start)
 
     def moved(self, server: Tensors, w: Tensor, facts: Facts, key: Key) -> Tensors:
         """The server's state after its chain moved to w in round ``key.round``."""

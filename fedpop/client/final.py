@@ -39,6 +39,8 @@ class Final(Setting):
 
 SHORT = Final(chains=1, draws=50, burn_in=50)
 """A pass for looks between rounds: means over clients do not need more."""
+JUDGING = Final(chains=2, draws=100, burn_in=100)
+"""A pass for a verdict on theta, whose scores are regressed on gradients."""
 
 
 def final_pass(

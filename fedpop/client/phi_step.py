@@ -20,7 +20,7 @@ from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.modules import RowKeys
 from fedpop.server.optimisers import Adam, Optimiser
-from fedpop.server.schedules import Constant, Cosine, Schedule
+from fedpop.server.schedules import Constant, Cosine, Rounds, Schedule
 from fedpop.settings import Setting, require_whole
 
 NETWORK_STEP = Adam(0.03, Cosine())
@@ -73,7 +73,7 @@ class PhiStep(Setting):
         """One gradient on all examples, which the server may have as one sum."""
         return self.batch is None and self.local is None
 
-    def rate(self, k: int, rounds: int) -> float | None:
+    def rate(self, k: int, rounds: Rounds) -> float | None:
         """a of round k, which sites are told."""
         return None if self.local is None else self.local.rate * self.schedule.factor(k, rounds)
 

@@ -1,4 +1,10 @@
-"""Have the chains mixed, and has theta converged? Both answered at the returned theta."""
+"""Have the chains mixed, and has theta converged? Both answered at the returned theta.
+
+Whether theta has converged is a ``Verdict``: in nats where the model is small (``convergence``), by the
+training loss elsewhere. The ratio of the gradient to its Monte-Carlo error is told beside it but judges
+nothing: it depends on how many draws there are, passes a flat direction in which nats are missing and fails
+a steep one where none are.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +17,7 @@ from torch import Tensor
 
 from fedpop.channel import Answer, Tensors, Total
 from fedpop.client.phi_gradient import PhiGradient
+from fedpop.evaluation.verdict import Verdict
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Hierarchy, prior_chains
 from fedpop.keys import Key
@@ -18,8 +25,6 @@ from fedpop.questions import Question, Units
 
 WORST_RHAT = 1.05
 LEAST_ESS = 100.0
-WORST_GRADIENT = 5.0
-WORST_DRIFT = 0.05
 
 
 RHAT = (1.01, 1.02, 1.05, 1.1)
@@ -55,25 +60,19 @@ class ChainDiagnostics:
 @dataclass(frozen=True)
 class ThetaDiagnostics:
     """Where theta stands: the gradient of the objective in units of its own Monte-Carlo error, the
-    relative change over the tail of the run, and parameters on the edge of a projection set."""
+    relative change over the tail of the run, parameters on the edge of a projection set, and the verdict."""
 
     phi_gradient: float | None
     beta_gradient: float | None
     drift: float | None
     at_bound: list[str]
+    verdict: Verdict | None = None
+    """Whether theta has converged; None where nothing tells."""
 
     @property
     def warnings(self) -> list[str]:
-        out = list(self.at_bound)
-        for name, value in (("phi", self.phi_gradient), ("beta", self.beta_gradient)):
-            if value is not None and value > WORST_GRADIENT:
-                out.append(
-                    f"the gradient in {name} is {value:.1f} times its Monte-Carlo error: theta has not "
-                    "converged; run more rounds"
-                )
-        if self.drift is not None and self.drift > WORST_DRIFT:
-            out.append(f"theta still moved by {100 * self.drift:.1f} % over the tail of the run")
-        return out
+        doubts = self.verdict is not None and not self.verdict.converged
+        return list(self.at_bound) + ([self.verdict.words] if doubts and self.verdict is not None else [])
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,13 @@ class Diagnostics:
         ]
         theta = [f"gradient over its Monte-Carlo error: {', '.join(gradients)}"] if gradients else []
         theta += [] if t.drift is None else [f"drift over the tail {100 * t.drift:.2f} %"]
-        lines = [f"chains   {c}", f"theta    {'; '.join(theta) or 'not looked at'}"]
+        sure = t.verdict is not None and t.verdict.converged
+        said = [f"theta    {t.verdict.words}"] if sure and t.verdict is not None else []
+        lines = [
+            f"chains   {c}",
+            *said,
+            f"{'' if said else 'theta':<8} {'; '.join(theta) or 'not looked at'}",
+        ]
         return "\n".join(lines + [f"warning  {w}" for w in self.warnings])
 
 

@@ -31,21 +31,55 @@ LARGEST = 2000
 LARGEST_SAMPLED = 200
 """Parameters up to which Louis' identity is used with draws: it needs all scores and a Hessian."""
 DRAWS = 100
+FEW = 16
+TOGETHER = 64
+"""Rows of a Hessian that are made at once, where there are more than a few: each holds a model's graph."""
 
 
 def information(hierarchy: Hierarchy, phi: Tensor, beta: Tensor, cohort: Cohort) -> Tensor:
     """A cohort's part of the observed information at theta = (phi, beta), in double precision."""
-    wide = _double(cohort)
-    size = phi.shape[0]
+    return score_and_information(hierarchy, phi, beta, cohort)[1]
 
-    def log_likelihood(theta: Tensor) -> Tensor:
-        features = hierarchy.model.features(theta[:size], wide)
-        return closed_form(hierarchy.target(theta[:size], theta[size:], features, wide)).sum()
 
-    theta = torch.cat((phi, beta)).double()
+def score_and_information(
+    hierarchy: Hierarchy, phi: Tensor, beta: Tensor, cohort: Cohort
+) -> tuple[Tensor, Tensor]:
+    """A cohort's part of the marginal likelihood's gradient ``[p]`` and of its information ``[p, p]``."""
+    wide, size = _double(cohort), phi.shape[0]
+    theta = torch.cat((phi, beta)).double().requires_grad_()
     _require_double(hierarchy, theta)
-    hessian: Tensor = torch.autograd.functional.hessian(log_likelihood, theta, vectorize=True)
-    return -hessian
+    with torch.enable_grad():
+        features = hierarchy.model.features(theta[:size], wide)
+        value = closed_form(hierarchy.target(theta[:size], theta[size:], features, wide)).sum()
+        (score,) = torch.autograd.grad(value, theta, create_graph=True)
+        hessian = rows_of_jacobian(score, theta)
+    return score.detach(), -0.5 * (hessian + hessian.mT)
+
+
+def rows_of_jacobian(values: Tensor, at: Tensor) -> Tensor:
+    """d values / d at, ``[q, p]``, from a graph that is there.
+
+    A few rows are made one by one: what batches them takes half a second to import.
+    """
+    if len(values) <= FEW:
+        return torch.stack([torch.autograd.grad(v, at, retain_graph=True)[0] for v in values])
+    units = torch.eye(len(values), dtype=values.dtype, device=values.device)
+    parts = [
+        torch.autograd.grad(values, at, part, retain_graph=True, is_grads_batched=True)[0]
+        for part in units.split(TOGETHER)
+    ]
+    return torch.cat(parts)
+
+
+def derivative(function: Callable[[Tensor], Tensor], at: Tensor, along: Tensor) -> Tensor:
+    """The derivative of a function in one direction, by two backward passes over scalars."""
+    at = at.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        value = function(at)
+        weight = torch.zeros_like(value).requires_grad_()
+        (back,) = torch.autograd.grad((value * weight).sum(), at, create_graph=True)
+        (out,) = torch.autograd.grad((back * along).sum(), weight)
+    return out
 
 
 def _double(cohort: Cohort) -> Cohort:
@@ -66,17 +100,33 @@ def _require_double(hierarchy: Hierarchy, theta: Tensor) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Louis:
+    """From draws of z: the marginal likelihood's gradient ``[p]``, its Monte-Carlo covariance ``[p, p]``, and
+    the observed information ``[p, p]``."""
+
+    score: Tensor
+    noise: Tensor
+    information: Tensor
+
+
 def sampled_information(
     hierarchy: Hierarchy, phi: Tensor, beta: Tensor, cohort: Cohort, draws: Tensor
 ) -> Tensor:
     """The same by Louis' identity, from posterior draws ``[C, S, d]``."""
+    return louis(hierarchy, phi, beta, cohort, draws.unsqueeze(1)).information
+
+
+def louis(hierarchy: Hierarchy, phi: Tensor, beta: Tensor, cohort: Cohort, draws: Tensor) -> Louis:
+    """Gradient and information from posterior draws ``[C, chains, S, d]``, client by client."""
     model, prior, size = hierarchy.model, hierarchy.prior, phi.shape[0]
     theta = torch.cat((phi, beta)).double()
     _require_double(hierarchy, theta)
-    total = theta.new_zeros((theta.shape[0], theta.shape[0]))
+    score = torch.zeros_like(theta)
+    noise, total = (theta.new_zeros((theta.shape[0], theta.shape[0])) for _ in range(2))
     for c, one in enumerate(_double(cohort).one_by_one()):
         y = model.likelihood.encode(one.y, model.outputs, theta.dtype)
-        z = draws[c].double()
+        z = draws[c].double().flatten(0, 1)
 
         def joint(theta: Tensor, z: Tensor, one: Cohort = one, y: Tensor = y) -> Tensor:
             phi, beta = theta[:size], theta[size:]
@@ -85,21 +135,71 @@ def sampled_information(
                 return rows
             return model.log_prob_at(phi, z, model.features(phi, one), y).sum() + rows
 
-        def mean(theta: Tensor, z: Tensor, joint: Callable[..., Tensor] = joint) -> Tensor:
-            out: Tensor = torch.func.vmap(joint, in_dims=(None, 0))(theta, z).mean()
+        both = torch.func.vmap(torch.func.grad(joint, argnums=(0, 1)), in_dims=(None, 0))
+        scores, grads = both(theta, z)
+        weight = zero_variance(z, grads)
+
+        def mean(
+            theta: Tensor, z: Tensor, joint: Callable[..., Tensor] = joint, weight: Tensor = weight
+        ) -> Tensor:
+            out: Tensor = torch.func.vmap(joint, in_dims=(None, 0))(theta, z) @ weight
             return out
 
-        scores = torch.func.vmap(torch.func.grad(joint), in_dims=(None, 0))(theta, z)
         hessian = torch.func.jacrev(torch.func.grad(mean))(theta, z)
-        total = total - hessian - torch.cov(scores.mT)
-    return total
+        own = weight @ scores
+        away = scores - own
+        total = total - hessian - away.mT @ (weight[:, None] * away)
+        score, noise = score + own, noise + monte_carlo(scores, weight, z, grads, draws.shape[1])
+    return Louis(score, noise, total)
+
+
+def _known(z: Tensor, grads: Tensor) -> Tensor:
+    """Functions ``[S, q]`` whose posterior means are zero, as many as draws allow: under p(z | D)
+    E[g] = 0 and E[z_j g_k] = -1{j = k}."""
+    s, d = z.shape
+    none = z.new_zeros((s, 0))
+    linear = grads if 4 * d <= s else none
+    if 4 * (d + d * d) > s:
+        return linear
+    identity = torch.eye(d, dtype=z.dtype, device=z.device)
+    products = (z - z.mean(0)).unsqueeze(2) * grads.unsqueeze(1) + identity
+    return torch.cat((linear, products.flatten(1)), dim=1)
+
+
+def zero_variance(z: Tensor, grads: Tensor) -> Tensor:
+    """Weights ``[S]`` of draws ``[S, d]`` that take out of an average what the gradients of the log-posterior
+    there explain: those of a regression on functions whose mean is known to be zero. Where the posterior is
+    Gaussian the average of anything quadratic is exact."""
+    known = _known(z, grads)
+    spread = known - known.mean(0)
+    inverse = torch.linalg.pinv(spread.mT @ spread, rtol=1e-12, hermitian=True)
+    out: Tensor = 1 / len(z) - spread @ (inverse @ known.mean(0))
+    return out
+
+
+def monte_carlo(values: Tensor, weight: Tensor, z: Tensor, grads: Tensor, chains: int) -> Tensor:
+    """The covariance ``[p, p]`` of such an average of values ``[S, p]`` over draws of several chains in turn,
+    from the residuals of that regression."""
+    known = _known(z, grads)
+    spread, s = known - known.mean(0), len(z)
+    inverse = torch.linalg.pinv(spread.mT @ spread, rtol=1e-12, hermitian=True)
+    rest = values - values.mean(0)
+    rest = rest - spread @ (inverse @ (spread.mT @ rest))
+    # Parts of chains as batches: draws that follow one another are not independent.
+    parts = max(2, min(8 // chains, s // chains // 25))
+    length = s // chains // parts
+    batches = rest.unflatten(0, (chains, -1))[:, : parts * length].unflatten(1, (parts, length)).mean(2)
+    found = torch.cov(batches.flatten(0, 1).mT).reshape(values.shape[1], -1) / (chains * parts)
+    # What is explained by chance looks too quiet, and weights that differ make an average noisier.
+    out: Tensor = found * s / (s - known.shape[1]) * weight.square().sum() * s
+    return out
 
 
 def gauge_directions(hierarchy: Hierarchy, phi: Tensor, beta: Tensor) -> Tensor:
     """An orthonormal basis ``[p, g]`` of the directions in theta that change no prediction."""
-    gauge, normal = Gauge.of(hierarchy.model, hierarchy.prior), _normal(hierarchy)
+    gauge, normal = Gauge.of(hierarchy.model, hierarchy.prior), hierarchy.prior.component
     theta = torch.cat((phi, beta)).double()
-    if gauge is None:
+    if gauge is None or normal is None:
         return theta.new_zeros((theta.shape[0], 0))
     width = gauge.width
     identity = torch.eye(width, dtype=theta.dtype, device=theta.device)
@@ -119,7 +219,7 @@ def gauge_directions(hierarchy: Hierarchy, phi: Tensor, beta: Tensor) -> Tensor:
     def moved(a: Tensor) -> Tensor:
         return torch.cat(gauge.transform(theta[:size], theta[size:], a))
 
-    tangents = [torch.func.jvp(moved, (identity,), (g,))[1] for g in generators]
+    tangents = [derivative(moved, identity, g) for g in generators]
     if not tangents:
         return theta.new_zeros((theta.shape[0], 0))
     left, values, _ = torch.linalg.svd(torch.stack(tangents, dim=1), full_matrices=False)
@@ -194,7 +294,7 @@ def theta_draws(
     names += ["the prior's scale"] * (p - len(names))
     fixed = torch.eye(p, dtype=torch.float64, device=phi.device)[:, ~learned]
     gauge = gauge_directions(hierarchy, phi, beta)
-    basis = _complement(torch.cat((fixed, gauge), dim=1), p)
+    basis = complement(torch.cat((fixed, gauge), dim=1), p)
     values, vectors = torch.linalg.eigh(basis.mT @ total @ basis)
     vectors = basis @ vectors
     bad = values <= 1e-10 * values.max()
@@ -218,7 +318,7 @@ def _names(hierarchy: Hierarchy) -> list[str]:
     return [n for n, s in zip(layout.names, layout.sizes, strict=True) for _ in range(s)]
 
 
-def _complement(vectors: Tensor, p: int) -> Tensor:
+def complement(vectors: Tensor, p: int) -> Tensor:
     """An orthonormal basis of what is orthogonal to these columns."""
     if vectors.shape[1] == 0:
         return torch.eye(p, dtype=vectors.dtype, device=vectors.device)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedpop.kernels.mass import Mass
-from fedpop.kernels.target import Precision, Target
+from fedpop.kernels.target import DensePrecision, Precision, Target
 from fedpop.keys import Key
 from fedpop.settings import Setting
 
@@ -54,7 +54,9 @@ class Tuning:
     updates: Tensor
     mass: Mass | None = None
 
-    NAMES: ClassVar[tuple[str, ...]] = ("log_step", "updates", "mass_mean", "mass_variance", "mass_weight")
+    NAMES: ClassVar[tuple[str, ...]] = (
+        *("log_step", "updates", "mass_mean", "mass_variance", "mass_weight", "mass_covariance"),
+    )
     """What ``to_local`` may give."""
 
     @classmethod
@@ -68,11 +70,15 @@ class Tuning:
         local = {"log_step": self.log_step, "updates": self.updates}
         if self.mass is not None:
             local |= {f"mass_{name}": getattr(self.mass, name) for name in _MASS}
+            local |= {} if self.mass.covariance is None else {"mass_covariance": self.mass.covariance}
         return local
 
     @classmethod
     def from_local(cls, local: Mapping[str, Tensor]) -> Tuning:
-        mass = Mass(*(local[f"mass_{name}"] for name in _MASS)) if "mass_mean" in local else None
+        if "mass_mean" not in local:
+            return cls(local["log_step"], local["updates"])
+        mean, variance, weight = (local[f"mass_{name}"] for name in _MASS)
+        mass = Mass(mean, variance, weight, local.get("mass_covariance"))
         return cls(local["log_step"], local["updates"], mass)
 
     def where(self, keep: Tensor, other: Tuning) -> Tuning:
@@ -185,7 +191,7 @@ class Kernel(Setting, ABC):
     target_acceptance: ClassVar[float | None] = None
     largest_log_step: ClassVar[float] = 0.0
     adapts_mass: ClassVar[bool] = False
-    """Learns a diagonal mass per client where the head has no curvature bound."""
+    """Learns a mass per client where the head has no curvature bound: dense for a small z, else diagonal."""
 
     @property
     def gradients_per_step(self) -> int:
@@ -224,10 +230,13 @@ class Kernel(Setting, ABC):
         return Tuning.fresh(clients, self.initial_log_step, like, dimension if self.adapts_mass else None)
 
     def preconditioner(self, target: Target, tuning: Tuning) -> Precision:
-        """Q of a linear head, else the prior's precision rescaled to the client's own variances."""
+        """Q of a linear head; else what the client's own draws say, from the prior's precision on."""
         if tuning.mass is None:
             return target.precision()
-        return target.precision(tuning.mass.sd(target.prior.unit(target.beta)))
+        unit = target.prior.unit(target.beta)
+        if tuning.mass.covariance is not None:
+            return DensePrecision(tuning.mass.factor(unit, target.prior_correlation()))
+        return target.precision(tuning.mass.sd(unit))
 
     def adapt(self, target: Target, done: Pass) -> Tuning:
         """The next tuning from what a pass did with the present one."""
@@ -242,12 +251,22 @@ class Kernel(Setting, ABC):
         if mass is not None:
             prior = target.prior.unit(target.beta)
             draws, grads = done.draws.flatten(1, 2), done.grads.flatten(1, 2)
-            mass, before = mass.after(draws, grads, tuning.updates), mass.sd(prior)
+            before, mass = mass, mass.after(draws, grads, tuning.updates)
             # The step was short for the sake of a direction that turns out to be narrow: now that steps
             # are measured by its width, its own may stay as it was, and all others grow.
-            narrowed = (before / mass.sd(prior)).amax(-1)
+            narrowed = self._narrowed(target, prior, before, mass)
             log_step = torch.where(narrowed > 2, log_step + narrowed.log(), log_step)
         return Tuning(log_step.clamp(max=self.largest_log_step), tuning.updates + 1, mass)
+
+    @staticmethod
+    def _narrowed(target: Target, prior: Tensor, before: Mass, after: Mass) -> Tensor:
+        """By how much the width of that direction fell that was narrowed most, ``[C]``."""
+        if after.covariance is None:
+            return (before.sd(prior) / after.sd(prior)).amax(-1)
+        correlation = target.prior_correlation()
+        old, new = (mass.factor(prior, correlation).double() for mass in (before, after))
+        out: Tensor = torch.linalg.matrix_norm(torch.linalg.solve_triangular(new, old, upper=False), 2)
+        return out.to(prior.dtype)
 
 
 def metropolis(new: State, old: State, change: Tensor, uniform: Tensor) -> Transition:

@@ -17,9 +17,9 @@ from fedpop.kernels.target import Precision, Target
 class HMC(Kernel):
     """``leapfrog`` steps with mass matrix Q, then accept or reject.
 
-    Q is the curvature bound plus the prior's precision (a linear head), or a diagonal that adapts to each
-    client's draws, from the prior's precision on (any other head). Each client's largest step e adapts to
-    an acceptance of 0.8 and stays below 0.6; the step of a transition is uniform on (e/3, e), because a
+    Q is the curvature bound plus the prior's precision (a linear head), or a matrix that adapts to each
+    client's draws, from the prior's precision on (any other head: dense up to 20 dimensions of z, diagonal
+    above). Each client's largest step e adapts to an acceptance of 0.8 and stays below 0.6; the step of a transition is uniform on (e/3, e), because a
     fixed number of fixed steps can be half a period of the directions that the data say nothing about: z
     would swing from one side to the other while norm(z)^2 hardly moves.
 

@@ -16,7 +16,7 @@ from fedpop.kernels.target import Precision, Target
 class MALA(Kernel):
     """z' = z + (e^2/2) Q^-1 grad + e L^-T xi with Q = L L', accepted or rejected.
 
-    Q is the curvature bound plus the prior's precision (a linear head) or the adapted diagonal mass (any
+    Q is the curvature bound plus the prior's precision (a linear head) or the adapted mass (any
     other). One gradient per step; each client's e adapts to an acceptance of 0.574, the best for many
     dimensions (Roberts and Rosenthal, 1998). It is HMC with one leapfrog step of fixed size, and per
     gradient usually worse than HMC: its moves are a random walk's.

@@ -62,6 +62,19 @@ class RescaledPrecision(Precision):
 
 
 @dataclass(frozen=True)
+class DensePrecision(Precision):
+    """Q with Q^-1 = A A', one factor ``[C, d, d]`` for each client."""
+
+    factor: Tensor
+
+    def root(self, v: Tensor) -> Tensor:
+        return torch.bmm(v, self.factor)
+
+    def root_transposed(self, v: Tensor) -> Tensor:
+        return torch.bmm(v, self.factor.mT)
+
+
+@dataclass(frozen=True)
 class BlockPrecision(Precision):
     """Blocks ``[C or 1, B or 1, q, q]``: z ``[C, K, d]`` is read as ``[C, K, B, q]``."""
 
@@ -169,6 +182,15 @@ class Target:
         if sd is None:
             return self._prior_precision()
         return RescaledPrecision(self._prior_precision(), (sd / self.prior.unit(self.beta)).unsqueeze(1))
+
+    def prior_correlation(self) -> Tensor | None:
+        """``[d, d]``; None where there is none."""
+        if self.prior.covariance != "full":
+            return None
+        covariance = torch.linalg.inv(self.prior.precision(self.beta).double())
+        width = covariance.diagonal().rsqrt()
+        out: Tensor = width[:, None] * covariance * width
+        return out
 
     def _prior_precision(self) -> Precision:
         if self.prior.covariance == "full":

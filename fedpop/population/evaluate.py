@@ -21,10 +21,13 @@ from fedpop.models.predictive import Predictive
 from fedpop.population.population import Population
 
 
-def evaluate(population: Population, split: str = "test", *, widths: bool = True) -> Evaluation:
+def evaluate(
+    population: Population, split: str = "test", *, widths: bool = True, theta_uncertainty: bool = False
+) -> Evaluation:
     """Score every client of a population on its own examples of a split.
 
     ``widths`` False leaves out the mean width of intervals, which costs more than all other scores together.
+    With ``theta_uncertainty`` predictions do not take theta for granted (``Population.predict``).
 
     >>> import torch, fedpop as fp
     >>> x, y = torch.eye(2), torch.tensor([0, 1])
@@ -34,7 +37,8 @@ def evaluate(population: Population, split: str = "test", *, widths: bool = True
     >>> fp.evaluate(method.fit(clients, rounds=1))
     Evaluation(2 clients, accuracy 1, plug-in)
     """
-    found = ((population.names[i], p, y) for i, p, y in population.held_out(split))
+    held_out = population.held_out(split, theta_uncertainty=theta_uncertainty)
+    found = ((population.names[i], p, y) for i, p, y in held_out)
     return scored(found, widths=widths)
 
 

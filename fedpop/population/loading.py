@@ -8,6 +8,7 @@ from typing import Any
 
 from fedpop.algorithms import rebuild
 from fedpop.errors import CheckpointError
+from fedpop.evaluation.verdict import verdict_of
 from fedpop.federation.clients import Federation
 from fedpop.files import read_json, read_tensors
 from fedpop.keys import Key
@@ -75,6 +76,8 @@ def load(
         drift=saved["drift"],
         names=saved["clients"],
         learned_from=saved["learned_from"],
+        convergence=verdict_of(saved.get("convergence")),
+        kept=saved.get("kept"),
     )
     for file in sorted((folder / "clients").glob("*.safetensors")):
         name = saved["clients"][int(file.stem)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,10 +16,12 @@ from fedpop.algorithms.base import Algorithm
 from fedpop.channel import Tensors
 from fedpop.client.plan import Plan, final_plan, parse_bytes, plan_for
 from fedpop.client.store import LocalStore
-from fedpop.errors import CheckpointError, DataError, SettingsError
+from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
+from fedpop.evaluation.convergence import ToTheOptimum, small
 from fedpop.evaluation.diagnostics import ChainsAndGradient, Diagnostics, rhat_and_ess
 from fedpop.evaluation.information import Information, require_small, theta_draws
 from fedpop.evaluation.marginal import LogLikelihood, MarginalLikelihood
+from fedpop.evaluation.verdict import Verdict, loss_trend
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Hierarchy
@@ -72,6 +74,10 @@ class Population:
     names: list[str] = field(default_factory=list)
     learned_from: int = 0
     """How many clients theta was learned from, also where they are not here."""
+    convergence: Verdict | None = None
+    """Whether theta had converged when the run ended, where the run looked."""
+    kept: int | None = None
+    """The round whose theta this is, where validation data chose it (``callbacks.EarlyStop``)."""
     _personal: dict[int, Tensors] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -201,7 +207,9 @@ class Population:
             self._personalise(ids)
         return self
 
-    def held_out(self, split: str) -> Iterator[tuple[int, Predictive | None, Tensor]]:
+    def held_out(
+        self, split: str, *, theta_uncertainty: bool = False
+    ) -> Iterator[tuple[int, Predictive | None, Tensor]]:
         """For every client that has examples in this split: its position, the predictive distribution of
         these examples (None where the method has no model for this client) and their targets."""
         if self.federation is None or split not in self.federation.splits:
@@ -214,6 +222,9 @@ class Population:
         for i in (sizes > 0).nonzero().squeeze(1).tolist():
             own = self.federation.cohort(torch.tensor([i]), self.device, split)
             try:
+                if theta_uncertainty:
+                    yield i, self.predict(i, own.x, theta_uncertainty=True), own.y
+                    continue
                 found = method.predict(self.published, self._model_of(i), own.x, self._predict_key(i))
                 yield i, found, own.y
             except DataError:
@@ -233,12 +244,23 @@ class Population:
         return self.ask(MarginalLikelihood(self._hierarchy("marginal likelihood")))
 
     def diagnostics(self, limit: int = 1000) -> Diagnostics:
-        """R-hat and ESS of the final pass over (at most ``limit``) clients, and theta's gradient, which
-        needs all clients and is left out when there are more."""
+        """R-hat and ESS of the final pass over (at most ``limit``) clients; theta's gradient and, of a small
+        model, its distance from a local optimum, which need all clients and are left out when there are more.
+        """
         hierarchy, among = self._hierarchy("chains"), None
         if len(self) > limit:
             among = torch.linspace(0, len(self) - 1, limit).long()
-        return self.ask(ChainsAndGradient(hierarchy, self.drift, tuple(self.at_bound), among is None), among)
+        question = ChainsAndGradient(hierarchy, self.drift, tuple(self.at_bound), among is None)
+        found, verdict = self.ask(question, among), self._judged() if among is None else self.convergence
+        return replace(found, theta=replace(found.theta, verdict=verdict))
+
+    def _judged(self) -> Verdict | None:
+        """Whether the returned theta has converged: from the final draws, or from the training loss."""
+        hierarchy, phi, beta = self._hierarchy("chains"), self.published["phi"], self.published["beta"]
+        if small(hierarchy, phi, beta):
+            with suppress(EstimateError):
+                return self.ask(ToTheOptimum(hierarchy, self.algorithm.phi_ball))
+        return self.convergence or loss_trend(self.history)
 
     def theta_draws(self) -> list[tuple[Tensor, Tensor]]:
         """Draws of theta from its asymptotic normal law; computed once."""
@@ -259,7 +281,14 @@ class Population:
         """theta alone: no data, no chains; it can still make models for new clients."""
         published, learned_from = dict(self.published), self.learned_from
         return Population(
-            self.algorithm, published, self.key, None, rounds=self.rounds, learned_from=learned_from
+            self.algorithm,
+            published,
+            self.key,
+            None,
+            rounds=self.rounds,
+            learned_from=learned_from,
+            convergence=self.convergence,
+            kept=self.kept,
         )
 
     def save(self, path: str | Path, *, posteriors: str = "auto") -> Path:
@@ -279,7 +308,9 @@ class Population:
             "clients": self.names,
             "learned_from": self.learned_from,
             "rounds": self.rounds,
+            "kept": self.kept,
             "drift": self.drift,
+            "convergence": None if self.convergence is None else self.convergence.plain(),
             "totals": self.totals,
         }
         return save(Path(path), self.algorithm, self.published, self._personal, about, self.history)

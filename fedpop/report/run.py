@@ -38,8 +38,12 @@ def run_report(folder: Path) -> Path:
         if points:
             figures.append(Figure(plots.curves({name: points}, "round", label, log_y=False), label))
     last = history[-1]
+    result = _result(folder)
+    kept, verdict = result.get("kept"), result.get("convergence")
     rows = [
-        ("rounds", str(last["round"])),
+        ("rounds run", str(last["round"])),
+        *([] if kept is None else [("round kept", f"{kept}, the best on validation data")]),
+        *([] if verdict is None else [("theta", str(verdict["words"]))]),
         ("sent up", human_bytes(last["bytes_up"])),
         ("sent down", human_bytes(last["bytes_down"])),
         ("seconds", f"{last['seconds']:.1f}"),
@@ -56,6 +60,15 @@ def run_report(folder: Path) -> Path:
 def tell_run(folder: Path) -> None:
     """Write the report, and say where it is."""
     terminal.console().print(f"The report is in [bold]{run_report(folder)}[/bold].")
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    """What a run, or the population that was saved, says of its end; nothing before it."""
+    for file in ("result.json", "population.json"):
+        if (folder / file).exists():
+            found: dict[str, Any] = read_json(folder / file)
+            return found
+    return {}
 
 
 def _name(folder: Path) -> str:

@@ -71,7 +71,7 @@ class EarlyStop(Callback):
             raise DataError("early stopping needs validation data: give clients a validation set")
 
     def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
-        if run.round % self.every or run.round <= run.algorithm.warm_up(run.settings.rounds):
+        if run.round % self.every or run.round <= run.algorithm.warm_up(run.ends[0]):
             return False
         score = run.validation_score()
         metrics["validation_log_likelihood"] = score

@@ -25,12 +25,16 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     config: dict[str, Any]
     metrics_bytes: int
+    ends: list[int]
+    """Of the run's stages, the present one included."""
     threads: int
     precision: str
     """What the backbone runs in, chosen at the first start."""
     totals: dict[str, float]
     rate: float | None = None
     """A step size that trial rounds found before the first one."""
+    kept: int | None = None
+    """The round of the best state on validation data, where one is remembered."""
     callbacks: dict[str, Any] = field(default_factory=dict)
     stopped: bool = False
 
@@ -89,9 +93,10 @@ def _read_one(path: Path) -> Checkpoint:
 
 
 def require_same(config: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Refuse to resume a run whose settings or data have changed; name what differs."""
+    """Refuse to resume a run whose settings or data have changed; name what differs. More rounds are none of
+    them: the run is extended."""
     config = json.loads(json.dumps(config))
-    different = _differences("", saved, config)
+    different = _differences("", saved | {"rounds": None}, config | {"rounds": None})
     if different:
         raise CheckpointError(
             "cannot resume: settings differ from those of the saved run ("

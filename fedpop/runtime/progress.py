@@ -16,6 +16,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fedpop.evaluation.verdict import Verdict
+
 
 def human_bytes(count: float) -> str:
     """
@@ -35,7 +37,12 @@ class Bar:
     def __init__(self, progress: Progress | None, task: Any) -> None:
         self._progress, self._task = progress, task
 
-    def update(self, round: int, metrics: dict[str, Any]) -> None:
+    def say(self, verdict: Verdict | None) -> None:
+        """The last word, where there is one."""
+        if self._progress is not None and verdict is not None:
+            self._progress.console.print(f"theta: {verdict.words}", highlight=False)
+
+    def update(self, round: int, rounds: int, metrics: dict[str, Any]) -> None:
         if self._progress is None:
             return
         parts = [f"active {metrics['active']}"]
@@ -44,7 +51,7 @@ class Bar:
         if metrics.get("acceptance") is not None:
             parts.append(f"accept {metrics['acceptance']:.2f}")
         parts.append(human_bytes(metrics["bytes_up"] + metrics["bytes_down"]))
-        self._progress.update(self._task, completed=round, numbers="  ".join(parts))
+        self._progress.update(self._task, completed=round, total=rounds, numbers="  ".join(parts))
 
 
 @contextmanager

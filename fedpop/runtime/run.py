@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +23,7 @@ from fedpop.client.store import LocalStore
 from fedpop.errors import CheckpointError, FedpopError, SettingsError
 from fedpop.evaluation.marginal import MarginalLikelihood
 from fedpop.evaluation.validation import ValidationScore
+from fedpop.evaluation.verdict import Verdict
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active, Participation
 from fedpop.files import writable_folder, write_json
@@ -33,7 +32,9 @@ from fedpop.population import Population, Sites
 from fedpop.questions import Question
 from fedpop.runtime import checkpoint as checkpoints
 from fedpop.runtime.callbacks import Callback
+from fedpop.runtime.guards import patient_interrupts, threads
 from fedpop.runtime.progress import progress_bar
+from fedpop.runtime.stages import at_the_end, further, planned, stage_at
 from fedpop.settings import require_whole
 
 
@@ -41,7 +42,8 @@ from fedpop.settings import require_whole
 class Settings:
     """How a run is carried out, apart from the method itself."""
 
-    rounds: int
+    rounds: int | None
+    """None: until it has converged."""
     seed: int
     participation: Participation
     memory: str = "1GiB"
@@ -50,7 +52,9 @@ class Settings:
     sites: Mapping[str, Sequence[str]] | None = None
 
     def __post_init__(self) -> None:
-        require_whole(1, rounds=self.rounds, checkpoint_every=self.checkpoint_every)
+        require_whole(1, checkpoint_every=self.checkpoint_every)
+        if self.rounds is not None:
+            require_whole(1, rounds=self.rounds)
         require_whole(seed=self.seed)
         if not 0 <= self.seed < 2**64:
             raise SettingsError(f"a seed is a whole number from 0 to 2^64 - 1, not {self.seed}")
@@ -87,8 +91,9 @@ class Run:
         # Every setting is checked by now: nothing is created for a run that cannot be.
         self.folder = None if folder is None else writable_folder(folder)
         self.federation, self.settings, self.callbacks = federation, settings, list(callbacks)
-        active = settings.participation.expected(len(federation))
-        self.facts = Facts(len(federation), settings.rounds, restart, active)
+        self.ends = planned([], settings.rounds)
+        """Of its stages; schedules go by the present one."""
+        self.restart = restart
         self.key = Key(settings.seed)
         """The server's. Sites have one of their own, which in simulation derives from the seed too."""
         self.secret = Key(settings.seed, purpose="site")
@@ -101,7 +106,17 @@ class Run:
         self.history: list[dict[str, Any]] = []
         self.threads = torch.get_num_threads()
         self.metrics_bytes = 0
+        self.verdict: Verdict | None = None
+        self.kept: int | None = None
+        """The round whose theta is returned, where validation data choose it."""
         self._best: tuple[Tensors, LocalStore] | None = None
+
+    @property
+    def facts(self) -> Facts:
+        stage = stage_at(self.ends, self.round)
+        clients = len(self.federation)
+        active = self.settings.participation.expected(clients)
+        return Facts(clients, stage.end, self.restart, stage.start, self.ends[0], active)
 
     # --- a run from start to end -------------------------------------------------------------
 
@@ -109,30 +124,42 @@ class Run:
         """All rounds; nothing that was finished is lost to a crash or a Ctrl-C."""
         stopped = self.begin(resume)
         with (
-            _threads(self.threads),
+            threads(self.threads),
             self._metrics_file() as file,
-            _patient_interrupts() as interrupted,
-            progress_bar(self.algorithm.label, self.settings.rounds, self.round, progress) as bar,
+            patient_interrupts() as interrupted,
+            progress_bar(self.algorithm.label, self.ends[-1], self.round, progress) as bar,
         ):
-            while self.round < self.settings.rounds and not stopped:
+            while not stopped and (self.round < self.ends[-1] or self._goes_on()):
                 metrics = self.train_round()
                 # All of them are to see the round.
                 stopped = any([c.after_round(self, metrics) for c in self.callbacks])  # noqa: C419
                 self.history.append(metrics)
                 if file is not None:
                     file.write((json.dumps(metrics) + "\n").encode())
-                last = stopped or self.round == self.settings.rounds
+                last = stopped or self.round == self.ends[-1]
                 if file is not None and (
                     last or interrupted.is_set() or self.round % self.settings.checkpoint_every == 0
                 ):
                     file.flush()
                     os.fsync(file.fileno())  # a checkpoint may not be newer than the lines it counts
                     self._write_checkpoint(file.tell(), stopped)
-                bar.update(self.round, metrics)
+                bar.update(self.round, self.ends[-1], metrics)
                 if interrupted.is_set():
                     raise KeyboardInterrupt
-        self.recall()  # to the best theta on validation data, where that was watched
+            self.recall()  # to the best theta on validation data, where that was watched
+            self.verdict = at_the_end(self)
+            bar.say(self.verdict)
+        if self.folder is not None:
+            verdict = None if self.verdict is None else self.verdict.plain()
+            result = {"rounds": self.round, "kept": self.kept, "convergence": verdict}
+            write_json(self.folder / "result.json", result)
         return self.population()
+
+    def _goes_on(self) -> bool:
+        """At the end of a stage: whether there is another one, which there is until theta has converged."""
+        end = further(self)
+        self.ends += [] if end is None else [end]
+        return end is not None
 
     def population(self) -> Population:
         """What has been learned so far."""
@@ -146,6 +173,8 @@ class Run:
             totals=self.totals,
             rounds=self.round,
             drift=self.algorithm.drift(self.server),
+            convergence=self.verdict,
+            kept=self.kept,
         )
 
     def begin(self, resume: bool = False) -> bool:
@@ -162,6 +191,9 @@ class Run:
         self.requested = self._config()
         if saved is not None:
             checkpoints.require_same(self.requested, saved.config)
+            self.ends = planned(saved.ends, self.settings.rounds)
+            if self.folder is not None and self.requested != saved.config:
+                write_json(self.folder / "config.json", self.requested)  # the same, with more rounds
             return self._restore(saved)
         started = time.perf_counter()
         self._compute_in(self.algorithm.model.chosen_precision(), self.algorithm)
@@ -199,7 +231,7 @@ class Run:
             "memory": self.settings.memory,
             "precision": self.settings.precision,
             "sites": self.settings.sites and {k: list(v) for k, v in self.settings.sites.items()},
-            "restart": self.facts.restart,
+            "restart": self.restart,
             "clients": len(self.federation),
             "data": self.federation.fingerprint(),
         }
@@ -211,7 +243,7 @@ class Run:
         The likelihood is the marginal one where it is closed-form, else the expected complete-data one
         that the rounds themselves report.
         """
-        run = Run(algorithm, self.federation, self.settings, restart=self.facts.restart)
+        run = Run(algorithm, self.federation, self.settings, restart=self.restart)
         path: list[float] = []
         hierarchy = algorithm.hierarchy
         exact = hierarchy is not None and hierarchy.closed_form
@@ -238,11 +270,14 @@ class Run:
         started = time.perf_counter()
         method, shared = self.algorithm, self.key.at(round=self.round, purpose="train")
         secret = self.secret.at(round=self.round, purpose="train")
+        facts = self.facts
+        if self.round == facts.start > 0:
+            self.server = method.extended(self.server, facts)
         active = active_units(self.settings.participation, self.federation, self.key, self.round)
         broadcast = method.broadcast(self.server)
         now = Round(self.round, broadcast, secret, shared)
         done = self.sites.round(method, now, active, self.plan)
-        self.server = method.server_round(self.server, done.total, self.facts, shared)
+        self.server = method.server_round(self.server, done.total, facts, shared)
         self.sites.keep(done.updates)
         self.round += 1
         self.spend({"bytes_up": done.bytes_up, "bytes_down": self.sites.bytes_down(broadcast, active.ids)})
@@ -272,7 +307,7 @@ class Run:
 
     def remember(self) -> None:
         """Keep the present state as the best so far: the server's own, and each site's on order."""
-        self._best = (dict(self.server), self.sites.snapshot())
+        self._best, self.kept = (dict(self.server), self.sites.snapshot()), self.round
 
     def recall(self) -> None:
         """Go back to the best state so far, which stays remembered whatever comes after."""
@@ -296,6 +331,8 @@ class Run:
                 tensors=tensors,
                 config=self.requested,
                 metrics_bytes=metrics_bytes,
+                ends=self.ends,
+                kept=self.kept,
                 threads=self.threads,
                 precision=self.precision,
                 totals=self.totals,
@@ -312,7 +349,7 @@ class Run:
         if "best.slots" in tensors:
             best = _part("best.", tensors, torch.device("cpu"))
             self._best = (_part("server.", best, self.sites.device), LocalStore.restore(best))
-        self.round, self.totals = saved.round, dict(saved.totals)
+        self.round, self.kept, self.totals = saved.round, saved.kept, dict(saved.totals)
         method = self.algorithm
         if saved.rate is not None and method.rate() != saved.rate:
             method = method.with_rate(saved.rate)
@@ -347,34 +384,3 @@ class Run:
 
 def _part(prefix: str, tensors: Tensors, device: torch.device) -> Tensors:
     return {n[len(prefix) :]: t.to(device) for n, t in tensors.items() if n.startswith(prefix)}
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """The same bits need the same split of sums over threads: those of the run's first start."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _patient_interrupts() -> Iterator[threading.Event]:
-    """Ctrl-C waits for the end of the round, so that a checkpoint can be written; twice stops at once."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-
-    def handler(number: int, frame: Any) -> None:
-        if event.is_set():
-            raise KeyboardInterrupt
-        event.set()
-
-    previous = signal.signal(signal.SIGINT, handler)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, previous)

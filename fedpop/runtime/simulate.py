@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedpop.algorithms.base import RUNTIMES, Algorithm
-from fedpop.errors import SettingsError
+from fedpop.errors import FedpopWarning, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Participation
 from fedpop.federation.participation import resolve as resolve_participation
@@ -16,6 +17,7 @@ from fedpop.files import write_json
 from fedpop.population import Population
 from fedpop.runtime.callbacks import Callback
 from fedpop.runtime.run import Run, Settings
+from fedpop.runtime.stages import advice
 from fedpop.settings import require_whole
 
 
@@ -23,7 +25,7 @@ def fit(
     method: Algorithm,
     clients: Any,
     *,
-    rounds: int = 500,
+    rounds: int | None = None,
     seed: int = 0,
     participation: Participation | int | float | Sequence[float] | None = None,
     out: str | Path | None = None,
@@ -38,15 +40,22 @@ def fit(
 ) -> Population:
     """Run a method on one machine and return the population it learned.
 
+    Without ``rounds`` it runs until it has converged: in stages, each as long as all before it together,
+    until theta is within 0.05 nats of a local optimum (for networks: until the training loss has stopped
+    falling), 8,000 rounds at most. With ``rounds`` it runs so many. ``population.convergence`` and
+    ``print(population)`` say whether that was enough, and a run of 100 rounds or more that stopped a nat or
+    more too soon warns. A finished run goes on with ``fit(..., out=the same, resume=True, rounds=more)``: a
+    further stage, in which steps start anew at full size and decrease towards the new end.
+
     ``participation`` is who takes part in a round: None for everyone; a probability such as 0.1 for each
     client by itself (1.0 is everyone); a whole number such as 10 for that many, drawn without replacement;
     or a rule such as ``participation.Bernoulli([0.1, 0.5, ...])``.
 
-    ``out`` receives ``config.json``, ``metrics.jsonl`` and checkpoints, from which ``resume`` goes on to
-    the same bits. ``restarts`` further runs from other random starts are compared by their marginal
-    likelihood and the best one is returned. ``precision`` is that of the backbone: "float32", "bfloat16", or
-    "auto" for whichever this machine is faster in; the model's own unless told. ``sites`` maps the name of a
-    site to those of its clients, which then send one message together.
+    ``out`` receives ``config.json``, ``metrics.jsonl``, ``result.json`` and checkpoints, from which
+    ``resume`` goes on to the same bits. ``restarts`` further runs from other random starts are compared by
+    their marginal likelihood and the best one is returned. ``precision`` is that of the backbone: "float32",
+    "bfloat16", or "auto" for whichever this machine is faster in; the model's own unless told. ``sites`` maps
+    the name of a site to those of its clients, which then send one message together.
 
     >>> import torch, fedpop as fp
     >>> from torch import nn
@@ -77,14 +86,21 @@ def fit(
         run = Run(started, federation, settings, where, own, restart)
         population = run.execute(resume=resume, progress=progress)
         if not restarts:
-            return population
+            return _told(population, rounds, out is not None)
         scores.append(population.log_likelihood().value)
         if best is None or scores[-1] > best[0]:
             best = (scores[-1], population)
     if folder is not None:
         write_json(folder / "restarts.json", {"log_likelihood": scores})
     assert best is not None
-    return best[1]
+    return _told(best[1], rounds, out is not None)
+
+
+def _told(population: Population, rounds: int | None, saved: bool) -> Population:
+    """The population, with a warning where it is known to have ended too soon."""
+    if words := advice(population, rounds, saved):
+        warnings.warn(words, FedpopWarning, stacklevel=4)
+    return population
 
 
 def check_restarts(method: Algorithm) -> None:

@@ -49,7 +49,7 @@ class Watch(Callback):
             raise DataError(f"no client has {self.split} data to be judged on")
 
     def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
-        rounds = run.settings.rounds
+        rounds = run.facts.rounds  # the end of this stage: which one is the last is not known before
         if (self.every and run.round % self.every == 0) or run.round > rounds - self.last:
             self.points.append(self._look(run))
         return False

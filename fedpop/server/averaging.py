@@ -1,9 +1,9 @@
 """Averages of the iterates theta_k, and how far theta still drifts.
 
 ``iterate`` is the average of the paper's theorem, sum eta_k theta_k / sum eta_k over all rounds; ``tail``
-is the plain mean over the last rounds. The tail is kept in two halves, so that their difference tells
-whether theta has settled. Averaging needs a fixed gauge: ``align`` moves theta_k along the directions
-that the model cannot tell apart, towards the first theta of the window.
+is the plain mean over the last rounds (of the present stage). The tail is kept in two halves, so that their
+difference tells whether theta has settled. Averaging needs a fixed gauge: ``align`` moves theta_k along the
+directions that the model cannot tell apart, towards the first theta of the window.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
+from fedpop.server.schedules import Rounds, Stage
 from fedpop.settings import Setting
 
 AVERAGES = ("tail", "iterate", "last")
@@ -51,16 +52,29 @@ class Averaging(Setting):
         }
 
     def update(
-        self, state: dict[str, Tensor], theta: Tensor, eta: float, k: int, rounds: int, align: Align
+        self,
+        state: dict[str, Tensor],
+        theta: Tensor,
+        eta: float,
+        k: int,
+        rounds: Rounds,
+        align: Align,
+        warm_up: int = 0,
     ) -> dict[str, Tensor]:
-        """Take theta_{k+1} into account, reached with step eta in round k."""
-        if k < 0:  # a warm-up: its rounds do not count
+        """Take theta_{k+1} into account, reached with step eta in round k; nothing is, before the stage that
+        ``rounds`` are, and ``warm_up`` rounds count in none."""
+        first, last = Stage.of(rounds)
+        if k < first:
             return state
-        start = int(rounds * (1 - self.tail))
-        middle = (start + rounds) // 2
+        start = first + int((last - first) * (1 - self.tail))
+        middle = (start + last) // 2
         state = dict(state)
+        if (
+            k == first > warm_up
+        ):  # the tail of an earlier stage: until a new one begins the last iterate stands
+            state |= {n: v for n, v in self.init(theta).items() if n.startswith(("first", "second"))}
         # One reference for the whole average: a second one would mix two gauges.
-        if k == (0 if self.which == "iterate" else start):
+        if k == (warm_up if self.which == "iterate" else start):
             state["reference"] = theta.clone()
         if k < start and self.which != "iterate":
             return state

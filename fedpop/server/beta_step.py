@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from fedpop.errors import SettingsError
 from fedpop.priors import Hyperprior, Prior
 from fedpop.server.em import EM
 from fedpop.server.optimisers import Adam, Optimiser
-from fedpop.server.schedules import Constant
+from fedpop.server.schedules import Constant, Rounds
 from fedpop.settings import Setting, require_one_of
 
 FORMS = ("auto", "left", "right", "mixed")
@@ -27,18 +26,6 @@ SCALE = Adam(float(__import__("os").environ.get("SR", ".15")), Constant(), beta1
 of z, hundreds of times too short for a handful of examples; and what a score of the scale is worth cannot be
 told from its variance over units far from the optimum. These are at most so long, and shorter where scores of
 successive rounds disagree."""
-
-
-class Counts(Protocol):
-    """What the server knows of the federation."""
-
-    @property
-    def clients(self) -> int: ...
-    @property
-    def rounds(self) -> int: ...
-    @property
-    def heard(self) -> float:
-        """How many clients a round has on average."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +71,16 @@ class BetaStep(Setting):
         score: Tensor,
         total: Total,
         state: Tensors,
-        facts: Counts,
         k: int,
+        rounds: Rounds,
+        clients: int,
+        heard: float,
     ) -> tuple[Tensor, Tensors]:
         """beta after one step from the estimated sum of scores, hyperprior included."""
-        step, clients = self.on(prior), facts.clients
+        step = self.on(prior)
         if isinstance(step, EM):
-            share = min(1.0, facts.heard / FEW)
-            rate = share * step.at(k, facts.rounds)
+            share = min(1.0, heard / FEW)
+            rate = share * step.at(k, rounds)
             curvature = float(total.estimate("curvature", beta.new_zeros(()))) / clients
             # Clients that are all alike leave a prior without width, and EM's step of mu with it: then
             # mu moves by gradient steps of one over the likelihood's mean curvature.
@@ -103,7 +92,7 @@ class BetaStep(Setting):
                 return new, state
             old, grad = prior.scale_score(beta), prior.scale_score(score)
             assert old is not None and grad is not None
-            adam = replace(SCALE, rate=SCALE.rate * math.sqrt(share) * step.at(k, facts.rounds))
-            scale, state = adam.step(old, grad, state, torch.ones_like(old), k, facts.rounds)
+            adam = replace(SCALE, rate=SCALE.rate * math.sqrt(share) * step.at(k, rounds))
+            scale, state = adam.step(old, grad, state, torch.ones_like(old), k, rounds)
             return torch.cat((new[: len(beta) - len(old)], scale if prior.learns_scale else old)), state
-        return step.step(beta, prior.gradient(beta, score), state, prior.units(beta), k, facts.rounds)
+        return step.step(beta, prior.gradient(beta, score), state, prior.units(beta), k, rounds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedpop.errors import SettingsError
+from fedpop.server.schedules import Rounds, Stage
 from fedpop.settings import Setting
 
 
@@ -25,6 +26,6 @@ class EM(Setting):
         if not 0 < self.final <= self.rate <= 1:
             raise SettingsError(f"EM rates satisfy 0 < final <= rate <= 1, not {self}")
 
-    def at(self, k: int, rounds: int) -> float:
-        share = k / max(rounds, 1)
+    def at(self, k: int, rounds: Rounds) -> float:
+        share = Stage.of(rounds).share(k)
         return self.rate if share < 0.5 else self.rate + (self.final - self.rate) * (2 * share - 1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
-from fedpop.server.schedules import Constant, Decay, Schedule
+from fedpop.server.schedules import Constant, Decay, Rounds, Schedule
 from fedpop.settings import Setting
 
 OptimiserState = dict[str, Tensor]
@@ -28,7 +28,7 @@ class Optimiser(Setting, ABC):
 
     @abstractmethod
     def step(
-        self, x: Tensor, grad: Tensor, state: OptimiserState, unit: Tensor, k: int, rounds: int
+        self, x: Tensor, grad: Tensor, state: OptimiserState, unit: Tensor, k: int, rounds: Rounds
     ) -> tuple[Tensor, OptimiserState]:
         """The next x; ``unit`` is the natural size of a change of each coordinate."""
 
@@ -61,7 +61,7 @@ class SGD(Optimiser):
         return {}
 
     def step(
-        self, x: Tensor, grad: Tensor, state: OptimiserState, unit: Tensor, k: int, rounds: int
+        self, x: Tensor, grad: Tensor, state: OptimiserState, unit: Tensor, k: int, rounds: Rounds
     ) -> tuple[Tensor, OptimiserState]:
         if self.rate is None:
             raise SettingsError("this step has no rate yet; it is found by trial rounds in fit()")
@@ -94,7 +94,7 @@ class Adam(Optimiser):
         return {"first": zero, "second": zero.clone(), "count": x.new_zeros(())}
 
     def step(
-        self, x: Tensor, grad: Tensor, state: OptimiserState, unit: Tensor, k: int, rounds: int
+        self, x: Tensor, grad: Tensor, state: OptimiserState, unit: Tensor, k: int, rounds: Rounds
     ) -> tuple[Tensor, OptimiserState]:
         count = state["count"] + 1
         steps = float(count)
@@ -131,7 +131,7 @@ class MeanMove(Optimiser):
         return {"velocity": torch.zeros_like(x)} if self.momentum else {}
 
     def step(
-        self, x: Tensor, grad: Tensor, state: OptimiserState, unit: Tensor, k: int, rounds: int
+        self, x: Tensor, grad: Tensor, state: OptimiserState, unit: Tensor, k: int, rounds: Rounds
     ) -> tuple[Tensor, OptimiserState]:
         if self.momentum:
             grad = self.momentum * state["velocity"] + grad

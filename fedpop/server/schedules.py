@@ -1,20 +1,49 @@
-"""How a server step changes over the rounds: a factor on its rate."""
+"""How a server step changes over the rounds: a factor on its rate.
+
+A run is made of stages: one, unless it is extended or runs until it has converged. What is defined by the
+number of rounds (a decay, the tail that is averaged) is defined by those of the present stage, and starts
+anew with the next one; what goes by the round alone (``Constant``, ``Polynomial``) goes on.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fedpop.errors import SettingsError
 from fedpop.settings import Setting
+
+
+class Stage(NamedTuple):
+    """Rounds k = start, ..., end - 1 of a run.
+
+    >>> Stage(100, 300).share(150)
+    0.25
+    """
+
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, rounds: Rounds) -> Stage:
+        """A number of rounds is a run of one stage."""
+        return cls(0, rounds) if isinstance(rounds, int) else rounds
+
+    def share(self, k: int) -> float:
+        """How much of the stage is over before round k."""
+        return min(max(k - self.start, 0) / max(self.end - self.start, 1), 1.0)
+
+
+Rounds = int | Stage
 
 
 class Schedule(Setting, ABC):
     """A factor as a function of the round k = 0, ..., K-1."""
 
     @abstractmethod
-    def factor(self, k: int, rounds: int) -> float: ...
+    def factor(self, k: int, rounds: Rounds) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -25,7 +54,7 @@ class Constant(Schedule):
     1.0
     """
 
-    def factor(self, k: int, rounds: int) -> float:
+    def factor(self, k: int, rounds: Rounds) -> float:
         return 1.0
 
 
@@ -43,7 +72,7 @@ class Polynomial(Schedule):
         if self.power < 0:
             raise SettingsError(f"the power of a decreasing step must be 0 or more, not {self.power}")
 
-    def factor(self, k: int, rounds: int) -> float:
+    def factor(self, k: int, rounds: Rounds) -> float:
         return float((1 + k) ** -self.power)
 
 
@@ -57,8 +86,8 @@ class Cosine(Schedule):
 
     end: float = 0.0
 
-    def factor(self, k: int, rounds: int) -> float:
-        wave = 0.5 * (1 + math.cos(math.pi * min(k / max(rounds, 1), 1.0)))
+    def factor(self, k: int, rounds: Rounds) -> float:
+        wave = 0.5 * (1 + math.cos(math.pi * Stage.of(rounds).share(k)))
         return self.end + (1 - self.end) * wave
 
 
@@ -67,6 +96,8 @@ class Decay(Schedule):
     """Constant for a share of the rounds, then linear to ``end``.
 
     >>> [Decay(constant=0.5).factor(k, rounds=100) for k in (0, 50, 75)]
+    [1.0, 1.0, 0.5]
+    >>> [Decay(constant=0.5).factor(k, Stage(100, 200)) for k in (100, 150, 175)]  # a run of 100, extended
     [1.0, 1.0, 0.5]
     """
 
@@ -77,8 +108,9 @@ class Decay(Schedule):
         if not 0 <= self.constant < 1:
             raise SettingsError(f"the constant share lies in [0, 1), not {self.constant}")
 
-    def factor(self, k: int, rounds: int) -> float:
-        start = self.constant * rounds
-        if k < start:
+    def factor(self, k: int, rounds: Rounds) -> float:
+        first, last = Stage.of(rounds)
+        start = self.constant * (last - first)
+        if k - first < start:
             return 1.0
-        return self.end + (1 - self.end) * max(0.0, 1 - (k - start) / max(rounds - start, 1))
+        return self.end + (1 - self.end) * max(0.0, 1 - (k - first - start) / max(last - first - start, 1))

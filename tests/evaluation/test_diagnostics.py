@@ -15,6 +15,7 @@ from fedpop.evaluation.diagnostics import (
     mixed,
     rhat_and_ess,
 )
+from fedpop.evaluation.verdict import Distance, LossTrend
 from fedpop.keys import Key
 from fedpop.questions import Units
 from tests.helpers import cohort_of, generator, linear_model, ragged
@@ -107,14 +108,20 @@ def test_the_gradient_ratio_is_about_one_at_a_maximum_and_grows_away_from_it() -
 @pytest.mark.parametrize(
     ("theta", "message"),
     [
-        (ThetaDiagnostics(9.0, 1.0, None, []), "the gradient in phi is 9.0 times"),
-        (ThetaDiagnostics(1.0, 9.0, None, []), "the gradient in beta is 9.0 times"),
-        (ThetaDiagnostics(1.0, 1.0, 0.2, []), "theta still moved by 20.0 %"),
+        (ThetaDiagnostics(1.0, 1.0, None, [], Distance(9.0, 0.0, 0, True)), "about 9 nats below a local"),
+        (ThetaDiagnostics(1.0, 1.0, None, [], Distance(0.0, 0.0, 2, True)), "curves upwards in 2 direction"),
+        (
+            ThetaDiagnostics(1.0, 1.0, None, [], Distance(0.1, 0.2, 0, False)),
+            "cannot be told from these draws",
+        ),
+        (ThetaDiagnostics(1.0, 1.0, None, [], LossTrend(0.2, 0.01, 1.0)), "the training loss still fell"),
         (ThetaDiagnostics(1.0, 1.0, None, ["the prior's scale is at its lower bound"]), "lower bound"),
     ],
 )
 def test_every_trouble_with_theta_has_its_sentence(theta: ThetaDiagnostics, message: str) -> None:
     assert len(theta.warnings) == 1
     assert message in theta.warnings[0]
-    assert ThetaDiagnostics(1.0, 1.0, 0.01, []).warnings == []
+    # the ratio and the drift are told, and judge nothing
+    assert ThetaDiagnostics(9.0, 9.0, 0.2, [], Distance(0.01, 0.0, 0, True)).warnings == []
+    assert ThetaDiagnostics(1.0, 1.0, 0.01, [], LossTrend(0.0, 0.001, 1.0)).warnings == []
     assert ThetaDiagnostics(None, None, None, []).warnings == []

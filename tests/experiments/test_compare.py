@@ -92,6 +92,33 @@ def test_the_print_is_a_table_that_says_who_is_plug_in(compared):
     assert len(max(lines, key=len)) <= 150
 
 
+def test_coverage_with_thetas_uncertainty_has_a_column_where_it_exists(tmp_path):
+    """Forty clients of five examples determine eleven parameters well enough; FedAvg has no information."""
+    clients = fp.hold_out(population_data(40, 6, 4, 2, 0.3)[0], test=0.4, seed=0)
+    model = linear_model(4, 2, 0.3)
+    soul = fp.FedSOUL(model)
+    result = fp.compare([soul, fp.FedAvg(model)], clients, rounds=90, seeds=1, out=tmp_path)
+    record = result.of_method("FedSOUL")[0]["metrics"]
+    population = soul.fit(clients, rounds=90, seed=0)
+    alone = fp.evaluate(population, theta_uncertainty=True)
+    assert record["theta_coverage"] == pytest.approx(float(alone.scores["coverage"].mean()))
+    by_hand = []
+    for i in range(40):
+        own = population.federation.cohort(torch.tensor([i]), population.device, "test")
+        low, high = population.predict(i, own.x, theta_uncertainty=True).interval(0.9)
+        y = own.y.flatten()
+        by_hand.append(float(((y >= low) & (y <= high)).float().mean()))
+    assert sum(by_hand) / 40 == pytest.approx(record["theta_coverage"], abs=0.02)
+    assert record["theta_coverage"] >= record["test_coverage"]
+    assert "theta_coverage" not in result.of_method("FedAvg")[0]["metrics"]
+    table = (tmp_path / "results.md").read_text()
+    assert "theta too" in table
+    head, first, second = str(result).splitlines()
+    assert "theta too, %" in head
+    assert f"{100 * record['theta_coverage']:.1f}" in first
+    assert " - " in second
+
+
 def test_the_page_stands_alone_and_has_every_figure(compared):
     _, folder = compared
     page = (folder / "report.html").read_text()

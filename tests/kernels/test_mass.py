@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import fedpop as fp
 from fedpop.client import final
 from fedpop.kernels import HMC, MALA, ULA, Mass, Target, Tuning, run
-from fedpop.kernels.mass import LONGEST_MEMORY, PRIOR_DRAWS
-from fedpop.kernels.target import DiagonalPrecision, RescaledPrecision
+from fedpop.kernels import mass as mass_module
+from fedpop.kernels.mass import LARGEST_DENSE, LONGEST_MEMORY, PRIOR_DRAWS, geometric_mean
+from fedpop.kernels.target import DensePrecision, DiagonalPrecision, RescaledPrecision
 from fedpop.keys import Key
 from fedpop.models.local import GeneralLikelihood
 from tests.helpers import cohort_of, run_of, seeded
@@ -133,7 +134,8 @@ def test_memory_is_paid_only_where_the_kernel_needs_a_mass():
     linear = fp.FedSOUL(fp.Composition(None, nn.Linear(2, 1), "bernoulli"))
     plain = curved.replace(kernel=ULA())
     local = {m: set(m.enter(torch.arange(2), broadcast, Key(0))) for m in (curved, linear, plain)}
-    assert local[curved] == {"z", "log_step", "updates", "mass_mean", "mass_variance", "mass_weight"}
+    moments = {"mass_mean", "mass_variance", "mass_weight", "mass_covariance"}
+    assert local[curved] == {"z", "log_step", "updates"} | moments
     assert local[linear] == local[plain] == {"z", "log_step", "updates"}
 
 
@@ -253,3 +255,95 @@ def test_step_and_mass_adapt_in_burn_in_and_are_frozen_afterwards(newcomer):
     # Where coordinates are correlated it is the geometric mean of marginal and conditional width.
     wanted = (exact.diagonal() / torch.linalg.inv(exact).diagonal()).pow(0.25)
     torch.testing.assert_close(before.mass.sd(torch.ones(D))[0].double(), wanted, rtol=0.25, atol=0.0)
+
+
+# --- a dense matrix for a small z --------------------------------------------------------------
+
+
+def collinear() -> tuple[Tensor, Tensor]:
+    """Precision and covariance of an intercept and a slope whose covariate runs from 8 to 14."""
+    x = torch.stack((torch.ones(7, dtype=DOUBLE), torch.linspace(8, 14, 7, dtype=DOUBLE)), 1)
+    precision = x.mT @ x / 0.09 + torch.diag(torch.tensor([1.0, 4.0], dtype=DOUBLE))
+    return precision, torch.linalg.inv(precision)
+
+
+def test_the_geometric_mean_solves_its_equation():
+    half = gaussian_noise(1, 5, 4, 4)
+    a, b = half[:3] @ half[:3].mT, half[2:] @ half[2:].mT
+    x = geometric_mean(a, b)
+    torch.testing.assert_close(x, x.mT)
+    assert float(torch.linalg.eigvalsh(x).min()) > 0
+    torch.testing.assert_close(x @ b @ x, a)
+
+
+def test_covariances_are_those_of_all_passes():
+    passes = [(gaussian_noise(k, 2, 5, 3) * (1 + k), gaussian_noise(9 + k, 2, 5, 3)) for k in range(4)]
+    mass = Mass.fresh(2, 3, torch.zeros(1, dtype=DOUBLE))
+    for k, (z, g) in enumerate(passes):
+        mass = mass.after(z, g, torch.full((2,), float(k), dtype=DOUBLE))
+    weight = torch.cat([torch.full((5,), k + 1.0, dtype=DOUBLE) for k in range(4)])
+    for j in range(2):
+        seen = torch.cat([both[j] for both in passes], 1)
+        for c in range(2):
+            exact = torch.cov(seen[c].mT, correction=0, aweights=weight)
+            torch.testing.assert_close(mass.covariance[c, j], exact)
+    torch.testing.assert_close(mass.covariance.diagonal(dim1=-2, dim2=-1), mass.variance)
+    assert Mass.fresh(2, LARGEST_DENSE + 1, torch.zeros(1)).covariance is None
+
+
+def test_it_is_exact_for_a_gaussian_however_little_of_it_was_seen():
+    """Draws from a hundredth of its width, far from the mean: their covariance alone would be that much too
+    small. What is left is the pull towards the prior."""
+    precision, cov = collinear()
+    z = 3 + 1e-2 * gaussian_noise(1, 1, 2000, 2) @ torch.linalg.cholesky(cov).mT
+    mass = Mass.fresh(1, 2, torch.zeros(1, dtype=DOUBLE))
+    mass = mass.after(z, -z @ precision, torch.zeros(1, dtype=DOUBLE))
+    factor = mass.factor(torch.ones(2, dtype=DOUBLE), None)[0]
+    white = torch.linalg.solve_triangular(factor, torch.linalg.cholesky(cov), upper=False)
+    values = torch.linalg.svdvals(white)
+    assert 0.8 < float(values.min()) < float(values.max()) < 1.25
+    scaled = cov / torch.outer(cov.diagonal().sqrt(), cov.diagonal().sqrt())
+    assert float(torch.linalg.cond(scaled)) ** 0.5 > 7
+
+
+def test_before_anything_was_seen_a_dense_one_is_the_priors_too():
+    case = make_case("bernoulli", "full", features=1, head="curved")
+    found = HMC().preconditioner(case.target(), HMC().first_tuning(3, case.beta, 2))
+    assert isinstance(found, DensePrecision)
+    v = gaussian_noise(2, 3, 4, 2)
+    torch.testing.assert_close(found.solve(v), v @ case.sigma)
+
+
+class Line(nn.Module):
+    """An intercept and a slope, through vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = seeded(nn.Linear(1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
+def test_collinear_coordinates_mix_with_a_dense_matrix_and_not_with_a_diagonal(monkeypatch):
+    model = fp.Composition(None, Line(), fp.likelihoods.Normal(0.09))
+    x = torch.linspace(8, 14, 7).unsqueeze(1)
+    clients = [(x, 2 + 0.5 * x[:, 0] + 0.3 * gaussian_noise(i, 7).float()) for i in range(3)]
+    cohort = cohort_of(model, clients)
+    prior = fp.priors.Normal(scale=1.0)
+    target = Target(model.bind(model.initial_phi(), cohort.x, cohort), prior, prior.init(torch.zeros(2), 1.0))
+    ids, key = torch.arange(3), Key(1, purpose="mass")
+
+    def smallest_ess() -> float:
+        z = target.prior.sample(target.beta, key.normal(ids, (4, 2)))
+        tuning = HMC().first_tuning(3, z, 2)
+        for part in range(30):
+            trace = run(HMC(), target, z, tuning, 10, key.at(purpose=f"warm-{part}"), ids, adapt=True)
+            z, tuning = trace.state.z, trace.tuning
+        return worst(run(HMC(), target, z, tuning, 200, key.at(purpose="draws"), ids, adapt=False).draws)[1]
+
+    dense = smallest_ess()
+    monkeypatch.setattr(mass_module, "LARGEST_DENSE", 0)
+    assert dense > 200
+    assert dense > 4 * smallest_ess()

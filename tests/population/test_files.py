@@ -48,7 +48,7 @@ def test_theta_and_each_client_have_files_of_their_own(population: fp.Population
     described = json.loads((tmp_path / "population.json").read_text())
     assert set(described) == {
         "version", "method", "algorithm", "model", "known", "theta", "seed", "purpose", "clients",
-        "learned_from", "rounds", "drift", "totals",
+        "learned_from", "rounds", "drift", "totals", "convergence", "kept",
     }  # fmt: skip
 
 

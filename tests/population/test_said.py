@@ -25,11 +25,11 @@ def test_diagnostics_are_quiet_at_the_optimum_and_loud_elsewhere(population: fp.
     far = {"phi": at["phi"].roll(1), "beta": at["beta"]}
     bad = Population(method, far, Key(0), federation).diagnostics()
     assert bad.theta.phi_gradient > 20
-    assert any("gradient in phi" in w for w in bad.warnings)
+    assert any("run more rounds" in w for w in bad.warnings)
     wide = {"phi": at["phi"], "beta": at["beta"] + torch.tensor([0.0, 0.0, 2.0])}
-    assert any(
-        "gradient in beta" in w for w in Population(method, wide, Key(0), federation).diagnostics().warnings
-    )
+    worse = Population(method, wide, Key(0), federation).diagnostics()
+    assert worse.theta.beta_gradient > 5
+    assert any("run more rounds" in w for w in worse.warnings)
 
 
 def test_diagnostics_count_clients_and_mixing_tells_about_each(population: fp.Population) -> None:
@@ -82,7 +82,8 @@ def test_diagnostics_say_whether_chains_and_theta_have_settled(population: fp.Po
         "chains   R-hat at most",
         "effective draws at least",
         "over 9 client(s)",
-        "theta    gradient over its Monte-Carlo error: phi",
+        "theta    converged to a local optimum: 0.0",
+        "gradient over its Monte-Carlo error: phi",
         "drift over the tail",
     ):
         assert words in text

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import fedpop as fp
 from fedpop.errors import SettingsError
+from fedpop.report.run import run_report
 from fedpop.runtime.run import Run
 from tests.helpers import linear_model, population_data, ragged, run_of
 from tests.runtime.test_simulate import Watch, soul
@@ -40,6 +41,26 @@ def test_early_stopping_goes_back_to_the_best_theta() -> None:
     assert scores == sorted(scores, reverse=True)
     assert torch.equal(population.published["phi"], watch.phis[1])
     assert not torch.equal(watch.phis[1], watch.phis[6])
+
+
+def test_what_early_stopping_chose_is_printed_kept_and_reported(tmp_path: Path) -> None:
+    method, clients = overfitting()
+    stop = fp.callbacks.EarlyStop(every=2, patience=3)
+    population = method.fit(clients, rounds=100, callbacks=[stop], out=tmp_path / "run")
+    assert (population.rounds, population.kept) == (8, 2)
+    assert "rounds   8 run, theta of round 2 kept, the best on validation data" in str(population)
+    assert fp.load(population.save(tmp_path / "saved")).kept == 2
+    again = method.fit(
+        clients, rounds=100, callbacks=[fp.callbacks.EarlyStop(2, 3)], out=tmp_path / "run", resume=True
+    )
+    assert again.kept == 2
+    for folder in ("run", "saved"):
+        page = run_report(tmp_path / folder).read_text()
+        assert "rounds run" in page
+        assert "2, the best on validation data" in page
+    plain = method.fit(clients, rounds=3, out=tmp_path / "plain")
+    assert plain.kept is None
+    assert "round kept" not in run_report(tmp_path / "plain").read_text()
 
 
 def test_early_stopping_goes_on_while_validation_improves() -> None:

@@ -110,7 +110,7 @@ def shifted() -> list[Any]:
     ("changes", "named"),
     [
         ({"seed": 1}, "seed: 0 then, 1 now"),
-        ({"rounds": 8}, "rounds: 6 then, 8 now"),
+        ({"rounds": 5}, "the saved run has 6 rounds, more than rounds=5"),
         ({"participation": 2}, "participation"),
         ({"memory": "1KiB"}, "memory: 1GiB then, 1KiB now"),
         ({"local_steps": 3}, r"algorithm\.local_steps: 10 then, 3 now"),
@@ -213,6 +213,7 @@ def test_a_run_leaves_the_same_few_files_and_no_pickle(tmp_path: Path) -> None:
         "checkpoints/round-00000007.safetensors",
         "config.json",
         "metrics.jsonl",
+        "result.json",
     ]
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["rounds"] == 7

@@ -280,7 +280,7 @@ def test_a_crash_inside_the_writing_of_a_checkpoint(tmp_path: Path, monkeypatch:
         same_runs(tmp_path / f"broken-{stop}", tmp_path / "whole")
         if count < stop:
             break
-    assert renames == 7  # the settings, then three checkpoints of two files
+    assert renames == 8  # the settings, three checkpoints of two files, the result
 
 
 def test_resuming_a_finished_run_does_no_round(tmp_path: Path) -> None:

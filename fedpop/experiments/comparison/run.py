@@ -6,13 +6,14 @@ import json
 import re
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fedpop.algorithms.base import Algorithm
-from fedpop.errors import CheckpointError
+from fedpop.errors import CheckpointError, EstimateError
 from fedpop.evaluation.scores import Evaluation
 from fedpop.experiments.budget import rounds_within
 from fedpop.experiments.comparison.terms import Source, Terms, check
@@ -63,6 +64,7 @@ def run_one(
     population = fitted(method, subject.clients, terms, seed, [watch])
     final = evaluate(population, "test")
     metrics: dict[str, float | None] = {f"test_{n}": v for n, v in final.summary().items()}
+    metrics |= _with_theta(population, final)
     metrics["plug_in"] = float(final.plug_in)
     metrics["unserved"] = float(len(final.unserved))
     metrics["left_out"] = float(sum(len(m["left_out"]) for m in population.history))
@@ -78,6 +80,17 @@ def run_one(
     write_json(details_path(folder, entry.label, seed), details)
     cost = population.totals | {"rounds": population.rounds}
     return [record(NAME, setting, entry.label, seed, metrics, cost, config_of(method, terms))]
+
+
+def _with_theta(population: Population, final: Evaluation) -> dict[str, float | None]:
+    """Coverage of intervals that do not take theta for granted, where its information can be had."""
+    embedded = population.federation is not None and population.federation.embedded
+    if "coverage" not in final.scores or population.algorithm.hierarchy is None or embedded:
+        return {}
+    with suppress(EstimateError):  # theta is too large, or the data do not determine it
+        found = evaluate(population, "test", widths=False, theta_uncertainty=True)
+        return {"theta_coverage": float(found.scores["coverage"].mean())}
+    return {}
 
 
 def _details(final: Evaluation) -> dict[str, Any]:

@@ -30,8 +30,9 @@ PROTOCOL = (
     "clients, then over seeds (± their standard deviation over seeds). worst 10 %: mean over the worst tenth "
     "of the clients. last: mean over the last rounds of the run instead of the final model. new, own data: "
     "clients never in training, with their own few examples; new, none: without any (- where the method has "
-    "nothing to offer). ECE: over all clients' predictions pooled. plug-in: no uncertainty about parameters. "
-    "diverged: a prediction was not finite."
+    "nothing to offer). theta too: coverage of intervals that do not take theta for granted (- where its "
+    "information cannot be had). ECE: over all clients' predictions pooled. plug-in: no uncertainty about "
+    "parameters. diverged: a prediction was not finite."
 )
 TOLD = {
     "unserved": "client(s) for whom it has no model, in none of its scores",
@@ -106,6 +107,8 @@ def summary(comparison: Compared) -> Sheet:
     second, third = ("nll", "ece") if main == "accuracy" else ("nll", "coverage")
     new = any(f"new_{main}" in r["metrics"] for r in comparison.records)
     columns = ["method", "active", "rounds", NAMES[main], "worst 10 %", "last", NAMES[second], NAMES[third]]
+    theta = any("theta_coverage" in r["metrics"] for r in comparison.records)
+    columns += ["theta too, %"] if theta else []
     columns += ["new, own data", "new, none"] if new else []
     columns += ["sent", "passes", "sec."]
     rows = []
@@ -122,6 +125,8 @@ def summary(comparison: Compared) -> Sheet:
             shown(records, f"test_{second}", False),
             shown(records, "test_pooled_ece" if third == "ece" else f"test_{third}", third in PERCENT),
         ]
+        if theta:
+            row.append(shown(records, "theta_coverage", percent=True))
         if new:
             row += [shown(records, f"{kind}_{main}", percent) for kind in ("new", "new_without")]
         sent = mean(values(records, "bytes_up", "cost")) + mean(values(records, "bytes_down", "cost"))

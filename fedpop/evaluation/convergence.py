@@ -1,0 +1,152 @@
+"""Has theta converged? How many nats a local optimum lies above the returned theta, where that can be known.
+
+For small models it is half of s' I^-1 s: s the gradient of the objective (marginal likelihood and
+hyperprior) at the published theta, I its observed information by Louis' identity. That is what a Newton step
+would gain, whatever the parameters' units. Gauge directions, fixed parameters and bounds that the gradient
+pushes against are projected out. Where posteriors are closed-form it is exact. Elsewhere s is an average over
+draws, and its noise adds tr(I^-1 Cov) / 2 on average: estimated from half-chains, and subtracted. An
+information that is not positive definite belongs to no maximum.
+
+It certifies a local optimum; whether there is a better one elsewhere it cannot tell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.evaluation.information import (
+    complement,
+    gauge_directions,
+    louis,
+    score_and_information,
+)
+from fedpop.evaluation.verdict import Distance
+from fedpop.kernels import Hierarchy
+from fedpop.keys import Key
+from fedpop.questions import Question, Units
+
+LARGEST_EXACT = 500
+LARGEST_SAMPLED = 200
+"""Parameters up to which a model is small: its information is a matrix of that size."""
+FLAT = 1e-9
+"""Curvature below this, relative to the largest, is rounding: a direction that nothing depends on."""
+EDGE = 0.01
+"""A bound that lies within this share of a parameter's size is one that it has reached."""
+
+
+def small(hierarchy: Hierarchy, phi: Tensor, beta: Tensor) -> bool:
+    """Whether theta's distance from a local optimum can be computed."""
+    if not hierarchy.prior.normalised:
+        return False  # the information of a prior without a constant is not an average over posteriors
+    if any(not q.requires_grad and q.dtype != torch.float64 for q in _weights(hierarchy)):
+        return False  # frozen weights in single precision
+    most = LARGEST_EXACT if hierarchy.closed_form else LARGEST_SAMPLED
+    return 0 < phi.numel() + beta.numel() <= most
+
+
+def _weights(hierarchy: Hierarchy) -> list[torch.nn.Parameter]:
+    return [q for m in hierarchy.model.modules() for q in m.parameters()]
+
+
+@dataclass(frozen=True)
+class ToTheOptimum(Question[Distance]):
+    """The gradient, its noise and the information, summed over everyone; and what they say of theta.
+
+    ``ball`` is the radius of the set that phi is kept in.
+    """
+
+    hierarchy: Hierarchy
+    ball: float
+    name: ClassVar[str] = "distance from a local optimum"
+
+    def ask(self, known: Tensors) -> Tensors:
+        return {n: known[n] for n in ("phi", "beta")}
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        phi, beta, cohort = asked["phi"], asked["beta"], units.cohort
+        everyone = torch.ones(len(cohort), dtype=torch.bool, device=cohort.device)
+        if self.hierarchy.closed_form:
+            score, own = score_and_information(self.hierarchy, phi, beta, cohort)
+            return Answer(everyone, sums={"score": score, "information": own.flatten()})
+        found = louis(self.hierarchy, phi, beta, cohort, units.personal()["draws"])
+        sums = {
+            "score": found.score,
+            "information": found.information.flatten(),
+            "noise": found.noise.flatten(),
+        }
+        return Answer(everyone, sums=sums)
+
+    def finish(self, known: Tensors, total: Total) -> Distance:
+        phi, beta, sums = known["phi"].double(), known["beta"].double(), total.weighted
+        theta, size = torch.cat((phi, beta)), phi.shape[0]
+        p = theta.shape[0]
+        hyper, prior = self.hierarchy.hyperprior, self.hierarchy.prior
+
+        def slope(theta: Tensor) -> Tensor:
+            return torch.cat((hyper.phi_grad(theta[:size]), hyper.beta_grad(prior, theta[size:])))
+
+        score = sums["score"].double() + slope(theta)
+        # Hyperpriors are Normal in each coordinate: their curvature is a constant diagonal.
+        bend = slope(theta) - slope(theta + 1)
+        curvature = sums["information"].double().reshape(p, p) + torch.diag(bend)
+        noise = sums["noise"].double().reshape(p, p) if "noise" in sums else torch.zeros_like(curvature)
+        learned = torch.cat((torch.ones_like(phi), prior.mask(torch.ones_like(beta)))).bool()
+        fixed = torch.eye(p, dtype=theta.dtype, device=theta.device)[:, ~learned]
+        held = held_directions(self.hierarchy, phi, beta, score, self.ball)
+        gauge = gauge_directions(self.hierarchy, phi, beta)
+        return distance(score, curvature, noise, torch.cat((fixed, held, gauge), dim=1))
+
+
+def distance(score: Tensor, curvature: Tensor, noise: Tensor, held: Tensor) -> Distance:
+    """Half of s' I^-1 s off the held directions ``[p, h]``, its Monte-Carlo part subtracted.
+
+    >>> import torch
+    >>> one = torch.eye(2, dtype=torch.float64)
+    >>> distance(torch.tensor([2.0, 5.0]).double(), 4 * one, 0 * one, one[:, 1:]).nats
+    0.5
+    """
+    # In units of each parameter's own information, so that rounding is judged alike for all of them.
+    unit = curvature.diagonal().abs()
+    unit = torch.where(unit > 0, unit, torch.ones_like(unit)).rsqrt()
+    held = held * unit[:, None]
+    held = held / torch.linalg.vector_norm(held, dim=0)
+    basis = complement(held, len(unit)) * unit[:, None]
+    inner = basis.mT @ curvature @ basis
+    values, vectors = torch.linalg.eigh(0.5 * (inner + inner.mT))
+    if len(values) == 0:
+        return Distance(0.0, 0.0, 0, exact=not bool(noise.any()))
+    directions = basis @ vectors
+    along, spread = directions.mT @ score, directions.mT @ noise @ directions
+    exact = not bool(noise.any())
+    curved = values > FLAT * values.abs().max()
+    upwards = int((~curved & (values < -FLAT * values.abs().max())).sum())
+    s, v, c = along[curved], values[curved], spread[curved][:, curved]
+    ratio = c / v.sqrt()[:, None] / v.sqrt()
+    white = s / v.sqrt()
+    nats = 0.5 * float(white.square().sum() - ratio.diagonal().sum())
+    variance = float((white @ ratio @ white).clamp(min=0) + 0.5 * ratio.square().sum())
+    return Distance(max(nats, 0.0), variance**0.5, upwards, exact)
+
+
+def held_directions(hierarchy: Hierarchy, phi: Tensor, beta: Tensor, score: Tensor, ball: float) -> Tensor:
+    """Directions ``[p, h]`` in which theta would leave its projection sets if it followed the gradient."""
+    size, prior, p = phi.shape[0], hierarchy.prior, score.shape[0]
+    out = []
+    if size and float(phi.norm()) >= (1 - EDGE) * ball and float(phi @ score[:size]) > 0:
+        out.append(torch.cat((phi / phi.norm(), torch.zeros_like(beta))))
+    reach = EDGE * beta.abs().clamp(min=1)
+    pushed = score[size:].sign() * reach
+    for j in range(len(beta)):
+        step = torch.zeros_like(beta)
+        step[j] = pushed[j]
+        moved = prior.project(beta + step) - prior.project(beta)
+        if float(step.norm()) > 0 and float(moved.norm()) < 0.5 * float(step.norm()):
+            out.append(torch.cat((torch.zeros_like(phi), step / step.norm())))
+    if not out:
+        return score.new_zeros((p, 0))
+    return torch.stack(out, dim=1)
