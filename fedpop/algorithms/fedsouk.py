@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Round
-from fedpop.algorithms.hierarchical import Hierarchical
+from fedpop.algorithms.engine import WithEngine
 from fedpop.channel import Answer, Tensors, Total
 from fedpop.client.cost import chain_cost
 from fedpop.client.local_steps import LocalSteps, check_steps, describe_steps, groups_of, most_steps
@@ -38,23 +38,22 @@ from fedpop.federation.inputs import map_inputs
 from fedpop.kernels import prior_chains
 from fedpop.keys import Key
 from fedpop.priors.base import into_ball
-from fedpop.questions import Question
-from fedpop.questions.features import FeatureScale
-from fedpop.questions.spectral import Spectral, applies
+from fedpop.questions import Question, starts
+from fedpop.questions.spectral import Spectral
 from fedpop.server.gauge import aligner
 from fedpop.server.state import prefixed, unprefixed
 from fedpop.server.units import natural_units, redrawn
 from fedpop.settings import require_one_of
 
-STARTS = ("auto", "spectral", "random")
-
 
 @dataclass(frozen=True, kw_only=True)
-class FedSOUK(Hierarchical):
+class FedSOUK(WithEngine):
     """The paper's method with any kernel; see the module's text.
 
     ``local_steps`` is the paper's M: one number, a ``Steps`` schedule over rounds, or one for each client by
     name. An optimiser alone may stand for ``phi_step`` and ``beta_step``, ``Spectral()`` for ``start``.
+    ``engine`` is what finds theta: ``sampled`` is Algorithm 1, ``exact`` a quasi-Newton method where posteriors
+    are closed-form, ``auto`` the exact one where it applies and nothing was said of chains or steps.
 
     >>> from torch import nn
     >>> import fedpop as fp
@@ -71,20 +70,20 @@ class FedSOUK(Hierarchical):
         "Kotelevskii et al., NeurIPS 2022", personalised=True, memory="M d + d_phi", instance="itself"
     )
     compressed: ClassVar[tuple[str, ...]] = ("J",)
+    sampling: ClassVar[tuple[str, ...]] = ("local_steps", *WithEngine.sampling)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_steps(self.local_steps)
         if isinstance(self.start, str):
-            require_one_of(STARTS, start=self.start)
+            require_one_of(starts.STARTS, start=self.start)
         prior = self.hierarchy.prior
         self.sampler.check(self.on_beta.form)
         self.on_beta.on(prior)
         self.hyperprior.check(prior)
         if self.on_phi.local is not None and self.chain.rao_blackwell:
             raise SettingsError("local epochs on phi average over draws of z; they exclude rao_blackwell")
-        if isinstance(self.start, Spectral) or self.start == "spectral":
-            self._spectral()  # raises where it does not apply
+        starts.questions(self.start, self.model, prior, self.model.initial_phi())  # raises where it cannot be
 
     # --- settings, resolved where they are used ----------------------------------------------
 
@@ -92,23 +91,13 @@ class FedSOUK(Hierarchical):
     def draws(self) -> int:
         return most_steps(self.local_steps) * self.chain.chains
 
-    def _spectral(self) -> Sequence[Question[Tensors]]:
-        if self.start == "random" or (self.start == "auto" and not applies(self.model)):
-            return ()
-        start = self.start if isinstance(self.start, Spectral) else Spectral()
-        return start.questions(self.model)
-
     # --- before the rounds -------------------------------------------------------------------
 
     def restarted(self) -> Self:
         return self.replace(start="random")
 
     def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
-        prior = self.hierarchy.prior
-        if spectral := self._spectral():
-            return spectral
-        known = prior.scale is not None or not self.model.scale_from_features
-        return () if known else (FeatureScale(self.model, self._first_phi(facts, key), prior.bounds),)
+        return starts.questions(self.start, self.model, self.hierarchy.prior, self._first_phi(facts, key))
 
     def _first_phi(self, facts: Facts, key: Key) -> Tensor:
         phi = self.model.initial_phi()
@@ -117,13 +106,11 @@ class FedSOUK(Hierarchical):
         return redrawn(self.model, phi, key.at(purpose=f"restart-{facts.restart}"))
 
     def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
-        prior = self.hierarchy.prior
-        phi = known["phi"] if "phi" in known else self._first_phi(facts, key)
-        mu = self.model.prior_centre() + prior.mean
-        beta = prior.init(mu, prior.scale or 1.0, key.at(purpose=f"prior-{facts.restart}"))
-        if "scale" in known:
-            beta = prior.rescaled(beta, float(known["scale"]))
+        prior, own = self.hierarchy.prior, key.at(purpose=f"prior-{facts.restart}")
+        phi, beta = starts.theta(self.model, prior, self._first_phi(facts, key), known, own)
         server = {"phi": phi, "beta": beta, "unit": natural_units(self.model, phi)}
+        if self.exact is not None:
+            return self.exact.first(**server)
         if (rate := self.on_phi.rate(0, facts.rounds)) is not None:
             server["phi_rate"] = phi.new_tensor(rate)
         return (
@@ -135,15 +122,19 @@ class FedSOUK(Hierarchical):
         )
 
     def broadcast(self, server: Tensors) -> Tensors:
-        theta = {n: server[n] for n in ("phi", "beta", "phi_rate") if n in server}
+        theta = {n: server[n] for n in ("phi", "beta", "phi_rate", "curved") if n in server}
         return theta | prior_chains.shipped(self.hierarchy.prior, unprefixed("prior.", server))
 
     # --- a unit's round: lines 5 to 18 of Algorithm 1 ----------------------------------------
 
     def enter(self, units: Tensor, broadcast: Tensors, key: Key) -> Tensors:
-        return self.sampler.enter(units, broadcast["beta"], key, broadcast.get("states"))
+        beta = broadcast["beta"].to(self.model.initial_z().dtype)
+        return self.sampler.enter(units, beta, key, broadcast.get("states"))
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Iterator[Answer]:
+        if self.exact is not None:
+            yield self.exact.answer(round.broadcast, cohort, round.coefficients is not None)
+            return
         for steps, rows in groups_of(self.local_steps, cohort.units, round.number):
             if rows is None:
                 yield from self._answers(round, cohort, local, steps)
@@ -186,6 +177,8 @@ class FedSOUK(Hierarchical):
     # --- the server's step: lines 19 to 21 ---------------------------------------------------
 
     def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
+        if self.exact is not None:
+            return self.exact.step(server, total)
         if total.silent:
             return server
         k, prior = key.round, self.hierarchy.prior
@@ -216,6 +209,8 @@ class FedSOUK(Hierarchical):
         return server | {"phi": new_phi, "beta": new_beta} | moved | kept
 
     def publish(self, server: Tensors) -> Tensors:
+        if self.exact is not None:
+            return self.exact.publish(server)
         theta = self.average.value(unprefixed("average.", server), torch.cat((server["phi"], server["beta"])))
         size, prior = server["phi"].shape[0], self.hierarchy.prior
         states = prior_chains.published(prior, unprefixed("prior.", server))
@@ -223,4 +218,4 @@ class FedSOUK(Hierarchical):
 
     def lines(self, published: Tensors) -> list[tuple[str, str]]:
         kernel = f"{self.sampler.kernel}, {describe_steps(self.local_steps)}"
-        return [*super().lines(published), ("kernel", kernel)]
+        return super().lines(published) + ([("kernel", kernel)] if self.exact is None else [])

@@ -38,6 +38,11 @@ class Likelihood(ABC):
     shifts: ClassVar[bool] = False
     """All outputs may shift together without changing p (the logits of classes)."""
 
+    @property
+    def fixed_variance(self) -> float | None:
+        """The variance of the noise, where there is one that is not learned."""
+        return None
+
     def classes(self, outputs: int) -> bool:
         """Whether targets are judged as classes, or as numbers."""
         return False
@@ -138,6 +143,10 @@ class Normal(Likelihood):
                 raise SettingsError(f"variance is a number or 'learned', not {self.variance!r}")
         elif not (self.variance > 0 and math.isfinite(self.variance)):
             raise SettingsError(f"variance must be positive and finite, not {self.variance}")
+
+    @property
+    def fixed_variance(self) -> float | None:
+        return None if isinstance(self.variance, str) else float(self.variance)
 
     def initial_params(self) -> dict[str, float]:
         return {"log_variance": 0.0} if self.variance == "learned" else {}

@@ -88,6 +88,10 @@ class Prior(Setting, ABC):
     def rescaled(self, beta: Tensor, scale: float) -> Tensor:
         """A starting beta, made with scale one, at another scale."""
 
+    def spread_out(self, beta: Tensor, sd: Tensor) -> Tensor:
+        """A starting beta with these standard deviations ``[d]``, or with one that stands for them."""
+        return self.rescaled(beta, float(sd.log().mean().exp()))
+
     @abstractmethod
     def mu(self, beta: Tensor) -> Tensor:
         """A centre, ``[d]``: the mean where it is known."""

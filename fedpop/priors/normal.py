@@ -109,6 +109,12 @@ class Normal(Prior):
     def rescaled(self, beta: Tensor, scale: float) -> Tensor:
         return self.init(self.mu(beta), scale)
 
+    def spread_out(self, beta: Tensor, sd: Tensor) -> Tensor:
+        if self.covariance == "isotropic":
+            return super().spread_out(beta, sd)
+        mu = self.mu(beta)
+        return self.pack(mu, torch.diag(sd)) if self.covariance == "full" else torch.cat((mu, sd.log()))
+
     def mu(self, beta: Tensor) -> Tensor:
         return beta[: self.dimension(beta)]
 
@@ -318,9 +324,12 @@ class Normal(Prior):
         return v * keep
 
     def units(self, beta: Tensor) -> Tensor:
-        """mu moves in units of the prior's scale, log-scales in units of one."""
-        unit = torch.ones_like(beta)
-        unit[: self.dimension(beta)] = self.sd(beta)
+        """mu moves in units of the prior's scale, as do rows of a factor; log-scales in units of one."""
+        unit, d, sd = torch.ones_like(beta), self.dimension(beta), self.sd(beta)
+        unit[:d] = sd
+        if self.covariance == "full":
+            rows, cols = torch.tril_indices(d, d, device=beta.device)
+            unit[d:] = torch.where(rows == cols, 1.0, sd[rows])
         return unit
 
     def _symmetric(self, packed: Tensor) -> Tensor:

@@ -1,0 +1,93 @@
+"""Where theta starts in units of the data: pooled least squares on the features at phi, from additive moments.
+
+Of features F (with a column of ones for a bias) and targets y each unit sends F'F, F'y, y'y and its number of
+examples, in double precision. The sums give the mean of z that fits everyone best, and what is left of y: half
+of it starts as noise, half as spread of z.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.errors import ModelError
+from fedpop.keys import Key
+from fedpop.models.base import LinearLayout, Model, with_ones
+from fedpop.questions.base import Question, Units
+
+RIDGE = 1e-6
+"""Of a feature's mean square: features that are multiples of each other share a coefficient."""
+LEAST = 2
+"""Units with fewer examples add nothing: their moments would be their data."""
+
+
+def applies(model: Model) -> bool:
+    """Normal targets of a linear head."""
+    return model.linear and model.likelihood.quadratic and isinstance(model.z_layout, LinearLayout)
+
+
+@dataclass(frozen=True)
+class LeastSquares(Question[Tensors]):
+    """Known are ``centre`` and ``spread`` of z, ``[d]`` each, and ``noise``, the variance that starts as
+    noise; nothing where too few examples were heard of, or where they leave no residual."""
+
+    model: Model
+    phi: Tensor
+    variance: float | None
+    """The noise's variance where it is fixed."""
+    name: ClassVar[str] = "least squares"
+    quorum: ClassVar[float] = 0.0  # a start can be made without those who are not finite
+
+    def ask(self, known: Tensors) -> Tensors:
+        return {"phi": known.get("phi", self.phi)}
+
+    @property
+    def _layout(self) -> LinearLayout:
+        assert isinstance(self.model.z_layout, LinearLayout)
+        return self.model.z_layout
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        cohort, phi = units.cohort, asked["phi"]
+        with torch.no_grad():
+            features = self.model.features(phi, cohort)
+        if not isinstance(features, Tensor):
+            raise ModelError("a linear head needs one tensor of features per example")
+        f = cohort.pad(with_ones(features) if self._layout.bias else features).double()
+        y = cohort.pad(self.model.likelihood.encode(cohort.y, self._layout.outputs, torch.float64))
+        large = cohort.sizes >= LEAST
+        moments = torch.cat(
+            (
+                torch.einsum("cni,cnj->cij", f, f).flatten(1),
+                torch.einsum("cni,cno->cio", f, y).flatten(1),
+                y.square().sum((1, 2)).unsqueeze(1),
+                cohort.sizes.double().unsqueeze(1),
+            ),
+            dim=1,
+        )
+        return Answer(torch.isfinite(moments).all(1), {"moments": moments * large.unsqueeze(1)})
+
+    def finish(self, known: Tensors, total: Total) -> Tensors:
+        q = self._layout.size // self._layout.outputs
+        outputs = self._layout.outputs
+        like = self.phi.new_zeros(q * q + q * outputs + 2, dtype=torch.float64)
+        second, cross, squares, count = total.plain_sum("moments", like).split((q * q, q * outputs, 1, 1))
+        n, square = float(count), float(squares)
+        second, cross = second.reshape(q, q), cross.reshape(q, outputs)
+        size = second.diagonal() / max(n, 1.0)
+        if not n or not square > 0:
+            return {}
+        size = size.clamp(min=1e-12 * float(size.max()))
+        weight = torch.linalg.solve(second + torch.diag(RIDGE * n * size), cross)
+        explained = float((2 * weight * cross).sum() - (weight * (second @ weight)).sum())
+        left = max(square - explained, 1e-6 * square) / (n * outputs)
+        noise = 0.5 * left if self.variance is None else self.variance
+        spread = max(left - noise, 0.1 * left)
+        return {
+            "centre": weight.mT.reshape(-1),
+            "spread": (spread / (q * size)).sqrt().repeat(outputs),
+            "noise": second.new_tensor(noise),
+        }
