@@ -21,11 +21,30 @@ from fedpop.kernels import Hierarchy
 from fedpop.kernels.evidence import Evidence, evidence, runs_in_double
 from fedpop.models.modules import has_dropout
 from fedpop.priors.base import into_ball
-from fedpop.server.quasi_newton import State, tell
+from fedpop.server.quasi_newton import State, begun_again, tell
 from fedpop.server.state import prefixed, unprefixed
 
 TOLERANCE = 1e-7
 """Nats that a Newton step still promises where the search is over."""
+LOOSE = 0.1
+"""The same for a stage of annealing, which only has to find the next one's start."""
+STAGES = 5
+"""Variances of the noise that are gone through before its own, from half the variance of y, geometrically."""
+
+
+def annealed(hierarchy: Hierarchy, left: Tensor | None) -> Tensor:
+    """Variances of the noise, falling, for a backbone that has to find its features: where noise is small
+    beside the spread of y (``left``, about the pooled fit) the likelihood has optima in wrong subspaces."""
+    model = hierarchy.model
+    none = model.initial_z().new_zeros(0, dtype=torch.float64)
+    backbone = any(not name.startswith("likelihood.") for name in model.phi_layout.names)
+    if left is None or not backbone:
+        return none
+    first, last = 0.5 * float(left), model.likelihood.fixed_variance
+    if last is None:
+        return none.new_tensor([first])
+    share = torch.arange(STAGES, dtype=none.dtype, device=none.device) / STAGES
+    return none if first <= last else first ** (1 - share) * last**share
 
 
 def obstacle(hierarchy: Hierarchy) -> str | None:
@@ -49,16 +68,19 @@ class ExactEngine:
 
     # --- what a round asks, and what units answer --------------------------------------------
 
-    def first(self, phi: Tensor, beta: Tensor, unit: Tensor) -> Tensors:
+    def first(self, phi: Tensor, beta: Tensor, unit: Tensor, left: Tensor | None = None) -> Tensors:
         """The server's state before the first round: the first trial is the start itself."""
         x = torch.cat((phi, beta)).double()
         units = torch.cat((unit, self.hierarchy.prior.units(beta))).double()
-        return self._asking({"unit": units, "missing": x.new_zeros(())}, State.at(x))
+        noises = annealed(self.hierarchy, left)
+        return self._asking({"unit": units, "missing": x.new_zeros(()), "noises": noises}, State.at(x))
 
     def _asking(self, server: Tensors, state: State) -> Tensors:
         """The server's state with the next trial in it, as sites are told."""
         size = self.hierarchy.model.phi_layout.size
-        server = {n: t for n, t in server.items() if n in ("unit", "missing", "heard")}
+        server = {n: t for n, t in server.items() if n in ("unit", "missing", "heard", "noises")}
+        if len(server["noises"]):
+            server["noise"] = server["noises"][0]
         if state.wants_curvature:
             server["curved"] = state.x.new_ones(())
         trial = {"phi": state.trial[:size], "beta": state.trial[size:]}
@@ -66,15 +88,17 @@ class ExactEngine:
 
     def answer(self, told: Tensors, cohort: Cohort, summed: bool) -> Answer:
         """log p(D_i | theta), its gradient, and its Hessian where it is asked for: as one sum, or each."""
-        theta, curved = torch.cat((told["phi"], told["beta"])), "curved" in told
+        theta, curved, hierarchy = torch.cat((told["phi"], told["beta"])), "curved" in told, self.hierarchy
+        if "noise" in told:
+            hierarchy = hierarchy.at_noise(float(told["noise"]))
         if summed:
-            whole = evidence(self.hierarchy, theta, cohort, curved)
+            whole = evidence(hierarchy, theta, cohort, curved)
             good = torch.isfinite(whole.values)
             if bool(good.all()) and all(bool(torch.isfinite(v).all()) for v in _sent(whole).values()):
                 cost = self._cost(cohort, whole.values, curved)
                 return Answer(good, sums=_sent(whole), cost=cost)
         # Somebody is not finite, or each message travels alone.
-        each = [_sent(evidence(self.hierarchy, theta, one, curved)) for one in cohort.one_by_one()]
+        each = [_sent(evidence(hierarchy, theta, one, curved)) for one in cohort.one_by_one()]
         vectors = {n: torch.stack([own[n] for own in each]) for n in each[0]}
         good = finite(*vectors.values())
         values = vectors["evidence"].squeeze(1)
@@ -119,7 +143,11 @@ class ExactEngine:
             curvature = hyper.curvature(prior, phi, beta) - total.estimate("hessian", theta.new_zeros((p, p)))
             # What is fixed, or held at a bound, has no part in it.
             curvature = torch.where(free.unsqueeze(1) & free, curvature, torch.diag((~free).to(theta.dtype)))
-        state = tell(state, f, torch.where(free, -slope, 0.0), curvature, server["unit"], TOLERANCE)
+        noises = server["noises"]
+        tolerance = LOOSE if len(noises) else TOLERANCE
+        state = tell(state, f, torch.where(free, -slope, 0.0), curvature, server["unit"], tolerance)
+        if len(noises) and (state.over or state.wants_curvature):  # this stage is done
+            state, server = begun_again(state), server | {"noises": noises[1:]}
         server = server | {"missing": torch.zeros_like(server["missing"]), "heard": theta.new_tensor(heard)}
         return self._asking(server, self._inside(state))
 
@@ -151,7 +179,7 @@ class ExactEngine:
         """Where the search stands: the objective at its best point, and what a Newton step promises there."""
         search = unprefixed("search.", server)
         f, gain = float(search["f"]), float(search["gain"])
-        finite = abs(f) < float("inf")
+        finite = abs(f) < float("inf") and not len(server["noises"])  # of annealed noise it says little
         return {"log_posterior": -f if finite else None, "promised": gain if gain < float("inf") else None}
 
     def over(self, server: Tensors) -> bool:

@@ -110,7 +110,7 @@ class FedSOUK(WithEngine):
         phi, beta = starts.theta(self.model, prior, self._first_phi(facts, key), known, own)
         server = {"phi": phi, "beta": beta, "unit": natural_units(self.model, phi)}
         if self.exact is not None:
-            return self.exact.first(**server)
+            return self.exact.first(**server, left=known.get("left"))
         if (rate := self.on_phi.rate(0, facts.rounds)) is not None:
             server["phi_rate"] = phi.new_tensor(rate)
         return (
@@ -122,7 +122,7 @@ class FedSOUK(WithEngine):
         )
 
     def broadcast(self, server: Tensors) -> Tensors:
-        theta = {n: server[n] for n in ("phi", "beta", "phi_rate", "curved") if n in server}
+        theta = {n: server[n] for n in ("phi", "beta", "phi_rate", "curved", "noise") if n in server}
         return theta | prior_chains.shipped(self.hierarchy.prior, unprefixed("prior.", server))
 
     # --- a unit's round: lines 5 to 18 of Algorithm 1 ----------------------------------------

@@ -43,6 +43,10 @@ class Likelihood(ABC):
         """The variance of the noise, where there is one that is not learned."""
         return None
 
+    def at_variance(self, variance: float) -> Likelihood:
+        """The same family with noise of a fixed variance."""
+        raise SettingsError(f"a {self.name} likelihood has no noise whose variance could be fixed")
+
     def classes(self, outputs: int) -> bool:
         """Whether targets are judged as classes, or as numbers."""
         return False
@@ -147,6 +151,9 @@ class Normal(Likelihood):
     @property
     def fixed_variance(self) -> float | None:
         return None if isinstance(self.variance, str) else float(self.variance)
+
+    def at_variance(self, variance: float) -> Normal:
+        return Normal(variance)
 
     def initial_params(self) -> dict[str, float]:
         return {"log_variance": 0.0} if self.variance == "learned" else {}

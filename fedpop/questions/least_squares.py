@@ -32,13 +32,11 @@ def applies(model: Model) -> bool:
 
 @dataclass(frozen=True)
 class LeastSquares(Question[Tensors]):
-    """Known are ``centre`` and ``spread`` of z, ``[d]`` each, and ``noise``, the variance that starts as
-    noise; nothing where too few examples were heard of, or where they leave no residual."""
+    """Known are ``centre`` and ``spread`` of z, ``[d]`` each, and ``left``, the variance of y about the fit;
+    nothing where too few examples were heard of."""
 
     model: Model
     phi: Tensor
-    variance: float | None
-    """The noise's variance where it is fixed."""
     name: ClassVar[str] = "least squares"
     quorum: ClassVar[float] = 0.0  # a start can be made without those who are not finite
 
@@ -84,10 +82,10 @@ class LeastSquares(Question[Tensors]):
         weight = torch.linalg.solve(second + torch.diag(RIDGE * n * size), cross)
         explained = float((2 * weight * cross).sum() - (weight * (second @ weight)).sum())
         left = max(square - explained, 1e-6 * square) / (n * outputs)
-        noise = 0.5 * left if self.variance is None else self.variance
-        spread = max(left - noise, 0.1 * left)
+        fixed = self.model.likelihood.fixed_variance
+        spread = 0.5 * left if fixed is None else max(left - fixed, 0.1 * left)
         return {
             "centre": weight.mT.reshape(-1),
             "spread": (spread / (q * size)).sqrt().repeat(outputs),
-            "noise": second.new_tensor(noise),
+            "left": second.new_tensor(left),
         }

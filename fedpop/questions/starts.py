@@ -23,11 +23,10 @@ def questions(start: str | Spectral, model: Model, prior: Prior, phi: Tensor) ->
     """The spectral start where it is asked for or applies; else, for normal targets, one in their own units;
     else the scale at which outputs have variance one, unless it was given."""
     fitted = least_squares.applies(model) and (prior.scale is None or start != "random")
-    variance = model.likelihood.fixed_variance
-    moments = (LeastSquares(model, phi, variance),) if fitted else ()
+    moments = (LeastSquares(model, phi),) if fitted else ()
     if isinstance(start, Spectral) or start == "spectral" or (start == "auto" and spectral.applies(model)):
         asked = (start if isinstance(start, Spectral) else Spectral()).questions(model)
-        return (*asked, *moments) if variance is None else asked
+        return (*asked, *moments)
     known = prior.scale is not None or not model.scale_from_features
     return moments or (() if known else (FeatureScale(model, phi, prior.bounds),))
 
@@ -35,9 +34,9 @@ def questions(start: str | Spectral, model: Model, prior: Prior, phi: Tensor) ->
 def theta(model: Model, prior: Prior, phi: Tensor, known: Tensors, key: Key) -> tuple[Tensor, Tensor]:
     """phi and beta from the answers, where there are any; what was given stays as it was given."""
     phi, spectral_start = known.get("phi", phi), "whitener" in known
-    if "noise" in known and "log_variance" in model.likelihood.initial_params():
+    if "left" in known and "log_variance" in model.likelihood.initial_params():
         phi = phi.clone()
-        phi[model.phi_layout.spans()["likelihood.log_variance"]] = float(known["noise"].log())
+        phi[model.phi_layout.spans()["likelihood.log_variance"]] = float((0.5 * known["left"]).log())
     mu = model.prior_centre() + prior.mean
     normal = prior.component
     if "centre" in known and not spectral_start and normal is not None and normal.learn_mean and not prior.mean:
