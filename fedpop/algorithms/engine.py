@@ -68,5 +68,8 @@ class WithEngine(Hierarchical):
         return usual if self.exact is None else usual | self.exact.metrics(server)
 
     def lines(self, published: Tensors) -> list[tuple[str, str]]:
-        how = {"exact": "exact: quasi-Newton steps on the marginal likelihood", "sampled": "sampled: Algorithm 1"}
+        how = {
+            "exact": "exact: quasi-Newton steps on the marginal likelihood",
+            "sampled": "sampled: Algorithm 1",
+        }
         return [*super().lines(published), *[("engine", how[e]) for e in (self.engine,) if e in how]]

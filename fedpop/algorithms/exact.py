@@ -93,16 +93,26 @@ class ExactEngine:
             hierarchy = hierarchy.at_noise(float(told["noise"]))
         if summed:
             whole = evidence(hierarchy, theta, cohort, curved)
-            good = torch.isfinite(whole.values)
-            if bool(good.all()) and all(bool(torch.isfinite(v).all()) for v in _sent(whole).values()):
+            good = self._fit(whole.values) & self._fit(whole.sizes)
+            if bool(good.all()) and all(bool(self._fit(v).all()) for v in _sent(whole).values()):
                 cost = self._cost(cohort, whole.values, curved)
                 return Answer(good, sums=_sent(whole), cost=cost)
         # Somebody is not finite, or each message travels alone.
-        each = [_sent(evidence(hierarchy, theta, one, curved)) for one in cohort.one_by_one()]
-        vectors = {n: torch.stack([own[n] for own in each]) for n in each[0]}
-        good = finite(*vectors.values())
+        each = [evidence(hierarchy, theta, one, curved) for one in cohort.one_by_one()]
+        sent = [_sent(own) for own in each]
+        vectors = {n: torch.stack([own[n] for own in sent]) for n in sent[0]}
+        good = finite(*[v.to(self._own_type) for v in vectors.values()])
+        good = good & self._fit(torch.cat([own.sizes for own in each]))
         values = vectors["evidence"].squeeze(1)
         return Answer(good, vectors, cost=self._cost(cohort, values[good], curved))
+
+    @property
+    def _own_type(self) -> torch.dtype:
+        return self.hierarchy.model.initial_z().dtype
+
+    def _fit(self, numbers: Tensor) -> Tensor:
+        """What the model's own type could hold: a unit whose numbers overflow there is left out here too."""
+        return torch.isfinite(numbers.to(self._own_type))
 
     def _cost(self, cohort: Cohort, values: Tensor, curved: bool) -> Mapping[str, float]:
         """A backward pass for each parameter beside the first one, where the Hessian is wanted."""
@@ -171,8 +181,8 @@ class ExactEngine:
 
     def publish(self, server: Tensors) -> Tensors:
         """The best point so far, in the model's own type."""
-        state, like = State.of(unprefixed("search.", server)), self.hierarchy.model.initial_z()
-        size, theta = self.hierarchy.model.phi_layout.size, state.x.to(like.dtype)
+        state = State.of(unprefixed("search.", server))
+        size, theta = self.hierarchy.model.phi_layout.size, state.x.to(self._own_type)
         return {"phi": theta[:size], "beta": self.hierarchy.prior.project(theta[size:])}
 
     def metrics(self, server: Tensors) -> dict[str, float | None]:

@@ -52,8 +52,9 @@ class FedSOUK(WithEngine):
 
     ``local_steps`` is the paper's M: one number, a ``Steps`` schedule over rounds, or one for each client by
     name. An optimiser alone may stand for ``phi_step`` and ``beta_step``, ``Spectral()`` for ``start``.
-    ``engine`` is what finds theta: ``sampled`` is Algorithm 1, ``exact`` a quasi-Newton method where posteriors
-    are closed-form, ``auto`` the exact one where it applies and nothing was said of chains or steps.
+    ``engine`` is what finds theta: ``sampled`` is Algorithm 1, ``exact`` a quasi-Newton method where
+    posteriors are closed-form, ``auto`` the exact one where it applies and nothing was said of chains or
+    steps.
 
     >>> from torch import nn
     >>> import fedpop as fp
@@ -97,7 +98,9 @@ class FedSOUK(WithEngine):
         return self.replace(start="random")
 
     def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
-        return starts.questions(self.start, self.model, self.hierarchy.prior, self._first_phi(facts, key))
+        phi, prior = self._first_phi(facts, key), self.hierarchy.prior
+        exact = self.exact is not None
+        return starts.questions(self.start, self.model, prior, phi, facts.restart, anneals=exact)
 
     def _first_phi(self, facts: Facts, key: Key) -> Tensor:
         phi = self.model.initial_phi()

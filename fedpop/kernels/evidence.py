@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels.hierarchy import Hierarchy
+from fedpop.kernels.target import Target
 
 
 def runs_in_double(hierarchy: Hierarchy) -> bool:
@@ -23,10 +24,9 @@ def runs_in_double(hierarchy: Hierarchy) -> bool:
     return model.autocast is None and (not narrow or model.frozen)
 
 
-def evidences(hierarchy: Hierarchy, theta: Tensor, cohort: Cohort) -> Tensor:
-    """log p(D_i | theta) of each unit, ``[C]``; theta = (phi, beta) and the cohort in double precision."""
+def _target(hierarchy: Hierarchy, theta: Tensor, cohort: Cohort) -> Target:
     size = hierarchy.model.phi_layout.size
-    return hierarchy.target_at(theta[:size], theta[size:], cohort).evidence()
+    return hierarchy.target_at(theta[:size], theta[size:], cohort)
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Evidence:
     """Values ``[C]`` of a cohort's units, the gradient ``[p]`` of their sum, and its Hessian where wanted."""
 
     values: Tensor
+    sizes: Tensor
+    """The trace of the curvature of each unit's log-likelihood in z, ``[C]``: how large its data are."""
     gradient: Tensor
     hessian: Tensor | None
 
@@ -44,11 +46,13 @@ def evidence(hierarchy: Hierarchy, theta: Tensor, cohort: Cohort, curved: bool) 
     theta = theta.detach().double()
 
     def total(at: Tensor) -> Tensor:
-        return evidences(hierarchy, at, wide).sum()
+        return _target(hierarchy, at, wide).evidence().sum()
 
     with torch.enable_grad():
         at = theta.clone().requires_grad_()
-        values = evidences(hierarchy, at, wide)
+        target = _target(hierarchy, at, wide)
+        values, sizes = target.evidence(), target.likelihood_curvature()
         (gradient,) = torch.autograd.grad(values.sum(), at)
     hessian = torch.autograd.functional.hessian(total, theta, vectorize=True) if curved else None
-    return Evidence(values.detach(), gradient, hessian)
+    assert sizes is not None
+    return Evidence(values.detach(), sizes.detach().squeeze(1), gradient, hessian)

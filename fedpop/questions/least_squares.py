@@ -1,8 +1,8 @@
-"""Where theta starts in units of the data: pooled least squares on the features at phi, from additive moments.
+"""Where theta starts in units of the data: pooled least squares on the features at phi, from moments.
 
-Of features F (with a column of ones for a bias) and targets y each unit sends F'F, F'y, y'y and its number of
-examples, in double precision. The sums give the mean of z that fits everyone best, and what is left of y: half
-of it starts as noise, half as spread of z.
+Of features F (with a column of ones for a bias) and targets y each unit sends F'F, F'y, y'y and its number
+of examples, in double precision. The sums give the mean of z that fits everyone best, and what is left of y:
+half of it starts as noise, half as spread of z.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class LeastSquares(Question[Tensors]):
             ),
             dim=1,
         )
-        return Answer(torch.isfinite(moments).all(1), {"moments": moments * large.unsqueeze(1)})
+        # One whose numbers the model's own type cannot hold is left out of rounds: it must not set the start.
+        good = torch.isfinite(moments.to(phi.dtype)).all(1)
+        return Answer(good, {"moments": moments * large.unsqueeze(1)})
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
         q = self._layout.size // self._layout.outputs

@@ -19,14 +19,18 @@ from fedpop.questions.spectral import Spectral
 STARTS = ("auto", "spectral", "random")
 
 
-def questions(start: str | Spectral, model: Model, prior: Prior, phi: Tensor) -> Sequence[Question[Tensors]]:
+def questions(
+    start: str | Spectral, model: Model, prior: Prior, phi: Tensor, restart: int = 0, anneals: bool = False
+) -> Sequence[Question[Tensors]]:
     """The spectral start where it is asked for or applies; else, for normal targets, one in their own units;
-    else the scale at which outputs have variance one, unless it was given."""
-    fitted = least_squares.applies(model) and (prior.scale is None or start != "random")
-    moments = (LeastSquares(model, phi),) if fitted else ()
+    else the scale at which outputs have variance one, unless it was given. A random start that was asked
+    for is one; that of a restart is random in phi alone. After a spectral start the data's units are asked
+    for where the noise is learned, or where the run ``anneals`` it."""
+    fitted = least_squares.applies(model) and prior.component is not None
+    moments = (LeastSquares(model, phi),) if fitted and (start != "random" or restart) else ()
     if isinstance(start, Spectral) or start == "spectral" or (start == "auto" and spectral.applies(model)):
         asked = (start if isinstance(start, Spectral) else Spectral()).questions(model)
-        return (*asked, *moments)
+        return (*asked, *moments) if anneals or model.likelihood.fixed_variance is None else asked
     known = prior.scale is not None or not model.scale_from_features
     return moments or (() if known else (FeatureScale(model, phi, prior.bounds),))
 
@@ -39,7 +43,13 @@ def theta(model: Model, prior: Prior, phi: Tensor, known: Tensors, key: Key) -> 
         phi[model.phi_layout.spans()["likelihood.log_variance"]] = float((0.5 * known["left"]).log())
     mu = model.prior_centre() + prior.mean
     normal = prior.component
-    if "centre" in known and not spectral_start and normal is not None and normal.learn_mean and not prior.mean:
+    if (
+        "centre" in known
+        and not spectral_start
+        and normal is not None
+        and normal.learn_mean
+        and not prior.mean
+    ):
         mu = known["centre"].to(mu.dtype)
     beta = prior.init(mu, prior.scale or 1.0, key)
     if "scale" in known:

@@ -122,7 +122,9 @@ def tell(
             return replace(state, phase=STALLED)
         return _measured(replace(state, f=f, g=g), curvature, unit, tolerance)
     slope = float(g @ state.direction) if math.isfinite(f) else math.nan
-    return _searched(state, Point(state.t, f if math.isfinite(slope) else math.inf, slope), g, unit, tolerance)
+    return _searched(
+        state, Point(state.t, f if math.isfinite(slope) else math.inf, slope), g, unit, tolerance
+    )
 
 
 def begun_again(state: State) -> State:
