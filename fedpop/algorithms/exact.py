@@ -37,7 +37,7 @@ def annealed(hierarchy: Hierarchy, left: Tensor | None) -> Tensor:
     beside the spread of y (``left``, about the pooled fit) the likelihood has optima in wrong subspaces."""
     model = hierarchy.model
     none = model.initial_z().new_zeros(0, dtype=torch.float64)
-    backbone = any(not name.startswith("likelihood.") for name in model.phi_layout.names)
+    backbone = any(not name.startswith(("likelihood.", "fixed.")) for name in model.phi_layout.names)
     if left is None or not backbone:
         return none
     first, last = 0.5 * float(left), model.likelihood.fixed_variance

@@ -32,8 +32,8 @@ def applies(model: Model) -> bool:
 
 @dataclass(frozen=True)
 class LeastSquares(Question[Tensors]):
-    """Known are ``centre`` and ``spread`` of z, ``[d]`` each, and ``left``, the variance of y about the fit;
-    nothing where too few examples were heard of."""
+    """Known are ``centre`` and ``spread`` of z, ``[d]`` each, ``left``, the variance of y about the fit, and
+    ``fixed``, the map of fixed effects where there are any; nothing where too few examples were heard of."""
 
     model: Model
     phi: Tensor
@@ -54,8 +54,15 @@ class LeastSquares(Question[Tensors]):
             features = self.model.features(phi, cohort)
         if not isinstance(features, Tensor):
             raise ModelError("a linear head needs one tensor of features per example")
-        f = cohort.pad(with_ones(features) if self._layout.bias else features).double()
-        y = cohort.pad(self.model.likelihood.encode(cohort.y, self._layout.outputs, torch.float64))
+        features, offset = self.model.split_offset(features)
+        f = (with_ones(features) if self._layout.bias else features).double()
+        y = self.model.likelihood.encode(cohort.y, self._layout.outputs, torch.float64)
+        design = None if cohort.embedded else self.model.fixed_design(cohort.x)
+        if design is not None:
+            f = torch.cat((f, design.double()), dim=1)
+        elif offset is not None:
+            y = y - offset
+        f, y = cohort.pad(f), cohort.pad(y)
         large = cohort.sizes >= LEAST
         moments = torch.cat(
             (
@@ -71,23 +78,24 @@ class LeastSquares(Question[Tensors]):
         return Answer(good, {"moments": moments * large.unsqueeze(1)})
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
-        q = self._layout.size // self._layout.outputs
-        outputs = self._layout.outputs
-        like = self.phi.new_zeros(q * q + q * outputs + 2, dtype=torch.float64)
-        second, cross, squares, count = total.plain_sum("moments", like).split((q * q, q * outputs, 1, 1))
-        n, square = float(count), float(squares)
-        second, cross = second.reshape(q, q), cross.reshape(q, outputs)
-        size = second.diagonal() / max(n, 1.0)
+        outputs, columns = self._layout.outputs, self._layout.size // self._layout.outputs
+        sent = total.plain.get("moments", self.phi.new_zeros(2, dtype=torch.float64))
+        square, n = sent[-2:].tolist()
         if not n or not square > 0:
             return {}
+        # Of c columns there were c (c + outputs) moments: those of z come first, then those of fixed effects.
+        c = int(((outputs**2 + 4 * (len(sent) - 2)) ** 0.5 - outputs) / 2 + 0.5)
+        second, cross = sent[: c * c].reshape(c, c), sent[c * c : -2].reshape(c, outputs)
+        size = second.diagonal() / n
         size = size.clamp(min=1e-12 * float(size.max()))
         weight = torch.linalg.solve(second + torch.diag(RIDGE * n * size), cross)
         explained = float((2 * weight * cross).sum() - (weight * (second @ weight)).sum())
         left = max(square - explained, 1e-6 * square) / (n * outputs)
-        fixed = self.model.likelihood.fixed_variance
-        spread = 0.5 * left if fixed is None else max(left - fixed, 0.1 * left)
-        return {
-            "centre": weight.mT.reshape(-1),
-            "spread": (spread / (q * size)).sqrt().repeat(outputs),
+        noise = self.model.likelihood.fixed_variance
+        spread = 0.5 * left if noise is None else max(left - noise, 0.1 * left)
+        fixed = {"fixed": weight[columns:].mT} if c > columns else {}
+        return fixed | {
+            "centre": weight[:columns].mT.reshape(-1),
+            "spread": (spread / (columns * size[:columns])).sqrt().repeat(outputs),
             "left": second.new_tensor(left),
         }

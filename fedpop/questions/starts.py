@@ -41,6 +41,8 @@ def theta(model: Model, prior: Prior, phi: Tensor, known: Tensors, key: Key) -> 
     if "left" in known and "log_variance" in model.likelihood.initial_params():
         phi = phi.clone()
         phi[model.phi_layout.spans()["likelihood.log_variance"]] = float((0.5 * known["left"]).log())
+    if "fixed" in known:
+        phi = model.with_fixed(phi, known["fixed"])
     mu = model.prior_centre() + prior.mean
     normal = prior.component
     if (

@@ -64,7 +64,7 @@ def test_a_random_slope_and_intercept(name: str, y: str, x: str, by: str, dtype:
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 def test_units_of_the_data_do_not_matter(scale: float) -> None:
-    """sleepstudy in kiloseconds to microseconds: the density changes by the factor's logarithm, once a row."""
+    """sleepstudy in other units: the density changes by the factor's logarithm, once a row."""
     groups = {
         g: (x, y * scale) for g, (x, y) in grouped("sleepstudy", "Reaction", ["Days"], "Subject").items()
     }
@@ -82,3 +82,34 @@ def test_chains_start_in_the_units_of_the_data_too() -> None:
     method = fp.FedSOUL(fp.Composition(None, nn.Linear(1, 1), "normal"), prior="full", engine="sampled")
     population = method.fit(groups, rounds=300, progress=False)
     assert population.log_likelihood().value == pytest.approx(LME4["sleepstudy"], abs=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("columns", "fixed", "sd", "sigma", "value"),
+    [
+        (["floor"], [1.46116, -0.69264], 0.32446, 0.755160, -1081.82529),
+        (["floor", "log_uranium"], [1.46427, -0.66644, 0.72320], 0.14583, 0.758278, -1061.40845),
+    ],
+    ids=["floor", "floor and uranium"],
+)
+def test_fixed_slopes_beside_a_random_intercept(
+    columns: list[str], fixed: list[float], sd: float, sigma: float, value: float, dtype: torch.dtype
+) -> None:
+    """radon: log radon ~ floor (+ log uranium) + (1 | county)."""
+    groups = {
+        g: ({"fixed": x, "random": np.ones((len(y), 1))}, y)
+        for g, (x, y) in grouped("radon", "log_radon", columns, "county").items()
+    }
+    slopes = nn.Linear(len(columns), 1, bias=False).to(dtype)
+    intercept = nn.Linear(1, 1, bias=False).to(dtype)
+    population = fp.FedSOUL(fp.Composition(None, intercept, "normal", fixed=slopes)).fit(
+        groups, progress=False
+    )
+    assert population.algorithm.engine == "exact"  # type: ignore[attr-defined]
+    assert population.rounds < 40
+    assert population.log_likelihood().value == pytest.approx(value, abs=1e-3)
+    found = [float(population.prior_mean), *population.phi["fixed.weight"].flatten().tolist()]
+    assert found == pytest.approx(fixed, abs=2e-4)
+    assert float(population.prior_sd) == pytest.approx(sd, abs=5e-4)
+    assert float(population.phi["likelihood.log_variance"].exp().sqrt()) == pytest.approx(sigma, abs=2e-4)
