@@ -163,7 +163,7 @@ class ExactEngine:
 
     def _project(self, theta: Tensor) -> Tensor:
         size = self.hierarchy.model.phi_layout.size
-        return torch.cat((into_ball(theta[:size], self.ball), self.hierarchy.prior.project(theta[size:])))
+        return torch.cat((into_ball(theta[:size], self.ball), self.hierarchy.prior.boxed(theta[size:])))
 
     def _inside(self, state: State) -> State:
         """The trial, and what became of it, inside the projection sets."""

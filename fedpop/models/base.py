@@ -233,7 +233,7 @@ class Model(ABC):
         return features[..., : -self.offsets], features[..., -self.offsets :]
 
     def fixed_design(self, x: Inputs) -> Tensor | None:
-        """The columns ``[n, p]`` of which phi adds a linear map to the outputs, where that is what it adds."""
+        """The columns ``[n, p]`` of which phi adds a linear map to outputs, where that is what it adds."""
         return None
 
     def with_fixed(self, phi: Tensor, weight: Tensor) -> Tensor:

@@ -31,8 +31,8 @@ class Composition(Model):
     that bfloat16 works and is faster on this machine.
 
     ``fixed`` is a module of fixed effects: what it makes of its own part of x is added to the head's outputs,
-    and its parameters are in phi. Each x is then ``{"fixed": X, "random": Z}`` (or the pair (X, Z); one tensor
-    serves both). With a linear head and normal targets all stays closed-form: a random intercept
+    and its parameters are in phi. Each x is then ``{"fixed": X, "random": Z}`` (or the pair (X, Z); one
+    tensor serves both). With a linear head and normal targets all stays closed-form: a random intercept
     beside a fixed slope has Z = 1, and the mean of the prior is the intercept.
 
     >>> from torch import nn

@@ -32,6 +32,13 @@ def into_ball(v: Tensor, radius: float) -> Tensor:
     return v if length <= radius else v * (radius / length)
 
 
+def positive(matrix: Tensor) -> Tensor:
+    """The nearest matrix whose eigenvalues are at least a hundredth."""
+    values, vectors = torch.linalg.eigh(matrix)
+    out: Tensor = vectors * values.clamp(min=1e-2) @ vectors.mT
+    return out
+
+
 class Part(NamedTuple):
     """One Normal of a prior that is a mixture of them: log weight, family, and its own beta."""
 
@@ -185,6 +192,11 @@ class Prior(Setting, ABC):
     @abstractmethod
     def project(self, beta: Tensor) -> Tensor:
         """The nearest beta inside the projection sets."""
+
+    def boxed(self, beta: Tensor) -> Tensor:
+        """The nearest beta whose coordinates each lie between bounds, about those of the projection sets: of
+        these no coordinate depends on another."""
+        return self.project(beta)
 
     @abstractmethod
     def at_bound(self, beta: Tensor) -> list[str]:

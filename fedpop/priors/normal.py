@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
-from fedpop.priors.base import Part, Prior, Tensors, into_ball
+from fedpop.priors.base import Part, Prior, Tensors, into_ball, positive
 
 COVARIANCES = ("isotropic", "diagonal", "full")
 
@@ -112,8 +112,8 @@ class Normal(Prior):
     def spread_out(self, beta: Tensor, sd: Tensor) -> Tensor:
         if self.covariance == "isotropic":
             return super().spread_out(beta, sd)
-        mu = self.mu(beta)
-        return self.pack(mu, torch.diag(sd)) if self.covariance == "full" else torch.cat((mu, sd.log()))
+        full = self.covariance == "full"
+        return self.pack(self.mu(beta), sd.diag()) if full else torch.cat((self.mu(beta), sd.log()))
 
     def mu(self, beta: Tensor) -> Tensor:
         return beta[: self.dimension(beta)]
@@ -136,8 +136,7 @@ class Normal(Prior):
 
     def sigma(self, beta: Tensor) -> Tensor:
         """Sigma as a ``[d, d]`` matrix."""
-        factor = self.factor(beta)
-        return factor @ factor.mT
+        return (factor := self.factor(beta)) @ factor.mT
 
     def parts(self, beta: Tensor) -> list[Part]:
         return [Part(beta.new_zeros(()), self, beta)]
@@ -161,11 +160,9 @@ class Normal(Prior):
         """L^-1 v along the last axis."""
         if self.covariance != "full":
             return v / self.sd(beta)
-        flat = v.reshape(-1, v.shape[-1])
-        out: Tensor = torch.linalg.solve_triangular(self.factor(beta), flat.mT, upper=False).mT.reshape(
-            v.shape
-        )
-        return out
+        flat = v.reshape(-1, v.shape[-1]).mT
+        out: Tensor = torch.linalg.solve_triangular(self.factor(beta), flat, upper=False).mT
+        return out.reshape(v.shape)
 
     def colour(self, beta: Tensor, v: Tensor, transpose: bool = False) -> Tensor:
         """L v (or L' v) along the last axis."""
@@ -269,8 +266,7 @@ class Normal(Prior):
         centred = mean - self.mu(beta)
         second = cov + centred.unsqueeze(-1) * centred.unsqueeze(-2)
         white = self.whiten(beta, self.whiten(beta, second).mT)
-        d = mean.shape[-1]
-        identity = torch.eye(d, dtype=mean.dtype, device=mean.device)
+        identity = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
         return torch.cat((self._times_precision(beta, centred), self._pick(white - identity)), dim=-1)
 
     def expected_score(self, beta: Tensor, log_weight: Tensor, means: Tensor, covs: Tensor) -> Tensor:
@@ -359,7 +355,7 @@ class Normal(Prior):
             white = self.whiten(beta, em_shift)
             identity = torch.eye(d, dtype=beta.dtype, device=beta.device)
             inner = identity + rate * self._symmetric(i_scale) - torch.outer(white, white)
-            factor = self.factor(beta) @ torch.linalg.cholesky(_positive(inner))
+            factor = self.factor(beta) @ torch.linalg.cholesky(positive(inner))
             return self.pack(mu + shift, factor)
         moved = (em_shift / sd).square()
         if self.covariance == "isotropic":
@@ -382,6 +378,15 @@ class Normal(Prior):
         square = left * values.clamp(low, high).square() @ left.mT
         return self.pack(mu, torch.linalg.cholesky(square))
 
+    def boxed(self, beta: Tensor) -> Tensor:
+        """Of a full covariance, bounds on the diagonal of its factor."""
+        if self.covariance != "full":
+            return self.project(beta)
+        d, (low, high) = self.dimension(beta), self.bounds
+        rows, cols = torch.tril_indices(d, d, device=beta.device)
+        inside = beta[d:].clamp(math.log(low), math.log(high))
+        return torch.cat((into_ball(beta[:d], self.ball), torch.where(rows == cols, inside, beta[d:])))
+
     def at_bound(self, beta: Tensor) -> list[str]:
         """Which parameters sit on the edge of a projection set."""
         out = []
@@ -393,10 +398,3 @@ class Normal(Prior):
         if float(self.mu(beta).norm()) >= self.ball * 0.9999:
             out.append(f"the prior's mean is at the edge of its ball, {self.ball:g}")
         return out
-
-
-def _positive(matrix: Tensor) -> Tensor:
-    """The nearest matrix whose eigenvalues are at least a hundredth."""
-    values, vectors = torch.linalg.eigh(matrix)
-    out: Tensor = vectors * values.clamp(min=1e-2) @ vectors.mT
-    return out
