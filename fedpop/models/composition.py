@@ -21,6 +21,9 @@ from fedpop.models.likelihoods import Likelihood
 from fedpop.models.modules import RowKeys, call, dropout_rows, federated, has_dropout
 from fedpop.models.network import NetworkPass
 
+FEW = 8
+"""Dimensions of z up to which a head without a backbone has a full covariance unless told."""
+
 
 class Composition(Model):
     """``likelihood(head(backbone(x)))`` with the backbone shared (phi) and the head private (z).
@@ -95,6 +98,12 @@ class Composition(Model):
     def _fixed_words(self) -> str:
         count = sum(p.numel() for p in trainable(self.fixed).values()) if self.fixed is not None else 0
         return "" if self.fixed is None else f", fixed effects: {count}"
+
+    def prior_covariance(self) -> str:
+        """A head on the user's own columns has weights in as many units: their spreads are not one number,
+        and where there are few of them all of their covariance can be learned."""
+        own = isinstance(self.backbone, nn.Identity) and self.linear and self.likelihood.quadratic
+        return "full" if own and self.outputs == 1 and self.z_layout.size <= FEW else "isotropic"
 
     def modules(self) -> list[nn.Module]:
         return [self.backbone, self.head, *([] if self.fixed is None else [self.fixed])]

@@ -260,3 +260,37 @@ def test_annealing_leaves_the_wrong_subspace() -> None:
     federation = federation_of(method.model, clients)
     best = exact_optimum(method, federation, [(phi.T.reshape(-1), torch.zeros(3))]).log_likelihood
     assert method.fit(clients, progress=False).log_likelihood().value > best - 1.0
+
+
+def test_a_mean_far_from_zero_and_a_small_variance() -> None:
+    """z around (3, 0, 1) with variance .02: chains with an isotropic prior are nats short after 300 rounds.
+    A full covariance has the same likelihood here, and must end at the same."""
+    g = generator(1)
+    weight, centre = torch.randn(6, 3, generator=g), torch.tensor([3.0, 0.0, 1.0])
+    clients = []
+    for _ in range(60):
+        z, x = centre + 0.02**0.5 * torch.randn(3, generator=g), torch.randn(8, 6, generator=g)
+        clients.append((x, x @ weight @ z + 0.3 * torch.randn(8, generator=g)))
+    values = []
+    for covariance in ("isotropic", "full"):
+        population = fp.FedSOUL(linear_model(6, 3, 0.09), prior=covariance).fit(clients, progress=False)
+        assert population.history[-1]["promised"] < 1e-6
+        values.append(population.log_likelihood().value)
+        truth = (weight.T.reshape(-1), fp.priors.Normal(covariance=covariance).init(centre, 0.02**0.5))
+        method = population.algorithm
+        best = exact_optimum(method, federation_of(method.model, clients), [truth], 1000).log_likelihood  # type: ignore[arg-type]
+        assert values[-1] > best - 1e-3
+    assert values[0] == pytest.approx(values[1], abs=1e-3)
+
+
+def test_a_covariance_that_is_singular_ends_at_its_bound() -> None:
+    """Slopes differ, intercepts do not: at the optimum intercepts have no spread."""
+    x = torch.linspace(-1, 1, 8).unsqueeze(1)
+    clients = {"anna": (x, 2 * x[:, 0]), "ben": (x, 4 * x[:, 0])}
+    model = fp.Composition(None, nn.Linear(1, 1), fp.likelihoods.Normal(0.01))
+    population = fp.FedSOUL(model, prior="full").fit(clients, progress=False)
+    assert population.rounds < 80
+    # By hand: slopes 2 and 4 are measured with variance .01 / sum x^2 each, so that sd^2 = 1 - that.
+    expected = (1 - 0.01 / float(x.square().sum())) ** 0.5
+    assert float(population.prior_sd[0]) == pytest.approx(expected, abs=1e-3)
+    assert population.at_bound
