@@ -28,6 +28,8 @@ TOLERANCE = 1e-7
 """Nats that a Newton step still promises where the search is over."""
 LOOSE = 0.1
 """The same for a stage of annealing, which only has to find the next one's start."""
+SMALL = 100
+"""Parameters up to which each stage asks for the Hessian: a third of the rounds, for as many bytes."""
 STAGES = 5
 """Variances of the noise that are gone through before its own, from half the variance of y, geometrically."""
 
@@ -149,15 +151,19 @@ class ExactEngine:
         free = self._free(theta, slope)
         curvature = None
         if state.wants_curvature:
-            p = len(theta)
-            curvature = hyper.curvature(prior, phi, beta) - total.estimate("hessian", theta.new_zeros((p, p)))
+            curvature = hyper.curvature(prior, phi, beta)
+            triangle = _triangle(curvature)
+            lower = torch.zeros_like(curvature)
+            lower[triangle] = total.estimate("hessian", curvature[triangle])
+            curvature = curvature - lower - lower.tril(-1).mT
             # What is fixed, or held at a bound, has no part in it.
             curvature = torch.where(free.unsqueeze(1) & free, curvature, torch.diag((~free).to(theta.dtype)))
         noises = server["noises"]
         tolerance = LOOSE if len(noises) else TOLERANCE
         state = tell(state, f, torch.where(free, -slope, 0.0), curvature, server["unit"], tolerance)
         if len(noises) and (state.over or state.wants_curvature):  # this stage is done
-            state, server = begun_again(state), server | {"noises": noises[1:]}
+            state = begun_again(state, curved=len(theta) <= SMALL)
+            server = server | {"noises": noises[1:]}
         server = server | {"missing": torch.zeros_like(server["missing"]), "heard": theta.new_tensor(heard)}
         return self._asking(server, self._inside(state))
 
@@ -196,6 +202,12 @@ class ExactEngine:
         return State.of(unprefixed("search.", server)).over
 
 
+def _triangle(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a symmetric matrix is told."""
+    rows, cols = torch.tril_indices(*matrix.shape, device=matrix.device)
+    return rows, cols
+
+
 def _sent(own: Evidence) -> Tensors:
     sent = {"evidence": own.values.sum().reshape(1), "gradient": own.gradient}
-    return sent if own.hessian is None else sent | {"hessian": own.hessian.flatten()}
+    return sent if own.hessian is None else sent | {"hessian": own.hessian[_triangle(own.hessian)]}

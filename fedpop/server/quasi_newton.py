@@ -26,7 +26,7 @@ FLAT = 1e-9
 """Curvatures below this share of the largest one count as this: a gauge direction has none."""
 SADDLE = -1e-3
 """The curvature, in natural units, below which a stationary point is no minimum: 5e-4 for a step of one."""
-CURVATURE, BRACKET, ZOOM, CONVERGED, STALLED = range(5)
+CURVATURE, BRACKET, ZOOM, CONVERGED, STALLED, VALUE = range(6)
 
 
 @dataclass(frozen=True)
@@ -121,15 +121,20 @@ def tell(
         if curvature is None or not (math.isfinite(f) and bool(torch.isfinite(curvature).all())):
             return replace(state, phase=STALLED)
         return _measured(replace(state, f=f, g=g), curvature, unit, tolerance)
+    if state.phase == VALUE:
+        state = replace(state, f=f, g=g, gain=0.5 * float(g @ state.inverse @ g), since=1)
+        return _along(state, -(state.inverse @ g), unit) if math.isfinite(f) else _given_up(state)
     slope = float(g @ state.direction) if math.isfinite(f) else math.nan
     return _searched(
         state, Point(state.t, f if math.isfinite(slope) else math.inf, slope), g, unit, tolerance
     )
 
 
-def begun_again(state: State) -> State:
-    """The same point of another F: value and curvature are to be asked for first."""
-    return replace(state, trial=state.x, phase=CURVATURE, f=math.inf, gain=math.inf, tries=0)
+def begun_again(state: State, curved: bool) -> State:
+    """The same point of another F: value and curvature are to be asked for first, or the value alone, where
+    the curvature that is known will do."""
+    phase = CURVATURE if curved else VALUE
+    return replace(state, trial=state.x, phase=phase, f=math.inf, gain=math.inf, tries=0)
 
 
 # --- directions ------------------------------------------------------------------------------
@@ -145,14 +150,14 @@ def _measured(state: State, curvature: Tensor, unit: Tensor, tolerance: float) -
     gain = 0.5 * float(state.g @ inverse @ state.g)
     state = replace(state, inverse=inverse, gain=gain, since=0)
     if gain >= tolerance:
-        return _along(state, -(inverse @ state.g), unit, tolerance)
+        return _along(state, -(inverse @ state.g), unit)
     if float(values[0]) >= SADDLE:
         return replace(state, phase=CONVERGED, trial=state.x)
     away = basis[:, 0]
-    return _along(state, -away if float(state.g @ away) > 0 else away, unit, tolerance)
+    return _along(state, -away if float(state.g @ away) > 0 else away, unit)
 
 
-def _along(state: State, direction: Tensor, unit: Tensor, tolerance: float) -> State:
+def _along(state: State, direction: Tensor, unit: Tensor) -> State:
     """A new search from x."""
     slope = float(state.g @ direction)
     reach = float((direction / unit).abs().max())
@@ -256,4 +261,4 @@ def _accepted(state: State, at: Point, g: Tensor, unit: Tensor, tolerance: float
     )
     if gain < tolerance:
         return replace(state, phase=CURVATURE, trial=x)
-    return _along(state, -(inverse @ g), unit, tolerance)
+    return _along(state, -(inverse @ g), unit)

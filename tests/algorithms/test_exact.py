@@ -194,7 +194,7 @@ def test_bytes_and_passes_are_counted() -> None:
     run = run_of(method, clients)
     assert run.totals.get("bytes_up", 0) == 0
     first, second = run.train_round(), run.train_round()
-    assert first["bytes_up"] == 8 * b * (1 + p + p * p)
+    assert first["bytes_up"] == 8 * b * (1 + p + p * (p + 1) // 2)
     assert second["bytes_up"] - first["bytes_up"] == 8 * b * (1 + p)
     assert run.totals["backbone_passes"] == n * (1 + p) + n
     assert first["bytes_down"] == 8 * b * (p + 1)

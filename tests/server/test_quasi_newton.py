@@ -105,7 +105,9 @@ def test_a_state_written_and_read_goes_on_to_the_same_bits() -> None:
 
 def test_another_function_begins_where_the_last_one_ended() -> None:
     state, _ = minimised(rosenbrock, torch.zeros(2, dtype=torch.float64))
-    again = begun_again(state)
+    again = begun_again(state, curved=False)
     assert torch.equal(again.trial, state.x)
-    assert again.wants_curvature
     assert not again.over
+    assert begun_again(state, curved=True).wants_curvature
+    other = told(again, lambda v: 2 * rosenbrock(v) + v.sum(), torch.ones(2, dtype=torch.float64))
+    assert other.slope < 0  # it has a direction at once, by the curvature that it knows
