@@ -22,7 +22,7 @@ from fedpop.models.modules import RowKeys, call, dropout_rows, federated, has_dr
 from fedpop.models.network import NetworkPass
 
 FEW = 8
-"""Dimensions of z up to which a head without a backbone has a full covariance unless told."""
+"""Dimensions of z up to which a head on features that stand still has a full covariance unless told."""
 
 
 class Composition(Model):
@@ -102,7 +102,7 @@ class Composition(Model):
     def prior_covariance(self) -> str:
         """A head on the user's own columns has weights in as many units: their spreads are not one number,
         and where there are few of them all of their covariance can be learned."""
-        own = isinstance(self.backbone, nn.Identity) and self.linear and self.likelihood.quadratic
+        own = not self._shared and self.linear and self.likelihood.quadratic
         return "full" if own and self.outputs == 1 and self.z_layout.size <= FEW else "isotropic"
 
     def modules(self) -> list[nn.Module]:
