@@ -30,7 +30,10 @@ def measure(advance: Advance) -> list[Record]:
     federation = fp.Federation.of(task.make(seed=0).clients)
     model = task.model(seed=0).prepared(federation.example)
     federation = model.checked(federation)
-    methods = (fp.FedSOUL(model, local_steps=10), fp.FedSOUL.paper(model, rate=1e-3, local_steps=10))
+    methods = (
+        fp.FedSOUL(model, local_steps=10, engine="sampled"),
+        fp.FedSOUL.paper(model, rate=1e-3, local_steps=10),
+    )
     runs = {method.label: begun(method, federation) for method in methods}
     kernels = {method.label: describe(method.sampler.kernel) for method in methods}  # as resolved
 

@@ -43,7 +43,7 @@ def packed(clients: int) -> fp.Table:
 
 def begun(clients: int, participation: fp.participation.Uniform | fp.participation.Everyone) -> Run:
     federation = fp.Federation.of(packed(clients))
-    method = fp.FedSOUL(SyntheticTask().model(seed=0)).prepared(federation.example)
+    method = fp.FedSOUL(SyntheticTask().model(seed=0), engine="sampled").prepared(federation.example)
     run = Run(method, method.model.checked(federation), Settings(10_000, 0, participation))
     run.begin()
     run.totals.clear()

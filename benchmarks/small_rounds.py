@@ -127,7 +127,9 @@ def by_hand(
 def begun(task: SyntheticTask, local_steps: int) -> Run:
     """A run of FedSOUL's default before its first round; it is so long that no schedule falls."""
     federation = fp.Federation.of(task.make(seed=0).clients)
-    method = fp.FedSOUL(task.model(seed=0), local_steps=local_steps).prepared(federation.example)
+    method = fp.FedSOUL(task.model(seed=0), local_steps=local_steps, engine="sampled").prepared(
+        federation.example
+    )
     run = Run(method, method.model.checked(federation), Settings(100_000, 0, fp.participation.Everyone()))
     run.begin()
     run.totals.clear()

@@ -243,6 +243,10 @@ class Algorithm(Setting, ABC):
                 f"{self.label} visits one client at a time: participation=fedpop.participation.Uniform(1)"
             )
 
+    def for_rule(self, rule: Participation) -> Self:
+        """This method for runs with this participation, where settings left something open."""
+        return self
+
     # --- a run -------------------------------------------------------------------------------
 
     def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
@@ -276,6 +280,10 @@ class Algorithm(Setting, ABC):
     @abstractmethod
     def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
         """The server's step; the total may be of nobody."""
+
+    def over(self, server: Tensors) -> bool:
+        """Further rounds would change nothing."""
+        return False
 
     @abstractmethod
     def publish(self, server: Tensors) -> Tensors:

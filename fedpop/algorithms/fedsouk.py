@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Round
-from fedpop.algorithms.hierarchical import Hierarchical
+from fedpop.algorithms.engine import WithEngine
 from fedpop.channel import Answer, Tensors, Total
 from fedpop.client.cost import chain_cost
 from fedpop.client.local_steps import LocalSteps, check_steps, describe_steps, groups_of, most_steps
@@ -38,9 +38,8 @@ from fedpop.federation.inputs import map_inputs
 from fedpop.kernels import prior_chains
 from fedpop.keys import Key
 from fedpop.priors.base import into_ball
-from fedpop.questions import Question
-from fedpop.questions.features import FeatureScale
-from fedpop.questions.spectral import Spectral, applies
+from fedpop.questions import Question, starts
+from fedpop.questions.spectral import Spectral
 from fedpop.questions.targets import TargetSize
 from fedpop.server.gauge import aligner
 from fedpop.server.schedules import Stage
@@ -48,16 +47,17 @@ from fedpop.server.state import prefixed, unprefixed
 from fedpop.server.units import natural_units, redrawn
 from fedpop.settings import require_one_of
 
-STARTS = ("auto", "spectral", "random")
-
 
 @dataclass(frozen=True, kw_only=True)
-class FedSOUK(Hierarchical):
+class FedSOUK(WithEngine):
     """The paper's method with any kernel; see the module's text.
 
     ``local_steps`` is the paper's M: one number, a ``Steps`` schedule over rounds, or one for each client by
     name. An optimiser alone may stand for ``phi_step`` and ``beta_step``, ``Spectral()`` for ``start``.
     ``anneal`` is how a normal likelihood's noise variance falls to its own value, against local optima.
+    ``engine`` is what finds theta: ``sampled`` is Algorithm 1, ``exact`` a quasi-Newton method where
+    posteriors are closed-form, ``auto`` the exact one where it applies and nothing was said of chains or
+    steps.
 
     >>> from torch import nn
     >>> import fedpop as fp
@@ -74,20 +74,20 @@ class FedSOUK(Hierarchical):
         "Kotelevskii et al., NeurIPS 2022", personalised=True, memory="M d + d_phi", instance="itself"
     )
     compressed: ClassVar[tuple[str, ...]] = ("J",)
+    sampling: ClassVar[tuple[str, ...]] = ("local_steps", *WithEngine.sampling)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_steps(self.local_steps)
         if isinstance(self.start, str):
-            require_one_of(STARTS, start=self.start)
+            require_one_of(starts.STARTS, start=self.start)
         prior = self.hierarchy.prior
         self.sampler.check(self.on_beta.form)
         self.on_beta.on(prior)
         self.hyperprior.check(prior)
         if self.on_phi.local is not None and self.chain.rao_blackwell:
             raise SettingsError("local epochs on phi average over draws of z; they exclude rao_blackwell")
-        if isinstance(self.start, Spectral) or self.start == "spectral":
-            self._spectral()  # raises where it does not apply
+        starts.questions(self.start, self.model, prior, self.model.initial_phi())  # raises where it cannot be
 
     # --- settings, resolved where they are used ----------------------------------------------
 
@@ -95,24 +95,18 @@ class FedSOUK(Hierarchical):
     def draws(self) -> int:
         return most_steps(self.local_steps) * self.chain.chains
 
-    def _spectral(self) -> Sequence[Question[Tensors]]:
-        if self.start == "random" or (self.start == "auto" and not applies(self.model)):
-            return ()
-        start = self.start if isinstance(self.start, Spectral) else Spectral()
-        return start.questions(self.model)
-
     # --- before the rounds -------------------------------------------------------------------
 
     def restarted(self) -> Self:
         return self.replace(start="random")
 
     def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
-        prior, asked = self.hierarchy.prior, list(self._spectral())
-        if not asked and prior.scale is None and self.model.scale_from_features:
-            asked.append(FeatureScale(self.model, self._first_phi(facts, key), prior.bounds))
-        if self.anneal.asks(self.model, facts.first_stage):
-            asked.append(TargetSize(self.model, self.anneal.minimum))
-        return asked
+        phi, prior = self._first_phi(facts, key), self.hierarchy.prior
+        exact = self.exact is not None
+        asked = starts.questions(self.start, self.model, prior, phi, facts.restart, anneals=exact)
+        if exact or not self.anneal.asks(self.model, facts.first_stage):
+            return asked
+        return (*asked, TargetSize(self.model, self.anneal.minimum))
 
     def _first_phi(self, facts: Facts, key: Key) -> Tensor:
         phi = self.model.initial_phi()
@@ -121,17 +115,15 @@ class FedSOUK(Hierarchical):
         return redrawn(self.model, phi, key.at(purpose=f"restart-{facts.restart}"))
 
     def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
-        prior = self.hierarchy.prior
-        phi = known["phi"] if "phi" in known else self._first_phi(facts, key)
+        prior, own = self.hierarchy.prior, key.at(purpose=f"prior-{facts.restart}")
+        phi, beta = starts.theta(self.model, prior, self._first_phi(facts, key), known, own)
         server = {"phi": phi}
         if "target_size" in known:
             server = self.anneal.begun(self.model, phi, known["target_size"], facts.first_stage)
             phi = server["phi"]
-        mu = self.model.prior_centre() + prior.mean
-        beta = prior.init(mu, prior.scale or 1.0, key.at(purpose=f"prior-{facts.restart}"))
-        if "scale" in known:
-            beta = prior.rescaled(beta, float(known["scale"]))
         server |= {"beta": beta, "unit": natural_units(self.model, phi)}
+        if self.exact is not None:
+            return self.exact.first(**server, left=known.get("left"))
         if (rate := self.on_phi.rate(0, facts.stage)) is not None:
             server["phi_rate"] = phi.new_tensor(rate)
         return (
@@ -147,15 +139,19 @@ class FedSOUK(Hierarchical):
         return server if rate is None else server | {"phi_rate": server["phi"].new_tensor(rate)}
 
     def broadcast(self, server: Tensors) -> Tensors:
-        theta = {n: server[n] for n in ("phi", "beta", "phi_rate", "noise") if n in server}
+        theta = {n: server[n] for n in ("phi", "beta", "phi_rate", "curved", "noise") if n in server}
         return theta | prior_chains.shipped(self.hierarchy.prior, unprefixed("prior.", server))
 
     # --- a unit's round: lines 5 to 18 of Algorithm 1 ----------------------------------------
 
     def enter(self, units: Tensor, broadcast: Tensors, key: Key) -> Tensors:
-        return self.sampler.enter(units, broadcast["beta"], key, broadcast.get("states"))
+        beta = broadcast["beta"].to(self.model.initial_z().dtype)
+        return self.sampler.enter(units, beta, key, broadcast.get("states"))
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Iterator[Answer]:
+        if self.exact is not None:
+            yield self.exact.answer(round.broadcast, cohort, round.coefficients is not None)
+            return
         now = self.at_noise(round.broadcast)
         for steps, rows in groups_of(self.local_steps, cohort.units, round.number):
             if rows is None:
@@ -198,6 +194,8 @@ class FedSOUK(Hierarchical):
     # --- the server's step: lines 19 to 21 ---------------------------------------------------
 
     def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
+        if self.exact is not None:
+            return self.exact.step(server, total)
         k, warm = key.round, self.warm_up(facts.first_stage)
         stage = Stage(max(facts.start, warm), facts.rounds)  # schedules and averages begin after it
         if k < warm:
@@ -231,6 +229,8 @@ class FedSOUK(Hierarchical):
         return server | {"phi": new_phi, "beta": new_beta} | moved | kept
 
     def publish(self, server: Tensors) -> Tensors:
+        if self.exact is not None:
+            return self.exact.publish(server)
         theta = self.average.value(unprefixed("average.", server), torch.cat((server["phi"], server["beta"])))
         size, prior = server["phi"].shape[0], self.hierarchy.prior
         states = prior_chains.published(prior, unprefixed("prior.", server))
@@ -238,4 +238,4 @@ class FedSOUK(Hierarchical):
 
     def lines(self, published: Tensors) -> list[tuple[str, str]]:
         kernel = f"{self.sampler.kernel}, {describe_steps(self.local_steps)}"
-        return [*super().lines(published), ("kernel", kernel)]
+        return super().lines(published) + ([("kernel", kernel)] if self.exact is None else [])

@@ -19,6 +19,7 @@ from fedpop.channel import Answer, Tensors, Total
 from fedpop.errors import EstimateError
 from fedpop.evaluation import quadrature
 from fedpop.kernels import Hierarchy, Target
+from fedpop.kernels.evidence import runs_in_double
 from fedpop.keys import Key
 from fedpop.questions import Question, Units
 
@@ -61,7 +62,11 @@ class MarginalLikelihood(Question[LogLikelihood]):
         """Value, squared error, and whether the estimate fails, with its Pareto shape."""
         cohort = units.cohort
         with torch.no_grad():
-            target = self.hierarchy.target_at(asked["phi"], asked["beta"], cohort)
+            phi, beta = asked["phi"], asked["beta"]
+            if self.hierarchy.closed_form and runs_in_double(self.hierarchy):
+                # Sums of squares of a few hundred lose a thousandth of a nat in single precision.
+                phi, beta, cohort = phi.double(), beta.double(), cohort.wide
+            target = self.hierarchy.target_at(phi, beta, cohort)
             if target.closed_form:
                 value = closed_form(target).double()
             elif not self.hierarchy.prior.normalised:

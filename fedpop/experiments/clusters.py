@@ -62,7 +62,7 @@ def prior_named(name: str, task: ClusterTask = TASK) -> Prior:
 
 def truth(task: ClusterTask, data: Synthetic, seed: int) -> Population:
     """The population that the data were drawn from."""
-    method = FedSOUL(task.model(seed), prior=prior_named("Truth", task))
+    method = FedSOUL(task.model(seed), prior=prior_named("Truth", task), engine="sampled")
     log_weights = torch.tensor(task.weights).log()
     parts = [torch.tensor([*centre, math.log(task.sd)]) for centre in task.centres]
     published = {"phi": data.phi.mT.reshape(-1).float(), "beta": torch.cat((log_weights, *parts))}
@@ -110,7 +110,9 @@ def run_seed(
         if name == "Truth":
             population = truth(task, data, seed)
         else:
-            method = FedSOUL(task.model(seed), prior=prior_named(name), local_steps=LOCAL_STEPS)
+            method = FedSOUL(
+                task.model(seed), prior=prior_named(name), local_steps=LOCAL_STEPS, engine="sampled"
+            )
             population = method.fit(data.clients, rounds=rounds, seed=seed, progress=False)
         population.sample_all()
         cost = population.totals | {"rounds": population.rounds}
@@ -223,7 +225,7 @@ def prior_figure(folder: Path) -> Figure | None:
     points = torch.stack((x, y), -1).reshape(-1, 2)
     panels = {}
     for name in NAMES:
-        method = FedSOUL(TASK.model(0), prior=prior_named(name))
+        method = FedSOUL(TASK.model(0), prior=prior_named(name), engine="sampled")
         population = Population(method, theta[name], Key(0), federation=None)
         panels[name] = density_in_true_coordinates(population, data.phi, points).reshape(x.shape).tolist()
     dots = [(float(z[0]), float(z[1])) for z in data.z]

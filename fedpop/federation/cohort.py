@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -63,6 +63,15 @@ class Cohort:
         if self.even:
             return None
         return torch.arange(self.longest, device=self.device) < self.sizes.unsqueeze(1)
+
+    @cached_property
+    def wide(self) -> Cohort:
+        """The same in double precision."""
+
+        def double(v: Tensor) -> Tensor:
+            return v.double() if v.is_floating_point() else v
+
+        return replace(self, x=map_inputs(double, self.x), y=double(self.y))
 
     def pad(self, rows: Tensor) -> Tensor:
         """``[n, ...]`` packed rows to a ``[C, N, ...]`` block, zeros where there is no example."""

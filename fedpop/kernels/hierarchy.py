@@ -3,7 +3,8 @@ them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -27,6 +28,12 @@ class Hierarchy:
     def closed_form(self) -> bool:
         """Posteriors and the marginal likelihood are: a linear head, a quadratic log-likelihood, Normals."""
         return self.model.linear and self.model.likelihood.quadratic and self.prior.component is not None
+
+    def at_noise(self, variance: float) -> Hierarchy:
+        """The same with normal noise of this variance, whatever phi says of it."""
+        model = copy.copy(self.model)
+        model.likelihood = self.model.likelihood.with_noise(variance)
+        return replace(self, model=model)
 
     def target(
         self, phi: Tensor, beta: Tensor, features: Inputs, cohort: Cohort, rows: RowKeys | None = None

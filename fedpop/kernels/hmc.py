@@ -19,9 +19,10 @@ class HMC(Kernel):
 
     Q is the curvature bound plus the prior's precision (a linear head), or a matrix that adapts to each
     client's draws, from the prior's precision on (any other head: dense up to 20 dimensions of z, diagonal
-    above). Each client's largest step e adapts to an acceptance of 0.8 and stays below 0.6; the step of a transition is uniform on (e/3, e), because a
-    fixed number of fixed steps can be half a period of the directions that the data say nothing about: z
-    would swing from one side to the other while norm(z)^2 hardly moves.
+    above). Each client's largest step e adapts to an acceptance of 0.8 and stays below 0.6; the step of a
+    transition is uniform on (e/3, e), because a fixed number of fixed steps can be half a period of the
+    directions that the data say nothing about: z would swing from one side to the other while norm(z)^2
+    hardly moves.
 
     >>> HMC(leapfrog=3).gradients_per_step
     3

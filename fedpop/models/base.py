@@ -70,6 +70,8 @@ class Model(ABC):
     linear: bool
     """The head is linear in its features: batched products, curvature, exact preconditioning."""
     outputs: int
+    offsets: int = 0
+    """The last so many columns of features are added to the head's outputs: what phi alone says of them."""
     network: bool = False
     """phi is the weights of a nonlinear network, which wants smaller steps than a linear map."""
     batchable: bool = True
@@ -119,7 +121,9 @@ class Model(ABC):
     def head_outputs(self, phi: Tensor, z: Tensor, features: Inputs, rows: RowKeys | None = None) -> Tensor:
         """Head outputs ``[L, n, o]`` of n examples for L values of z ``[L, d]``."""
         if self.linear and isinstance(self.z_layout, LinearLayout) and isinstance(features, Tensor):
-            return linear_outputs(z, features, self.outputs, self.z_layout.bias)
+            features, offset = self.split_offset(features)
+            eta = linear_outputs(z, features, self.outputs, self.z_layout.bias)
+            return eta if offset is None else eta + offset
         return torch.func.vmap(lambda one: self.head_at(phi, one, features, rows))(z)
 
     def log_prob(
@@ -234,6 +238,20 @@ class Model(ABC):
         """``embed`` of a cohort's examples, or what was computed before if phi cannot change it."""
         return cohort.x if cohort.embedded else self.embed(phi, cohort.x, rows)
 
+    def split_offset(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Features that the head sees, and what is added to its outputs."""
+        if not self.offsets:
+            return features, None
+        return features[..., : -self.offsets], features[..., -self.offsets :]
+
+    def fixed_design(self, x: Inputs) -> Tensor | None:
+        """The columns ``[n, p]`` of which phi adds a linear map to outputs, where that is what it adds."""
+        return None
+
+    def with_fixed(self, phi: Tensor, weight: Tensor) -> Tensor:
+        """phi with this map ``[outputs, p]`` of those columns."""
+        return phi
+
     def prepared(self, example: Example) -> Self:
         """This model for examples of this kind: what the modules alone do not tell (how many outputs there
         are, what comes last) is found by one pass of two examples of zeros, so that a server without data
@@ -310,11 +328,15 @@ class Model(ABC):
         """The native path: a padded feature block with a column of ones."""
         if not isinstance(features, Tensor):
             raise ModelError("a linear head needs one tensor of features per example")
+        features, offset = self.split_offset(features)
         if bias:
             features = with_ones(features)
         how = (self.likelihood.name, self.outputs, phi.dtype)
         y = cohort.padded_targets(how, lambda y: self.likelihood.encode(y, self.outputs, phi.dtype))
-        return LinearLikelihood(cohort.pad(features), y, cohort.mask, self.likelihood, self.params(phi))
+        added = None if offset is None else cohort.pad(offset)
+        return LinearLikelihood(
+            cohort.pad(features), y, cohort.mask, self.likelihood, self.params(phi), added
+        )
 
 
 def name_of(dtype: torch.dtype) -> str:

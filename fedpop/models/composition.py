@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fedpop.errors import ModelError
+from fedpop.errors import DataError, ModelError
 from fedpop.federation.inputs import Inputs
 from fedpop.models import likelihoods
 from fedpop.models.base import (
@@ -14,11 +14,15 @@ from fedpop.models.base import (
     initial_params,
     likelihood_layout,
     trainable,
+    with_ones,
 )
 from fedpop.models.flat import Layout
 from fedpop.models.likelihoods import Likelihood
 from fedpop.models.modules import RowKeys, call, dropout_rows, federated, has_dropout
 from fedpop.models.network import NetworkPass
+
+FEW = 8
+"""Dimensions of z up to which a head on features that stand still has a full covariance unless told."""
 
 
 class Composition(Model):
@@ -29,10 +33,18 @@ class Composition(Model):
     ``bfloat16``, or ``auto``, which is float32 unless the network is large and a child process has shown
     that bfloat16 works and is faster on this machine.
 
+    ``fixed`` is a module of fixed effects: what it makes of its own part of x is added to the head's outputs,
+    and its parameters are in phi. Each x is then ``{"fixed": X, "random": Z}`` (or the pair (X, Z); one
+    tensor serves both). With a linear head and normal targets all stays closed-form: a random intercept
+    beside a fixed slope has Z = 1, and the mean of the prior is the intercept.
+
     >>> from torch import nn
     >>> model = Composition(nn.Linear(20, 2, bias=False), nn.Linear(2, 1, bias=False), "normal")
     >>> model
     Composition(phi: 41, z: 2, likelihood: normal, linear head)
+    >>> slope, intercept = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    >>> Composition(None, intercept, "normal", fixed=slope)
+    Composition(phi: 2, z: 1, likelihood: normal, linear head, fixed effects: 1)
     """
 
     def __init__(
@@ -41,6 +53,7 @@ class Composition(Model):
         head: nn.Module,
         likelihood: Likelihood | str,
         *,
+        fixed: nn.Module | None = None,
         precision: str = "auto",
     ) -> None:
         self.backbone = federated(nn.Identity() if backbone is None else backbone)
@@ -55,14 +68,20 @@ class Composition(Model):
         self.device, self.dtype = like.device, like.dtype
         shared = trainable(self.backbone)
         self._shared = list(shared)
+        self.fixed = None if fixed is None else federated(fixed, "fixed.")
+        added = {} if self.fixed is None else trainable(self.fixed)
+        self._added = list(added)
         self.phi_layout = Layout.of(
-            {f"backbone.{n}": tuple(p.shape) for n, p in shared.items()} | likelihood_layout(self.likelihood)
+            {f"backbone.{n}": tuple(p.shape) for n, p in shared.items()}
+            | {f"fixed.{n}": tuple(p.shape) for n, p in added.items()}
+            | likelihood_layout(self.likelihood)
         )
         shapes = {n: tuple(p.shape) for n, p in personal.items()}
         self.linear = type(self.head) is nn.Linear
         self.z_layout = (LinearLayout if self.linear else Layout).of(shapes)
         self.outputs = _outputs_of(self.head)
         self.likelihood.check_head(self.outputs)
+        self.offsets = 0 if self.fixed is None else self.outputs
         self.precision = precision
         self._pass: NetworkPass = NetworkPass.of(self.backbone, self.phi_layout.size, self.dtype, precision)
         self.batchable = not self._pass.convolutional
@@ -72,19 +91,31 @@ class Composition(Model):
         head = "linear head" if self.linear else "head through vmap"
         return (
             f"Composition(phi: {self.phi_layout.size}, z: {self.z_layout.size}, "
-            f"likelihood: {self.likelihood.name}, {head})"
+            f"likelihood: {self.likelihood.name}, {head}{self._fixed_words})"
         )
 
+    @property
+    def _fixed_words(self) -> str:
+        count = sum(p.numel() for p in trainable(self.fixed).values()) if self.fixed is not None else 0
+        return "" if self.fixed is None else f", fixed effects: {count}"
+
+    def prior_covariance(self) -> str:
+        """A head on the user's own columns has weights in as many units: their spreads are not one number,
+        and where there are few of them all of their covariance can be learned."""
+        own = not self._shared and self.linear and self.likelihood.quadratic
+        return "full" if own and self.outputs == 1 and self.z_layout.size <= FEW else "isotropic"
+
     def modules(self) -> list[nn.Module]:
-        return [self.backbone, self.head]
+        return [self.backbone, self.head, *([] if self.fixed is None else [self.fixed])]
 
     @property
     def frozen(self) -> bool:
-        return not self._shared and not has_dropout(self.backbone)
+        return not self._shared and not self._added and not any(has_dropout(m) for m in self.modules()[::2])
 
     def initial_phi(self) -> Tensor:
         like = self.initial_z()
         parts = [p.reshape(-1) for p in trainable(self.backbone).values()]
+        parts += [] if self.fixed is None else [p.reshape(-1) for p in trainable(self.fixed).values()]
         return torch.cat([*parts, *initial_params(self.likelihood, like), like.new_zeros(0)])
 
     def initial_z(self) -> Tensor:
@@ -95,12 +126,59 @@ class Composition(Model):
         return {name: views[f"backbone.{name}"] for name in self._shared}
 
     def embed(self, phi: Tensor, x: Inputs, rows: RowKeys | None = None) -> Tensor:
-        views = self._backbone_views(phi)
-        return self._pass(lambda part: call(self.backbone, views, part), x, rows).to(phi.dtype)
+        views, (random, fixed) = self._backbone_views(phi), self._parts(x)
+        features = self._pass(lambda part: call(self.backbone, views, part), random, rows).to(phi.dtype)
+        if self.fixed is None or fixed is None:
+            return features
+        every = self.phi_layout.views(phi)
+        with dropout_rows(self.fixed, rows):
+            offset = call(self.fixed, {n: every[f"fixed.{n}"] for n in self._added}, fixed).to(phi.dtype)
+        if offset.shape != (*features.shape[:-1], self.outputs):
+            raise ModelError(
+                f"the fixed effects gave outputs of shape {tuple(offset.shape)} beside features of shape "
+                f"{tuple(features.shape)}; expected {self.outputs} output(s) per example, as of the head"
+            )
+        return torch.cat((features, offset), dim=-1)
 
     def head_at(self, phi: Tensor, z: Tensor, features: Inputs, rows: RowKeys | None = None) -> Tensor:
+        offset = None
+        if isinstance(features, Tensor):
+            features, offset = self.split_offset(features)
         with dropout_rows(self.head, rows):
-            return call(self.head, self.z_layout.views(z), features)
+            eta = call(self.head, self.z_layout.views(z), features)
+        return eta if offset is None else eta + offset
+
+    # --- fixed effects -------------------------------------------------------------------------
+
+    def _parts(self, x: Inputs) -> tuple[Inputs, Inputs | None]:
+        """What the backbone sees, and what the fixed effects see."""
+        if self.fixed is None:
+            return x, None
+        if isinstance(x, Tensor):
+            return x, x
+        wanted = ("fixed", "random") if isinstance(x, dict) else (0, 1)
+        if (isinstance(x, dict) and set(x) != set(wanted)) or (isinstance(x, tuple) and len(x) != 2):
+            raise DataError(
+                "a model with fixed effects takes x as {'fixed': X, 'random': Z}, as the pair (X, Z), or as "
+                f"one tensor for both; got {sorted(x) if isinstance(x, dict) else len(x)}"
+            )
+        return (x["random"], x["fixed"]) if isinstance(x, dict) else (x[1], x[0])
+
+    def fixed_design(self, x: Inputs) -> Tensor | None:
+        fixed = self._parts(x)[1]
+        if type(self.fixed) is not nn.Linear or not isinstance(fixed, Tensor) or fixed.dim() != 2:
+            return None
+        if set(self._added) != {n for n, _ in self.fixed.named_parameters()}:
+            return None  # a frozen weight is not to be fitted
+        return fixed if self.fixed.bias is None else with_ones(fixed)
+
+    def with_fixed(self, phi: Tensor, weight: Tensor) -> Tensor:
+        spans, phi = self.phi_layout.spans(), phi.clone()
+        if "fixed.bias" in spans:
+            phi[spans["fixed.bias"]] = weight[:, -1].to(phi.dtype)
+            weight = weight[:, :-1]
+        phi[spans["fixed.weight"]] = weight.reshape(-1).to(phi.dtype)
+        return phi
 
 
 def _outputs_of(head: nn.Module) -> int:

@@ -40,11 +40,12 @@ class Likelihood(ABC):
 
     @property
     def given_noise(self) -> float | None:
-        """The noise variance, where there is one and it is given: ``with_noise`` has another."""
+        """The noise variance, where there is one and it is given."""
         return None
 
     def with_noise(self, variance: float) -> Likelihood:
-        raise SettingsError(f"the noise of a {self.name} likelihood is not given")
+        """The same family with this noise variance given."""
+        raise SettingsError(f"a {self.name} likelihood has no noise whose variance could be given")
 
     def params_at(self, variance: float) -> dict[str, float]:
         """The scalars of a learned noise variance, at this one."""
@@ -159,7 +160,7 @@ class Normal(Likelihood):
         return None if isinstance(self.variance, str) else self.variance
 
     def with_noise(self, variance: float) -> Likelihood:
-        return Normal(variance) if self.given_noise else super().with_noise(variance)
+        return Normal(variance)
 
     def params_at(self, variance: float) -> dict[str, float]:
         return {} if self.given_noise else {"log_variance": math.log(variance)}

@@ -60,7 +60,8 @@ class NoData(LocalLikelihood):
 
 
 class LinearLikelihood(LocalLikelihood):
-    """Head outputs F w_o for each output o; F is ``[C, N, q]`` with a column of ones for the bias."""
+    """Head outputs F w_o for each output o; F is ``[C, N, q]`` with a column of ones for the bias. An offset
+    ``[C, N, o]`` is added to them."""
 
     def __init__(
         self,
@@ -69,8 +70,9 @@ class LinearLikelihood(LocalLikelihood):
         mask: Tensor | None,
         likelihood: Likelihood,
         params: Params,
+        offset: Tensor | None = None,
     ) -> None:
-        self.features, self.y, self.mask = features, y, mask
+        self.features, self.y, self.mask, self.offset = features, y, mask, offset
         self.likelihood, self.params = likelihood, params
         self.outputs = y.shape[-1]
         self.examples = features.shape[0] * features.shape[1]
@@ -83,7 +85,10 @@ class LinearLikelihood(LocalLikelihood):
         if size >= self.y.shape[1]:
             return self
         take, weight = _choose(self.mask, self.y, size, uniform)
-        return LinearLikelihood(take(self.features), take(self.y), weight, self.likelihood, self.params)
+        offset = None if self.offset is None else take(self.offset)
+        return LinearLikelihood(
+            take(self.features), take(self.y), weight, self.likelihood, self.params, offset
+        )
 
     def eta(self, z: Tensor) -> Tensor:
         """Head outputs ``[C, N, K, o]``."""
@@ -91,7 +96,8 @@ class LinearLikelihood(LocalLikelihood):
         q = self.features.shape[-1]
         weight = z.reshape(clients, chains * self.outputs, q)
         eta = torch.bmm(self.features, weight.mT)
-        return eta.reshape(clients, -1, chains, self.outputs)
+        eta = eta.reshape(clients, -1, chains, self.outputs)
+        return eta if self.offset is None else eta + self.offset.unsqueeze(2)
 
     def value(self, z: Tensor) -> Tensor:
         value = self.likelihood.log_prob(self.eta(z), self.y.unsqueeze(2), self.params)

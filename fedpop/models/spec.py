@@ -106,7 +106,8 @@ def model_from(spec: dict[str, Any] | None) -> Model:
     likelihood = likelihoods._BY_NAME[settings.pop("name")](**settings)
     modules = [module_from(m).to(getattr(torch, spec["dtype"])) for m in spec["modules"]]
     if spec["kind"] == "Composition":
-        return Composition(modules[0], modules[1], likelihood, precision=spec["precision"])
+        fixed = modules[2] if len(modules) > 2 else None
+        return Composition(modules[0], modules[1], likelihood, fixed=fixed, precision=spec["precision"])
     return Split(modules[0], spec["personal"], likelihood, precision=spec.get("precision", "auto"))
 
 

@@ -149,7 +149,7 @@ class Split(Model):
     def embed(self, phi: Tensor, x: Inputs, rows: RowKeys | None = None) -> Inputs:
         if not self.linear:
             return x
-        tensors = self._tensors(phi, self.initial_z())
+        tensors = self._tensors(phi, self.initial_z().to(phi.dtype))
         return self._pass(lambda part: self._through_last(tensors, part)[0][0], x, rows).to(phi.dtype)
 
     def head_at(self, phi: Tensor, z: Tensor, features: Inputs, rows: RowKeys | None = None) -> Tensor:

@@ -49,7 +49,7 @@ class Population:
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
     >>> clients = {"anna": (x, 2 * x[:, 0]), "ben": (x, 4 * x[:, 0])}
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(0.01))
-    >>> population = fp.FedSOUL(model).fit(clients, rounds=50)
+    >>> population = fp.FedSOUL(model, engine="sampled").fit(clients, rounds=50)
     >>> population
     Population(FedSOUL, 2 clients, 50 rounds)
     >>> low, high = population.predict("ben", [[1.0]]).interval(0.9)

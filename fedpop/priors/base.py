@@ -33,13 +33,20 @@ def into_ball(v: Tensor, radius: float) -> Tensor:
 
 
 class Guess(NamedTuple):
-    """What a fixed guess Q of a posterior's precision says at draws of z: ``step`` is Q^-1 times the slope of
-    the log-posterior at each, ``[C, S, d]``, ``variance`` the diagonal of Q^-1, ``[C, d]``, and ``cov`` all of
-    it, ``[C, d, d]``, for those who need it."""
+    """What a fixed guess Q of a posterior's precision says at draws of z: ``step`` is Q^-1 times the slope
+    of the log-posterior at each, ``[C, S, d]``, ``variance`` the diagonal of Q^-1, ``[C, d]``, and ``cov``
+    all of it, ``[C, d, d]``, for those who need it."""
 
     step: Tensor
     variance: Tensor
     cov: Tensor | None = None
+
+
+def positive(matrix: Tensor) -> Tensor:
+    """The nearest matrix whose eigenvalues are at least a hundredth."""
+    values, vectors = torch.linalg.eigh(matrix)
+    out: Tensor = vectors * values.clamp(min=1e-2) @ vectors.mT
+    return out
 
 
 class Part(NamedTuple):
@@ -97,6 +104,10 @@ class Prior(Setting, ABC):
     @abstractmethod
     def rescaled(self, beta: Tensor, scale: float) -> Tensor:
         """A starting beta, made with scale one, at another scale."""
+
+    def spread_out(self, beta: Tensor, sd: Tensor) -> Tensor:
+        """A starting beta with these standard deviations ``[d]``, or with one that stands for them."""
+        return self.rescaled(beta, float(sd.log().mean().exp()))
 
     @abstractmethod
     def mu(self, beta: Tensor) -> Tensor:
@@ -185,8 +196,8 @@ class Prior(Setting, ABC):
         return torch.ones_like(beta)
 
     def scale_score(self, score: Tensor) -> Tensor | None:
-        """Of beta, or a score ``[..., size]``, the coordinates that are logarithms of a scale; None where they
-        do not stand alone."""
+        """Of beta, or a score ``[..., size]``, the coordinates that are logarithms of a scale; None where
+        they do not stand alone."""
         return None
 
     @property
@@ -206,6 +217,11 @@ class Prior(Setting, ABC):
     @abstractmethod
     def project(self, beta: Tensor) -> Tensor:
         """The nearest beta inside the projection sets."""
+
+    def boxed(self, beta: Tensor) -> Tensor:
+        """The nearest beta whose coordinates each lie between bounds, about those of the projection sets: of
+        these no coordinate depends on another."""
+        return self.project(beta)
 
     @abstractmethod
     def at_bound(self, beta: Tensor) -> list[str]:

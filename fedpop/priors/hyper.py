@@ -55,6 +55,29 @@ class Hyperprior(Setting):
         """A score, with this one's added where there is one."""
         return i + self.beta_grad(prior, beta) if self.on_beta else i
 
+    def value(self, prior: Prior, phi: Tensor, beta: Tensor) -> float:
+        """log p(phi, beta), up to a constant."""
+        out, d = 0.0, prior.dimension(beta)
+        if self.phi_scale is not None:
+            out -= 0.5 * float(phi.square().sum()) / self.phi_scale**2
+        if self.mean_scale is not None:
+            out -= 0.5 * float(beta[:d].square().sum()) / self.mean_scale**2
+        if self.log_scale is not None:
+            centre, spread = self.log_scale
+            out -= 0.5 * float((beta[d:] - centre).square().sum()) / spread**2
+        return out
+
+    def curvature(self, prior: Prior, phi: Tensor, beta: Tensor) -> Tensor:
+        """-hess log p(phi, beta), which is diagonal, ``[p, p]``."""
+        of_phi, of_beta, d = torch.zeros_like(phi), torch.zeros_like(beta), prior.dimension(beta)
+        if self.phi_scale is not None:
+            of_phi += self.phi_scale**-2
+        if self.mean_scale is not None:
+            of_beta[:d] += self.mean_scale**-2
+        if self.log_scale is not None:
+            of_beta[d:] += self.log_scale[1] ** -2
+        return torch.diag(torch.cat((of_phi, of_beta)))
+
     def phi_grad(self, phi: Tensor) -> Tensor:
         return torch.zeros_like(phi) if self.phi_scale is None else -phi / self.phi_scale**2
 

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
-from fedpop.priors.base import Guess, Part, Prior, Tensors, into_ball
+from fedpop.priors import projection
+from fedpop.priors.base import Guess, Part, Prior, Tensors, into_ball, positive
 
 MOST = 4.0
 """By how much a variance of the prior may grow or shrink in a round: chains must be able to follow, and what
@@ -119,6 +120,12 @@ class Normal(Prior):
     def rescaled(self, beta: Tensor, scale: float) -> Tensor:
         return self.init(self.mu(beta), scale)
 
+    def spread_out(self, beta: Tensor, sd: Tensor) -> Tensor:
+        if self.covariance == "isotropic":
+            return super().spread_out(beta, sd)
+        full = self.covariance == "full"
+        return self.pack(self.mu(beta), sd.diag()) if full else torch.cat((self.mu(beta), sd.log()))
+
     def mu(self, beta: Tensor) -> Tensor:
         return beta[: self.dimension(beta)]
 
@@ -140,8 +147,7 @@ class Normal(Prior):
 
     def sigma(self, beta: Tensor) -> Tensor:
         """Sigma as a ``[d, d]`` matrix."""
-        factor = self.factor(beta)
-        return factor @ factor.mT
+        return (factor := self.factor(beta)) @ factor.mT
 
     def parts(self, beta: Tensor) -> list[Part]:
         return [Part(beta.new_zeros(()), self, beta)]
@@ -165,11 +171,9 @@ class Normal(Prior):
         """L^-1 v along the last axis."""
         if self.covariance != "full":
             return v / self.sd(beta)
-        flat = v.reshape(-1, v.shape[-1])
-        out: Tensor = torch.linalg.solve_triangular(self.factor(beta), flat.mT, upper=False).mT.reshape(
-            v.shape
-        )
-        return out
+        flat = v.reshape(-1, v.shape[-1]).mT
+        out: Tensor = torch.linalg.solve_triangular(self.factor(beta), flat, upper=False).mT
+        return out.reshape(v.shape)
 
     def colour(self, beta: Tensor, v: Tensor, transpose: bool = False) -> Tensor:
         """L v (or L' v) along the last axis."""
@@ -275,8 +279,7 @@ class Normal(Prior):
         centred = mean - self.mu(beta)
         second = cov + centred.unsqueeze(-1) * centred.unsqueeze(-2)
         white = self.whiten(beta, self.whiten(beta, second).mT)
-        d = mean.shape[-1]
-        identity = torch.eye(d, dtype=mean.dtype, device=mean.device)
+        identity = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
         return torch.cat((self._times_precision(beta, centred), self._pick(white - identity)), dim=-1)
 
     def expected_score(self, beta: Tensor, log_weight: Tensor, means: Tensor, covs: Tensor) -> Tensor:
@@ -330,9 +333,12 @@ class Normal(Prior):
         return v * keep
 
     def units(self, beta: Tensor) -> Tensor:
-        """mu moves in units of the prior's scale, log-scales in units of one."""
-        unit = torch.ones_like(beta)
-        unit[: self.dimension(beta)] = self.sd(beta)
+        """mu moves in units of the prior's scale, as do rows of a factor; log-scales in units of one."""
+        unit, d, sd = torch.ones_like(beta), self.dimension(beta), self.sd(beta)
+        unit[:d] = sd
+        if self.covariance == "full":
+            rows, cols = torch.tril_indices(d, d, device=beta.device)
+            unit[d:] = torch.where(rows == cols, 1.0, sd[rows])
         return unit
 
     def _symmetric(self, packed: Tensor) -> Tensor:
@@ -372,7 +378,7 @@ class Normal(Prior):
             white = self.whiten(beta, em_shift)
             identity = torch.eye(d, dtype=beta.dtype, device=beta.device)
             inner = identity + rate * self._symmetric(i_scale) - torch.outer(white, white)
-            factor = self.factor(beta) @ torch.linalg.cholesky(_positive(inner))
+            factor = self.factor(beta) @ torch.linalg.cholesky(positive(inner))
             return self.pack(mu + shift, factor)
         moved = (em_shift / sd).square()
         if self.covariance == "isotropic":
@@ -380,35 +386,13 @@ class Normal(Prior):
         growth = (1 + rate * i_scale - moved).clamp(1 / MOST, MOST)
         return torch.cat((mu + shift, beta[d:] + 0.5 * growth.log()))
 
+    # --- projection sets ---------------------------------------------------------------------
+
     def project(self, beta: Tensor) -> Tensor:
-        """The nearest beta inside the projection sets."""
-        d = self.dimension(beta)
-        mu, (low, high) = into_ball(beta[:d], self.ball), self.bounds
-        if self.covariance != "full":
-            return torch.cat((mu, beta[d:].clamp(math.log(low), math.log(high))))
-        factor = self.factor(beta)
-        values = torch.linalg.svdvals(factor)
-        if bool((values >= low).all() & (values <= high).all()):
-            return torch.cat((mu, beta[d:]))
-        left, values, _ = torch.linalg.svd(factor)
-        square = left * values.clamp(low, high).square() @ left.mT
-        return self.pack(mu, torch.linalg.cholesky(square))
+        return projection.project(self, beta)
+
+    def boxed(self, beta: Tensor) -> Tensor:
+        return projection.boxed(self, beta)
 
     def at_bound(self, beta: Tensor) -> list[str]:
-        """Which parameters sit on the edge of a projection set."""
-        out = []
-        sd = torch.linalg.svdvals(self.factor(beta)) if self.covariance == "full" else self.sd(beta)
-        if bool((sd <= self.bounds[0] * 1.0001).any()):
-            out.append(f"the prior's scale is at its lower bound {self.bounds[0]:g}")
-        if bool((sd >= self.bounds[1] * 0.9999).any()):
-            out.append(f"the prior's scale is at its upper bound {self.bounds[1]:g}")
-        if float(self.mu(beta).norm()) >= self.ball * 0.9999:
-            out.append(f"the prior's mean is at the edge of its ball, {self.ball:g}")
-        return out
-
-
-def _positive(matrix: Tensor) -> Tensor:
-    """The nearest matrix whose eigenvalues are at least a hundredth."""
-    values, vectors = torch.linalg.eigh(matrix)
-    out: Tensor = vectors * values.clamp(min=1e-2) @ vectors.mT
-    return out
+        return projection.at_bound(self, beta)

@@ -34,6 +34,8 @@ class FeatureScale(Question[Tensors]):
         with torch.no_grad():
             features = self.model.features(phi, cohort)
         size = phi.new_zeros(len(cohort), dtype=torch.float64)
+        if isinstance(features, Tensor):
+            features = self.model.split_offset(features)[0]
         for leaf in leaves(features):
             if leaf.is_floating_point():
                 rows = leaf.double().square().unsqueeze(-1).flatten(1).sum(1)

@@ -34,6 +34,7 @@ def applies(model: Model) -> bool:
     """A linear backbone and a linear head with one output, both without bias."""
     return (
         isinstance(model, Composition)
+        and model.fixed is None
         and type(model.backbone) is nn.Linear
         and model.backbone.bias is None
         and isinstance(model.z_layout, LinearLayout)

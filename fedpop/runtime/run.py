@@ -79,6 +79,7 @@ class Run:
     ) -> None:
         settings.participation.check(len(federation))
         algorithm.check_participation(settings.participation)
+        algorithm = algorithm.for_rule(settings.participation)
         algorithm.check(federation.names)
         if settings.sites is not None and not isinstance(algorithm.compressor, Compressor | str):
             raise SettingsError("a site of several clients has one compressor: give one for all")
@@ -133,6 +134,7 @@ class Run:
                 metrics = self.train_round()
                 # All of them are to see the round.
                 stopped = any([c.after_round(self, metrics) for c in self.callbacks])  # noqa: C419
+                stopped |= self.algorithm.over(self.server)
                 self.history.append(metrics)
                 if file is not None:
                     file.write((json.dumps(metrics) + "\n").encode())

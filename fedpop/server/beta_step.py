@@ -21,11 +21,11 @@ Tensors = dict[str, Tensor]
 FEW = 10
 """Units in a round from which EM takes its full step: with fewer the prior's mean, at a rate r, would carry a
 noise of sqrt(r / (2 - r) / heard) of the population's spread, and the scale would grow by it."""
-SCALE = Adam(float(__import__("os").environ.get("SR", ".15")), Constant(), beta1=0.8, beta2=0.95)
-"""Steps on the logarithm of the scale where posteriors are not closed-form. EM's are as short as data say little
-of z, hundreds of times too short for a handful of examples; and what a score of the scale is worth cannot be
-told from its variance over units far from the optimum. These are at most so long, and shorter where scores of
-successive rounds disagree."""
+SCALE = Adam(0.15, Constant(), beta1=0.8, beta2=0.95)
+"""Steps on the logarithm of the scale where posteriors are not closed-form. EM's are as short as data say
+little of z, hundreds of times too short for a handful of examples; and what a score of the scale is worth
+cannot be told from its variance over units far from the optimum. These are at most so long, so that no round
+changes the scale by more than a sixth, and shorter where scores of successive rounds disagree."""
 
 
 @dataclass(frozen=True)

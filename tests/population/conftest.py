@@ -22,7 +22,7 @@ def clients() -> Clients:
 
 @pytest.fixture(scope="session")
 def fitted(clients: Clients) -> fp.Population:
-    return fp.FedSOUL(linear_model(3, 2, NOISE)).fit(clients, rounds=120)
+    return fp.FedSOUL(linear_model(3, 2, NOISE), engine="sampled").fit(clients, rounds=120)
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def test_diagnostics_of_some_clients_say_nothing_about_the_gradient(population: 
 def test_a_scale_at_its_bound_is_reported() -> None:
     same = ragged((6,))[0]  # clients that do not differ: the scale goes to zero
     prior = fp.priors.Normal(scale=0.3, bounds=(0.2, 5.0))
-    population = fp.FedSOUL(linear_model(), prior=prior).fit([same] * 6, rounds=60)
+    population = fp.FedSOUL(linear_model(), prior=prior, engine="sampled").fit([same] * 6, rounds=60)
     assert "the prior's scale is at its lower bound 0.2" in population.diagnostics().warnings
     assert "warning  the prior's scale is at its lower bound" in str(population)
 

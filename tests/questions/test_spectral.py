@@ -166,7 +166,11 @@ def test_the_start_leaves_the_rest_of_phi_alone() -> None:
     clients, _, _ = population_data(6, 5, 3, 2, 0.1)
     method = fp.FedSOUL(linear_model(variance="learned"), phi_step=fp.steps.SGD(1e-30))
     population = method.replace(anneal=fp.steps.Anneal(0)).fit(clients, rounds=1)
-    assert abs(float(population.phi["likelihood.log_variance"])) < 1e-20
+    x, y = (torch.cat(parts) for parts in zip(*clients, strict=True))
+    features = x @ population.phi["backbone.weight"].T
+    left = (y - features @ torch.linalg.lstsq(features, y[:, None]).solution[:, 0]).square().mean()
+    # What says how large the noise is starts in the units of the data: half of what a pooled fit leaves.
+    torch.testing.assert_close(population.phi["likelihood.log_variance"], (left / 2).log(), atol=1e-4, rtol=0)
 
 
 def test_logistic_targets_are_linearised() -> None:
@@ -190,7 +194,7 @@ def test_logistic_targets_are_linearised() -> None:
 def test_models_without_a_spectral_start_begin_at_random_and_say_so(model: fp.Composition) -> None:
     assert not applies(model)
     names = [q.name for q in fp.FedSOUL(model).questions(Facts(3, 1), KEY)]
-    assert names == ["feature scale", "target size"]
+    assert names == ["least squares", "target size"]
     for method in (fp.FedSOUL, fp.FedRep):
         with pytest.raises(SettingsError, match="spectral start needs"):
             method(model, start="spectral")
@@ -198,17 +202,18 @@ def test_models_without_a_spectral_start_begin_at_random_and_say_so(model: fp.Co
         fp.FedSOUL(model, start="warm")
 
 
-def test_a_restart_begins_at_random_and_asks_for_the_scale_only() -> None:
+def test_a_restart_begins_at_random_in_the_units_of_the_data() -> None:
     method = fp.FedSOUL(linear_model())
     assert [q.name for q in method.questions(Facts(3, 1), KEY)] == ["second moments", "cross products"]
-    assert [q.name for q in method.restarted().questions(Facts(3, 1, 1), KEY)] == ["feature scale"]
+    assert [q.name for q in method.restarted().questions(Facts(3, 1, 1), KEY)] == ["least squares"]
+    assert [q.name for q in method.replace(start="random").questions(Facts(3, 1), KEY)] == ["feature scale"]
 
 
 def test_what_it_costs_before_the_first_round() -> None:
     """Everyone sends a sum of each question, in single precision, and receives the whitener in double; and
     a count and a sum of squares of y in double."""
     clients, _, _ = population_data(6, 5, 3, 2, 0.1)
-    run = run_of(fp.FedSOUL(linear_model()), clients)
+    run = run_of(fp.FedSOUL(linear_model(), engine="sampled"), clients)
     assert run.totals["bytes_up"] == 6 * 4 * ((9 + 1) + (9 + 9 + 1)) + 6 * 8 * 2
     assert run.totals["bytes_down"] == 6 * 8 * 9
 

@@ -25,7 +25,9 @@ def angle(variance: float | str, split: int, anneal: fp.steps.Anneal) -> float:
     backbone, head = nn.Linear(20, 2, bias=False), nn.Linear(2, 1, bias=False)
     model = fp.Composition(seeded(backbone, 1), seeded(head, 2), fp.likelihoods.Normal(variance))
     federation = fp.hold_out(clients, test=0.2, seed=split)
-    population = fp.FedSOUL(model, start="random", anneal=anneal).fit(federation, rounds=300, progress=False)
+    population = fp.FedSOUL(model, start="random", engine="sampled", anneal=anneal).fit(
+        federation, rounds=300, progress=False
+    )
     return float(principal_angle(shared.double(), population.phi["backbone.weight"].mT.double()))
 
 

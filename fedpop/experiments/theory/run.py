@@ -282,7 +282,7 @@ def local_job(name: str, steps: int, seed: int) -> list[Record]:
     else:
         rate = LOCAL_RATE if name == PAPER else None
         paper = FedSOUL.paper(task.model, rate=rate, kernel=ULA(LOCAL_C), local_steps=steps)
-        method = FedSOUL(task.model, local_steps=steps) if name == "FedSOUL" else paper
+        method = FedSOUL(task.model, local_steps=steps, engine="sampled") if name == "FedSOUL" else paper
         rounds = ROUNDS[name]
         best = task.optimum(paper)
         theta = torch.cat((task.model.initial_phi(), paper.hierarchy.prior.init(torch.zeros(2), 1.0)))

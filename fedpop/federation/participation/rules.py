@@ -75,6 +75,11 @@ class Participation(ABC):
     @abstractmethod
     def draw(self, roster: Roster, key: Key) -> Active: ...
 
+    @property
+    def everyone(self) -> bool:
+        """All clients take part in every round."""
+        return False
+
     def check(self, clients: int) -> None:  # noqa: B027
         """Raise when the rule cannot apply to so many clients."""
 
@@ -95,6 +100,10 @@ class Everyone(Participation):
     >>> Everyone().draw(Roster.numbered(3), Key(0)).ids
     tensor([0, 1, 2])
     """
+
+    @property
+    def everyone(self) -> bool:
+        return True
 
     def draw(self, roster: Roster, key: Key) -> Active:
         return Active(torch.arange(len(roster)), torch.ones(len(roster)), ratio=True)
@@ -134,6 +143,10 @@ class Bernoulli(Participation):
                 "weights='inverse'"
             )
         object.__setattr__(self, "weights", weights)
+
+    @property
+    def everyone(self) -> bool:
+        return self.p == 1.0
 
     @cached_property
     def _probabilities(self) -> Tensor:

@@ -1,0 +1,78 @@
+"""Which engine finds theta: chains and steps, as in Algorithm 1, or the exact one where it applies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Self
+
+from fedpop.algorithms.exact import ExactEngine, obstacle
+from fedpop.algorithms.hierarchical import Hierarchical
+from fedpop.channel import Tensors
+from fedpop.errors import SettingsError
+from fedpop.federation.participation import Participation
+from fedpop.settings import require_one_of
+
+ENGINES = ("auto", "sampled", "exact")
+LARGEST = 500
+"""Parameters up to which ``auto`` takes the exact engine: its messages hold their square, twice or so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithEngine(Hierarchical):
+    """A method that may run by the exact engine: ``auto`` takes it where everyone takes part in all rounds,
+    messages arrive as they were sent, theta is small, and nothing was said of chains or steps."""
+
+    engine: str = "auto"
+
+    sampling: ClassVar[tuple[str, ...]] = ("kernel", "chain", "phi_step", "beta_step", "average")
+    """Settings of the sampled engine: where one is given it is obeyed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_one_of(ENGINES, engine=self.engine)
+
+    @cached_property
+    def exact(self) -> ExactEngine | None:
+        """What makes the rounds in the place of chains, once a run has chosen it."""
+        return ExactEngine(self.hierarchy, self.on_phi.ball) if self.engine == "exact" else None
+
+    def for_rule(self, rule: Participation) -> Self:
+        """The engine that ``auto`` stands for."""
+        whole = rule.everyone and self.channel.transparent
+        why = obstacle(self.hierarchy)
+        if not whole:
+            why = "it needs everyone's sums as they are: participation=None, neither compressor nor clip"
+        if self.engine == "exact" and why is not None:
+            raise SettingsError(f"engine='exact' cannot be used here: {why}; use engine='sampled'")
+        if self.engine != "auto":
+            return self
+        size = self.model.phi_layout.size + self.hierarchy.prior.size(self.model.z_layout.size)
+        able = why is None and size <= LARGEST and not self._told_how
+        return self.replace(engine="exact" if able else "sampled")
+
+    @property
+    def _told_how(self) -> bool:
+        usual = type(self)(self.model, prior=self.prior)
+        return any(getattr(self, name) != getattr(usual, name) for name in self.sampling)
+
+    def warm_up(self, rounds: int) -> int:
+        return super().warm_up(rounds) if self.exact is None else 0
+
+    def over(self, server: Tensors) -> bool:
+        return self.exact is not None and self.exact.over(server)
+
+    def drift(self, server: Tensors) -> float | None:
+        return super().drift(server) if self.exact is None else None
+
+    def metrics(self, server: Tensors, cost: Mapping[str, float]) -> dict[str, float | None]:
+        usual = super().metrics(server, cost)
+        return usual if self.exact is None else usual | self.exact.metrics(server)
+
+    def lines(self, published: Tensors) -> list[tuple[str, str]]:
+        how = {
+            "exact": "exact: quasi-Newton steps on the marginal likelihood",
+            "sampled": "sampled: Algorithm 1",
+        }
+        return [*super().lines(published), *[("engine", how[e]) for e in (self.engine,) if e in how]]

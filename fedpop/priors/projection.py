@@ -1,0 +1,52 @@
+"""The projection sets of a Normal prior: every standard deviation inside bounds, its mean inside a ball."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedpop.priors.base import into_ball
+
+if TYPE_CHECKING:
+    from fedpop.priors.normal import Normal
+
+
+def project(prior: Normal, beta: Tensor) -> Tensor:
+    """The nearest beta inside the projection sets."""
+    d = prior.dimension(beta)
+    mu, (low, high) = into_ball(beta[:d], prior.ball), prior.bounds
+    if prior.covariance != "full":
+        return torch.cat((mu, beta[d:].clamp(math.log(low), math.log(high))))
+    factor = prior.factor(beta)
+    values = torch.linalg.svdvals(factor)
+    if bool((values >= low).all() & (values <= high).all()):
+        return torch.cat((mu, beta[d:]))
+    left, values, _ = torch.linalg.svd(factor)
+    square = left * values.clamp(low, high).square() @ left.mT
+    return prior.pack(mu, torch.linalg.cholesky(square))
+
+
+def boxed(prior: Normal, beta: Tensor) -> Tensor:
+    """Of a full covariance, bounds on the diagonal of its factor."""
+    if prior.covariance != "full":
+        return project(prior, beta)
+    d, (low, high) = prior.dimension(beta), prior.bounds
+    rows, cols = torch.tril_indices(d, d, device=beta.device)
+    inside = beta[d:].clamp(math.log(low), math.log(high))
+    return torch.cat((into_ball(beta[:d], prior.ball), torch.where(rows == cols, inside, beta[d:])))
+
+
+def at_bound(prior: Normal, beta: Tensor) -> list[str]:
+    """Which parameters sit on the edge of a projection set."""
+    out = []
+    sd = torch.linalg.svdvals(prior.factor(beta)) if prior.covariance == "full" else prior.sd(beta)
+    if bool((sd <= prior.bounds[0] * 1.0001).any()):
+        out.append(f"the prior's scale is at its lower bound {prior.bounds[0]:g}")
+    if bool((sd >= prior.bounds[1] * 0.9999).any()):
+        out.append(f"the prior's scale is at its upper bound {prior.bounds[1]:g}")
+    if float(prior.mu(beta).norm()) >= prior.ball * 0.9999:
+        out.append(f"the prior's mean is at the edge of its ball, {prior.ball:g}")
+    return out

@@ -1,0 +1,101 @@
+"""Where theta starts in units of the data: pooled least squares on the features at phi, from moments.
+
+Of features F (with a column of ones for a bias) and targets y each unit sends F'F, F'y, y'y and its number
+of examples, in double precision. The sums give the mean of z that fits everyone best, and what is left of y:
+half of it starts as noise, half as spread of z.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.errors import ModelError
+from fedpop.keys import Key
+from fedpop.models.base import LinearLayout, Model, with_ones
+from fedpop.questions.base import Question, Units
+
+RIDGE = 1e-6
+"""Of a feature's mean square: features that are multiples of each other share a coefficient."""
+LEAST = 2
+"""Units with fewer examples add nothing: their moments would be their data."""
+
+
+def applies(model: Model) -> bool:
+    """Normal targets of a linear head."""
+    return model.linear and model.likelihood.quadratic and isinstance(model.z_layout, LinearLayout)
+
+
+@dataclass(frozen=True)
+class LeastSquares(Question[Tensors]):
+    """Known are ``centre`` and ``spread`` of z, ``[d]`` each, ``left``, the variance of y about the fit, and
+    ``fixed``, the map of fixed effects where there are any; nothing where too few examples were heard of."""
+
+    model: Model
+    phi: Tensor
+    name: ClassVar[str] = "least squares"
+    quorum: ClassVar[float] = 0.0  # a start can be made without those who are not finite
+
+    def ask(self, known: Tensors) -> Tensors:
+        return {"phi": known.get("phi", self.phi)}
+
+    @property
+    def _layout(self) -> LinearLayout:
+        assert isinstance(self.model.z_layout, LinearLayout)
+        return self.model.z_layout
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        cohort, phi = units.cohort, asked["phi"]
+        with torch.no_grad():
+            features = self.model.features(phi, cohort)
+        if not isinstance(features, Tensor):
+            raise ModelError("a linear head needs one tensor of features per example")
+        features, offset = self.model.split_offset(features)
+        f = (with_ones(features) if self._layout.bias else features).double()
+        y = self.model.likelihood.encode(cohort.y, self._layout.outputs, torch.float64)
+        design = None if cohort.embedded else self.model.fixed_design(cohort.x)
+        if design is not None:
+            f = torch.cat((f, design.double()), dim=1)
+        elif offset is not None:
+            y = y - offset
+        f, y = cohort.pad(f), cohort.pad(y)
+        large = cohort.sizes >= LEAST
+        moments = torch.cat(
+            (
+                torch.einsum("cni,cnj->cij", f, f).flatten(1),
+                torch.einsum("cni,cno->cio", f, y).flatten(1),
+                y.square().sum((1, 2)).unsqueeze(1),
+                cohort.sizes.double().unsqueeze(1),
+            ),
+            dim=1,
+        )
+        # One whose numbers the model's own type cannot hold is left out of rounds: it must not set the start.
+        good = torch.isfinite(moments.to(phi.dtype)).all(1)
+        return Answer(good, {"moments": moments * large.unsqueeze(1)})
+
+    def finish(self, known: Tensors, total: Total) -> Tensors:
+        outputs, columns = self._layout.outputs, self._layout.size // self._layout.outputs
+        sent = total.plain.get("moments", self.phi.new_zeros(2, dtype=torch.float64))
+        square, n = sent[-2:].tolist()
+        if not n or not square > 0:
+            return {}
+        # Of c columns there were c (c + outputs) moments: those of z come first, then those of fixed effects.
+        c = int(((outputs**2 + 4 * (len(sent) - 2)) ** 0.5 - outputs) / 2 + 0.5)
+        second, cross = sent[: c * c].reshape(c, c), sent[c * c : -2].reshape(c, outputs)
+        size = second.diagonal() / n
+        size = size.clamp(min=1e-12 * float(size.max()))
+        weight = torch.linalg.solve(second + torch.diag(RIDGE * n * size), cross)
+        explained = float((2 * weight * cross).sum() - (weight * (second @ weight)).sum())
+        left = max(square - explained, 1e-6 * square) / (n * outputs)
+        noise = self.model.likelihood.given_noise
+        spread = 0.5 * left if noise is None else max(left - noise, 0.1 * left)
+        fixed = {"fixed": weight[columns:].mT} if c > columns else {}
+        return fixed | {
+            "centre": weight[:columns].mT.reshape(-1),
+            "spread": (spread / (columns * size[:columns])).sqrt().repeat(outputs),
+            "left": second.new_tensor(left),
+        }

@@ -1,0 +1,61 @@
+"""Where theta starts: what everyone is asked for it, and what is made of the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fedpop.channel import Tensors
+from fedpop.keys import Key
+from fedpop.models.base import Model
+from fedpop.priors import Prior
+from fedpop.questions import least_squares, spectral
+from fedpop.questions.base import Question
+from fedpop.questions.features import FeatureScale
+from fedpop.questions.least_squares import LeastSquares
+from fedpop.questions.spectral import Spectral
+
+STARTS = ("auto", "spectral", "random")
+
+
+def questions(
+    start: str | Spectral, model: Model, prior: Prior, phi: Tensor, restart: int = 0, anneals: bool = False
+) -> Sequence[Question[Tensors]]:
+    """The spectral start where it is asked for or applies; else, for normal targets, one in their own units;
+    else the scale at which outputs have variance one, unless it was given. A random start that was asked
+    for is one; that of a restart is random in phi alone. After a spectral start the data's units are asked
+    for where the noise is learned, or where the run ``anneals`` it."""
+    fitted = least_squares.applies(model) and prior.component is not None
+    moments = (LeastSquares(model, phi),) if fitted and (start != "random" or restart) else ()
+    if isinstance(start, Spectral) or start == "spectral" or (start == "auto" and spectral.applies(model)):
+        asked = (start if isinstance(start, Spectral) else Spectral()).questions(model)
+        return (*asked, *moments) if anneals or model.likelihood.given_noise is None else asked
+    known = prior.scale is not None or not model.scale_from_features
+    return moments or (() if known else (FeatureScale(model, phi, prior.bounds),))
+
+
+def theta(model: Model, prior: Prior, phi: Tensor, known: Tensors, key: Key) -> tuple[Tensor, Tensor]:
+    """phi and beta from the answers, where there are any; what was given stays as it was given."""
+    phi, spectral_start = known.get("phi", phi), "whitener" in known
+    if "left" in known and "log_variance" in model.likelihood.initial_params():
+        phi = phi.clone()
+        phi[model.phi_layout.spans()["likelihood.log_variance"]] = float((0.5 * known["left"]).log())
+    if "fixed" in known:
+        phi = model.with_fixed(phi, known["fixed"])
+    mu = model.prior_centre() + prior.mean
+    normal = prior.component
+    if (
+        "centre" in known
+        and not spectral_start
+        and normal is not None
+        and normal.learn_mean
+        and not prior.mean
+    ):
+        mu = known["centre"].to(mu.dtype)
+    beta = prior.init(mu, prior.scale or 1.0, key)
+    if "scale" in known:
+        beta = prior.rescaled(beta, float(known["scale"]))
+    if "spread" in known and not spectral_start and prior.scale is None:
+        beta = prior.project(prior.spread_out(beta, known["spread"].to(beta.dtype)))
+    return phi, beta
