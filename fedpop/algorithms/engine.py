@@ -26,7 +26,7 @@ class WithEngine(Hierarchical):
 
     engine: str = "auto"
 
-    sampling: ClassVar[tuple[str, ...]] = ("kernel", "chain", "phi_step", "beta_step", "average")
+    sampling: ClassVar[tuple[str, ...]] = ("kernel", "chain", "anneal", "phi_step", "beta_step", "average")
     """Settings of the sampled engine: where one is given it is obeyed."""
 
     def __post_init__(self) -> None:

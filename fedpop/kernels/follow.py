@@ -96,8 +96,8 @@ def _same(target: Target, scale: Tensor) -> bool:
 
 
 def _widened(target: Target, mode: Tensor, old: Tensor, apart: Tensor, scale: Tensor) -> Tensor:
-    """L_new^-T L_old' apart, from the curvature at the new mode under the prior, and at the old mode under the
-    prior of then."""
+    """L_new^-T L_old' apart, from the curvature at the new mode under the prior, and at the old mode under
+    the prior of then."""
     local = target.likelihood
     assert isinstance(local, LinearLikelihood)
     if target.prior.covariance == "full":

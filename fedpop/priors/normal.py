@@ -33,7 +33,7 @@ from torch import Tensor
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
 from fedpop.priors import projection
-from fedpop.priors.base import Guess, Part, Prior, Tensors, into_ball, positive
+from fedpop.priors.base import Guess, Part, Prior, Tensors, positive
 
 MOST = 4.0
 """By how much a variance of the prior may grow or shrink in a round: chains must be able to follow, and what

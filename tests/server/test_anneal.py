@@ -16,6 +16,7 @@ from fedpop.evaluation.oracle import everyone, log_likelihood
 from fedpop.keys import Key
 from fedpop.questions.targets import TargetSize
 from fedpop.runtime.run import Run
+from fedpop.server.schedules import Stage
 from tests.helpers import answers, asked, cohort_of, linear_model, population_data, ragged, run_of, train_key
 from tests.optima import gap
 
@@ -28,7 +29,9 @@ def data() -> list[tuple[Tensor, Tensor]]:
 
 
 def soul(variance: float | str = VARIANCE, **settings: Any) -> fp.FedSOUL:
-    return fp.FedSOUL(linear_model(variance=variance), **({"anneal": fp.steps.Anneal(4)} | settings))
+    return fp.FedSOUL(
+        linear_model(variance=variance), **({"anneal": fp.steps.Anneal(4), "engine": "sampled"} | settings)
+    )
 
 
 def begun(method: fp.FedSOUL, rounds: int = ROUNDS, **settings: Any) -> Run:
@@ -202,8 +205,11 @@ def test_schedules_stand_until_then() -> None:
     run = begun(soul(phi_step=fp.steps.Adam(0.01, noted)))
     for _ in range(7):
         run.train_round()
-    assert sorted(set(noted.seen)) == [(k, ROUNDS - 4) for k in range(3)]
-    assert noted.seen.count((0, ROUNDS - 4)) == 5 * noted.seen.count((1, ROUNDS - 4))
+    stage = Stage(4, ROUNDS)  # a schedule's first value until its fourth round, and all of it after
+    assert sorted(set(noted.seen)) == [(k, stage) for k in range(7)]
+    for schedule in (fp.steps.Decay(), fp.steps.Cosine()):
+        assert {schedule.factor(k, stage) for k in range(5)} == {schedule.factor(0, ROUNDS - 4)}
+        assert schedule.factor(6, stage) == schedule.factor(2, ROUNDS - 4)
 
 
 @pytest.mark.parametrize(
