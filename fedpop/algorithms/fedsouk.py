@@ -124,7 +124,7 @@ class FedSOUK(WithEngine):
         server |= {"beta": beta, "unit": natural_units(self.model, phi)}
         if self.exact is not None:
             return self.exact.first(**server, left=known.get("left"))
-        if (rate := self.on_phi.rate(0, facts.stage)) is not None:
+        if (rate := self.on_phi.rate(0, facts.stage, self.head_size(beta))) is not None:
             server["phi_rate"] = phi.new_tensor(rate)
         return (
             server
@@ -135,7 +135,7 @@ class FedSOUK(WithEngine):
         )
 
     def extended(self, server: Tensors, facts: Facts) -> Tensors:
-        rate = self.on_phi.rate(facts.start, facts.stage)
+        rate = self.on_phi.rate(facts.start, facts.stage, self.head_size(server["beta"]))
         return server if rate is None else server | {"phi_rate": server["phi"].new_tensor(rate)}
 
     def broadcast(self, server: Tensors) -> Tensors:
@@ -222,7 +222,7 @@ class FedSOUK(WithEngine):
         eta, theta = optimiser.schedule.factor(k, stage), torch.cat((new_phi, new_beta))
         align, average = aligner(self.model, prior), unprefixed("average.", server)
         average = self.average.update(average, theta, eta, k, stage, align, warm)
-        if (rate := self.on_phi.rate(k + 1, stage)) is not None:
+        if (rate := self.on_phi.rate(k + 1, stage, self.head_size(new_beta))) is not None:
             server = server | {"phi_rate": phi.new_tensor(rate)}
         moved = prefixed("phi.", phi_state) | prefixed("beta.", beta_state)
         kept = prefixed("prior.", states) | prefixed("average.", average)

@@ -95,6 +95,16 @@ class Hierarchical(Algorithm):
     def steady(self) -> bool:
         return self.on_phi.steady
 
+    def head_size(self, beta: Tensor) -> float:
+        """The root mean square of z under the prior, where it is the head of a network."""
+        normal = self.hierarchy.prior.component
+        if not self.model.network or normal is None:
+            return 0.0
+        parts = self.hierarchy.prior.parts(beta) or []
+        return max(
+            float((p.normal.mu(p.beta).square() + p.normal.sd(p.beta).square()).mean().sqrt()) for p in parts
+        )
+
     def warm_up(self, rounds: int) -> int:
         return self.anneal.warm_up(self.model, rounds)
 

@@ -23,8 +23,13 @@ from fedpop.server.optimisers import Adam, Optimiser
 from fedpop.server.schedules import Constant, Cosine, Rounds, Schedule
 from fedpop.settings import Setting, require_whole
 
-NETWORK_STEP = Adam(0.03, Cosine())
-"""The server's step on a network's phi; a linear backbone takes larger ones."""
+NETWORK_STEP = Adam(0.03, Cosine(warm_up=10))
+"""The server's step on a network's phi; a linear backbone takes larger ones. Adam's first steps move all
+weights of a layer by the same size and, where one cause makes their signs agree, all in one direction: .03 of
+each weight tripled the features of five layers in a round. So the first round moves them by .003 at most, and
+the next nine by as much more each."""
+HEAD = 0.5
+"""The size of a head's weights up to which a local rate is taken as given."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +78,16 @@ class PhiStep(Setting):
         """One gradient on all examples, which the server may have as one sum."""
         return self.batch is None and self.local is None
 
-    def rate(self, k: int, rounds: Rounds) -> float | None:
-        """a of round k, which sites are told."""
-        return None if self.local is None else self.local.rate * self.schedule.factor(k, rounds)
+    def rate(self, k: int, rounds: Rounds, head: float = 0.0) -> float | None:
+        """a of round k, which sites are told.
+
+        The loss curves in a layer's weights as the square of the weights after it, so a step is shortened by
+        the square of how much larger than usual the ``head`` of a network is: a start where outputs have
+        variance one makes it large where features are small, and full steps would kill the network.
+        """
+        if self.local is None:
+            return None
+        return self.local.rate * self.schedule.factor(k, rounds) * min(1.0, HEAD / max(head, HEAD)) ** 2
 
     def passes(self, cohort: Cohort, once: bool) -> float:
         """Example-passes through the backbone; a forward pass alone is a third of one."""

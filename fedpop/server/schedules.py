@@ -78,17 +78,20 @@ class Polynomial(Schedule):
 
 @dataclass(frozen=True)
 class Cosine(Schedule):
-    """From 1 to ``end`` along half a cosine.
+    """From 1 to ``end`` along half a cosine, which the first ``warm_up`` rounds of a run approach linearly.
 
     >>> Cosine().factor(0, rounds=100), round(Cosine().factor(50, rounds=100), 6)
     (1.0, 0.5)
+    >>> [Cosine(warm_up=10).factor(k, rounds=10**9) for k in (0, 4, 9, 10)]
+    [0.1, 0.5, 1.0, 1.0]
     """
 
     end: float = 0.0
+    warm_up: int = 0
 
     def factor(self, k: int, rounds: Rounds) -> float:
         wave = 0.5 * (1 + math.cos(math.pi * Stage.of(rounds).share(k)))
-        return self.end + (1 - self.end) * wave
+        return (self.end + (1 - self.end) * wave) * min(1.0, (k + 1) / max(self.warm_up, 1))
 
 
 @dataclass(frozen=True)
