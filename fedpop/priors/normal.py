@@ -35,9 +35,6 @@ from fedpop.keys import Key
 from fedpop.priors import projection
 from fedpop.priors.base import Guess, Part, Prior, Tensors, positive
 
-MOST = 4.0
-"""By how much a variance of the prior may grow or shrink in a round: chains must be able to follow, and what
-clients say of the scale is only true near where they said it."""
 COVARIANCES = ("isotropic", "diagonal", "full")
 
 
@@ -237,7 +234,8 @@ class Normal(Prior):
         if self.covariance == "isotropic":
             return self._isotropic_score(beta, z, likelihood_grad, form, guess)
         centred = z - self.mu(beta)
-        share = torch.ones_like(z[0, 0]) if self.covariance == "diagonal" else torch.eye(z.shape[-1]).to(z)
+        share = torch.ones_like(z[0, 0])
+        share = share if self.covariance == "diagonal" else torch.diag(share)
         if form == "left":
             vector = self._times_precision(beta, centred)
         elif form == "right":
@@ -383,7 +381,8 @@ class Normal(Prior):
         moved = (em_shift / sd).square()
         if self.covariance == "isotropic":
             i_scale, moved = i_scale / d, moved.mean(0, keepdim=True)
-        growth = (1 + rate * i_scale - moved).clamp(1 / MOST, MOST)
+        # A single round may not shrink a variance below a hundredth: noise could make it negative.
+        growth = (1 + rate * i_scale - moved).clamp(min=1e-2)
         return torch.cat((mu + shift, beta[d:] + 0.5 * growth.log()))
 
     # --- projection sets ---------------------------------------------------------------------

@@ -136,7 +136,9 @@ def test_memory_is_paid_only_where_the_kernel_needs_a_mass():
     local = {m: set(m.enter(torch.arange(2), broadcast, Key(0))) for m in (curved, linear, plain)}
     moments = {"mass_mean", "mass_variance", "mass_weight", "mass_covariance"}
     assert local[curved] == {"z", "log_step", "updates"} | moments
-    assert local[linear] == local[plain] == {"z", "log_step", "updates"}
+    plain_state = {"z", "log_step", "updates"}
+    assert local[plain] == plain_state
+    assert local[linear] == plain_state | {"mode", "width"}  # which it follows
 
 
 # --- the matrix --------------------------------------------------------------------------------

@@ -232,7 +232,7 @@ def test_what_a_round_reports_it_cost():
         model,
         kernel=SGLD(batch=4),
         local_steps=7,
-        chain=fp.chains.Chain(2),
+        chain=fp.chains.Chain(2, follow=False),
         prior=fp.priors.Normal(scale=1.0),
     )
     totals = method.fit(clients, rounds=3).totals

@@ -168,7 +168,8 @@ def test_a_run_without_a_network_is_a_run_with_the_normal_prior_fixed():
     published = []
     for prior in (energy, normal):
         left = fp.steps.BetaStep(form="left")
-        settings = {"kernel": fp.kernels.JumpHMC(), "beta_step": left, "start": "random"}
+        alone = fp.chains.Chain(follow=False)  # an energy has no mode to follow
+        settings = {"kernel": fp.kernels.JumpHMC(), "beta_step": left, "start": "random", "chain": alone}
         method = fp.FedSOUK(model, prior=prior, average=fp.steps.Averaging("last"), **settings)
         runner = run_of(method, clients)
         ids = torch.arange(8)
@@ -449,10 +450,11 @@ def test_what_is_sent_and_shipped():
     method = fp.FedSOUL(linear_model(), prior=prior, start="random")
     population = method.fit(clients, rounds=3)
     phi, beta = method.model.phi_layout.size, prior.size(2)
-    # Before the rounds a client gets phi, and sends two double numbers about the size of its features.
-    assert population.totals["bytes_up"] == 8 * (3 * 4 * (phi + beta) + 16)
+    # Before the rounds a client gets phi, and sends two double numbers about the size of its features, and
+    # two about that of its targets; in the first of them, half of all, it gets the noise in force.
+    assert population.totals["bytes_up"] == 8 * (3 * 4 * (phi + beta) + 16 + 16)
     first = 4 * (phi + beta + 5 * 2)
-    assert population.totals["bytes_down"] == 8 * (3 * first + 4 * phi)
+    assert population.totals["bytes_down"] == 8 * (3 * first + 4 * phi + 4)
 
 
 @pytest.mark.parametrize("stateful", [True, False])

@@ -17,6 +17,7 @@ from fedpop.kernels.target import Target
 from fedpop.keys import Key
 from fedpop.priors import resolve
 from fedpop.priors.normal import COVARIANCES
+from fedpop.priors.base import Guess
 from tests.oracles import (
     DOUBLE,
     SIGMA,
@@ -137,7 +138,14 @@ def test_all_forms_agree_in_expectation(covariance):
     truth = case.prior.moments_score(case.beta, exact.mean, exact.cov)
     anything = torch.tensor([[0.3, 0.1], [0.1, 0.2]], dtype=DOUBLE).expand(3, 2, 2)
     for form, cov in (("left", None), ("right", None), ("mixed", exact.cov), ("mixed", anything)):
-        each = torch.stack([case.prior.score(case.beta, z[:, r], g[:, r], form, cov) for r in range(200)])
+        slope = target.value_and_grad(flat)[1].reshape(z.shape)
+        guesses = [
+            None if cov is None else Guess(slope[:, r] @ cov, cov.diagonal(dim1=1, dim2=2), cov)
+            for r in range(200)
+        ]
+        each = torch.stack(
+            [case.prior.score(case.beta, z[:, r], g[:, r], form, guess) for r, guess in enumerate(guesses)]
+        )
         assert_mean(each, truth, form)
         # Mixed by the posterior's own covariance, I_mu has no noise at all.
         exact_mean = cov is exact.cov
