@@ -109,6 +109,7 @@ def test_with_frozen_z_it_is_fedavg_on_phi(server: str, momentum: float) -> None
     ours = fp.FedSOUK(
         model,
         kernel=Frozen(),
+        chain=fp.chains.Chain(follow=False),
         prior=fp.priors.Normal(scale=0.5, learn_mean=False, learn_scale=False),
         phi_step=fp.steps.PhiStep(
             fp.steps.SGD(a / total) if server == "a over N" else fp.steps.MeanMove(), local=local

@@ -344,7 +344,7 @@ def test_bias_of_stateless_chains_falls_with_m(kernel, form):
     model, prior, beta, clients, exact = logistic()
     bias, error = [], []
     for m in (1, 4, 16):
-        stateless = fp.chains.Chain(chains=100, stateful=False)
+        stateless = fp.chains.Chain(chains=100, stateful=False, follow=False)
         settings = {"kernel": kernel, "form": form, "chain": stateless, "local_steps": m}
         run = running(plain(model, prior, **settings), clients, beta, fp.participation.Everyone())
         seen = torch.stack([estimate(run, k) for k in range(50)])

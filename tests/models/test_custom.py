@@ -108,6 +108,7 @@ def test_a_run_is_the_run_of_the_same_composition(whole: bool, options: dict[str
         "local_steps": 3,
         "chain": BURNT_IN,
         "final": SHORT,
+        "anneal": fp.steps.Anneal(0),
     } | options
     runs = [
         fp.FedSOUL(model, **settings).fit(clients, rounds=8, participation=0.7, seed=4)
@@ -260,7 +261,7 @@ def test_the_prior_starts_at_the_initial_values_with_a_scale_for_each() -> None:
     model = growth_model()
     method = fp.FedSOUL(model)
     assert method.hierarchy.prior == fp.priors.Normal("diagonal")
-    assert method.questions(FACTS, Key(0)) == ()
+    assert [q.name for q in method.questions(FACTS, Key(0))] == ["target size"]
     assert method.sampler.kernel == fp.kernels.HMC()
     server = method.init(FACTS, Key(0), {})
     torch.testing.assert_close(method.hierarchy.prior.mu(server["beta"]), model.initial_z())
