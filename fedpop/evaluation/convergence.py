@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from fedpop.channel import Answer, Tensors, Total
+from fedpop.errors import EstimateError
 from fedpop.evaluation.information import (
     complement,
     gauge_directions,
     louis,
     score_and_information,
 )
-from fedpop.evaluation.verdict import Distance
+from fedpop.evaluation.verdict import CONVERGED, Distance
 from fedpop.kernels import Hierarchy
 from fedpop.keys import Key
 from fedpop.questions import Question, Units
@@ -35,6 +36,9 @@ LARGEST_SAMPLED = 200
 """Parameters up to which a model is small: its information is a matrix of that size."""
 FLAT = 1e-9
 """Curvature below this, relative to the largest, is rounding: a direction that nothing depends on."""
+SADDLE = 1e-3
+"""Curvature upwards, in units of each parameter's own information, from which theta is at no maximum whatever
+the gradient: half of it is what a step of a standard error gains."""
 EDGE = 0.01
 """A bound that lies within this share of a parameter's size is one that it has reached."""
 
@@ -83,6 +87,8 @@ class ToTheOptimum(Question[Distance]):
 
     def finish(self, known: Tensors, total: Total) -> Distance:
         phi, beta, sums = known["phi"].double(), known["beta"].double(), total.weighted
+        if not all(bool(torch.isfinite(v).all()) for v in sums.values()):
+            raise EstimateError("theta's distance from an optimum: some client's gradient is not finite")
         theta, size = torch.cat((phi, beta)), phi.shape[0]
         p = theta.shape[0]
         hyper, prior = self.hierarchy.hyperprior, self.hierarchy.prior
@@ -124,7 +130,9 @@ def distance(score: Tensor, curvature: Tensor, noise: Tensor, held: Tensor) -> D
     along, spread = directions.mT @ score, directions.mT @ noise @ directions
     exact = not bool(noise.any())
     curved = values > FLAT * values.abs().max()
-    upwards = int((~curved & (values < -FLAT * values.abs().max())).sum())
+    # Along a curved path on which nothing depends, straight lines seem to curve by the gradient's rounding.
+    steep = (values < -SADDLE) | (along.square() > 2 * CONVERGED * values.abs())
+    upwards = int(((values < -FLAT * values.abs().max()) & steep).sum())
     s, v, c = along[curved], values[curved], spread[curved][:, curved]
     ratio = c / v.sqrt()[:, None] / v.sqrt()
     white = s / v.sqrt()

@@ -44,7 +44,7 @@ class EarlyStop(Callback):
     """Stop when the clients' validation log-likelihood has not risen for ``patience`` looks.
 
     The published theta goes back to the one with the best score. Rounds in which the noise variance is
-    annealed (``steps.Anneal``) are not looked at.
+    annealed (``steps.Anneal``) are not looked at; the one in which a method ends by itself always is.
 
     >>> import torch, fedpop as fp
     >>> x, y = torch.linspace(-1, 1, 6).unsqueeze(1), torch.linspace(-1, 1, 6)
@@ -71,7 +71,8 @@ class EarlyStop(Callback):
             raise DataError("early stopping needs validation data: give clients a validation set")
 
     def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
-        if run.round % self.every or run.round <= run.algorithm.warm_up(run.ends[0]):
+        due = run.round % self.every == 0 or run.algorithm.over(run.server)
+        if not due or run.round <= run.algorithm.warm_up(run.ends[0]):
             return False
         score = run.validation_score()
         metrics["validation_log_likelihood"] = score

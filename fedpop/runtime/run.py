@@ -160,8 +160,10 @@ class Run:
     def _goes_on(self) -> bool:
         """At the end of a stage: whether there is another one, which there is until theta has converged."""
         end = further(self)
-        self.ends += [] if end is None else [end]
-        return end is not None
+        if end is None:
+            return False
+        self.ends, self.verdict = [*self.ends, end], None
+        return True
 
     def population(self) -> Population:
         """What has been learned so far."""

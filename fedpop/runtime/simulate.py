@@ -77,7 +77,7 @@ def fit(
     federation = method.model.checked(federation)
     method.model.check_start(federation)
     folder = None if out is None else Path(out)
-    best: tuple[float, Population] | None = None
+    best: tuple[float, Population, Run] | None = None
     scores = []
     for restart in range(restarts + 1):
         where = folder / f"restart-{restart}" if folder is not None and restarts else folder
@@ -86,19 +86,19 @@ def fit(
         run = Run(started, federation, settings, where, own, restart)
         population = run.execute(resume=resume, progress=progress)
         if not restarts:
-            return _told(population, rounds, out is not None)
+            return _told(population, run)
         scores.append(population.log_likelihood().value)
         if best is None or scores[-1] > best[0]:
-            best = (scores[-1], population)
+            best = (scores[-1], population, run)
     if folder is not None:
         write_json(folder / "restarts.json", {"log_likelihood": scores})
     assert best is not None
-    return _told(best[1], rounds, out is not None)
+    return _told(*best[1:])
 
 
-def _told(population: Population, rounds: int | None, saved: bool) -> Population:
+def _told(population: Population, run: Run) -> Population:
     """The population, with a warning where it is known to have ended too soon."""
-    if words := advice(population, rounds, saved):
+    if words := advice(run):
         warnings.warn(words, FedpopWarning, stacklevel=4)
     return population
 

@@ -3,8 +3,9 @@
 A run is a row of stages, each with its own constant phase, decay and averaged tail (``server.schedules``).
 With ``rounds`` it has one; a finished run that is resumed with more gets a further one, up to the new number.
 Without ``rounds`` stages follow one another, each as long as all before it together, until the verdict at the
-end of one is that theta has converged, or 8,000 rounds are over. Which stages a run has had is in its
-checkpoints, so a run that was killed goes on to the same bits.
+end of one is that theta has converged, or 8,000 rounds are over. A method that knows itself to be at the end
+(``Algorithm.over``) ends a run in the midst of a stage, and is judged there. Which stages a run has had is in
+its checkpoints, so a run that was killed goes on to the same bits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from fedpop.evaluation.verdict import Distance, Verdict, loss_trend
 from fedpop.server.schedules import Stage
 
 if TYPE_CHECKING:
-    from fedpop.population import Population
     from fedpop.runtime.run import Run
 
 FIRST = 250
@@ -87,15 +87,17 @@ def further(run: Run) -> int | None:
 
 
 def at_the_end(run: Run) -> Verdict | None:
-    """The verdict on the theta that a run returns; None where it was too short to be worth one, or where
-    validation data chose a theta that maximises nothing."""
+    """The verdict on the theta that a run returns: that of its last stage's end, where one was given.
+
+    None where the run was too short to be worth one, or where validation data chose theta.
+    """
     if run.kept is not None:
         return None
-    if run.settings.rounds is None:
+    if run.verdict is not None:
         return run.verdict
     hierarchy = run.algorithm.hierarchy
     worth_it = WORTH_IT[hierarchy is not None and hierarchy.closed_form]
-    return judged(run) if run.round >= worth_it else None
+    return judged(run) if run.round >= worth_it or run.algorithm.over(run.server) else None
 
 
 def judged(run: Run, thorough: bool = False) -> Verdict | None:
@@ -113,26 +115,29 @@ def judged(run: Run, thorough: bool = False) -> Verdict | None:
 
         plan = final_plan(run.plan, method.model, look.final_draws)
         question = ToTheOptimum(hierarchy, method.phi_ball)
-        with suppress(EstimateError):  # somebody cannot be heard
+        with suppress(EstimateError):  # somebody cannot be heard, or is not finite
             found = run.sites.ask(question, published, key, plan, personal)[0]
             run.spend({"seconds": time.perf_counter() - started})
             return found
     return loss_trend(run.history, stage_at(run.ends, run.round).start)
 
 
-def advice(population: Population, asked: int | None, saved: bool) -> str | None:
+def advice(run: Run) -> str | None:
     """One line for a run that is known to have ended too soon."""
-    verdict, rounds = population.convergence, population.rounds
+    verdict, rounds, asked = run.verdict, run.round, run.settings.rounds
     if verdict is None or verdict.converged:
         return None
-    after = f"{population.algorithm.label} after {rounds} rounds: {verdict.words}"
-    if asked is None and verdict.converged is None:
-        return after
+    after = f"{run.algorithm.label} after {rounds} rounds: {verdict.words}"
+    if run.algorithm.over(run.server):
+        found = after.removesuffix("; run more rounds")
+        return f"{found}, and its search cannot go on from there; try restarts=3 or engine='sampled'"
+    if asked is None and (verdict.converged is None or rounds < MOST):
+        return after  # draws cannot tell, or a callback ended it
     if asked is None:
         return f"{after}. More than these are not run unless rounds=... says so"
     if not isinstance(verdict, Distance) or verdict.converged is None or rounds < WORTH_IT[False]:
         return None
     if not verdict.upwards and verdict.nats < WARNED:
         return None
-    how = f"rounds={2 * rounds} with resume=True in the same folder" if saved else f"rounds={2 * rounds}"
+    how = f"rounds={2 * rounds}" + (" with resume=True in the same folder" if run.folder is not None else "")
     return f"{after}: {how}, or leave rounds out"

@@ -211,7 +211,8 @@ def test_a_scale_at_its_bound_is_not_held_against_theta() -> None:
     """Clients that are all alike: the scale would go to zero, and sits at its bound with a gradient."""
     same = ragged((6,))[0]
     prior = fp.priors.Normal(scale=0.3, bounds=(0.2, 5.0))
-    population = fp.FedSOUL(linear_model(), prior=prior).fit([same] * 6, rounds=60)
+    # The exact engine leaves for a larger mean and a smaller phi, where no scale matters.
+    population = fp.FedSOUL(linear_model(), prior=prior, engine="sampled").fit([same] * 6, rounds=60)
     hierarchy, known = population.algorithm.hierarchy, population.published
     question = ToTheOptimum(hierarchy, 1e6)
     cohort = population.federation.cohort(torch.arange(6), population.device)

@@ -26,13 +26,18 @@ def small_task(b: int = 20) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return population_data(b, 8, 3, 2, 0.3)[0]
 
 
+def sampled() -> fp.FedSOUL:
+    """Stages are those of schedules: the exact engine has none."""
+    return fp.FedSOUL(linear_model(), engine="sampled")
+
+
 # --- until it has converged ----------------------------------------------------------------------
 
 
 def test_without_rounds_it_runs_until_it_has_converged_and_says_so() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", FedpopWarning)
-        population = fp.FedSOUL(linear_model(3, 2, 0.3)).fit(small_task())
+        population = fp.FedSOUL(linear_model(3, 2, 0.3), engine="sampled").fit(small_task())
     assert isinstance(population.convergence, Distance)
     assert population.convergence.converged is True
     assert "theta    converged to a local optimum" in str(population)
@@ -45,11 +50,51 @@ def test_without_rounds_it_runs_until_it_has_converged_and_says_so() -> None:
     assert (rounds // stages.FIRST).bit_count() == 1  # each stage as long as all before it
 
 
+def test_a_search_that_is_over_ends_the_run_in_the_midst_of_a_stage(tmp_path: Path) -> None:
+    """The exact engine knows its end; the verdict there is made from the published theta, not taken from it."""
+    method = fp.FedSOUL(linear_model(3, 2, 0.3))
+    population = method.fit(small_task(), out=tmp_path)
+    assert population.algorithm.engine == "exact"
+    assert population.rounds < stages.FIRST
+    assert isinstance(population.convergence, Distance)
+    assert population.convergence.converged is True
+    assert population.convergence.nats < 1e-3
+    assert "theta    converged to a local optimum" in str(population)
+    assert final_state(tmp_path).ends == [stages.FIRST]
+    again = method.fit(small_task(), out=tmp_path, resume=True)
+    assert (again.rounds, again.convergence) == (population.rounds, population.convergence)
+    limited = method.fit(small_task(), rounds=1000)
+    assert (limited.rounds, limited.convergence) == (population.rounds, population.convergence)
+
+
+def test_a_search_that_ends_before_a_maximum_is_not_told_to_run_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "judged", lambda run, thorough=False: Distance(3.0, 0.0, 0, True))
+    with pytest.warns(
+        FedpopWarning, match=r"nats below a local optimum, and its search.*restarts=3 or"
+    ) as told:
+        fp.FedSOUL(linear_model(3, 2, 0.3)).fit(small_task())
+    assert len(told) == 1
+
+
+def test_a_run_that_a_callback_ends_is_judged_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not by the verdict of the stage before."""
+    monkeypatch.setattr(stages, "FIRST", 20)
+    monkeypatch.setattr(stages, "judged", lambda run, thorough=False: Distance(run.round, 0.0, 0, True))
+
+    class Stop(fp.callbacks.Callback):
+        def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
+            return bool(run.round == 30)
+
+    with pytest.warns(FedpopWarning, match="about 30 nats"):
+        population = sampled().fit(ragged(), callbacks=[Stop()])
+    assert population.convergence == Distance(30, 0.0, 0, True)
+
+
 def test_stages_double_until_the_verdict_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "FIRST", 4)
     said = {4: Distance(3.0, 0.0, 0, True), 8: Distance(0.0, 0.0, 1, True), 16: Distance(0.01, 0.0, 0, True)}
     monkeypatch.setattr(stages, "judged", lambda run, thorough=False: said[run.round])
-    population = fp.FedSOUL(linear_model()).fit(ragged())
+    population = sampled().fit(ragged())
     assert population.rounds == 16
     assert population.convergence == said[16]
 
@@ -59,7 +104,7 @@ def test_a_run_that_never_converges_ends_and_warns(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(stages, "MOST", 10)
     monkeypatch.setattr(stages, "judged", lambda run, thorough=False: Distance(3.0, 0.0, 0, True))
     with pytest.warns(FedpopWarning, match="after 10 rounds: not converged: about 3 nats below") as caught:
-        population = fp.FedSOUL(linear_model()).fit(ragged())
+        population = sampled().fit(ragged())
     assert len(caught) == 1
     assert population.rounds == 10
 
@@ -75,7 +120,7 @@ def test_a_distance_that_draws_cannot_tell_is_looked_at_closely_once(monkeypatch
 
     monkeypatch.setattr(stages, "judged", judged)
     with pytest.warns(FedpopWarning, match="cannot be told"):
-        assert fp.FedSOUL(linear_model()).fit(ragged()).rounds == 4
+        assert sampled().fit(ragged()).rounds == 4
     assert seen == [(4, False), (4, True)]
 
 
@@ -120,10 +165,11 @@ def test_a_run_that_stopped_nats_too_soon_warns_with_advice(tmp_path: Path) -> N
 
 
 def test_a_short_run_is_not_judged_and_does_not_warn() -> None:
-    population = fp.FedSOUL(linear_model()).fit(ragged(), rounds=10)
+    population = sampled().fit(ragged(), rounds=10)
     assert population.convergence is None
-    assert "diagnostics() tells whether" in str(fp.FedSOUL(linear_model()).fit(ragged(), rounds=19))
-    assert fp.FedSOUL(linear_model(3, 2, 0.3)).fit(small_task(), rounds=20).convergence is not None
+    assert "diagnostics() tells whether" in str(sampled().fit(ragged(), rounds=19))
+    longer = fp.FedSOUL(linear_model(3, 2, 0.3), engine="sampled").fit(small_task(), rounds=20)
+    assert longer.convergence is not None
 
 
 def test_the_verdict_is_kept_in_files(tmp_path: Path) -> None:
@@ -166,7 +212,7 @@ def test_a_run_that_is_killed_in_its_extension_goes_on_to_the_same_bits(tmp_path
 def test_a_run_killed_before_its_end_and_resumed_with_more_finishes_its_stage_first(tmp_path: Path) -> None:
     def run(folder: str, rounds: int, crash: int | None = None) -> None:
         callbacks = [CrashAt(crash)] if crash else []
-        fp.FedSOUL(linear_model()).fit(
+        sampled().fit(
             ragged(),
             rounds=rounds,
             out=tmp_path / folder,
@@ -185,7 +231,7 @@ def test_a_run_killed_before_its_end_and_resumed_with_more_finishes_its_stage_fi
 
 def test_the_first_stage_of_an_extended_run_is_the_run_itself(tmp_path: Path) -> None:
     """And the extension is none of a longer run: it starts from where the shorter one ended."""
-    method = fp.FedSOUL(linear_model())
+    method = sampled()
     short = method.fit(ragged(), rounds=6, out=tmp_path)
     long = method.fit(ragged(), rounds=12, out=tmp_path, resume=True)
     timeless = [{k: v for k, v in m.items() if k != "seconds"} for m in (*short.history, *long.history)]
@@ -195,9 +241,9 @@ def test_the_first_stage_of_an_extended_run_is_the_run_itself(tmp_path: Path) ->
 
 
 def test_fewer_rounds_than_there_are_is_an_error(tmp_path: Path) -> None:
-    fp.FedSOUL(linear_model()).fit(ragged(), rounds=6, out=tmp_path)
+    sampled().fit(ragged(), rounds=6, out=tmp_path)
     with pytest.raises(CheckpointError, match="has 6 rounds, more than rounds=5"):
-        fp.FedSOUL(linear_model()).fit(ragged(), rounds=5, out=tmp_path, resume=True)
+        sampled().fit(ragged(), rounds=5, out=tmp_path, resume=True)
 
 
 def test_a_run_until_convergence_is_resumed_to_the_same_bits(
@@ -209,7 +255,7 @@ def test_a_run_until_convergence_is_resumed_to_the_same_bits(
 
     def run(folder: str, crash: int | None = None, **more: Any) -> fp.Population:
         callbacks = [CrashAt(crash)] if crash else []
-        return fp.FedSOUL(linear_model()).fit(
+        return sampled().fit(
             ragged(), out=tmp_path / folder, resume=True, checkpoint_every=3, callbacks=callbacks, **more
         )
 
@@ -229,7 +275,7 @@ def test_a_run_of_so_many_rounds_goes_on_until_it_has_converged(
 ) -> None:
     verdict = {True: Distance(0.0, 0.0, 0, True), False: Distance(3.0, 0.0, 0, True)}
     monkeypatch.setattr(stages, "judged", lambda run, thorough=False: verdict[run.round >= 20])
-    method = fp.FedSOUL(linear_model())
+    method = sampled()
     method.fit(ragged(), rounds=5, out=tmp_path)
     assert method.fit(ragged(), out=tmp_path, resume=True).rounds == 20
     assert final_state(tmp_path).ends == [5, 10, 20]
@@ -285,5 +331,6 @@ def test_sites_are_told_the_first_rate_again() -> None:
 def test_the_verdict_is_in_the_run_folder_and_in_its_report(tmp_path: Path) -> None:
     population = fp.FedSOUL(linear_model(3, 2, 0.3)).fit(small_task(), rounds=40, out=tmp_path)
     saved = json.loads((tmp_path / "result.json").read_text())
-    assert saved == {"rounds": 40, "kept": None, "convergence": population.convergence.plain()}
+    assert 0 < population.rounds < 40  # the exact engine was over
+    assert saved == {"rounds": population.rounds, "kept": None, "convergence": population.convergence.plain()}
     assert population.convergence.words in run_report(tmp_path).read_text()
