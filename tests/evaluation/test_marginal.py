@@ -60,11 +60,13 @@ def test_a_population_reports_the_closed_form_without_error() -> None:
     estimate = population.log_likelihood()
     assert estimate.error == 0
     assert estimate.method == "closed form"
-    mean, sd = population.prior_mean, population.prior_sd
+    mean = population.prior_mean
+    sigma = population.algorithm.hierarchy.prior.sigma(population.published["beta"])
+    assert float(sigma.tril(-1).abs().max()) > 0.01  # without a backbone covariances are learned
     total = 0.0
     for x, y in clients:
         f = torch.cat((x, torch.ones(len(x), 1)), 1)
-        cov = (f * sd**2) @ f.T + 0.5 * torch.eye(len(x))
+        cov = f @ sigma @ f.T + 0.5 * torch.eye(len(x))
         total += float(MultivariateNormal(f @ mean, cov).log_prob(y))
     assert estimate.value == pytest.approx(total, rel=1e-5)
     assert str(estimate).endswith("(closed form)")

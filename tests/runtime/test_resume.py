@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 import fedpop as fp
 from fedpop import files
 from fedpop.data.synthetic import SyntheticTask
+from fedpop.errors import FedpopWarning
 from fedpop.runtime import checkpoint
 from tests.helpers import linear_model, population_data, ragged, seeded
 
@@ -68,16 +70,18 @@ def killable(out: Path, every: int = 3, resume: bool = True, tell: bool = False)
     task = SyntheticTask(b=12, k=4, n_small=6, logistic=True, held_out=1)
     method = fp.FedSOUL(task.model(0), local_steps=3, beta_step=fp.steps.Adam(0.02))
     callbacks = [Teller()] if tell else []
-    return method.fit(
-        task.make(0).clients,
-        rounds=120,
-        seed=5,
-        participation=0.5,
-        out=out,
-        resume=resume,
-        checkpoint_every=every,
-        callbacks=callbacks,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FedpopWarning)  # 120 rounds are too few for it, but enough here
+        return method.fit(
+            task.make(0).clients,
+            rounds=120,
+            seed=5,
+            participation=0.5,
+            out=out,
+            resume=resume,
+            checkpoint_every=every,
+            callbacks=callbacks,
+        )
 
 
 class Teller(fp.callbacks.Callback):
@@ -187,6 +191,7 @@ EACH = {f"client-{i}": c for i, c in enumerate(("qsgd", "natural", "identity", "
 STEPS = {f"client-{i}": 2 + i for i in range(6)}
 METHODS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "default": (lambda: fp.FedSOUL(linear_model()), {}),
+    "sampled": (lambda: fp.FedSOUL(linear_model(), engine="sampled"), {}),
     "paper": (lambda: fp.FedSOUL.paper(linear_model()), {"participation": 3}),
     "stateless": (
         lambda: fp.FedSOUL(linear_model(), chain=fp.chains.Chain(stateful=False)),

@@ -8,6 +8,7 @@ from fedpop.algorithms.base import Algorithm
 from fedpop.federation.clients import Federation
 from fedpop.keys import Key
 from fedpop.questions.spectral import CrossProducts, SecondMoments
+from fedpop.questions.targets import TargetSize
 from fedpop.runtime.run import Run, Settings
 from tests.helpers import federation_of, linear_model, ragged
 
@@ -21,8 +22,8 @@ def table(clients: int) -> fp.Table:
 
 def test_cohorts_are_made_one_at_a_time(monkeypatch):
     events = []
-    work = ((fp.FedSOUL, "local_round"), (SecondMoments, "answer"), (CrossProducts, "answer"))
-    for cls, name in ((Federation, "cohort"), *work):
+    questions = [(question, "answer") for question in (SecondMoments, CrossProducts, TargetSize)]
+    for cls, name in ((Federation, "cohort"), (fp.FedSOUL, "local_round"), *questions):
         inner = getattr(cls, name)
 
         def outer(*args, inner=inner, name=name, **kwargs):
@@ -38,7 +39,7 @@ def test_cohorts_are_made_one_at_a_time(monkeypatch):
     run.execute(resume=False, progress=False)
     cohorts = len(run.plan.cut(torch.arange(5), federation.train.sizes))
     assert cohorts > 2
-    assert events == ["cohort", "work"] * (4 * cohorts)  # two questions, two rounds
+    assert events == ["cohort", "work"] * (5 * cohorts)  # three questions, two rounds
 
 
 def test_a_cohort_of_everyone_is_kept_for_the_next_round():

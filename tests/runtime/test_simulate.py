@@ -152,7 +152,8 @@ def test_weights_follow_the_rule_even_when_everyone_joins() -> None:
 def test_stateful_chains_go_on_and_stateless_ones_begin_anew() -> None:
     cohort = cohort_of(linear_model(), ragged())
     for stateful in (True, False):
-        chain = fp.chains.Chain(stateful=stateful)
+        # A chain that follows the mode begins at it in its first round, wherever it stood.
+        chain = fp.chains.Chain(stateful=stateful, follow=False)
         method = soul(chain=chain, kernel=fp.kernels.Exponential(0.3), local_steps=1)
         broadcast = method.broadcast(method.init(Facts(4, 10), train_key(), {}))
         local = method.enter(cohort.units, broadcast, train_key())
