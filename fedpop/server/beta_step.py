@@ -18,9 +18,10 @@ from fedpop.settings import Setting, require_one_of
 
 FORMS = ("auto", "left", "right", "mixed")
 Tensors = dict[str, Tensor]
-FEW = 10
-"""Units in a round from which EM takes its full step: with fewer the prior's mean, at a rate r, would carry a
-noise of sqrt(r / (2 - r) / heard) of the population's spread, and the scale would grow by it."""
+FEW, MANY = 10, 100
+"""EM takes its full step where a round has all units, or ``MANY`` of them. Otherwise the prior's mean would
+carry their chance, and keep it in directions of which data say little, where units' own z follow the mean; the
+scale would grow by it. So with fewer the rate falls from their share in ``FEW`` to that in all."""
 SCALE = Adam(0.15, Constant(), beta1=0.8, beta2=0.95)
 """Steps on the logarithm of the scale where posteriors are not closed-form. EM's are as short as data say
 little of z, hundreds of times too short for a handful of examples; and what a score of the scale is worth
@@ -79,7 +80,7 @@ class BetaStep(Setting):
         """beta after one step from the estimated sum of scores, hyperprior included."""
         step = self.on(prior)
         if isinstance(step, EM):
-            share = min(1.0, heard / FEW)
+            share = _share(heard, clients, k)
             rate = share * step.at(k, rounds)
             curvature = float(total.estimate("curvature", beta.new_zeros(()))) / clients
             # Clients that are all alike leave a prior without width, and EM's step of mu with it: then
@@ -92,7 +93,17 @@ class BetaStep(Setting):
                 return new, state
             old, grad = prior.scale_score(beta), prior.scale_score(score)
             assert old is not None and grad is not None
-            adam = replace(SCALE, rate=SCALE.rate * math.sqrt(share) * step.at(k, rounds))
+            adam = replace(SCALE, rate=SCALE.rate * math.sqrt(min(1.0, heard / FEW)) * step.at(k, rounds))
             scale, state = adam.step(old, grad, state, torch.ones_like(old), k, rounds)
             return torch.cat((new[: len(beta) - len(old)], scale if prior.learns_scale else old)), state
         return step.step(beta, prior.gradient(beta, score), state, prior.units(beta), k, rounds)
+
+
+def _share(heard: float, clients: int, k: int) -> float:
+    """How much of EM's step a round of so many units takes.
+
+    >>> [round(_share(3, 30, k), 2) for k in (0, 10, 100)], _share(200, 10**6, 5)
+    ([0.3, 0.15, 0.1], 1.0)
+    """
+    last = min(1.0, heard / min(clients, MANY))
+    return max(last, min(1.0, heard / FEW) * FEW / (FEW + k))
