@@ -42,10 +42,11 @@ def fit(
 
     Without ``rounds`` it runs until it has converged: in stages, each as long as all before it together,
     until theta is within 0.05 nats of a local optimum (for networks: until the training loss has stopped
-    falling), 8,000 rounds at most. With ``rounds`` it runs so many. ``population.convergence`` and
-    ``print(population)`` say whether that was enough, and a run of 100 rounds or more that stopped a nat or
-    more too soon warns. A finished run goes on with ``fit(..., out=the same, resume=True, rounds=more)``: a
-    further stage, in which steps start anew at full size and decrease towards the new end.
+    falling), 8,000 rounds at most. With ``rounds`` it runs so many. Either way the exact engine ends by
+    itself once it is at an optimum. ``population.convergence`` and ``print(population)`` say whether that was
+    enough, and a run of 100 rounds or more that stopped a nat or more too soon warns. A finished run goes on
+    with ``fit(..., out=the same, resume=True, rounds=more)``: a further stage, in which steps start anew at
+    full size and decrease towards the new end.
 
     ``participation`` is who takes part in a round: None for everyone; a probability such as 0.1 for each
     client by itself (1.0 is everyone); a whole number such as 10 for that many, drawn without replacement;

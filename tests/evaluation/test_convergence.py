@@ -228,6 +228,18 @@ def test_a_scale_at_its_bound_is_not_held_against_theta() -> None:
     assert held_out.upwards == 0
 
 
+def test_a_flat_direction_curves_upwards_only_where_that_would_gain_something() -> None:
+    """Rounding bends a direction on which nothing depends; a saddle bends more, or has a slope along it."""
+    none = torch.zeros((2, 2), dtype=torch.float64)
+    diagonal = torch.ones(2, dtype=torch.float64)
+    for share, slope, upwards in ((1 + 1e-5, 1e-8, 0), (1 + 1e-5, 0.1, 1), (1.01, 0.0, 1)):
+        curvature = torch.diag(diagonal) + share * (1 - torch.eye(2, dtype=torch.float64))
+        score = slope * torch.tensor([1.0, -1.0], dtype=torch.float64)  # along what curves upwards
+        found = distance(score, curvature, none, none[:, :0])
+        assert found.upwards == upwards
+        assert found.converged is (upwards == 0)
+
+
 def test_phi_on_its_ball_may_not_leave_it() -> None:
     method, phi, beta, _ = setting()
     score = torch.cat((3 * phi, torch.zeros(3))).double()

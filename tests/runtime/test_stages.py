@@ -51,7 +51,7 @@ def test_without_rounds_it_runs_until_it_has_converged_and_says_so() -> None:
 
 
 def test_a_search_that_is_over_ends_the_run_in_the_midst_of_a_stage(tmp_path: Path) -> None:
-    """The exact engine knows its end; the verdict there is made from the published theta, not taken from it."""
+    """The exact engine knows its end; the verdict there is on the published theta, and not its own."""
     method = fp.FedSOUL(linear_model(3, 2, 0.3))
     population = method.fit(small_task(), out=tmp_path)
     assert population.algorithm.engine == "exact"
