@@ -35,7 +35,7 @@ def main(names: list[str]) -> None:
             for table in benchmark.tables(new):
                 console.print(table)
             records += new
-    Results(FOLDER).add(records)
+    (Results.open(FOLDER) if names else Results(FOLDER)).add(records)
     console.print(f"Written to {FOLDER / 'results.json'}")
 
 

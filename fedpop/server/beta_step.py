@@ -20,8 +20,8 @@ FORMS = ("auto", "left", "right", "mixed")
 Tensors = dict[str, Tensor]
 FEW, MANY = 10, 100
 """EM takes its full step where a round has all units, or ``MANY`` of them. Otherwise the prior's mean would
-carry their chance, and keep it in directions of which data say little, where units' own z follow the mean; the
-scale would grow by it. So with fewer the rate falls from their share in ``FEW`` to that in all."""
+carry their chance, and keep it in directions of which data say little, where units' own z follow the mean;
+the scale would grow by it. So with fewer the rate falls from their share in ``FEW`` to that in all."""
 SCALE = Adam(0.15, Constant(), beta1=0.8, beta2=0.95)
 """Steps on the logarithm of the scale where posteriors are not closed-form. EM's are as short as data say
 little of z, hundreds of times too short for a handful of examples; and what a score of the scale is worth

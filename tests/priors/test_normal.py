@@ -16,8 +16,8 @@ from fedpop.evaluation.marginal import closed_form
 from fedpop.kernels.target import Target
 from fedpop.keys import Key
 from fedpop.priors import resolve
-from fedpop.priors.normal import COVARIANCES
 from fedpop.priors.base import Guess
+from fedpop.priors.normal import COVARIANCES
 from tests.oracles import (
     DOUBLE,
     SIGMA,
