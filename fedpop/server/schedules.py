@@ -82,7 +82,7 @@ class Cosine(Schedule):
 
     >>> Cosine().factor(0, rounds=100), round(Cosine().factor(50, rounds=100), 6)
     (1.0, 0.5)
-    >>> [Cosine(warm_up=10).factor(k, rounds=10**9) for k in (0, 4, 9, 10)]
+    >>> [round(Cosine(warm_up=10).factor(k, rounds=10**6), 3) for k in (0, 4, 9, 10)]
     [0.1, 0.5, 1.0, 1.0]
     """
 
