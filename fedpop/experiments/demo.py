@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fedpop.algorithms.hierarchical import Hierarchical
+from fedpop.algorithms.engine import WithEngine
 from fedpop.data.synthetic import Synthetic, SyntheticTask
 from fedpop.experiments.comparison import Comparison
 from fedpop.experiments.comparison.page import on_the_way
@@ -55,7 +55,7 @@ COMPARED: tuple[dict[str, Any], ...] = (
 ROUNDS = 100
 COLUMNS = (
     "method",
-    "kernel",
+    "engine",
     "angle",
     "z error",
     "log-lik.",
@@ -107,10 +107,10 @@ def row(outcome: Outcome) -> tuple[str, ...]:
     """One outcome as cells of the demo's table."""
     item, population = outcome.record, outcome.population
     m, cost = item["metrics"], item["cost"]
-    method = population.algorithm if population is not None and "kernel" in item["config"] else None
+    method = None if population is None else population.algorithm
     return (
         item["method"],
-        type(method.sampler.kernel).__name__ if isinstance(method, Hierarchical) else "-",
+        method.engine if isinstance(method, WithEngine) else "-",
         f"{m['principal_angle']:.3f}",
         f"{m['z_error']:.3f}",
         f"{m['log_likelihood']:.3f}",

@@ -145,7 +145,7 @@ class Run:
                     file.flush()
                     os.fsync(file.fileno())  # a checkpoint may not be newer than the lines it counts
                     self._write_checkpoint(file.tell(), stopped)
-                bar.update(self.round, self.ends[-1], metrics)
+                bar.update(self.round, self.round if last else self.ends[-1], metrics)
                 if interrupted.is_set():
                     raise KeyboardInterrupt
             self.recall()  # to the best theta on validation data, where that was watched
