@@ -107,7 +107,7 @@ def row(outcome: Outcome) -> tuple[str, ...]:
     """One outcome as cells of the demo's table."""
     item, population = outcome.record, outcome.population
     m, cost = item["metrics"], item["cost"]
-    method = None if population is None else population.algorithm
+    method = population.algorithm if population is not None and "kernel" in item["config"] else None
     return (
         item["method"],
         method.engine if isinstance(method, WithEngine) else "-",
