@@ -62,7 +62,7 @@ def test_a_small_network() -> None:
         x = torch.randn(12, 3, generator=g)
         mean = truth.outputs_at(truth.initial_phi(), own[None], x)[0, :, 0]
         clients.append((x, mean + 0.3 * torch.randn(12, generator=g)))
-    population = fp.FedSOUL(curved()).fit(clients, progress=False)
+    population = fp.FedSOUL(curved()).fit(clients, rounds=1000, progress=False)
     assert population.algorithm.engine == "exact"  # type: ignore[attr-defined]
     assert population.history[-1]["promised"] < 1e-6
     assert gap(population, clients) < 1e-4
