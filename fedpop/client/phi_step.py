@@ -25,9 +25,8 @@ from fedpop.settings import Setting, require_whole
 
 NETWORK_STEP = Adam(0.03, Cosine(warm_up=10))
 """The server's step on a network's phi; a linear backbone takes larger ones. Adam's first steps move all
-weights of a layer by the same size and, where one cause makes their signs agree, all in one direction: .03 of
-each weight tripled the features of five layers in a round. So the first round moves them by .003 at most, and
-the next nine by as much more each."""
+weights of a layer by the same size and, where one cause makes their signs agree, all in one direction, which
+multiplies over layers. So the first round moves them by .003 at most, and the next nine by as much more."""
 HEAD = 0.5
 """The size of a head's weights up to which a local rate is taken as given."""
 

@@ -204,13 +204,7 @@ class Prior(Setting, ABC):
     def learns_scale(self) -> bool:
         return True
 
-    def em_step(
-        self,
-        beta: Tensor,
-        score: Tensor,
-        rate: float,
-        floor: Tensor | float = 0.0,
-    ) -> Tensor:
+    def em_step(self, beta: Tensor, score: Tensor, rate: float, floor: Tensor | float = 0.0) -> Tensor:
         """A step of stochastic-approximation EM from the score averaged over clients."""
         raise SettingsError(f"{self.name} priors have no EM step; use beta_step=fedpop.steps.Adam()")
 

@@ -222,13 +222,7 @@ class Mixture(Prior):
         betas = [self.component.units(own) for own in self.betas(beta)]
         return torch.cat((torch.ones_like(beta[: self.components]), *betas))
 
-    def em_step(
-        self,
-        beta: Tensor,
-        score: Tensor,
-        rate: float,
-        floor: Tensor | float = 0.0,
-    ) -> Tensor:
+    def em_step(self, beta: Tensor, score: Tensor, rate: float, floor: Tensor | float = 0.0) -> Tensor:
         weights = self.log_weights(beta).exp() + rate * score[: self.components]
         weights = weights.clamp(min=self.floor)
         pairs = zip(self.betas(beta), self.betas(score), weights, strict=True)

@@ -349,13 +349,7 @@ class Normal(Prior):
         """The scale's part of a score ``[..., size]``; None where its coordinates do not stand alone."""
         return None if self.covariance == "full" else score[..., self.dimension(score) :]
 
-    def em_step(
-        self,
-        beta: Tensor,
-        score: Tensor,
-        rate: float,
-        floor: Tensor | float = 0.0,
-    ) -> Tensor:
+    def em_step(self, beta: Tensor, score: Tensor, rate: float, floor: Tensor | float = 0.0) -> Tensor:
         """A step of stochastic-approximation EM from the score *averaged* over clients.
 
         It needs nothing beyond I: mu += rate Sigma I_mu, Sigma += rate (second moment - Sigma). The

@@ -24,7 +24,7 @@ carry their chance, and keep it in directions of which data say little, where un
 the scale would grow by it. So with fewer the rate falls from their share in ``FEW`` to that in all."""
 SCALE = Adam(0.15, Constant(), beta1=0.8, beta2=0.95)
 """Steps on the logarithm of the scale where posteriors are not closed-form. EM's are as short as data say
-little of z, hundreds of times too short for a handful of examples; and what a score of the scale is worth
+little of z, far too short for a handful of examples; and what a score of the scale is worth
 cannot be told from its variance over units far from the optimum. These are at most so long, so that no round
 changes the scale by more than a sixth, and shorter where scores of successive rounds disagree."""
 

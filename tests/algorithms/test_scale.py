@@ -60,7 +60,7 @@ def test_both_starts_end_at_one_place(family: str, n: int) -> None:
 
 def test_clients_with_much_data_that_take_turns_do_not_collapse_the_prior() -> None:
     """64 features, 10 classes, 500 examples: 650 dimensions that ten transitions do not bring home. With the
-    right-hand form of I and chains that stay behind, two rounds took .2 to .02."""
+    right-hand form of I and chains that stay behind, two rounds collapse it."""
     model, clients = population("categorical", 500, clients=20, features=64, outputs=10)
     for stateful in (True, False):
         chain = fp.chains.Chain(stateful=stateful)
