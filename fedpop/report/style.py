@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # One colour per method, told apart by people who do not see red and green apart (Okabe and Ito).
 COLOURS = {
     "FedSOUL": "#0072B2",
+    "FedSOUL-sampled": "#009E73",
     "FedSOUL-paper": "#56B4E9",
     "FedRep-spectral": "#D55E00",
     "FedRep": "#E69F00",
