@@ -99,8 +99,8 @@ def page(results: Results) -> Page:
         Section("Medians over seeds", LEGEND, medians(results)),
     ]
     lead = (
-        "The paper's synthetic task in all its settings. FedSOUL is the default preset, which takes the exact "
-        "engine here, FedSOUL-sampled the same without it; FedSOUL-paper is Algorithm 1 to the letter; FedRep has exact local heads, from a random start and from "
-        "FedSOUL's own (spectral)."
+        "The paper's synthetic task in all its settings. FedSOUL is the default preset, which takes the "
+        "exact engine here, FedSOUL-sampled the same without it; FedSOUL-paper is Algorithm 1 to the letter; "
+        "FedRep has exact local heads, from a random start and from FedSOUL's own (spectral)."
     )
     return Page("fedpop: the synthetic experiments", lead, sections)
