@@ -176,6 +176,11 @@ class Algorithm(Setting, ABC):
         """Every round after the first costs as much per example of those who take part."""
         return True
 
+    @property
+    def scores(self) -> bool:
+        """Whether a further stage wants the inverse information, where it can be had."""
+        return False
+
     def warm_up(self, rounds: int) -> int:
         """Rounds of a run of so many whose theta is not to be averaged, chosen or judged as converged."""
         return 0
@@ -257,8 +262,9 @@ class Algorithm(Setting, ABC):
     def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
         """The server's state before the first round, given the results of the questions."""
 
-    def extended(self, server: Tensors, facts: Facts) -> Tensors:
-        """The server's state at the beginning of a further stage: what it told sites of a schedule, anew."""
+    def extended(self, server: Tensors, facts: Facts, inverse: Tensor | None = None) -> Tensors:
+        """The server's state at the beginning of a further stage: what it told sites of a schedule, anew.
+        ``inverse`` is that of the information at the published theta, for a method that ``scores``."""
         return server
 
     @abstractmethod

@@ -53,6 +53,13 @@ class WithEngine(Hierarchical):
         return self.replace(engine="exact" if able else "sampled")
 
     @property
+    def scores(self) -> bool:
+        """Scoring steps in further stages, where nothing was said of steps. A backbone's likelihood is too
+        far from a quadratic: there they left the optimum that they began at."""
+        features = self.model.network or any(n.startswith("backbone.") for n in self.model.phi_layout.names)
+        return self.exact is None and not features and self.phi_step is None and self.beta_step is None
+
+    @property
     def _told_how(self) -> bool:
         usual = type(self)(self.model, prior=self.prior)
         return any(getattr(self, name) != getattr(usual, name) for name in self.sampling)
@@ -73,6 +80,6 @@ class WithEngine(Hierarchical):
     def lines(self, published: Tensors) -> list[tuple[str, str]]:
         how = {
             "exact": "exact: quasi-Newton steps on the marginal likelihood",
-            "sampled": "sampled: Algorithm 1",
+            "sampled": "sampled: Algorithm 1" + (", scoring steps in further stages" if self.scores else ""),
         }
         return [*super().lines(published), *[("engine", how[e]) for e in (self.engine,) if e in how]]

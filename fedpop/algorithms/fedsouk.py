@@ -41,6 +41,7 @@ from fedpop.priors.base import into_ball
 from fedpop.questions import Question, starts
 from fedpop.questions.spectral import Spectral
 from fedpop.questions.targets import TargetSize
+from fedpop.server import scoring
 from fedpop.server.gauge import aligner
 from fedpop.server.schedules import Stage
 from fedpop.server.state import prefixed, unprefixed
@@ -134,7 +135,8 @@ class FedSOUK(WithEngine):
             | prefixed("average.", self.average.init(torch.cat((phi, beta))))
         )
 
-    def extended(self, server: Tensors, facts: Facts) -> Tensors:
+    def extended(self, server: Tensors, facts: Facts, inverse: Tensor | None = None) -> Tensors:
+        server = scoring.begun(server, self.publish(server), inverse)
         rate = self.on_phi.rate(facts.start, facts.stage, self.head_size(server["beta"]))
         return server if rate is None else server | {"phi_rate": server["phi"].new_tensor(rate)}
 
@@ -214,10 +216,16 @@ class FedSOUK(WithEngine):
         if optimiser.averages:  # the clients' mean move
             j = j * server["phi_rate"] / total.estimate("examples", phi.new_zeros(())).clamp(min=1)
         beta_state, phi_state = (unprefixed(f"{n}.", server) for n in ("beta", "phi"))
-        new_beta, beta_state = self.on_beta.move(
-            prior, self.hyperprior, beta, i, total, beta_state, k, stage, facts.clients, facts.heard
-        )
-        new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, stage)
+        if "inverse" in server:
+            theta, slope = torch.cat((phi, beta)), torch.cat((j, prior.gradient(beta, i)))
+            crowd = facts.clients / facts.heard
+            theta = scoring.step(theta, slope, server["inverse"], k - facts.start, crowd)
+            new_phi, new_beta = theta[: len(phi)], theta[len(phi) :]
+        else:
+            new_beta, beta_state = self.on_beta.move(
+                prior, self.hyperprior, beta, i, total, beta_state, k, stage, facts.clients, facts.heard
+            )
+            new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, stage)
         new_phi, new_beta = into_ball(new_phi, self.on_phi.ball), prior.project(new_beta)
         eta, theta = optimiser.schedule.factor(k, stage), torch.cat((new_phi, new_beta))
         align, average = aligner(self.model, prior), unprefixed("average.", server)

@@ -95,7 +95,7 @@ class L2GD(WholeModel):
         rate = self.local.rate * self.schedule.factor(k, facts.stage)
         return {"averaging": _truth(bool(coin), w), "rate": w.new_tensor(rate)}
 
-    def extended(self, server: Tensors, facts: Facts) -> Tensors:
+    def extended(self, server: Tensors, facts: Facts, inverse: Tensor | None = None) -> Tensors:
         rate = self.local.rate * self.schedule.factor(facts.start, facts.stage)
         return server | {"rate": server["w"].new_tensor(rate)}
 

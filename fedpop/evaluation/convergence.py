@@ -13,7 +13,7 @@ It certifies a local optimum; whether there is a better one elsewhere it cannot 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,8 +57,16 @@ def _weights(hierarchy: Hierarchy) -> list[torch.nn.Parameter]:
     return [q for m in hierarchy.model.modules() for q in m.parameters()]
 
 
+class Landing(NamedTuple):
+    """How far theta is from a local optimum, and the inverse of the information there ``[p, p]`` off held
+    directions: what a Newton step goes by. None where the information is not positive."""
+
+    distance: Distance
+    inverse: Tensor | None
+
+
 @dataclass(frozen=True)
-class ToTheOptimum(Question[Distance]):
+class ToTheOptimum(Question[Landing]):
     """The gradient, its noise and the information, summed over everyone; and what they say of theta.
 
     ``ball`` is the radius of the set that phi is kept in.
@@ -85,7 +93,7 @@ class ToTheOptimum(Question[Distance]):
         }
         return Answer(everyone, sums=sums)
 
-    def finish(self, known: Tensors, total: Total) -> Distance:
+    def finish(self, known: Tensors, total: Total) -> Landing:
         phi, beta, sums = known["phi"].double(), known["beta"].double(), total.weighted
         if not all(bool(torch.isfinite(v).all()) for v in sums.values()):
             raise EstimateError("theta's distance from an optimum: some client's gradient is not finite")
@@ -105,16 +113,17 @@ class ToTheOptimum(Question[Distance]):
         fixed = torch.eye(p, dtype=theta.dtype, device=theta.device)[:, ~learned]
         held = held_directions(self.hierarchy, phi, beta, score, self.ball)
         gauge = gauge_directions(self.hierarchy, phi, beta)
-        return distance(score, curvature, noise, torch.cat((fixed, held, gauge), dim=1))
+        return landing(score, curvature, noise, torch.cat((fixed, held, gauge), dim=1))
 
 
-def distance(score: Tensor, curvature: Tensor, noise: Tensor, held: Tensor) -> Distance:
+def landing(score: Tensor, curvature: Tensor, noise: Tensor, held: Tensor) -> Landing:
     """Half of s' I^-1 s off the held directions ``[p, h]``, its Monte-Carlo part subtracted.
 
     >>> import torch
     >>> one = torch.eye(2, dtype=torch.float64)
-    >>> distance(torch.tensor([2.0, 5.0]).double(), 4 * one, 0 * one, one[:, 1:]).nats
-    0.5
+    >>> found = landing(torch.tensor([2.0, 5.0]).double(), 4 * one, 0 * one, one[:, 1:])
+    >>> found.distance.nats, found.inverse.tolist()
+    (0.5, [[0.25, 0.0], [0.0, 0.0]])
     """
     # In units of each parameter's own information, so that rounding is judged alike for all of them.
     unit = curvature.diagonal().abs()
@@ -125,7 +134,7 @@ def distance(score: Tensor, curvature: Tensor, noise: Tensor, held: Tensor) -> D
     inner = basis.mT @ curvature @ basis
     values, vectors = torch.linalg.eigh(0.5 * (inner + inner.mT))
     if len(values) == 0:
-        return Distance(0.0, 0.0, 0, exact=not bool(noise.any()))
+        return Landing(Distance(0.0, 0.0, 0, exact=not bool(noise.any())), None)
     directions = basis @ vectors
     along, spread = directions.mT @ score, directions.mT @ noise @ directions
     exact = not bool(noise.any())
@@ -138,7 +147,9 @@ def distance(score: Tensor, curvature: Tensor, noise: Tensor, held: Tensor) -> D
     white = s / v.sqrt()
     nats = 0.5 * float(white.square().sum() - ratio.diagonal().sum())
     variance = float((white @ ratio @ white).clamp(min=0) + 0.5 * ratio.square().sum())
-    return Distance(max(nats, 0.0), variance**0.5, upwards, exact)
+    ahead = directions[:, curved]
+    inverse = None if upwards else ahead / v.clamp(min=SADDLE * (1 - exact)) @ ahead.mT
+    return Landing(Distance(max(nats, 0.0), variance**0.5, upwards, exact), inverse)
 
 
 def held_directions(hierarchy: Hierarchy, phi: Tensor, beta: Tensor, score: Tensor, ball: float) -> Tensor:

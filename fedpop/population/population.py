@@ -259,7 +259,7 @@ class Population:
         hierarchy, phi, beta = self._hierarchy("chains"), self.published["phi"], self.published["beta"]
         if small(hierarchy, phi, beta):
             with suppress(EstimateError):
-                return self.ask(ToTheOptimum(hierarchy, self.algorithm.phi_ball))
+                return self.ask(ToTheOptimum(hierarchy, self.algorithm.phi_ball)).distance
         return self.convergence or loss_trend(self.history)
 
     def theta_draws(self) -> list[tuple[Tensor, Tensor]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm, Facts, Round
 from fedpop.channel import Tensors
@@ -34,7 +35,7 @@ from fedpop.runtime import checkpoint as checkpoints
 from fedpop.runtime.callbacks import Callback
 from fedpop.runtime.guards import patient_interrupts, threads
 from fedpop.runtime.progress import progress_bar
-from fedpop.runtime.stages import at_the_end, further, planned, stage_at
+from fedpop.runtime.stages import at_the_end, further, inverse_information, planned, stage_at
 from fedpop.settings import require_whole
 
 
@@ -108,6 +109,8 @@ class Run:
         self.threads = torch.get_num_threads()
         self.metrics_bytes = 0
         self.verdict: Verdict | None = None
+        self.inverse: Tensor | None = None
+        """Of the information at theta, where a verdict has found it."""
         self.kept: int | None = None
         """The round whose theta is returned, where validation data choose it."""
         self._best: tuple[Tensors, LocalStore] | None = None
@@ -276,7 +279,8 @@ class Run:
         secret = self.secret.at(round=self.round, purpose="train")
         facts = self.facts
         if self.round == facts.start > 0:
-            self.server = method.extended(self.server, facts)
+            self.server = method.extended(self.server, facts, inverse_information(self))
+            self.inverse = None
         active = active_units(self.settings.participation, self.federation, self.key, self.round)
         broadcast = method.broadcast(self.server)
         now = Round(self.round, broadcast, secret, shared)

@@ -118,8 +118,18 @@ def judged(run: Run, thorough: bool = False) -> Verdict | None:
         with suppress(EstimateError):  # somebody cannot be heard, or is not finite
             found = run.sites.ask(question, published, key, plan, personal)[0]
             run.spend({"seconds": time.perf_counter() - started})
-            return found
+            run.inverse = found.inverse
+            return found.distance
     return loss_trend(run.history, stage_at(run.ends, run.round).start)
+
+
+def inverse_information(run: Run) -> Tensor | None:
+    """For scoring steps in the stage that begins: at the theta that the last one would have published."""
+    if not run.algorithm.scores:
+        return None
+    if run.inverse is None and run.settings.rounds is not None:  # a run that was extended: not yet judged
+        judged(run)
+    return run.inverse
 
 
 def advice(run: Run) -> str | None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.channel import Channel, Tally
-from fedpop.evaluation.convergence import ToTheOptimum, distance, held_directions, small
+from fedpop.evaluation.convergence import ToTheOptimum, held_directions, landing, small
 from fedpop.evaluation.diagnostics import gradient_ratio
 from fedpop.evaluation.information import (
     gauge_directions,
@@ -88,7 +88,7 @@ def test_a_gradient_within_its_noise_may_be_nats_short() -> None:
     batches[:, 0] += 0.4
     assert gradient_ratio(batches) < 1
     noise = torch.cov(batches.T) / 8
-    told = distance(batches.mean(0), torch.diag(info), noise, torch.zeros(p, 0, dtype=WIDE))
+    told = landing(batches.mean(0), torch.diag(info), noise, torch.zeros(p, 0, dtype=WIDE)).distance
     assert told.nats == pytest.approx(8 - 0.5 * float((noise.diagonal() / info).sum()), rel=1e-9)
     assert told.converged is False
 
@@ -135,9 +135,9 @@ def test_draws_tell_the_same_distance_as_the_closed_form(shift: float) -> None:
     beta = beta + torch.tensor([shift, 0.0, -shift])
     held = gauge_directions(method.hierarchy, phi, beta)
     score, info = score_and_information(method.hierarchy, phi, beta, cohort)
-    exact = distance(score, info, torch.zeros_like(info), held)
+    exact = landing(score, info, torch.zeros_like(info), held).distance
     found = louis(method.hierarchy, phi, beta, cohort, correlated(method, phi, beta, cohort, 0.7, 250))
-    told = distance(found.score, found.information, found.noise, held)
+    told = landing(found.score, found.information, found.noise, held).distance
     assert told.nats == pytest.approx(exact.nats, abs=0.02 + 0.1 * exact.nats)
     assert told.error < 0.02 + 0.1 * exact.nats
     assert told.converged == exact.converged == (shift == 0)
@@ -151,9 +151,13 @@ def test_the_noise_of_the_score_is_subtracted() -> None:
     noise = 0.1 * info
     root = torch.linalg.cholesky(noise)
     none = torch.zeros(p, 0, dtype=WIDE)
-    told = [distance(root @ torch.randn(p, generator=g, dtype=WIDE), info, noise, none) for _ in range(400)]
+    told = [
+        landing(root @ torch.randn(p, generator=g, dtype=WIDE), info, noise, none).distance
+        for _ in range(400)
+    ]
     raw = [
-        distance(root @ torch.randn(p, generator=g, dtype=WIDE), info, 0 * noise, none) for _ in range(400)
+        landing(root @ torch.randn(p, generator=g, dtype=WIDE), info, 0 * noise, none).distance
+        for _ in range(400)
     ]
     assert sum(d.nats for d in raw) / 400 == pytest.approx(0.5 * 20 * 0.1, rel=0.05)
     # half of chi-square(20) / 10 less its mean, where that is positive: sd sqrt(.5 * 20) / 10 = .316
@@ -224,7 +228,7 @@ def test_a_scale_at_its_bound_is_not_held_against_theta() -> None:
     inside = {"phi": known["phi"], "beta": known["beta"] + torch.tensor([0.0, 0.0, 0.1])}
     free = held_directions(hierarchy, inside["phi"].double(), inside["beta"].double(), score, 1e6)
     assert free.shape == (9, 0)
-    held_out = population.ask(question)
+    held_out = population.ask(question).distance
     assert held_out.upwards == 0
 
 
@@ -235,7 +239,7 @@ def test_a_flat_direction_curves_upwards_only_where_that_would_gain_something() 
     for share, slope, upwards in ((1 + 1e-5, 1e-8, 0), (1 + 1e-5, 0.1, 1), (1.01, 0.0, 1)):
         curvature = torch.diag(diagonal) + share * (1 - torch.eye(2, dtype=torch.float64))
         score = slope * torch.tensor([1.0, -1.0], dtype=torch.float64)  # along what curves upwards
-        found = distance(score, curvature, none, none[:, :0])
+        found = landing(score, curvature, none, none[:, :0]).distance
         assert found.upwards == upwards
         assert found.converged is (upwards == 0)
 
@@ -261,12 +265,12 @@ def test_a_hyperprior_is_part_of_the_objective() -> None:
     tally = Tally(Channel(), Key(0))
     known = {"phi": phi, "beta": beta}
     tally.add(question.answer(known, units, Key(0)), cohort.units, torch.ones(15))
-    told = question.finish(known, tally.total(15, ratio=False))
+    told = question.finish(known, tally.total(15, ratio=False)).distance
     score, info = score_and_information(method.hierarchy, phi, beta, cohort)
     slope = torch.cat((-phi / 0.49, -beta[:2] / 0.25, (0.2 - beta[2:]) / 0.16)).double()
     bend = torch.tensor([1 / 0.49] * 6 + [1 / 0.25] * 2 + [1 / 0.16], dtype=WIDE)
     held = gauge_directions(method.hierarchy, phi, beta)
-    by_hand = distance(score + slope, info + torch.diag(bend), torch.zeros_like(info), held)
+    by_hand = landing(score + slope, info + torch.diag(bend), torch.zeros_like(info), held).distance
     assert told.nats == pytest.approx(by_hand.nats, rel=1e-6)
     assert told.upwards == by_hand.upwards
 

@@ -1,0 +1,46 @@
+"""Scoring steps for small models: theta moves by its inverse information, at rates that fall as 1/k.
+
+A further stage of a run begins at the theta that the last one would have published, where everyone's
+information I has just been asked for (``evaluation.convergence``). With g_k the estimate of the objective's
+gradient that round k brings,
+
+    theta_{k+1} = theta_k + a_k I^-1 g_k,   a_k = 1 / (k - k_stage + k_0),
+
+which on a quadratic is the mean of all the stage's Newton steps: no use of the same messages ends nearer. k_0
+is sqrt(p/2 b/|A|): the noise of a round of |A| among b units costs a full step about p/2 b/|A| nats, so the
+first one costs one. No step is longer than ``LONGEST``, for a gradient that is out of all proportion.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from fedpop.channel import Tensors
+
+LONGEST = 2.0
+"""Nats, half of the squared length of a step in units of the information."""
+
+
+def begun(server: Tensors, published: Tensors, inverse: Tensor | None) -> Tensors:
+    """The server's state at the beginning of a stage: of scoring steps, where there is an inverse."""
+    if inverse is None:
+        return {n: v for n, v in server.items() if n != "inverse"}
+    return server | {"phi": published["phi"], "beta": published["beta"], "inverse": inverse}
+
+
+def step(theta: Tensor, gradient: Tensor, inverse: Tensor, k: int, crowd: float) -> Tensor:
+    """theta after round k of the stage; ``crowd`` is b/|A|, how many units one that is heard stands for.
+
+    >>> import torch
+    >>> at = torch.zeros(2, dtype=torch.float64)
+    >>> step(at, torch.tensor([4.0, -1.0]).double(), torch.diag(torch.tensor([0.25, 1.0]).double()), 0, 1.0)
+    tensor([ 1., -1.], dtype=torch.float64)
+    """
+    gradient = gradient.double()
+    move = inverse @ gradient
+    rate = 1 / (k + max(1, math.ceil(math.sqrt(0.5 * len(theta) * crowd))))
+    length = 0.5 * rate**2 * float(gradient @ move)
+    shorter = min(1.0, math.sqrt(LONGEST / length)) if length > 0 else 1.0
+    return (theta.double() + rate * shorter * move).to(theta.dtype)
