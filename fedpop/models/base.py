@@ -244,6 +244,15 @@ class Model(ABC):
             return features, None
         return features[..., : -self.offsets], features[..., -self.offsets :]
 
+    def pulls_back(self, cohort: Cohort) -> bool:
+        """A derivative in the features of these examples becomes one in phi without a backward pass."""
+        return False
+
+    def pulled_back(self, cohort: Cohort, slope: Tensor) -> dict[str, Tensor]:
+        """Then, what a derivative ``[n, *]`` in the features is in the backbone's parameters, by their names
+        in phi."""
+        raise ModelError(f"{type(self).__name__} has no closed form for this; use a backward pass")
+
     def fixed_design(self, x: Inputs) -> Tensor | None:
         """The columns ``[n, p]`` of which phi adds a linear map to outputs, where that is what it adds."""
         return None
