@@ -102,18 +102,21 @@ class PhiGradient:
             if not bool(good.all()):  # a client with an infinite likelihood would poison everyone's gradient
                 slope = torch.where(good[:, None, None], slope, torch.zeros_like(slope))
             slope = cohort.packed(slope)
-        closed = model.pulls_back(cohort)
-        outputs, slopes = ([], []) if closed else ([features], [slope])
-        if local.params:  # the likelihood's own
-            with torch.enable_grad():
-                outputs.append(local.at_params(model.params(phi)).value(draws)[good].sum(1))
-                slopes.append(share[good])
-        j = gradient(outputs, phi, slopes)
-        if closed:
-            spans = model.phi_layout.spans()
-            for name, part in model.pulled_back(cohort, slope).items():
-                j[spans[name]] = part.reshape(-1)
+        own = self._params_gradient(local, good, share) if local.params else {}
+        if model.pulls_back(cohort):
+            return good, value, model.phi_layout.flatten(model.pulled_back(cohort, slope) | own)
+        j = gradient([features], phi, [slope])
+        for name, part in own.items():
+            j[model.phi_layout.spans()[name]] = part
         return good, value, j
+
+    def _params_gradient(self, local: LinearLikelihood, good: Tensor, share: Tensor) -> dict[str, Tensor]:
+        """The derivative in the likelihood's own parameters, by their names in phi."""
+        with torch.enable_grad():
+            at = {name: v.detach().requires_grad_() for name, v in local.params.items()}
+            value = local.at_params(at).value(self.draws).sum(1)
+            grads = torch.autograd.grad(value[good] @ share[good], tuple(at.values()))
+        return {f"likelihood.{name}": g for name, g in zip(at, grads, strict=True)}
 
     def each(
         self,

@@ -119,6 +119,8 @@ class Pass:
     """The likelihood's part of ``grads``, where it is at hand."""
     evaluated: Evaluated | None = None
     """And what it was made of, of linear heads."""
+    exact: bool = False
+    """Independent draws, made at once: there is nothing to adapt."""
     mode: Tensor | None = None
     """Where the log-posterior is highest, ``[C, d]``, for chains that follow it."""
 
@@ -245,6 +247,8 @@ class Kernel(Setting, ABC):
         """The next tuning from what a pass did with the present one."""
         tuning = done.tuning
         log_step = tuning.log_step
+        if done.exact:
+            return replace(tuning, updates=tuning.updates + 1)
         if self.target_acceptance is not None:
             gain = (tuning.updates + 1).pow(-0.5).clamp(min=0.1)
             log_step = log_step + gain * (done.acceptance - self.target_acceptance)
@@ -339,7 +343,7 @@ def _at_once(
     none = value.new_zeros(clients)
     likelihood_grads = g.reshape(draws.shape)
     return Pass(
-        draws, grads, last, tuning, torch.ones_like(none), none, 0, 0, likelihood_grads, evaluated
+        draws, grads, last, tuning, torch.ones_like(none), none, 0, 0, likelihood_grads, evaluated, True
     )
 
 

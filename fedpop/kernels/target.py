@@ -88,7 +88,7 @@ class BlockPrecision(Precision):
         wide = matrix.to(torch.float64)
         identity = torch.eye(matrix.shape[-1], dtype=torch.float64, device=matrix.device)
         root, info = torch.linalg.cholesky_ex(wide)
-        if bool((info != 0).any()):
+        if bool(info.any()):
             # Of those that failed alone: nobody's draws may depend on who else is in the cohort.
             jitter = 1e-9 * wide.diagonal(dim1=-2, dim2=-1).mean(-1)
             jitter = torch.where(info != 0, jitter, torch.zeros_like(jitter))[..., None, None]
@@ -241,10 +241,10 @@ class Target:
             return (dense + self.prior.precision(self.beta)).unsqueeze(1)
         if self.prior.covariance == "full":
             return gram + self.prior.precision(self.beta)
-        diagonal = self.prior.unit(self.beta).square().reciprocal().reshape(outputs, q)
+        diagonal = self.prior.unit(self.beta).pow(-2)
         if self.prior.covariance == "isotropic" and gram.shape[1] == 1:
-            diagonal = diagonal[:1]
-        return gram + torch.diag_embed(diagonal)
+            return gram + torch.diag(diagonal[:q])
+        return gram + torch.diag_embed(diagonal.reshape(outputs, q))
 
     @cached_property
     def newton_mode(self) -> Tensor:
