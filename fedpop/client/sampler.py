@@ -159,7 +159,7 @@ class Sampler:
             else g.reshape(draws.shape)
         )
         form = self.form_for(form)
-        guess = target.guess(done.grads.reshape(draws.shape)) if form == "mixed" else None
+        guess = target.guess(draws, done.grads.reshape(draws.shape)) if form == "mixed" else None
         return prior.score(target.beta, draws, g, form, guess)
 
     def form_for(self, form: str) -> str:

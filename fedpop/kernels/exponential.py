@@ -65,4 +65,4 @@ class Exponential(Kernel):
             return None
         clients, steps, chains, d = xi.shape
         centred = plan[0].root_transposed(xi.reshape(clients, steps * chains, d))
-        return (target.posterior_mean().unsqueeze(1) + centred).reshape(xi.shape)
+        return (target.posterior_mean.unsqueeze(1) + centred).reshape(xi.shape)

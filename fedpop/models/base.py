@@ -6,6 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -227,9 +228,11 @@ class Model(ABC):
 
     def dropout_keys(self, cohort: Cohort, key: Key) -> RowKeys | None:
         """Names for a cohort's examples, where the model has dropout to draw for them."""
-        if any(has_dropout(m) for m in self.modules()):
-            return self.row_keys(cohort, key)
-        return None
+        return self.row_keys(cohort, key) if self._drops else None
+
+    @cached_property
+    def _drops(self) -> bool:
+        return any(has_dropout(m) for m in self.modules())
 
     def row_keys(self, cohort: Cohort, key: Key) -> RowKeys:
         return RowKeys(key, cohort.units[cohort.owner], cohort.position)

@@ -112,6 +112,16 @@ class LinearLikelihood(LocalLikelihood):
         value, slope = self.value_and_slope(z)
         return value, self.grad_of(slope).reshape(z.shape)
 
+    def grad(self, z: Tensor) -> Tensor:
+        """The gradient alone, of a likelihood that is quadratic in the outputs: it has its maximum at the
+        working response."""
+        bound, response = self.likelihood.bound(self.params), self.likelihood.working_response(self.y)
+        assert self.likelihood.quadratic and bound is not None
+        slope = bound * (response.unsqueeze(2) - self.eta(z))
+        if self.mask is not None:
+            slope = slope * self.mask[:, :, None, None]
+        return self.grad_of(slope.flatten(2)).reshape(z.shape)
+
     def value_and_slope(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """``[C, K]``, and its derivative in the head's outputs, ``[C, N, K o]``."""
         value, slope = self.likelihood.value_and_grad(self.eta(z), self.y.unsqueeze(2), self.params)

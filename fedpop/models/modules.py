@@ -130,7 +130,7 @@ def _group_norm(norm: nn.modules.batchnorm._BatchNorm, groups: int) -> nn.GroupN
 @contextmanager
 def dropout_rows(module: nn.Module, rows: RowKeys | None) -> Iterator[None]:
     """Layers that draw are on, keyed by ``rows``, inside; off when ``rows`` is None."""
-    layers = [m for m in module.modules() if isinstance(m, KeyedLayer)]
+    layers = [] if rows is None else [m for m in module.modules() if isinstance(m, KeyedLayer)]
     for layer in layers:
         layer.rows = rows
     try:

@@ -382,8 +382,7 @@ class Normal(Prior):
         d = i_mu.shape[0]
         mu, scale, learned = beta[:d], float(beta[d].exp()), float(self.learn_mean)
         variance = scale * scale
-        if self.learn_mean:
-            mu = torch.add(mu, i_mu, alpha=rate * max(variance, floor))
+        mu = torch.add(mu, i_mu, alpha=learned * rate * max(variance, floor))
         if not self.learn_scale:
             return torch.cat((mu, beta[d:]))
         moved = learned * rate**2 * variance * float(torch.dot(i_mu, i_mu))
