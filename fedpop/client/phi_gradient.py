@@ -63,8 +63,8 @@ class PhiGradient:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One backward for all units: the server only ever needs the sum with these coefficients.
 
-        Who is fit to be heard, log-likelihoods, and that sum. ``evaluated``: the likelihood at the draws, of a
-        linear head.
+        Who is fit to be heard, log-likelihoods, and that sum. ``evaluated`` is the likelihood at the draws,
+        of a linear head, where it is at hand.
         """
         if self.moments is None and self.model.linear and isinstance(features, Tensor):
             return self._through_head(phi, features, cohort, keys, good, coefficients, evaluated)
