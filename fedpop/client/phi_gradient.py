@@ -114,8 +114,9 @@ class PhiGradient:
         """The derivative in the likelihood's own parameters, by their names in phi."""
         with torch.enable_grad():
             at = {name: v.detach().requires_grad_() for name, v in local.params.items()}
-            value = local.at_params(at).value(self.draws).sum(1)
-            grads = torch.autograd.grad(value[good] @ share[good], tuple(at.values()))
+            rows = slice(None) if bool(good.all()) else good
+            value = local.at_params(at, rows).value(self.draws[rows]).sum(1)
+            grads = torch.autograd.grad(value @ share[rows], tuple(at.values()))
         return {f"likelihood.{name}": g for name, g in zip(at, grads, strict=True)}
 
     def each(

@@ -91,9 +91,10 @@ class LinearLikelihood(LocalLikelihood):
             take(self.features), take(self.y), weight, self.likelihood, self.params, offset
         )
 
-    def at_params(self, params: Params) -> LinearLikelihood:
-        """The same at other parameters of the likelihood."""
-        return LinearLikelihood(self.features, self.y, self.mask, self.likelihood, params, self.offset)
+    def at_params(self, params: Params, rows: Tensor | slice) -> LinearLikelihood:
+        """That of some clients at other parameters of the likelihood."""
+        mask, offset = (None if block is None else block[rows] for block in (self.mask, self.offset))
+        return LinearLikelihood(self.features[rows], self.y[rows], mask, self.likelihood, params, offset)
 
     def eta(self, z: Tensor) -> Tensor:
         """Head outputs ``[C, N, K, o]``."""
