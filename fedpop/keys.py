@@ -36,6 +36,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _HIGH = int(sys.byteorder == "little")
 """Which half of a 64-bit number in memory holds its high word."""
+_KINDS: dict[torch.dtype, type[np.floating[Any]]] = {torch.float32: np.float32, torch.float64: np.float64}
 _CHUNK = 2**14
 """Counters encrypted at a time on a CPU: seventy passes over them should stay in its cache."""
 
@@ -82,9 +83,9 @@ def _weyl(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache
-def _weyl_arrays() -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+def _weyl_arrays() -> tuple[npt.NDArray[np.uint64], Words32]:
     multiplier, weyl = _weyl(torch.device("cpu"))
-    return multiplier.numpy().astype(np.uint64), weyl.numpy()
+    return multiplier.numpy().astype(np.uint64), weyl.numpy().astype(np.uint32)  # modulo 2^32
 
 
 def _encrypted(counter: Tensor, multiplier: Tensor, keys: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ def _encrypted(counter: Tensor, multiplier: Tensor, keys: Tensor) -> Tensor:
 def _encrypted_arrays(counter: Words32, key: tuple[int, int]) -> Words32:
     """The same on arrays, a chunk at a time."""
     multiplier, weyl = _weyl_arrays()
-    keys = ((weyl + np.array(key).reshape(1, 2, 1)) & _MASK).astype(np.uint32)
+    keys = weyl + np.array(key, dtype=np.uint32).reshape(2, 1)  # which wraps
     if counter.shape[1] <= _CHUNK:
         return _encrypted_array(counter, multiplier, keys)
     parts = np.split(counter, range(_CHUNK, counter.shape[1], _CHUNK), axis=1)
@@ -149,10 +150,10 @@ class Key:
 
     def bits(self, units: Tensor, count: int, start: Tensor | int = 0) -> Tensor:
         """``count`` 32-bit words per unit as int64 ``[C, count]``, from block ``start`` on."""
-        units, wide = units.to(torch.int64), (count + 3) // 4
+        wide = (count + 3) // 4
         if isinstance(start, int) and units.dim() == 1 and _plain(units):
-            return torch.from_numpy(self._few(units.numpy(), wide, start))[:, :count]
-        blocks = torch.arange(wide, device=units.device)
+            return torch.from_numpy(self._few(units, wide, start).astype(np.int64))[:, :count]
+        units, blocks = units.to(torch.int64), torch.arange(wide, device=units.device)
         if isinstance(start, Tensor):
             start = start.to(torch.int64).unsqueeze(-1)
         block = (blocks + start).expand(*units.shape, wide)
@@ -161,14 +162,15 @@ class Key:
         words = philox(counter, self._cipher)
         return words.movedim(0, -1).reshape(*units.shape, 4 * wide)[..., :count]
 
-    def _few(self, units: npt.NDArray[np.int64], wide: int, start: int) -> npt.NDArray[np.int64]:
+    def _few(self, units: Tensor, wide: int, start: int) -> Words32:
         """``bits`` of whole blocks ``[C, 4 wide]`` on arrays, which cost less to set up."""
         counter = np.empty((4, len(units), wide), dtype=np.uint32)
         block = np.arange(start, start + wide)
-        counter[0], counter[1] = block & _MASK, block >> 32
-        counter[2], counter[3] = (units & _MASK)[:, None], ((units >> 32) & _MASK)[:, None]
+        own = units.to(torch.int64).numpy()[:, None]
+        # Each is cut to its low word.
+        counter[0], counter[1], counter[2], counter[3] = block, block >> 32, own, own >> 32
         words = _encrypted_arrays(counter.reshape(4, -1), self._cipher)
-        return words.T.reshape(len(units), 4 * wide).astype(np.int64)
+        return words.T.reshape(len(units), 4 * wide)
 
     def words(self, units: Tensor) -> Words:
         """Cheaper 32-bit words, for rounding long vectors."""
@@ -211,9 +213,15 @@ class Key:
         count = math.prod(shape)
         blocks = (count + 3) // 4
         many = 1 if steps is None else steps
-        words = self.bits(units, 4 * blocks * many, step * blocks)
         # Never 0, so that the logarithm is finite; the small end keeps its resolution.
-        unit = words.to(dtype).add_(0.5).mul_(2.0**-32)
+        if dtype in _KINDS and units.dim() == 1 and _plain(units):
+            few = self._few(units, blocks * many, step * blocks).astype(_KINDS[dtype])
+            few += 0.5
+            few *= 2.0**-32
+            unit = torch.from_numpy(few)
+        else:
+            words = self.bits(units, 4 * blocks * many, step * blocks)
+            unit = words.to(dtype).add_(0.5).mul_(2.0**-32)
         drawn = transform(unit).reshape(*units.shape, many, 4 * blocks)
         drawn = drawn if count == 4 * blocks else drawn[..., :count]
         return drawn.reshape(*units.shape, *(() if steps is None else (many,)), *shape)
@@ -224,10 +232,11 @@ class Key:
 
 
 def _box_muller(unit: Tensor) -> Tensor:
-    pairs = unit.reshape(*unit.shape[:-1], -1, 2)
-    radius = torch.log(pairs[..., 0]).mul_(-2.0).sqrt_()
-    angle = 2.0 * math.pi * pairs[..., 1]
-    return torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1).reshape(unit.shape)
+    first, second = unit.reshape(*unit.shape[:-1], -1, 2).unbind(-1)
+    radius = torch.log(first).mul_(-2.0).sqrt_()
+    angle = 2.0 * math.pi * second
+    direction = torch.stack((torch.cos(angle), torch.sin(angle)), dim=-1)
+    return direction.mul_(radius.unsqueeze(-1)).reshape(unit.shape)
 
 
 class Words:

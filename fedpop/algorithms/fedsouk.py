@@ -168,7 +168,8 @@ class FedSOUK(WithEngine):
     def _answers(self, round: Round, cohort: Cohort, local: Tensors, steps: int) -> Iterator[Answer]:
         """Z_1, ..., Z_M, then I and J of everyone at once, or unit by unit where each J travels alone."""
         told, key, wanted = round.broadcast, round.key, round.coefficients
-        work = PhiWork.of(self.model, self.on_phi, told["phi"], cohort, key, wanted is not None)
+        drawn = not self.chain.rao_blackwell
+        work = PhiWork.of(self.model, self.on_phi, told["phi"], cohort, key, wanted is not None, drawn)
         features = map_inputs(Tensor.detach, work.features)
         target = self.hierarchy.target(told["phi"], told["beta"], features, cohort, work.keys)
         done = self.sampler.run(target, local, cohort, steps, key, told.get("states"))
@@ -181,11 +182,11 @@ class FedSOUK(WithEngine):
         if self.on_phi.local is not None:
             vectors["examples"] = cohort.sizes.to(draws.dtype).unsqueeze(1)
         new = self.sampler.kept(done, local, told["beta"], good)
-        moments = target.moments() if self.chain.rao_blackwell else None
+        moments = None if drawn else target.moments()
         passes = self.on_phi.passes(cohort, work.once)
         price = chain_cost(cohort, done, self.chain.chains, self.sampler.kernel.batch_size, passes)
         if work.fused and wanted is not None:
-            good, value, j = work.summed(moments, draws, good, wanted)
+            good, value, j = work.summed(moments, draws, good, wanted, done.evaluated)
             yield Answer(good, vectors, new, price(value, good, None), sums={"J": j})
             return
         for rows, value, j, whole in work.blocks(moments, draws, target, told.get("phi_rate")):

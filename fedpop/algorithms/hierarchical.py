@@ -6,6 +6,7 @@ fixed and every unit has a posterior of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -184,7 +185,7 @@ class Hierarchical(Algorithm):
             "divergences": cost.get("divergences", 0.0),
             "gradient_evaluations": cost.get("gradient_evaluations", 0.0),
             "prior_mean_norm": float(torch.linalg.vector_norm(mean)),
-            "prior_sd": float(sd.square().mean().sqrt()),
+            "prior_sd": float(torch.linalg.vector_norm(sd)) / math.sqrt(len(sd)),
         }
 
     @property

@@ -67,7 +67,8 @@ class Total:
 
     def estimate(self, name: str, like: Tensor) -> Tensor:
         """The unbiased estimate of the sum over *all* units, in the shape of ``like``."""
-        return self._sum(self.weighted, name, like) * self.scale
+        total, scale = self._sum(self.weighted, name, like), self.scale
+        return total if scale == 1 else total * scale
 
     def plain_sum(self, name: str, like: Tensor) -> Tensor:
         """The sum over those who were heard, each counted once."""

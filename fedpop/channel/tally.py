@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,6 +22,10 @@ class Heard:
 
     heard: Tensor
     seen: Tensors
+
+    @cached_property
+    def everyone(self) -> bool:
+        return bool(self.heard.all())
 
 
 class Tally:

@@ -49,13 +49,21 @@ def chain_cost(
 
     def cost(value: Tensor, good: Tensor, rows: Tensor | None) -> dict[str, float]:
         nonlocal counted
-        parts = [value, cohort.sizes, done.acceptance, done.diverged]
+        sizes, acceptance, diverged = cohort.sizes, done.acceptance, done.diverged
         if rows is not None:
-            parts[1:] = [part[rows] for part in parts[1:]]
-        *told, diverged = (part.double() for part in parts)
-        sums = torch.where(good, torch.stack((*told, torch.ones_like(diverged))), 0.0).sum(1).tolist()
-        names = ("log_likelihood", "examples", "acceptance", "clients")
-        out = dict(zip(names, sums, strict=True)) | {"divergences": float(diverged.sum())}
+            sizes, acceptance, diverged = sizes[rows], acceptance[rows], diverged[rows]
+        told, clients = torch.stack((value, acceptance, diverged)), len(value)
+        if not bool(good.all()):
+            told[:2] = torch.where(good, told[:2], 0.0)
+            sizes, clients = sizes[good], int(good.sum())
+        likelihood, accepted, divergences = told.sum(1, dtype=torch.float64).tolist()
+        out = {
+            "log_likelihood": likelihood,
+            "examples": float(examples if len(sizes) == len(cohort) else sizes.sum()),
+            "acceptance": accepted,
+            "clients": float(clients),
+            "divergences": divergences,
+        }
         if not counted:  # with the first block
             counted = True
             out |= {

@@ -63,13 +63,18 @@ def steps_of(setting: LocalSteps, units: Tensor, k: int) -> list[int]:
     if isinstance(setting, Mapping):
         own = {unit_of(name): number for name, number in setting.items()}
         return [own[u] for u in units.tolist()]
-    return [setting.at(k) if isinstance(setting, Steps) else setting] * len(units)
+    return [_same(setting, k)] * len(units)
+
+
+def _same(setting: int | Steps, k: int) -> int:
+    """M in round k where it is the same for all."""
+    return setting.at(k) if isinstance(setting, Steps) else setting
 
 
 def groups_of(setting: LocalSteps, units: Tensor, k: int) -> list[tuple[int, Tensor | None]]:
     """Each M with the positions of the units that make so many steps; None for all of them."""
     if not isinstance(setting, Mapping):
-        return [(steps_of(setting, units[:1], k)[0] if len(units) else 1, None)]
+        return [(_same(setting, k), None)]
     steps = torch.tensor(steps_of(setting, units, k), device=units.device)
     different = torch.unique(steps).tolist()
     if len(different) == 1:

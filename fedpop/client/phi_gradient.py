@@ -17,7 +17,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, leaves, map_inputs
 from fedpop.keys import Key
 from fedpop.models.base import Model
-from fedpop.models.local import LinearLikelihood
+from fedpop.models.local import Evaluated, LinearLikelihood
 from fedpop.models.modules import RowKeys, is_convolutional
 
 SMALL = 100_000
@@ -59,18 +59,65 @@ class PhiGradient:
         keys: RowKeys | None,
         good: Tensor,
         coefficients: Tensor,
+        evaluated: Evaluated | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One backward for all units: the server only ever needs the sum with these coefficients.
 
-        Who is fit to be heard, log-likelihoods, and that sum.
+        Who is fit to be heard, log-likelihoods, and that sum. ``evaluated`` is the likelihood at the draws,
+        of a linear head, where it is at hand.
         """
+        if self.moments is None and self.model.linear and isinstance(features, Tensor):
+            return self._through_head(phi, features, cohort, keys, good, coefficients, evaluated)
         with torch.enable_grad():
             value = self.value(phi, features, cohort, keys)
             found = value.detach()
             good = good & (found - found == 0)  # as isfinite, for half the price
             # A client with an infinite likelihood would poison everyone's gradient.
             kept = value if bool(good.all()) else torch.where(good, value, torch.zeros_like(value))
-            return good, found, gradient(torch.dot(kept, coefficients.to(value.dtype)), phi)
+            return good, found, gradient([kept], phi, [coefficients.to(value.dtype)])
+
+    def _through_head(
+        self,
+        phi: Tensor,
+        features: Tensor,
+        cohort: Cohort,
+        keys: RowKeys | None,
+        good: Tensor,
+        coefficients: Tensor,
+        evaluated: Evaluated | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same where the head is linear: its part of the chain rule is a product, and so is all of it
+        where the backbone is a linear map."""
+        model, draws = self.model, self.draws
+        with torch.no_grad():
+            if evaluated is None:
+                local = model.bind(phi, features.detach(), cohort, keys)
+                assert isinstance(local, LinearLikelihood)
+                evaluated = Evaluated(local, *local.value_and_slope(draws))
+            local, value = evaluated.local, evaluated.value.mean(1)
+            good = good & (value - value == 0)  # as isfinite, for half the price
+            share = coefficients.to(value.dtype) / draws.shape[1]
+            slope = local.pulled_back(draws, evaluated.slope, features.shape[-1] - model.offsets)
+            slope = slope * share[:, None, None]
+            if not bool(good.all()):  # a client with an infinite likelihood would poison everyone's gradient
+                slope = torch.where(good[:, None, None], slope, torch.zeros_like(slope))
+            slope = cohort.packed(slope)
+        own = self._params_gradient(local, good, share) if local.params else {}
+        if model.pulls_back(cohort):
+            return good, value, model.phi_layout.flatten(model.pulled_back(cohort, slope) | own)
+        j = gradient([features], phi, [slope])
+        for name, part in own.items():
+            j[model.phi_layout.spans()[name]] = part
+        return good, value, j
+
+    def _params_gradient(self, local: LinearLikelihood, good: Tensor, share: Tensor) -> dict[str, Tensor]:
+        """The derivative in the likelihood's own parameters, by their names in phi."""
+        with torch.enable_grad():
+            at = {name: v.detach().requires_grad_() for name, v in local.params.items()}
+            rows = slice(None) if bool(good.all()) else good
+            value = local.at_params(at, rows).value(self.draws[rows]).sum(1)
+            grads = torch.autograd.grad(value @ share[rows], tuple(at.values()))
+        return {f"likelihood.{name}": g for name, g in zip(at, grads, strict=True)}
 
     def each(
         self,
@@ -101,7 +148,7 @@ class PhiGradient:
             with torch.enable_grad():
                 own = self.model.features(phi, part, keys) if features is None else features[c]
                 value = factor * self.value(phi, own, part, keys, slice(c, c + 1))
-                j = gradient(value.sum(), phi)
+                j = gradient([value], phi, [torch.ones_like(value)])
             yield torch.tensor([c], device=phi.device), value.detach(), j.unsqueeze(0)
 
     def _worth_batching(self, phi: Tensor, cohort: Cohort) -> bool:
@@ -217,11 +264,13 @@ def expected_normal(local: LinearLikelihood, mean: Tensor, cov: Tensor) -> Tenso
     return at_mean - 0.5 * precision * spread
 
 
-def gradient(value: Tensor, phi: Tensor) -> Tensor:
-    """d value / d phi, zero where phi does not matter."""
-    if not phi.requires_grad or not value.requires_grad:
-        return torch.zeros_like(phi)
-    (grad,) = torch.autograd.grad(value, phi, allow_unused=True)
+def gradient(values: Sequence[Tensor], phi: Tensor, slopes: Sequence[Tensor]) -> Tensor:
+    """The derivative in phi of what has these slopes in some values; zero where phi does not matter."""
+    pairs = [(v, s) for v, s in zip(values, slopes, strict=True) if v.requires_grad]
+    if not phi.requires_grad or not pairs:
+        return torch.zeros_like(phi, requires_grad=False)
+    outputs, weights = zip(*pairs, strict=True)
+    (grad,) = torch.autograd.grad(outputs, phi, weights, allow_unused=True)
     return torch.zeros_like(phi) if grad is None else grad
 
 

@@ -18,6 +18,7 @@ from fedpop.federation.inputs import Inputs
 from fedpop.kernels import Target
 from fedpop.keys import Key
 from fedpop.models.base import Model
+from fedpop.models.local import Evaluated
 from fedpop.models.modules import RowKeys
 from fedpop.server.optimisers import Adam, Optimiser
 from fedpop.server.schedules import Constant, Cosine, Rounds, Schedule
@@ -117,13 +118,17 @@ class PhiWork:
     parts: list[Inputs] | None
 
     @classmethod
-    def of(cls, model: Model, step: PhiStep, phi: Tensor, cohort: Cohort, key: Key, fused: bool) -> PhiWork:
-        """``fused``: the server wants the sum only, so that one backward pass serves everyone."""
+    def of(
+        cls, model: Model, step: PhiStep, phi: Tensor, cohort: Cohort, key: Key, fused: bool, drawn: bool
+    ) -> PhiWork:
+        """``fused``: the server wants the sum only, so that one backward pass serves everyone; ``drawn``: it
+        will be made from draws of z."""
         keys = model.dropout_keys(cohort, key)
         phi = phi.detach().requires_grad_(phi.numel() > 0)
         fused = fused and step.whole
         separate = step.whole and not fused and not vectorises(model, phi)
-        features, parts = embedded(model, phi, cohort, keys, graph=fused, separate=separate)
+        graph = fused and not (drawn and model.pulls_back(cohort))
+        features, parts = embedded(model, phi, cohort, keys, graph=graph, separate=separate)
         return cls(model, step, phi, cohort, key, fused, keys, features, parts)
 
     @property
@@ -132,11 +137,18 @@ class PhiWork:
         return self.fused or self.parts is not None
 
     def summed(
-        self, moments: tuple[Tensor, ...] | None, draws: Tensor, good: Tensor, coefficients: Tensor
+        self,
+        moments: tuple[Tensor, ...] | None,
+        draws: Tensor,
+        good: Tensor,
+        coefficients: Tensor,
+        evaluated: Evaluated | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Who is fit, log-likelihoods, and the sum of J: one backward pass, unless one of them breaks it."""
         estimate = PhiGradient(self.model, moments, draws)
-        fit, value, j = estimate.fused(self.phi, self.features, self.cohort, self.keys, good, coefficients)
+        fit, value, j = estimate.fused(
+            self.phi, self.features, self.cohort, self.keys, good, coefficients, evaluated
+        )
         if math.isfinite(float(j.sum())):
             return fit, value, j
         j = torch.zeros_like(self.phi.detach())

@@ -94,7 +94,9 @@ class Sampler:
         with torch.no_grad():
             if "mode" in local and follows(self.kernel, target):
                 z, mode, climbed = self._followed(target, z, local, tuning, cohort, key)
-            z, tuning, spent, batched = self._burnt_in(target, z, tuning, cohort, key)
+            spent = batched = 0
+            if self.burn_in:
+                z, tuning, spent, batched = self._burnt_in(target, z, tuning, cohort, key)
             done = run(
                 self.kernel, target, z, tuning, steps, key.at(purpose="chain"), cohort.units, adapt=True
             )
@@ -126,7 +128,7 @@ class Sampler:
         posterior, at a step that does not fit, would send gradients of any size, and an optimiser that
         divides by their past size stands still for hundreds of rounds after."""
         first, spent, batched = tuning.updates == 0, 0, 0
-        if self.burn_in == 0 or not bool(first.any()):
+        if not bool(first.any()):
             return z, tuning, 0, 0
         for part in range(-(-self.burn_in // 10)):
             steps, now = min(10, self.burn_in - 10 * part), key.at(purpose=f"burn-in-{part}")
@@ -157,7 +159,7 @@ class Sampler:
             else g.reshape(draws.shape)
         )
         form = self.form_for(form)
-        guess = target.guess(done.grads.reshape(draws.shape)) if form == "mixed" else None
+        guess = target.guess(draws, done.grads.reshape(draws.shape)) if form == "mixed" else None
         return prior.score(target.beta, draws, g, form, guess)
 
     def form_for(self, form: str) -> str:
@@ -178,9 +180,10 @@ class Sampler:
     def fit_to_be_heard(target: Target, done: Pass, scores: Tensor) -> Tensor:
         """Units whose chains are where there is density, and whose scores are finite, ``[C]``."""
         # One number that is not finite makes a sum that is not: cheaper than to look at each.
-        total = done.state.value.sum(1) + done.state.z.sum((1, 2)) + scores.sum(1)
+        parts = [done.state.value, done.state.z.flatten(1), scores]
         if target.linear:  # a chain whose curvature overflows stands still: it says nothing
-            total = total + target.block_precision.inverse_root.sum((1, 2, 3))
+            parts.append(target.block_precision.inverse_root.flatten(1))
+        total = torch.cat(parts, 1).sum(1)
         return total - total == 0
 
     def check(self, form: str) -> None:

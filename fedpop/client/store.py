@@ -22,6 +22,10 @@ class LocalStore:
         """Which of these units have taken part in a round."""
         return self.entered[ids]
 
+    def all_seen(self, ids: Tensor) -> bool:
+        """Whether all of them have."""
+        return bool(self.entered.all()) or bool(self.seen(ids).all())
+
     def get(self, ids: Tensor, device: torch.device) -> dict[str, Tensor]:
         """What units hold that were all heard before."""
         if self._all(ids):
@@ -36,17 +40,20 @@ class LocalStore:
 
     def put(self, ids: Tensor, states: dict[str, Tensor], entered: bool = True) -> None:
         """Keep these states, making room for units that are new."""
-        if entered:
-            self.entered[ids] = True
-        else:
+        everyone = self._all(ids)
+        if not entered:
             self.noted |= set(states)
+        elif everyone:
+            self.entered.fill_(True)
+        else:
+            self.entered[ids] = True
         if not states:
             return
-        if not self._all(ids):
+        if not everyone:
             new = ids[self.slots[ids] < 0]
             self.slots[new] = torch.arange(self.used, self.used + len(new))
             self.used += len(new)
-        if self._all(ids):
+        if everyone or self._all(ids):
             self.tensors |= {name: value.detach().to("cpu") for name, value in states.items()}
             return
         rows = self.slots[ids]

@@ -79,7 +79,17 @@ class Cohort:
         if self.even:
             return rows.reshape(shape)
         block = rows.new_zeros((len(self) * self.longest, *rows.shape[1:]))
-        return block.index_copy(0, self.owner * self.longest + self.position, rows).reshape(shape)
+        return block.index_copy(0, self._places, rows).reshape(shape)
+
+    def packed(self, block: Tensor) -> Tensor:
+        """The inverse of ``pad``: the rows of a block that are examples, ``[n, ...]``."""
+        rows = block.flatten(0, 1)
+        return rows if self.even else rows[self._places]
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """For each row, its place in a padded block."""
+        return self.owner * self.longest + self.position
 
     @cached_property
     def _targets(self) -> dict[object, Tensor]:

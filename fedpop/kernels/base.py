@@ -21,6 +21,7 @@ from torch import Tensor
 from fedpop.kernels.mass import Mass
 from fedpop.kernels.target import DensePrecision, Precision, Target
 from fedpop.keys import Key
+from fedpop.models.local import Evaluated, LinearLikelihood
 from fedpop.settings import Setting
 
 
@@ -116,6 +117,10 @@ class Pass:
     """How many of these looked at a mini-batch only."""
     likelihood_grads: Tensor | None = None
     """The likelihood's part of ``grads``, where it is at hand."""
+    evaluated: Evaluated | None = None
+    """And what it was made of, of linear heads."""
+    exact: bool = False
+    """Independent draws, made at once: there is nothing to adapt."""
     mode: Tensor | None = None
     """Where the log-posterior is highest, ``[C, d]``, for chains that follow it."""
 
@@ -242,6 +247,8 @@ class Kernel(Setting, ABC):
         """The next tuning from what a pass did with the present one."""
         tuning = done.tuning
         log_step = tuning.log_step
+        if done.exact:
+            return replace(tuning, updates=tuning.updates + 1)
         if self.target_acceptance is not None:
             gain = (tuning.updates + 1).pow(-0.5).clamp(min=0.1)
             log_step = log_step + gain * (done.acceptance - self.target_acceptance)
@@ -322,16 +329,21 @@ def _at_once(
     if draws is None:
         return None
     clients, steps, chains, d = draws.shape
-    flat = draws.reshape(clients, steps * chains, d)
-    likelihood, g = target.likelihood.value_and_grad(flat)
+    flat, local, evaluated = draws.reshape(clients, steps * chains, d), target.likelihood, None
+    if isinstance(local, LinearLikelihood):
+        evaluated = Evaluated(local, *local.value_and_slope(flat))
+        likelihood, g = evaluated.value, local.grad_of(evaluated.slope).reshape(flat.shape)
+    else:
+        likelihood, g = local.value_and_grad(flat)
     prior, slope = target.prior.value_and_grad(target.beta, flat)
     value, grads = (likelihood + prior).reshape(clients, steps, chains), (g + slope).reshape(draws.shape)
     if not math.isfinite(float(value.sum() + grads.sum())):
         return None
     last = State(draws[:, -1], value[:, -1], grads[:, -1])
     none = value.new_zeros(clients)
+    likelihood_grads = g.reshape(draws.shape)
     return Pass(
-        draws, grads, last, tuning, torch.ones_like(none), none, 0, likelihood_grads=g.reshape(draws.shape)
+        draws, grads, last, tuning, torch.ones_like(none), none, 0, 0, likelihood_grads, evaluated, True
     )
 
 

@@ -58,11 +58,11 @@ class Exponential(Kernel):
         self, target: Target, plan: tuple[Precision, Tensor], tuning: Tuning, noise: Noise
     ) -> Tensor | None:
         """At h = 1 a step forgets where it started: N(mean, Q^-1), as often as there are steps."""
-        if not self.independent(target) or bool((tuning.log_step != 0).any()):
+        if not self.independent(target) or bool(tuning.log_step.any()):
             return None
         xi = noise.all_normal()
         if xi is None:
             return None
         clients, steps, chains, d = xi.shape
         centred = plan[0].root_transposed(xi.reshape(clients, steps * chains, d))
-        return (target.posterior_mean().unsqueeze(1) + centred).reshape(xi.shape)
+        return (target.posterior_mean.unsqueeze(1) + centred).reshape(xi.shape)

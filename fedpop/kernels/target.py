@@ -88,7 +88,7 @@ class BlockPrecision(Precision):
         wide = matrix.to(torch.float64)
         identity = torch.eye(matrix.shape[-1], dtype=torch.float64, device=matrix.device)
         root, info = torch.linalg.cholesky_ex(wide)
-        if bool((info != 0).any()):
+        if bool(info.any()):
             # Of those that failed alone: nobody's draws may depend on who else is in the cohort.
             jitter = 1e-9 * wide.diagonal(dim1=-2, dim2=-1).mean(-1)
             jitter = torch.where(info != 0, jitter, torch.zeros_like(jitter))[..., None, None]
@@ -241,17 +241,17 @@ class Target:
             return (dense + self.prior.precision(self.beta)).unsqueeze(1)
         if self.prior.covariance == "full":
             return gram + self.prior.precision(self.beta)
-        diagonal = self.prior.unit(self.beta).square().reciprocal().reshape(outputs, q)
+        diagonal = self.prior.unit(self.beta).pow(-2)
         if self.prior.covariance == "isotropic" and gram.shape[1] == 1:
-            diagonal = diagonal[:1]
-        return gram + torch.diag_embed(diagonal)
+            return gram + torch.diag(diagonal[:q])
+        return gram + torch.diag_embed(diagonal.reshape(outputs, q))
 
     @cached_property
     def newton_mode(self) -> Tensor:
         return self.mode()
 
-    def guess(self, slope: Tensor) -> Guess:
-        """What Q says at draws with these slopes of the log-posterior, ``[C, S, d]`` (linear heads).
+    def guess(self, z: Tensor, slope: Tensor) -> Guess:
+        """What Q says at draws and their slopes of the log-posterior, ``[C, S, d]`` (linear heads).
 
         Where the likelihood is blind to a shift of all outputs alike, so is Q under an isotropic prior: the
         prior's mean would wander there otherwise.
@@ -266,7 +266,7 @@ class Target:
             step = factor.solve((apart - common).flatten(-2)) + unit * common.expand_as(apart).flatten(-2)
             variance = variance + (unit - variance) / local.outputs
         else:
-            step = factor.solve(slope)
+            step = self.posterior_mean.unsqueeze(1) - z if self.conjugate else factor.solve(slope)
         if not self.conjugate:
             # Far from the mode of a curvature without a bound a step may be of any length; where draws belong
             # it is about sqrt(d) in units of Q, and longer than this once in ten million.
@@ -322,16 +322,16 @@ class Target:
             return mean, torch.einsum(
                 "ck,ckij->cij", weight, covs + apart.unsqueeze(-1) * apart.unsqueeze(-2)
             )
-        return self.posterior_mean(), self.covariance()
+        return self.posterior_mean, self.covariance()
 
+    @cached_property
     def posterior_mean(self) -> Tensor:
         """The mean ``[C, d]`` of a Gaussian posterior: one Newton step from the prior's, where the prior
         itself has no slope."""
         local = self.likelihood
         assert isinstance(local, LinearLikelihood) and self.conjugate
-        mu = self.prior.mu(self.beta).expand(local.features.shape[0], -1).unsqueeze(1)
-        grad = local.value_and_grad(mu)[1]
-        return (mu + self.block_precision.solve(grad)).squeeze(1)
+        mu = self.prior.mu(self.beta).expand(local.features.shape[0], 1, -1)
+        return (mu + self.block_precision.solve(local.grad(mu))).squeeze(1)
 
     def mixture(self) -> tuple[Tensor, Tensor, Tensor]:
         """The posterior as a mixture of Gaussians: log-weights ``[C, K]``, means, covariances."""

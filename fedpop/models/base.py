@@ -6,6 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -227,9 +228,11 @@ class Model(ABC):
 
     def dropout_keys(self, cohort: Cohort, key: Key) -> RowKeys | None:
         """Names for a cohort's examples, where the model has dropout to draw for them."""
-        if any(has_dropout(m) for m in self.modules()):
-            return self.row_keys(cohort, key)
-        return None
+        return self.row_keys(cohort, key) if self._drops else None
+
+    @cached_property
+    def _drops(self) -> bool:
+        return any(has_dropout(m) for m in self.modules())
 
     def row_keys(self, cohort: Cohort, key: Key) -> RowKeys:
         return RowKeys(key, cohort.units[cohort.owner], cohort.position)
@@ -243,6 +246,15 @@ class Model(ABC):
         if not self.offsets:
             return features, None
         return features[..., : -self.offsets], features[..., -self.offsets :]
+
+    def pulls_back(self, cohort: Cohort) -> bool:
+        """A derivative in the features of these examples becomes one in phi without a backward pass."""
+        return False
+
+    def pulled_back(self, cohort: Cohort, slope: Tensor) -> dict[str, Tensor]:
+        """Then, what a derivative ``[n, *]`` in the features is in the backbone's parameters, by their names
+        in phi."""
+        raise ModelError(f"{type(self).__name__} has no closed form for this; use a backward pass")
 
     def fixed_design(self, x: Inputs) -> Tensor | None:
         """The columns ``[n, p]`` of which phi adds a linear map to outputs, where that is what it adds."""

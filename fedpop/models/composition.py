@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpop.errors import DataError, ModelError
+from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.models import likelihoods
 from fedpop.models.base import (
@@ -18,7 +19,7 @@ from fedpop.models.base import (
 )
 from fedpop.models.flat import Layout
 from fedpop.models.likelihoods import Likelihood
-from fedpop.models.modules import RowKeys, call, dropout_rows, federated, has_dropout
+from fedpop.models.modules import RowKeys, call, dropout_rows, federated, has_dropout, is_hooked
 from fedpop.models.network import NetworkPass
 
 FEW = 8
@@ -147,6 +148,17 @@ class Composition(Model):
         with dropout_rows(self.head, rows):
             eta = call(self.head, self.z_layout.views(z), features)
         return eta if offset is None else eta + offset
+
+    def pulls_back(self, cohort: Cohort) -> bool:
+        """Of a linear map of vectors, in the parameters' own type."""
+        plain = type(self.backbone) is nn.Linear and not is_hooked(self.backbone)
+        own = self.linear and self.fixed is None and self.autocast is None and "weight" in self._shared
+        return plain and own and isinstance(cohort.x, Tensor) and cohort.x.dim() == 2 and not cohort.embedded
+
+    def pulled_back(self, cohort: Cohort, slope: Tensor) -> dict[str, Tensor]:
+        assert isinstance(cohort.x, Tensor)
+        both = {"backbone.weight": slope.mT @ cohort.x}
+        return both | {"backbone.bias": slope.sum(0)} if "bias" in self._shared else both
 
     # --- fixed effects -------------------------------------------------------------------------
 

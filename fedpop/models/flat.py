@@ -39,7 +39,7 @@ class Layout:
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Named views onto the last axis of ``flat``; leading axes are kept."""
         # One split: slicing tensor by tensor would make the backward pass quadratic.
-        parts = torch.split(flat, list(self.sizes), dim=-1)
+        parts = torch.split_with_sizes(flat, list(self.sizes), dim=-1)
         lead = flat.shape[:-1]
         return {
             name: part.reshape((*lead, *shape))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,6 +91,11 @@ class LinearLikelihood(LocalLikelihood):
             take(self.features), take(self.y), weight, self.likelihood, self.params, offset
         )
 
+    def at_params(self, params: Params, rows: Tensor | slice) -> LinearLikelihood:
+        """That of some clients at other parameters of the likelihood."""
+        mask, offset = (None if block is None else block[rows] for block in (self.mask, self.offset))
+        return LinearLikelihood(self.features[rows], self.y[rows], mask, self.likelihood, params, offset)
+
     def eta(self, z: Tensor) -> Tensor:
         """Head outputs ``[C, N, K, o]``."""
         clients, chains, _ = z.shape
@@ -104,11 +110,39 @@ class LinearLikelihood(LocalLikelihood):
         return (value if self.mask is None else value * self.mask.unsqueeze(2)).sum(1)
 
     def value_and_grad(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        value, grad = self.likelihood.value_and_grad(self.eta(z), self.y.unsqueeze(2), self.params)
+        value, slope = self.value_and_slope(z)
+        return value, self.grad_of(slope).reshape(z.shape)
+
+    def grad(self, z: Tensor) -> Tensor:
+        """The gradient alone, of a likelihood that is quadratic in the outputs: it has its maximum at the
+        working response."""
+        bound, response = self.likelihood.bound(self.params), self.likelihood.working_response(self.y)
+        assert self.likelihood.quadratic and bound is not None
+        slope = bound * (response.unsqueeze(2) - self.eta(z))
+        if self.mask is not None:
+            slope = slope * self.mask[:, :, None, None]
+        return self.grad_of(slope.flatten(2)).reshape(z.shape)
+
+    def value_and_slope(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """``[C, K]``, and its derivative in the head's outputs, ``[C, N, K o]``."""
+        value, slope = self.likelihood.value_and_grad(self.eta(z), self.y.unsqueeze(2), self.params)
         if self.mask is not None:
             value = value * self.mask.unsqueeze(2)
-            grad = grad * self.mask[:, :, None, None]
-        return value.sum(1), torch.bmm(grad.flatten(2).mT, self.features).reshape(z.shape)
+            slope = slope * self.mask[:, :, None, None]
+        return value.sum(1), slope.flatten(2)
+
+    def grad_of(self, slope: Tensor) -> Tensor:
+        """The derivative in z, ``[C, K o, q]``, that belongs to one in the outputs."""
+        return torch.bmm(slope.mT, self.features)
+
+    def pulled_back(self, z: Tensor, slope: Tensor, width: int) -> Tensor:
+        """The derivative, summed over z, in the first ``width`` columns of the features, and in the offset,
+        that belongs to one in the outputs at z ``[C, K, d]``: ``[C, N, width]`` or ``[C, N, width + o]``."""
+        weight = z.reshape(z.shape[0], -1, self.features.shape[-1])
+        pulled = torch.bmm(slope, weight[..., :width])
+        if self.offset is None:
+            return pulled
+        return torch.cat((pulled, slope.unflatten(2, (-1, self.outputs)).sum(2)), -1)
 
     def gram(self, weight: Tensor | float) -> Tensor:
         """F' diag(weight) F for each client; ``weight`` is a number or ``[C, N]``."""
@@ -123,6 +157,14 @@ class LinearLikelihood(LocalLikelihood):
         if self.mask is not None:
             weight = weight * self.mask.unsqueeze(-1)
         return torch.einsum("cni,cno,cnj->coij", self.features, weight, self.features)
+
+
+class Evaluated(NamedTuple):
+    """The likelihood of linear heads at some z: ``LinearLikelihood.value_and_slope``, and of which one."""
+
+    local: LinearLikelihood
+    value: Tensor
+    slope: Tensor
 
 
 class GeneralLikelihood(LocalLikelihood):

@@ -130,7 +130,7 @@ def _group_norm(norm: nn.modules.batchnorm._BatchNorm, groups: int) -> nn.GroupN
 @contextmanager
 def dropout_rows(module: nn.Module, rows: RowKeys | None) -> Iterator[None]:
     """Layers that draw are on, keyed by ``rows``, inside; off when ``rows`` is None."""
-    layers = [m for m in module.modules() if isinstance(m, KeyedLayer)]
+    layers = [] if rows is None else [m for m in module.modules() if isinstance(m, KeyedLayer)]
     for layer in layers:
         layer.rows = rows
     try:
@@ -149,13 +149,14 @@ def is_convolutional(module: nn.Module) -> bool:
     return any(isinstance(m, nn.Conv2d) for m in module.modules())
 
 
-def _hooked(module: nn.Module) -> bool:
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calling it does more than its ``forward``."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def call(module: nn.Module, tensors: dict[str, Tensor], x: object) -> Tensor:
     """``module(x)`` with these parameters; a tuple becomes arguments, a dict keyword arguments."""
-    if type(module) is nn.Linear and isinstance(x, Tensor) and "weight" in tensors and not _hooked(module):
+    if type(module) is nn.Linear and isinstance(x, Tensor) and "weight" in tensors and not is_hooked(module):
         return linear(x, tensors["weight"], tensors.get("bias", module.bias))  # a tenth of the overhead
     if isinstance(x, dict):
         out = torch.func.functional_call(module, tensors, (), x)

@@ -13,9 +13,10 @@ from fedpop.federation.inputs import Inputs, leaves, map_inputs, rows_of
 from fedpop.models.modules import RowKeys, dropout_rows, is_convolutional
 from fedpop.precision import check, choose
 
-BLOCK = 100
+BLOCK = 50
 """Images that go through a convolutional network at a time on a CPU: the buffers of a larger batch
-are handed back to the operating system after every use, and page faults cost a quarter of the time."""
+are handed back to the operating system after every use, and page faults cost up to a quarter of the
+time."""
 LARGE = 100_000
 """Parameters from which a network without convolutions is worth rounding."""
 

@@ -74,9 +74,9 @@ class Sites:
 
     def states(self, method: Algorithm, ids: Tensor, broadcast: Tensors, key: Key) -> Tensors:
         """States of units, those entering for the first time included."""
-        entered = self.store.entered[ids]
-        if bool(entered.all()):
+        if self.store.all_seen(ids):
             return self.store.get(ids, self.device)
+        entered = self.store.seen(ids)
         fresh = method.enter(self.federation.units[ids].to(self.device), broadcast, key)
         holding = self.store.slots[ids] >= 0
         held = self.store.get(ids[holding], self.device) if bool(holding.any()) else {}
@@ -118,8 +118,7 @@ class Sites:
             weights = active.weights_of(ids).to(self.device)
             local = self.states(method, ids, round.broadcast, round.key)
             now = replace(round, coefficients=weights if sums else None, omega=channel.omega)
-            heard = self._work(method, now, ids, cohort, local, weights, tally, cost, updates)
-            left_out += [] if bool(heard.all()) else ids[~heard.cpu()].tolist()
+            left_out += self._work(method, now, ids, cohort, local, weights, tally, cost, updates)
         total = tally.total(len(self.federation), active.ratio)
         return Outcome(total, cost, tuple(left_out), tally.bytes_up, updates)
 
@@ -134,15 +133,15 @@ class Sites:
         tally: Tally,
         cost: dict[str, float],
         updates: list[Update],
-    ) -> Tensor:
-        """One cohort's round; gives who was heard, ``[C]``."""
+    ) -> list[int]:
+        """One cohort's round; gives who was not heard."""
         sites = None if self.sites is None else self.sites[ids].to(self.device)
         lost = None if self.lost is None else self.lost(round.number, cohort.units)
         done = method.local_round(round, cohort, local)
         answers = [done] if isinstance(done, Answer) else done
         if sites is not None and not isinstance(done, Answer):
             answers = [joined(list(done), len(cohort))]
-        new, heard_all = dict(local), torch.zeros(len(cohort), dtype=torch.bool, device=self.device)
+        new, left_out = dict(local), list[int]()
         for answer in answers:
             rows = answer.rows
             units, counts, own, gone = (
@@ -152,10 +151,12 @@ class Sites:
             heard = tally.add(answer, units, counts, own, gone)
             states = settled(method, answer, heard, local)
             add_up(cost, answer.cost)
+            if not heard.everyone:
+                silent = ~heard.heard if rows is None else rows[~heard.heard]
+                left_out += ids[silent.cpu()].tolist()
             if rows is None:
-                new, heard_all = new | states, heard.heard
+                new = new | states
                 continue
-            heard_all[rows] = heard.heard
             for name, value in states.items():
                 if name not in new:
                     new[name] = value.new_zeros((len(cohort), *value.shape[1:]))
@@ -163,7 +164,7 @@ class Sites:
                     new[name] = local[name].clone()  # once, for all blocks
                 new[name].index_copy_(0, rows, value)
         updates.append((ids, new))
-        return heard_all
+        return sorted(left_out)
 
     def ask(
         self,
@@ -216,7 +217,7 @@ def settled(method: Algorithm, answer: Answer, heard: Heard, local: Tensors) -> 
     new, rows = answer.local, answer.rows
     if method.remembers:
         new = method.after_send(new, heard.seen)
-    if bool(heard.heard.all()):
+    if heard.everyone:
         return dict(new)
     out = {}
     for name, value in new.items():

@@ -194,16 +194,15 @@ class Normal(Prior):
 
     def value_and_grad(self, beta: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         """log p(z | beta) and its gradient in z."""
-        d = z.shape[-1]
         centred = z - self.mu(beta)
         if self.covariance == "full":
             grad = -centred @ self.precision(beta)
         elif self.covariance == "isotropic":
-            grad = centred * -torch.exp(-2 * beta[d])
+            grad = centred * -torch.exp(-2 * beta[-1])
         else:
             grad = -centred / self.sd(beta).square()
-        quadratic = (grad * centred).sum(-1)
-        return 0.5 * quadratic - self._log_det(beta) - 0.5 * d * math.log(2 * math.pi), grad
+        constant = self._log_det(beta) + 0.5 * z.shape[-1] * math.log(2 * math.pi)
+        return torch.add(-constant, (grad * centred).sum(-1), alpha=0.5), grad
 
     def _log_det(self, beta: Tensor) -> Tensor:
         d = self.dimension(beta)
@@ -357,6 +356,8 @@ class Normal(Prior):
         """
         d = self.dimension(beta)
         mu, i_mu, i_scale = beta[:d], score[:d], score[d:]
+        if self.covariance == "isotropic":
+            return self._isotropic_em(beta, i_mu, float(i_scale), float(rate), float(floor))
         sd, shift = self.sd(beta), torch.zeros_like(mu)
         em_shift = shift
         if self.learn_mean:
@@ -372,12 +373,20 @@ class Normal(Prior):
             inner = identity + rate * self._symmetric(i_scale) - torch.outer(white, white)
             factor = self.factor(beta) @ torch.linalg.cholesky(positive(inner))
             return self.pack(mu + shift, factor)
-        moved = (em_shift / sd).square()
-        if self.covariance == "isotropic":
-            i_scale, moved = i_scale / d, moved.mean(0, keepdim=True)
         # A single round may not shrink a variance below a hundredth: noise could make it negative.
-        growth = (1 + rate * i_scale - moved).clamp(min=1e-2)
+        growth = (1 + rate * i_scale - (em_shift / sd).square()).clamp(min=1e-2)
         return torch.cat((mu + shift, beta[d:] + 0.5 * growth.log()))
+
+    def _isotropic_em(self, beta: Tensor, i_mu: Tensor, i_scale: float, rate: float, floor: float) -> Tensor:
+        """The same where all but mu is numbers."""
+        d = i_mu.shape[0]
+        mu, scale, learned = beta[:d], float(beta[d].exp()), float(self.learn_mean)
+        variance = scale * scale
+        mu = torch.add(mu, i_mu, alpha=learned * rate * max(variance, floor))
+        if not self.learn_scale:
+            return torch.cat((mu, beta[d:]))
+        moved = learned * rate**2 * variance * float(torch.dot(i_mu, i_mu))
+        return torch.cat((mu, beta[d:] + 0.5 * math.log(max(1 + (rate * i_scale - moved) / d, 1e-2))))
 
     # --- projection sets ---------------------------------------------------------------------
 

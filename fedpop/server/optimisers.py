@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -100,10 +101,10 @@ class Adam(Optimiser):
         steps = float(count)
         first = torch.lerp(state["first"], grad, 1 - self.beta1)
         second = torch.addcmul(self.beta2 * state["second"], grad, grad, value=1 - self.beta2)
-        size = (second / (1 - self.beta2**steps)).sqrt()
         # Coordinates that never had a gradient stay where they are.
-        move = first / size.clamp(min=torch.finfo(x.dtype).tiny)
-        rate = self.rate * self.schedule.factor(k, rounds) / (1 - self.beta1**steps)
+        move = first / second.sqrt().clamp(min=torch.finfo(x.dtype).tiny)
+        unbiased = math.sqrt(1 - self.beta2**steps) / (1 - self.beta1**steps)
+        rate = self.rate * self.schedule.factor(k, rounds) * unbiased
         new = torch.addcmul(x, unit, move, value=rate)
         return new, {"first": first, "second": second, "count": count}
 

@@ -44,6 +44,12 @@ def wide(*modules: nn.Module) -> nn.Module:
 NORMAL = fp.likelihoods.Normal()
 CASES = {
     "linear": lambda: fp.Composition(wide(nn.Linear(4, 2)), wide(nn.Linear(2, 3)), NORMAL),
+    "no biases": lambda: fp.Composition(
+        wide(nn.Linear(4, 2, bias=False)), wide(nn.Linear(2, 3, bias=False)), fp.likelihoods.Normal(0.5)
+    ),
+    "fixed effects": lambda: fp.Composition(
+        wide(nn.Linear(4, 2)), wide(nn.Linear(2, 3)), NORMAL, fixed=wide(nn.Linear(4, 3))
+    ),
     "network": lambda: fp.Composition(
         wide(nn.Linear(4, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 2)),
         wide(nn.Linear(2, 3)),
@@ -143,6 +149,35 @@ def test_one_broken_client_is_left_out(separate):
     assert torch.isfinite(total).all()
     assert not still_good[4]
     assert still_good[[1, 2, 3, 5, 6]].all()
+
+
+@pytest.mark.parametrize("name", ["linear", "no biases", "fixed effects", "network"])
+def test_one_broken_client_is_left_out_of_the_sum(name):
+    model, cohort, draws = problem(name)
+    phi, everyone = model.initial_phi().requires_grad_(), torch.ones(len(SIZES), dtype=torch.bool)
+    others = torch.arange(len(SIZES)) != 2
+    features = model.features(phi, cohort)
+    weights = torch.where(others, WEIGHTS, 0.0)
+    _, _, expected = PhiGradient(model, None, draws).fused(phi, features, cohort, None, everyone, weights)
+    draws = draws.clone()
+    draws[2, 1] = torch.inf
+    features = model.features(phi, cohort)
+    good, _, j = PhiGradient(model, None, draws).fused(phi, features, cohort, None, everyone, WEIGHTS)
+    assert torch.equal(good, others)
+    torch.testing.assert_close(j, expected)
+
+
+def test_a_linear_backbone_needs_no_graph():
+    model, cohort, draws = problem("linear")
+    phi, good = model.initial_phi().requires_grad_(), torch.ones(len(SIZES), dtype=torch.bool)
+    assert model.pulls_back(cohort)
+    with torch.no_grad():
+        bare = model.features(phi, cohort)
+    estimate = PhiGradient(model, None, draws)
+    j = estimate.fused(phi, bare, cohort, None, good, WEIGHTS)[2]
+    torch.testing.assert_close(j, each(estimate, phi, cohort, train_key())[2])
+    assert not problem("network")[0].pulls_back(cohort)
+    assert not problem("fixed effects")[0].pulls_back(cohort)
 
 
 def test_convolutions_go_one_by_one():
