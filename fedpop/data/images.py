@@ -69,6 +69,14 @@ class ImageSet:
             f"FEDPOP_DATA, or try `fedpop data get {self.about.name}`"
         )
 
+    def get(self, split: str) -> tuple[Path, ...]:
+        """The files of a split; those that were fetched are compared with their digests once more, and
+        fetched anew where they differ."""
+        found = find(self.about, split, self.folder)
+        if found is not None and found.root == downloads() and (failure := self._fetched(split)):
+            raise DataError(f"{found.files[0]} is damaged, and {failure}")
+        return self.find(split).files
+
     def _fetched(self, split: str) -> str:
         """What went wrong with it, if anything."""
         folder = downloads()
