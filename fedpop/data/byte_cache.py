@@ -33,7 +33,7 @@ def cached(label: str, files: Sequence[Path], decode: Callable[[Sequence[str]], 
     """
     root = cache_folder()
     if root is None:
-        return decode(_digests(files))
+        return _in_memory(decode(_digests(files)))
     folder, note = root / "images", _note(files)
     digests = _remembered(folder / note, len(files)) or _digests(files)
     name = hashlib.sha256("\n".join((str(VERSION), label, *digests)).encode()).hexdigest()[:16]
@@ -45,12 +45,17 @@ def cached(label: str, files: Sequence[Path], decode: Callable[[Sequence[str]], 
             folder.mkdir(parents=True, exist_ok=True)
             _write(entry, found)
         except OSError:
-            return found
-        found = _opened(entry) or found
+            return _in_memory(found)
+        found = _opened(entry) or _in_memory(found)
     with suppress(OSError):
         if not (folder / note).exists():
             write_bytes(folder / note, json.dumps(list(digests)).encode())
     return found
+
+
+def _in_memory(decoded: Decoded) -> Decoded:
+    """As an entry would be: in the order of its axes, and with memory that may be written to."""
+    return Decoded(np.require(decoded.images, requirements=["C", "W"]), decoded.labels)
 
 
 def _digests(files: Sequence[Path]) -> tuple[str, ...]:

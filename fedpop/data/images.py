@@ -127,6 +127,14 @@ def open_images(
     return ImageSet(dataset(name), None if folder is None else Path(folder), download, watch)
 
 
+def prepare(name: str, folder: str | Path | None = None, splits: Sequence[str] = SPLITS) -> None:
+    """Find or fetch these splits and decode them, so that what is missing is told before hours of work, and
+    worker processes find bytes."""
+    source = open_images(name, folder)
+    for split in splits:
+        getattr(source, split)
+
+
 def _compare(found: Found, digests: Sequence[str]) -> None:
     """Raise where a list of digests in the folder of data says that a file should be another one."""
     sums = found.root / SUMS

@@ -23,7 +23,7 @@ from fedpop.client.final import Final
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.client.phi_step import PhiStep
 from fedpop.data.image_task import ImageTask
-from fedpop.data.images import open_images
+from fedpop.data.images import prepare
 from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.runner import Job
 from fedpop.kernels import HMC, Exponential
@@ -177,8 +177,7 @@ def methods_of(name: str) -> tuple[str, ...]:
 
 def jobs(asked: Asked) -> list[Job]:
     for images in IMAGES:
-        source = open_images(images, asked.data)
-        _ = source.train, source.test  # missing files are told, and decoded, before hours of work
+        prepare(images, asked.data)
     return [
         Job(
             job,

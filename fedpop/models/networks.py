@@ -27,7 +27,7 @@ def cnn(
 
     >>> from torch import nn
     >>> sum(p.numel() for p in nn.Sequential(*cnn()).parameters())
-    307204
+    307192
     """
     channels, height, width = shape
     left = tuple(_pooled(_pooled(side)) for side in (height, width))
@@ -47,7 +47,7 @@ def lenet(shape: Shape = (3, 32, 32)) -> list[nn.Module]:
 
     >>> from torch import nn
     >>> sum(p.numel() for p in nn.Sequential(*lenet((1, 28, 28))).parameters())
-    43596
+    43576
     """
     return cnn(shape, (6, 16), (120, 84))
 
@@ -82,7 +82,7 @@ def build(
     alone decides. ``first`` are layers before the network, such as ``Standardise`` and ``CropFlip``.
 
     >>> build("lenet", shape=(1, 28, 28), classes=10)
-    Composition(phi: 43596, z: 850, likelihood: categorical, linear head)
+    Composition(phi: 43576, z: 850, likelihood: categorical, linear head)
     """
     require_one_of(NETWORKS, network=name)
     layers = NETWORKS[name](shape)

@@ -16,7 +16,7 @@ from fedpop.experiments.comparison.run import fitted
 from fedpop.experiments.config import config_from, read_config, to_toml
 from fedpop.experiments.methods import method_from
 from fedpop.report.results import Results
-from tests.data.test_images import real
+from tests.data.files import real
 from tests.helpers import generator, linear_model
 
 SMALL = {
@@ -332,10 +332,12 @@ def test_a_compressor_is_refused_in_the_words_of_the_method(monkeypatch):
 @pytest.mark.parametrize(
     ("tables", "told"),
     [
-        ({"task": {"kind": "pictures"}}, r"\[task\]: kind is one of synthetic, images, csv, not 'pictures'"),
+        (
+            {"task": {"kind": "pictures"}},
+            r"\[task\]: kind is one of synthetic, images, full-images, csv, not 'pictures'",
+        ),
         ({"task": {"kind": "synthetic", "bb": 3}}, r"\[task\]: unknown setting 'bb'; known are kind, b,"),
         ({"task": {"kind": "synthetic", "d": 3, "k": 2}}, r"\[task\]: .*d at most k"),
-        ({"task": {"kind": "images"}}, "data is missing"),
         ({"run": {"round": 3}}, r"\[run\]: unknown setting 'round'; known are rounds"),
         ({"run": {"rounds": 3, "passes": 4}}, r"\[run\]: .*not both"),
         ({"run": {"rounds": "3"}}, r"\[run\]: rounds must be a whole number"),
@@ -409,7 +411,7 @@ def test_new_image_clients_share_no_image_with_anybody():
     folder = real("mnist")
     known, new = task.split(folder, 0, new=3)
     alone = task.make(folder, 0)
-    assert all(torch.equal(a.x, b.x) for a, b in zip(known, alone, strict=True))
+    assert torch.equal(known.train.x, alone.train.x)
     assert [len(c.y) for c in new] == [3, 3, 3]
-    held = {tuple(x.flatten().tolist()) for c in known for x in (*c.x, *c.validation[0])}
+    held = {tuple(x.flatten().tolist()) for s in ("train", "validation") for x in known.splits[s].x}
     assert not any(tuple(x.flatten().tolist()) in held for c in new for x in c.x)

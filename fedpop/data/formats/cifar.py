@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import tarfile
 import zlib
 from collections.abc import Iterable
@@ -36,13 +37,15 @@ def read_archive(path: Path, members: tuple[str, ...], labels: int) -> Decoded:
     """Records in members of a gzipped tar; nothing is unpacked to the disk."""
     found: dict[str, bytes] = {}
     try:
-        with tarfile.open(path, "r:gz") as archive:
+        with gzip.open(path) as raw, tarfile.open(fileobj=raw, mode="r|") as archive:
             for member in archive:
                 name = member.name.rpartition("/")[2]
                 if name in members and member.isfile():
                     file = archive.extractfile(member)
                     assert file is not None
                     found[name] = file.read()
+            while raw.read(1 << 20):  # to the end, where the checksum is
+                pass
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be unpacked: {error}") from error
     missing = [name for name in members if name not in found]

@@ -19,7 +19,7 @@ class IID(Scheme):
 
     >>> import torch
     >>> IID(b=3).deal(torch.zeros(10, dtype=torch.int64), seed=0).sizes
-    (3, 4, 3)
+    (4, 3, 3)
     """
 
     b: int
