@@ -23,7 +23,12 @@ SUMS = "SHA256SUMS"
 
 @dataclass(frozen=True)
 class Images:
-    """One split: bytes ``x`` ``[n, channels, height, width]``, which may lie in a file, and labels ``y``."""
+    """One split: bytes ``x`` ``[n, channels, height, width]``, which may lie in a file, and labels ``y``.
+
+    >>> import torch
+    >>> len(Images(torch.zeros(2, 1, 28, 28, dtype=torch.uint8), torch.tensor([3, 1])))
+    2
+    """
 
     x: Tensor
     y: Tensor
@@ -34,7 +39,12 @@ class Images:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """A set of images; each split is opened when it is first asked for."""
+    """A set of images; each split is opened when it is first asked for.
+
+    >>> from fedpop.data.catalogue import dataset
+    >>> ImageSet(dataset("cifar100")).classes
+    100
+    """
 
     about: Dataset
     folder: Path | None = None

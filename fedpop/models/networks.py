@@ -12,6 +12,8 @@ from fedpop.keys import Key
 from fedpop.models.composition import Composition
 from fedpop.settings import require_one_of
 
+__all__ = ["build", "cnn", "lenet", "mlp", "redraw"]
+
 Shape = tuple[int, int, int]
 """Channels, height and width of an image."""
 
