@@ -67,18 +67,20 @@ class Listing:
         from fedpop.data.catalogue import DATASETS
         from fedpop.data.images import SPLITS
         from fedpop.data.lookup import find
-        from fedpop.report import terminal
-        from fedpop.report.html import Sheet
 
-        rows = []
+        lines = []
         for name, about in DATASETS.items():
-            found = [find(about, split, self.data_dir) for split in SPLITS]
-            where = [str(f.files[0].parent) if f else "-" for f in found]
             shape = " x ".join(map(str, about.shape))
-            rows.append((name, about.title.partition(": ")[2], str(len(about.classes)), shape, *where))
-        columns = ("name", "what", "classes", "shape", *(f"{split} images" for split in SPLITS))
-        terminal.show(Sheet(columns, rows), "", terminal.console())
-        sys.stdout.write("-: not on this machine; `fedpop data get NAME` fetches it\n")
+            lines.append(f"{name:<14}{about.title}; {len(about.classes)} classes, {shape}")
+            for split in SPLITS:
+                found = find(about, split, self.data_dir)
+                where = (
+                    f"not here; `fedpop data get {name}` fetches it"
+                    if found is None
+                    else found.files[0].parent
+                )
+                lines.append(f"  {split:<12}{where}")
+        sys.stdout.write("\n".join(lines) + "\n")
 
 
 @dataclass(frozen=True)

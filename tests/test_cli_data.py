@@ -37,10 +37,16 @@ def test_list_says_where_each_split_is(tmp_path: Path, capsys: pytest.CaptureFix
     mnist(tmp_path)
     mat(tmp_path / "svhn" / "test_32x32.mat", pixels(2), labels(2))
     main(["data", "list", "--data-dir", str(tmp_path)])
-    lines = {words[0]: words for words in map(str.split, capsys.readouterr().out.splitlines())}
-    assert lines["mnist"][-2:] == [str(tmp_path / "mnist")] * 2
-    assert lines["svhn"][-2:] == ["-", str(tmp_path / "svhn")]
-    assert lines["cifar100"][-2:] == ["-", "-"]
+    lines = capsys.readouterr().out.splitlines()
+
+    def told(name: str) -> list[str]:
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"{name} "))
+        return [line.split(maxsplit=1)[1] for line in lines[at + 1 : at + 3]]
+
+    missing = "not here; `fedpop data get {}` fetches it"
+    assert told("mnist") == [str(tmp_path / "mnist")] * 2
+    assert told("svhn") == [missing.format("svhn"), str(tmp_path / "svhn")]
+    assert told("cifar100") == [missing.format("cifar100")] * 2
 
 
 @pytest.mark.parametrize(
@@ -88,5 +94,6 @@ def test_deals_that_cannot_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixtur
     wrong = refused(capsys, "show", "mnist", "--b", "4", *where[:2], "--out", str(tmp_path / "x.jpeg"))
     assert "ends in .png, .svg, .pdf, not 'x.jpeg'" in wrong
     assert not (tmp_path / "x.png").exists()
-    nowhere = str(tmp_path / "none" / "x.png")
-    assert "x.png" in refused(capsys, "show", "mnist", "--b", "4", *where[:2], "--out", nowhere)
+    (tmp_path / "file").write_text("")
+    nowhere = str(tmp_path / "file" / "x.png")
+    assert "cannot write to" in refused(capsys, "show", "mnist", "--b", "4", *where[:2], "--out", nowhere)

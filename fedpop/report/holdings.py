@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from fedpop.errors import SettingsError
-from fedpop.files import write_bytes
+from fedpop.files import writable_folder, write_bytes
 from fedpop.report.style import image_of, new_figure, root_scale, styled
 
 FORMS = (".png", ".svg", ".pdf")
@@ -50,4 +50,4 @@ def draw_holdings(counts: Tensor, classes: Sequence[str], title: str, path: Path
         bar = figure.colorbar(shades, ax=table, pad=0.01)
         bar.set_label("examples of the class")
         bar.outline.set_visible(False)
-        write_bytes(path, image_of(figure, path.suffix[1:]))
+        write_bytes(writable_folder(path.parent) / path.name, image_of(figure, path.suffix[1:]))

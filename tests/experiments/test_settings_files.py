@@ -121,7 +121,10 @@ def test_mistakes_in_a_method_name_the_file_the_method_and_the_key(method, told)
         ({"phi_step": {"kind": "PhiStep", "local": {"epochs": 0}}}, "phi_step.local: epochs must be"),
         ({"phi_step": {"kind": "PhiStep", "local": {}, "batch": 2}}, "phi_step: a batch of local epochs"),
         ({"phi_step": {"kind": "EM"}}, "phi_step takes PhiStep or Optimiser, not EM"),
-        ({"phi_step": {"kind": ["Adam"]}}, "phi_step: unknown kind .*Adam.*; known are Adam, MeanMove"),
+        (
+            {"phi_step": {"kind": ["Adam"]}},
+            "phi_step: unknown kind .*Adam.*; known are Adam, AdamW, MeanMove",
+        ),
         ({"phi_step": "adam"}, "phi_step is a table of settings"),
         ({"chain": 2}, "chain is a table of settings, chain = {...}, not 2"),
         ({"chain": {"chains": 0}}, "chain: chains must be 1 or more, not 0"),

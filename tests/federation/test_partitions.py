@@ -53,13 +53,6 @@ def test_every_row_goes_to_one_client_and_the_seed_decides(scheme: Scheme, seed:
     assert one.counts(LABELS).sum(1).tolist() == list(one.sizes)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: type(s).__name__)
-def test_a_scheme_is_a_setting_that_can_be_told(scheme: Scheme) -> None:
-    from fedpop.settings import describe, rebuilt
-
-    assert rebuilt(describe(scheme), {}) == scheme
-
-
 # --- so many classes, so many examples ----------------------------------------------------------
 
 

@@ -104,7 +104,7 @@ def test_adam_is_torchs_adam_in_relative_units(betas: tuple[float, float]) -> No
 
 
 def test_adamw_is_torchs_adamw_in_relative_units() -> None:
-    """A step shrinks x by rate * decay of itself, whatever its unit; torch's decay is per unit of its rate."""
+    """A step shrinks x by rate * decay of itself, whatever its unit; torch's is per unit of its rate."""
     unit = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=WIDE)
     mine = fp.steps.AdamW(0.1, fp.steps.Polynomial(0.5), decay=0.3)
     x, state = torch.ones(4, dtype=WIDE), mine.init(torch.ones(4, dtype=WIDE))

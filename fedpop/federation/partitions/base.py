@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
-from fedpop.settings import Setting
 
 
 def share_sizes(b: int, share_small: float, n_small: int, n_large: int) -> tuple[int, ...]:
@@ -26,7 +25,7 @@ def share_sizes(b: int, share_small: float, n_small: int, n_large: int) -> tuple
     return (n_small,) * small + (n_large,) * (b - small)
 
 
-class Scheme(Setting, ABC):
+class Scheme(ABC):
     """A rule by which examples are dealt to clients."""
 
     @abstractmethod
