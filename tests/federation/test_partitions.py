@@ -168,6 +168,9 @@ def test_hands_are_as_likely_as_in_a_random_deal() -> None:
 
 
 def test_shards_that_cannot_be() -> None:
+    for wrong in (torch.zeros(0, dtype=torch.int64), torch.tensor([0, -1])):
+        with pytest.raises(SettingsError, match="labels from 0 on"):
+            Shards(1, 1).deal(wrong, 0)
     with pytest.raises(SettingsError, match="7 classes per client asked for, but there are only 6"):
         Shards(3, 7).deal(LABELS, 0)
     with pytest.raises(SettingsError, match=r"class \d has 1 examples for the 3 clients that hold it"):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fedpop as fp
+from fedpop.client import local_sgd
 from fedpop.errors import DataError, SettingsError
 from fedpop.layers import CropFlip, Standardise
 from fedpop.models.spec import module_from, module_spec
@@ -83,6 +84,25 @@ def test_bytes_and_floats_give_the_same_fit(method) -> None:
     # Inputs differ by roundings (1e-6), which two rounds of a smooth network multiply by less than a hundred.
     assert float((found[0][0] - found[1][0]).abs().max()) < 1e-4
     assert found[0][1] == pytest.approx(found[1][1], abs=1e-3)
+
+
+def test_clients_side_by_side_shift_the_bytes_that_they_shift_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A network without convolutions is trained through vmap, layers before it included."""
+    layers = nn.Sequential(nn.Flatten(), nn.Linear(192, 4), nn.Tanh())
+    first = nn.Sequential(Standardise(MEAN, SD), CropFlip(1))
+    model = fp.Composition(
+        nn.Sequential(first, *seeded(layers, 1, 0.05)), seeded(nn.Linear(4, 3)), "categorical"
+    )
+    assert model.batchable
+    ends = []
+    for largest in (local_sgd.LARGEST_BATCHED, 0):
+        monkeypatch.setattr(local_sgd, "LARGEST_BATCHED", largest)
+        method = fp.FedAvg(model, local=fp.LocalSGD(epochs=2, batch=2, rate=0.05))
+        ends.append(method.fit(clients(True), rounds=2, progress=False).published["phi"])
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=1e-5)
+    assert float((ends[0] - model.initial_phi()).norm()) > 0.01
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

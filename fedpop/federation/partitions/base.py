@@ -125,6 +125,16 @@ class Partition:
         return Partition(tuple(kept), self.classes, self.rest), Partition(tuple(out), self.classes, self.rest)
 
 
+def kinds_for(classes: int, labels: Tensor) -> int:
+    """How many classes there are, if a client can hold so many different ones."""
+    if not len(labels) or int(labels.min()) < 0:
+        raise SettingsError("there must be examples to deal, with labels from 0 on")
+    kinds = int(labels.max()) + 1
+    if classes > kinds:
+        raise SettingsError(f"{classes} classes per client asked for, but there are only {kinds}")
+    return kinds
+
+
 def shuffled_by_class(labels: Tensor, key: Key) -> list[Tensor]:
     """The rows of each class, in random order."""
     u = key.uniform(key.server(), (len(labels),), torch.float64)[0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
-from fedpop.federation.partitions.base import Partition, Scheme, shuffled_by_class
+from fedpop.federation.partitions.base import Partition, Scheme, kinds_for, shuffled_by_class
 from fedpop.keys import Key
 
 
@@ -40,9 +40,7 @@ class ByClass(Scheme):
     def deal(self, labels: Tensor, seed: int) -> Partition:
         """What is left over goes to no client."""
         key = Key(seed, purpose="partition")
-        kinds = int(labels.max()) + 1
-        if self.classes > kinds:
-            raise SettingsError(f"{self.classes} classes per client asked for, but there are only {kinds}")
+        kinds = kinds_for(self.classes, labels)
         held = self._hands(kinds, key)
         decks = shuffled_by_class(labels, key.at(purpose="rows"))
         used = [0] * kinds

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
-from fedpop.federation.partitions.base import Partition, Scheme, apportioned, shuffled_by_class
+from fedpop.federation.partitions.base import Partition, Scheme, apportioned, kinds_for, shuffled_by_class
 from fedpop.keys import Key
 from fedpop.settings import require_whole
 
@@ -36,9 +36,7 @@ class Shards(Scheme):
 
     def deal(self, labels: Tensor, seed: int) -> Partition:
         key = Key(seed, purpose="partition.shards")
-        kinds = int(labels.max()) + 1
-        if self.classes > kinds:
-            raise SettingsError(f"{self.classes} classes per client asked for, but there are only {kinds}")
+        kinds = kinds_for(self.classes, labels)
         hands = self._hands(kinds, key)
         decks = shuffled_by_class(labels, key.at(purpose="rows"))
         mine: list[list[Tensor]] = [[] for _ in hands]
