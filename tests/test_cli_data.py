@@ -36,7 +36,7 @@ def test_what_cannot_be_got_is_one_error(tmp_path: Path, capsys: pytest.CaptureF
 def test_list_says_where_each_split_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mnist(tmp_path)
     mat(tmp_path / "svhn" / "test_32x32.mat", pixels(2), labels(2))
-    main(["data", "list", "--data-dir", str(tmp_path)])
+    main(["data", "list", "--data", str(tmp_path)])  # the short word
     lines = capsys.readouterr().out.splitlines()
 
     def told(name: str) -> list[str]:

@@ -76,7 +76,7 @@ class ImageSet:
         raise DataError(
             f"there are no {split} images of {self.about.name}: {looked(self.about, split, self.folder)}; "
             f"{failure}. Put {homes} into one of these folders, name another one with --data-dir or "
-            f"FEDPOP_DATA, or try `fedpop data get {self.about.name}`"
+            f"FEDPOP_DATA, or run `fedpop data get {self.about.name}` where there is a network"
         )
 
     def get(self, split: str) -> tuple[Path, ...]:

@@ -11,6 +11,7 @@ import torch
 
 from fedpop.data import byte_cache
 from fedpop.data.catalogue import DATASETS
+from fedpop.data.formats.decoded import Decoded
 from fedpop.data.images import open_images, prepare
 from fedpop.errors import DataError
 from tests.data.files import (
@@ -234,6 +235,22 @@ def test_a_broken_entry_is_made_anew(tmp_path: Path, cache: Path, name: str) -> 
     (entry / name).write_bytes(whole[: len(whole) // 2])
     assert torch.equal(open_images("mnist", tmp_path, download=False).train.x, first)
     assert (entry / name).read_bytes() == whole
+
+
+def test_two_processes_that_decode_at_once_leave_one_whole_entry(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mnist(tmp_path)
+    write = byte_cache._write
+
+    def overtaken(entry: Path, decoded: Decoded) -> None:
+        write(entry, decoded)  # another process, between this one's look and its own writing
+        write(entry, decoded)
+
+    monkeypatch.setattr(byte_cache, "_write", overtaken)
+    x = open_images("mnist", tmp_path, download=False).train.x
+    assert np.array_equal(x.numpy(), pixels(40, (1, 28, 28)))
+    assert len(list((cache / "images").glob("*mnist-train-*"))) == 1
 
 
 def test_without_a_cache_images_are_decoded_every_time(

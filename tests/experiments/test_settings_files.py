@@ -16,7 +16,7 @@ from fedpop.experiments.comparison.run import fitted
 from fedpop.experiments.config import config_from, read_config, to_toml
 from fedpop.experiments.methods import method_from
 from fedpop.report.results import Results
-from tests.data.files import real
+from tests.data.files import mnist, real
 from tests.helpers import generator, linear_model
 
 SMALL = {
@@ -51,6 +51,27 @@ def test_a_file_is_compared_with_one_command(tmp_path, capsys):
     step = records[1]["config"]["phi_step"]
     assert (step["kind"], step["rate"]) == ("Adam", 0.05)
     assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_all_images_of_a_set_are_a_task_of_their_own(tmp_path):
+    task = {
+        "kind": "full-images",
+        "images": "mnist",
+        "classes": 5,
+        "b": 4,
+        "validation": 0.2,
+        "new_clients": 1,
+    }
+    config = config_from(changed(task=task), tmp_path / "full.toml", data=mnist(tmp_path))
+    subject = config.task.make(0)
+    assert {s: p.sizes.tolist() for s, p in subject.clients.splits.items()} == {
+        "train": [8] * 3,
+        "validation": [2] * 3,
+        "test": [5] * 3,
+    }
+    assert len(subject.newcomers) == 1
+    assert "data" not in config.task.describe()
+    assert config_from(changed(task=task), tmp_path / "full.toml").task.more["data"] is None  # looked for
 
 
 def test_a_comparison_over_processes_gives_the_same_numbers(tmp_path):
