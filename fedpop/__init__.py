@@ -2,10 +2,10 @@
 
 Methods, models, data and what is done with them are here; what they are made of is in modules by kind:
 ``kernels``, ``priors``, ``likelihoods``, ``links``, ``steps``, ``chains``, ``compressors``,
-``participation``, ``layers`` and ``callbacks``.
+``participation``, ``layers``, ``networks``, ``data`` and ``callbacks``.
 """
 
-from fedpop import callbacks, chains, compressors, kernels, layers, participation, priors, steps
+from fedpop import callbacks, chains, compressors, data, kernels, layers, participation, priors, steps
 from fedpop.algorithms import (
     APFL,
     DGLMC,
@@ -31,7 +31,7 @@ from fedpop.client.local_sgd import LocalSGD
 from fedpop.experiments.comparison import compare
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.held_out import hold_out
-from fedpop.models import likelihoods, links
+from fedpop.models import likelihoods, links, networks
 from fedpop.models.composition import Composition
 from fedpop.models.custom import CustomModel
 from fedpop.models.split import Split
@@ -71,6 +71,7 @@ __all__ = [
     "chains",
     "compare",
     "compressors",
+    "data",
     "evaluate",
     "fit",
     "hold_out",
@@ -79,6 +80,7 @@ __all__ = [
     "likelihoods",
     "links",
     "load",
+    "networks",
     "participation",
     "priors",
     "steps",

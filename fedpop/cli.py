@@ -7,9 +7,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import Positional, arg
+from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional, arg, configure, subcommand
 from tyro.extras import SubcommandApp
 
+from fedpop.cli_data import DataDir, Get, Listing, Show
 from fedpop.errors import CheckpointError, FedpopError, SettingsError
 from fedpop.experiments.names import EXPERIMENTS, FROM_FILES, listed
 from fedpop.version import __version__
@@ -61,7 +62,7 @@ def demo(out: Path = Path("runs/demo"), seed: int = 0) -> None:
 def compare(
     config: Positional[Path],
     out: Annotated[Path | None, arg(metavar="PATH")] = None,
-    data: Annotated[Path | None, arg(metavar="PATH")] = None,
+    data_dir: DataDir = None,
     seeds: Annotated[int | None, arg(metavar="INT")] = None,
     processes: Annotated[int | None, arg(metavar="INT")] = None,
 ) -> None:
@@ -70,20 +71,20 @@ def compare(
     Args:
         config: A TOML file with a task, the terms and methods; see examples/.
         out: Folder for the results; runs/NAME of the file unless told.
-        data: Folder with the images, in place of what the file says.
+        data_dir: Folder in which images are looked for first, in place of what the file says.
         seeds: How many seeds, in place of what the file says.
         processes: Worker processes; one per core unless told.
     """
     from fedpop.experiments.comparison.command import compare_file
 
-    compare_file(config, out, data, seeds, processes)
+    compare_file(config, out, data_dir, seeds, processes)
 
 
 @app.command
 def tune(
     config: Positional[Path],
     out: Annotated[Path | None, arg(metavar="PATH")] = None,
-    data: Annotated[Path | None, arg(metavar="PATH")] = None,
+    data_dir: DataDir = None,
     processes: Annotated[int | None, arg(metavar="INT")] = None,
 ) -> None:
     """Search methods' settings at random on validation examples; writes tuned.toml for fedpop compare.
@@ -91,12 +92,12 @@ def tune(
     Args:
         config: A TOML file as for fedpop compare, with [method.search] tables.
         out: Folder for the trials; runs/NAME-tune of the file unless told.
-        data: Folder with the images, in place of what the file says.
+        data_dir: Folder in which images are looked for first, in place of what the file says.
         processes: Worker processes; one per core unless told.
     """
     from fedpop.experiments.tune import tune_file
 
-    tune_file(config, out, data, processes)
+    tune_file(config, out, data_dir, processes)
 
 
 @app.command(help=ABOUT_EXPERIMENTS)
@@ -105,7 +106,7 @@ def experiment(
     out: Annotated[Path | None, arg(metavar="PATH")] = None,
     seeds: Annotated[int | None, arg(metavar="INT")] = None,
     processes: Annotated[int | None, arg(metavar="INT")] = None,
-    data: Annotated[Path | None, arg(metavar="PATH")] = None,
+    data_dir: DataDir = None,
     only: Annotated[str, arg(metavar="TEXT")] = "",
 ) -> None:
     """Run an experiment by its name.
@@ -115,7 +116,7 @@ def experiment(
         out: Folder for results.json, results.md and report.html; results/NAME unless told.
         seeds: How many seeds; the experiment's own number unless told.
         processes: Worker processes; one per core unless told.
-        data: Folder with the data, for an experiment that needs it.
+        data_dir: Folder in which images are looked for first, for an experiment that needs them.
         only: Run only jobs with this text in their label, such as "main" or "seed 0".
     """
     if not name:
@@ -123,7 +124,18 @@ def experiment(
         return
     if name not in EXPERIMENTS:
         raise SettingsError(f"there is no experiment {name!r}; there are\n{listed()}")
-    _module(name).EXPERIMENT.run(out, seeds, processes, data, only)
+    _module(name).EXPERIMENT.run(out, seeds, processes, data_dir, only)
+
+
+@app.command
+@configure(OmitSubcommandPrefixes, OmitArgPrefixes)
+def data(
+    do: Annotated[Get, subcommand("get")]
+    | Annotated[Listing, subcommand("list")]
+    | Annotated[Show, subcommand("show")],
+) -> None:
+    """Sets of images: fetch them, list them, or see who has what when they are dealt to clients."""
+    do.run()
 
 
 @app.command

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,21 @@ def writable_folder(path: str | Path) -> Path:
     except OSError as error:
         raise SettingsError(f"cannot write to {folder}: {error.strerror or error}") from error
     return folder
+
+
+def cache_folder() -> Path | None:
+    """The user's folder for what can be found out again; None where there is no home."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(given):
+        return Path(given) / "fedpop"
+    try:
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "fedpop"
+        if sys.platform == "win32":
+            return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "fedpop"
+        return Path.home() / ".cache" / "fedpop"
+    except RuntimeError:
+        return None
 
 
 def write_bytes(path: Path, data: bytes) -> None:

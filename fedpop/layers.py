@@ -2,5 +2,6 @@
 
 from fedpop.models.augment import CropFlip
 from fedpop.models.modules import replace_batchnorm
+from fedpop.models.standardise import Standardise
 
-__all__ = ["CropFlip", "replace_batchnorm"]
+__all__ = ["CropFlip", "Standardise", "replace_batchnorm"]

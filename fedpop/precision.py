@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from fedpop.errors import CheckpointError, SettingsError
-from fedpop.files import read_json, write_json
+from fedpop.files import cache_folder, read_json, write_json
 
 PRECISIONS = ("auto", "float32", "bfloat16")
 PROBE = Path(__file__).with_name("precision_probe.py")
@@ -146,21 +146,6 @@ def ask_child() -> Verdict | None:
 
 
 # --- what is remembered -----------------------------------------------------------------------------
-
-
-def cache_folder() -> Path | None:
-    """The user's folder for what can be found out again; None where there is no home."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(given):
-        return Path(given) / "fedpop"
-    try:
-        if sys.platform == "darwin":
-            return Path.home() / "Library" / "Caches" / "fedpop"
-        if sys.platform == "win32":
-            return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "fedpop"
-        return Path.home() / ".cache" / "fedpop"
-    except RuntimeError:
-        return None
 
 
 def _recall(machine: Machine, folder: Path) -> Verdict | None:

@@ -6,13 +6,14 @@ from fedpop.server.anneal import Anneal
 from fedpop.server.averaging import Averaging
 from fedpop.server.beta_step import BetaStep
 from fedpop.server.em import EM
-from fedpop.server.optimisers import SGD, Adam, MeanMove, Optimiser
+from fedpop.server.optimisers import SGD, Adam, AdamW, MeanMove, Optimiser
 from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial, Schedule
 
 __all__ = [
     "EM",
     "SGD",
     "Adam",
+    "AdamW",
     "Anneal",
     "Averaging",
     "BetaStep",

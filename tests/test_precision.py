@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop import precision, precision_probe
+from fedpop import files, precision, precision_probe
 from fedpop.errors import SettingsError
 from fedpop.models import network
 from fedpop.models.modules import RowKeys
@@ -230,7 +230,7 @@ def test_where_nothing_can_be_written_one_child_per_process_is_enough(
 
 
 def test_a_folder_where_the_file_should_be_is_no_error(children: Children) -> None:
-    folder = precision.cache_folder()
+    folder = files.cache_folder()
     assert folder is not None
     precision.Machine.here().file(folder).mkdir(parents=True)
     assert precision.choose("auto", CPU, worth=True) == "bfloat16"
@@ -255,7 +255,7 @@ def test_the_folder_follows_the_system(monkeypatch: pytest.MonkeyPatch, system: 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("LOCALAPPDATA", raising=False)
     monkeypatch.setattr(sys, "platform", system)
-    assert precision.cache_folder() == Path.home() / ending
+    assert files.cache_folder() == Path.home() / ending
 
 
 def test_two_that_write_at_once_leave_one_whole_file(children: Children, tmp_path: Path) -> None:

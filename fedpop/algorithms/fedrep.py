@@ -134,7 +134,7 @@ class FedRep(WholeModel):
         if self.phi_step is None:
             return server | {"phi": server["phi"] + step}
         state = unprefixed("phi.", server)
-        phi, state = self.phi_step.step(
+        phi, state = self.phi_step.for_weights(self.model.weights).step(
             server["phi"], step / self.body.rate, state, server["unit"], key.round, facts.stage
         )
         return server | {"phi": phi} | prefixed("phi.", state)

@@ -66,7 +66,8 @@ class PhiStep(Setting):
 
     def step(self, model: Model) -> Optimiser:
         """The server's optimiser on this model's phi."""
-        return self.optimiser or (NETWORK_STEP if model.network else Adam())
+        chosen = self.optimiser or (NETWORK_STEP if model.network else Adam())
+        return chosen.for_weights(model.weights)
 
     @property
     def steady(self) -> bool:
@@ -180,7 +181,8 @@ class PhiWork:
         start = self.phi.detach().expand(len(self.cohort), -1)
         loss, key = body_loss(self.model, self.cohort.embedded), self.key.at(purpose="body")
         x, batched = self.cohort.x, self.model.batchable
-        moved = local.run(loss, start, draws, x, self.cohort, key, rate, batched=batched).w
+        plain = start.shape[1] - self.model.weights if local.decay else 0
+        moved = local.run(loss, start, draws, x, self.cohort, key, rate, batched=batched, plain=plain).w
         n = self.cohort.sizes.to(start.dtype).unsqueeze(1)
         rows = torch.arange(len(self.cohort), device=start.device)
         return rows, value, n * (moved - start) / rate, torch.isfinite(moved).all(1)

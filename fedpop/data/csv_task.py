@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fedpop.data.image_task import redraw
 from fedpop.errors import DataError, SettingsError
 from fedpop.federation.clients import Client, Federation
 from fedpop.federation.held_out import hold_out
 from fedpop.keys import Key
 from fedpop.models.composition import Composition
+from fedpop.models.networks import redraw
 
 
 @dataclass(frozen=True)

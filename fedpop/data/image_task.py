@@ -1,28 +1,79 @@
-"""Image classification cut into clients with few classes and few images, and the networks that fit it."""
+"""Image classification cut into clients: with few images each, or with all there are."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fedpop.data.images import ImageSet, open_images
+from fedpop.data.catalogue import DATASETS
+from fedpop.data.images import Images, ImageSet, open_images
 from fedpop.errors import SettingsError
-from fedpop.federation.clients import Client
-from fedpop.federation.partitions import ByClass
-from fedpop.keys import Key
+from fedpop.federation.clients import Client, Federation, Packed, numbered
+from fedpop.federation.partitions import ByClass, Partition, Shards
 from fedpop.models.augment import CropFlip
 from fedpop.models.composition import Composition
+from fedpop.models.networks import build
+from fedpop.models.standardise import Standardise
+from fedpop.settings import require_one_of, require_whole
+
+NETWORKS = {
+    "cifar10": "cnn-cifar10",
+    "cifar100": "cnn-cifar100",
+    "mnist": "cnn-mnist",
+    "fashionmnist": "cnn-mnist",
+    "svhn": "cnn-cifar10",
+}
+"""The network of each set unless told."""
+SHIFTS = {
+    "cifar10": CropFlip(4),
+    "cifar100": CropFlip(4),
+    "mnist": CropFlip(2, flip=False),
+    "fashionmnist": CropFlip(2),
+    "svhn": CropFlip(4, flip=False),
+}
+"""How images are shifted in training; digits are not mirrored."""
+
+
+class PictureTask(ABC):
+    """What tasks on images share: the model, and how clients are packed."""
+
+    images: str
+
+    def model(self, seed: int, network: str = "", shift: bool = True) -> Composition:
+        """The network of these images, or one of another name, with a keyed random start: the same for every
+        method. It takes bytes; ``shift`` is for shifts and mirror images in training."""
+        about = DATASETS[self.images]
+        first: list[nn.Module] = [Standardise(about.mean, about.sd)]
+        first += [SHIFTS[self.images]] if shift else []
+        return build(network or NETWORKS[self.images], about.shape, len(about.classes), seed, first)
+
+    def make(self, folder: str | Path | None, seed: int) -> Federation:
+        """All clients with their sets."""
+        return self.split(folder, seed)[0]
+
+    @abstractmethod
+    def split(self, folder: str | Path | None, seed: int, new: int = 0) -> tuple[Federation, list[Client]]:
+        """Clients, and ``new`` ones that are kept apart."""
+
+    @abstractmethod
+    def partitions(self, source: ImageSet, seed: int, new: int = 0) -> dict[str, Partition]:
+        """Who has which rows of each split; new clients come last."""
 
 
 @dataclass(frozen=True)
-class ImageTask:
+class ImageTask(PictureTask):
     """``small`` clients with ``n_small`` images and ``large`` ones with ``n_large``, of ``classes`` classes.
 
     Every client is tested on ``test`` images of its own classes. Its ``validation`` images are training
     images that no client holds, so that choosing settings costs no client an example.
+
+    >>> ImageTask("mnist", small=2, large=1).sizes
+    (5, 5, 25)
     """
 
     images: str = "cifar10"
@@ -35,99 +86,77 @@ class ImageTask:
     test: int = 100
 
     def __post_init__(self) -> None:
-        if self.images not in BACKBONES:
-            raise SettingsError(f"unknown images {self.images!r}; known are {', '.join(BACKBONES)}")
+        require_one_of(NETWORKS, images=self.images)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         return (self.n_small,) * self.small + (self.n_large,) * self.large
 
-    def make(self, folder: str | Path, seed: int) -> list[Client]:
-        """Clients with their three sets, standardised."""
-        return self.split(folder, seed)[0]
-
-    def split(self, folder: str | Path, seed: int, new: int = 0) -> tuple[list[Client], list[Client]]:
+    def split(self, folder: str | Path | None, seed: int, new: int = 0) -> tuple[Federation, list[Client]]:
         """Clients, and ``new`` further ones with ``n_small`` images each that are kept apart: nobody else
         holds their images, nor are they among anybody's validation images."""
         source = open_images(self.images, folder)
-        train = ByClass(self.classes, self.sizes + (self.n_small,) * new).deal(source.train.labels, seed)
-        validation = train.draw(source.train.labels, self.validation, seed, "validation", among=train.rest)
-        test = train.draw(source.test.labels, self.test, seed, "test")
-        sets = zip(train.rows, validation.rows, test.rows, strict=True)
-        pixels = {split: _Cache(source, split) for split in ("train", "test")}
-        clients = []
-        for own, held, unseen in sets:
-            x, y = pixels["train"](own)
-            clients.append(Client(x, y, validation=pixels["train"](held), test=pixels["test"](unseen)))
-        return clients[: len(self.sizes)], clients[len(self.sizes) :]
+        return _packed(source, self.partitions(source, seed, new), len(self.sizes))
 
-    def model(self, seed: int, classes: int = 10) -> Composition:
-        """The network of these images with a keyed random start, the same for every method."""
-        backbone = BACKBONES[self.images]()
-        head = nn.utils.skip_init(nn.Linear, 64, classes)
-        redraw(nn.ModuleList((backbone, head)), Key(seed, purpose="start"))
-        return Composition(backbone, head, "categorical")
+    def partitions(self, source: ImageSet, seed: int, new: int = 0) -> dict[str, Partition]:
+        own, unseen = source.train.y, source.test.y
+        train = ByClass(self.classes, self.sizes + (self.n_small,) * new).deal(own, seed)
+        validation = train.draw(own, self.validation, seed, "validation", among=train.rest)
+        test = train.draw(unseen, self.test, seed, "test")
+        return {"train": train, "validation": validation, "test": test}
 
 
-class _Cache:
-    """Images of one file, each decoded once."""
+@dataclass(frozen=True)
+class FullImageTask(PictureTask):
+    """All images, FedRep's way: ``b`` clients with exactly ``classes`` classes each, equal shards of every
+    class, training and test images alike. A share of each client's training images may be held out as
+    ``validation``.
 
-    def __init__(self, source: ImageSet, split: str) -> None:
-        self.source = source
-        self.file = source.train if split == "train" else source.test
-        self.held: dict[int, Tensor] = {}
+    >>> FullImageTask("cifar100", classes=20).b
+    100
+    """
 
-    def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        missing = [r for r in rows.tolist() if r not in self.held]
-        if missing:
-            fresh = self.source.inputs(self.file, torch.tensor(missing))
-            self.held.update(zip(missing, fresh, strict=True))
-        return torch.stack([self.held[r] for r in rows.tolist()]), self.file.labels[rows]
+    images: str = "cifar10"
+    classes: int = 5
+    b: int = 100
+    validation: float = 0.0
 
+    def __post_init__(self) -> None:
+        require_one_of(NETWORKS, images=self.images)
+        require_whole(1, b=self.b, classes=self.classes)
+        if not 0 <= self.validation < 1:
+            raise SettingsError(f"the share held out as validation lies in [0, 1), not {self.validation}")
 
-def cifar_backbone() -> nn.Sequential:
-    """The paper's network for CIFAR-10, from images to 64 features, with shifts and mirrors in training."""
-    return nn.Sequential(
-        CropFlip(padding=4),
-        nn.utils.skip_init(nn.Conv2d, 3, 64, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.utils.skip_init(nn.Conv2d, 64, 64, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.utils.skip_init(nn.Linear, 1600, 120),
-        nn.ReLU(),
-        nn.utils.skip_init(nn.Linear, 120, 64),
-        nn.ReLU(),
-    )
+    def split(self, folder: str | Path | None, seed: int, new: int = 0) -> tuple[Federation, list[Client]]:
+        """Clients, and the last ``new`` of the b, which are kept apart."""
+        if not 0 <= new < self.b:
+            raise SettingsError(f"{new} new clients asked for, but there are {self.b} in all")
+        source = open_images(self.images, folder)
+        return _packed(source, self.partitions(source, seed), self.b - new)
 
-
-def mnist_backbone() -> nn.Sequential:
-    """A small convolutional network for digits, to 64 features; digits are shifted, not mirrored."""
-    return nn.Sequential(
-        CropFlip(padding=2, flip=False),
-        nn.utils.skip_init(nn.Conv2d, 1, 16, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.utils.skip_init(nn.Conv2d, 16, 32, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.utils.skip_init(nn.Linear, 512, 64),
-        nn.ReLU(),
-    )
+    def partitions(self, source: ImageSet, seed: int, new: int = 0) -> dict[str, Partition]:
+        own, unseen = source.train.y, source.test.y
+        dealt = Shards(self.b, self.classes).deal(own, seed)
+        out = {"train": dealt, "test": dealt.alike(own, unseen, seed)}
+        if self.validation:
+            out["train"], out["validation"] = dealt.held_out(own, self.validation, seed)
+        return out
 
 
-BACKBONES = {"cifar10": cifar_backbone, "mnist": mnist_backbone}
+def _packed(source: ImageSet, parts: Mapping[str, Partition], known: int) -> tuple[Federation, list[Client]]:
+    """The first ``known`` clients as a federation, gathered from the file at once; the others one by one."""
+    files = {"train": source.train, "validation": source.train, "test": source.test}
+    splits = {name: _gathered(files[name], part.rows[:known]) for name, part in parts.items()}
+    newcomers = []
+    for i in range(known, len(parts["train"].rows)):
+        own = {
+            name: (files[name].x[part.rows[i]], files[name].y[part.rows[i]]) for name, part in parts.items()
+        }
+        x, y = own.pop("train")
+        newcomers.append(Client(x, y, **own))
+    return Federation(numbered(known), splits), newcomers
 
 
-def redraw(module: nn.Module, key: Key) -> None:
-    """torch's default law for weights and biases, uniform within 1/sqrt(inputs), from a key."""
-    with torch.no_grad():
-        for name, layer in module.named_modules():
-            if isinstance(layer, nn.Linear | nn.Conv2d):
-                bound = layer.weight[0].numel() ** -0.5
-                for kind, tensor in layer.named_parameters(recurse=False):
-                    u = key.at(purpose=f"{name}.{kind}").uniform(key.server(), tuple(tensor.shape))[0]
-                    tensor.copy_((2 * u - 1) * bound)
+def _gathered(file: Images, rows: Sequence[torch.Tensor]) -> Packed:
+    sizes, order = torch.tensor([len(r) for r in rows]), torch.cat(list(rows))
+    return Packed(file.x[order], file.y[order], torch.cumsum(sizes, 0) - sizes, sizes)

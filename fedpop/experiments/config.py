@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpop.data.csv_task import CsvTask
-from fedpop.data.image_task import ImageTask
+from fedpop.data.image_task import FullImageTask, ImageTask
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.errors import FedpopError, SettingsError
 from fedpop.experiments.comparison.terms import Source, Subject, Terms, check_labels, seeds_of
@@ -26,13 +26,19 @@ from fedpop.experiments.methods import Entry, entry_from
 from fedpop.federation.clients import Federation
 from fedpop.settings import require_whole
 
-KINDS: dict[str, Any] = {"synthetic": SyntheticTask, "images": ImageTask, "csv": CsvTask}
+KINDS: dict[str, Any] = {
+    "synthetic": SyntheticTask,
+    "images": ImageTask,
+    "full-images": FullImageTask,
+    "csv": CsvTask,
+}
 TASK: dict[str, dict[str, Any]] = {
     "synthetic": {"validation": 20, "new_clients": 0},
     "images": {"data": None, "new_clients": 0},
+    "full-images": {"data": None, "new_clients": 0},
     "csv": {"new_clients": 0},
 }
-"""Settings beside those of the task's class, with their defaults; None must be given."""
+"""Settings beside those of the task's class, with their defaults."""
 RUN = ("rounds", "passes", "seeds", "participation", "every", "last", "precision")
 TUNE = ("trials", "metric", "seed", "seeds", "rounds", "passes")
 
@@ -51,10 +57,8 @@ class Task(Source):
             clients = self.task.make(seed, self.more["validation"]).clients
             newcomers = self.task.newcomers(seed, new) if new else []
             return Subject(Federation.of(clients), newcomers, self.task.model(seed))
-        if self.kind == "images":
-            clients, newcomers = self.task.split(self.more["data"], seed, new)
-            return Subject(Federation.of(clients), newcomers, self.task.model(seed))
-        clients, newcomers = self.task.split(seed, new)
+        where = (self.more["data"],) if "data" in self.more else ()
+        clients, newcomers = self.task.split(*where, seed, new)
         return Subject(clients, newcomers, self.task.model(seed))
 
     def describe(self) -> dict[str, Any]:
@@ -142,8 +146,6 @@ def _task(raw: Mapping[str, Any], path: Path, data: str | Path | None) -> Task:
     settings = {k: v for k, v in table.items() if k in own}
     if data is not None and "data" in more:
         more["data"] = str(data)
-    if more.get("data", "") is None:
-        raise SettingsError(f"{where}: data is missing, the folder with the images")
     for name in ("data", "file"):  # beside the settings file, unless there is such a place from here
         place = more if name in more else settings
         if isinstance(place.get(name), str) and data is None:

@@ -23,7 +23,7 @@ from fedpop.client.final import Final
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.client.phi_step import PhiStep
 from fedpop.data.image_task import ImageTask
-from fedpop.data.images import open_images
+from fedpop.data.images import prepare
 from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.runner import Job
 from fedpop.kernels import HMC, Exponential
@@ -134,7 +134,7 @@ def judged(population: Population, split: str) -> dict[str, float]:
     return {f"{split}_{name}": value for name, value in out.items()}
 
 
-def job(images: str, name: str, seed: int, folder: str) -> list[Record]:
+def job(images: str, name: str, seed: int, folder: str | None) -> list[Record]:
     """The records of one variant on one set of images and one seed."""
     torch.set_num_threads(1)
     task, variant = ImageTask(images), ALL[name]
@@ -177,11 +177,11 @@ def methods_of(name: str) -> tuple[str, ...]:
 
 def jobs(asked: Asked) -> list[Job]:
     for images in IMAGES:
-        open_images(images, asked.data)  # missing files are told before hours of work
+        prepare(images, asked.data)
     return [
         Job(
             job,
-            (images, name, seed, str(asked.data)),
+            (images, name, seed, asked.data and str(asked.data)),
             f"{images}, {name}, seed {seed}",
             setting_of(ImageTask(images)),
             seed,
@@ -343,7 +343,7 @@ def page(results: Results) -> Page:
 EXPERIMENT = Experiment(
     name=NAME,
     seeds=3,
-    data="cifar10/ (Parquet) and mnist/ (IDX)",
+    data="cifar10 and mnist",
     jobs=jobs,
     sheets=sheets,
     page=page,

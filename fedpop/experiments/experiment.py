@@ -23,7 +23,8 @@ class Asked:
     folder: Path
     """Where the records go."""
     seeds: int = 0
-    data: Path = Path()
+    data: Path | None = None
+    """The folder in which data are looked for first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Experiment(Report):
     seeds: int | None
     """How many unless told; None where the experiment has seeds of its own."""
     data: str = ""
-    """What the folder of data must hold, where one is needed."""
+    """Which sets of images it needs, where it needs any."""
 
     def asked(self, out: Path | None = None, seeds: int | None = None, data: Path | None = None) -> Asked:
         """The words, checked, with this experiment's defaults."""
@@ -42,12 +43,10 @@ class Experiment(Report):
             raise SettingsError(f"{self.name} knows its seeds by itself: leave out --seeds")
         if seeds is not None and seeds < 1:
             raise SettingsError(f"--seeds must be at least 1, not {seeds}")
-        if self.data and data is None:
-            raise SettingsError(f"{self.name} needs --data DIR, a folder with {self.data}")
         if data is not None and not self.data:
-            raise SettingsError(f"{self.name} draws its own data: leave out --data")
+            raise SettingsError(f"{self.name} draws its own data: leave out --data-dir")
         chosen = (self.seeds or 0) if seeds is None else seeds
-        return Asked(out or Path("results") / self.name, chosen, data or Path())
+        return Asked(out or Path("results") / self.name, chosen, data)
 
     def run(
         self,

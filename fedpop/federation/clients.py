@@ -122,8 +122,7 @@ class Federation:
         if isinstance(clients, Mapping):
             named = [(str(name), value) for name, value in clients.items()]
         elif isinstance(clients, Sequence) and not isinstance(clients, str | bytes):
-            width = len(str(max(len(clients) - 1, 0)))
-            named = [(f"client-{i:0{width}d}", value) for i, value in enumerate(clients)]
+            named = list(zip(numbered(len(clients)), clients, strict=True))
         else:
             raise DataError(
                 "clients must be a list of (x, y), a mapping name -> (x, y), a list of Datasets or a "
@@ -270,6 +269,12 @@ class Federation:
                 digest.update(str((tuple(tensor.shape), str(tensor.dtype))).encode())
                 digest.update(tensor.detach().cpu().contiguous().numpy().data)  # no copy
         return digest.hexdigest()[:32]
+
+
+def numbered(count: int) -> list[str]:
+    """Names for clients that have none."""
+    width = len(str(max(count - 1, 0)))
+    return [f"client-{i:0{width}d}" for i in range(count)]
 
 
 def _as_client(value: Any, where: str) -> Client:

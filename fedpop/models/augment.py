@@ -13,8 +13,9 @@ from fedpop.models.modules import KeyedLayer
 class CropFlip(KeyedLayer):
     """A random shift by up to ``padding`` pixels and, if ``flip``, a random mirror image.
 
-    Put it first in a backbone. Like dropout it acts only in training rounds; the same example is
-    shifted differently in every round, and the same way whenever a run is repeated or resumed.
+    Put it first in a backbone, or after ``Standardise``: what comes in from outside is zero, which there is
+    the mean pixel. Like dropout it acts only in training rounds; the same example is shifted differently in
+    every round, and the same way whenever a run is repeated or resumed.
 
     >>> import torch
     >>> from torch import nn
@@ -46,7 +47,10 @@ class CropFlip(KeyedLayer):
             mirrored = (words[:, 2:] >= 2**31).expand_as(columns)
             columns = torch.where(mirrored, width - 1 - columns, columns)
         columns = columns + shift[:, 1:2]
-        # Gathered in the order in which convolutions read memory on a CPU (channels last).
+        # Whole pixels are copied, in the order in which convolutions read memory on a CPU (channels last).
         wide = pad(x, (self.padding,) * 4).permute(0, 2, 3, 1)
+        tall, broad = wide.shape[1:3]
         image = torch.arange(n, device=x.device)[:, None, None]
-        return wide[image, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+        pixel = (image * tall + rows[:, :, None]) * broad + columns[:, None, :]
+        cut = wide.reshape(-1, wide.shape[3]).index_select(0, pixel.reshape(-1))
+        return cut.reshape(n, height, width, -1).permute(0, 3, 1, 2)

@@ -214,6 +214,12 @@ class Model(ABC):
         views = self.phi_layout.views(phi)
         return {name: views[f"likelihood.{name}"] for name in names}
 
+    @property
+    def weights(self) -> int:
+        """How many of phi's coordinates, the first ones, are weights: a likelihood's own parameters follow
+        them, which weight decay leaves alone."""
+        return self.phi_layout.size - sum(n.startswith("likelihood.") for n in self.phi_layout.names)
+
     def with_noise(self, variance: float) -> Self:
         """This model with another noise variance in the place of the one that was given."""
         out = copy.copy(self)

@@ -19,7 +19,15 @@ from fedpop.models.base import (
 )
 from fedpop.models.flat import Layout
 from fedpop.models.likelihoods import Likelihood
-from fedpop.models.modules import RowKeys, call, dropout_rows, federated, has_dropout, is_hooked
+from fedpop.models.modules import (
+    RowKeys,
+    buffers_as,
+    call,
+    dropout_rows,
+    federated,
+    has_dropout,
+    is_hooked,
+)
 from fedpop.models.network import NetworkPass
 
 FEW = 8
@@ -124,7 +132,8 @@ class Composition(Model):
 
     def _backbone_views(self, phi: Tensor) -> dict[str, Tensor]:
         views = self.phi_layout.views(phi)
-        return {name: views[f"backbone.{name}"] for name in self._shared}
+        shared = {name: views[f"backbone.{name}"] for name in self._shared}
+        return shared if phi.dtype == self.dtype else shared | buffers_as(self.backbone, phi.dtype)
 
     def embed(self, phi: Tensor, x: Inputs, rows: RowKeys | None = None) -> Tensor:
         views, (random, fixed) = self._backbone_views(phi), self._parts(x)

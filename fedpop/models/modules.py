@@ -149,6 +149,11 @@ def is_convolutional(module: nn.Module) -> bool:
     return any(isinstance(m, nn.Conv2d) for m in module.modules())
 
 
+def buffers_as(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A module's constants in another type, for a pass with parameters of that type."""
+    return {n: b.to(dtype) for n, b in module.named_buffers() if b.is_floating_point()}
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Whether calling it does more than its ``forward``."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -21,7 +21,11 @@ from fedpop.models.composition import Composition
 from fedpop.models.custom import CustomModel
 from fedpop.models.modules import KeyedDropout
 from fedpop.models.split import Split
+from fedpop.models.standardise import Standardise
 from fedpop.settings import describe
+
+OURS: dict[str, type[nn.Module]] = {"CropFlip": CropFlip, "Standardise": Standardise}
+"""Layers of fedpop's own that a file can hold beside torch's."""
 
 
 @describe.register
@@ -117,8 +121,10 @@ def module_spec(module: nn.Module) -> dict[str, Any] | None:
         return {"class": "Dropout2d" if module.channels else "Dropout", "args": {"p": module.p}}
     if isinstance(module, CropFlip):
         return {"class": "CropFlip", "args": {"padding": module.padding, "flip": module.flip}}
+    if isinstance(module, Standardise):
+        return {"class": "Standardise", "args": {"mean": list(module.mean), "sd": list(module.sd)}}
     cls = type(module)
-    if getattr(nn, cls.__name__, None) is not cls or any(True for _ in module.buffers()):
+    if getattr(nn, cls.__name__, None) is not cls or any(True for _ in module.buffers(recurse=False)):
         return None  # buffers (running statistics, say) are not part of theta
     if any(not p.requires_grad for p in module.parameters()):
         return None  # frozen weights are not part of theta either
@@ -147,8 +153,8 @@ def module_spec(module: nn.Module) -> dict[str, Any] | None:
 
 
 def module_from(spec: dict[str, Any]) -> nn.Module:
-    if spec["class"] == "CropFlip":
-        return CropFlip(**spec["args"])
+    if spec["class"] in OURS:
+        return OURS[spec["class"]](**spec["args"])
     cls = getattr(nn, spec["class"], None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise CheckpointError(f"{spec['class']!r} is not a layer of torch.nn")

@@ -23,7 +23,7 @@ from fedpop.models.base import (
 from fedpop.models.composition import _outputs_of
 from fedpop.models.flat import Layout
 from fedpop.models.likelihoods import Likelihood
-from fedpop.models.modules import RowKeys, call, dropout_rows, federated, has_dropout
+from fedpop.models.modules import RowKeys, buffers_as, call, dropout_rows, federated, has_dropout
 from fedpop.models.network import NetworkPass
 
 
@@ -124,7 +124,8 @@ class Split(Model):
 
     def _tensors(self, phi: Tensor, z: Tensor) -> dict[str, Tensor]:
         shared = self.phi_layout.views(phi)
-        return {n: shared[n] for n in self._shared} | self.z_layout.views(z)
+        tensors = {n: shared[n] for n in self._shared} | self.z_layout.views(z)
+        return tensors if phi.dtype == self.dtype else tensors | buffers_as(self.module, phi.dtype)
 
     def _look(self, x: Inputs, phi: Tensor) -> None:
         if self._last is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
 # One colour per method, told apart by people who do not see red and green apart (Okabe and Ito).
@@ -78,6 +79,21 @@ def log_x_axis(axes: Axes) -> None:
     axes.xaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
     axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
     axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def root_scale(most: float) -> Normalize:
+    """Shades by square roots, so that one large number does not make all others alike."""
+    from matplotlib.colors import PowerNorm
+
+    return PowerNorm(0.5, 0, most)
+
+
+def image_of(figure: Figure, form: str) -> bytes:
+    """The figure as the content of a file of this form."""
+    buffer = io.BytesIO()
+    stamp = {} if form == "png" else {"CreationDate" if form == "pdf" else "Date": None}
+    figure.savefig(buffer, format=form, metadata=stamp, dpi=160)
+    return buffer.getvalue()
 
 
 def svg_of(figure: Figure, tight: bool = True) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -23,6 +23,11 @@ class Optimiser(Setting, ABC):
     schedule: Schedule
     averages: ClassVar[bool] = False
     """Its gradient is the clients' mean move rather than a sum of gradients."""
+
+    def for_weights(self, count: int) -> Optimiser:
+        """This rule where the first ``count`` coordinates are weights; those after them are a likelihood's
+        own parameters, which no weight decay should touch."""
+        return self
 
     @abstractmethod
     def init(self, x: Tensor) -> OptimiserState: ...
@@ -107,6 +112,39 @@ class Adam(Optimiser):
         rate = self.rate * self.schedule.factor(k, rounds) * unbiased
         new = torch.addcmul(x, unit, move, value=rate)
         return new, {"first": first, "second": second, "count": count}
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """Adam with weight decay beside it: x shrinks by ``rate * decay`` of itself in every step, whatever the
+    gradient is. It follows the schedule as the rate does. ``weights`` is how many of the first coordinates
+    decay; None is all of them.
+
+    >>> import torch
+    >>> step, x = AdamW(rate=0.1, decay=0.5), torch.tensor([2.0])
+    >>> step.step(x, torch.zeros(1), step.init(x), torch.ones(1), 0, 10)[0]
+    tensor([1.9000])
+    """
+
+    decay: float = 0.01
+    weights: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.rate * self.decay < 1:
+            raise SettingsError(
+                f"a step shrinks x by rate * decay, which lies in [0, 1), not {self.rate * self.decay:g}"
+            )
+
+    def for_weights(self, count: int) -> Optimiser:
+        return replace(self, weights=count)
+
+    def step(
+        self, x: Tensor, grad: Tensor, state: OptimiserState, unit: Tensor, k: int, rounds: Rounds
+    ) -> tuple[Tensor, OptimiserState]:
+        kept = torch.ones_like(x)
+        kept[: self.weights] -= self.rate * self.schedule.factor(k, rounds) * self.decay
+        return super().step(kept * x, grad, state, unit, k, rounds)
 
 
 @dataclass(frozen=True)

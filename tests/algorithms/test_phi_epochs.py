@@ -72,6 +72,25 @@ def test_one_full_batch_step_sends_the_gradient_itself(likelihood: str, rate: fl
     assert float(other["examples"]) == 12
 
 
+@pytest.mark.parametrize("likelihood", ["categorical", "normal"])
+def test_weight_decay_adds_its_gradient_to_every_clients_step(likelihood: str) -> None:
+    """One full-batch step of the mean loss with decay/2 norm(phi)^2 sends J_i - n_i decay phi; the noise of
+    normal targets is no weight."""
+    if likelihood == "categorical":
+        model, clients = network(), labelled()
+    else:
+        parts = (seeded(nn.Linear(3, 2).to(WIDE), 1), seeded(nn.Linear(2, 1).to(WIDE), 2, 0.1))
+        model, clients = fp.Composition(*parts, "normal"), counted()
+    method = fp.FedSOUL(model, engine="sampled", prior=fp.priors.Normal(scale=0.5), start="random")
+    told = []
+    for decay in (0.0, 0.7):
+        local = fp.LocalSGD(rate=0.3, decay=decay)
+        told.append(message(method.replace(phi_step=fp.steps.PhiStep(fp.steps.Adam(), local=local)), clients))
+    phi = model.initial_phi()
+    weights = torch.arange(len(phi)) < model.weights
+    torch.testing.assert_close(told[1]["J"], told[0]["J"] - 12 * 0.7 * phi * weights, rtol=1e-9, atol=1e-11)
+
+
 def test_more_steps_send_something_else() -> None:
     method = fp.FedSOUL(network(), prior=fp.priors.Normal(scale=0.5))
     one, two = (message(method.replace(phi_step=local_steps(epochs=e)), labelled())["J"] for e in (1, 2))

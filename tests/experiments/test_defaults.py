@@ -13,7 +13,7 @@ from fedpop.cli import main
 from fedpop.data.image_task import ImageTask
 from fedpop.experiments import defaults
 from fedpop.report.results import Results, record
-from tests.data.test_images import real
+from tests.data.files import real
 from tests.helpers import generator
 
 

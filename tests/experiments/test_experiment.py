@@ -30,7 +30,7 @@ def instance(name: str) -> Experiment:
 @pytest.fixture
 def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the jobs of every experiment can be built: no images are read, and one seed has missed."""
-    monkeypatch.setattr(defaults, "open_images", lambda *_: None)
+    monkeypatch.setattr(defaults, "prepare", lambda *_: None)
     missed = record("synthetic", setting_of(TASKS[0]), "FedSOUL", 4, {"local_optimum": 1.0}, {}, {})
     Results(tmp_path / "synthetic").add([missed])
     return tmp_path
@@ -41,7 +41,7 @@ def words(name: str, room: Path) -> list[str]:
     own = instance(name)
     out = ["experiment", name, "--out", str(room / name), "--processes", "3"]
     out += [] if own.seeds is None else ["--seeds", "2"]
-    return out + (["--data", str(room)] if own.data else [])
+    return out + (["--data-dir", str(room)] if own.data else [])
 
 
 # --- one place ---------------------------------------------------------------------------------
@@ -136,11 +136,9 @@ def test_a_word_that_an_experiment_cannot_use_is_refused(
     name: str, room: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = ("--out", str(room / name))
-    if instance(name).data:
-        assert f"{name} needs --data DIR, a folder with cifar10/" in refused(capsys, name, *out)
-    else:
-        told = refused(capsys, name, *out, "--data", str(room))
-        assert told == f"fedpop: {name} draws its own data: leave out --data\n"
+    if not instance(name).data:
+        told = refused(capsys, name, *out, "--data-dir", str(room))
+        assert told == f"fedpop: {name} draws its own data: leave out --data-dir\n"
     if instance(name).seeds is None:
         assert "leave out --seeds" in refused(capsys, name, *out, "--seeds", "2")
     assert not (room / name / "results.md").exists()
@@ -161,8 +159,10 @@ def test_impossible_words_are_told(
 
 
 def test_missing_images_are_told_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = refused(capsys, "defaults", "--out", str(tmp_path / "out"), "--data", str(tmp_path / "none"))
-    assert "cifar10" in told
+    none = str(tmp_path / "none")
+    told = refused(capsys, "defaults", "--out", str(tmp_path / "out"), "--data-dir", none)
+    assert f"in {none}/cifar10 (the folder given)" in told
+    assert not (tmp_path / "out" / "results.md").exists()
 
 
 def test_a_folder_of_another_experiment_is_left_alone(room: Path, capsys: pytest.CaptureFixture[str]) -> None:

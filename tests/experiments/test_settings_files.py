@@ -16,7 +16,7 @@ from fedpop.experiments.comparison.run import fitted
 from fedpop.experiments.config import config_from, read_config, to_toml
 from fedpop.experiments.methods import method_from
 from fedpop.report.results import Results
-from tests.data.test_images import real
+from tests.data.files import mnist, real
 from tests.helpers import generator, linear_model
 
 SMALL = {
@@ -51,6 +51,27 @@ def test_a_file_is_compared_with_one_command(tmp_path, capsys):
     step = records[1]["config"]["phi_step"]
     assert (step["kind"], step["rate"]) == ("Adam", 0.05)
     assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_all_images_of_a_set_are_a_task_of_their_own(tmp_path):
+    task = {
+        "kind": "full-images",
+        "images": "mnist",
+        "classes": 5,
+        "b": 4,
+        "validation": 0.2,
+        "new_clients": 1,
+    }
+    config = config_from(changed(task=task), tmp_path / "full.toml", data=mnist(tmp_path))
+    subject = config.task.make(0)
+    assert {s: p.sizes.tolist() for s, p in subject.clients.splits.items()} == {
+        "train": [8] * 3,
+        "validation": [2] * 3,
+        "test": [5] * 3,
+    }
+    assert len(subject.newcomers) == 1
+    assert "data" not in config.task.describe()
+    assert config_from(changed(task=task), tmp_path / "full.toml").task.more["data"] is None  # looked for
 
 
 def test_a_comparison_over_processes_gives_the_same_numbers(tmp_path):
@@ -121,7 +142,10 @@ def test_mistakes_in_a_method_name_the_file_the_method_and_the_key(method, told)
         ({"phi_step": {"kind": "PhiStep", "local": {"epochs": 0}}}, "phi_step.local: epochs must be"),
         ({"phi_step": {"kind": "PhiStep", "local": {}, "batch": 2}}, "phi_step: a batch of local epochs"),
         ({"phi_step": {"kind": "EM"}}, "phi_step takes PhiStep or Optimiser, not EM"),
-        ({"phi_step": {"kind": ["Adam"]}}, "phi_step: unknown kind .*Adam.*; known are Adam, MeanMove"),
+        (
+            {"phi_step": {"kind": ["Adam"]}},
+            "phi_step: unknown kind .*Adam.*; known are Adam, AdamW, MeanMove",
+        ),
         ({"phi_step": "adam"}, "phi_step is a table of settings"),
         ({"chain": 2}, "chain is a table of settings, chain = {...}, not 2"),
         ({"chain": {"chains": 0}}, "chain: chains must be 1 or more, not 0"),
@@ -332,10 +356,12 @@ def test_a_compressor_is_refused_in_the_words_of_the_method(monkeypatch):
 @pytest.mark.parametrize(
     ("tables", "told"),
     [
-        ({"task": {"kind": "pictures"}}, r"\[task\]: kind is one of synthetic, images, csv, not 'pictures'"),
+        (
+            {"task": {"kind": "pictures"}},
+            r"\[task\]: kind is one of synthetic, images, full-images, csv, not 'pictures'",
+        ),
         ({"task": {"kind": "synthetic", "bb": 3}}, r"\[task\]: unknown setting 'bb'; known are kind, b,"),
         ({"task": {"kind": "synthetic", "d": 3, "k": 2}}, r"\[task\]: .*d at most k"),
-        ({"task": {"kind": "images"}}, "data is missing"),
         ({"run": {"round": 3}}, r"\[run\]: unknown setting 'round'; known are rounds"),
         ({"run": {"rounds": 3, "passes": 4}}, r"\[run\]: .*not both"),
         ({"run": {"rounds": "3"}}, r"\[run\]: rounds must be a whole number"),
@@ -409,7 +435,7 @@ def test_new_image_clients_share_no_image_with_anybody():
     folder = real("mnist")
     known, new = task.split(folder, 0, new=3)
     alone = task.make(folder, 0)
-    assert all(torch.equal(a.x, b.x) for a, b in zip(known, alone, strict=True))
+    assert torch.equal(known.train.x, alone.train.x)
     assert [len(c.y) for c in new] == [3, 3, 3]
-    held = {tuple(x.flatten().tolist()) for c in known for x in (*c.x, *c.validation[0])}
+    held = {tuple(x.flatten().tolist()) for s in ("train", "validation") for x in known.splits[s].x}
     assert not any(tuple(x.flatten().tolist()) in held for c in new for x in c.x)

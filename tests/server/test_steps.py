@@ -53,6 +53,8 @@ def test_em_rates_fall_in_the_second_half() -> None:
         lambda: fp.steps.SGD(-1.0),
         lambda: fp.steps.Adam(0.0),
         lambda: fp.steps.Adam(beta1=1.0),
+        lambda: fp.steps.AdamW(decay=-0.1),
+        lambda: fp.steps.AdamW(0.5, decay=2.0),
         lambda: fp.steps.Adam(beta2=-0.1),
         lambda: fp.steps.EM(1.5),
         lambda: fp.steps.EM(0.1, 0.5),
@@ -99,6 +101,52 @@ def test_adam_is_torchs_adam_in_relative_units(betas: tuple[float, float]) -> No
         adam.step()
         torch.testing.assert_close(x, torch.cat(theirs).detach())
     assert float(x[3]) == 1.0  # a coordinate that never had a gradient stays
+
+
+def test_adamw_is_torchs_adamw_in_relative_units() -> None:
+    """A step shrinks x by rate * decay of itself, whatever its unit; torch's is per unit of its rate."""
+    unit = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=WIDE)
+    mine = fp.steps.AdamW(0.1, fp.steps.Polynomial(0.5), decay=0.3)
+    x, state = torch.ones(4, dtype=WIDE), mine.init(torch.ones(4, dtype=WIDE))
+    theirs = [torch.ones(1, dtype=WIDE, requires_grad=True) for _ in range(4)]
+    groups = [{"params": [p], "weight_decay": 0.3 / float(u)} for p, u in zip(theirs, unit, strict=True)]
+    adam = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-30, maximize=True)
+    for k, g in enumerate(gradients()):
+        x, state = mine.step(x, g, state, unit, k, 15)
+        for group, u, p, one in zip(adam.param_groups, unit, theirs, g, strict=True):
+            group["lr"] = 0.1 * float(u) * (1 + k) ** -0.5
+            p.grad = one.reshape(1)
+        adam.step()
+        torch.testing.assert_close(x, torch.cat(theirs).detach())
+
+
+def test_adamw_without_decay_is_adam_and_spares_what_is_no_weight() -> None:
+    x, unit, g = torch.ones(4, dtype=WIDE), torch.ones(4, dtype=WIDE), gradients(1)[0]
+    adam, none, some = fp.steps.Adam(0.1), fp.steps.AdamW(0.1, decay=0.0), fp.steps.AdamW(0.1, decay=0.5)
+    plain = adam.step(x, g, adam.init(x), unit, 0, 9)[0]
+    assert torch.equal(none.step(x, g, none.init(x), unit, 0, 9)[0], plain)
+    assert adam.for_weights(2) is adam
+    spared = some.for_weights(3).step(x, g, some.init(x), unit, 0, 9)[0]
+    torch.testing.assert_close(plain - spared, torch.tensor([0.05, 0.05, 0.05, 0.0], dtype=WIDE))
+
+
+def test_adamw_on_the_server_decays_weights_and_not_the_noise() -> None:
+    """One round from the same start: the same move, and every weight less by rate * decay of itself."""
+    g = generator(0)
+    clients = [(torch.randn(6, 3, generator=g), torch.randn(6, generator=g)) for _ in range(3)]
+    body = seeded(nn.Sequential(nn.Linear(3, 2), nn.Tanh()), 1)
+    model = fp.Composition(body, seeded(nn.Linear(2, 1), 2), "normal")
+    assert model.weights == model.phi_layout.size - 1  # the noise is learned
+    ends = []
+    for step in (fp.steps.Adam(0.01), fp.steps.AdamW(0.01, decay=2.0)):
+        method = fp.FedSOUL(
+            model, engine="sampled", start="random", phi_step=step, average=fp.steps.Averaging("last")
+        )
+        ends.append(method.fit(clients, rounds=1, progress=False).published["phi"])
+    gap = ends[0] - ends[1]
+    start = model.initial_phi()
+    torch.testing.assert_close(gap[:-1], 0.02 * start[:-1], rtol=1e-4, atol=1e-6)
+    assert float(gap[-1]) == 0
 
 
 def test_adam_does_not_depend_on_the_scale_of_the_gradient() -> None:

@@ -1,4 +1,4 @@
-"""Labelled examples dealt out to clients: so many classes each, so many examples each, nothing twice."""
+"""So many classes for each client, and so many examples, nothing twice."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
+from fedpop.federation.partitions.base import Partition, Scheme, kinds_for, shuffled_by_class
 from fedpop.keys import Key
 
 
 @dataclass(frozen=True)
-class ByClass:
+class ByClass(Scheme):
     """Client i holds ``sizes[i]`` examples of ``classes`` classes, as evenly as can be.
 
     Classes are dealt like cards, so that all are held by about equally many clients. No example goes
@@ -37,13 +38,11 @@ class ByClass:
             raise SettingsError("a partition needs one size, 0 or more, for each client")
 
     def deal(self, labels: Tensor, seed: int) -> Partition:
-        """Rows of ``labels`` for each client; what is left over goes to no client."""
+        """What is left over goes to no client."""
         key = Key(seed, purpose="partition")
-        kinds = int(labels.max()) + 1
-        if self.classes > kinds:
-            raise SettingsError(f"{self.classes} classes per client asked for, but there are only {kinds}")
+        kinds = kinds_for(self.classes, labels)
         held = self._hands(kinds, key)
-        decks = _shuffled_by_class(labels, key.at(purpose="rows"))
+        decks = shuffled_by_class(labels, key.at(purpose="rows"))
         used = [0] * kinds
         rows = []
         for classes, size in zip(held, self.sizes, strict=True):
@@ -76,38 +75,3 @@ class ByClass:
                 hand.append(deck.pop(next(i for i, c in enumerate(deck) if c not in hand)))
             hands.append(tuple(hand))
         return hands
-
-
-@dataclass(frozen=True)
-class Partition:
-    """Rows and classes of each client, and the rows that no client holds."""
-
-    rows: tuple[Tensor, ...]
-    classes: tuple[tuple[int, ...], ...]
-    rest: Tensor
-
-    def draw(
-        self, labels: Tensor, size: int, seed: int, purpose: str, among: Tensor | None = None
-    ) -> Partition:
-        """For each client ``size`` rows of its own classes, evenly: a test set from other examples, or a
-        validation set ``among`` those that no client holds. Clients may share rows."""
-        pool = torch.arange(len(labels)) if among is None else among
-        key = Key(seed, purpose=f"partition.{purpose}")
-        out = []
-        for i, classes in enumerate(self.classes):
-            mine = []
-            for j, c in enumerate(classes):
-                rows = pool[labels[pool] == c]
-                take = size // len(classes) + (j < size % len(classes))
-                if take > len(rows):
-                    raise SettingsError(f"class {c} has {len(rows)} examples to draw from, not {take}")
-                u = key.at(purpose=str(c)).uniform(torch.tensor([i]), (len(rows),))[0]
-                mine.append(rows[torch.topk(u, take, largest=False).indices])
-            out.append(torch.cat(mine).sort().values)
-        return Partition(tuple(out), self.classes, self.rest)
-
-
-def _shuffled_by_class(labels: Tensor, key: Key) -> list[Tensor]:
-    u = key.uniform(key.server(), (len(labels),), torch.float64)[0]
-    order = u.argsort()
-    return [order[labels[order] == c] for c in range(int(labels.max()) + 1)]

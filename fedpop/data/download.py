@@ -1,0 +1,107 @@
+"""Published files fetched whole or not at all: into a partial file, resumed, and named only when its digest
+is right."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import re
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import BinaryIO
+
+from fedpop.data.catalogue import Remote
+from fedpop.data.formats.decoded import Watch, unwatched
+from fedpop.errors import DataError
+from fedpop.files import writable_folder
+from fedpop.version import __version__
+
+CHUNK = 1 << 20
+PATIENCE = 30.0
+"""Seconds of silence after which a server is given up."""
+
+
+def digest_of(path: Path, kind: str = "sha256") -> str:
+    """``kind:`` and the digest of a file in hexadecimal digits."""
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False))
+    return f"{kind}:{found.hexdigest()}"
+
+
+def fetch(remote: Remote, folder: Path, watch: Watch = unwatched) -> Path:
+    """The file in this folder, fetched from the first of its homes that has it, unless it is there whole."""
+    target = folder / remote.file
+    if target.is_file() and digest_of(target, remote.kind) == remote.digest:
+        return target
+    writable_folder(folder)
+    failures = []
+    for home in remote.homes:
+        try:
+            return _from(home + remote.file, target, remote, watch)
+        except DataError as error:
+            failures.append(str(error))
+    raise DataError("; ".join(failures))
+
+
+def _from(url: str, target: Path, remote: Remote, watch: Watch) -> Path:
+    part = target.with_name(f".{target.name}.part")
+    resumed = part.is_file() and part.stat().st_size > 0
+    _receive(url, part, watch)
+    if digest_of(part, remote.kind) != remote.digest and resumed:
+        part.unlink()  # the beginning may have been another file's: once more from the start
+        _receive(url, part, watch)
+    if digest_of(part, remote.kind) != remote.digest:
+        part.unlink()
+        raise DataError(f"{url} is not the published file: its {remote.kind} is another one")
+    os.replace(part, target)
+    return target
+
+
+def _receive(url: str, part: Path, watch: Watch) -> None:
+    """Bytes of a file after those that are there; what came stays, so that the next try goes on."""
+    have = part.stat().st_size if part.is_file() else 0
+    asked = {"User-Agent": f"fedpop/{__version__}"} | ({"Range": f"bytes={have}-"} if have else {})
+    request = urllib.request.Request(url, headers=asked)
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            start, total = _span(answer.status, answer.headers, have)
+            with part.open("ab" if start else "wb") as file:
+                got = start + _copy(
+                    answer, file, target=part.name[1:-5], start=start, total=total, watch=watch
+                )
+    except urllib.error.HTTPError as error:
+        if error.code == 416 and have:  # all of it is there already, or it is not this file
+            return
+        raise DataError(f"{url} answered {error.code} {error.reason}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise DataError(f"{url} could not be fetched ({_reason(error)})") from error
+    if total and got != total:
+        raise DataError(f"{url} broke off after {got} of {total} bytes; the next try goes on from there")
+
+
+def _span(status: int, headers: http.client.HTTPMessage, have: int) -> tuple[int, int]:
+    """Where the answer begins, and how long the whole file is (0: not said)."""
+    match = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", headers.get("Content-Range", ""))
+    if status == 206 and match and int(match[1]) == have:
+        return have, int(match[2])
+    if status == 206:
+        raise OSError(f"the server sent another part than the one from byte {have}")
+    return 0, int(headers.get("Content-Length", 0))
+
+
+def _copy(
+    answer: http.client.HTTPResponse, file: BinaryIO, *, target: str, start: int, total: int, watch: Watch
+) -> int:
+    got = 0
+    while block := answer.read(CHUNK):
+        file.write(block)
+        got += len(block)
+        watch(f"fetching {target}", start + got, total)
+    return got
+
+
+def _reason(error: Exception) -> str:
+    inner = getattr(error, "reason", None)
+    return str(inner or error or type(error).__name__)

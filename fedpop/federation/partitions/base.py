@@ -1,0 +1,155 @@
+"""What a partition is, and what is made of it: other examples dealt alike, some set aside."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpop.errors import SettingsError
+from fedpop.keys import Key
+
+
+def share_sizes(b: int, share_small: float, n_small: int, n_large: int) -> tuple[int, ...]:
+    """The paper's sizes: this share of b clients has ``n_small`` examples, the others ``n_large``.
+
+    >>> share_sizes(4, 0.5, 5, 25)
+    (5, 5, 25, 25)
+    """
+    if b < 1 or not 0 <= share_small <= 1 or min(n_small, n_large) < 0:
+        raise SettingsError("there is at least one client, a share lies in [0, 1], sizes are 0 or more")
+    small = round(share_small * b)
+    return (n_small,) * small + (n_large,) * (b - small)
+
+
+class Scheme(ABC):
+    """A rule by which examples are dealt to clients."""
+
+    @abstractmethod
+    def deal(self, labels: Tensor, seed: int) -> Partition:
+        """Rows of ``labels`` for each client."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Rows and classes of each client, and the rows that no client holds.
+
+    >>> import torch
+    >>> Partition((torch.tensor([0, 2]),), ((1,),), torch.tensor([1])).sizes
+    (2,)
+    """
+
+    rows: tuple[Tensor, ...]
+    classes: tuple[tuple[int, ...], ...]
+    rest: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Tensor], labels: Tensor) -> Partition:
+        """From each client's rows; its classes are those that it has examples of."""
+        held = tuple(r.sort().values for r in rows)
+        taken = torch.zeros(len(labels), dtype=torch.bool)
+        taken[torch.cat(held)] = True
+        classes = tuple(tuple(labels[r].unique().tolist()) for r in held)
+        return cls(held, classes, (~taken).nonzero().squeeze(1))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(len(r) for r in self.rows)
+
+    def counts(self, labels: Tensor) -> Tensor:
+        """How many examples of each class each client holds, ``[b, classes]``."""
+        kinds = int(labels.max()) + 1
+        return torch.stack([torch.bincount(labels[r], minlength=kinds) for r in self.rows])
+
+    def draw(
+        self, labels: Tensor, size: int, seed: int, purpose: str, among: Tensor | None = None
+    ) -> Partition:
+        """For each client ``size`` rows of its own classes, evenly: a test set from other examples, or a
+        validation set ``among`` those that no client holds. Clients may share rows."""
+        pool = torch.arange(len(labels)) if among is None else among
+        key = Key(seed, purpose=f"partition.{purpose}")
+        pools: dict[int, Tensor] = {}
+        out = []
+        for i, classes in enumerate(self.classes):
+            mine = []
+            for j, c in enumerate(classes):
+                rows = pools.setdefault(c, pool[labels[pool] == c])
+                take = size // len(classes) + (j < size % len(classes))
+                if take > len(rows):
+                    raise SettingsError(f"class {c} has {len(rows)} examples to draw from, not {take}")
+                u = key.at(purpose=str(c)).uniform(torch.tensor([i]), (len(rows),))[0]
+                mine.append(rows[torch.topk(u, take, largest=False).indices])
+            out.append(torch.cat(mine).sort().values)
+        return Partition(tuple(out), self.classes, self.rest)
+
+    def alike(self, labels: Tensor, others: Tensor, seed: int, purpose: str = "test") -> Partition:
+        """All of ``others`` dealt among the same clients: each class in proportion to how many examples of
+        it a client holds here, where ``labels`` are those of the examples that were dealt here."""
+        key = Key(seed, purpose=f"partition.{purpose}")
+        counts = self.counts(labels)
+        decks = shuffled_by_class(others, key.at(purpose="rows"))
+        if len(decks) > counts.shape[1]:
+            raise SettingsError(f"these examples have {len(decks)} classes, those dealt {counts.shape[1]}")
+        mine: list[list[Tensor]] = [[] for _ in self.rows]
+        for c, deck in enumerate(decks):
+            if int(counts[:, c].sum()):
+                shares = apportioned(len(deck), counts[:, c], key.at(purpose=f"ties-{c}"))
+                for held, part in zip(mine, deck.split(shares), strict=True):
+                    held.append(part)
+        dealt = Partition.of([torch.cat(held) for held in mine], others)
+        return Partition(dealt.rows, self.classes, dealt.rest)
+
+    def held_out(self, labels: Tensor, share: float, seed: int) -> tuple[Partition, Partition]:
+        """This partition without a share of each client's examples, and those: of every class as many as
+        it has examples; a client keeps at least one."""
+        if not 0 <= share < 1:
+            raise SettingsError(f"the share that is held out lies in [0, 1), not {share}")
+        key = Key(seed, purpose="partition.held-out")
+        kept, out = [], []
+        for i, rows in enumerate(self.rows):
+            wanted = min(round(share * len(rows)), max(len(rows) - 1, 0))
+            decks = [rows[labels[rows] == c] for c in labels[rows].unique().tolist()]
+            own = key.at(purpose=str(i))
+            counts = torch.tensor([len(deck) for deck in decks])
+            takes = apportioned(wanted, counts, own.at(purpose="ties")) if decks else []
+            u = own.uniform(key.server(), (len(rows),), torch.float64)[0]
+            gone = torch.zeros(len(rows), dtype=torch.bool)
+            for deck, take in zip(decks, takes, strict=True):
+                places = torch.searchsorted(rows, deck)
+                gone[places[torch.topk(u[places], take, largest=False).indices]] = True
+            kept.append(rows[~gone])
+            out.append(rows[gone])
+        return Partition(tuple(kept), self.classes, self.rest), Partition(tuple(out), self.classes, self.rest)
+
+
+def kinds_for(classes: int, labels: Tensor) -> int:
+    """How many classes there are, if a client can hold so many different ones."""
+    if not len(labels) or int(labels.min()) < 0:
+        raise SettingsError("there must be examples to deal, with labels from 0 on")
+    kinds = int(labels.max()) + 1
+    if classes > kinds:
+        raise SettingsError(f"{classes} classes per client asked for, but there are only {kinds}")
+    return kinds
+
+
+def shuffled_by_class(labels: Tensor, key: Key) -> list[Tensor]:
+    """The rows of each class, in random order."""
+    u = key.uniform(key.server(), (len(labels),), torch.float64)[0]
+    order = u.argsort()
+    return [order[labels[order] == c] for c in range(int(labels.max()) + 1)]
+
+
+def apportioned(total: int, weights: Tensor, key: Key) -> list[int]:
+    """Whole numbers that add up to ``total``, in proportion to the weights as nearly as can be; the key
+    decides who is rounded up where remainders are the same."""
+    exact = weights.double() * (total / float(weights.sum()))
+    whole = exact.floor()
+    missing = total - int(whole.sum())
+    u = key.uniform(key.server(), (len(weights),), torch.float64)[0]
+    # Remainders that differ by rounding errors only are the same.
+    order = ((exact - whole).mul(1e6).round() + u * 0.5 - (weights == 0) * 1e9).argsort(descending=True)
+    whole[order[:missing]] += 1
+    return [int(n) for n in whole]

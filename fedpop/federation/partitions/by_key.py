@@ -1,0 +1,44 @@
+"""Clients that the data name themselves: a writer, a hospital, a device."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpop.errors import SettingsError
+from fedpop.federation.partitions.base import Partition, Scheme
+
+
+@dataclass(frozen=True)
+class ByKey(Scheme):
+    """One client for each different key; ``keys`` has one for every example. The seed changes nothing.
+
+    >>> import torch
+    >>> scheme = ByKey(["anna", "ben", "anna"])
+    >>> scheme.names, scheme.deal(torch.tensor([0, 1, 1]), seed=0).sizes
+    (('anna', 'ben'), (2, 1))
+    """
+
+    keys: Sequence[Hashable]
+
+    def __post_init__(self) -> None:
+        keys = self.keys.tolist() if isinstance(self.keys, Tensor) else self.keys
+        object.__setattr__(self, "keys", tuple(keys))
+        if not self.keys:
+            raise SettingsError("a partition by keys needs one key for every example")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The clients' names, in their order."""
+        return tuple(map(str, dict.fromkeys(self.keys)))
+
+    def deal(self, labels: Tensor, seed: int) -> Partition:
+        if len(self.keys) != len(labels):
+            raise SettingsError(f"there are {len(labels)} examples but {len(self.keys)} keys")
+        known = {key: i for i, key in enumerate(dict.fromkeys(self.keys))}
+        owner = torch.tensor([known[key] for key in self.keys])
+        rows = torch.argsort(owner, stable=True)
+        return Partition.of(rows.split(torch.bincount(owner).tolist()), labels)

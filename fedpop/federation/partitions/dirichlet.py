@@ -1,0 +1,82 @@
+"""Classes spread over clients in Dirichlet proportions: uneven in sizes and in what clients hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpop.errors import SettingsError
+from fedpop.federation.partitions.base import Partition, Scheme, apportioned, shuffled_by_class
+from fedpop.keys import Key
+from fedpop.settings import require_positive, require_whole
+
+ATTEMPTS = 100
+"""Draws after which it is given up that every client gets enough examples."""
+
+
+@dataclass(frozen=True)
+class Dirichlet(Scheme):
+    """The examples of each class go to ``b`` clients in proportions drawn from Dirichlet(alpha, ..., alpha):
+    a small alpha gives each class to few clients. Drawn anew until everybody has ``least`` examples.
+
+    >>> import torch
+    >>> labels = torch.arange(3).repeat(40)
+    >>> parts = Dirichlet(b=4, alpha=0.5).deal(labels, seed=0)
+    >>> sum(parts.sizes), len(parts.rest)
+    (120, 0)
+    """
+
+    b: int
+    alpha: float
+    least: int = 1
+
+    def __post_init__(self) -> None:
+        require_whole(1, b=self.b)
+        if self.least < 0:
+            raise SettingsError(f"the least size of a client is 0 or more, not {self.least}")
+        require_positive(alpha=self.alpha)
+
+    def deal(self, labels: Tensor, seed: int) -> Partition:
+        if self.b * self.least > len(labels):
+            raise SettingsError(
+                f"{self.b} clients with at least {self.least} examples each need {self.b * self.least}, but "
+                f"there are {len(labels)}"
+            )
+        key = Key(seed, purpose="partition.dirichlet")
+        decks = shuffled_by_class(labels, key.at(purpose="rows"))
+        for attempt in range(ATTEMPTS):
+            now = key.at(purpose=f"attempt-{attempt}")
+            shares = [self._shares(deck, now.at(purpose=str(c))) for c, deck in enumerate(decks)]
+            if int(torch.tensor(shares).sum(0).min()) >= self.least:
+                parts = [deck.split(own) for deck, own in zip(decks, shares, strict=True)]
+                return Partition.of([torch.cat(mine) for mine in zip(*parts, strict=True)], labels)
+        raise SettingsError(
+            f"in {ATTEMPTS} draws with alpha={self.alpha:g} some client of {self.b} always had fewer than "
+            f"{self.least} examples; use a larger alpha, fewer clients, or a smaller least"
+        )
+
+    def _shares(self, deck: Tensor, key: Key) -> list[int]:
+        weights = (log_gamma_draws(self.alpha, self.b, key)).softmax(0)
+        return apportioned(len(deck), weights, key.at(purpose="ties"))
+
+
+def log_gamma_draws(shape: float, count: int, key: Key) -> Tensor:
+    """Logarithms of draws from Gamma(shape, 1), by Marsaglia and Tsang's rejection; those of a shape below
+    one are powers of uniform numbers times those of one more, which underflow unless they are logarithms."""
+    a = shape + (shape < 1)
+    d = a - 1 / 3
+    c = 1 / (9 * d) ** 0.5
+    out = torch.full((count,), torch.nan, dtype=torch.float64)
+    step = 0
+    while bool(out.isnan().any()):
+        x = key.at(purpose="normal").normal(key.server(), (count,), torch.float64, step)[0]
+        u = key.at(purpose="accept").uniform(key.server(), (count,), torch.float64, step)[0]
+        v = (1 + c * x) ** 3
+        good = (v > 0) & (u.log() < 0.5 * x * x + d - d * v + d * v.clamp(min=1e-300).log())
+        out = torch.where(out.isnan() & good, (d * v.clamp(min=1e-300)).log(), out)
+        step += 1
+    if shape < 1:
+        out = out + key.at(purpose="power").uniform(key.server(), (count,), torch.float64)[0].log() / shape
+    return out

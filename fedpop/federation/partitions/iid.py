@@ -1,0 +1,46 @@
+"""Clients alike: examples shuffled and dealt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpop.errors import SettingsError
+from fedpop.federation.partitions.base import Partition, Scheme, apportioned
+from fedpop.keys import Key
+from fedpop.settings import require_whole
+
+
+@dataclass(frozen=True)
+class IID(Scheme):
+    """All examples go to ``b`` clients at random, equally many to each, or ``sizes`` of them.
+
+    >>> import torch
+    >>> IID(b=3).deal(torch.zeros(10, dtype=torch.int64), seed=0).sizes
+    (4, 3, 3)
+    """
+
+    b: int
+    sizes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        require_whole(1, b=self.b)
+        if self.sizes is not None:
+            object.__setattr__(self, "sizes", tuple(int(n) for n in self.sizes))
+            if len(self.sizes) != self.b or min(self.sizes) < 0:
+                raise SettingsError(f"give one size, 0 or more, for each of {self.b} clients")
+
+    def deal(self, labels: Tensor, seed: int) -> Partition:
+        key = Key(seed, purpose="partition.iid")
+        n = len(labels)
+        sizes = (
+            apportioned(n, torch.ones(self.b), key.at(purpose="ties")) if self.sizes is None else self.sizes
+        )
+        if sum(sizes) > n:
+            raise SettingsError(f"clients ask for {sum(sizes)} examples, but there are {n}")
+        if self.b > n:
+            raise SettingsError(f"{n} examples are too few for {self.b} clients")
+        order = key.uniform(key.server(), (n,), torch.float64)[0].argsort()
+        return Partition.of(order[: sum(sizes)].split(list(sizes)), labels)

@@ -1,0 +1,128 @@
+"""Networks by name: backbones from images to features, and models with a keyed random start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from fedpop.errors import SettingsError
+from fedpop.keys import Key
+from fedpop.models.composition import Composition
+from fedpop.settings import require_one_of
+
+__all__ = ["build", "cnn", "lenet", "mlp", "redraw"]
+
+Shape = tuple[int, int, int]
+"""Channels, height and width of an image."""
+
+
+def cnn(
+    shape: Shape = (3, 32, 32),
+    filters: tuple[int, int] = (64, 64),
+    widths: Sequence[int] = (120, 64),
+    dropout: float = 0.0,
+) -> list[nn.Module]:
+    """Two 5x5 convolutions, each with pooling, and linear layers: the paper's five-layer network, when
+    the head is counted. ``dropout`` follows the last layer.
+
+    >>> from torch import nn
+    >>> sum(p.numel() for p in nn.Sequential(*cnn()).parameters())
+    307192
+    """
+    channels, height, width = shape
+    left = tuple(_pooled(_pooled(side)) for side in (height, width))
+    if min(left) < 1:
+        raise SettingsError(f"images of {height} x {width} pixels are too small for two 5x5 convolutions")
+    layers = [
+        *(nn.utils.skip_init(nn.Conv2d, channels, filters[0], 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.utils.skip_init(nn.Conv2d, filters[0], filters[1], 5), nn.ReLU(), nn.MaxPool2d(2)),
+        nn.Flatten(),
+        *_dense(filters[1] * left[0] * left[1], widths),
+    ]
+    return [*layers, nn.Dropout(dropout)] if dropout else layers
+
+
+def lenet(shape: Shape = (3, 32, 32)) -> list[nn.Module]:
+    """LeNet-5 with rectifiers and maximum pooling: 6 and 16 filters, 120 and 84 units.
+
+    >>> from torch import nn
+    >>> sum(p.numel() for p in nn.Sequential(*lenet((1, 28, 28))).parameters())
+    43576
+    """
+    return cnn(shape, (6, 16), (120, 84))
+
+
+def mlp(shape: Shape = (1, 28, 28), widths: Sequence[int] = (200, 200)) -> list[nn.Module]:
+    """Linear layers with rectifiers on the pixels: McMahan et al.'s 2NN.
+
+    >>> from torch import nn
+    >>> sum(p.numel() for p in nn.Sequential(*mlp()).parameters())
+    197200
+    """
+    if not widths:
+        raise SettingsError("give the width of at least one layer")
+    channels, height, width = shape
+    return [nn.Flatten(), *_dense(channels * height * width, widths)]
+
+
+NETWORKS: dict[str, Callable[[Shape], list[nn.Module]]] = {
+    "cnn-cifar10": cnn,
+    "cnn-cifar100": lambda shape: cnn(shape, (64, 128), (256, 128), dropout=0.6),
+    "cnn-mnist": lambda shape: cnn(shape, (16, 32), (64,)),
+    "lenet": lenet,
+    "mlp": mlp,
+}
+"""Backbones by name; the first two are the paper's."""
+
+
+def build(
+    name: str, shape: Shape, classes: int, seed: int = 0, first: Sequence[nn.Module] = ()
+) -> Composition:
+    """A classifier with a backbone of this name, one linear head for each client, and a start that the seed
+    alone decides. ``first`` are layers before the network, such as ``Standardise`` and ``CropFlip``.
+
+    >>> build("lenet", shape=(1, 28, 28), classes=10)
+    Composition(phi: 43576, z: 850, likelihood: categorical, linear head)
+    """
+    require_one_of(NETWORKS, network=name)
+    layers = NETWORKS[name](shape)
+    # What comes first is one layer whether or not there is any, so that it does not change the start.
+    backbone = nn.Sequential(nn.Sequential(*first), *layers)
+    features = [m.out_features for m in layers if isinstance(m, nn.Linear)][-1]
+    head = nn.utils.skip_init(nn.Linear, features, classes)
+    redraw(nn.ModuleList((backbone, head)), Key(seed, purpose="start"))
+    return Composition(backbone, head, "categorical")
+
+
+def redraw(module: nn.Module, key: Key) -> None:
+    """torch's default law for weights and biases, uniform within 1/sqrt(inputs), from a key.
+
+    >>> from torch import nn
+    >>> one, same = nn.Linear(2, 1), nn.Linear(2, 1)
+    >>> for layer in (one, same):
+    ...     redraw(layer, Key(seed=3))
+    >>> bool((one.weight == same.weight).all())
+    True
+    """
+    with torch.no_grad():
+        for name, layer in module.named_modules():
+            if isinstance(layer, nn.Linear | nn.Conv2d):
+                bound = layer.weight[0].numel() ** -0.5
+                for kind, tensor in layer.named_parameters(recurse=False):
+                    u = key.at(purpose=f"{name}.{kind}").uniform(key.server(), tuple(tensor.shape))[0]
+                    tensor.copy_((2 * u - 1) * bound)
+
+
+def _pooled(side: int) -> int:
+    """What is left of a side after a 5x5 convolution and pooling by two."""
+    return (side - 4) // 2
+
+
+def _dense(inputs: int, widths: Sequence[int]) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for width in widths:
+        layers += [nn.utils.skip_init(nn.Linear, inputs, width), nn.ReLU()]
+        inputs = width
+    return layers
