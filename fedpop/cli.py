@@ -28,7 +28,7 @@ ABOUT_EXPERIMENTS = (
 
 def _module(name: str) -> Any:
     """A module of the experiments; all of them together would take long to import."""
-    return import_module(f"fedpop.experiments.{name}")
+    return import_module(f"fedpop.experiments.{name.replace('-', '_')}")
 
 
 def _report_of(results: Results) -> Report:

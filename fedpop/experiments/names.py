@@ -6,13 +6,15 @@ EXPERIMENTS: dict[str, str] = {
     "synthetic": "All the paper's synthetic settings: distance to the truth and to the exact optimum.",
     "theory": "The paper's theorem, measured: bias in gamma, noise of participation and compression, "
     "local steps.",
+    "full-data": "All of CIFAR-10 over 100 clients with two or five classes each: the paper's main table.",
     "defaults": "Why the defaults for networks are what they are: small image clients, one setting changed "
     "at a time.",
     "drift": "Where theta settles with local epochs on phi, against the exact optimum and the plain round.",
     "restarts": "The synthetic experiment's seeds that ended in a local optimum, run again with restarts.",
     "clusters": "A population with two clusters: Normal, mixture and energy priors on clients never seen.",
 }
-"""What ``fedpop experiment`` runs, each a module or package of this name here with an ``EXPERIMENT`` in it.
+"""What ``fedpop experiment`` runs, each a module or package of this name here (with an underscore for a
+hyphen) that has an ``EXPERIMENT``.
 
 This is the place to add one.
 """

@@ -16,6 +16,10 @@ def records(experiment: str, method: str, **setting: object) -> list[Record]:
     return [r for r in found if setting.items() <= r["setting"].items()]
 
 
+def module_of(name: str) -> Any:
+    return import_module(f"fedpop.experiments.{name.replace('-', '_')}")
+
+
 def per_seed(experiment: str, method: str, metric: str, **setting: object) -> dict[int, float]:
     return {r["seed"]: r["metrics"][metric] for r in records(experiment, method, **setting)}
 
@@ -23,7 +27,7 @@ def per_seed(experiment: str, method: str, metric: str, **setting: object) -> di
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_tables_are_made_from_the_records(name: str) -> None:
     results = Results.open(ROOT / name)
-    experiment = import_module(f"fedpop.experiments.{name}").EXPERIMENT
+    experiment = module_of(name).EXPERIMENT
     text, made = (ROOT / name / "results.md").read_text().rsplit("\n\n", 1)
     assert text + "\n" == experiment.markdown(results)
     told = " and ".join(sorted({r["version"] for r in results.records}))
@@ -33,7 +37,7 @@ def test_tables_are_made_from_the_records(name: str) -> None:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_pages_can_be_made_again_from_the_records(name: str) -> None:
     """Also where records are of settings that fedpop has no more."""
-    assert import_module(f"fedpop.experiments.{name}").EXPERIMENT.page(Results.open(ROOT / name)).sections
+    assert module_of(name).EXPERIMENT.page(Results.open(ROOT / name)).sections
 
 
 def test_small_image_clients_gain_twelve_points_over_fedrep_and_stay_calibrated() -> None:

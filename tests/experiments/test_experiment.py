@@ -22,7 +22,7 @@ MODULES = {name: import_module(f"fedpop.experiments.{name}") for name in NAMES}
 
 
 def instance(name: str) -> Experiment:
-    found = MODULES[name].EXPERIMENT
+    found = MODULES[name.replace("-", "_")].EXPERIMENT
     assert isinstance(found, Experiment)
     return found
 
@@ -30,7 +30,8 @@ def instance(name: str) -> Experiment:
 @pytest.fixture
 def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the jobs of every experiment can be built: no images are read, and one seed has missed."""
-    monkeypatch.setattr(defaults, "prepare", lambda *_: None)
+    for own in (defaults, full_data):
+        monkeypatch.setattr(own, "prepare", lambda *_: None)
     missed = record("synthetic", setting_of(TASKS[0]), "FedSOUL", 4, {"local_optimum": 1.0}, {}, {})
     Results(tmp_path / "synthetic").add([missed])
     return tmp_path
@@ -48,7 +49,7 @@ def words(name: str, room: Path) -> list[str]:
 
 
 def test_every_experiment_is_listed_under_its_own_name_and_nothing_else_is() -> None:
-    assert {n for n, m in MODULES.items() if hasattr(m, "EXPERIMENT")} == set(EXPERIMENTS)
+    assert {n.replace("_", "-") for n, m in MODULES.items() if hasattr(m, "EXPERIMENT")} == set(EXPERIMENTS)
     assert all(instance(name).name == name for name in EXPERIMENTS)
     assert all(sentence.endswith(".") for sentence in EXPERIMENTS.values())
 

@@ -1,0 +1,153 @@
+"""The paper's main table: all images of CIFAR-10 over 100 clients with two or five classes each.
+
+Beside the methods stands the network's own limit: the same one on all images at once, for as many passes,
+which is told each client's classes when it is scored.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedpop.algorithms.fedavg import FedAvg
+from fedpop.client.local_sgd import LocalSGD
+from fedpop.data.image_task import FullImageTask
+from fedpop.data.images import open_images
+from fedpop.evaluation.scores import worst_tenth
+from fedpop.experiments.experiment import Asked, Experiment
+from fedpop.experiments.image_runs import LEGEND, measured, methods, table
+from fedpop.experiments.runner import Job
+from fedpop.federation.clients import Client, Federation, Packed
+from fedpop.population import Population
+from fedpop.report import plots
+from fedpop.report.html import Figure, Page, Section, Sheet
+from fedpop.report.results import Record, Results, record, values
+from fedpop.runtime.simulate import fit
+
+NAME = "full-data"
+PASSES = 500_000
+RATE, BATCH = 0.02, 50
+"""Of every local step of SGD."""
+TASKS = (FullImageTask("cifar10", 5), FullImageTask("cifar10", 2))
+LIMIT = "pooled"
+"""The network on everybody's images."""
+METHODS = methods(RATE, BATCH)
+ALL = {**METHODS, LIMIT: None}
+
+
+def setting_of(task: FullImageTask) -> dict[str, Any]:
+    return {"dataset": task.images, "classes_per_client": task.classes, "b": task.b, "passes": PASSES}
+
+
+def job(index: int, name: str, seed: int, data: str | None, folder: str) -> list[Record]:
+    """The record of one method on one task and seed."""
+    torch.set_num_threads(1)
+    task = TASKS[index]
+    federation = task.make(data, seed)
+    if name == LIMIT:
+        return [limit(task, federation, seed)]
+    method = METHODS[name](task.model(seed))
+    return measured(NAME, setting_of(task), name, method, federation, seed, Path(folder))
+
+
+def limit(task: FullImageTask, federation: Federation, seed: int) -> Record:
+    """The network on pooled images, scored on every client's test images among that client's classes."""
+    train, test = federation.train, federation.splits["test"]
+    assert isinstance(train.x, Tensor)
+    assert isinstance(test.x, Tensor)
+    epochs = max(1, round(PASSES / len(train.y)))
+    own = LocalSGD(1, RATE, BATCH, momentum=0.9, decay=1e-3)
+    method = FedAvg(task.model(seed), local=own)
+    population = fit(method, [Client(train.x, train.y)], rounds=epochs, seed=seed, progress=False)
+    accuracy, loss = [], 0.0
+    for i in range(len(federation)):
+        at, mine = _rows(test, i), _rows(train, i)
+        right, nll = among(population, test.x[at], test.y[at], train.y[mine].unique())
+        accuracy.append(float(right.double().mean()))
+        loss += float(nll.sum())
+    told = torch.tensor(accuracy, dtype=torch.float64)
+    metrics = {
+        "accuracy": float(told.mean()),
+        "accuracy_std": float(told.std(correction=0)),
+        "accuracy_worst_decile": worst_tenth(told, high_is_good=True),
+        "nll": loss / len(test.y),
+        "loss": population.history[-1]["loss"],
+    }
+    cost = population.totals | {"rounds": population.rounds}
+    return record(NAME, setting_of(task), LIMIT, seed, metrics, cost, population.algorithm.describe())
+
+
+def _rows(split: Packed, i: int) -> slice:
+    first = int(split.starts[i])
+    return slice(first, first + int(split.sizes[i]))
+
+
+def among(population: Population, x: Tensor, y: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
+    """Which predictions are right and their negative log-probabilities, where only these classes can be."""
+    probs = population.predict(0, x).probs[:, classes]
+    probs = probs / probs.sum(1, keepdim=True)
+    own = (y.unsqueeze(1) == classes).to(probs.dtype)
+    return (probs.argmax(1) == own.argmax(1)), -(probs * own).sum(1).clamp(min=1e-12).log()
+
+
+def jobs(asked: Asked) -> list[Job]:
+    for images in sorted({task.images for task in TASKS}):
+        open_images(images, asked.data)  # missing files are told before hours of work
+    data = None if asked.data is None else str(asked.data)
+    return [
+        Job(
+            job,
+            (t, name, seed, data, str(asked.folder)),
+            f"{task.images} S={task.classes}, {name}, seed {seed}",
+            setting_of(task),
+            seed,
+            (name,),
+        )
+        for seed in range(asked.seeds)
+        for name in ALL
+        for t, task in enumerate(TASKS)
+    ]
+
+
+# --- what is told of it ----------------------------------------------------------------------
+
+
+def name_of(setting: dict[str, Any]) -> str:
+    return (
+        f"{setting['dataset']}, {setting['classes_per_client']} classes per client, {setting['b']} clients, "
+        f"{setting['passes']:,} passes"
+    )
+
+
+def settings() -> list[dict[str, Any]]:
+    return [setting_of(task) for task in TASKS]
+
+
+def sheets(results: Results) -> dict[str, Sheet]:
+    return {name_of(s): table(results, s, ALL) for s in settings()}
+
+
+def page(results: Results) -> Page:
+    sections = []
+    for setting in settings():
+        groups = {n: [100 * v for v in values(results.of(setting, n), "accuracy")] for n in ALL}
+        there = {n: v for n, v in groups.items() if v}
+        figures = [Figure(plots.dots(there, "test accuracy, %", {"FedSOUL"}), "Every dot is a seed.")]
+        sections.append(
+            Section(name_of(setting), LEGEND, table(results, setting, ALL), figures if there else [])
+        )
+    lead = (
+        "All training images over 100 clients with equal shards of two or five classes each, ten of them "
+        f"active per round, test images alike. Every method may spend {PASSES:,} backbone passes and shifts "
+        f"and mirrors its images. FedSOUL has its default settings; all steps of local SGD are of {RATE:g} "
+        f"with momentum .9 and batches of {BATCH}, one epoch per round: nothing was tuned on test images, "
+        f"and nothing else yet. '{LIMIT}' is the same network on all images at once, told each client's "
+        "classes."
+    )
+    return Page("fedpop: all of CIFAR-10", lead, sections)
+
+
+EXPERIMENT = Experiment(name=NAME, seeds=1, data="cifar10", jobs=jobs, sheets=sheets, page=page)
