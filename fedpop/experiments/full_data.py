@@ -15,7 +15,7 @@ from torch import Tensor
 from fedpop.algorithms.fedavg import FedAvg
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.data.image_task import FullImageTask
-from fedpop.data.images import open_images
+from fedpop.data.images import prepare
 from fedpop.evaluation.scores import worst_tenth
 from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.image_runs import LEGEND, measured, methods, table
@@ -95,7 +95,7 @@ def among(population: Population, x: Tensor, y: Tensor, classes: Tensor) -> tupl
 
 def jobs(asked: Asked) -> list[Job]:
     for images in sorted({task.images for task in TASKS}):
-        open_images(images, asked.data)  # missing files are told before hours of work
+        prepare(images, asked.data)  # missing files are told before hours of work
     data = None if asked.data is None else str(asked.data)
     return [
         Job(

@@ -10,7 +10,7 @@ import pytest
 import fedpop.experiments
 from fedpop.cli import main
 from fedpop.data.synthetic import SyntheticTask
-from fedpop.experiments import defaults, drift, experiment
+from fedpop.experiments import defaults, drift, experiment, full_data
 from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.names import EXPERIMENTS, FROM_FILES
 from fedpop.experiments.synthetic.run import TASKS, setting_of

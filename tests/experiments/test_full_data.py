@@ -1,0 +1,51 @@
+"""The main table's experiment on a set of a few small images: every method within its budget, and a page."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from fedpop.data.image_task import FullImageTask
+from fedpop.experiments import full_data
+from fedpop.population import Population
+from fedpop.report.results import Results
+from tests.data.files import mnist
+
+PASSES = 120
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all methods' records."""
+    out, data = tmp_path_factory.mktemp("full"), mnist(tmp_path_factory.mktemp("data"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(full_data, "PASSES", PASSES)
+        patch.setattr(full_data, "TASKS", (FullImageTask("mnist", 2, b=5),))
+        full_data.EXPERIMENT.run(out=out, processes=1, data=data)
+        assert "not run" not in (out / "results.md").read_text()
+    return out
+
+
+def test_nobody_spends_more_than_the_budget_and_everyone_is_scored(found: Path) -> None:
+    records = Results.open(found).records
+    assert {r["method"] for r in records} == set(full_data.ALL)
+    for r in records:
+        assert r["cost"]["backbone_passes"] <= PASSES * (1 + 1e-9) or r["cost"]["rounds"] == 1
+        assert 0 <= r["metrics"]["accuracy_worst_decile"] <= r["metrics"]["accuracy"] <= 1
+        assert set(r["setting"]) == {"dataset", "classes_per_client", "b", "passes"}
+
+
+def test_no_run_is_left_behind(found: Path) -> None:
+    assert not list((found / "runs").iterdir())
+    assert "<svg" in (found / "report.html").read_text()
+
+
+def test_the_limit_is_told_the_classes_of_a_client() -> None:
+    """Two classes can be: of the probabilities (.5, .3, .2) the last two are .6 and .4."""
+    told = SimpleNamespace(probs=torch.tensor([[0.5, 0.3, 0.2]] * 2))
+    population = cast("Population", SimpleNamespace(predict=lambda client, x: told))
+    right, nll = full_data.among(population, torch.zeros(2, 1), torch.tensor([1, 2]), torch.tensor([1, 2]))
+    assert right.tolist() == [True, False]
+    torch.testing.assert_close(nll, -torch.tensor([0.6, 0.4]).log())
