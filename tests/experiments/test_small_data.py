@@ -9,7 +9,7 @@ from fedpop.experiments import small_data
 from fedpop.report.results import Results, record
 from tests.data.files import mnist
 
-TASK = ImageTask("mnist", 2, small=3, n_small=2, large=2, n_large=4, validation=0, test=6)
+TASK = ImageTask("mnist", 2, small=3, n_small=2, large=2, n_large=4, validation=0, test=4)
 
 
 def test_every_method_is_run_on_every_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
