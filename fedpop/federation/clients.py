@@ -17,6 +17,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import (
     Example,
     Inputs,
+    all_finite,
     as_inputs,
     as_tensor,
     leaves,
@@ -142,12 +143,18 @@ class Federation:
         parts: dict[str, list[tuple[Inputs, Tensor] | None]] = {s: [] for s in SPLITS}
         for name, value in named:
             client = _as_client(value, f"client {name!r}")
-            parts["train"].append(_pair(client.x, client.y, f"client {name!r}"))
+            parts["train"].append(_shaped(client.x, client.y, f"client {name!r}"))
             for split in ("validation", "test"):
                 pair = getattr(client, split)
                 where = f"client {name!r}, {split} set"
-                parts[split].append(None if pair is None else _pair(pair[0], pair[1], where))
+                parts[split].append(None if pair is None else _shaped(pair[0], pair[1], where))
         splits = {s: _pack(p, names) for s, p in parts.items() if any(q is not None for q in p)}
+        for split, packed in splits.items():
+            if all_finite(packed.x):  # asked of everyone at once: of each by itself it would take long
+                continue
+            for name, pair in zip(names, parts[split], strict=True):
+                if pair is not None:
+                    require_finite(pair[0], f"client {name!r}{'' if split == 'train' else f', {split} set'}")
         if "train" not in splits:
             raise DataError("no client has any training example")
         return cls(names, splits)
@@ -309,12 +316,6 @@ def _read_dataset(dataset: Any, where: str) -> tuple[Any, Any]:
     return x, torch.stack([as_tensor(i[1], where) for i in items])
 
 
-def _pair(x: Any, y: Any, where: str) -> tuple[Inputs, Tensor]:
-    inputs, targets = _shaped(x, y, where)
-    require_finite(inputs, where)
-    return inputs, targets
-
-
 def _shaped(x: Any, y: Any, where: str) -> tuple[Inputs, Tensor]:
     inputs, targets = as_inputs(x, where), as_tensor(y, f"{where}, y")
     if targets.dim() == 0:
@@ -342,7 +343,7 @@ def _pack(parts: Iterable[tuple[Inputs, Tensor] | None], names: Sequence[str]) -
 
 
 def _as_like(value: Tensor, like: Tensor) -> Tensor:
-    return value.to(torch.promote_types(value.dtype, like.dtype))
+    return value if value.dtype == like.dtype else value.to(torch.promote_types(value.dtype, like.dtype))
 
 
 def _same_form(part: tuple[Inputs, Tensor], example: tuple[Inputs, Tensor], where: str) -> None:
