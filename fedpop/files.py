@@ -6,20 +6,22 @@ that has a seal of its own. Whatever else is found is one CheckpointError that n
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from fedpop.errors import CheckpointError, FedpopError, SettingsError
+from fedpop.errors import CheckpointError, DataError, ExtraError, FedpopError, SettingsError
 
 DAMAGED = "put the whole folder back from a copy, or make it again"
 """What can be done about a file that is not what it was."""
@@ -171,6 +173,8 @@ def reading(path: Path, what: str, remedy: str = DAMAGED) -> Iterator[None]:
     """
     try:
         yield
+    except ExtraError:
+        raise
     except CheckpointError as error:
         if str(path) in str(error):
             raise
@@ -225,6 +229,28 @@ def read_sealed(path: Path, what: str) -> dict[str, Any]:
     if _seal(plain) != seal:
         raise CheckpointError(f"{path} was edited: its seal does not match; {DAMAGED}")
     return plain
+
+
+@contextmanager
+def csv_text(path: Path) -> Iterator[TextIO]:
+    """The text of somebody's CSV file; what cannot be read is a DataError that names file and line."""
+    try:
+        data = path.read_bytes()
+    except (OSError, ValueError, MemoryError) as error:
+        raise DataError(f"cannot read {path}: {_reason(error)}") from error
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{path}, line {line}: byte 0x{data[error.start]:02x} is not UTF-8 text; save the file as UTF-8"
+        ) from error
+    try:
+        yield io.StringIO(text, newline="")
+    except csv.Error as error:
+        raise DataError(
+            f"{path} is not readable CSV: {error}; look for a quote that is not closed"
+        ) from error
 
 
 def json_lines(data: bytes, path: Path) -> list[dict[str, Any]]:

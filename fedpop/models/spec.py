@@ -23,6 +23,9 @@ from fedpop.models.modules import KeyedDropout
 from fedpop.models.split import Split
 from fedpop.settings import describe
 
+LARGEST = 2**30
+"""Parameters of one layer that a file may ask for."""
+
 
 @describe.register
 def _(value: Model) -> str:
@@ -158,6 +161,9 @@ def module_from(spec: dict[str, Any]) -> nn.Module:
     if "device" not in inspect.signature(cls.__init__).parameters:
         module: nn.Module = cls(**args)
         return module
+    size = sum(p.numel() for p in cls(**args, device="meta").parameters())  # before any memory is asked for
+    if size > LARGEST:
+        raise CheckpointError(f"a layer {spec['class']} of {size:,} parameters is larger than any model")
     # Its values come from a file: random ones would only disturb the global generator.
     module = nn.utils.skip_init(cls, **args)
     with torch.no_grad():

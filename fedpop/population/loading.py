@@ -14,12 +14,12 @@ from fedpop.channel import Tensors
 from fedpop.errors import CheckpointError, SettingsError
 from fedpop.evaluation.verdict import verdict_of
 from fedpop.federation.clients import Federation
-from fedpop.files import json_lines, read_bytes, read_json, read_sealed, read_tensors, reading
+from fedpop.files import DAMAGED, json_lines, read_bytes, read_json, read_sealed, read_tensors, reading
 from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.spec import model_from, require_same
 from fedpop.population.population import Population
-from fedpop.population.saving import FORMAT
+from fedpop.population.saving import FORMAT, KEYS
 from fedpop.priors import Prior
 from fedpop.settings import require_whole
 from fedpop.version import __version__
@@ -85,12 +85,13 @@ def load(
             history=history,
             totals={str(n): float(v) for n, v in saved["totals"].items()},
             rounds=saved["rounds"],
-            drift=saved["drift"],
+            drift=None if saved["drift"] is None else float(saved["drift"]),
             names=names,
             learned_from=saved["learned_from"],
             convergence=verdict_of(saved["convergence"]),
-            kept=saved["kept"],
+            kept=None if saved["kept"] is None else int(saved["kept"]),
         )
+        _ = population.convergence and population.convergence.words  # of numbers, or an error
         here = {name: i for i, name in enumerate(population.names)}  # they may come back in another order
         for name in saved["models"]:
             for who, state in _models(folder / name, digests[name], len(names)):
@@ -118,6 +119,11 @@ def _described(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{about} has layout {saved.get('format')!r}, made by fedpop {saved.get('version')}; "
             f"{__version__} reads layout {FORMAT}: load it with that version, or fit it again"
+        )
+    if odd := sorted(KEYS ^ saved.keys()):
+        raise CheckpointError(
+            f"{about} has {'no' if odd[0] in KEYS else 'an entry'} {odd[0]!r}, unlike what this version "
+            f"saves; {DAMAGED}"
         )
     return saved
 

@@ -23,6 +23,11 @@ FORMAT = 2
 """Of the layout; 1 was a file for each client (fedpop 0.2.0 and before)."""
 PIECE = 2**27
 """Bytes of clients' models in one file, about."""
+KEYS = {
+    "format", "version", "method", "algorithm", "model", "known", "theta", "models", "private", "history",
+    "clients", "learned_from", "rounds", "kept", "drift", "convergence", "totals", "files",
+}  # fmt: skip
+"""What ``population.json`` holds, beside its seal."""
 STEMS = "theta|clients-[0-9]+|private|history"
 
 

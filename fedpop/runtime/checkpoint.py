@@ -16,6 +16,7 @@ from fedpop.settings import require_whole
 from fedpop.version import __version__
 
 KEEP = 2
+MOST_THREADS = 2**15
 FORMAT = 2
 """Of the layout; what fedpop 0.2.0 and before wrote had no number."""
 
@@ -100,12 +101,29 @@ def _read_one(path: Path) -> Checkpoint:
         )
     tensors = path.with_suffix(".safetensors")
     with reading(path, "a checkpoint"):
-        found = Checkpoint(tensors=read_tensors(tensors, meta.pop("digest")), **meta)
-        require_whole(0, round=found.round, metrics_bytes=found.metrics_bytes)
-        require_whole(1, threads=found.threads, **{f"end {i}": end for i, end in enumerate(found.ends)})
-        if not isinstance(found.config, dict) or path.stem != _name(found.round):
-            raise ValueError(f"it is of round {found.round}")
+        digest = meta.pop("digest")
+        if not isinstance(digest, str):
+            raise TypeError("its tensors have no digest")
+        found = Checkpoint(tensors=read_tensors(tensors, digest), **meta)
+        _check(found, path)
     return found
+
+
+def _check(found: Checkpoint, path: Path) -> None:
+    """Raise where entries are not of the types that a run goes on with."""
+    require_whole(0, round=found.round, metrics_bytes=found.metrics_bytes)
+    if path.stem != _name(found.round):
+        raise ValueError(f"it is of round {found.round}")
+    if not isinstance(found.ends, list) or not found.ends:
+        raise TypeError("ends are those of the run's stages")
+    require_whole(1, threads=found.threads, **{f"end {i}": end for i, end in enumerate(found.ends)})
+    if found.threads > MOST_THREADS:
+        raise ValueError(f"{found.threads} threads")
+    for entry in ("config", "totals", "callbacks"):
+        if not isinstance(getattr(found, entry), dict):
+            raise TypeError(f"{entry} is not an object")
+    if any(isinstance(v, bool) or not isinstance(v, int | float) for v in found.totals.values()):
+        raise TypeError("totals are numbers")
 
 
 def _name(round: int) -> str:
