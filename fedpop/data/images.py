@@ -7,7 +7,6 @@ decodes what its clients hold and nothing else.
 from __future__ import annotations
 
 import gzip
-import importlib
 import io
 import struct
 from abc import ABC, abstractmethod
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import DataError
+from fedpop.extras import library
 
 _IDX_UINT8 = 0x08
 
@@ -48,7 +48,7 @@ class ParquetImages(ImageFile):
     @classmethod
     def open(cls, path: str | Path, image: str | None = None, label: str | None = None) -> ParquetImages:
         """``image`` and ``label`` name the columns; unless told, the usual names are tried."""
-        parquet = _library("pyarrow.parquet", "pyarrow")
+        parquet = library("pyarrow.parquet", "data", "Parquet files")
         path = _existing(path)
         try:
             table = parquet.read_table(path)
@@ -63,7 +63,7 @@ class ParquetImages(ImageFile):
         return cls(path, labels, encoded.field("bytes"))
 
     def pixels(self, rows: Tensor) -> Tensor:
-        image = _library("PIL.Image", "pillow")
+        image = library("PIL.Image", "data", "encoded images")
         images = []
         for row in rows.tolist():
             try:
@@ -186,10 +186,3 @@ def _column(table: Any, path: Path, given: str | None, usual: tuple[str, ...]) -
             return name
     wanted = " or ".join(map(repr, usual)) if given is None else repr(given)
     raise DataError(f"{path} has no column {wanted}; it has {', '.join(names)}")
-
-
-def _library(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DataError(f"reading these files needs {package}: pip install 'fedpop[data]'") from error

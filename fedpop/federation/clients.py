@@ -36,6 +36,13 @@ SPLITS = ("train", "validation", "test")
 class Client:
     """One client's data, with optional validation and test sets.
 
+    Args:
+        x: A row for each example: a tensor, an array or nested lists; or a dict or tuple of them, for a model
+            of several inputs.
+        y: A target for each row of x: a class's number, or a real number.
+        validation: A pair (x, y) to choose settings by (``callbacks.EarlyStop``, ``fedpop tune``), or None.
+        test: A pair (x, y) to be judged on (``fp.evaluate``, ``fp.compare``), or None.
+
     >>> Client(x=[[1.0], [2.0]], y=[0.0, 1.0], test=([[3.0]], [1.0])).test
     ([[3.0]], [1.0])
     """
@@ -49,6 +56,11 @@ class Client:
 @dataclass(frozen=True)
 class Table:
     """One packed table: a row of x and y per example, and the client each row belongs to.
+
+    Args:
+        x: A row for each example, of all clients.
+        y: A target for each row.
+        client: The name, or the number, of each row's client; rows need not be in order.
 
     >>> Federation.of(Table(x=[[1.0], [2.0], [3.0]], y=[0.0, 1.0, 0.0], client=["anna", "ben", "anna"]))
     Federation(2 clients, 3 training examples, sizes 1 to 2)

@@ -123,11 +123,22 @@ def compare(
 ) -> Comparison:
     """Run methods under one protocol and compare them on the clients' test examples.
 
-    The budget is ``rounds`` (500 unless told) or ``passes``, backbone example-passes, for which each method
-    gets the rounds that its own price allows. ``newcomers`` are clients (with ``test`` sets) that take no
-    part and are scored afterwards. All clients are evaluated ``every`` so many rounds and after each of the
-    ``last`` ones. ``out`` receives ``results.json``, ``results.md`` and ``report.html``; with ``resume``,
-    runs that are there already are not run again. With several ``processes`` methods run side by side.
+    Args:
+        methods: A list of them, or a mapping of labels to them.
+        clients: As for ``fp.fit``, with ``test`` sets (``fp.hold_out`` sets some aside).
+        rounds: The budget of every method, 500 unless told; or
+        passes: the budget in backbone example-passes, for which each method gets the rounds that its own
+            price allows.
+        seeds: How many, or which; every method is run on each.
+        participation: Who takes part in a round, as for ``fp.fit``; the same clients for all methods.
+        newcomers: Clients (with ``test`` sets) that take no part and are scored afterwards.
+        every: All clients are evaluated after every so many rounds; None does so at the end only.
+        last: They are evaluated after each of so many last rounds as well, 10 unless told.
+        out: A folder for ``results.json``, ``results.md`` and ``report.html`` (which needs the extra
+            "report"); None keeps nothing.
+        resume: Runs that are there already are not run again.
+        processes: So many methods run side by side, 1 unless told.
+        progress: Show a bar; None shows it on a terminal only.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
