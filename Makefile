@@ -5,10 +5,11 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint docs bench clean
+OLDEST := .venv-oldest
+.PHONY: help demo test test-slow test-oldest lint docs bench clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## Run the demonstration
 	$(BIN)/fedpop demo
@@ -18,6 +19,11 @@ test: $(STAMP) ## Run the tests and the doctests
 
 test-slow: $(STAMP) ## Run the slow statistical tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow tests/statistical
+
+test-oldest: $(STAMP) ## Run the tests with the oldest versions that are allowed
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(OLDEST)
+	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --editable '.[test]'
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2
 
 lint: $(STAMP) ## Check style, format, types and documentation
 	$(BIN)/ruff check
@@ -32,7 +38,7 @@ bench: $(STAMP) ## Run the benchmarks
 	$(BIN)/python -m benchmarks
 
 clean: ## Remove caches and build output; keeps the environment, runs/ and results/
-	rm -rf build dist site .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(OLDEST) build dist site .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml

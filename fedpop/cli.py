@@ -153,12 +153,14 @@ def report(folder: Positional[Path]) -> None:
     Args:
         folder: A folder that holds metrics.jsonl or results.json.
     """
+    from fedpop.files import reading
     from fedpop.report.results import Results
     from fedpop.report.run import tell_run
 
     if (folder / "results.json").exists():
         results = Results.open(folder)
-        _report_of(results).tell(results)
+        with reading(folder / "results.json", "an experiment's results"):
+            _report_of(results).tell(results)
     else:
         tell_run(folder)
 

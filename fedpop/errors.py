@@ -29,5 +29,9 @@ class EstimateError(FedpopError):
     """A quantity cannot be estimated reliably from what is available."""
 
 
+class ExtraError(FedpopError, ImportError):
+    """Something needs an optional package: says which, and how it is installed."""
+
+
 class FedpopWarning(UserWarning):
     """A result that should be read with care."""

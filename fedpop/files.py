@@ -1,31 +1,48 @@
-"""Files that are either whole or not there: temporary name, fsync, rename. Never pickle."""
+"""Files that are either whole or not there: temporary name, fsync, rename. Never pickle.
+
+What is read back was written by this module and says so itself: every file has a digest, kept in a JSON file
+that has a seal of its own. Whatever else is found is one CheckpointError that names the file.
+"""
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 import os
+import re
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
 import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from fedpop.errors import CheckpointError, SettingsError
+from fedpop.errors import CheckpointError, DataError, ExtraError, FedpopError, SettingsError
+
+DAMAGED = "put the whole folder back from a copy, or make it again"
+"""What can be done about a file that is not what it was."""
+
+
+# --- writing ---------------------------------------------------------------------------------
 
 
 def writable_folder(path: str | Path) -> Path:
     """Create a folder and prove that it can be written to, before any work is done."""
+    if not isinstance(path, str | os.PathLike):
+        raise SettingsError(f"a folder is given by its path, not by {path!r}")
     folder = Path(path)
-    probe = folder / ".writable"
+    probe = folder / f".writable-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"")
         probe.unlink()
-    except OSError as error:
-        raise SettingsError(f"cannot write to {folder}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"cannot write to {folder}: {_reason(error)}") from error
     return folder
 
 
@@ -44,27 +61,59 @@ def cache_folder() -> Path | None:
         return None
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A full disk, and the like, as one error that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {_reason(error)}; what was saved before is still there, so make room (or "
+            "choose another folder) and go on from it"
+        ) from error
+
+
+def append(file: BinaryIO, data: bytes, path: Path) -> None:
+    """Write all of this to a file that has no buffer, or say why not."""
+    rest = memoryview(data)
+    with writing(path):
+        while rest:
+            rest = rest[file.write(rest) :]
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a whole file or none."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    handle = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        handle = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def write_json(path: Path, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
-    """Write tensors as safetensors; gives the digest of the file."""
+def write_sealed(path: Path, plain: Mapping[str, Any]) -> None:
+    """Write plain values with a digest of themselves; that of tensors' files is among them."""
+    own = json.loads(json.dumps(dict(plain)))
+    write_json(path, own | {"seal": _seal(own)})
+
+
+def tensor_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """Tensors as a safetensors file."""
     own: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
@@ -73,29 +122,161 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
         # safetensors refuses tensors that share memory, as an unchanged state and its copy do.
         own[name] = tensor.clone() if storage in storages else tensor
         storages.add(storage)
-    data = safetensors.torch.save(own)
+    return safetensors.torch.save(own)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write tensors as safetensors; gives the digest of the file."""
+    data = tensor_bytes(tensors)
     write_bytes(path, data)
+    return digest_of(data)
+
+
+class NewFiles:
+    """Files whose names end in their digests, so that none replaces another: a set of them counts once a
+    file that names them is in its place, and until then the set before it does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.digests: dict[str, str] = {}
+        self._fresh: list[Path] = []
+
+    def add(self, stem: str, suffix: str, data: bytes) -> str:
+        """Write a file; gives its name."""
+        digest = digest_of(data)
+        path = self.folder / f"{stem}.{digest[:16]}.{suffix}"
+        if not path.exists() or path.read_bytes() != data:
+            self._fresh.append(path)
+            write_bytes(path, data)
+        self.digests[path.name] = digest
+        return path.name
+
+    def forget(self) -> None:
+        """Take back what was written, of a set that is not to be."""
+        for path in self._fresh:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def tidy(self, stems: str) -> None:
+        """Remove files of earlier sets, and what a process that died has left; ``stems`` is a pattern."""
+        name = re.compile(rf"\.?({stems})\.[0-9a-f]{{16}}\.[a-z]+(\.[0-9]+\.tmp)?")
+        for path in self.folder.iterdir():
+            if path.name not in self.digests and name.fullmatch(path.name):
+                with suppress(OSError):
+                    path.unlink()
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _seal(plain: Mapping[str, Any]) -> str:
+    return digest_of(json.dumps(plain, sort_keys=True).encode())
+
+
+def _reason(error: BaseException) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
+@contextmanager
+def reading(path: Path, what: str, remedy: str = DAMAGED) -> Iterator[None]:
+    """Whatever goes wrong while this file is made sense of, as one error that names it.
+
+    Only for what depends on nothing but the file: every error in here is the file's.
+    """
+    try:
+        yield
+    except ExtraError:
+        raise
+    except CheckpointError as error:
+        if str(path) in str(error):
+            raise
+        raise CheckpointError(f"{path}: {error}") from error
+    except (
+        FedpopError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError,
+        TypeError, ValueError, OSError,
+    ) as error:  # fmt: skip
+        told = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise CheckpointError(f"{path} is not {what} of this version ({told}); {remedy}") from error
+
+
+def read_bytes(path: Path, digest: str | None = None) -> bytes:
+    """A file as it was written; a truncated or edited one is refused."""
+    try:
+        data = path.read_bytes()
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(f"cannot read {path}: {_reason(error)}; {DAMAGED}") from error
+    if digest is not None and digest_of(data) != digest:
+        raise CheckpointError(f"{path} was truncated or edited: its digest does not match; {DAMAGED}")
+    return data
 
 
 def read_tensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
     """Read tensors; a truncated or edited file is refused."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    if digest is not None and hashlib.sha256(data).hexdigest() != digest:
-        raise CheckpointError(f"{path} was truncated or edited: its digest does not match")
+    data = read_bytes(path, digest)
     try:
         return safetensors.torch.load(data)
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{path} is not a readable safetensors file ({error})") from error
+    except (safetensors.SafetensorError, ValueError, RuntimeError, TypeError, KeyError, MemoryError) as error:
+        raise CheckpointError(f"{path} is not a readable safetensors file ({error}); {DAMAGED}") from error
 
 
 def read_json(path: Path) -> Any:
+    return _parsed(read_bytes(path), path, DAMAGED)
+
+
+def _parsed(data: bytes, where: Path | str, remedy: str) -> Any:
     try:
-        return json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        return json.loads(data.decode("utf-8"))
+    except RecursionError as error:
+        raise CheckpointError(f"{where} is not readable JSON (nested too deeply); {remedy}") from error
     except ValueError as error:
-        raise CheckpointError(f"{path} is not readable JSON ({error})") from error
+        raise CheckpointError(f"{where} is not readable JSON ({error}); {remedy}") from error
+
+
+def read_sealed(path: Path, what: str) -> dict[str, Any]:
+    """Plain values that ``write_sealed`` wrote, unchanged since."""
+    plain = read_json(path)
+    if not isinstance(plain, dict) or not isinstance(plain.get("seal"), str):
+        raise CheckpointError(f"{path} is not {what} of this version: it has no seal; {DAMAGED}")
+    seal = plain.pop("seal")
+    if _seal(plain) != seal:
+        raise CheckpointError(f"{path} was edited: its seal does not match; {DAMAGED}")
+    return plain
+
+
+@contextmanager
+def csv_text(path: Path) -> Iterator[TextIO]:
+    """The text of somebody's CSV file; what cannot be read is a DataError that names file and line."""
+    try:
+        data = path.read_bytes()
+    except (OSError, ValueError, MemoryError) as error:
+        raise DataError(f"cannot read {path}: {_reason(error)}") from error
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{path}, line {line}: byte 0x{data[error.start]:02x} is not UTF-8 text; save the file as UTF-8"
+        ) from error
+    try:
+        yield io.StringIO(text, newline="")
+    except csv.Error as error:
+        raise DataError(
+            f"{path} is not readable CSV: {error}; look for a quote that is not closed"
+        ) from error
+
+
+def json_lines(data: bytes, path: Path) -> list[dict[str, Any]]:
+    """A JSON object from each line."""
+    out = []
+    for number, line in enumerate(data.splitlines(), 1):
+        value = _parsed(line, f"{path}, line {number},", DAMAGED)
+        if not isinstance(value, dict):
+            raise CheckpointError(
+                f"{path}, line {number}, is not a JSON object but {type(value).__name__}; {DAMAGED}"
+            )
+        out.append(value)
+    return out

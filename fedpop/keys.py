@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -141,6 +141,15 @@ class Key:
             self.round if round is None else round,
             self.purpose if purpose is None else f"{self.purpose}/{purpose}",
         )
+
+    @classmethod
+    def public(cls, theta: Mapping[str, Tensor]) -> Key:
+        """The key that anybody who holds theta can make of it: nothing is to be kept secret with it."""
+        told = blake2b(digest_size=8)
+        for name in sorted(theta):
+            told.update(f"{name} {tuple(theta[name].shape)} ".encode())
+            told.update(theta[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return cls(int.from_bytes(told.digest(), "little"), purpose="public")
 
     @property
     def _cipher(self) -> tuple[int, int]:

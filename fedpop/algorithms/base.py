@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor
@@ -338,11 +339,29 @@ class Algorithm(Setting, ABC):
 
     # --- for people --------------------------------------------------------------------------
 
-    def fit(self, clients: Any, **settings: Any) -> Population:
-        """Run this method on one machine; ``fedpop.fit`` has the settings."""
+    def fit(
+        self,
+        clients: Any,
+        *,
+        rounds: int | None = None,
+        seed: int = 0,
+        participation: Participation | int | float | Sequence[float] | None = None,
+        out: str | Path | None = None,
+        resume: bool = False,
+        callbacks: Sequence[Any] = (),
+        progress: bool | None = None,
+        memory: str = "1GiB",
+        checkpoint_every: int = 50,
+        restarts: int = 0,
+        precision: str | None = None,
+        sites: Mapping[str, Sequence[str]] | None = None,
+        **unknown: Any,
+    ) -> Population:
+        """Run this method on one machine; ``fedpop.fit`` says what each setting does."""
         if not RUNTIMES:
             raise SettingsError("no runtime is there to fit with: import fedpop")
-        return RUNTIMES[-1](self, clients, **settings)
+        given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
+        return RUNTIMES[-1](self, **given, **unknown)
 
     def replace(self, **changes: Any) -> Self:
         """A copy with other settings."""

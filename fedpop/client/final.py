@@ -17,8 +17,12 @@ from fedpop.settings import Setting, require_whole
 
 @dataclass(frozen=True)
 class Final(Setting):
-    """The pass with theta fixed that gives the draws users see: ``chains`` chains of ``draws`` draws each,
-    after ``burn_in`` transitions that adapt.
+    """The pass with theta fixed that gives the draws users see.
+
+    Args:
+        chains: How many for each client, 4 unless told; R-hat compares them.
+        draws: Of each chain, 250 unless told; more make intervals smoother.
+        burn_in: Transitions before them, which adapt; 300 unless told, none where draws are exact.
 
     >>> Final(draws=100).total
     400

@@ -25,10 +25,13 @@ LARGEST_MIXED = 128
 class Chain(Setting):
     """How units' chains are run in a round.
 
-    ``burn_in`` transitions come first in a unit's first round; None is none where the head's curvature is
-    known and 100 elsewhere. A chain that is not ``stateful`` starts each round from the prior. Chains of
-    linear heads ``follow`` the mode of their posterior as theta moves, and start there (``kernels.follow``).
-    With ``rao_blackwell`` conditional expectations in closed form take the place of averages over draws.
+    Args:
+        chains: How many each unit has, 1 unless told; more cost more and halve the noise at four.
+        burn_in: Transitions that come first in a unit's first round; None is none where the head's curvature
+            is known and 100 elsewhere.
+        stateful: False starts each round from the prior, for clients that can keep nothing between rounds.
+        follow: Chains of linear heads follow the mode of their posterior as theta moves, and start there.
+        rao_blackwell: Conditional expectations in closed form take the place of averages over draws.
 
     >>> Chain(chains=4, stateful=False)
     Chain(chains=4, burn_in=None, stateful=False, follow=True, rao_blackwell=False)

@@ -13,9 +13,11 @@ from torch import nn
 from fedpop.errors import DataError, SettingsError
 from fedpop.federation.clients import Client, Federation
 from fedpop.federation.held_out import hold_out
+from fedpop.files import csv_text
 from fedpop.keys import Key
 from fedpop.models.composition import Composition
 from fedpop.models.networks import redraw
+from fedpop.settings import require_whole
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,17 @@ class CsvTask:
     validation: float = 0.2
 
     def __post_init__(self) -> None:
+        if isinstance(self.x, str) or not self.x or any(not isinstance(name, str) for name in self.x):
+            raise SettingsError(f"x is a list of the names of columns, not {self.x!r}")
         object.__setattr__(self, "x", tuple(self.x))
-        if not self.x or isinstance(self.x, str):
-            raise SettingsError("x is a list of the names of columns")
-        if self.features < 0:
-            raise SettingsError(f"features is 0 or more, not {self.features}")
+        for name in ("file", "y", "client", "likelihood"):
+            if not isinstance(getattr(self, name), str):
+                raise SettingsError(f"{name} is a text, not {getattr(self, name)!r}")
+        require_whole(0, features=self.features, classes=self.classes)
+        for name in ("test", "validation"):
+            share = getattr(self, name)
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+                raise SettingsError(f"{name} is a share of each client's rows, 0 to 1, not {share!r}")
 
     def split(self, seed: int, new: int = 0) -> tuple[Federation, list[Client]]:
         """Clients with their three sets, and ``new`` of them that take no part."""
@@ -87,12 +95,8 @@ class CsvTask:
 
     def _rows(self) -> dict[str, list[list[float]]]:
         path = Path(self.file)
-        try:
-            file = path.open(newline="", encoding="utf-8-sig")
-        except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror or error}") from error
         out: dict[str, list[list[float]]] = {}
-        with file:
+        with csv_text(path) as file:
             reader = csv.DictReader(file)
             missing = [c for c in (*self.x, self.y, self.client) if c not in (reader.fieldnames or [])]
             if missing:

@@ -217,7 +217,10 @@ def prior_figure(folder: Path) -> Figure | None:
         return None
     data, _ = TASK.split(0)
     # Theta alone, on the experiment's own methods: the settings saved with it may be of another version.
-    theta = {n: read_tensors(folder / "populations" / n / "theta.safetensors") for n in NAMES}
+    files = {n: next((folder / "populations" / n).glob("theta*.safetensors"), None) for n in NAMES}
+    theta = {n: read_tensors(file) for n, file in files.items() if file is not None}
+    if len(theta) < len(NAMES):
+        return None
     if not torch.equal(theta["Truth"]["phi"], truth(TASK, data, 0).published["phi"]):
         return None  # of other data than are drawn now: there are no coordinates to bring them to
     line = torch.linspace(-4, 4, 161, dtype=torch.float64)

@@ -100,10 +100,12 @@ def read_config(path: str | Path, data: str | Path | None = None) -> Config:
     """Read a settings file; ``data`` is where images are, in place of what it says."""
     path = Path(path)
     try:
-        raw = tomllib.loads(path.read_text())
+        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{path} is not UTF-8 text ({error}); save the file as UTF-8") from error
+    except (tomllib.TOMLDecodeError, ValueError, RecursionError) as error:
         raise SettingsError(f"{path} is not readable TOML: {error}") from error
     return config_from(raw, path, data)
 
@@ -186,7 +188,8 @@ class _naming:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, FedpopError | TypeError | ValueError):
+        known = FedpopError | TypeError | ValueError | AttributeError | LookupError | ArithmeticError
+        if isinstance(error, known):
             raise SettingsError(f"{self.where}: {error}") from error
 
 

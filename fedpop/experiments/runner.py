@@ -14,7 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fedpop.errors import SettingsError
+from fedpop.files import writable_folder
 from fedpop.report.results import Record, Results
+from fedpop.runtime.lock import held
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,10 @@ def run_jobs(
         TimeElapsedColumn(),
         TextColumn("{task.fields[last]}"),
     )
-    with Progress(*columns, console=Console(stderr=True), disable=not show) as progress:
+    with (
+        held(writable_folder(results.folder)),
+        Progress(*columns, console=Console(stderr=True), disable=not show) as progress,
+    ):
         task = progress.add_task(title, total=len(jobs), completed=len(jobs) - len(todo), last="")
         if not todo:
             return

@@ -25,7 +25,7 @@ from fedpop.experiments.config import Config, changed, read_config, to_toml, wit
 from fedpop.experiments.methods import Entry
 from fedpop.experiments.runner import Job, run_jobs, workers
 from fedpop.federation.clients import Federation
-from fedpop.files import writable_folder, write_bytes
+from fedpop.files import write_bytes
 from fedpop.keys import Key
 from fedpop.population import evaluate
 from fedpop.report import plots, terminal
@@ -314,7 +314,7 @@ def tune_file(
     """``fedpop tune``: a settings file's search, told and written."""
     many = workers(processes)
     config = read_config(path, data)
-    folder = writable_folder(out or Path("runs") / f"{config.name}-tune")
+    folder = out or Path("runs") / f"{config.name}-tune"
     tune(config, folder, many)
     REPORT.tell(Results.open(folder))
     told = f"The chosen settings: fedpop compare {folder / 'tuned.toml'}"

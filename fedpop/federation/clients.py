@@ -17,6 +17,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import (
     Example,
     Inputs,
+    all_finite,
     as_inputs,
     as_tensor,
     leaves,
@@ -35,6 +36,13 @@ SPLITS = ("train", "validation", "test")
 class Client:
     """One client's data, with optional validation and test sets.
 
+    Args:
+        x: A row for each example: a tensor, an array or nested lists; or a dict or tuple of them, for a model
+            of several inputs.
+        y: A target for each row of x: a class's number, or a real number.
+        validation: A pair (x, y) to choose settings by (``callbacks.EarlyStop``, ``fedpop tune``), or None.
+        test: A pair (x, y) to be judged on (``fp.evaluate``, ``fp.compare``), or None.
+
     >>> Client(x=[[1.0], [2.0]], y=[0.0, 1.0], test=([[3.0]], [1.0])).test
     ([[3.0]], [1.0])
     """
@@ -48,6 +56,11 @@ class Client:
 @dataclass(frozen=True)
 class Table:
     """One packed table: a row of x and y per example, and the client each row belongs to.
+
+    Args:
+        x: A row for each example, of all clients.
+        y: A target for each row.
+        client: The name, or the number, of each row's client; rows need not be in order.
 
     >>> Federation.of(Table(x=[[1.0], [2.0], [3.0]], y=[0.0, 1.0, 0.0], client=["anna", "ben", "anna"]))
     Federation(2 clients, 3 training examples, sizes 1 to 2)
@@ -141,12 +154,18 @@ class Federation:
         parts: dict[str, list[tuple[Inputs, Tensor] | None]] = {s: [] for s in SPLITS}
         for name, value in named:
             client = _as_client(value, f"client {name!r}")
-            parts["train"].append(_pair(client.x, client.y, f"client {name!r}"))
+            parts["train"].append(_shaped(client.x, client.y, f"client {name!r}"))
             for split in ("validation", "test"):
                 pair = getattr(client, split)
                 where = f"client {name!r}, {split} set"
-                parts[split].append(None if pair is None else _pair(pair[0], pair[1], where))
+                parts[split].append(None if pair is None else _shaped(pair[0], pair[1], where))
         splits = {s: _pack(p, names) for s, p in parts.items() if any(q is not None for q in p)}
+        for split, packed in splits.items():
+            if all_finite(packed.x):  # asked of everyone at once: of each by itself it would take long
+                continue
+            for name, pair in zip(names, parts[split], strict=True):
+                if pair is not None:
+                    require_finite(pair[0], f"client {name!r}{'' if split == 'train' else f', {split} set'}")
         if "train" not in splits:
             raise DataError("no client has any training example")
         return cls(names, splits)
@@ -314,12 +333,6 @@ def _read_dataset(dataset: Any, where: str) -> tuple[Any, Any]:
     return x, torch.stack([as_tensor(i[1], where) for i in items])
 
 
-def _pair(x: Any, y: Any, where: str) -> tuple[Inputs, Tensor]:
-    inputs, targets = _shaped(x, y, where)
-    require_finite(inputs, where)
-    return inputs, targets
-
-
 def _shaped(x: Any, y: Any, where: str) -> tuple[Inputs, Tensor]:
     inputs, targets = as_inputs(x, where), as_tensor(y, f"{where}, y")
     if targets.dim() == 0:
@@ -347,7 +360,7 @@ def _pack(parts: Iterable[tuple[Inputs, Tensor] | None], names: Sequence[str]) -
 
 
 def _as_like(value: Tensor, like: Tensor) -> Tensor:
-    return value.to(torch.promote_types(value.dtype, like.dtype))
+    return value if value.dtype == like.dtype else value.to(torch.promote_types(value.dtype, like.dtype))
 
 
 def _same_form(part: tuple[Inputs, Tensor], example: tuple[Inputs, Tensor], where: str) -> None:

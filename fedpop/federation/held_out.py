@@ -18,6 +18,12 @@ def hold_out(clients: Any, *, test: float = 0.2, validation: float = 0.0, seed: 
 
     A client keeps at least one example to train on; shares are rounded to whole examples.
 
+    Args:
+        clients: As for ``fp.fit``, without validation or test sets of their own.
+        test: The share of each client's examples to be judged on, 0.2 unless told.
+        validation: The share to choose settings by; none unless told.
+        seed: Which examples are set aside, 0 unless told; a client's do not depend on the others.
+
     >>> import torch, fedpop as fp
     >>> federation = fp.hold_out([(torch.ones(10, 2), torch.zeros(10))], test=0.3, validation=0.2)
     >>> {name: len(packed.y) for name, packed in federation.splits.items()}

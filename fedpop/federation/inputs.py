@@ -70,6 +70,8 @@ def rows_of(x: Inputs) -> int:
 def as_inputs(x: Any, where: str) -> Inputs:
     """Tensors from tensors, arrays or nested numbers; ragged leaves are refused."""
     out: Inputs
+    if isinstance(x, Tensor) and x.dim():  # the usual case, for as many clients as there are
+        return x.detach()
     if isinstance(x, dict):
         out = {str(k): as_tensor(v, f"{where}, x[{k!r}]") for k, v in x.items()}
     elif isinstance(x, tuple):
@@ -81,6 +83,10 @@ def as_inputs(x: Any, where: str) -> Inputs:
     if len({leaf.shape[0] for leaf in leaves(out)}) > 1:
         raise DataError(f"{where}: the parts of x have different numbers of rows")
     return out
+
+
+def all_finite(x: Inputs) -> bool:
+    return all(bool(torch.isfinite(v).all()) for v in leaves(x) if torch.is_floating_point(v))
 
 
 def require_finite(x: Inputs, where: str, owner: Callable[[int], str] = lambda row: "") -> None:

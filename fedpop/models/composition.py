@@ -37,15 +37,22 @@ FEW = 8
 class Composition(Model):
     """``likelihood(head(backbone(x)))`` with the backbone shared (phi) and the head private (z).
 
-    Parameters with ``requires_grad=False`` stay as they are; a backbone without any trainable
-    parameter has its features computed once. ``precision`` is what the backbone runs in: ``float32``,
-    ``bfloat16``, or ``auto``, which is float32 unless the network is large and a child process has shown
-    that bfloat16 works and is faster on this machine.
+    Parameters with ``requires_grad=False`` stay as they are; a backbone without any trainable parameter has
+    its features computed once.
 
-    ``fixed`` is a module of fixed effects: what it makes of its own part of x is added to the head's outputs,
-    and its parameters are in phi. Each x is then ``{"fixed": X, "random": Z}`` (or the pair (X, Z); one
-    tensor serves both). With a linear head and normal targets all stays closed-form: a random intercept
-    beside a fixed slope has Z = 1, and the mean of the prior is the intercept.
+    Args:
+        backbone: The module that all share, from x to features; None where the head takes x itself.
+        head: The module that each client has its own parameters of, from features to outputs. A linear layer
+            is fastest, and exact with normal targets.
+        likelihood: Of the targets given the outputs: "normal", "categorical", "bernoulli", "poisson", or one
+            of ``fp.likelihoods`` such as ``Normal(variance)``.
+        fixed: A module of fixed effects: what it makes of its own part of x is added to the head's outputs,
+            and its parameters are in phi. Each x is then ``{"fixed": X, "random": Z}`` (or the pair (X, Z);
+            one tensor serves both). With a linear head and normal targets all stays closed-form: a random
+            intercept beside a fixed slope has Z = 1, and the mean of the prior is the intercept.
+        precision: What the backbone runs in: "float32", "bfloat16", or "auto" (the default), which is float32
+            unless the network is large and a child process has shown that bfloat16 works and is faster on
+            this machine.
 
     >>> from torch import nn
     >>> model = Composition(nn.Linear(20, 2, bias=False), nn.Linear(2, 1, bias=False), "normal")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,20 @@ from fedpop.errors import ModelError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.models.likelihoods import Likelihood, Params
+
+ALL = slice(None)
+LONG = 2**14
+"""Examples of one client that are looked at together; those of a client with more come in blocks, since a
+plan can cut a cohort between clients but not within one."""
+
+
+def blocks(rows: int) -> list[slice]:
+    """So many examples in blocks, all of them in one unless they are many.
+
+    >>> blocks(5), len(blocks(1_000_000))
+    ([slice(0, 5, None)], 62)
+    """
+    return [slice(a, min(a + LONG, rows)) for a in range(0, rows, LONG)] or [slice(0, 0)]
 
 
 class LocalLikelihood(ABC):
@@ -96,22 +111,29 @@ class LinearLikelihood(LocalLikelihood):
         mask, offset = (None if block is None else block[rows] for block in (self.mask, self.offset))
         return LinearLikelihood(self.features[rows], self.y[rows], mask, self.likelihood, params, offset)
 
-    def eta(self, z: Tensor) -> Tensor:
+    def eta(self, z: Tensor, rows: slice = ALL) -> Tensor:
         """Head outputs ``[C, N, K, o]``."""
         clients, chains, _ = z.shape
         q = self.features.shape[-1]
         weight = z.reshape(clients, chains * self.outputs, q)
-        eta = torch.bmm(self.features, weight.mT)
+        eta = torch.bmm(self.features[:, rows], weight.mT)
         eta = eta.reshape(clients, -1, chains, self.outputs)
-        return eta if self.offset is None else eta + self.offset.unsqueeze(2)
+        return eta if self.offset is None else eta + self.offset[:, rows].unsqueeze(2)
 
     def value(self, z: Tensor) -> Tensor:
-        value = self.likelihood.log_prob(self.eta(z), self.y.unsqueeze(2), self.params)
-        return (value if self.mask is None else value * self.mask.unsqueeze(2)).sum(1)
+        return sum_of(self._value(z, rows) for rows in blocks(self.y.shape[1]))
+
+    def _value(self, z: Tensor, rows: slice) -> Tensor:
+        value = self.likelihood.log_prob(self.eta(z, rows), self.y[:, rows].unsqueeze(2), self.params)
+        return (value if self.mask is None else value * self.mask[:, rows].unsqueeze(2)).sum(1)
 
     def value_and_grad(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        value, slope = self.value_and_slope(z)
-        return value, self.grad_of(slope).reshape(z.shape)
+        parts = [self._value_and_grad(z, rows) for rows in blocks(self.y.shape[1])]
+        return sum_of(v for v, _ in parts), sum_of(g for _, g in parts)
+
+    def _value_and_grad(self, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        value, slope = self.value_and_slope(z, rows)
+        return value, self.grad_of(slope, rows).reshape(z.shape)
 
     def grad(self, z: Tensor) -> Tensor:
         """The gradient alone, of a likelihood that is quadratic in the outputs: it has its maximum at the
@@ -123,17 +145,18 @@ class LinearLikelihood(LocalLikelihood):
             slope = slope * self.mask[:, :, None, None]
         return self.grad_of(slope.flatten(2)).reshape(z.shape)
 
-    def value_and_slope(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def value_and_slope(self, z: Tensor, rows: slice = ALL) -> tuple[Tensor, Tensor]:
         """``[C, K]``, and its derivative in the head's outputs, ``[C, N, K o]``."""
-        value, slope = self.likelihood.value_and_grad(self.eta(z), self.y.unsqueeze(2), self.params)
+        y = self.y[:, rows].unsqueeze(2)
+        value, slope = self.likelihood.value_and_grad(self.eta(z, rows), y, self.params)
         if self.mask is not None:
-            value = value * self.mask.unsqueeze(2)
-            slope = slope * self.mask[:, :, None, None]
+            value = value * self.mask[:, rows].unsqueeze(2)
+            slope = slope * self.mask[:, rows, None, None]
         return value.sum(1), slope.flatten(2)
 
-    def grad_of(self, slope: Tensor) -> Tensor:
+    def grad_of(self, slope: Tensor, rows: slice = ALL) -> Tensor:
         """The derivative in z, ``[C, K o, q]``, that belongs to one in the outputs."""
-        return torch.bmm(slope.mT, self.features)
+        return torch.bmm(slope.mT, self.features[:, rows])
 
     def pulled_back(self, z: Tensor, slope: Tensor, width: int) -> Tensor:
         """The derivative, summed over z, in the first ``width`` columns of the features, and in the offset,
@@ -153,10 +176,14 @@ class LinearLikelihood(LocalLikelihood):
 
     def curvature_at(self, z: Tensor) -> Tensor:
         """F' diag(-d2 log p / d eta2) F at z ``[C, d]``, for each output: ``[C, o, q, q]``."""
-        weight = self.likelihood.curvature(self.eta(z.unsqueeze(1)), self.params)[:, :, 0]
+        return sum_of(self._curvature_at(z, rows) for rows in blocks(self.y.shape[1]))
+
+    def _curvature_at(self, z: Tensor, rows: slice) -> Tensor:
+        weight = self.likelihood.curvature(self.eta(z.unsqueeze(1), rows), self.params)[:, :, 0]
         if self.mask is not None:
-            weight = weight * self.mask.unsqueeze(-1)
-        return torch.einsum("cni,cno,cnj->coij", self.features, weight, self.features)
+            weight = weight * self.mask[:, rows].unsqueeze(-1)
+        features = self.features[:, rows]
+        return torch.einsum("cni,cno,cnj->coij", features, weight, features)
 
 
 class Evaluated(NamedTuple):
@@ -221,26 +248,26 @@ class GeneralLikelihood(LocalLikelihood):
         return out if self._empty is None else out.masked_fill(self._empty.unsqueeze(1), 0.0)
 
     def _evaluate(self, z: Tensor) -> Tensor:
+        return sum_of(self._part(z, rows) for rows in blocks(self.y.shape[1]))
+
+    def _part(self, z: Tensor, rows: slice) -> Tensor:
         out: Tensor
         if z.shape[1] == 1:  # one chain each: one level of vmap less to pay for
-            out = self._one(z[:, 0], self.features, self.y, self.mask, *self.extra)
+            out = self._one(z[:, 0], *self._rows(rows))
             return out.unsqueeze(1)
-        out = self._many(z, self.features, self.y, self.mask, *self.extra)
+        out = self._many(z, *self._rows(rows))
         return out
+
+    def _rows(self, rows: slice) -> tuple[Any, ...]:
+        """Features, targets, masks and further blocks of these examples."""
+        parts = (self.y, self.mask, *self.extra)
+        return map_inputs(lambda v: v[:, rows], self.features), *(v[:, rows] for v in parts)
 
     def value_and_grad(self, z: Tensor) -> tuple[Tensor, Tensor]:
         if not self.examples:
             return z.new_zeros(z.shape[:2]), torch.zeros_like(z)
-        if not _inside_transform():
-            # A chain's value depends on its own z alone, so plain autograd on the sum has all gradients, at
-            # two thirds of the price of a gradient under vmap.
-            with torch.enable_grad():
-                free = self._lent(z).detach().requires_grad_()
-                value = self._evaluate(free)
-                (grad,) = torch.autograd.grad(value.sum(), free)
-            value = value.detach()
-        else:  # inside another transform (a product with the Hessian, say)
-            grad, value = self._both(self._lent(z), self.features, self.y, self.mask, *self.extra)
+        parts = [self._both_of(self._lent(z), rows) for rows in blocks(self.y.shape[1])]
+        value, grad = sum_of(v for v, _ in parts), sum_of(g for _, g in parts)
         if self._empty is None:
             return value, grad
         return (
@@ -248,9 +275,26 @@ class GeneralLikelihood(LocalLikelihood):
             grad.masked_fill(self._empty[:, None, None], 0.0),
         )
 
+    def _both_of(self, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        if _inside_transform():  # of another one (a product with the Hessian, say)
+            grad, value = self._both(z, *self._rows(rows))
+            return value, grad
+        # A chain's value depends on its own z alone, so plain autograd on the sum has all gradients, at two
+        # thirds of the price of a gradient under vmap.
+        with torch.enable_grad():
+            free = z.detach().requires_grad_()
+            value = self._part(free, rows)
+            (grad,) = torch.autograd.grad(value.sum(), free)
+        return value.detach(), grad
+
     def _lent(self, z: Tensor) -> Tensor:
         # A client without examples borrows another's rows, so it borrows the z that belongs to them.
         return z if self._empty is None else z[self._donor]
+
+
+def sum_of(parts: Iterable[Tensor]) -> Tensor:
+    """The sum of what blocks give, one after the other; the one block's own where there is one."""
+    return reduce(torch.add, parts)
 
 
 def _inside_transform() -> bool:

@@ -26,6 +26,8 @@ from fedpop.settings import describe
 
 OURS: dict[str, type[nn.Module]] = {"CropFlip": CropFlip, "Standardise": Standardise}
 """Layers of fedpop's own that a file can hold beside torch's."""
+LARGEST = 2**30
+"""Parameters of one layer that a file may ask for."""
 
 
 @describe.register
@@ -164,6 +166,9 @@ def module_from(spec: dict[str, Any]) -> nn.Module:
     if "device" not in inspect.signature(cls.__init__).parameters:
         module: nn.Module = cls(**args)
         return module
+    size = sum(p.numel() for p in cls(**args, device="meta").parameters())  # before any memory is asked for
+    if size > LARGEST:
+        raise CheckpointError(f"a layer {spec['class']} of {size:,} parameters is larger than any model")
     # Its values come from a file: random ones would only disturb the global generator.
     module = nn.utils.skip_init(cls, **args)
     with torch.no_grad():

@@ -41,7 +41,15 @@ class Split(Model):
 
     When they are exactly those of a linear layer that the module ends with, everything before it is
     the backbone, and the fast path of linear heads is used; otherwise the whole module runs at every
-    step of the chain, through vmap, in the parameters' own type (``precision`` is for the backbone).
+    step of the chain, through vmap, in the parameters' own type.
+
+    Args:
+        module: The whole network, from x to outputs.
+        personal: Names of the parameters that each client has its own of, with * for any letters; one pattern
+            or a list.
+        likelihood: Of the targets given the outputs: "normal", "categorical", "bernoulli", "poisson", or one
+            of ``fp.likelihoods``.
+        precision: What the backbone runs in, where there is one: "float32", "bfloat16" or "auto".
 
     >>> from torch import nn
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))

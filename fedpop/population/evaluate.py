@@ -26,8 +26,12 @@ def evaluate(
 ) -> Evaluation:
     """Score every client of a population on its own examples of a split.
 
-    ``widths`` False leaves out the mean width of intervals, which costs more than all other scores together.
-    With ``theta_uncertainty`` predictions do not take theta for granted (``Population.predict``).
+    Args:
+        population: What ``fit`` returned, or ``load`` with ``clients``.
+        split: Which of the clients' sets, "test" unless told.
+        widths: False leaves out the mean width of intervals, which costs more than all other scores together.
+        theta_uncertainty: True has predictions that do not take theta for granted (``Population.predict``);
+            it takes longer, and matters where clients are few.
 
     >>> import torch, fedpop as fp
     >>> x, y = torch.eye(2), torch.tensor([0, 1])

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedpop.algorithms import rebuild
-from fedpop.errors import CheckpointError
+from fedpop.algorithms.base import Algorithm
+from fedpop.channel import Tensors
+from fedpop.errors import CheckpointError, SettingsError
 from fedpop.evaluation.verdict import verdict_of
 from fedpop.federation.clients import Federation
-from fedpop.files import read_json, read_tensors
+from fedpop.files import DAMAGED, json_lines, read_bytes, read_json, read_sealed, read_tensors, reading
 from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.spec import model_from, require_same
 from fedpop.population.population import Population
+from fedpop.population.saving import FORMAT, KEYS
 from fedpop.priors import Prior
+from fedpop.settings import require_whole
 from fedpop.version import __version__
+
+WHAT = "a saved population"
 
 
 def load(
     path: str | Path, *, model: Model | None = None, clients: Any = None, prior: Prior | None = None
 ) -> Population:
-    """Read a population back. ``model`` (or an energy ``prior``) is needed when its modules are not torch's
-    own layers, or when it is a function (``CustomModel``), which cannot be kept in a file without code;
-    ``clients`` gives back the data, for clients whose draws were not saved. A method, kernel or prior of your
-    own is found by its name once the module that defines it is imported.
+    """Read a saved population back.
+
+    A method, kernel or prior of your own is found by its name once the module that defines it is imported.
+
+    Args:
+        path: The folder that ``Population.save`` was given.
+        model: The model again, where its modules are not torch's own layers or it is a function
+            (``CustomModel``): neither can be kept in a file without code.
+        clients: The data again, to sample clients whose draws were not saved. Each must be one of the
+            population's by name; of a public population, which has no names, all are new to it.
+        prior: An energy prior again, where its network is not made of torch's own layers.
 
     >>> import tempfile, torch, fedpop as fp
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
@@ -35,53 +50,153 @@ def load(
     >>> again
     Population(FedSOUL, 1 clients, 2 rounds)
     """
+    if not isinstance(path, str | os.PathLike):
+        raise SettingsError(f"a saved population is given by the path of its folder, not by {path!r}")
     folder = Path(path)
-    if not (folder / "population.json").exists():
-        raise CheckpointError(f"{folder} holds no saved population (no population.json)")
-    saved = read_json(folder / "population.json")
-    if "known" not in saved:
-        raise CheckpointError(
-            f"{folder} was saved by fedpop {saved.get('version', '(unknown)')}, whose settings and random "
-            f"numbers are not those of {__version__}; fit it again, or load it with that version"
-        )
-    if model is None:
-        model = model_from(saved["model"])
-    else:
-        require_same(saved["model"], model)
-    model = model.knowing(saved["known"])
-    model = model.at_precision(model.chosen_precision())
-    given = {} if prior is None else {"prior": prior}
-    algorithm = rebuild(saved["algorithm"], saved["method"], model, **given)
+    saved, about = _described(folder), folder / "population.json"
+    with reading(about, WHAT):
+        digests = {_plain_name(name): str(digest) for name, digest in saved["files"].items()}
+        theta_file = folder / saved["theta"]
+        theta = read_tensors(theta_file, digests[theta_file.name])
+        names = _names(saved["clients"])
+    algorithm = _method(saved, about, model, prior)
+    model = algorithm.model
+    device = model.initial_phi().device
+    with reading(theta_file, "theta"):
+        published = {n: t.to(device) for n, t in theta.items()}
+        _require_fits(published, algorithm)
     federation = None
     if clients is not None:
         federation = Federation.of(clients)
+        _require_known(federation, names, folder)
         algorithm = algorithm.prepared(federation.example)
         federation = algorithm.model.checked(federation)
-    device = model.initial_phi().device
-    theta = read_tensors(folder / "theta.safetensors", saved["theta"])
-    published = {n: t.to(device) for n, t in theta.items()}
-    if published["phi"].shape != (model.phi_layout.size,):
-        raise CheckpointError("the saved phi does not fit this model")
-    history = []
-    if (folder / "history.jsonl").exists():
-        history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
-    population = Population(
-        algorithm=algorithm,
-        published=published,
-        key=Key(saved["seed"], purpose=saved["purpose"]),
-        federation=federation,
-        history=history,
-        totals=saved["totals"],
-        rounds=saved["rounds"],
-        drift=saved["drift"],
-        names=saved["clients"],
-        learned_from=saved["learned_from"],
-        convergence=verdict_of(saved.get("convergence")),
-        kept=saved.get("kept"),
-    )
-    for file in sorted((folder / "clients").glob("*.safetensors")):
-        name = saved["clients"][int(file.stem)]
-        if name in population.names:  # clients may come back in another order
-            state = {n: t.to(device) for n, t in read_tensors(file).items()}
-            population._personal[population.names.index(name)] = state
+    with reading(about, WHAT):
+        history = []
+        if saved["history"] is not None:
+            lines = folder / saved["history"]
+            history = json_lines(read_bytes(lines, digests[lines.name]), lines)
+        require_whole(0, rounds=saved["rounds"], learned_from=saved["learned_from"])
+        population = Population(
+            algorithm=algorithm,
+            published=published,
+            key=_key(folder, saved["private"], digests, published),
+            federation=federation,
+            history=history,
+            totals={str(n): float(v) for n, v in saved["totals"].items()},
+            rounds=saved["rounds"],
+            drift=None if saved["drift"] is None else float(saved["drift"]),
+            names=names,
+            learned_from=saved["learned_from"],
+            convergence=verdict_of(saved["convergence"]),
+            kept=None if saved["kept"] is None else int(saved["kept"]),
+        )
+        _ = population.convergence and population.convergence.words  # of numbers, or an error
+        here = {name: i for i, name in enumerate(population.names)}  # they may come back in another order
+        for name in saved["models"]:
+            for who, state in _models(folder / name, digests[name], len(names)):
+                if names[who] in here:
+                    population._personal[here[names[who]]] = {n: t.to(device) for n, t in state.items()}
     return population
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    """``population.json``, if it is of this layout."""
+    about = folder / "population.json"
+    if not about.exists():
+        raise CheckpointError(
+            f"{folder} holds no saved population (no population.json); give the folder that "
+            "population.save(...) wrote"
+        )
+    found = read_json(about)
+    if isinstance(found, dict) and "seal" not in found and "version" in found:
+        raise CheckpointError(
+            f"{about} was saved by fedpop {found['version']} in its own layout, which {__version__} does not "
+            "read and does not migrate: fit it again, or load it with that version"
+        )
+    saved = read_sealed(about, WHAT)
+    if saved.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{about} has layout {saved.get('format')!r}, made by fedpop {saved.get('version')}; "
+            f"{__version__} reads layout {FORMAT}: load it with that version, or fit it again"
+        )
+    if odd := sorted(KEYS ^ saved.keys()):
+        raise CheckpointError(
+            f"{about} has {'no' if odd[0] in KEYS else 'an entry'} {odd[0]!r}, unlike what this version "
+            f"saves; {DAMAGED}"
+        )
+    return saved
+
+
+def _plain_name(name: str) -> str:
+    """A file of this folder, and of no other."""
+    if Path(name).name != name:
+        raise ValueError(f"{name!r} is not the name of a file beside it")
+    return name
+
+
+def _names(told: Any) -> list[str]:
+    if not isinstance(told, list) or any(not isinstance(n, str) for n in told) or len(set(told)) < len(told):
+        raise TypeError("clients are a list of different names")
+    return told
+
+
+def _method(saved: dict[str, Any], about: Path, model: Model | None, prior: Prior | None) -> Algorithm:
+    """The method with its model: out of the file as far as they were not given again."""
+    with reading(about, WHAT):
+        own = model_from(saved["model"]) if model is None else model
+        if model is not None:
+            require_same(saved["model"], model)
+        own = own.knowing(saved["known"])
+        own = own.at_precision(own.chosen_precision())
+        given = {} if prior is None else {"prior": prior}
+        return rebuild(saved["algorithm"], saved["method"], own, **given)
+
+
+def _require_fits(published: Tensors, algorithm: Algorithm) -> None:
+    """Raise where theta is not one of this method and model."""
+    phi, layout = published["phi"], algorithm.model.phi_layout
+    if phi.shape != (layout.size,):
+        raise CheckpointError(
+            f"the saved phi has {phi.numel()} entries, the model {layout.size}: it does not fit this model"
+        )
+    if algorithm.hierarchy is not None:
+        algorithm.hierarchy.prior.summary(published["beta"], published)
+    if any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in published.values()):
+        raise ValueError("theta is not finite")
+
+
+def _require_known(federation: Federation, names: list[str], folder: Path) -> None:
+    """Raise where a client given again is none of the population's: under another name it is another one."""
+    saved = set(names)
+    strange = [n for n in federation.names if n not in saved]
+    if names and strange:
+        raise CheckpointError(
+            f"client {strange[0]!r} is not among the {len(names)} clients of {folder} ({names[0]!r}, ...); "
+            "give clients under the names they had, and those never seen to population.new_client(x, y)"
+        )
+
+
+def _key(folder: Path, name: str | None, digests: dict[str, str], published: Tensors) -> Key:
+    """The sites' own key where it was saved, else one that anybody can make of theta."""
+    if name is None:
+        return Key.public(published)
+    private = folder / name
+    read_bytes(private, digests[private.name])
+    with reading(private, "a sites' key"):
+        held = read_json(private)
+        require_whole(seed=held["seed"])
+        return Key(held["seed"], purpose=str(held["purpose"]))
+
+
+def _models(path: Path, digest: str, clients: int) -> list[tuple[int, Tensors]]:
+    """Whose models these are, and each one's own."""
+    with reading(path, "clients' models"):
+        tensors = read_tensors(path, digest)
+        ids = tensors.pop("clients").tolist()
+        if len(set(ids)) < len(ids) or not all(0 <= i < clients for i in ids):
+            raise ValueError(f"rows of other clients than the {clients} in population.json")
+        rows = {n.removeprefix("model."): t.split(1) for n, t in tensors.items()}
+        if any(len(r) != len(ids) for r in rows.values()):
+            raise ValueError("tensors of different numbers of clients")
+        return [(i, {n: r[k] for n, r in rows.items()}) for k, i in enumerate(ids)]

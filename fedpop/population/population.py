@@ -34,6 +34,7 @@ from fedpop.population.sites import Sites
 from fedpop.population.summary import summary
 from fedpop.population.theta import GROUP, ThetaDraws
 from fedpop.questions import Question
+from fedpop.settings import require_one_of
 
 MEMORY = "1GiB"
 """What the final pass may take, about."""
@@ -187,7 +188,7 @@ class Population:
         """
         if (x is None) != (y is None):
             raise DataError("a new client needs both x and y, or neither")
-        key = self.key.at(purpose="newcomer")
+        key = self.public_key.at(purpose="newcomer")
         unit = torch.tensor([NEWCOMER], device=self.device)
         if x is None:
             none, rows = torch.zeros_like(unit), self.published["phi"].new_zeros(0)
@@ -278,12 +279,13 @@ class Population:
     # --- files -------------------------------------------------------------------------------
 
     def public(self) -> Population:
-        """theta alone: no data, no chains; it can still make models for new clients."""
+        """theta alone, to be given away: no data, no chains, and not the key that the sites draw with; it can
+        still make models for new clients, the same ones as this population."""
         published, learned_from = dict(self.published), self.learned_from
         return Population(
             self.algorithm,
             published,
-            self.key,
+            self.public_key,
             None,
             rounds=self.rounds,
             learned_from=learned_from,
@@ -292,19 +294,22 @@ class Population:
         )
 
     def save(self, path: str | Path, *, posteriors: str = "auto") -> Path:
-        """Write theta to ``theta.safetensors`` and each client's own model to a file under ``clients/``.
+        """Write the population into a folder, in few files and without pickle; ``fp.load`` reads it.
 
-        ``posteriors`` says whose: ``"all"``, those ``"computed"`` so far, or all up to 1,000
-        clients (``"auto"``).
+        The folder is for those who may see the clients' models: it holds their draws and the sites' own key.
+        What may be seen by all is ``public().save(...)``. Saving over another population takes its place in
+        one step: a process that dies before leaves the old one.
+
+        Args:
+            path: The folder; it is made where there is none, and other files in it stay.
+            posteriors: Whose own models are saved: ``"all"``, those ``"computed"`` so far, or all up to 1,000
+                clients (``"auto"``).
         """
-        if posteriors not in ("auto", "all", "computed"):
-            raise SettingsError(f"posteriors is 'auto', 'all' or 'computed', not {posteriors!r}")
+        require_one_of(("auto", "all", "computed"), posteriors=posteriors)
         everyone = posteriors == "all" or (posteriors == "auto" and len(self) <= 1000)
         if everyone and self.federation is not None:
             self.sample_all()
         about = {
-            "seed": self.key.seed,
-            "purpose": self.key.purpose,
             "clients": self.names,
             "learned_from": self.learned_from,
             "rounds": self.rounds,
@@ -313,9 +318,16 @@ class Population:
             "convergence": None if self.convergence is None else self.convergence.plain(),
             "totals": self.totals,
         }
-        return save(Path(path), self.algorithm, self.published, self._personal, about, self.history)
+        own = {"seed": self.key.seed, "purpose": self.key.purpose}
+        private = None if self.key == self.public_key else own
+        return save(path, self.algorithm, self.published, self._personal, about, private, self.history)
 
     # --- where clients' models come from -----------------------------------------------------
+
+    @cached_property
+    def public_key(self) -> Key:
+        """What newcomers draw with: it goes by theta alone, so that all who hold it make the same model."""
+        return Key.public(self.published)
 
     @property
     def device(self) -> torch.device:

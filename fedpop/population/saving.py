@@ -1,47 +1,89 @@
-"""Populations in files: theta, each client's own model, and settings as plain values; never code."""
+"""Populations in files: theta, clients' own models side by side, and settings as plain values; never code.
+
+``population.json`` says what there is and names the other files with their digests. It is written last, in
+one step: a process that dies before that leaves the population that was there.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedpop.algorithms.base import Algorithm
 from fedpop.channel import Tensors
-from fedpop.files import writable_folder, write_bytes, write_json, write_tensors
+from fedpop.files import NewFiles, tensor_bytes, writable_folder, write_sealed
 from fedpop.models.spec import model_spec
 from fedpop.version import __version__
 
+FORMAT = 2
+"""Of the layout; 1 was a file for each client (fedpop 0.2.0 and before)."""
+PIECE = 2**27
+"""Bytes of clients' models in one file, about."""
+KEYS = {
+    "format", "version", "method", "algorithm", "model", "known", "theta", "models", "private", "history",
+    "clients", "learned_from", "rounds", "kept", "drift", "convergence", "totals", "files",
+}  # fmt: skip
+"""What ``population.json`` holds, beside its seal."""
+STEMS = "theta|clients-[0-9]+|private|history"
+
 
 def save(
-    path: Path,
+    path: str | Path,
     method: Algorithm,
     published: Tensors,
     models: Mapping[int, Tensors],
     about: Mapping[str, Any],
+    private: Mapping[str, Any] | None,
     history: Sequence[Mapping[str, Any]],
 ) -> Path:
-    """Write a population and these clients' models into a folder; models that were there before go."""
+    """Write a population and these clients' models into a folder; what was saved there before goes.
+
+    ``private`` is what only those who hold the clients' data may know.
+    """
     folder = writable_folder(path)
-    digest = write_tensors(folder / "theta.safetensors", published)
-    if models:
-        writable_folder(folder / "clients")
-    for i, state in models.items():
-        write_tensors(folder / "clients" / f"{i:08d}.safetensors", state)
-    for file in (folder / "clients").glob("*.safetensors"):
-        if int(file.stem) not in models:
-            file.unlink()  # of a population that was saved here before
-    described = {
-        "version": __version__,
-        "method": type(method).__name__,
-        "algorithm": method.describe(),
-        "model": model_spec(method.model),
-        "known": method.model.known(),
-        "theta": digest,
-    }
-    write_json(folder / "population.json", described | dict(about))
-    if history:
-        lines = "".join(json.dumps(m) + "\n" for m in history)
-        write_bytes(folder / "history.jsonl", lines.encode())
+    new = NewFiles(folder)
+    try:
+        described = {
+            "format": FORMAT,
+            "version": __version__,
+            "method": type(method).__name__,
+            "algorithm": method.describe(),
+            "model": model_spec(method.model),
+            "known": method.model.known(),
+            "theta": new.add("theta", "safetensors", tensor_bytes(published)),
+            "models": [
+                new.add(f"clients-{number:04d}", "safetensors", tensor_bytes(piece))
+                for number, piece in enumerate(_pieces(models))
+            ],
+            "private": private and new.add("private", "json", json.dumps(dict(private)).encode()),
+            "history": None,
+        }
+        if history:
+            lines = "".join(json.dumps(m) + "\n" for m in history)
+            described["history"] = new.add("history", "jsonl", lines.encode())
+        write_sealed(folder / "population.json", described | dict(about) | {"files": new.digests})
+    except BaseException:
+        new.forget()
+        raise
+    new.tidy(STEMS)
     return folder
+
+
+def _pieces(models: Mapping[int, Tensors]) -> Iterator[Tensors]:
+    """Models of clients, stacked: those of one form together, as many as one file may hold. ``clients`` says
+    whose each row is, by position among the names."""
+    alike: dict[Any, list[int]] = {}
+    for i, state in models.items():
+        form = tuple((n, t.dtype, t.shape) for n, t in state.items())
+        alike.setdefault(form, []).append(i)
+    for form, ids in alike.items():
+        each = sum(shape.numel() * dtype.itemsize for _, dtype, shape in form)
+        most = max(1, PIECE // max(each, 1))
+        for start in range(0, len(ids), most):
+            some = ids[start : start + most]
+            stacked = {f"model.{n}": torch.cat([models[i][n] for i in some]) for n, _, _ in form}
+            yield {"clients": torch.tensor(some)} | stacked

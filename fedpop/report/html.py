@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fedpop.extras import library
 from fedpop.files import write_bytes
 from fedpop.version import __version__
 
@@ -49,10 +50,9 @@ class Page:
 
 def write_page(path: Path, page: Page) -> Path:
     """Render and write the page; nothing in it points to another file."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # not before a page is written
-
-    environment = Environment(
-        loader=PackageLoader("fedpop.report"), autoescape=True, undefined=StrictUndefined
+    jinja2 = library("jinja2", "report", "pages")
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("fedpop.report"), autoescape=True, undefined=jinja2.StrictUndefined
     )
     text = environment.get_template("report.html").render(page=page, version=__version__)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -43,8 +43,9 @@ class Report:
     def write(self, results: Results) -> Path:
         """``results.md`` and ``report.html`` beside ``results.json``; both say which version made them."""
         made = made_by(results.records)
-        write_bytes(results.folder / "results.md", f"{self.markdown(results)}\n{made}\n".encode())
-        return write_page(results.folder / "report.html", replace(self.page(results), made=made))
+        text, page = f"{self.markdown(results)}\n{made}\n", replace(self.page(results), made=made)
+        write_bytes(results.folder / "results.md", text.encode())  # not before both could be made
+        return write_page(results.folder / "report.html", page)
 
     def markdown(self, results: Results) -> str:
         """What ``results.md`` holds of the records."""

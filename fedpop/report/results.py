@@ -15,11 +15,16 @@ from statistics import median, stdev
 from typing import Any
 
 from fedpop.errors import CheckpointError
-from fedpop.files import read_json, writable_folder, write_json
+from fedpop.files import DAMAGED, read_json, writable_folder, write_json
 from fedpop.version import __version__
 
 COSTS = ("rounds", "bytes_up", "bytes_down", "backbone_passes", "head_steps", "seconds")
-FIELDS = ("experiment", "setting", "method", "seed", "metrics", "cost", "config", "version")
+
+TYPES: dict[str, type] = {
+    "experiment": str, "setting": dict, "method": str, "seed": int, "metrics": dict, "cost": dict,
+    "config": dict, "version": str,
+}  # fmt: skip
+FIELDS = tuple(TYPES)
 
 Record = dict[str, Any]
 
@@ -44,6 +49,25 @@ def record(
         "config": config,
         "version": __version__,
     }
+
+
+def _wrong(item: Any) -> str:
+    """What a record out of a file is not; nothing where it is one."""
+    if not isinstance(item, dict) or set(FIELDS) - set(item):
+        return f"not an object with the fields {', '.join(FIELDS)}"
+    for name, kind in TYPES.items():
+        if not isinstance(item[name], kind) or isinstance(item[name], bool):
+            return f"{name} is {_short(item[name])}, not {kind.__name__}"
+    for part in ("metrics", "cost"):
+        for name, value in item[part].items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                return f"{part}.{name} is {_short(value)}, not a number"
+    missing = [name for name in COSTS if item["cost"].get(name) is None]
+    return f"cost has no {missing[0]}" if missing else ""
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:60]
 
 
 def identity(item: Record) -> str:
@@ -76,8 +100,11 @@ class Results:
         """Read what is there; a folder without results is empty."""
         path = Path(folder) / "results.json"
         records = read_json(path) if path.exists() else []
-        if not isinstance(records, list) or any(set(FIELDS) - set(r) for r in records):
-            raise CheckpointError(f"{path} is not a list of records with the fields {', '.join(FIELDS)}")
+        if not isinstance(records, list):
+            raise CheckpointError(f"{path} is not a list of records but {type(records).__name__}; {DAMAGED}")
+        for number, item in enumerate(records):
+            if wrong := _wrong(item):
+                raise CheckpointError(f"{path}, record {number}: {wrong}; {DAMAGED}")
         return cls(Path(folder), records)
 
     def add(self, new: Iterable[Record]) -> None:

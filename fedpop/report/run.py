@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from fedpop.errors import CheckpointError
-from fedpop.files import read_json
+from fedpop.files import DAMAGED, json_lines, read_bytes, read_json, reading
 from fedpop.report import plots, terminal
 from fedpop.report.html import Figure, Page, Section, Sheet, write_page
 from fedpop.runtime.progress import human_bytes
@@ -22,25 +21,43 @@ CURVES = {
 
 
 def run_report(folder: Path) -> Path:
-    """Write ``report.html`` into a run folder."""
+    """Write ``report.html`` into a run folder, or into that of a saved population."""
     source = folder / "metrics.jsonl"
     if not source.exists():
-        source = folder / "history.jsonl"
+        source = next(iter(sorted(folder.glob("history.*.jsonl"))), source)
     if not source.exists():
-        raise CheckpointError(f"{folder} holds neither metrics.jsonl nor history.jsonl nor results.json")
-    history = [json.loads(line) for line in source.read_text().splitlines()]
+        raise CheckpointError(
+            f"{folder} holds neither metrics.jsonl nor results.json, nor a population with its history; give "
+            "the folder of a run, of an experiment or of a saved population"
+        )
+    history = json_lines(read_bytes(source), source)
     if not history:
         raise CheckpointError(f"{source} is empty: the run has not finished a round yet")
+    with reading(source, "the rounds of a run"):
+        curves = {
+            label: [(int(m["round"]), float(m[metric])) for m in history if m.get(metric) is not None]
+            for metric, label in CURVES.items()
+        }
+        rows = _rows(folder, history)
+        last = int(history[-1]["round"])
     name = _name(folder)
-    figures = []
-    for metric, label in CURVES.items():
-        points = [(m["round"], m[metric]) for m in history if m.get(metric) is not None]
-        if points:
-            figures.append(Figure(plots.curves({name: points}, "round", label, log_y=False), label))
-    last = history[-1]
-    result = _result(folder)
+    figures = [
+        Figure(plots.curves({name: points}, "round", label, log_y=False), label)
+        for label, points in curves.items()
+        if points
+    ]
+    sections = [
+        Section("The run", sheet=Sheet(("", ""), rows)),
+        Section("Over the rounds", figures=figures),
+    ]
+    page = Page(f"fedpop: {name}", f"A run of {last} rounds.", sections)
+    return write_page(folder / "report.html", page)
+
+
+def _rows(folder: Path, history: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    last, result = history[-1], _result(folder)
     kept, verdict = result.get("kept"), result.get("convergence")
-    rows = [
+    return [
         ("rounds run", str(last["round"])),
         *([] if kept is None else [("round kept", f"{kept}, the best on validation data")]),
         *([] if verdict is None else [("theta", str(verdict["words"]))]),
@@ -49,12 +66,6 @@ def run_report(folder: Path) -> Path:
         ("seconds", f"{last['seconds']:.1f}"),
         ("clients left out", str(sum(len(m.get("left_out", [])) for m in history))),
     ]
-    sections = [
-        Section("The run", sheet=Sheet(("", ""), rows)),
-        Section("Over the rounds", figures=figures),
-    ]
-    page = Page(f"fedpop: {name}", f"A run of {last['round']} rounds.", sections)
-    return write_page(folder / "report.html", page)
 
 
 def tell_run(folder: Path) -> None:
@@ -64,16 +75,23 @@ def tell_run(folder: Path) -> None:
 
 def _result(folder: Path) -> dict[str, Any]:
     """What a run, or the population that was saved, says of its end; nothing before it."""
-    for file in ("result.json", "population.json"):
-        if (folder / file).exists():
-            found: dict[str, Any] = read_json(folder / file)
-            return found
-    return {}
+    return _first(folder, "result.json", "population.json")
 
 
 def _name(folder: Path) -> str:
-    for file in ("config.json", "population.json"):
-        if (folder / file).exists():
-            saved: dict[str, Any] = read_json(folder / file)
-            return str(saved["algorithm"]["method"])
-    return folder.name
+    saved = _first(folder, "config.json", "population.json")
+    if not saved:
+        return folder.name
+    with reading(folder, "a run's folder"):
+        return str(saved["algorithm"]["method"])
+
+
+def _first(folder: Path, *names: str) -> dict[str, Any]:
+    """The first of these files that is there."""
+    for path in (folder / name for name in names):
+        if path.exists():
+            found = read_json(path)
+            if not isinstance(found, dict):
+                raise CheckpointError(f"{path} is not a JSON object but {type(found).__name__}; {DAMAGED}")
+            return found
+    return {}

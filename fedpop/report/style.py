@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from fedpop.extras import library
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Normalize
@@ -53,16 +55,15 @@ def colour(method: str) -> str:
 @contextmanager
 def styled() -> Iterator[None]:
     """What is drawn inside looks like the rest."""
-    import matplotlib
-
-    with matplotlib.rc_context(STYLE):
+    with library("matplotlib", "report", "figures").rc_context(STYLE):
         yield
 
 
 def new_figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
+    made: Figure = library("matplotlib.figure", "report", "figures").Figure(
+        figsize=(width, height), layout="constrained"
+    )
+    return made
 
 
 def new_axes(width: float = 4.6, height: float = 2.9) -> tuple[Figure, Axes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import warnings
 from dataclasses import asdict, dataclass, field
@@ -12,9 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from fedpop.errors import CheckpointError, FedpopWarning
-from fedpop.files import read_json, read_tensors, write_json, write_tensors
+from fedpop.files import read_sealed, read_tensors, reading, write_sealed, write_tensors, writing
+from fedpop.settings import require_whole
+from fedpop.version import __version__
 
 KEEP = 2
+MOST_THREADS = 2**15
+FORMAT = 2
+"""Of the layout; what fedpop 0.2.0 and before wrote had no number."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,8 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     config: dict[str, Any]
     metrics_bytes: int
+    metrics_digest: str
+    """Of so many bytes of ``metrics.jsonl``."""
     ends: list[int]
     """Of the run's stages, the present one included."""
     threads: int
@@ -39,19 +45,21 @@ class Checkpoint:
     stopped: bool = False
 
 
-def _seal(meta: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
-
-
 def write(folder: Path, checkpoint: Checkpoint) -> None:
     """Write one checkpoint and drop all but the last two."""
-    folder.mkdir(exist_ok=True)
-    name = f"round-{checkpoint.round:08d}"
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+    name = _name(checkpoint.round)
     meta = {k: v for k, v in asdict(_light(checkpoint)).items() if k != "tensors"}
-    meta["digest"] = write_tensors(folder / f"{name}.safetensors", checkpoint.tensors)
-    meta = json.loads(json.dumps(meta))
-    # The JSON is written last: a checkpoint exists only once both files are whole.
-    write_json(folder / f"{name}.json", meta | {"seal": _seal(meta)})
+    tensors = folder / f"{name}.safetensors"
+    try:
+        meta["digest"] = write_tensors(tensors, checkpoint.tensors)
+        # The JSON is written last: a checkpoint exists only once both files are whole.
+        write_sealed(folder / f"{name}.json", meta | {"format": FORMAT, "version": __version__})
+    except CheckpointError:
+        if not (folder / f"{name}.json").exists():
+            tensors.unlink(missing_ok=True)
+        raise
     for old in sorted(folder.glob("round-*.json"))[:-KEEP]:
         old.unlink()
         old.with_suffix(".safetensors").unlink(missing_ok=True)
@@ -68,28 +76,58 @@ def _light(checkpoint: Checkpoint) -> Checkpoint:
 def read(folder: Path) -> Checkpoint | None:
     """The newest usable checkpoint; a bad one is named in a warning and the previous one is used."""
     found = sorted(folder.glob("round-*.json"), reverse=True)
+    reason = ""
     for path in found:
         try:
             return _read_one(path)
         except CheckpointError as error:
             rest = "using the previous one" if path != found[-1] else "there is no earlier one"
             warnings.warn(f"checkpoint refused: {error}; {rest}", FedpopWarning, stacklevel=2)
+            reason = reason or str(error)
     if found:
         raise CheckpointError(
-            f"no usable checkpoint in {folder}; delete the folder to start again, or use resume=False"
+            f"no usable checkpoint in {folder} ({reason}); delete the folder to start again, or use another"
         )
     return None
 
 
 def _read_one(path: Path) -> Checkpoint:
-    meta = read_json(path)
-    if not isinstance(meta, dict) or "seal" not in meta:
-        raise CheckpointError(f"{path} is not a checkpoint of this version")
-    seal = meta.pop("seal")
-    if _seal(meta) != seal:
-        raise CheckpointError(f"{path} was edited: its seal does not match")
-    digest = meta.pop("digest")
-    return Checkpoint(tensors=read_tensors(path.with_suffix(".safetensors"), digest), **meta)
+    meta = read_sealed(path, "a checkpoint")
+    written = (meta.pop("format", None), meta.pop("version", "0.2.0 or before"))
+    if written[0] != FORMAT:
+        raise CheckpointError(
+            f"{path} was written by fedpop {written[1]} in its own layout, which {__version__} does not read "
+            "and does not migrate: finish the run with that version, or start it again in another folder"
+        )
+    tensors = path.with_suffix(".safetensors")
+    with reading(path, "a checkpoint"):
+        digest = meta.pop("digest")
+        if not isinstance(digest, str):
+            raise TypeError("its tensors have no digest")
+        found = Checkpoint(tensors=read_tensors(tensors, digest), **meta)
+        _check(found, path)
+    return found
+
+
+def _check(found: Checkpoint, path: Path) -> None:
+    """Raise where entries are not of the types that a run goes on with."""
+    require_whole(0, round=found.round, metrics_bytes=found.metrics_bytes)
+    if path.stem != _name(found.round):
+        raise ValueError(f"it is of round {found.round}")
+    if not isinstance(found.ends, list) or not found.ends:
+        raise TypeError("ends are those of the run's stages")
+    require_whole(1, threads=found.threads, **{f"end {i}": end for i, end in enumerate(found.ends)})
+    if found.threads > MOST_THREADS:
+        raise ValueError(f"{found.threads} threads")
+    for entry in ("config", "totals", "callbacks"):
+        if not isinstance(getattr(found, entry), dict):
+            raise TypeError(f"{entry} is not an object")
+    if any(isinstance(v, bool) or not isinstance(v, int | float) for v in found.totals.values()):
+        raise TypeError("totals are numbers")
+
+
+def _name(round: int) -> str:
+    return f"round-{round:08d}"
 
 
 def require_same(config: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -111,4 +149,8 @@ def _differences(path: str, old: Any, new: Any) -> list[str]:
         for key in sorted(old.keys() | new.keys()):
             out += _differences(f"{path}.{key}" if path else key, old.get(key), new.get(key))
         return out
-    return [] if old == new else [f"{path}: {old} then, {new} now"]
+    if old == new:
+        return []
+    if path == "names":
+        return ["names: the clients have other names, or another order, than they had then"]
+    return [f"{path}: {old} then, {new} now"]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,13 +26,15 @@ from fedpop.evaluation.validation import ValidationScore
 from fedpop.evaluation.verdict import Verdict
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active, Participation
-from fedpop.files import writable_folder, write_json
+from fedpop.files import digest_of, reading, writable_folder, write_json
 from fedpop.keys import Key
 from fedpop.population import Population, Sites
 from fedpop.questions import Question
 from fedpop.runtime import checkpoint as checkpoints
 from fedpop.runtime.callbacks import Callback
 from fedpop.runtime.guards import patient_interrupts, threads
+from fedpop.runtime.lock import held
+from fedpop.runtime.metrics import Metrics
 from fedpop.runtime.progress import progress_bar
 from fedpop.runtime.stages import at_the_end, further, inverse_information, planned, stage_at
 from fedpop.settings import require_whole
@@ -92,6 +93,7 @@ class Run:
         self.sites = Sites(federation, device, sites=settings.sites)
         # Every setting is checked by now: nothing is created for a run that cannot be.
         self.folder = None if folder is None else writable_folder(folder)
+        self.metrics = None if self.folder is None else Metrics(self.folder)
         self.federation, self.settings, self.callbacks = federation, settings, list(callbacks)
         self.ends = planned([], settings.rounds)
         """Of its stages; schedules go by the present one."""
@@ -107,7 +109,6 @@ class Run:
         self.totals: dict[str, float] = {}
         self.history: list[dict[str, Any]] = []
         self.threads = torch.get_num_threads()
-        self.metrics_bytes = 0
         self.verdict: Verdict | None = None
         self.inverse: Tensor | None = None
         """Of the information at theta, where a verdict has found it."""
@@ -126,10 +127,14 @@ class Run:
 
     def execute(self, *, resume: bool, progress: bool | None) -> Population:
         """All rounds; nothing that was finished is lost to a crash or a Ctrl-C."""
+        with held(self.folder):
+            return self._execute(resume, progress)
+
+    def _execute(self, resume: bool, progress: bool | None) -> Population:
         stopped = self.begin(resume)
         with (
             threads(self.threads),
-            self._metrics_file() as file,
+            nullcontext() if self.metrics is None else self.metrics.opened(),
             patient_interrupts() as interrupted,
             progress_bar(self.algorithm.label, self.ends[-1], self.round, progress) as bar,
         ):
@@ -139,15 +144,11 @@ class Run:
                 stopped = any([c.after_round(self, metrics) for c in self.callbacks])  # noqa: C419
                 stopped |= self.algorithm.over(self.server)
                 self.history.append(metrics)
-                if file is not None:
-                    file.write((json.dumps(metrics) + "\n").encode())
+                if self.metrics is not None:
+                    self.metrics.add(metrics)
                 last = stopped or self.round == self.ends[-1]
-                if file is not None and (
-                    last or interrupted.is_set() or self.round % self.settings.checkpoint_every == 0
-                ):
-                    file.flush()
-                    os.fsync(file.fileno())  # a checkpoint may not be newer than the lines it counts
-                    self._write_checkpoint(file.tell(), stopped)
+                if last or interrupted.is_set() or self.round % self.settings.checkpoint_every == 0:
+                    self._write_checkpoint(stopped)
                 bar.update(self.round, self.round if last else self.ends[-1], metrics)
                 if interrupted.is_set():
                     raise KeyboardInterrupt
@@ -189,8 +190,8 @@ class Run:
         saved = None
         if self.folder is not None:
             if resume:
-                saved = checkpoints.read(self.folder / "checkpoints")
-            elif any((self.folder / "checkpoints").glob("round-*.json")):
+                saved = checkpoints.read(self._checkpoints)
+            elif any(self._checkpoints.glob("round-*.json")):
                 raise CheckpointError(
                     f"{self.folder} already holds a run; use resume=True to go on with it, or another "
                     "output folder"
@@ -199,6 +200,8 @@ class Run:
         if saved is not None:
             checkpoints.require_same(self.requested, saved.config)
             self.ends = planned(saved.ends, self.settings.rounds)
+            if self.metrics is not None:
+                self.history = self.metrics.read(saved.metrics_bytes, saved.metrics_digest)
             if self.folder is not None and self.requested != saved.config:
                 write_json(self.folder / "config.json", self.requested)  # the same, with more rounds
             return self._restore(saved)
@@ -240,6 +243,7 @@ class Run:
             "sites": self.settings.sites and {k: list(v) for k, v in self.settings.sites.items()},
             "restart": self.restart,
             "clients": len(self.federation),
+            "names": digest_of("\0".join(self.federation.names).encode())[:32],
             "data": self.federation.fingerprint(),
         }
         return json.loads(json.dumps(config))  # type: ignore[no-any-return]
@@ -325,20 +329,28 @@ class Run:
 
     # --- checkpoints -------------------------------------------------------------------------
 
-    def _write_checkpoint(self, metrics_bytes: int, stopped: bool) -> None:
+    @property
+    def _checkpoints(self) -> Path:
         assert self.folder is not None
+        return self.folder / "checkpoints"
+
+    def _write_checkpoint(self, stopped: bool) -> None:
+        if self.metrics is None:
+            return
+        self.metrics.settle()
         tensors = {f"server.{n}": t for n, t in self.server.items()} | self.sites.store.state()
         if self._best is not None:
             server, store = self._best
             tensors |= {f"best.server.{n}": t for n, t in server.items()}
             tensors |= {f"best.{n}": t for n, t in store.state().items()}
         checkpoints.write(
-            self.folder / "checkpoints",
+            self._checkpoints,
             checkpoints.Checkpoint(
                 round=self.round,
                 tensors=tensors,
                 config=self.requested,
-                metrics_bytes=metrics_bytes,
+                metrics_bytes=self.metrics.size,
+                metrics_digest=self.metrics.digest,
                 ends=self.ends,
                 kept=self.kept,
                 threads=self.threads,
@@ -351,43 +363,22 @@ class Run:
         )
 
     def _restore(self, saved: checkpoints.Checkpoint) -> bool:
-        tensors = saved.tensors
-        self.server = _part("server.", tensors, self.sites.device)
-        self.sites.store = LocalStore.restore(tensors)
-        if "best.slots" in tensors:
-            best = _part("best.", tensors, torch.device("cpu"))
-            self._best = (_part("server.", best, self.sites.device), LocalStore.restore(best))
-        self.round, self.kept, self.totals = saved.round, saved.kept, dict(saved.totals)
-        method = self.algorithm
-        if saved.rate is not None and method.rate() != saved.rate:
-            method = method.with_rate(saved.rate)
+        tensors, method = saved.tensors, self.algorithm
+        with reading(self._checkpoints / f"round-{saved.round:08d}", "a checkpoint"):
+            self.server = _part("server.", tensors, self.sites.device)
+            self.sites.store = LocalStore.restore(tensors)
+            if "best.slots" in tensors:
+                best = _part("best.", tensors, torch.device("cpu"))
+                self._best = (_part("server.", best, self.sites.device), LocalStore.restore(best))
+            self.round, self.kept, self.totals = saved.round, saved.kept, dict(saved.totals)
+            if saved.rate is not None and method.rate() != saved.rate:
+                method = method.with_rate(saved.rate)
         self._compute_in(saved.precision, method)
-        self.metrics_bytes, self.threads = saved.metrics_bytes, saved.threads
+        self.threads = saved.threads
         for i, callback in enumerate(self.callbacks):
             if str(i) in saved.callbacks:
                 callback.restore(saved.callbacks[str(i)])
         return saved.stopped
-
-    @contextmanager
-    def _metrics_file(self) -> Iterator[BinaryIO | None]:
-        if self.folder is None:
-            yield None
-            return
-        path = self.folder / "metrics.jsonl"
-        if self.round == 0:
-            path.write_bytes(b"")
-        elif not path.exists() or path.stat().st_size < self.metrics_bytes:
-            raise CheckpointError(
-                f"cannot resume: {path} is missing or shorter than its checkpoint says; put it back, or use "
-                "another output folder"
-            )
-        with open(path, "r+b") as file:
-            # Rounds after the checkpoint are run again, so their lines must go.
-            file.truncate(self.metrics_bytes)
-            file.seek(0)
-            self.history = [json.loads(line) for line in file]
-            file.seek(self.metrics_bytes)
-            yield file
 
 
 def _part(prefix: str, tensors: Tensors, device: torch.device) -> Tensors:

@@ -44,19 +44,32 @@ def fit(
     until theta is within 0.05 nats of a local optimum (for networks: until the training loss has stopped
     falling), 8,000 rounds at most. With ``rounds`` it runs so many. Either way the exact engine ends by
     itself once it is at an optimum. ``population.convergence`` and ``print(population)`` say whether that was
-    enough, and a run of 100 rounds or more that stopped a nat or more too soon warns. A finished run goes on
-    with ``fit(..., out=the same, resume=True, rounds=more)``: a further stage, in which steps start anew at
-    full size and decrease towards the new end.
+    enough, and a run of 100 rounds or more that stopped a nat or more too soon warns.
 
-    ``participation`` is who takes part in a round: None for everyone; a probability such as 0.1 for each
-    client by itself (1.0 is everyone); a whole number such as 10 for that many, drawn without replacement;
-    or a rule such as ``participation.Bernoulli([0.1, 0.5, ...])``.
-
-    ``out`` receives ``config.json``, ``metrics.jsonl``, ``result.json`` and checkpoints, from which
-    ``resume`` goes on to the same bits. ``restarts`` further runs from other random starts are compared by
-    their marginal likelihood and the best one is returned. ``precision`` is that of the backbone: "float32",
-    "bfloat16", or "auto" for whichever this machine is faster in; the model's own unless told. ``sites`` maps
-    the name of a site to those of its clients, which then send one message together.
+    Args:
+        method: What to run, such as ``fp.FedSOUL(model)``; ``method.fit(clients, ...)`` is the same.
+        clients: Their data: a list of (x, y), a mapping of names to (x, y) or to ``fp.Client``s, a list of
+            torch Datasets, a ``fp.Table`` or a ``fp.Federation``.
+        rounds: How many rounds; None (the default) until it has converged. A finished run goes on with
+            ``out`` the same, ``resume=True`` and more of them: a further stage, in which steps start anew at
+            full size and decrease towards the new end.
+        seed: Of all random numbers, 0 to 2^64 - 1; the same one gives the same bits. 0 unless told.
+        participation: Who takes part in a round: None for everyone; a probability such as 0.1 for each
+            client by itself (1.0 is everyone); a whole number such as 10 for that many, drawn without
+            replacement; or a rule such as ``participation.Bernoulli([0.1, 0.5, ...])``.
+        out: A folder for ``config.json``, ``metrics.jsonl``, ``result.json`` and checkpoints; None writes
+            nothing. One process at a time can use it.
+        resume: Go on from the checkpoints in ``out``, to the same bits; False refuses a folder with a run.
+        callbacks: What happens between rounds, such as ``callbacks.EarlyStop()``.
+        progress: Show a bar; None shows it on a terminal only.
+        memory: What a round, or the final pass, may take beside the data, about; more is faster.
+        checkpoint_every: Rounds between checkpoints, 50 unless told; what is lost to a crash.
+        restarts: Further runs from other random starts, of which the one with the best marginal likelihood is
+            returned. 0 unless told; try 3 where the likelihood has several optima.
+        precision: That of the backbone: "float32", "bfloat16", or "auto" for whichever this machine is
+            faster in; the model's own unless told.
+        sites: Names of sites, each with those of its clients, which then send one message together; None
+            has each client by itself.
 
     >>> import torch, fedpop as fp
     >>> from torch import nn

@@ -131,6 +131,6 @@ def test_a_process_that_holds_one_client_alone_makes_its_draws(tmp_path: Path) -
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, str(tmp_path / "theta"), str(tmp_path / "one")]
     subprocess.run(command, check=True, env=environment, cwd=ROOT)
-    (file,) = (tmp_path / "one" / "clients").iterdir()
-    draws = read_tensors(file)["draws"][0]
+    (file,) = (tmp_path / "one").glob("clients-*.safetensors")
+    draws = read_tensors(file)["model.draws"][0]
     torch.testing.assert_close(draws, whole.posterior("site-4").draws, **ROUNDING)

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import fedpop as fp
+from fedpop import files
 from fedpop.errors import CheckpointError, DataError, FedpopWarning, SettingsError
 from tests.helpers import linear_model, ragged
-from tests.runtime.test_resume import Crash, CrashAt, one_thread, same_runs
+from tests.runtime.test_resume import Crash, CrashAt, metrics_of, one_thread, same_runs
 
 __all__ = ["one_thread"]  # a fixture for these tests too
 
@@ -91,6 +92,39 @@ def test_metrics_that_do_not_reach_the_checkpoint_are_an_error(tmp_path: Path, d
         fit(tmp_path)
 
 
+def test_edited_metrics_are_noticed(tmp_path: Path) -> None:
+    """The same length, one number changed: a curve that nobody measured."""
+    fit(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"active": 4', '"active": 3', 1))
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl was edited: its lines are not those"):
+        fit(tmp_path, rounds=8)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_lines_after_the_checkpoint_may_be_anything(tmp_path: Path) -> None:
+    """They are of rounds that are run again."""
+    fit(tmp_path / "whole", rounds=8)
+    fit(tmp_path / "run", rounds=6)
+    with open(tmp_path / "run" / "metrics.jsonl", "ab") as file:
+        file.write(b'{"round": 7, \xff')
+    fit(tmp_path / "run", rounds=6)
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")[:6]
+
+
+def test_checkpoints_of_an_older_version_are_not_migrated(tmp_path: Path) -> None:
+    fit(tmp_path)
+    for path in (tmp_path / "checkpoints").glob("*.json"):
+        plain = {
+            k: v for k, v in json.loads(path.read_text()).items() if k not in ("format", "version", "seal")
+        }
+        files.write_sealed(path, plain)
+    told = r"written by fedpop 0\.2\.0 or before in its own layout.*does not migrate.*another folder"
+    with pytest.warns(FedpopWarning, match=told), pytest.raises(CheckpointError, match=told):
+        fit(tmp_path)
+
+
 # --- resuming something else --------------------------------------------------------------------
 
 
@@ -126,6 +160,10 @@ def shifted() -> list[Any]:
         ({"model": linear_model(variance=0.6)}, r"likelihood: Normal\(variance=0\.5\) then"),
         ({"clients": ragged()[:3]}, "clients: 4 then, 3 now"),
         ({"clients": shifted()}, "data: "),
+        (
+            {"clients": {f"other-{i}": c for i, c in enumerate(ragged())}},
+            "names: the clients have other names, or another order, than they had then",
+        ),
     ],
 )
 def test_changed_settings_or_data_are_refused_by_name(

@@ -30,7 +30,11 @@ _FORM = struct.Struct("<Hf")
 
 @dataclass(frozen=True)
 class QSGD(Compressor):
-    """s ``levels`` of the norm. The default takes eight bits per entry.
+    """Entries rounded at random to whole multiples of a fraction of the vector's norm.
+
+    Args:
+        levels: How many multiples there are, s; 127 (the default) take eight bits per entry, fewer take fewer
+            bits and add more noise.
 
     Norms are float64. u is rounded *up* to float32, so that no entry has more than s levels, and the choice
     between two levels is made on v / u in fixed point: E[C(v)_j] is v_j up to its rounding to float32 and

@@ -29,7 +29,11 @@ _FORM = struct.Struct("<BIII")
 
 @dataclass(frozen=True)
 class RandK(Compressor):
-    """``k`` entries, or a ``share`` of them (at least one); a tenth if neither is given.
+    """A few entries, drawn at random and scaled up; a tenth of them unless told.
+
+    Args:
+        k: How many entries are sent; give this or ``share``.
+        share: Which part of them is sent, in (0, 1], at least one entry.
 
     >>> RandK(share=0.25).omega(40)
     3.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 
 from fedpop.data.formats.decoded import Bytes, Decoded, Watch, unwatched
 from fedpop.errors import DataError
+from fedpop.extras import library
 
 IMAGE, LABEL = ("img", "image"), ("label", "fine_label")
 """The usual names of the columns."""
@@ -20,7 +20,8 @@ _ROWS = 1000
 
 def read_parquet(path: Path, watch: Watch = unwatched) -> Decoded:
     """All images of one size, and their labels."""
-    parquet, image = _library("pyarrow.parquet", "pyarrow"), _library("PIL.Image", "pillow")
+    parquet = library("pyarrow.parquet", "data", "Parquet files")
+    image = library("PIL.Image", "data", "encoded images")
     try:
         file = parquet.ParquetFile(path)
         pixels, label = (_column(file.schema_arrow.names, path, usual) for usual in (IMAGE, LABEL))
@@ -71,10 +72,3 @@ def _column(names: list[str], path: Path, usual: tuple[str, ...]) -> str:
         if name in names:
             return name
     raise DataError(f"{path} has no column {' or '.join(map(repr, usual))}; it has {', '.join(names)}")
-
-
-def _library(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DataError(f"reading these files needs {package}: pip install 'fedpop[data]'") from error

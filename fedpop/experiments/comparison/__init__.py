@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from fedpop.algorithms.base import Algorithm
-from fedpop.errors import SettingsError
+from fedpop.errors import CheckpointError, SettingsError
 from fedpop.experiments.comparison import page, run, sheets
 from fedpop.experiments.comparison.terms import Given, Subject, Terms, entries_of, seeds_of
 from fedpop.federation.clients import Client, Federation
 from fedpop.federation.participation.rules import Participation
-from fedpop.files import read_json, writable_folder
+from fedpop.files import DAMAGED, read_json, reading, writable_folder
 from fedpop.report.html import write_page
 from fedpop.report.records import Report
 from fedpop.report.results import Record, Results, mean, values
@@ -52,12 +52,14 @@ class Comparison:
         """From a folder's records and the files beside them."""
         path = results.folder / "details" / "methods.json"
         found, order = results.methods(), read_json(path) if path.exists() else []
+        if not isinstance(order, list):
+            raise CheckpointError(f"{path} is not a list of methods; {DAMAGED}")
         methods = [m for m in order if m in found] + [m for m in found if m not in order]
         details = {}
         for r in results.records:
             path = run.details_path(results.folder, r["method"], r["seed"])
             if path.exists():
-                details[r["method"], r["seed"]] = read_json(path)
+                details[r["method"], r["seed"]] = _details(path)
         return cls(results.records, details, methods)
 
     def of_method(self, method: str) -> list[Record]:
@@ -78,6 +80,20 @@ class Comparison:
     def report(self, path: str | Path) -> Path:
         """Write the page with curves, clients, calibration and costs."""
         return write_page(Path(path), page.page(self))
+
+
+def _details(path: Path) -> dict[str, Any]:
+    """Curves and clients of one record, as far as figures need them."""
+    found = read_json(path)
+    with reading(path, "the curves of a comparison"):
+        points, lengths = (
+            found["points"],
+            {len(v) for v in found["scores"].values()} - {len(found["clients"])},
+        )
+        if lengths or any(not isinstance(p, dict) or "round" not in p for p in points):
+            raise ValueError("points, clients and scores do not belong together")
+        _ = [(float(c), float(a), int(n)) for c, a, n in found["reliability"]]
+        return dict(found)
 
 
 REPORT = Report(
@@ -107,11 +123,22 @@ def compare(
 ) -> Comparison:
     """Run methods under one protocol and compare them on the clients' test examples.
 
-    The budget is ``rounds`` (500 unless told) or ``passes``, backbone example-passes, for which each method
-    gets the rounds that its own price allows. ``newcomers`` are clients (with ``test`` sets) that take no
-    part and are scored afterwards. All clients are evaluated ``every`` so many rounds and after each of the
-    ``last`` ones. ``out`` receives ``results.json``, ``results.md`` and ``report.html``; with ``resume``,
-    runs that are there already are not run again. With several ``processes`` methods run side by side.
+    Args:
+        methods: A list of them, or a mapping of labels to them.
+        clients: As for ``fp.fit``, with ``test`` sets (``fp.hold_out`` sets some aside).
+        rounds: The budget of every method, 500 unless told; or
+        passes: the budget in backbone example-passes, for which each method gets the rounds that its own
+            price allows.
+        seeds: How many, or which; every method is run on each.
+        participation: Who takes part in a round, as for ``fp.fit``; the same clients for all methods.
+        newcomers: Clients (with ``test`` sets) that take no part and are scored afterwards.
+        every: All clients are evaluated after every so many rounds; None does so at the end only.
+        last: They are evaluated after each of so many last rounds as well, 10 unless told.
+        out: A folder for ``results.json``, ``results.md`` and ``report.html`` (which needs the extra
+            "report"); None keeps nothing.
+        resume: Runs that are there already are not run again.
+        processes: So many methods run side by side, 1 unless told.
+        progress: Show a bar; None shows it on a terminal only.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)

@@ -9,7 +9,6 @@ from fedpop.experiments.comparison.run import compare_all
 from fedpop.experiments.comparison.terms import seeds_of
 from fedpop.experiments.config import read_config
 from fedpop.experiments.runner import workers
-from fedpop.files import writable_folder
 
 
 def compare_file(
@@ -22,7 +21,7 @@ def compare_file(
     """Run what is missing and tell of all; settings that are given here count instead of the file's."""
     many = workers(processes)
     config = read_config(path, data)
-    folder = writable_folder(out or Path("runs") / config.name)
+    folder = out or Path("runs") / config.name
     chosen = config.seeds if seeds is None else seeds_of(seeds)
     results = compare_all(
         config.task, config.entries, config.terms, chosen, folder, resume=True, processes=many

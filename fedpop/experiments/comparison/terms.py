@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -83,8 +84,9 @@ class Terms:
             isinstance(self.passes, bool) or not isinstance(self.passes, int | float)
         ):
             raise SettingsError(f"passes is a number, not {self.passes!r}")
-        if not (self.passes or self.rounds or 0) > 0:
-            raise SettingsError("a budget is positive")
+        budget = self.rounds if self.passes is None else self.passes
+        if budget is None or not 0 < budget < math.inf:
+            raise SettingsError(f"a budget of rounds or passes is positive and finite, not {budget}")
         if self.every is not None:
             require_whole(every=self.every)
         _ = Watch(every=self.every, last=self.last)

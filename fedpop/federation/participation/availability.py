@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from fedpop.errors import DataError, SettingsError
 from fedpop.federation.participation.rules import WEIGHTS, Active, Participation, Roster
+from fedpop.files import csv_text
 from fedpop.keys import Key
 
 AVAILABLE = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -135,11 +137,7 @@ class Availability(Participation):
 
 def _rows(path: Path) -> Iterator[tuple[int, int, str, bool]]:
     """Line number, round, client and availability of each row."""
-    try:
-        file = path.open(newline="", encoding="utf-8-sig")
-    except OSError as error:
-        raise DataError(f"cannot read the trace {path}: {error.strerror or error}") from error
-    with file:
+    with csv_text(path) as file:
         reader = csv.reader(file)
         header = [name.strip().lower() for name in next(reader, [])]
         if not {"round", "client"} <= set(header):
@@ -153,7 +151,7 @@ def _rows(path: Path) -> Iterator[tuple[int, int, str, bool]]:
             if len(row) != len(header):
                 raise DataError(f"{path}, line {line}: {len(row)} values where {len(header)} were expected")
             number, name = row[at["round"]].strip(), row[at["client"]].strip()
-            if not number.lstrip("-").isdecimal():
+            if not re.fullmatch("-?[0-9]{1,18}", number):
                 raise DataError(f"{path}, line {line}: round {number!r} is not a whole number")
             told = row[at["available"]].strip().lower() if "available" in at else "1"
             if told not in AVAILABLE:

@@ -116,6 +116,10 @@ class Bernoulli(Participation):
     Weights are b/|A| for one p (the paper's algorithm; an empty round makes no step) and 1/p_i for
     several (the paper's supplement; an empty round still makes the hyperprior's step).
 
+    Args:
+        p: The probability, in (0, 1]: one for all, or one for each client in the federation's order.
+        weights: "ratio" for b/|A|, "inverse" for 1/p_i; None takes what fits p.
+
     >>> Bernoulli(0.2)
     Bernoulli(p=0.2, weights='ratio')
     """
@@ -179,7 +183,10 @@ class Bernoulli(Participation):
 
 @dataclass(frozen=True)
 class Uniform(Participation):
-    """``size`` clients drawn without replacement, all equally likely.
+    """So many clients in every round, drawn without replacement, all equally likely.
+
+    Args:
+        size: How many.
 
     >>> len(Uniform(2).draw(Roster.numbered(5), Key(0)).ids)
     2

@@ -1,0 +1,416 @@
+"""Damaged files of every kind that is read: one error that names the file, and nothing written."""
+
+import itertools
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedpop as fp
+from fedpop.cli import main
+from fedpop.data.csv_task import CsvTask
+from fedpop.errors import CheckpointError, DataError, FedpopError, FedpopWarning, SettingsError
+from fedpop.population.saving import KEYS
+from fedpop.report.results import FIELDS, Results, record
+from tests.bad_input.corrupter import ENDS, FLIPS, TYPES, WRONG, Damage, content, resealed
+from tests.helpers import linear_model, ragged
+
+SEALED = FLIPS | ENDS | TYPES
+"""Where there is a digest, every change is noticed."""
+
+
+def attempt(call: Callable[[], Any], error: type[Exception]) -> tuple[Any, str]:
+    """What a call gives, or the one line that an error of this class says; no other may come."""
+    told = ""
+    try:
+        return call(), told
+    except error as raised:
+        told = str(raised)
+    assert len(told.splitlines()) == 1
+    return None, told
+
+
+def same(one: bytes, other: bytes) -> bool:
+    """The same JSON, but for space around it."""
+    try:
+        return bool(json.loads(one) == json.loads(other))
+    except (ValueError, RecursionError):
+        return False
+
+
+def small(rounds: int = 3, **options: Any) -> fp.Population:
+    clients = dict(zip(("anna", "ben", "cara"), ragged((3, 4, 2)), strict=True))
+    return fp.FedSOUL(linear_model()).fit(clients, rounds=rounds, **options)
+
+
+# --- a saved population -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small().save(tmp_path_factory.mktemp("saved") / "population")
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "population"))
+
+
+def refused(folder: Path, named: str) -> CheckpointError:
+    before = content(folder)
+    with pytest.raises(CheckpointError) as caught:
+        fp.load(folder)
+    assert named in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    assert content(folder) == before
+    return caught.value
+
+
+FILES = ("population", "theta", "clients-0000", "private", "history")
+
+
+@pytest.mark.parametrize(("stem", "kind"), list(itertools.product(FILES, SEALED)))
+def test_a_damaged_file_of_a_saved_population(folder: Path, stem: str, kind: str) -> None:
+    (path,) = folder.glob(f"{stem}.*")
+    damaged = SEALED[kind](path.read_bytes())
+    if stem == "population" and same(damaged, path.read_bytes()):
+        pytest.skip("space around it changes nothing")
+    path.write_bytes(damaged)
+    error = refused(folder, path.name)
+    assert "again" in str(error) or "population.save" in str(error)
+
+
+@pytest.mark.parametrize("stem", FILES)
+def test_a_missing_file_of_a_saved_population(folder: Path, stem: str) -> None:
+    (path,) = folder.glob(f"{stem}.*")
+    path.unlink()
+    refused(folder, path.name)
+    path.mkdir()
+    refused(folder, path.name)
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.permutations(FILES, 2)))
+def test_swapped_files_of_a_saved_population(folder: Path, one: str, other: str) -> None:
+    (a,), (b,) = (list(folder.glob(f"{stem}.*")) for stem in (one, other))
+    first, second = a.read_bytes(), b.read_bytes()
+    a.write_bytes(second)
+    b.write_bytes(first)
+    before = content(folder)
+    with pytest.raises(CheckpointError) as caught:
+        fp.load(folder)
+    assert a.name in str(caught.value) or b.name in str(caught.value)
+    assert content(folder) == before
+
+
+@pytest.mark.parametrize("stem", ["theta", "clients-0000", "private"])
+def test_files_of_another_population_are_not_this_ones(folder: Path, tmp_path: Path, stem: str) -> None:
+    other = small(1, seed=1).save(tmp_path / "other")
+    (mine,), (theirs,) = (list(f.glob(f"{stem}.*")) for f in (folder, other))
+    mine.write_bytes(theirs.read_bytes())
+    refused(folder, mine.name)
+
+
+@pytest.mark.parametrize("entry", sorted(KEYS))
+def test_an_entry_less_or_more(folder: Path, entry: str) -> None:
+    resealed(folder / "population.json", lambda plain: plain.pop(entry))
+    refused(folder, "population.json")
+
+
+def test_an_entry_that_nobody_knows(folder: Path) -> None:
+    resealed(folder / "population.json", lambda plain: plain.update(extra=1))
+    assert "'extra'" in str(refused(folder, "population.json"))
+
+
+@pytest.mark.parametrize(("entry", "kind"), list(itertools.product(sorted(KEYS), WRONG)))
+def test_entries_of_the_wrong_type_that_were_sealed_again(folder: Path, entry: str, kind: str) -> None:
+    """Whoever can seal can lie: what does not hold together is one error, or else a population that works."""
+    resealed(folder / "population.json", lambda plain: plain.update({entry: WRONG[kind]}))
+    before = content(folder)
+    population, told = attempt(lambda: fp.load(folder), CheckpointError)
+    if population is None:
+        assert str(folder) in told
+    else:
+        assert str(population)
+        assert population.new_client().predict(torch.zeros(1, 3)).mean.shape == (1,)
+    assert content(folder) == before
+
+
+SPECS: dict[str, Any] = {
+    "a layer that is none": {"class": "os.system", "args": {}},
+    "a function": {"class": "init", "args": {}},
+    "absurd": {"class": "Linear", "args": {"in_features": 10**12, "out_features": 10**6}},
+    "larger than any model": {"class": "Linear", "args": {"in_features": 10**6, "out_features": 10**6}},
+    "too large to try": {"class": "Linear", "args": {"in_features": 10**5, "out_features": 10**5}},
+    "negative": {"class": "Linear", "args": {"in_features": -3, "out_features": 2}},
+    "no arguments": {"class": "Linear"},
+    "other arguments": {"class": "Linear", "args": {"depth": 3}},
+    "another width": {"class": "Linear", "args": {"in_features": 5, "out_features": 2}},
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_layers_that_cannot_be(folder: Path, kind: str) -> None:
+    def change(plain: dict[str, Any]) -> None:
+        plain["model"]["modules"][0] = SPECS[kind]
+
+    resealed(folder / "population.json", change)
+    refused(folder, str(folder))
+
+
+@pytest.mark.parametrize("name", ["../private.json", "/etc/hostname", "a/b"])
+def test_files_elsewhere_are_not_read(folder: Path, name: str) -> None:
+    resealed(folder / "population.json", lambda p: p.update(theta=name, files=p["files"] | {name: "0"}))
+    refused(folder, "is not the name of a file beside it")
+
+
+@pytest.mark.parametrize("path", [None, 3, b"x", ["a"]])
+def test_a_path_is_a_path(path: Any) -> None:
+    with pytest.raises(SettingsError, match="path of its folder"):
+        fp.load(path)
+
+
+# --- a run --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("ran") / "run"
+    small(1, out=out)
+    return out
+
+
+@pytest.fixture
+def run(ran: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ran, tmp_path / "run"))
+
+
+def not_resumed(run: Path, named: str) -> None:
+    before = content(run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FedpopWarning)
+        with pytest.raises(CheckpointError) as caught:
+            small(2, out=run, resume=True)
+    assert named in str(caught.value)
+    assert content(run) == before
+
+
+PARTS = ("checkpoints/round-00000001.json", "checkpoints/round-00000001.safetensors", "metrics.jsonl")
+
+
+@pytest.mark.parametrize(("part", "kind"), list(itertools.product(PARTS, SEALED)))
+def test_a_damaged_file_of_a_run(run: Path, part: str, kind: str) -> None:
+    path = run / part
+    damaged = SEALED[kind](path.read_bytes())
+    if part == "metrics.jsonl" and damaged.startswith(path.read_bytes()):
+        pytest.skip("lines after those that the checkpoint counts are run again")
+    if part.endswith(".json") and same(damaged, path.read_bytes()):
+        pytest.skip("space around it changes nothing")
+    path.write_bytes(damaged)
+    not_resumed(run, path.name)
+
+
+META = ("round", "config", "metrics_bytes", "metrics_digest", "ends", "threads", "totals", "digest", "format")
+
+
+@pytest.mark.parametrize(("entry", "kind"), list(itertools.product(META, WRONG)))
+def test_a_checkpoint_of_the_wrong_types_that_was_sealed_again(run: Path, entry: str, kind: str) -> None:
+    resealed(run / PARTS[0], lambda plain: plain.update({entry: WRONG[kind]}))
+    before = content(run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FedpopWarning)
+        population, _ = attempt(lambda: small(2, out=run, resume=True), CheckpointError)
+    if population is None:
+        assert content(run) == before
+    else:
+        assert (entry, kind) in {("totals", "object"), ("ends", "numbers")}  # as if it had been so
+
+
+# --- reports ------------------------------------------------------------------------------------
+
+
+def command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str | None:
+    """What a command says when it ends with code 2; None where it works."""
+    code = 0
+    try:
+        main(arguments)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    if code == 0:
+        return None
+    said = capsys.readouterr().err
+    assert code == 2
+    assert said.startswith("fedpop: ")
+    assert len(said.strip().splitlines()) == 1
+    return said
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"), list(itertools.product(("metrics.jsonl", "config.json", "result.json"), SEALED))
+)
+def test_a_report_of_a_damaged_run(
+    run: Path, part: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """These files have no digest: a flipped bit may go unnoticed, but is never a traceback."""
+    path = run / part
+    path.write_bytes(SEALED[kind](path.read_bytes()))
+    before = content(run)
+    said = command(["report", str(run)], capsys)
+    if said is not None:
+        assert str(run) in said
+        assert content(run) == before
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    items = [record("drift", {"b": 2}, "FedSOUL", s, {"angle": 0.1}, {"rounds": 3}, {}) for s in (0, 1)]
+    Results(tmp_path / "results").add(items)
+    return tmp_path / "results"
+
+
+@pytest.mark.parametrize("kind", SEALED)
+def test_a_report_of_damaged_results(results: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = results / "results.json"
+    path.write_bytes(SEALED[kind](path.read_bytes()))
+    before = content(results)
+    said = command(["report", str(results)], capsys)
+    if said is not None:
+        assert "results.json" in said
+        assert content(results) == before
+
+
+@pytest.mark.parametrize(
+    ("field", "kind"),
+    list(itertools.product(FIELDS, WRONG)),
+)
+def test_records_of_the_wrong_types(results: Path, field: str, kind: str) -> None:
+    path = results / "results.json"
+    records = json.loads(path.read_text())
+    records[1][field] = WRONG[kind]
+    path.write_text(json.dumps(records))
+    wanted = {"seed": int, "experiment": str, "method": str, "version": str}.get(field, dict)
+    fine = isinstance(WRONG[kind], wanted) and not isinstance(WRONG[kind], bool) and (
+        field in ("setting", "config", "seed", "experiment", "method", "version")
+        or (field == "metrics" and kind == "object")
+    )  # fmt: skip
+    if fine:
+        assert len(Results.open(results).records) == 2
+        return
+    with pytest.raises(CheckpointError, match=r"results\.json, record 1: "):
+        Results.open(results)
+
+
+# --- what users write themselves ----------------------------------------------------------------
+
+CSV = "age,dose,site\n" + "".join(f"{i},{2 * i},{'ab'[i % 2]}\n" for i in range(12))
+TRACE = "round,client,available\n0,anna,1\n0,ben,0\n1,ben,1\n"
+TOML = '[task]\nkind = "synthetic"\nb = 4\n\n[run]\nrounds = 2\n\n[[method]]\nname = "FedAvg"\n'
+TEXT: dict[str, Damage] = {
+    "latin-1": lambda d: d.replace(b"a", "ä".encode("latin-1")),
+    "utf-16": lambda d: d.decode().encode("utf-16"),
+    "utf-32": lambda d: d.decode().encode("utf-32"),
+    "a huge field": lambda d: d.replace(b"\n", b"\n" + b'"' + b"9" * 200_000, 2),
+    "a quote that never closes": lambda d: d.replace(b"\n", b'\n"', 1) + b"x" * 150_000,
+    "binary": lambda d: bytes(range(256)) * 8,
+    "empty": lambda d: b"",
+    "zeros": lambda d: bytes(100),
+}
+
+
+@pytest.mark.parametrize("kind", TEXT)
+def test_tables_that_are_not_text(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "data.csv"
+    path.write_bytes(TEXT[kind](CSV.encode()))
+    with pytest.raises(DataError) as caught:
+        CsvTask(str(path), ("age",), "dose", "site").split(0)
+    assert "data.csv" in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("kind", TEXT)
+def test_traces_that_are_not_text(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_bytes(TEXT[kind](TRACE.encode()))
+    with pytest.raises(DataError) as caught:
+        fp.participation.Availability.read(path, ["anna", "ben"])
+    assert "trace.csv" in str(caught.value)
+
+
+@pytest.mark.parametrize("number", ["1.5", "1e3", "", "٣", "--1", "9" * 30, "nan", "inf"])
+def test_rounds_of_a_trace_are_whole_numbers(tmp_path: Path, number: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(f"round,client\n0,anna\n{number},ben\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"trace\.csv, line 3: round .* is not a whole number"):
+        fp.participation.Availability.read(path, ["anna", "ben"])
+
+
+@pytest.mark.parametrize("kind", FLIPS)
+def test_a_flipped_bit_in_a_users_own_file_is_data_or_an_error(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_bytes(FLIPS[kind](TRACE.encode()))
+    table = tmp_path / "data.csv"
+    table.write_bytes(FLIPS[kind](CSV.encode()))
+    for read in (
+        lambda: fp.participation.Availability.read(path, ["anna", "ben"]),
+        lambda: CsvTask(str(table), ("age",), "dose", "site").split(0),
+    ):
+        attempt(read, FedpopError)
+
+
+def settings(tmp_path: Path, text: str | bytes) -> list[str]:
+    path = tmp_path / "settings.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return ["compare", str(path), "--out", str(tmp_path / "out"), "--processes", "1"]
+
+
+@pytest.mark.parametrize("kind", [k for k in TEXT if k != "a huge field"])
+def test_settings_that_are_not_text(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = command(settings(tmp_path, TEXT[kind](TOML.encode())), capsys)
+    assert said is not None
+    assert "settings.toml" in said
+    assert [p.name for p in tmp_path.iterdir()] == ["settings.toml"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "passes = inf", "passes = nan", "passes = -inf", "passes = -3.0", "passes = 0", "passes = true",
+        'passes = "9"', "rounds = inf", "rounds = 1.5", "rounds = 0", "rounds = -1", "rounds = []",
+        "rounds = 2\npasses = 3", "seeds = 1.5", "seeds = [0, 0]", "seeds = 0", "seeds = {a = 1}",
+        "participation = 0", "participation = 1.5", 'participation = "all"', "participation = nan",
+        "every = 0", "every = 0.5", "last = -1", 'last = "x"', "precision = 3", 'precision = "float8"',
+        "rounds = 2026-01-01", "epochs = 3", "a = " + "[" * 5000 + "]" * 5000,
+    ],
+)  # fmt: skip
+def test_settings_of_the_wrong_type(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = command(settings(tmp_path, TOML.replace("rounds = 2", line)), capsys)
+    assert said is not None
+    assert "settings.toml" in said
+    assert [p.name for p in tmp_path.iterdir()] == ["settings.toml"]
+
+
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        ("x = [1]", "x"), ('x = "age"', "x"), ("y = 3", "y"), ("client = []", "client"),
+        ("file = 3", "file"), ("test = inf", "test"), ('test = "a"', "test"), ("features = 1.5", "features"),
+        ('x = ["none"]', "none"), ('client = "none"', "none"), ('likelihood = "odd"', "odd"),
+    ],
+)  # fmt: skip
+def test_a_task_of_the_wrong_type(
+    tmp_path: Path, table: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.csv").write_text(CSV)
+    task = {"kind": '"csv"', "file": '"data.csv"', "x": '["age"]', "y": '"dose"', "client": '"site"'}
+    key, value = table.split(" = ", 1)
+    lines = "\n".join(f"{k} = {v}" for k, v in (task | {key: value}).items())
+    text = f'[task]\n{lines}\n\n[run]\nrounds = 1\n\n[[method]]\nname = "FedAvg"\n'
+    said = command(settings(tmp_path, text), capsys)
+    assert said is not None
+    assert named in said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data.csv", "settings.toml"]

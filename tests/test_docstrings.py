@@ -1,0 +1,85 @@
+"""What an editor shows: real signatures, one plain line, and ``Args:`` with every setting."""
+
+import inspect
+import re
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+
+import fedpop as fp
+from fedpop.algorithms.base import Algorithm
+from tests.test_public_names import MACHINERY, PUBLIC, text_of
+
+TO_COME = frozenset(
+    """
+    APFL DGLMC FSGLD L2GD QLSD SCAFFOLD
+    CustomModel Ditto FedAvg FedAvgFT FedBE FedPer
+    FedProx FedRep FedSOUK FedSOUL Federation LGFedAvg
+    LocalOnly PFedMe PerFedAvg Population callbacks.EarlyStop callbacks.Watch
+    chains.Steps kernels.SGLD kernels.ULA kernels.Exponential kernels.JumpHMC kernels.Mass
+    kernels.resolve_kernel layers.CropFlip layers.replace_batchnorm likelihoods.Normal likelihoods.resolve links.Link
+    links.Parameter links.real links.positive links.unit links.LinkedLayout participation.Availability
+    priors.Energy priors.Hyperprior priors.Mixture priors.Normal priors.resolve steps.EM
+    steps.SGD steps.Adam steps.Anneal steps.Averaging steps.BetaStep steps.Cosine
+    steps.Decay steps.MeanMove steps.PhiStep steps.Polynomial steps.Spectral
+    """.split()
+)
+"""Names whose settings are still told in running text; it only gets shorter."""
+
+
+def settings_of(value: Any) -> list[str]:
+    """What is given to a class, or to a function."""
+    if is_dataclass(value):
+        return [f.name for f in fields(value) if f.init and not f.name.startswith("_")]
+    try:
+        given = inspect.signature(value).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in given if p.name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def told_in(text: str) -> set[str]:
+    """Names under ``Args:``."""
+    _, found, after = inspect.cleandoc(text).partition("\nArgs:\n")
+    block = re.split(r"\n(?=\S)", after)[0] if found else ""
+    return set(re.findall(r"^ {4}(\w+): \S", block, re.MULTILINE))
+
+
+def missing_in(name: str) -> list[str]:
+    told = told_in(text_of(name))
+    return [s for s in settings_of(PUBLIC[name]) if s not in told]
+
+
+def asked(name: str) -> bool:
+    value = PUBLIC[name]
+    return bool(settings_of(value)) and not inspect.isabstract(value) and name.split(".")[-1] not in MACHINERY
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_first_line_is_a_sentence_of_one_line(name: str) -> None:
+    first, *rest = inspect.cleandoc(text_of(name)).splitlines()
+    if name in TO_COME:
+        return
+    assert first[-1] in ".:", f"{name}: {first!r}"
+    if rest:
+        assert rest[0] == "", f"{name}: the first line of its docstring is to stand by itself"
+
+
+@pytest.mark.parametrize("name", [n for n in PUBLIC if asked(n)])
+def test_every_setting_is_told_under_args(name: str) -> None:
+    missing = missing_in(name)
+    if name in TO_COME:
+        first, *rest = inspect.cleandoc(text_of(name)).splitlines()
+        assert missing or (rest and rest[0]), f"{name} is complete: take it out of TO_COME"
+        return
+    assert missing == [], f"{name}: add to Args: {', '.join(missing)}"
+
+
+def test_fit_has_its_real_signature() -> None:
+    """The same settings with the same defaults on a method as on the function."""
+    here, there = (inspect.signature(f).parameters for f in (fp.FedSOUL.fit, fp.fit))
+    assert fp.FedSOUL.fit is Algorithm.fit
+    mine = {n: p.default for n, p in here.items() if n not in ("self", "unknown")}
+    assert mine == {n: p.default for n, p in there.items() if n not in ("method", "unknown")}
+    assert all(p.kind is p.KEYWORD_ONLY for n, p in here.items() if n not in ("self", "clients", "unknown"))
