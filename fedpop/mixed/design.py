@@ -1,4 +1,5 @@
-"""Columns of the design, row by row, in R's coding: what a site computes from its rows and an agreed schema."""
+"""Columns of the design, row by row, in R's coding: what a site computes from its rows and an agreed
+schema."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def _scale(column: str) -> str:
 
 @dataclass(frozen=True)
 class Design:
-    """The design of a formula, given levels (the first is the baseline) and moments that all agree on."""
+    """The design of a formula, given levels (the first is the baseline) and moments that all agree
+    on."""
 
     formula: Formula
     levels: Mapping[str, Sequence[str]]
@@ -74,7 +76,8 @@ class Design:
                 continue
             if found.untold:
                 raise DataError(
-                    f"column {name!r} has {found.untold} row(s) at levels of fewer than {minimum} rows, which are "
+                    f"column {name!r} has {found.untold} row(s) at levels of fewer than "
+                    f"{minimum} rows, which are "
                     "not told; merge these levels, leave the rows out, or allow smaller cells: min_count=1"
                 )
             names = found.names
@@ -82,7 +85,9 @@ class Design:
                 order = [str(v) for v in told[name]]
                 unknown = sorted(set(names) - set(order))
                 if unknown:
-                    raise SettingsError(f"levels of {name!r}: {unknown[0]!r} is in the data and not in the list")
+                    raise SettingsError(
+                        f"levels of {name!r}: {unknown[0]!r} is in the data and not in the list"
+                    )
                 names = [n for n in order if n in found.counts]
             if len(names) < 2:
                 raise DataError(f"column {name!r} has one level only ({names[0]!r}): it is constant")
@@ -143,9 +148,10 @@ class Design:
         return [f"{part.text}{level}" for level in self.levels[column][0 if full else 1 :]]
 
     def _coded(self, terms: Terms) -> list[list[bool]]:
-        """For each part of each term: as all of its levels, or as contrasts to the baseline. Contrasts where
-        the term without the factor is in the model; without an intercept the first factor has all."""
-        known = {frozenset(term) for term in terms.terms} | {frozenset()}
+        """For each part of each term: as all of its levels, or as contrasts to the baseline. Contrasts
+        where the term without the factor is in the model; without an intercept the first factor has
+        all."""
+        known: set[frozenset[Part]] = {frozenset(term) for term in terms.terms} | {frozenset()}
         first = not terms.intercept
         out = []
         for term in terms.terms:
@@ -215,7 +221,7 @@ def codes_of(values: Any, levels: Sequence[str], column: str, rows: Rows) -> np.
     """Positions of levels ``[n]``, or an error that names one that was not there in training."""
     place = {name: j for j, name in enumerate(levels)}
     known = np.array([place.get(str(c), -1) for c in values.cat.categories], dtype=np.int64)
-    codes = known[values.cat.codes.to_numpy()]
+    codes: np.ndarray = known[values.cat.codes.to_numpy()]
     if (codes < 0).any():
         i = int((codes < 0).argmax())
         raise DataError(

@@ -49,7 +49,8 @@ OPERATORS: dict[type, Callable[..., Any]] = {
 
 
 def evaluated(part: Part, rows: Mapping[str, Any], moments: Mapping[str, Moments]) -> np.ndarray:
-    """Numbers ``[n]`` of an expression at these rows; ``moments`` are those of columns that it scales."""
+    """Numbers ``[n]`` of an expression at these rows; ``moments`` are those of columns that it
+    scales."""
     names: dict[str, str] = {}
     source = []
     for token in part.tokens:

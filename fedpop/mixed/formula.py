@@ -1,8 +1,7 @@
 """lme4's formulas: what they say, with the grouping factor taken out before anything is expanded.
-
-``formulae`` expands the algebra of terms (``*``, ``:``, ``/``, powers, removals) of the fixed part and of each
-random part; it never sees a function call, a quoted name or a group. Calls are parts of their own here
-(``log(x)``, ``I(x^2)``, ``factor(x)``), so that names come out as R prints them.
+ ``formulae`` expands the algebra of terms (``*``, ``:``, ``/``, powers, removals) of the fixed part and
+of each random part; it never sees a function call, a quoted name or a group. Calls are parts of their
+own here (``log(x)``, ``I(x^2)``, ``factor(x)``), so that names come out as R prints them.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fedpop.errors import SettingsError
 
@@ -238,14 +238,16 @@ def _one_group(groups: list[Tokens], text: str) -> str:
         )
     if len(names) > 1:
         raise SettingsError(
-            f"more than one grouping factor ({', '.join(names)}): crossed and nested ones are not yet supported; "
+            f"more than one grouping factor ({', '.join(names)}): crossed and nested ones are "
+            "not yet supported; "
             "choose the one whose groups are the clients"
         )
     group = groups[0]
     if len(group) != 1 or not is_name(group[0]):
         inner = ", ".join(dict.fromkeys(columns_of(group))) or names[0]
         raise SettingsError(
-            f"the grouping factor {names[0]!r} is nested or computed (of {inner}): not yet supported; make it "
+            f"the grouping factor {names[0]!r} is nested or computed (of {inner}): not yet "
+            "supported; make it "
             "a column of its own"
         )
     return unquoted(group[0])
@@ -302,11 +304,9 @@ def _check_call(tokens: Tokens) -> None:
             )
 
 
-def _formulae():  # type: ignore[no-untyped-def]
+def _formulae() -> Any:
     try:
         from formulae import model_description
     except ImportError as error:
-        raise SettingsError(
-            "mixed models need formulae and pandas: pip install 'fedpop[formula]'"
-        ) from error
+        raise SettingsError("mixed models need formulae and pandas: pip install 'fedpop[formula]'") from error
     return model_description

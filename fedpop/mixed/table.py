@@ -21,9 +21,7 @@ def pandas() -> Any:
     try:
         import pandas
     except ImportError as error:
-        raise SettingsError(
-            "mixed models need formulae and pandas: pip install 'fedpop[formula]'"
-        ) from error
+        raise SettingsError("mixed models need formulae and pandas: pip install 'fedpop[formula]'") from error
     return pandas
 
 
@@ -136,12 +134,12 @@ def labels(values: Any) -> np.ndarray:
         if len(known) and bool((known == known.round()).all()) and float(known.abs().max()) < 2**53:
             values = values.astype("Int64")
     if isinstance(values.dtype, pd.CategoricalDtype):
-        names = np.array([str(c) for c in values.cat.categories], dtype=object)
-        codes = values.cat.codes.to_numpy()
-        return np.where(codes >= 0, names[codes], None) if len(names) else np.full(len(values), None)
-    codes, distinct = pd.factorize(values)
-    names = np.array([str(v) for v in distinct], dtype=object)
-    return names[codes] if len(names) else np.full(len(values), "", dtype=object)
+        codes, distinct = values.cat.codes.to_numpy(), values.cat.categories
+    else:
+        codes, distinct = pd.factorize(values)
+    names = np.array([*[str(v) for v in distinct], None], dtype=object)
+    found: np.ndarray = names[codes]  # -1, the last: missing
+    return found
 
 
 def _typed(values: Any, name: str) -> Any:
@@ -173,7 +171,8 @@ def _typed(values: Any, name: str) -> Any:
     if good.sum() > 0.5 * there.sum():
         row = int((there & ~good).argmax())
         raise DataError(
-            f"column {name!r} mixes numbers and text: row {row} is {values.iloc[row]!r}; mend it, or make all "
+            f"column {name!r} mixes numbers and text: row {row} is {values.iloc[row]!r}; mend "
+            "it, or make all "
             "of it text"
         )
     words = values.map(_word, na_action="ignore")

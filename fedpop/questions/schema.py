@@ -1,10 +1,10 @@
-"""What columns of tables at many sites have in common, without seeing a row: moments and names of levels.
-
-Asked once before a fit. A site answers with plain values that can be written as JSON: of a numeric column how
-many, mean and sum of squares about it; of a categorical one how many rows each level has. Answers add up.
-Cells of fewer than ``minimum`` rows are not told: at sites that hold many units before the answer leaves, and in
-the total for everyone. (Where each unit is a site of its own its rows are its own few: the server that adds up
-sees its counts.)
+"""What columns of tables at many sites have in common, without seeing a row: moments and names of
+levels.
+ Asked once before a fit. A site answers with plain values that can be written as JSON: of a numeric
+column how many, mean and sum of squares about it; of a categorical one how many rows each level has.
+Answers add up. Cells of fewer than ``minimum`` rows are not told: at sites that hold many units before
+the answer leaves, and in the total for everyone. (Where each unit is a site of its own its rows are its
+own few: the server that adds up sees its counts.)
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MINIMUM = 5
 
 @dataclass(frozen=True)
 class Moments:
-    """Of a numeric column: how many values, their mean, the sum of squares about it; least and largest stay
-    at the site.
+    """Of a numeric column: how many values, their mean, the sum of squares about it; least and largest
+    stay at the site.
 
     >>> Moments.of([1.0, 2.0]) + Moments.of([3.0])
     Moments(count=3, mean=2.0, squares=2.0)
@@ -91,7 +91,8 @@ class Levels:
 
 
 def sorted_levels(names: Iterable[str]) -> list[str]:
-    """Names in the order of their numbers, where all of them are numbers; else in that of the alphabet."""
+    """Names in the order of their numbers, where all of them are numbers; else in that of the
+    alphabet."""
     names = list(names)
     try:
         return sorted(names, key=lambda n: (float(n), n))
@@ -160,8 +161,8 @@ class Schema:
 
 
 def counted(values: Any) -> tuple[list[str], list[int]]:
-    """Levels of a column and how often they are there; of a pandas categorical without looking at rows one
-    by one."""
+    """Levels of a column and how often they are there; of a pandas categorical without looking at rows
+    one by one."""
     if hasattr(values, "cat"):
         codes = values.cat.codes.to_numpy()
         counts = np.bincount(codes[codes >= 0], minlength=len(values.cat.categories))
