@@ -24,6 +24,8 @@ from fedpop.questions import Question, Units
 
 WIDE = 30.0
 """A standard error of a coefficient in internal units above which the data say nothing about it."""
+APART = 15.0
+"""A standard deviation of random effects, on the scale of the link, at which groups are all yes or all no."""
 AGREED = 1e-3
 """Nats by which half as many nodes again may change the likelihood."""
 MOST_NODES = 1500
@@ -87,6 +89,13 @@ class QuadratureEngine(Engine):
         flat = values < WIDE**-2
         if not bool(flat.any()):
             return
+        factor = self.factor.matrix(found.x[p:])
+        if float(factor.abs().max()) > APART:
+            raise EstimateError(
+                "the groups are separated: within (almost) every group all responses are the same, or there is "
+                "one row of each, so that the spread of groups grows without bound and no estimate exists; use a "
+                "model without random effects, or collect more rows of each group"
+            )
         worst = vectors[:, int(values.argmin())]
         names = [n for n, v in zip(self.units.x_names, worst.tolist(), strict=True) if abs(v) > 0.3]
         told = ", ".join(map(repr, names))

@@ -117,8 +117,8 @@ def _with_sites(data: Any, sites: Any) -> tuple[Any, Any]:
 
 
 def _rows(frame: Any, read: Formula, weight: Part | None, sites: Any, missing: str) -> Rows:
-    columns = read.columns[:-1] if read.columns[-1] == read.group else read.columns
-    columns = [*columns, *(() if weight is None else columns_of(weight.tokens))]
+    parts = [*read.parts, *(() if weight is None else (weight,))]
+    columns = [column for part in parts for column in columns_of(part.tokens)]
     if read.group in columns:
         raise SettingsError(f"the grouping factor {read.group!r} is a predictor or the response too")
     site = sites if isinstance(sites, str) else None

@@ -94,7 +94,7 @@ class Local:
         for _ in range(STEPS):
             step = torch.cholesky_solve(slope.unsqueeze(2), torch.linalg.cholesky(bend)).squeeze(2)
             gain = (slope * step).sum(1)
-            if float(gain.max()) < CLOSE**2:
+            if bool((gain <= CLOSE**2 + 1e-15 * value.abs()).all()):  # rounding, where values are large
                 break
             share = torch.ones_like(value)
             for _ in range(40):
