@@ -266,7 +266,6 @@ def _blocks(slopes: Tokens, bar: str) -> list[Terms]:
 
 def _expanded(tokens: Tokens) -> Terms:
     """The algebra of terms, by formulae; terms of lower order first, as in R."""
-    model_description = _formulae()
     parts: dict[Part, str] = {}
     plain: list[str] = []
     at = 0
@@ -286,6 +285,10 @@ def _expanded(tokens: Tokens) -> Terms:
         at = end
     text = " ".join(plain)
     named: Mapping[str, Part] = {name: part for part, name in parts.items()}
+    if set(plain) <= {"+", "0", *named} or set(plain) <= {"+", "1", *named}:
+        # A plain sum says itself what its terms are; to import formulae takes longer than most fits.
+        return Terms("0" not in plain, tuple((part,) for part in parts))
+    model_description = _formulae()
     try:
         found = model_description(f"y ~ {text}").common_terms
     except Exception as error:  # formulae raises many kinds, its own parser's among them

@@ -92,9 +92,9 @@ class QuadratureEngine(Engine):
         factor = self.factor.matrix(found.x[p:])
         if float(factor.abs().max()) > APART:
             raise EstimateError(
-                "the groups are separated: within (almost) every group all responses are the same, or there is "
-                "one row of each, so that the spread of groups grows without bound and no estimate exists; use a "
-                "model without random effects, or collect more rows of each group"
+                "the groups are separated: within (almost) every group all responses are the same, or there "
+                "is one row of each, so that the spread of groups grows without bound and no estimate "
+                "exists; use a model without random effects, or collect more rows of each group"
             )
         worst = vectors[:, int(values.argmin())]
         names = [n for n, v in zip(self.units.x_names, worst.tolist(), strict=True) if abs(v) > 0.3]

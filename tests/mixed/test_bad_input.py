@@ -59,7 +59,7 @@ def test_missing_values_are_dropped_and_counted_or_refused(simulated):
 def test_a_missing_group_is_an_error(simulated):
     frame = simulated([6] * 8)
     frame.loc[7, "g"] = None
-    with pytest.raises(DataError, match="no group.*row 7"):
+    with pytest.raises(DataError, match=r"no group.*row 7"):
         fp.mixed_model("y ~ x + (1 | g)", frame)
 
 

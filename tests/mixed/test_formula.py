@@ -125,3 +125,10 @@ def test_functions_are_a_short_list(simulated):
 
 def test_r_prints_it_this_way():
     assert shown(parse("log(y+1)~x+(1|g)").response.tokens) == "log(y + 1)"
+
+
+@pytest.mark.parametrize("right", ["x", "x + w + s", "0 + x", "1", "x + 1 + w", "x + x"])
+def test_a_plain_sum_is_what_formulae_says(right):
+    """A term that is taken away again goes the long way."""
+    short, long = parse(f"y ~ {right} + (1 | g)"), parse(f"y ~ {right} + a - a + (1 | g)")
+    assert short.fixed == long.fixed

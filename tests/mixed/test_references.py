@@ -67,7 +67,7 @@ def test_other_coordinates_are_the_same_model(change, table):
 
 
 def test_centring_is_another_model_where_effects_are_independent(table):
-    """lme4: (Days || Subject) of centred days has another likelihood, so nothing may be centred on the way."""
+    """(Days || Subject) of centred days has another likelihood: nothing may be centred on the way."""
     frame = table("sleepstudy")
     raw = fp.mixed_model("Reaction ~ Days + (Days || Subject)", frame)
     frame["Days"] = frame["Days"] - 4.5
@@ -106,6 +106,6 @@ def test_the_likelihood_does_not_depend_on_who_holds_which_groups(table):
     assert together.log_likelihood == pytest.approx(alone.log_likelihood, abs=1e-9)
     assert together.coefficients == pytest.approx(alone.coefficients, rel=1e-8)
     assert together.groups.bytes_up < alone.groups.bytes_up / 10
-    frames = {name: own for name, own in frame.groupby("clinic")}
+    frames = dict(list(frame.groupby("clinic")))
     by_site = fp.mixed_model("log_radon ~ floor + (1 | county)", frames)
     assert by_site.log_likelihood == pytest.approx(alone.log_likelihood, abs=1e-9)
