@@ -36,6 +36,8 @@ SINGULAR = 1e-4
 lme4."""
 THETAS = 200
 """Draws of theta behind intervals that include its uncertainty."""
+PROPOSALS = 400
+"""Values that these are chosen from, where they are."""
 EACH = 10
 """Draws of a group's effects for each of them, where these are drawn; a plug-in interval has as many in
 all."""
@@ -293,7 +295,7 @@ class MixedFit:
             owner,
             cohort,
         )
-        uncertain = theta_uncertainty and self.outcome.found is not None
+        uncertain = theta_uncertainty and (self.family.gaussian or self.outcome.found is not None)
         points = self._thetas if uncertain else [self.outcome.point]
         found = predicted(
             asked,
@@ -349,12 +351,10 @@ class MixedFit:
 
     @cached_property
     def _thetas(self) -> list[Point]:
-        found = self.outcome.found
-        assert found is not None
         size = self.engine.factor.size + len(self.coefficients)
-        ids = torch.arange(THETAS)
+        ids = torch.arange(PROPOSALS)
         noise = self._key.at(purpose="theta").normal(ids, (size + 1,), torch.float64)
-        return self.engine.theta_draws(found, noise[:, :-1], noise[:, -1])
+        return self.engine.theta_draws(noise[:, :-1], noise[:, -1], THETAS)
 
     # --- for people --------------------------------------------------------------------------------
 

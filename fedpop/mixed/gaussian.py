@@ -27,6 +27,9 @@ from fedpop.mixed.factor import Factor
 from fedpop.mixed.groups import Coordinates, columns, everyone
 from fedpop.questions import Question, Units
 
+TOGETHER = 2**20
+"""Numbers of groups' moments that are worked on at once."""
+
 
 @dataclass(frozen=True)
 class GroupMoments(Question[Tensors]):
@@ -90,13 +93,35 @@ class Profile(Question[Tensors]):
         return total.plain
 
 
+@dataclass(frozen=True)
+class Profiles(Question[Tensors]):
+    """The same at many factors at once ``[T, q, q]``, without derivatives: what theta's law is made of."""
+
+    name: ClassVar[str] = "profiles"
+
+    def ask(self, known: Tensors) -> Tensors:
+        return {"factors": known["factors"]}
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        m, r, explained, log_det = units.local["zz"], units.local["zw"], [], []
+        for some in asked["factors"].split(max(1, TOGETHER // max(r.numel(), 1))):
+            p, own = shrunk(m, some.unsqueeze(1))
+            explained.append(torch.einsum("cqi,tcqj->tij", r, p @ r))
+            log_det.append(own.sum(1))
+        sums = {"explained": torch.cat(explained).flatten(), "log_det": torch.cat(log_det)}
+        return Answer(everyone(units.cohort), sums=sums)
+
+    def finish(self, known: Tensors, total: Total) -> Tensors:
+        return total.plain
+
+
 def shrunk(m: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """P ``[C, q, q]`` and log det(I + Lambda' M Lambda) ``[C]``."""
-    inner = factor.mT @ m @ factor + torch.eye(len(factor), dtype=m.dtype)
+    """P ``[..., C, q, q]`` and log det(I + Lambda' M Lambda) ``[..., C]``."""
+    inner = factor.mT @ m @ factor + torch.eye(m.shape[-1], dtype=m.dtype)
     root, info = torch.linalg.cholesky_ex(inner)
     if bool((info != 0).any()):
         raise EstimateError("a group's covariance is not positive definite: its numbers are too far apart")
-    half = torch.linalg.solve_triangular(root, factor.mT.expand(len(m), -1, -1), upper=False)
+    half = torch.linalg.solve_triangular(root, factor.mT.expand(inner.shape), upper=False)
     return half.mT @ half, 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -14,13 +14,15 @@ from fedpop.channel import Answer, Tensors, Total
 from fedpop.errors import DataError, EstimateError
 from fedpop.keys import Key
 from fedpop.mixed.factor import Factor
-from fedpop.mixed.gaussian import Criterion, GroupMoments, Profile, shrunk
+from fedpop.mixed.gaussian import Criterion, GroupMoments, Profile, Profiles, shrunk
 from fedpop.mixed.groups import Coordinates, Groups, everyone
 from fedpop.mixed.point import Engine, Point
 from fedpop.mixed.search import Found, minimised
 from fedpop.questions import Question, Units
 
 PERFECT = 1e-14
+WIDER = 1.3
+"""Proposals for theta, in units of its information."""
 
 
 @dataclass(frozen=True)
@@ -100,23 +102,43 @@ class GaussianEngine(Engine):
         q, m = len(self.units.z_names), len(self.criterion.ww)
         self.groups.ask(GroupEffects(), known, 0.0, 32.0 * q * (q + m))
 
-    def theta_draws(self, found: Found, noise: Tensor, wide: Tensor) -> list[Point]:
-        """Points about the maximum: the factor by its information, s2 and b by their laws given the
-        factor.
+    def theta_draws(self, noise: Tensor, wide: Tensor, count: int) -> list[Point]:
+        """So many points from the law of theta given the data, with b and s2 integrated out (the restricted
+        likelihood): importance resampling of normal proposals about its maximum; then s2 and b by their laws
+        given the factor. About the maximum of the likelihood itself intervals would be too narrow: it takes
+        variances for too small.
 
-        ``noise`` is ``[L, k + p]`` and ``wide`` ``[L]``, standard normal.
+        ``noise`` is ``[K, k + p]`` and ``wide`` ``[K]``, standard normal.
         """
-        size, out = self.factor.size, []
-        root = information_root(found.hessian)
-        degrees = self.criterion.degrees
-        for row, w in zip(noise, wide.tolist(), strict=True):
-            near = self.profiled(found.x + root @ row[:size])
-            # A chi-square over its degrees, by Wilson and Hilferty.
-            chi = max(1 - 2 / (9 * degrees) + w * math.sqrt(2 / (9 * degrees)), 0.05) ** 3
-            point = Point(near.b, near.factor, near.sigma / math.sqrt(chi))
-            spread = torch.linalg.cholesky(self.covariance(point))
-            out.append(Point(near.b + spread @ row[size:], point.factor, point.sigma))
-        return out
+        criterion, size = replace(self.criterion, reml=True), self.factor.size
+
+        def at(theta: Tensor, curved: bool) -> tuple[float, Tensor, Tensor | None]:
+            return criterion.at(theta, self.sums(self.factor.matrix(theta), curved))[:3]
+
+        centre = minimised(at, self.factor.start(0.5))
+        thetas = centre.x + WIDER * noise[:, :size] @ information_root(centre.hessian).mT
+        factors = torch.stack([self.factor.matrix(t) for t in thetas])
+        q, m = len(self.units.z_names), len(criterion.ww)
+        sums = self.groups.ask(Profiles(), {"factors": factors}, 0.0, 32.0 * q * (q + m))
+        s = criterion.ww - sums["explained"].reshape(-1, m, m)
+        values = [float(criterion.value(one, d)) for one, d in zip(s, sums["log_det"], strict=True)]
+        weight = (0.5 * noise[:, :size].square().sum(1) - noise.new_tensor(values)).softmax(0)
+        grid = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+        picked = torch.searchsorted(weight.cumsum(0), grid).clamp(max=len(weight) - 1)
+        return [
+            self._drawn(s[i], factors[i], noise[j, size:], float(wide[j]))
+            for j, i in enumerate(picked.tolist())
+        ]
+
+    def _drawn(self, s: Tensor, factor: Tensor, noise: Tensor, wide: float) -> Point:
+        """s2 and b given the factor."""
+        b = torch.linalg.solve(s[:-1, :-1], s[:-1, -1])
+        left, n = float(s[-1, -1] - s[-1, :-1] @ b), self.groups.examples - len(b)
+        # A chi-square over its degrees, by Wilson and Hilferty.
+        chi = n * max(1 - 2 / (9 * n) + wide * math.sqrt(2 / (9 * n)), 0.05) ** 3
+        sigma = math.sqrt(left / chi)
+        spread = torch.linalg.cholesky(torch.linalg.inv(s[:-1, :-1]))
+        return Point(b + sigma * spread @ noise, factor, sigma)
 
 
 def information_root(hessian: Tensor) -> Tensor:

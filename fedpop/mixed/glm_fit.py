@@ -42,6 +42,7 @@ class QuadratureEngine(Engine):
     start: float
     """The linear predictor of the mean response."""
     nodes: int
+    maximum: Found | None = None
 
     method: ClassVar[str] = "adaptive Gauss-Hermite quadrature"
 
@@ -130,9 +131,11 @@ class QuadratureEngine(Engine):
         question = QuadratureEffects(self.units, self.family, self.marginal.rule)
         self.groups.ask(question, known, self.marginal.per_row, 0.0)
 
-    def theta_draws(self, found: Found, noise: Tensor, wide: Tensor) -> list[Point]:
-        p, root = len(self.units.x_names), information_root(found.hessian)
-        moved = found.x + noise @ root.mT
+    def theta_draws(self, noise: Tensor, wide: Tensor, count: int) -> list[Point]:
+        """From the asymptotic law about the maximum."""
+        assert self.maximum is not None
+        p, root = len(self.units.x_names), information_root(self.maximum.hessian)
+        moved = self.maximum.x + noise[:count] @ root.mT
         return [Point(x[:p], self.factor.matrix(x[p:])) for x in moved]
 
 
@@ -172,4 +175,4 @@ def quadrature(
             break
         engine = finer
         found, point = engine.search(found.x)
-    return engine, found, point
+    return replace(engine, maximum=found), found, point

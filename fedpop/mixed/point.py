@@ -58,8 +58,9 @@ class Engine(ABC):
         """Sites find and keep ``mean`` and ``cov`` of their groups' effects."""
 
     @abstractmethod
-    def theta_draws(self, found: Found, noise: Tensor, wide: Tensor) -> list[Point]:
-        """Points drawn about the maximum."""
+    def theta_draws(self, noise: Tensor, wide: Tensor, count: int) -> list[Point]:
+        """So many points of the law of theta given the data, from standard normal numbers ``[K, k + p]`` and
+        ``[K]``."""
 
     @property
     def words(self) -> str:
