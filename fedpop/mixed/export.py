@@ -17,8 +17,9 @@ def to_netcdf(fit: MixedFit, path: Path) -> Path:
     """Draws of groups' effects with theta fixed, beside the estimates that they go by."""
     try:
         import h5netcdf
+        import h5py
     except ImportError as error:
-        raise SettingsError("to_netcdf needs h5netcdf: pip install 'fedpop[formula]'") from error
+        raise SettingsError("to_netcdf needs h5netcdf and h5py: pip install 'fedpop[formula]'") from error
     names, levels = fit.design.random_names, fit.levels
     population = fit.population.sample_all()
     to = fit.units.random_map.mT
@@ -39,8 +40,9 @@ def to_netcdf(fit: MixedFit, path: Path) -> Path:
         }
         posterior.create_variable("chain", ("chain",), data=np.arange(chains))
         posterior.create_variable("draw", ("draw",), data=np.arange(draws))
-        posterior.create_variable(fit.group, (fit.group,), data=np.array(levels, dtype="S"))
-        posterior.create_variable("effect", ("effect",), data=np.array(names, dtype="S"))
+        for dimension, labels in ((fit.group, levels), ("effect", names)):
+            own = np.array(labels, dtype=object)
+            posterior.create_variable(dimension, (dimension,), data=own, dtype=h5py.string_dtype())
         posterior.create_variable("random_effects", ("chain", "draw", fit.group, "effect"), data=effects)
         observed = file.create_group("observed_data")
         y = fit.groups.federation.train.y.numpy()
