@@ -31,6 +31,7 @@ from fedpop.client.local_sgd import LocalSGD
 from fedpop.experiments.comparison import compare
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.held_out import hold_out
+from fedpop.mixed.model import mixed_model
 from fedpop.models import likelihoods, links, networks
 from fedpop.models.composition import Composition
 from fedpop.models.custom import CustomModel
@@ -80,6 +81,7 @@ __all__ = [
     "likelihoods",
     "links",
     "load",
+    "mixed_model",
     "networks",
     "participation",
     "priors",

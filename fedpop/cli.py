@@ -139,6 +139,41 @@ def data(
 
 
 @app.command
+def fit(
+    data: Annotated[Path, Positional, arg(metavar="DATA")],
+    formula: Annotated[str, Positional, arg(metavar="FORMULA")],
+    family: Annotated[str, arg(metavar="F")] = "gaussian",
+    method: Annotated[str, arg(metavar="M")] = "ML",
+    weights: Annotated[str | None, arg(metavar="COLUMN")] = None,
+    sites: Annotated[str | None, arg(metavar="COLUMN")] = None,
+    json: Annotated[Path | None, arg(metavar="FILE")] = None,
+    seed: Annotated[int, arg(metavar="N")] = 0,
+    engine: Annotated[str, arg(metavar="E")] = "auto",
+    rounds: Annotated[int | None, arg(metavar="N")] = None,
+    min_count: Annotated[int, arg(metavar="N")] = 5,
+) -> None:
+    """Fit a mixed model by lme4's formula; each group is a client, and its rows stay with it.
+
+    Args:
+        data: A CSV file.
+        formula: As in lme4: "y ~ x + (x | group)".
+        family: gaussian, bernoulli, binomial or poisson.
+        method: ML, or REML for gaussian models.
+        weights: A column of weights.
+        sites: A column that says at which site a row is, where sites hold many groups.
+        json: Write estimates and groups' posteriors to this file.
+        seed: Of chains and of intervals.
+        engine: exact, sampled, or auto for whichever applies.
+        rounds: Rounds of the sampled engine; until it has converged unless told.
+        min_count: The smallest cell of a predictor's level that is told to others.
+    """
+    from fedpop.mixed.command import fit_file
+
+    settings = {"method": method, "weights": weights, "sites": sites, "engine": engine, "rounds": rounds}
+    sys.stdout.write(fit_file(data, formula, family, json, seed=seed, min_count=min_count, **settings))
+
+
+@app.command
 def methods() -> None:
     """List every method with what it supports, a live client's memory, and its reference."""
     from fedpop.experiments.features import show

@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("data",),
     ("report",),
+    ("mixed",),
     ("experiments",),
     # What users import: public names by kind, then all of them, then the command line.
     ("steps", "chains", "compressors", "participation", "layers", "callbacks"),

@@ -22,6 +22,7 @@ from fedpop.models.likelihoods import Likelihood, Params
 from fedpop.models.local import GeneralLikelihood, LinearLikelihood, LocalLikelihood
 from fedpop.models.modules import RowKeys, has_dropout
 from fedpop.models.network import NetworkPass
+from fedpop.models.weighted import Weighted
 from fedpop.precision import check as check_precision
 
 GLOBAL_GENERATOR = (
@@ -352,9 +353,10 @@ class Model(ABC):
         how = (self.likelihood.name, self.outputs, phi.dtype)
         y = cohort.padded_targets(how, lambda y: self.likelihood.encode(y, self.outputs, phi.dtype))
         added = None if offset is None else cohort.pad(offset)
-        return LinearLikelihood(
-            cohort.pad(features), y, cohort.mask, self.likelihood, self.params(phi), added
-        )
+        mask = cohort.mask
+        if isinstance(self.likelihood, Weighted):
+            y, mask = y[..., :1], y[..., 1]  # zero where there is no example
+        return LinearLikelihood(cohort.pad(features), y, mask, self.likelihood, self.params(phi), added)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -1,0 +1,231 @@
+"""Columns of the design, row by row, in R's coding: what a site computes from its rows and an agreed
+schema."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from fedpop.errors import DataError, SettingsError
+from fedpop.mixed.expressions import evaluated, scaled_columns
+from fedpop.mixed.formula import Formula, Part, Terms, columns_of
+from fedpop.mixed.table import Rows, as_categories
+from fedpop.questions.schema import Levels, Moments, Schema, Summary
+
+INTERCEPT = "(Intercept)"
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What of which columns has to be agreed before rows can be coded."""
+
+    categorical: tuple[str, ...]
+    scaled: tuple[str, ...]
+
+    @classmethod
+    def of(cls, formula: Formula, rows: Rows) -> Wanted:
+        """Columns with categories, those inside ``factor()``, and those that are scaled by all rows."""
+        categorical, scaled = [], []
+        for part in formula.parts[1:]:
+            column, made = part.column, part.factor_of
+            if made is not None:
+                categorical.append(made)
+            elif column is not None and hasattr(rows.columns[column], "cat"):
+                categorical.append(column)
+        for part in formula.parts:
+            scaled += scaled_columns(part.tokens)
+        return cls(tuple(dict.fromkeys(categorical)), tuple(dict.fromkeys(scaled)))
+
+    def schema(self, minimum: int) -> Schema:
+        return Schema(tuple(map(_scale, self.scaled)), self.categorical, minimum)
+
+    def table(self, rows: Rows) -> dict[str, Any]:
+        """The columns that a site summarises."""
+        categories = {n: as_categories(rows.columns[n]) for n in self.categorical}
+        return {_scale(n): rows.columns[n] for n in self.scaled} | categories
+
+
+def _scale(column: str) -> str:
+    """Under which name moments of a column are asked for: it may have categories as well."""
+    return f"scale({column})"
+
+
+@dataclass(frozen=True)
+class Design:
+    """The design of a formula, given levels (the first is the baseline) and moments that all agree
+    on."""
+
+    formula: Formula
+    levels: Mapping[str, Sequence[str]]
+    moments: Mapping[str, Moments]
+
+    @classmethod
+    def agreed(
+        cls, formula: Formula, summary: Summary, told: Mapping[str, Sequence[Any]], minimum: int
+    ) -> Design:
+        """From the federation's summary; ``told`` are levels in an order that the user gave."""
+        levels = {}
+        for name, found in summary.items():
+            if not isinstance(found, Levels):
+                continue
+            if found.untold:
+                raise DataError(
+                    f"column {name!r} has {found.untold} row(s) at levels of fewer than "
+                    f"{minimum} rows, which are "
+                    "not told; merge these levels, leave the rows out, or allow smaller cells: min_count=1"
+                )
+            names = found.names
+            if name in told:
+                order = [str(v) for v in told[name]]
+                unknown = sorted(set(names) - set(order))
+                if unknown:
+                    raise SettingsError(
+                        f"levels of {name!r}: {unknown[0]!r} is in the data and not in the list"
+                    )
+                names = [n for n in order if n in found.counts]
+            if len(names) < 2:
+                raise DataError(f"column {name!r} has one level only ({names[0]!r}): it is constant")
+            levels[name] = tuple(names)
+        extra = sorted(set(told) - set(levels))
+        if extra:
+            raise SettingsError(f"levels were given for {extra[0]!r}, which is no categorical predictor here")
+        moments = {n[6:-1]: v for n, v in summary.items() if isinstance(v, Moments)}
+        flat = [n for n, v in moments.items() if not v.sd > 0]
+        if flat:
+            raise DataError(f"column {flat[0]!r} is constant and cannot be scaled")
+        return cls(formula, levels, moments)
+
+    @property
+    def predictors(self) -> list[str]:
+        """Columns that new rows must have, beside the group."""
+        parts = self.formula.parts[1:]
+        return list(dict.fromkeys(c for part in parts for c in columns_of(part.tokens)))
+
+    # --- names ---------------------------------------------------------------------------------
+
+    @cached_property
+    def fixed_names(self) -> list[str]:
+        return self._names(self.formula.fixed)
+
+    @cached_property
+    def random_names(self) -> list[str]:
+        names = [n for block in self.formula.blocks for n in self._names(block)]
+        twice = [n for i, n in enumerate(names) if n in names[:i]]
+        if twice:
+            raise SettingsError(f"the random effect {twice[0]!r} is there twice; a term belongs to one block")
+        return names
+
+    @cached_property
+    def blocks(self) -> list[int]:
+        """For each random effect, the block in which it is correlated with others."""
+        return [i for i, block in enumerate(self.formula.blocks) for _ in self._names(block)]
+
+    def _names(self, terms: Terms) -> list[str]:
+        out = [INTERCEPT] if terms.intercept else []
+        for term, coded in zip(terms.terms, self._coded(terms), strict=True):
+            pieces = [self._piece_names(part, full) for part, full in zip(term, coded, strict=True)]
+            # The first factor varies fastest, as in R.
+            out += [":".join(reversed(names)) for names in product(*reversed(pieces))]
+        return out
+
+    def _level_column(self, part: Part) -> str | None:
+        """The column of whose categories this part's columns are made; None for numbers."""
+        made = part.factor_of
+        if made is not None:
+            return made
+        return part.column if part.column in self.levels else None
+
+    def _piece_names(self, part: Part, full: bool) -> list[str]:
+        column = self._level_column(part)
+        if column is None:
+            return [part.text]
+        return [f"{part.text}{level}" for level in self.levels[column][0 if full else 1 :]]
+
+    def _coded(self, terms: Terms) -> list[list[bool]]:
+        """For each part of each term: as all of its levels, or as contrasts to the baseline. Contrasts
+        where the term without the factor is in the model; without an intercept the first factor has
+        all."""
+        known: set[frozenset[Part]] = {frozenset(term) for term in terms.terms} | {frozenset()}
+        first = not terms.intercept
+        out = []
+        for term in terms.terms:
+            full = []
+            for part in term:
+                categories = self._level_column(part) is not None
+                own = categories and frozenset(term) - {part} not in known
+                if categories and first:
+                    own, first = True, False
+                full.append(own)
+            out.append(full)
+        return out
+
+    # --- numbers -------------------------------------------------------------------------------
+
+    def fixed(self, rows: Rows) -> np.ndarray:
+        """``[n, p]``."""
+        return self._matrix(self.formula.fixed, rows)
+
+    def random(self, rows: Rows) -> np.ndarray:
+        """``[n, q]``."""
+        return np.concatenate([self._matrix(block, rows) for block in self.formula.blocks], axis=1)
+
+    def offset(self, rows: Rows) -> np.ndarray:
+        """``[n]``."""
+        total = np.zeros(len(rows))
+        for part in self.formula.offsets:
+            total = total + self.numbers(part, rows)
+        return total
+
+    def numbers(self, part: Part, rows: Rows) -> np.ndarray:
+        """An expression's numbers, or an error that names the row where it has none."""
+        values = evaluated(part, rows.columns, self.moments)
+        bad = ~np.isfinite(values)
+        if bad.any():
+            i = int(bad.argmax())
+            names = columns_of(part.tokens)
+            told = ", ".join(f"{n} = {rows.columns[n].iloc[i]}" for n in names[:SHOWN])
+            raise DataError(f"{part.text} is {values[i]} in row {int(rows.numbers[i])} ({told})")
+        return values
+
+    def _matrix(self, terms: Terms, rows: Rows) -> np.ndarray:
+        columns = [np.ones(len(rows))] if terms.intercept else []
+        made: dict[tuple[Part, bool], list[np.ndarray]] = {}
+        for term, coded in zip(terms.terms, self._coded(terms), strict=True):
+            pieces = []
+            for key in zip(term, coded, strict=True):
+                if key not in made:
+                    made[key] = self._piece(*key, rows)
+                pieces.append(made[key])
+            for chosen in product(*reversed(pieces)):
+                column = chosen[0]
+                for other in chosen[1:]:
+                    column = column * other
+                columns.append(column)
+        return np.stack(columns, axis=1) if columns else np.zeros((len(rows), 0))
+
+    def _piece(self, part: Part, full: bool, rows: Rows) -> list[np.ndarray]:
+        column = self._level_column(part)
+        if column is None:
+            return [self.numbers(part, rows)]
+        codes = codes_of(as_categories(rows.columns[column]), self.levels[column], column, rows)
+        return [(codes == j) * 1.0 for j in range(0 if full else 1, len(self.levels[column]))]
+
+
+def codes_of(values: Any, levels: Sequence[str], column: str, rows: Rows) -> np.ndarray:
+    """Positions of levels ``[n]``, or an error that names one that was not there in training."""
+    place = {name: j for j, name in enumerate(levels)}
+    known = np.array([place.get(str(c), -1) for c in values.cat.categories], dtype=np.int64)
+    codes: np.ndarray = known[values.cat.codes.to_numpy()]
+    if (codes < 0).any():
+        i = int((codes < 0).argmax())
+        raise DataError(
+            f"column {column!r}, row {int(rows.numbers[i])}: level {str(values.iloc[i])!r} was not there in "
+            f"training; there were {', '.join(levels[:10])}"
+        )
+    return codes

@@ -1,0 +1,115 @@
+"""Figures of a fit: effects of groups with their intervals, fitted lines, the way of the search."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedpop.errors import SettingsError
+from fedpop.report.style import COLOURS, new_axes, new_figure, styled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fedpop.mixed.fit import MixedFit
+
+KINDS = ("effects", "lines", "trace")
+MOST = 60
+"""Groups whose names are written, and whose lines are drawn."""
+BLUE = COLOURS["FedSOUL"]
+GREY = COLOURS["FedAvg"]
+
+
+def drawn(fit: MixedFit, kind: str) -> Figure:
+    """A figure of this kind."""
+    if kind not in KINDS:
+        raise SettingsError(f"kind is one of {', '.join(KINDS)}, not {kind!r}")
+    with styled():
+        return {"effects": _effects, "lines": _lines, "trace": _trace}[kind](fit)
+
+
+def _effects(fit: MixedFit) -> Figure:
+    """The caterpillar: groups in the order of their first effect."""
+    table = fit.random_effects(0.9)
+    names = fit.design.random_names
+    few = fit.n_groups <= MOST
+    figure = new_figure(2.6 * len(names) + 1.2, min(max(2.4, 0.14 * fit.n_groups), 9.0))
+    axes = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
+    first = table.xs(names[0], level=1)
+    order = np.argsort(first["mean"].to_numpy())
+    place = np.arange(len(order))
+    for axis, name in zip(axes, names, strict=True):
+        own = table.xs(name, level=1).iloc[order]
+        axis.hlines(place, own["lower"], own["upper"], color=BLUE, linewidth=1.0)
+        axis.plot(own["mean"], place, "o", color=BLUE, markersize=3)
+        axis.axvline(0, color=GREY, linewidth=0.8)
+        axis.set_xlabel(name)
+    axes[0].set_ylabel(fit.group)
+    if few:
+        axes[0].set_yticks(place, [fit.levels[i] for i in order], fontsize=6)
+    else:
+        axes[0].set_yticks([])
+    return figure
+
+
+def _slope(fit: MixedFit) -> str:
+    """The numeric column that lines are drawn along."""
+    for part in [
+        p for block in fit.design.formula.blocks for p in block.parts
+    ] + fit.design.formula.fixed.parts:
+        column = part.column
+        if column is not None and column not in fit.design.levels:
+            return column
+    raise SettingsError("there is no numeric predictor to draw lines along")
+
+
+def _lines(fit: MixedFit) -> Figure:
+    """Observed rows, and each group's fitted mean along one predictor; others at their mean or
+    baseline."""
+    from fedpop.mixed.table import pandas
+
+    pd, column = pandas(), _slope(fit)
+    columns = fit.rows.columns
+    ends = np.linspace(float(columns[column].min()), float(columns[column].max()), 30)
+    typical: dict[str, Any] = {}
+    for name in fit.design.predictors:
+        values = columns[name]
+        typical[name] = fit.design.levels[name][0] if hasattr(values, "cat") else float(values.mean())
+        if name in fit.design.levels and not hasattr(values, "cat"):
+            typical[name] = float(fit.design.levels[name][0])
+    figure, axes = new_axes(5.2, 3.4)
+    shown = fit.levels[:: max(1, -(-fit.n_groups // MOST))]
+    for level in shown:
+        rows = pd.DataFrame({**typical, column: ends, fit.group: level})
+        found = fit.predict(rows, "known", theta_uncertainty=False, of="mean")
+        axes.plot(ends, found["mean"], color=BLUE, linewidth=0.7, alpha=0.6)
+    rows = pd.DataFrame({**typical, column: ends})
+    middle = fit.predict(rows, "population", theta_uncertainty=False, of="mean")
+    axes.plot(ends, middle["mean"], color="#000000", linewidth=1.8, label="population")
+    if fit.response in columns and not hasattr(columns[fit.response], "cat"):
+        axes.plot(columns[column], columns[fit.response], ".", color=GREY, markersize=2, zorder=0)
+    axes.set_xlabel(column)
+    axes.set_ylabel(fit.response)
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _trace(fit: MixedFit) -> Figure:
+    """How far below its best value the log-likelihood was, round by round."""
+    found = fit.outcome.found
+    if found is not None:
+        values = -np.asarray(found.trace)
+        label = "nats below the maximum"
+        values = np.maximum(values.max() - values, 1e-10)
+    else:
+        history = fit.population.history
+        values = np.asarray([r["loss"] for r in history if r.get("loss") is not None], dtype=float)
+        label = "loss per row"
+    figure, axes = new_axes(4.6, 2.9)
+    axes.plot(np.arange(1, len(values) + 1), values, color=BLUE, linewidth=1.4)
+    if found is not None:
+        axes.set_yscale("log")
+    axes.set_xlabel("round")
+    axes.set_ylabel(label)
+    return figure

@@ -1,0 +1,382 @@
+"""A fitted mixed model: estimates on the user's scale, groups' posteriors, predictions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedpop.errors import DataError, SettingsError
+from fedpop.keys import Key
+from fedpop.mixed import export, figures, sampled
+from fedpop.mixed.comparison import LikelihoodRatio, compared
+from fedpop.mixed.design import Design
+from fedpop.mixed.factor import canonical
+from fedpop.mixed.formula import Part
+from fedpop.mixed.groups import Coordinates, Groups, packed
+from fedpop.mixed.outcome import Outcome
+from fedpop.mixed.point import Engine, Point, kept
+from fedpop.mixed.predictions import GROUPS, Asked, predicted
+from fedpop.mixed.response import Family, response_columns, response_of
+from fedpop.mixed.summary import summary
+from fedpop.mixed.table import Rows, as_frame, labels, pandas, rows_of
+from fedpop.population import Population
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SINGULAR = 1e-4
+"""An entry on the diagonal of the relative factor below which a covariance counts as singular, as in
+lme4."""
+THETAS = 200
+"""Draws of theta behind intervals that include its uncertainty."""
+PROPOSALS = 400
+"""Values that these are chosen from, where they are."""
+EACH = 10
+"""Draws of a group's effects for each of them, where these are drawn; a plug-in interval has as many in
+all."""
+
+
+@dataclass(repr=False)
+class MixedFit:
+    """What ``mixed_model`` returns. ``print(fit)`` looks like lme4's summary.
+
+    Names of effects are R's. Groups' own numbers (``random_effects``, ``draws``) are at their sites; on
+    one machine all of them are here.
+    """
+
+    design: Design
+    family: Family
+    units: Coordinates
+    groups: Groups
+    engine: Engine
+    outcome: Outcome
+    method: str
+    rows: Rows
+    weights: Part | None
+    seed: int
+    seconds: float = 0.0
+    _cache: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        return f"MixedFit({self.formula!r}, {self.family.name}, {self.n_obs} rows, {self.n_groups} groups)"
+
+    def __str__(self) -> str:
+        return summary(self)
+
+    # --- what was fitted ---------------------------------------------------------------------------
+
+    @property
+    def formula(self) -> str:
+        return self.design.formula.text
+
+    @property
+    def response(self) -> str:
+        return self.design.formula.response.text
+
+    @property
+    def group(self) -> str:
+        """The grouping factor."""
+        return self.design.formula.group
+
+    @property
+    def levels(self) -> list[str]:
+        """Names of the groups."""
+        return list(self.groups.federation.names)
+
+    @property
+    def n_obs(self) -> int:
+        return self.groups.examples
+
+    @property
+    def n_groups(self) -> int:
+        return len(self.groups.federation)
+
+    @property
+    def converged(self) -> bool:
+        return self.outcome.converged
+
+    @property
+    def convergence(self) -> str:
+        """Whether, and why not."""
+        return self.outcome.words
+
+    @property
+    def rounds(self) -> int:
+        """Questions and rounds that everyone was asked in."""
+        return self.outcome.rounds
+
+    # --- fixed effects -----------------------------------------------------------------------------
+
+    @cached_property
+    def coefficients(self) -> dict[str, float]:
+        """Fixed effects."""
+        values = self.units.fixed(self.outcome.point.b).tolist()
+        return dict(zip(self.design.fixed_names, values, strict=True))
+
+    @cached_property
+    def vcov(self) -> Tensor:
+        """The covariance of the fixed effects' estimates, ``[p, p]``."""
+        to = self.units.fixed_map
+        return to @ self.outcome.covariance @ to.mT
+
+    @cached_property
+    def standard_errors(self) -> dict[str, float]:
+        values = self.vcov.diagonal().clamp(min=0).sqrt().tolist()
+        return dict(zip(self.design.fixed_names, values, strict=True))
+
+    def confint(self, level: float = 0.95) -> Any:
+        """Wald intervals of the fixed effects, as a data frame."""
+        z = _normal_quantile(level)
+        rows = {
+            n: (b - z * self.standard_errors[n], b + z * self.standard_errors[n])
+            for n, b in self.coefficients.items()
+        }
+        return pandas().DataFrame.from_dict(rows, orient="index", columns=["lower", "upper"])
+
+    # --- random effects ----------------------------------------------------------------------------
+
+    @cached_property
+    def covariance(self) -> Tensor:
+        """Of the random effects, ``[q, q]``."""
+        return self.outcome.point.sigma_matrix(self.units)
+
+    @property
+    def sd(self) -> dict[str, float]:
+        """Standard deviations of the random effects."""
+        values = self.covariance.diagonal().clamp(min=0).sqrt().tolist()
+        return dict(zip(self.design.random_names, values, strict=True))
+
+    @property
+    def correlation(self) -> Tensor:
+        """Of the random effects, ``[q, q]``; NaN beside a standard deviation of zero."""
+        sd = self.covariance.diagonal().sqrt()
+        out = self.covariance / sd / sd.unsqueeze(1)
+        return out.fill_diagonal_(1.0)
+
+    @property
+    def sigma(self) -> float | None:
+        """The residual standard deviation, where the family has one."""
+        return self.outcome.point.sigma if self.family.gaussian else None
+
+    @property
+    def singular(self) -> bool:
+        """The covariance of random effects is singular: a variance of zero, or a correlation of one."""
+        factor = self.outcome.point.factor
+        return bool((canonical(factor @ factor.mT, self.units.blocks).diagonal() < SINGULAR).any())
+
+    @cached_property
+    def _effects(self) -> tuple[Tensor, Tensor]:
+        """Means ``[C, q]`` and covariances ``[C, q, q]`` on the user's scale."""
+        self.engine.effects(self.outcome.point)
+        to = self.units.random_map
+        mean, cov = kept(self.groups, "mean"), kept(self.groups, "cov")
+        return mean @ to.mT, to @ cov @ to.mT
+
+    def random_effects(self, level: float = 0.95) -> Any:
+        """Posterior mean, standard deviation and interval of each group's effects, as a data frame with
+        a row for each group and effect."""
+        mean, cov = self._effects
+        sd, z = cov.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt(), _normal_quantile(level)
+        pd, names = pandas(), self.design.random_names
+        index = pd.MultiIndex.from_product([self.levels, names], names=[self.group, "effect"])
+        table = {"mean": mean, "sd": sd, "lower": mean - z * sd, "upper": mean + z * sd}
+        return pd.DataFrame({n: v.flatten().numpy() for n, v in table.items()}, index=index)
+
+    def draws(self, level: str | int) -> np.ndarray:
+        """Draws ``[L, q]`` of one group's effects given its data, theta fixed, by the kernel of the
+        model."""
+        found: np.ndarray = sampled.effect_draws(self, str(level)).numpy()
+        return found
+
+    # --- the likelihood ----------------------------------------------------------------------------
+
+    @property
+    def log_likelihood(self) -> float:
+        return self.outcome.log_likelihood
+
+    @property
+    def df(self) -> int:
+        """Parameters: fixed effects, those of the covariance, and the residual's."""
+        return len(self.coefficients) + self.engine.factor.size + self.family.gaussian
+
+    @property
+    def aic(self) -> float:
+        return -2 * self.log_likelihood + 2 * self.df
+
+    @property
+    def bic(self) -> float:
+        return -2 * self.log_likelihood + math.log(self.n_obs) * self.df
+
+    def likelihood_ratio(self, other: MixedFit) -> LikelihoodRatio:
+        """The test against a model that is nested in this one, or that this one is nested in."""
+        return compared(self, other)
+
+    def to_frame(self) -> Any:
+        """All estimates in one data frame: fixed effects, then standard deviations and correlations."""
+        rows: list[dict[str, Any]] = []
+        for name, value in self.coefficients.items():
+            se = self.standard_errors[name]
+            rows.append(
+                {"effect": "fixed", "group": "", "term": name, "estimate": value, "se": se, "z": value / se}
+            )
+        names, place = self.design.random_names, self.engine.factor.places
+        for i, j in place:
+            value = self.sd[names[i]] if i == j else float(self.correlation[i, j])
+            term = f"sd {names[i]}" if i == j else f"cor {names[j]}, {names[i]}"
+            rows.append({"effect": "random", "group": self.group, "term": term, "estimate": value})
+        if self.sigma is not None:
+            rows.append({"effect": "random", "group": "Residual", "term": "sd", "estimate": self.sigma})
+        return pandas().DataFrame(rows)
+
+    def plain(self) -> dict[str, Any]:
+        """Plain values, as ``fedpop fit --json`` writes them."""
+        mean, cov = self._effects
+        sd = cov.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+        names = self.design.random_names
+        modes = {
+            level: {n: {"mean": m, "sd": s} for n, m, s in zip(names, own, wide, strict=True)}
+            for level, own, wide in zip(self.levels, mean.tolist(), sd.tolist(), strict=True)
+        }
+        cor = [[v if math.isfinite(v) else None for v in row] for row in self.correlation.tolist()]
+        return {
+            "converged": self.converged,
+            "fixed": {
+                n: {"estimate": v, "se": self.standard_errors[n]} for n, v in self.coefficients.items()
+            },
+            "random": {self.group: {"sd": self.sd, "cor": cor}},
+            "sigma": self.sigma,
+            "log_likelihood": self.log_likelihood,
+            "modes": {self.group: modes},
+            "rounds": self.rounds,
+            "seconds": self.seconds,
+        }
+
+    # --- predictions -------------------------------------------------------------------------------
+
+    def predict(
+        self,
+        new_rows: Any,
+        groups: str = "known",
+        *,
+        level: float = 0.9,
+        of: str | None = None,
+        observed: Any = None,
+        theta_uncertainty: bool = True,
+    ) -> Any:
+        """Mean and interval of each row, as a data frame.
+
+        ``groups="known"`` are those of training. ``"new"`` are groups that were never there, drawn from
+        the population; rows of them with a response, given as ``observed``, update their posterior
+        without refitting. ``"population"`` is a group whose effects are zero. Intervals are those of a
+        new observation (of the probability, for yes or no; ``of="mean"`` for the mean) and include the
+        uncertainty about theta unless told otherwise.
+        """
+        if groups not in GROUPS:
+            raise SettingsError(f"groups is one of {', '.join(GROUPS)}, not {groups!r}")
+        if not 0 < level < 1:
+            raise SettingsError(f"a level lies between 0 and 1, not {level}")
+        frame = as_frame(new_rows)
+        rows = rows_of(
+            frame, self.design.formula, columns=self.design.predictors, missing="error", group=False
+        )
+        owner, cohort = self._owners(frame, groups, observed)
+        units = self.units
+        asked = Asked(
+            (torch.from_numpy(self.design.fixed(rows)) - units.x_centre) / units.x_scale,
+            (torch.from_numpy(self.design.random(rows)) - units.z_centre) / units.z_scale,
+            torch.from_numpy(self.design.offset(rows)),
+            owner,
+            cohort,
+        )
+        uncertain = theta_uncertainty and (self.family.gaussian or self.outcome.found is not None)
+        points = self._thetas if uncertain else [self.outcome.point]
+        found = predicted(
+            asked,
+            self.outcome.point,
+            points,
+            units,
+            self.family,
+            groups != "population",
+            level,
+            of,
+            EACH if uncertain else EACH * THETAS,
+            self._key.at(purpose="predict"),
+        )
+        table = {"mean": found.mean, "lower": found.low, "upper": found.high}
+        return pandas().DataFrame({n: v.numpy() for n, v in table.items()}, index=frame.index)
+
+    def _owners(self, frame: Any, groups: str, observed: Any) -> tuple[Tensor, Any]:
+        """For each row the position of its group among those with data, and these."""
+        if observed is not None and groups != "new":
+            raise SettingsError("observed are rows of new groups: groups='new'")
+        nobody = torch.full((len(frame),), -1)
+        if groups == "population" or (groups == "new" and observed is None):
+            return nobody, None
+        if self.group not in frame.columns or bool(frame[self.group].isna().any()):
+            raise DataError(f"every row to predict for needs its group: column {self.group!r}")
+        names = labels(frame[self.group])
+        if groups == "known":
+            federation = self.groups.federation
+            place = {name: i for i, name in enumerate(federation.names)}
+            unknown = [n for n in names if n not in place]
+            if unknown:
+                raise DataError(
+                    f"group {unknown[0]!r} was not there in training; groups='new' draws it from "
+                    "the population"
+                )
+            used = sorted({place[n] for n in names})
+            rank = {i: j for j, i in enumerate(used)}
+            owner = torch.tensor([rank[place[n]] for n in names])
+            return owner, federation.cohort(torch.tensor(used), torch.device("cpu"))
+        known = response_columns(self.design.formula, self.weights)
+        columns = list(dict.fromkeys([*known, *self.design.predictors]))
+        rows = rows_of(as_frame(observed), self.design.formula, columns=columns)
+        response = response_of(self.design.formula, self.family, self.design, rows, self.weights)
+        federation = packed(self.design, response, rows)
+        place = {name: i for i, name in enumerate(federation.names)}
+        owner = torch.tensor([place.get(n, -1) for n in names])
+        cohort = federation.cohort(torch.arange(len(federation)), torch.device("cpu"))
+        return owner, cohort
+
+    @property
+    def _key(self) -> Key:
+        return Key(self.seed, purpose="mixed")
+
+    @cached_property
+    def _thetas(self) -> list[Point]:
+        size = self.engine.factor.size + len(self.coefficients)
+        ids = torch.arange(PROPOSALS)
+        noise = self._key.at(purpose="theta").normal(ids, (size + 1,), torch.float64)
+        return self.engine.theta_draws(noise[:, :-1], noise[:, -1], THETAS)
+
+    # --- for people --------------------------------------------------------------------------------
+
+    @cached_property
+    def population(self) -> Population:
+        """The same theta as a population of FedSOUL: chains, posteriors and diagnostics of any model."""
+        return self.outcome.population or sampled.population_at(self)
+
+    def diagnostics(self) -> Any:
+        """Whether theta has converged, and groups' chains have mixed."""
+        return self.population.diagnostics()
+
+    def plot(self, kind: str = "effects") -> Figure:
+        """A figure: ``"effects"`` (caterpillar), ``"lines"`` (fitted lines by group) or ``"trace"``."""
+        return figures.drawn(self, kind)
+
+    def to_netcdf(self, path: str | Path) -> Path:
+        """Posterior draws of groups' effects and the estimates, in a file that ArviZ reads."""
+        return export.to_netcdf(self, Path(path))
+
+
+def _normal_quantile(level: float) -> float:
+    if not 0 < level < 1:
+        raise SettingsError(f"a level lies between 0 and 1, not {level}")
+    return float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)))

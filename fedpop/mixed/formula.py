@@ -1,0 +1,315 @@
+"""lme4's formulas: what they say, with the grouping factor taken out before anything is expanded.
+ ``formulae`` expands the algebra of terms (``*``, ``:``, ``/``, powers, removals) of the fixed part and
+of each random part; it never sees a function call, a quoted name or a group. Calls are parts of their
+own here (``log(x)``, ``I(x^2)``, ``factor(x)``), so that names come out as R prints them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedpop.errors import SettingsError
+
+TOKEN = re.compile(
+    r"`[^`]+`|(?:[^\W\d]|\.(?!\d))[\w.]*|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|\|\||\*\*|%[^%]*%|[<>=!]=|[()+\-*/:^|~,<>]"
+)
+WORDS = re.compile(r"`|[^\W\d]|\.(?!\d)")
+FACTORS = ("factor", "C", "as.factor")
+"""Calls that make categories of a column."""
+WHOLE = ("scale", "center")
+"""Calls that need a column's mean and standard deviation: those of the federation."""
+OF_ALL_ROWS = ("poly", "bs", "ns", "cut", "rank", "quantile")
+
+Tokens = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A column or a call in a formula: what it is called in R, and its tokens."""
+
+    text: str
+    tokens: Tokens
+
+    @property
+    def column(self) -> str | None:
+        """The column's name, where it is one."""
+        return unquoted(self.tokens[0]) if len(self.tokens) == 1 else None
+
+    @property
+    def factor_of(self) -> str | None:
+        """The column of which categories are made."""
+        if self.tokens[0] not in FACTORS or len(self.tokens) < 2:
+            return None
+        if len(self.tokens) != 4:
+            raise SettingsError(
+                f"{self.text}: give {self.tokens[0]}() the name of a column; for another order of its "
+                "levels, or another baseline, use levels={column: [...]}"
+            )
+        return unquoted(self.tokens[2])
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Products of parts, an intercept before them where there is one."""
+
+    intercept: bool
+    terms: tuple[tuple[Part, ...], ...]
+
+    @property
+    def parts(self) -> list[Part]:
+        return [part for term in self.terms for part in term]
+
+
+@dataclass(frozen=True)
+class Formula:
+    """``response ~ fixed + offsets + (block | group)``; effects within a block are correlated."""
+
+    text: str
+    response: Part
+    fixed: Terms
+    blocks: tuple[Terms, ...]
+    offsets: tuple[Part, ...]
+    group: str
+
+    @property
+    def parts(self) -> list[Part]:
+        """Every part whose columns must be there, the group aside."""
+        random = [part for block in self.blocks for part in block.parts]
+        return [self.response, *self.fixed.parts, *random, *self.offsets]
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of all columns that it speaks of, the group last."""
+        own = [column for part in self.parts for column in columns_of(part.tokens)]
+        return list(dict.fromkeys([*own, self.group]))
+
+
+def parse(text: str) -> Formula:
+    """Read a formula in lme4's notation.
+
+    >>> read = parse("log(y) ~ x * factor(s) + offset(w) + (x || g)")
+    >>> read.group, [[p.text for p in term] for term in read.fixed.terms]
+    ('g', [['x'], ['factor(s)'], ['x', 'factor(s)']])
+    >>> [(b.intercept, [p.text for t in b.terms for p in t]) for b in read.blocks]
+    [(True, []), (False, ['x'])]
+    """
+    tokens = scanned(text)
+    if tokens.count("~") != 1:
+        raise SettingsError(f"a formula has one ~, as in 'y ~ x + (x | group)'; this is {text!r}")
+    cut = tokens.index("~")
+    left, right = tokens[:cut], tokens[cut + 1 :]
+    if not left or not right:
+        raise SettingsError(f"a formula needs a response before ~ and terms after it; this is {text!r}")
+    fixed: list[str] = []
+    offsets: list[Part] = []
+    random: list[tuple[Tokens, str, Tokens]] = []
+    for sign, term in _summands(right, text):
+        inner = term[1:-1] if len(term) > 2 and term[0] == "(" and _closes(term, 0) == len(term) - 1 else ()
+        bars = _bars(inner)
+        if bars:
+            if sign == "-" or len(bars) > 1:
+                raise SettingsError(f"cannot read the random term {shown(term)!r} in {text!r}")
+            random.append((inner[: bars[0]], inner[bars[0]], inner[bars[0] + 1 :]))
+        elif term[:2] == ("offset", "("):
+            if sign == "-":
+                raise SettingsError(f"an offset is added, not taken away: {text!r}")
+            offsets.append(Part(shown(term[2:-1]), term[2:-1]))
+        else:
+            fixed += [sign, *term]
+    group = _one_group([g for _, _, g in random], text)
+    blocks = [block for slope, bar, _ in random for block in _blocks(slope, bar)]
+    if not any(block.intercept or block.terms for block in blocks):
+        raise SettingsError(f"the random terms of {text!r} are empty")
+    return Formula(
+        text.strip(),
+        Part(shown(left), left),
+        _expanded(tuple(fixed) or ("1",)),
+        tuple(blocks),
+        tuple(offsets),
+        group,
+    )
+
+
+def scanned(text: str) -> Tokens:
+    """The text's tokens."""
+    out, at = [], 0
+    while at < len(text):
+        if text[at].isspace():
+            at += 1
+            continue
+        found = TOKEN.match(text, at)
+        if not found:
+            raise SettingsError(f"cannot read {text[at]!r} in the formula {text!r}")
+        if found[0].startswith("%"):
+            raise SettingsError(f"{found[0]} is not known in formulas: {text!r}; write it as a product, a:b")
+        out.append("^" if found[0] == "**" else found[0])
+        at = found.end()
+    return tuple(out)
+
+
+def shown(tokens: Sequence[str]) -> str:
+    """Tokens as R prints them.
+
+    >>> shown(scanned("I( x**2+log(z,2) )"))
+    'I(x^2 + log(z, 2))'
+    """
+    out = ""
+    for i, token in enumerate(tokens):
+        unary = token == "-" and (i == 0 or tokens[i - 1] in "(+-*/^,~<>")
+        if token == ",":
+            out += ", "
+        elif token in ("+", "-", "*", "/", "|", "||", "~", "<", ">", "<=", ">=", "==", "!=") and not unary:
+            out += f" {token} "
+        else:
+            out += token
+    return out.replace("`", "")
+
+
+def unquoted(name: str) -> str:
+    return name.strip("`")
+
+
+def is_name(token: str) -> bool:
+    return WORDS.match(token) is not None
+
+
+def columns_of(tokens: Tokens) -> list[str]:
+    """Names in an expression that are not those of functions."""
+    following = (*tokens[1:], "")
+    return [unquoted(t) for t, n in zip(tokens, following, strict=True) if is_name(t) and n != "("]
+
+
+def calls_in(tokens: Tokens) -> list[str]:
+    following = (*tokens[1:], "")
+    return [t for t, n in zip(tokens, following, strict=True) if is_name(t) and n == "("]
+
+
+def _closes(tokens: Tokens, at: int) -> int:
+    """Where the parenthesis that opens here closes."""
+    depth = 0
+    for i in range(at, len(tokens)):
+        depth += (tokens[i] == "(") - (tokens[i] == ")")
+        if not depth:
+            return i
+    raise SettingsError(f"a parenthesis is not closed in {shown(tokens)!r}")
+
+
+def _outer(tokens: Tokens, wanted: Sequence[str]) -> list[int]:
+    depth, out = 0, []
+    for i, token in enumerate(tokens):
+        depth += (token == "(") - (token == ")")
+        if depth < 0:
+            raise SettingsError(f"a parenthesis closes that was not opened in {shown(tokens)!r}")
+        if depth == 0 and token in wanted:
+            out.append(i)
+    return out
+
+
+def _bars(tokens: Tokens) -> list[int]:
+    return _outer(tokens, ("|", "||"))
+
+
+def _summands(tokens: Tokens, text: str) -> list[tuple[str, Tokens]]:
+    """Terms of a sum with their signs."""
+    if tokens and tokens[-1] in ("+", "-", "*", "/", ":", "^"):
+        raise SettingsError(f"the formula {text!r} ends with {tokens[-1]!r}")
+    if _bars(tokens):
+        raise SettingsError(f"random terms are written in parentheses, as in (x | group): {text!r}")
+    cuts = _outer(tokens, ("+", "-"))
+    starts = [(("+"), 0)] if not cuts or cuts[0] else []
+    starts += [(tokens[i], i + 1) for i in cuts]
+    ends = [*[i for i in cuts if i], len(tokens)]
+    out = []
+    for (sign, start), end in zip(starts, ends, strict=True):
+        if start == end:
+            raise SettingsError(f"a term is missing beside {sign!r} in {text!r}")
+        out.append((sign, tokens[start:end]))
+    return out
+
+
+def _one_group(groups: list[Tokens], text: str) -> str:
+    names = list(dict.fromkeys(shown(g) for g in groups))
+    if not names:
+        raise SettingsError(
+            f"{text!r} has no random term: add one for the groups, as (1 | group) or (x | group)"
+        )
+    if len(names) > 1:
+        raise SettingsError(
+            f"more than one grouping factor ({', '.join(names)}): crossed and nested ones are "
+            "not yet supported; "
+            "choose the one whose groups are the clients"
+        )
+    group = groups[0]
+    if len(group) != 1 or not is_name(group[0]):
+        inner = ", ".join(dict.fromkeys(columns_of(group))) or names[0]
+        raise SettingsError(
+            f"the grouping factor {names[0]!r} is nested or computed (of {inner}): not yet "
+            "supported; make it "
+            "a column of its own"
+        )
+    return unquoted(group[0])
+
+
+def _blocks(slopes: Tokens, bar: str) -> list[Terms]:
+    """Correlated effects together; after ``||`` each term by itself."""
+    if not slopes:
+        raise SettingsError("a random term needs something before its bar, as in (1 | group)")
+    whole = _expanded(slopes)
+    if bar == "|":
+        return [whole]
+    first = [Terms(True, ())] if whole.intercept else []
+    return [*first, *[Terms(False, (term,)) for term in whole.terms]]
+
+
+def _expanded(tokens: Tokens) -> Terms:
+    """The algebra of terms, by formulae; terms of lower order first, as in R."""
+    parts: dict[Part, str] = {}
+    plain: list[str] = []
+    at = 0
+    while at < len(tokens):
+        token, end = tokens[at], at + 1
+        if is_name(token):
+            if tokens[at + 1 : at + 2] == ("(",):
+                end = _closes(tokens, at + 1) + 1
+            own = tokens[at:end]
+            _check_call(own)
+            part = Part(shown(own), own)
+            plain.append(parts.setdefault(part, f"v{len(parts)}"))
+        elif token in ("|", "||"):
+            raise SettingsError(f"cannot read {shown(tokens)!r}: a bar belongs into a random term")
+        else:
+            plain.append("**" if token == "^" else token)
+        at = end
+    text = " ".join(plain)
+    named: Mapping[str, Part] = {name: part for part, name in parts.items()}
+    if set(plain) <= {"+", "0", *named} or set(plain) <= {"+", "1", *named}:
+        # A plain sum says itself what its terms are; to import formulae takes longer than most fits.
+        return Terms("0" not in plain, tuple((part,) for part in parts))
+    model_description = _formulae()
+    try:
+        found = model_description(f"y ~ {text}").common_terms
+    except Exception as error:  # formulae raises many kinds, its own parser's among them
+        raise SettingsError(f"cannot read {shown(tokens)!r} as terms of a formula: {error}") from error
+    terms = [tuple(named[c.name] for c in t.components) for t in found if getattr(t, "components", None)]
+    intercept = any(type(t).__name__ == "Intercept" for t in found)
+    return Terms(intercept, tuple(sorted(terms, key=len)))
+
+
+def _check_call(tokens: Tokens) -> None:
+    for call in calls_in(tokens):
+        if call in OF_ALL_ROWS:
+            raise SettingsError(
+                f"{shown(tokens)}: {call}() needs all rows in one place, and they are not; make its columns "
+                "beforehand"
+            )
+
+
+def _formulae() -> Any:
+    try:
+        from formulae import model_description
+    except ImportError as error:
+        raise SettingsError("mixed models need formulae and pandas: pip install 'fedpop[formula]'") from error
+    return model_description

@@ -1,0 +1,178 @@
+"""The fit of a generalised linear mixed model by quadrature, and its groups' posteriors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.errors import EstimateError
+from fedpop.keys import Key
+from fedpop.mixed.factor import Factor
+from fedpop.mixed.gaussian_fit import information_root
+from fedpop.mixed.groups import Coordinates, Groups, everyone
+from fedpop.mixed.point import Engine, Point
+from fedpop.mixed.quadrature import NODES, Local, Marginal, Rule, effects
+from fedpop.mixed.response import Family
+from fedpop.mixed.search import Found, minimised
+from fedpop.questions import Question, Units
+
+WIDE = 30.0
+"""A standard error of a coefficient in internal units above which the data say nothing about it."""
+APART = 15.0
+"""A standard deviation of random effects, on the scale of the link, at which groups are all yes or all no."""
+AGREED = 1e-3
+"""Nats by which half as many nodes again may change the likelihood."""
+MOST_NODES = 1500
+
+
+@dataclass(frozen=True)
+class QuadratureEngine(Engine):
+    """Value, gradient and posteriors by adaptive Gauss-Hermite quadrature, in internal coordinates."""
+
+    groups: Groups
+    units: Coordinates
+    family: Family
+    constant: float
+    start: float
+    """The linear predictor of the mean response."""
+    nodes: int
+    maximum: Found | None = None
+
+    method: ClassVar[str] = "adaptive Gauss-Hermite quadrature"
+
+    @property
+    def words(self) -> str:
+        return f"{self.method}, {self.nodes} nodes for each random effect"
+
+    @cached_property
+    def factor(self) -> Factor:
+        return Factor(self.units.blocks)
+
+    @cached_property
+    def marginal(self) -> Marginal:
+        return Marginal(self.units, self.family, self.factor, Rule.of(self.nodes, len(self.units.z_names)))
+
+    def at(self, b: Tensor, factor: Tensor, curved: bool) -> Tensors:
+        known = {"b": b, "factor": factor, "curved": torch.tensor(curved)}
+        return self.groups.ask(self.marginal, known, self.marginal.per_row, 0.0)
+
+    def refined(self) -> QuadratureEngine | None:
+        """The same with half as many nodes again; None where that would be too many."""
+        more = self.nodes * 3 // 2 + 1
+        return replace(self, nodes=more) if more ** len(self.units.z_names) <= MOST_NODES else None
+
+    def _evaluate(self, x: Tensor, curved: bool) -> tuple[float, Tensor, Tensor | None]:
+        p = len(self.units.x_names)
+        found = self.at(x[:p], self.factor.matrix(x[p:]), curved)
+        hessian = -found["hessian"].reshape(len(x), len(x)) if curved else None
+        return -float(found["value"]), -found["slope"], hessian
+
+    def search(self, start: Tensor | None = None) -> tuple[Found, Point]:
+        p = len(self.units.x_names)
+        if start is None:
+            b = torch.zeros(p, dtype=torch.float64)
+            b[: 1 if self.units.intercept else 0] = self.start
+            start = torch.cat((b, self.factor.start(0.5)))
+        found = minimised(self._evaluate, start)
+        self._require_information(found)
+        return found, Point(found.x[:p], self.factor.matrix(found.x[p:]))
+
+    def _require_information(self, found: Found) -> None:
+        """Raise where a coefficient runs to infinity: the likelihood has no maximum there."""
+        p = len(self.units.x_names)
+        values, vectors = torch.linalg.eigh(found.hessian[:p, :p])
+        flat = values < WIDE**-2
+        if not bool(flat.any()):
+            return
+        factor = self.factor.matrix(found.x[p:])
+        if float(factor.abs().max()) > APART:
+            raise EstimateError(
+                "the groups are separated: within (almost) every group all responses are the same, or there "
+                "is one row of each, so that the spread of groups grows without bound and no estimate "
+                "exists; use a model without random effects, or collect more rows of each group"
+            )
+        worst = vectors[:, int(values.argmin())]
+        names = [n for n, v in zip(self.units.x_names, worst.tolist(), strict=True) if abs(v) > 0.3]
+        told = ", ".join(map(repr, names))
+        if self.family.binomial:
+            raise EstimateError(
+                f"the data are separated: some combination of {told} tells yes from no without "
+                "error, so that "
+                "its coefficient grows without bound and no estimate exists. Leave it out, merge categories, "
+                "or collect more data"
+            )
+        raise EstimateError(
+            f"the data do not determine {told}: where all counts of a category are zero its "
+            "coefficient grows "
+            "without bound. Leave it out or merge categories"
+        )
+
+    def log_likelihood(self, point: Point) -> float:
+        return float(self.at(point.b, point.factor, False)["value"]) + self.constant
+
+    def information(self, point: Point) -> Tensor:
+        """Of (b, theta), by Louis' identity."""
+        size = len(point.b) + self.factor.size
+        return -self.at(point.b, point.factor, True)["hessian"].reshape(size, size)
+
+    def covariance(self, point: Point) -> Tensor:
+        root = information_root(self.information(point))
+        p = len(point.b)
+        return (root @ root.mT)[:p, :p]
+
+    def effects(self, point: Point) -> None:
+        known = {"b": point.b, "factor": point.factor}
+        question = QuadratureEffects(self.units, self.family, self.marginal.rule)
+        self.groups.ask(question, known, self.marginal.per_row, 0.0)
+
+    def theta_draws(self, noise: Tensor, wide: Tensor, count: int) -> list[Point]:
+        """From the asymptotic law about the maximum."""
+        assert self.maximum is not None
+        p, root = len(self.units.x_names), information_root(self.maximum.hessian)
+        moved = self.maximum.x + noise[:count] @ root.mT
+        return [Point(x[:p], self.factor.matrix(x[p:])) for x in moved]
+
+
+@dataclass(frozen=True)
+class QuadratureEffects(Question[Tensors]):
+    """Posterior mean and covariance of each group's effects, which stay at its site."""
+
+    units: Coordinates
+    family: Family
+    rule: Rule
+    name: ClassVar[str] = "posteriors of groups"
+
+    def ask(self, known: Tensors) -> Tensors:
+        return {n: known[n] for n in ("b", "factor")}
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        local = Local.of(units.cohort, self.units, self.family)
+        found = effects(local, asked["b"], asked["factor"], self.rule)
+        factor = asked["factor"]
+        kept = {"mean": found.mean @ factor.mT, "cov": factor @ found.covariance @ factor.mT}
+        return Answer(everyone(units.cohort), local=kept)
+
+    def finish(self, known: Tensors, total: Total) -> Tensors:
+        return {}
+
+
+def quadrature(
+    groups: Groups, units: Coordinates, family: Family, constant: float, start: float
+) -> tuple[QuadratureEngine, Found, Point]:
+    """The maximum, with as many nodes as it takes for more of them not to matter."""
+    q = len(units.z_names)
+    engine = QuadratureEngine(groups, units, family, constant, start, NODES[q])
+    found, point = engine.search()
+    while (finer := engine.refined()) is not None:
+        off = abs(finer.log_likelihood(point) - (constant - found.value))
+        if off < AGREED or not math.isfinite(off):
+            break
+        engine = finer
+        found, point = engine.search(found.x)
+    return replace(engine, maximum=found), found, point

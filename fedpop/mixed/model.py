@@ -1,0 +1,228 @@
+"""``mixed_model``: a formula, a table, and the same numbers as lme4's without pooling rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fedpop.channel import Choice
+from fedpop.errors import DataError, SettingsError
+from fedpop.federation.participation import Participation
+from fedpop.mixed import sampled
+from fedpop.mixed.design import Design, Wanted
+from fedpop.mixed.fit import MixedFit
+from fedpop.mixed.formula import Formula, Part, columns_of, parse, scanned, shown
+from fedpop.mixed.gaussian_fit import GaussianEngine
+from fedpop.mixed.glm_fit import QuadratureEngine, quadrature
+from fedpop.mixed.groups import Coordinates, Groups, coordinates
+from fedpop.mixed.outcome import Outcome
+from fedpop.mixed.point import Engine, Point
+from fedpop.mixed.quadrature import NODES
+from fedpop.mixed.response import Family, family_named, response_of
+from fedpop.mixed.search import Found
+from fedpop.mixed.table import MISSING, Rows, as_frame, pandas, rows_of
+from fedpop.questions.schema import MINIMUM
+from fedpop.settings import require_one_of, require_whole
+
+METHODS = ("ML", "REML")
+ENGINES = ("auto", "exact", "sampled")
+SITE = "site of rows"
+"""The column that names sites where frames were given by site."""
+
+
+def mixed_model(
+    formula: str,
+    data: Any,
+    family: str = "gaussian",
+    *,
+    method: str = "ML",
+    weights: str | None = None,
+    sites: str | Mapping[str, Sequence[str]] | None = None,
+    levels: Mapping[str, Sequence[Any]] | None = None,
+    min_count: int = MINIMUM,
+    missing: str = "drop",
+    engine: str = "auto",
+    seed: int = 0,
+    rounds: int | None = None,
+    participation: Participation | int | float | Sequence[float] | None = None,
+    compressor: Choice = "identity",
+) -> MixedFit:
+    """Fit a linear or generalised linear mixed model; each level of the grouping factor is a client.
+
+    ``formula`` is lme4's: ``y ~ x + (x | group)``, ``(x || group)`` for independent effects,
+    ``cbind(hits, misses)`` for binomials, ``factor()``, ``log()``, ``I(x^2)``, ``offset()``. ``data`` is
+    a data frame, columns by name, the name of a CSV file, or frames by site. ``family`` is gaussian,
+    bernoulli, binomial or poisson, with its canonical link. Estimates are by maximum likelihood;
+    ``method="REML"`` for gaussian ones.
+
+    ``sites`` is a column that says at which site a row is (or a mapping from sites to their groups):
+    what leaves a site is then the sum over its groups. ``levels`` gives the order of a predictor's
+    levels, the baseline first. Levels with fewer than ``min_count`` rows are not told to others. Rows
+    with missing values are dropped and counted; ``missing="error"`` refuses them.
+
+    ``engine="exact"`` searches on exact sums (closed form for gaussian models, quadrature for others,
+    everyone in every round), ``"sampled"`` is FedSOUL with chains, which partial ``participation``, a
+    ``compressor`` and more than four random effects of other families need; ``"auto"`` chooses.
+
+    >>> import fedpop as fp
+    >>> days = [0, 1, 2, 3] * 3
+    >>> y = [1.1, 2.0, 3.2, 3.9, 2.0, 3.1, 4.2, 4.8, 0.4, 0.9, 1.7, 2.4]
+    >>> table = {"y": y, "day": days, "person": ["anna"] * 4 + ["ben"] * 4 + ["cleo"] * 4}
+    >>> fit = fp.mixed_model("y ~ day + (1 | person)", table)
+    >>> fit
+    MixedFit('y ~ day + (1 | person)', gaussian, 12 rows, 3 groups)
+    >>> {name: round(value, 3) for name, value in fit.coefficients.items()}
+    {'(Intercept)': 1.18, 'day': 0.863}
+    """
+    started = time.perf_counter()
+    require_one_of(METHODS, method=method)
+    require_one_of(ENGINES, engine=engine)
+    require_one_of(MISSING, missing=missing)
+    require_whole(0, min_count=min_count)
+    read, kind = parse(formula), family_named(family)
+    if method == "REML" and not kind.gaussian:
+        raise SettingsError(f"REML is for gaussian models; a {family} model is fitted by ML")
+    weight = None if weights is None else _weight(weights)
+    frame, sites = _with_sites(data, sites)
+    table = _rows(frame, read, weight, sites, missing)
+    design = _agreed(read, table, levels or {}, min_count)
+    response = response_of(read, kind, design, table, weight)
+    groups = Groups.of(design, response, table, _sites_of(sites, table))
+    _require_groups(groups, design, kind)
+    units, known = coordinates(groups, design, kind)
+    constant, start = _level(known["sums"], units, kind, read)
+    settings = sampled.Settings(seed, rounds, participation, compressor)
+    chosen = _chosen(engine, kind, method, units, settings)
+    outcome, used = _fitted(chosen, groups, units, kind, constant, start, method, settings)
+    seconds = time.perf_counter() - started
+    return MixedFit(design, kind, units, groups, used, outcome, method, table, weight, seed, seconds)
+
+
+def _weight(text: str) -> Part:
+    tokens = scanned(text)
+    return Part(shown(tokens), tokens)
+
+
+def _with_sites(data: Any, sites: Any) -> tuple[Any, Any]:
+    """One table, and where its rows are: frames by site have a column for that."""
+    pd = pandas()
+    if isinstance(data, Mapping) and data and all(isinstance(v, pd.DataFrame) for v in data.values()):
+        if sites is not None:
+            raise SettingsError("frames by site say where rows are; leave sites out")
+        return pd.concat([f.assign(**{SITE: name}) for name, f in data.items()], ignore_index=True), SITE
+    return as_frame(data), sites
+
+
+def _rows(frame: Any, read: Formula, weight: Part | None, sites: Any, missing: str) -> Rows:
+    parts = [*read.parts, *(() if weight is None else (weight,))]
+    columns = [column for part in parts for column in columns_of(part.tokens)]
+    if read.group in columns:
+        raise SettingsError(f"the grouping factor {read.group!r} is a predictor or the response too")
+    site = sites if isinstance(sites, str) else None
+    return rows_of(frame, read, columns=columns, sites=site, missing=missing)
+
+
+def _agreed(read: Formula, rows: Rows, levels: Mapping[str, Sequence[Any]], minimum: int) -> Design:
+    """The short round before: what of columns has to be known to all. Without sites the sum over clients
+    is formed at once; it is the same."""
+    wanted = Wanted.of(read, rows)
+    schema, table = wanted.schema(minimum), wanted.table(rows)
+    if rows.sites is None:
+        answers = [schema.answer(table)]
+    else:
+        at = [rows.sites == site for site in dict.fromkeys(rows.sites.tolist())]
+        answers = [schema.answer({n: v[own] for n, v in table.items()}, many=True) for own in at]
+    return Design.agreed(read, schema.finish(answers), levels, minimum)
+
+
+def _sites_of(sites: Any, rows: Rows) -> Mapping[str, Sequence[str]] | None:
+    if rows.sites is None:
+        return sites if isinstance(sites, Mapping) else None
+    assert rows.groups is not None
+    pairs = set(zip(rows.groups.tolist(), rows.sites.tolist(), strict=True))
+    out: dict[str, list[str]] = {}
+    for group, site in sorted(pairs):
+        out.setdefault(str(site), []).append(str(group))
+    return out
+
+
+def _require_groups(groups: Groups, design: Design, family: Family) -> None:
+    count, q, n = len(groups.federation), len(design.random_names), groups.examples
+    if count < 2:
+        raise DataError(f"{design.formula.group!r} has one group only; a population needs two or more")
+    if family.gaussian and n <= count * q:
+        raise DataError(
+            f"there are {n} rows and {count * q} random effects ({count} groups of {q}): their "
+            "variances cannot "
+            "be told from the residual's; use fewer random effects"
+        )
+    if not design.fixed_names:
+        raise SettingsError(f"{design.formula.text!r} has no fixed effect, not even an intercept")
+
+
+def _level(sums: torch.Tensor, units: Coordinates, family: Family, read: Formula) -> tuple[float, float]:
+    """Constants of the log-density, and the linear predictor of the mean response."""
+    at = len(units.x_names) + len(units.z_names)
+    _, y, weight, offset, constant = sums[at : at + 5].tolist()
+    if family.gaussian:
+        return constant, 0.0
+    mean = y / weight
+    if mean <= 0 or (family.binomial and mean >= 1):
+        raise DataError(
+            f"the response {read.response.text} is {'all' if mean >= 1 else 'never more than'} "
+            f"{'one' if mean >= 1 else 'zero'}: there is nothing to explain"
+        )
+    return constant, family.linked(mean) - offset / weight
+
+
+def _chosen(engine: str, family: Family, method: str, units: Coordinates, settings: sampled.Settings) -> str:
+    """Which engine ``auto`` stands for, or why one cannot be had."""
+    many = not family.gaussian and len(units.z_names) > max(NODES)
+    partial = settings.partial
+    if engine == "exact" and (many or partial):
+        why = f"{len(units.z_names)} random effects" if many else "partial participation or compression"
+        raise SettingsError(f"engine='exact' cannot be used with {why}; use engine='sampled'")
+    chosen = engine if engine != "auto" else "sampled" if many or partial else "exact"
+    if chosen == "sampled" and method == "REML":
+        raise SettingsError("REML needs the exact engine: everyone in every round, uncompressed")
+    if chosen == "exact" and settings.rounds is not None:
+        raise SettingsError("the exact engine ends by itself; rounds are for engine='sampled'")
+    return chosen
+
+
+def _fitted(
+    chosen: str,
+    groups: Groups,
+    units: Coordinates,
+    family: Family,
+    constant: float,
+    start: float,
+    method: str,
+    settings: sampled.Settings,
+) -> tuple[Outcome, Engine]:
+    engine: Engine
+    found: Found | None
+    point: Point
+    if chosen == "sampled":
+        return sampled.fitted(groups, units, family, constant, start, settings)
+    if family.gaussian:
+        engine = GaussianEngine(groups, units, constant, method == "REML")
+        found, point = engine.search()
+    else:
+        engine, found, point = quadrature(groups, units, family, constant, start)
+    likelihood = constant - found.value if isinstance(engine, QuadratureEngine) else -found.value
+    outcome = Outcome(
+        point,
+        found,
+        likelihood,
+        engine.words,
+        engine.covariance(point),
+        found.converged,
+        found.words,
+        groups.rounds,
+        "exact engine",
+    )
+    return outcome, engine

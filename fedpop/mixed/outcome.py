@@ -1,0 +1,29 @@
+"""Where an engine ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedpop.mixed.point import Point
+from fedpop.mixed.search import Found
+from fedpop.population import Population
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The point, what is known about it, and what it took."""
+
+    point: Point
+    found: Found | None
+    """The search, where there was one."""
+    log_likelihood: float
+    log_likelihood_method: str
+    covariance: Tensor
+    """Of fixed effects in internal coordinates."""
+    converged: bool
+    words: str
+    rounds: int
+    engine: str
+    population: Population | None = None

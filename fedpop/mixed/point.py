@@ -1,0 +1,74 @@
+"""A value of all parameters of a mixed model, in internal coordinates, and what an engine can say about
+it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedpop.mixed.factor import Factor
+from fedpop.mixed.groups import Coordinates, Groups
+from fedpop.mixed.search import Found
+
+
+@dataclass(frozen=True)
+class Point:
+    """Fixed effects ``[p]``, the factor of the random effects' covariance in units of sigma ``[q, q]``,
+    and sigma (1 where a family has none)."""
+
+    b: Tensor
+    factor: Tensor
+    sigma: float = 1.0
+
+    def sigma_matrix(self, units: Coordinates) -> Tensor:
+        """The random effects' covariance on the user's scale."""
+        root = units.random_map @ self.factor * self.sigma
+        return root @ root.mT
+
+
+class Engine(ABC):
+    """What is asked of everyone about points: searches, likelihoods, posteriors."""
+
+    groups: Groups
+    units: Coordinates
+    method: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def factor(self) -> Factor: ...
+
+    @abstractmethod
+    def search(self) -> tuple[Found, Point]:
+        """The maximum."""
+
+    @abstractmethod
+    def log_likelihood(self, point: Point) -> float:
+        """At any point."""
+
+    @abstractmethod
+    def covariance(self, point: Point) -> Tensor:
+        """Of fixed effects, ``[p, p]``."""
+
+    @abstractmethod
+    def effects(self, point: Point) -> None:
+        """Sites find and keep ``mean`` and ``cov`` of their groups' effects."""
+
+    @abstractmethod
+    def theta_draws(self, noise: Tensor, wide: Tensor, count: int) -> list[Point]:
+        """So many points of the law of theta given the data, from standard normal numbers ``[K, k + p]`` and
+        ``[K]``."""
+
+    @property
+    def words(self) -> str:
+        """How the log-likelihood is computed."""
+        return self.method
+
+
+def kept(groups: Groups, name: str) -> Tensor:
+    """What every group keeps under a name, on this machine; in the order of the groups' names."""
+    ids = torch.arange(len(groups.federation))
+    return groups.sites.store.get(ids, torch.device("cpu"))[name]

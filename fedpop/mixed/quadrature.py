@@ -1,0 +1,215 @@
+"""Generalised linear mixed models: each group's likelihood by adaptive Gauss-Hermite quadrature.
+ With u ~ N(0, I) and eta = X b + offset + Z Lambda u, a group's likelihood is an integral over u, of as
+many dimensions as there are random effects. Nodes are laid around the mode, in units of the curvature
+there; with one node that is Laplace's approximation. At a node eta is linear in (b, Lambda), with rows d
+= (x, z u'): gradient and curvature there are those of a generalised linear model, and Louis' identity
+puts them together. All three are sums over groups.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedpop.channel import Answer, Tensors, Total
+from fedpop.federation.cohort import Cohort
+from fedpop.keys import Key
+from fedpop.mixed.factor import Factor
+from fedpop.mixed.groups import Coordinates, columns
+from fedpop.mixed.response import Family
+from fedpop.questions import Question, Units
+
+NODES = {1: 25, 2: 15, 3: 9, 4: 7}
+"""Nodes in each direction, by the number of random effects; with more of these chains are cheaper."""
+STEPS = 100
+CLOSE = 1e-9
+WIDER = 1.2
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Nodes ``[k, q]`` for the standard normal weight, and the logarithms of their weights ``[k]``."""
+
+    nodes: Tensor
+    log_weight: Tensor
+
+    @classmethod
+    def of(cls, each: int, q: int) -> Rule:
+        points, weights = np.polynomial.hermite_e.hermegauss(each)
+        t, w = torch.from_numpy(points), torch.from_numpy(weights / math.sqrt(2 * math.pi)).log()
+        nodes = torch.cartesian_prod(*[t] * q).reshape(-1, q)
+        return cls(nodes, torch.cartesian_prod(*[w] * q).reshape(-1, q).sum(1))
+
+
+@dataclass(frozen=True)
+class Local:
+    """A cohort's rows in internal coordinates, and sums over rows of each group."""
+
+    x: Tensor
+    z: Tensor
+    y: Tensor
+    offset: Tensor
+    weight: Tensor
+    cohort: Cohort
+    family: Family
+
+    @classmethod
+    def of(cls, cohort: Cohort, units: Coordinates, family: Family) -> Local:
+        x, z, y, offset, weight, _ = columns(cohort)
+        x, z = (x - units.x_centre) / units.x_scale, (z - units.z_centre) / units.z_scale
+        return cls(x, z, y.unsqueeze(1), offset.unsqueeze(1), weight.unsqueeze(1), cohort, family)
+
+    def by_group(self, values: Tensor) -> Tensor:
+        """``[n, ...]`` rows to ``[C, ...]`` sums."""
+        return values.new_zeros((len(self.cohort), *values.shape[1:])).index_add(0, self.cohort.owner, values)
+
+    def terms(self, eta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted log-density, its slope and minus its curvature in eta, ``[n, k]`` each."""
+        one = self.family.likelihood
+        at, y = eta.unsqueeze(2), self.y.unsqueeze(2)
+        value, slope = one.value_and_grad(at, y, {})
+        bend = one.curvature(at, {}).squeeze(2)
+        return value * self.weight, slope.squeeze(2) * self.weight, bend * self.weight
+
+    def modes(self, base: Tensor, zl: Tensor) -> tuple[Tensor, Tensor]:
+        """Modes ``[C, q]`` of u and a root of the curvature there ``[C, q, q]``, by Newton's method with
+        halved steps; the log-posterior is concave."""
+        owner, q = self.cohort.owner, zl.shape[1]
+        u = base.new_zeros((len(self.cohort), q))
+        eye = torch.eye(q, dtype=base.dtype)
+
+        def at(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            eta = base + (zl * u[owner]).sum(1, keepdim=True)
+            value, slope, bend = self.terms(eta)
+            total = self.by_group(value)[:, 0] - 0.5 * u.square().sum(1)
+            inner = self.by_group((zl.unsqueeze(2) * zl.unsqueeze(1) * bend.unsqueeze(2)).flatten(1))
+            return total, self.by_group(zl * slope) - u, inner.unflatten(1, (q, q)) + eye
+
+        value, slope, bend = at(u)
+        for _ in range(STEPS):
+            step = torch.cholesky_solve(slope.unsqueeze(2), torch.linalg.cholesky(bend)).squeeze(2)
+            gain = (slope * step).sum(1)
+            if bool((gain <= CLOSE**2 + 1e-15 * value.abs()).all()):  # rounding, where values are large
+                break
+            share = torch.ones_like(value)
+            for _ in range(40):
+                moved = u + share.unsqueeze(1) * step
+                new = at(moved)
+                good = new[0] >= value + 1e-4 * share * gain - 1e-12 * value.abs()
+                if bool(good.all()):
+                    break
+                share = torch.where(good, share, 0.5 * share)
+            u = torch.where(good.unsqueeze(1), moved, u)
+            if not bool(good.any()):
+                break
+            value, slope, bend = at(u)
+        return u, torch.linalg.cholesky(bend)
+
+
+@dataclass(frozen=True)
+class Integrated:
+    """Of each group: log-likelihood ``[C]``, nodes ``[C, k, q]``, their posterior weights ``[C, k]``,
+    and slopes and curvatures of its rows there, ``[n, k]``."""
+
+    value: Tensor
+    nodes: Tensor
+    share: Tensor
+    slope: Tensor
+    bend: Tensor
+
+
+def integrated(local: Local, b: Tensor, factor: Tensor, rule: Rule) -> Integrated:
+    """The integrals of a cohort's groups at (b, Lambda)."""
+    base, zl = (local.x @ b).unsqueeze(1) + local.offset, local.z @ factor
+    mode, root = local.modes(base, zl)
+    away = torch.linalg.solve_triangular(root.mT, rule.nodes.mT.expand(len(root), -1, -1), upper=True).mT
+    nodes = mode.unsqueeze(1) + away
+    eta = base + torch.einsum("nq,nkq->nk", zl, nodes[local.cohort.owner])
+    value, slope, bend = local.terms(eta)
+    joint = local.by_group(value) - 0.5 * nodes.square().sum(2)
+    log_share = joint + rule.log_weight + 0.5 * rule.nodes.square().sum(1)
+    log_det = root.diagonal(dim1=-2, dim2=-1).log().sum(1)
+    total = log_share.logsumexp(1)
+    return Integrated(total - log_det, nodes, (log_share - total.unsqueeze(1)).exp(), slope, bend)
+
+
+@dataclass(frozen=True)
+class Marginal(Question[Tensors]):
+    """The log-likelihood, its gradient in (b, theta) and, where asked for, its Hessian."""
+
+    units: Coordinates
+    family: Family
+    factor: Factor
+    rule: Rule
+    name: ClassVar[str] = "marginal likelihood by quadrature"
+
+    def ask(self, known: Tensors) -> Tensors:
+        return {n: known[n] for n in ("b", "factor", "curved")}
+
+    @property
+    def per_row(self) -> float:
+        """Bytes that a row takes."""
+        width = len(self.units.x_names) + self.factor.size + 8 + 2 * len(self.units.z_names)
+        return 8.0 * len(self.rule.nodes) * width
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        local = Local.of(units.cohort, self.units, self.family)
+        found = integrated(local, asked["b"], asked["factor"], self.rule)
+        owner = units.cohort.owner
+        rows, cols = (torch.tensor(v) for v in zip(*self.factor.places, strict=True))
+        here, share = found.nodes[owner], found.share[owner]
+        weighted = share * found.slope
+        slope_b = local.x.mT @ weighted.sum(1)
+        if not bool(asked["curved"]):
+            turned = torch.einsum("nk,nq,nkr->qr", weighted, local.z, here)
+            sums = {"value": found.value.sum().reshape(1), "slope": torch.cat((slope_b, turned[rows, cols]))}
+            return Answer(torch.isfinite(found.value), sums=sums)
+        # d eta / d (b, theta) of each row at each node.
+        wide = local.x.unsqueeze(1).expand(-1, here.shape[1], -1)
+        d = torch.cat((wide, local.z[:, None, rows] * here[:, :, cols]), dim=2)
+        scores = local.by_group(d * found.slope.unsqueeze(2))
+        mean = (scores * found.share.unsqueeze(2)).sum(1)
+        apart = (scores - mean.unsqueeze(1)) * found.share.sqrt().unsqueeze(2)
+        flat = (d * (share * found.bend).clamp(min=0).sqrt().unsqueeze(2)).flatten(0, 1)
+        spread = apart.flatten(0, 1)
+        hessian = spread.mT @ spread - flat.mT @ flat
+        sums = {"value": found.value.sum().reshape(1), "slope": mean.sum(0), "hessian": hessian.flatten()}
+        return Answer(torch.isfinite(found.value), sums=sums)
+
+    def finish(self, known: Tensors, total: Total) -> Tensors:
+        return total.plain
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Posterior mean ``[C, q]`` and covariance ``[C, q, q]`` of u."""
+
+    mean: Tensor
+    covariance: Tensor
+
+
+def effects(local: Local, b: Tensor, factor: Tensor, rule: Rule) -> Effects:
+    """By the same nodes."""
+    found = integrated(local, b, factor, rule)
+    mean = (found.nodes * found.share.unsqueeze(2)).sum(1)
+    apart = found.nodes - mean.unsqueeze(1)
+    return Effects(mean, torch.einsum("ck,cki,ckj->cij", found.share, apart, apart))
+
+
+def resampled(local: Local, point_b: Tensor, factor: Tensor, normal: Tensor, uniform: Tensor) -> Tensor:
+    """Draws ``[C, L, q]`` of u: importance resampling out of normal proposals ``[C, K, q]``, a fifth
+    wider than the curvature at the mode says, by uniform numbers ``[C, L]``."""
+    base, zl = (local.x @ point_b).unsqueeze(1) + local.offset, local.z @ factor
+    mode, root = local.modes(base, zl)
+    proposals = mode.unsqueeze(1) + WIDER * torch.linalg.solve_triangular(root.mT, normal.mT, upper=True).mT
+    eta = base + torch.einsum("nq,nkq->nk", zl, proposals[local.cohort.owner])
+    joint = local.by_group(local.terms(eta)[0]) - 0.5 * proposals.square().sum(2)
+    share = (joint + 0.5 * normal.square().sum(2)).softmax(1)
+    picked = torch.searchsorted(share.cumsum(1), uniform).clamp(max=share.shape[1] - 1)
+    out: Tensor = proposals.gather(1, picked.unsqueeze(2).expand(-1, -1, proposals.shape[2]))
+    return out

@@ -1,0 +1,170 @@
+"""What is on the left of a formula: numbers, counts, yes or no, or so many of so many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fedpop.errors import DataError, SettingsError
+from fedpop.mixed.design import Design
+from fedpop.mixed.formula import Formula, Part, columns_of
+from fedpop.mixed.table import Rows
+from fedpop.models.likelihoods import Bernoulli, Likelihood, Normal, Poisson
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family with its canonical link; of a binomial y is the share, and the trials are its weight."""
+
+    name: str
+    link: str
+    likelihood: Likelihood
+
+    @property
+    def gaussian(self) -> bool:
+        return self.name == "gaussian"
+
+    @property
+    def binomial(self) -> bool:
+        return self.name in ("bernoulli", "binomial")
+
+    def linked(self, mean: float) -> float:
+        """The linear predictor of a mean."""
+        if self.gaussian:
+            return mean
+        return float(np.log(mean / (1 - mean)) if self.binomial else np.log(mean))
+
+
+FAMILIES = {
+    "gaussian": Family("gaussian", "identity", Normal()),
+    "bernoulli": Family("bernoulli", "logit", Bernoulli()),
+    "binomial": Family("binomial", "logit", Bernoulli()),
+    "poisson": Family("poisson", "log", Poisson()),
+}
+
+
+def family_named(name: str) -> Family:
+    """A family by its name.
+
+    >>> family_named("poisson").link
+    'log'
+    """
+    if name not in FAMILIES:
+        raise SettingsError(f"family is one of {', '.join(FAMILIES)}, not {name!r}")
+    return FAMILIES[name]
+
+
+@dataclass(frozen=True)
+class Response:
+    """y ``[n]`` with weights, and what the log-density has beside them, summed over rows of each."""
+
+    y: np.ndarray
+    weight: np.ndarray
+    constant: np.ndarray
+    """``[n]``: terms without a parameter (of binomials the ways to choose, of weighted normals log w /
+    2)."""
+    trials: bool = False
+
+
+def response_of(
+    formula: Formula, family: Family, design: Design, rows: Rows, weights: Part | None
+) -> Response:
+    """The checked response of these rows."""
+    ones = np.ones(len(rows))
+    weight = (
+        ones
+        if weights is None
+        else _checked(
+            design.numbers(weights, rows), lambda w: w > 0, rows, f"the weight {weights.text}", "positive"
+        )
+    )
+    part = formula.response
+    if part.tokens[0] == "cbind" and len(part.tokens) > 1:
+        return _trials(part, family, design, rows, weights)
+    y = _yes_or_no(part, design, rows) if family.binomial else design.numbers(part, rows)
+    if family.gaussian:
+        return Response(y, weight, 0.5 * np.log(weight))
+    if family.name == "poisson":
+        y = _checked(y, lambda v: (v >= 0) & (v == v.round()), rows, part.text, "a whole number, 0 or more")
+        return Response(y, weight, np.zeros(len(rows)))
+    if weights is None:
+        text = "0 or 1 (so many of so many are written cbind(successes, failures))"
+        return Response(_checked(y, lambda v: (v == 0) | (v == 1), rows, part.text, text), ones, 0 * ones)
+    y = _checked(y, lambda v: (v >= 0) & (v <= 1), rows, part.text, "a share between 0 and 1")
+    whole = "whole, as numbers of trials are, with a whole number of successes"
+    weight = _checked(weight, lambda w: w == w.round(), rows, f"the weight {weights.text}", whole)
+    hits = y * weight
+    _checked(
+        hits, lambda v: np.abs(v - v.round()) < 1e-6 * (1 + v), rows, f"{part.text} times its weight", whole
+    )
+    return Response(hits.round() / weight, weight, _ways(hits.round(), weight), True)
+
+
+def _trials(part: Part, family: Family, design: Design, rows: Rows, weights: Part | None) -> Response:
+    if not family.binomial:
+        raise SettingsError(f"{part.text} is a response of family='binomial', not {family.name!r}")
+    if weights is not None:
+        raise SettingsError(f"{part.text} has its trials already; leave weights out")
+    inner, cuts, depth = part.tokens[2:-1], [], 0
+    for i, token in enumerate(inner):
+        depth += (token == "(") - (token == ")")
+        if token == "," and depth == 0:
+            cuts.append(i)
+    if len(cuts) != 1:
+        raise SettingsError(f"{part.text}: cbind() takes successes and failures")
+    halves = [Part(part.text, t) for t in (inner[: cuts[0]], inner[cuts[0] + 1 :])]
+    counts = [
+        _checked(
+            design.numbers(half, rows),
+            lambda v: (v >= 0) & (v == v.round()),
+            rows,
+            f"{what} in {part.text}",
+            "a whole number, 0 or more",
+        )
+        for half, what in zip(halves, ("successes", "failures"), strict=True)
+    ]
+    total = counts[0] + counts[1]
+    share = np.divide(counts[0], total, out=np.zeros(len(total)), where=total > 0)
+    return Response(share, total, _ways(counts[0], total), True)
+
+
+def _ways(hits: np.ndarray, trials: np.ndarray) -> np.ndarray:
+    """log of the number of ways to choose."""
+    h, n = torch.tensor(hits), torch.tensor(trials)
+    found: np.ndarray = (torch.lgamma(n + 1) - torch.lgamma(h + 1) - torch.lgamma(n - h + 1)).numpy()
+    return found
+
+
+def _yes_or_no(part: Part, design: Design, rows: Rows) -> np.ndarray:
+    """A column of two categories as 0 and 1, the first in the alphabet being 0; else numbers."""
+    column = part.column
+    if column is None or not hasattr(rows.columns[column], "cat"):
+        return design.numbers(part, rows)
+    values = rows.columns[column]
+    names = [str(c) for c in values.cat.categories]
+    if len(names) != 2:
+        raise DataError(
+            f"the response {column!r} has {len(names)} categories ({', '.join(names[:5])}); a "
+            "yes or no has two"
+        )
+    found: np.ndarray = values.cat.codes.to_numpy().astype(np.float64)
+    return found
+
+
+def _checked(
+    values: np.ndarray, good: Callable[[np.ndarray], np.ndarray], rows: Rows, what: str, must: str
+) -> np.ndarray:
+    bad = ~good(values)
+    if bad.any():
+        i = int(bad.argmax())
+        raise DataError(f"row {int(rows.numbers[i])}: {what} is {values[i]:g}; it must be {must}")
+    return values
+
+
+def response_columns(formula: Formula, weights: Part | None) -> list[str]:
+    """Columns that the response and its weights are made of."""
+    tokens = (*formula.response.tokens, *(() if weights is None else ("+", *weights.tokens)))
+    return columns_of(tokens)

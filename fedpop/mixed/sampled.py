@@ -1,0 +1,273 @@
+"""The same models by FedSOUL: fixed effects that are random as well are the prior's mean, others are in
+phi."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fedpop.algorithms import FedSOUL
+from fedpop.channel import Choice
+from fedpop.errors import FedpopWarning, SettingsError
+from fedpop.federation.clients import Federation, Packed
+from fedpop.federation.participation import Everyone, Participation
+from fedpop.federation.participation import resolve as resolve_participation
+from fedpop.keys import Key
+from fedpop.mixed.factor import canonical
+from fedpop.mixed.gaussian_fit import GaussianEngine
+from fedpop.mixed.glm_fit import QuadratureEngine
+from fedpop.mixed.groups import Coordinates, Groups
+from fedpop.mixed.outcome import Outcome
+from fedpop.mixed.point import Engine, Point
+from fedpop.mixed.quadrature import NODES
+from fedpop.mixed.response import Family
+from fedpop.models.composition import Composition
+from fedpop.models.likelihoods import Normal as NormalNoise
+from fedpop.models.weighted import Weighted
+from fedpop.population import Population
+from fedpop.priors import Normal
+from fedpop.runtime.simulate import fit as run
+
+if TYPE_CHECKING:
+    from fedpop.mixed.fit import MixedFit
+
+LEAST = 1e-6
+"""The smallest standard deviation of a random effect that chains work with, in internal units."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is said of a run with chains."""
+
+    seed: int = 0
+    rounds: int | None = None
+    participation: Participation | int | float | Sequence[float] | None = None
+    compressor: Choice = "identity"
+
+    @property
+    def partial(self) -> bool:
+        """Not everyone is heard in every round, or not as it was said."""
+        rule = self.participation
+        whole = rule is None or isinstance(resolve_participation(rule), Everyone)
+        return not whole or self.compressor != "identity"
+
+
+class FixedEffects(nn.Module):
+    """X w + offset; the last column is the offset."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(columns, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x[..., :-1] @ self.weight + x[..., -1]).unsqueeze(-1)
+
+
+def _zeros(columns: int) -> nn.Linear:
+    """A linear map that starts at zero; nothing is drawn."""
+    out: nn.Linear = nn.utils.skip_init(nn.Linear, columns, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(out.weight)
+    return out
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a mixed model is written as a composition: which fixed effects are the mean of random ones."""
+
+    units: Coordinates
+    family: Family
+    start: float
+    """Where the intercept starts, which offsets take on; 0 without one."""
+
+    @property
+    def tied(self) -> bool:
+        """Every random effect has a fixed one, which is its mean."""
+        return all(name in self.units.x_names for name in self.units.z_names)
+
+    @property
+    def rest(self) -> list[int]:
+        """Fixed effects in phi."""
+        names = self.units.x_names
+        return [j for j, n in enumerate(names) if not self.tied or n not in self.units.z_names]
+
+    @property
+    def offsets(self) -> bool:
+        return not self.family.gaussian
+
+    def model(self, weighted: bool) -> Composition:
+        q, p = len(self.units.z_names), len(self.rest)
+        head = _zeros(q)
+        fixed: nn.Module | None = None
+        if self.offsets:
+            fixed = FixedEffects(p)
+        elif p:
+            fixed = _zeros(p)
+        likelihood = NormalNoise() if self.family.gaussian else self.family.likelihood
+        return Composition(None, head, Weighted(likelihood) if weighted else likelihood, fixed=fixed)
+
+    def prior(self, fitting: bool = True) -> Normal:
+        blocks = self.units.blocks
+        alone = len(set(blocks)) == len(blocks)
+        if len(set(blocks)) > 1 and not alone and fitting:
+            raise SettingsError(
+                "chains know random effects that are all correlated or all independent; this "
+                "formula mixes both: "
+                "use engine='exact'"
+            )
+        covariance = "diagonal" if alone and len(blocks) > 1 else "full"
+        return Normal(covariance=covariance, learn_mean=self.tied, bounds=(LEAST, 1e6), ball=1e9)
+
+    def federation(self, groups: Groups) -> tuple[Federation, bool]:
+        """Rows in internal coordinates, y of gaussian models in units of its own spread; and whether
+        rows are weighted."""
+        train, units = groups.federation.train, self.units
+        assert isinstance(train.x, dict)
+        x = ((train.x["fixed"] - units.x_centre) / units.x_scale)[:, self.rest]
+        z = (train.x["random"] - units.z_centre) / units.z_scale
+        offset, weight, _ = train.x["beside"].unbind(1)
+        y = train.y.unsqueeze(1)
+        weighted = bool((weight != 1).any()) and not self.family.gaussian
+        if self.family.gaussian:
+            root = weight.sqrt().unsqueeze(1)
+            y = (y - offset.unsqueeze(1) - units.y_centre) / units.y_scale * root
+            x, z = x * root, z * root
+        else:
+            x = torch.cat((x, (offset + self.start).unsqueeze(1)), dim=1)
+            y = torch.cat((y, weight.unsqueeze(1)), dim=1) if weighted else y
+        inputs: Any = {"fixed": x, "random": z} if x.shape[1] else z
+        packed = Packed(inputs, y, train.starts, train.sizes)
+        return Federation(groups.federation.names, {"train": packed}), weighted
+
+    # --- theta, there and back -------------------------------------------------------------------
+
+    def _shifts(self) -> tuple[list[int], Tensor, Tensor]:
+        """Of random effects: the place of their fixed ones, what their mean is multiplied by there, and
+        what of it the intercept takes."""
+        u = self.units
+        at = [u.x_names.index(n) for n in u.z_names]
+        return at, u.x_scale[at] / u.z_scale, (u.x_centre[at] - u.z_centre) / u.z_scale
+
+    def point(self, phi: Tensor, mu: Tensor, factor: Tensor) -> Point:
+        """In internal coordinates, from phi and the prior's mean and factor."""
+        scale, p = self.units.y_scale, len(self.rest)
+        b = torch.zeros(len(self.units.x_names), dtype=torch.float64)
+        b[self.rest] = phi[:p]
+        if self.tied:
+            at, times, shift = self._shifts()
+            b[at] += mu * times
+            if self.units.intercept:
+                b[0] += mu @ shift
+        if self.units.intercept:
+            b[0] += self.start
+        sigma = math.exp(0.5 * float(phi[-1])) if self.family.gaussian else 1.0
+        return Point(b * scale, factor / sigma, sigma * scale)
+
+    def published(self, point: Point) -> dict[str, Tensor]:
+        """phi and beta of a point."""
+        scale = self.units.y_scale
+        b = point.b / scale
+        mu = torch.zeros(len(self.units.z_names), dtype=torch.float64)
+        if self.units.intercept:
+            b[0] -= self.start
+        if self.tied:
+            at, times, shift = self._shifts()
+            mu = b[at] / times
+            if self.units.intercept and 0 in at:
+                i = at.index(0)
+                mu[i] = b[0] - mu @ shift + mu[i] * shift[i]
+            elif self.units.intercept:
+                b[0] -= mu @ shift
+        phi = b[self.rest]
+        sigma = point.sigma / scale
+        if self.family.gaussian:
+            phi = torch.cat((phi, phi.new_tensor([2 * math.log(sigma)])))
+        root = canonical(point.factor @ point.factor.mT, self.units.blocks) * sigma
+        root = root + torch.diag((2 * LEAST - root.diagonal()).clamp(min=0))
+        prior = self.prior(fitting=False)
+        if prior.covariance == "diagonal":
+            beta = torch.cat((mu, root.square().sum(1).sqrt().log()))
+        else:
+            beta = prior.pack(mu, root)
+        return {"phi": phi, "beta": beta}
+
+
+def layout_of(groups: Groups, units: Coordinates, family: Family, start: float) -> Layout:
+    return Layout(units, family, start if units.intercept and not family.gaussian else 0.0)
+
+
+def fitted(
+    groups: Groups, units: Coordinates, family: Family, constant: float, start: float, settings: Settings
+) -> tuple[Outcome, Engine]:
+    """FedSOUL until it has converged; likelihood and standard errors at its theta by the exact
+    engines."""
+    q = len(units.z_names)
+    if not family.gaussian and q > max(NODES):
+        raise SettingsError(
+            f"{q} random effects of a {family.name} model are not yet supported; there may be {max(NODES)}"
+        )
+    layout = layout_of(groups, units, family, start)
+    federation, weighted = layout.federation(groups)
+    method = FedSOUL(
+        layout.model(weighted), prior=layout.prior(), engine="sampled", compressor=settings.compressor
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", FedpopWarning)
+        population = run(
+            method,
+            federation,
+            rounds=settings.rounds,
+            seed=settings.seed,
+            participation=settings.participation,
+            progress=False,
+        )
+    words = "; ".join(str(w.message) for w in told if issubclass(w.category, FedpopWarning))
+    prior, beta = population.algorithm.hierarchy.prior, population.published["beta"]  # type: ignore[union-attr]
+    assert isinstance(prior, Normal)
+    point = layout.point(population.published["phi"], prior.mu(beta), prior.factor(beta))
+    engine: Engine = (
+        GaussianEngine(groups, units, constant)
+        if family.gaussian
+        else QuadratureEngine(groups, units, family, constant, start, NODES[q])
+    )
+    likelihood, covariance = engine.log_likelihood(point), engine.covariance(point)
+    verdict = population.convergence
+    outcome = Outcome(
+        point,
+        None,
+        likelihood,
+        engine.words,
+        covariance,
+        bool(verdict is not None and verdict.converged),
+        words or ("not judged" if verdict is None else verdict.words),
+        population.rounds,
+        "sampled engine",
+        population,
+    )
+    return outcome, engine
+
+
+def population_at(fit: MixedFit) -> Population:
+    """A population of FedSOUL at the fit's theta."""
+    start = getattr(fit.engine, "start", 0.0)
+    layout = layout_of(fit.groups, fit.units, fit.family, start)
+    federation, weighted = layout.federation(fit.groups)
+    method = FedSOUL(layout.model(weighted), prior=layout.prior(fitting=False), engine="sampled")
+    method = method.prepared(federation.example)
+    federation = method.model.checked(federation)
+    published = layout.published(fit.outcome.point)
+    key = Key(fit.seed, purpose="site")
+    return Population(method, published, key, federation, rounds=fit.rounds)
+
+
+def effect_draws(fit: MixedFit, level: str) -> Tensor:
+    """Draws ``[L, q]`` of a group's effects on the user's scale."""
+    population = fit.population
+    z = population.posterior(level).flat
+    mu = population.prior_mean
+    return (z - mu) * fit.units.y_scale @ fit.units.random_map.mT

@@ -1,0 +1,91 @@
+"""The search for a maximum: one question to everyone for each evaluation, over when nothing is to be
+gained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpop.server.quasi_newton import State, tell
+
+TOLERANCE = 1e-7
+"""Nats that a Newton step still promises where the search is over; as in the exact engine."""
+MOST = 500
+"""Evaluations after which it is given up."""
+
+POLISH = 3
+EXACT = 1e-14
+
+Evaluation = tuple[float, Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where the search ended, and why."""
+
+    x: Tensor
+    value: float
+    hessian: Tensor
+    promised: float
+    """What a Newton step would still gain, in nats."""
+    converged: bool
+    words: str
+    trace: tuple[float, ...]
+    """The objective at each evaluation."""
+
+
+def minimised(at: Callable[[Tensor, bool], Evaluation], start: Tensor, most: int = MOST) -> Found:
+    """The minimum of minus a log-likelihood; ``at(x, curved)`` gives value, gradient and, where asked
+    for, the Hessian."""
+    state, trace = State.at(start), list[float]()
+    hessian = torch.zeros((len(start), len(start)), dtype=start.dtype)
+    while not state.over and len(trace) < most:
+        value, slope, curvature = at(state.trial, state.wants_curvature)
+        trace.append(value)
+        if curvature is not None:
+            hessian = curvature
+        unit = state.trial.abs().clamp(min=1.0)
+        state = tell(state, value, slope, curvature, unit, TOLERANCE)
+    x, value, gain = state.x, state.f, state.gain
+    if state.converged:
+        x, value, hessian, gain = _polished(at, x, value, hessian, gain, trace)
+    return Found(x, value, hessian, gain, state.converged, _words(state, gain, len(trace)), tuple(trace))
+
+
+def _polished(
+    at: Callable[[Tensor, bool], Evaluation],
+    x: Tensor,
+    value: float,
+    hessian: Tensor,
+    gain: float,
+    trace: list[float],
+) -> tuple[Tensor, float, Tensor, float]:
+    """Newton's last steps: a variance that belongs at zero is then there, not a thousandth beside it."""
+    slope = at(x, False)[1]
+    for _ in range(POLISH):
+        step, info = torch.linalg.solve_ex(hessian, slope)
+        promised = 0.5 * float(slope @ step)
+        if int(info) or not 0 < promised < TOLERANCE:
+            break
+        moved = at(x - step, True)
+        trace.append(moved[0])
+        if moved[2] is None or not moved[0] <= value + 1e-12 * abs(value):
+            break
+        x, value, slope, hessian, gain = x - step, moved[0], moved[1], moved[2], promised
+        if promised < EXACT:
+            break
+    return x, value, hessian, gain
+
+
+def _words(state: State, gain: float, evaluations: int) -> str:
+    if state.converged:
+        return f"converged: a Newton step promised {gain:.1g} nats at the end"
+    if state.over:
+        return (
+            "not converged: no step from here raises the likelihood, though a Newton step promises "
+            f"{gain:.2g} nats"
+        )
+    return f"not converged: after {evaluations} evaluations a Newton step still promises {gain:.2g} nats"

@@ -1,0 +1,108 @@
+"""A fit in words: lme4's summary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from fedpop.mixed.fit import MixedFit
+
+METHODS = {"ML": "maximum likelihood", "REML": "restricted maximum likelihood (REML)"}
+
+
+def summary(fit: MixedFit) -> str:
+    """What lme4 prints, and whether and how it was found."""
+    kind = "Linear" if fit.family.gaussian else "Generalized linear"
+    lines = [f"{kind} mixed model fit by {METHODS[fit.method]}"]
+    if not fit.family.gaussian:
+        lines[0] += f" ({fit.outcome.log_likelihood_method})"
+        lines.append(f" Family: {fit.family.name} ( {fit.family.link} )")
+    lines.append(f"Formula: {fit.formula}")
+    if fit.weights is not None:
+        lines.append(f"Weights: {fit.weights.text}")
+    lines += ["", *_criteria(fit), "", "Random effects:", *_random(fit)]
+    lines.append(f"Number of obs: {fit.n_obs}, groups:  {fit.group}, {fit.n_groups}")
+    if fit.rows.dropped:
+        lines.append(f"{fit.rows.dropped} row(s) with missing values were left out")
+    lines += [
+        "",
+        "Fixed effects:",
+        *_fixed(fit),
+        "",
+        f"{_sentence(fit.convergence)} ({fit.rounds} rounds, {fit.outcome.engine})",
+    ]
+    if fit.singular:
+        lines.append("boundary (singular) fit: a variance is zero or a correlation is one; see fit.singular")
+    return "\n".join(lines)
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
+def _criteria(fit: MixedFit) -> list[str]:
+    if fit.method == "REML":
+        return [f"REML criterion at convergence: {-2 * fit.log_likelihood:.1f}"]
+    numbers = (fit.aic, fit.bic, fit.log_likelihood, -2 * fit.log_likelihood)
+    names = ["AIC", "BIC", "logLik", "-2*log(L)", "df.resid"]
+    return _columns([names, [*[f"{v:.1f}" for v in numbers], str(fit.n_obs - fit.df)]])
+
+
+def _random(fit: MixedFit) -> list[str]:
+    sds, cor, blocks = fit.sd, fit.correlation, fit.units.blocks
+    rows: list[tuple[str, str, float]] = [
+        (fit.group if i == 0 else "", name, sd) for i, (name, sd) in enumerate(sds.items())
+    ]
+    if fit.sigma is not None:
+        rows.append(("Residual", "", fit.sigma))
+    digits = _digits([sd for _, _, sd in rows])
+    wide = len(sds) - 1
+    table = [["Groups", "Name", "Variance", "Std.Dev.", *["Corr", *[""] * (wide - 1)][:wide]]]
+    for i, (group, name, sd) in enumerate(rows):
+        beside = [
+            _number(float(cor[i, j]), 2) if i < len(sds) and j < i and blocks[i] == blocks[j] else ""
+            for j in range(wide)
+        ]
+        table.append([group, name, f"{sd * sd:.{digits}f}", f"{sd:.{digits}f}", *beside])
+    return [f" {line}" for line in _columns(table, left=2)]
+
+
+def _fixed(fit: MixedFit) -> list[str]:
+    p_values = not fit.family.gaussian
+    table = [["", "Estimate", "Std. Error", "z value", *(["Pr(>|z|)"] if p_values else [])]]
+    digits = _digits(list(fit.standard_errors.values()))
+    for name, value in fit.coefficients.items():
+        se = fit.standard_errors[name]
+        z = value / se if se > 0 else math.nan
+        row = [name, f"{value:.{digits}f}", f"{se:.{digits}f}", f"{z:.3f}"]
+        if p_values:
+            tail = 2 * float(torch.special.ndtr(torch.tensor(-abs(z), dtype=torch.float64)))
+            row.append(f"{tail:.3g}" if tail >= 2e-16 else "<2e-16")
+        table.append(row)
+    return _columns(table, left=1)
+
+
+def _number(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else "NaN"
+
+
+def _digits(values: Sequence[float]) -> int:
+    """Places after the point that show four digits of the smallest."""
+    least = min((abs(v) for v in values if v and math.isfinite(v)), default=1.0)
+    return min(max(3 - math.floor(math.log10(least)), 0), 6) if least < 1e4 else 0
+
+
+def _columns(table: list[list[str]], left: int = 0) -> list[str]:
+    """Cells under one another; the first ``left`` columns from the left, the others from the right."""
+    widths = [max(len(row[j]) for row in table) for j in range(len(table[0]))]
+    lines = []
+    for row in table:
+        cells = [
+            c.ljust(w) if j < left else c.rjust(w) for j, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(" ".join(cells).rstrip())
+    return lines

@@ -1,0 +1,198 @@
+"""Rows of a table as a formula needs them: columns with a type, groups with a name, nothing missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedpop.errors import DataError, SettingsError
+from fedpop.mixed.formula import Formula
+from fedpop.questions.schema import sorted_levels
+
+MISSING = ("drop", "error")
+
+
+def pandas() -> Any:
+    """pandas, or an error that says how to get it."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise SettingsError("mixed models need formulae and pandas: pip install 'fedpop[formula]'") from error
+    return pandas
+
+
+def read_csv(path: str | Path) -> Any:
+    """A table out of a CSV file, or one error that says what is wrong with it."""
+    pd, path = pandas(), Path(path)
+    try:
+        frame = pd.read_csv(path, encoding="utf-8-sig", low_memory=False)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 text (byte {error.start}: {error.object[error.start]:#x}); save it as "
+            "UTF-8, or convert it: iconv -f latin1 -t utf-8"
+        ) from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+        raise DataError(f"{path} is not a table of comma-separated values: {error}") from error
+    if len(frame.columns) and str(frame.columns[0]).startswith("Unnamed:"):
+        frame = frame.iloc[:, 1:]  # row names, as R writes them
+    return frame
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Columns that a formula speaks of (floats, or pandas categories), and whose each row is."""
+
+    columns: Mapping[str, Any]
+    groups: np.ndarray | None
+    """Names ``[n]``; None where rows belong to nobody."""
+    sites: np.ndarray | None
+    numbers: np.ndarray
+    """Of each row its place in the table that was given, for errors."""
+    dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+def as_frame(data: Any) -> Any:
+    """A data frame out of a frame, a file's name, columns by name, or frames by site."""
+    pd = pandas()
+    if isinstance(data, pd.DataFrame):
+        return data
+    if isinstance(data, str | Path):
+        return read_csv(data)
+    if isinstance(data, Mapping) and data and all(isinstance(v, pd.DataFrame) for v in data.values()):
+        return pd.concat(list(data.values()), ignore_index=True)
+    try:
+        return pd.DataFrame(data)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"cannot make a table of {type(data).__name__}: {error}") from error
+
+
+def rows_of(
+    frame: Any,
+    formula: Formula,
+    *,
+    columns: Sequence[str],
+    sites: str | None = None,
+    missing: str = "drop",
+    group: bool = True,
+) -> Rows:
+    """The rows without those that miss something; ``group`` False where nobody is asked for."""
+    wanted = [*columns, *([formula.group] if group else []), *([sites] if sites else [])]
+    for name in dict.fromkeys(wanted):
+        if name not in frame.columns:
+            told = ", ".join(map(str, list(frame.columns)[:20])) or "nothing"
+            raise DataError(f"there is no column {name!r} in the table; it has {told}")
+        if (frame.columns == name).sum() > 1:
+            raise DataError(f"there are several columns {name!r} in the table")
+    if not len(frame):
+        raise DataError("the table has no rows")
+    typed = {name: _typed(frame[name], name) for name in dict.fromkeys(columns)}
+    there = np.ones(len(frame), dtype=bool)
+    for name, values in typed.items():
+        none = values.isna().to_numpy()
+        if missing == "error" and none.any():
+            raise DataError(
+                f"column {name!r} has {int(none.sum())} missing value(s), the first in row "
+                f"{int(none.argmax())}; missing='drop' leaves such rows out"
+            )
+        there &= ~none
+    if group:
+        unnamed = frame[formula.group].isna().to_numpy()
+        if unnamed.any():
+            raise DataError(
+                f"{int(unnamed.sum())} row(s) have no group ({formula.group} is missing), the first is row "
+                f"{int(unnamed.argmax())}; every row belongs to a group"
+            )
+    if not there.any():
+        raise DataError("every row misses something; there is nothing left to fit")
+    if sites and bool(frame[sites].isna().any()):
+        raise DataError(f"column {sites!r} has rows without a site")
+    kept = np.flatnonzero(there)
+    whole = len(kept) == len(frame)
+    return Rows(
+        {n: v if whole else v.iloc[kept] for n, v in typed.items()},
+        labels(frame[formula.group])[kept] if group else None,
+        labels(frame[sites])[kept] if sites else None,
+        kept,
+        len(frame) - len(kept),
+    )
+
+
+def labels(values: Any) -> np.ndarray:
+    """Names ``[n]`` of a column's values; whole numbers without a decimal point."""
+    pd = pandas()
+    if pd.api.types.is_float_dtype(values.dtype):
+        known = values.dropna()
+        if len(known) and bool((known == known.round()).all()) and float(known.abs().max()) < 2**53:
+            values = values.astype("Int64")
+    if isinstance(values.dtype, pd.CategoricalDtype):
+        codes, distinct = values.cat.codes.to_numpy(), values.cat.categories
+    else:
+        codes, distinct = pd.factorize(values)
+    names = np.array([*[str(v) for v in distinct], None], dtype=object)
+    found: np.ndarray = names[codes]  # -1, the last: missing
+    return found
+
+
+def _typed(values: Any, name: str) -> Any:
+    """A column as floats, or as categories."""
+    pd = pandas()
+    kind = values.dtype
+    if isinstance(kind, pd.CategoricalDtype):
+        out = values.cat.remove_unused_categories()
+        names = [_word(c) for c in out.cat.categories]
+        return out.cat.rename_categories(names)
+    if pd.api.types.is_bool_dtype(kind):
+        words = values.map({True: "TRUE", False: "FALSE"}, na_action="ignore")
+        return words.astype(pd.CategoricalDtype(["FALSE", "TRUE"]))
+    if pd.api.types.is_numeric_dtype(kind):
+        numbers = values.astype("float64")
+        bad = np.isinf(numbers.to_numpy())
+        if bad.any():
+            raise DataError(f"column {name!r} is infinite in row {int(bad.argmax())}")
+        return numbers
+    if not pd.api.types.is_string_dtype(kind) and not pd.api.types.is_object_dtype(kind):
+        raise DataError(
+            f"column {name!r} is of type {kind}; a formula takes numbers and categories: turn it into one"
+        )
+    numbers = pd.to_numeric(values, errors="coerce")
+    there = values.notna().to_numpy()
+    good = numbers.notna().to_numpy()
+    if there.any() and bool((good | ~there).all()):
+        return numbers.astype("float64")
+    if good.sum() > 0.5 * there.sum():
+        row = int((there & ~good).argmax())
+        raise DataError(
+            f"column {name!r} mixes numbers and text: row {row} is {values.iloc[row]!r}; mend "
+            "it, or make all "
+            "of it text"
+        )
+    words = values.map(_word, na_action="ignore")
+    distinct = sorted_levels(set(words.dropna()))
+    return words.astype(pd.CategoricalDtype(distinct))
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool | np.bool_):
+        return "TRUE" if value else "FALSE"
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value)
+
+
+def as_categories(values: Any) -> Any:
+    """A column of numbers as categories, by ``factor()``."""
+    pd = pandas()
+    if hasattr(values, "cat"):
+        return values
+    codes, distinct = pd.factorize(values, sort=True)
+    names = [_word(float(v)) for v in distinct]
+    return pd.Series(pd.Categorical.from_codes(codes, names), index=values.index)
