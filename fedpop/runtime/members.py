@@ -110,6 +110,10 @@ class Members(ABC):
     def bytes_down(self, told: Tensors, ids: Tensor) -> int:
         """What it takes to tell this to these."""
 
+    def metrics(self) -> dict[str, Any]:
+        """What is to be told of the last round beside the method's own numbers."""
+        return {}
+
     @abstractmethod
     def state(self) -> Tensors:
         """What a checkpoint has to hold of them."""

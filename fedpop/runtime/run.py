@@ -294,6 +294,7 @@ class Run:
         metrics: dict[str, Any] = {"round": self.round, "active": len(active.ids)}
         metrics |= method.metrics(self.server, done.cost)
         metrics["left_out"] = [self.members.names[i] for i in done.left_out]
+        metrics |= self.members.metrics()
         metrics |= {name: self.totals[name] for name in ("bytes_up", "bytes_down")}
         self.spend({"seconds": time.perf_counter() - started})
         metrics["seconds"] = self.totals["seconds"]

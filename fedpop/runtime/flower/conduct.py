@@ -1,0 +1,98 @@
+"""A run across sites, from the first look at who is there to the theta that everyone gets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedpop.algorithms.base import Algorithm
+from fedpop.errors import SettingsError
+from fedpop.federation.inputs import Example
+from fedpop.population import Population
+from fedpop.runtime.callbacks import Callback
+from fedpop.runtime.flower.elsewhere import Elsewhere, Terms
+from fedpop.runtime.flower.forms import example_from
+from fedpop.runtime.flower.letters import Letter, Reply, told, values_of
+from fedpop.runtime.flower.post import Post
+from fedpop.runtime.run import Run
+from fedpop.runtime.settings import Settings
+from fedpop.version import __version__
+
+log = logging.getLogger("fedpop.server")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What is run across sites: the same method and settings as in the simulator, and when rounds close."""
+
+    experiment: str
+    """The name under which sites keep their chains: another one is another run."""
+    method: Algorithm
+    settings: Settings
+    terms: Terms = field(default_factory=Terms)
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    """What sites' data must look like."""
+    entry: str = ""
+    """``module:name`` that makes the model, where it is not made of torch's own layers."""
+    callbacks: Sequence[Callback] = ()
+
+    def prepared(self, example: Example) -> Algorithm:
+        """The method for examples of this kind. What a site computes in does not depend on its processor."""
+        method = self.method
+        if method.model.precision == "auto":
+            method = method.replace(model=method.model.asking_for("float32"))
+        return method.prepared(example).for_rule(self.settings.participation)
+
+    def hello(self, method: Algorithm, schema: Mapping[str, Any]) -> Letter:
+        """What a site is told of the experiment."""
+        described = told(method, method.model.chosen_precision(), self.entry)
+        about = {"version": __version__, "experiment": self.experiment, "method": described}
+        digest = hashlib.sha256(json.dumps([described, schema], sort_keys=True).encode()).hexdigest()[:32]
+        values = values_of(method.model)
+        return Letter("hello", about | {"schema": dict(schema), "method_digest": digest}, values)
+
+    def form(self) -> Letter:
+        """The first letter of all: what do examples look like?"""
+        about = {"version": __version__, "experiment": self.experiment, "schema": dict(self.schema)}
+        return Letter("form", about)
+
+
+def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> Population:
+    """Run it, or go on with it; at the end every site has theta."""
+    members, method = enrolled(deployment, post)
+    run = Run(method, members, deployment.settings, folder, deployment.callbacks)
+    resume = folder is not None and any((folder / "checkpoints").glob("round-*.json"))
+    population = run.execute(resume=resume, progress=False)
+    have = members.finish(population.published, population.rounds)
+    log.info("theta after %d rounds is at %s", population.rounds, ", ".join(have) or "no site")
+    if folder is not None:
+        population.public().save(folder / "population")
+    return population
+
+
+def enrolled(deployment: Deployment, post: Post) -> tuple[Elsewhere, Algorithm]:
+    """The sites that are there, once they are enough, and the method as they were told of it."""
+    replies = post.survey(deployment.form(), deployment.terms.sites)
+    method = deployment.prepared(_agreed(replies))
+    post.hello = deployment.hello(method, deployment.schema)
+    members = Elsewhere(method, post, deployment.experiment, deployment.terms, deployment.settings.seed)
+    members.wait()
+    return members, method
+
+
+def _agreed(replies: Mapping[str, Reply]) -> Example:
+    """What one example looks like, if sites agree."""
+    forms = {name: reply.about["example"] for name, reply in sorted(replies.items())}
+    first, form = next(iter(forms.items()))
+    for name, other in forms.items():
+        if other != form:
+            raise SettingsError(
+                f"examples at {name} have shapes {other['shapes']}, those at {first} {form['shapes']}: check "
+                "the columns, or the size of images"
+            )
+    return example_from(form)

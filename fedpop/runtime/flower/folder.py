@@ -1,0 +1,111 @@
+"""A site's folder: who it is, where its data are, its secret, and what it keeps."""
+
+from __future__ import annotations
+
+import secrets
+import stat
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fedpop.errors import SettingsError
+from fedpop.federation.reading import read_data
+from fedpop.files import write_bytes
+from fedpop.runtime.flower.site import Site
+from fedpop.settings import require_whole
+
+SETTINGS = "site.toml"
+SECRET = "secret"
+KNOWN = ("name", "data", "server", "threads", "memory", "insecure", "port")
+
+
+@dataclass(frozen=True)
+class SiteSettings:
+    """``site.toml``: what a site is called, where its data are, and which server it belongs to."""
+
+    folder: Path
+    name: str
+    data: str
+    """A CSV or Parquet file, a folder of images, or ``module:function``."""
+    server: str = ""
+    """host:port of the SuperLink."""
+    threads: int = 1
+    memory: str = "1GiB"
+    insecure: bool = False
+    port: int = 0
+    """Of this machine, for the node's own processes; 0 takes a free one."""
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        require_whole(1, threads=self.threads)
+        if not self.data:
+            raise SettingsError(f"{self.folder / SETTINGS}: data is missing: where the site's data are")
+
+
+def check_name(name: str) -> None:
+    """Raise unless a site can be called so: its name is in folders, letters and the server's tables."""
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_."
+    if not name or not set(name) <= set(letters) or len(name) > 64:
+        raise SettingsError(f"a site's name has letters, digits, '-', '_' and '.', at most 64, not {name!r}")
+
+
+def read_site(folder: Path) -> SiteSettings:
+    """The settings of a site's folder."""
+    path = folder / SETTINGS
+    plain = read_toml(path, "is this a site's folder? fedpop site enrol makes one")
+    unknown = [key for key in plain if key not in KNOWN]
+    if unknown:
+        raise SettingsError(f"{path}: unknown setting {unknown[0]!r}; known are {', '.join(KNOWN)}")
+    try:
+        return SiteSettings(folder, **plain)
+    except TypeError as error:
+        raise SettingsError(f"{path}: name and data must be there ({error})") from error
+
+
+def read_toml(path: Path, hint: str = "") -> dict[str, Any]:
+    """A settings file."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        more = f"; {hint}" if hint else ""
+        raise SettingsError(f"cannot read {path}: {error.strerror or error}{more}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is not readable TOML: {error}") from error
+
+
+def make_secret(folder: Path) -> int:
+    """The site's secret, made once: 64 bits that key its random numbers and never leave it."""
+    path = folder / SECRET
+    if not path.exists():
+        write_bytes(path, f"{secrets.randbits(64)}\n".encode())
+        path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+    return read_secret(folder)
+
+
+def read_secret(folder: Path) -> int:
+    path = folder / SECRET
+    try:
+        return int(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"cannot read the site's secret {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise SettingsError(f"{path} does not hold a site's secret; enrol the site again") from error
+
+
+def open_site(folder: str | Path) -> Site:
+    """The site whose folder this is."""
+    if not str(folder):
+        raise SettingsError("this node was started without its site's folder: --node-config 'site=\"...\"'")
+    settings = read_site(Path(folder))
+    data = partial(_read, settings)
+    return Site(
+        settings.name, read_secret(settings.folder), settings.folder, data, settings.threads, settings.memory
+    )
+
+
+def _read(settings: SiteSettings, schema: Mapping[str, Any]) -> Any:
+    where = settings.data if ":" in settings.data else str(settings.folder / settings.data)
+    return read_data(where, schema, settings.name)
