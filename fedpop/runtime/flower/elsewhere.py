@@ -86,7 +86,8 @@ class Elsewhere(Members):
         self.experiment, self.device = experiment, method.model.initial_phi().device
         self.sites: dict[str, Member] = {}
         """By name, in the order in which they came."""
-        self._lengths: dict[str, int] = {}
+        self._forms: dict[str, dict[str, int]] = {}
+        """Lengths of vectors, by name, of rounds and of each question."""
         self._round, self._best, self._recall = -1, -1, False
         self._metrics: dict[str, Any] = {}
 
@@ -176,11 +177,12 @@ class Elsewhere(Members):
         enough = (lambda heard: False) if self._everyone else self._terms.enough(len(letters))
         replies = self._post.deliver(letters, timeout, enough)
         self._round = round.number
-        return self._tallied(method, method.channel, letters, replies, weights, active.ratio)
+        return self._tallied(method, "train", method.channel, letters, replies, weights, active.ratio)
 
     def _tallied(
         self,
         method: Algorithm,
+        what: str,
         channel: Channel,
         letters: Mapping[str, Letter],
         replies: Mapping[str, Reply],
@@ -198,7 +200,7 @@ class Elsewhere(Members):
                 reasons[name] = str(error)
         fit = {n: v for n, v in vectors.items() if messages[n].units}
         reasons |= dict.fromkeys(vectors.keys() - fit.keys(), "its numbers are not finite")
-        reasons |= self._misshapen(fit)
+        reasons |= self._misshapen(what, fit)
         tally, cost, size = Tally(Channel(), Key(0)), dict[str, float](), 0
         for name, own in fit.items():
             if name in reasons:
@@ -228,26 +230,26 @@ class Elsewhere(Members):
         left_out = tuple(place[n] for n in letters if n in reasons)
         return Outcome(tally.total(self.units, ratio), cost, left_out, size, [(ids, {})])
 
-    def _misshapen(self, vectors: Mapping[str, Tensors]) -> dict[str, str]:
-        """Who sends vectors of another length than was sent before, or than most send."""
-        bad: dict[str, str] = {}
-        kinds = Counter(tuple(sorted(own)) for own in vectors.values()).most_common(2)
-        if len(kinds) > 1 and kinds[0][1] == kinds[1][1]:
-            raise EstimateError(
-                "half of the sites send other vectors than the other half: check their models"
-            )
-        for name, own in vectors.items():
-            if tuple(sorted(own)) != kinds[0][0]:
-                bad[name] = f"it sent {', '.join(own) or 'nothing'}, others {', '.join(kinds[0][0])}"
-        for vector in kinds[0][0] if kinds else ():
-            lengths = Counter(len(own[vector]) for n, own in vectors.items() if n not in bad).most_common(2)
-            usual = self._lengths.setdefault(vector, lengths[0][0])
-            if len(lengths) > 1 and lengths[0][1] == lengths[1][1] and usual not in (n for n, _ in lengths):
-                raise EstimateError(f"sites do not agree on the length of {vector}: check their models")
-            for name, own in vectors.items():
-                if name not in bad and len(own[vector]) != usual:
-                    bad[name] = f"its {vector} has {len(own[vector])} entries, not {usual}"
-        return bad
+    def _misshapen(self, what: str, vectors: Mapping[str, Tensors]) -> dict[str, str]:
+        """Who sends vectors of another form than was sent before, or, the first time, than most send."""
+        forms = {name: {n: len(v) for n, v in sorted(own.items())} for name, own in vectors.items()}
+        if not forms:
+            return {}
+        kinds = Counter(json.dumps(form) for form in forms.values()).most_common()
+        usual = self._forms.get(what)
+        if usual is None or not all(n in usual for form in forms.values() for n in form):
+            if len(kinds) > 1 and kinds[0][1] == kinds[1][1]:
+                told = "; ".join(f"{name} {form}" for name, form in sorted(forms.items())[:4])
+                raise EstimateError(f"sites do not agree on what they send ({told}): check their models")
+            usual = (usual or {}) | json.loads(kinds[0][0])
+            self._forms[what] = usual
+        names = set(json.loads(kinds[0][0]))
+        fits = {name: set(form) == names and form.items() <= usual.items() for name, form in forms.items()}
+        return {
+            name: f"it sent {form or 'nothing'} (entries), not { {n: usual[n] for n in sorted(names)} }"
+            for name, form in forms.items()
+            if not fits[name]
+        }
 
     def keep(self, updates: Iterable[Update], entered: bool = True) -> None:
         """A round has counted: the sites that were heard are told so in their next letter."""
@@ -284,7 +286,7 @@ class Elsewhere(Members):
         letters = {name: Letter("ask", self._about(name, **about), asked) for name in names}
         replies = self._post.deliver(letters, self._terms.timeout, lambda heard: False)
         done = self._tallied(
-            asking.method, Channel(), letters, replies, dict.fromkeys(names, 1.0), ratio=False
+            asking.method, question.name, Channel(), letters, replies, dict.fromkeys(names, 1.0), ratio=False
         )
         of = sum(self.sites[n].units for n in names)
         if done.total.count < question.quorum * of:
@@ -312,7 +314,7 @@ class Elsewhere(Members):
     def state(self) -> Tensors:
         plain = {
             "sites": {n: asdict(s) for n, s in self.sites.items()},
-            "lengths": self._lengths,
+            "forms": self._forms,
             "best": self._best,
             "late": self._post.late,
         }
@@ -322,7 +324,7 @@ class Elsewhere(Members):
         plain = json.loads(bytes(state["elsewhere"].tolist()))
         here = {n: s for n, s in self.sites.items() if n not in plain["sites"]}
         self.sites = {n: Member(**s) for n, s in plain["sites"].items()} | here
-        self._lengths, self._best, self._post.late = plain["lengths"], plain["best"], plain["late"]
+        self._forms, self._best, self._post.late = plain["forms"], plain["best"], plain["late"]
 
     def remember(self) -> Tensors:
         self._best = self._round

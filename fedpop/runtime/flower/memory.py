@@ -83,7 +83,7 @@ class Memory:
         tensors = read_tensors(path)
         try:
             plain = json.loads(bytes(tensors["plain"].tolist()))
-            stores = [LocalStore.restore(_part(side, tensors)) for side in ("before.", "after.")]
+            before, after = (LocalStore.restore(_part(side, tensors)) for side in ("before.", "after."))
             best = _part("best.", tensors)
             reply = None
             if "about" in plain:
@@ -93,7 +93,8 @@ class Memory:
                 }
                 reply = Reply(plain["about"], payloads)
             memory = cls(
-                *stores,
+                before,
+                after,
                 round=plain["round"],
                 digest=plain["digest"],
                 reply=reply,
