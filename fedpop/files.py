@@ -29,13 +29,17 @@ def writable_folder(path: str | Path) -> Path:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a whole file or none."""
+    """Write a whole file or none; what a full disk cut short is removed."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     handle = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(handle)
