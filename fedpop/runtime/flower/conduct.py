@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedpop.algorithms.base import Algorithm
-from fedpop.errors import SettingsError
 from fedpop.federation.inputs import Example
+from fedpop.files import read_json, read_tensors, writable_folder, write_json, write_tensors
 from fedpop.population import Population
 from fedpop.runtime.callbacks import Callback
 from fedpop.runtime.flower.elsewhere import Elsewhere, Terms
-from fedpop.runtime.flower.forms import example_from
-from fedpop.runtime.flower.letters import Letter, Reply, told, values_of
+from fedpop.runtime.flower.forms import agreed, example_from, plain_example
+from fedpop.runtime.flower.letters import Letter, told, values_of, with_values
 from fedpop.runtime.flower.post import Post
 from fedpop.runtime.run import Run
 from fedpop.runtime.settings import Settings
@@ -32,7 +32,8 @@ class Deployment:
 
     experiment: str
     """The name under which sites keep their chains: another one is another run."""
-    method: Algorithm
+    method: Callable[[Example], Algorithm]
+    """The method for examples of this form; before that is agreed on, a model may not know its inputs."""
     settings: Settings
     terms: Terms = field(default_factory=Terms)
     schema: Mapping[str, Any] = field(default_factory=dict)
@@ -43,14 +44,15 @@ class Deployment:
 
     def prepared(self, example: Example) -> Algorithm:
         """The method for examples of this kind. What a site computes in does not depend on its processor."""
-        method = self.method
+        method = self.method(example)
         if method.model.precision == "auto":
             method = method.replace(model=method.model.asking_for("float32"))
         return method.prepared(example).for_rule(self.settings.participation)
 
-    def hello(self, method: Algorithm, schema: Mapping[str, Any]) -> Letter:
+    def hello(self, method: Algorithm, example: Example, schema: Mapping[str, Any]) -> Letter:
         """What a site is told of the experiment."""
         described = told(method, method.model.chosen_precision(), self.entry)
+        described["example"] = plain_example(example)
         about = {"version": __version__, "experiment": self.experiment, "method": described}
         digest = hashlib.sha256(json.dumps([described, schema], sort_keys=True).encode()).hexdigest()[:32]
         values = values_of(method.model)
@@ -64,7 +66,7 @@ class Deployment:
 
 def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> Population:
     """Run it, or go on with it; at the end every site has theta."""
-    members, method = enrolled(deployment, post)
+    members, method = enrolled(deployment, post, folder)
     run = Run(method, members, deployment.settings, folder, deployment.callbacks)
     resume = folder is not None and any((folder / "checkpoints").glob("round-*.json"))
     population = run.execute(resume=resume, progress=False)
@@ -75,24 +77,25 @@ def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> P
     return population
 
 
-def enrolled(deployment: Deployment, post: Post) -> tuple[Elsewhere, Algorithm]:
-    """The sites that are there, once they are enough, and the method as they were told of it."""
-    replies = post.survey(deployment.form(), deployment.terms.sites)
-    method = deployment.prepared(_agreed(replies))
-    post.hello = deployment.hello(method, deployment.schema)
+def enrolled(deployment: Deployment, post: Post, folder: Path | None = None) -> tuple[Elsewhere, Algorithm]:
+    """The sites that are there, once they are enough, and the method as they are told of it.
+
+    What was agreed on, and where the model starts, is kept in the folder: a run that goes on has the same.
+    """
+    file = None if folder is None else writable_folder(folder) / "agreed.json"
+    if file is not None and file.exists():
+        kept = read_json(file)
+        form, example = kept["form"], example_from(kept["example"])
+        method = deployment.prepared(example)
+        with_values(method.model, read_tensors(file.with_name("model.safetensors")))
+    else:
+        replies = post.survey(deployment.form(), deployment.terms.sites)
+        form, example = agreed(deployment.schema, {name: r.about for name, r in replies.items()})
+        method = deployment.prepared(example)
+        if file is not None:
+            write_tensors(file.with_name("model.safetensors"), values_of(method.model))
+            write_json(file, {"form": form, "example": plain_example(example)})
+    post.hello = deployment.hello(method, example, form)
     members = Elsewhere(method, post, deployment.experiment, deployment.terms, deployment.settings.seed)
     members.wait()
     return members, method
-
-
-def _agreed(replies: Mapping[str, Reply]) -> Example:
-    """What one example looks like, if sites agree."""
-    forms = {name: reply.about["example"] for name, reply in sorted(replies.items())}
-    first, form = next(iter(forms.items()))
-    for name, other in forms.items():
-        if other != form:
-            raise SettingsError(
-                f"examples at {name} have shapes {other['shapes']}, those at {first} {form['shapes']}: check "
-                "the columns, or the size of images"
-            )
-    return example_from(form)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import secrets
 import stat
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedpop.errors import SettingsError
-from fedpop.federation.reading import read_data
+from fedpop.federation.reading import read_data, read_table
 from fedpop.files import write_bytes
 from fedpop.runtime.flower.site import Site
 from fedpop.settings import require_whole
@@ -43,6 +41,11 @@ class SiteSettings:
         require_whole(1, threads=self.threads)
         if not self.data:
             raise SettingsError(f"{self.folder / SETTINGS}: data is missing: where the site's data are")
+
+    @property
+    def where(self) -> str:
+        """The data's place, beside the settings file unless it is somewhere else altogether."""
+        return self.data if ":" in self.data else str(self.folder / self.data)
 
 
 def check_name(name: str) -> None:
@@ -100,12 +103,12 @@ def open_site(folder: str | Path) -> Site:
     if not str(folder):
         raise SettingsError("this node was started without its site's folder: --node-config 'site=\"...\"'")
     settings = read_site(Path(folder))
-    data = partial(_read, settings)
     return Site(
-        settings.name, read_secret(settings.folder), settings.folder, data, settings.threads, settings.memory
+        name=settings.name,
+        secret=read_secret(settings.folder),
+        folder=settings.folder,
+        data=lambda form: read_data(settings.where, form, settings.name),
+        table=lambda form: read_table(Path(settings.where), form, settings.name),
+        threads=settings.threads,
+        memory=settings.memory,
     )
-
-
-def _read(settings: SiteSettings, schema: Mapping[str, Any]) -> Any:
-    where = settings.data if ":" in settings.data else str(settings.folder / settings.data)
-    return read_data(where, schema, settings.name)

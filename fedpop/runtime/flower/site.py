@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ from fedpop.algorithms.base import Algorithm, Facts, Round
 from fedpop.channel import Tensors
 from fedpop.client.plan import parse_bytes, plan_for
 from fedpop.client.store import LocalStore
-from fedpop.errors import CheckpointError, FedpopError
+from fedpop.errors import CheckpointError, FedpopError, SchemaError
 from fedpop.evaluation.questions import asked_after
 from fedpop.federation.clients import Federation
+from fedpop.federation.reading import Columns
 from fedpop.files import read_json, read_tensors, writable_folder, write_json, write_tensors
 from fedpop.keys import Key
 from fedpop.models.base import Model
@@ -27,7 +27,7 @@ from fedpop.models.spec import model_from
 from fedpop.population import Population, Sites
 from fedpop.population.site import site_answer, site_round
 from fedpop.questions import Question
-from fedpop.runtime.flower.forms import plain_example
+from fedpop.runtime.flower.forms import example_from, made_by, plain_example, summary_of
 from fedpop.runtime.flower.letters import Letter, Refusal, Reply, digest_of, refusal, reply_of, with_values
 from fedpop.runtime.flower.memory import Memory, locked
 from fedpop.runtime.guards import threads
@@ -49,7 +49,9 @@ class Site:
     """What its random numbers are keyed by, in the place of the run's seed: nobody else knows it."""
     folder: Path
     data: Callable[[Mapping[str, Any]], Federation]
-    """Reads the data, given the federation's schema."""
+    """Reads the data, given the form that sites agreed on."""
+    table: Callable[[Mapping[str, Any]], Columns]
+    """Reads the columns of a table as they are."""
     threads: int = 1
     memory: str = "1GiB"
 
@@ -62,6 +64,9 @@ class Site:
                 return self._answer(letter)
         except Refusal as error:
             log.warning("%s refused: %s", letter.kind, error)
+            return refusal(str(error), site=self.name)
+        except SchemaError as error:  # it is written for the server, too
+            log.error("%s failed: %s", letter.kind, error)
             return refusal(str(error), site=self.name)
         except FedpopError as error:
             log.error("%s failed: %s", letter.kind, error)
@@ -82,9 +87,11 @@ class Site:
             ](letter)
 
     def _form(self, letter: Letter) -> Reply:
-        """What examples look like here; nothing is told of their values."""
-        form = plain_example(self.data(letter.about["schema"]).example)
-        return Reply({"version": __version__, "site": self.name, "example": form})
+        """What examples look like here; of their values no more than sums over columns."""
+        schema, told = letter.about["schema"], {"version": __version__, "site": self.name}
+        if "x" not in schema:
+            return Reply(told | {"example": plain_example(self.data(schema).example)})
+        return Reply(told | {"summary": summary_of(self.table(schema), schema, self.name)})
 
 
 @dataclass(frozen=True)
@@ -267,12 +274,10 @@ class Experiment:
 def _model(told: Mapping[str, Any]) -> Model:
     if not told["entry"]:
         return model_from(told["model"])
-    module, _, name = str(told["entry"]).partition(":")
     try:
-        made = getattr(import_module(module), name)
+        model = made_by(str(told["entry"]), example_from(told["example"]))
     except (ImportError, AttributeError) as error:
         raise Refusal(f"the site cannot make the model {told['entry']!r} ({type(error).__name__})") from error
-    model = made if isinstance(made, Model) else made()
     if not isinstance(model, Model):
         raise Refusal(f"{told['entry']!r} is not a model, nor a function that makes one")
     return model

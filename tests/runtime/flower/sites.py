@@ -48,7 +48,8 @@ def post_on(grid: LocalGrid, **more: Any) -> Post:
 def deployment(method: Algorithm, rounds: int, seed: int = 0, rule: Any = None, **more: Any) -> Deployment:
     rule = method.usual_participation() if rule is None else rule
     settings = Settings(rounds, seed, rule, checkpoint_every=1)
-    return Deployment("test", copy.deepcopy(method), settings, **{"terms": Terms(sites=1)} | more)
+    own = copy.deepcopy(method)
+    return Deployment("test", lambda example: own, settings, **{"terms": Terms(sites=1)} | more)
 
 
 def across(
