@@ -56,13 +56,15 @@ def read_table(path: Path, form: Mapping[str, Any], site: str) -> Columns:
     """The form's columns of a CSV or Parquet file, as texts."""
     if not form.get("x") or not form.get("y"):
         raise SchemaError(f"site {site!r} has a table, but the federation names no columns x and y")
-    wanted = columns_of(form)
-    if path.suffix.lower() in (".parquet", ".pq"):
-        found = _parquet(path, wanted, site)
-    elif path.suffix.lower() in (".csv", ".txt"):
-        found = _csv(path, wanted, site)
-    else:
+    return read_columns(path, columns_of(form), site)
+
+
+def read_columns(path: Path, wanted: Sequence[str], site: str) -> Columns:
+    """These columns of a CSV or Parquet file, as texts."""
+    kind = path.suffix.lower()
+    if kind not in (".csv", ".txt", ".parquet", ".pq"):
         raise DataError(f"{path}: data are a .csv or .parquet file, a folder of images, or module:function")
+    found = _csv(path, wanted, site) if kind in (".csv", ".txt") else _parquet(path, wanted, site)
     if not found[wanted[0]]:
         raise SchemaError(f"site {site!r} has no rows")
     return found

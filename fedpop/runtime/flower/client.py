@@ -6,7 +6,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedpop.errors import FedpopError, PayloadError
-from fedpop.runtime.flower.folder import open_site
+from fedpop.runtime.flower.folder import log_to, open_site
 from fedpop.runtime.flower.letters import Reply, refusal
 from fedpop.runtime.flower.records import letter_from_record, reply_to_record
 
@@ -30,4 +30,5 @@ def _reply(message: Message, context: Context) -> Reply:
         site = open_site(str(context.node_config.get("site", "")))
     except FedpopError as error:
         return refusal(f"the site's folder cannot be used ({type(error).__name__})")
+    log_to(site.folder / "site.log")
     return site.answer(letter)

@@ -19,6 +19,7 @@ from fedpop.runtime.flower.elsewhere import Elsewhere, Terms
 from fedpop.runtime.flower.forms import agreed, example_from, plain_example
 from fedpop.runtime.flower.letters import Letter, told, values_of, with_values
 from fedpop.runtime.flower.post import Post
+from fedpop.runtime.flower.site import keep_hello
 from fedpop.runtime.run import Run
 from fedpop.runtime.settings import Settings
 from fedpop.version import __version__
@@ -74,6 +75,9 @@ def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> P
     log.info("theta after %d rounds is at %s", population.rounds, ", ".join(have) or "no site")
     if folder is not None:
         population.public().save(folder / "population")
+        theta = writable_folder(folder / "theta")  # for sites that come later
+        keep_hello(theta, post.hello)
+        write_tensors(theta / "theta.safetensors", population.published)
     return population
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import stat
 import tomllib
@@ -112,3 +113,16 @@ def open_site(folder: str | Path) -> Site:
         threads=settings.threads,
         memory=settings.memory,
     )
+
+
+def log_to(file: Path) -> None:
+    """What fedpop has to say, to a file: Flower's own log has other things in it."""
+    log = logging.getLogger("fedpop")
+    if any(
+        isinstance(h, logging.FileHandler) and h.baseFilename == str(file.absolute()) for h in log.handlers
+    ):
+        return
+    handler = logging.FileHandler(file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)

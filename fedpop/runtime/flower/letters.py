@@ -88,13 +88,15 @@ def digest_of(tensors: Tensors) -> str:
 
 def told(method: Algorithm, precision: str, entry: str) -> dict[str, Any]:
     """A method in plain values; ``entry`` (module:name) makes its model where a description cannot."""
+    spec = model_spec(method.model)
+    known = spec is not None and spec["kind"] != "CustomModel"
     return {
         "class": type(method).__name__,
         "algorithm": method.describe(),
-        "model": model_spec(method.model),
+        "model": spec,
         "known": method.model.known(),
         "precision": precision,
-        "entry": entry,
+        "entry": "" if known else entry,
     }
 
 

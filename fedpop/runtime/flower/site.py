@@ -115,9 +115,7 @@ class Experiment:
 
     def hello(self, letter: Letter) -> Reply:
         """Keep what the server tells of the method; say who is here. No data are told of but their form."""
-        about = {"method": letter.about["method"], "schema": letter.about["schema"]}
-        about["digest"] = write_tensors(self.folder / "model.safetensors", letter.tensors)
-        write_json(self.folder / "method.json", about)
+        keep_hello(self.folder, letter)
         federation = self.federation
         return Reply(
             {
@@ -137,6 +135,12 @@ class Experiment:
         told: dict[str, Any] = read_json(self.folder / "method.json")
         return told
 
+    @property
+    def form(self) -> Mapping[str, Any]:
+        """What the sites' data look like."""
+        form: Mapping[str, Any] = self._told["schema"]
+        return form
+
     @cached_property
     def method(self) -> Algorithm:
         """The server's method on this site's copy of the model."""
@@ -148,7 +152,7 @@ class Experiment:
     @cached_property
     def federation(self) -> Federation:
         """This site's data, checked against the schema and the model."""
-        found = self.site.data(self._told["schema"])
+        found = self.site.data(self.form)
         own = self.method.model.prepared(found.example)
         if own.known() != self.method.model.known():
             raise Refusal("the site's examples do not fit the model: their shape is not the federation's")
@@ -269,6 +273,13 @@ class Experiment:
         population.save(self.folder / "population")
         told = {"version": __version__, "site": self.site.name, "experiment": self.name, "units": 0}
         return Reply(told | {"cost": {}, "named": {}})
+
+
+def keep_hello(folder: Path, letter: Letter) -> None:
+    """Write what a letter tells of an experiment: method, form of data, and where the model starts."""
+    about = {name: letter.about[name] for name in ("experiment", "method", "schema")}
+    about["digest"] = write_tensors(folder / "model.safetensors", letter.tensors)
+    write_json(folder / "method.json", about)
 
 
 def _model(told: Mapping[str, Any]) -> Model:
