@@ -28,11 +28,11 @@ def writable_folder(path: str | Path) -> Path:
     return folder
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a whole file or none; what a full disk cut short is removed."""
+def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a whole file or none; what a full disk cut short is removed. ``mode`` is who may read it."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

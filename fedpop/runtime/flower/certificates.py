@@ -21,6 +21,9 @@ YEARS = 10
 SKEW = dt.timedelta(hours=1)
 """Clocks that are as far behind as this do not matter."""
 
+OWN = 0o600
+"""A private key is its owner's to read."""
+
 Private = ec.EllipticCurvePrivateKey
 
 
@@ -72,8 +75,7 @@ def make_site_key(folder: Path) -> Path:
         data = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
         )
-        write_bytes(private, data)
-        private.chmod(0o600)
+        write_bytes(private, data, OWN)
         told = key.public_key().public_bytes(
             serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
         )
@@ -197,8 +199,7 @@ def _write_private(path: Path, key: Private) -> None:
     data = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    write_bytes(path, data)
-    path.chmod(0o600)
+    write_bytes(path, data, OWN)
 
 
 def _name(name: str) -> x509.Name:

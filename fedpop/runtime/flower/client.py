@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
@@ -27,8 +29,19 @@ def _reply(message: Message, context: Context) -> Reply:
     except PayloadError as error:
         return refusal(str(error))
     try:
-        site = open_site(str(context.node_config.get("site", "")))
+        site = open_site(_folder(context))
     except FedpopError as error:
         return refusal(f"the site's folder cannot be used ({type(error).__name__})")
     log_to(site.folder / "site.log")
     return site.answer(letter)
+
+
+def _folder(context: Context) -> str:
+    """The folder of this node's site; in a simulation of Flower's, of the one that its number stands for."""
+    own = str(context.node_config.get("site", ""))
+    every = str(context.run_config.get("sites", ""))
+    if own or not every or "partition-id" not in context.node_config:
+        return own
+    folders = sorted(path.parent for path in Path(every).glob("*/site.toml"))
+    number = int(context.node_config["partition-id"])
+    return str(folders[number]) if number < len(folders) else ""

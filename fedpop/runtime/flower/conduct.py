@@ -16,8 +16,8 @@ from fedpop.files import read_json, read_tensors, writable_folder, write_json, w
 from fedpop.population import Population
 from fedpop.runtime.callbacks import Callback
 from fedpop.runtime.flower.elsewhere import Elsewhere, Terms
-from fedpop.runtime.flower.forms import agreed, example_from, plain_example
-from fedpop.runtime.flower.letters import Letter, told, values_of, with_values
+from fedpop.runtime.flower.forms import agreed, example_from, open_questions, plain_example
+from fedpop.runtime.flower.letters import Letter, method_told, values_of, with_values
 from fedpop.runtime.flower.post import Post
 from fedpop.runtime.flower.site import keep_hello
 from fedpop.runtime.run import Run
@@ -52,7 +52,7 @@ class Deployment:
 
     def hello(self, method: Algorithm, example: Example, schema: Mapping[str, Any]) -> Letter:
         """What a site is told of the experiment."""
-        described = told(method, method.model.chosen_precision(), self.entry)
+        described = method_told(method, method.model.chosen_precision(), self.entry)
         described["example"] = plain_example(example)
         about = {"version": __version__, "experiment": self.experiment, "method": described}
         digest = hashlib.sha256(json.dumps([described, schema], sort_keys=True).encode()).hexdigest()[:32]
@@ -93,8 +93,11 @@ def enrolled(deployment: Deployment, post: Post, folder: Path | None = None) -> 
         method = deployment.prepared(example)
         with_values(method.model, read_tensors(file.with_name("model.safetensors")))
     else:
-        replies = post.survey(deployment.form(), deployment.terms.sites)
-        form, example = agreed(deployment.schema, {name: r.about for name, r in replies.items()})
+        told: dict[str, Mapping[str, Any]] = {}
+        if open_questions(deployment.schema):
+            replies = post.survey(deployment.form(), deployment.terms.sites)
+            told = {name: reply.about for name, reply in replies.items()}
+        form, example = agreed(deployment.schema, told)
         method = deployment.prepared(example)
         if file is not None:
             write_tensors(file.with_name("model.safetensors"), values_of(method.model))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import stat
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from fedpop.settings import require_whole
 
 SETTINGS = "site.toml"
 SECRET = "secret"
-KNOWN = ("name", "data", "server", "threads", "memory", "insecure", "port")
+KNOWN = ("name", "data", "server", "threads", "memory", "insecure", "port", "spectral_rows")
 
 
 @dataclass(frozen=True)
@@ -36,10 +35,12 @@ class SiteSettings:
     insecure: bool = False
     port: int = 0
     """Of this machine, for the node's own processes; 0 takes a free one."""
+    spectral_rows: int = 10
+    """With fewer rows the site refuses the spectral start, whose message would tell of single rows."""
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        require_whole(1, threads=self.threads)
+        require_whole(1, threads=self.threads, spectral_rows=self.spectral_rows)
         if not self.data:
             raise SettingsError(f"{self.folder / SETTINGS}: data is missing: where the site's data are")
 
@@ -84,8 +85,7 @@ def make_secret(folder: Path) -> int:
     """The site's secret, made once: 64 bits that key its random numbers and never leave it."""
     path = folder / SECRET
     if not path.exists():
-        write_bytes(path, f"{secrets.randbits(64)}\n".encode())
-        path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+        write_bytes(path, f"{secrets.randbits(64)}\n".encode(), 0o600)
     return read_secret(folder)
 
 
@@ -112,6 +112,7 @@ def open_site(folder: str | Path) -> Site:
         table=lambda form: read_table(Path(settings.where), form, settings.name),
         threads=settings.threads,
         memory=settings.memory,
+        spectral_rows=settings.spectral_rows,
     )
 
 

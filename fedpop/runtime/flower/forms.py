@@ -44,6 +44,12 @@ def schema_of(data: Mapping[str, Any]) -> Schema:
     return Schema(numeric, asked, int(data.get("minimum", 5)))
 
 
+def open_questions(data: Mapping[str, Any]) -> bool:
+    """Whether sites must be asked before it is known what examples look like."""
+    schema = schema_of(data)
+    return "x" not in data or bool(schema.numeric or schema.categorical)
+
+
 def summary_of(columns: Columns, data: Mapping[str, Any], site: str) -> dict[str, Any]:
     """What a site tells of its columns."""
     schema = schema_of(data)

@@ -86,7 +86,7 @@ def digest_of(tensors: Tensors) -> str:
 # --- the method, told to a site ---------------------------------------------------------------
 
 
-def told(method: Algorithm, precision: str, entry: str) -> dict[str, Any]:
+def method_told(method: Algorithm, precision: str, entry: str) -> dict[str, Any]:
     """A method in plain values; ``entry`` (module:name) makes its model where a description cannot."""
     spec = model_spec(method.model)
     known = spec is not None and spec["kind"] != "CustomModel"

@@ -27,6 +27,7 @@ from fedpop.models.spec import model_from
 from fedpop.population import Population, Sites
 from fedpop.population.site import site_answer, site_round
 from fedpop.questions import Question
+from fedpop.questions.spectral import CrossProducts, SecondMoments
 from fedpop.runtime.flower.forms import example_from, made_by, plain_example, summary_of
 from fedpop.runtime.flower.letters import Letter, Refusal, Reply, digest_of, refusal, reply_of, with_values
 from fedpop.runtime.flower.memory import Memory, locked
@@ -54,6 +55,8 @@ class Site:
     """Reads the columns of a table as they are."""
     threads: int = 1
     memory: str = "1GiB"
+    spectral_rows: int = 10
+    """With fewer rows than these it refuses the spectral start."""
 
     def answer(self, letter: Letter) -> Reply:
         """The reply to a letter. Errors that are not meant for the server stay here, in the log."""
@@ -222,6 +225,7 @@ class Experiment:
         about, heard = letter.about, int(letter.about["heard"])
         facts = Facts(**about["facts"])
         question = self._question(str(about["question"]), facts, Key(int(about["seed"])))
+        self._require_rows(question)
         memory = self.memory(heard)
         store = memory.settled(self.method, heard)
         sites, key = self.sites(store), self.key(int(about["key"][0]), str(about["key"][1]))
@@ -245,6 +249,17 @@ class Experiment:
             memory.write(self.state_file)
         told = {"site": self.site.name, "experiment": self.name, "question": question.name}
         return reply_of(message, told)
+
+    def _require_rows(self, question: Question[Any]) -> None:
+        """Cross products of a few rows tell what the rows are: they are not sent."""
+        rows, least = int(self.federation.train.sizes.sum()), self.site.spectral_rows
+        if not isinstance(question, SecondMoments | CrossProducts):
+            return
+        if rows < least and question.minimum < least:
+            raise Refusal(
+                f'the spectral start is refused with fewer than {least} rows; use start = "random", or '
+                f'start = {{kind = "Spectral", minimum = {least}}}, under which such a site sends zeros'
+            )
 
     def _question(self, name: str, facts: Facts, key: Key) -> Question[Any]:
         every: Sequence[Question[Any]] = (*self.method.questions(facts, key), *asked_after(self.method))

@@ -35,7 +35,8 @@ def enrol(root: Path, data: Mapping[str, Any], seed: int = 0) -> dict[str, Path]
     for name in data:
         folder = root / name
         folder.mkdir(parents=True)
-        (folder / "site.toml").write_text(f'name = "{name}"\ndata = "tests.runtime.flower.sites:data_of"\n')
+        where = 'data = "tests.runtime.flower.sites:data_of"\nspectral_rows = 2\n'
+        (folder / "site.toml").write_text(f'name = "{name}"\n{where}')
         (folder / SECRET).write_text(f"{seed}\n")
         folders[name] = folder
     return folders
