@@ -5,10 +5,10 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint docs bench clean
+.PHONY: help demo test test-slow test-flower lint docs bench clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## Run the demonstration
 	$(BIN)/fedpop demo
@@ -18,6 +18,9 @@ test: $(STAMP) ## Run the tests and the doctests
 
 test-slow: $(STAMP) ## Run the slow statistical tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow tests/statistical
+
+test-flower: $(STAMP) ## Run federations of real processes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m flower tests/runtime/flower
 
 lint: $(STAMP) ## Check style, format, types and documentation
 	$(BIN)/ruff check
