@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import time
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -82,7 +82,7 @@ class Elsewhere(Members):
 
     def __init__(self, method: Algorithm, post: Post, experiment: str, terms: Terms, seed: int) -> None:
         self._post, self._terms, self._seed = post, terms, seed
-        self._everyone = method.participation == "full"
+        self._everyone = method.needs_everyone
         self.experiment, self.device = experiment, method.model.initial_phi().device
         self.sites: dict[str, Member] = {}
         """By name, in the order in which they came."""
@@ -119,9 +119,10 @@ class Elsewhere(Members):
     def fresh(self) -> Members:
         raise SettingsError("trial rounds are not run across sites: give the step size, rate=...")
 
-    def wait(self, least: int | None = None, everyone: bool = False) -> list[str]:
-        """Who is there, once it is enough of them; says for whom it waits."""
-        least, told = self._terms.sites if least is None else least, 0.0
+    def wait(self, everyone: bool = False, patience: float = math.inf) -> list[str]:
+        """Who is there, once it is enough of them, or patience is at its end; says for whom it waits."""
+        least, told = self._terms.sites, -math.inf
+        end = self._post.now() + patience
         while True:
             here = self._post.present()
             for name in here:
@@ -129,12 +130,12 @@ class Elsewhere(Members):
                 site = self.sites.setdefault(name, Member(0, []))
                 site.units, site.splits = int(about["units"]), list(about["splits"])
             missing = sorted(set(self.sites) - set(here)) if everyone else []
-            if len(here) >= least and not missing:
+            if (len(here) >= least and not missing) or self._post.now() > end:
                 return here
-            if time.monotonic() - told > 30:
+            if self._post.now() - told >= 30:
                 whom = ", ".join(missing) or f"{least - len(here)} more site(s)"
                 log.info("waiting for %s; here: %s", whom, ", ".join(here) or "nobody")
-                told = time.monotonic()
+                told = self._post.now()
             self._post.pause()
 
     def active(self, rule: Participation, key: Key, round: int) -> Active:
@@ -282,7 +283,7 @@ class Elsewhere(Members):
             "models": asking.models,
         }
         if question.quorum == 1.0:
-            self.wait(everyone=True)
+            self.wait(everyone=True, patience=self._terms.timeout)
         letters = {name: Letter("ask", self._about(name, **about), asked) for name in names}
         replies = self._post.deliver(letters, self._terms.timeout, lambda heard: False)
         done = self._tallied(

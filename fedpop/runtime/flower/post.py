@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,11 @@ class Post:
         """What a new node is told."""
         self._poll, self._greeting, self._clock, self._sleep = poll, greeting, clock, sleep
         self.sites: dict[str, Enrolled] = {}
-        self._refused: dict[int, float] = {}
+        self._met: set[int] = set()
+        """Nodes that belong to a site, or did."""
+        self._greeted: dict[int, float] = {}
+        """When a node that has not answered is to be greeted again."""
+        self._hellos: dict[str, int] = {}
         self._pending: dict[str, Pending] = {}
         self.late: dict[str, int] = {}
         """Replies that came after their deadline, or twice, by site."""
@@ -99,32 +103,37 @@ class Post:
             self.pause()
 
     def present(self) -> list[str]:
-        """Sites whose heartbeat is fresh, in the order of their names; new nodes are greeted first."""
+        """Sites whose heartbeat is fresh, in the order of their names; new nodes are greeted, and belong to
+        them once they have answered. Nobody waits for that."""
         now, nodes = self._clock(), self._online()
-        known = {site.node for site in self.sites.values()}
-        new = [n for n in nodes if n not in known and self._refused.get(n, 0.0) <= now]
-        if new:
-            self._greet({node: nodes[node] for node in new})
+        due = [n for n in nodes if n not in self._met and self._greeted.get(n, -math.inf) <= now]
+        if due:
+            for node, letter in zip(
+                due, self._push([(n, self.hello) for n in due], self._greeting), strict=True
+            ):
+                self._greeted[node] = now + self._greeting  # then again: it may have been mended
+                if letter is not None:
+                    self._hellos[letter] = node
+        if self._hellos:
+            for message in self._grid.pull_messages(list(self._hellos)):
+                letter = message.metadata.reply_to_message_id
+                if letter in self._hellos:
+                    node = self._hellos.pop(letter)
+                    self._meet(node, nodes.get(node, ""), _opened(message))
         return sorted(name for name, site in self.sites.items() if site.node in nodes)
 
-    def _greet(self, nodes: Mapping[int, str]) -> None:
-        letters = {f"node {node}": (node, self.hello) for node in nodes}
-        found = self._exchange(letters, self._greeting, lambda heard: False)
-        for node, registered in nodes.items():
-            reply = found.get(f"node {node}")
-            name = "" if reply is None else str(reply.about.get("site", ""))
-            why = self._doubt(reply, name, registered)
-            if why is not None or reply is None:
-                log.warning("node %d (%s) cannot take part: %s", node, name or registered or "no name", why)
-                self._refused[node] = self._clock() + self._greeting  # it may have been mended by then
-                continue
-            log.info("site %s is here", name)
-            self.sites[name] = Enrolled(node, reply.about)
+    def _meet(self, node: int, registered: str, reply: Reply) -> None:
+        name = str(reply.about.get("site", ""))
+        why = self._doubt(reply, name, registered)
+        if why is not None:
+            log.warning("node %d (%s) cannot take part: %s", node, name or registered or "no name", why)
+            return
+        log.info("site %s is here", name)
+        self._met.add(node)
+        self.sites[name] = Enrolled(node, reply.about)
 
-    def _doubt(self, reply: Reply | None, name: str, registered: str) -> str | None:
+    def _doubt(self, reply: Reply, name: str, registered: str) -> str | None:
         """Why a node cannot be taken for a site of this name."""
-        if reply is None:
-            return "it did not answer"
         if reply.refused is not None:
             return reply.refused
         if reply.about.get("version") != __version__:
@@ -141,6 +150,9 @@ class Post:
         """It still works on a letter that may yet be answered."""
         now = self._clock()
         return any(p.site == site and p.until > now for p in self._pending.values())
+
+    def now(self) -> float:
+        return self._clock()
 
     def pause(self) -> None:
         """A moment, before somebody looks again who is there."""
@@ -165,7 +177,8 @@ class Post:
                 continue
             self.reasons[name] = reply.refused
             if reply.about.get("gone") or "greet it first" in reply.refused:
-                self.sites.pop(name, None)  # greeted again when it is back
+                self._met.discard(self.sites.pop(name).node)  # greeted again when it is back
+                self._greeted = {}
         for name in there.keys() - found.keys():
             self.reasons[name] = "it did not answer in time"
         return heard
@@ -178,7 +191,7 @@ class Post:
     ) -> dict[str, Reply]:
         start, patience = self._clock(), timeout or 24 * 3600.0
         # A letter outlives its round: what a slow site answers is then known to be late, not lost.
-        ids = self._push(letters, 2 * patience)
+        ids = self._push(list(letters.values()), 2 * patience)
         waiting = {i: name for i, name in zip(ids, letters, strict=True) if i is not None}
         found: dict[str, Reply] = {}
         told = start
@@ -198,7 +211,7 @@ class Post:
         self._pending |= {i: Pending(name, until) for i, name in waiting.items()}
         return found
 
-    def _push(self, letters: Mapping[str, tuple[int, Letter]], ttl: float) -> list[str | None]:
+    def _push(self, letters: Sequence[tuple[int, Letter]], ttl: float) -> list[str | None]:
         messages = [
             FlowerMessage(
                 content=letter_to_record(letter),
@@ -207,7 +220,7 @@ class Post:
                 ttl=ttl,
                 group_id=str(letter.about.get("round", letter.kind)),
             )
-            for node, letter in letters.values()
+            for node, letter in letters
         ]
         return list(self._grid.push_messages(messages))
 
