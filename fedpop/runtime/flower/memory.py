@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fcntl import LOCK_EX, flock
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,16 @@ def locked(path: Path) -> Iterator[None]:
     with open(path.with_suffix(".lock"), "w") as file:
         flock(file, LOCK_EX)
         yield
+
+
+def held(path: Path) -> bool:
+    """Whether a living process has locked it; the lock of a killed one is gone with it."""
+    with open(path.with_suffix(".lock"), "w") as file:
+        try:
+            flock(file, LOCK_EX | LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _bytes(data: bytes) -> torch.Tensor:

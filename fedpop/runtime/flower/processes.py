@@ -167,16 +167,6 @@ class Kept:
             os.killpg(self._child.pid, signal.SIGKILL)  # its own session: nobody else is in it
 
 
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 class Stopped(Exception):
     """Somebody asked the command to end."""
 

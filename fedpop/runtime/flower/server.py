@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 from flwr.app import Context
@@ -30,12 +29,14 @@ def main(grid: Grid, context: Context) -> None:
     folder.run.mkdir(exist_ok=True)
     log_to(folder.run / "server.log")
     status = folder.run / "status.json"
-    write_json(status, {"pid": os.getpid(), "state": "running"})
-    try:
-        with locked(folder.run / "run"):  # an earlier process may not have ended yet
+    with locked(
+        folder.run / "run"
+    ):  # an earlier process may not have ended yet; it shows that this one lives
+        write_json(status, {"state": "running"})
+        try:
             population = conduct(folder.deployment(), Post(grid), folder.run)
-    except FedpopError as error:
-        logging.getLogger("fedpop.server").error("%s", error)
-        write_json(status, {"pid": os.getpid(), "state": "failed", "why": str(error)})
-        raise
-    write_json(status, {"pid": os.getpid(), "state": "finished", "rounds": population.rounds})
+        except FedpopError as error:
+            logging.getLogger("fedpop.server").error("%s", error)
+            write_json(status, {"state": "failed", "why": str(error)})
+            raise
+        write_json(status, {"state": "finished", "rounds": population.rounds})

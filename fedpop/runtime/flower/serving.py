@@ -15,7 +15,8 @@ from fedpop.files import read_json, writable_folder, write_bytes, write_json
 from fedpop.runtime.flower import certificates
 from fedpop.runtime.flower.federation import Folder
 from fedpop.runtime.flower.folder import check_name
-from fedpop.runtime.flower.processes import Kept, alive, environment, healthy, program, require_free
+from fedpop.runtime.flower.memory import held
+from fedpop.runtime.flower.processes import Kept, environment, healthy, program, require_free
 from fedpop.runtime.progress import human_bytes
 from fedpop.version import __version__
 
@@ -272,7 +273,7 @@ class _Watch:
                 return True
             elif status["state"] == "failed":
                 raise SettingsError(f"the run failed: {status['why']}")
-            elif not alive(int(status["pid"])):
+            elif not held(self._folder.run / "run"):
                 return False
             if not self._link.look() or self._link.starts != starts:
                 return False
@@ -310,7 +311,7 @@ def status(root: Path, say: Say) -> None:
     settings = folder.settings
     lines, now = _lines(folder.run / "metrics.jsonl"), _status(folder)
     state = "not begun" if now is None else str(now["state"])
-    if now is not None and state == "running" and not alive(int(now["pid"])):
+    if now is not None and state == "running" and not held(folder.run / "run"):
         state = "stopped; fedpop server run goes on with it"
     rounds = settings.get("run", {}).get("rounds")
     planned = "as many as needed" if rounds is None else rounds
