@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 OLDEST := .venv-oldest
-.PHONY: help demo test test-slow test-oldest lint docs bench clean
+.PHONY: help demo test test-slow test-flower test-oldest lint docs bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,6 +19,9 @@ test: $(STAMP) ## Run the tests and the doctests
 
 test-slow: $(STAMP) ## Run the slow statistical tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow tests/statistical
+
+test-flower: $(STAMP) ## Run federations of real processes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m flower tests/runtime/flower
 
 test-oldest: $(STAMP) ## Run the tests with the oldest versions that are allowed
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(OLDEST)

@@ -206,9 +206,31 @@ def version() -> None:
     sys.stdout.write(f"fedpop {__version__}\n")
 
 
+@app.command
+def server() -> None:
+    """A federation's server, on Flower: init, admit, run, status, certificate."""
+    _federated("server", ["--help"])
+
+
+@app.command
+def site() -> None:
+    """A site of a federation: enrol, join, predict, personalise."""
+    _federated("site", ["--help"])
+
+
+def _federated(who: str, arguments: list[str]) -> None:
+    """The commands of a server or a site, which have options of their own."""
+    commands: SubcommandApp = getattr(import_module("fedpop.runtime.flower.commands"), who)
+    commands.cli(prog=f"fedpop {who}", args=arguments)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``fedpop``."""
+    given = sys.argv[1:] if arguments is None else arguments
     try:
+        if given[:1] in (["server"], ["site"]):
+            _federated(given[0], given[1:] or ["--help"])
+            return
         app.cli(
             prog="fedpop",
             description="Personalised federated learning that knows what it does not know.",

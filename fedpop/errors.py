@@ -9,6 +9,11 @@ class DataError(FedpopError, ValueError):
     """Client data cannot be used: names the client and the row."""
 
 
+class SchemaError(DataError):
+    """Data at a site do not have the form that the federation agreed on. Its words hold names of columns and
+    levels that everyone knows, and numbers of lines, never values: the server may see them."""
+
+
 class ModelError(FedpopError, ValueError):
     """A model, head or likelihood does not fit together."""
 

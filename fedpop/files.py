@@ -81,12 +81,12 @@ def append(file: BinaryIO, data: bytes, path: Path) -> None:
             rest = rest[file.write(rest) :]
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a whole file or none."""
+def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a whole file or none. ``mode`` is who may read it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         try:
-            with open(temporary, "wb") as file:
+            with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())

@@ -21,7 +21,7 @@ from fedpop.federation.participation import Participation, Roster
 from fedpop.keys import Key, units_of
 from fedpop.population.sites import Sites, settled
 from fedpop.questions import Question, Units
-from fedpop.runtime.run import active_units
+from fedpop.runtime.members import active_units
 
 CPU = torch.device("cpu")
 ONE = torch.ones(1)

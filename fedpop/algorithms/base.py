@@ -249,6 +249,11 @@ class Algorithm(Setting, ABC):
                 f"{self.label} visits one client at a time: participation=fedpop.participation.Uniform(1)"
             )
 
+    @property
+    def needs_everyone(self) -> bool:
+        """A round without one of those who may take part makes no sense: it is waited for."""
+        return self.participation == "full"
+
     def for_rule(self, rule: Participation) -> Self:
         """This method for runs with this participation, where settings left something open."""
         return self

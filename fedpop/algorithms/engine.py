@@ -38,6 +38,10 @@ class WithEngine(Hierarchical):
         """What makes the rounds in the place of chains, once a run has chosen it."""
         return ExactEngine(self.hierarchy, self.on_phi.ball) if self.engine == "exact" else None
 
+    @property
+    def needs_everyone(self) -> bool:
+        return super().needs_everyone or self.exact is not None
+
     def for_rule(self, rule: Participation) -> Self:
         """The engine that ``auto`` stands for."""
         whole = rule.everyone and self.channel.transparent

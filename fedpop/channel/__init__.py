@@ -2,6 +2,7 @@
 
 from fedpop.channel.message import Answer, Tensors, Total
 from fedpop.channel.pipeline import Channel, Choice, Payload, resolve_compressor
+from fedpop.channel.sent import Message, message_of
 from fedpop.channel.tally import Heard, Tally
 
 __all__ = [
@@ -9,9 +10,11 @@ __all__ = [
     "Channel",
     "Choice",
     "Heard",
+    "Message",
     "Payload",
     "Tally",
     "Tensors",
     "Total",
+    "message_of",
     "resolve_compressor",
 ]

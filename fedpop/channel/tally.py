@@ -46,13 +46,15 @@ class Tally:
         weights: Tensor,
         sites: Tensor | None = None,
         lost: Tensor | None = None,
+        stands_for: int = 1,
     ) -> Heard:
         """Carry an answer of these units and add up what arrives.
 
         ``sites`` says at which site each unit is; a site sends the sum over its units. Messages of units that
-        are ``lost`` ``[C]`` were sent and never arrive (that of one unit is that of its site).
+        are ``lost`` ``[C]`` were sent and never arrive (that of one unit is that of its site). Where each row
+        is a sum that was made elsewhere, it ``stands_for`` so many units.
         """
-        if sites is None and lost is None and self._taken(answer, weights):
+        if sites is None and lost is None and self._taken(answer, weights, stands_for):
             return Heard(answer.good, {})
         alone = sites is None
         where, place = (units, None) if sites is None else torch.unique(sites, return_inverse=True)
@@ -79,11 +81,11 @@ class Tally:
         if answer.sums and not torch.equal(heard, answer.good):
             raise SettingsError("a unit was refused after its vectors had been added to a sum")
         self._sum(seen, heard, weights, place, len(where), answer.named)
-        self._count += int(heard.sum())
-        self._weight += float(weights[heard].sum())
+        self._count += stands_for * int(heard.sum())
+        self._weight += stands_for * float(weights[heard].sum())
         return Heard(heard, self._shares(seen, heard, place, alone))
 
-    def _taken(self, answer: Answer, weights: Tensor) -> bool:
+    def _taken(self, answer: Answer, weights: Tensor, stands_for: int) -> bool:
         """The short way, where everyone is fit and the channel changes nothing: sums alone, as long as they
         are finite; where one is not, somebody is not what it says, and the long way finds out who."""
         if not self._channel.transparent or self._remembered or answer.named or not bool(answer.good.all()):
@@ -100,8 +102,8 @@ class Tally:
             _grow(self._weighted, name, total)
         for name, total in (plain | sums if ones else plain).items():
             _grow(self._plain, name, total)
-        self._count += len(weights)
-        self._weight += len(weights) if ones else float(weights.sum())
+        self._count += stands_for * len(weights)
+        self._weight += stands_for * (len(weights) if ones else float(weights.sum()))
         return True
 
     def _carried(self, name: str, vectors: Tensor, sites: Tensor, there: Tensor) -> tuple[Tensor, int]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm
 from fedpop.channel import Answer, Tensors, Total
@@ -17,11 +15,10 @@ from fedpop.questions import Question, Units
 
 @dataclass(frozen=True)
 class ValidationScore(Question[float]):
-    """Mean predictive log-likelihood of validation examples; ``states`` gives units' states as they would
+    """Mean predictive log-likelihood of validation examples; units' models are their states as they would
     enter a round."""
 
     method: Algorithm
-    states: Callable[[Tensor], Tensors]
     split: str = "validation"
     name: ClassVar[str] = "validation score"
 

@@ -17,7 +17,7 @@ from fedpop.federation.clients import Federation
 from fedpop.federation.participation.rules import Participation
 from fedpop.keys import Key
 from fedpop.runtime.callbacks import Callback
-from fedpop.runtime.run import active_units
+from fedpop.runtime.members import active_units
 from fedpop.runtime.simulate import fit
 
 TRIAL = 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -79,6 +79,8 @@ class Population:
     """Whether theta had converged when the run ended, where the run looked."""
     kept: int | None = None
     """The round whose theta this is, where validation data chose it (``callbacks.EarlyStop``)."""
+    elsewhere: Callable[[Question[Any]], Any] | None = field(default=None, repr=False)
+    """Asks clients that are at their sites, as long as the run goes on."""
     _personal: dict[int, Tensors] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -235,6 +237,9 @@ class Population:
 
     def ask(self, question: Question[R], among: Tensor | None = None) -> R:
         """What is made of everyone's answers at the returned theta (or of those at these positions)."""
+        if self.sites is None and self.elsewhere is not None:
+            found: R = self.elsewhere(question)
+            return found
         if self.sites is None:
             raise CheckpointError("this needs the clients' data; load the population with clients=...")
         personal = self._models_of

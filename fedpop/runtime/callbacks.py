@@ -9,6 +9,7 @@ from fedpop.errors import DataError, SettingsError
 
 if TYPE_CHECKING:
     from fedpop.federation.clients import Federation
+    from fedpop.runtime.members import Members
     from fedpop.runtime.run import Run
 
 
@@ -27,7 +28,7 @@ class Callback:
     3
     """
 
-    def check(self, federation: Federation) -> None:
+    def check(self, federation: Federation | Members) -> None:
         """Raise before the first round when this cannot work on these clients."""
 
     def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
@@ -66,7 +67,7 @@ class EarlyStop(Callback):
         if self.every < 1 or self.patience < 1:
             raise SettingsError("EarlyStop: every and patience must be at least 1")
 
-    def check(self, federation: Federation) -> None:
+    def check(self, federation: Federation | Members) -> None:
         if "validation" not in federation.splits:
             raise DataError("early stopping needs validation data: give clients a validation set")
 

@@ -1,4 +1,4 @@
-"""One run on one machine: its server, its sites, and where it stands."""
+"""One run: its server, those it works with, and where it stands."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,83 +17,59 @@ from fedpop.algorithms.base import Algorithm, Facts, Round
 from fedpop.channel import Tensors
 from fedpop.channel.compressors import Compressor
 from fedpop.client.cost import WORK
-from fedpop.client.plan import Plan, parse_bytes, plan_for
-from fedpop.client.store import LocalStore
+from fedpop.client.plan import Plan
 from fedpop.errors import CheckpointError, FedpopError, SettingsError
 from fedpop.evaluation.marginal import MarginalLikelihood
 from fedpop.evaluation.validation import ValidationScore
 from fedpop.evaluation.verdict import Verdict
 from fedpop.federation.clients import Federation
-from fedpop.federation.participation import Active, Participation
 from fedpop.files import digest_of, reading, writable_folder, write_json
 from fedpop.keys import Key
 from fedpop.population import Population, Sites
+from fedpop.population.sites import Outcome
 from fedpop.questions import Question
 from fedpop.runtime import checkpoint as checkpoints
 from fedpop.runtime.callbacks import Callback
 from fedpop.runtime.guards import patient_interrupts, threads
 from fedpop.runtime.lock import held
+from fedpop.runtime.members import Asking, Here, Members
 from fedpop.runtime.metrics import Metrics
 from fedpop.runtime.progress import progress_bar
+from fedpop.runtime.settings import Settings
 from fedpop.runtime.stages import at_the_end, further, inverse_information, planned, stage_at
-from fedpop.settings import require_whole
 
-
-@dataclass(frozen=True)
-class Settings:
-    """How a run is carried out, apart from the method itself."""
-
-    rounds: int | None
-    """None: until it has converged."""
-    seed: int
-    participation: Participation
-    memory: str = "1GiB"
-    checkpoint_every: int = 50
-    precision: str = "auto"
-    sites: Mapping[str, Sequence[str]] | None = None
-
-    def __post_init__(self) -> None:
-        require_whole(1, checkpoint_every=self.checkpoint_every)
-        if self.rounds is not None:
-            require_whole(1, rounds=self.rounds)
-        require_whole(seed=self.seed)
-        if not 0 <= self.seed < 2**64:
-            raise SettingsError(f"a seed is a whole number from 0 to 2^64 - 1, not {self.seed}")
-
-
-def active_units(rule: Participation, federation: Federation, key: Key, round: int) -> Active:
-    """Who takes part in a round: it depends on the rule, the seed and the round, never on the method."""
-    return rule.draw(federation.roster, key.at(round=round, purpose="participation"))
+R = TypeVar("R")
 
 
 class Run:
-    """A server and the sites it works with, from the first question to the last round."""
+    """A server and the members it works with (a federation on this machine, or sites elsewhere), from the
+    first question to the last round."""
 
     def __init__(
         self,
         algorithm: Algorithm,
-        federation: Federation,
+        members: Federation | Members,
         settings: Settings,
         folder: Path | None = None,
         callbacks: Sequence[Callback] = (),
         restart: int = 0,
     ) -> None:
-        settings.participation.check(len(federation))
+        settings.participation.check(len(members.names))
         algorithm.check_participation(settings.participation)
         algorithm = algorithm.for_rule(settings.participation)
-        algorithm.check(federation.names)
+        algorithm.check(members.names)
         if settings.sites is not None and not isinstance(algorithm.compressor, Compressor | str):
             raise SettingsError("a site of several clients has one compressor: give one for all")
-        algorithm.check_data(federation)
+        if isinstance(members, Federation):
+            algorithm.check_data(members)
         for callback in callbacks:
-            callback.check(federation)
-        budget = parse_bytes(settings.memory)
-        device = algorithm.model.initial_phi().device
-        self.sites = Sites(federation, device, sites=settings.sites)
+            callback.check(members)
+        if isinstance(members, Federation):
+            members = Here(algorithm, members, settings.memory, settings.sites)
         # Every setting is checked by now: nothing is created for a run that cannot be.
         self.folder = None if folder is None else writable_folder(folder)
         self.metrics = None if self.folder is None else Metrics(self.folder)
-        self.federation, self.settings, self.callbacks = federation, settings, list(callbacks)
+        self.members, self.settings, self.callbacks = members, settings, list(callbacks)
         self.ends = planned([], settings.rounds)
         """Of its stages; schedules go by the present one."""
         self.restart = restart
@@ -102,8 +77,6 @@ class Run:
         """The server's. Sites have one of their own, which in simulation derives from the seed too."""
         self.secret = Key(settings.seed, purpose="site")
         self.algorithm = algorithm
-        model = algorithm.model
-        self.plan: Plan = plan_for(model, federation, budget, algorithm.draws, algorithm.phi_copies)
         self.server: Tensors = {}
         self.round = 0
         self.totals: dict[str, float] = {}
@@ -114,12 +87,32 @@ class Run:
         """Of the information at theta, where a verdict has found it."""
         self.kept: int | None = None
         """The round whose theta is returned, where validation data choose it."""
-        self._best: tuple[Tensors, LocalStore] | None = None
+        self._best: tuple[Tensors, Tensors] | None = None
+        """The server's state, and what members need to go back to theirs."""
+
+    @property
+    def here(self) -> Here:
+        """The members, where they are on this machine."""
+        if not isinstance(self.members, Here):
+            raise SettingsError("this needs clients' data and states, which are at their sites")
+        return self.members
+
+    @property
+    def federation(self) -> Federation:
+        return self.here.federation
+
+    @property
+    def sites(self) -> Sites:
+        return self.here.sites
+
+    @property
+    def plan(self) -> Plan:
+        return self.here.plan
 
     @property
     def facts(self) -> Facts:
         stage = stage_at(self.ends, self.round)
-        clients = len(self.federation)
+        clients = self.members.units
         active = self.settings.participation.expected(clients)
         return Facts(clients, stage.end, self.restart, stage.start, self.ends[0], active)
 
@@ -175,8 +168,11 @@ class Run:
             algorithm=self.algorithm,
             published=self.algorithm.publish(self.server),
             key=self.secret,
-            federation=self.federation,
-            store=self.sites.store,
+            federation=self.members.federation,
+            store=self.members.store,
+            names=list(self.members.names),
+            learned_from=self.members.units,
+            elsewhere=None if isinstance(self.members, Here) else self._asked_at_the_end,
             history=self.history,
             totals=self.totals,
             rounds=self.round,
@@ -224,11 +220,22 @@ class Run:
 
     def _asked(self, question: Question[Tensors], known: Tensors) -> Tensors:
         key = self.secret.at(round=0, purpose=question.name)
-        result, outcome = self.sites.ask(question, known, key, self.plan)
-        self.sites.keep(outcome.updates, entered=False)
+        result, outcome = self.ask(question, known, key)
+        self.members.keep(outcome.updates, entered=False)
         self.spend({name: outcome.cost.get(name, 0.0) for name in (*WORK, "bytes_down")})
         self.spend({"bytes_up": outcome.bytes_up})
         return result
+
+    def ask(
+        self, question: Question[R], known: Tensors, key: Key, models: str = "", split: str | None = None
+    ) -> tuple[R, Outcome]:
+        """Ask everyone, or those who have examples in this split; ``members.MODELS`` has the models."""
+        told = self.algorithm.broadcast(self.server) if models == "states" else {}
+        asking = Asking(question, known, key, self.algorithm, self.facts, models, told, split)
+        return self.members.ask(asking)
+
+    def _asked_at_the_end(self, question: Question[R]) -> R:
+        return self.ask(question, self.algorithm.publish(self.server), self.secret, "final")[0]
 
     def _config(self) -> dict[str, Any]:
         model = self.algorithm.model
@@ -242,10 +249,8 @@ class Run:
             "precision": self.settings.precision,
             "sites": self.settings.sites and {k: list(v) for k, v in self.settings.sites.items()},
             "restart": self.restart,
-            "clients": len(self.federation),
-            "names": digest_of("\0".join(self.federation.names).encode())[:32],
-            "data": self.federation.fingerprint(),
-        }
+            "names": digest_of("\0".join(self.members.names).encode())[:32],
+        } | self.members.describe()
         return json.loads(json.dumps(config))  # type: ignore[no-any-return]
 
     def _trial(self, algorithm: Algorithm, rounds: int) -> list[float]:
@@ -254,7 +259,7 @@ class Run:
         The likelihood is the marginal one where it is closed-form, else the expected complete-data one
         that the rounds themselves report.
         """
-        run = Run(algorithm, self.federation, self.settings, restart=self.restart)
+        run = Run(algorithm, self.members.fresh(), self.settings, restart=self.restart)
         path: list[float] = []
         hierarchy = algorithm.hierarchy
         exact = hierarchy is not None and hierarchy.closed_form
@@ -265,7 +270,7 @@ class Run:
                 if exact and hierarchy is not None:
                     theta = {name: run.server[name] for name in ("phi", "beta")}
                     question = MarginalLikelihood(hierarchy)
-                    path.append(run.sites.ask(question, theta, run.secret, run.plan)[0].value)
+                    path.append(run.ask(question, theta, run.secret)[0].value)
                 elif metrics.get("loss") is not None:
                     path.append(-metrics["loss"] * int(self.federation.train.sizes.sum()))
         except (FedpopError, ArithmeticError, RuntimeError):
@@ -285,18 +290,19 @@ class Run:
         if self.round == facts.start > 0:
             self.server = method.extended(self.server, facts, inverse_information(self))
             self.inverse = None
-        active = active_units(self.settings.participation, self.federation, self.key, self.round)
+        active = self.members.active(self.settings.participation, self.key, self.round)
         broadcast = method.broadcast(self.server)
         now = Round(self.round, broadcast, secret, shared)
-        done = self.sites.round(method, now, active, self.plan)
+        done = self.members.round(method, now, active)
         self.server = method.server_round(self.server, done.total, facts, shared)
-        self.sites.keep(done.updates)
+        self.members.keep(done.updates)
         self.round += 1
-        self.spend({"bytes_up": done.bytes_up, "bytes_down": self.sites.bytes_down(broadcast, active.ids)})
+        self.spend({"bytes_up": done.bytes_up, "bytes_down": self.members.bytes_down(broadcast, active.ids)})
         self.spend({name: done.cost.get(name, 0.0) for name in WORK})
         metrics: dict[str, Any] = {"round": self.round, "active": len(active.ids)}
         metrics |= method.metrics(self.server, done.cost)
-        metrics["left_out"] = [self.federation.names[i] for i in done.left_out]
+        metrics["left_out"] = [self.members.names[i] for i in done.left_out]
+        metrics |= self.members.metrics()
         metrics |= {name: self.totals[name] for name in ("bytes_up", "bytes_down")}
         self.spend({"seconds": time.perf_counter() - started})
         metrics["seconds"] = self.totals["seconds"]
@@ -312,20 +318,20 @@ class Run:
     def validation_score(self) -> float:
         """Mean predictive log-likelihood of all validation examples at the published theta."""
         key = self.secret.at(round=self.round, purpose="validation")
-        broadcast, method = self.algorithm.broadcast(self.server), self.algorithm
-        question = ValidationScore(method, lambda ids: self.sites.states(method, ids, broadcast, key))
-        ids = (self.federation.splits["validation"].sizes > 0).nonzero().squeeze(1)
-        return self.sites.ask(question, method.publish(self.server), key, self.plan, question.states, ids)[0]
+        question = ValidationScore(self.algorithm)
+        published = self.algorithm.publish(self.server)
+        return self.ask(question, published, key, "states", question.split)[0]
 
     def remember(self) -> None:
         """Keep the present state as the best so far: the server's own, and each site's on order."""
-        self._best, self.kept = (dict(self.server), self.sites.snapshot()), self.round
+        self._best, self.kept = (dict(self.server), self.members.remember()), self.round
 
     def recall(self) -> None:
         """Go back to the best state so far, which stays remembered whatever comes after."""
         if self._best is not None:
-            server, store = self._best
-            self.server, self.sites.store = dict(server), LocalStore.restore(store.state())
+            server, remembered = self._best
+            self.server = dict(server)
+            self.members.recall(remembered)
 
     # --- checkpoints -------------------------------------------------------------------------
 
@@ -338,11 +344,11 @@ class Run:
         if self.metrics is None:
             return
         self.metrics.settle()
-        tensors = {f"server.{n}": t for n, t in self.server.items()} | self.sites.store.state()
+        tensors = {f"server.{n}": t for n, t in self.server.items()} | self.members.state()
         if self._best is not None:
-            server, store = self._best
+            server, remembered = self._best
             tensors |= {f"best.server.{n}": t for n, t in server.items()}
-            tensors |= {f"best.{n}": t for n, t in store.state().items()}
+            tensors |= {f"best.{n}": t for n, t in remembered.items()}
         checkpoints.write(
             self._checkpoints,
             checkpoints.Checkpoint(
@@ -363,13 +369,15 @@ class Run:
         )
 
     def _restore(self, saved: checkpoints.Checkpoint) -> bool:
-        tensors, method = saved.tensors, self.algorithm
+        tensors, method, device = saved.tensors, self.algorithm, self.members.device
         with reading(self._checkpoints / f"round-{saved.round:08d}", "a checkpoint"):
-            self.server = _part("server.", tensors, self.sites.device)
-            self.sites.store = LocalStore.restore(tensors)
-            if "best.slots" in tensors:
-                best = _part("best.", tensors, torch.device("cpu"))
-                self._best = (_part("server.", best, self.sites.device), LocalStore.restore(best))
+            self.server = _part("server.", tensors, device)
+            held = {n: t for n, t in tensors.items() if not n.startswith(("server.", "best."))}
+            self.members.restore(held)
+            best = _part("best.", tensors, torch.device("cpu"))
+            if best:
+                remembered = {n: t for n, t in best.items() if not n.startswith("server.")}
+                self._best = (_part("server.", best, device), remembered)
             self.round, self.kept, self.totals = saved.round, saved.kept, dict(saved.totals)
             if saved.rate is not None and method.rate() != saved.rate:
                 method = method.with_rate(saved.rate)

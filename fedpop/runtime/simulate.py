@@ -16,7 +16,8 @@ from fedpop.federation.participation import resolve as resolve_participation
 from fedpop.files import write_json
 from fedpop.population import Population
 from fedpop.runtime.callbacks import Callback
-from fedpop.runtime.run import Run, Settings
+from fedpop.runtime.run import Run
+from fedpop.runtime.settings import Settings
 from fedpop.runtime.stages import advice
 from fedpop.settings import require_whole
 

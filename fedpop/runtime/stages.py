@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fedpop.channel import Tensors
-from fedpop.client.plan import final_plan
 from fedpop.errors import CheckpointError, EstimateError
 from fedpop.evaluation.convergence import ToTheOptimum, small
 from fedpop.evaluation.verdict import Distance, Verdict, loss_trend
@@ -106,17 +104,11 @@ def judged(run: Run, thorough: bool = False) -> Verdict | None:
     started, method, hierarchy = time.perf_counter(), run.algorithm, run.algorithm.hierarchy
     published = method.publish(run.server)
     known = hierarchy is not None and small(hierarchy, published["phi"], published["beta"])
-    if hierarchy is not None and known and (hierarchy.closed_form or len(run.federation) <= MANY):
-        look = method if thorough else method.judged()
+    if hierarchy is not None and known and (hierarchy.closed_form or run.members.units <= MANY):
         key = run.secret.at(round=run.round, purpose="verdict")
-
-        def personal(ids: Tensor) -> Tensors:
-            return look.personalise(published, run.federation.cohort(ids, run.sites.device), None, key)
-
-        plan = final_plan(run.plan, method.model, look.final_draws)
         question = ToTheOptimum(hierarchy, method.phi_ball)
         with suppress(EstimateError):  # somebody cannot be heard, or is not finite
-            found = run.sites.ask(question, published, key, plan, personal)[0]
+            found = run.ask(question, published, key, "thorough" if thorough else "judged")[0]
             run.spend({"seconds": time.perf_counter() - started})
             run.inverse = found.inverse
             return found.distance

@@ -14,6 +14,7 @@ from fedpop.runtime.callbacks import Callback
 from fedpop.settings import require_whole
 
 if TYPE_CHECKING:
+    from fedpop.runtime.members import Members
     from fedpop.runtime.run import Run
 
 
@@ -44,7 +45,7 @@ class Watch(Callback):
         if self.every is not None:
             require_whole(1, every=self.every)
 
-    def check(self, federation: Federation) -> None:
+    def check(self, federation: Federation | Members) -> None:
         if self.split not in federation.splits:
             raise DataError(f"no client has {self.split} data to be judged on")
 

@@ -24,7 +24,8 @@ from fedpop.errors import DataError, SettingsError
 from fedpop.federation.participation import Active, Participation
 from fedpop.population.sites import Outcome
 from fedpop.runtime import checkpoint
-from fedpop.runtime.run import Run, Settings, active_units
+from fedpop.runtime.members import active_units
+from fedpop.runtime.run import Run, Settings
 from tests.apart import Apart
 from tests.helpers import generator, seeded
 

@@ -8,7 +8,7 @@ import fedpop as fp
 from fedpop.client import local_sgd
 from fedpop.errors import DataError, SettingsError
 from fedpop.keys import Key
-from fedpop.runtime.run import active_units
+from fedpop.runtime.members import active_units
 from tests.helpers import quadratics, ragged, seeded, states
 
 WIDE = torch.float64

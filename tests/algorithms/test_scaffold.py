@@ -10,7 +10,7 @@ import fedpop as fp
 from fedpop.client import local_sgd
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
-from fedpop.runtime.run import active_units
+from fedpop.runtime.members import active_units
 from tests.helpers import cohort_of, linear_model, quadratics, ragged, states, train_key
 
 WIDE = torch.float64

@@ -15,7 +15,8 @@ from torch import nn
 import fedpop as fp
 from fedpop.algorithms.base import Facts
 from fedpop.keys import Key
-from fedpop.runtime.run import Run, Settings, active_units
+from fedpop.runtime.members import active_units
+from fedpop.runtime.run import Run, Settings
 from tests.helpers import (
     answers,
     cohort_of,

@@ -1,0 +1,112 @@
+"""A run across sites, from the first look at who is there to the theta that everyone gets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedpop.algorithms.base import Algorithm
+from fedpop.algorithms.engine import WithEngine
+from fedpop.federation.inputs import Example
+from fedpop.files import read_json, read_tensors, writable_folder, write_json, write_tensors
+from fedpop.population import Population
+from fedpop.runtime.callbacks import Callback
+from fedpop.runtime.flower.elsewhere import Elsewhere, Terms
+from fedpop.runtime.flower.forms import agreed, example_from, open_questions, plain_example
+from fedpop.runtime.flower.letters import Letter, method_told, values_of, with_values
+from fedpop.runtime.flower.post import Post
+from fedpop.runtime.flower.site import keep_hello
+from fedpop.runtime.run import Run
+from fedpop.runtime.settings import Settings
+from fedpop.version import __version__
+
+log = logging.getLogger("fedpop.server")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What is run across sites: the same method and settings as in the simulator, and when rounds close."""
+
+    experiment: str
+    """The name under which sites keep their chains: another one is another run."""
+    method: Callable[[Example], Algorithm]
+    """The method for examples of this form; before that is agreed on, a model may not know its inputs."""
+    settings: Settings
+    terms: Terms = field(default_factory=Terms)
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    """What sites' data must look like."""
+    entry: str = ""
+    """``module:name`` that makes the model, where it is not made of torch's own layers."""
+    callbacks: Sequence[Callback] = ()
+
+    def prepared(self, example: Example) -> Algorithm:
+        """The method for examples of this kind. What a site computes in does not depend on its processor."""
+        method = self.method(example)
+        if method.model.precision == "auto":
+            method = method.replace(model=method.model.asking_for("float32"))
+        method = method.prepared(example).for_rule(self.settings.participation)
+        if method.needs_everyone and self.terms.quorum < 1 and isinstance(method, WithEngine):
+            method = method.replace(engine="sampled")  # a quorum was asked for: nobody is waited for
+        return method
+
+    def hello(self, method: Algorithm, example: Example, schema: Mapping[str, Any]) -> Letter:
+        """What a site is told of the experiment."""
+        described = method_told(method, method.model.chosen_precision(), self.entry)
+        described["example"] = plain_example(example)
+        about = {"version": __version__, "experiment": self.experiment, "method": described}
+        digest = hashlib.sha256(json.dumps([described, schema], sort_keys=True).encode()).hexdigest()[:32]
+        values = values_of(method.model)
+        return Letter("hello", about | {"schema": dict(schema), "method_digest": digest}, values)
+
+    def form(self) -> Letter:
+        """The first letter of all: what do examples look like?"""
+        about = {"version": __version__, "experiment": self.experiment, "schema": dict(self.schema)}
+        return Letter("form", about)
+
+
+def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> Population:
+    """Run it, or go on with it; at the end every site has theta."""
+    members, method = enrolled(deployment, post, folder)
+    run = Run(method, members, deployment.settings, folder, deployment.callbacks)
+    resume = folder is not None and any((folder / "checkpoints").glob("round-*.json"))
+    population = run.execute(resume=resume, progress=False)
+    have = members.finish(population.published, population.rounds)
+    log.info("theta after %d rounds is at %s", population.rounds, ", ".join(have) or "no site")
+    if folder is not None:
+        population.public().save(folder / "population")
+        theta = writable_folder(folder / "theta")  # for sites that come later
+        keep_hello(theta, post.hello)
+        write_tensors(theta / "theta.safetensors", population.published)
+    return population
+
+
+def enrolled(deployment: Deployment, post: Post, folder: Path | None = None) -> tuple[Elsewhere, Algorithm]:
+    """The sites that are there, once they are enough, and the method as they are told of it.
+
+    What was agreed on, and where the model starts, is kept in the folder: a run that goes on has the same.
+    """
+    file = None if folder is None else writable_folder(folder) / "agreed.json"
+    if file is not None and file.exists():
+        kept = read_json(file)
+        form, example = kept["form"], example_from(kept["example"])
+        method = deployment.prepared(example)
+        with_values(method.model, read_tensors(file.with_name("model.safetensors")))
+    else:
+        told: dict[str, Mapping[str, Any]] = {}
+        if open_questions(deployment.schema):
+            replies = post.survey(deployment.form(), deployment.terms.sites)
+            told = {name: reply.about for name, reply in replies.items()}
+        form, example = agreed(deployment.schema, told)
+        method = deployment.prepared(example)
+        if file is not None:
+            write_tensors(file.with_name("model.safetensors"), values_of(method.model))
+            write_json(file, {"form": form, "example": plain_example(example)})
+    post.hello = deployment.hello(method, example, form)
+    members = Elsewhere(method, post, deployment.experiment, deployment.terms, deployment.settings.seed)
+    members.wait()
+    return members, method

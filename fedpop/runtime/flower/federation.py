@@ -1,0 +1,158 @@
+"""A federation's folder and its settings file, ``app/federation.toml``.
+
+name                          what the experiment is called
+[data]                        what sites' data look like: ``forms`` has the words
+[model]  entry                ``module:name`` of a model, or of a function that makes one
+[method] name, settings       as in the files of ``fedpop compare``
+[run]    rounds, seed, participation, early_stop
+[sites]  sites, quorum, timeout, weights
+[server] address, hosts
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fedpop.algorithms.base import Algorithm
+from fedpop.algorithms.tables import known_method, method_from
+from fedpop.errors import SettingsError
+from fedpop.federation.inputs import Example
+from fedpop.federation.participation import resolve
+from fedpop.files import read_json, writable_folder, write_json
+from fedpop.models.base import Model
+from fedpop.runtime.callbacks import Callback, EarlyStop
+from fedpop.runtime.flower.conduct import Deployment
+from fedpop.runtime.flower.elsewhere import Terms
+from fedpop.runtime.flower.folder import check_name, read_toml
+from fedpop.runtime.flower.forms import check_form, made_by
+from fedpop.runtime.settings import Settings
+from fedpop.version import __version__
+
+TABLES = ("name", "data", "model", "method", "run", "sites", "server")
+RUN = ("rounds", "seed", "participation", "early_stop", "checkpoint_every")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Where a federation's server keeps things."""
+
+    root: Path
+
+    @property
+    def app(self) -> Path:
+        return self.root / "app"
+
+    @property
+    def tls(self) -> Path:
+        return self.root / "tls"
+
+    @property
+    def admitted(self) -> Path:
+        """Public keys of sites, NAME.pub."""
+        return self.root / "sites"
+
+    @property
+    def run(self) -> Path:
+        return self.root / "run"
+
+    @property
+    def flower(self) -> Path:
+        """Flower's own home, so that no other one is touched."""
+        return self.root / "flower"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings file, checked as far as it can be without any data."""
+        path = self.app / "federation.toml"
+        plain = read_toml(path, "is this a federation's folder? fedpop server init makes one")
+        for key in plain:
+            if key not in TABLES:
+                raise SettingsError(f"{path}: unknown setting {key!r}; known are {', '.join(TABLES)}")
+        version = read_json(self.root / "version.json")["version"] if self._versioned else None
+        if version != __version__:
+            raise SettingsError(
+                f"{self.root} was made by fedpop {version or '(unknown)'}, this is {__version__}: use that "
+                "version, or make a new folder with fedpop server init"
+            )
+        return plain
+
+    @property
+    def _versioned(self) -> bool:
+        return (self.root / "version.json").exists()
+
+    @property
+    def address(self) -> str:
+        return str(self.settings.get("server", {}).get("address", "127.0.0.1:8000"))
+
+    @property
+    def insecure(self) -> bool:
+        return not (self.tls / "server.crt").exists()
+
+    def experiment(self) -> str:
+        """The name under which sites keep their chains; drawn once for each run folder."""
+        file = writable_folder(self.run) / "experiment.json"
+        if not file.exists():
+            name = f"{str(self.settings.get('name', 'federation')).lower()}-{secrets.token_hex(4)}"
+            write_json(file, {"experiment": name})
+        return str(read_json(file)["experiment"])
+
+    def deployment(self) -> Deployment:
+        """What the settings file says is to be run."""
+        path = self.app / "federation.toml"
+        plain = self.settings
+        check_name(str(plain.get("name", "federation")))
+        data, model, method = (plain.get(name, {}) for name in ("data", "model", "method"))
+        check_form(data)
+        entry = model.get("entry", "model:model")
+        name = method.get("name", "FedSOUL")
+        known_method(name, f"{path}, [method]")
+        own = {k: v for k, v in method.items() if k != "name"}
+        make = _maker(path, str(entry), str(name), own)
+        run = _only(plain.get("run", {}), RUN, f"{path}, [run]")
+        stop = run.pop("early_stop", None)
+        callbacks: list[Callback] = [] if stop is None else [EarlyStop(**stop)]
+        words = tuple(f.name for f in fields(Terms))
+        terms = Terms(**_only(plain.get("sites", {}), words, f"{path}, [sites]"))
+        part = run.get("participation")
+        usual = known_method(name, str(path)).usual_participation()
+        settings = Settings(
+            rounds=run.get("rounds"),
+            seed=run.get("seed", 0),
+            participation=usual if part is None else resolve(part),
+            checkpoint_every=run.get("checkpoint_every", 1),
+        )
+        return Deployment(self.experiment(), make, settings, terms, data, str(entry), callbacks)
+
+
+def _maker(path: Path, entry: str, name: str, settings: Mapping[str, Any]) -> Callable[[Example], Algorithm]:
+    """Makes the method once it is known what examples look like."""
+
+    def make(example: Example) -> Algorithm:
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))
+        try:
+            model = made_by(entry, example)
+        except (ImportError, AttributeError) as error:
+            raise SettingsError(f"{path}: cannot make the model {entry!r} ({error})") from error
+        if not isinstance(model, Model):
+            raise SettingsError(f"{path}: {entry!r} is not a model, nor a function that makes one")
+        return method_from(name, settings, model, f"{path}: method {name}")
+
+    return make
+
+
+def _only(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> dict[str, Any]:
+    for key in table:
+        if key not in known:
+            raise SettingsError(f"{where}: unknown setting {key!r}; known are {', '.join(known)}")
+    return dict(table)

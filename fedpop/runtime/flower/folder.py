@@ -1,0 +1,129 @@
+"""A site's folder: who it is, where its data are, its secret, and what it keeps."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedpop.errors import SettingsError
+from fedpop.federation.reading import read_data, read_table
+from fedpop.files import write_bytes
+from fedpop.runtime.flower.site import Site
+from fedpop.settings import require_whole
+
+SETTINGS = "site.toml"
+SECRET = "secret"
+KNOWN = ("name", "data", "server", "threads", "memory", "insecure", "port", "spectral_rows")
+
+
+@dataclass(frozen=True)
+class SiteSettings:
+    """``site.toml``: what a site is called, where its data are, and which server it belongs to."""
+
+    folder: Path
+    name: str
+    data: str
+    """A CSV or Parquet file, a folder of images, or ``module:function``."""
+    server: str = ""
+    """host:port of the SuperLink."""
+    threads: int = 1
+    memory: str = "1GiB"
+    insecure: bool = False
+    port: int = 0
+    """Of this machine, for the node's own processes; 0 takes a free one."""
+    spectral_rows: int = 10
+    """With fewer rows the site refuses the spectral start, whose message would tell of single rows."""
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        require_whole(1, threads=self.threads, spectral_rows=self.spectral_rows)
+        if not self.data:
+            raise SettingsError(f"{self.folder / SETTINGS}: data is missing: where the site's data are")
+
+    @property
+    def where(self) -> str:
+        """The data's place, beside the settings file unless it is somewhere else altogether."""
+        return self.data if ":" in self.data else str(self.folder / self.data)
+
+
+def check_name(name: str) -> None:
+    """Raise unless a site can be called so: its name is in folders, letters and the server's tables."""
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_."
+    if not name or not set(name) <= set(letters) or len(name) > 64:
+        raise SettingsError(f"a site's name has letters, digits, '-', '_' and '.', at most 64, not {name!r}")
+
+
+def read_site(folder: Path) -> SiteSettings:
+    """The settings of a site's folder."""
+    path = folder / SETTINGS
+    plain = read_toml(path, "is this a site's folder? fedpop site enrol makes one")
+    unknown = [key for key in plain if key not in KNOWN]
+    if unknown:
+        raise SettingsError(f"{path}: unknown setting {unknown[0]!r}; known are {', '.join(KNOWN)}")
+    try:
+        return SiteSettings(folder, **plain)
+    except TypeError as error:
+        raise SettingsError(f"{path}: name and data must be there ({error})") from error
+
+
+def read_toml(path: Path, hint: str = "") -> dict[str, Any]:
+    """A settings file."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        more = f"; {hint}" if hint else ""
+        raise SettingsError(f"cannot read {path}: {error.strerror or error}{more}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is not readable TOML: {error}") from error
+
+
+def make_secret(folder: Path) -> int:
+    """The site's secret, made once: 64 bits that key its random numbers and never leave it."""
+    path = folder / SECRET
+    if not path.exists():
+        write_bytes(path, f"{secrets.randbits(64)}\n".encode(), 0o600)
+    return read_secret(folder)
+
+
+def read_secret(folder: Path) -> int:
+    path = folder / SECRET
+    try:
+        return int(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"cannot read the site's secret {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise SettingsError(f"{path} does not hold a site's secret; enrol the site again") from error
+
+
+def open_site(folder: str | Path) -> Site:
+    """The site whose folder this is."""
+    if not str(folder):
+        raise SettingsError("this node was started without its site's folder: --node-config 'site=\"...\"'")
+    settings = read_site(Path(folder))
+    return Site(
+        name=settings.name,
+        secret=read_secret(settings.folder),
+        folder=settings.folder,
+        data=lambda form: read_data(settings.where, form, settings.name),
+        table=lambda form: read_table(Path(settings.where), form, settings.name),
+        threads=settings.threads,
+        memory=settings.memory,
+        spectral_rows=settings.spectral_rows,
+    )
+
+
+def log_to(file: Path) -> None:
+    """What fedpop has to say, to a file: Flower's own log has other things in it."""
+    log = logging.getLogger("fedpop")
+    if any(
+        isinstance(h, logging.FileHandler) and h.baseFilename == str(file.absolute()) for h in log.handlers
+    ):
+        return
+    handler = logging.FileHandler(file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)

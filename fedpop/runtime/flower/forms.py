@@ -1,0 +1,121 @@
+"""What examples look like at all sites: agreed on before the first round, without a row being sent.
+
+A federation of tables names its columns in the settings (``[data]``); levels of columns with names, and means
+and deviations of columns of numbers, come from ``questions.schema``: sums and counts, in which cells of a few
+rows are not told. Other data (images, functions) only tell the shape of an example.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from fedpop.errors import SettingsError
+from fedpop.federation.inputs import Example
+from fedpop.federation.reading import OTHER, Columns, numbers, width
+from fedpop.questions.schema import Levels, Moments, Schema
+
+KNOWN = ("x", "y", "categories", "levels", "standardise", "minimum", "group", "split", "classes", "size")
+
+
+def check_form(data: Mapping[str, Any]) -> None:
+    """Raise unless these are settings of a ``[data]`` table."""
+    for key in data:
+        if key not in KNOWN:
+            raise SettingsError(f"[data]: unknown setting {key!r}; known are {', '.join(KNOWN)}")
+    if ("x" in data) != ("y" in data):
+        raise SettingsError("[data]: tables need both x, a list of columns, and y, a column")
+    strange = [
+        c for c in (*data.get("categories", []), *data.get("levels", {})) if c not in data.get("x", [])
+    ]
+    if strange:
+        raise SettingsError(f"[data]: {strange[0]!r} has levels but is not a column of x")
+
+
+def schema_of(data: Mapping[str, Any]) -> Schema:
+    """What has to be asked about the columns of x: not what the settings tell already."""
+    given, named = data.get("levels", {}), (*data.get("categories", []), *data.get("levels", {}))
+    numeric = tuple(c for c in data.get("x", []) if c not in named) if data.get("standardise", True) else ()
+    asked = tuple(c for c in data.get("categories", []) if c not in given)
+    return Schema(numeric, asked, int(data.get("minimum", 5)))
+
+
+def open_questions(data: Mapping[str, Any]) -> bool:
+    """Whether sites must be asked before it is known what examples look like."""
+    schema = schema_of(data)
+    return "x" not in data or bool(schema.numeric or schema.categorical)
+
+
+def summary_of(columns: Columns, data: Mapping[str, Any], site: str) -> dict[str, Any]:
+    """What a site tells of its columns."""
+    schema = schema_of(data)
+    table: dict[str, Any] = {c: numbers(columns[c], c, site) for c in schema.numeric}
+    table |= {c: list(columns[c]) for c in schema.categorical}
+    return schema.plain(schema.answer(table, many=True))
+
+
+def agreed(data: Mapping[str, Any], told: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], Example]:
+    """The form of all sites' data, and of an example, from what each site told."""
+    if "x" not in data:
+        forms = {name: about["example"] for name, about in sorted(told.items())}
+        first, form = next(iter(forms.items()))
+        for name, other in forms.items():
+            if other != form:
+                raise SettingsError(
+                    f"examples at {name} have shapes {other['shapes']}, those at {first} {form['shapes']}: "
+                    "check the size of images, or what the functions return"
+                )
+        return dict(data), example_from(form)
+    schema = schema_of(data)
+    total = schema.finish(schema.read(about["summary"]) for about in told.values())
+    levels, scale = dict(data.get("levels", {})), dict[str, list[float]]()
+    for column, found in total.items():
+        if isinstance(found, Levels):
+            levels[column] = [*found.names, *([OTHER] if found.untold else [])]
+            if not found.names:
+                raise SettingsError(
+                    f"column {column!r}: no level has enough rows to be told; list its levels"
+                )
+        elif isinstance(found, Moments):
+            scale[column] = [found.mean, found.sd]
+    form = dict(data) | {"levels": levels, "scale": scale}
+    return form, Example(None, ((width(form),),), (torch.float32,))
+
+
+def made_by(entry: str, example: Example) -> Any:
+    """What ``module:name`` is, or makes; a function with an argument is given the number of inputs (or the
+    shape of an example that is not a row)."""
+    module, _, name = entry.partition(":")
+    made: Callable[..., Any] = getattr(import_module(module), name)
+    if not inspect.isfunction(made):
+        return made
+    shape = example.shapes[0]
+    return made(shape[0] if len(shape) == 1 else shape) if inspect.signature(made).parameters else made()
+
+
+def example_from(plain: Mapping[str, Any]) -> Example:
+    """An example's form out of plain values.
+
+    >>> example_from({"names": None, "shapes": [[3]], "dtypes": ["float32"]}).shapes
+    ((3,),)
+    """
+    names = None if plain["names"] is None else tuple(plain["names"])
+    shapes = tuple(tuple(int(n) for n in shape) for shape in plain["shapes"])
+    return Example(names, shapes, tuple(getattr(torch, str(kind)) for kind in plain["dtypes"]))
+
+
+def plain_example(example: Example) -> dict[str, Any]:
+    """An example's form in plain values.
+
+    >>> plain_example(Example.of(torch.zeros(5, 3)))
+    {'names': None, 'shapes': [[3]], 'dtypes': ['float32']}
+    """
+    return {
+        "names": None if example.names is None else list(example.names),
+        "shapes": [list(shape) for shape in example.shapes],
+        "dtypes": [str(kind).removeprefix("torch.") for kind in example.dtypes],
+    }

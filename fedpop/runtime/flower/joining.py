@@ -1,0 +1,249 @@
+"""A site's commands: enrol, join, predict, personalise. The last two need no network."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from fedpop.channel import Tensors
+from fedpop.client.store import LocalStore
+from fedpop.errors import CheckpointError, DataError, SettingsError
+from fedpop.federation.reading import encoded, from_function, from_images, read_columns
+from fedpop.files import read_json, read_tensors, writable_folder, write_bytes
+from fedpop.models.predictive import Predictive
+from fedpop.population import Population
+from fedpop.runtime.flower import certificates
+from fedpop.runtime.flower.folder import SETTINGS, check_name, make_secret, open_site, read_site
+from fedpop.runtime.flower.processes import Kept, environment, free_port, program
+from fedpop.runtime.flower.serving import INSECURE
+from fedpop.runtime.flower.site import Experiment
+
+Say = Callable[[str], None]
+
+
+def enrol(root: Path, name: str, server: str, data: str, ca: Path | None, insecure: bool, say: Say) -> None:
+    """Make a site's folder: settings, secret, key pair. What is there already stays."""
+    check_name(name)
+    certificates.split_address(server)
+    if ca is None and not insecure:
+        raise SettingsError("give --ca, the federation's ca.crt, so that this site knows its server")
+    where = _checked_data(data)
+    if (root / SETTINGS).exists():
+        raise SettingsError(
+            f"{root} is a site's folder already; edit {root / SETTINGS}, or choose another one"
+        )
+    folder = writable_folder(root)
+    make_secret(folder)
+    if insecure:
+        say(INSECURE)
+    else:
+        assert ca is not None
+        certificates.make_site_key(folder)
+        try:
+            shutil.copyfile(ca, folder / "ca.crt")
+        except OSError as error:
+            raise SettingsError(f"cannot read {ca}: {error.strerror or error}") from error
+    lines = {"name": name, "data": where, "server": server, "insecure": insecure}
+    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in lines.items())
+    write_bytes(folder / SETTINGS, text.encode())
+    if not insecure:
+        say(f"send {folder / 'node.pub'} to the server's operator, who runs")
+        say(f"  fedpop server admit DIR {name} node.pub")
+    say(f"then: fedpop site join {root}")
+
+
+def _checked_data(data: str) -> str:
+    if ":" in data:
+        return data
+    path = Path(data)
+    if not path.exists():
+        raise DataError(f"there are no data at {path}")
+    return str(path.absolute())
+
+
+def join(root: Path, data: str | None, insecure: bool, say: Say, seconds: float | None = None) -> None:
+    """Take part, until somebody stops it: the node is started again whatever ends it."""
+    settings = read_site(root.absolute())
+    if data is not None and _checked_data(data) != settings.data:
+        text = (root / SETTINGS).read_text().splitlines()
+        new = [f"data = {json.dumps(_checked_data(data))}" if t.startswith("data = ") else t for t in text]
+        write_bytes(root / SETTINGS, ("\n".join(new) + "\n").encode())
+        settings = read_site(root.absolute())
+    site = open_site(settings.folder)  # its secret is there
+    if ":" not in settings.data and not Path(settings.where).exists():
+        raise DataError(f"site {site.name!r}: there are no data at {settings.where}")
+    if settings.insecure != insecure:
+        how = (
+            "without TLS and keys: say --insecure" if settings.insecure else "with TLS: leave --insecure out"
+        )
+        raise SettingsError(f"this site was enrolled {how}")
+    if insecure:
+        say(INSECURE)
+    else:
+        certificates.check_site_key(settings.folder)
+        if not certificates.check_connection(settings.server, settings.folder / "ca.crt"):
+            say(f"the server {settings.server} is not there yet; the site waits for it")
+    writable_folder(settings.folder / "logs")
+
+    def arguments() -> list[str]:
+        port = str(settings.port or free_port())
+        begin = [program("flower-supernode"), "--superlink", settings.server, "--host", "127.0.0.1"]
+        begin += ["--port", port, "--node-config", f"site={json.dumps(str(settings.folder))}"]
+        if insecure:
+            return [*begin, "--insecure"]
+        files = {"--root-certificates": "ca.crt", "--auth-supernode-private-key": "node.key"}
+        return begin + [part for flag, file in files.items() for part in (flag, str(settings.folder / file))]
+
+    node = Kept(
+        arguments,
+        environment(settings.folder / "flower"),
+        settings.folder / "logs" / "node.log",
+        lambda words: say(f"node: {words}{_reason(settings.folder / 'logs' / 'node.log')}"),
+    )
+    say(f"site {site.name} takes part; what it does is told in {settings.folder / 'site.log'}")
+    end = None if seconds is None else time.monotonic() + seconds
+    with node:
+        while end is None or time.monotonic() < end:
+            node.look()
+            time.sleep(0.5)
+
+
+def _reason(log: Path) -> str:
+    """What the end of a node's log means, where it is known."""
+    said = log.read_bytes()[-3000:].decode(errors="replace") if log.exists() else ""
+    if "Exit Code: 305" in said or "public key" in said.lower():
+        return " (the server does not know this site's key: ask its operator to admit node.pub)"
+    return ""
+
+
+# --- afterwards, offline -------------------------------------------------------------------------
+
+
+def experiment_of(root: Path, name: str | None) -> Experiment:
+    """A site's experiment by name; the last one that was finished unless told."""
+    site = open_site(root.absolute())
+    if name is not None:
+        return Experiment(site, name)
+    folders = sorted(
+        (f for f in (site.folder / "experiments").glob("*") if (f / "population").exists()),
+        key=lambda f: (f / "population" / "population.json").stat().st_mtime,
+    )
+    if not folders:
+        raise CheckpointError(f"site {site.name!r} has no theta yet: it comes at the end of a run")
+    return Experiment(site, folders[-1].name)
+
+
+def population_at(experiment: Experiment) -> Population:
+    """The population that this site knows: theta, its own data and its own states."""
+    method = experiment.method
+    theta = experiment.folder / "population" / "theta.safetensors"
+    if not theta.exists():
+        raise CheckpointError(f"site {experiment.site.name!r} has no theta yet: it comes at the end of a run")
+    states = experiment.folder / "final.safetensors"
+    store = LocalStore.restore(read_tensors(states)) if states.exists() else None
+    device = method.model.initial_phi().device
+    published: Tensors = {n: t.to(device) for n, t in read_tensors(theta).items()}
+    key = experiment.key(0, "site")
+    return Population(method, published, key, experiment.federation, store)
+
+
+def predict(root: Path, data: str, out: Path | None, level: float, name: str | None, say: Say) -> None:
+    """Predictions for the rows of a table (or for images, or what a function returns), with intervals."""
+    experiment = experiment_of(root, name)
+    write_predictions(predicted(population_at(experiment), experiment, data), out, level, say)
+
+
+Predicted = list[tuple[str, Sequence[int], Predictive]]
+"""Unit, its rows in the file, and what is predicted for them."""
+
+
+def predicted(population: Population, experiment: Experiment, data: str) -> Predicted:
+    """What units' own models say; one that is new at this site gets the population's."""
+    form, site = experiment.form, experiment.site.name
+    if ":" in data or Path(data).is_dir():
+        found = from_function(data, site) if ":" in data else from_images(Path(data), form, site)
+        sizes = found.train.sizes.tolist()
+        parts = [found.cohort(torch.tensor([i]), population.device).x for i in range(len(found))]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        rows = {n: list(range(s, s + k)) for n, s, k in zip(found.names, starts, sizes, strict=True)}
+        inputs = dict(zip(found.names, parts, strict=True))
+    else:
+        group = form.get("group")
+        columns = read_columns(Path(data), [*form["x"], *([group] if group else [])], site)
+        x = encoded(columns, form, site)
+        owners = [f"{site}/{g}" for g in columns[group]] if group else [population.names[0]] * len(x)
+        rows = {}
+        for i, owner in enumerate(owners):
+            rows.setdefault(owner, []).append(i)
+        inputs = {n: x[own] for n, own in rows.items()}
+    known = set(population.names)
+    return [
+        (
+            n,
+            rows[n],
+            population.predict(n, inputs[n]) if n in known else population.new_client().predict(inputs[n]),
+        )
+        for n in rows
+    ]
+
+
+def write_predictions(found: Predicted, out: Path | None, level: float, say: Say) -> None:
+    """A table, in the order of the rows: unit, mean, and an interval; or the probability of each class."""
+    if not 0 < level < 1:
+        raise SettingsError(f"the level of an interval lies between 0 and 1, not {level}")
+    first = found[0][2]
+    classes = first.likelihood.name == "categorical"
+    head = [f"p{k}" for k in range(first.probs.shape[-1])] if classes else ["mean", "low", "high"]
+    lines: dict[int, list[str]] = {}
+    for unit, rows, p in found:
+        values = p.probs if classes else torch.stack((p.mean, *p.interval(level)), -1)
+        for i, row in zip(rows, values.tolist(), strict=True):
+            lines[i] = [unit, *(f"{v:.6g}" for v in row)]
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["unit", *head])
+    writer.writerows(lines[i] for i in sorted(lines))
+    if out is None:
+        sys.stdout.write(file.getvalue())
+    else:
+        write_bytes(out, file.getvalue().encode())
+        say(f"{out} is written")
+
+
+def personalise(
+    root: Path, theta: Path, data: str, at: str | None, out: Path | None, level: float, say: Say
+) -> None:
+    """A brand-new site from theta alone: its model is made of its own data, and nothing is sent."""
+    if not (root / SETTINGS).exists():
+        folder, name = writable_folder(root), root.absolute().name
+        check_name(name)
+        make_secret(folder)
+        text = f"name = {json.dumps(name)}\ndata = {json.dumps(_checked_data(data))}\n"
+        write_bytes(folder / SETTINGS, text.encode())
+    experiment = adopted(root, theta)
+    population = population_at(experiment).sample_all()
+    say(f"a model for {', '.join(population.names)}: {experiment.federation}")
+    if at is not None:
+        write_predictions(predicted(population, experiment, at), out, level, say)
+
+
+def adopted(root: Path, theta: Path) -> Experiment:
+    """An experiment at a site that took no part, from a federation's folder ``run/theta``."""
+    site = open_site(root.absolute())
+    if not (theta / "method.json").exists():
+        raise CheckpointError(f"{theta} holds no theta of a federation: it is the server's folder run/theta")
+    experiment = Experiment(site, str(read_json(theta / "method.json")["experiment"]))
+    if not (experiment.folder / "population").exists():
+        for file in ("model.safetensors", "method.json"):
+            shutil.copyfile(theta / file, experiment.folder / file)
+        writable_folder(experiment.folder / "population")
+        shutil.copyfile(theta / "theta.safetensors", experiment.folder / "population" / "theta.safetensors")
+    return experiment

@@ -1,0 +1,139 @@
+"""What a site keeps in a file: its units' states before and after the last round, and its last reply.
+
+A server may ask for a round twice (it was killed), or may not hear the answer (it came late). So the states
+of both sides of the last round are there, with the round's number, a digest of the theta it was made with,
+and the reply itself: the same round with the same theta gives the same reply, with another theta it starts
+again from before, and the next round starts from after if the last one counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fcntl import LOCK_EX, LOCK_NB, flock
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedpop.algorithms.base import Algorithm
+from fedpop.channel import Payload, Tensors
+from fedpop.client.store import LocalStore
+from fedpop.errors import CheckpointError
+from fedpop.files import read_tensors, write_tensors
+from fedpop.population.site import unheard
+from fedpop.runtime.flower.letters import Refusal, Reply
+
+
+@dataclass
+class Memory:
+    """The states of a site's units in one experiment."""
+
+    before: LocalStore
+    after: LocalStore
+    round: int = -1
+    """The last one that was worked on."""
+    digest: str = ""
+    reply: Reply | None = None
+    noted: dict[str, list[str]] = field(default_factory=dict)
+    """Questions that left something with the units, and the names of what they left."""
+    best: LocalStore | None = None
+    best_round: int = -1
+
+    @classmethod
+    def empty(cls, units: int) -> Memory:
+        return cls(LocalStore(units), LocalStore(units))
+
+    def settled(self, method: Algorithm, heard: int) -> LocalStore:
+        """Where the units stand when ``heard`` was the last round of theirs that counted."""
+        counted = heard == self.round or self.round < 0
+        return self.after if counted else unheard(method, self.before, self.after)
+
+    def start_of(self, method: Algorithm, round: int, heard: int) -> LocalStore:
+        """Where a round starts from: before it, if it was worked on already (or an earlier one is asked)."""
+        if round <= self.round:
+            return LocalStore.restore(self.before.state())
+        return LocalStore.restore(self.settled(method, heard).state())
+
+    # --- a file ------------------------------------------------------------------------------
+
+    def write(self, path: Path) -> None:
+        """All of it or nothing; a Refusal where the disk is full."""
+        tensors = _under("before.", self.before) | _under("after.", self.after)
+        tensors |= {} if self.best is None else _under("best.", self.best)
+        plain: dict[str, Any] = {
+            "round": self.round,
+            "digest": self.digest,
+            "noted": self.noted,
+            "best_round": self.best_round,
+        }
+        if self.reply is not None:
+            plain["about"] = dict(self.reply.about)
+            plain["payloads"] = {n: [p.codec, p.length] for n, p in self.reply.payloads.items()}
+            tensors |= {f"reply.{n}": _bytes(p.data) for n, p in self.reply.payloads.items()}
+        try:
+            write_tensors(path, tensors | {"plain": _bytes(json.dumps(plain).encode())})
+        except OSError as error:
+            raise Refusal(f"the site cannot write its state ({error.strerror})") from error
+
+    @classmethod
+    def read(cls, path: Path, units: int) -> Memory:
+        tensors = read_tensors(path)
+        try:
+            plain = json.loads(bytes(tensors["plain"].tolist()))
+            before, after = (LocalStore.restore(_part(side, tensors)) for side in ("before.", "after."))
+            best = _part("best.", tensors)
+            reply = None
+            if "about" in plain:
+                payloads = {
+                    n: Payload(codec, length, tensors[f"reply.{n}"].numpy().tobytes())
+                    for n, (codec, length) in plain["payloads"].items()
+                }
+                reply = Reply(plain["about"], payloads)
+            memory = cls(
+                before,
+                after,
+                round=plain["round"],
+                digest=plain["digest"],
+                reply=reply,
+                noted=plain["noted"],
+                best=LocalStore.restore(best) if best else None,
+                best_round=plain["best_round"],
+            )
+        except (KeyError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{path} is not a site's state of this version ({error})") from error
+        if len(memory.after.slots) != units:
+            raise CheckpointError(f"{path} is of {len(memory.after.slots)} groups, the data have {units}")
+        return memory
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time: a repeated message may come while the first is still being worked on."""
+    with open(path.with_suffix(".lock"), "w") as file:
+        flock(file, LOCK_EX)
+        yield
+
+
+def held(path: Path) -> bool:
+    """Whether a living process has locked it; the lock of a killed one is gone with it."""
+    with open(path.with_suffix(".lock"), "w") as file:
+        try:
+            flock(file, LOCK_EX | LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+
+
+def _under(prefix: str, store: LocalStore) -> Tensors:
+    return {f"{prefix}{n}": t for n, t in store.state().items()}
+
+
+def _part(prefix: str, tensors: Tensors) -> Tensors:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

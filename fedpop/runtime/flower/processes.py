@@ -1,0 +1,181 @@
+"""Flower's processes: started, watched, started again after any exit, and stopped with all their children."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from fedpop.errors import SettingsError
+
+PATIENCE = (1.0, 30.0)
+"""Seconds before a process that ended is started again: the first time, and at most."""
+STEADY = 60.0
+"""A process that ran as long as this had started well."""
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Flower in a home of its own, offline and quiet."""
+    home.mkdir(parents=True, exist_ok=True)
+    return {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "FLWR_HOME": str(home.absolute()),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": os.environ.get("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.5"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONUNBUFFERED": "1",
+        "NO_COLOR": "1",
+    }
+
+
+def program(name: str) -> str:
+    """One of Flower's commands, from the same environment as this one."""
+    found = Path(sys.executable).parent / name
+    if not found.exists():
+        raise SettingsError(f"there is no {name} beside {sys.executable}: pip install 'fedpop[flower]'")
+    return str(found)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def require_free(host: str, port: int) -> None:
+    """Raise where another process listens there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise SettingsError(
+                f"port {port} of {host} cannot be had ({error.strerror}): stop what uses it, or change "
+                "address under [server] in federation.toml"
+            ) from error
+
+
+def healthy(address: str, ca: Path | None) -> bool:
+    """Whether a SuperLink answers there."""
+    context = None if ca is None else ssl.create_default_context(cafile=str(ca))
+    url = f"http{'' if ca is None else 's'}://{address}/health"
+    try:
+        with urllib.request.urlopen(url, timeout=2, context=context) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _die_with_parent() -> None:
+    """On Linux a child is told to end when its supervisor is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+class Kept:
+    """A process that is kept running: started again after any exit, whatever its code."""
+
+    def __init__(
+        self,
+        arguments: Callable[[], Sequence[str]],
+        environment: Mapping[str, str],
+        log: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self._arguments, self._environment, self._log, self._say = arguments, dict(environment), log, say
+        self._child: subprocess.Popen[bytes] | None = None
+        self._started, self._wait, self._due = 0.0, PATIENCE[0], 0.0
+        self.starts = 0
+
+    def __enter__(self) -> Kept:
+        self._start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        assert self._child is not None
+        return self._child.pid
+
+    def _start(self) -> None:
+        with self._log.open("ab") as file:
+            self._child = subprocess.Popen(
+                list(self._arguments()),
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        self._started, self.starts = time.monotonic(), self.starts + 1
+
+    def look(self) -> bool:
+        """Whether it runs; starts it again where it does not, with a pause that grows while it fails."""
+        assert self._child is not None
+        code = self._child.poll()
+        if code is None:
+            return True
+        now = time.monotonic()
+        if not self._due:
+            ran = now - self._started
+            self._wait = PATIENCE[0] if ran > STEADY else min(2 * self._wait, PATIENCE[1])
+            self._due = now + self._wait
+            self._say(f"it ended with code {code} after {ran:.0f} s; it is started again")
+            self._end_group()
+        elif now >= self._due:
+            self._due = 0.0
+            self._start()
+            return True
+        return False
+
+    def said(self, characters: int = 4000) -> str:
+        """The end of its log."""
+        return self._log.read_bytes()[-characters:].decode(errors="replace") if self._log.exists() else ""
+
+    def stop(self, seconds: float = 10.0) -> None:
+        """End it and all that it started."""
+        if self._child is None:
+            return
+        if self._child.poll() is None:
+            self._child.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._child.wait(seconds)
+        self._end_group()
+        self._child.wait()
+
+    def _end_group(self) -> None:
+        assert self._child is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)  # its own session: nobody else is in it
+
+
+class Stopped(Exception):
+    """Somebody asked the command to end."""
+
+
+def stop_on_signals() -> None:
+    """SIGTERM ends a command as Ctrl-C does, so that it stops what it started."""
+
+    def stop(number: int, frame: object) -> None:
+        raise Stopped
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)

@@ -1,0 +1,42 @@
+"""The ServerApp: the run of a federation's folder, from where it stopped."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedpop.errors import FedpopError, SettingsError
+from fedpop.files import write_json
+from fedpop.runtime.flower.conduct import conduct
+from fedpop.runtime.flower.federation import Folder
+from fedpop.runtime.flower.folder import log_to
+from fedpop.runtime.flower.memory import locked
+from fedpop.runtime.flower.post import Post
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run, or go on; ``folder`` in the run's configuration is the federation's."""
+    where = str(context.run_config.get("folder", ""))
+    if not where or not Path(where).is_dir():
+        raise SettingsError(f"there is no federation's folder {where!r} here: flwr run . -c 'folder=\"...\"'")
+    folder = Folder(Path(where))
+    folder.run.mkdir(exist_ok=True)
+    log_to(folder.run / "server.log")
+    status = folder.run / "status.json"
+    with locked(
+        folder.run / "run"
+    ):  # an earlier process may not have ended yet; it shows that this one lives
+        write_json(status, {"state": "running"})
+        try:
+            population = conduct(folder.deployment(), Post(grid), folder.run)
+        except FedpopError as error:
+            logging.getLogger("fedpop.server").error("%s", error)
+            write_json(status, {"state": "failed", "why": str(error)})
+            raise
+        write_json(status, {"state": "finished", "rounds": population.rounds})

@@ -1,0 +1,334 @@
+"""The server's commands: make a federation's folder, run it, tell how it stands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedpop.errors import SettingsError
+from fedpop.files import read_json, writable_folder, write_bytes, write_json
+from fedpop.runtime.flower import certificates
+from fedpop.runtime.flower.federation import Folder
+from fedpop.runtime.flower.folder import check_name
+from fedpop.runtime.flower.memory import held
+from fedpop.runtime.flower.processes import Kept, environment, healthy, program, require_free
+from fedpop.runtime.progress import human_bytes
+from fedpop.version import __version__
+
+Say = Callable[[str], None]
+CONNECTION = "fedpop"
+
+PROJECT = """# An app of Flower's: `flwr run` takes it as it is. The code is fedpop's own.
+[project]
+name = "{name}"
+version = "1.0.0"
+description = "A federation of fedpop's"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedpop"
+
+[tool.flwr.app.components]
+serverapp = "fedpop.runtime.flower.server:app"
+clientapp = "fedpop.runtime.flower.client:app"
+
+[tool.flwr.app.config]
+folder = {folder}
+sites = ""
+"""
+
+SETTINGS = """name = "{name}"
+
+# What sites' data look like: columns of a table. (Images: size = [3, 32, 32] and classes = [...].)
+[data]
+x = ["x1", "x2"]       # columns in
+y = "y"                # column out
+categories = []        # those of x that hold names, not numbers
+# group = "patient"    # a column whose values are units of their own at a site
+# split = "split"      # a column that says train, validation or test
+
+# A model, or a function of the number of inputs that makes one: module:name, a file beside this one.
+[model]
+entry = "model:model"
+
+[method]
+name = "FedSOUL"
+
+[run]
+rounds = 50
+seed = 0
+
+# Rounds begin with so many sites and close on a quorum, or after so many seconds.
+[sites]
+sites = 2
+quorum = 1.0
+timeout = 600.0
+
+[server]
+address = "{address}"
+"""
+
+MODEL = '''"""The model of this federation: the same at every site."""
+
+from torch import nn
+
+import fedpop as fp
+
+
+def model(inputs: int) -> fp.Composition:
+    """A linear model whose coefficients differ between sites."""
+    return fp.Composition(None, nn.Linear(inputs, 1), fp.likelihoods.Normal())
+'''
+
+
+def init(root: Path, name: str, address: str, hosts: list[str], insecure: bool, say: Say) -> None:
+    """Make a federation's folder; nothing in it is ever overwritten."""
+    check_name(name)
+    host, _ = certificates.split_address(address)
+    if (root / "version.json").exists():
+        raise SettingsError(f"{root} is a federation's folder already; choose another one")
+    folder = Folder(writable_folder(root).absolute())
+    for sub in (folder.app, folder.admitted, folder.logs, folder.flower):
+        writable_folder(sub)
+    told = json.dumps(str(folder.root))
+    write_bytes(folder.app / "pyproject.toml", PROJECT.format(name=name.lower(), folder=told).encode())
+    write_bytes(folder.app / "federation.toml", SETTINGS.format(name=name, address=address).encode())
+    write_bytes(folder.app / "model.py", MODEL.encode())
+    if insecure:
+        say(INSECURE)
+    else:
+        writable_folder(folder.tls).chmod(0o700)
+        certificates.make_authority(folder.tls, name)
+        certificates.make_server_certificate(folder.tls, [host, *hosts])
+    write_json(folder.root / "version.json", {"version": __version__})
+    say(f"{root} holds a federation. Next:")
+    say(f"  1. edit {folder.app / 'federation.toml'} and {folder.app / 'model.py'}")
+    ca = "" if insecure else f" and {folder.tls / 'ca.crt'}"
+    say(f"  2. give the address {address}{ca} to the sites; each one runs")
+    more = "--insecure" if insecure else "--ca ca.crt"
+    say(f"       fedpop site enrol SITE --name NAME --server {address} {more} --data PATH")
+    if not insecure:
+        say(f"  3. admit each site: fedpop server admit {root} NAME node.pub")
+    say(f"  {3 if insecure else 4}. fedpop server run {root}")
+
+
+INSECURE = (
+    "warning: without TLS and keys anybody on the network can read all messages, and take part as any site. "
+    "Use it on one machine only."
+)
+
+
+def certificate(root: Path, hosts: list[str], days: int, say: Say) -> None:
+    """A new server certificate, from the same authority: sites need nothing new."""
+    folder = Folder(root)
+    host, _ = certificates.split_address(folder.address)
+    certificates.make_server_certificate(folder.tls, [host, *hosts], days)
+    say(f"{folder.tls / 'server.crt'} is new; start the server again")
+
+
+def admit(root: Path, name: str, key: Path, say: Say) -> None:
+    """Take a site's public key among those that may take part; a running server registers it."""
+    check_name(name)
+    folder = Folder(root)
+    _ = folder.settings
+    certificates.check_public_key(key)
+    place = folder.admitted / f"{name}.pub"
+    if place.exists() and place.read_bytes() != key.read_bytes():
+        raise SettingsError(f"a site {name!r} was admitted with another key; remove {place} first")
+    writable_folder(folder.admitted)
+    shutil.copyfile(key, place)
+    say(f"site {name} is admitted")
+
+
+# --- run ---------------------------------------------------------------------------------------
+
+
+def run(root: Path, insecure: bool, say: Say) -> None:
+    """Start the SuperLink and the run, and keep both going until the run is over."""
+    folder = Folder(root.absolute())
+    folder.deployment()  # what is wrong with the settings is said now
+    host, port = certificates.split_address(folder.address)
+    if folder.insecure and not insecure:
+        raise SettingsError(
+            f"{folder.tls} has no certificate: make the folder without --insecure, or ask for it"
+        )
+    if insecure:
+        say(INSECURE)
+    else:
+        certificates.check_server_certificate(folder.tls)
+    require_free(host, port)
+    for sub in (folder.logs, folder.flower, folder.run):
+        writable_folder(sub)
+    ca = None if insecure else folder.tls / "ca.crt"
+    _connect(folder, ca)
+    link = Kept(
+        lambda: _superlink(folder, host, port, insecure),
+        environment(folder.flower),
+        folder.logs / "superlink.log",
+        lambda words: say(f"SuperLink: {words}"),
+    )
+    with link:
+        _Watch(folder, link, ca, say).to_the_end()
+
+
+def _superlink(folder: Folder, host: str, port: int, insecure: bool) -> list[str]:
+    database = str(folder.flower / "superlink.db")
+    begin = [program("flower-superlink"), "--host", host, "--port", str(port), "--database", database]
+    if insecure:
+        return [*begin, "--insecure"]
+    files = {"--ssl-ca-certfile": "ca.crt", "--ssl-certfile": "server.crt", "--ssl-keyfile": "server.key"}
+    named = [part for flag, file in files.items() for part in (flag, str(folder.tls / file))]
+    return [*begin, *named, "--enable-supernode-auth"]
+
+
+def _connect(folder: Folder, ca: Path | None) -> None:
+    how = "insecure = true" if ca is None else f"root-certificates = {json.dumps(str(ca))}"
+    named = f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
+    text = f'{named}address = "{folder.address}"\n{how}\n'
+    write_bytes(folder.flower / "config.toml", text.encode())
+
+
+class _Watch:
+    """A run that goes on, whichever of its processes ends."""
+
+    def __init__(self, folder: Folder, link: Kept, ca: Path | None, say: Say) -> None:
+        self._folder, self._link, self._ca, self._say = folder, link, ca, say
+        self._registered: set[str] = set()
+        self._told = len(_lines(folder.run / "metrics.jsonl"))
+
+    def to_the_end(self) -> None:
+        while True:
+            self._until_healthy()
+            self._register()
+            starts = self._link.starts
+            self._submit()
+            if self._finished(starts):
+                self._say(f"finished; theta is in {self._folder.run / 'population'}")
+                return
+            self._say("the run ended before its time; it goes on from its last round")
+
+    def _until_healthy(self, seconds: float = 60.0) -> None:
+        end = time.monotonic() + seconds
+        while not (self._link.look() and healthy(self._folder.address, self._ca)):
+            if time.monotonic() > end:
+                raise SettingsError(f"the SuperLink does not answer:\n{self._link.said(1500)}")
+            time.sleep(0.2)
+
+    def _flwr(self, *arguments: str) -> dict[str, Any]:
+        """Flower's command line; it ends well even where it failed."""
+        done = subprocess.run(
+            [program("flwr"), *arguments, "--format", "json"],
+            env=environment(self._folder.flower),
+            cwd=self._folder.root,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=120,
+        )
+        try:
+            found: dict[str, Any] = json.loads(done.stdout)
+        except ValueError:
+            found = {"success": False, "error-message": (done.stderr or done.stdout)[-800:]}
+        return found
+
+    def _register(self) -> None:
+        """Tell the SuperLink of keys that were admitted since."""
+        if self._ca is None:
+            return
+        for key in sorted(self._folder.admitted.glob("*.pub")):
+            if key.stem in self._registered:
+                continue
+            found = self._flwr("supernode", "register", str(key), CONNECTION, "--name", key.stem)
+            said = str(found.get("error-message", ""))
+            if not found.get("success") and "already" not in said.lower():
+                self._say(f"site {key.stem} could not be registered: {said.strip()}")
+                continue
+            self._registered.add(key.stem)
+
+    def _submit(self) -> None:
+        (self._folder.run / "status.json").unlink(missing_ok=True)
+        found = self._flwr("run", str(self._folder.app), CONNECTION)
+        if not found.get("success"):
+            raise SettingsError(f"Flower did not take the run: {found.get('error-message', found)}")
+        self._say(f"run {found.get('run-id')} has begun")
+
+    def _finished(self, starts: int, patience: float = 120.0) -> bool:
+        """Whether it came to its end; False where a process of it ended first."""
+        begun = time.monotonic()
+        while True:
+            time.sleep(0.5)
+            self._tell()
+            self._register()
+            status = _status(self._folder)
+            if status is None:
+                if time.monotonic() - begun > patience:
+                    return False
+            elif status["state"] == "finished":
+                return True
+            elif status["state"] == "failed":
+                raise SettingsError(f"the run failed: {status['why']}")
+            elif not held(self._folder.run / "run"):
+                return False
+            if not self._link.look() or self._link.starts != starts:
+                return False
+
+    def _tell(self) -> None:
+        lines = _lines(self._folder.run / "metrics.jsonl")
+        for line in lines[self._told :]:
+            self._say(_round(line))
+        self._told = max(self._told, len(lines))
+
+
+def _status(folder: Folder) -> dict[str, Any] | None:
+    file = folder.run / "status.json"
+    return read_json(file) if file.exists() else None
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """Whole lines of a file that may be being written."""
+    if not file.exists():
+        return []
+    text = file.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def _round(line: dict[str, Any]) -> str:
+    heard = f"{len(line.get('heard', []))} of {line['active']} sites"
+    loss = "" if line.get("loss") is None else f", loss {line['loss']:.4g}"
+    missing = f", without {', '.join(line['left_out'])}" if line["left_out"] else ""
+    return f"round {line['round']}: {heard}{loss}{missing}"
+
+
+def status(root: Path, say: Say) -> None:
+    """How a run stands: rounds, sites, who is late, bytes, metrics."""
+    folder = Folder(root)
+    settings = folder.settings
+    lines, now = _lines(folder.run / "metrics.jsonl"), _status(folder)
+    state = "not begun" if now is None else str(now["state"])
+    if now is not None and state == "running" and not held(folder.run / "run"):
+        state = "stopped; fedpop server run goes on with it"
+    rounds = settings.get("run", {}).get("rounds")
+    planned = "as many as needed" if rounds is None else rounds
+    say(f"{settings.get('name', 'federation')}: {state}, {len(lines)} of {planned} rounds")
+    if now is not None and state == "failed":
+        say(f"  why       {now['why']}")
+    admitted = sorted(key.stem for key in folder.admitted.glob("*.pub"))
+    heard: dict[str, int] = {}
+    for line in lines:
+        heard |= dict.fromkeys(line.get("heard", []), line["round"])
+    for site in sorted({*admitted, *heard}):
+        said = f"last heard in round {heard[site]}" if site in heard else "never heard"
+        why = lines[-1].get("reasons", {}).get(site) if lines else None
+        say(f"  {site:<9} {said}{f'; in the last one: {why}' if why else ''}")
+    if lines:
+        last = lines[-1]
+        up, down = human_bytes(last["bytes_up"]), human_bytes(last["bytes_down"])
+        say(f"  bytes     {up} up, {down} down")
+        say(f"  late      {last.get('late', 0)} replies were dropped")
+        say(f"  last      {_round(last)}")

@@ -1,0 +1,323 @@
+"""What a site does with a letter: its own data, its own chains, one message back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedpop.algorithms import rebuild
+from fedpop.algorithms.base import Algorithm, Facts, Round
+from fedpop.channel import Tensors
+from fedpop.client.plan import parse_bytes, plan_for
+from fedpop.client.store import LocalStore
+from fedpop.errors import CheckpointError, FedpopError, SchemaError
+from fedpop.evaluation.questions import asked_after
+from fedpop.federation.clients import Federation
+from fedpop.federation.reading import Columns
+from fedpop.files import read_json, read_tensors, writable_folder, write_json, write_tensors
+from fedpop.keys import Key
+from fedpop.models.base import Model
+from fedpop.models.spec import model_from
+from fedpop.population import Population, Sites
+from fedpop.population.site import site_answer, site_round
+from fedpop.questions import Question
+from fedpop.questions.spectral import CrossProducts, SecondMoments
+from fedpop.runtime.flower.forms import example_from, made_by, plain_example, summary_of
+from fedpop.runtime.flower.letters import Letter, Refusal, Reply, digest_of, refusal, reply_of, with_values
+from fedpop.runtime.flower.memory import Memory, locked
+from fedpop.runtime.guards import threads
+from fedpop.runtime.members import Asking, models_for
+from fedpop.version import __version__
+
+log = logging.getLogger("fedpop.site")
+
+STRANGER = "this site does not know the experiment: greet it first"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A site: its name, its secret, where it keeps things, and how it reads its data, which are checked
+    against the federation's schema."""
+
+    name: str
+    secret: int
+    """What its random numbers are keyed by, in the place of the run's seed: nobody else knows it."""
+    folder: Path
+    data: Callable[[Mapping[str, Any]], Federation]
+    """Reads the data, given the form that sites agreed on."""
+    table: Callable[[Mapping[str, Any]], Columns]
+    """Reads the columns of a table as they are."""
+    threads: int = 1
+    memory: str = "1GiB"
+    spectral_rows: int = 10
+    """With fewer rows than these it refuses the spectral start."""
+
+    def answer(self, letter: Letter) -> Reply:
+        """The reply to a letter. Errors that are not meant for the server stay here, in the log."""
+        try:
+            if letter.about.get("version") != __version__:
+                raise Refusal(f"the site has fedpop {__version__}, the server {letter.about.get('version')}")
+            with threads(self.threads):
+                return self._answer(letter)
+        except Refusal as error:
+            log.warning("%s refused: %s", letter.kind, error)
+            return refusal(str(error), site=self.name)
+        except SchemaError as error:  # it is written for the server, too
+            log.error("%s failed: %s", letter.kind, error)
+            return refusal(str(error), site=self.name)
+        except FedpopError as error:
+            log.error("%s failed: %s", letter.kind, error)
+            return refusal(f"{type(error).__name__}; the site's log says more", site=self.name)
+        except Exception as error:
+            log.exception("%s failed", letter.kind)
+            return refusal(f"{type(error).__name__}; the site's log says more", site=self.name)
+
+    def _answer(self, letter: Letter) -> Reply:
+        experiment = Experiment(self, str(letter.about["experiment"]))
+        if letter.kind == "form":
+            return self._form(letter)
+        if letter.kind == "hello":
+            return experiment.hello(letter)
+        with locked(experiment.state_file):
+            return {"train": experiment.train, "ask": experiment.ask, "finish": experiment.finish}[
+                letter.kind
+            ](letter)
+
+    def _form(self, letter: Letter) -> Reply:
+        """What examples look like here; of their values no more than sums over columns."""
+        schema, told = letter.about["schema"], {"version": __version__, "site": self.name}
+        if "x" not in schema:
+            return Reply(told | {"example": plain_example(self.data(schema).example)})
+        return Reply(told | {"summary": summary_of(self.table(schema), schema, self.name)})
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One experiment at a site: the method that it was told of, and the states of its units."""
+
+    site: Site
+    name: str
+
+    @cached_property
+    def folder(self) -> Path:
+        if not self.name or not set(self.name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-_."):
+            raise Refusal("an experiment's name has small letters, digits, '-', '_' and '.' only")
+        return writable_folder(self.site.folder / "experiments" / self.name)
+
+    @property
+    def state_file(self) -> Path:
+        return self.folder / "chain.safetensors"
+
+    # --- hello -------------------------------------------------------------------------------
+
+    def hello(self, letter: Letter) -> Reply:
+        """Keep what the server tells of the method; say who is here. No data are told of but their form."""
+        keep_hello(self.folder, letter)
+        federation = self.federation
+        return Reply(
+            {
+                "version": __version__,
+                "experiment": self.name,
+                "site": self.site.name,
+                "units": len(federation),
+                "splits": sorted(federation.splits),
+                "method": letter.about["method_digest"],
+            }
+        )
+
+    @cached_property
+    def _told(self) -> dict[str, Any]:
+        if not (self.folder / "method.json").exists():
+            raise Refusal(STRANGER)
+        told: dict[str, Any] = read_json(self.folder / "method.json")
+        return told
+
+    @property
+    def form(self) -> Mapping[str, Any]:
+        """What the sites' data look like."""
+        form: Mapping[str, Any] = self._told["schema"]
+        return form
+
+    @cached_property
+    def method(self) -> Algorithm:
+        """The server's method on this site's copy of the model."""
+        told = self._told["method"]
+        values = read_tensors(self.folder / "model.safetensors", self._told["digest"])
+        model = with_values(_model(told), values).knowing(told["known"]).at_precision(told["precision"])
+        return rebuild(told["algorithm"], told["class"], model)
+
+    @cached_property
+    def federation(self) -> Federation:
+        """This site's data, checked against the schema and the model."""
+        found = self.site.data(self.form)
+        own = self.method.model.prepared(found.example)
+        if own.known() != self.method.model.known():
+            raise Refusal("the site's examples do not fit the model: their shape is not the federation's")
+        checked = own.checked(found)
+        self.method.check_data(checked)
+        return checked
+
+    # --- work --------------------------------------------------------------------------------
+
+    def memory(self, heard: int) -> Memory:
+        units = len(self.federation)
+        if not self.state_file.exists():
+            if heard >= 0:
+                log.warning("%s: no state here, though round %d counted: a stateless start", self.name, heard)
+            return Memory.empty(units)
+        try:
+            return Memory.read(self.state_file, units)
+        except CheckpointError as error:
+            log.warning("%s: %s: a stateless start", self.name, error)
+            return Memory.empty(units)
+
+    def sites(self, store: LocalStore) -> Sites:
+        return Sites(self.federation, self.method.model.initial_phi().device, store)
+
+    def key(self, round: int, purpose: str) -> Key:
+        """This site's own, at the address that the server names."""
+        return Key(self.site.secret, round, purpose)
+
+    def train(self, letter: Letter) -> Reply:
+        """One round: the same reply to the same letter, whatever happened in between."""
+        number, heard = int(letter.about["round"]), int(letter.about["heard"])
+        digest = digest_of(letter.tensors)
+        if digest != letter.about["digest"]:
+            raise Refusal("theta did not arrive as it was sent")
+        memory = self.memory(heard)
+        if memory.round == number and memory.digest == digest and memory.reply is not None:
+            log.info("%s: round %d again, the same reply", self.name, number)
+            return memory.reply
+        if number < memory.round:
+            log.warning("%s: round %d after round %d: the server went back", self.name, number, memory.round)
+        self._remember(memory, letter, heard)
+        store = memory.start_of(self.method, number, heard)
+        _forget(store, memory.noted, letter.about["noted"])
+        shared = Key(int(letter.about["seed"]), number, "/train")
+        key = self.key(number, "site/train")
+        now = Round(number, letter.tensors, key, shared)
+        done = site_round(self.sites(store), self.method, now, self.site.name)
+        told = {"site": self.site.name, "experiment": self.name, "round": number, "digest": digest}
+        reply = reply_of(done.message, told)
+        memory.before, memory.after, memory.reply = done.before, done.after, reply
+        memory.round, memory.digest = number, digest
+        memory.write(self.state_file)
+        log.info(
+            "%s: round %d, %d unit(s), %d bytes", self.name, number, done.message.units, done.message.size
+        )
+        return reply
+
+    def _remember(self, memory: Memory, letter: Letter, heard: int) -> None:
+        """Keep the present state where validation data chose the round that led to it."""
+        best = int(letter.about["best"])
+        if best >= 0 and best != memory.best_round and heard <= best:
+            memory.best = LocalStore.restore(memory.settled(self.method, heard).state())
+            memory.best_round = best
+
+    def ask(self, letter: Letter) -> Reply:
+        """An answer to a question; what it leaves with units is noted under its name."""
+        about, heard = letter.about, int(letter.about["heard"])
+        facts = Facts(**about["facts"])
+        question = self._question(str(about["question"]), facts, Key(int(about["seed"])))
+        self._require_rows(question)
+        memory = self.memory(heard)
+        store = memory.settled(self.method, heard)
+        sites, key = self.sites(store), self.key(int(about["key"][0]), str(about["key"][1]))
+        known = _part("known.", letter.tensors)
+        broadcast = _part("broadcast.", letter.tensors)
+        asking = Asking(question, known, key, self.method, facts, str(about["models"]), broadcast)
+        plan = plan_for(
+            self.method.model,
+            self.federation,
+            parse_bytes(self.site.memory),
+            self.method.draws,
+            self.method.phi_copies,
+        )
+        personal = models_for(asking, sites, plan)[1]
+        asked = question.ask(known) if about["models"] else _part("asked.", letter.tensors)
+        message, kept = site_answer(sites, question, asked, key, self.site.name, personal)
+        if kept:
+            for side in {id(s): s for s in (memory.before, memory.after)}.values():
+                side.put(torch.arange(len(self.federation)), kept, entered=False)
+            memory.noted[question.name] = sorted(kept)
+            memory.write(self.state_file)
+        told = {"site": self.site.name, "experiment": self.name, "question": question.name}
+        return reply_of(message, told)
+
+    def _require_rows(self, question: Question[Any]) -> None:
+        """Cross products of a few rows tell what the rows are: they are not sent."""
+        rows, least = int(self.federation.train.sizes.sum()), self.site.spectral_rows
+        if not isinstance(question, SecondMoments | CrossProducts):
+            return
+        if rows < least and question.minimum < least:
+            raise Refusal(
+                f'the spectral start is refused with fewer than {least} rows; use start = "random", or '
+                f'start = {{kind = "Spectral", minimum = {least}}}, under which such a site sends zeros'
+            )
+
+    def _question(self, name: str, facts: Facts, key: Key) -> Question[Any]:
+        every: Sequence[Question[Any]] = (*self.method.questions(facts, key), *asked_after(self.method))
+        for question in every:
+            if question.name == name:
+                return question
+        raise Refusal(f"the site knows no question of the name {name!r}")
+
+    def finish(self, letter: Letter) -> Reply:
+        """Keep the theta that was learned, and the states to predict with."""
+        about, heard = letter.about, int(letter.about["heard"])
+        memory = self.memory(heard)
+        self._remember(memory, letter, heard)
+        store = memory.settled(self.method, heard)
+        if about["recall"] and memory.best is not None:
+            store = memory.best
+        write_tensors(self.folder / "final.safetensors", store.state())
+        population = Population(
+            self.method,
+            dict(letter.tensors),
+            Key(self.site.secret, purpose="site"),
+            None,
+            rounds=int(about["rounds"]),
+            learned_from=int(about["learned_from"]),
+        )
+        population.save(self.folder / "population")
+        told = {"version": __version__, "site": self.site.name, "experiment": self.name, "units": 0}
+        return Reply(told | {"cost": {}, "named": {}})
+
+
+def keep_hello(folder: Path, letter: Letter) -> None:
+    """Write what a letter tells of an experiment: method, form of data, and where the model starts."""
+    about = {name: letter.about[name] for name in ("experiment", "method", "schema")}
+    about["digest"] = write_tensors(folder / "model.safetensors", letter.tensors)
+    write_json(folder / "method.json", about)
+
+
+def _model(told: Mapping[str, Any]) -> Model:
+    if not told["entry"]:
+        return model_from(told["model"])
+    try:
+        model = made_by(str(told["entry"]), example_from(told["example"]))
+    except (ImportError, AttributeError) as error:
+        raise Refusal(f"the site cannot make the model {told['entry']!r} ({type(error).__name__})") from error
+    if not isinstance(model, Model):
+        raise Refusal(f"{told['entry']!r} is not a model, nor a function that makes one")
+    return model
+
+
+def _forget(store: LocalStore, noted: Mapping[str, Sequence[str]], counted: Sequence[str]) -> None:
+    """Drop what questions left whose answer from here did not count."""
+    for question, names in noted.items():
+        if question not in counted:
+            for name in names:
+                store.noted.discard(name)
+                if not bool(store.entered.any()):
+                    store.tensors.pop(name, None)
+
+
+def _part(prefix: str, tensors: Tensors) -> Tensors:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

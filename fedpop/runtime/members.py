@@ -1,0 +1,220 @@
+"""Those whom a run works with, wherever they are: who asks whom is all that differs between one machine and
+many.
+
+A run tells its members of a round or a question and gets back what the server would see: sums. ``Here`` has
+all clients on this machine; ``fedpop.runtime.flower`` has members at other sites, whom messages go to.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedpop.algorithms.base import Algorithm, Facts, Round
+from fedpop.channel import Tensors
+from fedpop.client.plan import Plan, final_plan, parse_bytes, plan_for
+from fedpop.client.store import LocalStore
+from fedpop.errors import SettingsError
+from fedpop.federation.clients import Federation
+from fedpop.federation.participation import Active, Participation
+from fedpop.keys import Key
+from fedpop.population import Sites
+from fedpop.population.sites import Outcome, Update
+from fedpop.questions import Question
+
+R = TypeVar("R")
+
+MODELS = ("", "states", "judged", "thorough", "final")
+"""Which models of its units a site answers a question from: none; where their chains stand; a short or the
+full pass with theta fixed that forgets where they stand; the final pass that predictions use."""
+
+
+@dataclass(frozen=True)
+class Asking(Generic[R]):
+    """A question, with all that those who are asked need to know beside it."""
+
+    question: Question[R]
+    known: Tensors
+    key: Key
+    """Of the sites: elsewhere each one has a secret in the place of its seed."""
+    method: Algorithm
+    facts: Facts
+    models: str = ""
+    broadcast: Tensors = field(default_factory=dict)
+    """What sites would be told in a round, where ``models`` are states."""
+    split: str | None = None
+    """Only units that have examples in it are asked."""
+
+
+def active_units(rule: Participation, federation: Federation, key: Key, round: int) -> Active:
+    """Who takes part in a round: it depends on the rule, the seed and the round, never on the method."""
+    return rule.draw(federation.roster, key.at(round=round, purpose="participation"))
+
+
+class Members(ABC):
+    """The other side of a run."""
+
+    names: Sequence[str]
+    device: torch.device
+
+    @property
+    @abstractmethod
+    def units(self) -> int:
+        """How many units there are at present: the paper's b."""
+
+    @property
+    @abstractmethod
+    def federation(self) -> Federation | None:
+        """The data, where they are on this machine."""
+
+    @property
+    @abstractmethod
+    def splits(self) -> Collection[str]:
+        """Kinds of examples that there are."""
+
+    @property
+    @abstractmethod
+    def store(self) -> LocalStore | None:
+        """What units keep, where that is on this machine."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Enough to tell whether a resumed run has the same members."""
+
+    @abstractmethod
+    def fresh(self) -> Members:
+        """The same ones, for a run beside this one."""
+
+    @abstractmethod
+    def active(self, rule: Participation, key: Key, round: int) -> Active:
+        """Who is to take part in a round."""
+
+    @abstractmethod
+    def round(self, method: Algorithm, round: Round, active: Active) -> Outcome:
+        """The active ones' work; nobody's state changes before ``keep``."""
+
+    @abstractmethod
+    def ask(self, asking: Asking[R]) -> tuple[R, Outcome]:
+        """What is made of everyone's answers."""
+
+    @abstractmethod
+    def keep(self, updates: Iterable[Update], entered: bool = True) -> None:
+        """A round, or a question, has counted."""
+
+    @abstractmethod
+    def bytes_down(self, told: Tensors, ids: Tensor) -> int:
+        """What it takes to tell this to these."""
+
+    def metrics(self) -> dict[str, Any]:
+        """What is to be told of the last round beside the method's own numbers."""
+        return {}
+
+    @abstractmethod
+    def state(self) -> Tensors:
+        """What a checkpoint has to hold of them."""
+
+    @abstractmethod
+    def restore(self, state: Tensors) -> None: ...
+
+    @abstractmethod
+    def remember(self) -> Tensors:
+        """Have everyone keep their present state as the best so far; gives what ``recall`` will need."""
+
+    @abstractmethod
+    def recall(self, remembered: Tensors) -> None: ...
+
+
+class Here(Members):
+    """All clients on this machine."""
+
+    def __init__(
+        self,
+        method: Algorithm,
+        federation: Federation,
+        memory: str,
+        sites: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        budget = parse_bytes(memory)
+        self._again = (method, federation, memory, sites)
+        self.names, self.device = federation.names, method.model.initial_phi().device
+        self.sites = Sites(federation, self.device, sites=sites)
+        self.plan: Plan = plan_for(method.model, federation, budget, method.draws, method.phi_copies)
+
+    @property
+    def units(self) -> int:
+        return len(self.federation)
+
+    @property
+    def federation(self) -> Federation:
+        return self.sites.federation
+
+    @property
+    def splits(self) -> Collection[str]:
+        return self.federation.splits
+
+    @property
+    def store(self) -> LocalStore:
+        return self.sites.store
+
+    def describe(self) -> dict[str, Any]:
+        return {"clients": len(self.federation), "data": self.federation.fingerprint()}
+
+    def fresh(self) -> Here:
+        return Here(*self._again)
+
+    def active(self, rule: Participation, key: Key, round: int) -> Active:
+        return active_units(rule, self.federation, key, round)
+
+    def round(self, method: Algorithm, round: Round, active: Active) -> Outcome:
+        return self.sites.round(method, round, active, self.plan)
+
+    def ask(self, asking: Asking[R]) -> tuple[R, Outcome]:
+        among = None
+        if asking.split is not None:
+            among = (self.federation.splits[asking.split].sizes > 0).nonzero().squeeze(1)
+        plan, personal = models_for(asking, self.sites, self.plan)
+        return self.sites.ask(asking.question, asking.known, asking.key, plan, personal, among)
+
+    def keep(self, updates: Iterable[Update], entered: bool = True) -> None:
+        self.sites.keep(updates, entered)
+
+    def bytes_down(self, told: Tensors, ids: Tensor) -> int:
+        return self.sites.bytes_down(told, ids)
+
+    def state(self) -> Tensors:
+        return self.sites.store.state()
+
+    def restore(self, state: Tensors) -> None:
+        self.sites.store = LocalStore.restore(state)
+
+    def remember(self) -> Tensors:
+        return self.sites.snapshot().state()
+
+    def recall(self, remembered: Tensors) -> None:
+        self.restore(remembered)
+
+
+def models_for(
+    asking: Asking[Any], sites: Sites, plan: Plan
+) -> tuple[Plan, Callable[[Tensor], Tensors] | None]:
+    """How the models that a question is answered from are made, and how many units fit together for it."""
+    method, known, key, models = asking.method, asking.known, asking.key, asking.models
+    if models not in MODELS:
+        raise SettingsError(f"a question is answered from {' or '.join(map(repr, MODELS))}, not {models!r}")
+    if not models:
+        return plan, None
+    if models == "states":
+        return plan, lambda ids: sites.states(method, ids, asking.broadcast, key)
+    look = method.judged() if models == "judged" else method
+
+    def made(ids: Tensor) -> Tensors:
+        seen = models == "final" and bool(sites.store.seen(ids).all())
+        local = sites.store.get(ids, sites.device) if seen else None
+        return look.personalise(known, sites.federation.cohort(ids, sites.device), local, key)
+
+    return final_plan(plan, method.model, look.final_draws), made

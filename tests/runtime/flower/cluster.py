@@ -1,0 +1,201 @@
+"""A federation of real processes on loopback, by the commands that people type."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import fedpop
+from fedpop.runtime.flower import joining, serving
+from fedpop.runtime.flower.folder import SECRET
+from fedpop.runtime.flower.processes import free_port
+
+ROOT = Path(fedpop.__file__).parent.parent
+MODEL = """import torch
+from torch import nn
+
+import fedpop as fp
+
+
+def model(inputs: int) -> fp.Composition:
+    body, head = nn.Linear(inputs, 2, bias=False), nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        body.weight.copy_(torch.linspace(-1, 1, 2 * inputs).reshape(2, inputs))
+        head.weight.copy_(torch.tensor([[0.5, -0.25]]))
+    return fp.Composition(body, head, fp.likelihoods.Normal(0.5))
+"""
+
+
+def settings_of(method: str, rounds: int, sites: int, address: str, more: str = "") -> str:
+    return f'''name = "test"
+[data]
+x = ["a", "b", "c"]
+y = "y"
+standardise = false
+[method]
+{method}
+[run]
+rounds = {rounds}
+[sites]
+sites = {sites}
+{more}
+[server]
+address = "{address}"
+'''
+
+
+class Cluster:
+    """A server's folder and sites' folders below one; all processes are stopped at the end."""
+
+    def __init__(
+        self, root: Path, tables: Mapping[str, str], method: str, rounds: int, more: str = ""
+    ) -> None:
+        self.root, self.said = root, list[str]()
+        self.address = f"127.0.0.1:{free_port()}"
+        self.server = root / "server"
+        serving.init(self.server, "test", self.address, [], False, self.said.append)
+        text = settings_of(method, rounds, len(tables), self.address, more)
+        (self.server / "app" / "federation.toml").write_text(text)
+        (self.server / "app" / "model.py").write_text(MODEL)
+        for name, table in tables.items():
+            (root / f"{name}.csv").write_text(table)
+            self.enrol(name)
+            serving.admit(self.server, name, root / name / "node.pub", self.said.append)
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self.strangers: set[str] = set()
+        """Addresses beside loopback that any process was connected to."""
+
+    def enrol(self, name: str, data: str = "") -> Path:
+        folder = self.root / name
+        where = data or str(self.root / f"{name}.csv")
+        joining.enrol(
+            folder, name, self.address, where, self.server / "tls" / "ca.crt", False, self.said.append
+        )
+        (folder / SECRET).write_text("0\n")  # that of the simulator's clients
+        with (folder / "site.toml").open("a") as file:
+            file.write("spectral_rows = 2\n")
+        return folder
+
+    def start(self, name: str, *arguments: str) -> None:
+        out = (self.root / f"{name}.out").open("ab")
+        env = dict(os.environ) | {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+            "FEDPOP_TEST_CLUSTER": str(self.root),
+        }
+        code = "from fedpop.cli import main; main()"
+        self.children[name] = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            env=env,
+            cwd=self.root,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+        out.close()
+
+    def start_server(self) -> None:
+        """Returns once the sites' keys are registered: a node that comes before is refused, and waits."""
+        before = self.heard("server").count("has begun")
+        self.start("server", "server", "run", str(self.server))
+        self.until(lambda: self.heard("server").count("has begun") > before, 300, "the server did not start")
+
+    def start_site(self, name: str) -> None:
+        self.start(name, "site", "join", str(self.root / name))
+
+    def heard(self, name: str) -> str:
+        file = self.root / f"{name}.out"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def rounds(self) -> list[dict[str, Any]]:
+        file = self.server / "run" / "metrics.jsonl"
+        text = file.read_text() if file.exists() else ""
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def until(self, done: Callable[[], bool], seconds: float, what: str) -> None:
+        end = time.monotonic() + seconds
+        while not done():
+            self._look_out()
+            if time.monotonic() > end:
+                log = self.server / "logs" / "superlink.log"
+                tail = log.read_text(errors="replace")[-2000:] if log.exists() else ""
+                raise TimeoutError(f"{what}\n{self.heard('server')}\n{tail}")
+            time.sleep(0.2)
+
+    def finish(self, seconds: float) -> int:
+        """The exit code of the server's command."""
+        self.until(lambda: self.children["server"].poll() is not None, seconds, "the run did not end")
+        return int(self.children["server"].wait())
+
+    # --- processes ---------------------------------------------------------------------------
+
+    def processes(self) -> dict[int, str]:
+        """All that were started below, by their command lines."""
+        mark, found = f"FEDPOP_TEST_CLUSTER={self.root}".encode(), {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    found[int(folder.name)] = line
+            except OSError:
+                continue
+        return found
+
+    def kill(self, word: str, beside: str = "") -> None:
+        """kill -9 of the processes whose command lines hold this word."""
+        killed = [p for p, line in self.processes().items() if word in line and beside in line]
+        assert killed, (word, self.processes())
+        for pid in killed:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def _look_out(self) -> None:
+        """Connections of our processes to anything but loopback."""
+        sockets = set()
+        for pid in self.processes():
+            for link in Path(f"/proc/{pid}/fd").glob("*"):
+                try:
+                    target = os.readlink(link)
+                except OSError:
+                    continue
+                if target.startswith("socket:["):
+                    sockets.add(target[8:-1])
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            fields = line.split()
+            remote = fields[2].split(":")[0]
+            if fields[9] in sockets and remote not in ("00000000", "0100007F"):
+                self.strangers.add(remote)
+
+    def stop(self) -> None:
+        for child in self.children.values():
+            if child.poll() is None:
+                child.terminate()
+        for child in self.children.values():
+            try:
+                child.wait(30)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        end = time.monotonic() + 10
+        while self.processes() and time.monotonic() < end:
+            time.sleep(0.2)
+        left = self.processes()
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left, left
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stop()

@@ -1,0 +1,326 @@
+"""The commands of a server and its sites: what they make, and what they say of bad input."""
+
+from __future__ import annotations
+
+import datetime as dt
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedpop as fp
+from fedpop.cli import main
+from fedpop.files import read_json, read_tensors, write_json
+from fedpop.runtime.flower import certificates
+from fedpop.runtime.flower.client import app
+from fedpop.runtime.flower.conduct import conduct
+from fedpop.runtime.flower.federation import Folder
+from fedpop.runtime.flower.processes import free_port
+from tests.runtime.flower.local_grid import LocalGrid
+from tests.runtime.flower.sites import post_on
+
+SETTINGS = """name = "clinics"
+[data]
+x = ["age", "sex"]
+y = "dose"
+categories = ["sex"]
+minimum = 2
+[method]
+name = "FedSOUL"
+[run]
+rounds = {rounds}
+[sites]
+sites = 2
+[server]
+address = "{address}"
+"""
+
+
+def fedpop(*arguments: object) -> None:
+    main([str(a) for a in arguments])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What a command says that ends with code 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        fedpop(*arguments)
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("fedpop: ")
+    assert "Traceback" not in said
+    return said
+
+
+def rows(offset: float) -> str:
+    table = [(30 + i, "fm"[i % 2], 0.1 * i + offset + (i % 2)) for i in range(12)]
+    return "age,sex,dose\n" + "".join(f"{a},{s},{d:.3f}\n" for a, s, d in table)
+
+
+class Made:
+    """A federation of two sites, enrolled by command."""
+
+    def __init__(self, root: Path, rounds: int = 3) -> None:
+        self.root, self.server, self.address = root, root / "server", f"127.0.0.1:{free_port()}"
+        fedpop("server", "init", self.server, "--name", "clinics", "--address", self.address)
+        text = SETTINGS.format(rounds=rounds, address=self.address)
+        (self.server / "app" / "federation.toml").write_text(text)
+        for k, name in enumerate(("north", "south")):
+            (root / f"{name}.csv").write_text(rows(k))
+            self.enrol(name)
+            fedpop("server", "admit", self.server, name, root / name / "node.pub")
+
+    def enrol(self, name: str, **more: Any) -> None:
+        given = {"name": name, "server": self.address, "data": self.root / f"{name}.csv"}
+        given |= {"ca": self.server / "tls" / "ca.crt"} | more
+        words = [part for key, value in given.items() for part in (f"--{key}", value)]
+        fedpop("site", "enrol", self.root / name, *words)
+
+    def conduct(self) -> fp.Population:
+        """The run itself, over the Grid in this process."""
+        folder = Folder(self.server)
+        grid = LocalGrid(app, {name: self.root / name for name in ("north", "south")})
+        return conduct(folder.deployment(), post_on(grid), folder.run)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    return Made(tmp_path)
+
+
+# --- what they make ------------------------------------------------------------------------------
+
+
+def test_what_init_and_enrol_make(made: Made) -> None:
+    names = {str(p.relative_to(made.server)) for p in made.server.rglob("*") if p.is_file()}
+    app_files = {"app/pyproject.toml", "app/federation.toml", "app/model.py"}
+    assert names >= app_files | {"tls/ca.crt", "tls/server.crt", "version.json", "sites/north.pub"}
+    for private in ("server/tls/ca.key", "server/tls/server.key", "north/node.key", "north/secret"):
+        assert (made.root / private).stat().st_mode & 0o077 == 0
+    assert (made.root / "north" / "secret").read_text() != (made.root / "south" / "secret").read_text()
+    assert "federations" not in (made.server / "app" / "pyproject.toml").read_text()
+
+
+def test_a_run_and_what_sites_do_with_it(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    """Agreed levels and scales, rounds, predictions offline, a brand-new site from theta alone, a report."""
+    population = made.conduct()
+    agreed = read_json(made.server / "run" / "agreed.json")["form"]
+    assert agreed["levels"] == {"sex": ["f", "m"]}
+    ages = torch.arange(30.0, 42.0).repeat(2)
+    assert agreed["scale"]["age"] == pytest.approx([float(ages.mean()), float(ages.std())])
+    fedpop("server", "status", made.server)
+    said = capsys.readouterr().out
+    assert "3 of 3 rounds" in said
+    assert "north     last heard in round 3" in said
+    at = made.root / "at.csv"
+    at.write_text("sex,age\nf,30\nm,41\n")
+    fedpop("site", "predict", made.root / "south", "--data", at, "--out", made.root / "out.csv")
+    lines = (made.root / "out.csv").read_text().splitlines()
+    assert lines[0] == "unit,mean,low,high"
+    for line in lines[1:]:
+        unit, mean, low, high = line.split(",")
+        assert unit == "south"
+        assert float(low) < float(mean) < float(high)
+    fedpop(
+        "site", "personalise", made.root / "new", "--theta", made.server / "run" / "theta",
+        "--data", made.root / "north.csv", "--at", at, "--out", made.root / "new.csv",
+    )  # fmt: skip
+    assert len((made.root / "new.csv").read_text().splitlines()) == 3
+    same = read_tensors(made.server / "run" / "theta" / "theta.safetensors")
+    assert all(torch.equal(same[n], t) for n, t in population.published.items())
+    fedpop("report", made.server / "run")
+    assert (made.server / "run" / "report.html").exists()
+    again = fp.load(made.server / "run" / "population")
+    assert again.learned_from == 2
+
+
+def test_predictions_are_those_of_the_sites_own_model(made: Made) -> None:
+    """With the site's data, its secret and theta the same model comes out wherever it is made."""
+    from fedpop.runtime.flower.joining import experiment_of, population_at, predicted
+
+    made.conduct()
+    (made.root / "at.csv").write_text("sex,age\nf,30\n")
+    experiment = experiment_of(made.root / "south", None)
+    found = [predicted(population_at(experiment), experiment, str(made.root / "at.csv")) for _ in range(2)]
+    assert torch.equal(found[0][0][2].eta, found[1][0][2].eta)
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+def test_bad_folders_and_settings(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "already" in refused(capsys, "server", "init", made.server)
+    assert "is this a federation's folder?" in refused(capsys, "server", "run", made.root / "gone")
+    assert "is this a site's folder?" in refused(capsys, "site", "join", made.root / "gone")
+    assert "already" in refused(
+        capsys, "site", "enrol", made.root / "north", "--name", "north", "--server", made.address,
+        "--data", made.root / "north.csv", "--ca", made.server / "tls" / "ca.crt",
+    )  # fmt: skip
+    assert "host:port" in refused(capsys, "server", "init", made.root / "x", "--address", "nowhere")
+    file = made.server / "app" / "federation.toml"
+    good = file.read_text()
+    for bad, words in {
+        "[data]\ncolour = 1": "unknown setting 'colour'",
+        "[data]\nx = ['a']": "both x",
+        "[method]\nname = 'FedX'": "unknown method 'FedX'",
+        "[run]\nround = 3": "unknown setting 'round'",
+        "[sites]\nquorum = 3.0": "quorum is a share",
+        "[sites": "not readable TOML",
+    }.items():
+        file.write_text(bad)
+        assert words in refused(capsys, "server", "run", made.server)
+    file.write_text(good)
+
+
+def test_a_folder_from_another_version(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    write_json(made.server / "version.json", {"version": "0.0.1"})
+    assert "was made by fedpop 0.0.1" in refused(capsys, "server", "run", made.server)
+
+
+def test_a_port_in_use(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", int(made.address.split(":")[1])))
+        other.listen()
+        assert "cannot be had" in refused(capsys, "server", "run", made.server)
+    assert not (made.server / "flower" / "superlink.db").exists()
+
+
+def test_a_server_certificate_that_expired_or_is_of_tomorrow(
+    made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now, tls = dt.datetime.now(dt.UTC), made.server / "tls"
+    certificates.make_server_certificate(tls, ["127.0.0.1"], 1, now - dt.timedelta(days=9))
+    assert "expired on" in refused(capsys, "server", "run", made.server)
+    certificates.make_server_certificate(tls, ["127.0.0.1"], 9, now + dt.timedelta(days=2))
+    assert "set the clock" in refused(capsys, "server", "run", made.server)
+    fedpop("server", "certificate", made.server)
+    certificates.check_server_certificate(tls)
+    (tls / "server.key").write_text("nothing")
+    assert "not a readable key" in refused(capsys, "server", "run", made.server)
+
+
+@contextmanager
+def listening(address: str, tls: Path | None) -> Iterator[None]:
+    """A server that shakes hands and says no more."""
+    host, port = certificates.split_address(address)
+    context = None
+    if tls is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tls / "server.crt", tls / "server.key")
+    over = threading.Event()
+    with socket.create_server((host, port)) as server:
+        server.settimeout(0.1)
+
+        def serve() -> None:
+            while not over.is_set():
+                try:
+                    plain, _ = server.accept()
+                except TimeoutError:
+                    continue
+                try:
+                    with plain if context is None else context.wrap_socket(plain, server_side=True) as one:
+                        one.sendall(b"HTTP/1.1 400 no\r\n\r\n")
+                except OSError:
+                    continue
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+def test_a_site_knows_its_server(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    """A certificate of another authority, for another name, of the past or the future; no TLS at all."""
+    now, tls = dt.datetime.now(dt.UTC), made.server / "tls"
+    other = made.root / "other"
+    other.mkdir()
+    certificates.make_authority(other, "other")
+    certificates.make_server_certificate(other, ["127.0.0.1"])
+    with listening(made.address, other):
+        assert "was not signed by" in refused(capsys, "site", "join", made.root / "north")
+    certificates.make_server_certificate(tls, ["127.0.0.1"], 1, now - dt.timedelta(days=9))
+    with listening(made.address, tls):
+        assert "has expired" in refused(capsys, "site", "join", made.root / "north")
+    certificates.make_server_certificate(tls, ["127.0.0.1"], 9, now + dt.timedelta(days=2))
+    with listening(made.address, tls):
+        assert "not yet valid: the clock here" in refused(capsys, "site", "join", made.root / "north")
+    with listening(made.address, None):
+        assert "does not speak TLS" in refused(capsys, "site", "join", made.root / "north")
+    certificates.make_server_certificate(tls, ["127.0.0.1"])
+    with listening(made.address, tls):
+        assert certificates.check_connection(made.address, tls / "ca.crt")
+    assert not certificates.check_connection(made.address, tls / "ca.crt")
+
+
+def test_bad_keys(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    (made.root / "junk.pub").write_text("junk")
+    assert "not a site's public key" in refused(
+        capsys, "server", "admit", made.server, "x", made.root / "junk.pub"
+    )
+    assert "another key" in refused(
+        capsys, "server", "admit", made.server, "north", made.root / "south" / "node.pub"
+    )
+    (made.root / "north" / "node.key").write_text("junk")
+    assert "is not a site's key" in refused(capsys, "site", "join", made.root / "north")
+    (made.root / "north" / "node.key").unlink()
+    assert "cannot read" in refused(capsys, "site", "join", made.root / "north")
+    (made.root / "south" / "secret").write_text("junk")
+    assert "does not hold a site's secret" in refused(capsys, "site", "join", made.root / "south")
+
+
+def test_insecure_is_asked_for_and_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fedpop("server", "init", tmp_path / "server", "--insecure")
+    assert "warning: without TLS" in capsys.readouterr().out
+    assert "has no certificate" in refused(capsys, "server", "run", tmp_path / "server")
+    (tmp_path / "rows.csv").write_text(rows(0))
+    given = ("--name", "a", "--server", "127.0.0.1:8000", "--data", tmp_path / "rows.csv")
+    assert "--ca" in refused(capsys, "site", "enrol", tmp_path / "a", *given)
+    fedpop("site", "enrol", tmp_path / "a", *given, "--insecure")
+    assert "warning: without TLS" in capsys.readouterr().out
+    assert "enrolled without TLS" in refused(capsys, "site", "join", tmp_path / "a")
+
+
+def test_data_that_are_not_there(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no data at" in refused(
+        capsys, "site", "enrol", made.root / "west", "--name", "west", "--server", made.address,
+        "--ca", made.server / "tls" / "ca.crt", "--data", made.root / "gone.csv",
+    )  # fmt: skip
+    assert not (made.root / "west").exists()
+    (made.root / "north.csv").unlink()
+    assert "no data at" in refused(capsys, "site", "join", made.root / "north")
+
+
+def test_a_column_that_a_site_lacks_is_told_to_the_server(
+    made: Made, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the first round, with the site and the column; the site may mend it and is asked again."""
+    good = (made.root / "south.csv").read_text()
+    (made.root / "south.csv").write_text(good.replace("sex", "gender"))
+    folder = Folder(made.server)
+    grid = LocalGrid(app, {name: made.root / name for name in ("north", "south")})
+    sleep = grid.sleep
+
+    def later(seconds: float) -> None:
+        sleep(seconds)
+        (made.root / "south.csv").write_text(good)
+
+    grid.sleep = later  # type: ignore[method-assign]
+    conduct(folder.deployment(), post_on(grid), folder.run)
+    assert any("site 'south' has no column 'sex'" in r.getMessage() for r in caplog.records)
+
+
+def test_theta_comes_at_the_end(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    at = made.root / "north.csv"
+    assert "has no theta yet" in refused(capsys, "site", "predict", made.root / "north", "--data", at)
+    assert "holds no theta" in refused(
+        capsys, "site", "personalise", made.root / "new", "--theta", made.root, "--data", at
+    )

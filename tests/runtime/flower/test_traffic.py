@@ -1,0 +1,199 @@
+"""What leaves a site, from a record of all that was sent: neither rows nor draws of z. And what a curious
+server can make of one site's messages all the same, as ``docs/deployment.md`` says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedpop as fp
+from fedpop.channel import Channel, Payload, Tensors
+from fedpop.errors import EstimateError
+from fedpop.questions.spectral import Spectral
+from fedpop.runtime.flower.client import app
+from fedpop.runtime.flower.conduct import conduct
+from fedpop.runtime.flower.elsewhere import Terms
+from fedpop.runtime.flower.letters import Letter, Reply
+from fedpop.runtime.flower.memory import Memory
+from fedpop.runtime.flower.records import letter_from_record, reply_from_record
+from tests.algorithms.test_conformance import clients, holds, made
+from tests.helpers import generator, seeded
+from tests.runtime.flower.local_grid import LocalGrid
+from tests.runtime.flower.sites import across, deployment, enrol, post_on
+
+CPU = torch.device("cpu")
+ABOUT = {"site", "experiment", "version", "round", "digest", "units", "cost", "named", "question"}
+"""All that a reply to a round or a question says beside its vectors."""
+HELLO = {"site", "experiment", "version", "units", "splits", "method"}
+COSTS = {"log_likelihood", "examples", "acceptance", "clients", "divergences"}
+COSTS |= {"gradient_evaluations", "head_steps", "backbone_passes"}
+
+
+def opened(grid: LocalGrid) -> list[tuple[str, Letter, Reply]]:
+    return [
+        (site, letter_from_record(m.content), reply_from_record(r.content)) for site, m, r in grid.traffic
+    ]
+
+
+def plain(payload: Payload) -> Tensor:
+    """A vector that was not compressed."""
+    return Channel().decode("", payload, 0)
+
+
+@pytest.mark.parametrize("name", ["FedSOUL", "FedAvg", "SCAFFOLD", "Ditto", "FedRep", "APFL"])
+@pytest.mark.parametrize("kind", ["linear", "softmax"])
+def test_neither_rows_nor_draws_leave(name: str, kind: str, tmp_path: Path) -> None:
+    """No row of x, no target, no private state, nor a multiple of one, in any message of a whole run."""
+    method, data = made(name, kind), clients(kind)
+    grid = LocalGrid(app, enrol(tmp_path, data))
+    states: dict[str, list[Tensors]] = {n: [] for n in data}
+
+    def watch(site: str, letter: Any, reply: Any) -> list[Any]:
+        file = tmp_path / site / "experiments" / "test" / "chain.safetensors"
+        if file.exists():
+            memory = Memory.read(file, 1)
+            states[site] += [s.get(torch.tensor([0]), CPU) for s in (memory.before, memory.after)]
+        return [reply]
+
+    grid.fault = watch
+    conduct(deployment(method, 4, terms=Terms(sites=4)), post_on(grid))
+    kinds = set()
+    for site, letter, reply in opened(grid):
+        kinds.add(letter.kind)
+        x, y = data[site]
+        secrets = [*x, y.double()]
+        for state in states[site]:
+            for secret in set(method.private) & set(state):
+                secrets += [state[secret], *state[secret].reshape(-1, state[secret].shape[-1])]
+        for payload in reply.payloads.values():
+            vector = plain(payload)
+            assert not any(holds(vector, secret) for secret in secrets if secret.numel() > 1)
+        allowed = HELLO | {"example"} if letter.kind in ("hello", "form") else ABOUT
+        assert set(reply.about) <= allowed
+        assert set(reply.about.get("cost", {})) <= COSTS
+        assert reply.about.get("named", {}) == {}
+    assert kinds >= {"form", "hello", "train", "finish"}
+    assert any(method.private and set(method.private) & set(s) for own in states.values() for s in own) or (
+        not method.private
+    )
+
+
+def test_a_sites_secret_is_in_no_message(tmp_path: Path) -> None:
+    data = clients("softmax")
+    folders = enrol(tmp_path, data)
+    for k, folder in enumerate(folders.values()):
+        (folder / "secret").write_text(f"{1234567890123 + k}\n")
+    grid = LocalGrid(app, folders)
+    conduct(deployment(made("FedSOUL", "softmax"), 2, terms=Terms(sites=4)), post_on(grid))
+    said = json.dumps([dict(reply.about) for _, _, reply in opened(grid)])
+    assert "12345678901" not in said
+    assert all(b"12345678901" not in p.data for _, _, r in opened(grid) for p in r.payloads.values())
+
+
+def test_what_the_pre_round_tells_of_columns(tmp_path: Path) -> None:
+    """Sums and counts; levels of a few rows not at all."""
+    text = "age,sex,dose\n" + "".join(f"{30 + i},{'f' if i % 2 else 'm'},{i}\n" for i in range(10))
+    folders = {}
+    for name in ("north", "south"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "rows.csv").write_text(text + "77,rare,3\n")
+        (folder / "site.toml").write_text(f'name = "{name}"\ndata = "rows.csv"\n')
+        (folder / "secret").write_text("1\n")
+        folders[name] = folder
+    grid = LocalGrid(app, folders)
+    schema = {"x": ["age", "sex"], "y": "dose", "categories": ["sex"]}
+    model = fp.Composition(None, nn.Linear(3, 1), fp.likelihoods.Normal(1.0))
+    conduct(deployment(fp.FedAvg(model), 1, terms=Terms(sites=2), schema=schema), post_on(grid))
+    told = [r.about["summary"] for _, m, r in opened(grid) if m.kind == "form"]
+    assert told[0]["sex"] == {"counts": {"f": 5, "m": 5}, "untold": 1}
+    assert set(told[0]["age"]) == {"count", "mean", "squares"}
+    assert "rare" not in json.dumps([dict(r.about) for _, _, r in opened(grid)])
+
+
+# --- what a curious server can compute -------------------------------------------------------------
+
+
+def linear_site(n: int, k: int = 4) -> tuple[Tensor, Tensor]:
+    g = generator(3)
+    x = torch.randn(n, k, generator=g)
+    return x, x.sum(1) + torch.randn(n, generator=g)
+
+
+def model(k: int = 4) -> fp.Composition:
+    return fp.Composition(
+        seeded(nn.Linear(k, 2, bias=False), 1),
+        seeded(nn.Linear(2, 1, bias=False), 2),
+        fp.likelihoods.Normal(0.5),
+    )
+
+
+def others(k: int = 4) -> dict[str, tuple[Tensor, Tensor]]:
+    g = generator(4)
+    return {n: (torch.randn(12, k, generator=g), torch.randn(12, generator=g)) for n in ("bea", "cem")}
+
+
+def first_round(grid: LocalGrid, site: str) -> tuple[Letter, Reply]:
+    return next((m, r) for s, m, r in opened(grid) if s == site and m.kind == "train")
+
+
+def test_the_mean_of_the_draws_from_i(tmp_path: Path) -> None:
+    """mu + sigma^2 I_mu, from one site's bytes; where one draw is made it is the draw itself."""
+    beta_step = fp.steps.BetaStep(form="left")
+    prior = fp.priors.Normal(scale=0.7, mean=0.3)
+    method = fp.FedSOUL(
+        model(), prior=prior, engine="sampled", local_steps=1, beta_step=beta_step, start="random"
+    )
+    _, grid = across(method, {"ada": linear_site(6)} | others(), tmp_path, rounds=1)
+    letter, reply = first_round(grid, "ada")
+    d = 2
+    beta = letter.tensors["beta"]
+    mu, sigma = beta[:d], beta[d:].exp()
+    revealed = mu + sigma.square() * plain(reply.payloads["I"])[:d]
+    memory = Memory.read(tmp_path / "ada" / "experiments" / "test" / "chain.safetensors", 1)
+    z = memory.after.get(torch.tensor([0]), CPU)["z"].flatten()
+    torch.testing.assert_close(revealed, z, rtol=1e-4, atol=1e-5)
+
+
+def test_the_direction_of_a_single_row_from_j(tmp_path: Path) -> None:
+    """J of a linear backbone is an outer product with the row: its right singular vector is the row."""
+    x, y = linear_site(1)
+    method = fp.FedSOUL(model(), engine="sampled", start="random")
+    _, grid = across(method, {"ada": (x, y)} | others(), tmp_path, rounds=1)
+    j = plain(first_round(grid, "ada")[1].payloads["J"])[:8].reshape(2, 4)
+    row = torch.linalg.svd(j)[2][0]
+    cosine = float((row @ x[0]).abs() / x[0].norm())
+    assert cosine > 1 - 1e-5
+
+
+def test_both_rows_of_two_from_the_spectral_message(tmp_path: Path) -> None:
+    """S = v v' - sum y^2 x x' of two rows is y1 y2 (x1 x2' + x2 x1'): its image is spanned by both rows,
+    which is why a site with fewer than ten refuses to send it."""
+    x, y = linear_site(2)
+    data = {"ada": (x, y)} | others()
+    _, grid = across(fp.FedSOUL(model(), engine="sampled"), data, tmp_path / "allowed", rounds=1)
+    asked = [(m, r) for s, m, r in opened(grid) if s == "ada" and m.kind == "ask"]
+    letter, reply = next((m, r) for m, r in asked if m.about["question"] == "cross products")
+    s = plain(reply.payloads["cross"]).double().reshape(4, 4)
+    whitener = letter.tensors["asked.whitener"]
+    vectors = torch.linalg.eigh(s)
+    top = vectors[1][:, vectors[0].abs().argsort()[-2:]]
+    span = torch.linalg.qr(torch.linalg.inv(whitener).mT @ top)[0]
+    for row in x.double():
+        assert float((span @ (span.mT @ row) - row).norm() / row.norm()) < 1e-3
+
+    folders = enrol(tmp_path / "refused", data)
+    settings = folders["ada"] / "site.toml"
+    settings.write_text(settings.read_text().replace("spectral_rows = 2\n", ""))
+    told = deployment(fp.FedSOUL(model(), engine="sampled"), 1, terms=Terms(sites=3))
+    grid = LocalGrid(app, folders)
+    with pytest.raises(EstimateError, match="ada: the spectral start is refused with fewer than 10 rows"):
+        conduct(told, post_on(grid))
+    assert not [r for s, m, r in opened(grid) if s == "ada" and r.payloads]
+    zeros = fp.FedSOUL(model(), engine="sampled", start=Spectral(minimum=10))
+    conduct(deployment(zeros, 1, terms=Terms(sites=3)), post_on(LocalGrid(app, folders)))
