@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from torch import Tensor
 
 from fedpop.channel import Answer, Channel, Choice, Tensors, Total
+from fedpop.checked import Positive, checked
 from fedpop.errors import SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
@@ -116,7 +117,7 @@ class Algorithm(Setting, ABC):
     compressor: Choice = "identity"
     """Of the vectors named in ``compressed``: one for all, by itself or by name, or a mapping from clients.
     """
-    clip: float | None = None
+    clip: Positive | None = None
     """The largest norm of such a vector; longer ones are shortened, which biases their sum."""
 
     name: ClassVar[str]
@@ -135,6 +136,7 @@ class Algorithm(Setting, ABC):
     """Vectors that may be compressed without bias; a method that names none refuses a compressor."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         channel = self.channel
         if not self.compressed and not channel.transparent:
             raise SettingsError(
@@ -332,6 +334,7 @@ class Algorithm(Setting, ABC):
 
     # --- for people --------------------------------------------------------------------------
 
+    @checked
     def fit(self, clients: Any, **settings: Any) -> Population:
         """Run this method on one machine; ``fedpop.fit`` has the settings."""
         if not RUNTIMES:

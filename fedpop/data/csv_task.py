@@ -6,10 +6,12 @@ import csv
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import nn
 
+from fedpop.checked import Checked, Factor, Range, Whole
 from fedpop.data.image_task import redraw
 from fedpop.errors import DataError, SettingsError
 from fedpop.federation.clients import Client, Federation
@@ -19,7 +21,7 @@ from fedpop.models.composition import Composition
 
 
 @dataclass(frozen=True)
-class CsvTask:
+class CsvTask(Checked):
     """Rows of ``file`` as clients, with shares of each one's rows set aside; ``features`` is the width of a
     hidden layer that all share (0: a linear model, all of it private).
 
@@ -31,17 +33,15 @@ class CsvTask:
     y: str
     client: str
     likelihood: str = "normal"
-    features: int = 0
-    classes: int = 2
-    test: float = 0.2
-    validation: float = 0.2
+    features: Whole = 0
+    classes: Annotated[int, Range(least=2)] = 2
+    test: Factor = 0.2
+    validation: Factor = 0.2
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "x", tuple(self.x))
-        if not self.x or isinstance(self.x, str):
-            raise SettingsError("x is a list of the names of columns")
-        if self.features < 0:
-            raise SettingsError(f"features is 0 or more, not {self.features}")
+        super().__post_init__()
+        if not self.x:
+            raise SettingsError("x is a list of the names of columns, one at least")
 
     def split(self, seed: int, new: int = 0) -> tuple[Federation, list[Client]]:
         """Clients with their three sets, and ``new`` of them that take no part."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fedpop.checked import Checked, Count, Whole
 from fedpop.data.images import ImageSet, open_images
 from fedpop.errors import SettingsError
 from fedpop.federation.clients import Client
@@ -18,7 +19,7 @@ from fedpop.models.composition import Composition
 
 
 @dataclass(frozen=True)
-class ImageTask:
+class ImageTask(Checked):
     """``small`` clients with ``n_small`` images and ``large`` ones with ``n_large``, of ``classes`` classes.
 
     Every client is tested on ``test`` images of its own classes. Its ``validation`` images are training
@@ -26,15 +27,16 @@ class ImageTask:
     """
 
     images: str = "cifar10"
-    classes: int = 5
-    small: int = 50
-    n_small: int = 5
-    large: int = 50
-    n_large: int = 25
-    validation: int = 40
-    test: int = 100
+    classes: Count = 5
+    small: Whole = 50
+    n_small: Count = 5
+    large: Whole = 50
+    n_large: Count = 25
+    validation: Whole = 40
+    test: Whole = 100
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.images not in BACKBONES:
             raise SettingsError(f"unknown images {self.images!r}; known are {', '.join(BACKBONES)}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fedpop.checked import checked
 from fedpop.errors import DataError, ModelError
 from fedpop.federation.inputs import Inputs
 from fedpop.models import likelihoods
@@ -47,6 +48,7 @@ class Composition(Model):
     Composition(phi: 2, z: 1, likelihood: normal, linear head, fixed effects: 1)
     """
 
+    @checked
     def __init__(
         self,
         backbone: nn.Module | None,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from fedpop.checked import Count, checked
 from fedpop.errors import ModelError
 from fedpop.keys import Key
 
@@ -103,7 +104,8 @@ def federated(module: nn.Module, prefix: str = "") -> nn.Module:
     return module
 
 
-def replace_batchnorm(module: nn.Module, groups: int = 8) -> nn.Module:
+@checked
+def replace_batchnorm(module: nn.Module, groups: Count = 8) -> nn.Module:
     """A copy with GroupNorm instead of BatchNorm, which needs no statistics across examples.
 
     >>> from torch import nn

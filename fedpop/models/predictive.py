@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedpop.checked import Level, checked
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
@@ -81,22 +82,20 @@ class Predictive:
         y = torch.as_tensor(y, dtype=self.eta.dtype, device=self.eta.device)
         return _drop(self._cdf(y.reshape(self.eta.shape[1:]) if self.likelihood.ordered else y))
 
-    def covers(self, y: Tensor, level: float = 0.9) -> Tensor:
+    @checked
+    def covers(self, y: Tensor, level: Level = 0.9) -> Tensor:
         """Whether each y_j lies in its equal-tailed interval (without computing the interval)."""
-        if not 0 < level < 1:
-            raise SettingsError(f"a credible level lies in (0, 1), not {level}")
         tail = (1 - level) / 2
         at = self.cdf(y)
         return (at >= tail) & (at <= 1 - tail)
 
-    def interval(self, level: float = 0.9, of: str | None = None) -> tuple[Tensor, Tensor]:
+    @checked
+    def interval(self, level: Level = 0.9, of: str | None = None) -> tuple[Tensor, Tensor]:
         """Equal-tailed credible interval (low, high).
 
         ``of="y"`` is that of a new observation, the default for normal and poisson targets;
         ``of="mean"`` that of E[y | z], the default for classes (an interval of each probability).
         """
-        if not 0 < level < 1:
-            raise SettingsError(f"a credible level lies in (0, 1), not {level}")
         ordered = self.likelihood.ordered
         of = of or ("y" if ordered else "mean")
         tail = (1 - level) / 2

@@ -8,21 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from fedpop.checked import OneOf, checked
 from fedpop.errors import DataError
 from fedpop.evaluation.scores import Evaluation, scored
-from fedpop.federation.clients import Client, Federation
+from fedpop.federation.clients import SPLITS, Client, Federation
 from fedpop.federation.inputs import leaves
 from fedpop.models.predictive import Predictive
 from fedpop.population.population import Population
 
 
+@checked
 def evaluate(
-    population: Population, split: str = "test", *, widths: bool = True, theta_uncertainty: bool = False
+    population: Population,
+    split: Annotated[str, OneOf(*SPLITS)] = "test",
+    *,
+    widths: bool = True,
+    theta_uncertainty: bool = False,
 ) -> Evaluation:
     """Score every client of a population on its own examples of a split.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpop.algorithms import rebuild
+from fedpop.checked import checked
 from fedpop.errors import CheckpointError
 from fedpop.evaluation.verdict import verdict_of
 from fedpop.federation.clients import Federation
@@ -19,6 +20,7 @@ from fedpop.priors import Prior
 from fedpop.version import __version__
 
 
+@checked
 def load(
     path: str | Path, *, model: Model | None = None, clients: Any = None, prior: Prior | None = None
 ) -> Population:

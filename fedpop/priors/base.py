@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 Tensors = dict[str, Tensor]
 
 
+def check_scale(scale: float | None, bounds: tuple[float, float]) -> None:
+    """Raise unless bounds leave room between them, and the scale lies inside."""
+    if not bounds[0] < bounds[1]:
+        raise SettingsError(f"scale bounds must satisfy 0 < low < high, not {bounds}")
+    if scale is not None and not bounds[0] <= scale <= bounds[1]:
+        raise SettingsError(f"scale {scale} lies outside its bounds {bounds}")
+
+
 def into_ball(v: Tensor, radius: float) -> Tensor:
     """The nearest vector that is no longer than this."""
     length = float(torch.linalg.vector_norm(v))

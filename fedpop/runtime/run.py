@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import torch
 
 from fedpop.algorithms.base import Algorithm, Facts, Round
 from fedpop.channel import Tensors
 from fedpop.channel.compressors import Compressor
+from fedpop.checked import Bytes, Checked, Count, OneOf, Seed
 from fedpop.client.cost import WORK
 from fedpop.client.plan import Plan, parse_bytes, plan_for
 from fedpop.client.store import LocalStore
@@ -29,35 +30,27 @@ from fedpop.federation.participation import Active, Participation
 from fedpop.files import writable_folder, write_json
 from fedpop.keys import Key
 from fedpop.population import Population, Sites
+from fedpop.precision import PRECISIONS
 from fedpop.questions import Question
 from fedpop.runtime import checkpoint as checkpoints
 from fedpop.runtime.callbacks import Callback
 from fedpop.runtime.guards import patient_interrupts, threads
 from fedpop.runtime.progress import progress_bar
 from fedpop.runtime.stages import at_the_end, further, planned, stage_at
-from fedpop.settings import require_whole
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Checked):
     """How a run is carried out, apart from the method itself."""
 
-    rounds: int | None
+    rounds: Count | None
     """None: until it has converged."""
-    seed: int
+    seed: Seed
     participation: Participation
-    memory: str = "1GiB"
-    checkpoint_every: int = 50
-    precision: str = "auto"
+    memory: str | Bytes = "1GiB"
+    checkpoint_every: Count = 50
+    precision: Annotated[str, OneOf(*PRECISIONS)] = "auto"
     sites: Mapping[str, Sequence[str]] | None = None
-
-    def __post_init__(self) -> None:
-        require_whole(1, checkpoint_every=self.checkpoint_every)
-        if self.rounds is not None:
-            require_whole(1, rounds=self.rounds)
-        require_whole(seed=self.seed)
-        if not 0 <= self.seed < 2**64:
-            raise SettingsError(f"a seed is a whole number from 0 to 2^64 - 1, not {self.seed}")
 
 
 def active_units(rule: Participation, federation: Federation, key: Key, round: int) -> Active:

@@ -81,7 +81,7 @@ def test_short_forms() -> None:
 
 @pytest.mark.parametrize("p", [0, 0.0, -0.1, 1.1, float("nan"), (0.5, 0.0), (0.5, 2.0)])
 def test_impossible_probabilities_are_refused(p: float | tuple[float, ...]) -> None:
-    with pytest.raises(SettingsError, match=r"lies in \(0, 1\]"):
+    with pytest.raises(SettingsError, match=r"p must be a number in \(0, 1\]"):
         fp.participation.Bernoulli(p)
 
 

@@ -15,11 +15,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from fedpop.checked import Count, OneOf
 from fedpop.errors import DataError, SettingsError
 from fedpop.federation.participation.rules import WEIGHTS, Active, Participation, Roster
 from fedpop.keys import Key
@@ -39,15 +40,14 @@ class Availability(Participation):
     Active(ids=tensor([0, 1]), weights=tensor([4.0000, 1.3333]), ratio=False)
     """
 
-    rounds: Sequence[Sequence[int] | Tensor]
-    clients: int
-    weights: str = "inverse"
+    rounds: Sequence[Any]
+    clients: Count
+    weights: Annotated[str, OneOf(*WEIGHTS)] = "inverse"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         rounds = tuple(torch.as_tensor(r, dtype=torch.int64).sort().values for r in self.rounds)
         object.__setattr__(self, "rounds", rounds)
-        if self.weights not in WEIGHTS:
-            raise SettingsError(f"weights are {' or '.join(WEIGHTS)}, not {self.weights!r}")
         if not any(len(r) for r in rounds):
             raise DataError("the trace is empty: nobody is ever available")
         everyone = torch.cat(rounds)
