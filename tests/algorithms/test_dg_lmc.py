@@ -176,9 +176,9 @@ def test_a_client_that_is_not_finite_is_left_out_and_keeps_its_model() -> None:
     ("settings", "says"),
     [
         ({"local_steps": 0}, "local_steps"),
-        ({"rho": 0.0}, "rho must be a positive"),
-        ({"rho": {"a": 0.1, "b": -1.0}}, "rho must be a positive"),
-        ({"rho": [0.1, 0.2]}, "rho must be a number or a mapping"),
+        ({"rho": 0.0}, "rho.* must be a positive"),
+        ({"rho": {"a": 0.1, "b": -1.0}}, "rho.* must be a positive"),
+        ({"rho": [0.1, 0.2]}, "rho must be a positive finite number or a mapping"),
         ({"step": 0.0}, "step must be a positive"),
         ({"batch": 0}, "batch must be a whole number"),
         ({"prior_precision": float("inf")}, "prior_precision"),

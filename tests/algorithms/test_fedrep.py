@@ -138,5 +138,5 @@ def test_names_and_impossible_settings() -> None:
         fp.FedRep(linear_model(), heads="guess")
     with pytest.raises(SettingsError, match="normal likelihood"):
         fp.FedRep(fp.Composition(None, nn.Linear(3, 2), "categorical"), heads="exact")
-    with pytest.raises(SettingsError, match="start is"):
+    with pytest.raises(SettingsError, match="start must be"):
         fp.FedRep(linear_model(), start="warm")

@@ -304,7 +304,7 @@ def test_labels_and_impossible_settings() -> None:
     ]
     for settings, words in (
         ({"variant": "second-order"}, "variant must be one of"),
-        ({"third": "second"}, "third is"),
+        ({"third": "second"}, "third must be"),
         ({"weights": "n"}, "weights must be one of"),
         ({"alpha": 0.0}, "alpha"),
         ({"delta": 0.0}, "delta"),

@@ -249,7 +249,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a word for participation": (
         {},
         {"participation": "all"},
-        "participation must be a Participation .* or None, not 'all'",
+        "participation must be a Participation, .* or None, not 'all'",
     ),
     "nobody": ({}, {"participation": 0}, "Uniform: size must be a whole number, 1 or more, not 0"),
     "more than there are": ({}, {"participation": 4}, "only 3"),
