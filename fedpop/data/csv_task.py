@@ -17,6 +17,7 @@ from fedpop.errors import DataError, SettingsError
 from fedpop.federation.clients import Client, Federation
 from fedpop.federation.held_out import hold_out
 from fedpop.keys import Key
+from fedpop.kinds import did_you_mean
 from fedpop.models.composition import Composition
 
 
@@ -83,7 +84,7 @@ class CsvTask(Checked):
     def _pair(self, rows: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
         table = torch.tensor(rows)
         y = table[:, -1]
-        return table[:, :-1], y.long() if self.likelihood == "categorical" else y
+        return table[:, :-1], y.long() if self.likelihood == "categorical" else y  # whole, as _rows has seen
 
     def _rows(self) -> dict[str, list[list[float]]]:
         path = Path(self.file)
@@ -97,8 +98,14 @@ class CsvTask(Checked):
             missing = [c for c in (*self.x, self.y, self.client) if c not in (reader.fieldnames or [])]
             if missing:
                 told = ", ".join(reader.fieldnames or []) or "nothing"
-                raise DataError(f"{path} has no column {missing[0]!r}; it has {told}")
+                meant = did_you_mean(missing[0], reader.fieldnames or [])
+                raise DataError(f"{path} has no column {missing[0]!r}; it has {told}{meant}")
             for row in reader:
+                line = f"{path}, line {reader.line_num}"
+                if None in row:
+                    raise DataError(f"{line}: more values than the {len(reader.fieldnames or [])} columns")
+                if not (row[self.client] or "").strip():
+                    raise DataError(f"{line}: no client; drop the row or give it one in {self.client!r}")
                 numbers = []
                 for column in (*self.x, self.y):
                     try:
@@ -106,8 +113,8 @@ class CsvTask(Checked):
                     except (TypeError, ValueError):
                         numbers.append(math.nan)
                     if not math.isfinite(numbers[-1]):
-                        raise DataError(
-                            f"{path}, line {reader.line_num}: {column} is {row[column]!r}, not a number"
-                        )
+                        raise DataError(f"{line}: {column} is {row[column]!r}, not a number")
+                if self.likelihood == "categorical" and numbers[-1] != round(numbers[-1]):
+                    raise DataError(f"{line}: the label {row[self.y]!r} is not a whole number")
                 out.setdefault(row[self.client], []).append(numbers)
         return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,4 +53,4 @@ def hold_out(clients: Any, *, test: Factor = 0.2, validation: Factor = 0.0, seed
             chosen = torch.cat(parts)
             x = map_inputs(lambda v, c=chosen: v[c], packed.x)
             splits[name] = Packed(x, packed.y[chosen], torch.cumsum(sizes, 0) - sizes, sizes)
-    return Federation(federation.names, splits)
+    return replace(federation, splits=splits)

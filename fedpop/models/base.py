@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from fedpop.errors import DataError, ModelError, SettingsError
+from fedpop.errors import DataError, FedpopError, ModelError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Example, Inputs, leaves, map_inputs, narrowed
@@ -77,6 +77,8 @@ class Model(ABC):
     batchable: bool = True
     """Several clients' own copies of phi can be worked on side by side by vmap; convolutions with a filter
     for each client are slow, and cannot be laid out as a CPU likes them."""
+    labels: tuple[str, ...] = ()
+    """What classes are called, where targets were words."""
     precision: str = "auto"
     """As it was given: a model that is saved asks again where it is read."""
     _pass: NetworkPass | None = None
@@ -258,6 +260,7 @@ class Model(ABC):
         and a site without the others find the same."""
         phi = self.initial_phi()
         out = copy.copy(self)
+        out.labels = example.labels or self.labels
         out._look(example.zeros(2, phi.device, phi.dtype), phi)
         return out
 
@@ -268,17 +271,21 @@ class Model(ABC):
 
     def known(self) -> dict[str, Any]:
         """What ``prepared`` found, for a file."""
-        return {"outputs": self.outputs, "linear": self.linear}
+        known = {"outputs": self.outputs, "linear": self.linear}
+        return known | {"labels": list(self.labels)} if self.labels else known
 
     def knowing(self, known: Mapping[str, Any]) -> Self:
         """This model with what another one like it has found."""
         out = copy.copy(self)
         out.outputs, out.linear = int(known["outputs"]), bool(known["linear"])
+        out.labels = tuple(known.get("labels", ()))
         return out
 
     def checked(self, federation: Federation) -> Federation:
         """Data checked against this (prepared) model: targets and types; features of a frozen backbone."""
         phi = self.initial_phi()
+        if federation.labels:
+            self._check_labels(federation.labels)
 
         def check(y: Tensor, where: str) -> Tensor:
             y = self.likelihood.check_targets(y, self.outputs, where)
@@ -288,6 +295,14 @@ class Model(ABC):
         if self.frozen and not federation.embedded:
             federation = federation.map_inputs(lambda x: self._embed_all(phi, x))
         return federation
+
+    def _check_labels(self, labels: tuple[str, ...]) -> None:
+        told = ", ".join(map(repr, labels[:5])) + (", ..." if len(labels) > 5 else "")
+        if not self.likelihood.discrete or self.likelihood.ordered:
+            raise DataError(f"y holds words ({told}), but a {self.likelihood.name} target is a number")
+        most = self.outputs if self.likelihood.shifts else 2
+        if len(labels) > most:
+            raise DataError(f"y holds {len(labels)} labels ({told}), but the model has {most} classes")
 
     def _embed_all(self, phi: Tensor, x: Inputs, chunk: int = 1024) -> Inputs:
         rows = leaves(x)[0].shape[0]
@@ -311,13 +326,17 @@ class Model(ABC):
             try:
                 features = self.embed(phi, x, keys)
                 eta = self.head_outputs(phi, self.initial_z().unsqueeze(0), features)
-            except RuntimeError as error:
+            except (RuntimeError, TypeError, IndexError, ValueError, AttributeError) as error:
+                if isinstance(error, FedpopError):
+                    raise
                 if "randomness" in str(error):  # vmap refuses to draw from the global generator
                     raise ModelError(GLOBAL_GENERATOR) from error
                 raise _not_accepted(x, error) from error
         if not torch.equal(before, torch.get_rng_state()):
             raise ModelError(GLOBAL_GENERATOR)
         if eta.dim() != 3 or eta.shape[1] != count:
+            if isinstance(x, Tensor) and x.dim() == 1:
+                raise _not_accepted(x, ValueError("one number per example"))
             raise ModelError(
                 f"for {count} examples the head gave outputs of shape {tuple(eta.shape[1:])}; "
                 f"expected ({count}, {self.outputs})"
@@ -343,9 +362,18 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _not_accepted(x: Inputs, error: RuntimeError) -> DataError:
+def _not_accepted(x: Inputs, error: Exception) -> DataError:
+    """What may help, beside what torch says."""
     shapes = [tuple(v.shape[1:]) for v in leaves(x)]
-    return DataError(f"the model does not accept examples of shape {shapes}: {error}")
+    told = f"the model does not accept examples of shape {shapes}: {error}"
+    if () in shapes:
+        told += "; x has one number per example: where the model wants columns, use x[:, None]"
+    if any(not v.is_floating_point() for v in leaves(x)):
+        told += "; x holds whole numbers: where the model wants others, use x.float()"
+    if isinstance(x, tuple | dict):
+        how = "forward(x[0], x[1], ...)" if isinstance(x, tuple) else "forward(**x), by its names"
+        told += f"; a {type(x).__name__} of inputs reaches the module as {how}"
+    return DataError(told)
 
 
 def with_ones(features: Tensor) -> Tensor:

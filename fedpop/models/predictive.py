@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from fedpop.checked import Level, checked
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
+from fedpop.federation.labels import as_targets, numbered
 from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.likelihoods import Likelihood, Params
@@ -40,6 +41,8 @@ class Predictive:
     params: Params
     key: Key
     plug_in: bool
+    labels: tuple[str, ...] = ()
+    """What the classes are called, in the order of ``probs``, where targets were words."""
 
     def __repr__(self) -> str:
         kind = "a point estimate of z (noise only)" if self.plug_in else f"{self.eta.shape[0]} draws of z"
@@ -60,6 +63,12 @@ class Predictive:
         """Class probabilities ``[n, K]`` (two columns for yes/no targets)."""
         return self.likelihood.probabilities(self.means.mean(0))
 
+    @property
+    def most_likely(self) -> list[str] | Tensor:
+        """The likeliest class of each example: its name where targets were words, else its number."""
+        best = self.probs.argmax(-1)
+        return [self.labels[i] for i in best.tolist()] if self.labels else best
+
     @cached_property
     def samples(self) -> Tensor:
         """One y per draw of z, ``[L, n]`` (or ``[L, n, o]``); point methods give 1000 of them."""
@@ -70,9 +79,10 @@ class Predictive:
         y = self.likelihood.draw(eta, self.params, uniform, normal)
         return y if y.dim() < eta.dim() else _drop(y)  # labels have no axis of outputs
 
-    def log_prob(self, y: Tensor) -> Tensor:
-        """log p(y_j | x_j) per example."""
-        y = self.likelihood.check_targets(torch.as_tensor(y), self.eta.shape[-1], "predictive")
+    def log_prob(self, y: Any) -> Tensor:
+        """log p(y_j | x_j) per example; y as it was given in training."""
+        y = numbered(as_targets(y, "predictive, y"), self.labels, "predictive, y")
+        y = self.likelihood.check_targets(y, self.eta.shape[-1], "predictive")
         encoded = self.likelihood.encode(y.to(self.eta.device), self.eta.shape[-1], self.eta.dtype)
         each = self.likelihood.log_prob(self.eta, encoded, self.params)
         return torch.logsumexp(each, 0) - math.log(self.eta.shape[0])

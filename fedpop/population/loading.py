@@ -56,7 +56,7 @@ def load(
     algorithm = rebuild(saved["algorithm"], saved["method"], model, **given)
     federation = None
     if clients is not None:
-        federation = Federation.of(clients)
+        federation = Federation.of(clients, model.labels)
         algorithm = algorithm.prepared(federation.example)
         federation = algorithm.model.checked(federation)
     device = model.initial_phi().device

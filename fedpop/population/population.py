@@ -148,7 +148,8 @@ class Population:
         i = self._index(client)
         inputs, key = checked_inputs(self.model, x), self._predict_key(i)
         if not theta_uncertainty:
-            return self.algorithm.predict(self.published, self._model_of(i), inputs, key)
+            found = self.algorithm.predict(self.published, self._model_of(i), inputs, key)
+            return replace(found, labels=self.model.labels)
         draws = self._theta
         with torch.no_grad():
             pairs = zip(draws.thetas, draws.of(i), strict=True)
@@ -158,7 +159,7 @@ class Population:
             name: torch.stack([p[name] for p in own]).repeat_interleave(len(outputs[0]))[:, None, None]
             for name in own[0]
         }
-        return Predictive(torch.cat(outputs), self.model.likelihood, params, key, plug_in=False)
+        return Predictive(torch.cat(outputs), self.model.likelihood, params, key, False, self.model.labels)
 
     def _predict_key(self, i: int) -> Key:
         return self.key.at(purpose=f"predict.{self.names[i]}")
@@ -194,7 +195,7 @@ class Population:
             nobody = Cohort(unit, none, rows, rows, 0)
             personal = self.algorithm.without_data(self.published, nobody, key)
             return Newcomer(self.algorithm, self.published, personal, key)
-        own = Federation.of({"the new client": (x, y)})
+        own = Federation.of({"the new client": (x, y)}, self.model.labels)
         one = self.model.prepared(own.example).checked(own)  # raises where they do not fit the model
         c = one.cohort(torch.tensor([0]), self.device)
         cohort = Cohort(unit, c.sizes, c.x, c.y, c.longest, c.embedded)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,7 +74,8 @@ class Newcomer:
     def predict(self, x: Any) -> Predictive:
         """The predictive distribution at new x."""
         x = checked_inputs(self.algorithm.model, x)
-        return self.algorithm.predict(self.published, self.personal, x, self.key)
+        found = self.algorithm.predict(self.published, self.personal, x, self.key)
+        return replace(found, labels=self.algorithm.model.labels)
 
 
 def checked_inputs(model: Model, x: Any) -> Inputs:
