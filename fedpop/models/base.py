@@ -21,12 +21,8 @@ from fedpop.models.likelihoods import Likelihood, Params
 from fedpop.models.local import GeneralLikelihood, LinearLikelihood, LocalLikelihood
 from fedpop.models.modules import RowKeys, has_dropout
 from fedpop.models.network import NetworkPass
+from fedpop.models.probe import USERS, check_rows, not_accepted, outputs_at
 from fedpop.precision import check as check_precision
-
-GLOBAL_GENERATOR = (
-    "the model draws from torch's global generator (functional dropout, say), so runs could not be "
-    "repeated or resumed; use nn.Dropout modules, which fedpop keys"
-)
 
 
 @dataclass(frozen=True)
@@ -139,8 +135,10 @@ class Model(ABC):
         """Head outputs ``[L, n, o]`` at new examples."""
         try:
             return self.head_outputs(phi, z, self.embed(phi, x))
-        except RuntimeError as error:
-            raise _not_accepted(x, error) from error
+        except USERS as error:
+            if isinstance(error, FedpopError):
+                raise
+            raise not_accepted(x, error) from error
 
     @abstractmethod
     def modules(self) -> list[nn.Module]:
@@ -262,6 +260,8 @@ class Model(ABC):
         out = copy.copy(self)
         out.labels = example.labels or self.labels
         out._look(example.zeros(2, phi.device, phi.dtype), phi)
+        if self.modules():
+            check_rows(out, example)
         return out
 
     def _look(self, x: Inputs, phi: Tensor) -> None:
@@ -315,33 +315,7 @@ class Model(ABC):
 
     def _outputs_at(self, x: Inputs, phi: Tensor) -> int:
         """One forward pass: does the model accept such examples, and how many outputs come out?"""
-        count = leaves(x)[0].shape[0]
-        keys = RowKeys(
-            Key(0, purpose="probe"),
-            torch.zeros(count, dtype=torch.int64, device=phi.device),
-            torch.arange(count, device=phi.device),
-        )
-        before = torch.get_rng_state()
-        with torch.no_grad():
-            try:
-                features = self.embed(phi, x, keys)
-                eta = self.head_outputs(phi, self.initial_z().unsqueeze(0), features)
-            except (RuntimeError, TypeError, IndexError, ValueError, AttributeError) as error:
-                if isinstance(error, FedpopError):
-                    raise
-                if "randomness" in str(error):  # vmap refuses to draw from the global generator
-                    raise ModelError(GLOBAL_GENERATOR) from error
-                raise _not_accepted(x, error) from error
-        if not torch.equal(before, torch.get_rng_state()):
-            raise ModelError(GLOBAL_GENERATOR)
-        if eta.dim() != 3 or eta.shape[1] != count:
-            if isinstance(x, Tensor) and x.dim() == 1:
-                raise _not_accepted(x, ValueError("one number per example"))
-            raise ModelError(
-                f"for {count} examples the head gave outputs of shape {tuple(eta.shape[1:])}; "
-                f"expected ({count}, {self.outputs})"
-            )
-        return eta.shape[2]
+        return outputs_at(self, x, phi)
 
     def bind_linear(self, phi: Tensor, features: Inputs, cohort: Cohort, bias: bool) -> LocalLikelihood:
         """The native path: a padded feature block with a column of ones."""
@@ -360,20 +334,6 @@ class Model(ABC):
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _not_accepted(x: Inputs, error: Exception) -> DataError:
-    """What may help, beside what torch says."""
-    shapes = [tuple(v.shape[1:]) for v in leaves(x)]
-    told = f"the model does not accept examples of shape {shapes}: {error}"
-    if () in shapes:
-        told += "; x has one number per example: where the model wants columns, use x[:, None]"
-    if any(not v.is_floating_point() for v in leaves(x)):
-        told += "; x holds whole numbers: where the model wants others, use x.float()"
-    if isinstance(x, tuple | dict):
-        how = "forward(x[0], x[1], ...)" if isinstance(x, tuple) else "forward(**x), by its names"
-        told += f"; a {type(x).__name__} of inputs reaches the module as {how}"
-    return DataError(told)
 
 
 def with_ones(features: Tensor) -> Tensor:

@@ -29,6 +29,9 @@ FEW = 8
 class Composition(Model):
     """``likelihood(head(backbone(x)))`` with the backbone shared (phi) and the head private (z).
 
+    x may be a tuple of tensors, which reach the backbone's ``forward`` as its arguments, or a dict, which
+    reaches it as keyword arguments: ``forward(self, image, age)`` takes ``{"image": ..., "age": ...}``.
+
     Parameters with ``requires_grad=False`` stay as they are; a backbone without any trainable
     parameter has its features computed once. ``precision`` is what the backbone runs in: ``float32``,
     ``bfloat16``, or ``auto``, which is float32 unless the network is large and a child process has shown
