@@ -21,12 +21,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from torch import Tensor
 
-from fedpop.channel import Answer, Channel, Choice, Tensors, Total
-from fedpop.checked import Positive, checked
+from fedpop.channel import Answer, Channel, Choice, Guard, Tensors, Total
+from fedpop.checked import Positive, Range, checked
 from fedpop.errors import SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
@@ -119,6 +119,8 @@ class Algorithm(Setting, ABC):
     """
     clip: Positive | None = None
     """The largest norm of such a vector; longer ones are shortened, which biases their sum."""
+    guard: Annotated[float, Range(above=1)] | None = 1e3
+    """How many times the usual norm makes a client's message absurd, so that it is left out; None: never."""
 
     name: ClassVar[str]
     about: ClassVar[About]
@@ -132,6 +134,8 @@ class Algorithm(Setting, ABC):
     """Predictions integrate over parameters; otherwise intervals hold noise only, and say so."""
     participation: ClassVar[str] = "any"
     """Who may take part in a round: ``any``, ``full`` (everyone, always) or ``one`` (a relay)."""
+    guarded: ClassVar[tuple[str, ...]] = ()
+    """Vectors that are moves or gradients, whose norms the guard looks at; states have none that is usual."""
     compressed: ClassVar[tuple[str, ...]] = ()
     """Vectors that may be compressed without bias; a method that names none refuses a compressor."""
 
@@ -152,6 +156,12 @@ class Algorithm(Setting, ABC):
     def channel(self) -> Channel:
         """The way that this method's vectors take to the server."""
         return Channel(self.compressor, self.compressed, self.clip)
+
+    def guard_for(self, told: Tensors, messages: int) -> Guard | None:
+        """What looks at the messages of a round, given what it was told is usual."""
+        if self.guard is None or not self.guarded or self.participation == "one":
+            return None
+        return Guard(self.guard, self.guarded, told, messages)
 
     @property
     def compressed_size(self) -> int:

@@ -83,6 +83,7 @@ class FedBE(Ensemble):
     distil: Distillation | None = None
 
     name: ClassVar[str] = "FedBE"
+    guarded: ClassVar[tuple[str, ...]] = ("dw",)
     about: ClassVar[About] = About(
         "Chen and Chao, ICLR 2021", personalised=False, bounds=False, memory="M (d + d_phi)"
     )

@@ -61,6 +61,7 @@ class FedRep(WholeModel):
         "Collins et al., ICML 2021", personalised=True, instance="limit: scale infinite, temperature 0"
     )
     private: ClassVar[tuple[str, ...]] = ("z",)
+    guarded: ClassVar[tuple[str, ...]] = ("dphi",)
     compressed: ClassVar[tuple[str, ...]] = ("dphi",)
 
     def __post_init__(self) -> None:

@@ -73,6 +73,7 @@ class FedSOUK(WithEngine):
     about: ClassVar[About] = About(
         "Kotelevskii et al., NeurIPS 2022", personalised=True, memory="M d + d_phi", instance="itself"
     )
+    guarded: ClassVar[tuple[str, ...]] = ("I", "J")
     compressed: ClassVar[tuple[str, ...]] = ("J",)
     sampling: ClassVar[tuple[str, ...]] = ("local_steps", *WithEngine.sampling)
 

@@ -61,5 +61,6 @@ class FedSOUL(FedSOUK):
             "start": "random",
             "anneal": Anneal(rounds=0),
             "average": Averaging("last"),
+            "guard": None,
         }
         return cls(model, **(defaults | settings))

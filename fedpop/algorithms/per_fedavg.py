@@ -75,6 +75,7 @@ class PerFedAvg(WholeModel):
 
     name: ClassVar[str] = "Per-FedAvg"
     about: ClassVar[About] = About("Fallah et al., NeurIPS 2020", personalised=True)
+    guarded: ClassVar[tuple[str, ...]] = ("dw",)
     compressed: ClassVar[tuple[str, ...]] = ("dw",)
 
     def __post_init__(self) -> None:

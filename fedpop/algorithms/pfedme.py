@@ -69,6 +69,7 @@ class PFedMe(WholeModel):
 
     name: ClassVar[str] = "pFedMe"
     about: ClassVar[About] = About("Dinh et al., NeurIPS 2020", personalised=True)
+    guarded: ClassVar[tuple[str, ...]] = ("dw",)
     compressed: ClassVar[tuple[str, ...]] = ("dw",)
 
     def __post_init__(self) -> None:

@@ -99,6 +99,7 @@ class QLSD(PosteriorSamples):
     about: ClassVar[About] = About(
         "Vono et al., AISTATS 2022", personalised=False, local_steps=False, memory="M (d + d_phi)"
     )
+    guarded: ClassVar[tuple[str, ...]] = ("U",)
     compressed: ClassVar[tuple[str, ...]] = ("U",)
     remembers: ClassVar[tuple[str, ...]] = ("U",)
 

@@ -47,6 +47,7 @@ class SCAFFOLD(WholeModel):
     server_rate: Positive = 1.0
 
     name: ClassVar[str] = "SCAFFOLD"
+    guarded: ClassVar[tuple[str, ...]] = ("dw", "dc")
     about: ClassVar[About] = About("Karimireddy et al., ICML 2020", personalised=False)
 
     def __post_init__(self) -> None:

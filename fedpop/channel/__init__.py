@@ -1,5 +1,6 @@
 """What happens to a message between a site and the server."""
 
+from fedpop.channel.guard import Guard
 from fedpop.channel.message import Answer, Tensors, Total
 from fedpop.channel.pipeline import Channel, Choice, Payload, resolve_compressor
 from fedpop.channel.tally import Heard, Tally
@@ -8,6 +9,7 @@ __all__ = [
     "Answer",
     "Channel",
     "Choice",
+    "Guard",
     "Heard",
     "Payload",
     "Tally",

@@ -33,6 +33,7 @@ from fedpop.population import Population, Sites
 from fedpop.precision import PRECISIONS
 from fedpop.questions import Question
 from fedpop.runtime import checkpoint as checkpoints
+from fedpop.runtime.breakdown import require_finite_theta, require_somebody
 from fedpop.runtime.callbacks import Callback
 from fedpop.runtime.guards import patient_interrupts, threads
 from fedpop.runtime.progress import progress_bar
@@ -95,6 +96,8 @@ class Run:
         model = algorithm.model
         self.plan: Plan = plan_for(model, federation, budget, algorithm.draws, algorithm.phi_copies)
         self.server: Tensors = {}
+        self.usual: Tensors = {}
+        """Norms of messages, which the guard goes by."""
         self.round = 0
         self.totals: dict[str, float] = {}
         self.history: list[dict[str, Any]] = []
@@ -129,6 +132,7 @@ class Run:
                 stopped = any([c.after_round(self, metrics) for c in self.callbacks])  # noqa: C419
                 stopped |= self.algorithm.over(self.server)
                 self.history.append(metrics)
+                require_somebody(self.history, stopped or self.round == self.ends[-1])
                 if file is not None:
                     file.write((json.dumps(metrics) + "\n").encode())
                 last = stopped or self.round == self.ends[-1]
@@ -141,6 +145,7 @@ class Run:
                 bar.update(self.round, self.round if last else self.ends[-1], metrics)
                 if interrupted.is_set():
                     raise KeyboardInterrupt
+            require_finite_theta(self.algorithm.publish(self.server), self.history, self.round)
             self.recall()  # to the best theta on validation data, where that was watched
             self.verdict = at_the_end(self)
             bar.say(self.verdict)
@@ -271,17 +276,23 @@ class Run:
         if self.round == facts.start > 0:
             self.server = method.extended(self.server, facts)
         active = active_units(self.settings.participation, self.federation, self.key, self.round)
-        broadcast = method.broadcast(self.server)
+        broadcast = method.broadcast(self.server) | self.usual
+        require_finite_theta(broadcast, self.history, self.round)
         now = Round(self.round, broadcast, secret, shared)
         done = self.sites.round(method, now, active, self.plan)
         self.server = method.server_round(self.server, done.total, facts, shared)
         self.sites.keep(done.updates)
+        self.usual = dict(done.usual)
         self.round += 1
         self.spend({"bytes_up": done.bytes_up, "bytes_down": self.sites.bytes_down(broadcast, active.ids)})
         self.spend({name: done.cost.get(name, 0.0) for name in WORK})
         metrics: dict[str, Any] = {"round": self.round, "active": len(active.ids)}
         metrics |= method.metrics(self.server, done.cost)
         metrics["left_out"] = [self.federation.names[i] for i in done.left_out]
+        if done.suspects:
+            absurd = [self.federation.names[i] for i in done.suspects]
+            metrics |= {"out_of_proportion": absurd, "unbiased": False}
+            self.spend({"out_of_proportion": len(absurd)})
         metrics |= {name: self.totals[name] for name in ("bytes_up", "bytes_down")}
         self.spend({"seconds": time.perf_counter() - started})
         metrics["seconds"] = self.totals["seconds"]
@@ -317,6 +328,7 @@ class Run:
     def _write_checkpoint(self, metrics_bytes: int, stopped: bool) -> None:
         assert self.folder is not None
         tensors = {f"server.{n}": t for n, t in self.server.items()} | self.sites.store.state()
+        tensors |= {f"guard.{n}": t for n, t in self.usual.items()}
         if self._best is not None:
             server, store = self._best
             tensors |= {f"best.server.{n}": t for n, t in server.items()}
@@ -343,6 +355,7 @@ class Run:
         tensors = saved.tensors
         self.server = _part("server.", tensors, self.sites.device)
         self.sites.store = LocalStore.restore(tensors)
+        self.usual = _part("guard.", tensors, torch.device("cpu"))
         if "best.slots" in tensors:
             best = _part("best.", tensors, torch.device("cpu"))
             self._best = (_part("server.", best, self.sites.device), LocalStore.restore(best))
