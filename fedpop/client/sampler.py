@@ -193,4 +193,8 @@ class Sampler:
                 "rao_blackwell needs closed-form posteriors: a linear head with a normal likelihood, and a "
                 "prior made of Normals"
             )
+        if self.kernel.of_normals and prior.component is None:
+            raise SettingsError(
+                f"{self.kernel.name} is exact for priors made of Normals, as {prior.name} is not; use HMC()"
+            )
         self.kernel.check(self.hierarchy.closed_form)

@@ -27,6 +27,7 @@ class Exponential(Kernel):
     h: Fraction = 1.0
     name: ClassVar[str] = "Exponential"
     adjusted: ClassVar[bool] = False
+    of_normals: ClassVar[bool] = True
 
     def prepare(self, target: Target, z: Tensor, tuning: Tuning, round: int) -> tuple[Precision, Tensor]:
         return target.precision(), (self.h * tuning.log_step.exp())[:, None, None]

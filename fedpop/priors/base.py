@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
+from fedpop.priors.declared import check_declared
 from fedpop.settings import Setting
 
 if TYPE_CHECKING:
@@ -79,6 +80,10 @@ class Prior(Setting, ABC):
     steps: int = 0
     ship: int = 0
     """Of a prior that is not normalised: the server's chains, their transitions a round, states shipped."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_declared(self)
 
     mean: float
     scale: float | None
