@@ -94,6 +94,10 @@ class Checked:
             raise SettingsError(f"{cls.__name__} is a kind of settings: make one of the classes of this kind")
         return super().__new__(cls)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, or one for another process, has what was checked already.
+        return object.__new__, (type(self),), dict(vars(self))
+
     def __post_init__(self) -> None:
         for name, kind in _kinds(type(self)):
             value = getattr(self, name)

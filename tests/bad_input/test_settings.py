@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -287,6 +289,17 @@ def test_epochs_of_a_method_are_elsewhere(name: str) -> None:
 def test_what_other_functions_do_not_take(make: Any, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         make()
+
+
+@pytest.mark.parametrize("cls", every(), ids=lambda c: c.__name__)
+def test_copies_and_those_for_other_processes(cls: type) -> None:
+    """Are what they were, though their required settings are not given again."""
+    value = made(cls)
+    for again in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+        assert type(again) is cls
+        assert [f.name for f in fields(again)] == [f.name for f in fields(value)]
+        plain = [f.name for f in fields(value) if isinstance(getattr(value, f.name), int | float | str)]
+        assert [getattr(again, n) for n in plain] == [getattr(value, n) for n in plain]
 
 
 # --- the mechanism ---------------------------------------------------------------------------------
