@@ -30,6 +30,10 @@ class PayloadError(FedpopError, ValueError):
     """A vector cannot be encoded, or an encoded one cannot be read."""
 
 
+class TrainingError(FedpopError):
+    """Training broke down: nobody could be heard, or theta is not finite; names the round and the client."""
+
+
 class EstimateError(FedpopError):
     """A quantity cannot be estimated reliably from what is available."""
 

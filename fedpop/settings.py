@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import singledispatch
@@ -17,12 +16,14 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from fedpop.checked import Checked
 from fedpop.errors import CheckpointError, SettingsError
+from fedpop.kinds import did_you_mean
 
 S = TypeVar("S")
 
 
-class Setting:
+class Setting(Checked):
     """What a file can name by ``kind`` and hold as a table of its fields; subclasses are frozen
     dataclasses."""
 
@@ -51,39 +52,13 @@ def named(base: type[S], name: str, what: str) -> type[S]:
     """
     classes = {_spelled(n): c for n, c in known(base).items()}
     if _spelled(name) not in classes:
-        told = ", ".join(sorted(n.lower() for n in known(base)))
-        raise SettingsError(f"unknown {what} {name!r}; known are {told}")
+        told = sorted(n.lower() for n in known(base))
+        raise SettingsError(f"unknown {what} {name!r}; known are {', '.join(told)}{did_you_mean(name, told)}")
     return classes[_spelled(name)]
 
 
 def _spelled(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
-
-
-# --- checks ----------------------------------------------------------------------------------
-
-
-def require_whole(least: int | None = None, **numbers: Any) -> None:
-    """Raise unless these settings are whole numbers, and not below ``least``."""
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise SettingsError(f"{name} must be a whole number, not {value!r}")
-        if least is not None and value < least:
-            raise SettingsError(f"{name} must be {least} or more, not {value}")
-
-
-def require_positive(**numbers: float | None) -> None:
-    """Raise unless these settings are positive and finite, or left open (None)."""
-    for name, value in numbers.items():
-        if value is not None and not 0 < value < math.inf:
-            raise SettingsError(f"{name} must be positive and finite, not {value}")
-
-
-def require_one_of(known: tuple[str, ...] | Mapping[str, Any], **words: str) -> None:
-    """Raise unless these settings are among the words known."""
-    for name, value in words.items():
-        if value not in known:
-            raise SettingsError(f"{name} is one of {', '.join(known)}, not {value!r}")
 
 
 # --- plain values, and back ------------------------------------------------------------------

@@ -13,7 +13,18 @@ import fedpop
 
 ROOT = Path(fedpop.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "version", "extras", "keys", "files", "precision", "precision_probe", "settings"),
+    (
+        "errors",
+        "version",
+        "extras",
+        "keys",
+        "files",
+        "precision",
+        "precision_probe",
+        "kinds",
+        "checked",
+        "settings",
+    ),
     ("federation",),
     ("channel",),
     ("models",),

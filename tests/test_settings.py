@@ -23,9 +23,6 @@ from fedpop.settings import (
     known,
     named,
     rebuilt,
-    require_one_of,
-    require_positive,
-    require_whole,
 )
 from tests.helpers import linear_model
 
@@ -297,30 +294,3 @@ def test_what_is_not_said_is_derived_and_not_told() -> None:
     found = rebuilt(through_a_file(Counted(4)), {})
     assert found == Counted(4)
     assert found.twice == 8
-
-
-# --- checks --------------------------------------------------------------------------------------
-
-
-def test_whole_numbers() -> None:
-    require_whole(1, a=1, b=7)
-    require_whole(a=-3)
-    for wrong in (True, 1.0, "1", None):
-        with pytest.raises(SettingsError, match="b must be a whole number, not"):
-            require_whole(0, a=3, b=wrong)
-    with pytest.raises(SettingsError, match="b must be 2 or more, not 1"):
-        require_whole(2, a=2, b=1)
-
-
-def test_positive_numbers() -> None:
-    require_positive(a=1e-300, b=None, c=3)
-    for wrong in (0, -1.0, math.inf, math.nan):
-        with pytest.raises(SettingsError, match="b must be positive and finite"):
-            require_positive(a=1.0, b=wrong)
-
-
-def test_words() -> None:
-    require_one_of(("left", "right"), form="left")
-    require_one_of({"left": 1}, form="left")
-    with pytest.raises(SettingsError, match="form is one of left, right, not 'centre'"):
-        require_one_of(("left", "right"), form="centre")

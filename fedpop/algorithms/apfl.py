@@ -27,10 +27,10 @@ from fedpop.algorithms.base import About, Round
 from fedpop.algorithms.fedavg import FedAvg
 from fedpop.algorithms.whole import published_w, split_w
 from fedpop.channel import Answer, Tensors
+from fedpop.checked import Proportion
 from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import Direction, LocalSGD, Loss, Trained
 from fedpop.client.losses import joint_loss
-from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 
@@ -48,7 +48,7 @@ class APFL(FedAvg):
     [2, 4]
     """
 
-    alpha: float = 0.5
+    alpha: Proportion = 0.5
     """The share of v in the mixture: where it starts, or always if it is not ``adaptive``."""
     adaptive: bool = True
     newcomer: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=10))
@@ -58,11 +58,6 @@ class APFL(FedAvg):
     about: ClassVar[About] = About("Deng et al., 2020", personalised=True)
     private: ClassVar[tuple[str, ...]] = ("v", "alpha")
     compressed: ClassVar[tuple[str, ...]] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.alpha <= 1:
-            raise SettingsError(f"alpha is a proportion, in [0, 1], not {self.alpha}")
 
     @property
     def phi_copies(self) -> int:

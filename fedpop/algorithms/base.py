@@ -22,11 +22,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from torch import Tensor
 
-from fedpop.channel import Answer, Channel, Choice, Tensors, Total
+from fedpop.channel import Answer, Channel, Choice, Guard, Tensors, Total
+from fedpop.checked import Positive, Range
 from fedpop.errors import SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
@@ -117,8 +118,10 @@ class Algorithm(Setting, ABC):
     compressor: Choice = "identity"
     """Of the vectors named in ``compressed``: one for all, by itself or by name, or a mapping from clients.
     """
-    clip: float | None = None
+    clip: Positive | None = None
     """The largest norm of such a vector; longer ones are shortened, which biases their sum."""
+    guard: Annotated[float, Range(above=1)] | None = 1e3
+    """How many times the usual norm makes a client's message absurd, so that it is left out; None: never."""
 
     name: ClassVar[str]
     about: ClassVar[About]
@@ -132,10 +135,13 @@ class Algorithm(Setting, ABC):
     """Predictions integrate over parameters; otherwise intervals hold noise only, and say so."""
     participation: ClassVar[str] = "any"
     """Who may take part in a round: ``any``, ``full`` (everyone, always) or ``one`` (a relay)."""
+    guarded: ClassVar[tuple[str, ...]] = ()
+    """Vectors that are moves or gradients, whose norms the guard looks at; states have none that is usual."""
     compressed: ClassVar[tuple[str, ...]] = ()
     """Vectors that may be compressed without bias; a method that names none refuses a compressor."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         channel = self.channel
         if not self.compressed and not channel.transparent:
             raise SettingsError(
@@ -151,6 +157,12 @@ class Algorithm(Setting, ABC):
     def channel(self) -> Channel:
         """The way that this method's vectors take to the server."""
         return Channel(self.compressor, self.compressed, self.clip)
+
+    def guard_for(self, told: Tensors, messages: int) -> Guard | None:
+        """What looks at the messages of a round, given what it was told is usual."""
+        if self.guard is None or not self.guarded or self.participation == "one":
+            return None
+        return Guard(self.guard, self.guarded, told, messages)
 
     @property
     def compressed_size(self) -> int:

@@ -28,16 +28,15 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Round
-from fedpop.algorithms.samples import PosteriorSamples, check_precision
+from fedpop.algorithms.samples import PosteriorSamples
 from fedpop.channel import Answer, Tensors, Total
+from fedpop.checked import Count, NotNegative, Positive
 from fedpop.client.cost import finite, training_cost
-from fedpop.client.potential import Potential, check_batch
-from fedpop.errors import SettingsError
+from fedpop.client.potential import Potential
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key, unit_of
 from fedpop.questions import Question
 from fedpop.questions.curvature import STEP, Curvature
-from fedpop.settings import require_positive, require_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +58,11 @@ class DGLMC(PosteriorSamples):
     (3.0, 0.1)
     """
 
-    local_steps: int = 10
-    rho: float | Mapping[str, float] | None = None
-    step: float | None = None
-    batch: int | None = None
-    prior_precision: float = 0.0
+    local_steps: Count = 10
+    rho: Positive | Mapping[str, Positive] | None = None
+    step: Positive | None = None
+    batch: Count | None = None
+    prior_precision: NotNegative = 0.0
 
     name: ClassVar[str] = "DG-LMC"
     about: ClassVar[About] = About(
@@ -73,19 +72,6 @@ class DGLMC(PosteriorSamples):
         instance="phi empty, z whole, mu drawn",
     )
     participation: ClassVar[str] = "full"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole(1, local_steps=self.local_steps)
-        for value in self.rho.values() if isinstance(self.rho, Mapping) else (self.rho,):
-            if value is not None and not isinstance(value, int | float):
-                raise SettingsError(
-                    f"rho must be a number or a mapping from clients to numbers, not {self.rho!r}"
-                )
-            require_positive(rho=value)
-        require_positive(step=self.step)
-        check_batch(self.batch)
-        check_precision(self.prior_precision)
 
     def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
         known = self.step is not None and self.rho is not None

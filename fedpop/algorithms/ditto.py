@@ -21,6 +21,7 @@ from fedpop.algorithms.base import About, Round
 from fedpop.algorithms.fedavg import FedAvg
 from fedpop.algorithms.whole import published_w, require_pull, split_w, towards
 from fedpop.channel import Answer, Tensors
+from fedpop.checked import NotNegative
 from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD, Trained
 from fedpop.federation.cohort import Cohort
@@ -41,7 +42,7 @@ class Ditto(FedAvg):
     [2.5, 3.5]
     """
 
-    lam: float = 1.0
+    lam: NotNegative = 1.0
     """lambda, the strength of the pull."""
     personal: LocalSGD = field(default_factory=LocalSGD)
     newcomer: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=10))

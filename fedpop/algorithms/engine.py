@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from fedpop.algorithms.exact import ExactEngine, obstacle
 from fedpop.algorithms.hierarchical import Hierarchical
 from fedpop.channel import Tensors
+from fedpop.checked import OneOf
 from fedpop.errors import SettingsError
 from fedpop.federation.participation import Participation
-from fedpop.settings import require_one_of
 
 ENGINES = ("auto", "sampled", "exact")
 LARGEST = 500
@@ -24,14 +24,10 @@ class WithEngine(Hierarchical):
     """A method that may run by the exact engine: ``auto`` takes it where everyone takes part in all rounds,
     messages arrive as they were sent, theta is small, and nothing was said of chains or steps."""
 
-    engine: str = "auto"
+    engine: Annotated[str, OneOf(*ENGINES)] = "auto"
 
     sampling: ClassVar[tuple[str, ...]] = ("kernel", "chain", "anneal", "phi_step", "beta_step", "average")
     """Settings of the sampled engine: where one is given it is obeyed."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_one_of(ENGINES, engine=self.engine)
 
     @cached_property
     def exact(self) -> ExactEngine | None:

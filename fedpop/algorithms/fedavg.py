@@ -9,7 +9,6 @@ everyone has the same head.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -18,9 +17,9 @@ from torch import Tensor
 from fedpop.algorithms.base import About, Facts, Round
 from fedpop.algorithms.whole import WholeModel
 from fedpop.channel import Answer, Tensors, Total
+from fedpop.checked import Positive
 from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD, Trained
-from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 
@@ -39,18 +38,14 @@ class FedAvg(WholeModel):
     """
 
     local: LocalSGD = field(default_factory=LocalSGD)
-    server_rate: float = 1.0
+    server_rate: Positive = 1.0
 
     name: ClassVar[str] = "FedAvg"
     about: ClassVar[About] = About(
         "McMahan et al., AISTATS 2017", personalised=False, instance="limit: scale 0"
     )
+    guarded: ClassVar[tuple[str, ...]] = ("dw",)
     compressed: ClassVar[tuple[str, ...]] = ("dw",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.server_rate < math.inf:
-            raise SettingsError(f"server_rate must be positive, not {self.server_rate}")
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
         w = round.broadcast["w"].expand(len(cohort), -1)

@@ -27,6 +27,7 @@ from fedpop.algorithms.base import About, Facts, Round
 from fedpop.algorithms.samples import Ensemble
 from fedpop.algorithms.whole import split_w
 from fedpop.channel import Answer, Tensors, Total
+from fedpop.checked import Few
 from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.errors import SettingsError
@@ -46,10 +47,11 @@ class Distillation(Setting):
     20
     """
 
-    x: Tensor
+    x: Tensor | str
     local: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=20, rate=1e-3, batch=128))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # A method read back from a file knows of its examples only what they were.
         if isinstance(self.x, Tensor) and (self.x.dim() < 2 or len(self.x) == 0):
             raise SettingsError(
@@ -77,10 +79,11 @@ class FedBE(Ensemble):
     """
 
     local: LocalSGD = field(default_factory=LocalSGD)
-    samples: int = 10
+    samples: Few = 10
     distil: Distillation | None = None
 
     name: ClassVar[str] = "FedBE"
+    guarded: ClassVar[tuple[str, ...]] = ("dw",)
     about: ClassVar[About] = About(
         "Chen and Chao, ICLR 2021", personalised=False, bounds=False, memory="M (d + d_phi)"
     )

@@ -37,6 +37,7 @@ class FedPer(SharedPart):
     name: ClassVar[str] = "FedPer"
     about: ClassVar[About] = About("Arivazhagan et al., 2019", personalised=True, bounds=False)
     private: ClassVar[tuple[str, ...]] = ("z",)
+    guarded: ClassVar[tuple[str, ...]] = ("dphi",)
     compressed: ClassVar[tuple[str, ...]] = ("dphi",)
     shared: ClassVar[str] = "phi"
     own: ClassVar[str] = "z"

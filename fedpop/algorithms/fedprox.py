@@ -17,6 +17,7 @@ from torch import Tensor
 from fedpop.algorithms.base import About
 from fedpop.algorithms.fedavg import FedAvg
 from fedpop.algorithms.whole import require_pull, towards
+from fedpop.checked import NotNegative
 from fedpop.client.local_sgd import Trained
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
@@ -35,7 +36,7 @@ class FedProx(FedAvg):
     3.0
     """
 
-    mu: float = 0.01
+    mu: NotNegative = 0.01
 
     name: ClassVar[str] = "FedProx"
     about: ClassVar[About] = About("Li et al., MLSys 2020", personalised=False)

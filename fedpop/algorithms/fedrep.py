@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from fedpop.algorithms.base import About, Facts, Round
 from fedpop.algorithms.whole import WholeModel, require_data
 from fedpop.channel import Answer, Tensors, Total
+from fedpop.checked import OneOf
 from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.client.losses import body_loss
@@ -31,7 +32,6 @@ from fedpop.questions.spectral import Spectral
 from fedpop.server.optimisers import Optimiser
 from fedpop.server.state import prefixed, unprefixed
 from fedpop.server.units import natural_units
-from fedpop.settings import require_one_of
 
 HEADS = ("sgd", "exact")
 STARTS = ("random", "spectral")
@@ -50,27 +50,25 @@ class FedRep(WholeModel):
     [2.0, 4.0]
     """
 
-    heads: str = "sgd"
+    heads: Annotated[str, OneOf(*HEADS)] = "sgd"
     head: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=10))
     body: LocalSGD = field(default_factory=LocalSGD)
     phi_step: Optimiser | None = None
-    start: str | Spectral = "random"
+    start: Annotated[str, OneOf(*STARTS)] | Spectral = "random"
 
     name: ClassVar[str] = "FedRep"
     about: ClassVar[About] = About(
         "Collins et al., ICML 2021", personalised=True, instance="limit: scale infinite, temperature 0"
     )
     private: ClassVar[tuple[str, ...]] = ("z",)
+    guarded: ClassVar[tuple[str, ...]] = ("dphi",)
     compressed: ClassVar[tuple[str, ...]] = ("dphi",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_of(HEADS, heads=self.heads)
         exact = self.model.linear and self.model.likelihood.quadratic
         if self.heads == "exact" and not exact:
             raise SettingsError("exact heads need a linear head with a normal likelihood")
-        if isinstance(self.start, str):
-            require_one_of(STARTS, start=self.start)
         self._spectral()  # raises where it does not apply
 
     @property

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -29,8 +29,9 @@ from torch import Tensor
 from fedpop.algorithms.base import About, Facts, Round
 from fedpop.algorithms.engine import WithEngine
 from fedpop.channel import Answer, Tensors, Total
+from fedpop.checked import OneOf
 from fedpop.client.cost import chain_cost
-from fedpop.client.local_steps import LocalSteps, check_steps, describe_steps, groups_of, most_steps
+from fedpop.client.local_steps import LocalSteps, describe_steps, groups_of, most_steps
 from fedpop.client.phi_step import PhiWork
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
@@ -46,7 +47,6 @@ from fedpop.server.gauge import aligner
 from fedpop.server.schedules import Stage
 from fedpop.server.state import prefixed, unprefixed
 from fedpop.server.units import natural_units, redrawn
-from fedpop.settings import require_one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,20 +68,18 @@ class FedSOUK(WithEngine):
     """
 
     local_steps: LocalSteps = 10
-    start: str | Spectral = "auto"
+    start: Annotated[str, OneOf(*starts.STARTS)] | Spectral = "auto"
 
     name: ClassVar[str] = "FedSOUK"
     about: ClassVar[About] = About(
         "Kotelevskii et al., NeurIPS 2022", personalised=True, memory="M d + d_phi", instance="itself"
     )
+    guarded: ClassVar[tuple[str, ...]] = ("I", "J")
     compressed: ClassVar[tuple[str, ...]] = ("J",)
     sampling: ClassVar[tuple[str, ...]] = ("local_steps", *WithEngine.sampling)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_steps(self.local_steps)
-        if isinstance(self.start, str):
-            require_one_of(starts.STARTS, start=self.start)
         prior = self.hierarchy.prior
         self.sampler.check(self.on_beta.form)
         self.on_beta.on(prior)

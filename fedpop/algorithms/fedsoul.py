@@ -7,9 +7,10 @@ a spectral start where there is one. ``FedSOUL.paper(model)`` is Algorithm 1 to 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from fedpop.algorithms.fedsouk import FedSOUK
+from fedpop.checked import OneOf
 from fedpop.client.sampler import Chain
 from fedpop.kernels import ULA
 from fedpop.models.base import Model
@@ -33,7 +34,7 @@ class FedSOUL(FedSOUK):
     (Exponential(h=1.0), ULA(step_size=0.8, decay=0.0))
     """
 
-    preset: str = "default"
+    preset: Annotated[str, OneOf("default", "paper")] = "default"
     name: ClassVar[str] = "FedSOUL"
 
     @property
@@ -60,5 +61,6 @@ class FedSOUL(FedSOUK):
             "start": "random",
             "anneal": Anneal(rounds=0),
             "average": Averaging("last"),
+            "guard": None,
         }
         return cls(model, **(defaults | settings))

@@ -17,6 +17,7 @@ cut off; the gradient left there is part of it. For a linear head alone with a n
 variance that is exact wherever it is made, and there are no epochs. q needs no inverse, so flat directions
 do no harm. The answer of a round is the chain's state, so nothing is summed over several clients: one takes
 part at a time, and the relay is the method. No public code of its authors was at hand; they have Gaussians
+from typing import Annotated
 from local chains or Laplace's approximation, and leave the choice open.
 """
 
@@ -24,23 +25,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Round
-from fedpop.algorithms.samples import PosteriorSamples, check_precision
+from fedpop.algorithms.samples import PosteriorSamples
 from fedpop.channel import Answer, Tensors, Total
+from fedpop.checked import Count, NotNegative, OneOf, Positive
 from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
-from fedpop.client.potential import LARGEST_EXACT, Potential, check_batch
+from fedpop.client.potential import LARGEST_EXACT, Potential
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.questions import Question, Units
 from fedpop.questions.curvature import stable_step
-from fedpop.settings import require_one_of, require_positive, require_whole
 
 SURROGATES = ("auto", "full", "diagonal")
 
@@ -64,12 +65,12 @@ class FSGLD(PosteriorSamples):
     (3.0, 0.1)
     """
 
-    local_steps: int = 10
-    step: float | None = None
-    batch: int | None = None
-    prior_precision: float = 1.0
+    local_steps: Count = 10
+    step: Positive | None = None
+    batch: Count | None = None
+    prior_precision: NotNegative = 1.0
     conducive: bool = True
-    surrogate: str = "auto"
+    surrogate: Annotated[str, OneOf(*SURROGATES)] = "auto"
     local: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=10))
 
     name: ClassVar[str] = "FSGLD"
@@ -78,11 +79,6 @@ class FSGLD(PosteriorSamples):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_whole(1, local_steps=self.local_steps)
-        require_positive(step=self.step)
-        check_batch(self.batch)
-        check_precision(self.prior_precision)
-        require_one_of(SURROGATES, surrogate=self.surrogate)
         if self.surrogate == "full" and self.size > LARGEST_EXACT:
             raise SettingsError(
                 f"a full surrogate of {self.size} parameters has {self.size}^2 entries; it is there for up "

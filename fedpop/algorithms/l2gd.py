@@ -23,7 +23,7 @@ examples has f_i = 0. We found no code of the authors; this is the paper's algor
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from torch import Tensor
 from fedpop.algorithms.base import About, Facts, Round
 from fedpop.algorithms.whole import WholeModel, published_w, require_pull, split_w, towards
 from fedpop.channel import Answer, Tensors, Total
+from fedpop.checked import Positive, Range
 from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.client.losses import joint_loss
@@ -53,9 +54,9 @@ class L2GD(WholeModel):
     [2.2, 3.8]
     """
 
-    lam: float = 1.0
+    lam: Positive = 1.0
     """lambda: how strongly clients are held near their mean."""
-    p: float = 0.2
+    p: Annotated[float, Range(above=0, below=1)] = 0.2
     """The probability of a round that averages; the others are local."""
     local: LocalSGD = field(default_factory=LocalSGD)
     schedule: Schedule = field(default_factory=Constant)
@@ -69,10 +70,6 @@ class L2GD(WholeModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.lam > 0:
-            raise SettingsError(f"lam must be positive, not {self.lam}; without a pull every client is alone")
-        if not 0 < self.p < 1:
-            raise SettingsError(f"p, the probability of averaging, lies in (0, 1), not {self.p}")
         if not self.local.rate * self.lam / self.p < 2:
             raise SettingsError(
                 f"steps of local.rate lam / p = {self.local.rate * self.lam / self.p:.3g} towards the mean "

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from torch import Tensor
 from fedpop.algorithms.base import About, Facts, Round
 from fedpop.algorithms.whole import WholeModel, published_w, split_w
 from fedpop.channel import Answer, Tensors, Total
+from fedpop.checked import Count, OneOf, Positive
 from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import Direction, LocalSGD
 from fedpop.client.losses import joint_loss
@@ -41,7 +42,6 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.keys import Key
 from fedpop.models.modules import RowKeys
-from fedpop.settings import require_one_of, require_positive, require_whole
 
 VARIANTS = {"exact": "", "first-order": "-FO", "hessian-free": "-HF"}
 WEIGHTS = ("equal", "examples")
@@ -60,30 +60,26 @@ class PerFedAvg(WholeModel):
     [2.0, 4.0]
     """
 
-    alpha: float = 0.01
+    alpha: Positive = 0.01
     """The rate of the step of adaptation."""
-    variant: str = "exact"
-    third: str = "own"
+    variant: Annotated[str, OneOf(*VARIANTS)] = "exact"
+    third: Annotated[str, OneOf("own", "first")] = "own"
     """D3 is a batch of its ``own``, as published, or ``first``: D1 again."""
-    delta: float = 1e-3
+    delta: Positive = 1e-3
     """The half-width of the difference in the Hessian-free variant."""
     local: LocalSGD = field(default_factory=LocalSGD)
-    weights: str = "equal"
+    weights: Annotated[str, OneOf(*WEIGHTS)] = "equal"
     """The mean over clients: ``equal``, or ``examples`` for n_i."""
-    adapt_steps: int = 1
+    adapt_steps: Count = 1  # 0 would be FedAvg's
     """Steps of adaptation before predicting."""
 
     name: ClassVar[str] = "Per-FedAvg"
     about: ClassVar[About] = About("Fallah et al., NeurIPS 2020", personalised=True)
+    guarded: ClassVar[tuple[str, ...]] = ("dw",)
     compressed: ClassVar[tuple[str, ...]] = ("dw",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_of(VARIANTS, variant=self.variant)
-        require_one_of(("own", "first"), third=self.third)
-        require_one_of(WEIGHTS, weights=self.weights)
-        require_positive(alpha=self.alpha, delta=self.delta)
-        require_whole(1, adapt_steps=self.adapt_steps)  # 0 would be FedAvg's
         if self.local.batch is not None and self.local.batch < self.hands:
             raise SettingsError(
                 f"a batch of {self.local.batch} cannot be cut into {self.hands} parts; let local.batch be "

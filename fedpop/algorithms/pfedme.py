@@ -22,7 +22,7 @@ the limit is another point unless eta falls.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from torch import Tensor
 from fedpop.algorithms.base import About, Facts, Round
 from fedpop.algorithms.whole import WholeModel, published_w, split_w
 from fedpop.channel import Answer, Tensors, Total
+from fedpop.checked import Count, OneOf, Positive
 from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import Direction, LocalSGD
 from fedpop.client.losses import joint_loss
@@ -38,7 +39,6 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.keys import Key
 from fedpop.models.modules import RowKeys
-from fedpop.settings import require_one_of, require_positive, require_whole
 
 WEIGHTS = ("equal", "examples")
 
@@ -56,26 +56,24 @@ class PFedMe(WholeModel):
     [2.2, 3.8]
     """
 
-    lam: float = 15.0
+    lam: Positive = 15.0
     """lambda: how strongly personal models are held near the shared one."""
-    inner_steps: int = 5
+    inner_steps: Count = 5
     """K, the steps on theta for each of those on w."""
-    inner_rate: float = 0.05
+    inner_rate: Positive = 0.05
     local: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=20, rate=0.005))
-    beta: float = 1.0
+    beta: Positive = 1.0
     """The server's step; above 1 it goes beyond the mean."""
-    weights: str = "equal"
+    weights: Annotated[str, OneOf(*WEIGHTS)] = "equal"
     """The mean over clients: ``equal``, or ``examples`` for n_i."""
 
     name: ClassVar[str] = "pFedMe"
     about: ClassVar[About] = About("Dinh et al., NeurIPS 2020", personalised=True)
+    guarded: ClassVar[tuple[str, ...]] = ("dw",)
     compressed: ClassVar[tuple[str, ...]] = ("dw",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_whole(1, inner_steps=self.inner_steps)
-        require_positive(lam=self.lam, inner_rate=self.inner_rate, beta=self.beta)
-        require_one_of(WEIGHTS, weights=self.weights)
         if self.local.momentum or self.local.decay:
             raise SettingsError("pFedMe's steps on w are plain: leave momentum and decay out of local")
         for name, rate in (("inner_rate", self.inner_rate), ("local.rate", self.local.rate)):

@@ -26,23 +26,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Round
-from fedpop.algorithms.samples import PosteriorSamples, check_precision
+from fedpop.algorithms.samples import PosteriorSamples
 from fedpop.channel import Answer, Tensors, Total
+from fedpop.checked import Count, NotNegative, OneOf, Positive, Proportion
 from fedpop.client.cost import finite, training_cost
-from fedpop.client.potential import Potential, check_batch
-from fedpop.errors import SettingsError
+from fedpop.client.potential import Potential
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.questions import Question, Units
 from fedpop.questions.curvature import CurvatureStep
-from fedpop.settings import require_one_of, require_positive, require_whole
 
 VARIANTS = {"plain": "QLSD", "star": "QLSD*", "++": "QLSD++"}
 
@@ -87,31 +86,22 @@ class QLSD(PosteriorSamples):
     (3.0, 0.1)
     """
 
-    variant: str = "plain"
-    step: float | None = None
-    batch: int | None = None
-    prior_precision: float = 1.0
-    memory_rate: float | None = None
+    variant: Annotated[str, OneOf(*VARIANTS)] = "plain"
+    step: Positive | None = None
+    batch: Count | None = None
+    prior_precision: NotNegative = 1.0
+    memory_rate: Proportion | None = None
     """alpha_i of QLSD++; None is 1 / (1 + omega_i), the largest that the theory allows."""
-    refresh: int = 100
+    refresh: Count = 100
     """Rounds between two references zeta of QLSD++."""
 
     name: ClassVar[str] = "QLSD"
     about: ClassVar[About] = About(
         "Vono et al., AISTATS 2022", personalised=False, local_steps=False, memory="M (d + d_phi)"
     )
+    guarded: ClassVar[tuple[str, ...]] = ("U",)
     compressed: ClassVar[tuple[str, ...]] = ("U",)
     remembers: ClassVar[tuple[str, ...]] = ("U",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_one_of(VARIANTS, variant=self.variant)
-        require_positive(step=self.step)
-        check_batch(self.batch)
-        check_precision(self.prior_precision)
-        if self.memory_rate is not None and not 0 <= self.memory_rate <= 1:
-            raise SettingsError(f"memory_rate lies in [0, 1], not {self.memory_rate}")
-        require_whole(1, refresh=self.refresh)
 
     @property
     def label(self) -> str:

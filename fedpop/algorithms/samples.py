@@ -21,13 +21,13 @@ from torch import Tensor
 from fedpop.algorithms.base import Facts
 from fedpop.algorithms.whole import WholeModel, split_w
 from fedpop.channel import Tensors
+from fedpop.checked import Count, Few, Whole
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.keys import Key
 from fedpop.models.likelihoods import Params
 from fedpop.models.predictive import Predictive
-from fedpop.settings import require_whole
 
 _SLOT = "sample."
 
@@ -36,13 +36,9 @@ _SLOT = "sample."
 class Ensemble(WholeModel):
     """The server holds w and up to ``samples`` models, one tensor each: those that stay are not copied."""
 
-    samples: int = 50
+    samples: Few = 50
 
     uncertainty: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole(1, samples=self.samples)
 
     def members(self, server: Tensors) -> Tensor:
         """The models kept, ``[S, D]``; before there is any, the server's own."""
@@ -102,15 +98,8 @@ class PosteriorSamples(Ensemble):
     it in the same way: half of the further rounds, then the others.
     """
 
-    burn_in: int | None = None
-    thin: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.burn_in is not None:
-            require_whole(0, burn_in=self.burn_in)
-        if self.thin is not None:
-            require_whole(1, thin=self.thin)
+    burn_in: Whole | None = None
+    thin: Count | None = None
 
     def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
         if self._burn_in(facts) >= facts.rounds:
@@ -130,11 +119,3 @@ class PosteriorSamples(Ensemble):
         since = key.round - burn_in
         kept = self.put(since // every % self.samples, w) if since >= 0 and since % every == 0 else {}
         return server | {"w": w} | kept
-
-
-def check_precision(value: float) -> None:
-    """Raise unless this is the precision of a Gaussian prior, or 0 for a flat one."""
-    if not 0 <= value < math.inf:
-        raise SettingsError(
-            f"prior_precision is the prior's 1/variance, positive, or 0 for a flat prior, not {value}"
-        )

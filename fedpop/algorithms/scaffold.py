@@ -22,6 +22,7 @@ from torch import Tensor
 from fedpop.algorithms.base import About, Facts, Round
 from fedpop.algorithms.whole import WholeModel
 from fedpop.channel import Answer, Tensors, Total
+from fedpop.checked import Positive
 from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.errors import SettingsError
@@ -43,15 +44,14 @@ class SCAFFOLD(WholeModel):
     """
 
     local: LocalSGD = field(default_factory=LocalSGD)
-    server_rate: float = 1.0
+    server_rate: Positive = 1.0
 
     name: ClassVar[str] = "SCAFFOLD"
+    guarded: ClassVar[tuple[str, ...]] = ("dw", "dc")
     about: ClassVar[About] = About("Karimireddy et al., ICML 2020", personalised=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.server_rate > 0:
-            raise SettingsError(f"server_rate must be positive, not {self.server_rate}")
         if self.local.momentum:
             raise SettingsError(
                 f"SCAFFOLD needs plain local steps, not momentum {self.local.momentum:g}: its control "

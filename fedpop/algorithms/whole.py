@@ -3,9 +3,8 @@ from a client's own model."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -49,8 +48,6 @@ def towards(strength: float) -> Pull:
 
 def require_pull(name: str, strength: float, sgd: LocalSGD, whose: str = "") -> None:
     """Raise unless this pull towards a centre is one, and steps along it alone come to rest."""
-    if not (strength >= 0 and math.isfinite(strength)):
-        raise SettingsError(f"{name} must be 0 or more, not {strength}")
     largest = 2 * (1 + sgd.momentum)  # of explicit steps with momentum on a quadratic
     if sgd.rate * strength > largest:
         both = sgd.rate * strength
@@ -70,15 +67,6 @@ def require_data(cohort: Cohort, method: Algorithm, why: str) -> None:
 @dataclass(frozen=True, kw_only=True)
 class WholeModel(Algorithm):
     """The server holds one w = (phi, z); subclasses say how it moves and what a client predicts with."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for f in fields(self):
-            if f.type == "LocalSGD" and not isinstance(getattr(self, f.name), LocalSGD):
-                raise SettingsError(
-                    f"{self.name}: {f.name} says how clients train, as fedpop.LocalSGD(epochs, rate), "
-                    f"not {getattr(self, f.name)!r}"
-                )
 
     @property
     def phi_copies(self) -> int:

@@ -1,5 +1,6 @@
 """What happens to a message between a site and the server."""
 
+from fedpop.channel.guard import Guard
 from fedpop.channel.message import Answer, Tensors, Total
 from fedpop.channel.pipeline import Channel, Choice, Payload, resolve_compressor
 from fedpop.channel.sent import Message, message_of
@@ -9,6 +10,7 @@ __all__ = [
     "Answer",
     "Channel",
     "Choice",
+    "Guard",
     "Heard",
     "Message",
     "Payload",

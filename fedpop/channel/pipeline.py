@@ -7,7 +7,6 @@ counts them. No method knows which compressor its vectors meet on the way.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedpop.channel.compressors import Compressor, Identity
+from fedpop.checked import Checked, Positive
 from fedpop.errors import PayloadError, SettingsError
 from fedpop.keys import Key, unit_of
 from fedpop.settings import named
@@ -50,7 +50,7 @@ class Payload:
 
 
 @dataclass(frozen=True)
-class Channel:
+class Channel(Checked):
     """What happens to the vectors named in ``compressed``; everything else is sent as it is.
 
     ``compressor`` is one for all, or one for each client by name. ``clip`` bounds the norm of what a site
@@ -65,14 +65,11 @@ class Channel:
 
     compressor: Choice = field(default_factory=Identity)
     compressed: tuple[str, ...] = ()
-    clip: float | None = None
+    clip: Positive | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _ = self._each  # names are known, or refused
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise SettingsError(
-                f"clip, the largest norm that is sent, must be positive and finite, not {self.clip}"
-            )
 
     @cached_property
     def _each(self) -> dict[int, Compressor] | Compressor:

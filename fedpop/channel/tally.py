@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fedpop.channel.guard import Guard
 from fedpop.channel.message import Answer, Tensors, Total
 from fedpop.channel.pipeline import Channel
 from fedpop.errors import SettingsError
@@ -22,6 +23,8 @@ class Heard:
 
     heard: Tensor
     seen: Tensors
+    suspects: Tensor | None = None
+    """Who was left out for a message out of all proportion, ``[C]``."""
 
     @cached_property
     def everyone(self) -> bool:
@@ -31,8 +34,10 @@ class Heard:
 class Tally:
     """Sums of one round or one question."""
 
-    def __init__(self, channel: Channel, key: Key, remembered: tuple[str, ...] = ()) -> None:
-        self._channel, self._key, self._remembered = channel, key, remembered
+    def __init__(
+        self, channel: Channel, key: Key, remembered: tuple[str, ...] = (), guard: Guard | None = None
+    ) -> None:
+        self._channel, self._key, self._remembered, self._guard = channel, key, remembered, guard
         self._weighted: Tensors = {}
         self._plain: Tensors = {}
         self._named: Tensors = {}
@@ -47,20 +52,21 @@ class Tally:
         sites: Tensor | None = None,
         lost: Tensor | None = None,
         stands_for: int = 1,
+        examples: Tensor | None = None,
     ) -> Heard:
-        """Carry an answer of these units and add up what arrives.
+        """Carry an answer of these units, with so many ``examples`` each, and add up what arrives.
 
         ``sites`` says at which site each unit is; a site sends the sum over its units. Messages of units that
         are ``lost`` ``[C]`` were sent and never arrive (that of one unit is that of its site). Where each row
         is a sum that was made elsewhere, it ``stands_for`` so many units.
         """
-        if sites is None and lost is None and self._taken(answer, weights, stands_for):
+        if sites is None and lost is None and self._taken(answer, weights, stands_for, examples):
             return Heard(answer.good, {})
         alone = sites is None
         where, place = (units, None) if sites is None else torch.unique(sites, return_inverse=True)
         if place is not None:
             _require_alike(weights, place, len(where), "take part with different probabilities")
-        heard, seen = answer.good, {}
+        heard, seen, suspects = answer.good, dict[str, Tensor](), None
         if lost is not None:
             heard = heard & ~(lost if place is None else _any(lost, place, len(where))[place])
         there = answer.good if place is None else _any(answer.good, place, len(where))
@@ -73,6 +79,12 @@ class Tally:
             heard = heard & (good if place is None else good[place])
             seen[name] = arrived
             self.bytes_up += size
+            if self._guard is not None and name in self._guard.names and examples is not None:
+                if place is not None:
+                    each = examples.new_zeros(len(where)).index_add(0, place, examples)
+                found = self._guard.suspects(name, arrived, examples if place is None else each, good & there)
+                found = found if place is None else found[place]
+                suspects, heard = found if suspects is None else suspects | found, heard & ~found
         for name, total in answer.sums.items():
             self.bytes_up += int(there.sum()) * total.numel() * total.element_size()
             _grow(self._weighted, name, total)
@@ -83,17 +95,19 @@ class Tally:
         self._sum(seen, heard, weights, place, len(where), answer.named)
         self._count += stands_for * int(heard.sum())
         self._weight += stands_for * float(weights[heard].sum())
-        return Heard(heard, self._shares(seen, heard, place, alone))
+        return Heard(heard, self._shares(seen, heard, place, alone), suspects)
 
-    def _taken(self, answer: Answer, weights: Tensor, stands_for: int) -> bool:
+    def _taken(self, answer: Answer, weights: Tensor, stands_for: int, examples: Tensor | None) -> bool:
         """The short way, where everyone is fit and the channel changes nothing: sums alone, as long as they
-        are finite; where one is not, somebody is not what it says, and the long way finds out who."""
+        are finite and nobody's vector is out of proportion; else the long way finds out whose is."""
         if not self._channel.transparent or self._remembered or answer.named or not bool(answer.good.all()):
             return False
         ones = bool((weights == 1).all())
         plain = {n: v.sum(0) for n, v in answer.vectors.items()}
         weighted = plain if ones else {n: weights.to(v.dtype) @ v for n, v in answer.vectors.items()}
         if any(not math.isfinite(float(total.sum())) for total in weighted.values()):
+            return False
+        if self._guard is not None and examples is not None and self._guard.odd(answer, examples):
             return False
         sums = answer.sums
         self.bytes_up += sum(v.numel() * v.element_size() for v in answer.vectors.values())

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedpop.checked import Few, Whole
 from fedpop.client.sampler import Sampler
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels import resolve_kernel, run
 from fedpop.kernels.prior_chains import draw
 from fedpop.keys import Key
-from fedpop.settings import Setting, require_whole
+from fedpop.settings import Setting
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,9 @@ class Final(Setting):
     400
     """
 
-    chains: int = 4
-    draws: int = 250
-    burn_in: int = 300
-
-    def __post_init__(self) -> None:
-        require_whole(1, chains=self.chains, draws=self.draws)
-        require_whole(0, burn_in=self.burn_in)
+    chains: Few = 4
+    draws: Few = 250
+    burn_in: Whole = 300
 
     @property
     def total(self) -> int:

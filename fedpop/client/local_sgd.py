@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedpop.errors import SettingsError
+from fedpop.checked import Count, Factor, NotNegative, Positive
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.keys import Key
 from fedpop.models.modules import RowKeys
-from fedpop.settings import Setting, require_whole
+from fedpop.settings import Setting
 
 Loss = Callable[..., Tensor]
 """``loss(w, aux, x, y, mask, rows)``: one client's mean loss over the examples where mask is one; ``rows``
@@ -52,27 +52,12 @@ class LocalSGD(Setting):
     LocalSGD(epochs=5, rate=0.05, batch=50, momentum=0.0, decay=0.0)
     """
 
-    epochs: int = 1
-    rate: float = 0.01
-    batch: int | None = None
-    momentum: float = 0.0
-    decay: float = 0.0
+    epochs: Count = 1
+    rate: Positive = 0.01
+    batch: Count | None = None
+    momentum: Factor = 0.0
+    decay: NotNegative = 0.0
     """Weight decay: the gradient of decay/2 norm(w)^2 is added."""
-
-    def __post_init__(self) -> None:
-        require_whole(epochs=self.epochs)
-        if self.batch is not None:
-            require_whole(batch=self.batch)
-        if self.epochs < 1:
-            raise SettingsError(f"epochs must be at least 1, not {self.epochs}")
-        if not self.rate > 0:
-            raise SettingsError(f"a step size must be positive, not {self.rate}")
-        if self.batch is not None and self.batch < 1:
-            raise SettingsError(f"batch must be at least 1, not {self.batch}")
-        if not 0 <= self.momentum < 1:
-            raise SettingsError(f"momentum lies in [0, 1), not {self.momentum}")
-        if not self.decay >= 0:
-            raise SettingsError(f"weight decay must be 0 or more, not {self.decay}")
 
     def run(
         self,

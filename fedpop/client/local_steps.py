@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedpop.errors import SettingsError
+from fedpop.checked import Count, Few
 from fedpop.keys import unit_of
-from fedpop.settings import Setting, require_whole
+from fedpop.settings import Setting
 
 
 @dataclass(frozen=True)
@@ -27,35 +26,16 @@ class Steps(Setting):
     [2, 4, 6, 8, 10, 10]
     """
 
-    start: int
-    end: int
-    over: int = 100
-
-    def __post_init__(self) -> None:
-        require_whole(1, start=self.start, end=self.end, over=self.over)
+    start: Few
+    end: Few
+    over: Count = 100
 
     def at(self, k: int) -> int:
         """M in round k."""
         return round(self.start + (self.end - self.start) * min(k / self.over, 1.0))
 
 
-LocalSteps = int | Steps | Mapping[str, int]
-
-
-def check_steps(setting: Any) -> None:
-    """Raise unless this is a number of steps, a schedule of them, or a number for each client."""
-    if isinstance(setting, Steps):
-        return
-    each = setting if isinstance(setting, Mapping) else {"": setting}
-    for name, number in each.items():
-        whose = f" of client {name!r}" if name else ""
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise SettingsError(
-                f"local_steps{whose} must be a whole number, fedpop.chains.Steps or a mapping from clients "
-                f"to whole numbers, not {number!r}"
-            )
-        if number < 1:
-            raise SettingsError(f"local_steps{whose} (the paper's M) must be at least 1, not {number}")
+LocalSteps = Few | Steps | Mapping[str, Few]
 
 
 def steps_of(setting: LocalSteps, units: Tensor, k: int) -> list[int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fedpop.checked import Count, Positive
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.client.losses import body_loss
 from fedpop.client.phi_gradient import PhiGradient, embedded, finite_rows, vectorises
@@ -22,7 +23,7 @@ from fedpop.models.local import Evaluated
 from fedpop.models.modules import RowKeys
 from fedpop.server.optimisers import Adam, Optimiser
 from fedpop.server.schedules import Constant, Cosine, Rounds, Schedule
-from fedpop.settings import Setting, require_whole
+from fedpop.settings import Setting
 
 NETWORK_STEP = Adam(0.03, Cosine(warm_up=10))
 """The server's step on a network's phi; a linear backbone takes larger ones. Adam's first steps move all
@@ -46,18 +47,15 @@ class PhiStep(Setting):
     """
 
     optimiser: Optimiser | None = None
-    batch: int | None = None
+    batch: Count | None = None
     local: LocalSGD | None = None
     schedule: Schedule = field(default_factory=Constant)
-    ball: float = 1e6
+    ball: Positive = 1e6
 
     def __post_init__(self) -> None:
-        if self.batch is not None:
-            require_whole(1, batch=self.batch)
+        super().__post_init__()
         if self.local is not None and self.batch is not None:
             raise SettingsError("a batch of local epochs on phi is part of local, LocalSGD(batch=...)")
-        if not 0 < self.ball < math.inf:
-            raise SettingsError(f"the ball around 0 that holds phi has a positive radius, not {self.ball}")
         if self.optimiser is not None and self.optimiser.averages and self.local is None:
             raise SettingsError(
                 "fedpop.steps.MeanMove() averages clients' own steps on phi; it needs "

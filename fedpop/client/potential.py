@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fedpop.client.local_sgd import LARGEST_BATCHED
 from fedpop.client.losses import joint_loss
-from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.keys import Key
@@ -184,11 +183,3 @@ class Potential:
         eye = torch.eye(w.shape[1], dtype=w.dtype, device=w.device)
         columns = torch.stack([self.product(w, e.expand_as(w)) for e in eye], 2)
         return (columns + columns.mT) / 2
-
-
-def check_batch(batch: int | None) -> None:
-    """Raise unless this is a number of examples, or None for all."""
-    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
-        raise SettingsError(
-            f"batch is a whole number of examples, at least 1, or None for all, not {batch!r}"
-        )

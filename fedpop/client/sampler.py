@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from fedpop.channel import Tensors
+from fedpop.checked import Few, Whole
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Hierarchy, Kernel, Pass, Target, Tuning, resolve_kernel, run
 from fedpop.kernels.follow import carried, first_place, follows
 from fedpop.kernels.prior_chains import draw
 from fedpop.keys import Key
-from fedpop.settings import Setting, require_whole
+from fedpop.settings import Setting
 
 BURN_IN, SETTLE = 100, 30
 LARGEST_MIXED = 128
@@ -37,16 +38,11 @@ class Chain(Setting):
     Chain(chains=4, burn_in=None, stateful=False, follow=True, rao_blackwell=False)
     """
 
-    chains: int = 1
-    burn_in: int | None = None
+    chains: Few = 1
+    burn_in: Whole | None = None
     stateful: bool = True
     follow: bool = True
     rao_blackwell: bool = False
-
-    def __post_init__(self) -> None:
-        require_whole(1, chains=self.chains)
-        if self.burn_in is not None:
-            require_whole(0, burn_in=self.burn_in)
 
 
 @dataclass(frozen=True)
@@ -202,5 +198,9 @@ class Sampler:
             raise SettingsError(
                 "rao_blackwell needs closed-form posteriors: a linear head with a normal likelihood, and a "
                 "prior made of Normals"
+            )
+        if self.kernel.of_normals and prior.component is None:
+            raise SettingsError(
+                f"{self.kernel.name} is exact for priors made of Normals, as {prior.name} is not; use HMC()"
             )
         self.kernel.check(self.hierarchy.closed_form)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fedpop.checked import Count, Positive, Whole
 from fedpop.data.synthetic import Synthetic, SyntheticTask
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
@@ -21,18 +22,18 @@ class ClusterTask(SyntheticTask):
     (4, 2)
     """
 
-    b: int = 200
+    b: Count = 200
     centres: tuple[tuple[float, ...], ...] = ((1.5, 0.5), (-1.0, -1.0))
-    weights: tuple[float, ...] = (0.6, 0.4)
-    sd: float = 0.3
-    new: int = 100
+    weights: tuple[Positive, ...] = (0.6, 0.4)
+    sd: Positive = 0.3
+    new: Whole = 100
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if any(len(c) != self.d for c in self.centres) or len(self.weights) != len(self.centres):
             raise SettingsError("every cluster needs a centre of d numbers and a weight")
-        if abs(sum(self.weights) - 1) > 1e-9 or min(self.weights) <= 0 or not self.sd > 0 or self.new < 0:
-            raise SettingsError("weights are positive and add up to one; sd is positive, new 0 or more")
+        if abs(sum(self.weights) - 1) > 1e-9:
+            raise SettingsError(f"weights add up to one, not to {sum(self.weights)}")
 
     def _effects(self, ids: Tensor, key: Key) -> Tensor:
         edges = torch.tensor(self.weights, dtype=torch.float64).cumsum(0)[:-1]

@@ -6,22 +6,24 @@ import csv
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import nn
 
+from fedpop.checked import Checked, Factor, Range, Whole
 from fedpop.errors import DataError, SettingsError
 from fedpop.federation.clients import Client, Federation
 from fedpop.federation.held_out import hold_out
 from fedpop.files import csv_text
 from fedpop.keys import Key
+from fedpop.kinds import did_you_mean
 from fedpop.models.composition import Composition
 from fedpop.models.networks import redraw
-from fedpop.settings import require_whole
 
 
 @dataclass(frozen=True)
-class CsvTask:
+class CsvTask(Checked):
     """Rows of ``file`` as clients, with shares of each one's rows set aside; ``features`` is the width of a
     hidden layer that all share (0: a linear model, all of it private).
 
@@ -33,23 +35,15 @@ class CsvTask:
     y: str
     client: str
     likelihood: str = "normal"
-    features: int = 0
-    classes: int = 2
-    test: float = 0.2
-    validation: float = 0.2
+    features: Whole = 0
+    classes: Annotated[int, Range(least=2)] = 2
+    test: Factor = 0.2
+    validation: Factor = 0.2
 
     def __post_init__(self) -> None:
-        if isinstance(self.x, str) or not self.x or any(not isinstance(name, str) for name in self.x):
-            raise SettingsError(f"x is a list of the names of columns, not {self.x!r}")
-        object.__setattr__(self, "x", tuple(self.x))
-        for name in ("file", "y", "client", "likelihood"):
-            if not isinstance(getattr(self, name), str):
-                raise SettingsError(f"{name} is a text, not {getattr(self, name)!r}")
-        require_whole(0, features=self.features, classes=self.classes)
-        for name in ("test", "validation"):
-            share = getattr(self, name)
-            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
-                raise SettingsError(f"{name} is a share of each client's rows, 0 to 1, not {share!r}")
+        super().__post_init__()
+        if not self.x:
+            raise SettingsError("x is a list of the names of columns, one at least")
 
     def split(self, seed: int, new: int = 0) -> tuple[Federation, list[Client]]:
         """Clients with their three sets, and ``new`` of them that take no part."""
@@ -91,7 +85,7 @@ class CsvTask:
     def _pair(self, rows: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
         table = torch.tensor(rows)
         y = table[:, -1]
-        return table[:, :-1], y.long() if self.likelihood == "categorical" else y
+        return table[:, :-1], y.long() if self.likelihood == "categorical" else y  # whole, as _rows has seen
 
     def _rows(self) -> dict[str, list[list[float]]]:
         path = Path(self.file)
@@ -101,8 +95,14 @@ class CsvTask:
             missing = [c for c in (*self.x, self.y, self.client) if c not in (reader.fieldnames or [])]
             if missing:
                 told = ", ".join(reader.fieldnames or []) or "nothing"
-                raise DataError(f"{path} has no column {missing[0]!r}; it has {told}")
+                meant = did_you_mean(missing[0], reader.fieldnames or [])
+                raise DataError(f"{path} has no column {missing[0]!r}; it has {told}{meant}")
             for row in reader:
+                line = f"{path}, line {reader.line_num}"
+                if None in row:
+                    raise DataError(f"{line}: more values than the {len(reader.fieldnames or [])} columns")
+                if not (row[self.client] or "").strip():
+                    raise DataError(f"{line}: no client; drop the row or give it one in {self.client!r}")
                 numbers = []
                 for column in (*self.x, self.y):
                     try:
@@ -110,8 +110,8 @@ class CsvTask:
                     except (TypeError, ValueError):
                         numbers.append(math.nan)
                     if not math.isfinite(numbers[-1]):
-                        raise DataError(
-                            f"{path}, line {reader.line_num}: {column} is {row[column]!r}, not a number"
-                        )
+                        raise DataError(f"{line}: {column} is {row[column]!r}, not a number")
+                if self.likelihood == "categorical" and numbers[-1] != round(numbers[-1]):
+                    raise DataError(f"{line}: the label {row[self.y]!r} is not a whole number")
                 out.setdefault(row[self.client], []).append(numbers)
         return out

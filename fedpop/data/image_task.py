@@ -6,20 +6,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import nn
 
+from fedpop.checked import Checked, Count, OneOf, Whole, require
 from fedpop.data.catalogue import DATASETS
 from fedpop.data.images import Images, ImageSet, open_images
 from fedpop.errors import SettingsError
-from fedpop.federation.clients import Client, Federation, Packed, numbered
+from fedpop.federation.clients import Client, Federation, Packed, usual_names
 from fedpop.federation.partitions import ByClass, Partition, Shards
 from fedpop.models.augment import CropFlip
 from fedpop.models.composition import Composition
 from fedpop.models.networks import build
 from fedpop.models.standardise import Standardise
-from fedpop.settings import require_one_of, require_whole
 
 NETWORKS = {
     "cifar10": "cnn-cifar10",
@@ -66,7 +67,7 @@ class PictureTask(ABC):
 
 
 @dataclass(frozen=True)
-class ImageTask(PictureTask):
+class ImageTask(Checked, PictureTask):
     """``small`` clients with ``n_small`` images and ``large`` ones with ``n_large``, of ``classes`` classes.
 
     Every client is tested on ``test`` images of its own classes. Its ``validation`` images are training
@@ -77,16 +78,17 @@ class ImageTask(PictureTask):
     """
 
     images: str = "cifar10"
-    classes: int = 5
-    small: int = 50
-    n_small: int = 5
-    large: int = 50
-    n_large: int = 25
-    validation: int = 40
-    test: int = 100
+    classes: Count = 5
+    small: Whole = 50
+    n_small: Count = 5
+    large: Whole = 50
+    n_large: Count = 25
+    validation: Whole = 40
+    test: Whole = 100
 
     def __post_init__(self) -> None:
-        require_one_of(NETWORKS, images=self.images)
+        super().__post_init__()
+        require(Annotated[str, OneOf(*NETWORKS)], images=self.images)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -122,8 +124,8 @@ class FullImageTask(PictureTask):
     validation: float = 0.0
 
     def __post_init__(self) -> None:
-        require_one_of(NETWORKS, images=self.images)
-        require_whole(1, b=self.b, classes=self.classes)
+        require(Annotated[str, OneOf(*NETWORKS)], images=self.images)
+        require(Count, b=self.b, classes=self.classes)
         if not 0 <= self.validation < 1:
             raise SettingsError(f"the share held out as validation lies in [0, 1), not {self.validation}")
 
@@ -154,7 +156,7 @@ def _packed(source: ImageSet, parts: Mapping[str, Partition], known: int) -> tup
         }
         x, y = own.pop("train")
         newcomers.append(Client(x, y, **own))
-    return Federation(numbered(known), splits), newcomers
+    return Federation(usual_names(known), splits), newcomers
 
 
 def _gathered(file: Images, rows: Sequence[torch.Tensor]) -> Packed:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from fedpop.checked import Checked, Count, Positive, Proportion, Whole
 from fedpop.errors import SettingsError
 from fedpop.federation.clients import Client
 from fedpop.keys import Key
@@ -15,7 +16,7 @@ from fedpop.models.composition import Composition
 
 
 @dataclass(frozen=True)
-class SyntheticTask:
+class SyntheticTask(Checked):
     """Settings of the task; the defaults are those of the paper's main figure.
 
     >>> task = SyntheticTask(b=4, k=3, share_small=0.75)
@@ -23,21 +24,20 @@ class SyntheticTask:
     [5, 5, 5, 10]
     """
 
-    b: int = 100
-    d: int = 2
-    k: int = 20
-    share_small: float = 0.9
-    n_small: int = 5
-    n_large: int = 10
-    variance: float = 0.1
-    held_out: int = 50
+    b: Count = 100
+    d: Count = 2
+    k: Count = 20
+    share_small: Proportion = 0.9
+    n_small: Count = 5
+    n_large: Count = 10
+    variance: Positive = 0.1
+    held_out: Whole = 50
     logistic: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.b, self.d, self.k, self.n_small, self.n_large) < 1 or self.d > self.k:
-            raise SettingsError("b, d, k and sizes must be at least 1, and d at most k")
-        if not 0 <= self.share_small <= 1:
-            raise SettingsError(f"share_small lies in [0, 1], not {self.share_small}")
+        super().__post_init__()
+        if self.d > self.k:
+            raise SettingsError(f"d is at most k, not {self.d} of {self.k}")
 
     def make(self, seed: int, validation: int = 0) -> Synthetic:
         """Draw truth and data, with so many validation examples for each client beside the held-out ones."""

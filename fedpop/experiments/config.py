@@ -12,11 +12,12 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from fedpop.checked import Checked, Count, Few, Positive, Seed
 from fedpop.data.csv_task import CsvTask
 from fedpop.data.image_task import FullImageTask, ImageTask
 from fedpop.data.synthetic import SyntheticTask
@@ -24,7 +25,6 @@ from fedpop.errors import FedpopError, SettingsError
 from fedpop.experiments.comparison.terms import Source, Subject, Terms, check_labels, seeds_of
 from fedpop.experiments.methods import Entry, entry_from
 from fedpop.federation.clients import Federation
-from fedpop.settings import require_whole
 
 KINDS: dict[str, Any] = {
     "synthetic": SyntheticTask,
@@ -68,15 +68,15 @@ class Task(Source):
 
 
 @dataclass(frozen=True)
-class Tune:
+class Tune(Checked):
     """How settings are searched for."""
 
-    trials: int = 8
+    trials: Count = 8
     metric: str = ""
-    seed: int = 0
-    seeds: int | list[int] = 1
-    rounds: int | None = None
-    passes: float | None = None
+    seed: Seed = 0
+    seeds: Few | Sequence[Seed] = 1
+    rounds: Count | None = None
+    passes: Positive | None = None
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,8 @@ def config_from(raw: Mapping[str, Any], path: Path, data: str | Path | None = No
     with _naming(f"{path}, [tune]"):
         how = Tune(**tune)
         seeds_of(how.seeds)
-        require_whole(seed=how.seed)
         if how.rounds is not None or how.passes is not None:
             Terms(rounds=how.rounds, passes=how.passes)
-        if isinstance(how.trials, bool) or not isinstance(how.trials, int) or how.trials < 1:
-            raise SettingsError(f"trials is a whole number from 1, not {how.trials!r}")
     return Config(path, _task(raw, path, data), terms, chosen, entries, how, raw)
 
 

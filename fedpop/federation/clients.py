@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,18 +14,19 @@ from torch import Tensor
 
 from fedpop.errors import DataError
 from fedpop.federation.cohort import Cohort
+from fedpop.federation.datasets import as_name, owners, read_dataset
 from fedpop.federation.inputs import (
     Example,
     Inputs,
     all_finite,
     as_inputs,
-    as_tensor,
     leaves,
     map_inputs,
     narrowed,
     require_finite,
     rows_of,
 )
+from fedpop.federation.labels import Targets, as_targets, labels_of, numbered
 from fedpop.federation.participation.rules import Roster
 from fedpop.keys import units_of
 
@@ -95,6 +96,8 @@ class Federation:
     names: Sequence[str]
     splits: Mapping[str, Packed]
     embedded: bool = False
+    labels: tuple[str, ...] = ()
+    """What classes are called, where targets are words; y holds their positions."""
     _index: dict[str, int] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
@@ -126,64 +129,57 @@ class Federation:
         )
 
     @classmethod
-    def of(cls, clients: Any) -> Federation:
-        """From a list, a mapping, a table, or a federation itself."""
+    def of(cls, clients: Any, labels: Sequence[str] = ()) -> Federation:
+        """From a list, a mapping, a table, or a federation itself; targets that are words are among
+        ``labels`` where these are known already."""
         if isinstance(clients, Federation):
             return clients
         if isinstance(clients, Table):
-            return cls._of_table(clients)
+            return cls._of_table(clients, labels)
         if isinstance(clients, Mapping):
-            named = [(str(name), value) for name, value in clients.items()]
+            named = [(as_name(name, "a client's name"), value) for name, value in clients.items()]
         elif isinstance(clients, Sequence) and not isinstance(clients, str | bytes):
-            named = list(zip(numbered(len(clients)), clients, strict=True))
+            named = list(zip(usual_names(len(clients)), clients, strict=True))
         else:
             raise DataError(
                 "clients must be a list of (x, y), a mapping name -> (x, y), a list of Datasets or a "
                 f"fedpop.Table, not {type(clients).__name__}"
             )
-        return cls._of_named(named)
+        return cls._of_named(named, labels)
 
     @classmethod
-    def _of_named(cls, named: list[tuple[str, Any]]) -> Federation:
+    def _of_named(cls, named: list[tuple[str, Any]], known: Sequence[str]) -> Federation:
         if not named:
             raise DataError("there are no clients; a federation needs at least one")
         names = [name for name, _ in named]
         if len(set(names)) < len(names):
             twice = next(name for i, name in enumerate(names) if name in names[:i])
             raise DataError(f"client name {twice!r} appears twice")
-        parts: dict[str, list[tuple[Inputs, Tensor] | None]] = {s: [] for s in SPLITS}
+        read: dict[str, list[tuple[Inputs, Targets, str] | None]] = {s: [] for s in SPLITS}
         for name, value in named:
             client = _as_client(value, f"client {name!r}")
-            parts["train"].append(_shaped(client.x, client.y, f"client {name!r}"))
-            for split in ("validation", "test"):
-                pair = getattr(client, split)
-                where = f"client {name!r}, {split} set"
-                parts[split].append(None if pair is None else _shaped(pair[0], pair[1], where))
-        splits = {s: _pack(p, names) for s, p in parts.items() if any(q is not None for q in p)}
-        for split, packed in splits.items():
-            if all_finite(packed.x):  # asked of everyone at once: of each by itself it would take long
-                continue
-            for name, pair in zip(names, parts[split], strict=True):
-                if pair is not None:
-                    require_finite(pair[0], f"client {name!r}{'' if split == 'train' else f', {split} set'}")
-        if "train" not in splits:
-            raise DataError("no client has any training example")
-        return cls(names, splits)
+            for split in SPLITS:
+                where = f"client {name!r}" if split == "train" else f"client {name!r}, {split} set"
+                pair = (client.x, client.y) if split == "train" else getattr(client, split)
+                read[split].append(None if pair is None else _pair(pair, where))
+        given = [part for parts in read.values() for part in parts if part is not None]
+        labels = labels_of(((y, where) for _, y, where in given), known)
+        splits: dict[str, Packed] = {}
+        for split, parts in read.items():
+            if any(part is not None for part in parts):
+                ready = [p and (p[0], numbered(p[1], labels, p[2])) for p in parts]
+                splits[split] = _pack(ready, names, split, splits.get("train"))
+                if not all_finite(splits[split].x):  # asked of all at once: of each alone it would take long
+                    for part in (p for p in parts if p is not None):
+                        require_finite(part[0], part[2])
+        return cls(names, splits, labels=labels)
 
     @classmethod
-    def _of_table(cls, table: Table) -> Federation:
-        x, y = _shaped(table.x, table.y, "the table")
-        labels = table.client
-        if not isinstance(labels, Tensor) and np.asarray(labels).dtype.kind in "OSU":
-            labels = np.asarray(labels).tolist()  # names rather than numbers
-        if isinstance(labels, Tensor) or hasattr(labels, "__array__"):
-            ids = as_tensor(labels, "the table's client column")
-            distinct, owner = torch.unique(ids, return_inverse=True)
-            names: Sequence[str] = [str(v) for v in distinct.tolist()]
-        else:
-            seen: dict[str, int] = {}
-            owner = torch.tensor([seen.setdefault(str(v), len(seen)) for v in labels])
-            names = list(seen)
+    def _of_table(cls, table: Table, known: Sequence[str]) -> Federation:
+        x, targets = _shaped(table.x, table.y, "the table")
+        labels = labels_of([(targets, "the table")], known)
+        y = numbered(targets, labels, "the table")
+        names, owner = owners(table.client, "the table's client column")
         if owner.shape[0] != y.shape[0]:
             raise DataError(f"the table has {y.shape[0]} rows but {owner.shape[0]} client labels")
         if not names:
@@ -193,7 +189,7 @@ class Federation:
         sizes = torch.bincount(owner, minlength=len(names))
         starts = torch.cumsum(sizes, 0) - sizes
         packed = Packed(map_inputs(lambda v: v[order], x), y[order], starts, sizes)
-        return cls(names, {"train": packed})
+        return cls(names, {"train": packed}, labels=labels)
 
     def map_targets(self, check: Any, dtype: torch.dtype) -> Federation:
         """A federation whose targets passed ``check(y, where)`` and whose x has floats of this type."""
@@ -205,7 +201,7 @@ class Federation:
                 return narrowed(leaf, dtype, lambda row: f"{self._row(split, row)}: x")
 
             splits[split] = Packed(map_inputs(cast, packed.x), y, packed.starts, packed.sizes)
-        return Federation(self.names, splits, self.embedded, self._index)
+        return replace(self, splits=splits)
 
     def _row(self, split: str, row: int) -> str:
         """Whose row this is of the packed table, in words."""
@@ -218,12 +214,12 @@ class Federation:
     def map_x(self, change: Callable[[Tensor], Tensor]) -> Federation:
         """A federation with every x changed in this way."""
         splits = {s: Packed(map_inputs(change, p.x), p.y, p.starts, p.sizes) for s, p in self.splits.items()}
-        return Federation(self.names, splits, self.embedded, self._index)
+        return replace(self, splits=splits)
 
     def map_inputs(self, embed: Callable[[Inputs], Inputs]) -> Federation:
         """A federation that holds features in place of x."""
         splits = {split: Packed(embed(p.x), p.y, p.starts, p.sizes) for split, p in self.splits.items()}
-        return Federation(self.names, splits, True, self._index)
+        return replace(self, splits=splits, embedded=True)
 
     def _checked(self, packed: Packed, split: str, check: Any) -> Tensor:
         try:
@@ -250,7 +246,7 @@ class Federation:
     @property
     def example(self) -> Example:
         """What one example looks like: all that a model needs to know of data."""
-        return Example.of(self.train.x)
+        return Example.of(self.train.x, self.labels)
 
     def cohort(self, ids: Tensor, device: torch.device, split: str = "train") -> Cohort:
         """The data of the clients at these positions on ``device``."""
@@ -279,7 +275,7 @@ class Federation:
     def fingerprint(self) -> str:
         """A digest of all names and data, so that a resumed run can tell whether they changed."""
         digest = hashlib.sha256()
-        for name in self.names:
+        for name in (*self.names, *self.labels):
             digest.update(f"{name}\n".encode())
         for split in sorted(self.splits):
             packed = self.splits[split]
@@ -290,7 +286,7 @@ class Federation:
         return digest.hexdigest()[:32]
 
 
-def numbered(count: int) -> list[str]:
+def usual_names(count: int) -> list[str]:
     """Names for clients that have none."""
     width = len(str(max(count - 1, 0)))
     return [f"client-{i:0{width}d}" for i in range(count)]
@@ -302,40 +298,24 @@ def _as_client(value: Any, where: str) -> Client:
     if isinstance(value, tuple | list) and len(value) == 2:
         return Client(value[0], value[1])
     if isinstance(value, torch.utils.data.Dataset):
-        return Client(*_read_dataset(value, where))
+        return Client(*read_dataset(value, where))
+    what = f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple | list) else "")
     raise DataError(
-        f"{where}: expected (x, y), a fedpop.Client or a torch Dataset of (x, y) pairs, not "
-        f"{type(value).__name__}"
+        f"{where}: expected (x, y), a fedpop.Client(x, y, validation, test) or a torch Dataset of (x, y) "
+        f"pairs, not {what}"
     )
 
 
-def _read_dataset(dataset: Any, where: str) -> tuple[Any, Any]:
-    if isinstance(dataset, torch.utils.data.TensorDataset):
-        *xs, y = dataset.tensors
-        return (xs[0] if len(xs) == 1 else tuple(xs)), y
-    if not hasattr(dataset, "__len__"):
-        raise DataError(f"{where}: an IterableDataset has no length; make it a list of (x, y) first")
-    items = [dataset[j] for j in range(len(dataset))]
-    if not items:
-        raise DataError(
-            f"{where}: an empty Dataset does not say what its examples look like; give empty tensors "
-            "of the right shape, (x[:0], y[:0])"
-        )
-    if any(not isinstance(item, tuple | list) or len(item) != 2 for item in items):
-        raise DataError(f"{where}: every item of a Dataset must be a pair (x, y)")
-    first = items[0][0]
-    if isinstance(first, dict):
-        x: Any = {k: torch.stack([as_tensor(i[0][k], where) for i in items]) for k in first}
-    elif isinstance(first, tuple):
-        x = tuple(torch.stack([as_tensor(i[0][j], where) for i in items]) for j in range(len(first)))
-    else:
-        x = torch.stack([as_tensor(i[0], where) for i in items])
-    return x, torch.stack([as_tensor(i[1], where) for i in items])
+def _pair(pair: Any, where: str) -> tuple[Inputs, Targets, str]:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        shape = f" of shape {tuple(pair.shape)}" if isinstance(pair, Tensor | np.ndarray) else ""
+        raise DataError(f"{where}: a pair (x, y) is needed, not a {type(pair).__name__}{shape}")
+    return *_shaped(pair[0], pair[1], where), where
 
 
-def _shaped(x: Any, y: Any, where: str) -> tuple[Inputs, Tensor]:
-    inputs, targets = as_inputs(x, where), as_tensor(y, f"{where}, y")
-    if targets.dim() == 0:
+def _shaped(x: Any, y: Any, where: str) -> tuple[Inputs, Targets]:
+    inputs, targets = as_inputs(x, where), as_targets(y, f"{where}, y")
+    if targets.ndim == 0:
         raise DataError(f"{where}: y must have one entry per example")
     if rows_of(inputs) != targets.shape[0]:
         raise DataError(
@@ -345,15 +325,18 @@ def _shaped(x: Any, y: Any, where: str) -> tuple[Inputs, Tensor]:
     return inputs, targets
 
 
-def _pack(parts: Iterable[tuple[Inputs, Tensor] | None], names: Sequence[str]) -> Packed:
-    parts = list(parts)
+def _pack(
+    parts: list[tuple[Inputs, Tensor] | None], names: Sequence[str], split: str, train: Packed | None
+) -> Packed:
     example = next((p for p in parts if p is not None and p[1].shape[0]), None)
     example = example or next(p for p in parts if p is not None)
     sizes = torch.tensor([0 if p is None else p[1].shape[0] for p in parts])
     filled = [p for p in parts if p is not None and p[1].shape[0]] or [example]
     for (name, part), size in zip(zip(names, parts, strict=True), sizes.tolist(), strict=True):
         if size and part is not None:
-            _same_form(part, example, f"client {name!r}")
+            extra = "" if split == "train" else f", {split} set"
+            like = example if train is None or not len(train.y) else (train.x, train.y)
+            _same_form(part, like, f"client {name!r}{extra}")
     x = map_inputs(lambda *leaf: torch.cat([_as_like(v, leaf[0]) for v in leaf]), *(p[0] for p in filled))
     y = torch.cat([_as_like(p[1], filled[0][1]) for p in filled])
     return Packed(x, y, torch.cumsum(sizes, 0) - sizes, sizes)

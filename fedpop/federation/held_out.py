@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedpop.checked import Factor, Seed, checked
 from fedpop.errors import DataError, SettingsError
 from fedpop.federation.clients import Federation, Packed
 from fedpop.federation.inputs import map_inputs
 from fedpop.keys import Key
 
 
-def hold_out(clients: Any, *, test: float = 0.2, validation: float = 0.0, seed: int = 0) -> Federation:
+@checked
+def hold_out(clients: Any, *, test: Factor = 0.2, validation: Factor = 0.0, seed: Seed = 0) -> Federation:
     """These clients with a share of each one's examples set aside, drawn by the seed alone.
 
     A client keeps at least one example to train on; shares are rounded to whole examples.
@@ -32,7 +35,7 @@ def hold_out(clients: Any, *, test: float = 0.2, validation: float = 0.0, seed: 
     federation = Federation.of(clients)
     if set(federation.splits) != {"train"}:
         raise DataError("these clients already have validation or test sets; they are used as they are")
-    if not (0 <= test < 1 and 0 <= validation < 1 and 0 < test + validation < 1):
+    if not 0 < test + validation < 1:
         raise SettingsError(f"shares lie in [0, 1) and leave something to train on, not {test}, {validation}")
     packed = federation.train
     key = Key(seed, purpose="hold-out")
@@ -56,4 +59,4 @@ def hold_out(clients: Any, *, test: float = 0.2, validation: float = 0.0, seed: 
             chosen = torch.cat(parts)
             x = map_inputs(lambda v, c=chosen: v[c], packed.x)
             splits[name] = Packed(x, packed.y[chosen], torch.cumsum(sizes, 0) - sizes, sizes)
-    return Federation(federation.names, splits)
+    return replace(federation, splits=splits)

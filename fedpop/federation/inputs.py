@@ -27,12 +27,14 @@ class Example:
     names: tuple[str | int, ...] | None
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
+    labels: tuple[str, ...] = ()
+    """What classes are called, where targets are words."""
 
     @classmethod
-    def of(cls, x: Inputs) -> Example:
+    def of(cls, x: Inputs, labels: tuple[str, ...] = ()) -> Example:
         names = None if isinstance(x, Tensor) else tuple(x) if isinstance(x, dict) else tuple(range(len(x)))
         parts = leaves(x)
-        return cls(names, tuple(tuple(v.shape[1:]) for v in parts), tuple(v.dtype for v in parts))
+        return cls(names, tuple(tuple(v.shape[1:]) for v in parts), tuple(v.dtype for v in parts), labels)
 
     def zeros(self, count: int, device: torch.device, dtype: torch.dtype) -> Inputs:
         """So many such examples, all of zeros; floating-point parts in this type."""
@@ -103,14 +105,24 @@ def require_finite(x: Inputs, where: str, owner: Callable[[int], str] = lambda r
 
 def as_tensor(value: Any, where: str) -> Tensor:
     if isinstance(value, Tensor):
-        return value.detach()
+        return _real(value.detach(), where)
     try:
         array = np.asarray(value)
         if array.dtype == object:
             raise DataError(f"{where}: rows of unequal length, or values that are not numbers")
-        return torch.as_tensor(np.ascontiguousarray(array))
-    except (TypeError, ValueError) as error:
+        return _real(torch.as_tensor(np.ascontiguousarray(array)), where)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(f"{where}: cannot be read as numbers ({error})") from error
+
+
+def _real(value: Tensor, where: str) -> Tensor:
+    if value.is_complex():
+        raise DataError(f"{where}: complex numbers; give their real and imaginary parts as two columns")
+    if value.layout != torch.strided or value.is_quantized:
+        raise DataError(f"{where}: a sparse or quantised tensor; give it as a dense one, .to_dense()")
+    return value
 
 
 def narrowed(value: Tensor, dtype: torch.dtype, where: Callable[[int], str]) -> Tensor:

@@ -207,6 +207,9 @@ class Kernel(Setting, ABC):
         """How many of a client's examples a step looks at; None: all of them."""
         return None
 
+    of_normals: ClassVar[bool] = False
+    """It goes by the curvature of a Normal prior, or of several, alone."""
+
     def check(self, closed_form: bool) -> None:
         """Raise unless this kernel can sample posteriors that are, or are not, closed-form."""
 

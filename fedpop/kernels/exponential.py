@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedpop.errors import SettingsError
+from fedpop.checked import Fraction
 from fedpop.kernels.base import Kernel, Noise, State, Transition, Tuning, guarded
 from fedpop.kernels.target import Precision, Target
 
@@ -24,13 +24,10 @@ class Exponential(Kernel):
     Exponential(h=0.5)
     """
 
-    h: float = 1.0
+    h: Fraction = 1.0
     name: ClassVar[str] = "Exponential"
     adjusted: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.h <= 1:
-            raise SettingsError(f"the exponential step takes 0 < h <= 1, not {self.h}")
+    of_normals: ClassVar[bool] = True
 
     def prepare(self, target: Target, z: Tensor, tuning: Tuning, round: int) -> tuple[Precision, Tensor]:
         return target.precision(), (self.h * tuning.log_step.exp())[:, None, None]

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedpop.errors import SettingsError
+from fedpop.checked import Few
 from fedpop.kernels.base import Kernel, Noise, State, Transition, Tuning, metropolis
 from fedpop.kernels.target import Precision, Target
 
@@ -31,17 +31,13 @@ class HMC(Kernel):
     3
     """
 
-    leapfrog: int = 5
+    leapfrog: Few = 5
     name: ClassVar[str] = "HMC"
     adjusted: ClassVar[bool] = True
     adapts_mass: ClassVar[bool] = True
     initial_log_step: ClassVar[float] = math.log(0.5)
     largest_log_step: ClassVar[float] = math.log(0.6)
     target_acceptance: ClassVar[float] = 0.8
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.leapfrog, int) or self.leapfrog < 1:
-            raise SettingsError(f"HMC needs at least one leapfrog step, not {self.leapfrog}")
 
     @property
     def gradients_per_step(self) -> int:

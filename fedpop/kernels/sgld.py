@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedpop.checked import Count, NotNegative, Positive
 from fedpop.errors import SettingsError
 from fedpop.kernels.base import Kernel, Noise, State, Transition, Tuning, guarded
 from fedpop.kernels.target import Target
@@ -35,20 +36,15 @@ class SGLD(Kernel):
     1
     """
 
-    batch: int = 32
-    step_size: float = 0.5
-    offset: float = 1.0
-    decay: float = 1 / 3
+    batch: Count = 32
+    step_size: Positive = 0.5
+    offset: Positive = 1.0
+    decay: NotNegative = 1 / 3
     name: ClassVar[str] = "SGLD"
     adjusted: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.batch, bool) or not isinstance(self.batch, int) or self.batch < 1:
-            raise SettingsError(f"SGLD's batch is a whole number of examples, at least 1, not {self.batch!r}")
-        if not self.offset > 0:
-            raise SettingsError(f"the offset of a decreasing step must be positive, not {self.offset}")
-        if self.decay < 0:
-            raise SettingsError(f"the step's decay must be 0 or more, not {self.decay}")
+        super().__post_init__()
         first = self.step_size * self.offset**-self.decay
         if not 0 < first < 2:
             raise SettingsError(

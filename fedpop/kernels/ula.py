@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from fedpop.errors import SettingsError
+from fedpop.checked import NotNegative, Range
 from fedpop.kernels.base import Kernel, Noise, State, Transition, Tuning, guarded
 from fedpop.kernels.target import Target
+
+STABLE = Range(above=0, below=2, why="in units of 1/L steps of 2 and more grow without bound")
 
 
 @dataclass(frozen=True)
@@ -26,18 +28,10 @@ class ULA(Kernel):
     ULA(step_size=0.5, decay=0.3)
     """
 
-    step_size: float = 0.8
-    decay: float = 0.0
+    step_size: Annotated[float, STABLE] = 0.8
+    decay: NotNegative = 0.0
     name: ClassVar[str] = "ULA"
     adjusted: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.step_size < 2:
-            raise SettingsError(
-                f"ULA is stable for 0 < step_size < 2 (in units of 1/L), not {self.step_size}"
-            )
-        if self.decay < 0:
-            raise SettingsError(f"the step's decay must be 0 or more, not {self.decay}")
 
     def preparation(self, target: Target) -> int:
         return target.curvature_evaluations

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from fedpop.channel import Choice
+from fedpop.checked import OneOf, Whole, require
 from fedpop.errors import DataError, SettingsError
 from fedpop.federation.participation import Participation
 from fedpop.mixed import sampled
@@ -25,7 +26,6 @@ from fedpop.mixed.response import Family, family_named, response_of
 from fedpop.mixed.search import Found
 from fedpop.mixed.table import MISSING, Rows, as_frame, pandas, rows_of
 from fedpop.questions.schema import MINIMUM
-from fedpop.settings import require_one_of, require_whole
 
 METHODS = ("ML", "REML")
 ENGINES = ("auto", "exact", "sampled")
@@ -78,10 +78,10 @@ def mixed_model(
     {'(Intercept)': 1.18, 'day': 0.863}
     """
     started = time.perf_counter()
-    require_one_of(METHODS, method=method)
-    require_one_of(ENGINES, engine=engine)
-    require_one_of(MISSING, missing=missing)
-    require_whole(0, min_count=min_count)
+    require(Annotated[str, OneOf(*METHODS)], method=method)
+    require(Annotated[str, OneOf(*ENGINES)], engine=engine)
+    require(Annotated[str, OneOf(*MISSING)], missing=missing)
+    require(Whole, min_count=min_count)
     read, kind = parse(formula), family_named(family)
     if method == "REML" and not kind.gaussian:
         raise SettingsError(f"REML is for gaussian models; a {family} model is fitted by ML")

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fedpop.errors import ModelError, SettingsError
+from fedpop.checked import Whole, checked
+from fedpop.errors import ModelError
 from fedpop.models.modules import KeyedLayer
 
 
@@ -24,10 +25,9 @@ class CropFlip(KeyedLayer):
     torch.Size([2, 8, 28, 28])
     """
 
-    def __init__(self, padding: int = 4, flip: bool = True) -> None:
+    @checked
+    def __init__(self, padding: Whole = 4, flip: bool = True) -> None:
         super().__init__("crop")
-        if padding < 0:
-            raise SettingsError(f"padding must be 0 or more pixels, not {padding}")
         self.padding, self.flip = padding, flip
 
     def extra_repr(self) -> str:

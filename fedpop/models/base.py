@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from fedpop.errors import DataError, ModelError, SettingsError
+from fedpop.errors import DataError, FedpopError, ModelError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Example, Inputs, leaves, map_inputs, narrowed
@@ -22,13 +22,9 @@ from fedpop.models.likelihoods import Likelihood, Params
 from fedpop.models.local import GeneralLikelihood, LinearLikelihood, LocalLikelihood
 from fedpop.models.modules import RowKeys, has_dropout
 from fedpop.models.network import NetworkPass
+from fedpop.models.probe import USERS, check_rows, not_accepted, outputs_at
 from fedpop.models.weighted import Weighted
 from fedpop.precision import check as check_precision
-
-GLOBAL_GENERATOR = (
-    "the model draws from torch's global generator (functional dropout, say), so runs could not be "
-    "repeated or resumed; use nn.Dropout modules, which fedpop keys"
-)
 
 
 @dataclass(frozen=True)
@@ -79,6 +75,8 @@ class Model(ABC):
     batchable: bool = True
     """Several clients' own copies of phi can be worked on side by side by vmap; convolutions with a filter
     for each client are slow, and cannot be laid out as a CPU likes them."""
+    labels: tuple[str, ...] = ()
+    """What classes are called, where targets were words."""
     precision: str = "auto"
     """As it was given: a model that is saved asks again where it is read."""
     _pass: NetworkPass | None = None
@@ -139,8 +137,10 @@ class Model(ABC):
         """Head outputs ``[L, n, o]`` at new examples."""
         try:
             return self.head_outputs(phi, z, self.embed(phi, x))
-        except RuntimeError as error:
-            raise _not_accepted(x, error) from error
+        except USERS as error:
+            if isinstance(error, FedpopError):
+                raise
+            raise not_accepted(x, error) from error
 
     @abstractmethod
     def modules(self) -> list[nn.Module]:
@@ -277,7 +277,10 @@ class Model(ABC):
         and a site without the others find the same."""
         phi = self.initial_phi()
         out = copy.copy(self)
+        out.labels = example.labels or self.labels
         out._look(example.zeros(2, phi.device, phi.dtype), phi)
+        if self.modules():
+            check_rows(out, example)
         return out
 
     def _look(self, x: Inputs, phi: Tensor) -> None:
@@ -287,17 +290,21 @@ class Model(ABC):
 
     def known(self) -> dict[str, Any]:
         """What ``prepared`` found, for a file."""
-        return {"outputs": self.outputs, "linear": self.linear}
+        known = {"outputs": self.outputs, "linear": self.linear}
+        return known | {"labels": list(self.labels)} if self.labels else known
 
     def knowing(self, known: Mapping[str, Any]) -> Self:
         """This model with what another one like it has found."""
         out = copy.copy(self)
         out.outputs, out.linear = int(known["outputs"]), bool(known["linear"])
+        out.labels = tuple(known.get("labels", ()))
         return out
 
     def checked(self, federation: Federation) -> Federation:
         """Data checked against this (prepared) model: targets and types; features of a frozen backbone."""
         phi = self.initial_phi()
+        if federation.labels:
+            self._check_labels(federation.labels)
 
         def check(y: Tensor, where: str) -> Tensor:
             y = self.likelihood.check_targets(y, self.outputs, where)
@@ -307,6 +314,14 @@ class Model(ABC):
         if self.frozen and not federation.embedded:
             federation = federation.map_inputs(lambda x: self._embed_all(phi, x))
         return federation
+
+    def _check_labels(self, labels: tuple[str, ...]) -> None:
+        told = ", ".join(map(repr, labels[:5])) + (", ..." if len(labels) > 5 else "")
+        if not self.likelihood.discrete or self.likelihood.ordered:
+            raise DataError(f"y holds words ({told}), but a {self.likelihood.name} target is a number")
+        most = self.outputs if self.likelihood.shifts else 2
+        if len(labels) > most:
+            raise DataError(f"y holds {len(labels)} labels ({told}), but the model has {most} classes")
 
     def _embed_all(self, phi: Tensor, x: Inputs, chunk: int = 1024) -> Inputs:
         rows = leaves(x)[0].shape[0]
@@ -319,29 +334,7 @@ class Model(ABC):
 
     def _outputs_at(self, x: Inputs, phi: Tensor) -> int:
         """One forward pass: does the model accept such examples, and how many outputs come out?"""
-        count = leaves(x)[0].shape[0]
-        keys = RowKeys(
-            Key(0, purpose="probe"),
-            torch.zeros(count, dtype=torch.int64, device=phi.device),
-            torch.arange(count, device=phi.device),
-        )
-        before = torch.get_rng_state()
-        with torch.no_grad():
-            try:
-                features = self.embed(phi, x, keys)
-                eta = self.head_outputs(phi, self.initial_z().unsqueeze(0), features)
-            except RuntimeError as error:
-                if "randomness" in str(error):  # vmap refuses to draw from the global generator
-                    raise ModelError(GLOBAL_GENERATOR) from error
-                raise _not_accepted(x, error) from error
-        if not torch.equal(before, torch.get_rng_state()):
-            raise ModelError(GLOBAL_GENERATOR)
-        if eta.dim() != 3 or eta.shape[1] != count:
-            raise ModelError(
-                f"for {count} examples the head gave outputs of shape {tuple(eta.shape[1:])}; "
-                f"expected ({count}, {self.outputs})"
-            )
-        return eta.shape[2]
+        return outputs_at(self, x, phi)
 
     def bind_linear(self, phi: Tensor, features: Inputs, cohort: Cohort, bias: bool) -> LocalLikelihood:
         """The native path: a padded feature block with a column of ones."""
@@ -361,11 +354,6 @@ class Model(ABC):
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _not_accepted(x: Inputs, error: RuntimeError) -> DataError:
-    shapes = [tuple(v.shape[1:]) for v in leaves(x)]
-    return DataError(f"the model does not accept examples of shape {shapes}: {error}")
 
 
 def with_ones(features: Tensor) -> Tensor:

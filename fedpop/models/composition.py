@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fedpop.checked import checked
 from fedpop.errors import DataError, ModelError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
@@ -37,6 +38,9 @@ FEW = 8
 class Composition(Model):
     """``likelihood(head(backbone(x)))`` with the backbone shared (phi) and the head private (z).
 
+    x may be a tuple of tensors, which reach the backbone's ``forward`` as its arguments, or a dict, which
+    reaches it as keyword arguments: ``forward(self, image, age)`` takes ``{"image": ..., "age": ...}``.
+
     Parameters with ``requires_grad=False`` stay as they are; a backbone without any trainable parameter has
     its features computed once.
 
@@ -63,6 +67,7 @@ class Composition(Model):
     Composition(phi: 2, z: 1, likelihood: normal, linear head, fixed effects: 1)
     """
 
+    @checked
     def __init__(
         self,
         backbone: nn.Module | None,

@@ -15,10 +15,11 @@ from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, rows_of
 from fedpop.models import likelihoods
-from fedpop.models.base import GLOBAL_GENERATOR, Model
+from fedpop.models.base import Model
 from fedpop.models.likelihoods import Likelihood, Params
 from fedpop.models.links import LinkedLayout, Parameter, real
 from fedpop.models.modules import RowKeys
+from fedpop.models.probe import global_generator
 
 Named = dict[str, Tensor]
 CHECKED = 256
@@ -306,7 +307,7 @@ def _values(start: Mapping[str, Parameter]) -> str:
 def _under_vmap(error: RuntimeError) -> ModelError:
     text = str(error).splitlines()[0]
     if "randomness" in text:
-        return ModelError(GLOBAL_GENERATOR)
+        return global_generator()
     return ModelError(
         f"the function failed under torch.func.vmap, which runs it for many clients at once: {text} (no `if` "
         "or `.item()` on values: use torch.where; no writing into tensors)"

@@ -11,17 +11,18 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
+from fedpop.checked import Checked, OneOf, Positive
 from fedpop.errors import DataError, ModelError, SettingsError
 
 Params = dict[str, Tensor]
 
 
-class Likelihood(ABC):
+class Likelihood(Checked, ABC):
     """One family of observation models; ``params`` are the parts of phi that belong to it.
 
     >>> import torch
@@ -80,7 +81,7 @@ class Likelihood(ABC):
         """Scalars that are learned as part of phi."""
         return {}
 
-    def check_head(self, outputs: int) -> None:  # noqa: B027
+    def check_head(self, outputs: int) -> None:
         """Raise unless a head with so many outputs fits."""
 
     def check_targets(self, y: Tensor, outputs: int, where: str) -> Tensor:
@@ -140,17 +141,10 @@ class Normal(Likelihood):
     (0.5, {'log_variance': 0.0})
     """
 
-    variance: float | str = "learned"
+    variance: Positive | Annotated[str, OneOf("learned")] = "learned"
     name: ClassVar[str] = "normal"
     ordered: ClassVar[bool] = True
     quadratic: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if isinstance(self.variance, str):
-            if self.variance != "learned":
-                raise SettingsError(f"variance is a number or 'learned', not {self.variance!r}")
-        elif not (self.variance > 0 and math.isfinite(self.variance)):
-            raise SettingsError(f"variance must be positive and finite, not {self.variance}")
 
     def initial_params(self) -> dict[str, float]:
         return self.params_at(1.0)

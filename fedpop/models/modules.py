@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from fedpop.checked import Count, checked
 from fedpop.errors import ModelError
 from fedpop.keys import Key
 
@@ -82,7 +83,12 @@ def federated(module: nn.Module, prefix: str = "") -> nn.Module:
 
     ``prefix`` keeps the masks of two modules apart.
     """
-    module = copy.deepcopy(module)
+    for name, sub in module.named_modules():
+        _require_plain(name, sub)
+    try:
+        module = copy.deepcopy(module)
+    except (RuntimeError, TypeError) as error:
+        raise ModelError(f"{type(module).__name__} cannot be copied: {error}") from error
     if isinstance(module, (*_ELEMENTWISE, *_CHANNELWISE)):
         module = nn.Sequential(module)
     for name, sub in list(module.named_modules()):
@@ -103,7 +109,29 @@ def federated(module: nn.Module, prefix: str = "") -> nn.Module:
     return module
 
 
-def replace_batchnorm(module: nn.Module, groups: int = 8) -> nn.Module:
+def _require_plain(name: str, sub: nn.Module) -> None:
+    """Raise for layers whose parameters are not there yet, are made of others, or that draw by themselves."""
+    label = f"{name or 'the module'} ({type(sub).__name__})"
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in sub.parameters(recurse=False)):
+        raise ModelError(f"{label} is lazy: its weights come with the first example; run module(x)")
+    hooks = {type(h).__name__ for h in sub._forward_pre_hooks.values()}
+    if hooks & {"WeightNorm", "SpectralNorm"} or nn.utils.parametrize.is_parametrized(sub):
+        raise ModelError(
+            f"{label} has a weight that is made of others (weight_norm, spectral_norm, parametrizations), so "
+            "that it is none that could be shared or private; make it a plain one first with "
+            "torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.remove_weight_norm, "
+            "remove_spectral_norm"
+        )
+    if isinstance(sub, nn.MultiheadAttention | nn.RNNBase) and sub.training and sub.dropout > 0:
+        raise ModelError(
+            f"{label} has a dropout of {sub.dropout:g} inside, which torch draws from its global generator, "
+            f"so runs could not be repeated or resumed; set {name or 'module'}.dropout = 0.0, and put an "
+            "nn.Dropout, which fedpop keys, before or after it"
+        )
+
+
+@checked
+def replace_batchnorm(module: nn.Module, groups: Count = 8) -> nn.Module:
     """A copy with GroupNorm instead of BatchNorm, which needs no statistics across examples.
 
     >>> from torch import nn

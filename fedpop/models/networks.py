@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import torch
 from torch import nn
 
+from fedpop.checked import OneOf, require
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
 from fedpop.models.composition import Composition
-from fedpop.settings import require_one_of
 
 __all__ = ["build", "cnn", "lenet", "mlp", "redraw"]
 
@@ -86,7 +87,7 @@ def build(
     >>> build("lenet", shape=(1, 28, 28), classes=10)
     Composition(phi: 43576, z: 850, likelihood: categorical, linear head)
     """
-    require_one_of(NETWORKS, network=name)
+    require(Annotated[str, OneOf(*NETWORKS)], network=name)
     layers = NETWORKS[name](shape)
     # What comes first is one layer whether or not there is any, so that it does not change the start.
     backbone = nn.Sequential(nn.Sequential(*first), *layers)

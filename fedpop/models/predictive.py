@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedpop.checked import Level, checked
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
+from fedpop.federation.labels import as_targets, numbered
 from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.likelihoods import Likelihood, Params
@@ -39,6 +41,8 @@ class Predictive:
     params: Params
     key: Key
     plug_in: bool
+    labels: tuple[str, ...] = ()
+    """What the classes are called, in the order of ``probs``, where targets were words."""
 
     def __repr__(self) -> str:
         kind = "a point estimate of z (noise only)" if self.plug_in else f"{self.eta.shape[0]} draws of z"
@@ -59,6 +63,12 @@ class Predictive:
         """Class probabilities ``[n, K]`` (two columns for yes/no targets)."""
         return self.likelihood.probabilities(self.means.mean(0))
 
+    @property
+    def most_likely(self) -> list[str] | Tensor:
+        """The likeliest class of each example: its name where targets were words, else its number."""
+        best = self.probs.argmax(-1)
+        return [self.labels[i] for i in best.tolist()] if self.labels else best
+
     @cached_property
     def samples(self) -> Tensor:
         """One y per draw of z, ``[L, n]`` (or ``[L, n, o]``); point methods give 1000 of them."""
@@ -69,9 +79,10 @@ class Predictive:
         y = self.likelihood.draw(eta, self.params, uniform, normal)
         return y if y.dim() < eta.dim() else _drop(y)  # labels have no axis of outputs
 
-    def log_prob(self, y: Tensor) -> Tensor:
-        """log p(y_j | x_j) per example."""
-        y = self.likelihood.check_targets(torch.as_tensor(y), self.eta.shape[-1], "predictive")
+    def log_prob(self, y: Any) -> Tensor:
+        """log p(y_j | x_j) per example; y as it was given in training."""
+        y = numbered(as_targets(y, "predictive, y"), self.labels, "predictive, y")
+        y = self.likelihood.check_targets(y, self.eta.shape[-1], "predictive")
         encoded = self.likelihood.encode(y.to(self.eta.device), self.eta.shape[-1], self.eta.dtype)
         each = self.likelihood.log_prob(self.eta, encoded, self.params)
         return torch.logsumexp(each, 0) - math.log(self.eta.shape[0])
@@ -81,22 +92,20 @@ class Predictive:
         y = torch.as_tensor(y, dtype=self.eta.dtype, device=self.eta.device)
         return _drop(self._cdf(y.reshape(self.eta.shape[1:]) if self.likelihood.ordered else y))
 
-    def covers(self, y: Tensor, level: float = 0.9) -> Tensor:
+    @checked
+    def covers(self, y: Tensor, level: Level = 0.9) -> Tensor:
         """Whether each y_j lies in its equal-tailed interval (without computing the interval)."""
-        if not 0 < level < 1:
-            raise SettingsError(f"a credible level lies in (0, 1), not {level}")
         tail = (1 - level) / 2
         at = self.cdf(y)
         return (at >= tail) & (at <= 1 - tail)
 
-    def interval(self, level: float = 0.9, of: str | None = None) -> tuple[Tensor, Tensor]:
+    @checked
+    def interval(self, level: Level = 0.9, of: str | None = None) -> tuple[Tensor, Tensor]:
         """Equal-tailed credible interval (low, high).
 
         ``of="y"`` is that of a new observation, the default for normal and poisson targets;
         ``of="mean"`` that of E[y | z], the default for classes (an interval of each probability).
         """
-        if not 0 < level < 1:
-            raise SettingsError(f"a credible level lies in (0, 1), not {level}")
         ordered = self.likelihood.ordered
         of = of or ("y" if ordered else "mean")
         tail = (1 - level) / 2

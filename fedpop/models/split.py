@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fedpop.checked import checked
 from fedpop.errors import ModelError
 from fedpop.federation.inputs import Inputs
 from fedpop.models import likelihoods
@@ -57,10 +59,11 @@ class Split(Model):
     Split(phi: 40, z: 27, likelihood: categorical, personal: 2.*)
     """
 
+    @checked
     def __init__(
         self,
         module: nn.Module,
-        personal: str | list[str],
+        personal: str | Sequence[str],
         likelihood: Likelihood | str,
         *,
         precision: str = "auto",

@@ -8,21 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from fedpop.checked import OneOf, checked
 from fedpop.errors import DataError
 from fedpop.evaluation.scores import Evaluation, scored
-from fedpop.federation.clients import Client, Federation
+from fedpop.federation.clients import SPLITS, Client, Federation
 from fedpop.federation.inputs import leaves
+from fedpop.federation.labels import as_targets, numbered
 from fedpop.models.predictive import Predictive
 from fedpop.population.population import Population
 
 
+@checked
 def evaluate(
-    population: Population, split: str = "test", *, widths: bool = True, theta_uncertainty: bool = False
+    population: Population,
+    split: Annotated[str, OneOf(*SPLITS)] = "test",
+    *,
+    widths: bool = True,
+    theta_uncertainty: bool = False,
 ) -> Evaluation:
     """Score every client of a population on its own examples of a split.
 
@@ -70,7 +77,7 @@ def evaluate_new(population: Population, newcomers: Sequence[Client]) -> NewClie
     """
     check_newcomers(newcomers, population.federation)
     for i, client in enumerate(newcomers):
-        own = Federation.of({f"new client {i}": client})
+        own = Federation.of({f"new client {i}": client}, population.model.labels)
         if len(own.train.y):
             population.model.prepared(own.example).checked(own)  # raises where they do not fit the model
     return NewClients(_newcomers(population, newcomers, False), _newcomers(population, newcomers, True))
@@ -81,9 +88,9 @@ def _newcomers(population: Population, newcomers: Sequence[Client], own: bool) -
     for i, client in enumerate(newcomers):
         assert client.test is not None
         x, y = client.test
-        y = population.model.likelihood.check_targets(
-            torch.as_tensor(y), population.model.outputs, f"new client {i}"
-        )
+        known = population.model
+        y = numbered(as_targets(y, f"new client {i}"), known.labels, f"new client {i}")
+        y = known.likelihood.check_targets(y, known.outputs, f"new client {i}")
         try:
             model = population.new_client(client.x, client.y) if own else population.new_client()
         except DataError:  # its data were checked: the method has nothing to offer
@@ -99,7 +106,7 @@ def check_newcomers(newcomers: Sequence[Client], federation: Federation | None) 
     for i, client in enumerate(newcomers):
         if not isinstance(client, Client) or client.test is None:
             raise DataError(f"new client {i}: give fedpop.Client(x, y, test=(x, y))")
-        own = Federation.of([client]).train
+        own = Federation.of([client], () if federation is None else federation.labels).train
         if federation is None or federation.embedded or not len(own.y):
             continue
         for j in (federation.train.sizes == len(own.y)).nonzero().squeeze(1).tolist():

@@ -11,6 +11,7 @@ import torch
 from fedpop.algorithms import rebuild
 from fedpop.algorithms.base import Algorithm
 from fedpop.channel import Tensors
+from fedpop.checked import Seed, Whole, checked, require
 from fedpop.errors import CheckpointError, SettingsError
 from fedpop.evaluation.verdict import verdict_of
 from fedpop.federation.clients import Federation
@@ -21,12 +22,12 @@ from fedpop.models.spec import model_from, require_same
 from fedpop.population.population import Population
 from fedpop.population.saving import FORMAT, KEYS
 from fedpop.priors import Prior
-from fedpop.settings import require_whole
 from fedpop.version import __version__
 
 WHAT = "a saved population"
 
 
+@checked
 def load(
     path: str | Path, *, model: Model | None = None, clients: Any = None, prior: Prior | None = None
 ) -> Population:
@@ -67,7 +68,7 @@ def load(
         _require_fits(published, algorithm)
     federation = None
     if clients is not None:
-        federation = Federation.of(clients)
+        federation = Federation.of(clients, model.labels)
         _require_known(federation, names, folder)
         algorithm = algorithm.prepared(federation.example)
         federation = algorithm.model.checked(federation)
@@ -76,7 +77,7 @@ def load(
         if saved["history"] is not None:
             lines = folder / saved["history"]
             history = json_lines(read_bytes(lines, digests[lines.name]), lines)
-        require_whole(0, rounds=saved["rounds"], learned_from=saved["learned_from"])
+        require(Whole, rounds=saved["rounds"], learned_from=saved["learned_from"])
         population = Population(
             algorithm=algorithm,
             published=published,
@@ -185,7 +186,7 @@ def _key(folder: Path, name: str | None, digests: dict[str, str], published: Ten
     read_bytes(private, digests[private.name])
     with reading(private, "a sites' key"):
         held = read_json(private)
-        require_whole(seed=held["seed"])
+        require(Seed, seed=held["seed"])
         return Key(held["seed"], purpose=str(held["purpose"]))
 
 

@@ -7,13 +7,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm
 from fedpop.channel import Tensors
+from fedpop.checked import OneOf, require
 from fedpop.client.plan import Plan, final_plan, parse_bytes, plan_for
 from fedpop.client.store import LocalStore
 from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
@@ -34,7 +35,6 @@ from fedpop.population.sites import Sites
 from fedpop.population.summary import summary
 from fedpop.population.theta import GROUP, ThetaDraws
 from fedpop.questions import Question
-from fedpop.settings import require_one_of
 
 MEMORY = "1GiB"
 """What the final pass may take, about."""
@@ -151,7 +151,8 @@ class Population:
         i = self._index(client)
         inputs, key = checked_inputs(self.model, x), self._predict_key(i)
         if not theta_uncertainty:
-            return self.algorithm.predict(self.published, self._model_of(i), inputs, key)
+            found = self.algorithm.predict(self.published, self._model_of(i), inputs, key)
+            return replace(found, labels=self.model.labels)
         draws = self._theta
         with torch.no_grad():
             pairs = zip(draws.thetas, draws.of(i), strict=True)
@@ -161,7 +162,7 @@ class Population:
             name: torch.stack([p[name] for p in own]).repeat_interleave(len(outputs[0]))[:, None, None]
             for name in own[0]
         }
-        return Predictive(torch.cat(outputs), self.model.likelihood, params, key, plug_in=False)
+        return Predictive(torch.cat(outputs), self.model.likelihood, params, key, False, self.model.labels)
 
     def _predict_key(self, i: int) -> Key:
         return self.key.at(purpose=f"predict.{self.names[i]}")
@@ -197,7 +198,7 @@ class Population:
             nobody = Cohort(unit, none, rows, rows, 0)
             personal = self.algorithm.without_data(self.published, nobody, key)
             return Newcomer(self.algorithm, self.published, personal, key)
-        own = Federation.of({"the new client": (x, y)})
+        own = Federation.of({"the new client": (x, y)}, self.model.labels)
         one = self.model.prepared(own.example).checked(own)  # raises where they do not fit the model
         c = one.cohort(torch.tensor([0]), self.device)
         cohort = Cohort(unit, c.sizes, c.x, c.y, c.longest, c.embedded)
@@ -310,7 +311,7 @@ class Population:
             posteriors: Whose own models are saved: ``"all"``, those ``"computed"`` so far, or all up to 1,000
                 clients (``"auto"``).
         """
-        require_one_of(("auto", "all", "computed"), posteriors=posteriors)
+        require(Annotated[str, OneOf("auto", "all", "computed")], posteriors=posteriors)
         everyone = posteriors == "all" or (posteriors == "auto" and len(self) <= 1000)
         if everyone and self.federation is not None:
             self.sample_all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm
 from fedpop.channel import Tensors
+from fedpop.checked import Level, checked
 from fedpop.errors import SettingsError
 from fedpop.federation.inputs import Inputs, as_inputs, map_inputs, narrowed, require_finite
 from fedpop.keys import Key
@@ -42,10 +43,9 @@ class Posterior:
     def sd(self) -> Tensor:
         return self.flat.std(0)
 
-    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+    @checked
+    def interval(self, level: Level = 0.9) -> tuple[Tensor, Tensor]:
         """Equal-tailed credible interval of every coordinate."""
-        if not 0 < level < 1:
-            raise SettingsError(f"a credible level lies in (0, 1), not {level}")
         tail = (1 - level) / 2
         wanted = torch.tensor([tail, 1 - tail], dtype=self.draws.dtype, device=self.draws.device)
         low, high = torch.quantile(self.flat, wanted, dim=0)
@@ -74,7 +74,8 @@ class Newcomer:
     def predict(self, x: Any) -> Predictive:
         """The predictive distribution at new x."""
         x = checked_inputs(self.algorithm.model, x)
-        return self.algorithm.predict(self.published, self.personal, x, self.key)
+        found = self.algorithm.predict(self.published, self.personal, x, self.key)
+        return replace(found, labels=self.algorithm.model.labels)
 
 
 def checked_inputs(model: Model, x: Any) -> Inputs:

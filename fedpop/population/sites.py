@@ -7,14 +7,15 @@ On one machine all of them are here. Across machines each site has one of these 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm, Round
-from fedpop.channel import Answer, Channel, Heard, Tally, Tensors, Total
+from fedpop.channel import Answer, Channel, Guard, Heard, Tally, Tensors, Total
 from fedpop.client.plan import Plan
 from fedpop.client.store import LocalStore
 from fedpop.errors import EstimateError, SettingsError
@@ -42,6 +43,10 @@ class Outcome:
     """Positions of units that were not heard."""
     bytes_up: int
     updates: Sequence[Update]
+    suspects: tuple[int, ...] = ()
+    """Positions of those among them whose messages were out of all proportion."""
+    usual: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the guard has learned is usual."""
 
 
 class Sites:
@@ -109,18 +114,23 @@ class Sites:
     def round(self, method: Algorithm, round: Round, active: Active, plan: Plan) -> Outcome:
         """The active units' work, through the method's channel; nobody's state changes yet."""
         channel = method.channel
-        tally = Tally(channel, round.key, method.remembers)
+        guard = method.guard_for(round.broadcast, len(active.ids))
+        tally = Tally(channel, round.key, method.remembers, guard)
         sums = channel.transparent and self.sites is None and self.lost is None
         cost: dict[str, float] = {}
         updates: list[Update] = []
         left_out: list[int] = []
+        suspects: list[int] = []
         for ids, cohort in self.cohorts(active.ids, plan):
             weights = active.weights_of(ids).to(self.device)
             local = self.states(method, ids, round.broadcast, round.key)
             now = replace(round, coefficients=weights if sums else None, omega=channel.omega)
-            left_out += self._work(method, now, ids, cohort, local, weights, tally, cost, updates)
+            silent, absurd = self._work(method, now, ids, cohort, local, weights, tally, cost, updates, guard)
+            suspects += absurd
+            left_out += silent
         total = tally.total(len(self.federation), active.ratio)
-        return Outcome(total, cost, tuple(left_out), tally.bytes_up, updates)
+        usual = {} if guard is None else guard.learned()
+        return Outcome(total, cost, tuple(left_out), tally.bytes_up, updates, tuple(suspects), usual)
 
     def _work(
         self,
@@ -133,22 +143,33 @@ class Sites:
         tally: Tally,
         cost: dict[str, float],
         updates: list[Update],
-    ) -> list[int]:
-        """One cohort's round; gives who was not heard."""
+        guard: Guard | None,
+    ) -> tuple[list[int], list[int]]:
+        """One cohort's round; gives who was not heard, and whose message was absurd."""
         sites = None if self.sites is None else self.sites[ids].to(self.device)
         lost = None if self.lost is None else self.lost(round.number, cohort.units)
         done = method.local_round(round, cohort, local)
-        answers = [done] if isinstance(done, Answer) else done
+        answers: Iterable[Answer] = [done] if isinstance(done, Answer) else done
+        if guard is not None and round.coefficients is not None:
+            sound = _in_proportion(answers, guard, cohort.sizes)
+            if sound is None:  # made again, each unit by itself
+                done = method.local_round(replace(round, coefficients=None), cohort, local)
+                sound = [done] if isinstance(done, Answer) else done
+            answers = sound
         if sites is not None and not isinstance(done, Answer):
-            answers = [joined(list(done), len(cohort))]
-        new, left_out = dict(local), list[int]()
+            answers = [joined(list(answers), len(cohort))]
+        new, left_out, absurd = dict(local), list[int](), list[int]()
         for answer in answers:
             rows = answer.rows
-            units, counts, own, gone = (
-                t if t is None or rows is None else t[rows] for t in (cohort.units, weights, sites, lost)
+            units, counts, own, gone, sizes = (
+                t if t is None or rows is None else t[rows]
+                for t in (cohort.units, weights, sites, lost, cohort.sizes)
             )
             assert units is not None and counts is not None
-            heard = tally.add(answer, units, counts, own, gone)
+            heard = tally.add(answer, units, counts, own, gone, examples=sizes)
+            if heard.suspects is not None and bool(heard.suspects.any()):
+                here = ids if rows is None else ids[rows.cpu()]
+                absurd += here[heard.suspects.cpu()].tolist()
             states = settled(method, answer, heard, local)
             add_up(cost, answer.cost)
             if not heard.everyone:
@@ -164,7 +185,7 @@ class Sites:
                     new[name] = local[name].clone()  # once, for all blocks
                 new[name].index_copy_(0, rows, value)
         updates.append((ids, new))
-        return sorted(left_out)
+        return sorted(left_out), absurd
 
     def ask(
         self,
@@ -210,6 +231,18 @@ class Sites:
         down = self.bytes_down(asked, ids)
         cost["bytes_down"] = cost.get("bytes_down", 0.0) + down
         return question.finish(known, total), Outcome(total, cost, tuple(left_out), tally.bytes_up, updates)
+
+
+def _in_proportion(answers: Iterable[Answer], guard: Guard, sizes: Tensor) -> Iterable[Answer] | None:
+    """The answers, or None where a sum that was made for all at once is out of proportion."""
+    stream = iter(answers)
+    first = next(stream, None)
+    if first is None or not first.sums:
+        return () if first is None else chain((first,), stream)
+    fused = [first, *stream]
+    owns = [sizes if a.rows is None else sizes[a.rows] for a in fused]
+    odd = [guard.odd(a, own) for a, own in zip(fused, owns, strict=True)]
+    return None if any(odd) else fused
 
 
 def settled(method: Algorithm, answer: Answer, heard: Heard, local: Tensors) -> Tensors:

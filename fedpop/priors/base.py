@@ -18,12 +18,21 @@ from torch import Tensor
 
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
+from fedpop.priors.declared import check_declared
 from fedpop.settings import Setting
 
 if TYPE_CHECKING:
     from fedpop.priors.normal import Normal
 
 Tensors = dict[str, Tensor]
+
+
+def check_scale(scale: float | None, bounds: tuple[float, float]) -> None:
+    """Raise unless bounds leave room between them, and the scale lies inside."""
+    if not bounds[0] < bounds[1]:
+        raise SettingsError(f"scale bounds must satisfy 0 < low < high, not {bounds}")
+    if scale is not None and not bounds[0] <= scale <= bounds[1]:
+        raise SettingsError(f"scale {scale} lies outside its bounds {bounds}")
 
 
 def into_ball(v: Tensor, radius: float) -> Tensor:
@@ -71,6 +80,10 @@ class Prior(Setting, ABC):
     steps: int = 0
     ship: int = 0
     """Of a prior that is not normalised: the server's chains, their transitions a round, states shipped."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_declared(self)
 
     mean: float
     scale: float | None

@@ -25,17 +25,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from fedpop.checked import Few, Positive, Range
 from fedpop.errors import EstimateError, ModelError, SettingsError
 from fedpop.keys import Key
 from fedpop.models.base import trainable
 from fedpop.models.flat import Layout
 from fedpop.models.modules import call, federated, has_dropout
-from fedpop.priors.base import Guess, Prior, Tensors, into_ball
+from fedpop.priors.base import Guess, Prior, Tensors, check_scale, into_ball
 
 ESCAPED = 50.0
 """No state of a density on a Gaussian base is so many scales from its centre."""
@@ -58,36 +59,25 @@ class Energy(Prior):
 
     net: nn.Module | None = None
     mean: float = 0.0
-    scale: float | None = None
+    scale: Positive | None = None
     learn_mean: bool = True
     learn_scale: bool = False
-    hidden: int = 32
-    chains: int = 256
-    steps: int = 5
-    ship: int = 16
-    bounds: tuple[float, float] = (1e-3, 1e3)
-    ball: float = 1e6
+    hidden: Few = 32
+    chains: Annotated[int, Range(least=8, most=1_000_000)] = 256
+    steps: Few = 5
+    ship: Few = 16
+    bounds: tuple[Positive, Positive] = (1e-3, 1e3)
+    ball: Positive = 1e6
 
     name: ClassVar[str] = "Energy"
     normalised: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        low, high = self.bounds
-        if not 0 < low < high < math.inf:
-            raise SettingsError(f"scale bounds must satisfy 0 < low < high, not {self.bounds}")
-        if self.scale is not None and not low <= self.scale <= high:
-            raise SettingsError(f"scale {self.scale} lies outside its bounds {self.bounds}")
-        if not (self.ball > 0 and math.isfinite(self.mean)):
-            raise SettingsError("an energy needs a finite mean and a ball with a positive radius")
-        for name, least in (("hidden", 1), ("chains", 8), ("steps", 1), ("ship", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise SettingsError(f"{name} of an energy must be a whole number from {least}, not {value!r}")
+        super().__post_init__()
+        check_scale(self.scale, self.bounds)
         if self.ship > self.chains:
             raise SettingsError(f"an energy with {self.chains} chains cannot ship {self.ship} states")
         if self.net is not None:
-            if not isinstance(self.net, nn.Module):
-                raise SettingsError(f"the network of an energy is an nn.Module, not {self.net!r}")
             net = federated(self.net)
             if has_dropout(net):
                 raise ModelError("an energy is a function of z: its network cannot have dropout")

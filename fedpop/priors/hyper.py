@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedpop.checked import Positive
 from fedpop.errors import SettingsError
 from fedpop.priors.base import Prior
 from fedpop.settings import Setting
@@ -21,17 +22,9 @@ class Hyperprior(Setting):
     tensor([-1.])
     """
 
-    phi_scale: float | None = None
-    mean_scale: float | None = None
-    log_scale: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("phi_scale", "mean_scale"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise SettingsError(f"hyperprior: {name} must be positive, not {value}")
-        if self.log_scale is not None and not self.log_scale[1] > 0:
-            raise SettingsError(f"hyperprior: log_scale's spread must be positive, not {self.log_scale[1]}")
+    phi_scale: Positive | None = None
+    mean_scale: Positive | None = None
+    log_scale: tuple[float, Positive] | None = None
 
     def check(self, prior: Prior) -> None:
         """Raise unless this is a hyperprior for such a prior."""

@@ -19,15 +19,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
+from fedpop.checked import OneOf, Positive, Range
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
 from fedpop.priors.base import Guess, Part, Prior, Tensors
-from fedpop.priors.normal import Normal
+from fedpop.priors.normal import COVARIANCES, Normal
 
 MOST = 8
 """Components, at most: labels are matched over all their orders."""
@@ -46,25 +47,22 @@ class Mixture(Prior):
     14
     """
 
-    components: int = 2
-    covariance: str = "isotropic"
+    components: Annotated[int, Range(least=1, most=MOST)] = 2
+    covariance: Annotated[str, OneOf(*COVARIANCES)] = "isotropic"
     mean: float = 0.0
-    scale: float | None = None
-    spread: float = 1.0
-    floor: float = 1e-3
-    bounds: tuple[float, float] = (1e-3, 1e3)
-    ball: float = 1e6
+    scale: Positive | None = None
+    spread: Positive = 1.0
+    floor: Positive = 1e-3
+    bounds: tuple[Positive, Positive] = (1e-3, 1e3)
+    ball: Positive = 1e6
 
     name: ClassVar[str] = "Mixture"
     em: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         count = self.components
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST:
-            raise SettingsError(f"a mixture has 1 to {MOST} components, not {count!r}")
-        if not (self.spread > 0 and math.isfinite(self.spread)):
-            raise SettingsError(f"the spread of the first means must be positive, not {self.spread}")
-        if not 0 < self.floor < 1 / count:
+        if not self.floor < 1 / count:
             raise SettingsError(f"the least weight of {count} components lies in (0, {1 / count:g})")
         assert self.component is not None  # checks the rest
 

@@ -25,15 +25,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
+from fedpop.checked import OneOf, Positive
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
 from fedpop.priors import projection
-from fedpop.priors.base import Guess, Part, Prior, Tensors, positive
+from fedpop.priors.base import Guess, Part, Prior, Tensors, check_scale, positive
 
 COVARIANCES = ("isotropic", "diagonal", "full")
 
@@ -50,30 +51,21 @@ class Normal(Prior):
     6
     """
 
-    covariance: str = "isotropic"
+    covariance: Annotated[str, OneOf(*COVARIANCES)] = "isotropic"
     mean: float = 0.0
-    scale: float | None = None
+    scale: Positive | None = None
     learn_mean: bool = True
     learn_scale: bool = True
-    bounds: tuple[float, float] = (1e-3, 1e3)
-    ball: float = 1e6
+    bounds: tuple[Positive, Positive] = (1e-3, 1e3)
+    ball: Positive = 1e6
 
     name: ClassVar[str] = "Normal"
     forms: ClassVar[tuple[str, ...]] = ("left", "right", "mixed")
     em: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.covariance not in COVARIANCES:
-            raise SettingsError(f"covariance is one of {', '.join(COVARIANCES)}, not {self.covariance!r}")
-        low, high = self.bounds
-        if not 0 < low < high < math.inf:
-            raise SettingsError(f"scale bounds must satisfy 0 < low < high, not {self.bounds}")
-        if self.scale is not None and not low <= self.scale <= high:
-            raise SettingsError(f"scale {self.scale} lies outside its bounds {self.bounds}")
-        if not self.ball > 0:
-            raise SettingsError(f"the ball's radius must be positive, not {self.ball}")
-        if not math.isfinite(self.mean):
-            raise SettingsError(f"mean must be finite, not {self.mean}")
+        super().__post_init__()
+        check_scale(self.scale, self.bounds)
 
     @property
     def learns_scale(self) -> bool:

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from fedpop.checked import Whole, require
 from fedpop.errors import DataError
-from fedpop.settings import require_whole
 
 MINIMUM = 5
 
@@ -120,7 +120,7 @@ class Schema:
     minimum: int = MINIMUM
 
     def __post_init__(self) -> None:
-        require_whole(0, minimum=self.minimum)
+        require(Whole, minimum=self.minimum)
 
     def answer(self, table: Mapping[str, Any], many: bool = False) -> Summary:
         """A site's part; ``many``: it holds many units, and small cells do not leave it."""

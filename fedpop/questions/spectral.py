@@ -15,19 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fedpop.channel import Answer, Tensors, Total
+from fedpop.checked import Range
 from fedpop.errors import ModelError, SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.models.base import LinearLayout, Model
 from fedpop.models.composition import Composition
 from fedpop.questions.base import Question, Units
-from fedpop.settings import Setting, require_whole
+from fedpop.settings import Setting
 
 
 def applies(model: Model) -> bool:
@@ -52,10 +53,7 @@ class Spectral(Setting):
     Spectral(minimum=5)
     """
 
-    minimum: int = 2
-
-    def __post_init__(self) -> None:
-        require_whole(2, minimum=self.minimum)
+    minimum: Annotated[int, Range(least=2)] = 2
 
     def questions(self, model: Model) -> Sequence[Question[Tensors]]:
         """Second moments for whitening, then cross products; they leave ``phi`` behind."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fedpop.errors import DataError, SettingsError
+from fedpop.checked import Checked, Count
+from fedpop.errors import DataError
 
 if TYPE_CHECKING:
     from fedpop.federation.clients import Federation
@@ -41,7 +42,7 @@ class Callback:
 
 
 @dataclass
-class EarlyStop(Callback):
+class EarlyStop(Checked, Callback):
     """Stop when the clients' validation log-likelihood has not risen for ``patience`` looks.
 
     The published theta goes back to the one with the best score. Rounds in which the noise variance is
@@ -57,15 +58,11 @@ class EarlyStop(Callback):
     True
     """
 
-    every: int = 10
-    patience: int = 5
-    best: float = float("-inf")
-    best_round: int = 0
-    looks: int = 0
-
-    def __post_init__(self) -> None:
-        if self.every < 1 or self.patience < 1:
-            raise SettingsError("EarlyStop: every and patience must be at least 1")
+    every: Count = 10
+    patience: Count = 5
+    best: float = field(default=float("-inf"), init=False)
+    best_round: int = field(default=0, init=False)
+    looks: int = field(default=0, init=False)
 
     def check(self, federation: Federation | Members) -> None:
         if "validation" not in federation.splits:

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fedpop.checked import Count, Whole, require
 from fedpop.errors import CheckpointError, FedpopWarning
 from fedpop.files import read_sealed, read_tensors, reading, write_sealed, write_tensors, writing
-from fedpop.settings import require_whole
 from fedpop.version import __version__
 
 KEEP = 2
@@ -111,12 +111,12 @@ def _read_one(path: Path) -> Checkpoint:
 
 def _check(found: Checkpoint, path: Path) -> None:
     """Raise where entries are not of the types that a run goes on with."""
-    require_whole(0, round=found.round, metrics_bytes=found.metrics_bytes)
+    require(Whole, round=found.round, metrics_bytes=found.metrics_bytes)
     if path.stem != _name(found.round):
         raise ValueError(f"it is of round {found.round}")
     if not isinstance(found.ends, list) or not found.ends:
         raise TypeError("ends are those of the run's stages")
-    require_whole(1, threads=found.threads, **{f"end {i}": end for i, end in enumerate(found.ends)})
+    require(Count, threads=found.threads, **{f"end {i}": end for i, end in enumerate(found.ends)})
     if found.threads > MOST_THREADS:
         raise ValueError(f"{found.threads} threads")
     for entry in ("config", "totals", "callbacks"):

@@ -136,7 +136,7 @@ class Here(Members):
         self,
         method: Algorithm,
         federation: Federation,
-        memory: str,
+        memory: str | int,
         sites: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         budget = parse_bytes(memory)

@@ -29,6 +29,7 @@ from fedpop.population import Population, Sites
 from fedpop.population.sites import Outcome
 from fedpop.questions import Question
 from fedpop.runtime import checkpoint as checkpoints
+from fedpop.runtime.breakdown import require_finite_theta, require_somebody
 from fedpop.runtime.callbacks import Callback
 from fedpop.runtime.guards import patient_interrupts, threads
 from fedpop.runtime.lock import held
@@ -78,6 +79,8 @@ class Run:
         self.secret = Key(settings.seed, purpose="site")
         self.algorithm = algorithm
         self.server: Tensors = {}
+        self.usual: Tensors = {}
+        """Norms of messages, which the guard goes by."""
         self.round = 0
         self.totals: dict[str, float] = {}
         self.history: list[dict[str, Any]] = []
@@ -137,6 +140,7 @@ class Run:
                 stopped = any([c.after_round(self, metrics) for c in self.callbacks])  # noqa: C419
                 stopped |= self.algorithm.over(self.server)
                 self.history.append(metrics)
+                require_somebody(self.history, stopped or self.round == self.ends[-1])
                 if self.metrics is not None:
                     self.metrics.add(metrics)
                 last = stopped or self.round == self.ends[-1]
@@ -145,6 +149,7 @@ class Run:
                 bar.update(self.round, self.round if last else self.ends[-1], metrics)
                 if interrupted.is_set():
                     raise KeyboardInterrupt
+            require_finite_theta(self.algorithm.publish(self.server), self.history, self.round)
             self.recall()  # to the best theta on validation data, where that was watched
             self.verdict = at_the_end(self)
             bar.say(self.verdict)
@@ -291,11 +296,13 @@ class Run:
             self.server = method.extended(self.server, facts, inverse_information(self))
             self.inverse = None
         active = self.members.active(self.settings.participation, self.key, self.round)
-        broadcast = method.broadcast(self.server)
+        broadcast = method.broadcast(self.server) | self.usual
+        require_finite_theta(broadcast, self.history, self.round)
         now = Round(self.round, broadcast, secret, shared)
         done = self.members.round(method, now, active)
         self.server = method.server_round(self.server, done.total, facts, shared)
         self.members.keep(done.updates)
+        self.usual = dict(done.usual)
         self.round += 1
         self.spend({"bytes_up": done.bytes_up, "bytes_down": self.members.bytes_down(broadcast, active.ids)})
         self.spend({name: done.cost.get(name, 0.0) for name in WORK})
@@ -303,6 +310,10 @@ class Run:
         metrics |= method.metrics(self.server, done.cost)
         metrics["left_out"] = [self.members.names[i] for i in done.left_out]
         metrics |= self.members.metrics()
+        if done.suspects:
+            absurd = [self.members.names[i] for i in done.suspects]
+            metrics |= {"out_of_proportion": absurd, "unbiased": False}
+            self.spend({"out_of_proportion": len(absurd)})
         metrics |= {name: self.totals[name] for name in ("bytes_up", "bytes_down")}
         self.spend({"seconds": time.perf_counter() - started})
         metrics["seconds"] = self.totals["seconds"]
@@ -345,6 +356,7 @@ class Run:
             return
         self.metrics.settle()
         tensors = {f"server.{n}": t for n, t in self.server.items()} | self.members.state()
+        tensors |= {f"guard.{n}": t for n, t in self.usual.items()}
         if self._best is not None:
             server, remembered = self._best
             tensors |= {f"best.server.{n}": t for n, t in server.items()}
@@ -372,8 +384,9 @@ class Run:
         tensors, method, device = saved.tensors, self.algorithm, self.members.device
         with reading(self._checkpoints / f"round-{saved.round:08d}", "a checkpoint"):
             self.server = _part("server.", tensors, device)
-            held = {n: t for n, t in tensors.items() if not n.startswith(("server.", "best."))}
-            self.members.restore(held)
+            self.usual = _part("guard.", tensors, torch.device("cpu"))
+            others = ("server.", "best.", "guard.")
+            self.members.restore({n: t for n, t in tensors.items() if not n.startswith(others)})
             best = _part("best.", tensors, torch.device("cpu"))
             if best:
                 remembered = {n: t for n, t in best.items() if not n.startswith("server.")}

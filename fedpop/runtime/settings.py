@@ -4,29 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from fedpop.errors import SettingsError
+from fedpop.checked import Bytes, Checked, Count, OneOf, Seed
 from fedpop.federation.participation import Participation
-from fedpop.settings import require_whole
+from fedpop.precision import PRECISIONS
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Checked):
     """Rounds, seed, participation, and what a run may take of the machine."""
 
-    rounds: int | None
+    rounds: Count | None
     """None: until it has converged."""
-    seed: int
+    seed: Seed
     participation: Participation
-    memory: str = "1GiB"
-    checkpoint_every: int = 50
-    precision: str = "auto"
+    memory: str | Bytes = "1GiB"
+    checkpoint_every: Count = 50
+    precision: Annotated[str, OneOf(*PRECISIONS)] = "auto"
     sites: Mapping[str, Sequence[str]] | None = None
-
-    def __post_init__(self) -> None:
-        require_whole(1, checkpoint_every=self.checkpoint_every)
-        if self.rounds is not None:
-            require_whole(1, rounds=self.rounds)
-        require_whole(seed=self.seed)
-        if not 0 <= self.seed < 2**64:
-            raise SettingsError(f"a seed is a whole number from 0 to 2^64 - 1, not {self.seed}")

@@ -6,37 +6,39 @@ import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from fedpop.algorithms.base import RUNTIMES, Algorithm
+from fedpop.checked import Bytes, Count, OneOf, Seed, Whole, checked
 from fedpop.errors import FedpopWarning, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Participation
 from fedpop.federation.participation import resolve as resolve_participation
 from fedpop.files import write_json
 from fedpop.population import Population
+from fedpop.precision import PRECISIONS
 from fedpop.runtime.callbacks import Callback
 from fedpop.runtime.run import Run
 from fedpop.runtime.settings import Settings
 from fedpop.runtime.stages import advice
-from fedpop.settings import require_whole
 
 
+@checked
 def fit(
     method: Algorithm,
     clients: Any,
     *,
-    rounds: int | None = None,
-    seed: int = 0,
+    rounds: Count | None = None,
+    seed: Seed = 0,
     participation: Participation | int | float | Sequence[float] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
-    memory: str = "1GiB",
-    checkpoint_every: int = 50,
-    restarts: int = 0,
-    precision: str | None = None,
+    memory: str | Bytes = "1GiB",
+    checkpoint_every: Count = 50,
+    restarts: Whole = 0,
+    precision: Annotated[str, OneOf(*PRECISIONS)] | None = None,
     sites: Mapping[str, Sequence[str]] | None = None,
 ) -> Population:
     """Run a method on one machine and return the population it learned.
@@ -83,7 +85,6 @@ def fit(
     if precision is not None:
         method = method.replace(model=method.model.asking_for(precision))
     settings = Settings(rounds, seed, rule, memory, checkpoint_every, method.model.precision, sites)
-    require_whole(0, restarts=restarts)
     if restarts:
         check_restarts(method)
     federation = Federation.of(clients)

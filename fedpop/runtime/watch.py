@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from fedpop.checked import Checked, Count, OneOf, Whole
 from fedpop.errors import DataError
 from fedpop.evaluation.scores import CLASSES, REAL
-from fedpop.federation.clients import Federation
+from fedpop.federation.clients import SPLITS, Federation
 from fedpop.population import Population, evaluate
 from fedpop.runtime.callbacks import Callback
-from fedpop.settings import require_whole
 
 if TYPE_CHECKING:
     from fedpop.runtime.members import Members
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Watch(Callback):
+class Watch(Checked, Callback):
     """Evaluates all clients every so many rounds and after each of the ``last`` ones.
 
     The run goes on as if nobody had looked: nothing is drawn, kept or counted. Methods that sample in a final
@@ -35,15 +35,10 @@ class Watch(Callback):
     ([5, 9, 10], 'coverage')
     """
 
-    every: int | None = None
-    last: int = 10
-    split: str = "test"
+    every: Count | None = None
+    last: Whole = 10
+    split: Annotated[str, OneOf(*SPLITS)] = "test"
     points: list[dict[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        require_whole(0, last=self.last)
-        if self.every is not None:
-            require_whole(1, every=self.every)
 
     def check(self, federation: Federation | Members) -> None:
         if self.split not in federation.splits:

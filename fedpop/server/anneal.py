@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fedpop.checked import Count, Whole
 from fedpop.models.base import Model
-from fedpop.settings import Setting, require_whole
+from fedpop.settings import Setting
 
 Tensors = dict[str, Tensor]
 
@@ -35,12 +36,8 @@ class Anneal(Setting):
     (100, 30, 0)
     """
 
-    rounds: int = 100
-    minimum: int = 2
-
-    def __post_init__(self) -> None:
-        require_whole(0, rounds=self.rounds)
-        require_whole(1, minimum=self.minimum)
+    rounds: Whole = 100
+    minimum: Count = 2
 
     def length(self, rounds: int) -> int:
         """K in a run of so many rounds."""

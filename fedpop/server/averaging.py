@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from fedpop.errors import SettingsError
+from fedpop.checked import Fraction, OneOf
 from fedpop.server.schedules import Rounds, Stage
 from fedpop.settings import Setting
 
@@ -30,14 +31,8 @@ class Averaging(Setting):
     Averaging(which='iterate', tail=0.25)
     """
 
-    which: str = "tail"
-    tail: float = 0.25
-
-    def __post_init__(self) -> None:
-        if self.which not in AVERAGES:
-            raise SettingsError(f"average is one of {', '.join(AVERAGES)}, not {self.which!r}")
-        if not 0 < self.tail <= 1:
-            raise SettingsError(f"the tail is a share in (0, 1], not {self.tail}")
+    which: Annotated[str, OneOf(*AVERAGES)] = "tail"
+    tail: Fraction = 0.25
 
     def init(self, theta: Tensor) -> dict[str, Tensor]:
         zero, none = torch.zeros_like(theta), theta.new_zeros(())

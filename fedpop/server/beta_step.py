@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from fedpop.channel import Total
+from fedpop.checked import OneOf
 from fedpop.errors import SettingsError
 from fedpop.priors import Hyperprior, Prior
 from fedpop.server.em import EM
 from fedpop.server.optimisers import Adam, Optimiser
 from fedpop.server.schedules import Constant, Rounds
-from fedpop.settings import Setting, require_one_of
+from fedpop.settings import Setting
 
 FORMS = ("auto", "left", "right", "mixed")
 Tensors = dict[str, Tensor]
@@ -39,10 +41,7 @@ class BetaStep(Setting):
     """
 
     step: EM | Optimiser | None = None
-    form: str = "auto"
-
-    def __post_init__(self) -> None:
-        require_one_of(FORMS, form=self.form)
+    form: Annotated[str, OneOf(*FORMS)] = "auto"
 
     def on(self, prior: Prior) -> EM | Optimiser:
         """The step for this prior."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fedpop.checked import Fraction
 from fedpop.errors import SettingsError
 from fedpop.server.schedules import Rounds, Stage
 from fedpop.settings import Setting
@@ -18,12 +19,13 @@ class EM(Setting):
     (1.0, 0.55)
     """
 
-    rate: float = 1.0
-    final: float = 0.1
+    rate: Fraction = 1.0
+    final: Fraction = 0.1
     """The rate falls to this by the last round, along with noise."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.final <= self.rate <= 1:
+        super().__post_init__()
+        if self.final > self.rate:
             raise SettingsError(f"EM rates satisfy 0 < final <= rate <= 1, not {self}")
 
     def at(self, k: int, rounds: Rounds) -> float:

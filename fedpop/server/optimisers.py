@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedpop.checked import Factor, Positive
 from fedpop.errors import SettingsError
 from fedpop.server.schedules import Constant, Decay, Rounds, Schedule
 from fedpop.settings import Setting
@@ -56,12 +57,8 @@ class SGD(Optimiser):
     tensor([ 0.5000, -1.0000])
     """
 
-    rate: float | None
+    rate: Positive | None
     schedule: Schedule = field(default_factory=Constant)
-
-    def __post_init__(self) -> None:
-        if self.rate is not None:
-            _positive(self.rate)
 
     def init(self, x: Tensor) -> OptimiserState:
         return {}
@@ -84,16 +81,10 @@ class Adam(Optimiser):
     tensor([ 0.1000, -5.0000])
     """
 
-    rate: float = 0.1
+    rate: Positive = 0.1
     schedule: Schedule = field(default_factory=Decay)
-    beta1: float = 0.9
-    beta2: float = 0.99
-
-    def __post_init__(self) -> None:
-        _positive(self.rate)
-        for beta in (self.beta1, self.beta2):
-            if not 0 <= beta < 1:
-                raise SettingsError(f"Adam's averaging factors lie in [0, 1), not {beta}")
+    beta1: Factor = 0.9
+    beta2: Factor = 0.99
 
     def init(self, x: Tensor) -> OptimiserState:
         zero = torch.zeros_like(x)
@@ -156,15 +147,10 @@ class MeanMove(Optimiser):
     MeanMove(rate=1.0, schedule=Constant(), momentum=0.9)
     """
 
-    rate: float = 1.0
+    rate: Positive = 1.0
     schedule: Schedule = field(default_factory=Constant)
-    momentum: float = 0.0
+    momentum: Factor = 0.0
     averages: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        _positive(self.rate)
-        if not 0 <= self.momentum < 1:
-            raise SettingsError(f"momentum lies in [0, 1), not {self.momentum}")
 
     def init(self, x: Tensor) -> OptimiserState:
         return {"velocity": torch.zeros_like(x)} if self.momentum else {}

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fedpop.errors import SettingsError
+from fedpop.checked import Factor, NotNegative, Whole
 from fedpop.settings import Setting
 
 
@@ -66,11 +66,7 @@ class Polynomial(Schedule):
     0.5
     """
 
-    power: float = 0.6
-
-    def __post_init__(self) -> None:
-        if self.power < 0:
-            raise SettingsError(f"the power of a decreasing step must be 0 or more, not {self.power}")
+    power: NotNegative = 0.6
 
     def factor(self, k: int, rounds: Rounds) -> float:
         return float((1 + k) ** -self.power)
@@ -86,8 +82,8 @@ class Cosine(Schedule):
     [0.1, 0.5, 1.0, 1.0]
     """
 
-    end: float = 0.0
-    warm_up: int = 0
+    end: NotNegative = 0.0
+    warm_up: Whole = 0
 
     def factor(self, k: int, rounds: Rounds) -> float:
         wave = 0.5 * (1 + math.cos(math.pi * Stage.of(rounds).share(k)))
@@ -104,12 +100,8 @@ class Decay(Schedule):
     [1.0, 1.0, 0.5]
     """
 
-    constant: float = 0.5
-    end: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.constant < 1:
-            raise SettingsError(f"the constant share lies in [0, 1), not {self.constant}")
+    constant: Factor = 0.5
+    end: NotNegative = 0.0
 
     def factor(self, k: int, rounds: Rounds) -> float:
         first, last = Stage.of(rounds)

@@ -164,7 +164,7 @@ def test_a_diverging_client_keeps_all_three() -> None:
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])
 def test_impossible_settings(alpha: float) -> None:
-    with pytest.raises(SettingsError, match="alpha is a proportion"):
+    with pytest.raises(SettingsError, match="APFL: alpha must be a number in"):
         fp.APFL(Q.model, alpha=alpha)
 
 

@@ -83,7 +83,7 @@ def test_unstable_pulls_are_refused() -> None:
 
 @pytest.mark.parametrize("lam", [-1.0, float("nan"), float("inf")])
 def test_impossible_settings(lam: float) -> None:
-    with pytest.raises(SettingsError, match="lam must be 0 or more"):
+    with pytest.raises(SettingsError, match="lam must be a finite number, 0 or more"):
         fp.Ditto(Q.model, lam=lam)
 
 

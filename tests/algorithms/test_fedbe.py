@@ -171,7 +171,7 @@ def test_rounds_of_nobody_and_of_clients_that_are_not_finite() -> None:
 
 
 def test_impossible_settings() -> None:
-    with pytest.raises(SettingsError, match="samples must be 1 or more"):
+    with pytest.raises(SettingsError, match="samples must be a whole number in"):
         fp.FedBE(linear_model(), samples=0)
     with pytest.raises(SettingsError, match="does not compress"):
         fp.FedBE(linear_model(), compressor="qsgd")

@@ -82,7 +82,7 @@ def test_the_refused_rates_are_those_that_diverge(momentum: float) -> None:
 
 @pytest.mark.parametrize("mu", [-0.1, float("nan"), float("inf")])
 def test_impossible_settings(mu: float) -> None:
-    with pytest.raises(SettingsError, match="mu must be 0 or more"):
+    with pytest.raises(SettingsError, match="mu must be a finite number, 0 or more"):
         fp.FedProx(Q.model, mu=mu)
 
 

@@ -134,9 +134,9 @@ def test_each_client_predicts_with_its_own_head() -> None:
 def test_names_and_impossible_settings() -> None:
     assert fp.FedRep(linear_model()).label == "FedRep"
     assert fp.FedRep(linear_model(), start="spectral").label == "FedRep-spectral"
-    with pytest.raises(SettingsError, match="heads is one of sgd, exact"):
+    with pytest.raises(SettingsError, match="heads must be one of sgd, exact"):
         fp.FedRep(linear_model(), heads="guess")
     with pytest.raises(SettingsError, match="normal likelihood"):
         fp.FedRep(fp.Composition(None, nn.Linear(3, 2), "categorical"), heads="exact")
-    with pytest.raises(SettingsError, match="start is"):
+    with pytest.raises(SettingsError, match="start must be"):
         fp.FedRep(linear_model(), start="warm")

@@ -157,10 +157,10 @@ def test_a_client_that_is_not_finite_has_no_surrogate_and_does_not_move_the_chai
     [
         ({"local_steps": 0}, "local_steps"),
         ({"local_steps": 1.5}, "local_steps"),
-        ({"step": -1.0}, "step must be positive"),
-        ({"batch": 0}, "batch is a whole number"),
+        ({"step": -1.0}, "step must be a positive"),
+        ({"batch": 0}, "batch must be a whole number"),
         ({"prior_precision": -1.0}, "prior_precision"),
-        ({"surrogate": "banded"}, "surrogate is one of"),
+        ({"surrogate": "banded"}, "surrogate must be one of"),
         ({"compressor": "qsgd"}, "does not compress"),
     ],
 )

@@ -226,10 +226,10 @@ def test_newcomers() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"lam": 0.0}, "lam must be positive"),
+        ({"lam": 0.0}, "lam must be a positive"),
         ({"lam": 300.0, "local": fp.LocalSGD(rate=1e-4)}, "newcomer.rate 0.01 x lam 300 = 3: .* unstable"),
-        ({"p": 0.0}, "p, the probability"),
-        ({"p": 1.0}, "p, the probability"),
+        ({"p": 0.0}, "L2GD: p must be"),
+        ({"p": 1.0}, "L2GD: p must be"),
         ({"local": fp.LocalSGD(rate=1.0)}, "below 2 p / lam"),
         ({"compressor": "qsgd"}, "leave compressor and clip out"),
     ],

@@ -303,9 +303,9 @@ def test_labels_and_impossible_settings() -> None:
         "Per-FedAvg-HF",
     ]
     for settings, words in (
-        ({"variant": "second-order"}, "variant is one of"),
-        ({"third": "second"}, "third is"),
-        ({"weights": "n"}, "weights is one of"),
+        ({"variant": "second-order"}, "variant must be one of"),
+        ({"third": "second"}, "third must be"),
+        ({"weights": "n"}, "weights must be one of"),
         ({"alpha": 0.0}, "alpha"),
         ({"delta": 0.0}, "delta"),
         ({"adapt_steps": 0}, "adapt_steps"),

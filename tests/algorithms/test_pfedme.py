@@ -196,12 +196,12 @@ def test_cost_counts_the_inner_steps() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"lam": 0.0}, "lam must be positive"),
-        ({"inner_rate": 0.0}, "inner_rate must be positive"),
-        ({"beta": 0.0}, "beta must be positive"),
-        ({"inner_steps": 0}, "inner_steps must be 1 or more"),
+        ({"lam": 0.0}, "lam must be a positive"),
+        ({"inner_rate": 0.0}, "inner_rate must be a positive"),
+        ({"beta": 0.0}, "beta must be a positive"),
+        ({"inner_steps": 0}, "inner_steps must be a whole number, 1 or more"),
         ({"inner_steps": 2.5}, "whole number"),
-        ({"weights": "n"}, "weights is one of"),
+        ({"weights": "n"}, "weights must be one of"),
         ({"local": fp.LocalSGD(rate=0.01, momentum=0.5)}, "plain"),
         ({"local": fp.LocalSGD(rate=0.01, decay=0.5)}, "plain"),
         ({"inner_rate": 0.2}, "below 2 / lam"),

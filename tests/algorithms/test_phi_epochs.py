@@ -212,7 +212,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Any) -> None:
     [
         (lambda: {"phi_step": local_steps(epochs=-1)}, "epochs"),
         (lambda: {"phi_step": local_steps(epochs=1.5)}, "epochs"),  # type: ignore[arg-type]
-        (lambda: {"phi_step": local_steps(rate=0.0)}, "step size"),
+        (lambda: {"phi_step": local_steps(rate=0.0)}, "rate must be a positive"),
         (lambda: {"phi_step": local_steps(momentum=1.0)}, "momentum"),
         (lambda: {"phi_step": fp.steps.MeanMove()}, r"local=LocalSGD\(...\)"),
         (lambda: {"phi_step": fp.steps.PhiStep(fp.steps.MeanMove(), batch=2)}, r"local=LocalSGD\(...\)"),

@@ -214,11 +214,11 @@ def test_a_client_that_is_not_finite_is_left_out_and_keeps_its_memory() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"variant": "+"}, "variant is one of"),
-        ({"step": 0.0}, "step must be positive"),
-        ({"step": float("nan")}, "step must be positive"),
-        ({"batch": 0}, "batch is a whole number"),
-        ({"batch": 2.5}, "batch is a whole number"),
+        ({"variant": "+"}, "variant must be one of"),
+        ({"step": 0.0}, "step must be a positive"),
+        ({"step": float("nan")}, "step must be a positive"),
+        ({"batch": 0}, "batch must be a whole number"),
+        ({"batch": 2.5}, "batch must be a whole number"),
         ({"prior_precision": -1.0}, "prior_precision"),
         ({"memory_rate": 1.5}, "memory_rate"),
         ({"refresh": 0}, "refresh"),

@@ -189,10 +189,10 @@ def test_a_network_is_sampled_and_scored(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"samples": 0}, "samples must be 1 or more"),
+        ({"samples": 0}, "samples must be a whole number in"),
         ({"samples": 1.5}, "samples must be a whole number"),
-        ({"burn_in": -1}, "burn_in must be 0 or more"),
-        ({"thin": 0}, "thin must be 1 or more"),
+        ({"burn_in": -1}, "burn_in must be a whole number, 0 or more"),
+        ({"thin": 0}, "thin must be a whole number, 1 or more"),
         ({"thin": True}, "thin must be a whole number"),
     ],
 )

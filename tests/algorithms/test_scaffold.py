@@ -142,7 +142,7 @@ def test_a_loaded_population_has_no_control_variates(tmp_path: Any) -> None:
 def test_impossible_settings() -> None:
     with pytest.raises(SettingsError, match=r"plain local steps, not momentum 0\.5"):
         fp.SCAFFOLD(Q.model, local=fp.LocalSGD(momentum=0.5))
-    with pytest.raises(SettingsError, match="server_rate must be positive"):
+    with pytest.raises(SettingsError, match="server_rate must be a positive"):
         fp.SCAFFOLD(Q.model, server_rate=0.0)
     with pytest.raises(SettingsError, match="SCAFFOLD does not compress"):
         fp.SCAFFOLD(Q.model, compressor="natural")

@@ -197,7 +197,7 @@ def test_clip_comes_before_compression():
 
 @pytest.mark.parametrize("clip", [0.0, -1.0, float("inf"), float("nan")])
 def test_impossible_norms_are_refused(clip):
-    with pytest.raises(SettingsError, match="clip, the largest norm that is sent"):
+    with pytest.raises(SettingsError, match="clip must be a positive finite number"):
         Channel("qsgd", ("J",), clip)
 
 
@@ -235,7 +235,7 @@ def test_unknown_names_are_refused_at_once():
     with pytest.raises(SettingsError, match="unknown compressor 'zip'"):
         Channel({"anna": "qsgd", "ben": "zip"})
     for wrong in (7, None, ["qsgd"]):
-        with pytest.raises(SettingsError, match=r"a compressor is fedpop\.compressors\.QSGD"):
+        with pytest.raises(SettingsError, match=r"Channel: compressor must be a Compressor or a text"):
             Channel(wrong)
 
 
@@ -434,7 +434,7 @@ WRONG = {
     "not a compressor": (lambda: soul(7), "not 7"),
     "by position": (
         lambda: soul(["qsgd", "qsgd"]),
-        r"a mapping from clients to them, not \['qsgd', 'qsgd'\]",
+        r"a mapping from names to .*, not \['qsgd', 'qsgd'\]",
     ),
     "k too large": (lambda: soul(fp.compressors.RandK(k=7)), "k = 7 entries of a vector of 6"),
     "k too large for one": (

@@ -460,11 +460,11 @@ def test_only_vectors_of_real_numbers_are_encoded(v):
 # --- settings --------------------------------------------------------------------------------
 
 WRONG = {
-    "s=0": (lambda: fp.compressors.QSGD(levels=0), "levels from 1 to 32767, not 0"),
+    "s=0": (lambda: fp.compressors.QSGD(levels=0), r"levels must be a whole number in \[1, 32,767\], not 0"),
     "s too large": (lambda: fp.compressors.QSGD(levels=2**15), "not 32768"),
     "s a fraction": (lambda: fp.compressors.QSGD(levels=1.5), "not 1.5"),
-    "k=0": (lambda: fp.compressors.RandK(k=0), "at least 1, not 0"),
-    "share 0": (lambda: fp.compressors.RandK(share=0.0), r"\(0, 1\], not 0"),
+    "k=0": (lambda: fp.compressors.RandK(k=0), "k must be a whole number, 1 or more, or None, not 0"),
+    "share 0": (lambda: fp.compressors.RandK(share=0.0), r"\(0, 1\], or None, not 0"),
     "share above 1": (lambda: fp.compressors.RandK(share=1.5), "not 1.5"),
     "both": (lambda: fp.compressors.RandK(k=3, share=0.5), "not both"),
     "k too large to compress": (

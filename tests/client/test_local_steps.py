@@ -216,9 +216,9 @@ class Stop(fp.callbacks.Callback):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ((0, 3), "start must be 1 or more, not 0"),
+        ((0, 3), "start must be a whole number in .*, not 0"),
         ((3, 1.5), "whole number"),
-        ((1, 2, 0), "over must be 1 or more"),
+        ((1, 2, 0), "over must be a whole number, 1 or more"),
     ],
     ids=["no steps", "half a step", "no rounds"],
 )

@@ -123,5 +123,5 @@ def test_a_trace_of_another_federation():
         )
     with pytest.raises(DataError, match="by their positions"):
         fp.participation.Availability([[0, 4]], 2)
-    with pytest.raises(SettingsError, match="weights are"):
+    with pytest.raises(SettingsError, match="weights must be one of"):
         fp.participation.Availability([[0]], 1, weights="equal")

@@ -103,7 +103,7 @@ def test_impossible_partitions_are_refused() -> None:
         ByClass(7, [7]).deal(LABELS, 0)
     with pytest.raises(SettingsError, match=r"class \d has 100 examples"):
         ByClass(1, [60] * 12).deal(LABELS, 0)
-    with pytest.raises(SettingsError, match="at least one class"):
+    with pytest.raises(SettingsError, match="classes must be a whole number, 1 or more"):
         ByClass(0, [1])
     with pytest.raises(SettingsError, match="size"):
         ByClass(1, [])

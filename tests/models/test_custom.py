@@ -555,7 +555,7 @@ def test_burn_in_is_for_a_clients_first_round_only() -> None:
     history = method.fit(growth_data((3, 4)), rounds=3).history
     evaluations = [line["gradient_evaluations"] for line in history]
     assert evaluations == [2 * ((1 + 10 * 5) + (1 + 5 * 5) + (1 + 2 * 5)), 2 * (1 + 2 * 5), 2 * (1 + 2 * 5)]
-    with pytest.raises(SettingsError, match="burn_in must be 0 or more"):
+    with pytest.raises(SettingsError, match="burn_in must be a whole number, 0 or more"):
         fp.chains.Chain(burn_in=-1)
 
 

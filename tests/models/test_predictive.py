@@ -250,11 +250,11 @@ def test_point_methods_are_flagged_and_have_noise_only() -> None:
 @pytest.mark.parametrize("level", [0, 1, -0.1, 1.5, 90, float("nan")])
 def test_bad_levels(level: float) -> None:
     population = fp.FedSOUL(linear_model()).fit(ragged(), rounds=1)
-    with pytest.raises(SettingsError, match=r"lies in \(0, 1\)"):
+    with pytest.raises(SettingsError, match=r"level must be a number in \(0, 1\)"):
         population.predict(0, torch.zeros(1, 3)).interval(level)
-    with pytest.raises(SettingsError, match=r"lies in \(0, 1\)"):
+    with pytest.raises(SettingsError, match=r"level must be a number in \(0, 1\)"):
         population.posterior(0).interval(level)
-    with pytest.raises(SettingsError, match=r"lies in \(0, 1\)"):
+    with pytest.raises(SettingsError, match=r"level must be a number in \(0, 1\)"):
         population.predict(0, torch.zeros(1, 3)).covers(torch.zeros(1), level)
 
 

@@ -127,7 +127,7 @@ def test_one_example_makes_no_pair_whatever_the_minimum() -> None:
     known, done = asked(question("spectral", minimum=1), cohort, EYE, KEY)
     assert float(done.total.plain["pairs"]) == 0
     assert torch.equal(known["phi"], model.initial_phi())
-    with pytest.raises(SettingsError, match="minimum must be 2 or more"):
+    with pytest.raises(SettingsError, match="minimum must be a whole number, 2 or more"):
         Spectral(minimum=1)
 
 
@@ -198,7 +198,7 @@ def test_models_without_a_spectral_start_begin_at_random_and_say_so(model: fp.Co
     for method in (fp.FedSOUL, fp.FedRep):
         with pytest.raises(SettingsError, match="spectral start needs"):
             method(model, start="spectral")
-    with pytest.raises(SettingsError, match="start is one of auto, spectral, random"):
+    with pytest.raises(SettingsError, match="start must be one of auto, spectral, random"):
         fp.FedSOUL(model, start="warm")
 
 

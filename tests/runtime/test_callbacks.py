@@ -104,7 +104,7 @@ def test_early_stopping_remembers_across_a_resume(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{"every": 0}, {"patience": 0}, {"every": -2}])
 def test_impossible_early_stopping_is_refused(settings: dict[str, int]) -> None:
-    with pytest.raises(SettingsError, match="at least 1"):
+    with pytest.raises(SettingsError, match=r"EarlyStop: .* must be a whole number, 1 or more"):
         fp.callbacks.EarlyStop(**settings)
 
 

@@ -12,7 +12,7 @@ import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from fedpop.channel.compressors.base import Compressor, blocks, one_row, opened, parameters, refuse, sealed
 from fedpop.channel.compressors.bits import pack, packed_bytes, unpack
-from fedpop.errors import PayloadError, SettingsError
+from fedpop.checked import Range
+from fedpop.errors import PayloadError
 from fedpop.keys import Key
 
 MOST = 2**15 - 1
@@ -47,14 +48,9 @@ class QSGD(Compressor):
     tensor([-3., 0.])
     """
 
-    levels: int = 127
+    levels: Annotated[int, Range(least=1, most=MOST)] = 127
     name: ClassVar[str] = "qsgd"
     kind: ClassVar[int] = 1
-
-    def __post_init__(self) -> None:
-        s = self.levels
-        if isinstance(s, bool) or not isinstance(s, int) or not 1 <= s <= MOST:
-            raise SettingsError(f"QSGD takes a whole number of levels from 1 to {MOST}, not {s!r}")
 
     @property
     def width(self) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedpop.channel.compressors.base import Compressor, blocks, one_row, opened, parameters, refuse, sealed
 from fedpop.channel.compressors.identity import floats, own_type, raw
+from fedpop.checked import Count, Fraction
 from fedpop.errors import PayloadError, SettingsError
 from fedpop.keys import Key
 
@@ -42,20 +43,17 @@ class RandK(Compressor):
     [0.0, 0.0, 0.0, 0.0, 3.0, 3.0]
     """
 
-    k: int | None = None
-    share: float | None = None
+    k: Count | None = None
+    share: Fraction | None = None
     name: ClassVar[str] = "rand-k"
     kind: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.k is not None and self.share is not None:
             raise SettingsError("rand-k takes k or share, not both")
         if self.k is None and self.share is None:
             object.__setattr__(self, "share", 0.1)
-        if self.k is not None and (isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1):
-            raise SettingsError(f"rand-k keeps a whole number k of entries, at least 1, not {self.k!r}")
-        if self.share is not None and not 0 < self.share <= 1:
-            raise SettingsError(f"rand-k keeps a share of the entries in (0, 1], not {self.share!r}")
 
     def check(self, d: int) -> None:
         if self.k is not None and self.k > d:

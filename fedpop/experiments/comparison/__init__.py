@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpop.algorithms.base import Algorithm
+from fedpop.checked import Count, Few, Positive, Seed, Whole, checked
 from fedpop.errors import CheckpointError, SettingsError
 from fedpop.experiments.comparison import page, run, sheets
 from fedpop.experiments.comparison.terms import Given, Subject, Terms, entries_of, seeds_of
@@ -105,20 +106,21 @@ REPORT = Report(
 )
 
 
+@checked
 def compare(
     methods: Sequence[Algorithm] | Mapping[str, Algorithm],
     clients: Any,
     *,
-    rounds: int | None = None,
-    passes: float | None = None,
-    seeds: int | Sequence[int] = 1,
+    rounds: Count | None = None,
+    passes: Positive | None = None,
+    seeds: Few | Sequence[Seed] = 1,
     participation: Participation | int | float | Sequence[float] | None = None,
     newcomers: Sequence[Client] = (),
-    every: int | None = None,
-    last: int = 10,
+    every: Count | None = None,
+    last: Whole = 10,
     out: str | Path | None = None,
     resume: bool = False,
-    processes: int = 1,
+    processes: Count = 1,
     progress: bool | None = None,
 ) -> Comparison:
     """Run methods under one protocol and compare them on the clients' test examples.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from fedpop.algorithms.base import Algorithm
+from fedpop.checked import Checked, Count, Few, OneOf, Positive, Seed, Whole, checked
 from fedpop.errors import DataError, SettingsError
 from fedpop.experiments.methods import Entry
 from fedpop.federation.clients import Client, Federation
@@ -16,9 +16,7 @@ from fedpop.federation.participation.rules import Participation
 from fedpop.federation.participation.rules import resolve as resolve_participation
 from fedpop.models.base import Model
 from fedpop.population.evaluate import check_newcomers
-from fedpop.precision import check as check_precision
-from fedpop.runtime.watch import Watch
-from fedpop.settings import require_whole
+from fedpop.precision import PRECISIONS
 
 ROUNDS = 500
 
@@ -60,36 +58,23 @@ class Given(Source):
 
 
 @dataclass(frozen=True)
-class Terms:
+class Terms(Checked):
     """What is the same for all methods of a comparison."""
 
-    rounds: int | None = None
-    passes: float | None = None
+    rounds: Count | None = None
+    passes: Positive | None = None
     participation: Participation | int | float | Sequence[float] | None = None
-    every: int | None = None
-    last: int = 10
-    precision: str | None = None
+    every: Count | None = None
+    last: Whole = 10
+    precision: Annotated[str, OneOf(*PRECISIONS)] | None = None
     """What backbones run in; the model's own setting unless told."""
 
     def __post_init__(self) -> None:
-        if self.precision is not None:
-            check_precision(self.precision)
+        super().__post_init__()
         if self.rounds is not None and self.passes is not None:
             raise SettingsError("a budget is a number of rounds or of backbone passes, not both")
         if self.rounds is None and self.passes is None:
             object.__setattr__(self, "rounds", ROUNDS)
-        if self.rounds is not None:
-            require_whole(rounds=self.rounds)
-        if self.passes is not None and (
-            isinstance(self.passes, bool) or not isinstance(self.passes, int | float)
-        ):
-            raise SettingsError(f"passes is a number, not {self.passes!r}")
-        budget = self.rounds if self.passes is None else self.passes
-        if budget is None or not 0 < budget < math.inf:
-            raise SettingsError(f"a budget of rounds or passes is positive and finite, not {budget}")
-        if self.every is not None:
-            require_whole(every=self.every)
-        _ = Watch(every=self.every, last=self.last)
         if self.participation is not None:
             object.__setattr__(self, "participation", resolve_participation(self.participation))
 
@@ -106,16 +91,14 @@ class Terms:
         return about if self.precision is None else about | {"precision": self.precision}
 
 
-def seeds_of(seeds: int | Sequence[int]) -> list[int]:
+@checked
+def seeds_of(seeds: Few | Sequence[Seed]) -> list[int]:
     """3 is 0, 1, 2; a list is itself.
 
     >>> seeds_of(3), seeds_of([7])
     ([0, 1, 2], [7])
     """
-    if isinstance(seeds, bool) or not isinstance(seeds, int | Sequence):
-        raise SettingsError(f"seeds are a number of them or different whole numbers, not {seeds!r}")
     out = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
-    require_whole(**{f"seed {s}": s for s in out})
     if not out or len(set(out)) < len(out):
         raise SettingsError(f"seeds are a number of them or different whole numbers, not {seeds!r}")
     return out

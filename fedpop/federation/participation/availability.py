@@ -16,11 +16,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from fedpop.checked import Count, OneOf
 from fedpop.errors import DataError, SettingsError
 from fedpop.federation.participation.rules import WEIGHTS, Active, Participation, Roster
 from fedpop.files import csv_text
@@ -41,15 +42,14 @@ class Availability(Participation):
     Active(ids=tensor([0, 1]), weights=tensor([4.0000, 1.3333]), ratio=False)
     """
 
-    rounds: Sequence[Sequence[int] | Tensor]
-    clients: int
-    weights: str = "inverse"
+    rounds: Sequence[Any]
+    clients: Count
+    weights: Annotated[str, OneOf(*WEIGHTS)] = "inverse"
 
     def __post_init__(self) -> None:
-        rounds = tuple(torch.as_tensor(r, dtype=torch.int64).sort().values for r in self.rounds)
+        super().__post_init__()
+        rounds = tuple(_positions(r, k) for k, r in enumerate(self.rounds))
         object.__setattr__(self, "rounds", rounds)
-        if self.weights not in WEIGHTS:
-            raise SettingsError(f"weights are {' or '.join(WEIGHTS)}, not {self.weights!r}")
         if not any(len(r) for r in rounds):
             raise DataError("the trace is empty: nobody is ever available")
         everyone = torch.cat(rounds)
@@ -133,6 +133,23 @@ class Availability(Participation):
             digest.update(f"{torch.as_tensor(r).tolist()}\n".encode())
         own = {"rounds": len(self.rounds), "clients": self.clients, "weights": self.weights}
         return {"kind": "Availability"} | own | {"digest": digest.hexdigest()[:32]}
+
+
+def _positions(present: Any, k: int) -> Tensor:
+    """Who is there in round k, in order."""
+    try:
+        given = torch.as_tensor(present) if len(present) else torch.zeros(0, dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"round {k} of the trace is no list of clients' positions: {error}") from error
+    if given.dim() != 1 or given.dtype == torch.bool or given.is_complex():
+        raise DataError(f"round {k} of the trace is a list of clients' positions, not {present!r}")
+    if given.is_floating_point() and not torch.equal(given, given.round()):
+        bad = float(given[given != given.round()][0])
+        raise DataError(f"round {k} of the trace: {bad:g} is no client's position, a whole number from 0")
+    ids: Tensor = given.to(torch.int64).sort().values
+    if len(twice := ids[1:][ids[1:] == ids[:-1]]):
+        raise DataError(f"round {k} of the trace has the client at position {int(twice[0])} twice")
+    return ids
 
 
 def _rows(path: Path) -> Iterator[tuple[int, int, str, bool]]:

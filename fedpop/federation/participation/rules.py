@@ -8,16 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from numbers import Integral, Real
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from fedpop.checked import Checked, Count, OneOf, Range
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
 from fedpop.settings import describe
 
 WEIGHTS = ("inverse", "ratio")
+Chance = Annotated[
+    float, Range(above=0, most=1, why="a client that never joins should be left out of the federation")
+]
 MANY = 50_000
 """Clients up to which each draws a number of its own."""
 
@@ -69,7 +73,7 @@ class Active:
         return out.index_put((self.ids,), self.weights)
 
 
-class Participation(ABC):
+class Participation(Checked, ABC):
     """A rule that draws the active clients of a round."""
 
     @abstractmethod
@@ -80,7 +84,7 @@ class Participation(ABC):
         """All clients take part in every round."""
         return False
 
-    def check(self, clients: int) -> None:  # noqa: B027
+    def check(self, clients: int) -> None:
         """Raise when the rule cannot apply to so many clients."""
 
     def expected(self, clients: int) -> float:
@@ -124,24 +128,14 @@ class Bernoulli(Participation):
     Bernoulli(p=0.2, weights='ratio')
     """
 
-    p: float | Sequence[float]
-    weights: str | None = None
+    p: Chance | Sequence[Chance]
+    weights: Annotated[str, OneOf(*WEIGHTS)] | None = None
 
     def __post_init__(self) -> None:
-        several = not isinstance(self.p, int | float)
-        values = [float(p) for p in self.p] if not isinstance(self.p, int | float) else [self.p]
-        for i, p in enumerate(values):
-            if not (0 < p <= 1 and math.isfinite(p)):
-                where = f"p[{i}]" if several else "p"
-                raise SettingsError(
-                    f"{where} = {p}: a participation probability lies in (0, 1]; a client that never "
-                    "joins should be left out of the federation"
-                )
-        object.__setattr__(self, "p", tuple(values) if several else float(values[0]))
+        super().__post_init__()
+        several = isinstance(self.p, tuple)
         weights = self.weights or ("inverse" if several else "ratio")
-        if weights not in WEIGHTS:
-            raise SettingsError(f"weights are {' or '.join(WEIGHTS)}, not {weights!r}")
-        if several and weights == "ratio" and len(set(values)) > 1:
+        if isinstance(self.p, tuple) and weights == "ratio" and len(set(self.p)) > 1:
             raise SettingsError(
                 "b/|A| weights are biased when clients join with different probabilities; use "
                 "weights='inverse'"
@@ -192,11 +186,7 @@ class Uniform(Participation):
     2
     """
 
-    size: int
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise SettingsError(f"at least one client must be active, not {self.size}")
+    size: Count
 
     def check(self, clients: int) -> None:
         if self.size > clients:

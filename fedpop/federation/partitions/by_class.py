@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedpop.checked import Checked, Count, Whole
 from fedpop.errors import SettingsError
 from fedpop.federation.partitions.base import Partition, Scheme, kinds_for, shuffled_by_class
 from fedpop.keys import Key
 
 
 @dataclass(frozen=True)
-class ByClass(Scheme):
+class ByClass(Checked, Scheme):
     """Client i holds ``sizes[i]`` examples of ``classes`` classes, as evenly as can be.
 
     Classes are dealt like cards, so that all are held by about equally many clients. No example goes
@@ -27,14 +28,12 @@ class ByClass(Scheme):
     ([5, 10], [2, 2])
     """
 
-    classes: int
-    sizes: Sequence[int]
+    classes: Count
+    sizes: Sequence[Whole]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", tuple(int(n) for n in self.sizes))
-        if self.classes < 1:
-            raise SettingsError(f"a client has at least one class, not {self.classes}")
-        if not self.sizes or min(self.sizes) < 0:
+        super().__post_init__()
+        if not self.sizes:
             raise SettingsError("a partition needs one size, 0 or more, for each client")
 
     def deal(self, labels: Tensor, seed: int) -> Partition:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedpop.checked import Count, Positive, require
 from fedpop.errors import SettingsError
 from fedpop.federation.partitions.base import Partition, Scheme, apportioned, shuffled_by_class
 from fedpop.keys import Key
-from fedpop.settings import require_positive, require_whole
 
 ATTEMPTS = 100
 """Draws after which it is given up that every client gets enough examples."""
@@ -33,10 +33,10 @@ class Dirichlet(Scheme):
     least: int = 1
 
     def __post_init__(self) -> None:
-        require_whole(1, b=self.b)
+        require(Count, b=self.b)
         if self.least < 0:
             raise SettingsError(f"the least size of a client is 0 or more, not {self.least}")
-        require_positive(alpha=self.alpha)
+        require(Positive, alpha=self.alpha)
 
     def deal(self, labels: Tensor, seed: int) -> Partition:
         if self.b * self.least > len(labels):

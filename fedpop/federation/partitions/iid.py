@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedpop.checked import Count, require
 from fedpop.errors import SettingsError
 from fedpop.federation.partitions.base import Partition, Scheme, apportioned
 from fedpop.keys import Key
-from fedpop.settings import require_whole
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class IID(Scheme):
     sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        require_whole(1, b=self.b)
+        require(Count, b=self.b)
         if self.sizes is not None:
             object.__setattr__(self, "sizes", tuple(int(n) for n in self.sizes))
             if len(self.sizes) != self.b or min(self.sizes) < 0:

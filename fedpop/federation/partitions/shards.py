@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedpop.checked import Count, require
 from fedpop.errors import SettingsError
 from fedpop.federation.partitions.base import Partition, Scheme, apportioned, kinds_for, shuffled_by_class
 from fedpop.keys import Key
-from fedpop.settings import require_whole
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Shards(Scheme):
     classes: int
 
     def __post_init__(self) -> None:
-        require_whole(1, b=self.b, classes=self.classes)
+        require(Count, b=self.b, classes=self.classes)
 
     def deal(self, labels: Tensor, seed: int) -> Partition:
         key = Key(seed, purpose="partition.shards")

@@ -8,13 +8,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm, Round
 from fedpop.channel import Answer, Channel, Message, Tally, Tensors
+from fedpop.checked import Count, OneOf, Positive, require
 from fedpop.client.store import LocalStore
 from fedpop.errors import EstimateError, PayloadError, SettingsError
 from fedpop.federation.clients import Federation
@@ -24,7 +25,6 @@ from fedpop.population.sites import Outcome, Update, add_up
 from fedpop.runtime.flower.letters import Letter, Reply, digest_of, message_in
 from fedpop.runtime.flower.post import Post
 from fedpop.runtime.members import Asking, Members
-from fedpop.settings import require_one_of, require_positive, require_whole
 from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.server")
@@ -51,9 +51,9 @@ class Terms:
     """``observed``: each site counts one over the share of rounds in which it was heard."""
 
     def __post_init__(self) -> None:
-        require_whole(1, sites=self.sites)
-        require_positive(quorum=self.quorum, timeout=self.timeout)
-        require_one_of(WEIGHTS, weights=self.weights)
+        require(Count, sites=self.sites)
+        require(Positive, quorum=self.quorum, timeout=self.timeout)
+        require(Annotated[str, OneOf(*WEIGHTS)], weights=self.weights)
         if self.quorum > 1:
             raise SettingsError(f"quorum is a share of the sites asked, at most 1, not {self.quorum}")
 

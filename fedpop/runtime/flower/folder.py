@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedpop.checked import Count, require
 from fedpop.errors import SettingsError
 from fedpop.federation.reading import read_data, read_table
 from fedpop.files import write_bytes
 from fedpop.runtime.flower.site import Site
-from fedpop.settings import require_whole
 
 SETTINGS = "site.toml"
 SECRET = "secret"
@@ -40,7 +40,7 @@ class SiteSettings:
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        require_whole(1, threads=self.threads, spectral_rows=self.spectral_rows)
+        require(Count, threads=self.threads, spectral_rows=self.spectral_rows)
         if not self.data:
             raise SettingsError(f"{self.folder / SETTINGS}: data is missing: where the site's data are")
 

@@ -195,17 +195,17 @@ def test_heads_that_do_not_fit(tmp_path: Path, case: str) -> None:
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "M = 0": ({"local_steps": 0}, {}, "local_steps.*at least 1, not 0"),
+    "M = 0": ({"local_steps": 0}, {}, r"FedSOUL: local_steps must be a whole number.*not 0"),
     "M < 0": ({"local_steps": -3}, {}, "local_steps"),
     "M = 0 for one": (
         {"local_steps": {"anna": 3, "ben": 0, "cara": 3}},
         {},
-        r"local_steps of client 'ben' \(the paper's M\) must be at least 1, not 0",
+        r"local_steps\['ben'\] must be a whole number in \[1, 1,000,000\], not 0",
     ),
     "half a step for one": (
         {"local_steps": {"anna": 3, "ben": 2.5, "cara": 3}},
         {},
-        "local_steps of client 'ben' must be a whole number.*not 2.5",
+        r"local_steps\['ben'\] must be a whole number.*not 2.5",
     ),
     "M for two of three": (
         {"local_steps": {"anna": 3, "cara": 4}},
@@ -217,7 +217,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "local_steps: there is no client 'dora'",
     ),
-    "M by position": ({"local_steps": (3, 4, 5)}, {}, r"mapping from clients.*not \(3, 4, 5\)"),
+    "M by position": ({"local_steps": (3, 4, 5)}, {}, r"mapping from names.*not \(3, 4, 5\)"),
     "M in words": ({"local_steps": "many"}, {}, "local_steps must be a whole number.*not 'many'"),
     "a compressor for two of three": (
         {"compressor": {"anna": "qsgd", "ben": "natural"}},
@@ -227,30 +227,38 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a start that is not there": (
         {"start": "warm"},
         {},
-        "start is one of auto, spectral, random, not 'warm'",
+        "start must be one of auto, spectral, random, or a Spectral, not 'warm'",
     ),
     "kernel": ({"kernel": "nuts"}, {}, "unknown kernel 'nuts'; known are"),
     "prior": ({"prior": "cauchy"}, {}, "unknown prior 'cauchy'; known are"),
-    "rounds = 0": ({}, {"rounds": 0}, "rounds must be 1 or more, not 0"),
-    "rounds < 0": ({}, {"rounds": -1}, "rounds must be 1 or more, not -1"),
-    "p = 0": ({}, {"participation": 0.0}, r"lies in \(0, 1\]"),
+    "rounds = 0": ({}, {"rounds": 0}, "rounds must be a whole number, 1 or more, or None, not 0"),
+    "rounds < 0": ({}, {"rounds": -1}, "rounds must be a whole number, 1 or more, or None, not -1"),
+    "p = 0": ({}, {"participation": 0.0}, r"p must be a number in \(0, 1\]"),
     "p > 1": ({}, {"participation": 1.5}, r"probability, at most 1\.0.*whole number"),
-    "one of several p > 1": ({}, {"participation": [0.5, 0.5, 2.0]}, r"p\[2\] = 2\.0.*lies in \(0, 1\]"),
+    "one of several p > 1": (
+        {},
+        {"participation": [0.5, 0.5, 2.0]},
+        r"p\[2\] must be a number in \(0, 1\].*not 2\.0",
+    ),
     "a number of clients as a fraction": ({}, {"participation": 2.0}, "without the point"),
     "one client or everyone": (
         {},
         {"participation": 1},
         r"1\.0 for everyone, fedpop\.participation\.Uniform\(1\)",
     ),
-    "a word for participation": ({}, {"participation": "all"}, "a rule or None, not 'all'"),
-    "nobody": ({}, {"participation": 0}, "at least one client"),
+    "a word for participation": (
+        {},
+        {"participation": "all"},
+        "participation must be a Participation, .* or None, not 'all'",
+    ),
+    "nobody": ({}, {"participation": 0}, "Uniform: size must be a whole number, 1 or more, not 0"),
     "more than there are": ({}, {"participation": 4}, "only 3"),
     "seed": ({}, {"seed": -1}, "seed"),
     "checkpoints": ({}, {"checkpoint_every": 0}, "checkpoint_every"),
     "memory": ({}, {"memory": "lots"}, "memory budget"),
-    "half a round": ({}, {"rounds": 2.5}, "rounds must be a whole number, not 2.5"),
+    "half a round": ({}, {"rounds": 2.5}, "fit: rounds must be a whole number.*not 2.5"),
     "half a step": ({"local_steps": 1.5}, {}, "local_steps must be a whole number"),
-    "seed in words": ({}, {"seed": "a"}, "seed must be a whole number, not 'a'"),
+    "seed in words": ({}, {"seed": "a"}, "fit: seed must be a whole number.*not 'a'"),
 }
 
 
@@ -372,5 +380,5 @@ def test_importing_the_package_is_light() -> None:
     [(fp.FedAvg, "local"), (fp.Ditto, "personal"), (fp.FedRep, "head"), (fp.FedAvgFT, "fine_tune")],
 )
 def test_how_clients_train_is_a_local_sgd(method: Any, name: str) -> None:
-    with pytest.raises(SettingsError, match=f"{name} says how clients train"):
+    with pytest.raises(SettingsError, match=f"{name} must be a LocalSGD, not 3"):
         method(linear_model(), **{name: 3})

@@ -1,0 +1,201 @@
+"""A few made-up examples sent through a model before anyone's data: does it do what federating needs?
+
+One example alone and in a batch must give the same output (else clients' data mix, and theta depends on how
+they are grouped); inputs must stay as they are; nothing may be drawn from torch's global generator; a head
+that is not linear must run under ``torch.func.vmap``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fedpop.errors import DataError, FedpopError, ModelError
+from fedpop.federation.inputs import Example, Inputs, leaves, map_inputs
+from fedpop.keys import Key
+from fedpop.models.modules import RowKeys
+
+if TYPE_CHECKING:
+    from fedpop.models.base import Model
+
+USERS = (RuntimeError, TypeError, IndexError, ValueError, AttributeError, KeyError, AssertionError)
+"""What a module may raise that was given something else than it expects."""
+TOGETHER = 3
+NEAR = {torch.float64: 1e-7}
+"""How much of the largest output may differ by the order of sums; 1e-3 in other types."""
+
+
+def global_generator(names: str = "") -> ModelError:
+    where = f"{names} draws" if names else "the model draws"
+    return ModelError(
+        f"{where} from torch's global generator (functional dropout, say), so runs could not be repeated or "
+        "resumed; use nn.Dropout modules, which fedpop keys, or a dropout of 0 there"
+    )
+
+
+def not_accepted(x: Inputs, error: Exception) -> DataError:
+    """What may help, beside what torch says."""
+    shapes = [tuple(v.shape[1:]) for v in leaves(x)]
+    told = f"the model does not accept examples of shape {shapes}: {error}"
+    if () in shapes:
+        told += "; x has one number per example: where the model wants columns, use x[:, None]"
+    if any(not v.is_floating_point() for v in leaves(x)):
+        told += "; x holds whole numbers: where the model wants others, use x.float()"
+    if isinstance(x, tuple | dict):
+        how = "forward(x[0], x[1], ...)" if isinstance(x, tuple) else "forward(**x), by its names"
+        told += f"; a {type(x).__name__} of inputs reaches the module as {how}"
+    return DataError(told)
+
+
+def outputs_at(model: Model, x: Inputs, phi: Tensor) -> int:
+    """One forward pass: does the model accept such examples, and how many outputs come out?"""
+    count = leaves(x)[0].shape[0]
+    ids = torch.zeros(count, dtype=torch.int64, device=phi.device)
+    keys = RowKeys(Key(0, purpose="probe"), ids, torch.arange(count, device=phi.device))
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        try:
+            features = model.embed(phi, x, keys)
+            z = model.initial_z()
+            eta: object = (
+                model.head_outputs(phi, z.unsqueeze(0), features)[0]
+                if model.linear
+                else model.head_at(phi, z, features)
+            )
+        except USERS as error:
+            if isinstance(error, FedpopError):
+                raise
+            raise not_accepted(x, error) from error
+        if not isinstance(eta, Tensor):
+            raise ModelError(
+                f"the head returned a {type(eta).__name__}, not one tensor of outputs [n, outputs]; wrap it "
+                "in a module that returns the tensor alone"
+            )
+        if not torch.equal(before, torch.get_rng_state()):
+            raise global_generator(_drawing(model, lambda: model.embed(phi, x, keys)))
+        if not model.linear:
+            eta = _vectorised(model, phi, features)[0]
+    if eta.dim() != 2 or eta.shape[0] != count:
+        if isinstance(x, Tensor) and x.dim() == 1:
+            raise not_accepted(x, ValueError("one number per example"))
+        raise ModelError(
+            f"for {count} examples the head gave outputs of shape {tuple(eta.shape)}; "
+            f"expected ({count}, {model.outputs})"
+        )
+    return eta.shape[1]
+
+
+def _vectorised(model: Model, phi: Tensor, features: Inputs) -> Tensor:
+    """Outputs for two clients side by side, as chains will want them, with a derivative in z."""
+    many = torch.func.vmap(lambda z, f: model.head_at(phi, z, f))
+    both = map_inputs(lambda v: torch.stack((v, v)), features)
+    with torch.enable_grad():
+        z = model.initial_z().detach().expand(2, -1).clone().requires_grad_()
+        try:
+            eta: Tensor = many(z, both)
+            torch.autograd.grad(eta.sum(), z, allow_unused=True)
+        except USERS as error:
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if "randomness" in str(error):  # vmap refuses to draw from the global generator
+                raise global_generator() from error
+            raise ModelError(
+                f"the model cannot be run for many clients at once (torch.func.vmap): {text}. "
+                f"{_recurrent(model)}Only the layers behind the private parameters run this way: make such a "
+                "layer part of the backbone of a Composition, or write it with plain tensor operations (no "
+                "`if` or `.item()` on values, no writing into tensors)"
+            ) from error
+    return eta.detach()
+
+
+def _recurrent(model: Model) -> str:
+    kinds = (nn.RNNBase, nn.EmbeddingBag)
+    names = [f"{n} ({type(m).__name__})" for top in model.modules() for n, m in top.named_modules()
+             if isinstance(m, kinds)]  # fmt: skip
+    return f"It has {', '.join(names)}, which torch does not vectorise. " if names else ""
+
+
+def _drawing(model: Model, run: Callable[[], object]) -> str:
+    """The layers during whose pass the global generator moves, by name."""
+    found: list[str] = []
+    states: list[Tensor] = []
+    handles = []
+    for top in model.modules():
+        for name, sub in top.named_modules():
+            if not list(sub.children()):
+
+                def after(m: nn.Module, _args: object, _out: object, name: str = name) -> None:
+                    if not torch.equal(states.pop(), torch.get_rng_state()):
+                        found.append(f"{name} ({type(m).__name__})")
+
+                handles.append(sub.register_forward_pre_hook(lambda *_: states.append(torch.get_rng_state())))
+                handles.append(sub.register_forward_hook(after))
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return ", ".join(found[:3])
+
+
+def check_rows(model: Model, example: Example) -> None:
+    """Raise where examples in a batch see each other, or are changed by the model."""
+    phi, z = (_shaken(v, name) for v, name in ((model.initial_phi(), "phi"), (model.initial_z(), "z")))
+    x = _made_up(example, phi)
+    with torch.no_grad():
+        try:
+            given = map_inputs(torch.clone, x)
+            features = model.embed(phi, x)
+            _unchanged(x, given, "its input")
+            kept = map_inputs(torch.clone, features)
+            together = model.head_outputs(phi, z.unsqueeze(0), features)[0]
+            _unchanged(features, kept, "the features that it gets from the backbone")
+            alone = [
+                model.head_outputs(
+                    phi, z.unsqueeze(0), model.embed(phi, map_inputs(lambda v, i=i: v[i : i + 1], x))
+                )
+                for i in range(TOGETHER)
+            ]
+        except USERS as error:
+            if isinstance(error, FedpopError):
+                raise
+            return  # made-up values that this model does not take: real ones will tell
+    each = torch.cat(alone, 1)[0]
+    near = NEAR.get(phi.dtype, 1e-3) * float(together.abs().nan_to_num(posinf=0.0).max().clamp(min=1.0))
+    if each.shape != together.shape or not torch.allclose(each, together, 0.0, near, equal_nan=True):
+        raise ModelError(
+            "an example gives another output by itself than in a batch: the model lets examples see each "
+            "other (a mean or softmax over the first axis, batch statistics, a recurrent or attention layer "
+            "without batch_first=True), which would mix clients' data. Let every operation act within one "
+            "example; fedpop.layers.replace_batchnorm(module) replaces batch statistics"
+        )
+
+
+def _shaken(v: Tensor, name: str) -> Tensor:
+    """The values that a model starts with and some more: at zeros nothing would be seen."""
+    key = Key(0, purpose=f"probe.{name}")
+    return v + 0.1 * key.normal(key.server(v.device), (v.shape[0],), v.dtype)[0]
+
+
+def _made_up(example: Example, like: Tensor) -> Inputs:
+    """Standard normal numbers; zeros and ones where they are whole."""
+    key, part = Key(0, purpose="probe.x"), iter(range(len(example.shapes)))
+    rows = torch.arange(TOGETHER, device=like.device)
+
+    def fill(leaf: Tensor) -> Tensor:
+        k = next(part)
+        if leaf.is_floating_point():
+            return key.at(purpose=f"probe.x.{k}").normal(rows, tuple(leaf.shape[1:]), leaf.dtype)
+        return (rows % 2).reshape(-1, *[1] * (leaf.dim() - 1)).expand_as(leaf).to(leaf.dtype).contiguous()
+
+    return map_inputs(fill, example.zeros(TOGETHER, like.device, like.dtype))
+
+
+def _unchanged(now: Inputs, before: Inputs, what: str) -> None:
+    if any(not torch.equal(a, b) for a, b in zip(leaves(now), leaves(before), strict=True)):
+        raise ModelError(
+            f"the model writes into {what} (x += ..., x[...] = ..., a layer with inplace=True in front), "
+            "which would change the data themselves; write x = x + ..., or inplace=False"
+        )

@@ -1,0 +1,77 @@
+"""A run that breaks down says so: nobody can be heard any more, or theta is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fedpop.channel import Tensors
+from fedpop.errors import TrainingError
+
+PATIENCE = 3
+"""Rounds in a row in which everybody who took part was left out, after which a run ends."""
+REMEDY = (
+    "look at this client's data (their scale, outliers) and take smaller steps; standardise x and y where "
+    "their columns differ much in size"
+)
+
+
+def finite(theta: Tensors) -> bool:
+    """Whether all of these are; the sum tells, at a fraction of the price."""
+    return all(math.isfinite(float(t.sum())) for t in theta.values() if t.is_floating_point() and t.numel())
+
+
+def require_finite_theta(theta: Tensors, history: Sequence[Mapping[str, Any]], round: int) -> None:
+    """Raise unless every part of theta is finite, after so many rounds."""
+    if finite(theta):
+        return
+    bad = [n for n, t in theta.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())]
+    if not bad:  # finite numbers whose sum is not
+        return
+    when = f"in round {round}" if round else "before the first round"
+    raise TrainingError(f"{', '.join(bad)} became NaN or infinite {when}{_first_left_out(history)}; {REMEDY}")
+
+
+def require_somebody(history: Sequence[Mapping[str, Any]], over: bool) -> None:
+    """Raise where everybody was left out in the last rounds, or in all rounds of a run that is over."""
+    silent = 0
+    for metrics in reversed(history):
+        if not _nobody(metrics):
+            break
+        silent += 1
+        if silent >= PATIENCE:
+            break
+    heard = any(len(m["left_out"]) < m["active"] for m in history) if over and silent else True
+    if silent < PATIENCE and heard:
+        return
+    first = _first_silent(history)
+    who, rounds = first["left_out"][0], "round" if silent == 1 else f"{silent} rounds in a row"
+    raise TrainingError(
+        f"everybody who took part was left out, {rounds} from round {first['round']} on, client {who!r} "
+        f"first: what they computed was not finite, or out of all proportion; {REMEDY}"
+    )
+
+
+def _nobody(metrics: Mapping[str, Any]) -> bool:
+    active = int(metrics["active"])
+    return 0 < active <= len(metrics["left_out"])
+
+
+def _first_silent(history: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The first of the rounds in a row at the end in which nobody was heard."""
+    found = history[-1]
+    for metrics in reversed(history):
+        if metrics["active"] > 0 and not _nobody(metrics):
+            break
+        found = metrics if _nobody(metrics) else found
+    return found
+
+
+def _first_left_out(history: Sequence[Mapping[str, Any]]) -> str:
+    for metrics in history:
+        if metrics["left_out"]:
+            return f" (client {metrics['left_out'][0]!r} was left out first, in round {metrics['round']})"
+    return ""
