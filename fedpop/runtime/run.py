@@ -132,7 +132,11 @@ class Run:
                 stopped = any([c.after_round(self, metrics) for c in self.callbacks])  # noqa: C419
                 stopped |= self.algorithm.over(self.server)
                 self.history.append(metrics)
-                require_somebody(self.history, stopped or self.round == self.ends[-1])
+                if (
+                    len(metrics["left_out"]) >= metrics["active"] > 0
+                ):  # nobody was heard: what was sent to them?
+                    require_finite_theta(self.algorithm.broadcast(self.server), self.history, self.round - 1)
+                    require_somebody(self.history, stopped or self.round == self.ends[-1])
                 if file is not None:
                     file.write((json.dumps(metrics) + "\n").encode())
                 last = stopped or self.round == self.ends[-1]
@@ -277,7 +281,6 @@ class Run:
             self.server = method.extended(self.server, facts)
         active = active_units(self.settings.participation, self.federation, self.key, self.round)
         broadcast = method.broadcast(self.server) | self.usual
-        require_finite_theta(broadcast, self.history, self.round)
         now = Round(self.round, broadcast, secret, shared)
         done = self.sites.round(method, now, active, self.plan)
         self.server = method.server_round(self.server, done.total, facts, shared)
