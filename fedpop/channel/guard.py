@@ -58,7 +58,7 @@ class Guard:
         is looked at once, and what it shows counts if nothing is odd."""
         if any(answer is one for one in self._sound):
             return False
-        names = [n for n in self.names if n in answer.vectors]
+        names = [n for n in self.names if n in answer.vectors and not self._quiet(n, answer.vectors[n])]
         found = [self.suspects(n, answer.vectors[n], examples, answer.good) for n in names]
         odd = any(bool(f.any()) for f in found) or self._odd_sum(answer, examples)
         if odd:  # it will be looked at again, one by one
@@ -67,6 +67,16 @@ class Guard:
         else:
             self._sound.append(answer)
         return odd
+
+    def _quiet(self, name: str, vectors: Tensor) -> bool:
+        """Neither is one of them too long nor most of them longer than usual: nothing to see, nothing to
+        learn. Two numbers tell, which is what a usual round pays."""
+        if name not in self._usual:
+            return False
+        norm = torch.linalg.vector_norm(vectors, dim=1)
+        most, middle = torch.stack((norm.amax(), norm.median())).tolist()
+        usual = float(self._usual[name][1])
+        return bool(most <= self.multiple * usual and middle <= usual)
 
     def _odd_sum(self, answer: Answer, examples: Tensor) -> bool:
         sizes = {n: float(torch.linalg.vector_norm(answer.sums[n])) for n in self.names if n in answer.sums}

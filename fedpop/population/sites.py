@@ -114,7 +114,8 @@ class Sites:
     def round(self, method: Algorithm, round: Round, active: Active, plan: Plan) -> Outcome:
         """The active units' work, through the method's channel; nobody's state changes yet."""
         channel = method.channel
-        guard = method.guard_for(round.broadcast, len(active.ids))
+        messages = active.ids if self.sites is None else torch.unique(self.sites[active.ids])
+        guard = method.guard_for(round.broadcast, len(messages))
         tally = Tally(channel, round.key, method.remembers, guard)
         sums = channel.transparent and self.sites is None and self.lost is None
         cost: dict[str, float] = {}

@@ -140,7 +140,9 @@ class Run:
                 stopped = any([c.after_round(self, metrics) for c in self.callbacks])  # noqa: C419
                 stopped |= self.algorithm.over(self.server)
                 self.history.append(metrics)
-                require_somebody(self.history, stopped or self.round == self.ends[-1])
+                if len(metrics["left_out"]) >= metrics["active"] > 0:  # nobody was heard: what were they sent?
+                    require_finite_theta(self.algorithm.broadcast(self.server), self.history, self.round - 1)
+                    require_somebody(self.history, stopped or self.round == self.ends[-1])
                 if self.metrics is not None:
                     self.metrics.add(metrics)
                 last = stopped or self.round == self.ends[-1]
@@ -297,7 +299,6 @@ class Run:
             self.inverse = None
         active = self.members.active(self.settings.participation, self.key, self.round)
         broadcast = method.broadcast(self.server) | self.usual
-        require_finite_theta(broadcast, self.history, self.round)
         now = Round(self.round, broadcast, secret, shared)
         done = self.members.round(method, now, active)
         self.server = method.server_round(self.server, done.total, facts, shared)

@@ -74,7 +74,7 @@ def test_what_is_learned_does_not_depend_on_who_shares_a_site(name: str, partici
 
 def test_a_site_sends_and_receives_once_whoever_is_there() -> None:
     """Six clients at three sites: half of the bytes, in the questions before round one and in each round."""
-    method = fp.FedSOUL(linear_model(), beta_step=fp.steps.Adam())
+    method = fp.FedSOUL(linear_model(), beta_step=fp.steps.Adam(), guard=None)
     alone, together = (method.fit(CLIENTS, rounds=3, sites=sites) for sites in (None, SITES))
     # Second moments (9 entries and a count), cross products (twice 9 and a count), then J (6) and I (3), of 4
     # bytes each; the size of y (a square and a count) in double precision.
