@@ -99,7 +99,6 @@ def tune(
     tune_file(config, out, data, processes)
 
 
-@app.command(help=ABOUT_EXPERIMENTS)
 def experiment(
     name: Annotated[str, Positional, arg(metavar="NAME")] = "",
     out: Annotated[Path | None, arg(metavar="PATH")] = None,
@@ -124,6 +123,10 @@ def experiment(
     if name not in EXPERIMENTS:
         raise SettingsError(f"there is no experiment {name!r}; there are\n{listed()}")
     _module(name).EXPERIMENT.run(out, seeds, processes, data, only)
+
+
+experiment.__doc__ = (experiment.__doc__ or "").replace("Run an experiment by its name.", ABOUT_EXPERIMENTS)
+app.command(experiment)
 
 
 @app.command
