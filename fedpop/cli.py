@@ -100,7 +100,6 @@ def tune(
     tune_file(config, out, data_dir, processes)
 
 
-@app.command(help=ABOUT_EXPERIMENTS)
 def experiment(
     name: Annotated[str, Positional, arg(metavar="NAME")] = "",
     out: Annotated[Path | None, arg(metavar="PATH")] = None,
@@ -171,6 +170,10 @@ def fit(
 
     settings = {"method": method, "weights": weights, "sites": sites, "engine": engine, "rounds": rounds}
     sys.stdout.write(fit_file(data, formula, family, json, seed=seed, min_count=min_count, **settings))
+
+
+experiment.__doc__ = (experiment.__doc__ or "").replace("Run an experiment by its name.", ABOUT_EXPERIMENTS)
+app.command(experiment)
 
 
 @app.command

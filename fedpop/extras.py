@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from fedpop.errors import ExtraError
+
+
+def require_report() -> None:
+    """Raise before hours of work whose report could not be written; nothing is imported."""
+    for package in ("matplotlib", "jinja2"):
+        if find_spec(package) is None:
+            raise ExtraError(f"reports need {package}: pip install 'fedpop[report]'")
 
 
 def library(module: str, extra: str, what: str) -> Any:

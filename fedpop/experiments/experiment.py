@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fedpop.errors import CheckpointError, SettingsError
 from fedpop.experiments.runner import Job, run_jobs, workers
+from fedpop.extras import require_report
 from fedpop.files import writable_folder
 from fedpop.report.records import Report
 from fedpop.report.results import Results
@@ -57,6 +58,7 @@ class Experiment(Report):
         only: str = "",
     ) -> Path:
         """Run the jobs that are missing, those whose label has ``only`` in it, and write the report."""
+        require_report()
         asked = self.asked(out, seeds, data)
         many = workers(processes)
         jobs = self.jobs(asked)

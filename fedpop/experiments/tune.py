@@ -24,6 +24,7 @@ from fedpop.experiments.comparison.terms import Source, Subject, Terms, check_en
 from fedpop.experiments.config import Config, changed, read_config, to_toml, with_entry, with_settings
 from fedpop.experiments.methods import Entry
 from fedpop.experiments.runner import Job, run_jobs, workers
+from fedpop.extras import require_report
 from fedpop.federation.clients import Federation
 from fedpop.files import write_bytes
 from fedpop.keys import Key
@@ -312,6 +313,7 @@ def tune_file(
     path: Path, out: Path | None = None, data: Path | None = None, processes: int | None = None
 ) -> None:
     """``fedpop tune``: a settings file's search, told and written."""
+    require_report()
     many = workers(processes)
     config = read_config(path, data)
     folder = out or Path("runs") / f"{config.name}-tune"

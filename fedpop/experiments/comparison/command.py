@@ -9,6 +9,7 @@ from fedpop.experiments.comparison.run import compare_all
 from fedpop.experiments.comparison.terms import seeds_of
 from fedpop.experiments.config import read_config
 from fedpop.experiments.runner import workers
+from fedpop.extras import require_report
 
 
 def compare_file(
@@ -19,6 +20,7 @@ def compare_file(
     processes: int | None = None,
 ) -> None:
     """Run what is missing and tell of all; settings that are given here count instead of the file's."""
+    require_report()
     many = workers(processes)
     config = read_config(path, data)
     folder = out or Path("runs") / config.name

@@ -1,0 +1,64 @@
+"""Without the optional packages: fitting and predicting work, and what needs one says how to get it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {missing}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in {missing} else found(name, *rest)
+import torch, fedpop as fp
+from fedpop.errors import ExtraError
+"""
+FIT = """
+x = torch.ones(4, 2)
+model = fp.Composition(None, torch.nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
+clients = {"anna": fp.Client(x, x[:, 0], test=(x, x[:, 0])), "ben": (x, -x[:, 0])}
+population = fp.FedSOUL(model).fit(clients, rounds=2, out=sys.argv[1] + "/run")
+fp.evaluate(population)
+again = fp.load(population.save(sys.argv[1] + "/saved"))
+print(again.predict("anna", x).mean.shape, again.new_client().predict(x).interval(0.9)[0].shape)
+"""
+NEEDS = {
+    "a report": ("from fedpop.report.run import run_report\nrun_report(Path(sys.argv[1]) / 'run')", "report"),
+    "a comparison": ("from fedpop.cli import main\nmain(['compare', 'none.toml'])", "report"),
+    "parquet": ("from fedpop.data.images import ParquetImages\nParquetImages.open(__file__)", "data"),
+}
+
+
+def run(code: str, folder: Path, missing: set[str]) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(WITHOUT.format(missing=missing) + code)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+
+
+def test_fitting_and_predicting_need_no_plotting_library(tmp_path: Path) -> None:
+    missing = {"matplotlib", "jinja2", "pyarrow", "PIL", "pandas", "flwr", "tyro"}
+    done = run(FIT, tmp_path, missing)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "torch.Size([4]) torch.Size([4])\n"
+
+
+@pytest.mark.parametrize("what", NEEDS)
+def test_what_needs_an_extra_says_which(tmp_path: Path, what: str) -> None:
+    code, extra = NEEDS[what]
+    whole = f"from pathlib import Path\n{FIT if what == 'a report' else ''}\n{code}"
+    done = run(whole, tmp_path, {"matplotlib", "jinja2", "pyarrow"})
+    assert done.returncode != 0
+    assert f"pip install 'fedpop[{extra}]'" in done.stderr
+    assert not list(tmp_path.rglob("report.html"))
