@@ -42,7 +42,7 @@ def concentration(phi: Named, z: Named, x: Named) -> Tensor:
     return x["dose"] * ke * ka / cl * share
 
 
-def fitted(data: dict[str, tuple[Named, Tensor]], rounds: int | None = None) -> fp.Population:
+def fitted(data: dict[str, tuple[Named, Tensor]], rounds: int = 1200) -> fp.Population:
     """Links keep rates positive: standard deviations are those of logarithms."""
     positive = fp.links.positive
     model = fp.CustomModel(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedpop.channel import Answer, Tensors, Total
 from fedpop.errors import EstimateError
+from fedpop.evaluation.information import rows_of_jacobian
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.mixed.factor import Factor
@@ -126,6 +127,24 @@ def shrunk(m: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
+class Taylor:
+    """S and D about a theta, to second order."""
+
+    s: Tensor
+    s1: Tensor
+    s2: Tensor
+    d: Tensor
+    d1: Tensor
+    d2: Tensor
+
+    def at(self, step: Tensor) -> tuple[Tensor, Tensor]:
+        """Both at a small step."""
+        bend = 0.5 * torch.einsum("a,b,abij->ij", step, step, self.s2)
+        s = self.s + torch.einsum("a,aij->ij", step, self.s1) + bend
+        return s, self.d + step @ self.d1 + 0.5 * step @ self.d2 @ step
+
+
+@dataclass(frozen=True)
 class Criterion:
     """Minus the profiled log-likelihood, or its restricted form, as the server finds it from sums."""
 
@@ -154,15 +173,12 @@ class Criterion:
             out = out + root.diagonal()[:p].log().sum() + self.log_scale
         return out
 
-    def at(self, theta: Tensor, sums: Tensors) -> tuple[float, Tensor, Tensor | None, Tensor]:
-        """Value, gradient and, where sums for it are there, Hessian in theta; and S."""
+    def taylor(self, theta: Tensor, sums: Tensors, ww: Tensor | None = None) -> Taylor:
+        """S and D with their derivatives in theta, of those whose sums these are."""
         factor, units = self.factor.matrix(theta), self.factor.units()
         q, m = len(factor), len(self.ww)
-        k = sums["k"].reshape(q, m, q, m)
-        n = sums["n"].reshape(q, q)
-        s = self.ww - sums["explained"].reshape(m, m)
-        s = 0.5 * (s + s.mT)
-        d = sums["log_det"][0]
+        k, n = sums["k"].reshape(q, m, q, m), sums["n"].reshape(q, q)
+        s = (self.ww if ww is None else ww) - sums["explained"].reshape(m, m)
         moves = [e @ factor.mT + factor @ e.mT for e in units]
         s1 = torch.stack([-torch.einsum("aibj,ab->ij", k, v) for v in moves])
         d1 = torch.stack([(n * v).sum() for v in moves])
@@ -177,17 +193,16 @@ class Criterion:
                     s2[a, b] = s2[b, a] = turn + turn.mT - torch.einsum("aibj,ab->ij", k, bend)
                     twice = torch.einsum("abcd,da,bc->", nn, moves[a], moves[b])
                     d2[a, b] = d2[b, a] = (n * bend).sum() - twice
+        return Taylor(0.5 * (s + s.mT), s1, s2, sums["log_det"][0], d1, d2)
+
+    def at(self, theta: Tensor, sums: Tensors) -> tuple[float, Tensor, Tensor | None, Tensor]:
+        """Value, gradient and, where sums for it are there, Hessian in theta; and S."""
+        near = self.taylor(theta, sums)
         with torch.enable_grad():
             step = torch.zeros_like(theta).requires_grad_()
-            near = (
-                s + torch.einsum("a,aij->ij", step, s1) + 0.5 * torch.einsum("a,b,abij->ij", step, step, s2)
-            )
-            value = self.value(near, d + step @ d1 + 0.5 * step @ d2 @ step)
+            value = self.value(*near.at(step))
             if not bool(torch.isfinite(value)):
-                return math.inf, torch.zeros_like(theta), None, s
+                return math.inf, torch.zeros_like(theta), None, near.s
             (slope,) = torch.autograd.grad(value, step, create_graph=True)
-            hessian = None
-            if "nk" in sums:
-                rows = [torch.autograd.grad(v, step, retain_graph=True)[0] for v in slope]
-                hessian = torch.stack(rows)
-        return float(value.detach()), slope.detach(), hessian, s
+            hessian = rows_of_jacobian(slope, step) if "nk" in sums else None
+        return float(value.detach()), slope.detach(), hessian, near.s

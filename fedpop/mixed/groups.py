@@ -56,11 +56,18 @@ class Groups:
         federation = packed(design, response, rows)
         return cls(federation, Sites(federation, torch.device("cpu"), sites=sites), sites is not None)
 
-    def ask(self, question: Question[R], known: Tensors, per_row: float, per_unit: float) -> R:
-        """What is made of everyone's answers; such a question takes so many bytes for each row, and
-        unit."""
+    def ask(
+        self,
+        question: Question[R],
+        known: Tensors,
+        per_row: float,
+        per_unit: float,
+        among: Tensor | None = None,
+    ) -> R:
+        """What is made of everyone's answers, or of those at these positions; such a question takes so many
+        bytes for each row, and unit."""
         plan = Plan(per_row, per_unit, BUDGET)
-        found, outcome = self.sites.ask(question, known, Key(0, purpose="mixed"), plan)
+        found, outcome = self.sites.ask(question, known, Key(0, purpose="mixed"), plan, among=among)
         self.sites.keep(outcome.updates, entered=False)
         self.rounds += 1
         self.bytes_up += outcome.bytes_up

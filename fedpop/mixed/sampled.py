@@ -27,6 +27,7 @@ from fedpop.mixed.outcome import Outcome
 from fedpop.mixed.point import Engine, Point
 from fedpop.mixed.quadrature import NODES
 from fedpop.mixed.response import Family
+from fedpop.mixed.scoring import scored
 from fedpop.models.composition import Composition
 from fedpop.models.likelihoods import Normal as NormalNoise
 from fedpop.models.weighted import Weighted
@@ -37,6 +38,8 @@ from fedpop.runtime.simulate import fit as run
 if TYPE_CHECKING:
     from fedpop.mixed.fit import MixedFit
 
+FIRST = 250
+"""Rounds with chains before scoring steps, where few take part."""
 LEAST = 1e-6
 """The smallest standard deviation of a random effect that chains work with, in internal units."""
 
@@ -51,10 +54,13 @@ class Settings:
     compressor: Choice = "identity"
 
     @property
+    def rule(self) -> Participation | None:
+        return None if self.participation is None else resolve_participation(self.participation)
+
+    @property
     def partial(self) -> bool:
         """Not everyone is heard in every round, or not as it was said."""
-        rule = self.participation
-        whole = rule is None or isinstance(resolve_participation(rule), Everyone)
+        whole = self.rule is None or isinstance(self.rule, Everyone)
         return not whole or self.compressor != "identity"
 
 
@@ -216,12 +222,14 @@ def fitted(
     method = FedSOUL(
         layout.model(weighted), prior=layout.prior(), engine="sampled", compressor=settings.compressor
     )
+    rule = settings.rule
+    scores = rule is not None and not isinstance(rule, Everyone) and settings.compressor == "identity"
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", FedpopWarning)
         population = run(
             method,
             federation,
-            rounds=settings.rounds,
+            rounds=FIRST if scores and settings.rounds is None else settings.rounds,
             seed=settings.seed,
             participation=settings.participation,
             progress=False,
@@ -235,8 +243,11 @@ def fitted(
         if family.gaussian
         else QuadratureEngine(groups, units, family, constant, start, NODES[q])
     )
+    rounds, verdict = population.rounds, population.convergence
+    if scores and rule is not None:
+        point, more, verdict = scored(engine, point, rule, Key(settings.seed, purpose="scoring"))
+        rounds, words = rounds + more, ""
     likelihood, covariance = engine.log_likelihood(point), engine.covariance(point)
-    verdict = population.convergence
     outcome = Outcome(
         point,
         None,
@@ -245,9 +256,9 @@ def fitted(
         covariance,
         bool(verdict is not None and verdict.converged),
         words or ("not judged" if verdict is None else verdict.words),
-        population.rounds,
-        "sampled engine",
-        population,
+        rounds,
+        "sampled engine, then scoring steps" if scores else "sampled engine",
+        population if rounds == population.rounds else None,
     )
     return outcome, engine
 
