@@ -12,11 +12,20 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks import compressors, kernels, local_training, round, rounds_per_second, scale, small_rounds
+from benchmarks import (
+    compressors,
+    federation,
+    kernels,
+    local_training,
+    round,
+    rounds_per_second,
+    scale,
+    small_rounds,
+)
 from fedpop.report.results import Record, Results
 
 FOLDER = Path("results/bench")
-BENCHMARKS = (small_rounds, rounds_per_second, compressors, scale, kernels, round, local_training)
+BENCHMARKS = (small_rounds, rounds_per_second, compressors, scale, kernels, round, local_training, federation)
 
 
 def main(names: list[str]) -> None:
