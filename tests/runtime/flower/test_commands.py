@@ -318,6 +318,18 @@ def test_a_column_that_a_site_lacks_is_told_to_the_server(
     assert any("site 'south' has no column 'sex'" in r.getMessage() for r in caplog.records)
 
 
+def test_without_flower(
+    made: Made, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedpop.runtime.flower import serving
+
+    def missing(*arguments: Any) -> None:
+        raise ModuleNotFoundError("No module named 'flwr'", name="flwr")
+
+    monkeypatch.setattr(serving, "status", missing)
+    assert "pip install 'fedpop[flower]'" in refused(capsys, "server", "status", made.server)
+
+
 def test_theta_comes_at_the_end(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     at = made.root / "north.csv"
     assert "has no theta yet" in refused(capsys, "site", "predict", made.root / "north", "--data", at)
