@@ -163,6 +163,9 @@ def test_bad_folders_and_settings(made: Made, capsys: pytest.CaptureFixture[str]
         "--data", made.root / "north.csv", "--ca", made.server / "tls" / "ca.crt",
     )  # fmt: skip
     assert "host:port" in refused(capsys, "server", "init", made.root / "x", "--address", "nowhere")
+    assert "no dot first" in refused(
+        capsys, "server", "admit", made.server, "..", made.root / "north/node.pub"
+    )
     file = made.server / "app" / "federation.toml"
     good = file.read_text()
     for bad, words in {
