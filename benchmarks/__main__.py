@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from benchmarks import (
     compressors,
+    federation,
     kernels,
     local_training,
     mixed,
@@ -25,7 +26,17 @@ from benchmarks import (
 from fedpop.report.results import Record, Results
 
 FOLDER = Path("results/bench")
-BENCHMARKS = (small_rounds, rounds_per_second, compressors, scale, kernels, round, local_training, mixed)
+BENCHMARKS = (
+    small_rounds,
+    rounds_per_second,
+    compressors,
+    scale,
+    kernels,
+    round,
+    local_training,
+    mixed,
+    federation,
+)
 
 
 def main(names: list[str]) -> None:

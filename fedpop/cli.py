@@ -242,6 +242,11 @@ def main(arguments: list[str] | None = None) -> None:
     except FedpopError as error:
         sys.stderr.write(f"fedpop: {error}\n")
         raise SystemExit(2) from None
+    except ModuleNotFoundError as error:
+        if error.name not in ("flwr", "cryptography"):
+            raise
+        sys.stderr.write(f"fedpop: {error.name} is not installed: pip install 'fedpop[flower]'\n")
+        raise SystemExit(2) from None
     except KeyboardInterrupt:
         sys.stderr.write("fedpop: interrupted; what was finished is saved\n")
         raise SystemExit(130) from None

@@ -119,6 +119,18 @@ def test_no_ring_of_modules() -> None:
         visit(name, ())
 
 
+def test_flower_is_imported_in_one_place() -> None:
+    """It breaks something every month: only one package is to know of it."""
+
+    def named(path: Path) -> set[str]:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        plain = {a.name.split(".")[0] for n in nodes if isinstance(n, ast.Import) for a in n.names}
+        return plain | {n.module.split(".")[0] for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
+
+    users = {name for name, path in modules().items() if "flwr" in named(path)}
+    assert users == {f"fedpop.runtime.flower.{m}" for m in ("client", "post", "records", "server")}
+
+
 def test_the_check_can_fail() -> None:
     known = {"fedpop.runtime", "fedpop.runtime.run"}
     hidden = "def f():\n    from fedpop.runtime import run\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import tomllib
 from dataclasses import dataclass
@@ -51,10 +52,11 @@ class SiteSettings:
 
 
 def check_name(name: str) -> None:
-    """Raise unless a site can be called so: its name is in folders, letters and the server's tables."""
-    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_."
-    if not name or not set(name) <= set(letters) or len(name) > 64:
-        raise SettingsError(f"a site's name has letters, digits, '-', '_' and '.', at most 64, not {name!r}")
+    """Raise unless a site, or a federation, can be called so: its name is a folder's, too."""
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}", name):
+        raise SettingsError(
+            f"a name has letters, digits, '-', '_' and '.', at most 64 and no dot first, not {name!r}"
+        )
 
 
 def read_site(folder: Path) -> SiteSettings:

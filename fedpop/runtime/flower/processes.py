@@ -79,10 +79,10 @@ def healthy(address: str, ca: Path | None) -> bool:
         return False
 
 
-def _die_with_parent() -> None:
-    """On Linux a child is told to end when its supervisor is killed."""
+def die_with_parent(how: signal.Signals = signal.SIGTERM) -> None:
+    """On Linux this process is sent a signal when the one that started it ends, however it ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, how)
 
 
 class Kept:
@@ -123,7 +123,7 @@ class Kept:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
         self._started, self.starts = time.monotonic(), self.starts + 1
 

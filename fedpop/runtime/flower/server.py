@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from pathlib import Path
 
 from flwr.app import Context
@@ -15,6 +16,7 @@ from fedpop.runtime.flower.federation import Folder
 from fedpop.runtime.flower.folder import log_to
 from fedpop.runtime.flower.memory import locked
 from fedpop.runtime.flower.post import Post
+from fedpop.runtime.flower.processes import die_with_parent
 
 app = ServerApp()
 
@@ -25,6 +27,8 @@ def main(grid: Grid, context: Context) -> None:
     where = str(context.run_config.get("folder", ""))
     if not where or not Path(where).is_dir():
         raise SettingsError(f"there is no federation's folder {where!r} here: flwr run . -c 'folder=\"...\"'")
+    # Flower's own processes outlive the SuperLink for a while; what is written is whole at any moment.
+    die_with_parent(signal.SIGKILL)
     folder = Folder(Path(where))
     folder.run.mkdir(exist_ok=True)
     log_to(folder.run / "server.log")

@@ -200,6 +200,8 @@ class _Watch:
     def __init__(self, folder: Folder, link: Kept, ca: Path | None, say: Say) -> None:
         self._folder, self._link, self._ca, self._say = folder, link, ca, say
         self._registered: set[str] = set()
+        self._again: dict[str, float] = {}
+        """When a key that could not be registered is tried again."""
         self._told = len(_lines(folder.run / "metrics.jsonl"))
 
     def to_the_end(self) -> None:
@@ -242,12 +244,13 @@ class _Watch:
         if self._ca is None:
             return
         for key in sorted(self._folder.admitted.glob("*.pub")):
-            if key.stem in self._registered:
+            if key.stem in self._registered or self._again.get(key.stem, 0.0) > time.monotonic():
                 continue
             found = self._flwr("supernode", "register", str(key), CONNECTION, "--name", key.stem)
             said = str(found.get("error-message", ""))
             if not found.get("success") and "already" not in said.lower():
                 self._say(f"site {key.stem} could not be registered: {said.strip()}")
+                self._again[key.stem] = time.monotonic() + 60
                 continue
             self._registered.add(key.stem)
 

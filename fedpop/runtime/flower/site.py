@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -106,8 +107,9 @@ class Experiment:
 
     @cached_property
     def folder(self) -> Path:
-        if not self.name or not set(self.name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-_."):
-            raise Refusal("an experiment's name has small letters, digits, '-', '_' and '.' only")
+        # It becomes a folder's name, and comes from elsewhere.
+        if not re.fullmatch(r"[a-z0-9_-][a-z0-9_.-]{0,99}", self.name):
+            raise Refusal("an experiment's name has small letters, digits, '-', '_' and '.', no dot first")
         return writable_folder(self.site.folder / "experiments" / self.name)
 
     @property

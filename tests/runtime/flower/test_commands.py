@@ -163,6 +163,9 @@ def test_bad_folders_and_settings(made: Made, capsys: pytest.CaptureFixture[str]
         "--data", made.root / "north.csv", "--ca", made.server / "tls" / "ca.crt",
     )  # fmt: skip
     assert "host:port" in refused(capsys, "server", "init", made.root / "x", "--address", "nowhere")
+    assert "no dot first" in refused(
+        capsys, "server", "admit", made.server, "..", made.root / "north/node.pub"
+    )
     file = made.server / "app" / "federation.toml"
     good = file.read_text()
     for bad, words in {
@@ -316,6 +319,18 @@ def test_a_column_that_a_site_lacks_is_told_to_the_server(
     grid.sleep = later  # type: ignore[method-assign]
     conduct(folder.deployment(), post_on(grid), folder.run)
     assert any("site 'south' has no column 'sex'" in r.getMessage() for r in caplog.records)
+
+
+def test_without_flower(
+    made: Made, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedpop.runtime.flower import serving
+
+    def missing(*arguments: Any) -> None:
+        raise ModuleNotFoundError("No module named 'flwr'", name="flwr")
+
+    monkeypatch.setattr(serving, "status", missing)
+    assert "pip install 'fedpop[flower]'" in refused(capsys, "server", "status", made.server)
 
 
 def test_theta_comes_at_the_end(made: Made, capsys: pytest.CaptureFixture[str]) -> None:

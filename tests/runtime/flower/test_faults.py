@@ -321,6 +321,23 @@ def test_theta_that_did_not_arrive_as_sent_is_refused(tmp_path: Path) -> None:
     assert open_site(tmp_path / "ada").answer(Letter("train", last.about, bent)).refused is not None
 
 
+@pytest.mark.parametrize("name", ["..", ".hidden", "a/b", "", "A"])
+def test_an_experiment_cannot_leave_its_folder(name: str, tmp_path: Path) -> None:
+    _, grid = across(made("FedAvg", "softmax"), clients("softmax"), tmp_path, rounds=1)
+    for letter in letters_to(grid, "ada")[1:]:
+        other = Letter(letter.kind, dict(letter.about) | {"experiment": name}, letter.tensors)
+        assert "no dot first" in str(open_site(tmp_path / "ada").answer(other).refused)
+
+
+def test_a_server_of_another_version_is_refused(tmp_path: Path) -> None:
+    _, grid = across(made("FedAvg", "softmax"), clients("softmax"), tmp_path, rounds=1)
+    for letter in letters_to(grid, "ada"):
+        other = Letter(letter.kind, dict(letter.about) | {"version": "0.0.0"}, letter.tensors)
+        said = open_site(tmp_path / "ada").answer(other).refused
+        assert said is not None
+        assert said.endswith("the server 0.0.0")
+
+
 # --- who is there ----------------------------------------------------------------------------------
 
 

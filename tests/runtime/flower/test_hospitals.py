@@ -41,6 +41,10 @@ def test_the_walk_through(tmp_path: Path) -> None:
     population = conduct(folder.deployment(), post_on(grid), folder.run)
     assert population.convergence is not None
     assert population.convergence.converged
+    # What the walk-through shows.
+    readme = (EXAMPLE / "README.md").read_text()
+    for k in (0, 1, 29):
+        assert f"round {k + 1}: 4 of 4 sites, loss {population.history[k]['loss']:.4g}\n" in readme
     form = read_json(folder.run / "agreed.json")["form"]
     assert form["levels"] == {"smoker": ["no", "yes"], "ward": ["heart", "medicine", "surgery"]}
     own = {n: read_data(str(tmp_path / "data" / f"{n}.csv"), form, n).train for n in SITES}

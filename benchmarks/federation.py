@@ -1,0 +1,143 @@
+"""Rounds over Flower: three sites on this machine, ours over a client that imports torch and does nothing;
+and what sites send of a network's J, with and without compression."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from rich.table import Table
+from torch import nn
+
+import fedpop as fp
+from benchmarks.timing import Advance, Spread, shown
+from fedpop.keys import Key
+from fedpop.report.results import Record, record
+from fedpop.runtime.flower import joining, serving
+from fedpop.runtime.flower.processes import free_port
+
+NAME = "federation"
+SITES, ROUNDS, TARGET = ("a", "b", "c"), 10, 1.1
+CLIENTS = {"fedpop": "fedpop.runtime.flower.client:app", "empty": "benchmarks.empty_client:app"}
+COMPRESSORS = (fp.compressors.Identity(), fp.compressors.QSGD(levels=16), fp.compressors.Natural())
+SETTINGS = """name = "bench"
+[data]
+x = ["x"]
+y = "y"
+standardise = false
+[method]
+name = "FedAvg"
+[run]
+rounds = {rounds}
+[sites]
+sites = {sites}
+[server]
+address = "{address}"
+"""
+
+
+def measure(advance: Advance) -> list[Record]:
+    out, laps = [], {}
+    for k, (name, client) in enumerate(CLIENTS.items()):
+        with tempfile.TemporaryDirectory() as folder:
+            laps[name] = rounds_of(Path(folder), client)
+        advance((k + 1) / (len(CLIENTS) + 1))
+    ours, empty = laps["fedpop"], laps["empty"]
+    setting = {"benchmark": NAME, "sites": len(SITES), "rounds": ROUNDS}
+    ratios = Spread.of([lap / median(empty) for lap in ours])
+    metrics = ratios.metrics("ratio") | Spread.of(ours).metrics("seconds") | {"empty": median(empty)}
+    metrics |= {"target": TARGET, "repeats": len(ours)}
+    out.append(record("bench", setting, "a round over Flower", 0, metrics, {"seconds": sum(ours)}, {}))
+    return out + messages(median(ours))
+
+
+def rounds_of(folder: Path, client: str) -> list[float]:
+    """Seconds of each round of a federation of real processes, without the first."""
+    address, server = f"127.0.0.1:{free_port()}", folder / "server"
+    say = [].append
+    serving.init(server, "bench", address, [], False, say)
+    (server / "app" / "federation.toml").write_text(
+        SETTINGS.format(rounds=ROUNDS + 1, sites=len(SITES), address=address)
+    )
+    project = server / "app" / "pyproject.toml"
+    project.write_text(project.read_text().replace("fedpop.runtime.flower.client:app", client))
+    (folder / "rows.csv").write_text("x,y\n" + "".join(f"{i},{2 * i}\n" for i in range(20)))
+    for name in SITES:
+        own = folder / f"site-{name}"
+        joining.enrol(own, name, address, str(folder / "rows.csv"), server / "tls" / "ca.crt", False, say)
+        serving.admit(server, name, own / "node.pub", say)
+    root = str(Path(fp.__file__).parent.parent)
+    env = dict(os.environ) | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    code = [sys.executable, "-c", "from fedpop.cli import main; main()"]
+    quiet = {"env": env, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    children = [subprocess.Popen([*code, "server", "run", str(server)], **quiet)]
+    try:
+        while not (server / "run" / "status.json").exists() and children[0].poll() is None:
+            time.sleep(0.5)  # sites' keys are registered before the run begins
+        children += [
+            subprocess.Popen([*code, "site", "join", str(folder / f"site-{n}")], **quiet) for n in SITES
+        ]
+        if children[0].wait(3600):
+            raise RuntimeError("the federation failed")
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(signal.SIGTERM)
+        for child in children:
+            child.wait()
+    lines = [json.loads(line) for line in (server / "run" / "metrics.jsonl").read_text().splitlines()]
+    ends = [line["seconds"] for line in lines]
+    return [later - sooner for sooner, later in pairwise(ends)]
+
+
+def backbone() -> nn.Module:
+    """The paper's network for 32 x 32 images."""
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(64, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(1600, 120), nn.ReLU(), nn.Linear(120, 64), nn.ReLU(),
+    )  # fmt: skip
+
+
+def messages(round_seconds: float) -> list[Record]:
+    """Bytes of one site's J, and how long the server decodes those of all sites, over a round."""
+    entries = sum(p.numel() for p in backbone().parameters())
+    key = Key(0, purpose="bench")
+    vector = key.normal(key.server(), (entries,))[0]
+    out = []
+    for compressor in COMPRESSORS:
+        data = compressor.encode(vector, key)
+        laps = []
+        for _ in range(9):
+            start = time.perf_counter()
+            for _ in SITES:
+                compressor.decode(data, entries)
+            laps.append(time.perf_counter() - start)
+        metrics = {"bytes": len(data), "fewer": 4 * entries / len(data), "decode": median(laps)}
+        metrics |= {"share": median(laps) / round_seconds}
+        setting = {"benchmark": NAME, "entries": entries}
+        out.append(record("bench", setting, repr(compressor), 0, metrics, {"seconds": sum(laps)}, {}))
+    return out
+
+
+def tables(records: list[Record]) -> list[Table]:
+    one = Table(title=f"a round of {len(SITES)} sites over Flower, over the same with an empty client")
+    for name in ("seconds", "empty client", "ratio", "target"):
+        one.add_column(name, justify="right")
+    two = Table(title="one site's J of the CIFAR backbone")
+    for name in ("compressor", "bytes", "fewer than float32", "decoding, share of a round"):
+        two.add_column(name, justify="right")
+    for r in records:
+        m = r["metrics"]
+        if "ratio" in m:
+            one.add_row(shown(m, "seconds"), f"{m['empty']:.2f}", shown(m, "ratio"), f"{m['target']:.2f}")
+        else:
+            two.add_row(r["method"], f"{m['bytes']:,}", f"{m['fewer']:.2f}", f"{m['share']:.4f}")
+    return [one, two]
