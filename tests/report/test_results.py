@@ -36,5 +36,7 @@ def test_adding_replaces_records_of_the_same_identity(tmp_path):
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "results.json").write_text(json.dumps([{"method": "FedSOUL"}]))
-    with pytest.raises(CheckpointError, match="not a list of records"):
+    with pytest.raises(
+        CheckpointError, match=r"results\.json.*(not a list of records|not an object with the fields)"
+    ):
         Results.open(tmp_path)
