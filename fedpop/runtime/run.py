@@ -140,9 +140,7 @@ class Run:
                 stopped = any([c.after_round(self, metrics) for c in self.callbacks])  # noqa: C419
                 stopped |= self.algorithm.over(self.server)
                 self.history.append(metrics)
-                if (
-                    len(metrics["left_out"]) >= metrics["active"] > 0
-                ):  # nobody: what were they sent?
+                if len(metrics["left_out"]) >= metrics["active"] > 0:  # nobody: what were they sent?
                     require_finite_theta(self.algorithm.broadcast(self.server), self.history, self.round - 1)
                     require_somebody(self.history, stopped or self.round == self.ends[-1])
                 if self.metrics is not None:
