@@ -447,7 +447,7 @@ def test_cohorts_do_not_matter():
 def test_what_is_sent_and_shipped():
     clients = clients_of()
     prior = fp.priors.Energy(torch_net(), chains=32, ship=5)
-    method = fp.FedSOUL(linear_model(), prior=prior, start="random")
+    method = fp.FedSOUL(linear_model(), prior=prior, start="random", guard=None)
     population = method.fit(clients, rounds=3)
     phi, beta = method.model.phi_layout.size, prior.size(2)
     # Before the rounds a client gets phi, and sends two double numbers about the size of its features, and
