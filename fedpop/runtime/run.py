@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -18,8 +17,7 @@ from fedpop.channel import Tensors
 from fedpop.channel.compressors import Compressor
 from fedpop.client.cost import WORK
 from fedpop.client.plan import Plan
-from fedpop.errors import CheckpointError, FedpopError, SettingsError
-from fedpop.evaluation.marginal import MarginalLikelihood
+from fedpop.errors import CheckpointError, SettingsError
 from fedpop.evaluation.validation import ValidationScore
 from fedpop.evaluation.verdict import Verdict
 from fedpop.federation.clients import Federation
@@ -38,6 +36,7 @@ from fedpop.runtime.metrics import Metrics
 from fedpop.runtime.progress import progress_bar
 from fedpop.runtime.settings import Settings
 from fedpop.runtime.stages import at_the_end, further, inverse_information, planned, stage_at
+from fedpop.runtime.trial import likelihoods_of
 
 R = TypeVar("R")
 
@@ -261,30 +260,11 @@ class Run:
         return json.loads(json.dumps(config))  # type: ignore[no-any-return]
 
     def _trial(self, algorithm: Algorithm, rounds: int) -> list[float]:
-        """Trial rounds of a method on this federation: a run of its own, with states of its own.
-
-        The likelihood is the marginal one where it is closed-form, else the expected complete-data one
-        that the rounds themselves report.
-        """
+        """Trial rounds of a method with these members: a run of its own, which costs what any rounds cost."""
         run = Run(algorithm, self.members.fresh(), self.settings, restart=self.restart)
-        path: list[float] = []
-        hierarchy = algorithm.hierarchy
-        exact = hierarchy is not None and hierarchy.closed_form
-        try:
-            run.begin()
-            for k in range(rounds + 1):
-                metrics = run.train_round() if k else {}
-                if exact and hierarchy is not None:
-                    theta = {name: run.server[name] for name in ("phi", "beta")}
-                    question = MarginalLikelihood(hierarchy)
-                    path.append(run.ask(question, theta, run.secret)[0].value)
-                elif metrics.get("loss") is not None:
-                    path.append(-metrics["loss"] * int(self.federation.train.sizes.sum()))
-        except (FedpopError, ArithmeticError, RuntimeError):
-            return [0.0, -math.inf]
-        finally:  # trial rounds cost what any round costs
-            self.spend({k: v for k, v in run.totals.items() if k != "seconds"})
-        return path if all(math.isfinite(v) for v in path) else [0.0, -math.inf]
+        path = likelihoods_of(run, rounds)
+        self.spend({k: v for k, v in run.totals.items() if k != "seconds"})
+        return path
 
     # --- one round ---------------------------------------------------------------------------
 
