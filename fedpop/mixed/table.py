@@ -11,9 +11,11 @@ import numpy as np
 
 from fedpop.errors import DataError, SettingsError
 from fedpop.mixed.formula import Formula
-from fedpop.questions.schema import sorted_levels
+from fedpop.questions.schema import MINIMUM, sorted_levels
 
 MISSING = ("drop", "error")
+FEW = 10
+"""Different numbers that may be names of levels."""
 
 
 def pandas() -> Any:
@@ -163,21 +165,29 @@ def _typed(values: Any, name: str) -> Any:
         raise DataError(
             f"column {name!r} is of type {kind}; a formula takes numbers and categories: turn it into one"
         )
-    numbers = pd.to_numeric(values, errors="coerce")
     there = values.notna().to_numpy()
+    text = values.map(lambda v: isinstance(v, str), na_action="ignore").to_numpy() & there
+    numbers = pd.to_numeric(values, errors="coerce")
+    if there.any() and not text.any() and bool((numbers.notna().to_numpy() | ~there).all()):
+        return numbers.astype("float64")  # numbers in a column of objects
     good = numbers.notna().to_numpy()
-    if there.any() and bool((good | ~there).all()):
-        return numbers.astype("float64")
-    if good.sum() > 0.5 * there.sum():
-        row = int((there & ~good).argmax())
+    odd = there & ~good
+    if odd.any() and good.sum() > 0.5 * there.sum() and _measured(numbers[good], int(odd.sum())):
+        row = int(odd.argmax())
         raise DataError(
-            f"column {name!r} mixes numbers and text: row {row} is {values.iloc[row]!r}; mend "
-            "it, or make all "
-            "of it text"
+            f"column {name!r} mixes numbers and text: row {row} is {values.iloc[row]!r}; mend it, or make "
+            "all of it text that does not look like numbers"
         )
     words = values.map(_word, na_action="ignore")
     distinct = sorted_levels(set(words.dropna()))
     return words.astype(pd.CategoricalDtype(distinct))
+
+
+def _measured(numbers: Any, odd: int) -> bool:
+    """Whether a column that is mostly numbers was meant to be all of them, and not names such as 1, 2, 3+:
+    many different ones, or broken ones, or too few others for a level."""
+    distinct = numbers.unique()
+    return len(distinct) > FEW or bool((distinct != distinct.round()).any()) or odd < MINIMUM
 
 
 def _word(value: Any) -> str:

@@ -132,3 +132,12 @@ def test_a_plain_sum_is_what_formulae_says(right):
     """A term that is taken away again goes the long way."""
     short, long = parse(f"y ~ {right} + (1 | g)"), parse(f"y ~ {right} + a - a + (1 | g)")
     assert short.fixed == long.fixed
+
+
+def test_text_is_categories_even_where_it_looks_like_numbers(simulated):
+    frame = simulated([6] * 6)
+    frame["period"] = [str(i % 4 + 1) for i in range(36)]
+    frame["age"] = ["3+" if i % 4 == 3 else str(i % 4) for i in range(36)]
+    frame["mixed"] = frame.w.astype(object)
+    design, _ = built(frame, "y ~ period + age + mixed + (1 | g)")
+    assert design.fixed_names[1:] == ["period2", "period3", "period4", "age1", "age2", "age3+", "mixed"]
