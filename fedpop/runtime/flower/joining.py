@@ -120,7 +120,10 @@ def _reason(log: Path) -> str:
     """What the end of a node's log means, where it is known."""
     said = log.read_bytes()[-3000:].decode(errors="replace") if log.exists() else ""
     if "Exit Code: 305" in said or "public key" in said.lower():
-        return " (the server does not know this site's key: ask its operator to admit node.pub)"
+        return (
+            " (the server does not know this site's key: ask its operator to admit node.pub; or, after a "
+            "kill, it takes the last node for alive for up to a minute)"
+        )
     return ""
 
 

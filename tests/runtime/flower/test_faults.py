@@ -468,6 +468,21 @@ def test_a_killed_server_goes_on_to_the_same_theta(name: str, when: str, tmp_pat
     assert [line["round"] for line in lines] == [1, 2, 3, 4, 5, 6]
 
 
+# --- Flower's simulation ------------------------------------------------------------------------------
+
+
+def test_nodes_that_have_numbers_stand_for_sites(tmp_path: Path) -> None:
+    """In a simulation of Flower's a node has a number in the place of a folder."""
+    data = clients("softmax")
+    enrol(tmp_path / "sites", data)
+    grid = LocalGrid(app, dict.fromkeys(data, ""))
+    for k, context in enumerate(grid.nodes.values()):
+        context.node_config = {"partition-id": k, "num-partitions": len(data)}
+        context.run_config = {"sites": str(tmp_path / "sites")}
+    found = conduct(deployment(made("FedAvg", "softmax"), 2, terms=TERMS), post_on(grid))
+    same_bits(found.published, here(made("FedAvg", "softmax"), data, rounds=2).published)
+
+
 # --- records ---------------------------------------------------------------------------------------
 
 
