@@ -105,22 +105,22 @@ def parse(text: str) -> Formula:
         raise SettingsError(f"a formula needs a response before ~ and terms after it; this is {text!r}")
     fixed: list[str] = []
     offsets: list[Part] = []
-    random: list[tuple[Tokens, str, Tokens]] = []
+    effects: list[tuple[Tokens, str, Tokens]] = []
     for sign, term in _summands(right, text):
         inner = term[1:-1] if len(term) > 2 and term[0] == "(" and _closes(term, 0) == len(term) - 1 else ()
         bars = _bars(inner)
         if bars:
             if sign == "-" or len(bars) > 1:
                 raise SettingsError(f"cannot read the random term {shown(term)!r} in {text!r}")
-            random.append((inner[: bars[0]], inner[bars[0]], inner[bars[0] + 1 :]))
+            effects.append((inner[: bars[0]], inner[bars[0]], inner[bars[0] + 1 :]))
         elif term[:2] == ("offset", "("):
             if sign == "-":
                 raise SettingsError(f"an offset is added, not taken away: {text!r}")
             offsets.append(Part(shown(term[2:-1]), term[2:-1]))
         else:
             fixed += [sign, *term]
-    group = _one_group([g for _, _, g in random], text)
-    blocks = [block for slope, bar, _ in random for block in _blocks(slope, bar)]
+    group = _one_group([g for _, _, g in effects], text)
+    blocks = [block for slope, bar, _ in effects for block in _blocks(slope, bar)]
     if not any(block.intercept or block.terms for block in blocks):
         raise SettingsError(f"the random terms of {text!r} are empty")
     return Formula(
