@@ -35,7 +35,7 @@ print(again.predict("anna", x).mean.shape, again.new_client().predict(x).interva
 NEEDS = {
     "a report": ("from fedpop.report.run import run_report\nrun_report(Path(sys.argv[1]) / 'run')", "report"),
     "a comparison": ("from fedpop.cli import main\nmain(['compare', 'none.toml'])", "report"),
-    "parquet": ("from fedpop.data.images import ParquetImages\nParquetImages.open(__file__)", "data"),
+    "parquet": ("from fedpop.data.formats.parquet import read_parquet\nread_parquet(Path(__file__))", "data"),
 }
 
 
