@@ -6,7 +6,6 @@ by 31 x 31 points of adaptive Gauss-Hermite quadrature per subject. The same qua
 judges the federated fit: by how much its likelihood falls short of the maximum.
 """
 
-import csv
 import json
 import math
 import os
@@ -18,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import fedpop as fp
+from examples.theophylline import fit as example
 
 pytestmark = pytest.mark.slow
 
@@ -31,16 +30,7 @@ Named = dict[str, Tensor]
 def subjects() -> dict[str, tuple[Named, Tensor]]:
     if not (FOLDER / "theoph.csv").exists():
         pytest.skip(f"no theoph.csv in {FOLDER}; set FEDPOP_DATA to the folder with grouped/theoph.csv")
-    with (FOLDER / "theoph.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    out = {}
-    for name in sorted({row["Subject"] for row in rows}, key=int):
-        own = [row for row in rows if row["Subject"] == name]
-        dose, time, level = (
-            torch.tensor([float(row[k]) for row in own], dtype=DOUBLE) for k in ("Dose", "Time", "conc")
-        )
-        out[name] = ({"dose": dose, "time": time}, level)
-    return out
+    return example.subjects(FOLDER / "theoph.csv")
 
 
 def reference() -> dict[str, float]:
@@ -51,12 +41,6 @@ def reference() -> dict[str, float]:
     sd = exact["random"]["Subject"]["sd"]
     values = exact["fixed"] | {"sd_lKa": sd["lKa"], "sd_lCl": sd["lCl"], "sigma": exact["sigma"]}
     return values | {"logLik": exact["logLik"]} | {f"se_{n}": v for n, v in exact["fixed_se"].items()}
-
-
-def curve(phi: Named, z: Named, x: Named) -> Tensor:
-    ke, ka, cl = phi["ke"], z["ka"], z["cl"]
-    share = (torch.exp(-ke * x["time"]) - torch.exp(-ka * x["time"])) / (ka - ke)
-    return x["dose"] * ke * ka / cl * share
 
 
 def marginal(theta: dict[str, float], points: int = 31) -> float:
@@ -71,7 +55,7 @@ def marginal(theta: dict[str, float], points: int = 31) -> float:
     for x, y in subjects().values():
 
         def joint(z: Tensor, x: Named = x, y: Tensor = y) -> Tensor:
-            eta = curve(phi, {"ka": z[0].exp(), "cl": z[1].exp()}, x)
+            eta = example.concentration(phi, {"ka": z[0].exp(), "cl": z[1].exp()}, x)
             noise = torch.distributions.Normal(eta, theta["sigma"], validate_args=False)
             prior = torch.distributions.Normal(mean, sd, validate_args=False)
             return noise.log_prob(y).sum() + prior.log_prob(z).sum()
@@ -92,23 +76,12 @@ def marginal(theta: dict[str, float], points: int = 31) -> float:
     return total
 
 
-def fitted() -> fp.Population:
-    positive = fp.links.positive
-    model = fp.CustomModel(
-        outputs=curve,
-        likelihood="normal",
-        phi={"ke": positive(0.1)},
-        z={"ka": positive(1.0), "cl": positive(0.04)},
-    )
-    return fp.FedSOUL(model).fit(subjects(), rounds=1200, seed=0)
-
-
 def test_a_pharmacokinetic_model_reaches_exact_maximum_likelihood() -> None:
     """Within a tenth of a standard error: a fall of at most 0.01 in the log-likelihood is delta' I delta / 2
     for delta of 0.14 standard errors over all six parameters together."""
     truth = reference()
     assert marginal(truth) == pytest.approx(truth["logLik"], abs=1e-4)
-    population = fitted()
+    population = example.fitted(subjects())
     mean, sd = population.prior_mean.tolist(), population.prior_sd.tolist()
     found = {
         "lKe": math.log(float(population.phi["ke"])),
