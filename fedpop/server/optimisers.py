@@ -107,9 +107,18 @@ class Adam(Optimiser):
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """Adam with weight decay beside it: x shrinks by ``rate * decay`` of itself in every step, whatever the
-    gradient is. It follows the schedule as the rate does. ``weights`` is how many of the first coordinates
-    decay; None is all of them.
+    """Adam with weight decay beside it: x shrinks in every step, whatever the gradient is.
+
+    Args:
+        rate: How far a step goes, as a share of a coordinate's natural size; 0.1 unless told.
+        schedule: What the rate, and the decay with it, is multiplied by over the rounds; ``Decay()``
+            unless told: constant for half of them, then linear to zero.
+        beta1: How much of the mean of gradients is kept in a step, in [0, 1); 0.9 unless told.
+        beta2: How much of the mean of their squares is kept in a step, in [0, 1); 0.99 unless told.
+        decay: A step shrinks x by ``rate * decay`` of itself, which must be below 1; 0.01 unless told.
+            Raise it where a network learns its training examples by heart.
+        weights: How many of the first coordinates decay; None (the default) is all of them. Methods set
+            it themselves, so that a likelihood's own parameters do not.
 
     >>> import torch
     >>> step, x = AdamW(rate=0.1, decay=0.5), torch.tensor([2.0])
