@@ -12,9 +12,7 @@ from fedpop.algorithms.base import Algorithm
 from tests.test_public_names import MACHINERY, PUBLIC, text_of
 
 TO_COME = {
-    "APFL", "DGLMC", "FSGLD", "L2GD", "QLSD", "SCAFFOLD", "Ditto", "FedAvg", "FedAvgFT", "FedBE",
-    "FedPer", "FedProx", "FedRep", "FedSOUK", "LGFedAvg", "LocalOnly", "PFedMe", "PerFedAvg",
-    "Population",
+    "FedSOUK", "Population",
 }  # fmt: skip
 """Names whose settings are still told in running text; it only gets shorter."""
 
