@@ -106,7 +106,7 @@ def build(
         classes: How many classes there are: the outputs of a head.
         seed: Of the first weights, which it alone decides; 0 unless told.
         first: Layers before the network, such as ``Standardise`` and ``CropFlip``; none unless told.
-            Those without weights do not change the start.
+            They do not change the first weights of the network itself.
 
     >>> build("lenet", shape=(1, 28, 28), classes=10)
     Composition(phi: 43576, z: 850, likelihood: categorical, linear head)

@@ -48,7 +48,7 @@ class Energy(Prior):
 
     Args:
         net: Maps ``[n, d]`` to ``[n]`` or ``[n, 1]``, without dropout; None (the default) is a network
-            with two layers that starts at zero.
+            with two hidden layers that starts at zero.
         mean: Where each entry of the base's mean m starts, or stays, from the model's own centre; 0
             unless told.
         scale: The base's first standard deviation s; None (the default) is where a Normal prior's
@@ -56,7 +56,7 @@ class Energy(Prior):
         learn_mean: False keeps m where it starts.
         learn_scale: True learns s too; False unless told, since a base that shrinks onto one cluster no
             longer covers the others.
-        hidden: Units in each layer of the network where none is given, 32 unless told.
+        hidden: Units in each of those layers, 32 unless told; not used where a network is given.
         chains: How many chains on the prior the server keeps, 8 or more, 256 unless told; more lessen
             the noise of its gradient.
         steps: Transitions that each of them makes in a round, 5 unless told.

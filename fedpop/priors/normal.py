@@ -48,7 +48,7 @@ class Normal(Prior):
         mean: Where entries of mu start, or stay, from the model's own centre; from 0 (the default) a
             mean that is learned starts where normal targets put it.
         scale: The first standard deviation. None has data choose: outputs of variance one, or the spread
-            of normal targets; it is 1 after a spectral start.
+            of normal targets; it is 1 after a spectral start, and for a ``CustomModel``.
         learn_mean: False keeps the mean where it starts.
         learn_scale: False keeps the scale where it starts.
         bounds: Standard deviations (eigenvalues of Sigma^1/2, if full) stay between these.
