@@ -12,16 +12,7 @@ from fedpop.algorithms.base import Algorithm
 from tests.test_public_names import MACHINERY, PUBLIC, text_of
 
 TO_COME = {
-    "APFL", "DGLMC", "FSGLD", "L2GD", "QLSD", "SCAFFOLD", "CustomModel", "Ditto", "FedAvg", "FedAvgFT",
-    "FedBE", "FedPer", "FedProx", "FedRep", "FedSOUK", "FedSOUL", "Federation", "LGFedAvg", "LocalOnly",
-    "PFedMe", "PerFedAvg", "Population", "callbacks.EarlyStop", "callbacks.Watch", "chains.Steps",
-    "kernels.SGLD", "kernels.ULA", "kernels.Exponential", "kernels.JumpHMC", "kernels.Mass",
-    "kernels.resolve_kernel", "layers.CropFlip", "layers.replace_batchnorm", "likelihoods.Normal",
-    "likelihoods.resolve", "links.Link", "links.Parameter", "links.real", "links.positive", "links.unit",
-    "links.LinkedLayout", "participation.Availability", "priors.Energy", "priors.Hyperprior",
-    "priors.Mixture", "priors.Normal", "priors.resolve", "steps.EM", "steps.SGD", "steps.Adam",
-    "steps.Anneal", "steps.Averaging", "steps.BetaStep", "steps.Cosine", "steps.Decay", "steps.MeanMove",
-    "steps.PhiStep", "steps.Polynomial", "steps.Spectral",
+    "FedSOUK", "Population",
 }  # fmt: skip
 """Names whose settings are still told in running text; it only gets shorter."""
 

@@ -39,6 +39,21 @@ from fedpop.keys import Key
 class APFL(FedAvg):
     """Each client mixes a model of its own with the common one.
 
+    Args:
+        model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
+        alpha: The share of a client's own model in the mixture, 0 to 1: where it starts, or always if it
+            is not adaptive. 0.5 unless told.
+        adaptive: Whether clients learn their share; True unless told.
+        local: How clients train in a round; ``fp.LocalSGD()`` unless told: one epoch, rate 0.01, one
+            batch.
+        newcomer: How a client that took part in no round trains; ``fp.LocalSGD(epochs=10)`` unless told.
+        server_rate: How much of the clients' mean move the server makes; 1 unless told. Above 1 it goes
+            beyond it.
+        compressor: Stays "identity": the method compresses nothing.
+        clip: Stays None: nor does it clip.
+        guard: How many times the usual norm makes a client's message absurd, so that it is left out;
+            1000 unless told, None for never.
+
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
@@ -49,10 +64,8 @@ class APFL(FedAvg):
     """
 
     alpha: Proportion = 0.5
-    """The share of v in the mixture: where it starts, or always if it is not ``adaptive``."""
     adaptive: bool = True
     newcomer: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=10))
-    """How a client trains that took part in no round."""
 
     name: ClassVar[str] = "APFL"
     about: ClassVar[About] = About("Deng et al., 2020", personalised=True)

@@ -43,10 +43,27 @@ from fedpop.questions.curvature import STEP, Curvature
 class DGLMC(PosteriorSamples):
     """Samples of the whole model by Gibbs steps between clients and server.
 
-    ``rho`` is one number for all or one for each client by name; without one rho_i = 1 / L_i, L_i the largest
-    curvature of U_i at the start, which a client keeps to itself: the stiffest direction's precision is then
-    halved, every other one's changed less. ``step`` is gamma_i for everyone; without one gamma_i = 0.25 /
-    (L_i + 1 / rho_i). A network whose curvature grows in training needs smaller ones.
+    Below, L_i is the largest curvature of U_i at the start, which a client keeps to itself.
+
+    Args:
+        model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
+        local_steps: N, how many steps a client makes in a round; 10 unless told.
+        rho: How far clients' models may be from the server's (a variance): one number for all, or one
+            for each client by name. None (the default) is 1 / L_i: the stiffest direction's precision is
+            then halved, every other one's changed less. Smaller ones have less bias and mix more slowly.
+        step: gamma_i for everyone; None (the default) is 0.25 / (L_i + 1 / rho_i). A network whose
+            curvature grows in training needs a smaller one.
+        batch: How many of a client's examples a step looks at; None (the default) is all.
+        prior_precision: lambda, that of a Normal prior around 0 on the server's model; 0 unless told, as
+            in the paper.
+        samples: How many of the chain's states the server keeps, the oldest overwritten; 50 unless told.
+            Predictions average over them.
+        burn_in: Rounds before the first state is kept; None (the default) is half of them.
+        thin: Rounds from one kept state to the next; None (the default) spreads them over all rounds
+            after burn-in.
+        compressor: Stays "identity": the method compresses nothing.
+        clip: Stays None: nor does it clip.
+        guard: Does nothing here: clients send states, whose norms have no usual size.
 
     >>> import torch, fedpop as fp
     >>> x = torch.ones(50, 1)

@@ -32,6 +32,24 @@ from fedpop.keys import Key
 class Ditto(FedAvg):
     """A common model, and personal ones that are pulled towards it.
 
+    Args:
+        model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
+        lam: lambda, the strength of the pull, 0 or more; 1 unless told, and 0 is training alone. Times
+            the rate of ``personal`` or ``newcomer`` it is at most 2 (more with momentum).
+        local: How clients train in a round; ``fp.LocalSGD()`` unless told: one epoch, rate 0.01, one
+            batch.
+        personal: How clients train their personal models in a round; ``fp.LocalSGD()`` unless told.
+        newcomer: How a client that took part in no round trains its personal model, from the common one;
+            ``fp.LocalSGD(epochs=10)`` unless told.
+        server_rate: How much of the clients' mean move the server makes; 1 unless told. Above 1 it goes
+            beyond it.
+        compressor: Of n_i (w_i - w), which clients send: one of ``fp.compressors`` or its name, or a
+            mapping from clients' names to them. "identity" (the default) sends it as it is.
+        clip: The largest norm of it; longer ones are shortened, which biases their mean. None (the
+            default) does not.
+        guard: How many times the usual norm makes a client's message absurd, so that it is left out;
+            1000 unless told, None for never.
+
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1, bias=False), fp.likelihoods.Normal(1.0))
@@ -43,10 +61,8 @@ class Ditto(FedAvg):
     """
 
     lam: NotNegative = 1.0
-    """lambda, the strength of the pull."""
     personal: LocalSGD = field(default_factory=LocalSGD)
     newcomer: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=10))
-    """How v is trained, from w, by a client that took part in no round."""
 
     name: ClassVar[str] = "Ditto"
     about: ClassVar[About] = About("Li et al., ICML 2021", personalised=True)

@@ -65,8 +65,19 @@ class Distillation(Setting):
 class FedBE(Ensemble):
     """An ensemble of global models.
 
-    ``samples`` models are drawn anew in every round (ten, as published). The step sizes are those of
-    ``local``, FedAvg's.
+    Args:
+        model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
+        local: How clients train in a round; ``fp.LocalSGD()`` unless told: one epoch, rate 0.01, one
+            batch.
+        samples: How many models are drawn anew in every round; 10 unless told, as published. Predictions
+            average over them.
+        distil: ``fedpop.algorithms.Distillation(x)`` with unlabelled examples on the server, on which
+            the next model learns from the ensemble; None (the default) goes on from the mean of the
+            clients' models.
+        compressor: Stays "identity": what clients send holds squares, which a compressor would bias.
+        clip: Stays None, for the same reason.
+        guard: How many times the usual norm makes a client's message absurd, so that it is left out;
+            1000 unless told, None for never.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)

@@ -27,6 +27,22 @@ from fedpop.keys import Key
 class FedProx(FedAvg):
     """One model for all, with a proximal term against drift.
 
+    Args:
+        model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
+        mu: The strength of the pull towards the server's model, 0 or more; 0.01 unless told, and 0 is
+            FedAvg. Raise it where clients differ and take many steps; ``local.rate * mu`` is at most 2
+            (more with momentum).
+        local: How clients train in a round; ``fp.LocalSGD()`` unless told: one epoch, rate 0.01, one
+            batch.
+        server_rate: How much of the clients' mean move the server makes; 1 unless told. Above 1 it goes
+            beyond it.
+        compressor: Of n_i (w_i - w), which clients send: one of ``fp.compressors`` or its name, or a
+            mapping from clients' names to them. "identity" (the default) sends it as it is.
+        clip: The largest norm of it; longer ones are shortened, which biases their mean. None (the
+            default) does not.
+        guard: How many times the usual norm makes a client's message absurd, so that it is left out;
+            1000 unless told, None for never.
+
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))

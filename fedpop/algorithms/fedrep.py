@@ -39,7 +39,26 @@ STARTS = ("random", "spectral")
 
 @dataclass(frozen=True, kw_only=True)
 class FedRep(WholeModel):
-    """A shared representation with private heads; ``Spectral()`` may stand for ``start``.
+    """A shared representation with private heads.
+
+    Args:
+        model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
+        heads: How heads are fitted in a round: "sgd" (the default) by epochs of SGD, or "exact" by least
+            squares, for a linear head with a normal likelihood.
+        head: The epochs of "sgd"; ``fp.LocalSGD(epochs=10)`` unless told.
+        body: How clients then train the body with their heads frozen; ``fp.LocalSGD()`` unless told: one
+            epoch, rate 0.01, one batch.
+        phi_step: An optimiser of ``fp.steps`` that takes the mean move over the body's rate for a
+            gradient; None (the default) makes the mean move itself.
+        start: Where the body starts: "random" (the default) as the model was given, "spectral" or
+            ``fp.steps.Spectral()`` from second moments of the data, for a linear body and a linear head
+            with one output, both without bias.
+        compressor: Of n_i (phi_i - phi), which clients send: one of ``fp.compressors`` or its name, or a
+            mapping from clients' names to them. "identity" (the default) sends it as it is.
+        clip: The largest norm of it; longer ones are shortened, which biases their mean. None (the
+            default) does not.
+        guard: How many times the usual norm makes a client's message absurd, so that it is left out;
+            1000 unless told, None for never.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)

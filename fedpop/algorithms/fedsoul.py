@@ -24,8 +24,43 @@ from fedpop.server.schedules import Polynomial
 
 @dataclass(frozen=True, kw_only=True)
 class FedSOUL(FedSOUK):
-    """FedSOUK with the kernel that the head asks for: exact steps where the posterior is Gaussian, HMC
-    elsewhere. ``FedSOUL.paper()`` is the paper's Algorithm 1 to the letter.
+    """The paper's method, with the kernel that the head asks for.
+
+    Chains make exact steps where the posterior is Gaussian, and HMC's elsewhere. ``FedSOUL.paper()`` is
+    the paper's Algorithm 1 to the letter.
+
+    Args:
+        model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
+        local_steps: The paper's M, how many steps a chain makes in a round: one number (10 unless told),
+            a ``fp.chains.Steps`` schedule over rounds, or one for each client by name. More cost more
+            and lessen noise.
+        start: Where phi starts: "spectral", or ``Spectral()``, from second moments of the data; "random"
+            as the model was given; "auto" (the default) spectral where it applies, else as it was given
+            with a prior that suits the data.
+        engine: What finds theta: "sampled" is Algorithm 1; "exact" a quasi-Newton method for closed-form
+            posteriors, with everyone in every round, uncompressed; "auto" (the default) the exact one
+            where it applies, theta has 500 numbers at most, and nothing was said of chains or steps.
+        prior: The population's: a prior of ``fp.priors`` or its name. "normal" unless told, with the
+            covariance that suits the model; "diagonal", "full", "mixture" and "energy" are others.
+        kernel: What chains step by: a kernel of ``fp.kernels`` or its name; None (the default) the one
+            that suits head and prior.
+        chain: How chains are run, ``fp.chains.Chain()`` unless told.
+        phi_step: How phi moves: a ``PhiStep`` or an optimiser of ``fp.steps``; None is Adam, with the
+            rate that suits the backbone.
+        beta_step: How the prior moves: a ``BetaStep``, ``EM()`` or an optimiser of ``fp.steps``; None is
+            EM where the prior allows it, else Adam.
+        hyperprior: Of phi and the prior's parameters, flat unless told: ``fp.priors.Hyperprior(...)``.
+        anneal: How a normal likelihood's noise variance falls to its own value, against local optima;
+            ``Anneal()`` unless told, ``Anneal(rounds=0)`` for not.
+        average: Which average of theta is published; ``Averaging()`` unless told, over the last quarter.
+        final: The pass that gives the draws users see; ``fp.chains.Final()`` unless told.
+        compressor: Of the gradients J: one of ``fp.compressors`` or its name, or a mapping from clients'
+            names to them; "identity" (the default) sends them as they are.
+        clip: The largest norm of a client's J; longer ones are shortened, which biases their sum. None
+            (the default) does not.
+        guard: How many times the usual norm makes a client's message absurd, so that it is left out;
+            1000 unless told, None for never.
+        preset: "default" or "paper": only a name for tables, which ``FedSOUL.paper()`` sets.
 
     >>> from torch import nn
     >>> import fedpop as fp

@@ -17,7 +17,6 @@ cut off; the gradient left there is part of it. For a linear head alone with a n
 variance that is exact wherever it is made, and there are no epochs. q needs no inverse, so flat directions
 do no harm. The answer of a round is the chain's state, so nothing is summed over several clients: one takes
 part at a time, and the relay is the method. No public code of its authors was at hand; they have Gaussians
-from typing import Annotated
 from local chains or Laplace's approximation, and leave the choice open.
 """
 
@@ -50,10 +49,30 @@ SURROGATES = ("auto", "full", "diagonal")
 class FSGLD(PosteriorSamples):
     """Samples of the whole model by a relay.
 
-    ``step`` is gamma. Without one it is 0.25 / (L + lambda). With L_i the largest curvature of U_i where q_i
-    was made, L is sum_i L_i for exact q_i. Otherwise U_i counts b times while the chain is with client i, and
-    L must not be below b max_i L_i: it is b (sum_i L_i^4)^(1/4), which clients can add up. ``surrogate`` is
-    the form of P_i: full (up to 512 parameters) or diagonal; auto is full up to 100.
+    The step is gamma = 0.25 / (L + lambda) unless told. With L_i the largest curvature of U_i where q_i
+    was made, L is sum_i L_i for exact q_i. Otherwise U_i counts b times while the chain is with client
+    i, and L must not be below b max_i L_i: it is b (sum_i L_i^4)^(1/4), which clients can add up.
+
+    Args:
+        model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
+        local_steps: T, how many steps the chain makes with a client; 10 unless told.
+        step: gamma; None (the default) is found from curvatures, as above.
+        batch: How many of a client's examples a step looks at; None (the default) is all.
+        prior_precision: lambda, that of a Normal prior around 0 on the model; 1 unless told.
+        conducive: Whether the conducive gradient is added; True unless told. False is DSGLD, which is
+            wrong unless visits are short.
+        surrogate: The form of P_i, the precision of q_i: "full" (up to 512 parameters), "diagonal", or
+            "auto" (the default), which is full up to 100.
+        local: The epochs after which q_i is made; ``fp.LocalSGD(epochs=10)`` unless told. There are none
+            where q_i is exact anywhere.
+        samples: How many of the chain's states the server keeps, the oldest overwritten; 50 unless told.
+            Predictions average over them.
+        burn_in: Rounds before the first state is kept; None (the default) is half of them.
+        thin: Rounds from one kept state to the next; None (the default) spreads them over all rounds
+            after burn-in.
+        compressor: Stays "identity": what a client sends is the chain's state.
+        clip: Stays None, for the same reason.
+        guard: Does nothing here, for the same reason.
 
     >>> import torch, fedpop as fp
     >>> x = torch.ones(50, 1)

@@ -45,6 +45,21 @@ from fedpop.server.schedules import Constant, Schedule
 class L2GD(WholeModel):
     """Everyone's own model, held near the mean of all by a penalty.
 
+    Args:
+        model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
+        lam: lambda, how strongly clients are held near their mean, above 0; 1 unless told.
+        p: The probability of a round that averages, between 0 and 1; the others are local. 0.2 unless
+            told; ``local.rate * lam / p`` is below 2.
+        local: A client's steps in a local round, at a rate of ``local.rate / (1 - p)``;
+            ``fp.LocalSGD()`` unless told: one full-batch step, as in the theory.
+        schedule: What the rate is multiplied by over the rounds; ``fp.steps.Constant()`` unless told,
+            with which models wander about the optimum.
+        newcomer: The steps of a client that was not there in training; ``fp.LocalSGD(epochs=50)`` unless
+            told.
+        compressor: Stays "identity": the method compresses nothing.
+        clip: Stays None: nor does it clip.
+        guard: Does nothing here: clients send states, whose norms have no usual size.
+
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1, bias=False), fp.likelihoods.Normal(1.0))
@@ -55,14 +70,10 @@ class L2GD(WholeModel):
     """
 
     lam: Positive = 1.0
-    """lambda: how strongly clients are held near their mean."""
     p: Annotated[float, Range(above=0, below=1)] = 0.2
-    """The probability of a round that averages; the others are local."""
     local: LocalSGD = field(default_factory=LocalSGD)
     schedule: Schedule = field(default_factory=Constant)
-    """A factor on the rate, over rounds."""
     newcomer: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=50))
-    """The steps of a client that was not there in training."""
 
     name: ClassVar[str] = "L2GD"
     about: ClassVar[About] = About("Hanzely and Richtarik, 2020", personalised=True)

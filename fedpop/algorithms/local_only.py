@@ -26,6 +26,15 @@ from fedpop.keys import Key
 class LocalOnly(WholeModel):
     """A model of its own for every client, trained alone.
 
+    Args:
+        model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
+        local: How clients train in a round; ``fp.LocalSGD()`` unless told: one epoch, rate 0.01, one
+            batch.
+        newcomer: How a client that took part in no round trains; ``fp.LocalSGD(epochs=10)`` unless told.
+        compressor: Stays "identity": nothing is sent.
+        clip: Stays None, for the same reason.
+        guard: Does nothing here, for the same reason.
+
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
@@ -39,7 +48,6 @@ class LocalOnly(WholeModel):
 
     local: LocalSGD = field(default_factory=LocalSGD)
     newcomer: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=10))
-    """How a client trains that took part in no round."""
 
     name: ClassVar[str] = "Local"
     about: ClassVar[About] = About(

@@ -51,6 +51,27 @@ WEIGHTS = ("equal", "examples")
 class PerFedAvg(WholeModel):
     """A shared start that every client adapts by a step of its own.
 
+    Args:
+        model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
+        alpha: The rate of the step of adaptation, 0.01 unless told.
+        variant: How the Hessian comes in: "exact" (the default), "hessian-free" by a difference of
+            gradients, or "first-order" without it, which is cheapest.
+        third: The part of a batch that the Hessian is taken on: "own" (the default, as published) is one
+            of its own, "first" that of the step of adaptation again.
+        delta: The half-width of the difference in the Hessian-free variant, 1e-3 unless told.
+        local: The steps on the shared start; a batch is cut into two or three parts and has at least so
+            many examples. ``fp.LocalSGD()`` unless told.
+        weights: How clients count in the server's mean: "equal" (the default, as published), or
+            "examples" by how many they have.
+        adapt_steps: Steps of adaptation before a client predicts, on all of its data; 1 unless told.
+        compressor: Of w_i - w (times n_i with weights="examples"), which clients send: one of
+            ``fp.compressors`` or its name, or a mapping from clients' names to them. "identity" (the
+            default) sends it as it is.
+        clip: The largest norm of it; longer ones are shortened, which biases their mean. None (the
+            default) does not.
+        guard: How many times the usual norm makes a client's message absurd, so that it is left out;
+            1000 unless told, None for never.
+
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1, bias=False), fp.likelihoods.Normal(1.0))
@@ -61,17 +82,12 @@ class PerFedAvg(WholeModel):
     """
 
     alpha: Positive = 0.01
-    """The rate of the step of adaptation."""
     variant: Annotated[str, OneOf(*VARIANTS)] = "exact"
     third: Annotated[str, OneOf("own", "first")] = "own"
-    """D3 is a batch of its ``own``, as published, or ``first``: D1 again."""
     delta: Positive = 1e-3
-    """The half-width of the difference in the Hessian-free variant."""
     local: LocalSGD = field(default_factory=LocalSGD)
     weights: Annotated[str, OneOf(*WEIGHTS)] = "equal"
-    """The mean over clients: ``equal``, or ``examples`` for n_i."""
     adapt_steps: Count = 1  # 0 would be FedAvg's
-    """Steps of adaptation before predicting."""
 
     name: ClassVar[str] = "Per-FedAvg"
     about: ClassVar[About] = About("Fallah et al., NeurIPS 2020", personalised=True)

@@ -47,6 +47,26 @@ WEIGHTS = ("equal", "examples")
 class PFedMe(WholeModel):
     """Personal models near a shared one, which follows them.
 
+    Args:
+        model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
+        lam: lambda, how strongly personal models are held near the shared one, above 0; 15 unless told.
+            A small one has clients more on their own.
+        inner_steps: K, the steps on the personal model for each of those on the shared one; 5 unless
+            told.
+        inner_rate: Their step size, below 2 / lam; 0.05 unless told.
+        local: The steps on a client's copy of the shared model, plain ones at a rate below 2 / lam;
+            ``fp.LocalSGD(epochs=20, rate=0.005)`` unless told.
+        beta: The server's step, above 0; 1 unless told, and above 1 it goes beyond the mean.
+        weights: How clients count in the server's mean: "equal" (the default, as published), or
+            "examples" by how many they have.
+        compressor: Of w_i - w (times n_i with weights="examples"), which clients send: one of
+            ``fp.compressors`` or its name, or a mapping from clients' names to them. "identity" (the
+            default) sends it as it is.
+        clip: The largest norm of it; longer ones are shortened, which biases their mean. None (the
+            default) does not.
+        guard: How many times the usual norm makes a client's message absurd, so that it is left out;
+            1000 unless told, None for never.
+
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1, bias=False), fp.likelihoods.Normal(1.0))
@@ -57,15 +77,11 @@ class PFedMe(WholeModel):
     """
 
     lam: Positive = 15.0
-    """lambda: how strongly personal models are held near the shared one."""
     inner_steps: Count = 5
-    """K, the steps on theta for each of those on w."""
     inner_rate: Positive = 0.05
     local: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=20, rate=0.005))
     beta: Positive = 1.0
-    """The server's step; above 1 it goes beyond the mean."""
     weights: Annotated[str, OneOf(*WEIGHTS)] = "equal"
-    """The mean over clients: ``equal``, or ``examples`` for n_i."""
 
     name: ClassVar[str] = "pFedMe"
     about: ClassVar[About] = About("Dinh et al., NeurIPS 2020", personalised=True)

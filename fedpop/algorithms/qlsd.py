@@ -71,10 +71,33 @@ class Reference(Question[Tensors]):
 class QLSD(PosteriorSamples):
     """Samples of the whole model by Langevin steps on the server.
 
-    ``step`` is gamma. Without one it is 0.25 / (sum_i L_i + lambda), L_i the largest curvature of U_i at the
-    start, which everyone sends once: an eighth of what is stable for a Gaussian posterior, so that its
-    variances are right to 15 %. Where a network's curvature grows in training a smaller one must be given
-    (the authors take about 0.6 over the number of all examples).
+    Args:
+        model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
+        variant: What is compressed: "plain" (the default) gradients, "star" their differences to those
+            at the model as it was given, "++" what a memory of earlier ones does not tell, with which
+            the noise of compression vanishes as the chain settles.
+        step: gamma. None (the default) is 0.25 / (sum_i L_i + lambda), L_i the largest curvature of U_i
+            at the start, which everyone sends once: an eighth of what is stable for a Gaussian
+            posterior, so that its variances are right to 15 %. Where a network's curvature grows in
+            training a smaller one must be given (the authors take about 0.6 over the number of all
+            examples).
+        batch: How many of a client's examples a gradient is made from; None (the default) is all.
+        prior_precision: lambda, that of a Normal prior around 0 on the model; 1 unless told.
+        memory_rate: alpha_i of "++", 0 to 1; None (the default) is 1 / (1 + omega_i), omega_i the
+            compressor's relative variance, the largest that the theory allows.
+        refresh: Rounds between two references zeta of "++", 100 unless told.
+        samples: How many of the chain's states the server keeps, the oldest overwritten; 50 unless told.
+            Predictions average over them.
+        burn_in: Rounds before the first state is kept; None (the default) is half of them.
+        thin: Rounds from one kept state to the next; None (the default) spreads them over all rounds
+            after burn-in.
+        compressor: Of the gradient H_i (or what is left of it), which clients send: one of
+            ``fp.compressors`` or its name, or a mapping from clients' names to them. "identity" (the
+            default) sends it as it is.
+        clip: The largest norm of it; longer ones are shortened, which biases their sum. None (the
+            default) does not.
+        guard: How many times the usual norm makes a client's message absurd, so that it is left out;
+            1000 unless told, None for never.
 
     >>> import torch, fedpop as fp
     >>> x = torch.ones(50, 1)
@@ -91,9 +114,7 @@ class QLSD(PosteriorSamples):
     batch: Count | None = None
     prior_precision: NotNegative = 1.0
     memory_rate: Proportion | None = None
-    """alpha_i of QLSD++; None is 1 / (1 + omega_i), the largest that the theory allows."""
     refresh: Count = 100
-    """Rounds between two references zeta of QLSD++."""
 
     name: ClassVar[str] = "QLSD"
     about: ClassVar[About] = About(

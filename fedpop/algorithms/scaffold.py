@@ -34,6 +34,17 @@ from fedpop.keys import Key
 class SCAFFOLD(WholeModel):
     """One model for all, without the drift of local steps.
 
+    Args:
+        model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
+        local: How clients train in a round, without momentum; ``fp.LocalSGD()`` unless told: one epoch,
+            rate 0.01, one batch.
+        server_rate: How much of the clients' mean move the server makes; 1 unless told. Above 1 it goes
+            beyond it.
+        compressor: Stays "identity": the method compresses nothing.
+        clip: Stays None: nor does it clip.
+        guard: How many times the usual norm makes a client's message absurd, so that it is left out;
+            1000 unless told, None for never.
+
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))

@@ -20,7 +20,12 @@ from fedpop.settings import Setting
 
 @dataclass(frozen=True)
 class Steps(Setting):
-    """From ``start`` steps in round 0 to ``end`` in round ``over`` and from then on, growing or falling.
+    """A number of kernel steps that grows or falls linearly over the first rounds.
+
+    Args:
+        start: Steps in round 0.
+        end: Steps from round ``over`` on.
+        over: How many rounds the change takes, 100 unless told.
 
     >>> [Steps(2, 10, over=4).at(k) for k in range(6)]
     [2, 4, 6, 8, 10, 10]

@@ -35,12 +35,22 @@ HEAD = 0.5
 
 @dataclass(frozen=True)
 class PhiStep(Setting):
-    """How phi moves: the server's ``optimiser`` on the sum of J_i (None: Adam, with the rate that suits the
-    backbone), each from a ``batch`` of a unit's examples, or from all.
+    """How phi, the shared parameters, moves.
 
-    With ``local`` a unit instead takes epochs of steps on its own copy of phi, at a rate that follows
-    ``schedule`` over the rounds, and sends D_i = n_i (phi_i - phi) / rate in J_i's place: one full-batch step
-    gives J_i, more drift as FedAvg does. ``ball`` bounds norm(phi).
+    A client sends its gradient J_i, or D_i = n_i (phi_i - phi) / rate after steps on a copy of its own:
+    one full-batch step gives J_i, more drift as FedAvg does.
+
+    Args:
+        optimiser: The server's step on the sum of J_i; None (the default) is Adam, with the rate that
+            suits the backbone: 0.03 with a cosine schedule for networks, 0.1 for others.
+        batch: How many of a client's examples J_i is made from; None (the default) is all of them. Fewer
+            make rounds cheaper and noisier.
+        local: ``LocalSGD(...)`` has clients take epochs of steps on their own copy of phi and send D_i
+            in J_i's place, which saves rounds; None (the default) has them send J_i. It has a batch of
+            its own.
+        schedule: What the rate of local steps is multiplied by over the rounds; ``Constant()`` unless
+            told.
+        ball: The largest norm of phi, onto which longer ones are projected; 1e6 unless told.
 
     >>> PhiStep(Adam(0.01), batch=50).batch
     50

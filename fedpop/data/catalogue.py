@@ -42,6 +42,18 @@ class Remote:
 class Dataset:
     """What is known of a set of images before any file is opened.
 
+    Args:
+        name: The word by which it is asked for, and the name of its folder.
+        title: Its name as people write it.
+        classes: What classes are called, in the order of their numbers.
+        shape: Channels, height and width of an image.
+        mean: Of the training pixels between 0 and 1, for each channel.
+        sd: The standard deviation of the same, for each channel.
+        forms: For each split ("train", "test") the ways in which it may lie on a disk, tried in this
+            order.
+        remotes: For each split the published files that hold it.
+        system: Folders in which an operating system's package puts them; none unless told.
+
     >>> DATASETS["fashionmnist"].classes[9]
     'ankle boot'
     """
@@ -50,15 +62,11 @@ class Dataset:
     title: str
     classes: tuple[str, ...]
     shape: tuple[int, int, int]
-    """Channels, height, width."""
     mean: tuple[float, ...]
     sd: tuple[float, ...]
-    """Of the training pixels between 0 and 1, for each channel."""
     forms: Mapping[str, tuple[Form, ...]]
     remotes: Mapping[str, tuple[Remote, ...]]
-    """The files that hold each split."""
     system: tuple[str, ...] = ()
-    """Folders in which an operating system's package puts them."""
 
 
 def _parquet(name: str, split: str) -> Form:

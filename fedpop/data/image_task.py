@@ -68,10 +68,19 @@ class PictureTask(ABC):
 
 @dataclass(frozen=True)
 class ImageTask(Checked, PictureTask):
-    """``small`` clients with ``n_small`` images and ``large`` ones with ``n_large``, of ``classes`` classes.
+    """Clients with few images each, of some of the classes.
 
-    Every client is tested on ``test`` images of its own classes. Its ``validation`` images are training
-    images that no client holds, so that choosing settings costs no client an example.
+    Args:
+        images: Which set: "cifar10" (the default), "cifar100", "mnist", "fashionmnist" or "svhn".
+        classes: How many different classes each client holds, 5 unless told.
+        small: How many clients have few images, 50 unless told; they come first.
+        n_small: How many training images each of those has, 5 unless told.
+        large: How many clients have more, 50 unless told.
+        n_large: How many training images each of those has, 25 unless told.
+        validation: How many images of its own classes each client has to choose settings by, 40 unless
+            told. They are training images that no client holds, so that choosing costs no client an
+            example; clients may share them.
+        test: How many test images of its own classes each client is judged on, 100 unless told.
 
     >>> ImageTask("mnist", small=2, large=1).sizes
     (5, 5, 25)
@@ -110,9 +119,16 @@ class ImageTask(Checked, PictureTask):
 
 @dataclass(frozen=True)
 class FullImageTask(PictureTask):
-    """All images, FedRep's way: ``b`` clients with exactly ``classes`` classes each, equal shards of every
-    class, training and test images alike. A share of each client's training images may be held out as
-    ``validation``.
+    """All images of a set dealt out FedRep's way, in equal shards of every class.
+
+    Training and test images are dealt alike.
+
+    Args:
+        images: Which set: "cifar10" (the default), "cifar100", "mnist", "fashionmnist" or "svhn".
+        classes: How many different classes each client holds, exactly; 5 unless told.
+        b: How many clients there are, 100 unless told.
+        validation: The share of each client's training images that is held out to choose settings by, in
+            [0, 1); 0 unless told, for no validation set.
 
     >>> FullImageTask("cifar100", classes=20).b
     100

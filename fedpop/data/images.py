@@ -23,7 +23,11 @@ SUMS = "SHA256SUMS"
 
 @dataclass(frozen=True)
 class Images:
-    """One split: bytes ``x`` ``[n, channels, height, width]``, which may lie in a file, and labels ``y``.
+    """One split of a set of images, as bytes with labels.
+
+    Args:
+        x: Images as bytes (0 to 255), ``[n, channels, height, width]``; they may lie in a file.
+        y: The class of each image, a whole number from 0 on, ``[n]``.
 
     >>> import torch
     >>> len(Images(torch.zeros(2, 1, 28, 28, dtype=torch.uint8), torch.tensor([3, 1])))
@@ -40,6 +44,14 @@ class Images:
 @dataclass(frozen=True)
 class ImageSet:
     """A set of images; each split is opened when it is first asked for.
+
+    Args:
+        about: What is known of the set, such as ``DATASETS["mnist"]``.
+        folder: Where its files are looked for first, or None.
+        download: Fetch files that are not found from their public home. True unless told; without it
+            they are an error.
+        watch: Called as ``watch(what, done, total)`` while files are fetched and decoded, for a bar;
+            does nothing unless told.
 
     >>> from fedpop.data.catalogue import dataset
     >>> ImageSet(dataset("cifar100")).classes
@@ -124,11 +136,20 @@ class ImageSet:
 def open_images(
     name: str, folder: str | Path | None = None, *, download: bool = True, watch: Watch = unwatched
 ) -> ImageSet:
-    """One of the known sets. Its files are looked for in ``folder``, in FEDPOP_DATA, in the user's cache and
-    where a system's package puts them, and fetched from their public home if ``download``.
+    """One of the known sets of images, by name; no file is opened yet.
 
-    A folder holds a sub-folder for each set: ``cifar10/train.parquet``, ``svhn/test_32x32.mat``; docs/data.md
-    lists the forms.
+    Files are looked for in ``folder``, in FEDPOP_DATA, in the user's cache and where a system's package
+    puts them. A folder holds a sub-folder for each set: ``cifar10/train.parquet``,
+    ``svhn/test_32x32.mat``; docs/data.md lists the forms.
+
+    Args:
+        name: That of the set, a key of ``DATASETS``: "cifar10", "cifar100", "mnist", "fashionmnist",
+            "svhn".
+        folder: Where its files are looked for first; None (the default) looks in the other places only.
+        download: Fetch files that are in none of these places from their public home into the user's
+            cache. True unless told; without it they are an error.
+        watch: Called as ``watch(what, done, total)`` while files are fetched and decoded, for a bar;
+            does nothing unless told.
 
     >>> images = open_images("mnist")
     >>> images.about.shape, images.classes

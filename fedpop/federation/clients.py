@@ -86,6 +86,14 @@ class Packed:
 class Federation:
     """All clients: names, and packed data per split.
 
+    ``Federation.of(clients)`` makes one from data as people have them.
+
+    Args:
+        names: Those of the clients, in order.
+        splits: The packed rows of "train", and of "validation" and "test" where there are any.
+        embedded: Whether x holds features already, computed once by a backbone that stands still.
+        labels: What classes are called, where targets are words; y holds their positions.
+
     >>> federation = Federation.of({"anna": ([[1.0], [2.0]], [0.0, 1.0]), "ben": ([[3.0]], [1.0])})
     >>> federation
     Federation(2 clients, 3 training examples, sizes 1 to 2)
@@ -97,7 +105,6 @@ class Federation:
     splits: Mapping[str, Packed]
     embedded: bool = False
     labels: tuple[str, ...] = ()
-    """What classes are called, where targets are words; y holds their positions."""
     _index: dict[str, int] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:

@@ -43,6 +43,11 @@ def resolve_kernel(kernel: Kernel | str | None, model: Model, prior: Prior) -> K
     exponential step draws from exactly; under a mixture of Normals it is a mixture of Gaussians, drawn
     from exactly too. Everything else gets HMC, with jumps where the prior may have several modes.
 
+    Args:
+        kernel: A kernel, its name such as "ula", or None (or "auto") for the one that suits.
+        model: Whose head and likelihood it is to suit.
+        prior: The population prior that it is to suit.
+
     >>> import fedpop as fp
     >>> from torch import nn
     >>> model = fp.Composition(None, nn.Linear(3, 1), "bernoulli")

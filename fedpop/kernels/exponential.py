@@ -20,6 +20,10 @@ class Exponential(Kernel):
     is an independent draw. Where Q only bounds the curvature it under-disperses, by up to a factor
     two, and drags a learned prior scale down: use HMC there.
 
+    Args:
+        h: The step size, above 0 and at most 1; 1 unless told. Smaller ones make draws depend on each
+            other.
+
     >>> Exponential(h=0.5)
     Exponential(h=0.5)
     """

@@ -20,7 +20,12 @@ class JumpHMC(HMC):
     Trajectories cannot cross a region without density. So z' is first drawn from a law that covers the prior
     (the prior itself, or the Gaussian base of an energy) and accepted with probability
     min(1, p(z' | D) q(z) / (p(z | D) q(z'))): an independence step, exact for any such q. Jumps are accepted
-    where the data say little, which is where more than one mode matters; in many dimensions they are rare.
+    where the data say little, which is where more than one mode matters; in many dimensions they are
+    rare.
+
+    Args:
+        leapfrog: Steps of a transition after its jump, 5 unless told; each costs a gradient, as the jump
+            does.
 
     >>> JumpHMC().gradients_per_step
     6

@@ -32,8 +32,13 @@ LARGEST_DENSE = 20
 
 @dataclass(frozen=True)
 class Mass:
-    """Means and variances ``[C, 2, d]`` of z and of its gradients, worth so many draws ``[C]``; where the
-    matrix is dense covariances ``[C, 2, d, d]`` too.
+    """What a client's draws and gradients have said of the scales to step by.
+
+    Args:
+        mean: Running means of z and of its gradients, ``[C, 2, d]``.
+        variance: Their running variances, ``[C, 2, d]``.
+        weight: How many draws these are worth, ``[C]``.
+        covariance: Their running covariances, ``[C, 2, d, d]``; None where the matrix is diagonal.
 
     >>> mass = Mass.fresh(1, 1, torch.zeros(1))
     >>> z = torch.tensor([[[1.0], [3.0]]])

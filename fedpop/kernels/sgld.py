@@ -17,13 +17,13 @@ from fedpop.kernels.target import Target
 
 @dataclass(frozen=True)
 class SGLD(Kernel):
-    """z <- z + gamma g + sqrt(2 gamma) xi, g the log-posterior's gradient estimated on ``batch`` examples.
+    """z <- z + gamma g + sqrt(2 gamma) xi, g the log-posterior's gradient estimated on a few examples.
 
     The likelihood's part of g is n_i/|B_i| times that of a fresh uniform subset B_i (all examples of a
     client that has no more than ``batch``; chains of one client share it), the prior's part is exact. In
     round k
 
-        gamma_i = a |B_i| / (n_i L_i) (b + k)^-decay,    a = ``step_size``, b = ``offset``,
+        gamma_i = step_size |B_i| / (n_i L_i) (offset + k)^-decay,
 
     with L_i the largest curvature of client i's log-posterior: a pass over the data moves as far as one
     step of ULA would, and clients of all sizes have about the same bias. At a fixed step that bias is of
@@ -31,6 +31,14 @@ class SGLD(Kernel):
     Q S + S Q - gamma Q S Q = 2 I + gamma V, V the covariance of g given z, which is of order n_i Q / |B_i|.
     It vanishes as the step decreases; averages over rounds converge fastest, as k^-1/3, with decay = 1/3
     (Teh, Thiery and Vollmer, 2016). The draws that users see come from an adjusted kernel.
+
+    Args:
+        batch: How many of a client's examples a step looks at, 32 unless told.
+        step_size: In units of 1/L_i; ``step_size * offset^-decay`` lies between 0 and 2. 0.5 unless
+            told.
+        offset: Rounds by which the fall of steps is put off, above 0; 1 unless told.
+        decay: How fast steps fall over rounds, 0 or more; 1/3 unless told, 0 for steps that stay as they
+            are.
 
     >>> SGLD(batch=16).gradients_per_step
     1

@@ -20,9 +20,15 @@ class ULA(Kernel):
     """z <- z + gamma grad log p(z | D, theta) + sqrt(2 gamma) xi.
 
     gamma_i = c_k / L_i with L_i the largest curvature of client i's log-posterior at theta_k, and
-    c_k = ``step`` (1 + k)^-``decay``: one gamma for all clients is not usable, and the paper's
+    c_k = step_size (1 + k)^-decay: one gamma for all clients is not usable, and the paper's
     supplement allows one for each. On a Gaussian posterior with precision Q its stationary covariance
     is Q^-1 (I - gamma Q / 2)^-1.
+
+    Args:
+        step_size: c_0, in units of 1/L_i, between 0 and 2; 0.8 unless told. Smaller steps have less bias
+            and mix more slowly.
+        decay: How fast steps fall over rounds, 0 or more; 0 unless told, for steps that stay as they
+            are.
 
     >>> ULA(step_size=0.5, decay=0.3)
     ULA(step_size=0.5, decay=0.3)

@@ -52,20 +52,36 @@ def mixed_model(
 ) -> MixedFit:
     """Fit a linear or generalised linear mixed model; each level of the grouping factor is a client.
 
-    ``formula`` is lme4's: ``y ~ x + (x | group)``, ``(x || group)`` for independent effects,
-    ``cbind(hits, misses)`` for binomials, ``factor()``, ``log()``, ``I(x^2)``, ``offset()``. ``data`` is
-    a data frame, columns by name, the name of a CSV file, or frames by site. ``family`` is gaussian,
-    bernoulli, binomial or poisson, with its canonical link. Estimates are by maximum likelihood;
-    ``method="REML"`` for gaussian ones.
-
-    ``sites`` is a column that says at which site a row is (or a mapping from sites to their groups):
-    what leaves a site is then the sum over its groups. ``levels`` gives the order of a predictor's
-    levels, the baseline first. Levels with fewer than ``min_count`` rows are not told to others. Rows
-    with missing values are dropped and counted; ``missing="error"`` refuses them.
-
-    ``engine="exact"`` searches on exact sums (closed form for gaussian models, quadrature for others,
-    everyone in every round), ``"sampled"`` is FedSOUL with chains, which partial ``participation``, a
-    ``compressor`` and more than four random effects of other families need; ``"auto"`` chooses.
+    Args:
+        formula: As lme4 writes it: ``y ~ x + (x | group)``, ``(x || group)`` for independent effects,
+            ``cbind(hits, misses)`` for binomials, ``factor()``, ``log()``, ``I(x^2)``, ``offset()``.
+        data: A data frame, columns by name, the name of a CSV file, or data frames by site.
+        family: "gaussian" (the default), "bernoulli", "binomial" or "poisson", with its canonical link.
+        method: "ML" (the default), or "REML" for gaussian models, which needs the exact engine:
+            variances then allow for the fixed effects that were estimated, which matters where groups
+            are few.
+        weights: A column, or an expression of columns, with a positive weight for each row; for
+            binomials whose response is a share, the number of trials. None (the default) is one for
+            each.
+        sites: A column that says at which site a row is, or a mapping from sites to their groups: what
+            leaves a site is then the sum over its groups. None has each group by itself; leave it out
+            with data frames by site.
+        levels: The levels of categorical predictors by column, in order, the baseline first; None finds
+            them in the data.
+        min_count: Levels with fewer rows, at a site or in all, are not told to others, and a predictor
+            that has any is refused; 5 unless told. 1 allows any.
+        missing: "drop" (the default) leaves rows with missing values out and counts them; "error"
+            refuses.
+        engine: "exact" searches on exact sums (closed form for gaussian models, quadrature for others,
+            everyone in every round); "sampled" is FedSOUL with chains, which partial participation, a
+            compressor and more than four random effects of other families need; "auto" (the default) is
+            exact where it can be.
+        seed: Of all random numbers, 0 unless told.
+        rounds: How many rounds of the sampled engine; None (the default) leaves it to the engine, and
+            must be so with the exact one, which ends by itself.
+        participation: Who takes part in a round, as in ``fp.fit``; None (the default) is everyone.
+        compressor: Of what is sent, one of ``fp.compressors`` or its name; "identity" (the default) is
+            none.
 
     >>> import fedpop as fp
     >>> days = [0, 1, 2, 3] * 3

@@ -12,11 +12,16 @@ from fedpop.models.modules import KeyedLayer
 
 
 class CropFlip(KeyedLayer):
-    """A random shift by up to ``padding`` pixels and, if ``flip``, a random mirror image.
+    """A random shift of images and, if wanted, a random mirror image.
 
     Put it first in a backbone, or after ``Standardise``: what comes in from outside is zero, which there is
     the mean pixel. Like dropout it acts only in training rounds; the same example is shifted differently in
     every round, and the same way whenever a run is repeated or resumed.
+
+    Args:
+        padding: The largest shift in each direction, in pixels; 4 unless told.
+        flip: Whether half of the images are mirrored, left to right; True unless told. False for digits
+            and letters.
 
     >>> import torch
     >>> from torch import nn

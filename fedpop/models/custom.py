@@ -71,22 +71,27 @@ class Given(Likelihood):
 class CustomModel(Model):
     """A model from a function of (phi, z, data): a growth curve, a pharmacokinetic model, anything.
 
-    ``phi`` and ``z`` name the shared and the private parameters, each with its initial value on the natural
-    scale and its link (``fedpop.links``: ``real``, ``positive``, ``unit``; a bare number is real). Both live
-    on the free scale, where the population prior is Normal; the prior's mean starts at z's initial values.
-    ``phi``, ``z`` and the posterior come back under their names on the natural scale.
-
-    There are two ways to say the rest:
-
-    - ``log_likelihood(phi, z, x, y)`` gives one value per example, ``[n]``. An unknown residual standard
-      deviation is a positive parameter in phi. With ``outputs(phi, z, x)``, the mean of y, there are
-      predictions of means too.
-    - ``outputs(phi, z, x)`` (``[n]`` or ``[n, o]``) and a ``likelihood`` of ``fedpop.likelihoods`` of which
-      they are the linear predictor. Then predictions have everything.
+    Give ``log_likelihood``, or ``outputs`` and ``likelihood``, with which predictions have everything.
+    phi and z live on the free scale, where the population prior is Normal; the prior's mean starts at
+    z's initial values. ``phi``, ``z`` and the posterior come back under their names on the natural
+    scale.
 
     The functions see one client's rows at a time, as plain tensors in dictionaries, and run under
     ``torch.func.vmap``: no ``if`` on values (``torch.where`` instead), no in-place writes. Rows may be
-    followed by copies of the last one, which do not count. Computed in double precision unless told.
+    followed by copies of the last one, which do not count.
+
+    Args:
+        log_likelihood: ``log_likelihood(phi, z, x, y)`` gives one value per example, ``[n]``. An unknown
+            residual standard deviation is a positive parameter in phi.
+        z: The private parameters by name, each with its initial value on the natural scale and its link:
+            ``fedpop.links.real(...)``, ``positive(...)`` or ``unit(...)``; a bare number is real.
+        phi: The shared parameters, in the same way; None (the default) is none.
+        outputs: ``outputs(phi, z, x)``, ``[n]`` or ``[n, o]``: the linear predictor of ``likelihood``,
+            or, beside ``log_likelihood``, the mean of y, for predictions of means.
+        likelihood: One of ``fedpop.likelihoods``, or its name, of which outputs are the linear
+            predictor.
+        dtype: What is computed in, double precision unless told.
+        device: Where it is computed, the CPU unless told.
 
     >>> import torch, fedpop as fp
     >>> def decay(phi, z, x):

@@ -135,7 +135,10 @@ def _require(good: Tensor, where: str, what: str) -> None:
 
 @dataclass(frozen=True)
 class Normal(Likelihood):
-    """y ~ N(eta, variance); ``variance="learned"`` makes log(variance) a part of phi.
+    """y ~ N(eta, variance).
+
+    Args:
+        variance: Of the noise, in y's unit squared; "learned" (the default) has log(variance) in phi.
 
     >>> Normal(0.25).sd({}), Normal().initial_params()
     (0.5, {'log_variance': 0.0})
@@ -383,6 +386,9 @@ _BY_NAME: dict[str, type[Likelihood]] = {c.name: c for c in (Normal, Categorical
 
 def resolve(likelihood: Likelihood | str) -> Likelihood:
     """A likelihood from itself or from its name.
+
+    Args:
+        likelihood: A likelihood, or "normal", "categorical", "bernoulli" or "poisson".
 
     >>> resolve("poisson")
     Poisson()

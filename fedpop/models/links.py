@@ -23,6 +23,14 @@ from fedpop.models.flat import Layout
 class Link:
     """A monotone map from the real line to the natural scale, and back.
 
+    Args:
+        name: The word by which it is asked for.
+        low: The lower end of the natural scale, which is not reached.
+        high: The upper end, which is not reached.
+        natural: The map from free values to natural ones.
+        free: The map back.
+        free_name: What the free scale of ``{}`` is called, such as "log {}".
+
     >>> LINKS["positive"].natural(torch.tensor(0.0))
     tensor(1.)
     """
@@ -33,7 +41,6 @@ class Link:
     natural: Callable[[Tensor], Tensor]
     free: Callable[[Tensor], Tensor]
     free_name: str
-    """How the free scale is called: ``log ka``, say."""
 
 
 LINKS: dict[str, Link] = {
@@ -45,7 +52,11 @@ LINKS: dict[str, Link] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """Where a parameter starts, on its natural scale (a number, or an array of them), and its link.
+    """Where a parameter starts, and its link.
+
+    Args:
+        start: The initial value on the natural scale, inside its ends: a number, or an array of them.
+        link: "real" (the default), "positive" or "unit".
 
     >>> Parameter(2.0, "positive") == positive(2.0)
     True
@@ -72,6 +83,9 @@ class Parameter:
 def real(start: Any) -> Parameter:
     """A parameter that may be any number.
 
+    Args:
+        start: Its initial value: a finite number, or an array of them.
+
     >>> real(-1.5)
     Parameter(start=-1.5, link='real')
     """
@@ -80,6 +94,9 @@ def real(start: Any) -> Parameter:
 
 def positive(start: Any) -> Parameter:
     """A parameter above zero, such as a rate or a standard deviation; its free scale is the logarithm.
+
+    Args:
+        start: Its initial value, above zero: a number, or an array of them.
 
     >>> positive([0.5, 2.0])
     Parameter(start=[0.5, 2.0], link='positive')
@@ -90,6 +107,9 @@ def positive(start: Any) -> Parameter:
 def unit(start: Any) -> Parameter:
     """A parameter between zero and one, such as a probability; its free scale is the logit.
 
+    Args:
+        start: Its initial value, between zero and one, ends excluded: a number, or an array of them.
+
     >>> unit(0.25)
     Parameter(start=0.25, link='unit')
     """
@@ -99,6 +119,13 @@ def unit(start: Any) -> Parameter:
 @dataclass(frozen=True)
 class LinkedLayout(Layout):
     """A flat vector of free values, with natural values under their names as views.
+
+    ``LinkedLayout.of_parameters`` makes one from parameters by name.
+
+    Args:
+        names: Of the parameters, in the vector's order.
+        shapes: The shape of each, () for a number.
+        links: The name of each one's link.
 
     >>> layout = LinkedLayout.of_parameters({"ka": positive(2.0), "share": unit(0.5)})
     >>> layout.views(torch.tensor([0.0, 0.0]))

@@ -134,6 +134,11 @@ def _require_plain(name: str, sub: nn.Module) -> None:
 def replace_batchnorm(module: nn.Module, groups: Count = 8) -> nn.Module:
     """A copy with GroupNorm instead of BatchNorm, which needs no statistics across examples.
 
+    Args:
+        module: The network, which stays as it is; weights and biases of its layers are copied.
+        groups: Into how many groups channels are put, 8 unless told; where they do not come out even,
+            the largest number that divides both.
+
     >>> from torch import nn
     >>> replace_batchnorm(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)))[1]
     GroupNorm(8, 16, eps=1e-05, affine=True...)

@@ -25,8 +25,17 @@ def cnn(
     widths: Sequence[int] = (120, 64),
     dropout: float = 0.0,
 ) -> list[nn.Module]:
-    """Two 5x5 convolutions, each with pooling, and linear layers: the paper's five-layer network, when
-    the head is counted. ``dropout`` follows the last layer.
+    """Layers of two 5x5 convolutions, each with pooling, and of linear layers with rectifiers.
+
+    With two linear layers, and the head counted, it is the paper's five-layer network.
+
+    Args:
+        shape: Channels, height and width of an image; (3, 32, 32) unless told, 16 pixels a side or more.
+        filters: How many filters each convolution has, (64, 64) unless told.
+        widths: How many units each linear layer has, (120, 64) unless told; the last is the number of
+            features that a head is put on.
+        dropout: The probability with which a feature is set to zero in training, after the last layer; 0
+            unless told, for none.
 
     >>> from torch import nn
     >>> sum(p.numel() for p in nn.Sequential(*cnn()).parameters())
@@ -48,6 +57,9 @@ def cnn(
 def lenet(shape: Shape = (3, 32, 32)) -> list[nn.Module]:
     """LeNet-5 with rectifiers and maximum pooling: 6 and 16 filters, 120 and 84 units.
 
+    Args:
+        shape: Channels, height and width of an image; (3, 32, 32) unless told, 16 pixels a side or more.
+
     >>> from torch import nn
     >>> sum(p.numel() for p in nn.Sequential(*lenet((1, 28, 28))).parameters())
     43576
@@ -57,6 +69,10 @@ def lenet(shape: Shape = (3, 32, 32)) -> list[nn.Module]:
 
 def mlp(shape: Shape = (1, 28, 28), widths: Sequence[int] = (200, 200)) -> list[nn.Module]:
     """Linear layers with rectifiers on the pixels: McMahan et al.'s 2NN.
+
+    Args:
+        shape: Channels, height and width of an image; (1, 28, 28) unless told.
+        widths: How many units each layer has, (200, 200) unless told; at least one number.
 
     >>> from torch import nn
     >>> sum(p.numel() for p in nn.Sequential(*mlp()).parameters())
@@ -81,8 +97,16 @@ NETWORKS: dict[str, Callable[[Shape], list[nn.Module]]] = {
 def build(
     name: str, shape: Shape, classes: int, seed: int = 0, first: Sequence[nn.Module] = ()
 ) -> Composition:
-    """A classifier with a backbone of this name, one linear head for each client, and a start that the seed
-    alone decides. ``first`` are layers before the network, such as ``Standardise`` and ``CropFlip``.
+    """A classifier of images with a shared backbone and one linear head for each client.
+
+    Args:
+        name: That of the backbone: "cnn-cifar10" and "cnn-cifar100" (the paper's), "cnn-mnist", "lenet"
+            or "mlp".
+        shape: Channels, height and width of an image.
+        classes: How many classes there are: the outputs of a head.
+        seed: Of the first weights, which it alone decides; 0 unless told.
+        first: Layers before the network, such as ``Standardise`` and ``CropFlip``; none unless told.
+            They do not change the first weights of the network itself.
 
     >>> build("lenet", shape=(1, 28, 28), classes=10)
     Composition(phi: 43576, z: 850, likelihood: categorical, linear head)
@@ -98,7 +122,11 @@ def build(
 
 
 def redraw(module: nn.Module, key: Key) -> None:
-    """torch's default law for weights and biases, uniform within 1/sqrt(inputs), from a key.
+    """Draw weights and biases anew in place, uniform within 1/sqrt(inputs) as torch does, from a key.
+
+    Args:
+        module: Whose linear layers and two-dimensional convolutions are redrawn; other layers stay.
+        key: What decides the numbers, with the name of each layer; the same key gives the same ones.
 
     >>> from torch import nn
     >>> one, same = nn.Linear(2, 1), nn.Linear(2, 1)

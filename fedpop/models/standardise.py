@@ -11,10 +11,15 @@ from fedpop.errors import DataError, SettingsError
 
 
 class Standardise(nn.Module):
-    """``(byte / 255 - mean) / sd`` of each channel: a quarter of the memory of floats until it is needed.
+    """``(byte / 255 - mean) / sd`` of each channel, as the first layer of a network.
 
-    ``mean`` and ``sd`` are those of pixels between 0 and 1, one for each channel. Numbers come out in the
-    network's own type. Augmentation belongs after it, so that what ``CropFlip`` pads with is the mean pixel.
+    Bytes take a quarter of the memory of floats until they are needed. Numbers come out in the network's
+    own type. Augmentation belongs after it, so that what ``CropFlip`` pads with is the mean pixel.
+
+    Args:
+        mean: Of pixels between 0 and 1, one number for each channel; ``DATASETS[name].mean`` has those
+            of a known set.
+        sd: The standard deviation of the same, positive, one for each channel.
 
     >>> import torch
     >>> layer = Standardise(mean=(0.5,), sd=(0.25,))

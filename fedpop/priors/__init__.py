@@ -13,7 +13,12 @@ __all__ = ["Energy", "Hyperprior", "Mixture", "Normal", "Part", "Prior", "resolv
 
 
 def resolve(prior: Prior | str, covariance: str = "isotropic") -> Prior:
-    """A prior from itself or from its name, with this covariance unless the name says it.
+    """A prior from itself or from its name.
+
+    Args:
+        prior: A prior, or the name of one: "normal", "mixture", "energy", or "isotropic", "diagonal" or
+            "full" for a Normal one with that covariance.
+        covariance: That of "normal" and "mixture"; "isotropic" unless told.
 
     >>> resolve("diagonal").covariance, resolve("mixture").name
     ('diagonal', 'Mixture')

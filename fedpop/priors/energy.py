@@ -46,9 +46,23 @@ ESCAPED = 50.0
 class Energy(Prior):
     """An energy-based prior with any network; see the module's text.
 
-    ``net`` maps ``[n, d]`` to ``[n]`` or ``[n, 1]``; None is a network with two layers of ``hidden``
-    units that starts at zero. ``scale`` None starts where a Normal prior would. The server keeps ``chains``
-    chains, moves them by ``steps`` transitions a round, and ships ``ship`` of their states with theta.
+    Args:
+        net: Maps ``[n, d]`` to ``[n]`` or ``[n, 1]``, without dropout; None (the default) is a network
+            with two hidden layers that starts at zero.
+        mean: Where each entry of the base's mean m starts, or stays, from the model's own centre; 0
+            unless told.
+        scale: The base's first standard deviation s; None (the default) is where a Normal prior's
+            starts.
+        learn_mean: False keeps m where it starts.
+        learn_scale: True learns s too; False unless told, since a base that shrinks onto one cluster no
+            longer covers the others.
+        hidden: Units in each of those layers, 32 unless told; not used where a network is given.
+        chains: How many chains on the prior the server keeps, 8 or more, 256 unless told; more lessen
+            the noise of its gradient.
+        steps: Transitions that each of them makes in a round, 5 unless told.
+        ship: How many of their states are sent out with theta, 16 unless told; at most ``chains``.
+        bounds: The standard deviation s stays between these; (1e-3, 1e3) unless told.
+        ball: The largest norm of m, and of the network's parameters; 1e6 unless told.
 
     >>> from torch import nn
     >>> import fedpop as fp

@@ -17,6 +17,12 @@ from fedpop.settings import Setting
 class Hyperprior(Setting):
     """log p(phi, beta), flat unless told: phi and mu Normal around 0, log sigma Normal around a value.
 
+    Args:
+        phi_scale: The standard deviation of phi around 0; None (the default) is flat.
+        mean_scale: That of the prior's mean around 0, for Normal priors; None (the default) is flat.
+        log_scale: The mean and the standard deviation of log sigma, for Normal priors that are isotropic
+            or diagonal; None (the default) is flat. Give it where clients are few.
+
     >>> import torch
     >>> Hyperprior(phi_scale=2.0).phi_grad(torch.tensor([4.0]))
     tensor([-1.])

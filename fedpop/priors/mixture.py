@@ -38,9 +38,17 @@ MOST = 8
 class Mixture(Prior):
     """A mixture of Normals; weights, means and scales are all learned.
 
-    Means start spread around ``mean`` (``spread`` times the scale, keyed by the seed), since components that
-    start alike stay alike. ``floor`` is the least weight a component keeps; ``bounds`` and ``ball`` are those
-    of a Normal prior, for every component.
+    Args:
+        components: How many Normals, 2 unless told.
+        covariance: That of each: "isotropic" (the default), "diagonal" or "full".
+        mean: Where each entry of the average of their means starts, from the model's own centre; 0
+            unless told.
+        scale: The first standard deviation of each; None (the default) is where a Normal prior's starts.
+        spread: How far apart means start, in units of the scale, keyed by the seed; 1 unless told.
+            Components that start alike stay alike.
+        floor: The least weight that a component keeps, below one over their number; 1e-3 unless told.
+        bounds: Standard deviations of every component stay between these; (1e-3, 1e3) unless told.
+        ball: The largest norm of a component's mean; 1e6 unless told.
 
     >>> import fedpop as fp
     >>> fp.priors.Mixture(components=2, covariance="diagonal").size(3)

@@ -43,9 +43,16 @@ COVARIANCES = ("isotropic", "diagonal", "full")
 class Normal(Prior):
     """A Normal population prior; mean and scale are each learned or fixed.
 
-    ``scale`` None starts where the head's outputs have variance one (or at one after a spectral
-    start). Projection sets, on by default: every standard deviation (every eigenvalue of Sigma^1/2,
-    for a full covariance) stays inside ``bounds``, and norm(mu) inside ``ball``.
+    Args:
+        covariance: "isotropic" (the paper's, the default), "diagonal" or "full".
+        mean: Where entries of mu start, or stay, from the model's own centre; from 0 (the default) a
+            mean that is learned starts where normal targets put it.
+        scale: The first standard deviation. None has data choose: outputs of variance one, or the spread
+            of normal targets; it is 1 after a spectral start, and for a ``CustomModel``.
+        learn_mean: False keeps the mean where it starts.
+        learn_scale: False keeps the scale where it starts.
+        bounds: Standard deviations (eigenvalues of Sigma^1/2, if full) stay between these.
+        ball: The largest norm of mu; a longer one is projected onto it.
 
     >>> Normal(covariance="diagonal", scale=0.5).size(3)
     6

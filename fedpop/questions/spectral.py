@@ -47,7 +47,13 @@ def applies(model: Model) -> bool:
 
 @dataclass(frozen=True)
 class Spectral(Setting):
-    """Start phi at the spectral estimate; units with fewer than ``minimum`` examples send zeros.
+    """Start phi at the spectral estimate, from second moments of the data.
+
+    It needs a linear backbone and a linear head with one output, both without bias.
+
+    Args:
+        minimum: Clients with fewer examples send zeros; 2 unless told, the least. Raise it so that what
+            is sent does not reveal a handful of examples.
 
     >>> Spectral(minimum=5)
     Spectral(minimum=5)

@@ -43,10 +43,15 @@ class Callback:
 
 @dataclass
 class EarlyStop(Checked, Callback):
-    """Stop when the clients' validation log-likelihood has not risen for ``patience`` looks.
+    """Stop when the clients' validation log-likelihood has not risen for some looks.
 
     The published theta goes back to the one with the best score. Rounds in which the noise variance is
     annealed (``steps.Anneal``) are not looked at; the one in which a method ends by itself always is.
+
+    Args:
+        every: Rounds between looks, 10 unless told.
+        patience: How many looks in a row without a better score end the run, 5 unless told. Raise it
+            where scores are noisy.
 
     >>> import torch, fedpop as fp
     >>> x, y = torch.linspace(-1, 1, 6).unsqueeze(1), torch.linspace(-1, 1, 6)

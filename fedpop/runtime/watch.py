@@ -20,10 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Watch(Checked, Callback):
-    """Evaluates all clients every so many rounds and after each of the ``last`` ones.
+    """Evaluates all clients every so many rounds, and after each of the last ones.
 
     The run goes on as if nobody had looked: nothing is drawn, kept or counted. Methods that sample in a final
     pass take a shorter one here; the final model is judged with the method's own.
+
+    Args:
+        every: Rounds between looks; None (the default) looks at the last rounds only.
+        last: How many rounds at the end (of each stage) are all looked at, 10 unless told;
+            ``mean_of_last`` averages over them.
+        split: Which of the clients' sets they are judged on: "test" (the default), "validation" or
+            "train".
+        points: What was seen, a dictionary for each look; empty at first.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 6).unsqueeze(1)

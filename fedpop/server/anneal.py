@@ -25,12 +25,16 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Anneal(Setting):
-    """Let a noise variance that was given be larger at first, and fall to its value over the first ``rounds``
-    rounds, or over the first half of a run with fewer than twice as many. Schedules of steps stand at their
-    first value until then; averages and early stopping begin after it. A learned variance only starts larger.
-    0: neither.
+    """Let a noise variance that was given be larger at first, and fall to its value over some rounds.
 
-    Clients with fewer than ``minimum`` examples do not tell the size of their y before the first round.
+    Schedules of steps stand at their first value until then; averages and early stopping begin after it.
+    A learned variance only starts larger.
+
+    Args:
+        rounds: How many of the first rounds it falls in, 100 unless told; at most the first half of a
+            run. 0 does neither. Raise it where restarts find different optima.
+        minimum: Clients with fewer examples do not tell the size of their y before the first round; 2
+            unless told.
 
     >>> Anneal().length(500), Anneal().length(60), Anneal(rounds=0).length(500)
     (100, 30, 0)

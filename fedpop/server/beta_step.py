@@ -33,8 +33,15 @@ changes the scale by more than a sixth, and shorter where scores of successive r
 
 @dataclass(frozen=True)
 class BetaStep(Setting):
-    """Steps of EM or of an optimiser on beta (None: EM where the prior allows it, else Adam); ``form`` is
-    that of I (see ``priors.normal``), chosen by head and prior unless told.
+    """How beta, the population prior, moves.
+
+    Args:
+        step: ``EM()`` or an optimiser; None (the default) is EM where the prior allows it, else Adam at
+            rate 0.02.
+        form: That of the score I which clients send (see ``fedpop.priors.normal``): "left" is the
+            paper's, "right" has no noise for a client without data, "mixed" none where posteriors are
+            Gaussian. The last two need a Normal prior, "mixed" a linear head too. "auto" (the default)
+            chooses by head and prior.
 
     >>> BetaStep(EM(0.5, 0.1), form="left").form
     'left'

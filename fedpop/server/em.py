@@ -12,7 +12,13 @@ from fedpop.settings import Setting
 
 @dataclass(frozen=True)
 class EM(Setting):
-    """Steps of stochastic-approximation EM on the Normal prior; rate 1 is EM itself.
+    """Steps of stochastic-approximation EM on a prior of one or several Normals.
+
+    Args:
+        rate: How much of EM's own step is made in the first half of the rounds, above 0 and at most 1; 1
+            unless told, which is EM itself. Rounds with few clients take less of it.
+        final: The rate falls to this from half of the rounds to the last one, and noise with it; above
+            0, at most ``rate``, 0.1 unless told.
 
     >>> step = EM(rate=1.0, final=0.1)
     >>> step.at(0, rounds=100), round(step.at(75, rounds=100), 2)
@@ -21,7 +27,6 @@ class EM(Setting):
 
     rate: Fraction = 1.0
     final: Fraction = 0.1
-    """The rate falls to this by the last round, along with noise."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -49,7 +49,11 @@ def _positive(rate: float) -> None:
 class SGD(Optimiser):
     """x += rate * gradient: plain stochastic approximation, as in Algorithm 1.
 
-    ``rate`` None is to be found by trial rounds before the first one.
+    Args:
+        rate: The step size eta_0, in x's own units; None has it found by trial rounds before the first
+            one.
+        schedule: What it is multiplied by over the rounds; ``Constant()`` unless told, the paper's is
+            ``Polynomial(0.6)``.
 
     >>> import torch
     >>> x, _ = SGD(0.5).step(torch.zeros(2), torch.tensor([1.0, -2.0]), {}, torch.ones(2), 0, 10)
@@ -73,7 +77,15 @@ class SGD(Optimiser):
 
 @dataclass(frozen=True)
 class Adam(Optimiser):
-    """Adam in relative units: a step changes a coordinate by about ``rate`` times its natural size.
+    """Adam in relative units: a step changes a coordinate by a share of its natural size.
+
+    Args:
+        rate: That share, about; 0.1 unless told. Smaller for deep networks, whose default in FedSOUL is
+            0.03.
+        schedule: What the rate is multiplied by over the rounds; ``Decay()`` unless told: constant for
+            half of them, then linear to zero.
+        beta1: How much of the mean of gradients is kept in a step, in [0, 1); 0.9 unless told.
+        beta2: How much of the mean of their squares is kept in a step, in [0, 1); 0.99 unless told.
 
     >>> import torch
     >>> step, x, unit = Adam(rate=0.1), torch.zeros(2), torch.tensor([1.0, 50.0])
@@ -107,9 +119,18 @@ class Adam(Optimiser):
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """Adam with weight decay beside it: x shrinks by ``rate * decay`` of itself in every step, whatever the
-    gradient is. It follows the schedule as the rate does. ``weights`` is how many of the first coordinates
-    decay; None is all of them.
+    """Adam with weight decay beside it: x shrinks in every step, whatever the gradient is.
+
+    Args:
+        rate: How far a step goes, as a share of a coordinate's natural size; 0.1 unless told.
+        schedule: What the rate, and the decay with it, is multiplied by over the rounds; ``Decay()``
+            unless told: constant for half of them, then linear to zero.
+        beta1: How much of the mean of gradients is kept in a step, in [0, 1); 0.9 unless told.
+        beta2: How much of the mean of their squares is kept in a step, in [0, 1); 0.99 unless told.
+        decay: A step shrinks x by ``rate * decay`` of itself, which must be below 1; 0.01 unless told.
+            Raise it where a network learns its training examples by heart.
+        weights: How many of the first coordinates decay; None (the default) is all of them. Methods set
+            it themselves, so that a likelihood's own parameters do not.
 
     >>> import torch
     >>> step, x = AdamW(rate=0.1, decay=0.5), torch.tensor([2.0])
@@ -140,8 +161,14 @@ class AdamW(Adam):
 
 @dataclass(frozen=True)
 class MeanMove(Optimiser):
-    """FedAvg's step, for methods whose clients step on their own copies: x += rate * their mean move,
-    weighted by examples; ``momentum`` remembers the moves of earlier rounds.
+    """FedAvg's step, x += rate * the clients' mean move, weighted by examples.
+
+    It is for methods whose clients step on their own copies, as with ``PhiStep(MeanMove(), local=...)``.
+
+    Args:
+        rate: How much of the mean move is made, 1 unless told.
+        schedule: What the rate is multiplied by over the rounds; ``Constant()`` unless told.
+        momentum: How much of the last round's step is carried into this one's, in [0, 1); 0 unless told.
 
     >>> MeanMove(momentum=0.9)
     MeanMove(rate=1.0, schedule=Constant(), momentum=0.9)

@@ -62,6 +62,9 @@ class Constant(Schedule):
 class Polynomial(Schedule):
     """(1 + k)^-power, the paper's decreasing steps.
 
+    Args:
+        power: 0 or more, 0.6 unless told; above 0.5 and up to 1 stochastic approximation converges.
+
     >>> Polynomial(power=0.5).factor(3, rounds=100)
     0.5
     """
@@ -74,7 +77,12 @@ class Polynomial(Schedule):
 
 @dataclass(frozen=True)
 class Cosine(Schedule):
-    """From 1 to ``end`` along half a cosine, which the first ``warm_up`` rounds of a run approach linearly.
+    """A factor that falls from 1 along half a cosine, after a linear rise where one is asked for.
+
+    Args:
+        end: The factor at the end of the run (of each stage, where it is extended); 0 unless told.
+        warm_up: How many of the first rounds the factor rises in; 0 unless told. A few help Adam on a
+            deep network, whose first steps are all of full size.
 
     >>> Cosine().factor(0, rounds=100), round(Cosine().factor(50, rounds=100), 6)
     (1.0, 0.5)
@@ -92,7 +100,12 @@ class Cosine(Schedule):
 
 @dataclass(frozen=True)
 class Decay(Schedule):
-    """Constant for a share of the rounds, then linear to ``end``.
+    """A factor that is 1 for a share of the rounds and then falls linearly.
+
+    Args:
+        constant: The share of the rounds (of each stage, where a run is extended) in which it is 1, in
+            [0, 1); 0.5 unless told.
+        end: The factor at the end; 0 unless told.
 
     >>> [Decay(constant=0.5).factor(k, rounds=100) for k in (0, 50, 75)]
     [1.0, 1.0, 0.5]

@@ -33,7 +33,13 @@ MOST_ROUNDS = 10_000_000
 
 @dataclass(frozen=True, eq=False)
 class Availability(Participation):
-    """Round k has the clients (by position) of ``rounds[k]``; after its last round a trace starts again.
+    """Clients take part as a trace says; after its last round it starts again.
+
+    Args:
+        rounds: For each round of the trace the positions of the clients that are there, 0 onwards.
+        clients: How many there are in the federation; each of them must be there in some round.
+        weights: "inverse" (the default) counts a client with one over the share of rounds in which it is
+            there; "ratio" (the paper's b/|A|) is for clients that are all there equally often.
 
     >>> trace = Availability([[0, 1], [1], [], [1]], clients=2)
     >>> trace

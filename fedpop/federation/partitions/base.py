@@ -14,7 +14,14 @@ from fedpop.keys import Key
 
 
 def share_sizes(b: int, share_small: float, n_small: int, n_large: int) -> tuple[int, ...]:
-    """The paper's sizes: this share of b clients has ``n_small`` examples, the others ``n_large``.
+    """The paper's sizes: a share of the clients has few examples, the others have more.
+
+    Args:
+        b: How many clients there are.
+        share_small: The share of them with few examples, 0 to 1; rounded to whole clients, who come
+            first.
+        n_small: How many examples each of those has.
+        n_large: How many each of the others has.
 
     >>> share_sizes(4, 0.5, 5, 25)
     (5, 5, 25, 25)
@@ -36,6 +43,11 @@ class Scheme(ABC):
 @dataclass(frozen=True)
 class Partition:
     """Rows and classes of each client, and the rows that no client holds.
+
+    Args:
+        rows: For each client the positions of its examples among all, in rising order.
+        classes: For each client the classes that it holds, or that it was dealt.
+        rest: Positions of the examples that no client holds.
 
     >>> import torch
     >>> Partition((torch.tensor([0, 2]),), ((1,),), torch.tensor([1])).sizes

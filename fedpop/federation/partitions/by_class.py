@@ -16,10 +16,15 @@ from fedpop.keys import Key
 
 @dataclass(frozen=True)
 class ByClass(Checked, Scheme):
-    """Client i holds ``sizes[i]`` examples of ``classes`` classes, as evenly as can be.
+    """Clients of given sizes, each with the same number of classes, as evenly as can be.
 
-    Classes are dealt like cards, so that all are held by about equally many clients. No example goes
-    to two clients.
+    Classes are dealt like cards, so that all are held by about equally many clients. No example goes to
+    two clients, and what is left over goes to none.
+
+    Args:
+        classes: How many different classes each client holds.
+        sizes: How many examples each client holds, one number (0 or more) for each; ``share_sizes``
+            makes the paper's.
 
     >>> import torch
     >>> labels = torch.arange(4).repeat(30)

@@ -14,7 +14,11 @@ from fedpop.federation.partitions.base import Partition, Scheme
 
 @dataclass(frozen=True)
 class ByKey(Scheme):
-    """One client for each different key; ``keys`` has one for every example. The seed changes nothing.
+    """One client for each different key; the seed changes nothing.
+
+    Args:
+        keys: One for every example, in the order of the labels: a name or a number that says whose it
+            is. Clients come in the order in which their keys are first met.
 
     >>> import torch
     >>> scheme = ByKey(["anna", "ben", "anna"])

@@ -18,8 +18,14 @@ ATTEMPTS = 100
 
 @dataclass(frozen=True)
 class Dirichlet(Scheme):
-    """The examples of each class go to ``b`` clients in proportions drawn from Dirichlet(alpha, ..., alpha):
-    a small alpha gives each class to few clients. Drawn anew until everybody has ``least`` examples.
+    """The examples of each class go to clients in proportions drawn from Dirichlet(alpha, ..., alpha).
+
+    Args:
+        b: How many clients there are.
+        alpha: How even proportions are, above 0: a small one such as 0.1 gives each class to few
+            clients, a large one such as 100 to all about equally.
+        least: How many examples everybody must have, 1 unless told. Proportions are drawn anew until
+            that is so, 100 times at most.
 
     >>> import torch
     >>> labels = torch.arange(3).repeat(40)

@@ -15,7 +15,12 @@ from fedpop.keys import Key
 
 @dataclass(frozen=True)
 class IID(Scheme):
-    """All examples go to ``b`` clients at random, equally many to each, or ``sizes`` of them.
+    """Examples go to clients at random, so that all clients are alike.
+
+    Args:
+        b: How many clients there are.
+        sizes: How many examples each client gets, one number (0 or more) for each; what is left over
+            goes to none. None (the default) deals all of them, equally many to each.
 
     >>> import torch
     >>> IID(b=3).deal(torch.zeros(10, dtype=torch.int64), seed=0).sizes

@@ -15,11 +15,15 @@ from fedpop.keys import Key
 
 @dataclass(frozen=True)
 class Shards(Scheme):
-    """All examples go to ``b`` clients; each has exactly ``classes`` different ones.
+    """All examples go to clients, each of which has the same number of classes.
 
     A class is held by as many clients as any other (by one more where they do not come out even) and cut
-    into equal shards for them. Who holds what is a random deal, in which hands with a class twice swap cards
-    with other clients until there is none. ``Partition.alike`` deals test examples the same way.
+    into equal shards for them. Who holds what is a random deal, in which hands with a class twice swap
+    cards with other clients until there is none. ``Partition.alike`` deals test examples the same way.
+
+    Args:
+        b: How many clients there are.
+        classes: How many different classes each of them holds, exactly.
 
     >>> import torch
     >>> labels = torch.arange(4).repeat(30)
