@@ -30,7 +30,7 @@ from fedpop.algorithms.facts import About as About
 from fedpop.algorithms.facts import Facts as Facts
 from fedpop.algorithms.facts import Round as Round
 from fedpop.channel import Answer, Channel, Choice, Guard, Tensors, Total
-from fedpop.checked import Positive, Range
+from fedpop.checked import Positive, Range, checked
 from fedpop.errors import SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
@@ -296,6 +296,7 @@ class Algorithm(Setting, ABC):
 
     # --- for people --------------------------------------------------------------------------
 
+    @checked
     def fit(
         self,
         clients: Any,

@@ -73,7 +73,7 @@ def as_inputs(x: Any, where: str) -> Inputs:
     """Tensors from tensors, arrays or nested numbers; ragged leaves are refused."""
     out: Inputs
     if isinstance(x, Tensor) and x.dim():  # the usual case, for as many clients as there are
-        return x.detach()
+        return _real(x.detach(), f"{where}, x")
     if isinstance(x, dict):
         out = {str(k): as_tensor(v, f"{where}, x[{k!r}]") for k, v in x.items()}
     elif isinstance(x, tuple):

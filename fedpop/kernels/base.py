@@ -333,7 +333,7 @@ def _at_once(
         return None
     clients, steps, chains, d = draws.shape
     flat, local, evaluated = draws.reshape(clients, steps * chains, d), target.likelihood, None
-    if isinstance(local, LinearLikelihood):
+    if isinstance(local, LinearLikelihood) and local.short:
         evaluated = Evaluated(local, *local.value_and_slope(flat))
         likelihood, g = evaluated.value, local.grad_of(evaluated.slope).reshape(flat.shape)
     else:

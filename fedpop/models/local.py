@@ -106,6 +106,11 @@ class LinearLikelihood(LocalLikelihood):
             take(self.features), take(self.y), weight, self.likelihood, self.params, offset
         )
 
+    @property
+    def short(self) -> bool:
+        """Whether everyone's rows make one block."""
+        return self.y.shape[1] <= LONG
+
     def at_params(self, params: Params, rows: Tensor | slice) -> LinearLikelihood:
         """That of some clients at other parameters of the likelihood."""
         mask, offset = (None if block is None else block[rows] for block in (self.mask, self.offset))

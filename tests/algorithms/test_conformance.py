@@ -308,8 +308,8 @@ def refusing(stage: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     if stage == "unfit":
         add = Tally.add
 
-        def fewer(self: Tally, answer: Answer, *rest: Any) -> Any:
-            return add(self, replace(answer, good=answer.good & ~unlucky(len(answer.good))), *rest)
+        def fewer(self: Tally, answer: Answer, *rest: Any, **more: Any) -> Any:
+            return add(self, replace(answer, good=answer.good & ~unlucky(len(answer.good))), *rest, **more)
 
         monkeypatch.setattr(Tally, "add", fewer)
     elif stage == "refused":

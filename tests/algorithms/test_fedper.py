@@ -113,9 +113,11 @@ def test_without_data_there_is_no_head() -> None:
 def test_a_diverging_client_keeps_its_head() -> None:
     x = 1e200 * torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, -1.0]], dtype=WIDE)
     method = fp.FedPer(model(), local=fp.LocalSGD(epochs=3, rate=1e200))
-    population = method.fit({"far": (x, torch.tensor([0, 1]))}, rounds=2, progress=False)
+    population = method.fit(
+        {"far": (x, torch.tensor([0, 1])), "idle": (x[:0], torch.tensor([]).long())}, rounds=2, progress=False
+    )
     assert [m["left_out"] for m in population.history] == [["far"], ["far"]]
-    assert torch.equal(states(population, "z", 1)[0], method.model.initial_z())
+    assert torch.equal(states(population, "z", 2)[0], method.model.initial_z())
     assert torch.equal(population.published["phi"], method.model.initial_phi())
 
 

@@ -95,6 +95,7 @@ REFUSED: dict[tuple[str, str, str, str], str] = {
     ("kernel", "mixture draw", "model", "softmax"): "MixtureDraw needs",
     ("kernel", "mixture draw", "model", "curved"): "MixtureDraw needs",
     ("kernel", "mixture draw", "prior", "energy"): "MixtureDraw needs",
+    ("kernel", "exponential", "prior", "energy"): "exact for priors made of Normals",
     ("chain", "closed form", "model", "softmax"): "rao_blackwell needs",
     ("chain", "closed form", "model", "curved"): "rao_blackwell needs",
     ("chain", "closed form", "prior", "energy"): "rao_blackwell needs",

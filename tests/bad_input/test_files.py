@@ -171,7 +171,7 @@ def test_files_elsewhere_are_not_read(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("path", [None, 3, b"x", ["a"]])
 def test_a_path_is_a_path(path: Any) -> None:
-    with pytest.raises(SettingsError, match="path of its folder"):
+    with pytest.raises(SettingsError, match="path must be a text or a Path"):
         fp.load(path)
 
 

@@ -111,7 +111,7 @@ def test_a_fit_on_bytes(tmp_path) -> None:
 
 
 def test_tasks_that_cannot_be(tmp_path) -> None:
-    with pytest.raises(SettingsError, match="images is one of cifar10"):
+    with pytest.raises(SettingsError, match="images must be one of cifar10"):
         ImageTask("imagenet")
     with pytest.raises(SettingsError, match="validation"):
         FullImageTask(validation=1.0)

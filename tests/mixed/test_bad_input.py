@@ -109,7 +109,7 @@ def test_settings_that_contradict(simulated):
     frame = simulated([6] * 8)
     for settings, words in (
         ({"method": "REML", "family": "poisson"}, "REML is for gaussian"),
-        ({"method": "MAP"}, "method is one of"),
+        ({"method": "MAP"}, "method must be one of"),
         ({"engine": "exact", "participation": 0.2}, "engine='exact' cannot be used"),
         ({"method": "REML", "participation": 0.2}, "REML needs the exact engine"),
         ({"rounds": 10}, "ends by itself"),

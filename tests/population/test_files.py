@@ -105,7 +105,7 @@ def test_whose_posteriors_are_saved(population: fp.Population, tmp_path: Path, p
     assert sorted(read_tensors(file)["clients"].tolist()) == (
         [6] if posteriors == "computed" else list(range(9))
     )
-    with pytest.raises(SettingsError, match="posteriors is one of auto, all, computed"):
+    with pytest.raises(SettingsError, match="posteriors must be one of auto, all, computed"):
         population.save(tmp_path, posteriors="some")
 
 

@@ -20,7 +20,7 @@ from fedpop.runtime.flower.elsewhere import Elsewhere, Terms
 from fedpop.runtime.flower.forms import agreed, example_from, open_questions, plain_example
 from fedpop.runtime.flower.letters import Letter, method_told, values_of, with_values
 from fedpop.runtime.flower.post import Post
-from fedpop.runtime.flower.site import keep_hello
+from fedpop.runtime.flower.site import THETA, keep_hello
 from fedpop.runtime.run import Run
 from fedpop.runtime.settings import Settings
 from fedpop.version import __version__
@@ -81,7 +81,7 @@ def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> P
         population.public().save(folder / "population")
         theta = writable_folder(folder / "theta")  # for sites that come later
         keep_hello(theta, post.hello)
-        write_tensors(theta / "theta.safetensors", population.published)
+        write_tensors(theta / THETA, population.published)
     return population
 
 

@@ -24,7 +24,7 @@ from fedpop.runtime.flower import certificates
 from fedpop.runtime.flower.folder import SETTINGS, check_name, make_secret, open_site, read_site
 from fedpop.runtime.flower.processes import Kept, environment, free_port, program
 from fedpop.runtime.flower.serving import INSECURE
-from fedpop.runtime.flower.site import Experiment
+from fedpop.runtime.flower.site import THETA, Experiment
 
 Say = Callable[[str], None]
 
@@ -136,8 +136,8 @@ def experiment_of(root: Path, name: str | None) -> Experiment:
     if name is not None:
         return Experiment(site, name)
     folders = sorted(
-        (f for f in (site.folder / "experiments").glob("*") if (f / "population").exists()),
-        key=lambda f: (f / "population" / "population.json").stat().st_mtime,
+        (f for f in (site.folder / "experiments").glob("*") if (f / THETA).exists()),
+        key=lambda f: (f / THETA).stat().st_mtime,
     )
     if not folders:
         raise CheckpointError(f"site {site.name!r} has no theta yet: it comes at the end of a run")
@@ -147,7 +147,7 @@ def experiment_of(root: Path, name: str | None) -> Experiment:
 def population_at(experiment: Experiment) -> Population:
     """The population that this site knows: theta, its own data and its own states."""
     method = experiment.method
-    theta = experiment.folder / "population" / "theta.safetensors"
+    theta = experiment.folder / THETA
     if not theta.exists():
         raise CheckpointError(f"site {experiment.site.name!r} has no theta yet: it comes at the end of a run")
     states = experiment.folder / "final.safetensors"
@@ -244,9 +244,7 @@ def adopted(root: Path, theta: Path) -> Experiment:
     if not (theta / "method.json").exists():
         raise CheckpointError(f"{theta} holds no theta of a federation: it is the server's folder run/theta")
     experiment = Experiment(site, str(read_json(theta / "method.json")["experiment"]))
-    if not (experiment.folder / "population").exists():
-        for file in ("model.safetensors", "method.json"):
+    if not (experiment.folder / THETA).exists():
+        for file in ("model.safetensors", "method.json", THETA):
             shutil.copyfile(theta / file, experiment.folder / file)
-        writable_folder(experiment.folder / "population")
-        shutil.copyfile(theta / "theta.safetensors", experiment.folder / "population" / "theta.safetensors")
     return experiment

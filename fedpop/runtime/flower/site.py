@@ -38,6 +38,8 @@ from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.site")
 
+THETA = "theta.safetensors"
+"""What the federation learned, at a site or for one that comes later."""
 STRANGER = "this site does not know the experiment: greet it first"
 
 
@@ -288,6 +290,7 @@ class Experiment:
             learned_from=int(about["learned_from"]),
         )
         population.save(self.folder / "population")
+        write_tensors(self.folder / THETA, population.published)
         told = {"version": __version__, "site": self.site.name, "experiment": self.name, "units": 0}
         return Reply(told | {"cost": {}, "named": {}})
 

@@ -45,7 +45,7 @@ def simulated(cluster: Cluster, method: Any, rounds: int) -> fp.Population:
 
 
 def learned(cluster: Cluster) -> dict[str, torch.Tensor]:
-    return read_tensors(cluster.server / "run" / "population" / "theta.safetensors")
+    return read_tensors(cluster.server / "run" / "theta" / "theta.safetensors")
 
 
 def fedavg(model: Any) -> fp.FedAvg:
