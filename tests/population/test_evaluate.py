@@ -300,6 +300,6 @@ def test_new_clients_whose_data_do_not_fit_are_an_error_not_a_method_without_an_
     x = torch.ones(4, 3)
     model = linear_model()
     population = fp.FedRep(model, heads="exact").fit([(x, x[:, 0])], rounds=1)
-    narrow = fp.Client(x[:, :2], x[:, 0], test=(x, x[:, 0]))
+    narrow = fp.Client(x[:, :2], x[:, 0], test=(x[:, :2], x[:, 0]))
     with pytest.raises(DataError, match="does not accept examples"):
         evaluate_new(population, [narrow])
