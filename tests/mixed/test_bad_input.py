@@ -25,7 +25,7 @@ def changed(frame, **columns):
         ("y ~ x + (1 | g)", "gaussian", {"y": 1.5}, DataError, "is constant"),
         ("y ~ x + (1 | g)", "gaussian", {"g": "all"}, DataError, "one group only"),
         ("y ~ x + (1 | g)", "gaussian", {"g": range(48)}, DataError, "48 random effects"),
-        ("y ~ x + (1 | g)", "normal", {}, SettingsError, "family must be one of"),
+        ("y ~ x + (1 | g)", "normal", {}, SettingsError, "family is one of"),
         ("count ~ x + (1 | g)", "bernoulli", {}, DataError, "must be 0 or 1"),
         ("y ~ x + (1 | g)", "poisson", {}, DataError, "whole number, 0 or more"),
         ("s ~ x + (1 | g)", "bernoulli", {}, DataError, "has 3 categories"),
@@ -151,5 +151,5 @@ def test_predictions_name_what_they_miss(simulated):
         fit.predict(row.assign(s="q"))
     with pytest.raises(DataError, match="needs its group"):
         fit.predict(row.drop(columns="g"))
-    with pytest.raises(SettingsError, match="groups must be one of"):
+    with pytest.raises(SettingsError, match="groups is one of"):
         fit.predict(row, "all")
