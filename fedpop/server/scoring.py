@@ -35,8 +35,8 @@ def step(theta: Tensor, gradient: Tensor, inverse: Tensor, k: int, crowd: float)
 
     >>> import torch
     >>> at = torch.zeros(2, dtype=torch.float64)
-    >>> step(at, torch.tensor([4.0, -1.0]).double(), torch.diag(torch.tensor([0.25, 1.0]).double()), 0, 1.0)
-    tensor([ 1., -1.], dtype=torch.float64)
+    >>> step(at, torch.tensor([2.0, -1.0]).double(), torch.diag(torch.tensor([0.25, 1.0]).double()), 0, 1.0)
+    tensor([ 0.5000, -1.0000], dtype=torch.float64)
     """
     gradient = gradient.double()
     move = inverse @ gradient

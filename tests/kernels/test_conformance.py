@@ -238,15 +238,20 @@ def test_draws_do_not_depend_on_who_else_is_there(kernel, case, ids):
 @cases
 def test_gradient_evaluations_are_what_is_reported(kernel, case, monkeypatch):
     calls, products = [], []
-    plain, pull_back, of_data = Target.value_and_grad, torch.func.vjp, LinearLikelihood.value_and_grad
+    plain, pull_back = Target.value_and_grad, torch.func.vjp
+    of_data, of_mean = LinearLikelihood.value_and_slope, LinearLikelihood.grad
 
     def counted(self, z):
         calls.append(z.shape)
         return plain(self, z)
 
-    def counted_data(self, z):
+    def counted_data(self, z, *rows):
         calls.append(z.shape)
-        return of_data(self, z)
+        return of_data(self, z, *rows)
+
+    def counted_mean(self, z):
+        calls.append(z.shape)
+        return of_mean(self, z)
 
     def counted_products(f, z):
         out, product = pull_back(f, z)
@@ -257,7 +262,8 @@ def test_gradient_evaluations_are_what_is_reported(kernel, case, monkeypatch):
     if kernel.independent(case.target()):
         # All seven draws of both chains at once, and before them their mean, one point for each client.
         monkeypatch.undo()
-        monkeypatch.setattr(LinearLikelihood, "value_and_grad", counted_data)
+        monkeypatch.setattr(LinearLikelihood, "value_and_slope", counted_data)
+        monkeypatch.setattr(LinearLikelihood, "grad", counted_mean)
         trace = go(kernel, case.target(), start(case, [0, 1, 2]), [0, 1, 2], steps=7)
         assert [shape[1] for shape in calls] == [1, 7 * 2]
         assert trace.gradient_evaluations == 1 + 7
