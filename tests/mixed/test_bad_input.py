@@ -81,7 +81,7 @@ def test_separated_data_are_found(complete, simulated):
 
 
 def test_groups_that_are_all_yes_or_all_no(simulated):
-    frame = simulated([6] * 20)
+    frame = simulated([3] * 8)
     frame["yes"] = frame.g.str[1:].astype(int) % 2
     with pytest.raises(EstimateError, match="groups are separated"):
         fp.mixed_model("yes ~ w + (1 | g)", frame, "bernoulli")
