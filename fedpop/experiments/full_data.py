@@ -15,10 +15,9 @@ from torch import Tensor
 from fedpop.algorithms.fedavg import FedAvg
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.data.image_task import FullImageTask
-from fedpop.data.images import prepare
 from fedpop.evaluation.scores import worst_tenth
 from fedpop.experiments.experiment import Asked, Experiment
-from fedpop.experiments.image_runs import LEGEND, measured, methods, table
+from fedpop.experiments.image_runs import LEGEND, jobs_of, measured, methods, table
 from fedpop.experiments.runner import Job
 from fedpop.federation.clients import Client, Federation, Packed
 from fedpop.population import Population
@@ -94,22 +93,9 @@ def among(population: Population, x: Tensor, y: Tensor, classes: Tensor) -> tupl
 
 
 def jobs(asked: Asked) -> list[Job]:
-    for images in sorted({task.images for task in TASKS}):
-        prepare(images, asked.data)  # missing files are told before hours of work
-    data = None if asked.data is None else str(asked.data)
-    return [
-        Job(
-            job,
-            (t, name, seed, data, str(asked.folder)),
-            f"{task.images} S={task.classes}, {name}, seed {seed}",
-            setting_of(task),
-            seed,
-            (name,),
-        )
-        for seed in range(asked.seeds)
-        for name in ALL
-        for t, task in enumerate(TASKS)
-    ]
+    cells = [(t, name) for name in ALL for t in range(len(TASKS))]
+    labels = [f"{task.images} S={task.classes}" for task in TASKS]
+    return jobs_of(asked, job, TASKS, labels, [setting_of(task) for task in TASKS], cells)
 
 
 # --- what is told of it ----------------------------------------------------------------------

@@ -8,7 +8,7 @@ run is kept in a folder while it lasts, so that an experiment that was stopped g
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,12 @@ from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.algorithms.local_only import LocalOnly
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.client.phi_step import PhiStep
+from fedpop.data.image_task import PictureTask
+from fedpop.data.images import prepare
 from fedpop.evaluation.scores import Evaluation
 from fedpop.experiments.budget import rounds_within
+from fedpop.experiments.experiment import Asked
+from fedpop.experiments.runner import Job
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Uniform
 from fedpop.models.base import Model
@@ -55,6 +59,33 @@ def methods(rate: float, batch: int) -> dict[str, Build]:
         "APFL": lambda model: APFL(model, local=own),
         "Local": lambda model: LocalOnly(model, local=own),
     }
+
+
+def jobs_of(
+    asked: Asked,
+    call: Callable[..., list[Record]],
+    tasks: Sequence[PictureTask],
+    labels: Sequence[str],
+    settings: Sequence[dict[str, Any]],
+    cells: Sequence[tuple[int, str]],
+) -> list[Job]:
+    """A job for each seed and each (task, method), in this order; ``call`` is given the task's number, the
+    method's name, the seed, and the folders of data and of records."""
+    for images in sorted({task.images for task in tasks}):
+        prepare(images, asked.data)  # missing files are told before hours of work
+    data = None if asked.data is None else str(asked.data)
+    return [
+        Job(
+            call,
+            (t, name, seed, data, str(asked.folder)),
+            f"{labels[t]}, {name}, seed {seed}",
+            settings[t],
+            seed,
+            (name,),
+        )
+        for seed in range(asked.seeds)
+        for t, name in cells
+    ]
 
 
 def trained(method: Algorithm, federation: Federation, passes: float, seed: int, out: Path) -> Population:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from fedpop.data.image_task import ImageTask
-from fedpop.data.images import prepare
 from fedpop.experiments.experiment import Asked, Experiment
-from fedpop.experiments.image_runs import COLUMNS, LEGEND, measured, methods, rows
+from fedpop.experiments.image_runs import COLUMNS, LEGEND, jobs_of, measured, methods, rows
 from fedpop.experiments.runner import Job
 from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
@@ -58,22 +57,8 @@ def job(index: int, name: str, seed: int, data: str | None, folder: str) -> list
 
 
 def jobs(asked: Asked) -> list[Job]:
-    for images in sorted({task.images for task in TASKS}):
-        prepare(images, asked.data)  # missing files are told before hours of work
-    data = None if asked.data is None else str(asked.data)
-    return [
-        Job(
-            job,
-            (t, name, seed, data, str(asked.folder)),
-            f"{name_of(setting_of(task))}, {name}, seed {seed}",
-            setting_of(task),
-            seed,
-            (name,),
-        )
-        for seed in range(asked.seeds)
-        for t, task in enumerate(TASKS)
-        for name in METHODS
-    ]
+    cells, told = [(t, name) for t in range(len(TASKS)) for name in METHODS], [setting_of(t) for t in TASKS]
+    return jobs_of(asked, job, TASKS, [name_of(s) for s in told], told, cells)
 
 
 # --- what is told of it ----------------------------------------------------------------------

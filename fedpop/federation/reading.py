@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import DataError, SchemaError
+from fedpop.extras import library
 from fedpop.federation.clients import SPLITS, Client, Federation
+from fedpop.files import csv_text
 
 OTHER = "(other)"
 """The level of all names that were too rare to be told of."""
@@ -77,21 +79,15 @@ def _require_columns(there: Sequence[str], wanted: Sequence[str], site: str) -> 
 
 
 def _csv(path: Path, wanted: Sequence[str], site: str) -> Columns:
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            _require_columns(reader.fieldnames or [], wanted, site)
-            rows = list(reader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    with csv_text(path) as file:
+        reader = csv.DictReader(file)
+        _require_columns(reader.fieldnames or [], wanted, site)
+        rows = list(reader)
     return {column: [(row[column] or "").strip() for row in rows] for column in wanted}
 
 
 def _parquet(path: Path, wanted: Sequence[str], site: str) -> Columns:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise DataError("Parquet files need pyarrow: pip install 'fedpop[data]'") from error
+    parquet = library("pyarrow.parquet", "data", "Parquet files")
     try:
         _require_columns(parquet.read_schema(path).names, wanted, site)
         table = parquet.read_table(path, columns=list(dict.fromkeys(wanted)))
@@ -183,10 +179,7 @@ def from_table(columns: Columns, form: Mapping[str, Any], site: str) -> Federati
 
 def from_images(folder: Path, form: Mapping[str, Any], site: str) -> Federation:
     """``class/image.png``; the form has ``size`` (channels, height, width) and ``classes``."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise DataError("images need pillow: pip install 'fedpop[data]'") from error
+    image_files = library("PIL.Image", "data", "images")
     if not form.get("size") or not form.get("classes"):
         raise SchemaError(f"site {site!r} has images, but the federation tells no size and classes")
     channels, height, breadth = form["size"]
@@ -198,7 +191,7 @@ def from_images(folder: Path, form: Mapping[str, Any], site: str) -> Federation:
             raise SchemaError(f"site {site!r}: a folder's name is not one of the classes ({told})")
         for file in sorted(p for p in sub.iterdir() if p.suffix.lower() in IMAGES):
             try:
-                with Image.open(file) as image:
+                with image_files.open(file) as image:
                     pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"), dtype=np.float32)
             except OSError as error:
                 raise DataError(f"site {site!r}: cannot read the image {file} ({error})") from error

@@ -1,5 +1,6 @@
 """Scoring steps where few take part in a round: theta += information^-1 score / k.
- The information is everyone's, asked for once; the score of a round is that of those who take part,
+
+The information is everyone's, asked for once; the score of a round is that of those who take part,
 weighted as participation weighs them. Steps of 1 / k average what rounds say: after K of them what is
 left of the chance of who took part is sqrt((1 / p - 1) / K) standard errors of theta.
 """
