@@ -100,11 +100,7 @@ def tell_what_is_missing(axes: Axes, lines: Mapping[str, Line], log_y: bool) -> 
 
 def _arrow(axes: Axes, name: str, line: Line, high: float) -> None:
     """Where a line leaves through the top."""
-    across = [
-        a if ya > high else b
-        for (a, ya), (b, yb) in pairwise(line)
-        if (ya > high) != (yb > high)
-    ]
+    across = [a if ya > high else b for (a, ya), (b, yb) in pairwise(line) if (ya > high) != (yb > high)]
     x = across[-1] if across else line[-1][0]
     drawn = next((a for a in axes.get_lines() if a.get_label() == name), None)
     shade = drawn.get_color() if drawn is not None else "#000000"

@@ -214,6 +214,7 @@ def dots(
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.set_xlabel(x_label)
+        axes.set_ylabel("method")
         return svg_of(figure)
 
 

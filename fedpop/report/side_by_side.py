@@ -117,6 +117,7 @@ def ranked(
         axes.margins(x=0.12)
         axes.grid(axis="y", visible=False)
         axes.set_xlabel(x_label)
+        axes.set_ylabel("method")
         return svg_of(figure)
 
 
