@@ -106,7 +106,7 @@ def clusters(names: Names) -> str:
     line = torch.linspace(-4, 4, 121)
     y, x = torch.meshgrid(line, line, indexing="ij")
     prior, beta = population.algorithm.hierarchy.prior, population.published["beta"]
-    density = prior.log_prob(torch.stack((x, y), -1).reshape(-1, 2).to(beta), beta).exp().reshape(x.shape)
+    density = prior.log_prob(beta, torch.stack((x, y), -1).reshape(-1, 2).to(beta)).exp().reshape(x.shape)
     with styled():
         figure, axes = new_axes(4.6, 3.6)
         axes.contour(line, line, density, levels=6, colors=METHODS["Mixture"][0], linewidths=0.9)
@@ -274,7 +274,7 @@ def families() -> str:
         figure, axes = new_axes(5.6, 3.4)
         for name, method in methods.items():
             p = method.fit(clients, rounds=60).predict(0, grid)
-            shade, dash = METHODS[name]
+            shade, dash = looks(methods)[name]
             axes.plot(grid[:, 0], p.mean, dash, color=shade, label=name, linewidth=1.7)
             if name == "FedSOUL":
                 low, high = p.interval(0.9, of="mean")

@@ -23,7 +23,7 @@ METHODS: dict[str, Look] = {
     "FedAvg-FT": ("#8C6D31", "-"),
     "FedProx": ("#6E6E6E", "--"),
     "SCAFFOLD": ("#4D4D4D", ":"),
-    "LocalOnly": ("#B8860B", ":"),
+    "Local": ("#B8860B", ":"),
     "FedRep": ("#E69F00", "-"),
     "FedRep-spectral": (ORANGE, "-"),
     "FedPer": ("#A63603", "--"),
