@@ -106,6 +106,12 @@ class LinearLikelihood(LocalLikelihood):
             take(self.features), take(self.y), weight, self.likelihood, self.params, offset
         )
 
+    def rows(self, clients: Tensor, pick: Tensor) -> LinearLikelihood:
+        """That of some rows of every client: ``clients`` ``[C, 1]`` counts them, ``pick`` is ``[C, B]``."""
+        mask, offset = (None if block is None else block[clients, pick] for block in (self.mask, self.offset))
+        features, y = self.features[clients, pick], self.y[clients, pick]
+        return LinearLikelihood(features, y, mask, self.likelihood, self.params, offset)
+
     @property
     def short(self) -> bool:
         """Whether everyone's rows make one block."""
