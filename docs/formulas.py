@@ -21,9 +21,17 @@ def typeset(page: str) -> str:
     return _FOUND.sub(_mathml, page)
 
 
+_BARE = re.compile(r"(<mi>(?:log|exp)</mi>)(?!<mo[^>]*>(?:&#x00028;|\())")
+"""A function whose argument has no parentheses: there is a little space between them."""
+
+
 def _mathml(found: re.Match[str]) -> str:
     display = "block" if found[2] == "[" else "inline"
-    return convert(html.unescape(found[3]).strip(), display=display)
+    tex = html.unescape(found[3]).strip()
+    made = convert(tex.replace("{aligned}", "{align*}"), display=display)
+    if unknown := re.search(r"<m[io]>(\\\w+|&)</m[io]>", made):
+        raise ValueError(f"{unknown[1]} is unknown to latex2mathml, in {tex}")
+    return _BARE.sub(r'\1<mspace width="0.17em"/>', made)
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -72,7 +72,7 @@ def shrinkage(names: Names) -> str:
         axes.set_xlabel("slope")
         axes.set_ylabel("clients, by their number of examples")
         axes.grid(axis="y", visible=False)
-        axes.legend(frameon=False, fontsize=8, loc="lower right")
+        figure.legend(frameon=False, fontsize=8, ncols=4, loc="outside upper center")
         return svg_of(figure)
 
 

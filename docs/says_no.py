@@ -227,7 +227,7 @@ def classes() -> str:
     rows = ["| class | what it means | what to do first |", "|---|---|---|"]
     for kind, first in FIRST.items():
         meaning = " ".join((getattr(errors, kind).__doc__ or "").split())
-        rows.append(f"| `{kind}` | {meaning} | {first} |")
+        rows.append(f"| {kind} | {meaning} | {first} |")
     return "\n".join(rows)
 
 

@@ -23,7 +23,7 @@ METHODS: dict[str, Look] = {
     "FedAvg-FT": ("#8C6D31", "-"),
     "FedProx": ("#6E6E6E", "--"),
     "SCAFFOLD": ("#4D4D4D", ":"),
-    "Local": ("#B8860B", ":"),
+    "LocalOnly": ("#B8860B", ":"),
     "FedRep": ("#E69F00", "-"),
     "FedRep-spectral": (ORANGE, "-"),
     "FedPer": ("#A63603", "--"),
@@ -52,6 +52,8 @@ def _plain(name: str) -> str:
 
 
 _BY_PLAIN = {_plain(name): look for name, look in METHODS.items()}
+_ALIASES = {"local": "localonly"}
+"""Names that are too common a word to begin a label with."""
 
 
 def known_look(name: str) -> Look | None:
@@ -61,6 +63,7 @@ def known_look(name: str) -> Look | None:
     True
     """
     plain = _plain(name)
+    plain = _ALIASES.get(plain, plain)
     found = max((m for m in _BY_PLAIN if plain.startswith(m)), key=len, default=None)
     return None if found is None else _BY_PLAIN[found]
 

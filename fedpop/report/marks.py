@@ -52,12 +52,11 @@ def legend(axes: Axes, lines: int, below: bool = False) -> None:
     if not below:
         axes.legend(frameon=False, fontsize=8)
         return
-    axes.legend(
+    axes.figure.legend(
         frameon=False,
         fontsize=7.5,
         ncols=min(4, lines),
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.2),
+        loc="outside lower center",
         columnspacing=1.2,
         handlelength=1.8,
     )
