@@ -80,6 +80,7 @@ class WithEngine(Hierarchical):
     def lines(self, published: Tensors) -> list[tuple[str, str]]:
         how = {
             "exact": "exact: quasi-Newton steps on the marginal likelihood",
-            "sampled": "sampled: each client runs a Markov chain" + (", then scoring steps on theta" if self.scores else ""),
+            "sampled": "sampled: each client runs a Markov chain"
+            + (", then scoring steps on theta" if self.scores else ""),
         }
         return [*super().lines(published), *[("engine", how[e]) for e in (self.engine,) if e in how]]
