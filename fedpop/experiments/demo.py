@@ -218,8 +218,8 @@ def _figures(results: Results, points: dict[str, list[dict[str, float]]]) -> lis
     exact = ("exact optimum", by_name["Exact"]["principal_angle"])
     angle = "principal-angle distance"
     by_round, by_bytes = (
-        {m: [(x(p), p["principal_angle"]) for p in points[m]] for m in METHODS if m in points}
-        for x in (lambda p: p["round"], lambda p: p["bytes"] / 1e6)
+        {m: [(p[x] / unit, p["principal_angle"]) for p in points[m]] for m in METHODS if m in points}
+        for x, unit in (("round", 1), ("bytes", 1e6))
     )
     return [
         Figure(
