@@ -140,7 +140,7 @@ def scatters(
                 if here:
                     xs, ys = zip(*here, strict=True)
                     sizes = [8 * n for n in here.values()]
-                    drawn = axes.scatter(xs, ys, sizes, looks[name][0], shape, alpha=0.5, linewidth=0)
+                    drawn = axes.scatter(xs, ys, sizes, looks[name][0], marker=shape, alpha=0.5, lw=0)
                     drawn.set_clip_on(False)
             axes.set_xlim(low, high)
             axes.set_ylim(low, high)
