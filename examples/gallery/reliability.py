@@ -13,7 +13,9 @@ for _ in range(30):
     y = (1.5 * x @ own + torch.randn(60, 3, generator=rng)).argmax(1)
     clients.append(fp.Client(x[:8], y[:8], test=(x[8:], y[8:])))
 
-model = fp.Composition(None, nn.Linear(2, 3), "categorical")
+head = nn.Linear(2, 3, bias=False)
+nn.init.zeros_(head.weight)
+model = fp.Composition(None, head, "categorical")
 local = fp.LocalSGD(epochs=5, rate=0.3)
 methods = {
     "FedSOUL": fp.FedSOUL(model, final=fp.chains.Final(chains=2, burn_in=60, draws=60)),
