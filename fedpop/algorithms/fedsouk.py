@@ -97,7 +97,7 @@ class FedSOUK(WithEngine):
     # --- before the rounds -------------------------------------------------------------------
 
     def restarted(self) -> Self:
-        return self.replace(start="random")
+        return replace(self, start="random")
 
     def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
         phi, prior = self._first_phi(facts, key), self.hierarchy.prior

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fedpop.algorithms.engine import WithEngine
+from fedpop.algorithms.engine import CHOSEN, WithEngine
 from fedpop.data.synthetic import Synthetic, SyntheticTask
 from fedpop.experiments.comparison import Comparison
 from fedpop.experiments.comparison.page import on_the_way
@@ -110,7 +110,7 @@ def row(outcome: Outcome) -> tuple[str, ...]:
     method = population.algorithm if population is not None and "kernel" in item["config"] else None
     return (
         item["method"],
-        method.engine if isinstance(method, WithEngine) else "-",
+        method.engine.removeprefix(CHOSEN) if isinstance(method, WithEngine) else "-",
         f"{m['principal_angle']:.3f}",
         f"{m['z_error']:.3f}",
         f"{m['log_likelihood']:.3f}",
