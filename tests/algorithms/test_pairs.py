@@ -50,11 +50,11 @@ FACTORS: dict[str, dict[str, Any]] = {
     },
     "chain": {
         "default": fp.chains.Chain(),
-        "two": fp.chains.Chain(chains=2),
-        "stateless": fp.chains.Chain(stateful=False),
+        "two": fp.chains.Chain(chains=2, burn_in=2),
+        "stateless": fp.chains.Chain(stateful=False, burn_in=1),
         "burn-in": fp.chains.Chain(burn_in=3),
         "closed form": fp.chains.Chain(rao_blackwell=True),
-        "stays": fp.chains.Chain(follow=False),
+        "stays": fp.chains.Chain(follow=False, burn_in=1),
     },
     "phi_step": {
         "default": None,
