@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fedpop.data.csv_task import CsvTask
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import fedpop as fp
-from fedpop.data.csv_task import CsvTask
 from fedpop.errors import DataError, FedpopError
 from tests.helpers import linear_model
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from fedpop.data.csv_task import CsvTask
 
 import fedpop as fp
 from fedpop.cli import main
-from fedpop.data.csv_task import CsvTask
 from fedpop.errors import CheckpointError, DataError, FedpopError, FedpopWarning, SettingsError
 from fedpop.population.saving import KEYS
 from fedpop.report.results import FIELDS, Results, record

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 import pytest
 import torch
+from fedpop.data.csv_task import CsvTask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,6 @@ from fedpop.algorithms import METHODS
 from fedpop.algorithms.base import Algorithm
 from fedpop.checked import Checked, Count, Factor, Fraction, OneOf, Positive
 from fedpop.data.clusters import ClusterTask
-from fedpop.data.csv_task import CsvTask
 from fedpop.data.image_task import ImageTask
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.errors import FedpopError, SettingsError
