@@ -51,10 +51,11 @@ class Payload:
 
 @dataclass(frozen=True)
 class Channel(Checked):
-    """What happens to the vectors named in ``compressed``; everything else is sent as it is.
+    """What happens to the vectors named in ``compressed`` and ``clipped``; all else is sent as it is.
 
     ``compressor`` is one for all, or one for each client by name. ``clip`` bounds the norm of what a site
-    sends (a longer vector is shortened, which biases the sum).
+    sends (a longer vector is shortened, which biases the sum): of vectors that are ``clipped``, or of those
+    that are compressed where nothing else is said.
 
     >>> from fedpop.channel.compressors import QSGD
     >>> channel = Channel(QSGD(), ("J",))
@@ -66,6 +67,7 @@ class Channel(Checked):
     compressor: Choice = field(default_factory=Identity)
     compressed: tuple[str, ...] = ()
     clip: Positive | None = None
+    clipped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,8 +107,7 @@ class Channel(Checked):
     def encode(self, name: str, vector: Tensor, site: int, key: Key) -> Payload:
         """What a site sends of its vector ``[D]``; a PayloadError where it cannot be sent."""
         compressor = self._for(name, site)
-        if name in self.compressed:
-            vector = self._clipped(vector.unsqueeze(0))[0]
+        vector = self._clipped(name, vector.unsqueeze(0))[0]
         data = compressor.encode(vector, key.at(purpose=f"compress.{name}"), site)
         return Payload(compressor.name, vector.shape[0], data)
 
@@ -127,9 +128,9 @@ class Channel(Checked):
 
         A vector that cannot be sent comes back as NaN, and costs nothing.
         """
+        vectors = self._clipped(name, vectors)
         if self.transparent or name not in self.compressed:
             return vectors, plain_bytes(vectors)
-        vectors = self._clipped(vectors)
         key = key.at(purpose=f"compress.{name}")
         if isinstance(self._each, Compressor):
             return _compressed(self._each, vectors, key, sites)
@@ -143,8 +144,8 @@ class Channel(Checked):
             size += more
         return seen, size
 
-    def _clipped(self, vectors: Tensor) -> Tensor:
-        if self.clip is None:
+    def _clipped(self, name: str, vectors: Tensor) -> Tensor:
+        if self.clip is None or name not in (self.clipped or self.compressed):
             return vectors
         norm = torch.linalg.vector_norm(vectors, dim=1, keepdim=True, dtype=torch.float64)
         out: Tensor = vectors * (self.clip / norm.clamp(min=self.clip)).to(vectors.dtype)

@@ -163,7 +163,7 @@ class LocalSGD(Setting):
 
 @dataclass(frozen=True)
 class _Way:
-    """What every step is made of."""
+    """How a local step goes: the loss, its direction, what pulls beside it, and the rate."""
 
     loss: Loss
     direction: Direction | None
