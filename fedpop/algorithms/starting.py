@@ -48,7 +48,7 @@ class WithStart(WithEngine):
         return redrawn(self.model, phi, key.at(purpose=f"restart-{facts.restart}"))
 
     def first_theta(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
-        """phi and beta before the first round, given the answers; with them phi's natural units, and the noise
+        """phi and beta before the first round, given the answers; phi's natural units, and the noise
         variance that annealing begins at."""
         prior, own = self.hierarchy.prior, key.at(purpose=f"prior-{facts.restart}")
         phi, beta = starts.theta(self.model, prior, self._first_phi(facts, key), known, own)
