@@ -28,7 +28,7 @@ def patients(random: np.random.Generator) -> dict[str, list[str | float]]:
             age, weight = random.uniform(20, 90), random.normal(75, 12)
             sex, smokes = random.choice(["f", "m"]), random.choice(["no", "sometimes", "yes"])
             dose = own + 0.05 * weight - 0.02 * age + 0.5 * (smokes == "yes") + random.normal(0, 0.3)
-            values = (
+            row = (
                 f"doctor-{doctor}",
                 round(age, 1),
                 round(weight, 1),
@@ -36,7 +36,7 @@ def patients(random: np.random.Generator) -> dict[str, list[str | float]]:
                 str(smokes),
                 round(dose, 2),
             )
-            for held, value in zip(rows.values(), values, strict=True):
+            for held, value in zip(rows.values(), row, strict=True):
                 held.append(value)
     return rows
 

@@ -9,7 +9,7 @@ import fedpop as fp
 
 
 def clients(seed: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Whatever ``fp.fit`` takes as clients: here names with (x, y). A function may take the seed, or nothing."""
+    """Whatever ``fp.fit`` takes as clients: here names with (x, y). It may take the seed, or nothing."""
     draw = torch.Generator().manual_seed(seed)
     out = {}
     for i in range(10):

@@ -364,7 +364,7 @@ def test_a_compressor_is_refused_in_the_words_of_the_method(monkeypatch):
     [
         (
             {"task": {"kind": "pictures"}},
-            r"\[task\]: kind is one of synthetic, images, full-images, table, folder, function, not 'pictures'",
+            r"\[task\]: kind is one of synthetic, images, full-images, table, folder, function, not 'pic",
         ),
         ({"task": {"kind": "synthetic", "bb": 3}}, r"\[task\]: unknown setting 'bb'; known are kind, b,"),
         ({"task": {"kind": "synthetic", "d": 3, "k": 2}}, r"\[task\]: .*d is at most k"),

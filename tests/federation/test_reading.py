@@ -77,12 +77,12 @@ BAD = {
     "a level": (
         "age,sex,dose\n30,f,1\n30,secret,1\n",
         FORM,
-        r"column 'sex': 1 row\(s\), the first .* line 3",
+        r"column 'sex': 1 row\(s\), .* line 3",
     ),
     "too many fields": (
         "age,sex,dose\n30,f,1\n30,f,1,secret\n",
         FORM,
-        "line 3: more values than the 3 columns",
+        "line 3: more values than the 3",
     ),
     "a split": ("age,sex,dose,p\n30,f,1,secret\n", FORM | {"split": "p"}, "column 'p', line 2"),
 }
