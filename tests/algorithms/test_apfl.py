@@ -173,6 +173,18 @@ def test_a_compressor_is_refused() -> None:
         fp.APFL(Q.model, compressor="qsgd")
 
 
+def test_clip_shortens_what_fedavg_would_send() -> None:
+    """w is trained as FedAvg's: with the same clip the server's model is the same."""
+    settings: dict[str, Any] = {"local": fp.LocalSGD(epochs=3, rate=0.1), "clip": 0.3}
+    found, other = (
+        method(Q.model, **settings).fit(Q.clients, rounds=6, progress=False).published["z"]
+        for method in (fp.APFL, fp.FedAvg)
+    )
+    torch.testing.assert_close(found, other, rtol=1e-12, atol=1e-12)
+    free = fp.APFL(Q.model, local=settings["local"]).fit(Q.clients, rounds=6, progress=False)
+    assert (free.published["z"] - found).norm() > 0.1
+
+
 def test_saved_and_loaded(tmp_path: Any) -> None:
     population = fp.APFL(Q.model, alpha=0.3, adaptive=False).fit(Q.clients, rounds=2, progress=False)
     again = fp.load(population.save(tmp_path))

@@ -142,11 +142,11 @@ def test_raw_vectors_travel_in_their_own_type(dtype, length):
 
 
 def test_other_types_do_not_travel():
-    for v in (torch.ones(3, dtype=torch.float16), torch.ones(3, dtype=torch.int64)):
-        with pytest.raises(PayloadError, match="vectors travel as float32 or float64, not torch"):
-            Channel().encode("I", v, 0, KEY)
-    with pytest.raises(PayloadError, match="expected a vector of real numbers"):
-        Channel("qsgd", ("J",)).encode("J", torch.ones(3, dtype=torch.int64), 0, KEY)
+    for channel, name in ((Channel(), "I"), (Channel("qsgd", ("J",)), "J")):
+        with pytest.raises(PayloadError, match="expected a vector of real numbers"):
+            channel.encode(name, torch.ones(3, dtype=torch.int64), 0, KEY)
+    half = Channel().encode("I", torch.ones(3, dtype=torch.float16), 0, KEY)
+    assert Channel().decode("I", half, 0).dtype == torch.float32  # as wide as it is counted
 
 
 def test_the_server_needs_neither_the_key_nor_the_vector():
@@ -290,10 +290,10 @@ def test_truncated_and_corrupt_payloads_are_refused(compressor):
             channel.decode("J", replace(payload, data=bytes(turned)), unit)
 
 
-@pytest.mark.parametrize("cut", [0, 1, 35, 37])
+@pytest.mark.parametrize("cut", [0, 1, FRAME + 35, FRAME + 37])
 def test_truncated_raw_payloads_are_refused(cut):
     payload = Channel().encode("I", torch.ones(9), 0, KEY)
-    with pytest.raises(PayloadError, match=f"I: {cut} bytes for 9 entries"):
+    with pytest.raises(PayloadError, match="truncated payload"):
         Channel().decode("I", replace(payload, data=(payload.data + b"\0")[:cut]), 0)
 
 
@@ -376,7 +376,7 @@ def test_bytes_of_a_run():
         population = method.fit(ragged((3, 0, 5, 1)), rounds=3)
         up[name] = population.totals["bytes_up"]
     size = fp.compressors.QSGD().encoded_bytes(6)
-    asked = 4 * (2 * FRAME + 8 * 2)  # before the rounds, in double precision: the size of y
+    asked = 4 * (FRAME + 8 * 2)  # before the rounds, in double precision: the size of y
     rounds = {
         "identity": 3 * 4 * (2 * FRAME + 4 * (6 + 3)),
         "qsgd": 3 * 4 * (size + FRAME + 4 * 3),

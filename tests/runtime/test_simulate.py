@@ -63,7 +63,7 @@ def test_metrics_have_a_line_per_round_with_exact_counts(tmp_path: Path) -> None
     # Before round one: second moments (9 entries, 1 count), then cross products (9, 9, 1), both float32, and
     # the size of y (a square and a count) in double precision; down only the whitener, 9 entries in double
     # precision, and in the one round that is annealed its variance.
-    before_up, before_down = 4 * (7 * FRAME + 4 * (10 + 19) + 8 * 2), 4 * (8 * 9 + 4)
+    before_up, before_down = 4 * (6 * FRAME + 4 * (10 + 19) + 8 * 2), 4 * (8 * 9 + 4)
     for k, line in enumerate(lines, 1):
         assert line["active"] == 4
         assert line["left_out"] == []

@@ -78,7 +78,7 @@ def test_a_site_sends_and_receives_once_whoever_is_there() -> None:
     alone, together = (method.fit(CLIENTS, rounds=3, sites=sites) for sites in (None, SITES))
     # Second moments (9 entries and a count), cross products (twice 9 and a count), then J (6) and I (3), of 4
     # bytes each; the size of y (a square and a count) in double precision; every vector in its frame.
-    before = 3 * (7 * FRAME + 4 * (10 + 19) + 8 * 2)
+    before = 3 * (6 * FRAME + 4 * (10 + 19) + 8 * 2)
     for k, (a, b) in enumerate(zip(alone.history, together.history, strict=True), 1):
         assert b["bytes_up"] == before + k * 3 * (2 * FRAME + 4 * (6 + 3))
         assert 2 * b["bytes_up"] == a["bytes_up"]
