@@ -28,8 +28,8 @@ class MLflow(Checked, Callback):
 
     Args:
         experiment: That of MLflow in which the run is; made where it is not there. "fedpop" unless told.
-        tracking: Where MLflow keeps it: the address of a server, or ``sqlite:///FILE``; None (the default)
-            leaves it to MLflow's own settings.
+        tracking: Where MLflow keeps it, such as the address of a server; None (the default) leaves it to
+            MLflow's own settings, ``MLFLOW_TRACKING_URI`` among them.
         run_name: What the run is called; the method's name unless told.
 
     >>> import fedpop as fp
@@ -70,8 +70,8 @@ class MLflow(Checked, Callback):
             self._client.log_param(self._id, "method", run.algorithm.label)
             self._client.log_param(self._id, "seed", run.settings.seed)
         except mlflow.exceptions.MlflowException as error:
-            told = " ".join(str(error).split())
-            raise SettingsError(f"MLflow cannot be written to ({told}); is tracking right?") from error
+            told = " ".join(str(error).split())[:300]
+            raise SettingsError(f"MLflow cannot be written to; is tracking right? It says: {told}") from error
 
     def finished(self, run: Run) -> None:
         if self._client is not None:

@@ -11,7 +11,7 @@ from fedpop.algorithms.apfl import three_updates
 from fedpop.client import local_sgd
 from fedpop.client.losses import joint_loss
 from fedpop.errors import SettingsError
-from tests.helpers import cohort_of, quadratics, ragged, seeded, states
+from tests.helpers import FRAME, cohort_of, quadratics, ragged, seeded, states
 
 WIDE = torch.float64
 Q = quadratics()
@@ -147,7 +147,7 @@ def test_newcomers() -> None:
 def test_what_is_sent_and_what_it_costs() -> None:
     population = fp.APFL(Q.model, local=fp.LocalSGD(epochs=3)).fit(Q.clients, rounds=2, progress=False)
     assert fp.APFL.private == ("v", "alpha")
-    assert population.totals["bytes_up"] == 2 * 3 * 8 * (3 + 1)
+    assert population.totals["bytes_up"] == 2 * 3 * (2 * FRAME + 8 * (3 + 1))
     assert population.totals["head_steps"] == 2 * 2 * 3 * 25  # w and the mixture
 
 

@@ -289,7 +289,8 @@ def test_tensorboard_has_what_the_metrics_have(tmp_path: Path) -> None:
             assert [v for _, v in shown] == pytest.approx([v for _, v in points], rel=1e-6)
 
 
-def test_mlflow_has_what_the_metrics_have(tmp_path: Path) -> None:
+def test_mlflow_has_what_the_metrics_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # no server, no database
     mlflow = pytest.importorskip("mlflow", reason="needs fedpop[mlflow]")
     where = (tmp_path / "mlruns").as_uri()
     population = with_a_crash(tmp_path, lambda: fp.callbacks.MLflow("trial", tracking=where))
