@@ -17,9 +17,9 @@ from fedpop.experiments.comparison.page import on_the_way
 from fedpop.experiments.comparison.run import compare_all
 from fedpop.experiments.comparison.sheets import PROTOCOL, summary
 from fedpop.experiments.comparison.terms import Terms
-from fedpop.experiments.config import Task
 from fedpop.experiments.methods import entry_from
 from fedpop.experiments.synthetic.run import Outcome, run_task
+from fedpop.experiments.tasks import Task
 from fedpop.files import writable_folder
 from fedpop.population import Population
 from fedpop.report import plots, terminal

@@ -15,6 +15,7 @@ from fedpop.evaluation.oracle import everyone, exact_optimum, log_likelihood
 from fedpop.kernels.evidence import evidence
 from fedpop.runtime.callbacks import Callback
 from tests.helpers import (
+    FRAME,
     cohort_of,
     federation_of,
     generator,
@@ -210,8 +211,8 @@ def test_bytes_and_passes_are_counted() -> None:
     run = run_of(method, clients)
     assert run.totals.get("bytes_up", 0) == 0
     first, second = run.train_round(), run.train_round()
-    assert first["bytes_up"] == 8 * b * (1 + p + p * (p + 1) // 2)
-    assert second["bytes_up"] - first["bytes_up"] == 8 * b * (1 + p)
+    assert first["bytes_up"] == b * (3 * FRAME + 8 * (1 + p + p * (p + 1) // 2))
+    assert second["bytes_up"] - first["bytes_up"] == b * (2 * FRAME + 8 * (1 + p))
     assert run.totals["backbone_passes"] == n * (1 + p) + n
     assert first["bytes_down"] == 8 * b * (p + 1)
 
