@@ -87,7 +87,8 @@ class WithEngine(Hierarchical):
     def lines(self, published: Tensors) -> list[tuple[str, str]]:
         how = {
             "exact": "exact: quasi-Newton steps on the marginal likelihood",
-            "sampled": "sampled: Algorithm 1" + (", scoring steps in further stages" if self.scores else ""),
+            "sampled": "sampled: each client runs a Markov chain"
+            + (", then scoring steps on theta" if self.scores else ""),
         }
         engine = self.engine.removeprefix(CHOSEN)
         return [*super().lines(published), *[("engine", how[e]) for e in (engine,) if e in how]]
