@@ -33,7 +33,7 @@ from fedpop.runtime.flower.records import (
     reply_to_record,
 )
 from fedpop.runtime.run import Run, Settings
-from tests.algorithms.test_conformance import clients, made
+from tests.algorithms.conformance import clients, made
 from tests.runtime.flower.local_grid import LocalGrid
 from tests.runtime.flower.sites import across, deployment, enrol, here, post_on, same_bits
 

@@ -15,7 +15,7 @@ from fedpop.evaluation.information import Information
 from fedpop.files import read_tensors
 from fedpop.runtime.flower.elsewhere import Terms
 from fedpop.runtime.flower.memory import Memory
-from tests.algorithms.test_conformance import NAMES, clients, made, partial
+from tests.algorithms.conformance import NAMES, clients, made, partial
 from tests.helpers import generator, linear_model
 from tests.runtime.flower.sites import across, here, same_bits
 

@@ -21,7 +21,8 @@ from fedpop.runtime.flower.elsewhere import Terms
 from fedpop.runtime.flower.letters import Letter, Reply
 from fedpop.runtime.flower.memory import Memory
 from fedpop.runtime.flower.records import letter_from_record, reply_from_record
-from tests.algorithms.test_conformance import clients, holds, made
+from tests.algorithms.conformance import clients, made
+from tests.algorithms.test_conformance import holds
 from tests.helpers import generator, seeded
 from tests.runtime.flower.local_grid import LocalGrid
 from tests.runtime.flower.sites import across, deployment, enrol, post_on
