@@ -160,7 +160,7 @@ class Algorithm(Setting, ABC):
 
     def prepared(self, example: Example) -> Self:
         """This method for examples of this kind."""
-        return self.replace(model=self.model.prepared(example))
+        return self.with_model(self.model.prepared(example))
 
     def restarted(self) -> Self:
         """This method for a restart from a random point."""
@@ -337,8 +337,12 @@ class Algorithm(Setting, ABC):
         return RUNTIMES[-1](self, **given, **unknown)
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other settings."""
+        """A copy with other settings; what a run has chosen where they left something open is open again."""
         return replace(self, **changes)
+
+    def with_model(self, model: Model) -> Self:
+        """A copy on another form of its model; what a run has chosen stays."""
+        return replace(self, model=model)
 
     def describe(self) -> dict[str, Any]:
         """All settings as plain values, for files and for comparing runs."""

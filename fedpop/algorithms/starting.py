@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Self
 
 from torch import Tensor
@@ -31,7 +31,7 @@ class WithStart(WithEngine):
         starts.questions(self.start, self.model, prior, phi)  # raises where it cannot be
 
     def restarted(self) -> Self:
-        return self.replace(start="random")
+        return replace(self, start="random")
 
     def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
         phi, prior = self._first_phi(facts, key), self.hierarchy.prior

@@ -222,7 +222,7 @@ class Population:
             raise DataError(f"there are no {split} data here to be judged on")
         sizes, method = self.federation.splits[split].sizes, self.algorithm
         if self.federation.embedded:  # what is held are features already
-            method = method.replace(model=self.model.on_features())
+            method = method.with_model(self.model.on_features())
         with suppress(DataError):  # somebody cannot be served: one at a time tells who
             self.sample_all()
         for i in (sizes > 0).nonzero().squeeze(1).tolist():

@@ -226,7 +226,7 @@ class Run:
     def _compute_in(self, precision: str, algorithm: Algorithm) -> None:
         """The type that the backbone runs in is chosen once, and stays: it is in the checkpoint."""
         self.precision = precision
-        self.algorithm = algorithm.replace(model=algorithm.model.at_precision(precision))
+        self.algorithm = algorithm.with_model(algorithm.model.at_precision(precision))
 
     def _asked(self, question: Question[Tensors], known: Tensors) -> Tensors:
         key = self.secret.at(round=0, purpose=question.name)

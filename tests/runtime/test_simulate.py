@@ -192,7 +192,7 @@ def methods() -> dict[str, Any]:
         "mini-batches": soul(phi_step=fp.steps.PhiStep(batch=2)),
         "hmc": fp.FedSOUL(logistic, local_steps=3),
         "mala": fp.FedSOUL(logistic, local_steps=3, kernel="mala"),
-        "mass matrix": fp.FedSOUL(curved, local_steps=3),
+        "mass matrix": fp.FedSOUL(curved, local_steps=3, chain=fp.chains.Chain(burn_in=5)),
         "paper": fp.FedSOUL.paper(linear_model(), rate=1e-2),
         "fedavg": fp.FedAvg(linear_model(), local=fp.LocalSGD(epochs=2, batch=2)),
         "fedrep": fp.FedRep(linear_model(), head=fp.LocalSGD(epochs=2, batch=2)),
