@@ -134,6 +134,10 @@ class FSGLD(PosteriorSamples):
         server["clients"] = w.new_tensor(facts.clients)
         return server | {name: known[name] for name in self.nothing(w)}
 
+    def grown(self, server: Tensors, facts: Facts, known: Tensors) -> Tensors:
+        """q is everyone's, and so is b."""
+        return server | known | {"clients": server["w"].new_tensor(facts.clients)}
+
     def nothing(self, w: Tensor) -> Tensors:
         """Natural parameters of no q at all, for each of w ``[..., D]``."""
         square = (*w.shape, w.shape[-1]) if self.full else w.shape
@@ -189,6 +193,7 @@ class Surrogates(Question[Tensors]):
     method: FSGLD
     clients: int
     name: ClassVar[str] = "surrogates"
+    lasting: ClassVar[bool] = True
     quorum: ClassVar[float] = 0.0
 
     def ask(self, known: Tensors) -> Tensors:

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,13 @@ class Deployment:
             method = method.replace(engine="sampled")  # a quorum was asked for: nobody is waited for
         return method
 
-    def hello(self, method: Algorithm, example: Example, schema: Mapping[str, Any]) -> Letter:
-        """What a site is told of the experiment."""
+    def hello(
+        self, example: Example, schema: Mapping[str, Any], method: Algorithm, experiment: str
+    ) -> Letter:
+        """What a site is told of an experiment: this one, or trial rounds before it."""
         described = method_told(method, method.model.chosen_precision(), self.entry)
         described["example"] = plain_example(example)
-        about = {"version": __version__, "experiment": self.experiment, "method": described}
+        about = {"version": __version__, "experiment": experiment, "method": described}
         digest = hashlib.sha256(json.dumps([described, schema], sort_keys=True).encode()).hexdigest()[:32]
         values = values_of(method.model)
         return Letter("hello", about | {"schema": dict(schema), "method_digest": digest}, values)
@@ -106,7 +109,7 @@ def enrolled(deployment: Deployment, post: Post, folder: Path | None = None) -> 
         if file is not None:
             write_tensors(file.with_name("model.safetensors"), values_of(method.model))
             write_json(file, {"form": form, "example": plain_example(example)})
-    post.hello = deployment.hello(method, example, form)
-    members = Elsewhere(method, post, deployment.experiment, deployment.terms, deployment.settings.seed)
+    hello = partial(deployment.hello, example, form)
+    members = Elsewhere(method, post, hello, deployment.experiment, deployment.terms, deployment.settings)
     members.wait()
     return members, method

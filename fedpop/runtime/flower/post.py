@@ -75,6 +75,17 @@ class Post:
         self.reasons: dict[str, str] = {}
         """Why sites were not heard in the last delivery."""
 
+    def beside(self) -> Post:
+        """Another one on the same Grid, to whom nobody has spoken yet."""
+        return Post(
+            self._grid, poll=self._poll, greeting=self._greeting, clock=self._clock, sleep=self._sleep
+        )
+
+    def greet_again(self, hello: Letter) -> None:
+        """Everyone is to hear something new, and counts as there once it has."""
+        self.hello, self.sites = hello, {}
+        self._met, self._greeted, self._hellos = set(), {}, {}
+
     # --- who is there ------------------------------------------------------------------------
 
     def _online(self) -> dict[int, str]:
