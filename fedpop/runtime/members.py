@@ -98,6 +98,7 @@ class Members(ABC):
     def fresh(self, method: Algorithm) -> Members:
         """The same ones, for a run of this method beside this one."""
 
+    @abstractmethod
     def settle(self, method: Algorithm) -> None:
         """The run's method is this one from now on: trial rounds have found what it left open."""
 
@@ -186,6 +187,9 @@ class Here(Members):
 
     def fresh(self, method: Algorithm) -> Here:
         return Here(*self._again)
+
+    def settle(self, method: Algorithm) -> None:
+        pass  # rounds and questions come with it
 
     def active(self, rule: Participation, key: Key, round: int) -> Active:
         return active_units(rule, self.federation, key, round)

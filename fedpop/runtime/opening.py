@@ -1,4 +1,4 @@
-"""The questions before the rounds: asked of everyone at the start, and of whoever comes later where they last."""
+"""The questions before the rounds: asked of everyone; those that last, of whoever comes later too."""
 
 from __future__ import annotations
 

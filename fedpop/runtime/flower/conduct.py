@@ -17,6 +17,7 @@ from fedpop.federation.inputs import Example
 from fedpop.files import read_json, read_tensors, writable_folder, write_json, write_tensors
 from fedpop.population import Population
 from fedpop.runtime.callbacks import Callback
+from fedpop.runtime.flower.afterwards import answers
 from fedpop.runtime.flower.elsewhere import Elsewhere, Terms
 from fedpop.runtime.flower.forms import agreed, example_from, open_questions, plain_example
 from fedpop.runtime.flower.letters import Letter, method_told, values_of, with_values
@@ -26,6 +27,7 @@ from fedpop.runtime.run import Run
 from fedpop.runtime.settings import Settings
 from fedpop.version import __version__
 
+AFTERWARDS = "afterwards.json"
 log = logging.getLogger("fedpop.server")
 
 
@@ -44,6 +46,8 @@ class Deployment:
     entry: str = ""
     """``module:name`` that makes the model, where it is not made of torch's own layers."""
     callbacks: Sequence[Callback] = ()
+    afterwards: Sequence[str] = ()
+    """What everyone is asked once theta is there."""
 
     def prepared(self, example: Example) -> Algorithm:
         """The method for examples of this kind. What a site computes in does not depend on its processor."""
@@ -78,6 +82,8 @@ def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> P
     run = Run(method, members, deployment.settings, folder, deployment.callbacks)
     resume = folder is not None and any((folder / "checkpoints").glob("round-*.json"))
     population = run.execute(resume=resume, progress=False)
+    if folder is not None and deployment.afterwards:
+        write_json(folder / AFTERWARDS, answers(population, deployment.afterwards))
     have = members.finish(population.published, population.rounds)
     log.info("theta after %d rounds is at %s", population.rounds, ", ".join(have) or "no site")
     if folder is not None:

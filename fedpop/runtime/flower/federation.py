@@ -4,7 +4,7 @@ name                          what the experiment is called
 [data]                        what sites' data look like: ``forms`` has the words
 [model]  entry                ``module:name`` of a model, or of a function that makes one
 [method] name, settings       as in the files of ``fedpop compare``
-[run]    rounds, seed, participation, early_stop
+[run]    rounds, seed, participation, early_stop, checkpoint_every, afterwards
 [sites]  sites, quorum, timeout, weights
 [server] address, hosts
 """
@@ -27,6 +27,7 @@ from fedpop.federation.participation import resolve
 from fedpop.files import read_json, writable_folder, write_json
 from fedpop.models.base import Model
 from fedpop.runtime.callbacks import Callback, EarlyStop
+from fedpop.runtime.flower.afterwards import ASKED, check_asked
 from fedpop.runtime.flower.conduct import Deployment
 from fedpop.runtime.flower.elsewhere import Terms
 from fedpop.runtime.flower.folder import check_name, read_toml
@@ -35,7 +36,7 @@ from fedpop.runtime.settings import Settings
 from fedpop.version import __version__
 
 TABLES = ("name", "data", "model", "method", "run", "sites", "server")
-RUN = ("rounds", "seed", "participation", "early_stop", "checkpoint_every")
+RUN = ("rounds", "seed", "participation", "early_stop", "checkpoint_every", "afterwards")
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ class Folder:
             participation=usual if part is None else resolve(part),
             checkpoint_every=run.get("checkpoint_every", 1),
         )
-        return Deployment(self.experiment(), make, settings, terms, data, str(entry), callbacks)
+        after = check_asked(run.get("afterwards", tuple(ASKED)))
+        return Deployment(self.experiment(), make, settings, terms, data, str(entry), callbacks, after)
 
 
 def _maker(path: Path, entry: str, name: str, settings: Mapping[str, Any]) -> Callable[[Example], Algorithm]:

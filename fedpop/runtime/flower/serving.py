@@ -13,6 +13,7 @@ from typing import Any
 from fedpop.errors import SettingsError
 from fedpop.files import read_json, writable_folder, write_bytes, write_json
 from fedpop.runtime.flower import certificates
+from fedpop.runtime.flower.conduct import AFTERWARDS
 from fedpop.runtime.flower.federation import Folder
 from fedpop.runtime.flower.folder import check_name
 from fedpop.runtime.flower.memory import held
@@ -21,6 +22,8 @@ from fedpop.runtime.progress import human_bytes
 from fedpop.version import __version__
 
 Say = Callable[[str], None]
+TOLD = ("loss", "bytes_up", "bytes_down", "seconds")
+"""Numbers of a round that are told by themselves."""
 CONNECTION = "fedpop"
 
 PROJECT = """# An app of Flower's: `flwr run` takes it as it is. The code is fedpop's own.
@@ -328,6 +331,8 @@ def status(root: Path, say: Say) -> None:
     for site in sorted({*admitted, *heard}):
         said = f"last heard in round {heard[site]}" if site in heard else "never heard"
         why = lines[-1].get("reasons", {}).get(site) if lines else None
+        late = lines[-1].get("late_from", {}).get(site, 0) if lines else 0
+        said += f"; {late} of its replies came late" if late else ""
         say(f"  {site:<9} {said}{f'; in the last one: {why}' if why else ''}")
     if lines:
         last = lines[-1]
@@ -335,3 +340,8 @@ def status(root: Path, say: Say) -> None:
         say(f"  bytes     {up} up, {down} down")
         say(f"  late      {last.get('late', 0)} replies were dropped")
         say(f"  last      {_round(last)}")
+        numbers = {n: v for n, v in last.items() if n not in TOLD and isinstance(v, float)}
+        say(f"  metrics   {', '.join(f'{n} {v:.4g}' for n, v in numbers.items()) or 'none'}")
+    if (folder.run / AFTERWARDS).exists():
+        for name, found in read_json(folder.run / AFTERWARDS).items():
+            say(f"  {name.replace('_', ' ')}: {found['words']}")

@@ -50,6 +50,7 @@ log = logging.getLogger("fedpop.site")
 
 THETA = "theta.safetensors"
 """What the federation learned, at a site or for one that comes later."""
+HELD_BACK = "the message is out of all proportion to what is usual and is not sent: look at the data's scale"
 STRANGER = "this site does not know the experiment: greet it first"
 
 
@@ -218,15 +219,11 @@ class Experiment:
         key = self.key(number, "site/train")
         now = Round(number, letter.tensors, key, shared)
         done = site_round(self.sites(store), self.method, now, self.site.name, int(letter.about["active"]))
-        told = {"site": self.site.name, "experiment": self.name, "round": number, "digest": digest}
+        told: dict[str, Any] = {"site": self.site.name, "experiment": self.name}
+        told |= {"round": number, "digest": digest}
         if done.withheld:
             told["withheld"] = dict(done.withheld)
-            log.warning(
-                "%s: round %d: the message is out of all proportion to what is usual and is not sent; look at "
-                "the scale of the data",
-                self.name,
-                number,
-            )
+            log.warning("%s: round %d: %s", self.name, number, HELD_BACK)
         reply = reply_of(done.message, told)
         memory.before, memory.after, memory.reply = done.before, done.after, reply
         memory.round, memory.digest = number, digest
