@@ -125,7 +125,7 @@ class FSGLD(PosteriorSamples):
         return fixed and self.model.linear and not self.model.phi_layout.size
 
     def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
-        return (Surrogates(self, facts.clients),) if self.conducive or self.step is None else ()
+        return (Surrogates(self),) if self.conducive or self.step is None else ()
 
     def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
         server = super().init(facts, key, known)
@@ -191,7 +191,6 @@ class Surrogates(Question[Tensors]):
     """
 
     method: FSGLD
-    clients: int
     name: ClassVar[str] = "surrogates"
     lasting: ClassVar[bool] = True
     quorum: ClassVar[float] = 0.0
@@ -231,7 +230,7 @@ class Surrogates(Question[Tensors]):
             return q
         largest = float(total.plain_sum("curvature", w.new_zeros(())))
         if not method.quadratic:
-            largest = self.clients * largest**0.25
+            largest = total.of * largest**0.25
         return q | {"gamma": stable_step(largest + method.prior_precision, w)}
 
 

@@ -1,4 +1,4 @@
-"""What all sites are asked once theta is there: how likely their data are, how sure theta is, how chains mixed.
+"""What sites are asked once theta is there: how likely their data are, how sure theta is, how chains mixed.
 
 Each answer is a sum over sites. What cannot be computed says why.
 """

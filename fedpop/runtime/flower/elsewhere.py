@@ -177,8 +177,8 @@ class Elsewhere(Members):
                 self._begun = True
                 return here
             if self._post.now() - told >= 30:
-                whom = ", ".join(missing) or f"{least - len(here)} more site(s)"
-                log.info("waiting for %s; here: %s", whom, ", ".join(here) or "nobody")
+                lacking = ", ".join(missing) or f"{least - len(here)} more site(s)"
+                log.info("waiting for %s; here: %s", lacking, ", ".join(here) or "nobody")
                 told = self._post.now()
             self._post.pause()
 
@@ -292,7 +292,8 @@ class Elsewhere(Members):
         letters = {name: Letter("ask", self._about(name, **about), asked) for name in names}
         replies = self._post.deliver(letters, self._terms.timeout, lambda heard: False)
         kind, ones = asking.method.model.initial_phi().dtype, dict.fromkeys(names, 1.0)
-        sums = self._sums.sums(question.name, Channel(), kind, letters, replies, ones, self.units)
+        everyone = self.units + sum(self.sites[n].units for n in asking.late)
+        sums = self._sums.sums(question.name, Channel(), kind, letters, replies, ones, everyone)
         done, total = self._outcome(letters, sums), sums.total
         reasons = self._post.reasons | sums.reasons
         of = sum(self.sites[n].units for n in names)
@@ -365,7 +366,7 @@ def _together(earlier: Total | None, new: Total) -> Total:
         return new if earlier is None else earlier
     sums = {n: earlier.plain[n] + v if n in earlier.plain else v for n, v in new.plain.items()}
     count = earlier.count + new.count
-    return Total(earlier.plain | sums, earlier.plain | sums, {}, count, float(count), count, False)
+    return replace(new, weighted=earlier.plain | sums, plain=earlier.plain | sums, count=count)
 
 
 def _size(tensors: Tensors) -> int:
