@@ -22,6 +22,8 @@ from fedpop.runtime.progress import human_bytes
 from fedpop.version import __version__
 
 Say = Callable[[str], None]
+TRIES = 3
+"""Times that a run is begun again without a round in between."""
 TOLD = ("loss", "bytes_up", "bytes_down", "seconds")
 """Numbers of a round that are told by themselves."""
 CONNECTION = "fedpop"
@@ -208,15 +210,23 @@ class _Watch:
         self._told = len(_lines(folder.run / "metrics.jsonl"))
 
     def to_the_end(self) -> None:
-        while True:
+        in_vain = 0
+        while in_vain < TRIES:
             self._until_healthy()
             self._register()
-            starts = self._link.starts
+            starts, before = self._link.starts, self._told
             self._submit()
             if self._finished(starts):
                 self._say(f"finished; theta is in {self._folder.run / 'population'}")
                 return
-            self._say("the run ended before its time; it goes on from its last round")
+            in_vain = 0 if self._told > before or self._link.starts > starts else in_vain + 1
+            self._say(f"the run ended before its time{self._why()}; it goes on from its last round")
+        log = self._folder.run / "server.log"
+        raise SettingsError(f"the run broke {TRIES} times without a round{self._why()}; {log} says more")
+
+    def _why(self) -> str:
+        status = _status(self._folder) or {}
+        return f" ({status['why']})" if status.get("state") == "broken" else ""
 
     def _until_healthy(self, seconds: float = 60.0) -> None:
         end = time.monotonic() + seconds
@@ -277,6 +287,8 @@ class _Watch:
                     return False
             elif status["state"] == "finished":
                 return True
+            elif status["state"] == "broken":
+                return False
             elif status["state"] == "failed":
                 raise SettingsError(f"the run failed: {status['why']}")
             elif not held(self._folder.run / "run"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedpop as fp
-from fedpop.algorithms import METHODS
+from fedpop.algorithms import METHODS, hierarchical
 from fedpop.client.store import LocalStore
 from fedpop.evaluation.information import Information
 from fedpop.files import read_tensors
@@ -150,8 +150,9 @@ def test_a_site_of_several_groups_sends_their_sum(name: str, tmp_path: Path) -> 
 # --- before the rounds ---------------------------------------------------------------------------
 
 
-def test_trial_rounds_find_the_simulators_step(tmp_path: Path) -> None:
+def test_trial_rounds_find_the_simulators_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them is an experiment of its own at the sites, which forget it at the end; to the bit."""
+    monkeypatch.setattr(hierarchical, "ROUNDS", 3)  # of each trial
     method, data = fp.FedSOUL.paper(linear_model(), local_steps=2), clients("linear")
     assert method.rate() is None
     elsewhere, grid = across(method, data, tmp_path, rounds=2)
