@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -146,8 +145,7 @@ def admit(root: Path, name: str, key: Path, say: Say) -> None:
     place = folder.admitted / f"{name}.pub"
     if place.exists() and place.read_bytes() != key.read_bytes():
         raise SettingsError(f"a site {name!r} was admitted with another key; remove {place} first")
-    writable_folder(folder.admitted)
-    shutil.copyfile(key, place)
+    write_bytes(writable_folder(folder.admitted) / place.name, key.read_bytes())
     say(f"site {name} is admitted")
 
 
@@ -266,6 +264,7 @@ class _Watch:
                 self._again[key.stem] = time.monotonic() + 60
                 continue
             self._registered.add(key.stem)
+            self._say(f"site {key.stem} may take part")
 
     def _submit(self) -> None:
         (self._folder.run / "status.json").unlink(missing_ok=True)
@@ -334,7 +333,7 @@ def status(root: Path, say: Say) -> None:
     rounds = settings.get("run", {}).get("rounds")
     planned = "as many as needed" if rounds is None else rounds
     say(f"{settings.get('name', 'federation')}: {state}, {len(lines)} of {planned} rounds")
-    if now is not None and state == "failed":
+    if now is not None and state in ("failed", "broken"):
         say(f"  why       {now['why']}")
     admitted = sorted(key.stem for key in folder.admitted.glob("*.pub"))
     heard: dict[str, int] = {}
