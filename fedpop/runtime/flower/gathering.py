@@ -27,7 +27,7 @@ class Sums:
     cost: Mapping[str, float]
     size: int
     """Bytes of the messages that count."""
-    reasons: Mapping[str, str]
+    reasons: dict[str, str]
     read: frozenset[str]
     """Sites whose replies could be read, whatever was in them."""
     suspects: tuple[str, ...] = ()
