@@ -17,7 +17,8 @@ import pandas as pd
 
 import fedpop as fp
 from fedpop.files import write_json
-from fedpop.report.style import COLOURS, new_figure, styled, svg_of
+from fedpop.report.looks import METHODS
+from fedpop.report.style import new_figure, styled, svg_of
 
 FORMULA = "log_radon ~ floor + (1 | county)"
 LEVEL, Z = 0.9, 1.644854
@@ -90,8 +91,8 @@ def figure(found: dict[str, Any]) -> str:
         drawn = new_figure(8.0, 3.0)
         axes = drawn.subplots(1, 2, sharey=True)
         for axis, how, colour in (
-            (axes[0], "no pooling", COLOURS["FedRep"]),
-            (axes[1], "partial pooling", COLOURS["FedSOUL"]),
+            (axes[0], "no pooling", METHODS["FedRep"][0]),
+            (axes[1], "partial pooling", METHODS["FedSOUL"][0]),
         ):
             mean, sd, _ = found[how]
             axis.errorbar(jitter, mean, Z * sd, fmt="o", markersize=2.5, linewidth=0.7, color=colour)

@@ -103,7 +103,7 @@ class Cluster:
         out.close()
 
     def start_server(self, words: str = "has begun") -> None:
-        """Returns once it has said so; a node that comes before its key is registered is refused, and waits."""
+        """Returns once it has said so; a node that comes before its key is registered is refused."""
         before = self.heard("server").count(words)
         self.start("server", "server", "run", str(self.server))
         self.until(lambda: self.heard("server").count(words) > before, 300, "the server did not start")
