@@ -40,6 +40,7 @@ standardise = false
 name = "FedAvg"
 [run]
 rounds = {rounds}
+afterwards = []
 [sites]
 sites = {sites}
 [server]

@@ -151,11 +151,8 @@ def _maker(path: Path, entry: str, name: str, settings: Mapping[str, Any]) -> Ca
     def make(example: Example) -> Algorithm:
         try:
             model = model_named(entry, example, path.parent)
-        except FedpopError as error:
-            raise SettingsError(f"{path}: cannot make the model {entry!r}: {error}") from error
-        except Exception as error:  # whatever the code of the model's author raises
-            why = f"{type(error).__name__}: {error}"
-            raise SettingsError(f"{path}: cannot make the model {entry!r} ({why})") from error
+        except SettingsError as error:
+            raise SettingsError(f"{path}: cannot make the model: {error}") from error
         return method_from(name, settings, model, f"{path}: method {name}")
 
     return make

@@ -43,6 +43,7 @@ standardise = false
 {method}
 [run]
 rounds = {rounds}
+afterwards = []
 [sites]
 sites = {sites}
 {more}
