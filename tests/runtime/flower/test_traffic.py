@@ -30,7 +30,7 @@ from tests.runtime.flower.sites import across, deployment, enrol, post_on
 CPU = torch.device("cpu")
 ABOUT = {"site", "experiment", "version", "round", "digest", "units", "cost", "named", "question"}
 """All that a reply to a round or a question says beside its vectors."""
-HELLO = {"site", "experiment", "version", "units", "splits", "method"}
+HELLO = {"site", "experiment", "version", "units", "examples", "splits", "method"}
 COSTS = {"log_likelihood", "examples", "acceptance", "clients", "divergences"}
 COSTS |= {"gradient_evaluations", "head_steps", "backbone_passes"}
 
