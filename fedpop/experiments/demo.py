@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fedpop.algorithms.engine import WithEngine
+from fedpop.algorithms.engine import CHOSEN, WithEngine
 from fedpop.data.synthetic import Synthetic, SyntheticTask
 from fedpop.experiments.comparison import Comparison
 from fedpop.experiments.comparison.page import on_the_way
 from fedpop.experiments.comparison.run import compare_all
 from fedpop.experiments.comparison.sheets import PROTOCOL, summary
 from fedpop.experiments.comparison.terms import Terms
-from fedpop.experiments.config import Task
 from fedpop.experiments.methods import entry_from
 from fedpop.experiments.synthetic.run import Outcome, run_task
+from fedpop.experiments.tasks import Task
 from fedpop.files import read_json, writable_folder, write_json
 from fedpop.models.predictive import Predictive
 from fedpop.report import plots
@@ -125,7 +125,7 @@ def keep(folder: Path, outcomes: Sequence[Outcome], data: Synthetic) -> Results:
 def _engine(outcome: Outcome) -> str:
     population = outcome.population
     method = population.algorithm if population is not None and "kernel" in outcome.record["config"] else None
-    return method.engine if isinstance(method, WithEngine) else "-"
+    return method.engine.removeprefix(CHOSEN) if isinstance(method, WithEngine) else "-"
 
 
 def _test(data: Synthetic, i: int) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedpop.errors import ModelError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
-from fedpop.models.likelihoods import Likelihood, Params
+from fedpop.models.likelihood import Likelihood, Params
 
 ALL = slice(None)
 LONG = 2**14

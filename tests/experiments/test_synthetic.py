@@ -12,6 +12,7 @@ from fedpop.experiments.runner import Job, run_jobs
 from fedpop.experiments.synthetic import run as synthetic
 from fedpop.federation.clients import Federation
 from fedpop.report.results import FIELDS, Results, record
+from tests.helpers import FRAME
 
 TASK = SyntheticTask(b=40, d=2, k=6, held_out=10)
 
@@ -53,6 +54,7 @@ def test_records_are_complete_and_costs_counted(outcomes):
     # 40 clients send a value and a gradient, or half a Hessian as well, in double precision; before that a
     # matrix of 36 and a count, two more and a count, and in double precision what a pooled fit needs.
     rounds = 8 * (cost["rounds"] * 16 + curved * 15 * 16 / 2)
+    rounds += FRAME * (2 * cost["rounds"] + curved + 2 + 3 + 1)
     assert cost["bytes_up"] == 40 * (rounds + 4 * (37 + 73) + 8 * 8)
 
 

@@ -20,6 +20,7 @@ from fedpop.experiments.comparison.sheets import (
     notes,
     scores_sheet,
     summary,
+    time_spent,
 )
 from fedpop.report import side_by_side
 from fedpop.report.html import Figure, Page, Section
@@ -119,7 +120,8 @@ def page(comparison: Compared) -> Page:
     if new is not None:
         text = "Clients that took no part in training: with their own few examples, and without any."
         sections.append(Section("New clients", text, new))
-    sections.append(Section("What it cost", COST, cost_sheet(comparison)))
+    text = f"{COST} {time_spent(comparison)}".strip()
+    sections.append(Section("What it cost", text, cost_sheet(comparison)))
     return Page("fedpop: a comparison", lead_of(comparison), sections, made_by(comparison.records))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,20 +18,30 @@ from fedpop.algorithms.base import Algorithm, Facts, Round
 from fedpop.channel import Tensors
 from fedpop.client.plan import parse_bytes, plan_for
 from fedpop.client.store import LocalStore
-from fedpop.errors import CheckpointError, FedpopError, SchemaError
+from fedpop.errors import CheckpointError, FedpopError, SchemaError, SettingsError
 from fedpop.evaluation.questions import asked_after
 from fedpop.federation.clients import Federation
 from fedpop.federation.reading import Columns
 from fedpop.files import read_json, read_tensors, writable_folder, write_json, write_tensors
 from fedpop.keys import Key
 from fedpop.models.base import Model
+from fedpop.models.entry import model_named
 from fedpop.models.spec import model_from
 from fedpop.population import Population, Sites
 from fedpop.population.site import site_answer, site_round
 from fedpop.questions import Question
+from fedpop.questions.forms import example_from, plain_example, summary_of
 from fedpop.questions.spectral import CrossProducts, SecondMoments
-from fedpop.runtime.flower.forms import example_from, made_by, plain_example, summary_of
-from fedpop.runtime.flower.letters import Letter, Refusal, Reply, digest_of, refusal, reply_of, with_values
+from fedpop.runtime.flower.letters import (
+    TRIAL,
+    Letter,
+    Refusal,
+    Reply,
+    digest_of,
+    refusal,
+    reply_of,
+    with_values,
+)
 from fedpop.runtime.flower.memory import Memory, locked
 from fedpop.runtime.guards import threads
 from fedpop.runtime.members import Asking, models_for
@@ -40,6 +51,7 @@ log = logging.getLogger("fedpop.site")
 
 THETA = "theta.safetensors"
 """What the federation learned, at a site or for one that comes later."""
+HELD_BACK = "the message is out of all proportion to what is usual and is not sent: look at the data's scale"
 STRANGER = "this site does not know the experiment: greet it first"
 
 
@@ -97,7 +109,7 @@ class Site:
         schema, told = letter.about["schema"], {"version": __version__, "site": self.name}
         if "x" not in schema:
             return Reply(told | {"example": plain_example(self.data(schema).example)})
-        return Reply(told | {"summary": summary_of(self.table(schema), schema, self.name)})
+        return Reply(told | {"summary": summary_of(self.table(schema), schema)})
 
 
 @dataclass(frozen=True)
@@ -130,6 +142,7 @@ class Experiment:
                 "experiment": self.name,
                 "site": self.site.name,
                 "units": len(federation),
+                "examples": int(federation.train.sizes.sum()),
                 "splits": sorted(federation.splits),
                 "method": letter.about["method_digest"],
             }
@@ -206,8 +219,12 @@ class Experiment:
         shared = Key(int(letter.about["seed"]), number, "/train")
         key = self.key(number, "site/train")
         now = Round(number, letter.tensors, key, shared)
-        done = site_round(self.sites(store), self.method, now, self.site.name)
-        told = {"site": self.site.name, "experiment": self.name, "round": number, "digest": digest}
+        done = site_round(self.sites(store), self.method, now, self.site.name, int(letter.about["active"]))
+        told: dict[str, Any] = {"site": self.site.name, "experiment": self.name}
+        told |= {"round": number, "digest": digest}
+        if done.withheld:
+            told["withheld"] = dict(done.withheld)
+            log.warning("%s: round %d: %s", self.name, number, HELD_BACK)
         reply = reply_of(done.message, told)
         memory.before, memory.after, memory.reply = done.before, done.after, reply
         memory.round, memory.digest = number, digest
@@ -291,6 +308,8 @@ class Experiment:
         )
         population.save(self.folder / "population")
         write_tensors(self.folder / THETA, population.published)
+        for trial in self.folder.parent.glob(f"{self.name}{TRIAL}*"):
+            shutil.rmtree(trial)
         told = {"version": __version__, "site": self.site.name, "experiment": self.name, "units": 0}
         return Reply(told | {"cost": {}, "named": {}})
 
@@ -306,12 +325,10 @@ def _model(told: Mapping[str, Any]) -> Model:
     if not told["entry"]:
         return model_from(told["model"])
     try:
-        model = made_by(str(told["entry"]), example_from(told["example"]))
-    except (ImportError, AttributeError) as error:
-        raise Refusal(f"the site cannot make the model {told['entry']!r} ({type(error).__name__})") from error
-    if not isinstance(model, Model):
-        raise Refusal(f"{told['entry']!r} is not a model, nor a function that makes one")
-    return model
+        return model_named(str(told["entry"]), example_from(told["example"]))
+    except SettingsError as error:
+        log.error("the model %r: %s", told["entry"], error)
+        raise Refusal(f"the site cannot make the model {told['entry']!r}; its log says more") from error
 
 
 def _forget(store: LocalStore, noted: Mapping[str, Sequence[str]], counted: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ import torch
 from flwr.app import Array, Message, RecordDict
 
 import fedpop as fp
+from fedpop.channel.compressors.base import sealed
 from fedpop.errors import EstimateError, SettingsError
 from fedpop.federation.participation import Active
 from fedpop.files import write_tensors
@@ -32,7 +33,7 @@ from fedpop.runtime.flower.records import (
     reply_to_record,
 )
 from fedpop.runtime.run import Run, Settings
-from tests.algorithms.test_conformance import clients, made
+from tests.algorithms.conformance import clients, made
 from tests.runtime.flower.local_grid import LocalGrid
 from tests.runtime.flower.sites import across, deployment, enrol, here, post_on, same_bits
 
@@ -153,7 +154,9 @@ def spoiled(reply: Message, how: str) -> Message:
     elif how == "not finite":
         nan = torch.full((old.payloads[first].length,), math.nan, dtype=torch.float64)
         p = old.payloads[first]
-        own = dict(old.payloads) | {first: type(p)(p.codec, p.length, nan.numpy().tobytes())}
+        own = dict(old.payloads) | {
+            first: type(p)(p.codec, p.length, sealed(0, p.length, bytes([8]), nan.numpy().tobytes()))
+        }
         record = reply_to_record(Reply(old.about, own))
     else:
         changes = {"another round": {"round": 99}, "another theta": {"digest": "x"}}
@@ -201,10 +204,10 @@ def test_what_goes_wrong_at_a_site_stays_there(tmp_path: Path, monkeypatch: pyte
     """The server hears what kind of error it was, never its words, which may hold data."""
     work = at_site.site_round
 
-    def failing(sites: Sites, method: Any, round: Any, name: str) -> Any:
+    def failing(sites: Sites, method: Any, round: Any, name: str, messages: int) -> Any:
         if name == "bea" and round.number == 2:
             raise RuntimeError("row 17 of patient Jane Doe is odd")
-        return work(sites, method, round, name)
+        return work(sites, method, round, name, messages)
 
     monkeypatch.setattr(at_site, "site_round", failing)
     found, grid = run(tmp_path, lambda grid: None)
