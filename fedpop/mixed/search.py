@@ -1,5 +1,15 @@
-"""The search for a maximum: one question to everyone for each evaluation, over when nothing is to be
-gained."""
+"""The exact engine in lme4's coordinates: one question to everyone for each evaluation, over when nothing is
+to be gained.
+
+It is the search of FedSOUK's exact engine (``algorithms.exact``): the same objective and the same
+quasi-Newton method, which is told value and gradient, twice or so the Hessian, and ends by the same rule in
+nats. Three things are other than there, and are why a mixed model does not go through that engine itself. A
+prior's factor has logarithms on its diagonal there, so that a variance of zero lies at infinity; entries
+are free here, and a singular covariance is a point like others. Fixed effects and the residual's variance
+are profiled out, which leaves q (q + 1) / 2 parameters, on moments of groups that are made once: a round
+costs q^3 a group, whatever its rows. And families without closed forms have their integrals by quadrature.
+``tests/mixed/test_engines.py`` holds the two to the same optimum.
+"""
 
 from __future__ import annotations
 

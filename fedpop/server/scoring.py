@@ -9,6 +9,9 @@ gradient that round k brings,
 which on a quadratic is the mean of all the stage's Newton steps: no use of the same messages ends nearer. k_0
 is sqrt(p/2 b/|A|): the noise of a round of |A| among b units costs a full step about p/2 b/|A| nats, so the
 first one costs one. No step is longer than ``LONGEST``, for a gradient that is out of all proportion.
+
+After K such steps with a share p of units in each round sqrt((1/p - 1) / K) standard errors of theta are left
+of the chance of who took part.
 """
 
 from __future__ import annotations
@@ -21,6 +24,19 @@ from fedpop.channel import Tensors
 
 LONGEST = 2.0
 """Nats, half of the squared length of a step in units of the information."""
+CLOSE = 0.035
+"""Standard errors that may be left of the chance of who took part."""
+MOST = 5000
+"""Steps that are taken for it at most."""
+
+
+def long_enough(share: float) -> int:
+    """Steps after which that much is left, where such a share takes part in each.
+
+    >>> long_enough(0.2), long_enough(1.0)
+    (3266, 0)
+    """
+    return min(math.ceil((1 / share - 1) / CLOSE**2), MOST)
 
 
 def begun(server: Tensors, published: Tensors, inverse: Tensor | None) -> Tensors:
