@@ -29,6 +29,10 @@ def test_tables(fit):
     assert list(table.term[5:]) == ["sd (Intercept)", "cor (Intercept), w", "sd w", "sd"]
     assert table.z[1] == pytest.approx(fit.coefficients["x"] / fit.standard_errors["x"])
     intervals = fit.confint(0.95)
+    assert list(intervals.index) == [
+        *("sd_(Intercept)|g", "cor_w.(Intercept)|g", "sd_w|g", "sigma"),
+        *("(Intercept)", "x", "w", "sb", "sc"),
+    ]
     assert intervals.loc["x", "upper"] - intervals.loc["x", "lower"] == pytest.approx(
         2 * 1.959964 * fit.standard_errors["x"], rel=1e-6
     )

@@ -70,6 +70,8 @@ def agreement(results: Results) -> Sheet:
         rows.append(_limits(task))
         for how in run.HOW:
             found = results.of(run.setting_of(task), how)
+            if not found:
+                continue
             cells = [_cell(values(found, m), m) for m in MEASURES]
             rounds = f"{mean(values(found, 'rounds', 'cost')):.0f}"
             rows.append(
@@ -82,7 +84,7 @@ def units(results: Results) -> Sheet:
     rows = []
     for unit in run.UNITS:
         found = [r for r in results.of(method=unit) if r["setting"]["data"] == "sleepstudy, coordinates"]
-        rows.append((unit, *[f"{v:.1e}" for v in values(found, "log_likelihood")]))
+        rows += [(unit, f"{v:.1e}") for v in values(found, "log_likelihood")]
     return Sheet(("Days in", "log-likelihood from the reference"), rows)
 
 
@@ -147,9 +149,9 @@ def pooling_figure(results: Results) -> Figure | None:
         axes[2].legend(frameon=False, fontsize=7)
         return Figure(
             svg_of(drawn),
-            "Left and middle: means of counties at floor 0 with 90 % intervals, from half of their homes (the "
-            "first split). Right: how wide the intervals of small counties are, and how often they cover the "
-            "mean of the homes that were held out; small dots are splits.",
+            "Left and middle: means of counties at floor 0 with 90 % intervals, from half of their homes "
+            "(the first split). Right: how wide the intervals of small counties are, and how often they "
+            "cover the mean of the homes that were held out; small dots are splits.",
         )
 
 
