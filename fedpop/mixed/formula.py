@@ -17,6 +17,8 @@ TOKEN = re.compile(
     r"`[^`]+`|(?:[^\W\d]|\.(?!\d))[\w.]*|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|\|\||\*\*|%[^%]*%|[<>=!]=|[()+\-*/:^|~,<>]"
 )
 WORDS = re.compile(r"`|[^\W\d]|\.(?!\d)")
+SYNTACTIC = re.compile(r"(?:[^\W\d_]|\.(?!\d))[\w.]*")
+"""Names that R writes without quotes."""
 FACTORS = ("factor", "C", "as.factor")
 """Calls that make categories of a column."""
 WHOLE = ("scale", "center")
@@ -153,19 +155,21 @@ def scanned(text: str) -> Tokens:
 def shown(tokens: Sequence[str]) -> str:
     """Tokens as R prints them.
 
-    >>> shown(scanned("I( x**2+log(z,2) )"))
-    'I(x^2 + log(z, 2))'
+    >>> shown(scanned("I( x**2+log(`a b`,2) )"))
+    'I(x^2 + log(`a b`, 2))'
     """
     out = ""
     for i, token in enumerate(tokens):
         unary = token == "-" and (i == 0 or tokens[i - 1] in "(+-*/^,~<>")
         if token == ",":
             out += ", "
+        elif token[0] == "`" and SYNTACTIC.fullmatch(token[1:-1]):
+            out += token[1:-1]  # R does without quotes where it can
         elif token in ("+", "-", "*", "/", "|", "||", "~", "<", ">", "<=", ">=", "==", "!=") and not unary:
             out += f" {token} "
         else:
             out += token
-    return out.replace("`", "")
+    return out
 
 
 def unquoted(name: str) -> str:

@@ -25,7 +25,13 @@ from fedpop.questions import Question, Units
 WIDE = 30.0
 """A standard error of a coefficient in internal units above which the data say nothing about it."""
 APART = 15.0
-"""A standard deviation of random effects, on the scale of the link, at which groups are all yes or all no."""
+"""A standard deviation of random effects, on the scale of the link, at which groups are all yes or all no:
+flat there, or still on its way up at twice as much, it has no bound."""
+SEPARATED = (
+    "the groups are separated: within (almost) every group all responses are the same, or there is one row of "
+    "each, so that the spread of groups grows without bound and no estimate exists; use a model without random "
+    "effects, or collect more rows of each group"
+)
 AGREED = {True: 1e-3, False: 0.05}
 """Nats by which more nodes may change the likelihood, of a grid and of scattered ones; the second is how far
 below a maximum a fit counts as converged."""
@@ -92,9 +98,15 @@ class QuadratureEngine(Engine):
             b = torch.zeros(p, dtype=torch.float64)
             b[: 1 if self.units.intercept else 0] = self.start
             start = torch.cat((b, self.factor.start(0.5)))
-        found = minimised(self._evaluate, start)
+        found = minimised(self._evaluate, start, watch=self._require_bound)
         self._require_information(found)
         return found, self.point(found.x)
+
+    def _require_bound(self, x: Tensor, slope: Tensor) -> None:
+        """Raise where the spread of groups runs to infinity: the search would follow it for long."""
+        theta, down = x[len(self.units.x_names) :], slope[len(self.units.x_names) :]
+        if float(theta.abs().max()) > 2 * APART and float(theta @ down) < 0:
+            raise EstimateError(SEPARATED)
 
     def _require_information(self, found: Found) -> None:
         """Raise where a coefficient runs to infinity: the likelihood has no maximum there."""
@@ -105,11 +117,7 @@ class QuadratureEngine(Engine):
             return
         factor = self.factor.matrix(found.x[p:])
         if float(factor.abs().max()) > APART:
-            raise EstimateError(
-                "the groups are separated: within (almost) every group all responses are the same, or there "
-                "is one row of each, so that the spread of groups grows without bound and no estimate "
-                "exists; use a model without random effects, or collect more rows of each group"
-            )
+            raise EstimateError(SEPARATED)
         worst = vectors[:, int(values.argmin())]
         names = [n for n, v in zip(self.units.x_names, worst.tolist(), strict=True) if abs(v) > 0.3]
         told = ", ".join(map(repr, names))

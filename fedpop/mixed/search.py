@@ -47,9 +47,15 @@ class Found:
     """The objective at each evaluation."""
 
 
-def minimised(at: Callable[[Tensor, bool], Evaluation], start: Tensor, most: int = MOST) -> Found:
+def minimised(
+    at: Callable[[Tensor, bool], Evaluation],
+    start: Tensor,
+    most: int = MOST,
+    watch: Callable[[Tensor, Tensor], None] | None = None,
+) -> Found:
     """The minimum of minus a log-likelihood; ``at(x, curved)`` gives value, gradient and, where asked
-    for, the Hessian."""
+    for, the Hessian. ``watch`` sees each point that the search has come to, with the gradient there, and
+    may raise."""
     state, trace = State.at(start), list[float]()
     hessian = torch.zeros((len(start), len(start)), dtype=start.dtype)
     while not state.over and len(trace) < most:
@@ -59,6 +65,8 @@ def minimised(at: Callable[[Tensor, bool], Evaluation], start: Tensor, most: int
             hessian = curvature
         unit = state.trial.abs().clamp(min=1.0)
         state = tell(state, value, slope, curvature, unit, TOLERANCE)
+        if watch is not None:
+            watch(state.x, state.g)
     x, value, gain = state.x, state.f, state.gain
     if state.converged:
         x, value, hessian, gain = _polished(at, x, value, hessian, gain, trace)

@@ -35,7 +35,7 @@ def built(frame, text, levels=None):
         ("I(x^2) + log( x+1 )", ["(Intercept)", "I(x^2)", "log(x + 1)"]),
         ("factor(k)", ["(Intercept)", "factor(k)2", "factor(k)10"]),
         ("s:flag + s", ["(Intercept)", "sb", "sc", "sa:flagTRUE", "sb:flagTRUE", "sc:flagTRUE"]),
-        ("`odd name`", ["(Intercept)", "odd name"]),
+        ("`odd name`", ["(Intercept)", "`odd name`"]),
         ("dotted.name", ["(Intercept)", "dotted.name"]),
     ],
 )
