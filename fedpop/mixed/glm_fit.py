@@ -28,9 +28,9 @@ APART = 15.0
 """A standard deviation of random effects, on the scale of the link, at which groups are all yes or all no:
 flat there, or still on its way up at twice as much, it has no bound."""
 SEPARATED = (
-    "the groups are separated: within (almost) every group all responses are the same, or there is one row of "
-    "each, so that the spread of groups grows without bound and no estimate exists; use a model without random "
-    "effects, or collect more rows of each group"
+    "the groups are separated: within (almost) every group all responses are the same, or there is one row "
+    "of each, so that the spread of groups grows without bound and no estimate exists; use a model without "
+    "random effects, or collect more rows of each group"
 )
 AGREED = {True: 1e-3, False: 0.05}
 """Nats by which more nodes may change the likelihood, of a grid and of scattered ones; the second is how far
