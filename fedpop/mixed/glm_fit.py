@@ -103,10 +103,13 @@ class QuadratureEngine(Engine):
         return found, self.point(found.x)
 
     def _require_bound(self, x: Tensor, slope: Tensor) -> None:
-        """Raise where the spread of groups runs to infinity: the search would follow it for long."""
-        theta, down = x[len(self.units.x_names) :], slope[len(self.units.x_names) :]
-        if float(theta.abs().max()) > 2 * APART and float(theta @ down) < 0:
+        """Raise where estimates run to infinity: the search would follow them for long."""
+        p = len(self.units.x_names)
+        b, first = x[:p], int(self.units.intercept)
+        if float(x[p:].abs().max()) > 2 * APART and float(x[p:] @ slope[p:]) < 0:
             raise EstimateError(SEPARATED)
+        if bool((b[first:].abs() > 2 * APART).any()) and float(b[first:] @ slope[first:p]) < 0:
+            raise self._separated(b / b.norm())
 
     def _require_information(self, found: Found) -> None:
         """Raise where a coefficient runs to infinity: the likelihood has no maximum there."""
@@ -118,17 +121,20 @@ class QuadratureEngine(Engine):
         factor = self.factor.matrix(found.x[p:])
         if float(factor.abs().max()) > APART:
             raise EstimateError(SEPARATED)
-        worst = vectors[:, int(values.argmin())]
+        raise self._separated(vectors[:, int(values.argmin())])
+
+    def _separated(self, worst: Tensor) -> EstimateError:
+        """Along this direction of the fixed effects there is no maximum."""
         names = [n for n, v in zip(self.units.x_names, worst.tolist(), strict=True) if abs(v) > 0.3]
         told = ", ".join(map(repr, names))
         if self.family.binomial:
-            raise EstimateError(
+            return EstimateError(
                 f"the data are separated: some combination of {told} tells yes from no without "
                 "error, so that "
                 "its coefficient grows without bound and no estimate exists. Leave it out, merge categories, "
                 "or collect more data"
             )
-        raise EstimateError(
+        return EstimateError(
             f"the data do not determine {told}: where all counts of a category are zero its "
             "coefficient grows "
             "without bound. Leave it out or merge categories"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
-from fedpop.evaluation.information import rows_of_jacobian
 from fedpop.mixed.factor import SINGULAR
 from fedpop.mixed.table import pandas
 
@@ -43,37 +43,32 @@ def intervals(fit: MixedFit, z: float) -> Any:
 def _spreads(fit: MixedFit, z: float) -> dict[str, tuple[float, float]]:
     """By the delta method, from the covariance of the factor's entries and log sigma."""
     engine, point, names = fit.engine, fit.outcome.point, fit.design.random_names
-    places, gaussian = engine.factor.places, fit.sigma is not None
     theta = engine.factor.entries(point.factor)
-    here = torch.cat((theta, theta.new_tensor([math.log(point.sigma)] if gaussian else [])))
-
-    def free(x: Tensor) -> Tensor:
-        """Parameters on scales without bounds."""
-        root = fit.units.random_map @ engine.factor.matrix(x[: len(theta)])
-        if gaussian:
-            root = root * x[-1].exp()
-        sigma = root @ root.mT
-        sd = sigma.diagonal().sqrt()
-        each = [sd[i].log() if i == j else (sigma[i, j] / sd[i] / sd[j]).atanh() for i, j in places]
-        return torch.stack([*each, *([x[-1]] if gaussian else [])])
-
-    with torch.enable_grad():
-        at = here.clone().requires_grad_()
-        value = free(at)
-        slope = rows_of_jacobian(value, at)
-    spread = (slope @ engine.spread(point) @ slope.mT).diagonal().clamp(min=0).sqrt()
+    own = [] if fit.sigma is None else [math.log(fit.sigma)]
     least = (SINGULAR * point.sigma / fit.units.z_scale).tolist()
-    sds, out = list(fit.sd.values()), dict[str, tuple[float, float]]()
-    for (i, j), middle, wide in zip(places, value.detach(), z * spread, strict=False):
-        inside = sds[i] > least[i] and sds[j] > least[j]
-        if i == j:
-            name, back = f"sd_{names[i]}|{fit.group}", torch.exp
-        else:
-            name, back = f"cor_{names[i]}.{names[j]}|{fit.group}", torch.tanh
-            inside = inside and abs(float(fit.correlation[i, j])) < 1 - EDGE
-        ends = [float(back(middle + side * wide)) if inside else math.nan for side in (-1, 1)]
-        out[name] = (ends[0], ends[1])
-    if gaussian:
-        low, high = (here[-1] + torch.tensor([-z, z]) * spread[-1]).exp().tolist()
-        out["sigma"] = (low, high)
+    there = [sd > edge for sd, edge in zip(fit.sd.values(), least, strict=True)]
+    spread, out = engine.spread(point), dict[str, tuple[float, float]]()
+    for i, j in engine.factor.places:
+        name = f"sd_{names[i]}" if i == j else f"cor_{names[i]}.{names[j]}"
+        inside = there[i] and there[j] and (i == j or abs(float(fit.correlation[i, j])) < 1 - EDGE)
+        ends = (math.nan, math.nan)
+        if inside:
+            with torch.enable_grad():
+                at = torch.cat((theta, theta.new_tensor(own))).requires_grad_()
+                root = fit.units.random_map @ engine.factor.matrix(at[: len(theta)])
+                sigma = root @ root.mT * (at[-1] * 2).exp() if own else root @ root.mT
+                sd = sigma.diagonal().sqrt()
+                free = sd[i].log() if i == j else (sigma[i, j] / sd[i] / sd[j]).atanh()
+                (slope,) = torch.autograd.grad(free, at)
+            ends = _ends(free.detach(), slope @ spread @ slope, z, torch.exp if i == j else torch.tanh)
+        out[f"{name}|{fit.group}"] = ends
+    if own:
+        out["sigma"] = _ends(theta.new_tensor(own[0]), spread[-1, -1], z, torch.exp)
     return out
+
+
+def _ends(
+    middle: Tensor, variance: Tensor, z: float, back: Callable[[Tensor], Tensor]
+) -> tuple[float, float]:
+    wide = z * variance.clamp(min=0).sqrt()
+    return float(back(middle - wide)), float(back(middle + wide))

@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.evaluation.convergence import Landing, landing
 from fedpop.mixed.factor import Factor
 from fedpop.mixed.groups import Coordinates, Groups
 from fedpop.mixed.search import Found
@@ -69,11 +68,6 @@ class Engine(ABC):
     @abstractmethod
     def score_and_information(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Everyone's gradient, and minus its Hessian."""
-
-    def landing(self, x: Tensor) -> Landing:
-        """How far below a maximum this is, and the inverse of the information there."""
-        score, information = self.score_and_information(x)
-        return landing(score, information, torch.zeros_like(information), x.new_zeros((len(x), 0)))
 
     @abstractmethod
     def spread(self, point: Point) -> Tensor:

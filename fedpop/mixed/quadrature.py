@@ -56,9 +56,9 @@ class Rule:
     @classmethod
     def scattered(cls, count: int, q: int) -> Rule:
         """Sobol's points and their mirror images, with the moments of the normal law up to the third."""
-        # Of dimension one the first point is a corner; a shift of half a cell has all of them inside.
-        drawn = torch.quasirandom.SobolEngine(q).draw(count // 2, dtype=torch.float64) + 1 / count
-        half = torch.special.ndtri(drawn)
+        # Scrambled, by a seed of their own: else the first of them lies in a corner of all dimensions.
+        drawn = torch.quasirandom.SobolEngine(q, scramble=True, seed=0).draw(count // 2, dtype=torch.float64)
+        half = torch.special.ndtri(drawn.clamp(min=1e-12))
         points = torch.cat((half, -half))
         root = torch.linalg.cholesky(points.mT @ points / count)
         points = torch.linalg.solve_triangular(root, points.mT, upper=False).mT

@@ -3,8 +3,8 @@ in phi.
 
 Where few take part in a round a run is judged converged, within 0.05 nats, when the chance of who took
 part still moves estimates by a third of a standard error, and people compare them with lme4's digits. So
-250 rounds with chains are followed by scoring steps (``server.scoring``), in which those who are there
-answer with their exact score, and not with one that is averaged over draws.
+250 rounds with chains are followed by stages of scoring steps (``server.scoring``), in which those who are
+there answer with their exact score, and not with one that is averaged over draws.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from fedpop.algorithms import FedSOUL
 from fedpop.channel import Choice
 from fedpop.errors import FedpopWarning, SettingsError
+from fedpop.evaluation.convergence import landing
+from fedpop.evaluation.verdict import Distance
 from fedpop.federation.clients import Federation, Packed
 from fedpop.federation.participation import Participation
 from fedpop.federation.participation import resolve as resolve_participation
@@ -45,6 +47,10 @@ if TYPE_CHECKING:
 
 FIRST = 250
 """Rounds with chains before scoring steps, where few take part."""
+STAGES = 20
+"""Stages of scoring steps at most."""
+CLOSE = 5e-4
+"""Nats below the maximum at which they are over: three hundredths of a standard error, in any direction."""
 LEAST = 1e-6
 """The smallest standard deviation of a random effect that chains work with, in internal units."""
 
@@ -249,9 +255,8 @@ def fitted(
     )
     rounds, verdict = population.rounds, population.convergence
     if scores and rule is not None:
-        x, more = scored(engine, engine.vector(point), rule, Key(settings.seed, purpose="scoring"))
-        point, verdict = engine.point(x), engine.landing(x).distance
-        rounds, words = rounds + more, ""
+        x, more, verdict = scored(engine, engine.vector(point), rule, Key(settings.seed, purpose="scoring"))
+        point, rounds, words = engine.point(x), rounds + more, ""
     likelihood, covariance = engine.log_likelihood(point), engine.covariance(point)
     outcome = Outcome(
         point,
@@ -268,24 +273,30 @@ def fitted(
     return outcome, engine
 
 
-def scored(engine: Engine, x: Tensor, rule: Participation, key: Key) -> tuple[Tensor, int]:
-    """All parameters after scoring steps with this participation, and how many they were: none where there is
-    no maximum near."""
+def scored(engine: Engine, x: Tensor, rule: Participation, key: Key) -> tuple[Tensor, int, Distance]:
+    """All parameters after stages of scoring steps with this participation, how many rounds these were, and
+    how far below a maximum that is. Everyone is asked for score and information where a stage begins."""
     roster = engine.groups.federation.roster
     units = len(roster)
-    share = min(rule.expected(units) / units, 1.0)
-    inverse, steps = engine.landing(x).inverse, scoring.long_enough(share)
-    if inverse is None:
-        return x, 0
-    for k in range(steps):
-        active = rule.draw(roster, key.at(round=k))
-        score = torch.zeros_like(x)
-        for weight in active.weights.unique():  # one, unless clients join with probabilities of their own
-            score += float(weight) * engine.score(x, active.ids[active.weights == weight])
-        if len(active.ids):
-            times = units / len(active.ids) if active.ratio else 1.0
-            x = scoring.step(x, score * times, inverse, k, 1 / share)
-    return x, steps
+    crowd = max(units / rule.expected(units), 1.0)
+    steps, rounds = scoring.long_enough(1 / crowd), 0
+    for _ in range(STAGES):
+        whole, information = engine.score_and_information(x)
+        there = landing(whole, information, torch.zeros_like(information), x.new_zeros((len(x), 0)))
+        rounds += 1
+        if there.inverse is None or there.distance.nats < CLOSE:
+            break
+        start = x
+        for k in range(steps):
+            active = rule.draw(roster, key.at(round=rounds))
+            times = units / max(len(active.ids), 1) if active.ratio else 1.0
+            change = torch.zeros_like(x)
+            for weight in active.weights.unique():  # one, unless clients join with probabilities of their own
+                ids = active.ids[active.weights == weight]
+                change += times * float(weight) * (engine.score(x, ids) - engine.score(start, ids))
+            x = scoring.step(x, whole + change, there.inverse, k, crowd)
+            rounds += 1
+    return x, rounds, there.distance
 
 
 def population_at(fit: MixedFit) -> Population:

@@ -89,7 +89,7 @@ def test_a_small_level_is_not_told_unless_allowed(simulated):
 
 @pytest.mark.parametrize("complete", [True, False])
 def test_separated_data_are_found(complete, simulated):
-    frame = simulated([6] * 20)
+    frame = simulated([4] * 9)
     hidden = (frame.w > 0) if complete else (frame.yes == 1) & (frame.s != "a")
     formula = "yes ~ w + (1 | g)" if complete else "yes ~ s + (1 | g)"
     with pytest.raises(EstimateError, match="separated"):

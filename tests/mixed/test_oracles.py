@@ -129,7 +129,7 @@ def test_two_random_effects_do_not_depend_on_more_nodes(family, simulated):
 def test_five_random_effects_are_five_integrals_where_they_do_not_meet(simulated):
     """Each row belongs to one of five kinds, whose effects are independent: the likelihood is a product of
     integrals over one effect each, by a fine grid."""
-    frame = simulated([15] * 12, seed=3)
+    frame = simulated([15] * 8, seed=3)
     frame["kind"] = [f"k{i % 5}" for i in range(len(frame))]
     dummies = " + ".join(f"d{j}" for j in range(5))
     for j in range(5):
@@ -152,7 +152,7 @@ def test_five_random_effects_are_five_integrals_where_they_do_not_meet(simulated
 
 def test_chains_agree_that_it_is_an_optimum(simulated):
     """The sampled engine's own verdict on the exact engine's theta: coordinates are translated rightly."""
-    frame = simulated([8] * 20)
+    frame = simulated([8] * 10)
     for formula, family in (
         ("y ~ x + w + s + (w | g)", "gaussian"),
         ("y ~ x + (0 + w | g)", "gaussian"),
