@@ -236,7 +236,7 @@ def _summands(tokens: Tokens, text: str) -> list[tuple[str, Tokens]]:
 
 def _one_group(groups: list[Tokens], text: str) -> str:
     names = list(dict.fromkeys(shown(g) for g in groups))
-    if not names:
+    if not groups:
         raise SettingsError(
             f"{text!r} has no random term: add one for the groups, as (1 | group) or (x | group)"
         )
@@ -247,6 +247,8 @@ def _one_group(groups: list[Tokens], text: str) -> str:
             "choose the one whose groups are the clients"
         )
     group = groups[0]
+    if not group:
+        raise SettingsError(f"a random term of {text!r} names no group after its bar, as in (1 | group)")
     if len(group) != 1 or not is_name(group[0]):
         inner = ", ".join(dict.fromkeys(columns_of(group))) or names[0]
         raise SettingsError(
@@ -275,6 +277,8 @@ def _expanded(tokens: Tokens) -> Terms:
     at = 0
     while at < len(tokens):
         token, end = tokens[at], at + 1
+        if token == ".":
+            raise SettingsError(f"'.' in {shown(tokens)!r}: all other columns cannot be meant; name them")
         if is_name(token):
             if tokens[at + 1 : at + 2] == ("(",):
                 end = _closes(tokens, at + 1) + 1
@@ -284,6 +288,8 @@ def _expanded(tokens: Tokens) -> Terms:
             plain.append(parts.setdefault(part, f"v{len(parts)}"))
         elif token in ("|", "||"):
             raise SettingsError(f"cannot read {shown(tokens)!r}: a bar belongs into a random term")
+        elif token[0].isdigit() and token not in ("0", "1") and tokens[at - 1 : at] != ("^",):
+            raise SettingsError(f"cannot read the number {token} in {shown(tokens)!r}; I(...) makes a column")
         else:
             plain.append("**" if token == "^" else token)
         at = end

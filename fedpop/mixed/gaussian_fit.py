@@ -62,7 +62,10 @@ class GaussianEngine(Engine):
 
         found = minimised(at, self.factor.start(0.5))
         if not found.value < math.inf:
-            raise EstimateError("the likelihood is not finite where the search starts")
+            raise EstimateError(
+                "the likelihood is not finite where the search starts: fixed effects explain the response "
+                "without any residual, or columns are too far apart in size"
+            )
         return found, self.profiled(found.x)
 
     def profiled(self, theta: Tensor) -> Point:

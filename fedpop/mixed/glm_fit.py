@@ -35,6 +35,9 @@ SEPARATED = (
 AGREED = {True: 1e-3, False: 0.05}
 """Nats by which more nodes may change the likelihood, of a grid and of scattered ones; the second is how far
 below a maximum a fit counts as converged."""
+ENOUGH, FEW = 0.01, 100
+"""Nats that a Newton step may promise where a search by scattered nodes is over, and evaluations after which it
+is: their gradient is that of their likelihood only as far as they are enough."""
 MOST = {True: 1500, False: 8192}
 """Nodes at most."""
 
@@ -98,7 +101,13 @@ class QuadratureEngine(Engine):
             b = torch.zeros(p, dtype=torch.float64)
             b[: 1 if self.units.intercept else 0] = self.start
             start = torch.cat((b, self.factor.start(0.5)))
-        found = minimised(self._evaluate, start, watch=self._require_bound)
+        if self.grid:
+            found = minimised(self._evaluate, start, watch=self._require_bound)
+        else:
+            found = minimised(self._evaluate, start, ENOUGH / 10, FEW, self._require_bound)
+            if not found.converged and found.promised < ENOUGH:
+                words = f"converged as far as {self.nodes} nodes can tell: a Newton step promises"
+                found = replace(found, converged=True, words=f"{words} {found.promised:.1g} nats")
         self._require_information(found)
         return found, self.point(found.x)
 
@@ -115,7 +124,7 @@ class QuadratureEngine(Engine):
         """Raise where a coefficient runs to infinity: the likelihood has no maximum there."""
         p = len(self.units.x_names)
         values, vectors = torch.linalg.eigh(found.hessian[:p, :p])
-        flat = values < WIDE**-2
+        flat = values.abs() < WIDE**-2
         if not bool(flat.any()):
             return
         factor = self.factor.matrix(found.x[p:])

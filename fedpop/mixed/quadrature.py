@@ -122,6 +122,7 @@ class Local:
             step = torch.cholesky_solve(slope.unsqueeze(2), torch.linalg.cholesky(bend)).squeeze(2)
             gain = (slope * step).sum(1)
             if bool((gain <= CLOSE**2 + 1e-15 * value.abs()).all()):  # rounding, where values are large
+                u = u + step  # which values can no longer tell from none, and curvatures can
                 break
             share = torch.ones_like(value)
             for _ in range(40):

@@ -50,12 +50,13 @@ class Found:
 def minimised(
     at: Callable[[Tensor, bool], Evaluation],
     start: Tensor,
+    tolerance: float = TOLERANCE,
     most: int = MOST,
     watch: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Found:
     """The minimum of minus a log-likelihood; ``at(x, curved)`` gives value, gradient and, where asked
-    for, the Hessian. ``watch`` sees each point that the search has come to, with the gradient there, and
-    may raise."""
+    for, the Hessian; it is over where a Newton step promises less than ``tolerance``. ``watch`` sees each
+    point that the search has come to, with the gradient there, and may raise."""
     state, trace = State.at(start), list[float]()
     hessian = torch.zeros((len(start), len(start)), dtype=start.dtype)
     while not state.over and len(trace) < most:
@@ -64,7 +65,7 @@ def minimised(
         if curvature is not None:
             hessian = curvature
         unit = state.trial.abs().clamp(min=1.0)
-        state = tell(state, value, slope, curvature, unit, TOLERANCE)
+        state = tell(state, value, slope, curvature, unit, tolerance)
         if watch is not None:
             watch(state.x, state.g)
     x, value, gain = state.x, state.f, state.gain
