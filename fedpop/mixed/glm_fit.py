@@ -36,8 +36,8 @@ AGREED = {True: 1e-3, False: 0.05}
 """Nats by which more nodes may change the likelihood, of a grid and of scattered ones; the second is how far
 below a maximum a fit counts as converged."""
 ENOUGH, FEW = 0.01, 100
-"""Nats that a Newton step may promise where a search by scattered nodes is over, and evaluations after which it
-is: their gradient is that of their likelihood only as far as they are enough."""
+"""Nats that a Newton step may promise where a search by scattered nodes is over, and evaluations after which
+it is: their gradient is that of their likelihood only as far as they are enough."""
 MOST = {True: 1500, False: 8192}
 """Nodes at most."""
 
