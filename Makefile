@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 OLDEST := .venv-oldest
-.PHONY: help demo test test-slow test-flower test-oldest lint docs bench clean
+.PHONY: help demo test test-slow test-flower test-oldest lint docs pictures bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ lint: $(STAMP) ## Check style, format, types and documentation
 
 docs: $(STAMP) ## Build the documentation into site/; every warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+pictures: $(STAMP) ## Draw the documentation's pictures again, from small runs
+	$(BIN)/python docs/pictures.py
 
 bench: $(STAMP) ## Run the benchmarks
 	$(BIN)/python -m benchmarks

@@ -1,7 +1,8 @@
 """What pages are made of that nobody should type twice: public names, and measured numbers.
 
 The reference is made from ``fedpop.__all__``; a line ``<!-- bench: name -->`` becomes the table of that
-benchmark from ``results/bench/results.json``, a line ``<!-- features -->`` that of ``fedpop methods``.
+benchmark from ``results/bench/results.json``, a line ``<!-- features -->`` that of ``fedpop methods``, a line
+``<!-- example: name -->`` an example of the gallery with what it prints and its picture.
 """
 
 from __future__ import annotations
@@ -89,10 +90,23 @@ def feature_table() -> str:
     return f"{markdown(table)}\n{note}\n\n{markdown(references)}"
 
 
+def gallery(name: str) -> str:
+    """An example's code, the lines that it printed when its picture was drawn, and the picture."""
+    code = (ROOT / "examples" / "gallery" / f"{name}.py").read_text()
+    words, code = re.split(r'(?<=""")\n\n', code, maxsplit=1)
+    printed = (ROOT / "docs" / "pictures" / f"{name}.txt").read_text()
+    alt = words.strip('"')
+    return f"```python\n{code}```\n\n```text\n{printed}```\n\n![{alt}](pictures/{name}.svg)"
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
     if "<!-- features -->" in markdown:
         markdown = markdown.replace("<!-- features -->", feature_table())
-    return re.sub(r"^<!-- bench: (.+) -->$", lambda m: bench(m[1]), markdown, flags=re.MULTILINE)
+    for what, made in (("bench", bench), ("example", gallery)):
+        markdown = re.sub(
+            rf"^<!-- {what}: (.+) -->$", lambda m, made=made: made(m[1]), markdown, flags=re.MULTILINE
+        )
+    return markdown
 
 
 def groups() -> dict[str, dict[str, str]]:

@@ -122,11 +122,17 @@ def _names(cls: type) -> tuple[frozenset[str], frozenset[str]]:
 
 @_once_per_class
 def _kinds(cls: type) -> tuple[tuple[str, Kind], ...]:
+    hints = hints_of(cls)
+    found = ((f.name, hints.get(f.name, Any)) for f in fields(cls) if f.init)
+    return tuple((name, kind_of(hint)) for name, hint in found if hint is not Any)
+
+
+def hints_of(cls: type) -> dict[str, Any]:
+    """The types of a class's fields, those that can be told."""
     hints: dict[str, Any] = {}
     for owner in reversed(cls.__mro__):
         hints |= _annotations(owner)
-    found = ((f.name, hints.get(f.name, Any)) for f in fields(cls) if f.init)
-    return tuple((name, kind_of(hint)) for name, hint in found if hint is not Any)
+    return hints
 
 
 def _annotations(owner: Any) -> dict[str, Any]:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import singledispatch
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from fedpop.checked import Checked
+from fedpop.checked import Checked, hints_of
 from fedpop.errors import CheckpointError, SettingsError
 from fedpop.kinds import did_you_mean
 
@@ -86,8 +88,9 @@ def _(value: Tensor) -> str:  # data among the settings: enough to tell whether 
 Builders = Mapping[str, Callable[[dict[str, Any]], Any]]
 
 
-def rebuilt(plain: Any, builders: Builders) -> Any:
-    """The value that was described; ``builders`` make what is more than a dataclass of settings."""
+def rebuilt(plain: Any, builders: Builders, hint: Any = None) -> Any:
+    """The value that was described; ``builders`` make what is more than a dataclass of settings. ``hint`` is
+    the type of the field it stands in: two classes of one name may serve for different ones."""
     if isinstance(plain, list):
         return tuple(rebuilt(v, builders) for v in plain)
     if not isinstance(plain, dict) or "kind" not in plain:
@@ -97,7 +100,9 @@ def rebuilt(plain: Any, builders: Builders) -> Any:
         return {rebuilt(k, builders): rebuilt(v, builders) for k, v in plain["items"]}
     if kind in builders:
         return builders[kind](plain)
-    classes = known(Setting)
+    classes: dict[str, type] = dict(known(Setting))
+    for base in settings_in(hint):
+        classes |= known(base)
     if kind not in classes:
         raise CheckpointError(
             f"unknown setting {kind!r}: it was saved with a class that is not defined here; import the "
@@ -108,5 +113,22 @@ def rebuilt(plain: Any, builders: Builders) -> Any:
 
 def rebuilt_fields(plain: Mapping[str, Any], cls: type, builders: Builders) -> dict[str, Any]:
     """The arguments of a settings class out of a description; what it does not know is left out."""
+    hints = hints_of(cls)
     names = {f.name for f in fields(cls) if f.init}
-    return {k: rebuilt(v, builders) for k, v in plain.items() if k in names}
+    return {k: rebuilt(v, builders, hints.get(k)) for k, v in plain.items() if k in names}
+
+
+def members_of(hint: Any) -> Sequence[Any]:
+    """The types of a union, or the type itself."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if union else (hint,)
+
+
+def settings_in(hint: Any) -> list[type]:
+    """Whose settings a field of this type may hold.
+
+    >>> settings_in(int | Setting | None)
+    [<class 'fedpop.settings.Setting'>]
+    """
+    members = members_of(hint)
+    return [h for h in members if isinstance(h, type) and (issubclass(h, Setting) or is_dataclass(h))]

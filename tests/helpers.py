@@ -21,6 +21,9 @@ from fedpop.population.sites import settled
 from fedpop.questions import Question, Units
 from fedpop.runtime.run import Run, Settings
 
+FRAME = 12 + 1
+"""Bytes of an uncompressed vector beside its numbers: the frame, and how wide they are."""
+
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)

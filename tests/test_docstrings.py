@@ -11,11 +11,6 @@ import fedpop as fp
 from fedpop.algorithms.base import Algorithm
 from tests.test_public_names import MACHINERY, PUBLIC, text_of
 
-TO_COME = {
-    "FedSOUK", "Population",
-}  # fmt: skip
-"""Names whose settings are still told in running text; it only gets shorter."""
-
 
 def settings_of(value: Any) -> list[str]:
     """What is given to a class, or to a function."""
@@ -48,8 +43,6 @@ def asked(name: str) -> bool:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_the_first_line_is_a_sentence_of_one_line(name: str) -> None:
     first, *rest = inspect.cleandoc(text_of(name)).splitlines()
-    if name in TO_COME:
-        return
     assert first[-1] in ".:", f"{name}: {first!r}"
     if rest:
         assert rest[0] == "", f"{name}: the first line of its docstring is to stand by itself"
@@ -58,10 +51,6 @@ def test_the_first_line_is_a_sentence_of_one_line(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in PUBLIC if asked(n)])
 def test_every_setting_is_told_under_args(name: str) -> None:
     missing = missing_in(name)
-    if name in TO_COME:
-        rest = inspect.cleandoc(text_of(name)).splitlines()[1:]
-        assert missing or (rest and rest[0]), f"{name} is complete: take it out of TO_COME"
-        return
     assert missing == [], f"{name}: add to Args: {', '.join(missing)}"
 
 

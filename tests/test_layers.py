@@ -17,6 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "errors",
         "version",
         "extras",
+        "entries",
         "keys",
         "files",
         "precision",

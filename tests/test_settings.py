@@ -4,11 +4,14 @@ import gc
 import json
 import math
 from abc import ABC, abstractmethod
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.algorithms import METHODS, rebuild
@@ -24,7 +27,7 @@ from fedpop.settings import (
     named,
     rebuilt,
 )
-from tests.helpers import linear_model
+from tests.helpers import generator, linear_model
 
 NEEDED: dict[str, dict[str, Any]] = {
     "SGD": {"rate": 0.1},
@@ -50,6 +53,12 @@ def through_a_file(value: Any) -> Any:
 
 
 # --- known and named -----------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def classes_end_with_their_test() -> Iterator[None]:
+    yield
+    gc.collect()
 
 
 def test_what_can_be_made_is_known() -> None:
@@ -294,3 +303,46 @@ def test_what_is_not_said_is_derived_and_not_told() -> None:
     found = rebuilt(through_a_file(Counted(4)), {})
     assert found == Counted(4)
     assert found.twice == 8
+
+
+def test_a_class_is_found_among_those_that_its_field_takes(tmp_path: Path) -> None:
+    """A kernel of one's own may have the name of a step."""
+
+    @dataclass(frozen=True)
+    class Adam(fp.kernels.ULA):
+        name: ClassVar[str] = "Adam"
+
+    model = fp.Composition(None, nn.Linear(1, 1), "bernoulli")
+    method = fp.FedSOUK(model, kernel=Adam(), phi_step=fp.steps.Adam(0.01), local_steps=1)
+    clients = [(torch.randn(4, 1, generator=generator(i)), torch.arange(4.0) % 2) for i in range(2)]
+    method.fit(clients, rounds=1, progress=False).save(tmp_path / "saved")
+    again = fp.load(tmp_path / "saved").algorithm
+    assert isinstance(again, fp.FedSOUK)
+    assert type(again.kernel) is Adam
+    assert again.phi_step == fp.steps.Adam(0.01)
+
+
+def test_a_likelihood_of_ones_own_is_saved_and_loaded(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Doubtful(fp.likelihoods.Bernoulli):
+        """Yes/no targets of which a share is wrong."""
+
+        wrong: float = 0.1
+        name: ClassVar[str] = "doubtful"
+
+        def log_prob(self, eta: Tensor, y: Tensor, params: dict[str, Tensor]) -> Tensor:
+            p = self.wrong + (1 - 2 * self.wrong) * torch.sigmoid(eta)
+            return (y * p.log() + (1 - y) * (1 - p).log()).sum(-1)
+
+    clients = [(torch.randn(4, 1, generator=generator(i)), torch.arange(4.0) % 2) for i in range(2)]
+    model = fp.Composition(None, nn.Linear(1, 1), Doubtful(0.2))
+    population = fp.FedAvg(model).fit(clients, rounds=1, progress=False)
+    population.save(tmp_path / "saved")
+    again = fp.load(tmp_path / "saved")
+    assert again.model.likelihood == Doubtful(0.2)
+    assert fp.Composition(None, nn.Linear(1, 1), "doubtful").likelihood == Doubtful()
+
+
+def test_settings_stay_as_they_were_given() -> None:
+    assert replace(fp.compressors.RandK(), k=3) == fp.compressors.RandK(k=3)
+    assert replace(fp.participation.Bernoulli(0.5), p=(0.5, 0.25)).weights is None

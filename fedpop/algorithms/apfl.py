@@ -49,8 +49,9 @@ class APFL(FedAvg):
         newcomer: How a client that took part in no round trains; ``fp.LocalSGD(epochs=10)`` unless told.
         server_rate: How much of the clients' mean move the server makes; 1 unless told. Above 1 it goes
             beyond it.
-        compressor: Stays "identity": the method compresses nothing.
-        clip: Stays None: nor does it clip.
+        compressor: Stays "identity": no compressed form of the method was published.
+        clip: The largest norm of n_i (w_i - w), which clients send; longer ones are shortened, which biases
+            their mean. None (the default) does not.
         guard: How many times the usual norm makes a client's message absurd, so that it is left out;
             1000 unless told, None for never.
 
@@ -71,6 +72,8 @@ class APFL(FedAvg):
     about: ClassVar[About] = About("Deng et al., 2020", personalised=True)
     private: ClassVar[tuple[str, ...]] = ("v", "alpha")
     compressed: ClassVar[tuple[str, ...]] = ()
+    clipped: ClassVar[tuple[str, ...]] = ("dw",)
+    as_it_is: ClassVar[str] = "no such form of it was published"
 
     @property
     def phi_copies(self) -> int:

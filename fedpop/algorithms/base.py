@@ -59,7 +59,7 @@ class Algorithm(Setting, ABC):
     """Of the vectors named in ``compressed``: one for all, by itself or by name, or a mapping from clients.
     """
     clip: Positive | None = None
-    """The largest norm of such a vector; longer ones are shortened, which biases their sum."""
+    """The largest norm of a vector that is ``clipped``; longer ones are shortened, which biases their sum."""
     guard: Annotated[float, Range(above=1)] | None = 1e3
     """How many times the usual norm makes a client's message absurd, so that it is left out; None: never."""
 
@@ -79,15 +79,25 @@ class Algorithm(Setting, ABC):
     """Vectors that are moves or gradients, whose norms the guard looks at; states have none that is usual."""
     compressed: ClassVar[tuple[str, ...]] = ()
     """Vectors that may be compressed without bias; a method that names none refuses a compressor."""
+    clipped: ClassVar[tuple[str, ...]] = ()
+    """Moves and gradients that ``clip`` bounds; those that may be compressed where there are none here."""
+    as_it_is: ClassVar[str] = "its update is not linear in it, or no form of it was published"
+    """Why what clients send is neither compressed nor clipped, where that is so."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         channel = self.channel
         if not self.compressed and not channel.transparent:
-            raise SettingsError(
-                f"{self.name} does not compress or clip what its clients send (its update is not linear in "
-                "it, or no form of it was published); leave compressor and clip out"
-            )
+            if not self.clipped:
+                raise SettingsError(
+                    f"{self.name} does not compress or clip what its clients send ({self.as_it_is}); leave "
+                    "compressor and clip out"
+                )
+            if not all(c.identity for c in channel.compressors):
+                raise SettingsError(
+                    f"{self.name} does not compress what its clients send ({self.as_it_is}); leave "
+                    "compressor out"
+                )
         for compressor in channel.compressors if self.compressed else ():
             compressor.check(self.compressed_size)
 
@@ -96,7 +106,7 @@ class Algorithm(Setting, ABC):
     @cached_property
     def channel(self) -> Channel:
         """The way that this method's vectors take to the server."""
-        return Channel(self.compressor, self.compressed, self.clip)
+        return Channel(self.compressor, self.compressed, self.clip, self.clipped)
 
     def guard_for(self, told: Tensors, messages: int) -> Guard | None:
         """What looks at the messages of a round, given what it was told is usual."""
@@ -150,7 +160,7 @@ class Algorithm(Setting, ABC):
 
     def prepared(self, example: Example) -> Self:
         """This method for examples of this kind."""
-        return self.replace(model=self.model.prepared(example))
+        return self.with_model(self.model.prepared(example))
 
     def restarted(self) -> Self:
         """This method for a restart from a random point."""
@@ -237,6 +247,11 @@ class Algorithm(Setting, ABC):
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer | Iterable[Answer]:
         """A cohort's work, in one answer or in blocks of its units as they are ready."""
 
+    @property
+    def remembered(self) -> tuple[str, ...]:
+        """Those of ``remembers`` that matter with these settings."""
+        return self.remembers
+
     def after_send(self, local: Tensors, seen: Tensors) -> Tensors:
         """States of units that were heard, which now know what the server saw of ``remembers``."""
         return local
@@ -322,8 +337,12 @@ class Algorithm(Setting, ABC):
         return RUNTIMES[-1](self, **given, **unknown)
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other settings."""
+        """A copy with other settings; what a run has chosen where they left something open is open again."""
         return replace(self, **changes)
+
+    def with_model(self, model: Model) -> Self:
+        """A copy on another form of its model; what a run has chosen stays."""
+        return replace(self, model=model)
 
     def describe(self) -> dict[str, Any]:
         """All settings as plain values, for files and for comparing runs."""

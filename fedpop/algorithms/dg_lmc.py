@@ -61,8 +61,8 @@ class DGLMC(PosteriorSamples):
         burn_in: Rounds before the first state is kept; None (the default) is half of them.
         thin: Rounds from one kept state to the next; None (the default) spreads them over all rounds
             after burn-in.
-        compressor: Stays "identity": the method compresses nothing.
-        clip: Stays None: nor does it clip.
+        compressor: Stays "identity": what clients send are states.
+        clip: Stays None: a shortened state is another one.
         guard: Does nothing here: clients send states, whose norms have no usual size.
 
     >>> import torch, fedpop as fp
@@ -82,6 +82,7 @@ class DGLMC(PosteriorSamples):
     prior_precision: NotNegative = 0.0
 
     name: ClassVar[str] = "DG-LMC"
+    as_it_is: ClassVar[str] = "clients send states, and a shortened state is another one"
     about: ClassVar[About] = About(
         "Plassier et al., ICML 2021",
         personalised=False,

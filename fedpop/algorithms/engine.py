@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from fedpop.algorithms.exact import ExactEngine, obstacle
 from fedpop.algorithms.hierarchical import Hierarchical
@@ -14,7 +14,9 @@ from fedpop.checked import OneOf
 from fedpop.errors import SettingsError
 from fedpop.federation.participation import Participation
 
-ENGINES = ("auto", "sampled", "exact")
+CHOSEN = "auto: "
+"""How a run marks what it took ``auto`` for: a copy with other settings chooses anew."""
+ENGINES = ("auto", "sampled", "exact", CHOSEN + "sampled", CHOSEN + "exact")
 LARGEST = 500
 """Parameters up to which ``auto`` takes the exact engine: its messages hold their square, twice or so."""
 
@@ -22,7 +24,7 @@ LARGEST = 500
 @dataclass(frozen=True, kw_only=True)
 class WithEngine(Hierarchical):
     """A method that may run by the exact engine: ``auto`` takes it where everyone takes part in all rounds,
-    messages arrive as they were sent, theta is small, and nothing was said of chains or steps."""
+    messages arrive as they were sent, theta is small, and all settings of chains and steps are the usual."""
 
     engine: Annotated[str, OneOf(*ENGINES)] = "auto"
 
@@ -32,7 +34,7 @@ class WithEngine(Hierarchical):
     @cached_property
     def exact(self) -> ExactEngine | None:
         """What makes the rounds in the place of chains, once a run has chosen it."""
-        return ExactEngine(self.hierarchy, self.on_phi.ball) if self.engine == "exact" else None
+        return ExactEngine(self.hierarchy, self.on_phi.ball) if self.engine.endswith("exact") else None
 
     @property
     def needs_everyone(self) -> bool:
@@ -46,11 +48,16 @@ class WithEngine(Hierarchical):
             why = "it needs everyone's sums as they are: participation=None, neither compressor nor clip"
         if self.engine == "exact" and why is not None:
             raise SettingsError(f"engine='exact' cannot be used here: {why}; use engine='sampled'")
-        if self.engine != "auto":
+        if not self.engine.startswith("auto"):
             return self
         size = self.model.phi_layout.size + self.hierarchy.prior.size(self.model.z_layout.size)
         able = why is None and size <= LARGEST and not self._told_how
-        return self.replace(engine="exact" if able else "sampled")
+        return replace(self, engine=CHOSEN + ("exact" if able else "sampled"))
+
+    def replace(self, **changes: Any) -> Self:
+        return super().replace(
+            **{"engine": "auto" if self.engine.startswith(CHOSEN) else self.engine} | changes
+        )
 
     @property
     def scores(self) -> bool:
@@ -80,6 +87,8 @@ class WithEngine(Hierarchical):
     def lines(self, published: Tensors) -> list[tuple[str, str]]:
         how = {
             "exact": "exact: quasi-Newton steps on the marginal likelihood",
-            "sampled": "sampled: Algorithm 1" + (", scoring steps in further stages" if self.scores else ""),
+            "sampled": "sampled: each client runs a Markov chain"
+            + (", then scoring steps on theta" if self.scores else ""),
         }
-        return [*super().lines(published), *[("engine", how[e]) for e in (self.engine,) if e in how]]
+        engine = self.engine.removeprefix(CHOSEN)
+        return [*super().lines(published), *[("engine", how[e]) for e in (engine,) if e in how]]

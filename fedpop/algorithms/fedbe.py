@@ -95,6 +95,7 @@ class FedBE(Ensemble):
 
     name: ClassVar[str] = "FedBE"
     guarded: ClassVar[tuple[str, ...]] = ("dw",)
+    as_it_is: ClassVar[str] = "it holds squares that belong to the moves beside them"
     about: ClassVar[About] = About(
         "Chen and Chao, ICLR 2021", personalised=False, bounds=False, memory="M (d + d_phi)"
     )

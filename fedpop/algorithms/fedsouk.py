@@ -19,17 +19,16 @@ letter, the default chooses the kernel by the head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Round
-from fedpop.algorithms.engine import WithEngine
+from fedpop.algorithms.starting import WithStart
 from fedpop.channel import Answer, Tensors, Total
-from fedpop.checked import OneOf
 from fedpop.client.cost import chain_cost
 from fedpop.client.local_steps import LocalSteps, describe_steps, groups_of, most_steps
 from fedpop.client.phi_step import PhiWork
@@ -39,26 +38,35 @@ from fedpop.federation.inputs import map_inputs
 from fedpop.kernels import prior_chains
 from fedpop.keys import Key
 from fedpop.priors.base import into_ball
-from fedpop.questions import Question, starts
-from fedpop.questions.spectral import Spectral
-from fedpop.questions.targets import TargetSize
 from fedpop.server import scoring
 from fedpop.server.gauge import aligner
 from fedpop.server.schedules import Stage
 from fedpop.server.state import prefixed, unprefixed
-from fedpop.server.units import natural_units, redrawn
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedSOUK(WithEngine):
-    """The paper's method with any kernel; see the module's text.
+class FedSOUK(WithStart):
+    """The paper's Algorithm 1 with any kernel.
 
-    ``local_steps`` is the paper's M: one number, a ``Steps`` schedule over rounds, or one for each client by
-    name. An optimiser alone may stand for ``phi_step`` and ``beta_step``, ``Spectral()`` for ``start``.
-    ``anneal`` is how a normal likelihood's noise variance falls to its own value, against local optima.
-    ``engine`` is what finds theta: ``sampled`` is Algorithm 1, ``exact`` a quasi-Newton method where
-    posteriors are closed-form, ``auto`` the exact one where it applies and nothing was said of chains or
-    steps.
+    Args:
+        model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
+        local_steps: The paper's M, steps of a chain in a round: one number (10 unless told), a
+            ``fp.chains.Steps`` schedule, or one for each client by name. More cost more, with less noise.
+        start: Where phi starts: "spectral", "random", or "auto" (the default) for what suits the data.
+        engine: What finds theta: "sampled" is Algorithm 1, "exact" a quasi-Newton method for closed-form
+            posteriors; "auto" (the default) is the exact one where it applies and nothing was said of how.
+        prior: The population's, of ``fp.priors`` or by name; "normal" unless told.
+        kernel: What chains step by, of ``fp.kernels`` or by name; what suits head and prior unless told.
+        chain: How chains are run, ``fp.chains.Chain()`` unless told.
+        phi_step: How phi moves: a ``PhiStep`` or an optimiser of ``fp.steps``; Adam unless told.
+        beta_step: How the prior moves: a ``BetaStep``, ``EM()`` or an optimiser; EM or Adam unless told.
+        hyperprior: Of phi and the prior's parameters; flat unless told.
+        anneal: How a normal likelihood's noise variance falls to its own value, against local optima.
+        average: Which average of theta is published; that over the last quarter unless told.
+        final: The pass that gives the draws users see; ``fp.chains.Final()`` unless told.
+        compressor: Of the gradients J, of ``fp.compressors`` or by name; "identity" unless told, for none.
+        clip: The largest norm of a client's J, and of its I; None (the default) shortens none.
+        guard: How many times the usual norm makes a message absurd; 1000 unless told, None for never.
 
     >>> from torch import nn
     >>> import fedpop as fp
@@ -68,7 +76,6 @@ class FedSOUK(WithEngine):
     """
 
     local_steps: LocalSteps = 10
-    start: Annotated[str, OneOf(*starts.STARTS)] | Spectral = "auto"
 
     name: ClassVar[str] = "FedSOUK"
     about: ClassVar[About] = About(
@@ -76,7 +83,8 @@ class FedSOUK(WithEngine):
     )
     guarded: ClassVar[tuple[str, ...]] = ("I", "J")
     compressed: ClassVar[tuple[str, ...]] = ("J",)
-    sampling: ClassVar[tuple[str, ...]] = ("local_steps", *WithEngine.sampling)
+    clipped: ClassVar[tuple[str, ...]] = guarded
+    sampling: ClassVar[tuple[str, ...]] = ("local_steps", *WithStart.sampling)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,7 +94,6 @@ class FedSOUK(WithEngine):
         self.hyperprior.check(prior)
         if self.on_phi.local is not None and self.chain.rao_blackwell:
             raise SettingsError("local epochs on phi average over draws of z; they exclude rao_blackwell")
-        starts.questions(self.start, self.model, prior, self.model.initial_phi())  # raises where it cannot be
 
     # --- settings, resolved where they are used ----------------------------------------------
 
@@ -96,31 +103,9 @@ class FedSOUK(WithEngine):
 
     # --- before the rounds -------------------------------------------------------------------
 
-    def restarted(self) -> Self:
-        return self.replace(start="random")
-
-    def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
-        phi, prior = self._first_phi(facts, key), self.hierarchy.prior
-        exact = self.exact is not None
-        asked = starts.questions(self.start, self.model, prior, phi, facts.restart, anneals=exact)
-        if exact or not self.anneal.asks(self.model, facts.first_stage):
-            return asked
-        return (*asked, TargetSize(self.model, self.anneal.minimum))
-
-    def _first_phi(self, facts: Facts, key: Key) -> Tensor:
-        phi = self.model.initial_phi()
-        if facts.restart == 0:
-            return phi
-        return redrawn(self.model, phi, key.at(purpose=f"restart-{facts.restart}"))
-
     def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
-        prior, own = self.hierarchy.prior, key.at(purpose=f"prior-{facts.restart}")
-        phi, beta = starts.theta(self.model, prior, self._first_phi(facts, key), known, own)
-        server = {"phi": phi}
-        if "target_size" in known:
-            server = self.anneal.begun(self.model, phi, known["target_size"], facts.first_stage)
-            phi = server["phi"]
-        server |= {"beta": beta, "unit": natural_units(self.model, phi)}
+        server, prior = self.first_theta(facts, key, known), self.hierarchy.prior
+        phi, beta = server["phi"], server["beta"]
         if self.exact is not None:
             return self.exact.first(**server, left=known.get("left"))
         if (rate := self.on_phi.rate(0, facts.stage, self.head_size(beta))) is not None:

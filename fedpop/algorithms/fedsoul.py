@@ -56,8 +56,8 @@ class FedSOUL(FedSOUK):
         final: The pass that gives the draws users see; ``fp.chains.Final()`` unless told.
         compressor: Of the gradients J: one of ``fp.compressors`` or its name, or a mapping from clients'
             names to them; "identity" (the default) sends them as they are.
-        clip: The largest norm of a client's J; longer ones are shortened, which biases their sum. None
-            (the default) does not.
+        clip: The largest norm of a client's J, and of its I; longer ones are shortened, which biases
+            their sums. None (the default) does not.
         guard: How many times the usual norm makes a client's message absurd, so that it is left out;
             1000 unless told, None for never.
         preset: "default" or "paper": only a name for tables, which ``FedSOUL.paper()`` sets.

@@ -93,6 +93,7 @@ class FSGLD(PosteriorSamples):
     local: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=10))
 
     name: ClassVar[str] = "FSGLD"
+    as_it_is: ClassVar[str] = "the chain's own state travels, and a shortened state is another one"
     about: ClassVar[About] = About("El Mekkaoui et al., UAI 2021", personalised=False, memory="M (d + d_phi)")
     participation: ClassVar[str] = "one"
 

@@ -71,10 +71,10 @@ class Hierarchical(Algorithm):
         return self.final.total
 
     def looked_at(self) -> Self:
-        return self.replace(final=SHORT)
+        return replace(self, final=SHORT)
 
     def judged(self) -> Self:
-        return self.replace(final=JUDGING)
+        return replace(self, final=JUDGING)
 
     @cached_property
     def on_phi(self) -> PhiStep:
@@ -113,7 +113,7 @@ class Hierarchical(Algorithm):
         """This method in a round for which a noise variance was sent, or itself."""
         if "noise" not in told:
             return self
-        return self.replace(model=self.model.with_noise(float(told["noise"])))
+        return self.with_model(self.model.with_noise(float(told["noise"])))
 
     # --- eta_0 by trial ----------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Hierarchical(Algorithm):
         if not self._free:
             return self
         # Judged by the likelihood, which has the noise that there is.
-        plain = self.replace(anneal=Anneal(rounds=0))
+        plain = replace(self, anneal=Anneal(rounds=0))
         exact = self.hierarchy.closed_form
         return self.with_rate(largest_rate(lambda rate: trial(plain.with_rate(rate), ROUNDS), exact))
 
@@ -140,7 +140,7 @@ class Hierarchical(Algorithm):
             on_phi = replace(on_phi, optimiser=replace(on_phi.optimiser, rate=rate))
         if isinstance(on_beta.step, SGD):
             on_beta = replace(on_beta, step=replace(on_beta.step, rate=rate))
-        return self.replace(phi_step=on_phi, beta_step=on_beta)
+        return replace(self, phi_step=on_phi, beta_step=on_beta)
 
     # --- a unit's own model ------------------------------------------------------------------
 

@@ -56,8 +56,8 @@ class L2GD(WholeModel):
             with which models wander about the optimum.
         newcomer: The steps of a client that was not there in training; ``fp.LocalSGD(epochs=50)`` unless
             told.
-        compressor: Stays "identity": the method compresses nothing.
-        clip: Stays None: nor does it clip.
+        compressor: Stays "identity": what clients send are states.
+        clip: Stays None: a shortened state is another one.
         guard: Does nothing here: clients send states, whose norms have no usual size.
 
     >>> import torch, fedpop as fp
@@ -76,6 +76,7 @@ class L2GD(WholeModel):
     newcomer: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=50))
 
     name: ClassVar[str] = "L2GD"
+    as_it_is: ClassVar[str] = "clients send states, and a shortened state is another one"
     about: ClassVar[About] = About("Hanzely and Richtarik, 2020", personalised=True)
     participation: ClassVar[str] = "full"
 

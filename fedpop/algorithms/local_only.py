@@ -50,6 +50,7 @@ class LocalOnly(WholeModel):
     newcomer: LocalSGD = field(default_factory=lambda: LocalSGD(epochs=10))
 
     name: ClassVar[str] = "Local"
+    as_it_is: ClassVar[str] = "they send nothing"
     about: ClassVar[About] = About(
         "no federation", personalised=True, local_steps=False, instance="limit: as FedRep, phi empty"
     )

@@ -26,7 +26,7 @@ from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.keys import Key
-from fedpop.models.likelihoods import Params
+from fedpop.models.likelihood import Params
 from fedpop.models.predictive import Predictive
 
 _SLOT = "sample."

@@ -40,8 +40,10 @@ class SCAFFOLD(WholeModel):
             rate 0.01, one batch.
         server_rate: How much of the clients' mean move the server makes; 1 unless told. Above 1 it goes
             beyond it.
-        compressor: Stays "identity": the method compresses nothing.
-        clip: Stays None: nor does it clip.
+        compressor: Stays "identity": no compressed form of the method was published.
+        clip: The largest norm of y_i - w, and of c_i+ - c_i; longer ones are shortened, which biases their
+            mean. A client keeps the c_i that the server knows of, so that c stays the mean of them. None
+            (the default) does not.
         guard: How many times the usual norm makes a client's message absurd, so that it is left out;
             1000 unless told, None for never.
 
@@ -59,6 +61,9 @@ class SCAFFOLD(WholeModel):
 
     name: ClassVar[str] = "SCAFFOLD"
     guarded: ClassVar[tuple[str, ...]] = ("dw", "dc")
+    clipped: ClassVar[tuple[str, ...]] = ("dw", "dc")
+    remembers: ClassVar[tuple[str, ...]] = ("dc",)
+    as_it_is: ClassVar[str] = "no such form of it was published"
     about: ClassVar[About] = About("Karimireddy et al., ICML 2020", personalised=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +97,15 @@ class SCAFFOLD(WholeModel):
         own = torch.where(updates > 0, moved, local["c"])
         good, passes = finite(new.w, own), self.local.steps(cohort)
         vectors = {"dw": new.w - w, "dc": own - local["c"]}
-        return Answer(good, vectors, {"c": own}, training_cost(cohort, new.loss, good, passes, passes))
+        kept = {"c": own} if self.clip is None else {"c": local["c"]}  # what it sends is not yet known
+        return Answer(good, vectors, kept, training_cost(cohort, new.loss, good, passes, passes))
+
+    @property
+    def remembered(self) -> tuple[str, ...]:
+        return () if self.clip is None else self.remembers
+
+    def after_send(self, local: Tensors, seen: Tensors) -> Tensors:
+        return {"c": local["c"] + seen["dc"]}
 
     def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
         if total.count == 0:

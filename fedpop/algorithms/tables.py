@@ -8,7 +8,6 @@ clients, a table without a kind has a value for each of them, ``local_steps = {a
 from __future__ import annotations
 
 import inspect
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -18,7 +17,7 @@ from fedpop.algorithms import known_methods
 from fedpop.algorithms.base import Algorithm
 from fedpop.errors import FedpopError, SettingsError
 from fedpop.models.base import Model
-from fedpop.settings import Setting, known
+from fedpop.settings import Setting, known, members_of, settings_in
 
 
 def known_method(name: Any, where: str) -> type[Algorithm]:
@@ -73,7 +72,7 @@ PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 def _value(value: Any, hint: Any, where: str, path: str, usual: Any = None) -> Any:
     """A plain value as a field of this type wants it; ``usual`` is what the field has unless told."""
-    members = _members(hint)
+    members = members_of(hint)
     if isinstance(value, Mapping):
         return _from_table(value, hint, where, path, usual)
     if isinstance(value, list):
@@ -88,11 +87,6 @@ def _value(value: Any, hint: Any, where: str, path: str, usual: Any = None) -> A
     raise _wrong(value, hint, where, path)
 
 
-def _members(hint: Any) -> Sequence[Any]:
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return typing.get_args(hint) if union else (hint,)
-
-
 def _fits(value: Any, kind: Any) -> bool:
     if isinstance(value, bool):
         return kind is bool
@@ -104,22 +98,17 @@ def _open(one: Any) -> bool:
     return not isinstance(one, type) and typing.get_origin(one) not in (Mapping, dict, tuple, list, Sequence)
 
 
-def _classes(hint: Any) -> list[type]:
-    """Whose settings may stand in a table."""
-    return [h for h in _members(hint) if isinstance(h, type) and (issubclass(h, Setting) or is_dataclass(h))]
-
-
 def _by_client(hint: Any) -> Any:
     """The type of one client's value, where there may be one for each."""
     return next(
-        (typing.get_args(h)[1] for h in _members(hint) if typing.get_origin(h) in (Mapping, dict)), None
+        (typing.get_args(h)[1] for h in members_of(hint) if typing.get_origin(h) in (Mapping, dict)), None
     )
 
 
 def _wrong(value: Any, hint: Any, where: str, path: str) -> SettingsError:
-    told = [word for kind, word in PLAIN.items() if kind in _members(hint)]
-    told += ["a list of values"] if any(typing.get_origin(h) is tuple for h in _members(hint)) else []
-    told += [f"a table of settings, {path} = {{...}}"] if _classes(hint) else []
+    told = [word for kind, word in PLAIN.items() if kind in members_of(hint)]
+    told += ["a list of values"] if any(typing.get_origin(h) is tuple for h in members_of(hint)) else []
+    told += [f"a table of settings, {path} = {{...}}"] if settings_in(hint) else []
     told += ["a table with a value for each client"] if _by_client(hint) is not None else []
     if not told:
         return SettingsError(f"{where}: {path} cannot be told in plain values")
@@ -138,7 +127,7 @@ def _from_list(value: list[Any], hint: Any, where: str, path: str) -> tuple[Any,
 def _from_table(value: Mapping[str, Any], hint: Any, where: str, path: str, usual: Any) -> Any:
     each = _by_client(hint)
     if each is not None and "kind" not in value:
-        for cls in _classes(hint):
+        for cls in settings_in(hint):
             if value and is_dataclass(cls) and set(value) <= {f.name for f in fields(cls)}:
                 raise SettingsError(
                     f"{where}: {path}: a table without a kind has a value for each client; for settings of "
@@ -153,8 +142,8 @@ def _from_table(value: Mapping[str, Any], hint: Any, where: str, path: str, usua
 
 def _class_of(value: Mapping[str, Any], hint: Any, where: str, path: str, usual: Any) -> type:
     """Whose settings a nested table has: the one it names, or the one that the method has there."""
-    classes: list[type] = _classes(hint)
-    if not classes and any(_open(one) for one in _members(hint)):
+    classes: list[type] = settings_in(hint)
+    if not classes and any(_open(one) for one in members_of(hint)):
         classes = [Setting]
     if not classes:
         raise _wrong(value, hint, where, path)

@@ -18,6 +18,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.keys import Key
 from fedpop.models.base import Model
+from fedpop.models.local import LinearLikelihood
 from fedpop.models.predictive import Predictive
 
 
@@ -124,9 +125,12 @@ class WholeModel(Algorithm):
         """
         with torch.no_grad():
             rows = self.model.dropout_keys(cohort, key) if dropout else None
-            features = self.model.features(phi, cohort, rows)
+            features, own = self.model.features(phi, cohort, rows), key.at(purpose="head")
+            local = self.model.bind(phi, features, cohort) if self.model.linear else None
+            if isinstance(local, LinearLikelihood):
+                return sgd.run_heads(local, z, cohort, own)
             loss = head_loss(self.model, phi)
-            return sgd.run(loss, z, z[:, :0], features, cohort, key.at(purpose="head"), dropout=dropout).w
+            return sgd.run(loss, z, z[:, :0], features, cohort, own, dropout=dropout).w
 
     def metrics(self, server: Tensors, cost: Mapping[str, float]) -> dict[str, float | None]:
         return {"loss": mean_loss(cost)}

@@ -51,10 +51,11 @@ class Payload:
 
 @dataclass(frozen=True)
 class Channel(Checked):
-    """What happens to the vectors named in ``compressed``; everything else is sent as it is.
+    """What happens to the vectors named in ``compressed`` and ``clipped``; all else is sent as it is.
 
     ``compressor`` is one for all, or one for each client by name. ``clip`` bounds the norm of what a site
-    sends (a longer vector is shortened, which biases the sum).
+    sends (a longer vector is shortened, which biases the sum): of vectors that are ``clipped``, or of those
+    that are compressed where nothing else is said.
 
     >>> from fedpop.channel.compressors import QSGD
     >>> channel = Channel(QSGD(), ("J",))
@@ -66,6 +67,7 @@ class Channel(Checked):
     compressor: Choice = field(default_factory=Identity)
     compressed: tuple[str, ...] = ()
     clip: Positive | None = None
+    clipped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,37 +106,20 @@ class Channel(Checked):
 
     def encode(self, name: str, vector: Tensor, site: int, key: Key) -> Payload:
         """What a site sends of its vector ``[D]``; a PayloadError where it cannot be sent."""
-        if name not in self.compressed:
-            return self._raw(vector)
-        vector = self._clipped(vector.unsqueeze(0))[0]
-        compressor = self.of(site)
-        if compressor.identity:
-            return self._raw(vector)
+        compressor = self._for(name, site)
+        vector = self._clipped(name, vector.unsqueeze(0))[0]
         data = compressor.encode(vector, key.at(purpose=f"compress.{name}"), site)
         return Payload(compressor.name, vector.shape[0], data)
 
     def decode(self, name: str, payload: Payload, site: int) -> Tensor:
         """The vector as the server sees it, in float32 or the type it was sent in."""
-        compressor = self.of(site) if name in self.compressed else Identity()
-        if payload.codec not in (_RAW if compressor.identity else (compressor.name,)):
+        compressor = self._for(name, site)
+        if payload.codec != compressor.name:
             raise PayloadError(f"{name} came as {payload.codec!r}, which was not agreed on")
-        if compressor.identity:
-            kind = _RAW[payload.codec]
-            if len(payload.data) != payload.length * kind.itemsize:
-                raise PayloadError(f"{name}: {len(payload.data)} bytes for {payload.length} entries")
-            return (
-                torch.frombuffer(bytearray(payload.data), dtype=kind).clone()
-                if payload.length
-                else torch.zeros(0, dtype=kind)
-            )
         return compressor.decode(payload.data, payload.length)
 
-    @staticmethod
-    def _raw(vector: Tensor) -> Payload:
-        codec = next((c for c, kind in _RAW.items() if kind == vector.dtype), None)
-        if codec is None:
-            raise PayloadError(f"vectors travel as {' or '.join(_RAW)}, not {vector.dtype}")
-        return Payload(codec, vector.shape[0], vector.detach().cpu().contiguous().numpy().tobytes())
+    def _for(self, name: str, site: int) -> Compressor:
+        return self.of(site) if name in self.compressed else Identity()
 
     # --- in one process ----------------------------------------------------------------------
 
@@ -143,9 +128,9 @@ class Channel(Checked):
 
         A vector that cannot be sent comes back as NaN, and costs nothing.
         """
+        vectors = self._clipped(name, vectors)
         if self.transparent or name not in self.compressed:
-            return vectors, _plain_bytes(vectors)
-        vectors = self._clipped(vectors)
+            return vectors, plain_bytes(vectors)
         key = key.at(purpose=f"compress.{name}")
         if isinstance(self._each, Compressor):
             return _compressed(self._each, vectors, key, sites)
@@ -159,24 +144,22 @@ class Channel(Checked):
             size += more
         return seen, size
 
-    def _clipped(self, vectors: Tensor) -> Tensor:
-        if self.clip is None:
+    def _clipped(self, name: str, vectors: Tensor) -> Tensor:
+        if self.clip is None or name not in (self.clipped or self.compressed):
             return vectors
         norm = torch.linalg.vector_norm(vectors, dim=1, keepdim=True, dtype=torch.float64)
         out: Tensor = vectors * (self.clip / norm.clamp(min=self.clip)).to(vectors.dtype)
         return out
 
 
-_RAW = {"float32": torch.float32, "float64": torch.float64}
-
-
 def _compressed(compressor: Compressor, vectors: Tensor, key: Key, sites: Tensor) -> tuple[Tensor, int]:
     if compressor.identity:
-        return vectors, _plain_bytes(vectors)
+        return vectors, plain_bytes(vectors)
     seen = compressor.compress(vectors, key, sites)
     arrived = seen[~torch.isnan(seen[:, :1]).any(1)]
     return seen, compressor.sent_bytes(arrived)
 
 
-def _plain_bytes(vectors: Tensor) -> int:
-    return vectors.numel() * vectors.element_size()
+def plain_bytes(vectors: Tensor) -> int:
+    """What messages of these vectors ``[S, D]`` take as they are, in their frames."""
+    return Identity().sent_bytes(vectors)

@@ -20,9 +20,9 @@ class Message:
     """All that a site says in a round, or to a question: vectors that are sums over its units, of how many
     units, and what the work cost. A message of no units says that nobody there was fit to be heard.
 
-    >>> message = Message({"J": Payload("float32", 2, bytes(8))}, units=1)
-    >>> message.size
-    8
+    >>> message = Message({"J": Channel().encode("J", torch.ones(2), 0, Key(0))}, units=1)
+    >>> message.size  # two numbers of four bytes, in their frame
+    21
     """
 
     payloads: Mapping[str, Payload]
@@ -33,7 +33,7 @@ class Message:
 
     @property
     def size(self) -> int:
-        """Bytes of its vectors."""
+        """Bytes of its vectors, each in its frame."""
         return sum(len(payload.data) for payload in self.payloads.values())
 
     def vectors(self, channel: Channel, site: int, kind: torch.dtype) -> Tensors:

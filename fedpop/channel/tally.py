@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedpop.channel.guard import Guard
 from fedpop.channel.message import Answer, Tensors, Total
-from fedpop.channel.pipeline import Channel
+from fedpop.channel.pipeline import Channel, plain_bytes
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
 
@@ -86,7 +86,7 @@ class Tally:
                 found = found if place is None else found[place]
                 suspects, heard = found if suspects is None else suspects | found, heard & ~found
         for name, total in answer.sums.items():
-            self.bytes_up += int(there.sum()) * total.numel() * total.element_size()
+            self.bytes_up += int(there.sum()) * plain_bytes(total.reshape(1, -1))
             _grow(self._weighted, name, total)
             if bool((weights == 1).all()):
                 _grow(self._plain, name, total)
@@ -110,8 +110,8 @@ class Tally:
         if self._guard is not None and examples is not None and self._guard.odd(answer, examples):
             return False
         sums = answer.sums
-        self.bytes_up += sum(v.numel() * v.element_size() for v in answer.vectors.values())
-        self.bytes_up += len(weights) * sum(v.numel() * v.element_size() for v in sums.values())
+        self.bytes_up += sum(plain_bytes(v) for v in answer.vectors.values())
+        self.bytes_up += len(weights) * sum(plain_bytes(v.reshape(1, -1)) for v in sums.values())
         for name, total in (weighted | sums).items():
             _grow(self._weighted, name, total)
         for name, total in (plain | sums if ones else plain).items():

@@ -13,6 +13,7 @@ from fedpop.checked import Count, Factor, NotNegative, Positive
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.keys import Key
+from fedpop.models.local import LinearLikelihood
 from fedpop.models.modules import RowKeys
 from fedpop.settings import Setting
 
@@ -23,6 +24,9 @@ Direction = Callable[..., tuple[Tensor, Tensor]]
 """The same arguments; what to step along in place of the loss's gradient, and the loss."""
 Pull = Callable[[Tensor, Tensor], Tensor]
 """``pull(w, aux)``: a gradient beside the data's, of one client or of a stack of them."""
+Stacked = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""``direction(w, pick, there)`` of a stack of clients, on the examples that ``pick`` numbers and where
+``there`` is one."""
 
 LARGEST_BATCHED = 20_000
 """Parameters up to which clients are worked on side by side by vmap: above it a single client keeps the
@@ -87,29 +91,69 @@ class LocalSGD(Setting):
         one_by_one = not batched or w.shape[1] > LARGEST_BATCHED
         work = self._one_by_one if one_by_one else self._batched
         rate = self.rate if rate is None else rate
-        way = _Way(loss, direction, pull or _no_pull, project or _anywhere, rate, dropout, plain)
+        way = _Way(rate, loss, direction, pull or _no_pull, project or _anywhere, dropout, plain)
         with torch.no_grad():
             return work(way, w, aux, x, cohort, key)
+
+    def run_heads(self, local: LinearLikelihood, z: Tensor, cohort: Cohort, key: Key) -> Tensor:
+        """``run`` for linear heads z ``[C, d]`` at features that do not change: the same steps, by the
+        closed form of their gradient."""
+        if cohort.longest == 0:
+            return z
+        rows = torch.arange(len(cohort), device=z.device).unsqueeze(1)
+
+        def direction(now: Key) -> Stacked:
+            def at(z: Tensor, pick: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+                value, slope = local.rows(rows, pick).value_and_grad(z.unsqueeze(1))
+                n = there.sum(1).clamp(min=1)
+                return -slope.squeeze(1) / n.unsqueeze(1), -value.squeeze(1) / n
+
+            return at
+
+        with torch.no_grad():
+            way = _Way(rate=self.rate)
+            return self._side_by_side(way, direction, z, z[:, :0], cohort, key).w
 
     def _batched(self, way: _Way, w: Tensor, aux: Tensor, x: Inputs, cohort: Cohort, key: Key) -> Trained:
         # Padding repeats real rows, so that the loss is finite on it.
         block, y = map_inputs(cohort.fill, x), cohort.fill(cohort.y)
+        rows = torch.arange(len(cohort), device=w.device).unsqueeze(1)
+
+        def direction(now: Key) -> Stacked:
+            each = torch.func.vmap(way.named(now))
+
+            def at(w: Tensor, pick: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+                xb = map_inputs(lambda v: v[rows, pick], block)
+                units = cohort.units.unsqueeze(1).expand_as(pick)
+                out: tuple[Tensor, Tensor] = each(w, aux, xb, y[rows, pick], there, units, pick)
+                return out
+
+            return at
+
+        return self._side_by_side(way, direction, w, aux, cohort, key)
+
+    def _side_by_side(
+        self,
+        way: _Way,
+        direction: Callable[[Key], Stacked],
+        w: Tensor,
+        aux: Tensor,
+        cohort: Cohort,
+        key: Key,
+    ) -> Trained:
         mask = (torch.arange(cohort.longest, device=w.device) < cohort.sizes.unsqueeze(1)).to(w.dtype)
         size = self._size(cohort)
         velocity, total = torch.zeros_like(w), w.new_zeros(len(cohort))
         rows = torch.arange(len(cohort), device=w.device).unsqueeze(1)
         for epoch in range(self.epochs):
             now = key.at(purpose=f"epoch-{epoch}")
-            order = self._order(mask, cohort, now)
-            direction = torch.func.vmap(way.named(now))
+            order, at = self._order(mask, cohort, now), direction(now)
             for start in range(0, cohort.longest, size):
                 pick = order[:, start : start + size]
-                part = mask[rows, pick]
-                xb = map_inputs(lambda v, p=pick: v[rows, p], block)
-                ids = cohort.units.unsqueeze(1).expand_as(pick)
-                g, value = direction(w, aux, xb, y[rows, pick], part, ids, pick)
+                there = mask[rows, pick]
+                g, value = at(w, pick, there)
                 g = g + way.weights(self.decay * w) + way.pull(w, aux)
-                busy = part.sum(1)  # clients that still have examples
+                busy = there.sum(1)  # clients that still have examples
                 total = total + torch.where(busy > 0, value * busy, torch.zeros_like(value))
                 gathered = way.weights(self.momentum * velocity) + g
                 velocity = torch.where(busy.unsqueeze(1) > 0, gathered, velocity)
@@ -161,17 +205,25 @@ class LocalSGD(Setting):
         return cohort.examples * self.epochs
 
 
+def _no_pull(w: Tensor, aux: Tensor) -> Tensor:
+    return w.new_zeros(())
+
+
+def _anywhere(w: Tensor) -> Tensor:
+    return w
+
+
 @dataclass(frozen=True)
 class _Way:
-    """What every step is made of."""
+    """How the steps of one run are made: along which direction, how far, and what follows each of them."""
 
-    loss: Loss
-    direction: Direction | None
-    pull: Pull
-    project: Callable[[Tensor], Tensor]
     rate: float
-    dropout: bool
-    plain: int
+    loss: Loss | None = None
+    direction: Direction | None = None
+    pull: Pull = _no_pull
+    project: Callable[[Tensor], Tensor] = _anywhere
+    dropout: bool = False
+    plain: int = 0
 
     def weights(self, change: Tensor) -> Tensor:
         """The change with nothing for the entries that are not weights; in place."""
@@ -188,6 +240,7 @@ class _Way:
             rows = RowKeys(key, client, place) if self.dropout else None
             if self.direction is not None:
                 return self.direction(w, aux, x, y, mask, rows)
+            assert self.loss is not None
             out: tuple[Tensor, Tensor] = torch.func.grad_and_value(self.loss)(w, aux, x, y, mask, rows)
             return out
 
@@ -199,16 +252,9 @@ class _Way:
         """The direction for one client, without vmap."""
         if self.direction is not None:
             return self.direction(w.clone(), aux, x, y, mask, rows)
+        assert self.loss is not None
         leaf = w.detach().clone().requires_grad_()
         with torch.enable_grad():
             value = self.loss(leaf, aux, x, y, mask, rows)
         (g,) = torch.autograd.grad(value, leaf)
         return g, value.detach()
-
-
-def _no_pull(w: Tensor, aux: Tensor) -> Tensor:
-    return w.new_zeros(())
-
-
-def _anywhere(w: Tensor) -> Tensor:
-    return w

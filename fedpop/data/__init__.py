@@ -1,8 +1,11 @@
-"""Data by name: images, found or fetched and held as bytes, tasks made of them, and partitions."""
+"""Data: sets of images by name, tasks on them and on data of one's own, and partitions."""
 
 from fedpop.data.catalogue import DATASETS, Dataset
+from fedpop.data.folder_task import FolderTask
+from fedpop.data.function_task import FunctionTask
 from fedpop.data.image_task import FullImageTask, ImageTask
 from fedpop.data.images import Images, ImageSet, open_images
+from fedpop.data.table_task import TableTask
 from fedpop.federation.partitions import (
     IID,
     ByClass,
@@ -21,13 +24,16 @@ __all__ = [
     "ByKey",
     "Dataset",
     "Dirichlet",
+    "FolderTask",
     "FullImageTask",
+    "FunctionTask",
     "ImageSet",
     "ImageTask",
     "Images",
     "Partition",
     "Scheme",
     "Shards",
+    "TableTask",
     "open_images",
     "share_sizes",
 ]

@@ -211,18 +211,25 @@ def difference_sheet(results: Results) -> Sheet:
     return Sheet(columns, rows, frozenset({0, 1}))
 
 
-def prior_figure(folder: Path) -> Figure | None:
+LEARNED = (
+    "Seed 0: true z of the clients trained on (dots), and the regions that hold 50 and 90 % of each learned "
+    "prior, brought to the same coordinates through phi."
+)
+NONE_LEARNED = "There are no populations beside the records that learned from seed 0's data."
+
+
+def prior_figures(folder: Path) -> list[Figure]:
     """The learned priors of seed 0 in the truth's coordinates, over the z of the clients trained on."""
     if not all((folder / "populations" / name).exists() for name in NAMES):
-        return None
+        return []
     data, _ = TASK.split(0)
     # Theta alone, on the experiment's own methods: the settings saved with it may be of another version.
     files = {n: next((folder / "populations" / n).glob("theta*.safetensors"), None) for n in NAMES}
     theta = {n: read_tensors(file) for n, file in files.items() if file is not None}
     if len(theta) < len(NAMES):
-        return None
+        return []
     if not torch.equal(theta["Truth"]["phi"], truth(TASK, data, 0).published["phi"]):
-        return None  # of other data than are drawn now: there are no coordinates to bring them to
+        return []  # of other data than are drawn now: there are no coordinates to bring them to
     line = torch.linspace(-4, 4, 161, dtype=torch.float64)
     y, x = torch.meshgrid(line, line, indexing="ij")
     points = torch.stack((x, y), -1).reshape(-1, 2)
@@ -232,12 +239,8 @@ def prior_figure(folder: Path) -> Figure | None:
         population = Population(method, theta[name], Key(0), federation=None)
         panels[name] = density_in_true_coordinates(population, data.phi, points).reshape(x.shape).tolist()
     dots = [(float(z[0]), float(z[1])) for z in data.z]
-    svg = plots.contours(panels, line.tolist(), line.tolist(), dots)
-    return Figure(
-        svg,
-        "Seed 0: true z of the clients trained on (dots), and the regions that hold 50 and 90 % of each "
-        "learned prior, brought to the same coordinates through phi.",
-    )
+    at = line.tolist()
+    return [Figure(plots.contours(name, found, at, at, dots), name) for name, found in panels.items()]
 
 
 def sheets(results: Results) -> dict[str, Sheet]:
@@ -253,16 +256,16 @@ def page(results: Results) -> Page:
         for shots in SHOTS
     }
     spread = Figure(
-        plots.spread(groups, "log-likelihood per example", log_y=False),
+        plots.spread(groups, "a new client's own", "log-likelihood per example", log_y=False),
         "Every dot is a seed, the line the median.",
     )
-    learned = prior_figure(results.folder)
+    learned = prior_figures(results.folder)
     sections = [
         Section(
             "What each prior learned",
-            "" if learned else "There are no populations beside the records that learned from seed 0's data.",
-            figures=[learned] if learned else [],
-            wide=True,
+            LEARNED if learned else NONE_LEARNED,
+            figures=learned,
+            small=True,
         ),
         Section("New clients", LEGEND, sheet=means(results)),
         Section("Differences", PAIRED, sheet=difference_sheet(results)),

@@ -1,6 +1,7 @@
 """Settings files of ``fedpop compare`` and ``fedpop tune``: a task, the terms, and methods.
 
-[task]                       what methods are compared on: kind and its settings
+[task]                       what methods are compared on: kind and its settings (``tasks``)
+[model]                      entry, a ``module:function`` that makes the model in place of the task's own
 [run]                        rounds or passes, seeds, participation, every, last, precision
 [tune]                       trials, metric, seeds (for fedpop tune)
 [[method]]                   name, label, settings; [method.search] for fedpop tune
@@ -13,58 +14,18 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fedpop.checked import Checked, Count, Few, Positive, Seed
-from fedpop.data.csv_task import CsvTask
-from fedpop.data.image_task import FullImageTask, ImageTask
-from fedpop.data.synthetic import SyntheticTask
-from fedpop.errors import FedpopError, SettingsError
-from fedpop.experiments.comparison.terms import Source, Subject, Terms, check_labels, seeds_of
+from fedpop.errors import SettingsError
+from fedpop.experiments.comparison.terms import Terms, check_labels, seeds_of
 from fedpop.experiments.methods import Entry, entry_from
-from fedpop.federation.clients import Federation
+from fedpop.experiments.tasks import Task, naming, only, task_from
 
-KINDS: dict[str, Any] = {
-    "synthetic": SyntheticTask,
-    "images": ImageTask,
-    "full-images": FullImageTask,
-    "csv": CsvTask,
-}
-TASK: dict[str, dict[str, Any]] = {
-    "synthetic": {"validation": 20, "new_clients": 0},
-    "images": {"data": None, "new_clients": 0},
-    "full-images": {"data": None, "new_clients": 0},
-    "csv": {"new_clients": 0},
-}
-"""Settings beside those of the task's class, with their defaults."""
 RUN = ("rounds", "passes", "seeds", "participation", "every", "last", "precision")
 TUNE = ("trials", "metric", "seed", "seeds", "rounds", "passes")
-
-
-@dataclass(frozen=True)
-class Task(Source):
-    """A task by name; the seed draws its data and the model's start."""
-
-    kind: str
-    task: Any
-    more: Mapping[str, Any]
-
-    def make(self, seed: int) -> Subject:
-        new = self.more["new_clients"]
-        if self.kind == "synthetic":
-            clients = self.task.make(seed, self.more["validation"]).clients
-            newcomers = self.task.newcomers(seed, new) if new else []
-            return Subject(Federation.of(clients), newcomers, self.task.model(seed))
-        where = (self.more["data"],) if "data" in self.more else ()
-        clients, newcomers = self.task.split(*where, seed, new)
-        return Subject(clients, newcomers, self.task.model(seed))
-
-    def describe(self) -> dict[str, Any]:
-        more = {k: v for k, v in self.more.items() if k != "data"}  # a folder may move
-        plain: dict[str, Any] = json.loads(json.dumps({"kind": self.kind} | asdict(self.task) | more))
-        return plain
 
 
 @dataclass(frozen=True)
@@ -112,7 +73,7 @@ def read_config(path: str | Path, data: str | Path | None = None) -> Config:
 
 def config_from(raw: Mapping[str, Any], path: Path, data: str | Path | None = None) -> Config:
     """Settings as TOML has them, checked."""
-    _only(raw, ("task", "run", "tune", "method"), str(path))
+    only(raw, ("task", "model", "run", "tune", "method"), str(path))
     tables = raw.get("method", [])
     if not isinstance(tables, list) or not tables:
         raise SettingsError(f"{path}: give at least one method, [[method]] with a name")
@@ -121,73 +82,23 @@ def config_from(raw: Mapping[str, Any], path: Path, data: str | Path | None = No
     run = _table(raw, "run", RUN, path)
     tune = _table(raw, "tune", TUNE, path)
     seeds = run.pop("seeds", 1)
-    with _naming(f"{path}, [run]"):
+    with naming(f"{path}, [run]"):
         terms = Terms(**run)
         chosen = seeds_of(seeds)
-    with _naming(f"{path}, [tune]"):
+    with naming(f"{path}, [tune]"):
         how = Tune(**tune)
         seeds_of(how.seeds)
         if how.rounds is not None or how.passes is not None:
             Terms(rounds=how.rounds, passes=how.passes)
-    return Config(path, _task(raw, path, data), terms, chosen, entries, how, raw)
-
-
-def _task(raw: Mapping[str, Any], path: Path, data: str | Path | None) -> Task:
-    where = f"{path}, [task]"
-    table = raw.get("task")
-    if not isinstance(table, Mapping) or table.get("kind") not in KINDS:
-        told = table.get("kind") if isinstance(table, Mapping) else None
-        raise SettingsError(f"{where}: kind is one of {', '.join(KINDS)}, not {told!r}")
-    kind = table["kind"]
-    own = {f.name for f in fields(KINDS[kind])}
-    _only(table, ("kind", *sorted(own), *TASK[kind]), where)
-    more = {k: table.get(k, default) for k, default in TASK[kind].items()}
-    settings = {k: v for k, v in table.items() if k in own}
-    if data is not None and "data" in more:
-        more["data"] = str(data)
-    for name in ("data", "file"):  # beside the settings file, unless there is such a place from here
-        place = more if name in more else settings
-        if isinstance(place.get(name), str) and data is None:
-            place[name] = str(_beside(path, place[name]))
-    for name in ("new_clients", "validation"):
-        if name in more and (isinstance(more[name], bool) or not isinstance(more[name], int)):
-            raise SettingsError(f"{where}: {name} is a whole number, not {more[name]!r}")
-    with _naming(where):
-        return Task(kind, KINDS[kind](**settings), more)
-
-
-def _beside(path: Path, told: str) -> Path:
-    beside = path.parent / told
-    return beside if beside.exists() else Path(told)
+    return Config(path, task_from(raw, path, data), terms, chosen, entries, how, raw)
 
 
 def _table(raw: Mapping[str, Any], name: str, known: tuple[str, ...], path: Path) -> dict[str, Any]:
     table = raw.get(name, {})
     if not isinstance(table, Mapping):
         raise SettingsError(f"{path}: {name} is a table, [{name}]")
-    _only(table, known, f"{path}, [{name}]")
+    only(table, known, f"{path}, [{name}]")
     return dict(table)
-
-
-def _only(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    for key in table:
-        if key not in known:
-            raise SettingsError(f"{where}: unknown setting {key!r}; known are {', '.join(known)}")
-
-
-class _naming:
-    """Errors inside begin with where they were made."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        known = FedpopError | TypeError | ValueError | AttributeError | LookupError | ArithmeticError
-        if isinstance(error, known):
-            raise SettingsError(f"{self.where}: {error}") from error
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -200,12 +111,8 @@ def with_settings(config: Config, chosen: Mapping[str, Mapping[str, Any]]) -> di
         kept = {k: table[k] for k in ("name", "label") if k in table}
         tables.append(kept | dict(chosen.get(entry.label, entry.settings)))
     rest = {k: v for k, v in config.raw.items() if k not in ("method", "tune")}
-    task = dict(rest["task"])
-    for name in ("data", "file"):
-        held = config.task.more.get(name) or getattr(config.task.task, name, None)
-        if held:
-            task[name] = str(Path(held).resolve())
-    return rest | {"task": task, "method": tables}
+    places = {name: own for name, own in config.task.places().items() if name in rest}
+    return rest | {name: dict(rest[name]) | own for name, own in places.items()} | {"method": tables}
 
 
 def to_toml(raw: Mapping[str, Any]) -> str:

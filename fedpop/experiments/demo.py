@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from fedpop.algorithms.engine import WithEngine
+from fedpop.algorithms.engine import CHOSEN, WithEngine
 from fedpop.data.synthetic import Synthetic, SyntheticTask
 from fedpop.experiments.comparison import Comparison
 from fedpop.experiments.comparison.page import on_the_way
 from fedpop.experiments.comparison.run import compare_all
 from fedpop.experiments.comparison.sheets import PROTOCOL, summary
 from fedpop.experiments.comparison.terms import Terms
-from fedpop.experiments.config import Task
 from fedpop.experiments.methods import entry_from
 from fedpop.experiments.synthetic.run import Outcome, run_task
-from fedpop.files import writable_folder
-from fedpop.population import Population
-from fedpop.report import plots, terminal
-from fedpop.report.html import Figure, Page, Section, Sheet, write_page
-from fedpop.report.results import Results, made_by
+from fedpop.experiments.tasks import Task
+from fedpop.files import read_json, writable_folder, write_json
+from fedpop.models.predictive import Predictive
+from fedpop.report import plots
+from fedpop.report.html import Figure, Page, Section, Sheet
+from fedpop.report.records import Report
+from fedpop.report.results import Record, Results
 from fedpop.runtime.progress import human_bytes
 
+NAME = "demo"
 METHODS = ("FedSOUL", "FedRep-spectral", "FedRep", "FedAvg")
 """With the exact optimum beside them: how near they come to the truth."""
 COMPARED: tuple[dict[str, Any], ...] = (
@@ -53,6 +54,8 @@ COMPARED: tuple[dict[str, Any], ...] = (
 )
 """Under the protocol of ``fedpop compare``, in the form of its [[method]] tables."""
 ROUNDS = 100
+FIGURES, COMPARISON = "demo.json", "comparison"
+"""Beside the records: what figures are drawn from, and the folder of the comparison."""
 COLUMNS = (
     "method",
     "engine",
@@ -71,7 +74,7 @@ EXPLAINED = (
 
 
 def run_demo(out: Path, seed: int) -> None:
-    """Two tables on the terminal, and a page to look at."""
+    """Two tables on the terminal, and a page to look at; all of it can be made again from the folder."""
     console = Console()
     folder = writable_folder(out)
     torch.set_num_threads(1)  # the tensors are tiny: a second thread would only wait
@@ -81,36 +84,77 @@ def run_demo(out: Path, seed: int) -> None:
         f"{task.n_small} examples, the rest with {task.n_large}; y = x' phi z + noise, {task.k} inputs, "
         f"{task.d} private parameters each."
     )
-    outcomes = run_task(task, seed, METHODS, progress=True, theta=False)
-    Results(folder).add([outcome.record for outcome in outcomes])
-    terminal.show(reached(outcomes), "Distance to the truth, and held-out predictions", console)
-    comparison = compare_demo(task, seed)
-    terminal.show(summary(comparison), f"Under one protocol: {ROUNDS} rounds each (* plug-in)", console)
-    path = write_page(folder / "report.html", page(outcomes, task.make(seed), comparison))
-    console.print(f"The report is in [bold]{path}[/bold]; open it in a browser.")
+    results = keep(folder, run_task(task, seed, METHODS, progress=True, theta=False), task.make(seed))
+    compare_demo(task, seed, writable_folder(folder / COMPARISON))
+    REPORT.tell(results)
 
 
-def compare_demo(task: SyntheticTask, seed: int, rounds: int = ROUNDS) -> Comparison:
-    """The demo's methods under one protocol, on the same task."""
+def compare_demo(task: SyntheticTask, seed: int, folder: Path, rounds: int = ROUNDS) -> Comparison:
+    """The demo's methods under one protocol, on the same task; an older demo's records go."""
     source = Task("synthetic", task, {"validation": 0, "new_clients": 10})
     entries = [entry_from(table, "the demo") for table in COMPARED]
     terms = Terms(rounds=rounds, every=10)
-    with TemporaryDirectory() as held:
-        results = compare_all(source, entries, terms, [seed], Path(held), resume=False, processes=0)
-        return Comparison.of(results)
+    (folder / "results.json").unlink(missing_ok=True)
+    return Comparison.of(compare_all(source, entries, terms, [seed], folder, resume=False, processes=0))
+
+
+def keep(folder: Path, outcomes: Sequence[Outcome], data: Synthetic) -> Results:
+    """Records, and beside them what figures need of populations and data that are gone afterwards."""
+    fedsoul = next(o.population for o in outcomes if o.record["method"] == "FedSOUL")
+    assert fedsoul is not None
+    ends = {f"client {i}: {len(data.clients[i].y)} examples": i for i in (0, len(data.clients) - 1)}
+    shown = {
+        title: _intervals(fedsoul.predict(i, _test(data, i)[0][:30]), _test(data, i))
+        for title, i in ends.items()
+    }
+    stranger = fedsoul.new_client().predict(_test(data, 0)[0][:30])
+    shown["a client never seen, no data"] = _intervals(stranger, _test(data, 0))
+    task = data.task
+    about = {"b": task.b, "k": task.k, "d": task.d, "sizes": sorted({len(c.y) for c in data.clients})}
+    engines = {o.record["method"]: _engine(o) for o in outcomes}
+    points = {o.record["method"]: o.points for o in outcomes if o.points}
+    write_json(folder / FIGURES, {"task": about, "engines": engines, "points": points, "clients": shown})
+    results = Results(folder)
+    results.add([{**o.record, "experiment": NAME} for o in outcomes])
+    return results
+
+
+def _engine(outcome: Outcome) -> str:
+    population = outcome.population
+    method = population.algorithm if population is not None and "kernel" in outcome.record["config"] else None
+    return method.engine.removeprefix(CHOSEN) if isinstance(method, WithEngine) else "-"
+
+
+def _test(data: Synthetic, i: int) -> Any:
+    return data.clients[i].test
+
+
+def _intervals(p: Predictive, test: Any) -> list[tuple[float, ...]]:
+    """(mean, low, high, y) of some examples."""
+    low, high = p.interval(0.9)
+    y = torch.as_tensor(test[1][: len(low)])
+    return list(zip(p.mean.tolist(), low.tolist(), high.tolist(), y.tolist(), strict=True))
 
 
 # --- what is told of it ----------------------------------------------------------------------
 
 
-def row(outcome: Outcome) -> tuple[str, ...]:
-    """One outcome as cells of the demo's table."""
-    item, population = outcome.record, outcome.population
+def reached(results: Results) -> Sheet:
+    """How near each method came."""
+    engines = read_json(results.folder / FIGURES)["engines"]
+    rows = [_row(item, engines[item["method"]]) for item in _in_order(results)]
+    return Sheet(COLUMNS, rows, frozenset({0}))
+
+
+def _in_order(results: Results) -> list[Record]:
+    return [item for name in (*METHODS, "Exact") for item in results.of(method=name)]
+
+
+def _row(item: Record, engine: str) -> tuple[str, ...]:
     m, cost = item["metrics"], item["cost"]
-    method = population.algorithm if population is not None and "kernel" in item["config"] else None
     return (
         item["method"],
-        method.engine if isinstance(method, WithEngine) else "-",
+        engine,
         f"{m['principal_angle']:.3f}",
         f"{m['z_error']:.3f}",
         f"{m['log_likelihood']:.3f}",
@@ -120,109 +164,82 @@ def row(outcome: Outcome) -> tuple[str, ...]:
     )
 
 
-def reached(outcomes: Sequence[Outcome]) -> Sheet:
-    """How near each method came."""
-    return Sheet(COLUMNS, [row(o) for o in outcomes], frozenset({0}))
+def sheets(results: Results) -> dict[str, Sheet]:
+    """Both tables; the second where the comparison was made."""
+    compared = _compared(results)
+    return {"Distance to the truth, and held-out predictions": reached(results)} | (
+        {}
+        if compared is None
+        else {f"Under one protocol: {ROUNDS} rounds each (* plug-in)": summary(compared)}
+    )
 
 
-def page(outcomes: Sequence[Outcome], data: Synthetic, comparison: Comparison | None = None) -> Page:
+def _compared(results: Results) -> Comparison | None:
+    found = Results.open(results.folder / COMPARISON)
+    return Comparison.of(found) if found.records else None
+
+
+def page(results: Results) -> Page:
     """What ``fedpop demo`` leaves to look at."""
-    by_name = {o.record["method"]: o.record for o in outcomes}
-    exact = by_name["Exact"]["metrics"]["principal_angle"]
-    lines = {
-        o.record["method"]: [(p["round"], p["principal_angle"]) for p in o.points]
-        for o in outcomes
-        if o.points
-    }
-    sent = {
-        o.record["method"]: [(p["bytes"] / 1e6, p["principal_angle"]) for p in o.points]
-        for o in outcomes
-        if o.points
-    }
-    task = data.task
-    sizes = sorted({len(c.y) for c in data.clients})
-    figures = [
+    kept = read_json(results.folder / FIGURES)
+    task = kept["task"]
+    sections = [
+        Section("What was learned", EXPLAINED, reached(results)),
+        Section("How it got there, and how far to trust it", figures=_figures(results, kept["points"])),
+        Section(
+            "One client at a time",
+            "Held-out examples in order of their prediction: the bar is the 90 % interval, black dots are "
+            "observations inside it, orange ones outside. The last is a new client without data: its "
+            "parameters come from the learned population, so its intervals are wide, and honest.",
+            figures=[
+                Figure(plots.intervals(rows, "held-out examples", "y", title), "")
+                for title, rows in kept["clients"].items()
+            ],
+        ),
+    ]
+    compared = _compared(results)
+    if compared is not None:
+        sections.append(Section("More methods, under one protocol", PROTOCOL, summary(compared)))
+        sections.append(Section("", figures=on_the_way(compared)[:2]))
+    lead = (
+        f"{task['b']} clients hold {' or '.join(map(str, task['sizes']))} examples each of y = x' phi z + "
+        f"noise, with {task['k']} inputs, a shared {task['k']} x {task['d']} matrix phi and private z. "
+        "FedSOUL learns phi and the population of z without seeing a row of data; it is compared with its "
+        "two limits and with the exact optimum."
+    )
+    return Page("fedpop: the synthetic task", lead, sections)
+
+
+def _figures(results: Results, points: dict[str, list[dict[str, float]]]) -> list[Figure]:
+    by_name = {item["method"]: item["metrics"] for item in _in_order(results)}
+    exact = ("exact optimum", by_name["Exact"]["principal_angle"])
+    angle = "principal-angle distance"
+    by_round, by_bytes = (
+        {m: [(x(p), p["principal_angle"]) for p in line] for m, line in points.items()}
+        for x in (lambda p: p["round"], lambda p: p["bytes"] / 1e6)
+    )
+    return [
         Figure(
-            plots.curves(lines, "round", "principal-angle distance", ("exact optimum", exact)),
+            plots.curves(by_round, "round", angle, exact),
             "Distance of the learned subspace to the true one; the dashed line is the exact, non-federated "
             "optimum.",
         ),
         Figure(
-            plots.curves(
-                sent, "megabytes sent, both ways", "principal-angle distance", ("exact optimum", exact)
-            ),
+            plots.curves(by_bytes, "megabytes sent, both ways", angle, exact),
             "The same against what was sent.",
         ),
         Figure(
             plots.bars(
-                {n: 100 * r["metrics"]["coverage90"] for n, r in by_name.items()},
-                "coverage, %",
-                ("90 %", 90.0),
-                1,
+                {n: 100 * m["coverage90"] for n, m in by_name.items()}, "coverage, %", ("90 %", 90.0), 1
             ),
             "Share of held-out observations inside their 90 % interval. Methods without uncertainty about z "
             "have intervals of noise only.",
         ),
         Figure(
-            plots.bars({n: r["metrics"]["z_error"] for n, r in by_name.items()}, "error of z"),
+            plots.bars({n: m["z_error"] for n, m in by_name.items()}, "error of z"),
             "Mean error of the clients' own parameters, after linear alignment through phi.",
         ),
     ]
-    fedsoul = next(o.population for o in outcomes if o.record["method"] == "FedSOUL")
-    assert fedsoul is not None
-    clients = [_client_figure(fedsoul, data, i) for i in (0, len(data.clients) - 1)]
-    newcomer = fedsoul.new_client().predict(_test(data, 0)[0][:30])
-    clients.append(
-        Figure(
-            _interval_figure(newcomer, _test(data, 0)[1][:30], "a client never seen, no data"),
-            "A new client without data: its parameters come from the learned population, so its intervals "
-            "are wide, and honest.",
-        )
-    )
-    sections = [
-        Section("What was learned", EXPLAINED, reached(outcomes)),
-        Section("How it got there, and how far to trust it", figures=figures),
-        Section(
-            "One client at a time",
-            "Held-out examples in order of their prediction: the bar is the 90 % interval, black dots are "
-            "observations inside it, orange ones outside.",
-            figures=clients,
-        ),
-    ]
-    if comparison is not None:
-        sections += _compared(comparison)
-    lead = (
-        f"{task.b} clients hold {' or '.join(map(str, sizes))} examples each of y = x' phi z + noise, with "
-        f"{task.k} inputs, a shared {task.k} x {task.d} matrix phi and private z. FedSOUL learns phi and the "
-        "population of z without seeing a row of data; it is compared with its two limits and "
-        "with the exact optimum."
-    )
-    return Page("fedpop: the synthetic task", lead, sections, made_by(by_name.values()))
 
 
-def _compared(comparison: Comparison) -> list[Section]:
-    """More methods, under the protocol of ``fedpop compare``."""
-    return [
-        Section("More methods, under one protocol", PROTOCOL, summary(comparison)),
-        Section("", figures=on_the_way(comparison)[:2]),
-    ]
-
-
-def _test(data: Synthetic, i: int) -> Any:
-    return data.clients[i].test
-
-
-def _client_figure(population: Population, data: Synthetic, i: int) -> Figure:
-    x, y = _test(data, i)
-    p = population.predict(i, x[:30])
-    n = len(data.clients[i].y)
-    return Figure(
-        _interval_figure(p, y[:30], f"client {i}: {n} examples"),
-        f"A client with {n} examples of its own.",
-    )
-
-
-def _interval_figure(p: Any, y: Any, title: str) -> str:
-    low, high = p.interval(0.9)
-    rows = list(zip(p.mean.tolist(), low.tolist(), high.tolist(), torch.as_tensor(y).tolist(), strict=True))
-    return plots.intervals(rows, "held-out examples", "y", title)
+REPORT = Report(name=NAME, sheets=sheets, page=page)

@@ -117,7 +117,7 @@ def features(method: type[Algorithm], model: Composition) -> Features:
         personalised=about.personalised,
         bounds=about.bounds,
         uncertainty=method.uncertainty,
-        communication=scheme.get((about.local_steps, bool(method.compressed)), "none"),
+        communication=scheme.get((about.local_steps, bool(method.compressed)), "-"),
         memory=about.memory,
         instance=about.instance,
         to_predict=published.numbers() + personal.numbers(),
@@ -139,17 +139,17 @@ def by_formula(memory: str, d: int, d_phi: int, draws: int = DRAWS) -> int:
 
 COLUMNS = (
     "method",
-    "partial",
-    "personal",
-    "bounds",
-    "uncertainty",
-    "com.",
-    "memory",
-    "measured",
+    "in a round",
+    "own model",
+    "says how sure",
+    "proved",
+    "saves messages by",
+    "a client holds",
+    "counted",
     "kept",
-    "instance of FedPop",
+    "as a case of FedPop",
 )
-PARTIAL = {"any": "yes", "full": "no", "one": "one at a time"}
+WHO = {"any": "some clients", "full": "everyone", "one": "one client"}
 
 
 def feature_sheets(methods: Iterable[type[Algorithm]] | None = None) -> tuple[Sheet, Sheet, str]:
@@ -157,25 +157,28 @@ def feature_sheets(methods: Iterable[type[Algorithm]] | None = None) -> tuple[Sh
 
     >>> import fedpop as fp
     >>> feature_sheets([fp.FedSOUL])[0].rows[0][:6]
-    ('FedSOUL', 'yes', 'yes', 'yes', 'yes', 'both')
+    ('FedSOUL', 'some clients', 'yes', 'yes', 'yes', 'both')
     """
     model = small_model()
     d, d_phi = model.z_layout.size, model.phi_layout.size
     measured = [features(m, model) for m in (METHODS.values() if methods is None else methods)]
     note = (
-        "partial: a round may do with some of the clients. com.: several local steps between messages, "
-        "unbiased compression of what is sent, or both. bounds: convergence is proved. memory: numbers "
-        f"that a client's predictions read; measured on a live client with d = {d}, d_phi = {d_phi} and "
-        f"M = {DRAWS}, and in brackets what the formula gives. kept: numbers that it holds between rounds."
+        "in a round: who has to answer for it to count. own model: clients predict differently. says how "
+        "sure: predictions carry the uncertainty about parameters, not the noise alone. proved: there is a "
+        "theorem that it converges. saves messages by: several local steps between two messages, unbiased "
+        "compression of what is sent, or both. a client holds: how many numbers its predictions read, where "
+        "d are a client's own parameters, d_phi the shared ones and M the draws; counted on a live client "
+        f"with d = {d}, d_phi = {d_phi} and M = {DRAWS}, and in brackets what the formula gives. kept: "
+        "numbers that it holds between rounds."
     )
     table = Sheet(COLUMNS, [_row(f, by_formula(f.memory, d, d_phi)) for f in measured])
     return table, Sheet(("method", "reference"), [(f.name, f.reference) for f in measured]), note
 
 
 def _row(f: Features, formula: int) -> tuple[str, ...]:
-    marks = ("yes" if flag else "no" for flag in (f.personalised, f.bounds, f.uncertainty))
+    marks = ("yes" if flag else "no" for flag in (f.personalised, f.uncertainty, f.bounds))
     numbers = (f.memory, f"{f.to_predict} ({formula})", str(f.between_rounds))
-    return (f.name, PARTIAL[f.participation], *marks, f.communication, *numbers, f.instance or "-")
+    return (f.name, WHO[f.participation], *marks, f.communication, *numbers, f.instance or "-")
 
 
 def show() -> None:

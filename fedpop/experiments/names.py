@@ -20,8 +20,8 @@ hyphen) that has an ``EXPERIMENT``.
 
 This is the place to add one.
 """
-FROM_FILES: dict[str, str] = {"compare": "comparison", "tune": "tune"}
-"""Commands that take a settings file: where the ``REPORT`` of their records is."""
+FROM_FILES: dict[str, str] = {"compare": "comparison", "demo": "demo", "tune": "tune"}
+"""Other commands that leave records: where the ``REPORT`` of them is."""
 
 
 def listed() -> str:

@@ -5,18 +5,26 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.context import SpawnContext
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from fedpop.errors import SettingsError
 from fedpop.files import writable_folder
 from fedpop.report.results import Record, Results
 from fedpop.runtime.lock import held
+
+SELDOM = 0.2
+"""Seconds between two words of a worker about how far it is."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +60,72 @@ def workers(processes: int | None) -> int | None:
     return 0 if processes == 1 else processes
 
 
-def _end_with_parent() -> None:
-    """A worker whose parent is killed stops at once, instead of finishing its job for nobody."""
+Tell = Callable[[float, str], None]
+_told: ContextVar[Tell | None] = ContextVar("told", default=None)
+_line: Any = None
+"""In a worker process: the way to the bar, if there is one."""
+
+
+def tell(share: float, doing: str) -> None:
+    """How much of the present job is done, 0 to 1, and what it is doing now: for the bar, if there is one."""
+    told = _told.get()
+    if told is not None:
+        told(share, doing)
+
+
+class Board:
+    """A bar over all jobs, which moves while they are under way."""
+
+    def __init__(self, jobs: Sequence[Job], total: int, title: str, show: bool) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[runs]}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[last]}"),
+        )
+        self.jobs, self.total, self.before = jobs, total, total - len(jobs)
+        self.progress = Progress(*columns, console=Console(stderr=True), disable=not show)
+        self.shares = [0.0] * len(jobs)
+        self.task = self.progress.add_task(
+            title, total=total, completed=self.before, runs=f"{self.before}/{total}", last=""
+        )
+
+    def at(self, job: int, share: float, doing: str) -> None:
+        self.shares[job] = max(self.shares[job], min(share, 1.0))  # news of two processes may cross
+        done = self.before + sum(s == 1.0 for s in self.shares)
+        last = f"{self.jobs[job].label}{': ' * bool(doing)}{doing}"
+        completed = self.before + sum(self.shares)
+        self.progress.update(self.task, completed=completed, runs=f"{done}/{self.total}", last=last)
+
+    @contextmanager
+    def line(self, context: SpawnContext) -> Iterator[Any]:
+        """Through which workers tell how far they are; read by a thread as long as any of them may write."""
+        if self.progress.disable:
+            yield None
+            return
+        line = context.SimpleQueue()
+
+        def read() -> None:
+            for job, share, doing in iter(line.get, None):
+                self.at(job, share, doing)
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        try:
+            yield line
+        finally:
+            # A worker that was killed in the midst of a word holds the line for good: nothing waits for it.
+            threading.Thread(target=line.put, args=(None,), daemon=True).start()
+            reader.join(1.0)
+
+
+def _begin(line: Any) -> None:
+    """In a worker, before its first job. One whose parent is killed stops at once, instead of finishing its
+    job for nobody."""
+    global _line
+    _line = line
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -62,6 +134,19 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _in_worker(number: int, call: Callable[..., list[Record]], arguments: tuple[Any, ...]) -> list[Record]:
+    line, last = _line, 0.0
+
+    def told(share: float, doing: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= SELDOM:
+            last = time.monotonic()
+            line.put((number, min(share, 0.999), doing))  # the end is the parent's to say
+
+    _told.set(None if line is None else told)
+    return call(*arguments)
 
 
 def run_jobs(
@@ -73,33 +158,33 @@ def run_jobs(
     """
     todo = [job for job in jobs if not job.done(results)]
     many = max(1, min(processes or os.cpu_count() or 1, len(todo) or 1))
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[last]}"),
-    )
-    with (
-        held(writable_folder(results.folder)),
-        Progress(*columns, console=Console(stderr=True), disable=not show) as progress,
-    ):
-        task = progress.add_task(title, total=len(jobs), completed=len(jobs) - len(todo), last="")
+    board = Board(todo, len(jobs), title, show)
+    with held(writable_folder(results.folder)), board.progress:
         if not todo:
             return
         if processes == 0:
-            for job in todo:
-                progress.update(task, last=job.label)
-                results.add(job.call(*job.arguments))
-                progress.update(task, advance=1)
+            for number, job in enumerate(todo):
+                board.at(number, 0.0, "")
+                before = _told.set(partial(board.at, number))
+                try:
+                    results.add(job.call(*job.arguments))
+                finally:
+                    _told.reset(before)
+                board.at(number, 1.0, "done")
             return
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(many, mp_context=context, initializer=_end_with_parent) as pool:
-            futures = {pool.submit(job.call, *job.arguments): job for job in todo}
+        with (
+            board.line(context) as line,
+            ProcessPoolExecutor(many, mp_context=context, initializer=_begin, initargs=(line,)) as pool,
+        ):
+            futures = {
+                pool.submit(_in_worker, number, job.call, job.arguments): number
+                for number, job in enumerate(todo)
+            }
             try:
                 for future in as_completed(futures):
                     results.add(future.result())
-                    progress.update(task, advance=1, last=futures[future].label)
+                    board.at(futures[future], 1.0, "done")
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise

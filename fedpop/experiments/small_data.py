@@ -103,7 +103,12 @@ def page(results: Results) -> Page:
             }
             for s in (setting_of(t) for t in TASKS)
         }
-        figures.append(Figure(plots.spread(groups, label, log_y=False), "Every dot is a seed."))
+        figures.append(
+            Figure(
+                plots.spread(groups, "share and size of the small clients", label, log_y=False),
+                "Every dot is a seed.",
+            )
+        )
     lead = (
         "CIFAR-10 over 100 clients with five classes each: a share of them has 5 or 10 images, the rest 25. "
         f"Ten are active per round, and every method may spend {PASSES:,} backbone passes. FedSOUL has its "

@@ -1,4 +1,5 @@
-"""Validation and test examples set aside, client by client, before anything else looks at the data."""
+"""Validation and test examples set aside, client by client, and whole clients, before anything else looks at
+the data."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fedpop.checked import Factor, Seed, checked
 from fedpop.errors import DataError, SettingsError
-from fedpop.federation.clients import Federation, Packed
+from fedpop.federation.clients import Client, Federation, Packed
 from fedpop.federation.inputs import map_inputs
 from fedpop.keys import Key
 
@@ -60,3 +61,32 @@ def hold_out(clients: Any, *, test: Factor = 0.2, validation: Factor = 0.0, seed
             x = map_inputs(lambda v, c=chosen: v[c], packed.x)
             splits[name] = Packed(x, packed.y[chosen], torch.cumsum(sizes, 0) - sizes, sizes)
     return replace(federation, splits=splits)
+
+
+def set_apart(clients: Federation, new: int, seed: int) -> tuple[Federation, list[Client]]:
+    """These clients without ``new`` of them, drawn by the seed, and those with their sets.
+
+    >>> import torch
+    >>> federation = hold_out({name: (torch.ones(5, 2), torch.zeros(5)) for name in "abc"})
+    >>> known, apart = set_apart(federation, 1, seed=0)
+    >>> len(known), len(apart), len(apart[0].y), len(apart[0].test[1])
+    (2, 1, 4, 1)
+    """
+    if not 0 <= new < len(clients):
+        raise SettingsError(f"{new} new clients asked for, but there are {len(clients)} in all")
+    if not new:
+        return clients, []
+    key = Key(seed, purpose="new-clients")
+    order = key.uniform(clients.units, (1,), torch.float64)[:, 0].argsort()
+    chosen, kept = order[:new].sort().values, order[new:].sort().values
+    here = torch.device("cpu")
+    splits, apart = {}, [dict[str, Any]() for _ in range(new)]
+    for split, packed in clients.splits.items():
+        cohort = clients.cohort(kept, here, split)
+        sizes = packed.sizes[kept]
+        splits[split] = Packed(cohort.x, cohort.y, torch.cumsum(sizes, 0) - sizes, sizes)
+        for own, i in zip(apart, chosen.tolist(), strict=True):
+            alone = clients.cohort(torch.tensor([i]), here, split)
+            own[split] = (alone.x, alone.y)
+    known = replace(clients, names=[clients.names[i] for i in kept.tolist()], splits=splits, _index={})
+    return known, [Client(*own.pop("train"), **{s: p for s, p in own.items() if len(p[1])}) for own in apart]

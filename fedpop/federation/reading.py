@@ -13,26 +13,29 @@ A table becomes examples by a *form*, which is plain values that all sites share
 from __future__ import annotations
 
 import csv
-import inspect
 import math
 from collections.abc import Mapping, Sequence
-from importlib import import_module
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedpop.errors import DataError, SchemaError
+from fedpop.entries import called, entry_named
+from fedpop.errors import DataError, SchemaError, SettingsError
 from fedpop.extras import library
 from fedpop.federation.clients import SPLITS, Client, Federation
 from fedpop.files import csv_text
+from fedpop.kinds import did_you_mean
 
 OTHER = "(other)"
 """The level of all names that were too rare to be told of."""
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp")
-Columns = Mapping[str, Sequence[str]]
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+TABLES = (".csv", ".txt", ".parquet", ".pq")
+Numbers = npt.NDArray[np.float64]
 
 
 def read_data(where: str, form: Mapping[str, Any], site: str) -> Federation:
@@ -48,6 +51,64 @@ def read_data(where: str, form: Mapping[str, Any], site: str) -> Federation:
 # --- tables ----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Columns:
+    """Columns of a table as texts, and how errors name what is wrong with a row.
+
+    Errors of a site, which the server may see, name rows and columns but no value; those of a table of
+    one's own (``own``) tell it.
+    """
+
+    texts: Mapping[str, Sequence[str]]
+    who: str
+    """Whose table it is: a site, or a file."""
+    rows: Sequence[str]
+    """What each row is called: a line of a CSV file, a row of others."""
+    own: bool = False
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, column: str) -> Sequence[str]:
+        return self.texts[column]
+
+    def wrong(self, column: str, row: int, what: str, told: str) -> DataError:
+        """The error for a cell: ``what`` it holds in words without its value, or ``told`` after its value."""
+        if self.own:
+            return DataError(f"{self.who}, {self.rows[row]}: {column} is {self[column][row]!r}, {told}")
+        return SchemaError(f"{self.who}, column {column!r}, {self.rows[row]}: {what}")
+
+    def numbers(self, column: str) -> Numbers:
+        """A column of numbers, or the error for the first that is none."""
+        values = self[column]
+        out = np.empty(len(values))
+        for i, value in enumerate(values):
+            try:
+                out[i] = float(value)
+            except ValueError:
+                out[i] = math.nan
+            if not math.isfinite(out[i]):
+                what = "nothing" if not value else "something that is no number"
+                raise self.wrong(column, i, f"{what} is there", "not a number")
+        return out
+
+    def codes(self, column: str, levels: Sequence[str]) -> npt.NDArray[np.int64]:
+        """The place of each name among the levels."""
+        place = {level: k for k, level in enumerate(levels)}
+        other = place.get(OTHER)
+        found = [place.get(value, other) for value in self[column]]
+        unknown = found.count(None)
+        if not unknown:
+            return np.array(found, dtype=np.int64)
+        row, told = found.index(None), ", ".join(levels)
+        if self.own:
+            raise self.wrong(column, row, "", f"none of {told}")
+        raise SchemaError(
+            f"{self.who}, column {column!r}: {unknown} row(s), the first of them {self.rows[row]}, hold "
+            f"levels that are not agreed on ({told}); the federation may list more of them"
+        )
+
+
 def columns_of(form: Mapping[str, Any]) -> list[str]:
     """All columns that a form is about."""
     more = [form[name] for name in ("group", "split") if form.get(name)]
@@ -55,75 +116,85 @@ def columns_of(form: Mapping[str, Any]) -> list[str]:
 
 
 def read_table(path: Path, form: Mapping[str, Any], site: str) -> Columns:
-    """The form's columns of a CSV or Parquet file, as texts."""
+    """The form's columns of a site's CSV or Parquet file, as texts."""
     if not form.get("x") or not form.get("y"):
         raise SchemaError(f"site {site!r} has a table, but the federation names no columns x and y")
     return read_columns(path, columns_of(form), site)
 
 
-def read_columns(path: Path, wanted: Sequence[str], site: str) -> Columns:
-    """These columns of a CSV or Parquet file, as texts."""
+def read_columns(path: Path, wanted: Sequence[str], site: str | None = None) -> Columns:
+    """These columns of a CSV or Parquet file, as texts: of a site's, or of a file of one's own."""
     kind = path.suffix.lower()
-    if kind not in (".csv", ".txt", ".parquet", ".pq"):
-        raise DataError(f"{path}: data are a .csv or .parquet file, a folder of images, or module:function")
-    found = _csv(path, wanted, site) if kind in (".csv", ".txt") else _parquet(path, wanted, site)
-    if not found[wanted[0]]:
-        raise SchemaError(f"site {site!r} has no rows")
-    return found
+    if kind not in TABLES:
+        more = "" if site is None else ", a folder of images, or module:function"
+        raise DataError(f"{path}: data are a .csv or .parquet file{more}")
+    who = str(path) if site is None else f"site {site!r}"
+    texts, rows = (_csv if kind in (".csv", ".txt") else _parquet)(path, wanted, who, site is None)
+    if not rows:
+        raise _error(site is None, f"{who} has no rows")
+    return Columns(texts, who, rows, own=site is None)
 
 
-def _require_columns(there: Sequence[str], wanted: Sequence[str], site: str) -> None:
+def _error(own: bool, words: str) -> DataError:
+    return DataError(words) if own else SchemaError(words)
+
+
+def _require_columns(there: Sequence[str], wanted: Sequence[str], who: str, own: bool) -> None:
     for column in wanted:
         if column not in there:
-            raise SchemaError(f"site {site!r} has no column {column!r}, which the federation needs")
+            told = f"; it has {', '.join(there) or 'nothing'}{did_you_mean(column, there)}"
+            more = told if own else ", which the federation needs"
+            raise _error(own, f"{who} has no column {column!r}{more}")
 
 
-def _csv(path: Path, wanted: Sequence[str], site: str) -> Columns:
+Texts = tuple[dict[str, list[str]], list[str]]
+"""Columns, and what their rows are called."""
+
+
+def _csv(path: Path, wanted: Sequence[str], who: str, own: bool) -> Texts:
+    texts: dict[str, list[str]] = {column: [] for column in wanted}
+    rows = []
     with csv_text(path) as file:
         reader = csv.DictReader(file)
-        _require_columns(reader.fieldnames or [], wanted, site)
-        rows = list(reader)
-    return {column: [(row[column] or "").strip() for row in rows] for column in wanted}
+        names = reader.fieldnames or []
+        _require_columns(names, wanted, who, own)
+        for row in reader:
+            rows.append(f"line {reader.line_num}")
+            if None in row:
+                raise _error(own, f"{who}, {rows[-1]}: more values than the {len(names)} columns")
+            for column, held in texts.items():
+                held.append((row[column] or "").strip())
+    return texts, rows
 
 
-def _parquet(path: Path, wanted: Sequence[str], site: str) -> Columns:
+def _parquet(path: Path, wanted: Sequence[str], who: str, own: bool) -> Texts:
     parquet = library("pyarrow.parquet", "data", "Parquet files")
     try:
-        _require_columns(parquet.read_schema(path).names, wanted, site)
+        _require_columns(parquet.read_schema(path).names, wanted, who, own)
         table = parquet.read_table(path, columns=list(dict.fromkeys(wanted)))
     except (OSError, ValueError) as error:
-        if isinstance(error, SchemaError):
+        if isinstance(error, DataError):
             raise
         raise DataError(f"cannot read {path}: {error}") from error
-    return {c: ["" if v is None else str(v) for v in table[c].to_pylist()] for c in wanted}
+    texts = {c: ["" if v is None else str(v) for v in table[c].to_pylist()] for c in wanted}
+    return texts, [f"row {i + 1}" for i in range(table.num_rows)]
 
 
-def numbers(values: Sequence[str], column: str, site: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """A column of numbers; the first that is none is named by its row, not by what it says."""
-    out = np.empty(len(values))
-    for i, value in enumerate(values):
-        try:
-            out[i] = float(value)
-        except ValueError:
-            out[i] = math.nan
-        if not math.isfinite(out[i]):
-            what = "nothing" if not value else "something that is no number"
-            raise SchemaError(f"site {site!r}, column {column!r}, row {i + 1}: {what} is there")
-    return out
-
-
-def encoded(columns: Columns, form: Mapping[str, Any], site: str) -> Tensor:
+def encoded(columns: Columns, form: Mapping[str, Any]) -> Tensor:
     """x of every row, ``[n, inputs]``."""
-    parts: list[np.ndarray[Any, np.dtype[np.float64]]] = []
+    parts: list[Numbers] = []
     for column in form["x"]:
         levels = form.get("levels", {}).get(column)
         if levels is not None:
-            codes = _codes(columns[column], levels, column, site)
+            codes = columns.codes(column, levels)
             parts += [(codes == k).astype(np.float64) for k in range(1, len(levels))]
             continue
         mean, sd = form.get("scale", {}).get(column, (0.0, 1.0))
-        parts.append((numbers(columns[column], column, site) - mean) / (sd or 1.0))
-    return torch.from_numpy(np.stack(parts, axis=1)).to(torch.float32)
+        parts.append((columns.numbers(column) - mean) / (sd or 1.0))
+    x = (
+        np.stack(parts, axis=1) if parts else np.empty((len(columns), 0))
+    )  # a name with one level says nothing
+    return torch.from_numpy(x).to(torch.float32)
 
 
 def width(form: Mapping[str, Any]) -> int:
@@ -136,33 +207,19 @@ def width(form: Mapping[str, Any]) -> int:
     return sum(len(levels[c]) - 1 if c in levels else 1 for c in form["x"])
 
 
-def _codes(values: Sequence[str], levels: Sequence[str], column: str, site: str) -> Any:
-    place = {level: k for k, level in enumerate(levels)}
-    other = place.get(OTHER)
-    codes = [place.get(value, other) for value in values]
-    unknown = codes.count(None)
-    if unknown:
-        raise SchemaError(
-            f"site {site!r}, column {column!r}: {unknown} row(s), the first of them row "
-            f"{codes.index(None) + 1}, hold levels that are not agreed on ({', '.join(levels)}); the "
-            "federation may list more of them"
-        )
-    return np.array(codes)
-
-
-def from_table(columns: Columns, form: Mapping[str, Any], site: str) -> Federation:
-    """Rows as examples of the site's units."""
-    x = encoded(columns, form, site)
+def from_table(columns: Columns, form: Mapping[str, Any], site: str = "") -> Federation:
+    """Rows as examples of the site's units; without a site units are called by their groups alone."""
+    x = encoded(columns, form)
     if form.get("classes"):
-        y = torch.from_numpy(_codes(columns[form["y"]], form["classes"], form["y"], site))
+        y = torch.from_numpy(columns.codes(form["y"], form["classes"]))
     else:
-        y = torch.from_numpy(numbers(columns[form["y"]], form["y"], site)).to(torch.float32)
+        y = torch.from_numpy(columns.numbers(form["y"])).to(torch.float32)
     groups = columns[form["group"]] if form.get("group") else [""] * len(y)
     splits = [s or "train" for s in columns[form["split"]]] if form.get("split") else ["train"] * len(y)
     wrong = next((i for i, s in enumerate(splits) if s not in SPLITS), None)
     if wrong is not None:
-        told = ", ".join(SPLITS)
-        raise SchemaError(f"site {site!r}, column {form['split']!r}, row {wrong + 1}: it says one of {told}")
+        told = f"one of {', '.join(SPLITS)}"
+        raise columns.wrong(form["split"], wrong, f"it says {told}", f"not {told}")
     rows: dict[str, dict[str, list[int]]] = {}
     for i, (group, split) in enumerate(zip(groups, splits, strict=True)):
         rows.setdefault(group, {}).setdefault(split, []).append(i)
@@ -170,16 +227,35 @@ def from_table(columns: Columns, form: Mapping[str, Any], site: str) -> Federati
     for group, own in rows.items():
         held = {s: (x[own[s]], y[own[s]]) for s in ("validation", "test") if s in own}
         train = own.get("train", [])
-        clients[f"{site}/{group}" if form.get("group") else site] = Client(x[train], y[train], **held)
+        name = (f"{site}/{group}" if site else group) if form.get("group") else site
+        clients[name] = Client(x[train], y[train], **held)
     return Federation.of(clients)
 
 
 # --- images ----------------------------------------------------------------------------------
 
 
+def image_files(folder: Path) -> list[Path]:
+    """Images that lie in a folder, in the order of their names."""
+    return sorted(p for p in folder.iterdir() if p.suffix.lower() in IMAGES and not p.name.startswith("."))
+
+
+def read_image(file: Path, channels: int, size: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
+    """An image as bytes, channels first; scaled to ``size`` (height, width) where one is given."""
+    pillow = library("PIL.Image", "data", "images")
+    try:
+        with pillow.open(file) as image:
+            plain = image.convert("L" if channels == 1 else "RGB")
+            if size is not None and plain.size != size[::-1]:
+                plain = plain.resize(size[::-1], pillow.Resampling.BILINEAR)
+            pixels = np.asarray(plain, dtype=np.uint8)
+    except (OSError, SyntaxError, ValueError, EOFError, MemoryError, pillow.DecompressionBombError) as error:
+        raise DataError(f"cannot read the image {file} ({error})") from error
+    return pixels.reshape(*pixels.shape[:2], channels).transpose(2, 0, 1)
+
+
 def from_images(folder: Path, form: Mapping[str, Any], site: str) -> Federation:
     """``class/image.png``; the form has ``size`` (channels, height, width) and ``classes``."""
-    image_files = library("PIL.Image", "data", "images")
     if not form.get("size") or not form.get("classes"):
         raise SchemaError(f"site {site!r} has images, but the federation tells no size and classes")
     channels, height, breadth = form["size"]
@@ -189,15 +265,14 @@ def from_images(folder: Path, form: Mapping[str, Any], site: str) -> Federation:
         if sub.name not in place:
             told = ", ".join(place)
             raise SchemaError(f"site {site!r}: a folder's name is not one of the classes ({told})")
-        for file in sorted(p for p in sub.iterdir() if p.suffix.lower() in IMAGES):
+        for file in image_files(sub):
             try:
-                with image_files.open(file) as image:
-                    pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"), dtype=np.float32)
-            except OSError as error:
-                raise DataError(f"site {site!r}: cannot read the image {file} ({error})") from error
-            if pixels.shape[:2] != (height, breadth):
+                pixels = read_image(file, channels)
+            except DataError as error:
+                raise DataError(f"site {site!r}: {error}") from error
+            if pixels.shape[1:] != (height, breadth):
                 raise SchemaError(f"site {site!r}: an image is not {height} x {breadth} pixels large")
-            found.append(pixels.reshape(height, breadth, channels).transpose(2, 0, 1) / 255)
+            found.append(pixels.astype(np.float32) / 255)
             labels.append(place[sub.name])
     if not found:
         raise SchemaError(f"site {site!r} has no images")
@@ -212,12 +287,10 @@ def from_function(entry: str, site: str) -> Federation:
 
     A function with an argument is given the site's name.
     """
-    module, _, name = entry.partition(":")
     try:
-        function = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise DataError(f"site {site!r}: cannot find the data's function {entry!r} ({error})") from error
-    found = function(site) if inspect.signature(function).parameters else function()
+        found = called(entry, entry_named(entry), site)
+    except SettingsError as error:
+        raise DataError(f"site {site!r}: the data's function: {error}") from error
     if isinstance(found, Mapping):
         return Federation.of({f"{site}/{group}": own for group, own in found.items()})
     if not isinstance(found, Client | tuple | list):

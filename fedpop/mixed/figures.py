@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedpop.errors import SettingsError
-from fedpop.report.style import COLOURS, new_axes, new_figure, styled
+from fedpop.report.looks import METHODS
+from fedpop.report.style import new_axes, new_figure, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 KINDS = ("effects", "lines", "trace")
 MOST = 60
 """Groups whose names are written, and whose lines are drawn."""
-BLUE = COLOURS["FedSOUL"]
-GREY = COLOURS["FedAvg"]
+BLUE = METHODS["FedSOUL"][0]
+GREY = METHODS["FedAvg"][0]
 
 
 def drawn(fit: MixedFit, kind: str) -> Figure:

@@ -18,7 +18,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Example, Inputs, leaves, map_inputs, narrowed
 from fedpop.keys import Key
 from fedpop.models.flat import Layout
-from fedpop.models.likelihoods import Likelihood, Params
+from fedpop.models.likelihood import Likelihood, Params
 from fedpop.models.local import GeneralLikelihood, LinearLikelihood, LocalLikelihood
 from fedpop.models.modules import RowKeys, has_dropout
 from fedpop.models.network import NetworkPass

@@ -19,7 +19,7 @@ from fedpop.models.base import (
     with_ones,
 )
 from fedpop.models.flat import Layout
-from fedpop.models.likelihoods import Likelihood
+from fedpop.models.likelihood import Likelihood
 from fedpop.models.modules import (
     RowKeys,
     buffers_as,

@@ -16,7 +16,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, rows_of
 from fedpop.models import likelihoods
 from fedpop.models.base import Model
-from fedpop.models.likelihoods import Likelihood, Params
+from fedpop.models.likelihood import Likelihood, Params
 from fedpop.models.links import LinkedLayout, Parameter, real
 from fedpop.models.modules import RowKeys
 from fedpop.models.probe import global_generator
@@ -31,6 +31,7 @@ class Given(Likelihood):
     """The stand-in where only a log-likelihood was given: outputs, if any, are means."""
 
     name: ClassVar[str] = "custom"
+    by_name: ClassVar[bool] = False
 
     def check_targets(self, y: Tensor, outputs: int, where: str) -> Tensor:
         if torch.is_floating_point(y):

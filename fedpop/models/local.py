@@ -18,7 +18,7 @@ from torch import Tensor
 from fedpop.errors import ModelError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
-from fedpop.models.likelihoods import Likelihood, Params
+from fedpop.models.likelihood import Likelihood, Params
 
 ALL = slice(None)
 LONG = 2**14
@@ -105,6 +105,12 @@ class LinearLikelihood(LocalLikelihood):
         return LinearLikelihood(
             take(self.features), take(self.y), weight, self.likelihood, self.params, offset
         )
+
+    def rows(self, clients: Tensor, pick: Tensor) -> LinearLikelihood:
+        """That of some rows of every client: ``clients`` ``[C, 1]`` counts them, ``pick`` is ``[C, B]``."""
+        mask, offset = (None if block is None else block[clients, pick] for block in (self.mask, self.offset))
+        features, y = self.features[clients, pick], self.y[clients, pick]
+        return LinearLikelihood(features, y, mask, self.likelihood, self.params, offset)
 
     @property
     def short(self) -> bool:

@@ -17,7 +17,7 @@ from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.federation.labels import as_targets, numbered
 from fedpop.keys import Key
 from fedpop.models.base import Model
-from fedpop.models.likelihoods import Likelihood, Params
+from fedpop.models.likelihood import Likelihood, Params
 
 
 class Entropy(NamedTuple):

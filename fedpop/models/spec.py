@@ -19,6 +19,7 @@ from fedpop.models.augment import CropFlip
 from fedpop.models.base import Model
 from fedpop.models.composition import Composition
 from fedpop.models.custom import CustomModel
+from fedpop.models.likelihood import Likelihood
 from fedpop.models.modules import KeyedDropout
 from fedpop.models.split import Split
 from fedpop.models.standardise import Standardise
@@ -109,12 +110,21 @@ def model_from(spec: dict[str, Any] | None) -> Model:
             f"{_told(spec['z'])}); give it again: fedpop.load(path, model=CustomModel(...))"
         )
     settings = dict(spec["likelihood"])
-    likelihood = likelihoods._BY_NAME[settings.pop("name")](**settings)
+    likelihood = _family(settings.pop("name"))(**settings)
     modules = [module_from(m).to(getattr(torch, spec["dtype"])) for m in spec["modules"]]
     if spec["kind"] == "Composition":
         fixed = modules[2] if len(modules) > 2 else None
         return Composition(modules[0], modules[1], likelihood, fixed=fixed, precision=spec["precision"])
     return Split(modules[0], spec["personal"], likelihood, precision=spec.get("precision", "auto"))
+
+
+def _family(name: str) -> type[Likelihood]:
+    if name not in likelihoods.families():
+        raise CheckpointError(
+            f"unknown likelihood {name!r}: it was saved with a class that is not defined here; import the "
+            "module that defines it first"
+        )
+    return likelihoods.families()[name]
 
 
 def module_spec(module: nn.Module) -> dict[str, Any] | None:

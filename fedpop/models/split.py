@@ -24,7 +24,7 @@ from fedpop.models.base import (
 )
 from fedpop.models.composition import _outputs_of
 from fedpop.models.flat import Layout
-from fedpop.models.likelihoods import Likelihood
+from fedpop.models.likelihood import Likelihood
 from fedpop.models.modules import RowKeys, buffers_as, call, dropout_rows, federated, has_dropout
 from fedpop.models.network import NetworkPass
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import DataError
-from fedpop.models.likelihoods import Likelihood, Params
+from fedpop.models.likelihood import Likelihood, Params
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Weighted(Likelihood):
 
     inner: Likelihood
     name: ClassVar[str] = "weighted"
+    by_name: ClassVar[bool] = False
 
     @property
     def discrete(self) -> bool:  # type: ignore[override]

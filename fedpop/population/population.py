@@ -44,7 +44,23 @@ R = TypeVar("R")
 
 @dataclass(repr=False)
 class Population:
-    """What was learned, and every client's own model.
+    """What was learned, and every client's own model; ``fit`` and ``fp.load`` make it.
+
+    Args:
+        algorithm: The method that learned it, with its settings.
+        published: theta, as tensors: what predictions use.
+        key: What the sites draw with; draws of z are theirs.
+        federation: The clients' data, or None where they are not here.
+        store: What clients keep from one round to the next.
+        history: A dictionary of numbers for each round, as in ``metrics.jsonl``.
+        totals: What the run cost: bytes, passes, steps, seconds.
+        rounds: How many there were.
+        drift: The relative change of theta between the halves of the averaged rounds.
+        names: The clients'; those of the data where they are here.
+        learned_from: How many clients theta was learned from, also where they are not here.
+        convergence: Whether theta had converged when the run ended, where the run looked.
+        kept: The round whose theta this is, where validation data chose it (``callbacks.EarlyStop``).
+        elsewhere: Asks clients that are at their sites, as long as the run goes on.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
@@ -65,7 +81,6 @@ class Population:
     algorithm: Algorithm
     published: Tensors
     key: Key
-    """The sites' own: draws of z are theirs."""
     federation: Federation | None
     store: LocalStore | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -74,13 +89,9 @@ class Population:
     drift: float | None = None
     names: list[str] = field(default_factory=list)
     learned_from: int = 0
-    """How many clients theta was learned from, also where they are not here."""
     convergence: Verdict | None = None
-    """Whether theta had converged when the run ended, where the run looked."""
     kept: int | None = None
-    """The round whose theta this is, where validation data chose it (``callbacks.EarlyStop``)."""
     elsewhere: Callable[[Question[Any]], Any] | None = field(default=None, repr=False)
-    """Asks clients that are at their sites, as long as the run goes on."""
     _personal: dict[int, Tensors] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -150,19 +161,10 @@ class Population:
         """
         i = self._index(client)
         inputs, key = checked_inputs(self.model, x), self._predict_key(i)
-        if not theta_uncertainty:
-            found = self.algorithm.predict(self.published, self._model_of(i), inputs, key)
-            return replace(found, labels=self.model.labels)
-        draws = self._theta
-        with torch.no_grad():
-            pairs = zip(draws.thetas, draws.of(i), strict=True)
-            outputs = [self.model.outputs_at(phi, z, inputs) for (phi, _), z in pairs]
-        own = [self.model.params(phi) for phi, _ in draws.thetas]
-        params = {
-            name: torch.stack([p[name] for p in own]).repeat_interleave(len(outputs[0]))[:, None, None]
-            for name in own[0]
-        }
-        return Predictive(torch.cat(outputs), self.model.likelihood, params, key, False, self.model.labels)
+        if theta_uncertainty:
+            return self._theta.predict(i, inputs, key)
+        found = self.algorithm.predict(self.published, self._model_of(i), inputs, key)
+        return replace(found, labels=self.model.labels)
 
     def _predict_key(self, i: int) -> Key:
         return self.key.at(purpose=f"predict.{self.names[i]}")
@@ -220,7 +222,7 @@ class Population:
             raise DataError(f"there are no {split} data here to be judged on")
         sizes, method = self.federation.splits[split].sizes, self.algorithm
         if self.federation.embedded:  # what is held are features already
-            method = method.replace(model=self.model.on_features())
+            method = method.with_model(self.model.on_features())
         with suppress(DataError):  # somebody cannot be served: one at a time tells who
             self.sample_all()
         for i in (sizes > 0).nonzero().squeeze(1).tolist():

@@ -116,7 +116,7 @@ class Sites:
         channel = method.channel
         messages = active.ids if self.sites is None else torch.unique(self.sites[active.ids])
         guard = method.guard_for(round.broadcast, len(messages))
-        tally = Tally(channel, round.key, method.remembers, guard)
+        tally = Tally(channel, round.key, method.remembered, guard)
         sums = channel.transparent and self.sites is None and self.lost is None
         cost: dict[str, float] = {}
         updates: list[Update] = []
@@ -249,7 +249,7 @@ def _in_proportion(answers: Iterable[Answer], guard: Guard, sizes: Tensor) -> It
 def settled(method: Algorithm, answer: Answer, heard: Heard, local: Tensors) -> Tensors:
     """What units keep of an answer: all of it once it was heard; else what is right in any case."""
     new, rows = answer.local, answer.rows
-    if method.remembers:
+    if method.remembered:
         new = method.after_send(new, heard.seen)
     if heard.everyone:
         return dict(new)

@@ -12,8 +12,10 @@ from fedpop.channel import Tensors
 from fedpop.errors import EstimateError
 from fedpop.evaluation.information import reweighted
 from fedpop.federation.cohort import Cohort
+from fedpop.federation.inputs import Inputs
 from fedpop.kernels import Hierarchy
 from fedpop.keys import Key
+from fedpop.models.predictive import Predictive
 
 DRAWS_PER_THETA = 10
 GROUP = 256
@@ -42,6 +44,19 @@ class ThetaDraws:
             exact = self.hierarchy.closed_form
             self._groups[group] = self._exact(ids) if exact else self._resampled(ids)
         return [z[client % GROUP] for z in self._groups[group]]
+
+    def predict(self, client: int, x: Inputs, key: Key) -> Predictive:
+        """The predictive distribution of a client at x, over theta and z."""
+        model = self.hierarchy.model
+        with torch.no_grad():
+            pairs = zip(self.thetas, self.of(client), strict=True)
+            outputs = [model.outputs_at(phi, z, x) for (phi, _), z in pairs]
+        own = [model.params(phi) for phi, _ in self.thetas]
+        params = {
+            name: torch.stack([p[name] for p in own]).repeat_interleave(len(outputs[0]))[:, None, None]
+            for name in own[0]
+        }
+        return Predictive(torch.cat(outputs), model.likelihood, params, key, False, model.labels)
 
     def _exact(self, ids: Tensor) -> list[Tensor]:
         cohort, out = self.cohort(ids), []

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedpop.errors import SettingsError
 from fedpop.files import writable_folder, write_bytes
+from fedpop.report.looks import BLUE
 from fedpop.report.style import image_of, new_figure, root_scale, styled
 
 FORMS = (".png", ".svg", ".pdf")
@@ -26,7 +27,7 @@ def draw_holdings(counts: Tensor, classes: Sequence[str], title: str, path: Path
     with styled():
         figure = new_figure(min(max(3.2 + 0.07 * b, 5.0), 12.0), 1.9 + height)
         top, table = figure.subplots(2, 1, sharex=True, height_ratios=(0.9, height))
-        top.bar(range(b), counts.sum(1).tolist(), width=0.85, color="#0072B2")
+        top.bar(range(b), counts.sum(1).tolist(), width=0.85, color=BLUE)
         top.set_ylabel("examples")
         top.grid(axis="x", visible=False)
         top.set_title(title, loc="left", fontsize=10)
@@ -35,8 +36,7 @@ def draw_holdings(counts: Tensor, classes: Sequence[str], title: str, path: Path
         shades = table.imshow(held, aspect="auto", cmap="Blues", norm=scale, interpolation="none")
         if kinds <= NAMED:
             table.set_yticks(range(kinds), list(classes), fontsize=8)
-        else:
-            table.set_ylabel("class")
+        table.set_ylabel("class")
         table.set_xlabel("client")
         table.grid(visible=False)
         # Lines between cells, so that equal shades next to each other can be counted.

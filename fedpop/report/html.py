@@ -35,6 +35,9 @@ class Section:
     sheet: Sheet | None = None
     figures: Sequence[Figure] = field(default_factory=tuple)
     wide: bool = False
+    """Figures that are as wide as the page; a phone scrolls them."""
+    small: bool = False
+    """Many small figures, as many beside each other as there is room."""
 
 
 @dataclass(frozen=True)

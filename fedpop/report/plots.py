@@ -6,17 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from fedpop.report.style import (
-    COLOURS,
-    SPARE,
-    Look,
-    colour,
-    log_x_axis,
-    new_axes,
-    new_figure,
-    styled,
-    svg_of,
-)
+from fedpop.report.looks import BLACK, BLUE, GREY, ORANGE, Look, colour, known_look
+from fedpop.report.looks import looks as looks_of
+from fedpop.report.marks import beside, drawable, legend, legend_above, tell_what_is_missing
+from fedpop.report.style import log_x_axis, new_axes, styled, svg_of
 
 
 def curves(
@@ -31,19 +24,22 @@ def curves(
     """One line per method."""
     with styled():
         figure, axes = new_axes()
-        for name, points in lines.items():
+        own = looks or looks_of(lines)
+        shown = {name: drawable(points, log_y) for name, points in lines.items()}
+        for name, points in shown.items():
             if points:
-                shade, dash = looks[name] if looks else (colour(name), "-")
+                shade, dash = own[name]
                 axes.plot(*zip(*points, strict=True), dash, color=shade, label=name, linewidth=1.6)
         if reference is not None:
-            axes.axhline(reference[1], color="#000000", linestyle="--", linewidth=1, label=reference[0])
+            axes.axhline(reference[1], color=BLACK, linestyle="--", linewidth=1, label=reference[0])
         if log_y:
             axes.set_yscale("log")
         if log_x:
             log_x_axis(axes)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        axes.legend(frameon=False, fontsize=8)
+        legend(axes, sum(map(bool, shown.values())) + (reference is not None))
+        tell_what_is_missing(axes, lines, log_y)
         return svg_of(figure)
 
 
@@ -65,7 +61,7 @@ def bars(
         ]
         axes.bar_label(drawn, labels=labels, label_type="center", fontsize=8, color="white", weight="bold")
         if reference is not None:
-            axes.axhline(reference[1], color="#000000", linestyle="--", linewidth=1)
+            axes.axhline(reference[1], color=BLACK, linestyle="--", linewidth=1)
             axes.annotate(
                 reference[0],
                 (0.01, reference[1]),
@@ -77,25 +73,33 @@ def bars(
         axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
         axes.margins(y=0.12)
         axes.grid(axis="x", visible=False)
+        axes.set_xlabel("method")
         axes.set_ylabel(y_label)
         return svg_of(figure)
 
 
-def spread(groups: Mapping[str, Mapping[str, Sequence[float]]], y_label: str, log_y: bool = True) -> str:
-    """For each group, every seed of every method as a dot, with the median as a line."""
+def spread(
+    groups: Mapping[str, Mapping[str, Sequence[float]]], x_label: str, y_label: str, log_y: bool = True
+) -> str:
+    """For each group, every seed of every method as a dot, equal ones beside each other, with the median as
+    a line."""
     with styled():
         figure, axes = new_axes(9.4, 3.2)
         methods = list(dict.fromkeys(m for g in groups.values() for m in g))
         width = 0.8 / max(len(methods), 1)
+        named: set[str] = set()
+        everything = [v for g in groups.values() for numbers in g.values() for v in numbers]
         for j, method in enumerate(methods):
             for i, group in enumerate(groups.values()):
                 numbers = list(group.get(method, ()))
                 if not numbers:
                     continue
                 x = i - 0.4 + (j + 0.5) * width
-                label = method if i == 0 else None
+                label = None if method in named else method
+                named.add(method)
+                apart = beside(numbers, everything, 0.4 * width, log_y)
                 axes.plot(
-                    [x] * len(numbers), numbers, ".", color=colour(method), alpha=0.55, ms=4, label=label
+                    [x + a for a in apart], numbers, ".", color=colour(method), alpha=0.55, ms=4, label=label
                 )
                 ordered = sorted(numbers)
                 half = len(ordered) // 2
@@ -105,10 +109,9 @@ def spread(groups: Mapping[str, Mapping[str, Sequence[float]]], y_label: str, lo
             axes.set_yscale("log")
         axes.set_xticks(range(len(groups)), list(groups), fontsize=8)
         axes.grid(axis="x", visible=False)
+        axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        axes.legend(
-            frameon=False, fontsize=8, ncols=len(methods), loc="lower center", bbox_to_anchor=(0.5, 1)
-        )
+        legend_above(axes, len(methods), len(methods))
         return svg_of(figure)
 
 
@@ -123,18 +126,23 @@ def points(
 ) -> str:
     """Measurements at numbers x: every seed a dot, medians larger; ``lines`` are what was expected.
 
-    A seed without a value counts as infinite: it has no dot, and enough of them no median either.
+    A seed without a value counts as infinite: it has no dot, and enough of them no median either. Seeds that
+    agree stand beside each other.
     """
     with styled():
         figure, axes = new_axes()
         for dashes, (name, line) in zip(("--", ":", "-."), lines.items(), strict=False):
-            axes.plot(*zip(*line, strict=True), dashes, color="#000000", linewidth=1.1, label=name)
-        spare = iter((*SPARE[:2], *COLOURS.values()))  # yellow dots are hard to see
+            axes.plot(*zip(*line, strict=True), dashes, color=BLACK, linewidth=1.1, label=name)
+        own = looks_of(groups)
+        every = [v for g in groups.values() for numbers in g.values() for v in numbers if math.isfinite(v)]
+        widest = max((x for g in groups.values() for x in g), default=1.0)
         for name, group in groups.items():
-            shade = COLOURS.get(name) or next(spare)
+            shade = own[name][0]
             for x, numbers in group.items():
-                seen = [v for v in numbers if math.isfinite(v)]
-                axes.plot([x] * len(seen), seen, ".", color=shade, alpha=0.35, ms=4)
+                seen = [v for v in numbers if math.isfinite(v) and (v > 0 or not log_y)]
+                apart = beside(seen, every, 0.04, log_y)
+                xs = [x * math.exp(a) if log_x else x + a * widest / 2 for a in apart]
+                axes.plot(xs, seen, ".", color=shade, alpha=0.35, ms=4)
             medians = [(x, median(numbers)) for x, numbers in group.items() if numbers]
             centres = [(x, y) for x, y in medians if math.isfinite(y)]
             style = "o-" if joined else "o"
@@ -152,7 +160,7 @@ def points(
             axes.set_yscale("log")
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
+        legend_above(axes, len(groups) + len(lines), 2)
         return svg_of(figure)
 
 
@@ -165,9 +173,9 @@ def intervals(
         ordered = sorted(rows)
         for i, (mean, low, high, y) in enumerate(ordered):
             inside = low <= y <= high
-            axes.vlines(i, low, high, color="#0072B2", alpha=0.35, linewidth=2.5)
-            axes.plot(i, mean, "_", color="#0072B2", ms=5)
-            axes.plot(i, y, ".", color="#000000" if inside else "#D55E00", ms=4)
+            axes.vlines(i, low, high, color=BLUE, alpha=0.35, linewidth=2.5)
+            axes.plot(i, mean, "_", color=BLUE, ms=5)
+            axes.plot(i, y, ".", color=BLACK if inside else ORANGE, ms=4)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         if title:
@@ -175,40 +183,58 @@ def intervals(
         return svg_of(figure)
 
 
-def dots(groups: Mapping[str, Sequence[float]], x_label: str, bold: set[str] | None = None) -> str:
-    """One line per group, from top to bottom: every value a dot, the mean a stroke."""
+def dots(
+    groups: Mapping[str, Sequence[float]], x_label: str, bold: set[str] | None = None, far: float = math.inf
+) -> str:
+    """One line per group, from top to bottom: every value a dot, equal ones beside each other, the mean a
+    stroke; values beyond ``far`` are counted at the edge."""
     with styled():
-        figure, axes = new_axes(4.6, 0.5 + 0.19 * len(groups))
-        for i, (name, numbers) in enumerate(groups.items()):
-            shade = "#0072B2" if bold and name in bold else "#777777"
-            axes.plot(numbers, [i] * len(numbers), ".", color=shade, ms=5)
-            centre = sum(numbers) / len(numbers)
-            axes.vlines(centre, i - 0.35, i + 0.35, color=shade, linewidth=1.6)
+        figure, axes = new_axes(4.6, 0.7 + 0.19 * len(groups))
+        seen = {name: [v for v in numbers if v <= far] for name, numbers in groups.items()}
+        everything = [v for numbers in seen.values() for v in numbers]
+        for i, (name, numbers) in enumerate(seen.items()):
+            known = known_look(name)
+            shade = BLUE if bold and name in bold else known[0] if known else GREY
+            if numbers:
+                apart = beside(numbers, everything, 0.35)
+                axes.plot(numbers, [i + a for a in apart], ".", color=shade, ms=5)
+                axes.vlines(sum(numbers) / len(numbers), i - 0.35, i + 0.35, color=shade, linewidth=1.6)
+            beyond = len(groups[name]) - len(numbers)
+            if beyond:
+                axes.annotate(
+                    f"{beyond} further \u2192",
+                    (1.0, i),
+                    xycoords=("axes fraction", "data"),
+                    ha="right",
+                    va="center",
+                    fontsize=7,
+                    color="#555555",
+                )
         axes.set_yticks(range(len(groups)), list(groups), fontsize=8)
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.set_xlabel(x_label)
+        axes.set_ylabel("method")
         return svg_of(figure)
 
 
 def contours(
-    panels: Mapping[str, Sequence[Sequence[float]]],
+    name: str,
+    density: Sequence[Sequence[float]],
     xs: Sequence[float],
     ys: Sequence[float],
     dots: Sequence[tuple[float, float]],
     shares: Sequence[float] = (0.5, 0.9),
 ) -> str:
-    """A panel per density on the grid (rows along y): regions that hold these shares, over the same dots."""
+    """A density on the grid (rows along y): the regions that hold these shares of it, over dots."""
     with styled():
-        figure = new_figure(2.4 * len(panels), 2.6)
-        for i, (name, density) in enumerate(panels.items()):
-            axes = figure.add_subplot(1, len(panels), i + 1)
-            axes.plot(*zip(*dots, strict=True), ".", color="#999999", ms=2.5, alpha=0.7)
-            axes.contour(
-                xs, ys, density, levels=_levels(density, shares), colors=colour(name), linewidths=1.3
-            )
-            axes.set_title(name, fontsize=9)
-            axes.set_aspect("equal")
+        figure, axes = new_axes(2.9, 2.9)
+        axes.plot(*zip(*dots, strict=True), ".", color="#999999", ms=3, alpha=0.7)
+        axes.contour(xs, ys, density, levels=_levels(density, shares), colors=colour(name), linewidths=1.3)
+        axes.set_title(name, fontsize=9)
+        axes.set_aspect("equal")
+        axes.set_xlabel("first coordinate of z")
+        axes.set_ylabel("second")
         return svg_of(figure)
 
 

@@ -19,6 +19,8 @@ from fedpop.files import DAMAGED, read_json, writable_folder, write_json
 from fedpop.version import __version__
 
 COSTS = ("rounds", "bytes_up", "bytes_down", "backbone_passes", "head_steps", "seconds")
+BESIDE = ("evaluation_seconds", "rest_seconds")
+"""Costs beside those of training, of a comparison."""
 
 TYPES: dict[str, type] = {
     "experiment": str, "setting": dict, "method": str, "seed": int, "metrics": dict, "cost": dict,
@@ -45,7 +47,8 @@ def record(
         "method": method,
         "seed": seed,
         "metrics": {k: None if v is None or not math.isfinite(v) else v for k, v in metrics.items()},
-        "cost": {name: float(cost.get(name, 0.0)) for name in COSTS},
+        "cost": {name: float(cost.get(name, 0.0)) for name in COSTS}
+        | {name: float(cost[name]) for name in BESIDE if name in cost},
         "config": config,
         "version": __version__,
     }

@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fedpop.report.style import Look, log_x_axis, new_axes, new_figure, styled, svg_of
+from fedpop.report.looks import BLACK, Look
+from fedpop.report.marks import drawable, legend, tell_what_is_missing
+from fedpop.report.style import log_x_axis, new_axes, styled, svg_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-WIDE = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#000000",
-    "#8C6D31",
-    "#7B4FA3",
-    "#999999",
-)
-DASHES = ("-", "--", ":", "-.")
-
-
-def looks(methods: Sequence[str]) -> dict[str, Look]:
-    """A colour and a dash for each method, different for up to forty of them.
-
-    >>> len(set(looks([str(i) for i in range(40)]).values()))
-    40
-    """
-    return {m: (WIDE[i % len(WIDE)], DASHES[i // len(WIDE) % len(DASHES)]) for i, m in enumerate(methods)}
 
 
 def paths(
@@ -42,22 +22,22 @@ def paths(
     y_label: str,
     log_x: bool = False,
     high_is_good: bool = True,
-    legend: bool = True,
 ) -> str:
-    """Scores on the way, a line per method; the axis shows what happens near the best ones."""
+    """Scores on the way, a line per method; the axis shows what happens near the best ones, and who left."""
     with styled():
         figure, axes = new_axes(4.6, 3.1)
-        for name, line in lines.items():
+        shown = {name: drawable(line, False) for name, line in lines.items()}
+        for name, line in shown.items():
             if line:
                 shade, dash = looks[name]
                 axes.plot(*zip(*line, strict=True), dash, color=shade, label=name, linewidth=1.5)
         if log_x:
             log_x_axis(axes)
-        _near_the_best(axes, [[y for _, y in line] for line in lines.values() if line], high_is_good)
+        _near_the_best(axes, [[y for _, y in line] for line in shown.values() if line], high_is_good)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        if legend:
-            _legend_below(axes, len(lines))
+        legend(axes, sum(map(bool, shown.values())), below=True)
+        tell_what_is_missing(axes, lines, False)
         return svg_of(figure)
 
 
@@ -72,25 +52,12 @@ def _near_the_best(axes: Axes, rows: Sequence[Sequence[float]], high_is_good: bo
         axes.set_ylim(best - 0.05 * (top - best), top)
 
 
-def _legend_below(axes: Axes, count: int) -> None:
-    columns = min(4, max(count, 1))
-    axes.legend(
-        frameon=False,
-        fontsize=7.5,
-        ncols=columns,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.2),
-        columnspacing=1.2,
-        handlelength=1.8,
-    )
-
-
 def reliabilities(curves: Mapping[str, Sequence[tuple[float, float, int]]], looks: Mapping[str, Look]) -> str:
     """Accuracy against confidence, (confidence, accuracy, count) in bins, larger dots for more of them; bins
     with less than half a per cent of the predictions are left out."""
     with styled():
         figure, axes = new_axes(4.6, 4.2)
-        axes.plot((0, 1), (0, 1), color="#000000", linewidth=0.9, linestyle=":")
+        axes.plot((0, 1), (0, 1), color=BLACK, linewidth=0.9, linestyle=":")
         for name, curve in curves.items():
             if not curve:
                 continue
@@ -102,9 +69,9 @@ def reliabilities(curves: Mapping[str, Sequence[tuple[float, float, int]]], look
             axes.scatter(xs, ys, s=sizes, color=shade, zorder=3)
         axes.set_xlim(0, 1.02)
         axes.set_ylim(0, 1.02)
-        axes.set_xlabel("confidence")
-        axes.set_ylabel("accuracy")
-        _legend_below(axes, len(curves))
+        axes.set_xlabel("confidence: how sure")
+        axes.set_ylabel("accuracy: how often right")
+        legend(axes, sum(map(bool, curves.values())), below=True)
         return svg_of(figure)
 
 
@@ -114,18 +81,19 @@ def ranked(
     x_label: str,
     reference: tuple[str, float] | None = None,
 ) -> str:
-    """One bar per method from top to bottom, its value beside it; what is not finite has none."""
+    """One bar per method from top to bottom, its value beside it; a bar far longer than the others is cut and
+    says so, what is not finite has none."""
     with styled():
         figure, axes = new_axes(4.6, 0.8 + 0.24 * len(heights))
         finite = [v for v in heights.values() if math.isfinite(v)]
-        limit = 4 * sorted(finite)[len(finite) // 2] if finite else 1.0
+        limit = (4 * sorted(finite)[len(finite) // 2] if finite else 1.0) or max(finite)
         shown = [min(v, limit) if math.isfinite(v) else 0.0 for v in heights.values()]
         drawn = axes.barh(range(len(shown)), shown, color=[looks[n][0] for n in heights], height=0.65)
         longest = max(shown, default=1.0) or 1.0
         for bar, v, width in zip(drawn, heights.values(), shown, strict=True):
             inside = width > 0.2 * longest
             axes.annotate(
-                f"{v:.3g}" if math.isfinite(v) else "diverged",
+                f"{v:.3g}" + (" (cut)" if v > limit else "") if math.isfinite(v) else "diverged",
                 (0 if inside else width, bar.get_y() + bar.get_height() / 2),
                 xytext=(4, 0),
                 textcoords="offset points",
@@ -135,12 +103,21 @@ def ranked(
                 weight="bold" if inside else "normal",
             )
         if reference is not None:
-            axes.axvline(reference[1], color="#000000", linestyle="--", linewidth=1)
+            axes.axvline(reference[1], color=BLACK, linestyle="--", linewidth=1)
+            axes.annotate(
+                reference[0],
+                (reference[1], 1.0),
+                xycoords=("data", "axes fraction"),
+                ha="center",
+                va="bottom",
+                fontsize=7.5,
+            )
         axes.set_yticks(range(len(heights)), list(heights), fontsize=8)
         axes.invert_yaxis()
         axes.margins(x=0.12)
         axes.grid(axis="y", visible=False)
         axes.set_xlabel(x_label)
+        axes.set_ylabel("method")
         return svg_of(figure)
 
 
@@ -149,30 +126,32 @@ def scatters(
     looks: Mapping[str, Look],
     x_label: str,
     y_label: str,
-) -> str:
-    """A panel per method: every client a dot, against the same client under another method."""
-    columns = 4
-    rows = -(-len(panels) // columns)
-    with styled():
-        figure = new_figure(2.35 * columns, 2.75 * rows)
-        numbers = [v for pairs in panels.values() for pair in pairs for v in pair]
-        low, high = _usual_range(numbers)
-        for i, (name, pairs) in enumerate(panels.items()):
-            axes = figure.add_subplot(rows, columns, i + 1)
-            axes.plot((low, high), (low, high), color="#000000", linewidth=0.8, linestyle=":")
-            inside = [(min(x, high), min(y, high)) for x, y in pairs]
-            axes.plot(*zip(*inside, strict=True), ".", color=looks[name][0], ms=4, alpha=0.5)
+) -> dict[str, str]:
+    """A figure per method, all on the same axes: every client a dot, against the same client under another
+    method. A dot that stands for several is larger; one beyond the axes is a triangle on the edge."""
+    low, high = _usual_range([v for pairs in panels.values() for pair in pairs for v in pair])
+    out = {}
+    for name, pairs in panels.items():
+        with styled():
+            figure, axes = new_axes(2.5, 2.6)
+            axes.plot((low, high), (low, high), color=BLACK, linewidth=0.8, linestyle=":")
+            for beyond, shape in ((False, "o"), (True, "^")):
+                here = Counter((min(x, high), min(y, high)) for x, y in pairs if (max(x, y) > high) is beyond)
+                if here:
+                    sizes = [8 * n for n in here.values()]
+                    shade = looks[name][0]
+                    axes.scatter(
+                        *zip(*here, strict=True), s=sizes, marker=shape, color=shade, alpha=0.5, linewidth=0
+                    ).set_clip_on(False)
             axes.set_xlim(low, high)
             axes.set_ylim(low, high)
             axes.set_aspect("equal")
             axes.set_title(name, fontsize=9)
             axes.tick_params(labelsize=7)
             axes.set_xlabel(x_label, fontsize=8)
-            if i % columns == 0:
-                axes.set_ylabel(y_label, fontsize=8)
-        for blank in range(len(panels), columns * rows):  # few panels stay small
-            figure.add_subplot(rows, columns, blank + 1).set_axis_off()
-        return svg_of(figure, tight=False)
+            axes.set_ylabel(f"{name}: {y_label}" if len(name) < 14 else y_label, fontsize=8)
+            out[name] = svg_of(figure)
+    return out
 
 
 def _usual_range(numbers: Sequence[float]) -> tuple[float, float]:

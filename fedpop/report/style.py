@@ -1,4 +1,4 @@
-"""One plain style for every figure: colours, axes, and how a figure becomes SVG text.
+"""One plain style for every figure: fonts, axes, and how a figure becomes SVG text.
 
 The only file that imports matplotlib, and not before something is drawn: it takes half a second, which
 ``import fedpop`` need not.
@@ -18,21 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
-# One colour per method, told apart by people who do not see red and green apart (Okabe and Ito).
-COLOURS = {
-    "FedSOUL": "#0072B2",
-    "FedSOUL-sampled": "#009E73",
-    "FedSOUL-paper": "#56B4E9",
-    "FedRep-spectral": "#D55E00",
-    "FedRep": "#E69F00",
-    "FedAvg": "#999999",
-    "Exact": "#000000",
-    "Normal": "#0072B2",
-    "Mixture": "#D55E00",
-    "Energy": "#009E73",
-    "Truth": "#000000",
-}
-SPARE = ("#009E73", "#CC79A7", "#F0E442")
 STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -44,12 +29,6 @@ STYLE: Any = {
     "svg.hashsalt": "fedpop",
     "font.family": "sans-serif",
 }
-Look = tuple[str, str]
-"""A colour and a dash."""
-
-
-def colour(method: str) -> str:
-    return COLOURS.get(method, SPARE[sum(map(ord, method)) % len(SPARE)])
 
 
 @contextmanager

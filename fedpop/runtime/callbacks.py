@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +35,29 @@ class Callback:
         """Raise before the first round when this cannot work on these clients."""
 
     def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
+        """May add to the round's numbers."""
         return False
+
+    def recorded(self, run: Run, metrics: dict[str, Any]) -> None:
+        """Called once the round's numbers are complete: these are what ``metrics.jsonl`` gets."""
+
+    def finished(self, run: Run) -> None:
+        """Called after the last round."""
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None: ...
+
+
+def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """A round's numbers for curves: lists by their lengths, and nothing that is no number.
+
+    >>> scalars({"round": 3, "loss": 0.5, "left_out": ["anna"], "acceptance": None, "unbiased": False})
+    {'round': 3.0, 'loss': 0.5, 'left_out': 1.0, 'unbiased': 0.0}
+    """
+    plain = {n: len(v) if isinstance(v, list | tuple) else v for n, v in metrics.items()}
+    return {n: float(v) for n, v in plain.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 
 @dataclass

@@ -144,6 +144,8 @@ class Run:
                     require_somebody(self.history, stopped or self.round == self.ends[-1])
                 if self.metrics is not None:
                     self.metrics.add(metrics)
+                for callback in self.callbacks:
+                    callback.recorded(self, metrics)
                 last = stopped or self.round == self.ends[-1]
                 if last or interrupted.is_set() or self.round % self.settings.checkpoint_every == 0:
                     self._write_checkpoint(stopped)
@@ -153,6 +155,8 @@ class Run:
             require_finite_theta(self.algorithm.publish(self.server), self.history, self.round)
             self.recall()  # to the best theta on validation data, where that was watched
             self.verdict = at_the_end(self)
+            for callback in self.callbacks:
+                callback.finished(self)
             bar.say(self.verdict)
         if self.folder is not None:
             verdict = None if self.verdict is None else self.verdict.plain()
@@ -222,7 +226,7 @@ class Run:
     def _compute_in(self, precision: str, algorithm: Algorithm) -> None:
         """The type that the backbone runs in is chosen once, and stays: it is in the checkpoint."""
         self.precision = precision
-        self.algorithm = algorithm.replace(model=algorithm.model.at_precision(precision))
+        self.algorithm = algorithm.with_model(algorithm.model.at_precision(precision))
 
     def _asked(self, question: Question[Tensors], known: Tensors) -> Tensors:
         key = self.secret.at(round=0, purpose=question.name)

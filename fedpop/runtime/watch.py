@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,6 +48,8 @@ class Watch(Checked, Callback):
     last: Whole = 10
     split: Annotated[str, OneOf(*SPLITS)] = "test"
     points: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = field(default=0.0, init=False)
+    """What looking has taken, which is in no cost of the run."""
 
     def check(self, federation: Federation | Members) -> None:
         if self.split not in federation.splits:
@@ -55,7 +58,9 @@ class Watch(Checked, Callback):
     def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
         rounds = run.facts.rounds  # the end of this stage: which one is the last is not known before
         if (self.every and run.round % self.every == 0) or run.round > rounds - self.last:
+            started = time.perf_counter()
             self.points.append(self._look(run))
+            self.seconds += time.perf_counter() - started
         return False
 
     def _look(self, run: Run) -> dict[str, Any]:
@@ -79,7 +84,7 @@ class Watch(Checked, Callback):
         return out
 
     def state(self) -> dict[str, Any]:
-        return {"points": self.points}
+        return {"points": self.points, "seconds": self.seconds}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.points = list(state["points"])
+        self.points, self.seconds = list(state["points"]), float(state.get("seconds", 0.0))

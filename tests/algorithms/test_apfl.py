@@ -11,7 +11,7 @@ from fedpop.algorithms.apfl import three_updates
 from fedpop.client import local_sgd
 from fedpop.client.losses import joint_loss
 from fedpop.errors import SettingsError
-from tests.helpers import cohort_of, quadratics, ragged, seeded, states
+from tests.helpers import FRAME, cohort_of, quadratics, ragged, seeded, states
 
 WIDE = torch.float64
 Q = quadratics()
@@ -147,7 +147,7 @@ def test_newcomers() -> None:
 def test_what_is_sent_and_what_it_costs() -> None:
     population = fp.APFL(Q.model, local=fp.LocalSGD(epochs=3)).fit(Q.clients, rounds=2, progress=False)
     assert fp.APFL.private == ("v", "alpha")
-    assert population.totals["bytes_up"] == 2 * 3 * 8 * (3 + 1)
+    assert population.totals["bytes_up"] == 2 * 3 * (2 * FRAME + 8 * (3 + 1))
     assert population.totals["head_steps"] == 2 * 2 * 3 * 25  # w and the mixture
 
 
@@ -171,6 +171,18 @@ def test_impossible_settings(alpha: float) -> None:
 def test_a_compressor_is_refused() -> None:
     with pytest.raises(SettingsError, match="APFL does not compress"):
         fp.APFL(Q.model, compressor="qsgd")
+
+
+def test_clip_shortens_what_fedavg_would_send() -> None:
+    """w is trained as FedAvg's: with the same clip the server's model is the same."""
+    settings: dict[str, Any] = {"local": fp.LocalSGD(epochs=3, rate=0.1), "clip": 0.3}
+    found, other = (
+        method(Q.model, **settings).fit(Q.clients, rounds=6, progress=False).published["z"]
+        for method in (fp.APFL, fp.FedAvg)
+    )
+    torch.testing.assert_close(found, other, rtol=1e-12, atol=1e-12)
+    free = fp.APFL(Q.model, local=settings["local"]).fit(Q.clients, rounds=6, progress=False)
+    assert (free.published["z"] - found).norm() > 0.1
 
 
 def test_saved_and_loaded(tmp_path: Any) -> None:

@@ -27,7 +27,7 @@ from fedpop.runtime import checkpoint
 from fedpop.runtime.members import active_units
 from fedpop.runtime.run import Run, Settings
 from tests.apart import Apart
-from tests.helpers import generator, seeded
+from tests.helpers import FRAME, generator, seeded
 
 WIDE = torch.float64
 CPU = torch.device("cpu")
@@ -187,7 +187,7 @@ def test_bytes_up_are_those_of_the_messages(name: str, kind: str) -> None:
     for _ in range(3):
         done = stage.work(ids)
         vectors = done.total.weighted.values()
-        assert done.bytes_up == len(ids) * sum(v.numel() * v.element_size() for v in vectors)
+        assert done.bytes_up == len(ids) * sum(FRAME + v.numel() * v.element_size() for v in vectors)
         before = stage.run.totals["bytes_up"]
         stage.run.train_round()
         assert stage.run.totals["bytes_up"] - before == done.bytes_up

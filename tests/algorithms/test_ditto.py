@@ -9,7 +9,7 @@ import fedpop as fp
 from fedpop.client import local_sgd
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
-from tests.helpers import cohort_of, linear_model, quadratics, ragged, states, train_key
+from tests.helpers import FRAME, cohort_of, linear_model, quadratics, ragged, states, train_key
 
 WIDE = torch.float64
 Q = quadratics()
@@ -130,7 +130,7 @@ def test_v_is_not_in_the_message_which_may_be_compressed() -> None:
     compressor = fp.compressors.RandK(k=1)
     method = fp.Ditto(Q.model, compressor=compressor)
     population = method.fit(Q.clients, rounds=2, progress=False)
-    each = len(compressor.encode(torch.ones(3, dtype=WIDE), train_key())) + 8  # and n
+    each = len(compressor.encode(torch.ones(3, dtype=WIDE), train_key())) + FRAME + 8  # and n
     assert population.totals["bytes_up"] == 2 * 3 * each
 
 

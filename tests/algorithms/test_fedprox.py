@@ -7,7 +7,7 @@ import fedpop as fp
 from fedpop.algorithms.whole import towards
 from fedpop.client import local_sgd
 from fedpop.errors import SettingsError
-from tests.helpers import cohort_of, linear_model, quadratics, ragged, train_key
+from tests.helpers import FRAME, cohort_of, linear_model, quadratics, ragged, train_key
 
 Q = quadratics()
 
@@ -91,6 +91,6 @@ def test_its_moves_may_be_compressed() -> None:
     fewer = fp.FedProx(linear_model(), compressor=fp.compressors.RandK(k=2)).fit(
         ragged((4, 7)), rounds=2, progress=False
     )
-    assert plain.totals["bytes_up"] == 2 * 2 * 4 * (8 + 1)
-    each = fp.compressors.RandK(k=2).encoded_bytes(8) + 4
+    assert plain.totals["bytes_up"] == 2 * 2 * (2 * FRAME + 4 * (8 + 1))
+    each = fp.compressors.RandK(k=2).encoded_bytes(8) + FRAME + 4
     assert fewer.totals["bytes_up"] == 2 * 2 * each

@@ -12,7 +12,7 @@ from fedpop.algorithms.base import Facts
 from fedpop.channel import Total
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
-from tests.helpers import answers, cohort_of, generator, seeded, train_key
+from tests.helpers import FRAME, answers, cohort_of, generator, seeded, train_key
 
 WIDE = torch.float64
 RATE, LAM, P = 0.3, 0.8, 0.4
@@ -182,7 +182,7 @@ def test_bytes_are_those_of_averaging_rounds() -> None:
     clients = clients_of(*SIZES)
     population = method().fit(clients, rounds=12, seed=2)
     averaged = coins(population)
-    assert population.totals["bytes_up"] == sum(averaged) * 3 * 2 * 8
+    assert population.totals["bytes_up"] == sum(averaged) * 3 * (FRAME + 2 * 8)
     # Down: the coin and the rate always; the mean and its pull in the first round and after averaging.
     means = 1 + sum(averaged[:-1])
     assert population.totals["bytes_down"] == 3 * (12 * (1 + 8) + means * (2 + 1) * 8)

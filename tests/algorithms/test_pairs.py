@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ import fedpop as fp
 from fedpop.errors import ModelError, SettingsError
 from tests.helpers import generator, seeded
 
-NAMES = ("ada", "bea", "cem", "dag")
-SIZES = (4, 2, 5, 3)
+NAMES = ("ada", "bea", "cem", "dag", "eve", "fay")
+SIZES = (4, 2, 5, 3, 1, 4)
 LOCAL = fp.LocalSGD(epochs=1, rate=0.01)
 
 FACTORS: dict[str, dict[str, Any]] = {
@@ -45,14 +46,15 @@ FACTORS: dict[str, dict[str, Any]] = {
     "local_steps": {
         "3": 3,
         "rising": fp.chains.Steps(1, 3, over=2),
-        "own": dict(zip(NAMES, (1, 2, 2, 3), strict=True)),
+        "own": dict(zip(NAMES, (1, 2, 2, 3, 1, 2), strict=True)),
     },
     "chain": {
         "default": fp.chains.Chain(),
-        "two": fp.chains.Chain(chains=2),
-        "stateless": fp.chains.Chain(stateful=False),
+        "two": fp.chains.Chain(chains=2, burn_in=2),
+        "stateless": fp.chains.Chain(stateful=False, burn_in=1),
         "burn-in": fp.chains.Chain(burn_in=3),
         "closed form": fp.chains.Chain(rao_blackwell=True),
+        "stays": fp.chains.Chain(follow=False, burn_in=1),
     },
     "phi_step": {
         "default": None,
@@ -82,11 +84,15 @@ FACTORS: dict[str, dict[str, Any]] = {
         "identity": "identity",
         "qsgd": "qsgd",
         "rand-k": fp.compressors.RandK(share=0.5),
-        "own": dict(zip(NAMES, ("identity", "natural", "qsgd", "natural"), strict=True)),
+        "own": dict(zip(NAMES, ("identity", "natural", "qsgd") * 2, strict=True)),
     },
     "clip": {"none": None, "one": 1.0},
-    "participation": {"everyone": None, "two": 2, "chance": 0.7, "chances": [0.9, 0.6, 0.8, 0.7]},
-    "sites": {"alone": None, "two": {"north": NAMES[:2], "south": NAMES[2:]}},
+    "guard": {"usual": 1e3, "none": None},
+    "engine": {"auto": "auto", "sampled": "sampled", "exact": "exact"},
+    "anneal": {"usual": fp.steps.Anneal(), "none": fp.steps.Anneal(rounds=0)},
+    "final": {"short": fp.chains.Final(2, 3, 2), "one chain": fp.chains.Final(chains=1, burn_in=2, draws=3)},
+    "participation": {"everyone": None, "two": 2, "chance": 0.7, "chances": [0.9, 0.6, 0.8, 0.7, 0.5, 0.6]},
+    "sites": {"alone": None, "two": {"north": NAMES[:4], "south": NAMES[4:]}},
 }
 RUN = ("model", "participation", "sites")
 
@@ -113,6 +119,17 @@ REFUSED: dict[tuple[str, str, str, str], str] = {
     ("start", "spectral", "model", "softmax"): "spectral start needs",
     ("start", "spectral", "model", "curved"): "spectral start needs",
     ("compressor", "own", "sites", "two"): "one for all",
+    **{
+        ("engine", "exact", other, level): "engine='exact' cannot be used here"
+        for other, levels in {
+            "model": ("softmax", "curved"),
+            "prior": ("mixture", "energy"),
+            "participation": ("two", "chance", "chances"),
+            "compressor": ("qsgd", "rand-k", "own"),
+            "clip": ("one",),
+        }.items()
+        for level in levels
+    },
     ("participation", "chances", "sites", "two"): "different probabilities",
 }
 """Pairs that cannot be, and what is said of them; all others work."""
@@ -182,7 +199,7 @@ def attempt(row: dict[str, str]) -> str:
     """What came of a row: nothing to complain about, or the error's words."""
     chosen = {n: FACTORS[n][level] for n, level in row.items() if n not in RUN}
     try:
-        method = fp.FedSOUK(model_named(row["model"]), final=fp.chains.Final(2, 3, 2), **chosen)
+        method = fp.FedSOUK(model_named(row["model"]), **chosen)
         population = method.fit(
             data(row["model"]),
             rounds=2,
@@ -202,6 +219,10 @@ def attempt(row: dict[str, str]) -> str:
 @pytest.mark.parametrize("row", ROWS, ids=[str(i) for i in range(len(ROWS))])
 def test_pairs_of_settings_work(row: dict[str, str]) -> None:
     assert attempt(row) == "", row
+
+
+def test_every_setting_is_tried() -> None:
+    assert {f.name for f in fields(fp.FedSOUK)} | set(RUN) == set(FACTORS)
 
 
 def test_local_epochs_are_compressed() -> None:

@@ -146,3 +146,28 @@ def test_impossible_settings() -> None:
         fp.SCAFFOLD(Q.model, server_rate=0.0)
     with pytest.raises(SettingsError, match="SCAFFOLD does not compress"):
         fp.SCAFFOLD(Q.model, compressor="natural")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_clip_bounds_what_is_sent_and_c_stays_the_mean(rule: str) -> None:
+    """Clients keep what the server has of them: c is the mean of all c_i, to rounding, however short."""
+    clip, watch = 0.05, Watch()
+    method = fp.SCAFFOLD(Q.model, local=fp.LocalSGD(epochs=5, rate=0.1), clip=clip)
+    method.fit(Q.clients, rounds=12, participation=RULES[rule], callbacks=[watch])
+    free = Watch()
+    method.replace(clip=None).fit(Q.clients, rounds=12, participation=RULES[rule], callbacks=[free])
+    assert not torch.equal(watch.seen[0][0], free.seen[0][0])  # it is short enough to matter
+    before = torch.zeros_like(watch.seen[0][2])
+    for w, c, own in watch.seen:
+        assert torch.isfinite(w).all()
+        torch.testing.assert_close(c, own.mean(0), rtol=0, atol=12 * 3 * 2**-52)
+        assert float((own - before).norm(dim=1).max()) <= clip * (1 + 1e-12)
+        before = own
+
+
+def test_a_clip_that_nothing_reaches_changes_nothing() -> None:
+    wide, free = (
+        fp.SCAFFOLD(Q.model, local=LOCAL, clip=clip).fit(Q.clients, rounds=5, progress=False)
+        for clip in (1e9, None)
+    )
+    torch.testing.assert_close(wide.published, free.published, rtol=1e-12, atol=1e-12)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import fedpop as fp
-from fedpop.data.csv_task import CsvTask
+from fedpop.data.table_task import TableTask
 from fedpop.errors import DataError, FedpopError
 from tests.helpers import linear_model
 
@@ -280,7 +280,7 @@ def test_rows_of_a_file(tmp_path: Path, case: str) -> None:
     path.write_text(ROWS + text)
     settings: dict[str, Any] = {"file": str(path), "x": ["age", "weight"], "y": "label", "client": "who"}
     with pytest.raises(DataError, match=message):
-        CsvTask(**(settings | changes)).split(seed=0)
+        TableTask(**(settings | changes)).split(seed=0)
 
 
 TRACES: dict[str, tuple[Any, str]] = {

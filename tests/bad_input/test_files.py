@@ -13,7 +13,7 @@ import torch
 
 import fedpop as fp
 from fedpop.cli import main
-from fedpop.data.csv_task import CsvTask
+from fedpop.data.table_task import TableTask
 from fedpop.errors import CheckpointError, DataError, FedpopError, FedpopWarning, SettingsError
 from fedpop.population.saving import KEYS
 from fedpop.report.results import FIELDS, Results, record
@@ -327,7 +327,7 @@ def test_tables_that_are_not_text(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "data.csv"
     path.write_bytes(TEXT[kind](CSV.encode()))
     with pytest.raises(DataError) as caught:
-        CsvTask(str(path), ("age",), "dose", "site").split(0)
+        TableTask(str(path), ("age",), "dose", "site").split(0)
     assert "data.csv" in str(caught.value)
     assert len(str(caught.value)) < 1000
 
@@ -357,7 +357,7 @@ def test_a_flipped_bit_in_a_users_own_file_is_data_or_an_error(tmp_path: Path, k
     table.write_bytes(FLIPS[kind](CSV.encode()))
     for read in (
         lambda: fp.participation.Availability.read(path, ["anna", "ben"]),
-        lambda: CsvTask(str(table), ("age",), "dose", "site").split(0),
+        lambda: TableTask(str(table), ("age",), "dose", "site").split(0),
     ):
         attempt(read, FedpopError)
 

@@ -23,9 +23,9 @@ from fedpop.algorithms import METHODS
 from fedpop.algorithms.base import Algorithm
 from fedpop.checked import Checked, Count, Factor, Fraction, OneOf, Positive
 from fedpop.data.clusters import ClusterTask
-from fedpop.data.csv_task import CsvTask
 from fedpop.data.image_task import ImageTask
 from fedpop.data.synthetic import SyntheticTask
+from fedpop.data.table_task import TableTask
 from fedpop.errors import FedpopError, SettingsError
 from fedpop.experiments.comparison.terms import Terms
 from fedpop.federation.partitions import ByClass
@@ -42,7 +42,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "Uniform": {"size": 2},
     "Availability": {"rounds": [[0]], "clients": 1},
     "ByClass": {"classes": 1, "sizes": (3,)},
-    "CsvTask": {"file": "a.csv", "x": ["a"], "y": "b", "client": "c"},
+    "TableTask": {"file": "a.csv", "x": ["a"], "y": "b", "client": "c"},
     "RandK": {"share": 0.5},
 }
 OTHERS: tuple[type, ...] = (
@@ -54,7 +54,7 @@ OTHERS: tuple[type, ...] = (
     fp.callbacks.Watch,
     SyntheticTask,
     ClusterTask,
-    CsvTask,
+    TableTask,
     ImageTask,
     ByClass,
     Terms,

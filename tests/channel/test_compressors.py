@@ -427,7 +427,7 @@ BROKEN = {
     "too few bytes": (
         fp.compressors.Identity(),
         sealed(0, 5, b"\4", struct.pack("<f", 1.0)),
-        "5 bytes where 41",
+        "5 bytes where 21",
     ),
     "k": (
         fp.compressors.RandK(k=2),

@@ -15,6 +15,7 @@ import fedpop as fp
 from fedpop.channel import Answer, Channel, Heard, Tally, Total
 from fedpop.errors import SettingsError
 from fedpop.keys import Key, units_of
+from tests.helpers import FRAME
 from tests.oracles import gaussian_noise
 
 KEY = Key(1, round=3, purpose="site")
@@ -160,7 +161,7 @@ def test_a_vector_that_a_compressor_refuses_costs_only_what_else_was_sent() -> N
     given, tally = answer(), Tally(CHANNELS["compressed"], KEY)
     given.vectors["J"][2] = 3e38
     assert tally.add(given, UNITS, ONES).heard.tolist() == [True, True, False, True, True]
-    assert tally.bytes_up == 4 * QSGD.encoded_bytes(20) + 5 * 8  # its n was sent before
+    assert tally.bytes_up == 4 * QSGD.encoded_bytes(20) + 5 * (FRAME + 8)  # its n was sent before
 
 
 def test_messages_that_are_lost_were_sent() -> None:
@@ -215,7 +216,7 @@ def test_a_fused_sum_counts_as_one_vector_of_each(good: Tensor) -> None:
     tally.add(Answer(good, sums={"J": 2 * fused}), UNITS, WEIGHTS)
     total = tally.total(5, ratio=True)
     assert torch.equal(total.weighted["J"], 3 * fused)
-    assert tally.bytes_up == 2 * int(good.sum()) * 7 * 4
+    assert tally.bytes_up == 2 * int(good.sum()) * (FRAME + 7 * 4)
     assert total.count == 2 * int(good.sum())
     # Weights are in it already: what it would be without them nobody knows.
     assert "J" not in total.plain
@@ -292,7 +293,7 @@ def test_a_site_of_which_nobody_is_fit_sends_nothing(channel: Channel) -> None:
     seen, size = arrived(channel, "J", sums, torch.tensor([NORTH]))
     close(tally.total(5, True).plain["J"], seen[0])
     close(tally.total(5, True).weighted["J"], 2 * seen[0])
-    assert tally.bytes_up == size + 8
+    assert tally.bytes_up == size + FRAME + 8
 
 
 def test_weights_that_differ_within_a_site_are_refused() -> None:
@@ -340,7 +341,7 @@ def test_the_message_of_one_unit_is_that_of_its_site(channel: Channel) -> None:
     close(total.plain["J"], seen[1])
     close(total.weighted["J"], 5 * seen[1])
     assert (total.count, total.weight) == (2, 10.0)
-    assert tally.bytes_up == size + 2 * 8
+    assert tally.bytes_up == size + 2 * (FRAME + 8)
 
 
 def test_a_sum_that_cannot_be_sent_leaves_all_of_its_site_out() -> None:
@@ -348,14 +349,14 @@ def test_a_sum_that_cannot_be_sent_leaves_all_of_its_site_out() -> None:
     given.vectors["J"][0] = 3e38
     heard = tally.add(given, UNITS, ONES, SITES).heard
     assert heard.tolist() == [False, True, False, True, False]
-    assert tally.bytes_up == QSGD.encoded_bytes(20) + 2 * 8
+    assert tally.bytes_up == QSGD.encoded_bytes(20) + 2 * (FRAME + 8)
     assert tally.total(5, True).count == 2
 
 
 def test_fused_sums_of_sites_take_the_bytes_of_those_that_speak() -> None:
     tally = Tally(Channel(), KEY)
     tally.add(Answer(EVERYONE, sums={"G": torch.ones(3)}), UNITS, ONES, SITES)
-    assert tally.bytes_up == 2 * 3 * 4
+    assert tally.bytes_up == 2 * (FRAME + 3 * 4)
     assert torch.equal(tally.total(5, False).plain["G"], torch.ones(3))
 
 

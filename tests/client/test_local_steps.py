@@ -41,7 +41,7 @@ def curved() -> fp.Composition:
 METHODS: dict[str, Any] = {
     "exact": lambda **s: fp.FedSOUL(linear_model(), start="random", **s),
     "hmc": lambda **s: fp.FedSOUL(classes(), **s),
-    "mass matrix": lambda **s: fp.FedSOUL(curved(), **s),
+    "mass matrix": lambda **s: fp.FedSOUL(curved(), chain=fp.chains.Chain(burn_in=5), **s),
     "sgld": lambda **s: fp.FedSOUL(classes(), kernel=fp.kernels.SGLD(batch=2), **s),
     "stateless mini-batches": lambda **s: fp.FedSOUL(
         linear_model(),

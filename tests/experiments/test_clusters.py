@@ -19,7 +19,7 @@ from fedpop.experiments.clusters import (
     differences,
     few_shot,
     means,
-    prior_figure,
+    prior_figures,
     run_seed,
     setting_of,
     truth,
@@ -137,9 +137,9 @@ def test_populations_of_other_data_are_not_drawn_over_these(results, monkeypatch
     copy = tmp_path / "copy"
     shutil.copytree(results.folder, copy)
     monkeypatch.setattr("fedpop.experiments.clusters.TASK", SMALL)
-    assert prior_figure(copy) is not None
+    assert len(prior_figures(copy)) == 4
     other = truth(SMALL, SMALL.split(1)[0], 1)
     other.public().save(copy / "populations" / "Truth")
-    assert prior_figure(copy) is None
+    assert not prior_figures(copy)
     main(["report", str(copy)])
     assert "no populations beside the records" in (copy / "report.html").read_text()

@@ -11,8 +11,8 @@ from fedpop.experiments import demo
 from fedpop.experiments.runner import Job, run_jobs
 from fedpop.experiments.synthetic import run as synthetic
 from fedpop.federation.clients import Federation
-from fedpop.report.html import write_page
 from fedpop.report.results import FIELDS, Results, record
+from tests.helpers import FRAME
 
 TASK = SyntheticTask(b=40, d=2, k=6, held_out=10)
 
@@ -54,6 +54,7 @@ def test_records_are_complete_and_costs_counted(outcomes):
     # 40 clients send a value and a gradient, or half a Hessian as well, in double precision; before that a
     # matrix of 36 and a count, two more and a count, and in double precision what a pooled fit needs.
     rounds = 8 * (cost["rounds"] * 16 + curved * 15 * 16 / 2)
+    rounds += FRAME * (2 * cost["rounds"] + curved + 2 + 3 + 1)
     assert cost["bytes_up"] == 40 * (rounds + 4 * (37 + 73) + 8 * 8)
 
 
@@ -81,13 +82,19 @@ def test_the_runner_does_not_run_twice_what_is_there(tmp_path):
     assert [r["metrics"]["angle"] for r in Results.open(tmp_path).records] == [0.0, 99.0, 2.0]
 
 
-def test_the_demos_table_names_the_engine_that_ran(outcomes):
-    engines = {row[0]: row[1] for row in demo.reached(outcomes).rows}
+@pytest.fixture
+def shown(tmp_path, outcomes):
+    return demo.keep(tmp_path, outcomes, TASK.make(0))
+
+
+def test_the_demos_table_names_the_engine_that_ran(shown):
+    engines = {row[0]: row[1] for row in demo.reached(shown).rows}
     assert engines == {"FedSOUL": "exact", "FedRep-spectral": "-", "FedAvg": "-", "Exact": "-"}
 
 
-def test_the_demos_report_is_one_self_contained_page(tmp_path, outcomes):
-    page = write_page(tmp_path / "report.html", demo.page(outcomes, TASK.make(0))).read_text()
+def test_the_demos_report_is_one_self_contained_page(shown, capsys):
+    page = demo.REPORT.tell(shown).read_text()
+    assert "Distance to the truth" in capsys.readouterr().out
     assert page.count("<svg") == 7
     assert "FedSOUL" in page
     assert "90 % interval" in page
@@ -95,12 +102,15 @@ def test_the_demos_report_is_one_self_contained_page(tmp_path, outcomes):
         assert outside not in page
 
 
-def test_the_demo_compares_more_methods_on_the_same_page(tmp_path, outcomes):
-    comparison = demo.compare_demo(TASK, 0, rounds=2)
+def test_the_demos_page_is_made_again_from_its_folder(shown):
+    comparison = demo.compare_demo(TASK, 0, shown.folder / demo.COMPARISON, rounds=2)
     assert list(comparison.methods) == [table.get("label", table["name"]) for table in demo.COMPARED]
-    page = write_page(tmp_path / "report.html", demo.page(outcomes, TASK.make(0), comparison)).read_text()
+    page = demo.REPORT.write(shown).read_text()
     assert page.count("<svg") == 7 + 2
     assert "More methods, under one protocol" in page
+    (shown.folder / "report.html").unlink()
+    main(["report", str(shown.folder)])  # as ``fedpop demo`` wrote it, not as an experiment would be told
+    assert (shown.folder / "report.html").read_text() == page
 
 
 def test_the_experiments_report_and_table(tmp_path, outcomes, capsys):

@@ -71,11 +71,20 @@ def test_rare_levels_have_one_of_their_own(tmp_path: Path) -> None:
 BAD = {
     "a column that is missing": ("age,dose\n30,1\n", FORM, "no column 'sex'"),
     "no rows": ("age,sex,dose\n", FORM, "has no rows"),
-    "an empty cell": ("age,sex,dose\n30,f,1\n,m,2\n", FORM, "column 'age', row 2: nothing is there"),
-    "a word": ("age,sex,dose\n30,f,secret\n", FORM, "column 'dose', row 1: something that is no number"),
-    "infinite": ("age,sex,dose\ninf,f,1\n", FORM, "column 'age', row 1"),
-    "a level": ("age,sex,dose\n30,f,1\n30,secret,1\n", FORM, r"column 'sex': 1 row\(s\), the first .* row 2"),
-    "a split": ("age,sex,dose,p\n30,f,1,secret\n", FORM | {"split": "p"}, "column 'p', row 1"),
+    "an empty cell": ("age,sex,dose\n30,f,1\n,m,2\n", FORM, "column 'age', line 3: nothing is there"),
+    "a word": ("age,sex,dose\n30,f,secret\n", FORM, "column 'dose', line 2: something that is no number"),
+    "infinite": ("age,sex,dose\ninf,f,1\n", FORM, "column 'age', line 2"),
+    "a level": (
+        "age,sex,dose\n30,f,1\n30,secret,1\n",
+        FORM,
+        r"column 'sex': 1 row\(s\), .* line 3",
+    ),
+    "too many fields": (
+        "age,sex,dose\n30,f,1\n30,f,1,secret\n",
+        FORM,
+        "line 3: more values than the 3",
+    ),
+    "a split": ("age,sex,dose,p\n30,f,1,secret\n", FORM | {"split": "p"}, "column 'p', line 2"),
 }
 
 
@@ -134,5 +143,5 @@ def test_a_function(tmp_path: Path) -> None:
     assert list(read_data(f"{here}:several", {}, "north").names) == ["north/p1", "north/of north"]
     with pytest.raises(DataError, match="returned int"):
         read_data(f"{here}:wrong", {}, "north")
-    with pytest.raises(DataError, match="cannot find"):
+    with pytest.raises(DataError, match="has no 'gone'"):
         read_data(f"{here}:gone", {}, "north")

@@ -373,9 +373,13 @@ def test_by_name():
     assert population.prior_sd.shape == (2,)
 
 
+SHORT = fp.chains.Final(chains=2, burn_in=5, draws=10)
+BRIEF = {"final": SHORT, "chain": fp.chains.Chain(burn_in=5)}
+
+
 def test_the_front_door(tmp_path):
     clients, prior = clients_of(), fp.priors.Energy(torch_net(), chains=32)
-    population = fp.FedSOUL(linear_model(), prior=prior).fit(clients, rounds=6, seed=2)
+    population = fp.FedSOUL(linear_model(), prior=prior, **BRIEF).fit(clients, rounds=3, seed=2)
     text = str(population)
     assert "Energy: network of" in text
     assert "its chains: norm of mean" in text
@@ -396,7 +400,7 @@ def test_the_front_door(tmp_path):
 
 def test_a_network_of_ones_own_is_asked_for_again(tmp_path):
     clients, prior = clients_of(), fp.priors.Energy(TwoWells(), chains=16)
-    population = fp.FedSOUL(linear_model(), prior=prior).fit(clients, rounds=2)
+    population = fp.FedSOUL(linear_model(), prior=prior, **BRIEF).fit(clients, rounds=2)
     population.save(tmp_path)
     with pytest.raises(CheckpointError, match=r"prior=\.\.\."):
         fp.load(tmp_path, clients=clients)
@@ -417,7 +421,7 @@ def test_settings_come_back():
 @pytest.mark.parametrize("stateful", [True, False])
 def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, stateful):
     clients = clients_of()
-    chain = fp.chains.Chain(stateful=stateful)
+    chain = fp.chains.Chain(stateful=stateful, burn_in=5)
     method = fp.FedSOUL(linear_model(), prior=fp.priors.Energy(hidden=4, chains=16), chain=chain)
     settings = {"rounds": 7, "seed": 4, "participation": 4}
     whole = method.fit(clients, **settings)
@@ -438,7 +442,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, stateful):
 
 def test_cohorts_do_not_matter():
     clients = clients_of()
-    method = fp.FedSOUL(linear_model(), prior=fp.priors.Energy(hidden=4, chains=16))
+    method = fp.FedSOUL(linear_model(), prior=fp.priors.Energy(hidden=4, chains=16), **BRIEF)
     one, many = (method.fit(clients, rounds=4, seed=1, memory=memory) for memory in ("1GiB", "1KiB"))
     for name, tensor in one.published.items():
         torch.testing.assert_close(many.published[name], tensor, rtol=1e-4, atol=1e-5)

@@ -12,7 +12,7 @@ from fedpop.evaluation.subspace import principal_angle
 from fedpop.keys import Key
 from fedpop.questions import Question
 from fedpop.questions.spectral import CrossProducts, SecondMoments, Spectral, applies
-from tests.helpers import asked, cohort_of, generator, linear_model, population_data, run_of, seeded
+from tests.helpers import FRAME, asked, cohort_of, generator, linear_model, population_data, run_of, seeded
 
 WIDE = torch.float64
 EYE = {"whitener": torch.eye(3, dtype=WIDE)}
@@ -214,7 +214,7 @@ def test_what_it_costs_before_the_first_round() -> None:
     a count and a sum of squares of y in double."""
     clients, _, _ = population_data(6, 5, 3, 2, 0.1)
     run = run_of(fp.FedSOUL(linear_model(), engine="sampled"), clients)
-    assert run.totals["bytes_up"] == 6 * 4 * ((9 + 1) + (9 + 9 + 1)) + 6 * 8 * 2
+    assert run.totals["bytes_up"] == 6 * (6 * FRAME + 4 * ((9 + 1) + (9 + 9 + 1)) + 8 * 2)
     assert run.totals["bytes_down"] == 6 * 8 * 9
 
 

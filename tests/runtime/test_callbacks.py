@@ -1,5 +1,6 @@
 """What may happen between rounds: callbacks, early stopping, and going back to the best state."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fedpop as fp
-from fedpop.errors import SettingsError
+from fedpop.errors import ExtraError, SettingsError
 from fedpop.report.run import run_report
 from fedpop.runtime.run import Run
 from tests.helpers import linear_model, population_data, ragged, run_of
@@ -212,3 +213,103 @@ def test_what_is_remembered_is_in_the_checkpoint(tmp_path: Path) -> None:
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+# --- live curves ------------------------------------------------------------------------------------
+
+
+class Recorded(fp.callbacks.Callback):
+    """What callbacks are told once a round is complete."""
+
+    def __init__(self) -> None:
+        self.rounds: list[dict[str, Any]] = []
+        self.ended = 0
+
+    def recorded(self, run: Any, metrics: dict[str, Any]) -> None:
+        self.rounds.append(dict(metrics))
+
+    def finished(self, run: Any) -> None:
+        self.ended += 1
+
+
+def test_complete_numbers_are_recorded_whatever_the_order() -> None:
+    method, clients = overfitting()
+    seen = Recorded()
+    population = method.fit(clients, rounds=4, callbacks=[seen, fp.callbacks.EarlyStop(every=2)])
+    assert seen.rounds == population.history
+    assert "validation_log_likelihood" in seen.rounds[1]
+    assert seen.ended == 1
+
+
+def expected(history: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Curves of a run, out of its numbers."""
+    out: dict[str, list[tuple[int, float]]] = {}
+    for line in history:
+        for name, value in line.items():
+            number = len(value) if isinstance(value, list) else value
+            if number is not None:
+                out.setdefault(name, []).append((line["round"], float(number)))
+    return out
+
+
+class Halt(Exception):
+    """In place of a crash."""
+
+
+class HaltAt(fp.callbacks.Callback):
+    def __init__(self, round: int) -> None:
+        self.round = round
+
+    def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
+        if run.round == self.round:
+            raise Halt
+        return False
+
+
+def with_a_crash(tmp_path: Path, live: Any) -> fp.Population:
+    """Six rounds, of which the fourth was seen before the crash and is run again."""
+    settings: dict[str, Any] = {"rounds": 6, "out": tmp_path / "run", "checkpoint_every": 3}
+    with pytest.raises(Halt):
+        soul().fit(ragged(), callbacks=[live(), HaltAt(5)], **settings)
+    return soul().fit(ragged(), callbacks=[live()], resume=True, **settings)
+
+
+def test_tensorboard_has_what_the_metrics_have(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs fedpop[tensorboard]")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = tmp_path / "board"
+    population = with_a_crash(tmp_path, lambda: fp.callbacks.TensorBoard(board))
+    found = EventAccumulator(str(board))
+    found.Reload()
+    for name, points in expected(population.history).items():
+        shown = [(e.step, e.value) for e in found.Scalars(name)]
+        if name != "seconds":  # of rounds that were run twice
+            assert [k for k, _ in shown] == [k for k, _ in points]
+            assert [v for _, v in shown] == pytest.approx([v for _, v in points], rel=1e-6)
+
+
+def test_mlflow_has_what_the_metrics_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # no server, no database
+    mlflow = pytest.importorskip("mlflow", reason="needs fedpop[mlflow]")
+    where = (tmp_path / "mlruns").as_uri()
+    population = with_a_crash(tmp_path, lambda: fp.callbacks.MLflow("trial", tracking=where))
+    client = mlflow.MlflowClient(tracking_uri=where)
+    (run,) = client.search_runs([client.get_experiment_by_name("trial").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["method"] == "FedSOUL"
+    for name, points in expected(population.history).items():
+        if name != "seconds":
+            shown = {m.step: m.value for m in client.get_metric_history(run.info.run_id, name)}
+            assert shown == pytest.approx(dict(points))
+
+
+@pytest.mark.parametrize("what", ["TensorBoard", "MLflow"])
+def test_without_the_extra_nothing_is_begun(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, what.lower(), None)
+    live = getattr(fp.callbacks, what)(str(tmp_path / "live"))
+    with pytest.raises(ExtraError, match=rf"pip install 'fedpop\[{what.lower()}\]'"):
+        soul().fit(ragged(), rounds=2, callbacks=[live], out=tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []

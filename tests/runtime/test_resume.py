@@ -207,7 +207,10 @@ METHODS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         ),
         {},
     ),
-    "mass matrix": (lambda: fp.FedSOUL(curved(), local_steps=2), {"participation": 3}),
+    "mass matrix": (
+        lambda: fp.FedSOUL(curved(), local_steps=2, chain=fp.chains.Chain(burn_in=5)),
+        {"participation": 3},
+    ),
     "qsgd": (
         lambda: fp.FedSOUL(linear_model(), compressor=fp.compressors.QSGD(levels=7)),
         {"participation": 3},

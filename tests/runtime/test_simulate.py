@@ -19,6 +19,7 @@ from fedpop.keys import Key
 from fedpop.runtime.members import active_units
 from fedpop.runtime.run import Run, Settings
 from tests.helpers import (
+    FRAME,
     answers,
     cohort_of,
     federation_of,
@@ -53,7 +54,8 @@ class Watch(fp.callbacks.Callback):
 
 
 def test_metrics_have_a_line_per_round_with_exact_counts(tmp_path: Path) -> None:
-    """b=4, phi has 6 entries, beta 3 (two means and a scale); J has 6 and I 3; all of 4 bytes."""
+    """b=4, phi has 6 entries, beta 3 (two means and a scale); J has 6 and I 3; all of 4 bytes,
+    and up each vector in its frame."""
     population = soul(beta_step=fp.steps.Adam()).fit(ragged(), rounds=3, out=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == population.history
@@ -61,11 +63,11 @@ def test_metrics_have_a_line_per_round_with_exact_counts(tmp_path: Path) -> None
     # Before round one: second moments (9 entries, 1 count), then cross products (9, 9, 1), both float32, and
     # the size of y (a square and a count) in double precision; down only the whitener, 9 entries in double
     # precision, and in the one round that is annealed its variance.
-    before_up, before_down = 4 * (4 * (10 + 19) + 8 * 2), 4 * (8 * 9 + 4)
+    before_up, before_down = 4 * (6 * FRAME + 4 * (10 + 19) + 8 * 2), 4 * (8 * 9 + 4)
     for k, line in enumerate(lines, 1):
         assert line["active"] == 4
         assert line["left_out"] == []
-        assert line["bytes_up"] == before_up + k * 4 * 4 * (6 + 3)
+        assert line["bytes_up"] == before_up + k * 4 * (2 * FRAME + 4 * (6 + 3))
         assert line["bytes_down"] == before_down + k * 4 * 4 * (6 + 3)
         assert line["gradient_evaluations"] == 4 * 11  # a start and ten transitions each
         assert line["acceptance"] == pytest.approx(1.0)
@@ -190,7 +192,7 @@ def methods() -> dict[str, Any]:
         "mini-batches": soul(phi_step=fp.steps.PhiStep(batch=2)),
         "hmc": fp.FedSOUL(logistic, local_steps=3),
         "mala": fp.FedSOUL(logistic, local_steps=3, kernel="mala"),
-        "mass matrix": fp.FedSOUL(curved, local_steps=3),
+        "mass matrix": fp.FedSOUL(curved, local_steps=3, chain=fp.chains.Chain(burn_in=5)),
         "paper": fp.FedSOUL.paper(linear_model(), rate=1e-2),
         "fedavg": fp.FedAvg(linear_model(), local=fp.LocalSGD(epochs=2, batch=2)),
         "fedrep": fp.FedRep(linear_model(), head=fp.LocalSGD(epochs=2, batch=2)),

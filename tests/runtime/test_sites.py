@@ -13,7 +13,7 @@ from fedpop.channel import Answer, Channel, Tally
 from fedpop.errors import DataError, SettingsError
 from fedpop.keys import Key, unit_of
 from fedpop.runtime.run import Run, Settings
-from tests.helpers import federation_of, linear_model, ragged, seeded
+from tests.helpers import FRAME, federation_of, linear_model, ragged, seeded
 
 SITES = {
     "north": ["client-0", "client-3", "client-4"],
@@ -77,10 +77,10 @@ def test_a_site_sends_and_receives_once_whoever_is_there() -> None:
     method = fp.FedSOUL(linear_model(), beta_step=fp.steps.Adam(), guard=None)
     alone, together = (method.fit(CLIENTS, rounds=3, sites=sites) for sites in (None, SITES))
     # Second moments (9 entries and a count), cross products (twice 9 and a count), then J (6) and I (3), of 4
-    # bytes each; the size of y (a square and a count) in double precision.
-    before = 3 * (4 * (10 + 19) + 8 * 2)
+    # bytes each; the size of y (a square and a count) in double precision; every vector in its frame.
+    before = 3 * (6 * FRAME + 4 * (10 + 19) + 8 * 2)
     for k, (a, b) in enumerate(zip(alone.history, together.history, strict=True), 1):
-        assert b["bytes_up"] == before + k * 3 * 4 * (6 + 3)
+        assert b["bytes_up"] == before + k * 3 * (2 * FRAME + 4 * (6 + 3))
         assert 2 * b["bytes_up"] == a["bytes_up"]
         assert 2 * b["bytes_down"] == a["bytes_down"]
 
@@ -94,7 +94,7 @@ def test_a_site_of_which_nobody_takes_part_sends_nothing() -> None:
     for k, line in enumerate(population.history):
         ids = rule.draw(federation.roster, Key(0).at(round=k, purpose="participation")).ids.tolist()
         there = {where[federation.names[i]] for i in ids}
-        up, down = up + len(there) * 4 * (8 + 1), down + len(there) * 4 * 8
+        up, down = up + len(there) * (2 * FRAME + 4 * (8 + 1)), down + len(there) * 4 * 8
         assert (line["bytes_up"], line["bytes_down"]) == (up, down)
     assert len({line["active"] for line in population.history}) > 2
 
@@ -116,7 +116,7 @@ def test_a_compressor_meets_the_sum_of_a_site_under_the_sites_name() -> None:
     seen, size = channel.carry("J", sums, names, key)
     torch.testing.assert_close(total.plain["J"], seen.sum(0))
     assert float(total.plain["n"]) == 1 + 4 + 2 + 5  # nobody compresses that
-    assert tally.bytes_up == size + 2 * 4
+    assert tally.bytes_up == size + 2 * (FRAME + 4)
     assert (total.count, total.weight) == (4, 4.0)
 
 
@@ -134,7 +134,7 @@ def test_a_compressor_saves_bytes_for_each_site() -> None:
     population = method.fit(CLIENTS, rounds=3, sites=SITES)
     size = fp.compressors.QSGD().encoded_bytes(6)
     lines = [line["bytes_up"] for line in population.history]
-    assert [b - a for a, b in pairwise(lines)] == [3 * (size + 4 * 3)] * 2
+    assert [b - a for a, b in pairwise(lines)] == [3 * (size + FRAME + 4 * 3)] * 2
 
 
 def test_memories_of_one_site_add_up_to_what_the_server_has_of_them() -> None:

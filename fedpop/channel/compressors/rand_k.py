@@ -26,6 +26,8 @@ from fedpop.errors import PayloadError, SettingsError
 from fedpop.keys import Key
 
 _FORM = struct.Struct("<BIII")
+SHARE = 0.1
+"""What is sent where nothing was said."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class RandK(Compressor):
 
     Args:
         k: How many entries are sent; give this or ``share``.
-        share: Which part of them is sent, in (0, 1], at least one entry.
+        share: Which part of them is sent, in (0, 1], at least one entry; a tenth where neither is given.
 
     >>> RandK(share=0.25).omega(40)
     3.0
@@ -52,8 +54,6 @@ class RandK(Compressor):
         super().__post_init__()
         if self.k is not None and self.share is not None:
             raise SettingsError("rand-k takes k or share, not both")
-        if self.k is None and self.share is None:
-            object.__setattr__(self, "share", 0.1)
 
     def check(self, d: int) -> None:
         if self.k is not None and self.k > d:
@@ -64,8 +64,7 @@ class RandK(Compressor):
         self.check(d)
         if self.k is not None:
             return self.k
-        assert self.share is not None
-        return min(d, max(1, round(self.share * d)))
+        return min(d, max(1, round((self.share or SHARE) * d)))
 
     def omega(self, d: int) -> float:
         return d / self.count(d) - 1 if d else 0.0

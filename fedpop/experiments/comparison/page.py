@@ -20,9 +20,11 @@ from fedpop.experiments.comparison.sheets import (
     notes,
     scores_sheet,
     summary,
+    time_spent,
 )
 from fedpop.report import side_by_side
 from fedpop.report.html import Figure, Page, Section
+from fedpop.report.looks import looks as looks_of
 from fedpop.report.results import made_by, mean, values
 
 
@@ -73,7 +75,7 @@ def _pairs(comparison: Compared, method: str, other: str, score: str) -> list[tu
 def on_the_way(comparison: Compared) -> list[Figure]:
     """The main score against rounds, bytes and passes, and the log-score against rounds."""
     main = main_score(comparison)
-    looks = side_by_side.looks(comparison.methods)
+    looks = looks_of(comparison.methods)
     label = {"accuracy": "test accuracy, %", "rmse": "test RMSE"}[main]
     good = main in HIGH_IS_GOOD
     figures = []
@@ -106,7 +108,7 @@ def on_the_way(comparison: Compared) -> list[Figure]:
 def page(comparison: Compared) -> Page:
     """The page: scores on the way, clients, calibration, all tables."""
     main = main_score(comparison)
-    looks = side_by_side.looks(comparison.methods)
+    looks = looks_of(comparison.methods)
     text = " ".join([PROTOCOL, "Methods with * are plug-in.", *(f"{note}." for note in notes(comparison))])
     sections = [Section("The comparison", text, summary(comparison))]
     sections.append(Section("On the way", figures=on_the_way(comparison)))
@@ -116,7 +118,8 @@ def page(comparison: Compared) -> Page:
     if new is not None:
         text = "Clients that took no part in training: with their own few examples, and without any."
         sections.append(Section("New clients", text, new))
-    sections.append(Section("What it cost", COST, cost_sheet(comparison)))
+    text = f"{COST} {time_spent(comparison)}".strip()
+    sections.append(Section("What it cost", text, cost_sheet(comparison)))
     return Page("fedpop: a comparison", lead_of(comparison), sections, made_by(comparison.records))
 
 
@@ -132,10 +135,11 @@ def _clients(comparison: Compared, main: str, looks: Any) -> list[Section]:
     caption = (
         f"Every dot is a client (of one seed): its {score.split(',')[0]} under {other}, across, and under "
         f"the panel's method, upwards. Dots {better} the dotted line are clients that fare better with the "
-        "panel's method; those far outside sit on the edge."
+        "panel's method. A larger dot is several clients; triangles on the edge are clients far outside."
     )
-    svg = side_by_side.scatters(panels, looks, f"{other}: {score}", score)
-    return [Section("Client by client", figures=[Figure(svg, caption)], wide=True)]
+    drawn = side_by_side.scatters(panels, looks, f"{other}: {score}", score)
+    figures = [Figure(svg, "") for svg in drawn.values()]
+    return [Section("Client by client", caption, figures=figures, small=True)]
 
 
 def _calibration(comparison: Compared, main: str, looks: Any) -> list[Section]:

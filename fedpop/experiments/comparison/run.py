@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fedpop.algorithms.base import Algorithm
+from fedpop.checked import Whole
 from fedpop.errors import CheckpointError, EstimateError
 from fedpop.evaluation.scores import Evaluation
 from fedpop.experiments.budget import rounds_within
 from fedpop.experiments.comparison.terms import Source, Terms, check
 from fedpop.experiments.methods import Entry
-from fedpop.experiments.runner import Job, run_jobs
+from fedpop.experiments.runner import Job, run_jobs, tell
 from fedpop.federation.clients import Federation
 from fedpop.files import writable_folder, write_json
 from fedpop.population import Population, evaluate, evaluate_new
 from fedpop.report.results import Record, Results, record
 from fedpop.runtime.callbacks import Callback
 from fedpop.runtime.watch import Watch
+
+if TYPE_CHECKING:
+    from fedpop.runtime.run import Run
 
 NAME = "compare"
 LOOKS = 20
@@ -54,14 +60,41 @@ def fitted(
     )
 
 
+@dataclass
+class Looks(Watch):
+    """A watch that also tells the bar how far a run is, of all its rounds, looks and last evaluations."""
+
+    after: Whole = 1
+    """Evaluations that come after the last round."""
+
+    def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
+        stop = super().after_round(run, metrics)
+        tell(self._share(run), f"round {run.round} of {run.facts.rounds}")
+        return stop
+
+    def _look(self, run: Run) -> dict[str, Any]:
+        tell(self._share(run), f"evaluating after round {run.round}")
+        return super()._look(run)
+
+    def _share(self, run: Run) -> float:
+        rounds, every = run.facts.rounds, self.every
+        first = max(rounds - self.last, 0)  # after it every round is looked at
+        looks = rounds - first + (first // every if every else 0)
+        return (run.round + len(self.points)) / (rounds + looks + self.after)
+
+
 def run_one(
     source: Source, entry: Entry, terms: Terms, seed: int, setting: dict[str, Any], folder: str
 ) -> list[Record]:
     """The record of one method and seed, for a worker process; curves and clients go to a file beside it."""
+    started = time.perf_counter()
     subject = source.make(seed)
     method = entry.build(subject.model)
-    watch = Watch(every=terms.every, last=terms.last)
+    chosen = "validation" in subject.clients.splits
+    watch = Looks(every=terms.every, last=terms.last, after=1 + chosen + bool(subject.newcomers))
     population = fitted(method, subject.clients, terms, seed, [watch])
+    trained = time.perf_counter()
+    tell(0.0, "evaluating")
     final = evaluate(population, "test")
     metrics: dict[str, float | None] = {f"test_{n}": v for n, v in final.summary().items()}
     metrics |= _with_theta(population, final)
@@ -69,16 +102,22 @@ def run_one(
     metrics["unserved"] = float(len(final.unserved))
     metrics["left_out"] = float(sum(len(m["left_out"]) for m in population.history))
     metrics |= {f"last_{n}": v for n, v in watch.mean_of_last().items()}
-    if "validation" in subject.clients.splits:
+    if chosen:
+        tell(0.0, "evaluating on validation examples")
         metrics |= {f"validation_{n}": v for n, v in evaluate(population, "validation").summary().items()}
     if subject.newcomers:
+        tell(0.0, "evaluating new clients")
         new = evaluate_new(population, subject.newcomers)
         for kind, found in (("new", new.own_data), ("new_without", new.without)):
             metrics |= {} if found is None else {f"{kind}_{n}": v for n, v in found.summary().items()}
             metrics |= {} if found is None else {f"{kind}_unserved": float(len(found.unserved))}
     details = {"label": entry.label, "seed": seed, "points": watch.points} | _details(final)
     write_json(details_path(folder, entry.label, seed), details)
+    ended = time.perf_counter()
+    spent = ended - trained + watch.seconds
+    rest = max(ended - started - spent - population.totals["seconds"], 0.0)
     cost = population.totals | {"rounds": population.rounds}
+    cost |= {"evaluation_seconds": spent, "rest_seconds": rest}
     return [record(NAME, setting, entry.label, seed, metrics, cost, config_of(method, terms))]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import stdev
 from typing import Any, Protocol
 
@@ -42,9 +41,10 @@ TOLD = {
 """What a record counts beside its scores, over all seeds."""
 COST = (
     "Means over seeds. passes: backbone example-passes (forward and backward of an example is one, a forward "
-    "alone a third); head steps: example-steps of the head on features; seconds: of training, one machine, "
-    "without evaluation. Methods that need everyone, or one client at a time, have their own rule of who is "
-    "active."
+    "alone a third); head steps: example-steps of the head on features; training, evaluation: seconds on one "
+    "machine, of rounds, and of scoring clients between and after them; the rest: seconds in which data were "
+    "made and budgets counted. Methods that need everyone, or one client at a time, have their own rule of "
+    "who is active."
 )
 
 
@@ -110,7 +110,8 @@ def summary(comparison: Compared) -> Sheet:
     theta = any("theta_coverage" in r["metrics"] for r in comparison.records)
     columns += ["theta too, %"] if theta else []
     columns += ["new, own data", "new, none"] if new else []
-    columns += ["sent", "passes", "sec."]
+    timed = _timed(comparison.records)
+    columns += ["sent", "passes", *(["train., s", "eval., s"] if timed else ["sec."])]
     rows = []
     for method in comparison.methods:
         records = comparison.of_method(method)
@@ -131,9 +132,10 @@ def summary(comparison: Compared) -> Sheet:
             row += [shown(records, f"{kind}_{main}", percent) for kind in ("new", "new_without")]
         sent = mean(values(records, "bytes_up", "cost")) + mean(values(records, "bytes_down", "cost"))
         row += [human_bytes(sent), _cost(records, "backbone_passes"), _cost(records, "seconds", 1)]
+        row += [_cost(records, "evaluation_seconds", 1)] if timed else []
         rows.append(tuple(row))
     named = {NAMES["accuracy"]: "accuracy, %", NAMES["coverage"]: "90 % cov., %"}
-    spare = ("sec.", "last", "sent", "rounds", "passes", "worst 10 %", "new, none")
+    spare = ("sec.", "eval., s", "train., s", "last", "sent", "rounds", "passes", "worst 10 %", "new, none")
     return Sheet([named.get(c, c) for c in columns], rows, highlights(comparison), spare)
 
 
@@ -211,8 +213,26 @@ def new_sheet(comparison: Compared) -> Sheet | None:
     return Sheet(("method", "predictive", *columns), rows, highlights(comparison))
 
 
+def _timed(records: Sequence[Record]) -> bool:
+    """Whether all of them say what evaluation took; those of earlier versions do not."""
+    return all("evaluation_seconds" in r["cost"] for r in records)
+
+
+def time_spent(comparison: Compared) -> str:
+    """Where the time of all runs together went."""
+    if not _timed(comparison.records):
+        return ""
+    costs = {"training": "seconds", "evaluation": "evaluation_seconds", "the rest": "rest_seconds"}
+    spent = {name: sum(r["cost"][cost] for r in comparison.records) for name, cost in costs.items()}
+    total = sum(spent.values()) or 1.0
+    told = ", ".join(f"{name} {s:,.1f} s ({s / total:.0%})" for name, s in spent.items())
+    return f"Time of all runs together: {told}"
+
+
 def cost_sheet(comparison: Compared) -> Sheet:
-    columns = ("method", "active", "rounds", "up", "down", "passes", "head steps", "seconds")
+    columns = ["method", "active", "rounds", "up", "down", "passes", "head steps", "training"]
+    timed = _timed(comparison.records)
+    columns += ["evaluation", "the rest"] if timed else []
     rows = []
     for method in comparison.methods:
         records = comparison.of_method(method)
@@ -227,6 +247,10 @@ def cost_sheet(comparison: Compared) -> Sheet:
                 _cost(records, "backbone_passes"),
                 _cost(records, "head_steps"),
                 _cost(records, "seconds", 1),
+                *(
+                    _cost(records, name, 1)
+                    for name in (("evaluation_seconds", "rest_seconds") if timed else ())
+                ),
             )
         )
     return Sheet(columns, rows, highlights(comparison))
@@ -248,7 +272,9 @@ def lead_of(comparison: Compared) -> str:
             f"{task['images']}, {task['classes']} classes per client, {task['small']} clients with "
             f"{task['n_small']} images and {task['large']} with {task['n_large']}"
         ),
-        "csv": lambda: f"{Path(task['file']).name}",
+        "table": lambda: str(task["file"]),
+        "folder": lambda: f"the images of {task['folder']}",
+        "function": lambda: f"the clients of {task['entry']}",
     }.get(task.get("kind", ""), lambda: "the given clients")()
     return (
         f"{len(comparison.methods)} methods on {about}; {budget}; {seeds} seed{'s' * (seeds > 1)}. The same "
@@ -281,5 +307,6 @@ def show(comparison: Compared, console: Console) -> None:
     console.print(rich_table(fitted(sheet, console.width)))
     if any(row[0].endswith(" *") for row in sheet.rows):
         console.print("* plug-in: predicts from a point estimate, without uncertainty about parameters")
-    for note in notes(comparison):
-        console.print(note, markup=False, highlight=False)
+    for note in (*notes(comparison), time_spent(comparison)):
+        if note:
+            console.print(note, markup=False, highlight=False)

@@ -7,8 +7,9 @@ import numpy as np
 from fedpop.experiments.mixed import pooling, run
 from fedpop.experiments.mixed.tables import TASKS, Task
 from fedpop.report.html import Figure, Page, Section, Sheet
+from fedpop.report.looks import METHODS
 from fedpop.report.results import Record, Results, interval95, mean, values
-from fedpop.report.style import COLOURS, new_figure, styled, svg_of
+from fedpop.report.style import new_figure, styled, svg_of
 
 MEASURES = {
     "fixed": ("fixed effects, standard errors", 1.0, ".4f"),
@@ -64,7 +65,7 @@ def _limits(task: Task) -> tuple[str, ...]:
 def agreement(results: Results) -> Sheet:
     """One row for each data set and way to fit it, below what is allowed."""
     columns = ("data", "fit", "fits", *(title for title, _, _ in MEASURES.values()), "rounds", "cpu s")
-    rows, strong = [], []
+    rows, strong = list[tuple[str, ...]](), list[int]()
     for task in TASKS:
         strong.append(len(rows))
         rows.append(_limits(task))
@@ -120,7 +121,7 @@ def pooling_figure(results: Results) -> Figure | None:
     counties = _of_counties(results)
     if len(counties) < len(pooling.HOW):
         return None
-    shades = dict(zip(pooling.HOW, (COLOURS["FedRep"], "#000000", COLOURS["FedSOUL"]), strict=True))
+    shades = dict(zip(pooling.HOW, (METHODS["FedRep"][0], "#000000", METHODS["FedSOUL"][0]), strict=True))
     with styled():
         drawn = new_figure(9.6, 3.0)
         axes = drawn.subplots(1, 3, width_ratios=(3, 3, 2))

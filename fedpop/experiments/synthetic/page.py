@@ -20,6 +20,9 @@ LEGEND = (
 )
 
 
+SETTING = "setting: clients b, dimensions d of z, inputs k"
+
+
 def medians(results: Results) -> Sheet:
     """Medians over seeds, setting by setting and method by method."""
     columns = (
@@ -89,9 +92,13 @@ def page(results: Results) -> Page:
         for name, s in zip(groups, settings, strict=True)
     }
     figures = [
-        Figure(plots.spread(groups, "principal-angle distance"), "Every dot is a seed, the line the median."),
         Figure(
-            plots.spread(errors, "error of z"), "Mean error of the clients' own parameters after alignment."
+            plots.spread(groups, SETTING, "principal-angle distance"),
+            "Every dot is a seed, the line the median.",
+        ),
+        Figure(
+            plots.spread(errors, SETTING, "error of z"),
+            "Mean error of the clients' own parameters after alignment.",
         ),
     ]
     sections = [

@@ -125,7 +125,7 @@ class Bernoulli(Participation):
         weights: "ratio" for b/|A|, "inverse" for 1/p_i; None takes what fits p.
 
     >>> Bernoulli(0.2)
-    Bernoulli(p=0.2, weights='ratio')
+    Bernoulli(p=0.2, weights=None)
     """
 
     p: Chance | Sequence[Chance]
@@ -133,14 +133,15 @@ class Bernoulli(Participation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        several = isinstance(self.p, tuple)
-        weights = self.weights or ("inverse" if several else "ratio")
-        if isinstance(self.p, tuple) and weights == "ratio" and len(set(self.p)) > 1:
+        if isinstance(self.p, tuple) and self.weights == "ratio" and len(set(self.p)) > 1:
             raise SettingsError(
                 "b/|A| weights are biased when clients join with different probabilities; use "
                 "weights='inverse'"
             )
-        object.__setattr__(self, "weights", weights)
+
+    @property
+    def _ratio(self) -> bool:
+        return self.weights == "ratio" or (self.weights is None and not isinstance(self.p, tuple))
 
     @property
     def everyone(self) -> bool:
@@ -160,7 +161,7 @@ class Bernoulli(Participation):
         return float(self._probabilities.expand(clients).sum())
 
     def draw(self, roster: Roster, key: Key) -> Active:
-        key, ratio = key.at(purpose="join"), self.weights == "ratio"
+        key, ratio = key.at(purpose="join"), self._ratio
         clients = len(roster)
         p, most = self._probabilities.expand(clients), float(self._probabilities.max())
         if sparse(clients, clients * most):
@@ -250,7 +251,7 @@ def resolve(participation: Participation | int | float | Sequence[float] | None)
     """None: everyone; a fraction (or one per client): the probability to join; a whole number: that many.
 
     >>> resolve(0.1), resolve(1.0), resolve(10)
-    (Bernoulli(p=0.1, weights='ratio'), Bernoulli(p=1.0, weights='ratio'), Uniform(size=10))
+    (Bernoulli(p=0.1, weights=None), Bernoulli(p=1.0, weights=None), Uniform(size=10))
     """
     if participation is None:
         return Everyone()

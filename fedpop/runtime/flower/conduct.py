@@ -15,9 +15,9 @@ from fedpop.algorithms.engine import WithEngine
 from fedpop.federation.inputs import Example
 from fedpop.files import read_json, read_tensors, writable_folder, write_json, write_tensors
 from fedpop.population import Population
+from fedpop.questions.forms import agreed, example_from, open_questions, plain_example
 from fedpop.runtime.callbacks import Callback
 from fedpop.runtime.flower.elsewhere import Elsewhere, Terms
-from fedpop.runtime.flower.forms import agreed, example_from, open_questions, plain_example
 from fedpop.runtime.flower.letters import Letter, method_told, values_of, with_values
 from fedpop.runtime.flower.post import Post
 from fedpop.runtime.flower.site import THETA, keep_hello

@@ -1,7 +1,7 @@
 """A federation's folder and its settings file, ``app/federation.toml``.
 
 name                          what the experiment is called
-[data]                        what sites' data look like: ``forms`` has the words
+[data]                        what sites' data look like: ``questions.forms`` has the words
 [model]  entry                ``module:name`` of a model, or of a function that makes one
 [method] name, settings       as in the files of ``fedpop compare``
 [run]    rounds, seed, participation, early_stop
@@ -12,7 +12,6 @@ name                          what the experiment is called
 from __future__ import annotations
 
 import secrets
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -25,12 +24,12 @@ from fedpop.errors import SettingsError
 from fedpop.federation.inputs import Example
 from fedpop.federation.participation import resolve
 from fedpop.files import read_json, writable_folder, write_json
-from fedpop.models.base import Model
+from fedpop.models.entry import model_named
+from fedpop.questions.forms import check_form
 from fedpop.runtime.callbacks import Callback, EarlyStop
 from fedpop.runtime.flower.conduct import Deployment
 from fedpop.runtime.flower.elsewhere import Terms
 from fedpop.runtime.flower.folder import check_name, read_toml
-from fedpop.runtime.flower.forms import check_form, made_by
 from fedpop.runtime.settings import Settings
 from fedpop.version import __version__
 
@@ -138,14 +137,10 @@ def _maker(path: Path, entry: str, name: str, settings: Mapping[str, Any]) -> Ca
     """Makes the method once it is known what examples look like."""
 
     def make(example: Example) -> Algorithm:
-        if str(path.parent) not in sys.path:
-            sys.path.insert(0, str(path.parent))
         try:
-            model = made_by(entry, example)
-        except (ImportError, AttributeError) as error:
-            raise SettingsError(f"{path}: cannot make the model {entry!r} ({error})") from error
-        if not isinstance(model, Model):
-            raise SettingsError(f"{path}: {entry!r} is not a model, nor a function that makes one")
+            model = model_named(entry, example, path.parent)
+        except SettingsError as error:
+            raise SettingsError(f"{path}: cannot make the model: {error}") from error
         return method_from(name, settings, model, f"{path}: method {name}")
 
     return make

@@ -181,7 +181,7 @@ def predicted(population: Population, experiment: Experiment, data: str) -> Pred
     else:
         group = form.get("group")
         columns = read_columns(Path(data), [*form["x"], *([group] if group else [])], site)
-        x = encoded(columns, form, site)
+        x = encoded(columns, form)
         owners = [f"{site}/{g}" for g in columns[group]] if group else [population.names[0]] * len(x)
         rows = {}
         for i, owner in enumerate(owners):

@@ -15,7 +15,6 @@ from fedpop.errors import PayloadError
 from fedpop.runtime.flower.letters import KINDS, Letter, Reply
 
 _KINDS = {name: getattr(torch, name) for name in ("float32", "float64", "int64", "int32", "uint8", "bool")}
-_PLAIN = ("float32", "float64")
 
 
 def letter_to_record(letter: Letter) -> RecordDict:
@@ -31,13 +30,12 @@ def letter_from_record(record: RecordDict) -> Letter:
 
 
 def reply_to_record(reply: Reply) -> RecordDict:
-    """Vectors that were not compressed are arrays of their type; others raw bytes, with the codec's name."""
+    """Vectors as the bytes that encode them, with the codec's name."""
     arrays = {}
     for name, payload in reply.payloads.items():
-        plain = payload.codec in _PLAIN
         arrays[name] = Array(
-            dtype=payload.codec if plain else "uint8",
-            shape=(payload.length if plain else len(payload.data),),
+            dtype="uint8",
+            shape=(len(payload.data),),
             stype=f"fedpop.{payload.codec}",
             data=payload.data,
         )

@@ -17,19 +17,20 @@ from fedpop.algorithms.base import Algorithm, Facts, Round
 from fedpop.channel import Tensors
 from fedpop.client.plan import parse_bytes, plan_for
 from fedpop.client.store import LocalStore
-from fedpop.errors import CheckpointError, FedpopError, SchemaError
+from fedpop.errors import CheckpointError, FedpopError, SchemaError, SettingsError
 from fedpop.evaluation.questions import asked_after
 from fedpop.federation.clients import Federation
 from fedpop.federation.reading import Columns
 from fedpop.files import read_json, read_tensors, writable_folder, write_json, write_tensors
 from fedpop.keys import Key
 from fedpop.models.base import Model
+from fedpop.models.entry import model_named
 from fedpop.models.spec import model_from
 from fedpop.population import Population, Sites
 from fedpop.population.site import site_answer, site_round
 from fedpop.questions import Question
+from fedpop.questions.forms import example_from, plain_example, summary_of
 from fedpop.questions.spectral import CrossProducts, SecondMoments
-from fedpop.runtime.flower.forms import example_from, made_by, plain_example, summary_of
 from fedpop.runtime.flower.letters import Letter, Refusal, Reply, digest_of, refusal, reply_of, with_values
 from fedpop.runtime.flower.memory import Memory, locked
 from fedpop.runtime.guards import threads
@@ -97,7 +98,7 @@ class Site:
         schema, told = letter.about["schema"], {"version": __version__, "site": self.name}
         if "x" not in schema:
             return Reply(told | {"example": plain_example(self.data(schema).example)})
-        return Reply(told | {"summary": summary_of(self.table(schema), schema, self.name)})
+        return Reply(told | {"summary": summary_of(self.table(schema), schema)})
 
 
 @dataclass(frozen=True)
@@ -306,12 +307,10 @@ def _model(told: Mapping[str, Any]) -> Model:
     if not told["entry"]:
         return model_from(told["model"])
     try:
-        model = made_by(str(told["entry"]), example_from(told["example"]))
-    except (ImportError, AttributeError) as error:
-        raise Refusal(f"the site cannot make the model {told['entry']!r} ({type(error).__name__})") from error
-    if not isinstance(model, Model):
-        raise Refusal(f"{told['entry']!r} is not a model, nor a function that makes one")
-    return model
+        return model_named(str(told["entry"]), example_from(told["example"]))
+    except SettingsError as error:
+        log.error("the model %r: %s", told["entry"], error)
+        raise Refusal(f"the site cannot make the model {told['entry']!r}; its log says more") from error
 
 
 def _forget(store: LocalStore, noted: Mapping[str, Sequence[str]], counted: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ import torch
 from flwr.app import Array, Message, RecordDict
 
 import fedpop as fp
+from fedpop.channel.compressors.base import sealed
 from fedpop.errors import EstimateError, SettingsError
 from fedpop.federation.participation import Active
 from fedpop.files import write_tensors
@@ -153,7 +154,9 @@ def spoiled(reply: Message, how: str) -> Message:
     elif how == "not finite":
         nan = torch.full((old.payloads[first].length,), math.nan, dtype=torch.float64)
         p = old.payloads[first]
-        own = dict(old.payloads) | {first: type(p)(p.codec, p.length, nan.numpy().tobytes())}
+        own = dict(old.payloads) | {
+            first: type(p)(p.codec, p.length, sealed(0, p.length, bytes([8]), nan.numpy().tobytes()))
+        }
         record = reply_to_record(Reply(old.about, own))
     else:
         changes = {"another round": {"round": 99}, "another theta": {"digest": "x"}}

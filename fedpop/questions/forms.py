@@ -7,16 +7,14 @@ rows are not told. Other data (images, functions) only tell the shape of an exam
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from importlib import import_module
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from fedpop.errors import SettingsError
 from fedpop.federation.inputs import Example
-from fedpop.federation.reading import OTHER, Columns, numbers, width
+from fedpop.federation.reading import OTHER, Columns, width
 from fedpop.questions.schema import Levels, Moments, Schema
 
 KNOWN = ("x", "y", "categories", "levels", "standardise", "minimum", "group", "split", "classes", "size")
@@ -50,10 +48,10 @@ def open_questions(data: Mapping[str, Any]) -> bool:
     return "x" not in data or bool(schema.numeric or schema.categorical)
 
 
-def summary_of(columns: Columns, data: Mapping[str, Any], site: str) -> dict[str, Any]:
+def summary_of(columns: Columns, data: Mapping[str, Any]) -> dict[str, Any]:
     """What a site tells of its columns."""
     schema = schema_of(data)
-    table: dict[str, Any] = {c: numbers(columns[c], c, site) for c in schema.numeric}
+    table: dict[str, Any] = {c: columns.numbers(c) for c in schema.numeric}
     table |= {c: list(columns[c]) for c in schema.categorical}
     return schema.plain(schema.answer(table, many=True))
 
@@ -84,17 +82,6 @@ def agreed(data: Mapping[str, Any], told: Mapping[str, Mapping[str, Any]]) -> tu
             scale[column] = [found.mean, found.sd]
     form = dict(data) | {"levels": levels, "scale": scale}
     return form, Example(None, ((width(form),),), (torch.float32,))
-
-
-def made_by(entry: str, example: Example) -> Any:
-    """What ``module:name`` is, or makes; a function with an argument is given the number of inputs (or the
-    shape of an example that is not a row)."""
-    module, _, name = entry.partition(":")
-    made: Callable[..., Any] = getattr(import_module(module), name)
-    if not inspect.isfunction(made):
-        return made
-    shape = example.shapes[0]
-    return made(shape[0] if len(shape) == 1 else shape) if inspect.signature(made).parameters else made()
 
 
 def example_from(plain: Mapping[str, Any]) -> Example:
