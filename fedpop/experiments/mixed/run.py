@@ -30,7 +30,7 @@ HOW: dict[str, dict[str, Any]] = {
 """Settings of a fit; those but the first draw random numbers, and have seeds."""
 UNITS = {"days": (0.0, 1.0), "days, centred": (4.5, 1.0), "hours": (0.0, 24.0)}
 """What sleepstudy's days are counted from, and in."""
-BLOCKS, REPLICATES = 10, 40
+BLOCKS, REPLICATES = 5, 40
 """Of the bootstrap: jobs, and data sets that each of them draws."""
 SPLITS = 20
 """Ways to hold half of each county's homes out."""
