@@ -113,6 +113,7 @@ def test_rows_of_a_new_group_update_it_without_refitting(fit, frame):
 
 
 def test_predictions_of_counts_and_of_yes_or_no(frame):
+    frame = frame.iloc[:80]
     counts = fp.mixed_model("count ~ w + offset(log(t)) + (1 | g)", frame, "poisson")
     for groups in ("known", "new", "population"):
         found = counts.predict(frame.head(4), groups)
