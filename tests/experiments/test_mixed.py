@@ -75,3 +75,16 @@ def test_jobs_make_records_that_a_page_is_made_of(tmp_path):
 def test_data_that_are_not_there(tmp_path):
     with pytest.raises(DataError, match=r"no grouped/sleepstudy.csv in .*--data-dir"):
         SLEEP.table(tmp_path)
+
+
+def test_the_page_tells_what_the_records_say(committed):
+    text = (COMMITTED.parents[1] / "docs" / "mixed.md").read_text()
+    for task in TASKS:
+        found = [max(values(committed.of(run.setting_of(task), how), "fixed")) for how in run.HOW]
+        assert f"| {task.data} | " + " | ".join(f"{v:.4f}" for v in found) + " |" in text
+    for name in run.NEW:
+        covered = mean(values(committed.of(run.COVERAGE, name), "coverage"))
+        assert f"cover {100 * covered:.1f} %" in text
+    small = [committed.of(run.POOLING, how) for how in pooling.HOW]
+    none, whole, part = (f"{mean(values(found, 'width_small')):.2f}" for found in small)
+    assert f"{none} wide without pooling, {part} with partial pooling and {whole} with complete" in text
