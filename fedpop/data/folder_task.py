@@ -189,7 +189,7 @@ class FolderTask(Checked, OwnData):
         digest = hashlib.sha256()
         for file in self.files()[0]:
             digest.update(f"{file.relative_to(self.folder).as_posix()} {digest_of(file)}\n".encode())
-        told = {"folder": Path(self.folder).name, "digest": f"sha256:{digest.hexdigest()}"}
+        told: dict[str, Any] = {"folder": Path(self.folder).name, "digest": f"sha256:{digest.hexdigest()}"}
         by = self.clients
         if isinstance(by, Mapping) and "file" in by:
             file = Path(by["file"])
