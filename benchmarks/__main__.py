@@ -23,7 +23,7 @@ from benchmarks import (
     scale,
     small_rounds,
 )
-from fedpop.report.results import Record, Results
+from fedpop.report.results import Results
 
 FOLDER = Path("results/bench")
 BENCHMARKS = (
@@ -46,7 +46,7 @@ def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     console = Console()
     columns = (TextColumn("{task.description:<18}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    records: list[Record] = []
+    results = Results.open(FOLDER)
     with Progress(*columns, console=console) as progress:
         for benchmark in [known[name] for name in names] or BENCHMARKS:
             task = progress.add_task(benchmark.NAME, total=1.0)
@@ -54,8 +54,9 @@ def main(names: list[str]) -> None:
             progress.update(task, completed=1.0)
             for table in benchmark.tables(new):
                 console.print(table)
-            records += new
-    (Results.open(FOLDER) if names else Results(FOLDER)).add(records)
+            others = {name for name in known if name != benchmark.NAME}
+            results.records = [r for r in results.records if r["setting"].get("benchmark") in others]
+            results.add(new)  # at once: the next one may take long, or fail
     console.print(f"Written to {FOLDER / 'results.json'}")
 
 

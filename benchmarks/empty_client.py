@@ -25,7 +25,7 @@ def handle(message: Message, context: Context) -> Message:
     site = Path(str(context.node_config["site"])).name.removeprefix("site-")
     answer: dict[str, Any] = {"version": about["version"], "experiment": about["experiment"], "site": site}
     if told["kind"] == "hello":
-        answer |= {"units": 1, "splits": ["train"], "method": about["method_digest"]}
+        answer |= {"units": 1, "examples": 20, "splits": ["train"], "method": about["method_digest"]}
     else:
         answer |= {"units": 1, "cost": {}, "named": {}}
     if told["kind"] == "train":

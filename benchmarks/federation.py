@@ -19,9 +19,12 @@ from torch import nn
 
 import fedpop as fp
 from benchmarks.timing import Advance, Spread, shown
+from fedpop.algorithms.base import Facts
 from fedpop.keys import Key
 from fedpop.report.results import Record, record
 from fedpop.runtime.flower import joining, serving
+from fedpop.runtime.flower.folder import open_site
+from fedpop.runtime.flower.letters import Letter, digest_of
 from fedpop.runtime.flower.processes import free_port
 
 NAME = "federation"
@@ -37,6 +40,7 @@ standardise = false
 name = "FedAvg"
 [run]
 rounds = {rounds}
+afterwards = []
 [sites]
 sites = {sites}
 [server]
@@ -46,17 +50,65 @@ address = "{address}"
 
 def measure(advance: Advance) -> list[Record]:
     out, laps = [], {}
+    parts: dict[str, float] = {}
     for k, (name, client) in enumerate(CLIENTS.items()):
         with tempfile.TemporaryDirectory() as folder:
             laps[name] = rounds_of(Path(folder), client)
+            parts |= parts_of(Path(folder) / f"site-{SITES[0]}") if name == "fedpop" else {}
         advance((k + 1) / (len(CLIENTS) + 1))
     ours, empty = laps["fedpop"], laps["empty"]
+    parts["Flower's polls and transport, and waiting for a core"] = median(ours) - sum(parts.values())
     setting = {"benchmark": NAME, "sites": len(SITES), "rounds": ROUNDS}
     ratios = Spread.of([lap / median(empty) for lap in ours])
     metrics = ratios.metrics("ratio") | Spread.of(ours).metrics("seconds") | {"empty": median(empty)}
     metrics |= {"target": TARGET, "repeats": len(ours)}
     out.append(record("bench", setting, "a round over Flower", 0, metrics, {"seconds": sum(ours)}, {}))
+    for part, seconds in parts.items():
+        setting = {"benchmark": NAME, "part": part}
+        metrics = {"seconds": seconds, "share": seconds / median(ours)}
+        out.append(record("bench", setting, "a round over Flower", 0, metrics, {"seconds": seconds}, {}))
     return out + messages(median(ours))
+
+
+def parts_of(folder: Path) -> dict[str, float]:
+    """What a message costs at a site, each part by itself in a quiet process: imports, then the work."""
+    steps = {
+        "a client process that imports flwr": "import flwr.clientapp",
+        "importing torch": "import torch",
+        "importing fedpop": "import fedpop.runtime.flower.client",
+    }
+    out, before, code = {}, 0.0, ""
+    for part, step in steps.items():
+        code += f"{step}\n"
+        laps = []
+        for _ in range(3):
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-c", code], check=True, env=environment_of_children())
+            laps.append(time.perf_counter() - start)
+        out[part], before = max(median(laps) - before, 0.0), median(laps)
+    experiment = joining.experiment_of(folder, None)
+    method, facts = experiment.method, Facts(len(SITES), ROUNDS + 1)
+    told = method.broadcast(method.init(facts, Key(0), {}))
+    laps = []
+    for k in range(3):
+        about = {"version": fp.__version__, "experiment": experiment.name, "round": ROUNDS + 1 + k, "seed": 0}
+        about |= {
+            "heard": ROUNDS + k,
+            "noted": [],
+            "best": -1,
+            "active": len(SITES),
+            "digest": digest_of(told),
+        }
+        start = time.perf_counter()
+        reply = open_site(folder).answer(Letter("train", about, told))
+        laps.append(time.perf_counter() - start)
+        if reply.refused is not None:
+            raise RuntimeError(reply.refused)
+    return out | {"the site's data, round and chain": median(laps)}
+
+
+def environment_of_children() -> dict[str, str]:
+    return dict(os.environ) | {"PYTHONPATH": str(Path(fp.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
 
 
 def rounds_of(folder: Path, client: str) -> list[float]:
@@ -74,10 +126,8 @@ def rounds_of(folder: Path, client: str) -> list[float]:
         own = folder / f"site-{name}"
         joining.enrol(own, name, address, str(folder / "rows.csv"), server / "tls" / "ca.crt", False, say)
         serving.admit(server, name, own / "node.pub", say)
-    root = str(Path(fp.__file__).parent.parent)
-    env = dict(os.environ) | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     code = [sys.executable, "-c", "from fedpop.cli import main; main()"]
-    quiet = {"env": env, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    quiet = {"env": environment_of_children(), "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     children = [subprocess.Popen([*code, "server", "run", str(server)], **quiet)]
     try:
         while not (server / "run" / "status.json").exists() and children[0].poll() is None:
@@ -131,6 +181,9 @@ def tables(records: list[Record]) -> list[Table]:
     one = Table(title=f"a round of {len(SITES)} sites over Flower, over the same with an empty client")
     for name in ("seconds", "empty client", "ratio", "target"):
         one.add_column(name, justify="right")
+    parts = Table(title="where a round over Flower goes")
+    for name in ("part", "seconds", "share of the round"):
+        parts.add_column(name, justify="right")
     two = Table(title="one site's J of the CIFAR backbone")
     for name in ("compressor", "bytes", "fewer than float32", "decoding, share of a round"):
         two.add_column(name, justify="right")
@@ -138,6 +191,8 @@ def tables(records: list[Record]) -> list[Table]:
         m = r["metrics"]
         if "ratio" in m:
             one.add_row(shown(m, "seconds"), f"{m['empty']:.2f}", shown(m, "ratio"), f"{m['target']:.2f}")
+        elif "part" in r["setting"]:
+            parts.add_row(r["setting"]["part"], f"{m['seconds']:.2f}", f"{m['share']:.2f}")
         else:
             two.add_row(r["method"], f"{m['bytes']:,}", f"{m['fewer']:.2f}", f"{m['share']:.4f}")
-    return [one, two]
+    return [one, parts, two]

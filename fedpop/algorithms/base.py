@@ -230,6 +230,11 @@ class Algorithm(Setting, ABC):
     def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
         """The server's state before the first round, given the results of the questions."""
 
+    def grown(self, server: Tensors, facts: Facts, known: Tensors) -> Tensors:
+        """The server's state once others have joined, who were asked the questions that last: ``known`` are
+        the results of these over everyone."""
+        return server
+
     def extended(self, server: Tensors, facts: Facts, inverse: Tensor | None = None) -> Tensors:
         """The server's state at the beginning of a further stage: what it told sites of a schedule, anew.
         ``inverse`` is that of the information at the published theta, for a method that ``scores``."""

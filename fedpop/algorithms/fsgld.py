@@ -126,7 +126,7 @@ class FSGLD(PosteriorSamples):
         return fixed and self.model.linear and not self.model.phi_layout.size
 
     def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
-        return (Surrogates(self, facts.clients),) if self.conducive or self.step is None else ()
+        return (Surrogates(self),) if self.conducive or self.step is None else ()
 
     def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
         server = super().init(facts, key, known)
@@ -134,6 +134,10 @@ class FSGLD(PosteriorSamples):
         server["gamma"] = known["gamma"] if self.step is None else w.new_tensor(self.step)
         server["clients"] = w.new_tensor(facts.clients)
         return server | {name: known[name] for name in self.nothing(w)}
+
+    def grown(self, server: Tensors, facts: Facts, known: Tensors) -> Tensors:
+        """q is everyone's, and so is b."""
+        return server | known | {"clients": server["w"].new_tensor(facts.clients)}
 
     def nothing(self, w: Tensor) -> Tensors:
         """Natural parameters of no q at all, for each of w ``[..., D]``."""
@@ -188,8 +192,8 @@ class Surrogates(Question[Tensors]):
     """
 
     method: FSGLD
-    clients: int
     name: ClassVar[str] = "surrogates"
+    lasting: ClassVar[bool] = True
     quorum: ClassVar[float] = 0.0
 
     def ask(self, known: Tensors) -> Tensors:
@@ -227,7 +231,7 @@ class Surrogates(Question[Tensors]):
             return q
         largest = float(total.plain_sum("curvature", w.new_zeros(())))
         if not method.quadratic:
-            largest = self.clients * largest**0.25
+            largest = total.of * largest**0.25
         return q | {"gamma": stable_step(largest + method.prior_precision, w)}
 
 

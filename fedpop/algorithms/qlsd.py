@@ -53,6 +53,7 @@ class Reference(Question[Tensors]):
     model: Model
     star: Tensor
     name: ClassVar[str] = "reference"
+    lasting: ClassVar[bool] = True
     quorum: ClassVar[float] = 0.0  # a unit that is not finite at w* is in no round's sum either
 
     def ask(self, known: Tensors) -> Tensors:
@@ -156,6 +157,10 @@ class QLSD(PosteriorSamples):
         if self.anchored:
             server |= {"zeta": w, "version": torch.zeros((), dtype=torch.int64, device=w.device)}
         return server
+
+    def grown(self, server: Tensors, facts: Facts, known: Tensors) -> Tensors:
+        """Smaller steps for more curvature; the gradients at w* are those of everyone."""
+        return server | {name: known[name] for name in ("gamma", "reference") if name in known}
 
     def broadcast(self, server: Tensors) -> Tensors:
         return {name: server[name] for name in ("w", "star", "zeta", "version") if name in server}

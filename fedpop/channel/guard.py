@@ -3,8 +3,10 @@
 A message is out of proportion when its norm is more than so many times what is usual, as a whole and per
 example. Usual is the median over the messages of a round, the largest of all rounds so far: the majority can
 never be out of proportion, and a run that converges does not become more suspicious. What is usual is
-broadcast, so that a site can judge its own message before it sends it. Where only a sum over clients is made,
-one that is far larger than usual is made again client by client.
+broadcast, so that a site can judge its own message before it sends it; the server judges what arrives. A site
+that holds a message back tells its norm, which counts in what is usual: it cannot shut itself out for longer
+than the others do. Where only a sum over clients is made, one that is far larger than usual is made again
+client by client.
 
 A norm sees what is too large. It does not see a message of the usual size with the wrong sign, noise of the
 usual size, or one that is sent twice.
@@ -53,6 +55,19 @@ class Guard:
             return torch.zeros_like(there)
         return there & (both > self.multiple * usual.unsqueeze(1)).all(0)
 
+    def suspected(self, norms: Mapping[str, Mapping[str, float]], examples: Mapping[str, int]) -> set[str]:
+        """Who of a round is out of proportion, by the norms of everyone's vectors: ``norms[who][vector]``."""
+        found = set[str]()
+        for name in self.names:
+            who = [n for n, own in norms.items() if name in own]
+            if not who:
+                continue
+            sizes = torch.tensor([[norms[n][name]] for n in who], dtype=torch.float64)
+            count, there = torch.tensor([examples[n] for n in who]), torch.ones(len(who), dtype=torch.bool)
+            odd = self.suspects(name, sizes, count, there).tolist()
+            found |= {n for n, out in zip(who, odd, strict=True) if out}
+        return found
+
     def odd(self, answer: Answer, examples: Tensor) -> bool:
         """Whether somebody's vector is out of proportion, or a sum that was made of all at once; each answer
         is looked at once, and what it shows counts if nothing is odd."""
@@ -100,6 +115,11 @@ class Guard:
             most = max(size, self._sums.get(name, 0.0))
             out[f"usual.sum.{name}"] = torch.tensor(most, dtype=torch.float64)
         return out
+
+
+def norm_of(vector: Tensor) -> float:
+    """What the guard looks at, of one vector."""
+    return float(torch.linalg.vector_norm(vector, dtype=torch.float64))
 
 
 def _sizes(vectors: Tensor, examples: Tensor) -> Tensor:

@@ -286,6 +286,28 @@ def theta_draws(
     hierarchy: Hierarchy, published: Tensors, total: Tensor, key: Key
 ) -> list[tuple[Tensor, Tensor]]:
     """Draws of (phi, beta) around the returned theta, from everyone's information ``[p, p]``."""
+    phi, beta = published["phi"], published["beta"]
+    values, vectors = _directions(hierarchy, published, total)
+    noise = key.at(purpose="theta").normal(
+        torch.arange(DRAWS, device=phi.device), (len(values),), torch.float64
+    )
+    theta = torch.cat((phi, beta)).double() + (noise * values.rsqrt()) @ vectors.mT
+    size = phi.shape[0]
+    return [(t[:size].to(phi.dtype), hierarchy.prior.project(t[size:].to(beta.dtype))) for t in theta]
+
+
+def standard_errors(hierarchy: Hierarchy, published: Tensors, total: Tensor) -> dict[str, list[float]]:
+    """Of phi, by the names of its parts, and of the prior's mean, from everyone's information; of what the
+    data cannot tell apart (a rotation of the features, say) nothing is in them."""
+    values, vectors = _directions(hierarchy, published, total)
+    errors = (vectors.square() @ values.reciprocal()).sqrt()
+    layout, d = hierarchy.model.phi_layout, hierarchy.prior.dimension(published["beta"])
+    parts = errors[: layout.size + d].split([*layout.sizes, d])
+    return {n: v.tolist() for n, v in zip((*layout.names, "the prior's mean"), parts, strict=True)}
+
+
+def _directions(hierarchy: Hierarchy, published: Tensors, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Information along orthonormal directions of theta ``[p, q]`` that are learned and can be told apart."""
     _normal(hierarchy)
     phi, beta = published["phi"], published["beta"]
     p = phi.shape[0] + beta.shape[0]
@@ -305,12 +327,7 @@ def theta_draws(
             f"information, the worst mostly in {names[int(worst.abs().argmax())]}; run more rounds, or "
             "use intervals without theta_uncertainty"
         )
-    noise = key.at(purpose="theta").normal(
-        torch.arange(DRAWS, device=phi.device), (len(values),), torch.float64
-    )
-    theta = torch.cat((phi, beta)).double() + (noise * values.rsqrt()) @ vectors.mT
-    size = phi.shape[0]
-    return [(t[:size].to(phi.dtype), hierarchy.prior.project(t[size:].to(beta.dtype))) for t in theta]
+    return values, vectors
 
 
 def _names(hierarchy: Hierarchy) -> list[str]:

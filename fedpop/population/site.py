@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm, Round
-from fedpop.channel import Answer, Channel, Heard, Message, Tensors, message_of
+from fedpop.channel import Answer, Channel, Guard, Heard, Message, Tensors, message_of
+from fedpop.channel.guard import norm_of
 from fedpop.client.store import LocalStore
 from fedpop.errors import EstimateError
 from fedpop.federation.cohort import Cohort
@@ -26,11 +27,13 @@ class Worked:
     message: Message
     before: LocalStore
     after: LocalStore
+    withheld: Mapping[str, float] = field(default_factory=dict)
+    """Norms of vectors that were not sent, by name: the message was out of all proportion."""
 
 
-def site_round(sites: Sites, method: Algorithm, round: Round, name: str) -> Worked:
-    """All units' round at the site of this name. Its states stay as they are: ``Worked`` has those before
-    (which hold what units would enter with, as long as they have not) and those after."""
+def site_round(sites: Sites, method: Algorithm, round: Round, name: str, messages: int = 1) -> Worked:
+    """All units' round at the site of this name, one of so many. Its states stay as they are: ``Worked`` has
+    those before (which hold what units would enter with, as long as they have not) and those after."""
     channel, ids = method.channel, torch.arange(len(sites.federation))
     cohort = sites.federation.cohort(ids, sites.device)
     local = sites.states(method, ids, round.broadcast, round.key)
@@ -38,12 +41,23 @@ def site_round(sites: Sites, method: Algorithm, round: Round, name: str) -> Work
     answer = done if isinstance(done, Answer) else joined(list(done), len(cohort))
     answer = replace(answer, rows=None)
     message, heard = message_of(answer, cohort.units, channel, unit_of(name), round.key)
+    guard = method.guard_for(round.broadcast, messages)
+    withheld = {} if guard is None else _absurd(guard, heard, int(cohort.sizes.sum()))
+    if withheld:
+        message, heard = Message({}, 0, cost=message.cost), Heard(torch.zeros_like(heard.heard), {})
     before, after = (LocalStore.restore(sites.store.state()) for _ in range(2))
     entered = before.entered.clone()
     before.put(ids, local)
     before.entered = entered  # what units enter with is theirs once they have taken part
     after.put(ids, local | settled(method, answer, heard, local))
-    return Worked(message, before, after)
+    return Worked(message, before, after, withheld)
+
+
+def _absurd(guard: Guard, heard: Heard, examples: int) -> dict[str, float]:
+    """The norms of what a site would send, where that is far larger than what it was told is usual."""
+    count = int(heard.heard.sum())
+    norms = {n: count * norm_of(seen[0]) for n, seen in heard.seen.items() if n in guard.names}
+    return norms if guard.suspected({"": norms}, {"": examples}) else {}
 
 
 def unheard(method: Algorithm, before: LocalStore, after: LocalStore) -> LocalStore:

@@ -37,6 +37,9 @@ class Question(ABC, Generic[R]):
     name: ClassVar[str]
     quorum: ClassVar[float] = 1.0
     """The share of units that must be heard; below it there is no result."""
+    lasting: ClassVar[bool] = False
+    """Of a question before the rounds: whoever comes later is asked it too, because of what it leaves with
+    units or because its sum stays in use. It asks the same at any time."""
 
     def ask(self, known: Tensors) -> Tensors:
         """What is sent, given what is known: theta, or the results of earlier questions."""

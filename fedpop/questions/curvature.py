@@ -34,6 +34,7 @@ class Curvature(Question[Tensors]):
     model: Model
     w: Tensor
     name: ClassVar[str] = "curvature"
+    lasting: ClassVar[bool] = True
 
     def ask(self, known: Tensors) -> Tensors:
         return {"w": self.w}

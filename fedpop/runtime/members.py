@@ -22,6 +22,7 @@ from fedpop.client.store import LocalStore
 from fedpop.errors import SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active, Participation
+from fedpop.files import digest_of
 from fedpop.keys import Key
 from fedpop.population import Sites
 from fedpop.population.sites import Outcome, Update
@@ -49,6 +50,8 @@ class Asking(Generic[R]):
     """What sites would be told in a round, where ``models`` are states."""
     split: str | None = None
     """Only units that have examples in it are asked."""
+    late: tuple[str, ...] = ()
+    """Only these members are asked, who came when the others had been; what is made of it is everyone's."""
 
 
 def active_units(rule: Participation, federation: Federation, key: Key, round: int) -> Active:
@@ -66,6 +69,11 @@ class Members(ABC):
     @abstractmethod
     def units(self) -> int:
         """How many units there are at present: the paper's b."""
+
+    @property
+    @abstractmethod
+    def examples(self) -> int:
+        """How many training examples they have together."""
 
     @property
     @abstractmethod
@@ -87,8 +95,16 @@ class Members(ABC):
         """Enough to tell whether a resumed run has the same members."""
 
     @abstractmethod
-    def fresh(self) -> Members:
-        """The same ones, for a run beside this one."""
+    def fresh(self, method: Algorithm) -> Members:
+        """The same ones, for a run of this method beside this one."""
+
+    @abstractmethod
+    def settle(self, method: Algorithm) -> None:
+        """The run's method is this one from now on: trial rounds have found what it left open."""
+
+    def newcomers(self) -> Sequence[str]:
+        """Who came after the questions before the rounds, and is to be asked those that last."""
+        return ()
 
     @abstractmethod
     def active(self, rule: Participation, key: Key, round: int) -> Active:
@@ -150,6 +166,10 @@ class Here(Members):
         return len(self.federation)
 
     @property
+    def examples(self) -> int:
+        return int(self.federation.train.sizes.sum())
+
+    @property
     def federation(self) -> Federation:
         return self.sites.federation
 
@@ -162,10 +182,14 @@ class Here(Members):
         return self.sites.store
 
     def describe(self) -> dict[str, Any]:
-        return {"clients": len(self.federation), "data": self.federation.fingerprint()}
+        names = digest_of("\0".join(self.names).encode())[:32]
+        return {"clients": len(self.federation), "data": self.federation.fingerprint(), "names": names}
 
-    def fresh(self) -> Here:
+    def fresh(self, method: Algorithm) -> Here:
         return Here(*self._again)
+
+    def settle(self, method: Algorithm) -> None:
+        pass  # rounds and questions come with it
 
     def active(self, rule: Participation, key: Key, round: int) -> Active:
         return active_units(rule, self.federation, key, round)

@@ -21,7 +21,7 @@ from fedpop.errors import CheckpointError, SettingsError
 from fedpop.evaluation.validation import ValidationScore
 from fedpop.evaluation.verdict import Verdict
 from fedpop.federation.clients import Federation
-from fedpop.files import digest_of, reading, writable_folder, write_json
+from fedpop.files import reading, writable_folder, write_json
 from fedpop.keys import Key
 from fedpop.population import Population, Sites
 from fedpop.population.sites import Outcome
@@ -33,6 +33,7 @@ from fedpop.runtime.guards import patient_interrupts, threads
 from fedpop.runtime.lock import held
 from fedpop.runtime.members import Asking, Here, Members
 from fedpop.runtime.metrics import Metrics
+from fedpop.runtime.opening import ask_first, welcome
 from fedpop.runtime.progress import progress_bar
 from fedpop.runtime.settings import Settings
 from fedpop.runtime.stages import at_the_end, further, inverse_information, planned, stage_at
@@ -84,6 +85,8 @@ class Run:
         self.totals: dict[str, float] = {}
         self.history: list[dict[str, Any]] = []
         self.threads = torch.get_num_threads()
+        self.counted: int | None = None
+        """How many units the server's state is of."""
         self.verdict: Verdict | None = None
         self.inverse: Tensor | None = None
         """Of the information at theta, where a verdict has found it."""
@@ -213,10 +216,8 @@ class Run:
             return self._restore(saved)
         started = time.perf_counter()
         self._compute_in(self.algorithm.model.chosen_precision(), self.algorithm)
-        self.algorithm = self.algorithm.calibrated(self._trial)
-        known: Tensors = {}
-        for question in self.algorithm.questions(self.facts, self.key):
-            known |= self._asked(question, known)
+        self._settle(self.algorithm.calibrated(self._trial))
+        known = ask_first(self)
         self.server = self.algorithm.init(self.facts, self.key, known)
         self.spend({"seconds": time.perf_counter() - started})
         if self.folder is not None:
@@ -228,13 +229,11 @@ class Run:
         self.precision = precision
         self.algorithm = algorithm.with_model(algorithm.model.at_precision(precision))
 
-    def _asked(self, question: Question[Tensors], known: Tensors) -> Tensors:
-        key = self.secret.at(round=0, purpose=question.name)
-        result, outcome = self.ask(question, known, key)
-        self.members.keep(outcome.updates, entered=False)
-        self.spend({name: outcome.cost.get(name, 0.0) for name in (*WORK, "bytes_down")})
-        self.spend({"bytes_up": outcome.bytes_up})
-        return result
+    def _settle(self, algorithm: Algorithm) -> None:
+        """This method from now on, here and wherever members are."""
+        if algorithm is not self.algorithm:
+            self.algorithm = algorithm
+            self.members.settle(algorithm)
 
     def ask(
         self, question: Question[R], known: Tensors, key: Key, models: str = "", split: str | None = None
@@ -259,13 +258,12 @@ class Run:
             "precision": self.settings.precision,
             "sites": self.settings.sites and {k: list(v) for k, v in self.settings.sites.items()},
             "restart": self.restart,
-            "names": digest_of("\0".join(self.members.names).encode())[:32],
         } | self.members.describe()
         return json.loads(json.dumps(config))  # type: ignore[no-any-return]
 
     def _trial(self, algorithm: Algorithm, rounds: int) -> list[float]:
         """Trial rounds of a method with these members: a run of its own, which costs what any rounds cost."""
-        run = Run(algorithm, self.members.fresh(), self.settings, restart=self.restart)
+        run = Run(algorithm, self.members.fresh(algorithm), self.settings, restart=self.restart)
         path = likelihoods_of(run, rounds)
         self.spend({k: v for k, v in run.totals.items() if k != "seconds"})
         return path
@@ -275,13 +273,14 @@ class Run:
     def train_round(self) -> dict[str, Any]:
         """One round; state changes only when all of it is done."""
         started = time.perf_counter()
+        welcome(self)
         method, shared = self.algorithm, self.key.at(round=self.round, purpose="train")
         secret = self.secret.at(round=self.round, purpose="train")
-        facts = self.facts
-        if self.round == facts.start > 0:
-            self.server = method.extended(self.server, facts, inverse_information(self))
+        if self.round == self.facts.start > 0:
+            self.server = method.extended(self.server, self.facts, inverse_information(self))
             self.inverse = None
         active = self.members.active(self.settings.participation, self.key, self.round)
+        facts = self.facts
         broadcast = method.broadcast(self.server) | self.usual
         now = Round(self.round, broadcast, secret, shared)
         done = self.members.round(method, now, active)
@@ -366,7 +365,7 @@ class Run:
         )
 
     def _restore(self, saved: checkpoints.Checkpoint) -> bool:
-        tensors, method, device = saved.tensors, self.algorithm, self.members.device
+        tensors, asked, method, device = saved.tensors, self.algorithm, self.algorithm, self.members.device
         with reading(self._checkpoints / f"round-{saved.round:08d}", "a checkpoint"):
             self.server = _part("server.", tensors, device)
             self.usual = _part("guard.", tensors, torch.device("cpu"))
@@ -380,6 +379,8 @@ class Run:
             if saved.rate is not None and method.rate() != saved.rate:
                 method = method.with_rate(saved.rate)
         self._compute_in(saved.precision, method)
+        if method is not asked:
+            self.members.settle(self.algorithm)
         self.threads = saved.threads
         for i, callback in enumerate(self.callbacks):
             if str(i) in saved.callbacks:

@@ -30,7 +30,7 @@ def likelihoods_of(run: Run, rounds: int) -> list[float]:
                 theta = {name: run.server[name] for name in ("phi", "beta")}
                 path.append(run.ask(MarginalLikelihood(hierarchy), theta, run.secret)[0].value)
             elif metrics.get("loss") is not None:
-                path.append(-metrics["loss"] * int(run.federation.train.sizes.sum()))
+                path.append(-metrics["loss"] * run.members.examples)
     except (FedpopError, ArithmeticError, RuntimeError):
         return [0.0, -math.inf]
     return path if all(math.isfinite(v) for v in path) else [0.0, -math.inf]

@@ -21,7 +21,7 @@ import torch
 import fedpop as fp
 from fedpop.algorithms import METHODS
 from fedpop.errors import FedpopWarning
-from tests.algorithms.test_conformance import clients, made
+from tests.algorithms.conformance import clients, made
 from tests.runtime.test_resume import same_runs
 
 ROOT = Path(__file__).parents[2]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime as dt
+import http.client
 import ipaddress
 import socket
 import ssl
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from cryptography import x509
@@ -21,6 +23,8 @@ YEARS = 10
 SKEW = dt.timedelta(hours=1)
 """Clocks that are as far behind as this do not matter."""
 
+AHEAD, BEHIND = 6.0, 305.0
+"""Seconds that a site's clock may be ahead of the server's, or behind it: Flower's own, rounded up."""
 OWN = 0o600
 """A private key is its owner's to read."""
 
@@ -105,7 +109,7 @@ def check_public_key(path: Path) -> None:
 
 def check_server_certificate(folder: Path) -> None:
     """Raise unless the server's certificate is valid now and goes with its key."""
-    certificate = _certificate(folder / "server.crt")
+    certificate = read_certificate(folder / "server.crt")
     now = dt.datetime.now(dt.UTC)
     if now > certificate.not_valid_after_utc:
         raise SettingsError(
@@ -126,7 +130,7 @@ def check_server_certificate(folder: Path) -> None:
 def check_connection(server: str, ca: Path, timeout: float = 5.0) -> bool:
     """Whether the server is there; raise where it is, and is not the one that the authority signed for."""
     host, port = split_address(server)
-    _certificate(ca)
+    read_certificate(ca)
     context = ssl.create_default_context(cafile=str(ca))
     try:
         with (
@@ -142,6 +146,27 @@ def check_connection(server: str, ca: Path, timeout: float = 5.0) -> bool:
         ) from error
     except OSError:
         return False
+
+
+def check_clock(server: str, ca: Path, timeout: float = 5.0) -> None:
+    """Raise where the clocks here and at the server differ by more than Flower allows a node's signature."""
+    host, port = split_address(server)
+    context = ssl.create_default_context(cafile=str(ca))
+    connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
+    try:
+        connection.request("GET", "/health")
+        there = parsedate_to_datetime(connection.getresponse().headers["Date"])
+    except (OSError, http.client.HTTPException, TypeError, ValueError):
+        return  # it tells no time; the node will find out
+    finally:
+        connection.close()
+    ahead = (dt.datetime.now(dt.UTC) - there).total_seconds()
+    if not -BEHIND < ahead < AHEAD:
+        words = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'}"
+        raise SettingsError(
+            f"the clock here is {words} that of {server}, which would take this site's signature for forged: "
+            "set both clocks, best by NTP"
+        )
 
 
 def _why(error: ssl.SSLCertVerificationError, server: str, ca: Path) -> str:
@@ -181,7 +206,7 @@ def read_private(path: Path) -> Private:
     return key
 
 
-def _certificate(path: Path) -> x509.Certificate:
+def read_certificate(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(_read(path))
     except ValueError as error:

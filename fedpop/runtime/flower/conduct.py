@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fedpop.files import read_json, read_tensors, writable_folder, write_json, w
 from fedpop.population import Population
 from fedpop.questions.forms import agreed, example_from, open_questions, plain_example
 from fedpop.runtime.callbacks import Callback
+from fedpop.runtime.flower.afterwards import answers
 from fedpop.runtime.flower.elsewhere import Elsewhere, Terms
 from fedpop.runtime.flower.letters import Letter, method_told, values_of, with_values
 from fedpop.runtime.flower.post import Post
@@ -25,6 +27,7 @@ from fedpop.runtime.run import Run
 from fedpop.runtime.settings import Settings
 from fedpop.version import __version__
 
+AFTERWARDS = "afterwards.json"
 log = logging.getLogger("fedpop.server")
 
 
@@ -43,6 +46,8 @@ class Deployment:
     entry: str = ""
     """``module:name`` that makes the model, where it is not made of torch's own layers."""
     callbacks: Sequence[Callback] = ()
+    afterwards: Sequence[str] = ()
+    """What everyone is asked once theta is there."""
 
     def prepared(self, example: Example) -> Algorithm:
         """The method for examples of this kind. What a site computes in does not depend on its processor."""
@@ -54,11 +59,13 @@ class Deployment:
             method = method.replace(engine="sampled")  # a quorum was asked for: nobody is waited for
         return method
 
-    def hello(self, method: Algorithm, example: Example, schema: Mapping[str, Any]) -> Letter:
-        """What a site is told of the experiment."""
+    def hello(
+        self, example: Example, schema: Mapping[str, Any], method: Algorithm, experiment: str
+    ) -> Letter:
+        """What a site is told of an experiment: this one, or trial rounds before it."""
         described = method_told(method, method.model.chosen_precision(), self.entry)
         described["example"] = plain_example(example)
-        about = {"version": __version__, "experiment": self.experiment, "method": described}
+        about = {"version": __version__, "experiment": experiment, "method": described}
         digest = hashlib.sha256(json.dumps([described, schema], sort_keys=True).encode()).hexdigest()[:32]
         values = values_of(method.model)
         return Letter("hello", about | {"schema": dict(schema), "method_digest": digest}, values)
@@ -75,6 +82,8 @@ def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> P
     run = Run(method, members, deployment.settings, folder, deployment.callbacks)
     resume = folder is not None and any((folder / "checkpoints").glob("round-*.json"))
     population = run.execute(resume=resume, progress=False)
+    if folder is not None and deployment.afterwards:
+        write_json(folder / AFTERWARDS, answers(population, deployment.afterwards))
     have = members.finish(population.published, population.rounds)
     log.info("theta after %d rounds is at %s", population.rounds, ", ".join(have) or "no site")
     if folder is not None:
@@ -106,7 +115,7 @@ def enrolled(deployment: Deployment, post: Post, folder: Path | None = None) -> 
         if file is not None:
             write_tensors(file.with_name("model.safetensors"), values_of(method.model))
             write_json(file, {"form": form, "example": plain_example(example)})
-    post.hello = deployment.hello(method, example, form)
-    members = Elsewhere(method, post, deployment.experiment, deployment.terms, deployment.settings.seed)
+    hello = partial(deployment.hello, example, form)
+    members = Elsewhere(method, post, hello, deployment.experiment, deployment.terms, deployment.settings)
     members.wait()
     return members, method

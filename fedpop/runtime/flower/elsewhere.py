@@ -5,32 +5,35 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm, Round
-from fedpop.channel import Answer, Channel, Message, Tally, Tensors
+from fedpop.channel import Channel, Tensors, Total
 from fedpop.checked import Count, OneOf, Positive, require
 from fedpop.client.store import LocalStore
-from fedpop.errors import EstimateError, PayloadError, SettingsError
+from fedpop.errors import EstimateError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active, Participation, Roster, Uniform
-from fedpop.keys import Key, unit_of, units_of
-from fedpop.population.sites import Outcome, Update, add_up
-from fedpop.runtime.flower.letters import Letter, Reply, digest_of, message_in
+from fedpop.keys import Key, units_of
+from fedpop.population.sites import Outcome, Update
+from fedpop.runtime.flower.gathering import Gathering, Sums
+from fedpop.runtime.flower.letters import TRIAL, Letter, digest_of
 from fedpop.runtime.flower.post import Post
 from fedpop.runtime.members import Asking, Members
+from fedpop.runtime.settings import Settings
 from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.server")
 
 R = TypeVar("R")
 WEIGHTS = ("rule", "observed")
+Hello = Callable[[Algorithm, str], Letter]
+"""What sites are told of a method, and of the experiment that it is run in."""
 
 
 @dataclass(frozen=True)
@@ -65,41 +68,65 @@ class Terms:
 class Member:
     """What the server knows of a site."""
 
-    units: int
-    splits: list[str]
+    units: int = 0
+    examples: int = 0
+    splits: list[str] = field(default_factory=list)
     heard: int = -1
     """Its last round that counted."""
     times: int = 0
     """Rounds in which it was heard."""
     rounds: int = 0
     """Rounds since it is here."""
-    noted: list[str] | None = None
+    noted: list[str] = field(default_factory=list)
     """Questions to which its answer counted."""
+    answered: list[str] = field(default_factory=list)
+    """Those to which it had one, be it that its numbers are not finite."""
+
+    def answer(self, question: str, counted: bool, read: bool) -> None:
+        self.noted = sorted({*self.noted, question}) if counted else self.noted
+        self.answered = sorted({*self.answered, question}) if read else self.answered
 
 
 class Elsewhere(Members):
     """Sites that letters go to."""
 
-    def __init__(self, method: Algorithm, post: Post, experiment: str, terms: Terms, seed: int) -> None:
-        self._post, self._terms, self._seed = post, terms, seed
-        self._everyone = method.needs_everyone
+    def __init__(
+        self, method: Algorithm, post: Post, hello: Hello, experiment: str, terms: Terms, settings: Settings
+    ) -> None:
+        self._post, self._hello, self._terms, self._settings = post, hello, terms, settings
+        self._method, self._everyone = method, method.needs_everyone
         self.experiment, self.device = experiment, method.model.initial_phi().device
+        post.hello = hello(method, experiment)
         self.sites: dict[str, Member] = {}
-        """By name, in the order in which they came."""
-        self._forms: dict[str, dict[str, int]] = {}
-        """Lengths of vectors, by name, of rounds and of each question."""
-        self._round, self._best, self._recall = -1, -1, False
+        self._begun = False
+        self._refused: dict[str, str] = {}
+        """Sites that the settings have no place for, and why."""
+        self._sums = Gathering(self.device)
+        self._lasting: dict[str, Total] = {}
+        """Sums of everyone's answers to questions that whoever comes later is asked, too."""
+        self._again: dict[str, float] = {}
+        """When a site that did not answer them is asked again."""
+        self._round, self._best, self._recall, self._trials = -1, -1, False, 0
         self._metrics: dict[str, Any] = {}
 
     # --- who there is ------------------------------------------------------------------------
 
     @property
     def names(self) -> list[str]:  # type: ignore[override]
-        return list(self.sites)
+        return sorted(self.sites)
 
     @property
     def units(self) -> int:
-        return sum(site.units for site in self.sites.values())
+        return sum(site.units for name, site in self.sites.items() if self._ready(name))
+
+    @property
+    def examples(self) -> int:
+        return sum(site.examples for site in self.sites.values())
+
+    @property
+    def _needed(self) -> list[str]:
+        """Sites without whom there is no round."""
+        return self.names if self._everyone else []
 
     @property
     def federation(self) -> Federation | None:
@@ -116,34 +143,65 @@ class Elsewhere(Members):
     def describe(self) -> dict[str, Any]:
         return {"experiment": self.experiment}
 
-    def fresh(self) -> Members:
-        raise SettingsError("trial rounds are not run across sites: give the step size, rate=...")
+    def fresh(self, method: Algorithm) -> Members:
+        """The same sites in an experiment beside this one, which they forget when this one is over. All who
+        are here are waited for: likelihoods of different sites cannot be compared."""
+        self._trials += 1
+        log.info("trial rounds, %d: they take as long as any rounds", self._trials)
+        name, terms = f"{self.experiment}{TRIAL}{self._trials}", replace(self._terms, sites=len(self.sites))
+        beside = Elsewhere(method, self._post.beside(), self._hello, name, terms, self._settings)
+        beside.wait()
+        return beside
 
-    def wait(self, everyone: bool = False, patience: float = math.inf) -> list[str]:
-        """Who is there, once it is enough of them, or patience is at its end; says for whom it waits."""
+    def settle(self, method: Algorithm) -> None:
+        """Everyone is greeted anew: what a method left open has been found."""
+        self._method = method
+        here = list(self._post.sites)
+        self._post.greet_again(self._hello(method, self.experiment))
+        self.wait(here, patience=self._terms.timeout)
+
+    def wait(self, whom: Collection[str] = (), patience: float = math.inf) -> list[str]:
+        """Who is there, once it is enough of them and these are among them, or patience is at its end; says
+        for whom it waits."""
         least, told = self._terms.sites, -math.inf
         end = self._post.now() + patience
         while True:
-            here = self._post.present()
+            here = [name for name in self._post.present() if self._admitted(name)]
             for name in here:
                 about = self._post.sites[name].about
-                site = self.sites.setdefault(name, Member(0, []))
-                site.units, site.splits = int(about["units"]), list(about["splits"])
-            missing = sorted(set(self.sites) - set(here)) if everyone else []
+                site = self.sites.setdefault(name, Member())
+                site.units, site.examples = int(about["units"]), int(about["examples"])
+                site.splits = list(about["splits"])
+            missing = sorted(set(whom) - set(here))
             if (len(here) >= least and not missing) or self._post.now() > end:
+                self._begun = True
                 return here
             if self._post.now() - told >= 30:
-                whom = ", ".join(missing) or f"{least - len(here)} more site(s)"
-                log.info("waiting for %s; here: %s", whom, ", ".join(here) or "nobody")
+                lacking = ", ".join(missing) or f"{least - len(here)} more site(s)"
+                log.info("waiting for %s; here: %s", lacking, ", ".join(here) or "nobody")
                 told = self._post.now()
             self._post.pause()
 
+    def _admitted(self, name: str) -> bool:
+        """Whether settings that are given by site have one for a site that comes after the start."""
+        if not self._begun or name in self.sites:
+            return True
+        if name not in self._refused:
+            names = sorted([*self.sites, name])
+            try:
+                self._settings.participation.check(len(names))
+                self._method.check(names)
+            except SettingsError as error:
+                self._refused[name] = str(error)
+                log.warning("%s cannot take part: %s", name, error)
+        return name not in self._refused
+
     def active(self, rule: Participation, key: Key, round: int) -> Active:
         """As in the simulator, by names, among those who are there and not busy with an earlier round."""
-        here = self.wait(everyone=self._everyone)
+        here = self.wait(self._needed)
         free = [n for n in here if not self._post.busy(n)] or here
         units, key = units_of(self.names), key.at(round=round, purpose="participation")
-        there = torch.tensor([n in free for n in self.names])
+        there = torch.tensor([n in free and self._ready(n) for n in self.names])
         if isinstance(rule, Uniform):
             ids = there.nonzero().squeeze(1)
             drawn = Uniform(min(rule.size, len(ids))).draw(Roster(units[ids]), key)
@@ -163,94 +221,40 @@ class Elsewhere(Members):
     def _about(self, name: str, **more: Any) -> dict[str, Any]:
         """What every letter says: which round of the site's counted last, among others."""
         site = self.sites[name]
-        own = {"heard": site.heard, "noted": site.noted or [], "best": self._best, "seed": self._seed}
+        own = {"heard": site.heard, "noted": site.noted, "best": self._best, "seed": self._settings.seed}
         return {"version": __version__, "experiment": self.experiment} | own | more
 
     def round(self, method: Algorithm, round: Round, active: Active) -> Outcome:
         names = [self.names[i] for i in active.ids.tolist()]
         weights = dict(zip(names, active.weights.tolist(), strict=True))
         digest = digest_of(round.broadcast)
-        letters = {
-            name: Letter("train", self._about(name, round=round.number, digest=digest), round.broadcast)
-            for name in names
-        }
+        told = {"round": round.number, "digest": digest, "active": len(names)}
+        letters = {name: Letter("train", self._about(name, **told), round.broadcast) for name in names}
         timeout = None if self._everyone else self._terms.timeout
         enough = (lambda heard: False) if self._everyone else self._terms.enough(len(letters))
         replies = self._post.deliver(letters, timeout, enough)
         self._round = round.number
-        return self._tallied(method, "train", method.channel, letters, replies, weights, active.ratio)
+        guard = method.guard_for(round.broadcast, len(letters))
+        kind, rows = method.model.initial_phi().dtype, {n: self.sites[n].examples for n in names}
+        sums = self._sums.sums(
+            "train", method.channel, kind, letters, replies, weights, self.units, active.ratio, guard, rows
+        )
+        return self._outcome(letters, sums)
 
-    def _tallied(
-        self,
-        method: Algorithm,
-        what: str,
-        channel: Channel,
-        letters: Mapping[str, Letter],
-        replies: Mapping[str, Reply],
-        weights: Mapping[str, float],
-        ratio: bool,
-    ) -> Outcome:
-        """Sums of what arrived, in the order of sites; who cannot be added up is left out and named."""
-        reasons, kind = self._post.reasons, method.model.initial_phi().dtype
-        messages, vectors = dict[str, Message](), dict[str, Tensors]()
-        for name in sorted(replies, key=unit_of):
-            try:
-                messages[name] = message_in(replies[name], letters[name])
-                vectors[name] = _finite(messages[name].vectors(channel, unit_of(name), kind))
-            except PayloadError as error:
-                reasons[name] = str(error)
-        fit = {n: v for n, v in vectors.items() if messages[n].units}
-        reasons |= dict.fromkeys(vectors.keys() - fit.keys(), "its numbers are not finite")
-        reasons |= self._misshapen(what, fit)
-        tally, cost, size = Tally(Channel(), Key(0)), dict[str, float](), 0
-        for name, own in fit.items():
-            if name in reasons:
-                continue
-            message = messages[name]
-            rows = {n: v.unsqueeze(0).to(self.device) for n, v in own.items()}
-            named = {
-                n: (of, torch.tensor([c], dtype=torch.float64, device=self.device))
-                for n, (of, c) in message.named.items()
-            }
-            unit = torch.tensor([unit_of(name)], device=self.device)
-            weight = torch.tensor([weights[name]], device=self.device)
-            answer = Answer(torch.ones_like(unit, dtype=torch.bool), rows, named=named)
-            tally.add(answer, unit, weight, stands_for=message.units)
-            add_up(cost, message.cost)
-            size += message.size
-        for name, why in sorted(reasons.items()):
+    def _outcome(self, letters: Mapping[str, Letter], sums: Sums) -> Outcome:
+        """Sums with the positions of those who are in them, and of those who are not."""
+        reasons = dict(sorted((self._post.reasons | sums.reasons).items()))
+        for name, why in reasons.items():
             log.warning("%s was left out: %s", name, why)
         heard = [n for n in letters if n not in reasons]
-        place = {name: i for i, name in enumerate(self.sites)}
-        self._metrics = {
-            "heard": heard,
-            "reasons": dict(sorted(reasons.items())),
-            "late": sum(self._post.late.values()),
-        }
+        place = {name: i for i, name in enumerate(self.names)}
+        self._metrics = {"heard": heard, "reasons": reasons, "late": sum(self._post.late.values())}
+        if self._post.late:
+            self._metrics["late_from"] = dict(sorted(self._post.late.items()))
         ids = torch.tensor([place[n] for n in heard], dtype=torch.int64)
         left_out = tuple(place[n] for n in letters if n in reasons)
-        return Outcome(tally.total(self.units, ratio), cost, left_out, size, [(ids, {})])
-
-    def _misshapen(self, what: str, vectors: Mapping[str, Tensors]) -> dict[str, str]:
-        """Who sends vectors of another form than was sent before, or, the first time, than most send."""
-        forms = {name: {n: len(v) for n, v in sorted(own.items())} for name, own in vectors.items()}
-        if not forms:
-            return {}
-        kinds = Counter(json.dumps(form) for form in forms.values()).most_common()
-        usual = self._forms.get(what)
-        if usual is None or not all(n in usual for form in forms.values() for n in form):
-            if len(kinds) > 1 and kinds[0][1] == kinds[1][1]:
-                told = "; ".join(f"{name} {form}" for name, form in sorted(forms.items())[:4])
-                raise EstimateError(f"sites do not agree on what they send ({told}): check their models")
-            usual = (usual or {}) | json.loads(kinds[0][0])
-            self._forms[what] = usual
-        names = set(json.loads(kinds[0][0]))
-        fits = {name: set(form) == names and form.items() <= usual.items() for name, form in forms.items()}
-        return {
-            name: f"it sent {form or 'nothing'} (entries), not { {n: usual[n] for n in sorted(names)} }"
-            for name, form in forms.items()
-            if not fits[name]
-        }
+        suspects = tuple(place[n] for n in sums.suspects)
+        return Outcome(sums.total, sums.cost, left_out, sums.size, [(ids, {})], suspects, sums.usual)
 
     def keep(self, updates: Iterable[Update], entered: bool = True) -> None:
         """A round has counted: the sites that were heard are told so in their next letter."""
@@ -272,7 +276,8 @@ class Elsewhere(Members):
 
     def ask(self, asking: Asking[R]) -> tuple[R, Outcome]:
         question, known = asking.question, asking.known
-        names = [n for n, s in self.sites.items() if asking.split is None or asking.split in s.splits]
+        names = [n for n in self.names if asking.split is None or asking.split in self.sites[n].splits]
+        names = list(asking.late) or names
         asked = {f"known.{n}": t for n, t in known.items()} if asking.models else {}
         asked |= {} if asking.models else {f"asked.{n}": t for n, t in question.ask(known).items()}
         asked |= {f"broadcast.{n}": t for n, t in asking.broadcast.items()}
@@ -282,26 +287,40 @@ class Elsewhere(Members):
             "key": [asking.key.round, asking.key.purpose],
             "models": asking.models,
         }
-        if question.quorum == 1.0:
-            self.wait(everyone=True, patience=self._terms.timeout)
+        if question.quorum == 1.0 and not asking.late:
+            self.wait(self.names, patience=self._terms.timeout)
         letters = {name: Letter("ask", self._about(name, **about), asked) for name in names}
         replies = self._post.deliver(letters, self._terms.timeout, lambda heard: False)
-        done = self._tallied(
-            asking.method, question.name, Channel(), letters, replies, dict.fromkeys(names, 1.0), ratio=False
-        )
+        kind, ones = asking.method.model.initial_phi().dtype, dict.fromkeys(names, 1.0)
+        everyone = self.units + sum(self.sites[n].units for n in asking.late)
+        sums = self._sums.sums(question.name, Channel(), kind, letters, replies, ones, everyone)
+        done, total = self._outcome(letters, sums), sums.total
+        reasons = self._post.reasons | sums.reasons
         of = sum(self.sites[n].units for n in names)
-        if done.total.count < question.quorum * of:
-            told = "; ".join(f"{n}: {why}" for n, why in sorted(self._post.reasons.items())[:5])
+        if not asking.late and total.count < question.quorum * of:
+            told = "; ".join(f"{n}: {why}" for n, why in sorted(reasons.items())[:5])
             raise EstimateError(
-                f"{question.name}: {done.total.count} of {of} units could be heard, not enough ({told})"
+                f"{question.name}: {total.count} of {of} units could be heard, not enough ({told})"
             )
         for name in names:
-            if name not in self._post.reasons:
-                site = self.sites[name]
-                site.noted = sorted({*(site.noted or []), question.name})
+            self.sites[name].answer(question.name, counted=name not in reasons, read=name in sums.read)
+        if question.lasting:
+            total = self._lasting[question.name] = _together(self._lasting.get(question.name), total)
         cost = dict(done.cost) | {"bytes_down": float(len(names) * _size(asked))}
-        outcome = Outcome(done.total, cost, done.left_out, done.bytes_up, [])
-        return question.finish(known, done.total), outcome
+        outcome = Outcome(total, cost, done.left_out, done.bytes_up, [])
+        return question.finish(known, total), outcome
+
+    def newcomers(self) -> list[str]:
+        """Who is here and has not answered what lasts of the questions before the rounds; one that could not
+        is asked again when a round's time is over."""
+        here, now = self.wait(self._needed), self._post.now()
+        due = [n for n in here if not self._ready(n) and self._again.get(n, -math.inf) <= now]
+        self._again |= dict.fromkeys(due, now + self._terms.timeout)
+        return due
+
+    def _ready(self, name: str) -> bool:
+        """It may take part in rounds."""
+        return self._lasting.keys() <= set(self.sites[name].answered)
 
     def finish(self, published: Tensors, rounds: int) -> list[str]:
         """Give everyone who is there the theta that was learned; says who has it."""
@@ -315,17 +334,23 @@ class Elsewhere(Members):
     def state(self) -> Tensors:
         plain = {
             "sites": {n: asdict(s) for n, s in self.sites.items()},
-            "forms": self._forms,
+            "forms": self._sums.forms,
             "best": self._best,
             "late": self._post.late,
+            "lasting": {question: total.count for question, total in self._lasting.items()},
         }
-        return {"elsewhere": torch.tensor(list(json.dumps(plain).encode()), dtype=torch.uint8)}
+        sums = {f"lasting.{q}.{n}": v for q, total in self._lasting.items() for n, v in total.plain.items()}
+        return sums | {"elsewhere": torch.tensor(list(json.dumps(plain).encode()), dtype=torch.uint8)}
 
     def restore(self, state: Tensors) -> None:
         plain = json.loads(bytes(state["elsewhere"].tolist()))
         here = {n: s for n, s in self.sites.items() if n not in plain["sites"]}
         self.sites = {n: Member(**s) for n, s in plain["sites"].items()} | here
-        self._forms, self._best, self._post.late = plain["forms"], plain["best"], plain["late"]
+        self._sums.forms, self._best, self._post.late = plain["forms"], plain["best"], plain["late"]
+        for question, count in plain["lasting"].items():
+            begin = f"lasting.{question}."
+            sums = {n.removeprefix(begin): v.to(self.device) for n, v in state.items() if n.startswith(begin)}
+            self._lasting[question] = Total(sums, sums, {}, count, float(count), count, False)
 
     def remember(self) -> Tensors:
         self._best = self._round
@@ -335,11 +360,13 @@ class Elsewhere(Members):
         self._best, self._recall = int(remembered["round"]), True
 
 
-def _finite(vectors: Tensors) -> Tensors:
-    for name, vector in vectors.items():
-        if not bool(torch.isfinite(vector).all()):
-            raise PayloadError(f"its {name} is not finite")
-    return vectors
+def _together(earlier: Total | None, new: Total) -> Total:
+    """Answers of those who were asked first and of those who came later."""
+    if earlier is None or not new.count:
+        return new if earlier is None else earlier
+    sums = {n: earlier.plain[n] + v if n in earlier.plain else v for n, v in new.plain.items()}
+    count = earlier.count + new.count
+    return replace(new, weighted=earlier.plain | sums, plain=earlier.plain | sums, count=count)
 
 
 def _size(tensors: Tensors) -> int:

@@ -4,9 +4,9 @@ name                          what the experiment is called
 [data]                        what sites' data look like: ``questions.forms`` has the words
 [model]  entry                ``module:name`` of a model, or of a function that makes one
 [method] name, settings       as in the files of ``fedpop compare``
-[run]    rounds, seed, participation, early_stop
+[run]    rounds, seed, participation, early_stop, checkpoint_every, afterwards
 [sites]  sites, quorum, timeout, weights
-[server] address, hosts
+[server] address
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from fedpop.algorithms.base import Algorithm
 from fedpop.algorithms.tables import known_method, method_from
-from fedpop.errors import SettingsError
+from fedpop.errors import FedpopError, SettingsError
 from fedpop.federation.inputs import Example
 from fedpop.federation.participation import resolve
 from fedpop.files import read_json, writable_folder, write_json
 from fedpop.models.entry import model_named
 from fedpop.questions.forms import check_form
 from fedpop.runtime.callbacks import Callback, EarlyStop
+from fedpop.runtime.flower.afterwards import ASKED, check_asked
 from fedpop.runtime.flower.conduct import Deployment
 from fedpop.runtime.flower.elsewhere import Terms
 from fedpop.runtime.flower.folder import check_name, read_toml
@@ -34,7 +36,7 @@ from fedpop.runtime.settings import Settings
 from fedpop.version import __version__
 
 TABLES = ("name", "data", "model", "method", "run", "sites", "server")
-RUN = ("rounds", "seed", "participation", "early_stop", "checkpoint_every")
+RUN = ("rounds", "seed", "participation", "early_stop", "checkpoint_every", "afterwards")
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,10 @@ class Folder:
         """The settings file, checked as far as it can be without any data."""
         path = self.app / "federation.toml"
         plain = read_toml(path, "is this a federation's folder? fedpop server init makes one")
-        for key in plain:
-            if key not in TABLES:
-                raise SettingsError(f"{path}: unknown setting {key!r}; known are {', '.join(TABLES)}")
+        _only(plain, TABLES, str(path))
+        for key in TABLES[1:]:
+            if not isinstance(plain.get(key, {}), dict):
+                raise SettingsError(f"{path}: {key} is a table, [{key}], not {plain[key]!r}")
         version = read_json(self.root / "version.json")["version"] if self._versioned else None
         if version != __version__:
             raise SettingsError(
@@ -112,14 +115,22 @@ class Folder:
         check_name(str(plain.get("name", "federation")))
         data, model, method = (plain.get(name, {}) for name in ("data", "model", "method"))
         check_form(data)
-        entry = model.get("entry", "model:model")
+        entry = str(_only(model, ("entry",), f"{path}, [model]").get("entry", "model:model"))
+        _check_entry(path, entry)
+        _only(plain.get("server", {}), ("address",), f"{path}, [server]")
         name = method.get("name", "FedSOUL")
         known_method(name, f"{path}, [method]")
         own = {k: v for k, v in method.items() if k != "name"}
-        make = _maker(path, str(entry), str(name), own)
+        make = _maker(path, entry, str(name), own)
         run = _only(plain.get("run", {}), RUN, f"{path}, [run]")
         stop = run.pop("early_stop", None)
-        callbacks: list[Callback] = [] if stop is None else [EarlyStop(**stop)]
+        callbacks: list[Callback] = []
+        if stop is not None:
+            if not isinstance(stop, dict):
+                raise SettingsError(
+                    f"{path}, [run]: early_stop is a table such as {{every = 10, patience = 5}}"
+                )
+            callbacks = [EarlyStop(**_only(stop, ("every", "patience"), f"{path}, early_stop"))]
         words = tuple(f.name for f in fields(Terms))
         terms = Terms(**_only(plain.get("sites", {}), words, f"{path}, [sites]"))
         part = run.get("participation")
@@ -130,7 +141,8 @@ class Folder:
             participation=usual if part is None else resolve(part),
             checkpoint_every=run.get("checkpoint_every", 1),
         )
-        return Deployment(self.experiment(), make, settings, terms, data, str(entry), callbacks)
+        after = check_asked(run.get("afterwards", tuple(ASKED)))
+        return Deployment(self.experiment(), make, settings, terms, data, entry, callbacks, after)
 
 
 def _maker(path: Path, entry: str, name: str, settings: Mapping[str, Any]) -> Callable[[Example], Algorithm]:
@@ -144,6 +156,23 @@ def _maker(path: Path, entry: str, name: str, settings: Mapping[str, Any]) -> Ca
         return method_from(name, settings, model, f"{path}: method {name}")
 
     return make
+
+
+def _check_entry(path: Path, entry: str) -> None:
+    """Raise where it can be seen, before any site is asked, that no model will come of it."""
+    module, _, name = entry.partition(":")
+    if not module or not name:
+        raise SettingsError(f"{path}: entry is module:name, such as model:model, not {entry!r}")
+    file = path.parent / f"{module}.py"
+    try:
+        if file.exists():
+            compile(file.read_bytes(), str(file), "exec")
+        elif find_spec(module.partition(".")[0]) is None:
+            raise SettingsError(f"{path}: there is no module {module!r}: {file} is not there")
+    except (SyntaxError, ValueError) as error:
+        if isinstance(error, FedpopError):
+            raise
+        raise SettingsError(f"{file} is not Python: {error}") from error
 
 
 def _only(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> dict[str, Any]:

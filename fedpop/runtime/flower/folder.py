@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedpop.checked import Count, require
+from fedpop.checked import Count, Whole, require
+from fedpop.client.plan import parse_bytes
 from fedpop.errors import SettingsError
 from fedpop.federation.reading import read_data, read_table
 from fedpop.files import write_bytes
@@ -40,10 +41,18 @@ class SiteSettings:
     """With fewer rows the site refuses the spectral start, whose message would tell of single rows."""
 
     def __post_init__(self) -> None:
+        where = self.folder / SETTINGS
+        for word in ("name", "data", "server", "memory"):
+            if not isinstance(getattr(self, word), str):
+                raise SettingsError(f"{where}: {word} is a text, not {getattr(self, word)!r}")
         check_name(self.name)
         require(Count, threads=self.threads, spectral_rows=self.spectral_rows)
+        require(Whole, port=self.port)
+        parse_bytes(self.memory)
+        if self.port >= 2**16:
+            raise SettingsError(f"{where}: port is below 65536, not {self.port}")
         if not self.data:
-            raise SettingsError(f"{self.folder / SETTINGS}: data is missing: where the site's data are")
+            raise SettingsError(f"{where}: data is missing: where the site's data are")
 
     @property
     def where(self) -> str:

@@ -22,7 +22,7 @@ from fedpop.models.predictive import Predictive
 from fedpop.population import Population
 from fedpop.runtime.flower import certificates
 from fedpop.runtime.flower.folder import SETTINGS, check_name, make_secret, open_site, read_site
-from fedpop.runtime.flower.processes import Kept, environment, free_port, program
+from fedpop.runtime.flower.processes import Kept, environment, free_port, program, require_free
 from fedpop.runtime.flower.serving import INSECURE
 from fedpop.runtime.flower.site import THETA, Experiment
 
@@ -36,6 +36,8 @@ def enrol(root: Path, name: str, server: str, data: str, ca: Path | None, insecu
     if ca is None and not insecure:
         raise SettingsError("give --ca, the federation's ca.crt, so that this site knows its server")
     where = _checked_data(data)
+    if ca is not None:
+        certificates.read_certificate(ca)
     if (root / SETTINGS).exists():
         raise SettingsError(
             f"{root} is a site's folder already; edit {root / SETTINGS}, or choose another one"
@@ -47,10 +49,7 @@ def enrol(root: Path, name: str, server: str, data: str, ca: Path | None, insecu
     else:
         assert ca is not None
         certificates.make_site_key(folder)
-        try:
-            shutil.copyfile(ca, folder / "ca.crt")
-        except OSError as error:
-            raise SettingsError(f"cannot read {ca}: {error.strerror or error}") from error
+        write_bytes(folder / "ca.crt", ca.read_bytes())
     lines = {"name": name, "data": where, "server": server, "insecure": insecure}
     text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in lines.items())
     write_bytes(folder / SETTINGS, text.encode())
@@ -91,6 +90,9 @@ def join(root: Path, data: str | None, insecure: bool, say: Say, seconds: float 
         certificates.check_site_key(settings.folder)
         if not certificates.check_connection(settings.server, settings.folder / "ca.crt"):
             say(f"the server {settings.server} is not there yet; the site waits for it")
+        certificates.check_clock(settings.server, settings.folder / "ca.crt")
+    if settings.port:
+        require_free("127.0.0.1", settings.port, f"port in {settings.folder / SETTINGS}")
     writable_folder(settings.folder / "logs")
 
     def arguments() -> list[str]:
@@ -122,7 +124,7 @@ def _reason(log: Path) -> str:
     if "Exit Code: 305" in said or "public key" in said.lower():
         return (
             " (the server does not know this site's key: ask its operator to admit node.pub; or, after a "
-            "kill, it takes the last node for alive for up to a minute)"
+            "kill, it takes the last node for alive for up to a minute; or the clocks differ)"
         )
     return ""
 
@@ -225,11 +227,13 @@ def personalise(
     root: Path, theta: Path, data: str, at: str | None, out: Path | None, level: float, say: Say
 ) -> None:
     """A brand-new site from theta alone: its model is made of its own data, and nothing is sent."""
+    _require_theta(theta)
     if not (root / SETTINGS).exists():
-        folder, name = writable_folder(root), root.absolute().name
+        name, where = root.absolute().name, _checked_data(data)
         check_name(name)
+        folder = writable_folder(root)
         make_secret(folder)
-        text = f"name = {json.dumps(name)}\ndata = {json.dumps(_checked_data(data))}\n"
+        text = f"name = {json.dumps(name)}\ndata = {json.dumps(where)}\n"
         write_bytes(folder / SETTINGS, text.encode())
     experiment = adopted(root, theta)
     population = population_at(experiment).sample_all()
@@ -241,10 +245,14 @@ def personalise(
 def adopted(root: Path, theta: Path) -> Experiment:
     """An experiment at a site that took no part, from a federation's folder ``run/theta``."""
     site = open_site(root.absolute())
-    if not (theta / "method.json").exists():
-        raise CheckpointError(f"{theta} holds no theta of a federation: it is the server's folder run/theta")
+    _require_theta(theta)
     experiment = Experiment(site, str(read_json(theta / "method.json")["experiment"]))
     if not (experiment.folder / THETA).exists():
         for file in ("model.safetensors", "method.json", THETA):
             shutil.copyfile(theta / file, experiment.folder / file)
     return experiment
+
+
+def _require_theta(theta: Path) -> None:
+    if not (theta / "method.json").exists():
+        raise CheckpointError(f"{theta} holds no theta of a federation: it is the server's folder run/theta")

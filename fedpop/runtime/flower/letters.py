@@ -14,6 +14,8 @@ from fedpop.models.base import Model
 from fedpop.models.spec import model_spec
 from fedpop.version import __version__
 
+TRIAL = ".trial-"
+"""Between an experiment's name and the number of trial rounds that are run before it."""
 KINDS = ("form", "hello", "train", "ask", "finish")
 
 

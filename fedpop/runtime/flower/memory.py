@@ -119,7 +119,10 @@ def locked(path: Path) -> Iterator[None]:
 
 def held(path: Path) -> bool:
     """Whether a living process has locked it; the lock of a killed one is gone with it."""
-    with open(path.with_suffix(".lock"), "w") as file:
+    lock = path.with_suffix(".lock")
+    if not lock.exists():
+        return False
+    with open(lock) as file:  # whoever only looks writes nothing
         try:
             flock(file, LOCK_EX | LOCK_NB)
         except BlockingIOError:

@@ -27,6 +27,8 @@ log = logging.getLogger("fedpop.server")
 
 TYPES = {"form": MessageType.QUERY, "hello": MessageType.QUERY, "train": MessageType.TRAIN}
 """Flower's words for kinds of letters; questions, and the end, are evaluations."""
+PATIENT = 5
+"""How many times as long as a refusal a greeting without an answer is waited for."""
 NODE_GONE = 5
 """Flower's error code for a node whose heartbeat has stopped."""
 
@@ -75,6 +77,17 @@ class Post:
         self.reasons: dict[str, str] = {}
         """Why sites were not heard in the last delivery."""
 
+    def beside(self) -> Post:
+        """Another one on the same Grid, to whom nobody has spoken yet."""
+        return Post(
+            self._grid, poll=self._poll, greeting=self._greeting, clock=self._clock, sleep=self._sleep
+        )
+
+    def greet_again(self, hello: Letter) -> None:
+        """Everyone is to hear something new, and counts as there once it has."""
+        self.hello, self.sites = hello, {}
+        self._met, self._greeted, self._hellos = set(), {}, {}
+
     # --- who is there ------------------------------------------------------------------------
 
     def _online(self) -> dict[int, str]:
@@ -109,9 +122,9 @@ class Post:
         due = [n for n in nodes if n not in self._met and self._greeted.get(n, -math.inf) <= now]
         if due:
             for node, letter in zip(
-                due, self._push([(n, self.hello) for n in due], self._greeting), strict=True
+                due, self._push([(n, self.hello) for n in due], PATIENT * self._greeting), strict=True
             ):
-                self._greeted[node] = now + self._greeting  # then again: it may have been mended
+                self._greeted[node] = now + PATIENT * self._greeting  # a slow one is not asked twice
                 if letter is not None:
                     self._hellos[letter] = node
         if self._hellos:
@@ -127,6 +140,7 @@ class Post:
         why = self._doubt(reply, name, registered)
         if why is not None:
             log.warning("node %d (%s) cannot take part: %s", node, name or registered or "no name", why)
+            self._greeted[node] = self._clock() + self._greeting  # then again: it may have been mended
             return
         log.info("site %s is here", name)
         self._met.add(node)

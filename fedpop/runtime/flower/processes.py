@@ -55,7 +55,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def require_free(host: str, port: int) -> None:
+def require_free(host: str, port: int, where: str = "address under [server] in federation.toml") -> None:
     """Raise where another process listens there."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -64,7 +64,7 @@ def require_free(host: str, port: int) -> None:
         except OSError as error:
             raise SettingsError(
                 f"port {port} of {host} cannot be had ({error.strerror}): stop what uses it, or change "
-                "address under [server] in federation.toml"
+                f"{where}"
             ) from error
 
 

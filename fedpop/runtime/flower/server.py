@@ -43,4 +43,8 @@ def main(grid: Grid, context: Context) -> None:
             logging.getLogger("fedpop.server").error("%s", error)
             write_json(status, {"state": "failed", "why": str(error)})
             raise
+        except Exception as error:  # the SuperLink went away, or the model's code is wrong: more than one try
+            logging.getLogger("fedpop.server").exception("the run broke")
+            write_json(status, {"state": "broken", "why": f"{type(error).__name__}: {error}"})
+            raise
         write_json(status, {"state": "finished", "rounds": population.rounds})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 from fedpop.errors import SettingsError
 from fedpop.files import read_json, writable_folder, write_bytes, write_json
 from fedpop.runtime.flower import certificates
+from fedpop.runtime.flower.conduct import AFTERWARDS
 from fedpop.runtime.flower.federation import Folder
 from fedpop.runtime.flower.folder import check_name
 from fedpop.runtime.flower.memory import held
@@ -21,6 +21,10 @@ from fedpop.runtime.progress import human_bytes
 from fedpop.version import __version__
 
 Say = Callable[[str], None]
+TRIES = 3
+"""Times that a run is begun again without a round in between."""
+TOLD = ("loss", "bytes_up", "bytes_down", "seconds")
+"""Numbers of a round that are told by themselves."""
 CONNECTION = "fedpop"
 
 PROJECT = """# An app of Flower's: `flwr run` takes it as it is. The code is fedpop's own.
@@ -141,8 +145,7 @@ def admit(root: Path, name: str, key: Path, say: Say) -> None:
     place = folder.admitted / f"{name}.pub"
     if place.exists() and place.read_bytes() != key.read_bytes():
         raise SettingsError(f"a site {name!r} was admitted with another key; remove {place} first")
-    writable_folder(folder.admitted)
-    shutil.copyfile(key, place)
+    write_bytes(writable_folder(folder.admitted) / place.name, key.read_bytes())
     say(f"site {name} is admitted")
 
 
@@ -205,15 +208,23 @@ class _Watch:
         self._told = len(_lines(folder.run / "metrics.jsonl"))
 
     def to_the_end(self) -> None:
-        while True:
+        in_vain = 0
+        while in_vain < TRIES:
             self._until_healthy()
             self._register()
-            starts = self._link.starts
+            starts, before = self._link.starts, self._told
             self._submit()
             if self._finished(starts):
                 self._say(f"finished; theta is in {self._folder.run / 'population'}")
                 return
-            self._say("the run ended before its time; it goes on from its last round")
+            in_vain = 0 if self._told > before or self._link.starts > starts else in_vain + 1
+            self._say(f"the run ended before its time{self._why()}; it goes on from its last round")
+        log = self._folder.run / "server.log"
+        raise SettingsError(f"the run broke {TRIES} times without a round{self._why()}; {log} says more")
+
+    def _why(self) -> str:
+        status = _status(self._folder) or {}
+        return f" ({status['why']})" if status.get("state") == "broken" else ""
 
     def _until_healthy(self, seconds: float = 60.0) -> None:
         end = time.monotonic() + seconds
@@ -253,6 +264,7 @@ class _Watch:
                 self._again[key.stem] = time.monotonic() + 60
                 continue
             self._registered.add(key.stem)
+            self._say(f"site {key.stem} may take part")
 
     def _submit(self) -> None:
         (self._folder.run / "status.json").unlink(missing_ok=True)
@@ -274,6 +286,8 @@ class _Watch:
                     return False
             elif status["state"] == "finished":
                 return True
+            elif status["state"] == "broken":
+                return False
             elif status["state"] == "failed":
                 raise SettingsError(f"the run failed: {status['why']}")
             elif not held(self._folder.run / "run"):
@@ -319,7 +333,7 @@ def status(root: Path, say: Say) -> None:
     rounds = settings.get("run", {}).get("rounds")
     planned = "as many as needed" if rounds is None else rounds
     say(f"{settings.get('name', 'federation')}: {state}, {len(lines)} of {planned} rounds")
-    if now is not None and state == "failed":
+    if now is not None and state in ("failed", "broken"):
         say(f"  why       {now['why']}")
     admitted = sorted(key.stem for key in folder.admitted.glob("*.pub"))
     heard: dict[str, int] = {}
@@ -328,6 +342,8 @@ def status(root: Path, say: Say) -> None:
     for site in sorted({*admitted, *heard}):
         said = f"last heard in round {heard[site]}" if site in heard else "never heard"
         why = lines[-1].get("reasons", {}).get(site) if lines else None
+        late = lines[-1].get("late_from", {}).get(site, 0) if lines else 0
+        said += f"; {late} of its replies came late" if late else ""
         say(f"  {site:<9} {said}{f'; in the last one: {why}' if why else ''}")
     if lines:
         last = lines[-1]
@@ -335,3 +351,8 @@ def status(root: Path, say: Say) -> None:
         say(f"  bytes     {up} up, {down} down")
         say(f"  late      {last.get('late', 0)} replies were dropped")
         say(f"  last      {_round(last)}")
+        numbers = {n: v for n, v in last.items() if n not in TOLD and isinstance(v, float)}
+        say(f"  metrics   {', '.join(f'{n} {v:.4g}' for n, v in numbers.items()) or 'none'}")
+    if (folder.run / AFTERWARDS).exists():
+        for name, found in read_json(folder.run / AFTERWARDS).items():
+            say(f"  {name.replace('_', ' ')}: {found['words']}")

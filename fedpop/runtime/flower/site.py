@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +32,16 @@ from fedpop.population.site import site_answer, site_round
 from fedpop.questions import Question
 from fedpop.questions.forms import example_from, plain_example, summary_of
 from fedpop.questions.spectral import CrossProducts, SecondMoments
-from fedpop.runtime.flower.letters import Letter, Refusal, Reply, digest_of, refusal, reply_of, with_values
+from fedpop.runtime.flower.letters import (
+    TRIAL,
+    Letter,
+    Refusal,
+    Reply,
+    digest_of,
+    refusal,
+    reply_of,
+    with_values,
+)
 from fedpop.runtime.flower.memory import Memory, locked
 from fedpop.runtime.guards import threads
 from fedpop.runtime.members import Asking, models_for
@@ -41,6 +51,7 @@ log = logging.getLogger("fedpop.site")
 
 THETA = "theta.safetensors"
 """What the federation learned, at a site or for one that comes later."""
+HELD_BACK = "the message is out of all proportion to what is usual and is not sent: look at the data's scale"
 STRANGER = "this site does not know the experiment: greet it first"
 
 
@@ -131,6 +142,7 @@ class Experiment:
                 "experiment": self.name,
                 "site": self.site.name,
                 "units": len(federation),
+                "examples": int(federation.train.sizes.sum()),
                 "splits": sorted(federation.splits),
                 "method": letter.about["method_digest"],
             }
@@ -207,8 +219,12 @@ class Experiment:
         shared = Key(int(letter.about["seed"]), number, "/train")
         key = self.key(number, "site/train")
         now = Round(number, letter.tensors, key, shared)
-        done = site_round(self.sites(store), self.method, now, self.site.name)
-        told = {"site": self.site.name, "experiment": self.name, "round": number, "digest": digest}
+        done = site_round(self.sites(store), self.method, now, self.site.name, int(letter.about["active"]))
+        told: dict[str, Any] = {"site": self.site.name, "experiment": self.name}
+        told |= {"round": number, "digest": digest}
+        if done.withheld:
+            told["withheld"] = dict(done.withheld)
+            log.warning("%s: round %d: %s", self.name, number, HELD_BACK)
         reply = reply_of(done.message, told)
         memory.before, memory.after, memory.reply = done.before, done.after, reply
         memory.round, memory.digest = number, digest
@@ -292,6 +308,8 @@ class Experiment:
         )
         population.save(self.folder / "population")
         write_tensors(self.folder / THETA, population.published)
+        for trial in self.folder.parent.glob(f"{self.name}{TRIAL}*"):
+            shutil.rmtree(trial)
         told = {"version": __version__, "site": self.site.name, "experiment": self.name, "units": 0}
         return Reply(told | {"cost": {}, "named": {}})
 

@@ -43,6 +43,7 @@ standardise = false
 {method}
 [run]
 rounds = {rounds}
+afterwards = []
 [sites]
 sites = {sites}
 {more}
@@ -102,11 +103,11 @@ class Cluster:
         )
         out.close()
 
-    def start_server(self) -> None:
-        """Returns once the sites' keys are registered: a node that comes before is refused, and waits."""
-        before = self.heard("server").count("has begun")
+    def start_server(self, words: str = "has begun") -> None:
+        """Returns once it has said so; a node that comes before its key is registered is refused."""
+        before = self.heard("server").count(words)
         self.start("server", "server", "run", str(self.server))
-        self.until(lambda: self.heard("server").count("has begun") > before, 300, "the server did not start")
+        self.until(lambda: self.heard("server").count(words) > before, 300, "the server did not start")
 
     def start_site(self, name: str) -> None:
         self.start(name, "site", "join", str(self.root / name))

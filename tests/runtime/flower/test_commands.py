@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch
 
 import fedpop as fp
 from fedpop.cli import main
+from fedpop.errors import SettingsError
 from fedpop.files import read_json, read_tensors, write_json
 from fedpop.runtime.flower import certificates
 from fedpop.runtime.flower.client import app
@@ -118,6 +120,11 @@ def test_a_run_and_what_sites_do_with_it(made: Made, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out
     assert "3 of 3 rounds" in said
     assert "north     last heard in round 3" in said
+    assert "log likelihood: " in said
+    after = read_json(made.server / "run" / "afterwards.json")
+    assert after["log_likelihood"]["value"] == pytest.approx(population.log_likelihood().value)
+    assert after["diagnostics"]["chains"]["units"] == 2
+    assert set(after) == {"diagnostics", "log_likelihood", "standard_errors"}
     at = made.root / "at.csv"
     at.write_text("sex,age\nf,30\nm,41\n")
     fedpop("site", "predict", made.root / "south", "--data", at, "--out", made.root / "out.csv")
@@ -174,11 +181,60 @@ def test_bad_folders_and_settings(made: Made, capsys: pytest.CaptureFixture[str]
         "[method]\nname = 'FedX'": "unknown method 'FedX'",
         "[run]\nround = 3": "unknown setting 'round'",
         "[sites]\nquorum = 3.0": "quorum is a share",
+        "[sites]\nquorum = 'all'": "quorum",
+        "[sites]\ntimeout = -1.0": "timeout",
+        "[run]\nrounds = 'ten'": "rounds",
+        "[run]\nparticipation = 'some'": "participation",
+        "[run]\nearly_stop = {evry = 3}": "unknown setting 'evry'",
+        "[run]\nearly_stop = 3": "early_stop is a table",
+        "[run]\nafterwards = ['luck']": "afterwards is a list of",
+        "run = 3": "run is a table",
+        "[model]\nentry = 'model'": "entry is module:name",
+        "[model]\nentry = 'nowhere_at_all:model'": "there is no module 'nowhere_at_all'",
+        "[model]\nfile = 'model.py'": "unknown setting 'file'",
+        "[server]\nport = 1": "unknown setting 'port'",
+        "[server]\naddress = 'here'": "host:port",
         "[sites": "not readable TOML",
     }.items():
         file.write_text(bad)
         assert words in refused(capsys, "server", "run", made.server)
     file.write_text(good)
+    (made.server / "app" / "model.py").write_text("def model(:\n")
+    assert "is not Python" in refused(capsys, "server", "run", made.server)
+
+
+def test_bad_settings_of_a_site(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    file = made.root / "north" / "site.toml"
+    good = file.read_text()
+    for bad, words in {
+        "threads = 0": "threads",
+        "memory = 'plenty'": "memory",
+        "port = 99999": "port is below 65536",
+        "colour = 1": "unknown setting 'colour'",
+        "data = 3": "not readable TOML",  # twice
+        "[": "not readable TOML",
+    }.items():
+        file.write_text(f"{good}{bad}\n")
+        assert words in refused(capsys, "site", "join", made.root / "north")
+    file.write_text("name = 3\ndata = 'rows.csv'\n")
+    assert "name is a text, not 3" in refused(capsys, "site", "join", made.root / "north")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        file.write_text(f"{good}port = {other.getsockname()[1]}\n")
+        assert "cannot be had" in refused(capsys, "site", "join", made.root / "north")
+
+
+@pytest.mark.parametrize("code", ["raise OSError('no')", "def model(n):\n    return 1 / 0", "model = 3"])
+def test_a_model_whose_code_is_wrong(code: str, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, with the file and the error, not again and again."""
+    (made.server / "app" / "broken_model.py").write_text(code)
+    file = made.server / "app" / "federation.toml"
+    file.write_text(file.read_text() + "[model]\nentry = 'broken_model:model'\n")
+    monkeypatch.delitem(sys.modules, "broken_model", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SettingsError, match=r"federation\.toml: .*broken_model:model"):
+        made.conduct()
 
 
 def test_a_folder_from_another_version(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,8 +265,8 @@ def test_a_server_certificate_that_expired_or_is_of_tomorrow(
 
 
 @contextmanager
-def listening(address: str, tls: Path | None) -> Iterator[None]:
-    """A server that shakes hands and says no more."""
+def listening(address: str, tls: Path | None, header: str = "Server: x") -> Iterator[None]:
+    """A server that shakes hands and says hardly more."""
     host, port = certificates.split_address(address)
     context = None
     if tls is not None:
@@ -228,7 +284,7 @@ def listening(address: str, tls: Path | None) -> Iterator[None]:
                     continue
                 try:
                     with plain if context is None else context.wrap_socket(plain, server_side=True) as one:
-                        one.sendall(b"HTTP/1.1 400 no\r\n\r\n")
+                        one.sendall(f"HTTP/1.1 400 no\r\n{header}\r\n\r\n".encode())
                 except OSError:
                     continue
 
@@ -261,6 +317,12 @@ def test_a_site_knows_its_server(made: Made, capsys: pytest.CaptureFixture[str])
     certificates.make_server_certificate(tls, ["127.0.0.1"])
     with listening(made.address, tls):
         assert certificates.check_connection(made.address, tls / "ca.crt")
+    for apart, words in ((-60, "ahead of"), (400, "behind")):
+        there = now + dt.timedelta(seconds=apart)
+        with listening(made.address, tls, f"Date: {there:%a, %d %b %Y %H:%M:%S} GMT"):
+            said = refused(capsys, "site", "join", made.root / "north")
+            assert words in said
+            assert "set both clocks" in said
     assert not certificates.check_connection(made.address, tls / "ca.crt")
 
 
@@ -272,6 +334,11 @@ def test_bad_keys(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     assert "another key" in refused(
         capsys, "server", "admit", made.server, "north", made.root / "south" / "node.pub"
     )
+    (made.root / "junk.crt").write_text("junk")
+    given = ("--name", "west", "--server", made.address, "--data", made.root / "north.csv", "--ca")
+    for ca in (made.root / "junk.crt", made.root / "gone.crt", made.root):
+        assert str(ca) in refused(capsys, "site", "enrol", made.root / "west", *given, ca)
+        assert not (made.root / "west").exists()
     (made.root / "north" / "node.key").write_text("junk")
     assert "is not a site's key" in refused(capsys, "site", "join", made.root / "north")
     (made.root / "north" / "node.key").unlink()
@@ -339,3 +406,4 @@ def test_theta_comes_at_the_end(made: Made, capsys: pytest.CaptureFixture[str]) 
     assert "holds no theta" in refused(
         capsys, "site", "personalise", made.root / "new", "--theta", made.root, "--data", at
     )
+    assert not (made.root / "new").exists()

@@ -33,7 +33,7 @@ from fedpop.runtime.flower.records import (
     reply_to_record,
 )
 from fedpop.runtime.run import Run, Settings
-from tests.algorithms.test_conformance import clients, made
+from tests.algorithms.conformance import clients, made
 from tests.runtime.flower.local_grid import LocalGrid
 from tests.runtime.flower.sites import across, deployment, enrol, here, post_on, same_bits
 
@@ -204,10 +204,10 @@ def test_what_goes_wrong_at_a_site_stays_there(tmp_path: Path, monkeypatch: pyte
     """The server hears what kind of error it was, never its words, which may hold data."""
     work = at_site.site_round
 
-    def failing(sites: Sites, method: Any, round: Any, name: str) -> Any:
+    def failing(sites: Sites, method: Any, round: Any, name: str, messages: int) -> Any:
         if name == "bea" and round.number == 2:
             raise RuntimeError("row 17 of patient Jane Doe is odd")
-        return work(sites, method, round, name)
+        return work(sites, method, round, name, messages)
 
     monkeypatch.setattr(at_site, "site_round", failing)
     found, grid = run(tmp_path, lambda grid: None)

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import fedpop as fp
-from fedpop.algorithms import METHODS
+from fedpop.algorithms import METHODS, hierarchical
 from fedpop.client.store import LocalStore
 from fedpop.evaluation.information import Information
 from fedpop.files import read_tensors
 from fedpop.runtime.flower.elsewhere import Terms
 from fedpop.runtime.flower.memory import Memory
-from tests.algorithms.test_conformance import NAMES, clients, made, partial
+from fedpop.runtime.flower.records import letter_from_record
+from tests.algorithms.conformance import NAMES, clients, made, partial
 from tests.helpers import generator, linear_model
 from tests.runtime.flower.sites import across, here, same_bits
 
@@ -144,3 +145,21 @@ def test_a_site_of_several_groups_sends_their_sum(name: str, tmp_path: Path) -> 
         torch.testing.assert_close(elsewhere.published[n], simulated.published[n], rtol=1e-9, atol=1e-12)
     letters = [m for m in grid.traffic if m[1].metadata.message_type == "train"]
     assert len(letters) == 2 * 3
+
+
+# --- before the rounds ---------------------------------------------------------------------------
+
+
+def test_trial_rounds_find_the_simulators_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them is an experiment of its own at the sites, which forget it at the end; to the bit."""
+    monkeypatch.setattr(hierarchical, "ROUNDS", 3)  # of each trial
+    method, data = fp.FedSOUL.paper(linear_model(), local_steps=2), clients("linear")
+    assert method.rate() is None
+    elsewhere, grid = across(method, data, tmp_path, rounds=2)
+    simulated = here(method, data, rounds=2)
+    assert elsewhere.algorithm.rate() == simulated.algorithm.rate()
+    same_bits(elsewhere.published, simulated.published)
+    assert elsewhere.totals["head_steps"] == simulated.totals["head_steps"]
+    names = {letter_from_record(m.content).about["experiment"] for _, m, _ in grid.traffic}
+    assert {"test", "test.trial-1"} <= names
+    assert [p.name for p in (tmp_path / "ada" / "experiments").iterdir()] == ["test"]

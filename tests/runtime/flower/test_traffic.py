@@ -21,7 +21,8 @@ from fedpop.runtime.flower.elsewhere import Terms
 from fedpop.runtime.flower.letters import Letter, Reply
 from fedpop.runtime.flower.memory import Memory
 from fedpop.runtime.flower.records import letter_from_record, reply_from_record
-from tests.algorithms.test_conformance import clients, holds, made
+from tests.algorithms.conformance import clients, made
+from tests.algorithms.test_conformance import holds
 from tests.helpers import generator, seeded
 from tests.runtime.flower.local_grid import LocalGrid
 from tests.runtime.flower.sites import across, deployment, enrol, post_on
@@ -29,7 +30,7 @@ from tests.runtime.flower.sites import across, deployment, enrol, post_on
 CPU = torch.device("cpu")
 ABOUT = {"site", "experiment", "version", "round", "digest", "units", "cost", "named", "question"}
 """All that a reply to a round or a question says beside its vectors."""
-HELLO = {"site", "experiment", "version", "units", "splits", "method"}
+HELLO = {"site", "experiment", "version", "units", "examples", "splits", "method"}
 COSTS = {"log_likelihood", "examples", "acceptance", "clients", "divergences"}
 COSTS |= {"gradient_evaluations", "head_steps", "backbone_passes"}
 

@@ -1,0 +1,59 @@
+"""What sites are asked once theta is there: how likely their data are, how sure theta is, how chains mixed.
+
+Each answer is a sum over sites. What cannot be computed says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from fedpop.errors import FedpopError, SettingsError
+from fedpop.evaluation.information import Information, require_small, standard_errors
+from fedpop.kernels.hierarchy import Hierarchy
+from fedpop.population import Population
+
+
+def _diagnostics(population: Population, hierarchy: Hierarchy) -> dict[str, Any]:
+    found = population.diagnostics()
+    return {"words": str(found.chains), "chains": asdict(found.chains), "warnings": found.warnings}
+
+
+def _likelihood(population: Population, hierarchy: Hierarchy) -> dict[str, Any]:
+    found = population.log_likelihood()
+    return {"words": str(found)} | asdict(found)
+
+
+def _errors(population: Population, hierarchy: Hierarchy) -> dict[str, Any]:
+    require_small(hierarchy, population.published["beta"])
+    found = standard_errors(hierarchy, population.published, population.ask(Information(hierarchy)))
+    told = [f"{name} {', '.join(f'{v:.3g}' for v in own)}" for name, own in found.items() if len(own) <= 12]
+    told += [f"{name} ({len(own)} of them)" for name, own in found.items() if len(own) > 12]
+    return {"words": "; ".join(told), "of": found}
+
+
+ASKED: dict[str, Callable[[Population, Hierarchy], dict[str, Any]]] = {
+    "diagnostics": _diagnostics,
+    "log_likelihood": _likelihood,
+    "standard_errors": _errors,
+}
+
+
+def check_asked(names: Sequence[str]) -> tuple[str, ...]:
+    """Raise unless these can be asked."""
+    if isinstance(names, str) or not all(name in ASKED for name in names):
+        raise SettingsError(f"afterwards is a list of {', '.join(ASKED)}, not {names!r}")
+    return tuple(names)
+
+
+def answers(population: Population, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What was found, by name; of a method without a population prior nothing."""
+    hierarchy, found = population.algorithm.hierarchy, dict[str, dict[str, Any]]()
+    for name in names if hierarchy is not None else ():
+        assert hierarchy is not None
+        try:
+            found[name] = ASKED[name](population, hierarchy)
+        except FedpopError as error:
+            found[name] = {"words": f"not computed: {error}"}
+    return found

@@ -1,0 +1,121 @@
+"""One absurd message must not move everybody, between machines as in the simulator."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Message
+
+import fedpop as fp
+from fedpop.runtime.flower.client import app
+from fedpop.runtime.flower.conduct import conduct
+from fedpop.runtime.flower.elsewhere import Terms
+from fedpop.runtime.flower.letters import Reply
+from fedpop.runtime.flower.records import letter_from_record, reply_from_record, reply_to_record
+from tests.helpers import generator
+from tests.runtime.flower.local_grid import LocalGrid
+from tests.runtime.flower.sites import across, deployment, enrol, here, post_on, same_bits
+from tests.runtime.flower.test_agreement import SGD, softmax
+
+NAMES = ("ada", "bea", "cem", "dag", "eva", "fay")
+
+
+def data(scale: float = 1.0, who: str = "cem") -> dict[str, Any]:
+    g = generator(0)
+    out = {}
+    for name in NAMES:
+        x, y = torch.randn(5, 3, generator=g), torch.randint(3, (5,), generator=g)
+        out[name] = (x * scale if name == who else x, y)
+    return out
+
+
+def grown(reply: Message, factor: float) -> Message:
+    """A reply whose vectors are so many times as long."""
+    old = reply_from_record(reply.content)
+    longer = {}
+    for name, p in old.payloads.items():
+        kind = getattr(torch, p.codec)
+        vector = torch.frombuffer(bytearray(p.data), dtype=kind) * factor
+        longer[name] = type(p)(p.codec, p.length, vector.numpy().tobytes())
+    reply.content = reply_to_record(Reply(old.about, longer))
+    return reply
+
+
+@pytest.mark.parametrize("at", [0, 2], ids=["in the first round", "later"])
+def test_the_server_leaves_out_what_is_out_of_proportion(at: int, tmp_path: Path) -> None:
+    """Whoever comes first: all messages of a round are looked at together. Named, counted, not unbiased."""
+    grid = LocalGrid(app, enrol(tmp_path, data()))
+
+    def fault(site: str, letter: Message, reply: Message) -> list[Message]:
+        told = letter_from_record(letter.content)
+        absurd = told.kind == "train" and told.about["round"] == at and site == "cem"
+        return [grown(reply, 1e7) if absurd else reply]
+
+    grid.fault = fault
+    found = conduct(deployment(fp.FedSOUL(softmax()), 4, terms=Terms(sites=6)), post_on(grid))
+    assert [m["left_out"] for m in found.history] == [["cem"] if k == at else [] for k in range(4)]
+    line = found.history[at]
+    assert line["out_of_proportion"] == ["cem"]
+    assert line["unbiased"] is False
+    assert line["reasons"] == {"cem": "its message was out of all proportion"}
+    assert found.totals["out_of_proportion"] == 1
+    assert "unbiased" not in found.history[3]
+
+
+@pytest.mark.parametrize("compressor", ["identity", "qsgd"])
+def test_a_site_judges_itself_as_the_simulator_does(
+    compressor: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From what is usual, which is broadcast: the absurd message does not leave it, its norm does; who is
+    left out, and theta, are the simulator's."""
+    method = fp.FedAvg(softmax(), local=SGD, compressor=compressor, guard=3.0)
+    # In turn by their hashes: where the culprit comes late the simulator can tell in its first round, too.
+    found = {}
+    for who in NAMES:
+        simulated = here(method, data(40.0, who), rounds=4)
+        left = [m["left_out"] for m in simulated.history]
+        if left == [[who]] * 4:
+            found[who] = simulated
+    assert found
+    who, simulated = next(iter(found.items()))
+    elsewhere, grid = across(method, data(40.0, who), tmp_path, rounds=4)
+    for one, other in zip(elsewhere.history, simulated.history, strict=True):
+        assert one["left_out"] == other["left_out"] == one["out_of_proportion"] == other["out_of_proportion"]
+        assert one["unbiased"] is other["unbiased"] is False
+    same_bits(elsewhere.published, simulated.published)
+    replies = [
+        reply_from_record(r.content)
+        for s, m, r in grid.traffic
+        if s == who and letter_from_record(m.content).kind == "train"
+    ]
+    assert replies[0].payloads  # nothing is known to be usual yet
+    assert all(not r.payloads and set(r.about["withheld"]) == {"dw"} for r in replies[1:])
+    assert json.dumps(elsewhere.history[1]["reasons"]).count("held it back") == 1
+    assert "is not sent: look at the data's scale" in caplog.text
+
+
+def test_everyone_cannot_be_shut_out(tmp_path: Path) -> None:
+    """Norms that were held back count in what is usual: a jump of all of them costs one round."""
+    grid = LocalGrid(app, enrol(tmp_path, data()))
+    told = deployment(fp.FedAvg(softmax(), local=SGD, guard=3.0), 5, terms=Terms(sites=6))
+
+    def fault(site: str, letter: Message, reply: Message) -> list[Message]:
+        about = letter_from_record(letter.content).about
+        return [grown(reply, 1e-6) if about.get("round") in (0, 1) else reply]
+
+    grid.fault = fault
+    found = conduct(told, post_on(grid))
+    assert [len(m["left_out"]) for m in found.history] == [0, 0, 0, 0, 0] or [
+        len(m["left_out"]) for m in found.history
+    ] == [0, 6, 0, 0, 0]
+    assert len(found.history[-1]["heard"]) == 6
+
+
+def test_a_few_sites_have_no_median(tmp_path: Path) -> None:
+    few = {n: own for n, own in data(1e4).items() if n in NAMES[:4]}
+    found, _ = across(fp.FedAvg(softmax(), local=SGD, guard=2.0), few, tmp_path, rounds=2)
+    assert all("out_of_proportion" not in m for m in found.history)
