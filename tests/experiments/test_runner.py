@@ -7,7 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from fedpop.experiments.runner import Job, run_jobs
+import pytest
+
+from fedpop.experiments.runner import Board, Job, run_jobs, tell
 from fedpop.report.results import Record, Results, record
 
 
@@ -38,8 +40,10 @@ def test_only_what_is_missing_is_run(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from pathlib import Path
+
+import pytest
 from fedpop.report.results import Results
-from fedpop.experiments.runner import Job, run_jobs
+from fedpop.experiments.runner import Board, Job, run_jobs, tell
 from tests.experiments.test_runner import linger
 if __name__ == "__main__":
     folder = sys.argv[1]
@@ -56,8 +60,6 @@ def alive(pid: int) -> bool:
 
 def test_workers_die_with_their_parent(tmp_path: Path) -> None:
     if not Path("/proc/self/stat").exists():
-        import pytest
-
         pytest.skip("needs /proc to see whether a process is alive")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -83,3 +85,27 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
         assert not alive(worker)
     finally:
         parent.kill()
+
+
+def telling(method: str, seed: int) -> list[Record]:
+    tell(0.5, "half of it")
+    return [record("synthetic", {"b": 1}, method, seed, {"angle": 1.0}, {}, {})]
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_the_bar_moves_while_a_job_is_under_way(
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    inner = Board.at
+
+    def at(self: Board, job: int, share: float, doing: str) -> None:
+        inner(self, job, share, doing)
+        seen.append((share, doing, self.progress.tasks[0].completed))
+
+    monkeypatch.setattr(Board, "at", at)
+    todo = [Job(telling, ("a", 0), "a", {"b": 1}, 0, ("a",))]
+    run_jobs(todo, Results.open(tmp_path), processes, "test")
+    assert (0.5, "half of it", 0.5) in seen
+    assert seen[-1] == (1.0, "done", 1.0)
+    tell(0.1, "to nobody")  # outside of a job there is no bar
