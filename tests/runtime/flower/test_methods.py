@@ -56,7 +56,7 @@ def test_compressed_vectors_arrive_as_in_the_simulator(name: str, compressor: st
 
 
 def test_weights_of_unequal_probabilities(tmp_path: Path) -> None:
-    rule = fp.participation.Bernoulli([0.9, 0.5, 0.8, 0.7])
+    rule = fp.participation.Bernoulli([0.9, 0.5, 0.8, 0.7, 0.6, 0.9, 1.0])
     method = made("FedSOUL", "softmax")
     elsewhere, _ = across(method, clients("softmax"), tmp_path, rounds=5, rule=rule)
     same_bits(elsewhere.published, here(method, clients("softmax"), rounds=5, rule=rule).published)
