@@ -31,7 +31,8 @@ def _mathml(found: re.Match[str]) -> str:
     made = convert(tex.replace("{aligned}", "{align*}"), display=display)
     if unknown := re.search(r"<m[io]>(\\\w+|&)</m[io]>", made):
         raise ValueError(f"{unknown[1]} is unknown to latex2mathml, in {tex}")
-    return _BARE.sub(r'\1<mspace width="0.17em"/>', made)
+    made = _BARE.sub(r'\1<mspace width="0.17em"/>', made)
+    return f'<div class="formula">{made}</div>' if display == "block" else made
 
 
 def on_page_content(html: str, **_: Any) -> str:

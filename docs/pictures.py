@@ -332,7 +332,12 @@ def defaults() -> str:
 
 def pooling() -> str:
     """Out of the committed results: radon in counties, pooled and not."""
-    return (ROOT / "results" / "mixed" / "pooling.svg").read_text()
+    from fedpop.experiments.mixed.page import pooling_figure
+    from fedpop.report.results import Results
+
+    figure = pooling_figure(Results.open(ROOT / "results" / "mixed"))
+    assert figure is not None
+    return figure.svg
 
 
 def holdings() -> None:

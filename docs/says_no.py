@@ -11,6 +11,7 @@ import html
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,17 @@ class Says:
 # --- out of the code -------------------------------------------------------------------------
 
 
+@cache
+def code() -> dict[Path, ast.Module]:
+    """Every file of the package, read once."""
+    return {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+
+
 def constants() -> dict[str, str]:
     """Texts with a name of their own, such as the remedy for every damaged file."""
     found = {}
-    for path in ROOT.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
+    for tree in code().values():
+        for node in tree.body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 name, value = node.targets[0].id, node.value
                 if name.isupper() and isinstance(value, ast.Constant) and isinstance(value.value, str):
@@ -195,10 +202,10 @@ def raised(tree: ast.AST, known: dict[str, str]) -> Iterator[tuple[str, str]]:
 def everything() -> list[Says]:
     """All that may be said, each once."""
     known, found = constants(), set()
-    for path in sorted(ROOT.rglob("*.py")):
+    for path, tree in code().items():
         parts = path.relative_to(ROOT).parts
         area = "flower" if "flower" in parts else parts[0] if parts[0] in AREAS else ""
-        for kind, words in raised(ast.parse(path.read_text()), known):
+        for kind, words in raised(tree, known):
             found.add(Says(area, kind, *_split(kind, words)))
     return sorted(found)
 

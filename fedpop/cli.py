@@ -115,7 +115,7 @@ def experiment(
         out: Folder for results.json, results.md and report.html; results/NAME unless told.
         seeds: How many seeds; the experiment's own number unless told.
         processes: Worker processes; one per core unless told.
-        data_dir: Folder in which images are looked for first, for an experiment that needs them.
+        data_dir: Folder in which data are looked for first, for an experiment that needs them.
         only: Run only jobs with this text in their label, such as "main" or "seed 0".
     """
     if not name:

@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 
 import fedpop
+from fedpop.algorithms.base import Algorithm
+from fedpop.channel.compressors import Compressor
+from fedpop.federation.participation import Participation
+from fedpop.questions import Question
 
 ROOT = Path(fedpop.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -145,3 +149,35 @@ def test_no_file_is_long() -> None:
 
 def test_fedsouk_can_be_read_beside_the_paper() -> None:
     assert len((ROOT / "algorithms" / "fedsouk.py").read_text().splitlines()) < 250
+
+
+# --- who may look at what ------------------------------------------------------------------------
+
+
+def _below(cls: type) -> set[str]:
+    return {cls.__name__}.union(*(_below(sub) for sub in cls.__subclasses__()))
+
+
+ASKED = _below(Algorithm) | _below(Question) | _below(Participation) | _below(Compressor)
+"""Whose subclasses are asked, never told apart, by what runs them."""
+
+
+def kinds_told_apart(path: Path) -> Iterator[tuple[int, str]]:
+    """Where a file asks for the class of a method, a question or a rule, or for a likelihood's name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+            for name in ast.walk(node.args[1]):
+                if isinstance(name, ast.Name) and name.id in ASKED:
+                    yield node.lineno, name.id
+        if isinstance(node, ast.Compare) and ast.unparse(node.left).endswith("likelihood.name"):
+            yield node.lineno, "likelihood.name"
+
+
+@pytest.mark.parametrize("room", ["runtime", "population"])
+def test_what_runs_a_method_does_not_look_at_its_class(room: str) -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {what}"
+        for file in sorted((ROOT / room).rglob("*.py"))
+        for line, what in kinds_told_apart(file)
+    ]
+    assert not found

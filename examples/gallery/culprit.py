@@ -15,7 +15,9 @@ for i in range(20):
 x, y = clients["site-07"]
 clients["site-07"] = (x, y * 1e6)  # in micrograms, where the others have grams
 
-model = fp.Composition(None, nn.Linear(3, 1, bias=False), fp.likelihoods.Normal(variance=1.0))
+head = nn.Linear(3, 1, bias=False)
+nn.init.zeros_(head.weight)
+model = fp.Composition(None, head, fp.likelihoods.Normal(variance=1.0))
 
 
 class Follow(fp.callbacks.Callback):

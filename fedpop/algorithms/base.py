@@ -216,6 +216,10 @@ class Algorithm(Setting, ABC):
         """A round without one of those who may take part makes no sense: it is waited for."""
         return self.participation == "full"
 
+    def without_waiting(self) -> Self:
+        """This method where a quorum will do, if it can do with one."""
+        return self
+
     def for_rule(self, rule: Participation) -> Self:
         """This method for runs with this participation, where settings left something open."""
         return self

@@ -59,6 +59,9 @@ class WithEngine(Hierarchical):
             **{"engine": "auto" if self.engine.startswith(CHOSEN) else self.engine} | changes
         )
 
+    def without_waiting(self) -> Self:
+        return self if self.exact is None else replace(self, engine="sampled")
+
     @property
     def scores(self) -> bool:
         """Scoring steps in further stages, where nothing was said of steps. A backbone's likelihood is too

@@ -89,6 +89,11 @@ class Channel(Checked):
         """Vectors arrive as they were sent: sums over units may be formed before anything is sent."""
         return self.clip is None and all(c.identity for c in self.compressors)
 
+    @property
+    def one_for_all(self) -> bool:
+        """One compressor for every site, whoever it is."""
+        return not isinstance(self._each, dict)
+
     def of(self, site: int) -> Compressor:
         """The compressor of a site, by the hash of its name."""
         if not isinstance(self._each, dict):

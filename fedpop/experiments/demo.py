@@ -113,7 +113,10 @@ def keep(folder: Path, outcomes: Sequence[Outcome], data: Synthetic) -> Results:
     about = {"b": task.b, "k": task.k, "d": task.d, "sizes": sorted({len(c.y) for c in data.clients})}
     engines = {o.record["method"]: _engine(o) for o in outcomes}
     points = {o.record["method"]: o.points for o in outcomes if o.points}
-    write_json(folder / FIGURES, {"task": about, "engines": engines, "points": points, "clients": shown})
+    write_json(
+        folder / FIGURES,
+        {"task": about, "engines": engines, "points": points, "clients": list(shown.items())},
+    )
     results = Results(folder)
     results.add([{**o.record, "experiment": NAME} for o in outcomes])
     return results
@@ -193,7 +196,7 @@ def page(results: Results) -> Page:
             "parameters come from the learned population, so its intervals are wide, and honest.",
             figures=[
                 Figure(plots.intervals(rows, "held-out examples", "y", title), "")
-                for title, rows in kept["clients"].items()
+                for title, rows in kept["clients"]
             ],
         ),
     ]
@@ -215,8 +218,8 @@ def _figures(results: Results, points: dict[str, list[dict[str, float]]]) -> lis
     exact = ("exact optimum", by_name["Exact"]["principal_angle"])
     angle = "principal-angle distance"
     by_round, by_bytes = (
-        {m: [(x(p), p["principal_angle"]) for p in line] for m, line in points.items()}
-        for x in (lambda p: p["round"], lambda p: p["bytes"] / 1e6)
+        {m: [(p[x] / unit, p["principal_angle"]) for p in points[m]] for m in METHODS if m in points}
+        for x, unit in (("round", 1), ("bytes", 1e6))
     )
     return [
         Figure(

@@ -36,7 +36,7 @@ class Experiment(Report):
     seeds: int | None
     """How many unless told; None where the experiment has seeds of its own."""
     data: str = ""
-    """Which sets of images it needs, where it needs any."""
+    """Which data it needs, where it does not draw its own."""
 
     def asked(self, out: Path | None = None, seeds: int | None = None, data: Path | None = None) -> Asked:
         """The words, checked, with this experiment's defaults."""

@@ -13,6 +13,7 @@ EXPERIMENTS: dict[str, str] = {
     "drift": "Where theta settles with local epochs on phi, against the exact optimum and the plain round.",
     "restarts": "The synthetic experiment's seeds that ended in a local optimum, run again with restarts.",
     "clusters": "A population with two clusters: Normal, mixture and energy priors on clients never seen.",
+    "mixed": "Mixed models against R's: agreement, by chains and with few taking part; coverage; pooling.",
 }
 """What ``fedpop experiment`` runs, each a module or package of this name here (with an underscore for a
 hyphen) that has an ``EXPERIMENT``.

@@ -64,6 +64,8 @@ class Design:
     formula: Formula
     levels: Mapping[str, Sequence[str]]
     moments: Mapping[str, Moments]
+    dropped: tuple[str, ...] = ()
+    """Fixed effects that are combinations of others, and are left out."""
 
     @classmethod
     def agreed(
@@ -111,7 +113,7 @@ class Design:
 
     @cached_property
     def fixed_names(self) -> list[str]:
-        return self._names(self.formula.fixed)
+        return [name for name in self._names(self.formula.fixed) if name not in self.dropped]
 
     @cached_property
     def random_names(self) -> list[str]:
@@ -169,7 +171,10 @@ class Design:
 
     def fixed(self, rows: Rows) -> np.ndarray:
         """``[n, p]``."""
-        return self._matrix(self.formula.fixed, rows)
+        whole = self._matrix(self.formula.fixed, rows)
+        if not self.dropped:
+            return whole
+        return whole[:, [name not in self.dropped for name in self._names(self.formula.fixed)]]
 
     def random(self, rows: Rows) -> np.ndarray:
         """``[n, q]``."""

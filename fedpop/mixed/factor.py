@@ -10,6 +10,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+SINGULAR = 1e-4
+"""An entry on the diagonal of the relative factor below which a covariance counts as singular, as in
+lme4."""
+
 
 @dataclass(frozen=True)
 class Factor:
@@ -34,6 +38,11 @@ class Factor:
         q = len(self.blocks)
         rows, cols = (torch.tensor(v) for v in zip(*self.places, strict=True))
         return theta.new_zeros((q, q)).index_put((rows, cols), theta)
+
+    def entries(self, matrix: Tensor) -> Tensor:
+        """theta of a factor."""
+        rows, cols = (torch.tensor(v) for v in zip(*self.places, strict=True))
+        return matrix[rows, cols]
 
     def units(self) -> list[Tensor]:
         """d Lambda / d theta_j."""

@@ -88,8 +88,9 @@ def _lines(fit: MixedFit) -> Figure:
     rows = pd.DataFrame({**typical, column: ends})
     middle = fit.predict(rows, "population", theta_uncertainty=False, of="mean")
     axes.plot(ends, middle["mean"], color="#000000", linewidth=1.8, label="population")
-    if fit.response in columns and not hasattr(columns[fit.response], "cat"):
-        axes.plot(columns[column], columns[fit.response], ".", color=GREY, markersize=2, zorder=0)
+    response = fit.design.formula.response.column
+    if response is not None and not hasattr(columns[response], "cat"):
+        axes.plot(columns[column], columns[response], ".", color=GREY, markersize=2, zorder=0)
     axes.set_xlabel(column)
     axes.set_ylabel(fit.response)
     axes.legend(frameon=False, fontsize=8)

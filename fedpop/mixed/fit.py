@@ -17,12 +17,13 @@ from fedpop.keys import Key
 from fedpop.mixed import export, figures, sampled
 from fedpop.mixed.comparison import LikelihoodRatio, compared
 from fedpop.mixed.design import Design
-from fedpop.mixed.factor import canonical
+from fedpop.mixed.factor import SINGULAR, canonical
 from fedpop.mixed.formula import Part
 from fedpop.mixed.groups import Coordinates, Groups, packed
+from fedpop.mixed.intervals import intervals, normal_quantile
 from fedpop.mixed.outcome import Outcome
 from fedpop.mixed.point import Engine, Point, kept
-from fedpop.mixed.predictions import GROUPS, Asked, predicted
+from fedpop.mixed.predictions import GROUPS, Asked, Predictor
 from fedpop.mixed.response import Family, response_columns, response_of
 from fedpop.mixed.summary import summary
 from fedpop.mixed.table import Rows, as_frame, labels, pandas, rows_of
@@ -31,9 +32,6 @@ from fedpop.population import Population
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SINGULAR = 1e-4
-"""An entry on the diagonal of the relative factor below which a covariance counts as singular, as in
-lme4."""
 THETAS = 200
 """Draws of theta behind intervals that include its uncertainty."""
 PROPOSALS = 400
@@ -132,13 +130,15 @@ class MixedFit:
         return dict(zip(self.design.fixed_names, values, strict=True))
 
     def confint(self, level: float = 0.95) -> Any:
-        """Wald intervals of the fixed effects, as a data frame."""
-        z = _normal_quantile(level)
-        rows = {
-            n: (b - z * self.standard_errors[n], b + z * self.standard_errors[n])
-            for n, b in self.coefficients.items()
-        }
-        return pandas().DataFrame.from_dict(rows, orient="index", columns=["lower", "upper"])
+        """Intervals of all parameters as a data frame, under the names that lme4 gives them, as
+        ``sd_(Intercept)|Subject``.
+
+        They are Wald's: of fixed effects as they are, of standard deviations on the scale of their
+        logarithms, of correlations on that of their inverse hyperbolic tangents. Where a variance is zero or
+        a correlation one that law does not hold, and there is none (NaN); a ``likelihood_ratio`` says
+        whether the variance is needed.
+        """
+        return intervals(self, normal_quantile(level))
 
     # --- random effects ----------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class MixedFit:
         """Posterior mean, standard deviation and interval of each group's effects, as a data frame with
         a row for each group and effect."""
         mean, cov = self._effects
-        sd, z = cov.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt(), _normal_quantile(level)
+        sd, z = cov.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt(), normal_quantile(level)
         pd, names = pandas(), self.design.random_names
         index = pd.MultiIndex.from_product([self.levels, names], names=[self.group, "effect"])
         table = {"mean": mean, "sd": sd, "lower": mean - z * sd, "upper": mean + z * sd}
@@ -295,20 +295,11 @@ class MixedFit:
             owner,
             cohort,
         )
-        uncertain = theta_uncertainty and (self.family.gaussian or self.outcome.found is not None)
-        points = self._thetas if uncertain else [self.outcome.point]
-        found = predicted(
-            asked,
-            self.outcome.point,
-            points,
-            units,
-            self.family,
-            groups != "population",
-            level,
-            of,
-            EACH if uncertain else EACH * THETAS,
-            self._key.at(purpose="predict"),
-        )
+        each = EACH if theta_uncertainty else EACH * THETAS
+        key = self._key.at(purpose="predict")
+        predictor = Predictor(units, self.family, groups != "population", of, each, key)
+        points = self._thetas if theta_uncertainty else [self.outcome.point]
+        found = predictor.predicted(asked, self.outcome.point, points, level)
         table = {"mean": found.mean, "lower": found.low, "upper": found.high}
         return pandas().DataFrame({n: v.numpy() for n, v in table.items()}, index=frame.index)
 
@@ -354,7 +345,7 @@ class MixedFit:
         size = self.engine.factor.size + len(self.coefficients)
         ids = torch.arange(PROPOSALS)
         noise = self._key.at(purpose="theta").normal(ids, (size + 1,), torch.float64)
-        return self.engine.theta_draws(noise[:, :-1], noise[:, -1], THETAS)
+        return self.engine.theta_draws(self.outcome.point, noise[:, :-1], noise[:, -1], THETAS)
 
     # --- for people --------------------------------------------------------------------------------
 
@@ -374,9 +365,3 @@ class MixedFit:
     def to_netcdf(self, path: str | Path) -> Path:
         """Posterior draws of groups' effects and the estimates, in a file that ArviZ reads."""
         return export.to_netcdf(self, Path(path))
-
-
-def _normal_quantile(level: float) -> float:
-    if not 0 < level < 1:
-        raise SettingsError(f"a level lies between 0 and 1, not {level}")
-    return float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)))

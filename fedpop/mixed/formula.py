@@ -17,6 +17,8 @@ TOKEN = re.compile(
     r"`[^`]+`|(?:[^\W\d]|\.(?!\d))[\w.]*|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|\|\||\*\*|%[^%]*%|[<>=!]=|[()+\-*/:^|~,<>]"
 )
 WORDS = re.compile(r"`|[^\W\d]|\.(?!\d)")
+SYNTACTIC = re.compile(r"(?:[^\W\d_]|\.(?!\d))[\w.]*")
+"""Names that R writes without quotes."""
 FACTORS = ("factor", "C", "as.factor")
 """Calls that make categories of a column."""
 WHOLE = ("scale", "center")
@@ -153,19 +155,21 @@ def scanned(text: str) -> Tokens:
 def shown(tokens: Sequence[str]) -> str:
     """Tokens as R prints them.
 
-    >>> shown(scanned("I( x**2+log(z,2) )"))
-    'I(x^2 + log(z, 2))'
+    >>> shown(scanned("I( x**2+log(`a b`,2) )"))
+    'I(x^2 + log(`a b`, 2))'
     """
     out = ""
     for i, token in enumerate(tokens):
         unary = token == "-" and (i == 0 or tokens[i - 1] in "(+-*/^,~<>")
         if token == ",":
             out += ", "
+        elif token[0] == "`" and SYNTACTIC.fullmatch(token[1:-1]):
+            out += token[1:-1]  # R does without quotes where it can
         elif token in ("+", "-", "*", "/", "|", "||", "~", "<", ">", "<=", ">=", "==", "!=") and not unary:
             out += f" {token} "
         else:
             out += token
-    return out.replace("`", "")
+    return out
 
 
 def unquoted(name: str) -> str:
@@ -232,7 +236,7 @@ def _summands(tokens: Tokens, text: str) -> list[tuple[str, Tokens]]:
 
 def _one_group(groups: list[Tokens], text: str) -> str:
     names = list(dict.fromkeys(shown(g) for g in groups))
-    if not names:
+    if not groups:
         raise SettingsError(
             f"{text!r} has no random term: add one for the groups, as (1 | group) or (x | group)"
         )
@@ -243,6 +247,8 @@ def _one_group(groups: list[Tokens], text: str) -> str:
             "choose the one whose groups are the clients"
         )
     group = groups[0]
+    if not group:
+        raise SettingsError(f"a random term of {text!r} names no group after its bar, as in (1 | group)")
     if len(group) != 1 or not is_name(group[0]):
         inner = ", ".join(dict.fromkeys(columns_of(group))) or names[0]
         raise SettingsError(
@@ -271,6 +277,8 @@ def _expanded(tokens: Tokens) -> Terms:
     at = 0
     while at < len(tokens):
         token, end = tokens[at], at + 1
+        if token == ".":
+            raise SettingsError(f"'.' in {shown(tokens)!r}: all other columns cannot be meant; name them")
         if is_name(token):
             if tokens[at + 1 : at + 2] == ("(",):
                 end = _closes(tokens, at + 1) + 1
@@ -280,6 +288,8 @@ def _expanded(tokens: Tokens) -> Terms:
             plain.append(parts.setdefault(part, f"v{len(parts)}"))
         elif token in ("|", "||"):
             raise SettingsError(f"cannot read {shown(tokens)!r}: a bar belongs into a random term")
+        elif token[0].isdigit() and token not in ("0", "1") and tokens[at - 1 : at] != ("^",):
+            raise SettingsError(f"cannot read the number {token} in {shown(tokens)!r}; I(...) makes a column")
         else:
             plain.append("**" if token == "^" else token)
         at = end

@@ -95,6 +95,21 @@ class Profile(Question[Tensors]):
 
 
 @dataclass(frozen=True)
+class WholeProfile(Profile):
+    """The profile of some groups with their own W'W and number of rows, made from their rows."""
+
+    units: Coordinates
+    name: ClassVar[str] = "profile of some"
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        zz, zw, ww = moments(units.cohort, self.units)
+        local = {"zz": zz, "zw": zw}
+        inner = super().answer(asked, Units(units.cohort, local, units.personal, units.split), key)
+        rows = ww.new_tensor([float(units.cohort.examples)])
+        return Answer(inner.good, sums=dict(inner.sums) | {"ww": ww.flatten(), "rows": rows})
+
+
+@dataclass(frozen=True)
 class Profiles(Question[Tensors]):
     """The same at many factors at once ``[T, q, q]``, without derivatives: what theta's law is made of."""
 
@@ -194,6 +209,14 @@ class Criterion:
                     twice = torch.einsum("abcd,da,bc->", nn, moves[a], moves[b])
                     d2[a, b] = d2[b, a] = (n * bend).sum() - twice
         return Taylor(0.5 * (s + s.mT), s1, s2, sums["log_det"][0], d1, d2)
+
+    def restricted(self, s: Tensor, d: Tensor, log_sigma: Tensor) -> Tensor:
+        """The log-likelihood of the factor and sigma, b at its best (by REML integrated out), but for a
+        constant."""
+        root = torch.linalg.cholesky(s)
+        left = root[-1, -1].square() * torch.exp(-2 * log_sigma)
+        out: Tensor = -0.5 * (2 * self.degrees * log_sigma + d + left)
+        return out - root.diagonal()[:-1].log().sum() if self.reml else out
 
     def at(self, theta: Tensor, sums: Tensors) -> tuple[float, Tensor, Tensor | None, Tensor]:
         """Value, gradient and, where sums for it are there, Hessian in theta; and S."""

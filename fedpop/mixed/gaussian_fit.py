@@ -12,9 +12,10 @@ from torch import Tensor
 
 from fedpop.channel import Answer, Tensors, Total
 from fedpop.errors import DataError, EstimateError
+from fedpop.evaluation.information import rows_of_jacobian
 from fedpop.keys import Key
 from fedpop.mixed.factor import Factor
-from fedpop.mixed.gaussian import Criterion, GroupMoments, Profile, Profiles, shrunk
+from fedpop.mixed.gaussian import Criterion, GroupMoments, Profile, Profiles, WholeProfile, shrunk
 from fedpop.mixed.groups import Coordinates, Groups, everyone
 from fedpop.mixed.point import Engine, Point
 from fedpop.mixed.search import Found, minimised
@@ -61,7 +62,10 @@ class GaussianEngine(Engine):
 
         found = minimised(at, self.factor.start(0.5))
         if not found.value < math.inf:
-            raise EstimateError("the likelihood is not finite where the search starts")
+            raise EstimateError(
+                "the likelihood is not finite where the search starts: fixed effects explain the response "
+                "without any residual, or columns are too far apart in size"
+            )
         return found, self.profiled(found.x)
 
     def profiled(self, theta: Tensor) -> Point:
@@ -97,12 +101,60 @@ class GaussianEngine(Engine):
         out: Tensor = point.sigma**2 * torch.linalg.inv(self._s(point)[0][:-1, :-1])
         return out
 
+    def vector(self, point: Point) -> Tensor:
+        sigma = point.b.new_tensor([math.log(point.sigma)])
+        return torch.cat((point.b, self.factor.entries(point.factor), sigma))
+
+    def point(self, x: Tensor) -> Point:
+        p = len(self.units.x_names)
+        return Point(x[:p], self.factor.matrix(x[p:-1]), math.exp(float(x[-1])))
+
+    def score(self, x: Tensor, among: Tensor) -> Tensor:
+        return self._slopes(x, among)[0]
+
+    def score_and_information(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        score, information = self._slopes(x, None)
+        assert information is not None
+        return score, information
+
+    def _slopes(self, x: Tensor, among: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Of some the score, of everyone the information too."""
+        q, m, p, curved = (
+            len(self.units.z_names),
+            len(self.criterion.ww),
+            len(self.units.x_names),
+            among is None,
+        )
+        known = {"factor": self.factor.matrix(x[p:-1]), "curved": torch.tensor(curved)}
+        question = WholeProfile(self.units)
+        sums = self.groups.ask(question, known, 24.0 * q * (m + q), 8.0 * (q * m) ** 2, among)
+        near = self.criterion.taylor(x[p:-1], sums, sums["ww"].reshape(m, m))
+        with torch.enable_grad():
+            at = x.clone().requires_grad_()
+            s, d = near.at(at[p:-1] - x[p:-1])
+            v = torch.cat((-at[:p], at.new_ones(1)))
+            value = -0.5 * (2 * sums["rows"][0] * at[-1] + d + v @ s @ v * torch.exp(-2 * at[-1]))
+            (score,) = torch.autograd.grad(value, at, create_graph=curved)
+            information = -rows_of_jacobian(score, at) if curved else None
+        return score.detach(), information
+
+    def spread(self, point: Point) -> Tensor:
+        theta = self.factor.entries(point.factor)
+        near = self.criterion.taylor(theta, self.sums(point.factor, curved=True))
+        with torch.enable_grad():
+            at = torch.cat((torch.zeros_like(theta), theta.new_tensor([math.log(point.sigma)])))
+            at = at.requires_grad_()
+            value = self.criterion.restricted(*near.at(at[:-1]), at[-1])
+            (score,) = torch.autograd.grad(value, at, create_graph=True)
+            root = information_root(-rows_of_jacobian(score, at))
+        return root @ root.mT
+
     def effects(self, point: Point) -> None:
         known = {"b": point.b, "factor": point.factor, "sigma": point.b.new_tensor(point.sigma)}
         q, m = len(self.units.z_names), len(self.criterion.ww)
         self.groups.ask(GroupEffects(), known, 0.0, 32.0 * q * (q + m))
 
-    def theta_draws(self, noise: Tensor, wide: Tensor, count: int) -> list[Point]:
+    def theta_draws(self, point: Point, noise: Tensor, wide: Tensor, count: int) -> list[Point]:
         """So many points from the law of theta given the data, with b and s2 integrated out (the restricted
         likelihood): importance resampling of normal proposals about its maximum; then s2 and b by their laws
         given the factor. About the maximum of the likelihood itself intervals would be too narrow: it takes

@@ -17,7 +17,7 @@ from fedpop.mixed.factor import Factor
 from fedpop.mixed.gaussian_fit import information_root
 from fedpop.mixed.groups import Coordinates, Groups, everyone
 from fedpop.mixed.point import Engine, Point
-from fedpop.mixed.quadrature import NODES, Local, Marginal, Rule, effects
+from fedpop.mixed.quadrature import GRID, NODES, POINTS, Local, Marginal, Rule, effects
 from fedpop.mixed.response import Family
 from fedpop.mixed.search import Found, minimised
 from fedpop.questions import Question, Units
@@ -25,10 +25,26 @@ from fedpop.questions import Question, Units
 WIDE = 30.0
 """A standard error of a coefficient in internal units above which the data say nothing about it."""
 APART = 15.0
-"""A standard deviation of random effects, on the scale of the link, at which groups are all yes or all no."""
-AGREED = 1e-3
-"""Nats by which half as many nodes again may change the likelihood."""
-MOST_NODES = 1500
+"""A standard deviation of random effects, on the scale of the link, at which groups are all yes or all no:
+flat there, or still on its way up at twice as much, it has no bound."""
+SEPARATED = (
+    "the groups are separated: within (almost) every group all responses are the same, or there is one row "
+    "of each, so that the spread of groups grows without bound and no estimate exists; use a model without "
+    "random effects, or collect more rows of each group"
+)
+AGREED = {True: 1e-3, False: 0.05}
+"""Nats by which more nodes may change the likelihood, of a grid and of scattered ones; the second is how far
+below a maximum a fit counts as converged."""
+ENOUGH, FEW = 0.01, 100
+"""Nats that a Newton step may promise where a search by scattered nodes is over, and evaluations after which
+it is: their gradient is that of their likelihood only as far as they are enough."""
+MOST = {True: 1500, False: 8192}
+"""Nodes at most."""
+
+
+def nodes_for(q: int) -> int:
+    """Nodes that a search begins with: in each direction of a grid, or scattered ones in all."""
+    return NODES.get(q, POINTS)
 
 
 @dataclass(frozen=True)
@@ -42,12 +58,17 @@ class QuadratureEngine(Engine):
     start: float
     """The linear predictor of the mean response."""
     nodes: int
-    maximum: Found | None = None
 
     method: ClassVar[str] = "adaptive Gauss-Hermite quadrature"
 
     @property
+    def grid(self) -> bool:
+        return len(self.units.z_names) <= GRID
+
+    @property
     def words(self) -> str:
+        if not self.grid:
+            return f"importance sampling, {self.nodes} quasi-random nodes"
         return f"{self.method}, {self.nodes} nodes for each random effect"
 
     @cached_property
@@ -58,18 +79,19 @@ class QuadratureEngine(Engine):
     def marginal(self) -> Marginal:
         return Marginal(self.units, self.family, self.factor, Rule.of(self.nodes, len(self.units.z_names)))
 
-    def at(self, b: Tensor, factor: Tensor, curved: bool) -> Tensors:
-        known = {"b": b, "factor": factor, "curved": torch.tensor(curved)}
-        return self.groups.ask(self.marginal, known, self.marginal.per_row, 0.0)
+    def at(self, point: Point, curved: bool, among: Tensor | None = None) -> Tensors:
+        known = {"b": point.b, "factor": point.factor, "curved": torch.tensor(curved)}
+        return self.groups.ask(self.marginal, known, self.marginal.per_row, 0.0, among)
 
     def refined(self) -> QuadratureEngine | None:
-        """The same with half as many nodes again; None where that would be too many."""
-        more = self.nodes * 3 // 2 + 1
-        return replace(self, nodes=more) if more ** len(self.units.z_names) <= MOST_NODES else None
+        """The same with half as many nodes again, or twice as many scattered ones; None where that would be
+        too many."""
+        more = self.nodes * 3 // 2 + 1 if self.grid else 2 * self.nodes
+        count = more ** len(self.units.z_names) if self.grid else more
+        return replace(self, nodes=more) if count <= MOST[self.grid] else None
 
     def _evaluate(self, x: Tensor, curved: bool) -> tuple[float, Tensor, Tensor | None]:
-        p = len(self.units.x_names)
-        found = self.at(x[:p], self.factor.matrix(x[p:]), curved)
+        found = self.at(self.point(x), curved)
         hessian = -found["hessian"].reshape(len(x), len(x)) if curved else None
         return -float(found["value"]), -found["slope"], hessian
 
@@ -79,64 +101,94 @@ class QuadratureEngine(Engine):
             b = torch.zeros(p, dtype=torch.float64)
             b[: 1 if self.units.intercept else 0] = self.start
             start = torch.cat((b, self.factor.start(0.5)))
-        found = minimised(self._evaluate, start)
+        if self.grid:
+            found = minimised(self._evaluate, start, watch=self._require_bound)
+        else:
+            found = minimised(self._evaluate, start, ENOUGH / 10, FEW, self._require_bound)
+            if not found.converged and found.promised < ENOUGH:
+                words = f"converged as far as {self.nodes} nodes can tell: a Newton step promises"
+                found = replace(found, converged=True, words=f"{words} {found.promised:.1g} nats")
         self._require_information(found)
-        return found, Point(found.x[:p], self.factor.matrix(found.x[p:]))
+        return found, self.point(found.x)
+
+    def _require_bound(self, x: Tensor, slope: Tensor) -> None:
+        """Raise where estimates run to infinity: the search would follow them for long."""
+        p = len(self.units.x_names)
+        b, first = x[:p], int(self.units.intercept)
+        if float(x[p:].abs().max()) > 2 * APART and float(x[p:] @ slope[p:]) < 0:
+            raise EstimateError(SEPARATED)
+        if bool((b[first:].abs() > 2 * APART).any()) and float(b[first:] @ slope[first:p]) < 0:
+            raise self._separated(b / b.norm())
 
     def _require_information(self, found: Found) -> None:
         """Raise where a coefficient runs to infinity: the likelihood has no maximum there."""
         p = len(self.units.x_names)
         values, vectors = torch.linalg.eigh(found.hessian[:p, :p])
-        flat = values < WIDE**-2
+        flat = values.abs() < WIDE**-2
         if not bool(flat.any()):
             return
         factor = self.factor.matrix(found.x[p:])
         if float(factor.abs().max()) > APART:
-            raise EstimateError(
-                "the groups are separated: within (almost) every group all responses are the same, or there "
-                "is one row of each, so that the spread of groups grows without bound and no estimate "
-                "exists; use a model without random effects, or collect more rows of each group"
-            )
-        worst = vectors[:, int(values.argmin())]
+            raise EstimateError(SEPARATED)
+        raise self._separated(vectors[:, int(values.argmin())])
+
+    def _separated(self, worst: Tensor) -> EstimateError:
+        """Along this direction of the fixed effects there is no maximum."""
         names = [n for n, v in zip(self.units.x_names, worst.tolist(), strict=True) if abs(v) > 0.3]
         told = ", ".join(map(repr, names))
         if self.family.binomial:
-            raise EstimateError(
+            return EstimateError(
                 f"the data are separated: some combination of {told} tells yes from no without "
                 "error, so that "
                 "its coefficient grows without bound and no estimate exists. Leave it out, merge categories, "
                 "or collect more data"
             )
-        raise EstimateError(
+        return EstimateError(
             f"the data do not determine {told}: where all counts of a category are zero its "
             "coefficient grows "
             "without bound. Leave it out or merge categories"
         )
 
     def log_likelihood(self, point: Point) -> float:
-        return float(self.at(point.b, point.factor, False)["value"]) + self.constant
+        return float(self.at(point, False)["value"]) + self.constant
 
-    def information(self, point: Point) -> Tensor:
-        """Of (b, theta), by Louis' identity."""
-        size = len(point.b) + self.factor.size
-        return -self.at(point.b, point.factor, True)["hessian"].reshape(size, size)
+    def score(self, x: Tensor, among: Tensor) -> Tensor:
+        return self.at(self.point(x), False, among)["slope"]
+
+    def score_and_information(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The information is by Louis' identity."""
+        found = self.at(self.point(x), True)
+        return found["slope"], -found["hessian"].reshape(len(x), len(x))
 
     def covariance(self, point: Point) -> Tensor:
-        root = information_root(self.information(point))
         p = len(point.b)
-        return (root @ root.mT)[:p, :p]
+        return self._inverse(point)[:p, :p]
+
+    def spread(self, point: Point) -> Tensor:
+        p = len(point.b)
+        return self._inverse(point)[p:, p:]
+
+    def _inverse(self, point: Point) -> Tensor:
+        root = information_root(self.score_and_information(self.vector(point))[1])
+        return root @ root.mT
+
+    def vector(self, point: Point) -> Tensor:
+        return torch.cat((point.b, self.factor.entries(point.factor)))
+
+    def point(self, x: Tensor) -> Point:
+        p = len(self.units.x_names)
+        return Point(x[:p], self.factor.matrix(x[p:]))
 
     def effects(self, point: Point) -> None:
         known = {"b": point.b, "factor": point.factor}
         question = QuadratureEffects(self.units, self.family, self.marginal.rule)
         self.groups.ask(question, known, self.marginal.per_row, 0.0)
 
-    def theta_draws(self, noise: Tensor, wide: Tensor, count: int) -> list[Point]:
-        """From the asymptotic law about the maximum."""
-        assert self.maximum is not None
-        p, root = len(self.units.x_names), information_root(self.maximum.hessian)
-        moved = self.maximum.x + noise[:count] @ root.mT
-        return [Point(x[:p], self.factor.matrix(x[p:])) for x in moved]
+    def theta_draws(self, point: Point, noise: Tensor, wide: Tensor, count: int) -> list[Point]:
+        """From the asymptotic law about the estimate."""
+        x = self.vector(point)
+        root = information_root(self.score_and_information(x)[1])
+        return [self.point(x + step) for step in noise[:count] @ root.mT]
 
 
 @dataclass(frozen=True)
@@ -167,12 +219,16 @@ def quadrature(
 ) -> tuple[QuadratureEngine, Found, Point]:
     """The maximum, with as many nodes as it takes for more of them not to matter."""
     q = len(units.z_names)
-    engine = QuadratureEngine(groups, units, family, constant, start, NODES[q])
+    engine = QuadratureEngine(groups, units, family, constant, start, nodes_for(q))
     found, point = engine.search()
+    off = 0.0
     while (finer := engine.refined()) is not None:
         off = abs(finer.log_likelihood(point) - (constant - found.value))
-        if off < AGREED or not math.isfinite(off):
-            break
+        if off < AGREED[engine.grid] or not math.isfinite(off):
+            return engine, found, point
         engine = finer
         found, point = engine.search(found.x)
-    return replace(engine, maximum=found), found, point
+    if off > AGREED[False]:
+        words = f"not converged: half of the {engine.nodes} nodes gave a likelihood {off:.2g} nats away"
+        found = replace(found, converged=False, words=words)
+    return engine, found, point

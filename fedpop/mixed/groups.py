@@ -4,7 +4,7 @@ asked."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, TypeVar
 
@@ -29,8 +29,8 @@ R = TypeVar("R")
 
 BUDGET = 2**27
 """Bytes that work on a cohort may take, about; data and what sites keep aside."""
-FLAT = 1e-10
-"""The share of a column's variance that others must leave unexplained."""
+FLAT = 1e-12
+"""The share of a column's variance that others must leave unexplained; rounding leaves 1e-15."""
 
 
 @dataclass
@@ -39,8 +39,8 @@ class Groups:
 
     federation: Federation
     sites: Sites
-    many: bool
-    """Sites hold many groups."""
+    holding: Mapping[str, Sequence[str]] | None
+    """Which groups a site holds, where sites hold many."""
     rounds: int = 0
     bytes_up: int = 0
 
@@ -54,7 +54,16 @@ class Groups:
     ) -> Groups:
         assert rows.groups is not None
         federation = packed(design, response, rows)
-        return cls(federation, Sites(federation, torch.device("cpu"), sites=sites), sites is not None)
+        return cls(federation, Sites(federation, torch.device("cpu"), sites=sites), sites)
+
+    def only(self, kept: Sequence[int]) -> None:
+        """X has these of its columns left."""
+        train = self.federation.train
+        assert isinstance(train.x, dict)
+        x = train.x | {"fixed": train.x["fixed"][:, list(kept)]}
+        packed = Packed(x, train.y, train.starts, train.sizes)
+        self.federation = Federation(self.federation.names, {"train": packed})
+        self.sites = Sites(self.federation, torch.device("cpu"), sites=self.holding)
 
     def ask(
         self,
@@ -118,9 +127,8 @@ class ColumnSums(Question[Tensors]):
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         x, z, y, offset, weight, constant = columns(units.cohort)
-        w = weight.unsqueeze(1)
         rest = torch.stack((torch.ones_like(y), y * weight, weight, offset * weight, constant), dim=1)
-        sums = torch.cat((x.sum(0), z.sum(0), rest.sum(0), (x * w).sum(0)))
+        sums = torch.cat((x.sum(0), z.sum(0), rest.sum(0)))
         return Answer(everyone(units.cohort), sums={"sums": sums})
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
@@ -198,73 +206,81 @@ class Coordinates:
         return out
 
 
-def coordinates(groups: Groups, design: Design, family: Family) -> tuple[Coordinates, Tensors]:
+def coordinates(groups: Groups, design: Design, family: Family) -> tuple[Coordinates, Tensor, Design]:
     """Means first, then products about them: which columns are constant or combinations of others is
-    found here, and in which units the rest is counted."""
+    found here, and in which units the rest is counted. Beside them the sums of the response's columns
+    (rows, y, weight, offset, constant), and the design without fixed effects that say nothing new."""
     p, q = len(design.fixed_names), len(design.random_names)
     per_row = 24.0 * (p + q + 3)
     sums = groups.ask(ColumnSums(), {}, per_row, 0.0)["sums"]
-    n, y, weight, offset, _ = sums[p + q : p + q + 5].tolist()
+    n, y, weight, offset, _ = sums[p + q :].tolist()
+    mean = sums[: p + q] / n
     intercept = INTERCEPT in design.fixed_names
-    x_mean, z_mean = sums[:p] / n, sums[p : p + q] / n
     with_intercept = {
         b for b, name in zip(design.blocks, design.random_names, strict=True) if name == INTERCEPT
     }
-    x_free = torch.tensor([intercept and name != INTERCEPT for name in design.fixed_names])
-    z_free = torch.tensor(
-        [
-            name != INTERCEPT and block in with_intercept
-            for name, block in zip(design.random_names, design.blocks, strict=True)
-        ]
-    )
-    x_centre = torch.where(x_free, x_mean, 0.0)
-    z_centre = torch.where(z_free, z_mean, 0.0)
+    free = [intercept and name != INTERCEPT for name in design.fixed_names]
+    free += [
+        name != INTERCEPT and block in with_intercept
+        for name, block in zip(design.random_names, design.blocks, strict=True)
+    ]
     y_centre = (y - offset) / weight if family.gaussian and intercept else 0.0
-    centre = torch.cat((x_centre, z_centre, x_centre.new_tensor([y_centre])))
-    gram = groups.ask(Gram(), {"centre": centre}, per_row, 0.0)["gram"]
-    size = (gram.diagonal() / n).sqrt()
-    _require_columns(design, gram, sums, n, size)
+    centre = torch.cat((torch.where(torch.tensor(free), mean, 0.0), mean.new_tensor([y_centre])))
+    gram = groups.ask(Gram(), {"centre": centre}, per_row, 0.0)["gram"] / n
+    size = gram.diagonal().sqrt()
     if family.gaussian and not float(size[-1]) > 1e-12 * abs(y_centre):
         raise DataError(
             f"the response {design.formula.response.text} is constant; there is nothing to explain"
         )
+    idle = _idle(design, gram, mean, size)
+    kept = [j for j in range(p) if j not in idle]
+    if idle:
+        groups.only(kept)
+        design = replace(design, dropped=tuple(design.fixed_names[j] for j in idle))
+    scale = torch.where(size > 0, size, 1.0)
     found = Coordinates(
-        x_centre,
-        torch.where(size[:p] > 0, size[:p], 1.0),
-        z_centre,
-        torch.where(size[p : p + q] > 0, size[p : p + q], 1.0),
+        centre[kept],
+        scale[kept],
+        centre[p:-1],
+        scale[p:-1],
         y_centre,
         float(size[-1]) if family.gaussian else 1.0,
         tuple(design.fixed_names),
         tuple(design.random_names),
         tuple(design.blocks),
     )
-    return found, {"sums": sums, "gram": gram}
+    return found, sums[p + q :], design
 
 
-def _require_columns(design: Design, gram: Tensor, sums: Tensor, n: float, size: Tensor) -> None:
-    """Each column of the fixed part, and of the random part, must say something that those before do
-    not."""
-    p = len(design.fixed_names)
-    for names, first, what in ((design.fixed_names, 0, "fixed"), (design.random_names, p, "random")):
-        span = slice(first, first + len(names))
-        own, scale = gram[span, span], size[span]
-        mean = sums[span] / n
-        kept: list[int] = []
-        for j, name in enumerate(names):
-            if name != INTERCEPT and float(scale[j]) <= 1e-9 * max(abs(float(mean[j])), 1e-300):
-                raise DataError(f"the predictor {name!r} is constant: it cannot be told from the intercept")
-            unit = scale[[*kept, j]]
-            part = own[[*kept, j]][:, [*kept, j]] / unit / unit.unsqueeze(1) / n
-            left = 1.0
-            if kept:
-                inner = torch.linalg.lstsq(part[:-1, :-1], part[:-1, -1:]).solution
-                left = float(part[-1, -1] - part[-1, :-1] @ inner[:, 0])
-            if left < FLAT:
-                others = ", ".join(repr(names[k]) for k in kept)
-                raise DataError(
-                    f"the {what} effect {name!r} is a combination of others ({others}), so that "
-                    "neither can be "
-                    "told from the other; leave it out"
-                )
+def _idle(design: Design, gram: Tensor, mean: Tensor, size: Tensor) -> list[int]:
+    """Positions of fixed effects that are combinations of those before them, which R leaves out too. A
+    predictor that is constant is an error, and so is a random effect that its own block has already."""
+    p, idle = len(design.fixed_names), list[int]()
+    names, blocks = [*design.fixed_names, *design.random_names], [-1] * p + design.blocks
+    kept: list[int] = []
+    for j, (name, block) in enumerate(zip(names, blocks, strict=True)):
+        kept = [k for k in kept if blocks[k] == block]
+        constant = name != INTERCEPT and float(size[j]) <= 1e-9 * max(abs(float(mean[j])), 1e-300)
+        if constant and ":" not in name:
+            raise DataError(f"the predictor {name!r} is constant: it cannot be told from the intercept")
+        if not constant and _new(gram, size, kept, j):
             kept.append(j)
+        elif j < p:
+            idle.append(j)
+        else:
+            others = ", ".join(repr(names[k]) for k in kept)
+            raise DataError(
+                f"the random effect {name!r} is a combination of others ({others}), so that neither can be "
+                "told from the other; leave it out"
+            )
+    return idle
+
+
+def _new(gram: Tensor, size: Tensor, kept: Sequence[int], j: int) -> bool:
+    """Whether a column says something that these do not."""
+    if not kept:
+        return True
+    at = [*kept, j]
+    part = gram[at][:, at] / size[at] / size[at].unsqueeze(1)
+    inner = torch.linalg.lstsq(part[:-1, :-1], part[:-1, -1:]).solution
+    return float(part[-1, -1] - part[-1, :-1] @ inner[:, 0]) >= FLAT

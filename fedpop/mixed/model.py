@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import torch
 
 from fedpop.channel import Choice
 from fedpop.checked import OneOf, Whole, require
-from fedpop.errors import DataError, SettingsError
+from fedpop.errors import DataError, FedpopWarning, SettingsError
 from fedpop.federation.participation import Participation
 from fedpop.mixed import sampled
 from fedpop.mixed.design import Design, Wanted
@@ -21,9 +22,9 @@ from fedpop.mixed.glm_fit import QuadratureEngine, quadrature
 from fedpop.mixed.groups import Coordinates, Groups, coordinates
 from fedpop.mixed.outcome import Outcome
 from fedpop.mixed.point import Engine, Point
-from fedpop.mixed.quadrature import NODES
 from fedpop.mixed.response import Family, family_named, response_of
 from fedpop.mixed.search import Found
+from fedpop.mixed.summary import rank_deficient
 from fedpop.mixed.table import MISSING, Rows, as_frame, pandas, rows_of
 from fedpop.questions.schema import MINIMUM
 
@@ -72,9 +73,9 @@ def mixed_model(
             that has any is refused; 5 unless told. 1 allows any.
         missing: "drop" (the default) leaves rows with missing values out and counts them; "error"
             refuses.
-        engine: "exact" searches on exact sums (closed form for gaussian models, quadrature for others,
-            everyone in every round); "sampled" is FedSOUL with chains, which partial participation, a
-            compressor and more than four random effects of other families need; "auto" (the default) is
+        engine: "exact" searches on everyone's sums in every round: closed forms for gaussian models,
+            quadrature for others (importance sampling with more than four random effects); "sampled" is
+            FedSOUL with chains, which partial participation and a compressor need; "auto" (the default) is
             exact where it can be.
         seed: Of all random numbers, 0 unless told.
         rounds: How many rounds of the sampled engine; None (the default) leaves it to the engine, and
@@ -108,10 +109,12 @@ def mixed_model(
     response = response_of(read, kind, design, table, weight)
     groups = Groups.of(design, response, table, _sites_of(sites, table))
     _require_groups(groups, design, kind)
-    units, known = coordinates(groups, design, kind)
-    constant, start = _level(known["sums"], units, kind, read)
+    units, sums, design = coordinates(groups, design, kind)
+    if design.dropped:
+        warnings.warn(rank_deficient(design.dropped), FedpopWarning, stacklevel=2)
+    constant, start = _level(sums, kind, read)
     settings = sampled.Settings(seed, rounds, participation, compressor)
-    chosen = _chosen(engine, kind, method, units, settings)
+    chosen = _chosen(engine, method, settings)
     outcome, used = _fitted(chosen, groups, units, kind, constant, start, method, settings)
     seconds = time.perf_counter() - started
     return MixedFit(design, kind, units, groups, used, outcome, method, table, weight, seed, seconds)
@@ -179,10 +182,9 @@ def _require_groups(groups: Groups, design: Design, family: Family) -> None:
         raise SettingsError(f"{design.formula.text!r} has no fixed effect, not even an intercept")
 
 
-def _level(sums: torch.Tensor, units: Coordinates, family: Family, read: Formula) -> tuple[float, float]:
+def _level(sums: torch.Tensor, family: Family, read: Formula) -> tuple[float, float]:
     """Constants of the log-density, and the linear predictor of the mean response."""
-    at = len(units.x_names) + len(units.z_names)
-    _, y, weight, offset, constant = sums[at : at + 5].tolist()
+    _, y, weight, offset, constant = sums.tolist()
     if family.gaussian:
         return constant, 0.0
     mean = y / weight
@@ -194,14 +196,14 @@ def _level(sums: torch.Tensor, units: Coordinates, family: Family, read: Formula
     return constant, family.linked(mean) - offset / weight
 
 
-def _chosen(engine: str, family: Family, method: str, units: Coordinates, settings: sampled.Settings) -> str:
+def _chosen(engine: str, method: str, settings: sampled.Settings) -> str:
     """Which engine ``auto`` stands for, or why one cannot be had."""
-    many = not family.gaussian and len(units.z_names) > max(NODES)
     partial = settings.partial
-    if engine == "exact" and (many or partial):
-        why = f"{len(units.z_names)} random effects" if many else "partial participation or compression"
-        raise SettingsError(f"engine='exact' cannot be used with {why}; use engine='sampled'")
-    chosen = engine if engine != "auto" else "sampled" if many or partial else "exact"
+    if engine == "exact" and partial:
+        raise SettingsError(
+            "engine='exact' cannot be used with partial participation or compression; use engine='sampled'"
+        )
+    chosen = engine if engine != "auto" else "sampled" if partial else "exact"
     if chosen == "sampled" and method == "REML":
         raise SettingsError("REML needs the exact engine: everyone in every round, uncompressed")
     if chosen == "exact" and settings.rounds is not None:

@@ -54,13 +54,33 @@ class Engine(ABC):
         """Of fixed effects, ``[p, p]``."""
 
     @abstractmethod
+    def vector(self, point: Point) -> Tensor:
+        """All parameters in one vector: b, the factor's entries and, where there is one, log sigma."""
+
+    @abstractmethod
+    def point(self, x: Tensor) -> Point:
+        """The way back."""
+
+    @abstractmethod
+    def score(self, x: Tensor, among: Tensor) -> Tensor:
+        """The log-likelihood's gradient in that vector, of the groups at these positions."""
+
+    @abstractmethod
+    def score_and_information(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Everyone's gradient, and minus its Hessian."""
+
+    @abstractmethod
+    def spread(self, point: Point) -> Tensor:
+        """The covariance of the estimates of the factor's entries and, where there is one, of log sigma."""
+
+    @abstractmethod
     def effects(self, point: Point) -> None:
         """Sites find and keep ``mean`` and ``cov`` of their groups' effects."""
 
     @abstractmethod
-    def theta_draws(self, noise: Tensor, wide: Tensor, count: int) -> list[Point]:
-        """So many points of the law of theta given the data, from standard normal numbers ``[K, k + p]`` and
-        ``[K]``."""
+    def theta_draws(self, point: Point, noise: Tensor, wide: Tensor, count: int) -> list[Point]:
+        """So many points of the law of theta given the data, whose estimate is ``point``, from standard
+        normal numbers ``[K, k + p]`` and ``[K]``."""
 
     @property
     def words(self) -> str:

@@ -4,6 +4,10 @@ many dimensions as there are random effects. Nodes are laid around the mode, in 
 there; with one node that is Laplace's approximation. At a node eta is linear in (b, Lambda), with rows d
 = (x, z u'): gradient and curvature there are those of a generalised linear model, and Louis' identity
 puts them together. All three are sums over groups.
+
+A grid of more than four dimensions has too many nodes. There they are quasi-random points of the standard
+normal law, a tenth further apart, and their weights make up for it: importance sampling, with the same points
+for every group and every theta, so that the likelihood stays a smooth function.
 """
 
 from __future__ import annotations
@@ -25,7 +29,13 @@ from fedpop.mixed.response import Family
 from fedpop.questions import Question, Units
 
 NODES = {1: 25, 2: 15, 3: 9, 4: 7}
-"""Nodes in each direction, by the number of random effects; with more of these chains are cheaper."""
+"""Nodes in each direction, by the number of random effects."""
+GRID = max(NODES)
+"""Random effects up to which there is a grid."""
+POINTS = 1024
+"""Quasi-random points that a search begins with where there is none."""
+APART = 1.1
+"""How much further apart these are than the normal law has them: its tails are thinner than posteriors'."""
 STEPS = 100
 CLOSE = 1e-9
 WIDER = 1.2
@@ -39,7 +49,24 @@ class Rule:
     log_weight: Tensor
 
     @classmethod
-    def of(cls, each: int, q: int) -> Rule:
+    def of(cls, count: int, q: int) -> Rule:
+        """With so many nodes in each direction; of more than four, with so many in all."""
+        return cls.scattered(count, q) if q > GRID else cls.grid(count, q)
+
+    @classmethod
+    def scattered(cls, count: int, q: int) -> Rule:
+        """Sobol's points and their mirror images, with the moments of the normal law up to the third."""
+        # Scrambled, by a seed of their own: else the first of them lies in a corner of all dimensions.
+        drawn = torch.quasirandom.SobolEngine(q, scramble=True, seed=0).draw(count // 2, dtype=torch.float64)
+        half = torch.special.ndtri(drawn.clamp(min=1e-12))
+        points = torch.cat((half, -half))
+        root = torch.linalg.cholesky(points.mT @ points / count)
+        points = torch.linalg.solve_triangular(root, points.mT, upper=False).mT
+        log_weight = q * math.log(APART) + 0.5 * (1 - APART**2) * points.square().sum(1) - math.log(count)
+        return cls(APART * points, log_weight)
+
+    @classmethod
+    def grid(cls, each: int, q: int) -> Rule:
         points, weights = np.polynomial.hermite_e.hermegauss(each)
         t, w = torch.from_numpy(points), torch.from_numpy(weights / math.sqrt(2 * math.pi)).log()
         nodes = torch.cartesian_prod(*[t] * q).reshape(-1, q)
@@ -95,6 +122,7 @@ class Local:
             step = torch.cholesky_solve(slope.unsqueeze(2), torch.linalg.cholesky(bend)).squeeze(2)
             gain = (slope * step).sum(1)
             if bool((gain <= CLOSE**2 + 1e-15 * value.abs()).all()):  # rounding, where values are large
+                u = u + step  # which values can no longer tell from none, and curvatures can
                 break
             share = torch.ones_like(value)
             for _ in range(40):

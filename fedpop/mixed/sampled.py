@@ -1,5 +1,11 @@
-"""The same models by FedSOUL: fixed effects that are random as well are the prior's mean, others are in
-phi."""
+"""The same models by FedSOUL's chains: fixed effects that are random as well are the prior's mean, others are
+in phi.
+
+Where few take part in a round a run is judged converged, within 0.05 nats, when the chance of who took
+part still moves estimates by a third of a standard error, and people compare them with lme4's digits. So
+250 rounds with chains are followed by stages of scoring steps (``server.scoring``), in which those who are
+there answer with their exact score, and not with one that is averaged over draws.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +21,36 @@ from torch import Tensor, nn
 from fedpop.algorithms import FedSOUL
 from fedpop.channel import Choice
 from fedpop.errors import FedpopWarning, SettingsError
+from fedpop.evaluation.convergence import landing
+from fedpop.evaluation.verdict import Distance
 from fedpop.federation.clients import Federation, Packed
-from fedpop.federation.participation import Everyone, Participation
+from fedpop.federation.participation import Participation
 from fedpop.federation.participation import resolve as resolve_participation
 from fedpop.keys import Key
 from fedpop.mixed.factor import canonical
 from fedpop.mixed.gaussian_fit import GaussianEngine
-from fedpop.mixed.glm_fit import QuadratureEngine
+from fedpop.mixed.glm_fit import QuadratureEngine, nodes_for
 from fedpop.mixed.groups import Coordinates, Groups
 from fedpop.mixed.outcome import Outcome
 from fedpop.mixed.point import Engine, Point
-from fedpop.mixed.quadrature import NODES
 from fedpop.mixed.response import Family
-from fedpop.mixed.scoring import scored
 from fedpop.models.composition import Composition
 from fedpop.models.likelihoods import Normal as NormalNoise
 from fedpop.models.weighted import Weighted
 from fedpop.population import Population
 from fedpop.priors import Normal
 from fedpop.runtime.simulate import fit as run
+from fedpop.server import scoring
 
 if TYPE_CHECKING:
     from fedpop.mixed.fit import MixedFit
 
 FIRST = 250
 """Rounds with chains before scoring steps, where few take part."""
+STAGES = 20
+"""Stages of scoring steps at most."""
+CLOSE = 5e-4
+"""Nats below the maximum at which they are over: three hundredths of a standard error, in any direction."""
 LEAST = 1e-6
 """The smallest standard deviation of a random effect that chains work with, in internal units."""
 
@@ -60,7 +71,7 @@ class Settings:
     @property
     def partial(self) -> bool:
         """Not everyone is heard in every round, or not as it was said."""
-        whole = self.rule is None or isinstance(self.rule, Everyone)
+        whole = self.rule is None or self.rule.everyone
         return not whole or self.compressor != "identity"
 
 
@@ -212,27 +223,26 @@ def fitted(
 ) -> tuple[Outcome, Engine]:
     """FedSOUL until it has converged; likelihood and standard errors at its theta by the exact
     engines."""
-    q = len(units.z_names)
-    if not family.gaussian and q > max(NODES):
-        raise SettingsError(
-            f"{q} random effects of a {family.name} model are not yet supported; there may be {max(NODES)}"
-        )
     layout = layout_of(groups, units, family, start)
     federation, weighted = layout.federation(groups)
     method = FedSOUL(
         layout.model(weighted), prior=layout.prior(), engine="sampled", compressor=settings.compressor
     )
     rule = settings.rule
-    scores = rule is not None and not isinstance(rule, Everyone) and settings.compressor == "identity"
+    alone = (
+        settings.rounds is not None or settings.compressor != "identity"
+    )  # chains are all that was asked for
+    scores = not (alone or rule is None or rule.everyone)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", FedpopWarning)
         population = run(
             method,
             federation,
-            rounds=FIRST if scores and settings.rounds is None else settings.rounds,
+            rounds=FIRST if scores else settings.rounds,
             seed=settings.seed,
             participation=settings.participation,
             progress=False,
+            sites=groups.holding,
         )
     words = "; ".join(str(w.message) for w in told if issubclass(w.category, FedpopWarning))
     prior, beta = population.algorithm.hierarchy.prior, population.published["beta"]  # type: ignore[union-attr]
@@ -241,12 +251,12 @@ def fitted(
     engine: Engine = (
         GaussianEngine(groups, units, constant)
         if family.gaussian
-        else QuadratureEngine(groups, units, family, constant, start, NODES[q])
+        else QuadratureEngine(groups, units, family, constant, start, nodes_for(len(units.z_names)))
     )
     rounds, verdict = population.rounds, population.convergence
     if scores and rule is not None:
-        point, more, verdict = scored(engine, point, rule, Key(settings.seed, purpose="scoring"))
-        rounds, words = rounds + more, ""
+        x, more, verdict = scored(engine, engine.vector(point), rule, Key(settings.seed, purpose="scoring"))
+        point, rounds, words = engine.point(x), rounds + more, ""
     likelihood, covariance = engine.log_likelihood(point), engine.covariance(point)
     outcome = Outcome(
         point,
@@ -257,10 +267,36 @@ def fitted(
         bool(verdict is not None and verdict.converged),
         words or ("not judged" if verdict is None else verdict.words),
         rounds,
-        "sampled engine, then scoring steps" if scores else "sampled engine",
+        "FedSOUL with chains, then scoring steps" if scores else "FedSOUL with chains",
         population if rounds == population.rounds else None,
     )
     return outcome, engine
+
+
+def scored(engine: Engine, x: Tensor, rule: Participation, key: Key) -> tuple[Tensor, int, Distance]:
+    """All parameters after stages of scoring steps with this participation, how many rounds these were, and
+    how far below a maximum that is. Everyone is asked for score and information where a stage begins."""
+    roster = engine.groups.federation.roster
+    units = len(roster)
+    crowd = max(units / rule.expected(units), 1.0)
+    steps, rounds = scoring.long_enough(1 / crowd), 0
+    for _ in range(STAGES):
+        whole, information = engine.score_and_information(x)
+        there = landing(whole, information, torch.zeros_like(information), x.new_zeros((len(x), 0)))
+        rounds += 1
+        if there.inverse is None or there.distance.nats < CLOSE:
+            break
+        start = x
+        for k in range(steps):
+            active = rule.draw(roster, key.at(round=rounds))
+            times = units / max(len(active.ids), 1) if active.ratio else 1.0
+            change = torch.zeros_like(x)
+            for weight in active.weights.unique():  # one, unless clients join with probabilities of their own
+                ids = active.ids[active.weights == weight]
+                change += times * float(weight) * (engine.score(x, ids) - engine.score(start, ids))
+            x = scoring.step(x, whole + change, there.inverse, k, crowd)
+            rounds += 1
+    return x, rounds, there.distance
 
 
 def population_at(fit: MixedFit) -> Population:

@@ -1,5 +1,15 @@
-"""The search for a maximum: one question to everyone for each evaluation, over when nothing is to be
-gained."""
+"""The exact engine in lme4's coordinates: one question to everyone for each evaluation, over when nothing is
+to be gained.
+
+It is the search of FedSOUK's exact engine (``algorithms.exact``): the same objective and the same
+quasi-Newton method, which is told value and gradient, twice or so the Hessian, and ends by the same rule in
+nats. Three things are other than there, and are why a mixed model does not go through that engine itself. A
+prior's factor has logarithms on its diagonal there, so that a variance of zero lies at infinity; entries
+are free here, and a singular covariance is a point like others. Fixed effects and the residual's variance
+are profiled out, which leaves q (q + 1) / 2 parameters, on moments of groups that are made once: a round
+costs q^3 a group, whatever its rows. And families without closed forms have their integrals by quadrature.
+``tests/mixed/test_engines.py`` holds the two to the same optimum.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +47,16 @@ class Found:
     """The objective at each evaluation."""
 
 
-def minimised(at: Callable[[Tensor, bool], Evaluation], start: Tensor, most: int = MOST) -> Found:
+def minimised(
+    at: Callable[[Tensor, bool], Evaluation],
+    start: Tensor,
+    tolerance: float = TOLERANCE,
+    most: int = MOST,
+    watch: Callable[[Tensor, Tensor], None] | None = None,
+) -> Found:
     """The minimum of minus a log-likelihood; ``at(x, curved)`` gives value, gradient and, where asked
-    for, the Hessian."""
+    for, the Hessian; it is over where a Newton step promises less than ``tolerance``. ``watch`` sees each
+    point that the search has come to, with the gradient there, and may raise."""
     state, trace = State.at(start), list[float]()
     hessian = torch.zeros((len(start), len(start)), dtype=start.dtype)
     while not state.over and len(trace) < most:
@@ -48,7 +65,9 @@ def minimised(at: Callable[[Tensor, bool], Evaluation], start: Tensor, most: int
         if curvature is not None:
             hessian = curvature
         unit = state.trial.abs().clamp(min=1.0)
-        state = tell(state, value, slope, curvature, unit, TOLERANCE)
+        state = tell(state, value, slope, curvature, unit, tolerance)
+        if watch is not None:
+            watch(state.x, state.g)
     x, value, gain = state.x, state.f, state.gain
     if state.converged:
         x, value, hessian, gain = _polished(at, x, value, hessian, gain, trace)

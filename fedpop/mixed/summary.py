@@ -26,6 +26,8 @@ def summary(fit: MixedFit) -> str:
         lines.append(f"Weights: {fit.weights.text}")
     lines += ["", *_criteria(fit), "", "Random effects:", *_random(fit)]
     lines.append(f"Number of obs: {fit.n_obs}, groups:  {fit.group}, {fit.n_groups}")
+    if fit.design.dropped:
+        lines.append(rank_deficient(fit.design.dropped))
     if fit.rows.dropped:
         lines.append(f"{fit.rows.dropped} row(s) with missing values were left out")
     lines += [
@@ -38,6 +40,18 @@ def summary(fit: MixedFit) -> str:
     if fit.singular:
         lines.append("boundary (singular) fit: a variance is zero or a correlation is one; see fit.singular")
     return "\n".join(lines)
+
+
+def rank_deficient(dropped: Sequence[str]) -> str:
+    """What R says where columns are combinations of others, with their names.
+
+    >>> rank_deficient(["x2"])
+    'fixed-effect model matrix is rank deficient, so dropped 1 column / coefficient: x2'
+    """
+    what = "column / coefficient" if len(dropped) == 1 else "columns / coefficients"
+    return (
+        f"fixed-effect model matrix is rank deficient, so dropped {len(dropped)} {what}: {', '.join(dropped)}"
+    )
 
 
 def _sentence(words: str) -> str:

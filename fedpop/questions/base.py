@@ -41,6 +41,12 @@ class Question(ABC, Generic[R]):
     """Of a question before the rounds: whoever comes later is asked it too, because of what it leaves with
     units or because its sum stays in use. It asks the same at any time."""
 
+    @property
+    def shows_rows(self) -> int | None:
+        """The fewest rows of which it sends products, which tell of a few rows what they are; None for
+        answers that are no such products."""
+        return None
+
     def ask(self, known: Tensors) -> Tensors:
         """What is sent, given what is known: theta, or the results of earlier questions."""
         return {}

@@ -78,6 +78,10 @@ class SecondMoments(Question[Tensors]):
     minimum: int
     name: ClassVar[str] = "second moments"
 
+    @property
+    def shows_rows(self) -> int:
+        return self.minimum
+
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         cohort = units.cohort
         x = _padded(units)
@@ -100,6 +104,10 @@ class CrossProducts(Question[Tensors]):
     model: Model
     minimum: int
     name: ClassVar[str] = "cross products"
+
+    @property
+    def shows_rows(self) -> int:
+        return self.minimum
 
     def ask(self, known: Tensors) -> Tensors:
         return {"whitener": known["whitener"]}

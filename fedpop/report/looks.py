@@ -90,11 +90,12 @@ def looks(names: Iterable[str]) -> dict[str, Look]:
     >>> len(set(looks(str(i) for i in range(40)).values()))
     40
     """
-    given: dict[str, Look] = {}
-    for name in names:
+    wanted = list(dict.fromkeys(names))
+    given = {name: _BY_PLAIN[_plain(name)] for name in wanted if _plain(name) in _BY_PLAIN}
+    for name in (n for n in wanted if n not in given):  # variants make way for what they vary
         free = (look for look in _candidates(name) if look not in given.values())
         given[name] = next(free, next(_candidates(name)))
-    return given
+    return {name: given[name] for name in wanted}
 
 
 def colour(name: str) -> str:

@@ -138,11 +138,10 @@ def scatters(
             for beyond, shape in ((False, "o"), (True, "^")):
                 here = Counter((min(x, high), min(y, high)) for x, y in pairs if (max(x, y) > high) is beyond)
                 if here:
+                    xs, ys = zip(*here, strict=True)
                     sizes = [8 * n for n in here.values()]
-                    shade = looks[name][0]
-                    axes.scatter(
-                        *zip(*here, strict=True), s=sizes, marker=shape, color=shade, alpha=0.5, linewidth=0
-                    ).set_clip_on(False)
+                    drawn = axes.scatter(xs, ys, sizes, looks[name][0], marker=shape, alpha=0.5, lw=0)
+                    drawn.set_clip_on(False)
             axes.set_xlim(low, high)
             axes.set_ylim(low, high)
             axes.set_aspect("equal")

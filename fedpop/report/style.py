@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STYLE: Any = {
-    "font.size": 9,
+    "font.size": 9.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm, Facts, Round
 from fedpop.channel import Tensors
-from fedpop.channel.compressors import Compressor
 from fedpop.client.cost import WORK
 from fedpop.client.plan import Plan
 from fedpop.errors import CheckpointError, SettingsError
@@ -59,7 +58,7 @@ class Run:
         algorithm.check_participation(settings.participation)
         algorithm = algorithm.for_rule(settings.participation)
         algorithm.check(members.names)
-        if settings.sites is not None and not isinstance(algorithm.compressor, Compressor | str):
+        if settings.sites is not None and not algorithm.channel.one_for_all:
             raise SettingsError("a site of several clients has one compressor: give one for all")
         if isinstance(members, Federation):
             algorithm.check_data(members)

@@ -9,6 +9,15 @@ gradient that round k brings,
 which on a quadratic is the mean of all the stage's Newton steps: no use of the same messages ends nearer. k_0
 is sqrt(p/2 b/|A|): the noise of a round of |A| among b units costs a full step about p/2 b/|A| nats, so the
 first one costs one. No step is longer than ``LONGEST``, for a gradient that is out of all proportion.
+
+After K such steps with a share p of units in each round sqrt((1/p - 1) / K) standard errors of theta are left
+of the chance of who took part; more, where units differ by more than the model has it. Units whose gradient
+is no estimate can do without most of it: everyone's gradient G at the stage's beginning is known with the
+information, so those who are there answer with how theirs has changed since,
+
+    g_k = G + b/|A| sum_i [g_i(theta_k) - g_i(theta_0)],
+
+of which the noise is in proportion to how far theta has gone (Johnson and Zhang, 2013).
 """
 
 from __future__ import annotations
@@ -21,6 +30,19 @@ from fedpop.channel import Tensors
 
 LONGEST = 2.0
 """Nats, half of the squared length of a step in units of the information."""
+LEFT = 0.15
+"""What may be left after a stage of the chance of who took part, as a share of how far theta has gone."""
+MOST = 1000
+"""Steps of a stage at most."""
+
+
+def long_enough(share: float) -> int:
+    """Steps after which that much is left, where such a share takes part in each.
+
+    >>> long_enough(0.2), long_enough(1.0)
+    (178, 1)
+    """
+    return min(max(math.ceil((1 / share - 1) / LEFT**2), 1), MOST)
 
 
 def begun(server: Tensors, published: Tensors, inverse: Tensor | None) -> Tensors:

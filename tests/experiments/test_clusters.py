@@ -126,7 +126,7 @@ def test_the_report(results, monkeypatch):
     monkeypatch.setattr("fedpop.experiments.clusters.TASK", SMALL)
     main(["report", str(results.folder)])
     text = (results.folder / "report.html").read_text()
-    assert text.count("<svg") == 2
+    assert text.count("<svg") == 5
     for name in NAMES:
         assert name in text
     assert "Mixture - Normal" in (results.folder / "results.md").read_text()

@@ -213,5 +213,5 @@ def test_rules_describe_themselves() -> None:
     assert json.loads(json.dumps(rule.describe())) == {
         "kind": "Bernoulli",
         "p": [0.5, 0.25],
-        "weights": "inverse",
+        "weights": None,
     }

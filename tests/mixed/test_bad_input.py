@@ -7,7 +7,7 @@ import pytest
 
 import fedpop as fp
 from fedpop.cli import main
-from fedpop.errors import DataError, EstimateError, SettingsError
+from fedpop.errors import DataError, EstimateError, FedpopWarning, SettingsError
 
 
 def changed(frame, **columns):
@@ -21,7 +21,7 @@ def changed(frame, **columns):
         ("y ~ x + (1 | h)", "gaussian", {}, DataError, "no column 'h'"),
         ("y ~ c + (1 | g)", "gaussian", {"c": 3.7}, DataError, "'c' is constant"),
         ("y ~ c + (1 | g)", "gaussian", {"c": "one"}, DataError, "'c' has one level only"),
-        ("y ~ x + I(2 * x) + (1 | g)", "gaussian", {}, DataError, "combination of others"),
+        ("y ~ x + (x + I(2 * x) | g)", "gaussian", {}, DataError, "random effect .* combination of others"),
         ("y ~ x + (1 | g)", "gaussian", {"y": 1.5}, DataError, "is constant"),
         ("y ~ x + (1 | g)", "gaussian", {"g": "all"}, DataError, "one group only"),
         ("y ~ x + (1 | g)", "gaussian", {"g": range(48)}, DataError, "48 random effects"),
@@ -42,6 +42,22 @@ def test_an_error_that_explains(formula, family, change, error, words, simulated
     frame = changed(simulated([6] * 8), **change)
     with pytest.raises(error, match=words):
         fp.mixed_model(formula, frame, family)
+
+
+def test_columns_that_say_nothing_new_are_dropped_and_named(simulated):
+    """As R does: the later ones go, among them a cell of an interaction that has no rows."""
+    frame = simulated([6] * 8)
+    plain = fp.mixed_model("y ~ x + w + (1 | g)", frame)
+    with pytest.warns(FedpopWarning, match=r"rank deficient, so dropped 1 column / coefficient: I\(2 \* x\)"):
+        fit = fp.mixed_model("y ~ x + I(2 * x) + w + (1 | g)", frame)
+    assert fit.coefficients == pytest.approx(plain.coefficients, rel=1e-9)
+    assert fit.log_likelihood == pytest.approx(plain.log_likelihood, abs=1e-9)
+    assert "coefficient: I(2 * x)" in str(fit)
+    assert fit.predict(frame.head(3)).to_numpy() == pytest.approx(plain.predict(frame.head(3)).to_numpy())
+    frame["arm"] = np.where(frame.s == "c", "p", np.where(np.arange(len(frame)) % 2, "p", "q"))
+    with pytest.warns(FedpopWarning, match="coefficient: sc:armq"):
+        fit = fp.mixed_model("y ~ s * arm + (1 | g)", frame, min_count=1)
+    assert list(fit.coefficients) == ["(Intercept)", "sb", "sc", "armq", "sb:armq"]
 
 
 def test_missing_values_are_dropped_and_counted_or_refused(simulated):
@@ -73,7 +89,7 @@ def test_a_small_level_is_not_told_unless_allowed(simulated):
 
 @pytest.mark.parametrize("complete", [True, False])
 def test_separated_data_are_found(complete, simulated):
-    frame = simulated([6] * 20)
+    frame = simulated([4] * 9)
     hidden = (frame.w > 0) if complete else (frame.yes == 1) & (frame.s != "a")
     formula = "yes ~ w + (1 | g)" if complete else "yes ~ s + (1 | g)"
     with pytest.raises(EstimateError, match="separated"):

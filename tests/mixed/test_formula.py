@@ -35,7 +35,7 @@ def built(frame, text, levels=None):
         ("I(x^2) + log( x+1 )", ["(Intercept)", "I(x^2)", "log(x + 1)"]),
         ("factor(k)", ["(Intercept)", "factor(k)2", "factor(k)10"]),
         ("s:flag + s", ["(Intercept)", "sb", "sc", "sa:flagTRUE", "sb:flagTRUE", "sc:flagTRUE"]),
-        ("`odd name`", ["(Intercept)", "odd name"]),
+        ("`odd name`", ["(Intercept)", "`odd name`"]),
         ("dotted.name", ["(Intercept)", "dotted.name"]),
     ],
 )
@@ -97,6 +97,9 @@ def test_blocks_of_random_effects(random, blocks, simulated):
         ("x + (1 | g)", "has one ~"),
         ("y ~ x + (1 | g", "not closed"),
         ("y ~ x + (0 | g)", "are empty"),
+        ("y ~ x + (1 | )", "names no group"),
+        ("y ~ 2 + (1 | g)", "the number 2"),
+        ("y ~ . + (1 | g)", "name them"),
         ("y ~ poly(x, 2) + (1 | g)", "all rows in one place"),
         ("y ~ a %in% b + (1 | g)", "%in%"),
         ("y ~ x ? 2 + (1 | g)", "cannot read"),

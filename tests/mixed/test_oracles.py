@@ -126,9 +126,33 @@ def test_two_random_effects_do_not_depend_on_more_nodes(family, simulated):
     assert finer.log_likelihood(fit.outcome.point) == pytest.approx(fit.log_likelihood, abs=1e-3)
 
 
+def test_five_random_effects_are_five_integrals_where_they_do_not_meet(simulated):
+    """Each row belongs to one of five kinds, whose effects are independent: the likelihood is a product of
+    integrals over one effect each, by a fine grid."""
+    frame = simulated([15] * 8, seed=3)
+    frame["kind"] = [f"k{i % 5}" for i in range(len(frame))]
+    dummies = " + ".join(f"d{j}" for j in range(5))
+    for j in range(5):
+        frame[f"d{j}"] = (frame.kind == f"k{j}") * 1.0
+    fit = fp.mixed_model(f"count ~ w + (0 + {dummies} || g)", frame, "poisson")
+    assert "importance sampling" in str(fit)
+    assert fit.converged
+    b, y = list(fit.coefficients.values()), frame["count"].to_numpy()
+    eta, sds = b[0] + b[1] * frame.w.to_numpy(), list(fit.sd.values())
+    u = np.linspace(-10, 10, 2001)
+    prior = -0.5 * u**2 - 0.5 * math.log(2 * math.pi) + math.log(u[1] - u[0])
+    expected = 0.0
+    for (_, kind), own in frame.groupby(["g", "kind"]).indices.items():
+        e = eta[own][:, None] + sds[int(kind[1])] * u
+        lost = np.array([math.lgamma(v + 1) for v in y[own]]).sum()
+        joint = prior + (y[own][:, None] * e - np.exp(e)).sum(0) - lost
+        expected += float(torch.logsumexp(torch.from_numpy(joint), 0))
+    assert fit.log_likelihood == pytest.approx(expected, abs=0.05)
+
+
 def test_chains_agree_that_it_is_an_optimum(simulated):
     """The sampled engine's own verdict on the exact engine's theta: coordinates are translated rightly."""
-    frame = simulated([8] * 20)
+    frame = simulated([8] * 10)
     for formula, family in (
         ("y ~ x + w + s + (w | g)", "gaussian"),
         ("y ~ x + (0 + w | g)", "gaussian"),

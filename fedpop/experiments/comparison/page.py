@@ -92,6 +92,8 @@ def on_the_way(comparison: Compared) -> list[Figure]:
     for name, x, log, caption in axes:
         lines = _curves(comparison, x, main)
         lines = {m: [(a, b) for a, b in line if a > 0 or not log] for m, line in lines.items()}
+        silent = [m for m, line in lines.items() if not line]
+        caption += f" {', '.join(silent)}: nothing is sent." if silent else ""
         lines = {m: line for m, line in lines.items() if line}
         if lines and any(a > 0 for line in lines.values() for a, _ in line):
             svg = side_by_side.paths(lines, looks, name, label, log, good)

@@ -79,6 +79,12 @@ class Participation(Checked, ABC):
     @abstractmethod
     def draw(self, roster: Roster, key: Key) -> Active: ...
 
+    def draw_among(self, roster: Roster, there: Tensor, key: Key) -> Active:
+        """Those of a round who are there, ``[b]``: the others are drawn and missed."""
+        drawn = self.draw(roster, key)
+        kept = there[drawn.ids]
+        return Active(drawn.ids[kept], drawn.weights[kept], drawn.ratio)
+
     @property
     def everyone(self) -> bool:
         """All clients take part in every round."""
@@ -195,6 +201,11 @@ class Uniform(Participation):
 
     def expected(self, clients: int) -> float:
         return float(self.size)
+
+    def draw_among(self, roster: Roster, there: Tensor, key: Key) -> Active:
+        ids = there.nonzero().squeeze(1)
+        drawn = Uniform(min(self.size, len(ids))).draw(Roster(roster.units[ids]), key)
+        return Active(ids[drawn.ids], drawn.weights, drawn.ratio)
 
     def draw(self, roster: Roster, key: Key) -> Active:
         key = key.at(purpose="join")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from fedpop.algorithms.base import Algorithm
-from fedpop.algorithms.engine import WithEngine
 from fedpop.federation.inputs import Example
 from fedpop.files import read_json, read_tensors, writable_folder, write_json, write_tensors
 from fedpop.population import Population
@@ -55,8 +54,8 @@ class Deployment:
         if method.model.precision == "auto":
             method = method.replace(model=method.model.asking_for("float32"))
         method = method.prepared(example).for_rule(self.settings.participation)
-        if method.needs_everyone and self.terms.quorum < 1 and isinstance(method, WithEngine):
-            method = method.replace(engine="sampled")  # a quorum was asked for: nobody is waited for
+        if self.terms.quorum < 1:
+            method = method.without_waiting()
         return method
 
     def hello(

@@ -18,7 +18,7 @@ from fedpop.checked import Count, OneOf, Positive, require
 from fedpop.client.store import LocalStore
 from fedpop.errors import EstimateError, SettingsError
 from fedpop.federation.clients import Federation
-from fedpop.federation.participation import Active, Participation, Roster, Uniform
+from fedpop.federation.participation import Active, Participation, Roster
 from fedpop.keys import Key, units_of
 from fedpop.population.sites import Outcome, Update
 from fedpop.runtime.flower.gathering import Gathering, Sums
@@ -202,14 +202,7 @@ class Elsewhere(Members):
         free = [n for n in here if not self._post.busy(n)] or here
         units, key = units_of(self.names), key.at(round=round, purpose="participation")
         there = torch.tensor([n in free and self._ready(n) for n in self.names])
-        if isinstance(rule, Uniform):
-            ids = there.nonzero().squeeze(1)
-            drawn = Uniform(min(rule.size, len(ids))).draw(Roster(units[ids]), key)
-            active = Active(ids[drawn.ids], drawn.weights, drawn.ratio)
-        else:
-            drawn = rule.draw(Roster(units), key)
-            kept = there[drawn.ids]
-            active = Active(drawn.ids[kept], drawn.weights[kept], drawn.ratio)
+        active = rule.draw_among(Roster(units), there, key)
         if self._terms.weights == "rule":
             return active
         each = [self.sites[self.names[i]] for i in active.ids.tolist()]

@@ -205,7 +205,7 @@ def write_predictions(found: Predicted, out: Path | None, level: float, say: Say
     if not 0 < level < 1:
         raise SettingsError(f"the level of an interval lies between 0 and 1, not {level}")
     first = found[0][2]
-    classes = first.likelihood.name == "categorical"
+    classes = first.likelihood.classes(first.eta.shape[-1])
     head = [f"p{k}" for k in range(first.probs.shape[-1])] if classes else ["mean", "low", "high"]
     lines: dict[int, list[str]] = {}
     for unit, rows, p in found:

@@ -31,7 +31,6 @@ from fedpop.population import Population, Sites
 from fedpop.population.site import site_answer, site_round
 from fedpop.questions import Question
 from fedpop.questions.forms import example_from, plain_example, summary_of
-from fedpop.questions.spectral import CrossProducts, SecondMoments
 from fedpop.runtime.flower.letters import (
     TRIAL,
     Letter,
@@ -274,9 +273,7 @@ class Experiment:
     def _require_rows(self, question: Question[Any]) -> None:
         """Cross products of a few rows tell what the rows are: they are not sent."""
         rows, least = int(self.federation.train.sizes.sum()), self.site.spectral_rows
-        if not isinstance(question, SecondMoments | CrossProducts):
-            return
-        if rows < least and question.minimum < least:
+        if question.shows_rows is not None and rows < least and question.shows_rows < least:
             raise Refusal(
                 f'the spectral start is refused with fewer than {least} rows; use start = "random", or '
                 f'start = {{kind = "Spectral", minimum = {least}}}, under which such a site sends zeros'

@@ -11,6 +11,8 @@ import torch
 from flwr.app import Message
 
 import fedpop as fp
+from fedpop.channel import Channel
+from fedpop.keys import Key
 from fedpop.runtime.flower.client import app
 from fedpop.runtime.flower.conduct import conduct
 from fedpop.runtime.flower.elsewhere import Terms
@@ -38,9 +40,8 @@ def grown(reply: Message, factor: float) -> Message:
     old = reply_from_record(reply.content)
     longer = {}
     for name, p in old.payloads.items():
-        kind = getattr(torch, p.codec)
-        vector = torch.frombuffer(bytearray(p.data), dtype=kind) * factor
-        longer[name] = type(p)(p.codec, p.length, vector.numpy().tobytes())
+        vector = Channel().decode(name, p, 0) * factor
+        longer[name] = Channel().encode(name, vector, 0, Key(0))
     reply.content = reply_to_record(Reply(old.about, longer))
     return reply
 
@@ -109,10 +110,8 @@ def test_everyone_cannot_be_shut_out(tmp_path: Path) -> None:
 
     grid.fault = fault
     found = conduct(told, post_on(grid))
-    assert [len(m["left_out"]) for m in found.history] == [0, 0, 0, 0, 0] or [
-        len(m["left_out"]) for m in found.history
-    ] == [0, 6, 0, 0, 0]
-    assert len(found.history[-1]["heard"]) == 6
+    left_out = [len(m["left_out"]) for m in found.history]
+    assert left_out == [0, 6, 0, 0, 0]
 
 
 def test_a_few_sites_have_no_median(tmp_path: Path) -> None:
