@@ -122,7 +122,7 @@ def test_coverage_with_thetas_uncertainty_has_a_column_where_it_exists(tmp_path)
 def test_the_page_stands_alone_and_has_every_figure(compared):
     _, folder = compared
     page = (folder / "report.html").read_text()
-    assert page.count("<svg") == 7  # three axes and NLL, client by client, coverage, width
+    assert page.count("<svg") == 8  # three axes and NLL, two methods client by client, coverage, width
     for outside in ('src="http', "<link", "url(http", "<script"):
         assert outside not in page
     table = (folder / "results.md").read_text()
