@@ -59,7 +59,7 @@ def _better(device: torch.device) -> bool:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProbeVerdict:
     """Whether bfloat16 is safe and faster here, and how that is known."""
 
     bfloat16: bool
@@ -98,28 +98,28 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine()
 
 
-def probed() -> Verdict:
+def probed() -> ProbeVerdict:
     """The verdict for this machine: remembered, or from a child process that is started now."""
     try:
         return _known(Machine.here(), cache_folder())
     except OSError as error:
-        return Verdict(False, f"the probe cannot be read: {error.strerror or error}")
+        return ProbeVerdict(False, f"the probe cannot be read: {error.strerror or error}")
 
 
 @functools.cache  # where nothing can be remembered in a file, at least one child per process is enough
-def _known(machine: Machine, folder: Path | None) -> Verdict:
+def _known(machine: Machine, folder: Path | None) -> ProbeVerdict:
     remembered = None if folder is None else _recall(machine, folder)
     if remembered is not None:
         return remembered
     verdict = ask_child()
     if verdict is None:  # no fault of the processor's, so nothing to remember
-        return Verdict(False, "the probe could not be started")
+        return ProbeVerdict(False, "the probe could not be started")
     if folder is not None:
         _remember(machine, folder, verdict)
     return verdict
 
 
-def ask_child() -> Verdict | None:
+def ask_child() -> ProbeVerdict | None:
     """Start the probe and wait for what it says, or for its end; None where there is no starting it."""
     if not sys.executable or getattr(sys, "frozen", False):  # an application, not an interpreter
         return None
@@ -128,36 +128,36 @@ def ask_child() -> Verdict | None:
         command = [sys.executable, "-P", str(PROBE)]
         child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE)
     except subprocess.TimeoutExpired:
-        return Verdict(False, f"the probe said nothing in {PATIENCE:g} seconds")
+        return ProbeVerdict(False, f"the probe said nothing in {PATIENCE:g} seconds")
     except OSError:
         return None
     if child.returncode != 0:
-        return Verdict(False, f"the probe died with exit status {child.returncode}")
+        return ProbeVerdict(False, f"the probe died with exit status {child.returncode}")
     try:
         said = json.loads(child.stdout)
         agrees, times = said["agrees"], float(said["times_faster"])
     except (ValueError, TypeError, KeyError, OverflowError):
-        return Verdict(False, "the probe said nothing that can be read")
+        return ProbeVerdict(False, "the probe said nothing that can be read")
     if not times >= FASTER:
-        return Verdict(False, f"bfloat16 is {times:.2g} times as fast as float32, not {FASTER:g}")
+        return ProbeVerdict(False, f"bfloat16 is {times:.2g} times as fast as float32, not {FASTER:g}")
     if agrees is not True:
-        return Verdict(False, "bfloat16 does not agree with float32")
-    return Verdict(True, f"bfloat16 agrees with float32 and is {times:.2g} times as fast")
+        return ProbeVerdict(False, "bfloat16 does not agree with float32")
+    return ProbeVerdict(True, f"bfloat16 agrees with float32 and is {times:.2g} times as fast")
 
 
 # --- what is remembered -----------------------------------------------------------------------------
 
 
-def _recall(machine: Machine, folder: Path) -> Verdict | None:
+def _recall(machine: Machine, folder: Path) -> ProbeVerdict | None:
     try:
         saved: Any = read_json(machine.file(folder))
     except CheckpointError:  # not there, not readable, half a file: all the same
         return None
     known = isinstance(saved, dict) and isinstance(saved.get("bfloat16"), bool)
-    return Verdict(saved["bfloat16"], str(saved.get("why"))) if known else None
+    return ProbeVerdict(saved["bfloat16"], str(saved.get("why"))) if known else None
 
 
-def _remember(machine: Machine, folder: Path, verdict: Verdict) -> None:
+def _remember(machine: Machine, folder: Path, verdict: ProbeVerdict) -> None:
     """Each process writes under a name of its own, so that two at once leave one whole file."""
     path = machine.file(folder)
     own = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")

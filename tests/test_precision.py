@@ -15,7 +15,7 @@ from fedpop import files, precision, precision_probe
 from fedpop.errors import SettingsError
 from fedpop.models import network
 from fedpop.models.modules import RowKeys
-from fedpop.precision import Verdict, probed  # as it is before the tests' own fixture replaces it
+from fedpop.precision import ProbeVerdict, probed  # as it is before the tests' own fixture replaces it
 from tests.helpers import generator, linear_model, ragged, seeded, train_key
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ class Children:
         self.script = folder / "probe.py"
         ask = precision.ask_child
 
-        def counted() -> Verdict | None:
+        def counted() -> ProbeVerdict | None:
             self.started += 1
             return ask()
 
@@ -84,7 +84,7 @@ def another_process() -> None:
     precision._known.cache_clear()
 
 
-def no_child() -> Verdict:
+def no_child() -> ProbeVerdict:
     pytest.fail("a child process was started")
 
 
@@ -262,7 +262,7 @@ def test_two_that_write_at_once_leave_one_whole_file(children: Children, tmp_pat
     machine, folder = precision.Machine.here(), tmp_path / "cache" / "fedpop"
     with ThreadPoolExecutor(8) as pool:
         for done in [
-            pool.submit(precision._remember, machine, folder, Verdict(True, "x" * (1 + i % 5 * 1000)))
+            pool.submit(precision._remember, machine, folder, ProbeVerdict(True, "x" * (1 + i % 5 * 1000)))
             for i in range(64)
         ]:
             done.result()
@@ -376,7 +376,7 @@ def test_networks_follow_the_verdict_when_they_are_run_and_not_before(
     model = make()
     assert (model.precision, model.autocast) == ("auto", None)
     for verdict in (True, False):
-        monkeypatch.setattr(precision, "probed", lambda v=verdict: Verdict(v, "given"))
+        monkeypatch.setattr(precision, "probed", lambda v=verdict: ProbeVerdict(v, "given"))
         chosen = model.chosen_precision()
         assert chosen == ("bfloat16" if verdict else "float32")
         copy = model.at_precision(chosen)
@@ -455,7 +455,7 @@ def images(n: int) -> Tensor:
 def test_a_run_and_what_is_read_back_follow_the_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: bool
 ) -> None:
-    monkeypatch.setattr(precision, "probed", lambda: Verdict(verdict, "given"))
+    monkeypatch.setattr(precision, "probed", lambda: ProbeVerdict(verdict, "given"))
     model, wanted = convolutional(), torch.bfloat16 if verdict else None
     clients = [(images(3), torch.ones(3))]
     population = fp.FedAvg(model).fit(clients, rounds=1)
@@ -476,13 +476,13 @@ def test_a_model_that_chose_for_itself_is_saved_as_it_was_given(
 ) -> None:
     """bfloat16 on this machine must not be an order on the next one, which it might kill."""
     monkeypatch.setattr(network, "LARGE", 1)
-    monkeypatch.setattr(precision, "probed", lambda: Verdict(True, "given"))
+    monkeypatch.setattr(precision, "probed", lambda: ProbeVerdict(True, "given"))
     model = fp.Composition(nn.Linear(2, 2), nn.Linear(2, 1), "normal")
     clients = [(torch.ones(2, 2), torch.ones(2))]
     population = fp.FedAvg(model).fit(clients, rounds=1)
     assert population.model.autocast is torch.bfloat16
     population.save(tmp_path)
-    monkeypatch.setattr(precision, "probed", lambda: Verdict(False, "given"))
+    monkeypatch.setattr(precision, "probed", lambda: ProbeVerdict(False, "given"))
     again = fp.load(tmp_path).model
     assert (again.precision, again.autocast) == ("auto", None)
 

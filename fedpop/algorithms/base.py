@@ -90,12 +90,12 @@ class Algorithm(Setting, ABC):
         if not self.compressed and not channel.transparent:
             if not self.clipped:
                 raise SettingsError(
-                    f"{self.name} does not compress or clip what its clients send ({self.as_it_is}); leave "
-                    "compressor and clip out"
+                    f"{type(self).__name__} does not compress or clip what its clients send "
+                    f"({self.as_it_is}); leave compressor and clip out"
                 )
             if not all(c.identity for c in channel.compressors):
                 raise SettingsError(
-                    f"{self.name} does not compress what its clients send ({self.as_it_is}); leave "
+                    f"{type(self).__name__} does not compress what its clients send ({self.as_it_is}); leave "
                     "compressor out"
                 )
         for compressor in channel.compressors if self.compressed else ():

@@ -21,7 +21,7 @@ from fedpop.kernels import Hierarchy
 from fedpop.kernels.evidence import Evidence, evidence, runs_in_double
 from fedpop.models.modules import has_dropout
 from fedpop.priors.base import into_ball
-from fedpop.server.quasi_newton import State, begun_again, tell
+from fedpop.server.quasi_newton import SearchState, begun_again, tell
 from fedpop.server.state import prefixed, unprefixed
 
 TOLERANCE = 1e-7
@@ -75,9 +75,9 @@ class ExactEngine:
         x = torch.cat((phi, beta)).double()
         units = torch.cat((unit, self.hierarchy.prior.units(beta))).double()
         noises = annealed(self.hierarchy, left)
-        return self._asking({"unit": units, "missing": x.new_zeros(()), "noises": noises}, State.at(x))
+        return self._asking({"unit": units, "missing": x.new_zeros(()), "noises": noises}, SearchState.at(x))
 
-    def _asking(self, server: Tensors, state: State) -> Tensors:
+    def _asking(self, server: Tensors, state: SearchState) -> Tensors:
         """The server's state with the next trial in it, as sites are told."""
         size = self.hierarchy.model.phi_layout.size
         server = {n: t for n, t in server.items() if n in ("unit", "missing", "heard", "noises")}
@@ -134,7 +134,7 @@ class ExactEngine:
 
     def step(self, server: Tensors, total: Total) -> Tensors:
         """The next trial of the search."""
-        state = State.of(unprefixed("search.", server))
+        state = SearchState.of(unprefixed("search.", server))
         heard = int(server.get("heard", torch.tensor(total.count)))
         if not total.count:
             return server
@@ -171,7 +171,7 @@ class ExactEngine:
         size = self.hierarchy.model.phi_layout.size
         return torch.cat((into_ball(theta[:size], self.ball), self.hierarchy.prior.boxed(theta[size:])))
 
-    def _inside(self, state: State) -> State:
+    def _inside(self, state: SearchState) -> SearchState:
         """The trial, and what became of it, inside the projection sets."""
         return state.moved(self._project(state.x), self._project(state.trial))
 
@@ -187,7 +187,7 @@ class ExactEngine:
 
     def publish(self, server: Tensors) -> Tensors:
         """The best point so far, in the model's own type."""
-        state = State.of(unprefixed("search.", server))
+        state = SearchState.of(unprefixed("search.", server))
         size, theta = self.hierarchy.model.phi_layout.size, state.x.to(self._own_type)
         return {"phi": theta[:size], "beta": self.hierarchy.prior.project(theta[size:])}
 
@@ -199,7 +199,7 @@ class ExactEngine:
         return {"log_posterior": -f if finite else None, "promised": gain if gain < float("inf") else None}
 
     def over(self, server: Tensors) -> bool:
-        return State.of(unprefixed("search.", server)).over
+        return SearchState.of(unprefixed("search.", server)).over
 
 
 def _triangle(matrix: Tensor) -> tuple[Tensor, Tensor]:

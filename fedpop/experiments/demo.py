@@ -17,7 +17,7 @@ from fedpop.experiments.comparison.run import compare_all
 from fedpop.experiments.comparison.sheets import PROTOCOL, summary
 from fedpop.experiments.comparison.terms import Terms
 from fedpop.experiments.methods import entry_from
-from fedpop.experiments.synthetic.run import Outcome, run_task
+from fedpop.experiments.synthetic.run import TaskOutcome, run_task
 from fedpop.experiments.tasks import Task
 from fedpop.files import read_json, writable_folder, write_json
 from fedpop.models.predictive import Predictive
@@ -98,7 +98,7 @@ def compare_demo(task: SyntheticTask, seed: int, folder: Path, rounds: int = ROU
     return Comparison.of(compare_all(source, entries, terms, [seed], folder, resume=False, processes=0))
 
 
-def keep(folder: Path, outcomes: Sequence[Outcome], data: Synthetic) -> Results:
+def keep(folder: Path, outcomes: Sequence[TaskOutcome], data: Synthetic) -> Results:
     """Records, and beside them what figures need of populations and data that are gone afterwards."""
     fedsoul = next(o.population for o in outcomes if o.record["method"] == "FedSOUL")
     assert fedsoul is not None
@@ -122,7 +122,7 @@ def keep(folder: Path, outcomes: Sequence[Outcome], data: Synthetic) -> Results:
     return results
 
 
-def _engine(outcome: Outcome) -> str:
+def _engine(outcome: TaskOutcome) -> str:
     population = outcome.population
     method = population.algorithm if population is not None and "kernel" in outcome.record["config"] else None
     return method.engine.removeprefix(CHOSEN) if isinstance(method, WithEngine) else "-"

@@ -13,7 +13,7 @@ from fedpop.kernels.base import Kernel, Noise, State, Transition, Tuning, guarde
 from fedpop.kernels.target import BlockPrecision, Target
 
 
-class Posterior(NamedTuple):
+class MixturePosterior(NamedTuple):
     """Component by component: where the draws of each client end in (0, 1], means, and Q."""
 
     edges: Tensor
@@ -44,22 +44,22 @@ class MixtureDraw(Kernel):
     def independent(self, target: Target) -> bool:
         return True
 
-    def prepare(self, target: Target, z: Tensor, tuning: Tuning, round: int) -> Posterior:
+    def prepare(self, target: Target, z: Tensor, tuning: Tuning, round: int) -> MixturePosterior:
         self.check(target.closed_form)
         log_weight = target.component_evidence()
         # A client whose likelihood overflows has no weights: any component will do, it is left out anyway.
         log_weight = torch.where(torch.isfinite(log_weight), log_weight, torch.zeros_like(log_weight))
         means = [part.moments()[0] for part in target.components]
         factors = [part.block_precision for part in target.components]
-        return Posterior(log_weight.softmax(1).cumsum(1)[:, :-1], means, factors)
+        return MixturePosterior(log_weight.softmax(1).cumsum(1)[:, :-1], means, factors)
 
-    def step(self, target: Target, plan: Posterior, state: State, noise: Noise, m: int) -> Transition:
+    def step(self, target: Target, plan: MixturePosterior, state: State, noise: Noise, m: int) -> Transition:
         new, diverged = guarded(
             State.at(target, self._draws(plan, noise.normal(m), noise.uniform(m, 1))), state
         )
         return Transition(new, new.value.new_ones(new.value.shape), diverged)
 
-    def draw_all(self, target: Target, plan: Posterior, tuning: Tuning, noise: Noise) -> Tensor | None:
+    def draw_all(self, target: Target, plan: MixturePosterior, tuning: Tuning, noise: Noise) -> Tensor | None:
         xi, uniform = noise.all_normal(), noise.all_uniform(1)
         if xi is None or uniform is None:
             return None
@@ -68,7 +68,7 @@ class MixtureDraw(Kernel):
         return flat.reshape(xi.shape)
 
     @staticmethod
-    def _draws(plan: Posterior, xi: Tensor, uniform: Tensor) -> Tensor:
+    def _draws(plan: MixturePosterior, xi: Tensor, uniform: Tensor) -> Tensor:
         chosen = (uniform > plan.edges.unsqueeze(1)).sum(-1, keepdim=True)
         z = torch.zeros_like(xi)
         for k, (mean, factor) in enumerate(zip(plan.means, plan.factors, strict=True)):

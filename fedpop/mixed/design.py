@@ -13,7 +13,7 @@ import numpy as np
 
 from fedpop.errors import DataError, SettingsError
 from fedpop.mixed.expressions import evaluated, scaled_columns
-from fedpop.mixed.formula import Formula, Part, Terms, columns_of
+from fedpop.mixed.formula import Formula, FormulaPart, FormulaTerms, columns_of
 from fedpop.mixed.table import Rows, as_categories
 from fedpop.questions.schema import Levels, Moments, Schema, Summary
 
@@ -128,7 +128,7 @@ class Design:
         """For each random effect, the block in which it is correlated with others."""
         return [i for i, block in enumerate(self.formula.blocks) for _ in self._names(block)]
 
-    def _names(self, terms: Terms) -> list[str]:
+    def _names(self, terms: FormulaTerms) -> list[str]:
         out = [INTERCEPT] if terms.intercept else []
         for term, coded in zip(terms.terms, self._coded(terms), strict=True):
             pieces = [self._piece_names(part, full) for part, full in zip(term, coded, strict=True)]
@@ -136,24 +136,24 @@ class Design:
             out += [":".join(reversed(names)) for names in product(*reversed(pieces))]
         return out
 
-    def _level_column(self, part: Part) -> str | None:
+    def _level_column(self, part: FormulaPart) -> str | None:
         """The column of whose categories this part's columns are made; None for numbers."""
         made = part.factor_of
         if made is not None:
             return made
         return part.column if part.column in self.levels else None
 
-    def _piece_names(self, part: Part, full: bool) -> list[str]:
+    def _piece_names(self, part: FormulaPart, full: bool) -> list[str]:
         column = self._level_column(part)
         if column is None:
             return [part.text]
         return [f"{part.text}{level}" for level in self.levels[column][0 if full else 1 :]]
 
-    def _coded(self, terms: Terms) -> list[list[bool]]:
+    def _coded(self, terms: FormulaTerms) -> list[list[bool]]:
         """For each part of each term: as all of its levels, or as contrasts to the baseline. Contrasts
         where the term without the factor is in the model; without an intercept the first factor has
         all."""
-        known: set[frozenset[Part]] = {frozenset(term) for term in terms.terms} | {frozenset()}
+        known: set[frozenset[FormulaPart]] = {frozenset(term) for term in terms.terms} | {frozenset()}
         first = not terms.intercept
         out = []
         for term in terms.terms:
@@ -187,7 +187,7 @@ class Design:
             total = total + self.numbers(part, rows)
         return total
 
-    def numbers(self, part: Part, rows: Rows) -> np.ndarray:
+    def numbers(self, part: FormulaPart, rows: Rows) -> np.ndarray:
         """An expression's numbers, or an error that names the row where it has none."""
         values = evaluated(part, rows.columns, self.moments)
         bad = ~np.isfinite(values)
@@ -198,9 +198,9 @@ class Design:
             raise DataError(f"{part.text} is {values[i]} in row {int(rows.numbers[i])} ({told})")
         return values
 
-    def _matrix(self, terms: Terms, rows: Rows) -> np.ndarray:
+    def _matrix(self, terms: FormulaTerms, rows: Rows) -> np.ndarray:
         columns = [np.ones(len(rows))] if terms.intercept else []
-        made: dict[tuple[Part, bool], list[np.ndarray]] = {}
+        made: dict[tuple[FormulaPart, bool], list[np.ndarray]] = {}
         for term, coded in zip(terms.terms, self._coded(terms), strict=True):
             pieces = []
             for key in zip(term, coded, strict=True):
@@ -214,7 +214,7 @@ class Design:
                 columns.append(column)
         return np.stack(columns, axis=1) if columns else np.zeros((len(rows), 0))
 
-    def _piece(self, part: Part, full: bool, rows: Rows) -> list[np.ndarray]:
+    def _piece(self, part: FormulaPart, full: bool, rows: Rows) -> list[np.ndarray]:
         column = self._level_column(part)
         if column is None:
             return [self.numbers(part, rows)]

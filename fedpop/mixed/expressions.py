@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedpop.errors import DataError, SettingsError
-from fedpop.mixed.formula import WHOLE, Part, Tokens, is_name, shown, unquoted
+from fedpop.mixed.formula import WHOLE, FormulaPart, Tokens, is_name, shown, unquoted
 from fedpop.questions.schema import Moments
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -48,7 +48,7 @@ OPERATORS: dict[type, Callable[..., Any]] = {
 }
 
 
-def evaluated(part: Part, rows: Mapping[str, Any], moments: Mapping[str, Moments]) -> np.ndarray:
+def evaluated(part: FormulaPart, rows: Mapping[str, Any], moments: Mapping[str, Moments]) -> np.ndarray:
     """Numbers ``[n]`` of an expression at these rows; ``moments`` are those of columns that it
     scales."""
     names: dict[str, str] = {}
@@ -104,7 +104,7 @@ def evaluated(part: Part, rows: Mapping[str, Any], moments: Mapping[str, Moments
     return np.broadcast_to(found, (length,))
 
 
-def _numbers(rows: Mapping[str, Any], column: str, part: Part) -> np.ndarray:
+def _numbers(rows: Mapping[str, Any], column: str, part: FormulaPart) -> np.ndarray:
     values = rows[column]
     if hasattr(values, "cat"):
         raise DataError(f"{part.text}: column {column!r} has categories, not numbers")

@@ -18,12 +18,12 @@ from fedpop.mixed import export, figures, sampled
 from fedpop.mixed.comparison import LikelihoodRatio, compared
 from fedpop.mixed.design import Design
 from fedpop.mixed.factor import SINGULAR, canonical
-from fedpop.mixed.formula import Part
+from fedpop.mixed.formula import FormulaPart
 from fedpop.mixed.groups import Coordinates, Groups, packed
 from fedpop.mixed.intervals import intervals, normal_quantile
-from fedpop.mixed.outcome import Outcome
-from fedpop.mixed.point import Engine, Point, kept
-from fedpop.mixed.predictions import GROUPS, Asked, Predictor
+from fedpop.mixed.outcome import Estimates
+from fedpop.mixed.point import Engine, ThetaPoint, kept
+from fedpop.mixed.predictions import GROUPS, NewRows, Predictor
 from fedpop.mixed.response import Family, response_columns, response_of
 from fedpop.mixed.summary import summary
 from fedpop.mixed.table import Rows, as_frame, labels, pandas, rows_of
@@ -54,10 +54,10 @@ class MixedFit:
     units: Coordinates
     groups: Groups
     engine: Engine
-    outcome: Outcome
+    outcome: Estimates
     method: str
     rows: Rows
-    weights: Part | None
+    weights: FormulaPart | None
     seed: int
     seconds: float = 0.0
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -288,7 +288,7 @@ class MixedFit:
         )
         owner, cohort = self._owners(frame, groups, observed)
         units = self.units
-        asked = Asked(
+        asked = NewRows(
             (torch.from_numpy(self.design.fixed(rows)) - units.x_centre) / units.x_scale,
             (torch.from_numpy(self.design.random(rows)) - units.z_centre) / units.z_scale,
             torch.from_numpy(self.design.offset(rows)),
@@ -341,7 +341,7 @@ class MixedFit:
         return Key(self.seed, purpose="mixed")
 
     @cached_property
-    def _thetas(self) -> list[Point]:
+    def _thetas(self) -> list[ThetaPoint]:
         size = self.engine.factor.size + len(self.coefficients)
         ids = torch.arange(PROPOSALS)
         noise = self._key.at(purpose="theta").normal(ids, (size + 1,), torch.float64)

@@ -29,7 +29,7 @@ Tokens = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class FormulaPart:
     """A column or a call in a formula: what it is called in R, and its tokens."""
 
     text: str
@@ -54,14 +54,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Terms:
+class FormulaTerms:
     """Products of parts, an intercept before them where there is one."""
 
     intercept: bool
-    terms: tuple[tuple[Part, ...], ...]
+    terms: tuple[tuple[FormulaPart, ...], ...]
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[FormulaPart]:
         return [part for term in self.terms for part in term]
 
 
@@ -70,14 +70,14 @@ class Formula:
     """``response ~ fixed + offsets + (block | group)``; effects within a block are correlated."""
 
     text: str
-    response: Part
-    fixed: Terms
-    blocks: tuple[Terms, ...]
-    offsets: tuple[Part, ...]
+    response: FormulaPart
+    fixed: FormulaTerms
+    blocks: tuple[FormulaTerms, ...]
+    offsets: tuple[FormulaPart, ...]
     group: str
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[FormulaPart]:
         """Every part whose columns must be there, the group aside."""
         random = [part for block in self.blocks for part in block.parts]
         return [self.response, *self.fixed.parts, *random, *self.offsets]
@@ -106,7 +106,7 @@ def parse(text: str) -> Formula:
     if not left or not right:
         raise SettingsError(f"a formula needs a response before ~ and terms after it; this is {text!r}")
     fixed: list[str] = []
-    offsets: list[Part] = []
+    offsets: list[FormulaPart] = []
     effects: list[tuple[Tokens, str, Tokens]] = []
     for sign, term in _summands(right, text):
         inner = term[1:-1] if len(term) > 2 and term[0] == "(" and _closes(term, 0) == len(term) - 1 else ()
@@ -118,7 +118,7 @@ def parse(text: str) -> Formula:
         elif term[:2] == ("offset", "("):
             if sign == "-":
                 raise SettingsError(f"an offset is added, not taken away: {text!r}")
-            offsets.append(Part(shown(term[2:-1]), term[2:-1]))
+            offsets.append(FormulaPart(shown(term[2:-1]), term[2:-1]))
         else:
             fixed += [sign, *term]
     group = _one_group([g for _, _, g in effects], text)
@@ -127,7 +127,7 @@ def parse(text: str) -> Formula:
         raise SettingsError(f"the random terms of {text!r} are empty")
     return Formula(
         text.strip(),
-        Part(shown(left), left),
+        FormulaPart(shown(left), left),
         _expanded(tuple(fixed) or ("1",)),
         tuple(blocks),
         tuple(offsets),
@@ -259,20 +259,20 @@ def _one_group(groups: list[Tokens], text: str) -> str:
     return unquoted(group[0])
 
 
-def _blocks(slopes: Tokens, bar: str) -> list[Terms]:
+def _blocks(slopes: Tokens, bar: str) -> list[FormulaTerms]:
     """Correlated effects together; after ``||`` each term by itself."""
     if not slopes:
         raise SettingsError("a random term needs something before its bar, as in (1 | group)")
     whole = _expanded(slopes)
     if bar == "|":
         return [whole]
-    first = [Terms(True, ())] if whole.intercept else []
-    return [*first, *[Terms(False, (term,)) for term in whole.terms]]
+    first = [FormulaTerms(True, ())] if whole.intercept else []
+    return [*first, *[FormulaTerms(False, (term,)) for term in whole.terms]]
 
 
-def _expanded(tokens: Tokens) -> Terms:
+def _expanded(tokens: Tokens) -> FormulaTerms:
     """The algebra of terms, by formulae; terms of lower order first, as in R."""
-    parts: dict[Part, str] = {}
+    parts: dict[FormulaPart, str] = {}
     plain: list[str] = []
     at = 0
     while at < len(tokens):
@@ -284,7 +284,7 @@ def _expanded(tokens: Tokens) -> Terms:
                 end = _closes(tokens, at + 1) + 1
             own = tokens[at:end]
             _check_call(own)
-            part = Part(shown(own), own)
+            part = FormulaPart(shown(own), own)
             plain.append(parts.setdefault(part, f"v{len(parts)}"))
         elif token in ("|", "||"):
             raise SettingsError(f"cannot read {shown(tokens)!r}: a bar belongs into a random term")
@@ -294,10 +294,10 @@ def _expanded(tokens: Tokens) -> Terms:
             plain.append("**" if token == "^" else token)
         at = end
     text = " ".join(plain)
-    named: Mapping[str, Part] = {name: part for part, name in parts.items()}
+    named: Mapping[str, FormulaPart] = {name: part for part, name in parts.items()}
     if set(plain) <= {"+", "0", *named} or set(plain) <= {"+", "1", *named}:
         # A plain sum says itself what its terms are; to import formulae takes longer than most fits.
-        return Terms("0" not in plain, tuple((part,) for part in parts))
+        return FormulaTerms("0" not in plain, tuple((part,) for part in parts))
     model_description = _formulae()
     try:
         found = model_description(f"y ~ {text}").common_terms
@@ -305,7 +305,7 @@ def _expanded(tokens: Tokens) -> Terms:
         raise SettingsError(f"cannot read {shown(tokens)!r} as terms of a formula: {error}") from error
     terms = [tuple(named[c.name] for c in t.components) for t in found if getattr(t, "components", None)]
     intercept = any(type(t).__name__ == "Intercept" for t in found)
-    return Terms(intercept, tuple(sorted(terms, key=len)))
+    return FormulaTerms(intercept, tuple(sorted(terms, key=len)))
 
 
 def _check_call(tokens: Tokens) -> None:

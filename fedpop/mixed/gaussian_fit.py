@@ -17,8 +17,8 @@ from fedpop.keys import Key
 from fedpop.mixed.factor import Factor
 from fedpop.mixed.gaussian import Criterion, GroupMoments, Profile, Profiles, WholeProfile, shrunk
 from fedpop.mixed.groups import Coordinates, Groups, everyone
-from fedpop.mixed.point import Engine, Point
-from fedpop.mixed.search import Found, minimised
+from fedpop.mixed.point import Engine, ThetaPoint
+from fedpop.mixed.search import Optimum, minimised
 from fedpop.questions import Question, Units
 
 PERFECT = 1e-14
@@ -54,7 +54,7 @@ class GaussianEngine(Engine):
         held = 8.0 * (4 * q * (q + m) + (q * m) ** 2 * (2 if curved else 0))
         return self.groups.ask(Profile(), {"factor": factor, "curved": torch.tensor(curved)}, 0.0, held)
 
-    def search(self) -> tuple[Found, Point]:
+    def search(self) -> tuple[Optimum, ThetaPoint]:
         criterion = self.criterion
 
         def at(theta: Tensor, curved: bool) -> tuple[float, Tensor, Tensor | None]:
@@ -68,7 +68,7 @@ class GaussianEngine(Engine):
             )
         return found, self.profiled(found.x)
 
-    def profiled(self, theta: Tensor) -> Point:
+    def profiled(self, theta: Tensor) -> ThetaPoint:
         """b and s2 that belong to a relative factor."""
         factor = self.factor.matrix(theta)
         s = self.criterion.at(theta, self.sums(factor))[3]
@@ -78,14 +78,14 @@ class GaussianEngine(Engine):
             raise DataError(
                 "the model explains the response without any residual; there is no noise to estimate"
             )
-        return Point(b, factor, math.sqrt(left / self.criterion.degrees))
+        return ThetaPoint(b, factor, math.sqrt(left / self.criterion.degrees))
 
-    def _s(self, point: Point) -> tuple[Tensor, float]:
+    def _s(self, point: ThetaPoint) -> tuple[Tensor, float]:
         sums = self.sums(point.factor)
         s = self.criterion.ww - sums["explained"].reshape(self.criterion.ww.shape)
         return 0.5 * (s + s.mT), float(sums["log_det"])
 
-    def log_likelihood(self, point: Point) -> float:
+    def log_likelihood(self, point: ThetaPoint) -> float:
         """At any point, the maximum or not; by REML the restricted one."""
         s, log_det = self._s(point)
         v = torch.cat((-point.b, point.b.new_ones(1)))
@@ -97,17 +97,17 @@ class GaussianEngine(Engine):
             out -= 0.5 * (float(inner) - p * math.log(2 * math.pi * variance)) + self.criterion.log_scale
         return out + self.constant
 
-    def covariance(self, point: Point) -> Tensor:
+    def covariance(self, point: ThetaPoint) -> Tensor:
         out: Tensor = point.sigma**2 * torch.linalg.inv(self._s(point)[0][:-1, :-1])
         return out
 
-    def vector(self, point: Point) -> Tensor:
+    def vector(self, point: ThetaPoint) -> Tensor:
         sigma = point.b.new_tensor([math.log(point.sigma)])
         return torch.cat((point.b, self.factor.entries(point.factor), sigma))
 
-    def point(self, x: Tensor) -> Point:
+    def point(self, x: Tensor) -> ThetaPoint:
         p = len(self.units.x_names)
-        return Point(x[:p], self.factor.matrix(x[p:-1]), math.exp(float(x[-1])))
+        return ThetaPoint(x[:p], self.factor.matrix(x[p:-1]), math.exp(float(x[-1])))
 
     def score(self, x: Tensor, among: Tensor) -> Tensor:
         return self._slopes(x, among)[0]
@@ -138,7 +138,7 @@ class GaussianEngine(Engine):
             information = -rows_of_jacobian(score, at) if curved else None
         return score.detach(), information
 
-    def spread(self, point: Point) -> Tensor:
+    def spread(self, point: ThetaPoint) -> Tensor:
         theta = self.factor.entries(point.factor)
         near = self.criterion.taylor(theta, self.sums(point.factor, curved=True))
         with torch.enable_grad():
@@ -149,12 +149,12 @@ class GaussianEngine(Engine):
             root = information_root(-rows_of_jacobian(score, at))
         return root @ root.mT
 
-    def effects(self, point: Point) -> None:
+    def effects(self, point: ThetaPoint) -> None:
         known = {"b": point.b, "factor": point.factor, "sigma": point.b.new_tensor(point.sigma)}
         q, m = len(self.units.z_names), len(self.criterion.ww)
         self.groups.ask(GroupEffects(), known, 0.0, 32.0 * q * (q + m))
 
-    def theta_draws(self, point: Point, noise: Tensor, wide: Tensor, count: int) -> list[Point]:
+    def theta_draws(self, point: ThetaPoint, noise: Tensor, wide: Tensor, count: int) -> list[ThetaPoint]:
         """So many points from the law of theta given the data, with b and s2 integrated out (the restricted
         likelihood): importance resampling of normal proposals about its maximum; then s2 and b by their laws
         given the factor. About the maximum of the likelihood itself intervals would be too narrow: it takes
@@ -182,7 +182,7 @@ class GaussianEngine(Engine):
             for j, i in enumerate(picked.tolist())
         ]
 
-    def _drawn(self, s: Tensor, factor: Tensor, noise: Tensor, wide: float) -> Point:
+    def _drawn(self, s: Tensor, factor: Tensor, noise: Tensor, wide: float) -> ThetaPoint:
         """s2 and b given the factor."""
         b = torch.linalg.solve(s[:-1, :-1], s[:-1, -1])
         left, n = float(s[-1, -1] - s[-1, :-1] @ b), self.groups.examples - len(b)
@@ -190,7 +190,7 @@ class GaussianEngine(Engine):
         chi = n * max(1 - 2 / (9 * n) + wide * math.sqrt(2 / (9 * n)), 0.05) ** 3
         sigma = math.sqrt(left / chi)
         spread = torch.linalg.cholesky(torch.linalg.inv(s[:-1, :-1]))
-        return Point(b + sigma * spread @ noise, factor, sigma)
+        return ThetaPoint(b + sigma * spread @ noise, factor, sigma)
 
 
 def information_root(hessian: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def information_root(hessian: Tensor) -> Tensor:
     return out
 
 
-def posterior(m: Tensor, r: Tensor, point: Point) -> tuple[Tensor, Tensor]:
+def posterior(m: Tensor, r: Tensor, point: ThetaPoint) -> tuple[Tensor, Tensor]:
     """Mean ``[C, q]`` and covariance ``[C, q, q]`` of groups' effects, from their moments."""
     p, _ = shrunk(m, point.factor)
     left = r @ torch.cat((-point.b, point.b.new_ones(1)))
@@ -218,7 +218,7 @@ class GroupEffects(Question[Tensors]):
         return {n: known[n] for n in ("b", "factor", "sigma")}
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        point = Point(asked["b"], asked["factor"], float(asked["sigma"]))
+        point = ThetaPoint(asked["b"], asked["factor"], float(asked["sigma"]))
         mean, cov = posterior(units.local["zz"], units.local["zw"], point)
         return Answer(everyone(units.cohort), local={"mean": mean, "cov": cov})
 

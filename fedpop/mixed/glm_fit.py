@@ -16,10 +16,10 @@ from fedpop.keys import Key
 from fedpop.mixed.factor import Factor
 from fedpop.mixed.gaussian_fit import information_root
 from fedpop.mixed.groups import Coordinates, Groups, everyone
-from fedpop.mixed.point import Engine, Point
+from fedpop.mixed.point import Engine, ThetaPoint
 from fedpop.mixed.quadrature import GRID, NODES, POINTS, Local, Marginal, Rule, effects
 from fedpop.mixed.response import Family
-from fedpop.mixed.search import Found, minimised
+from fedpop.mixed.search import Optimum, minimised
 from fedpop.questions import Question, Units
 
 WIDE = 30.0
@@ -79,7 +79,7 @@ class QuadratureEngine(Engine):
     def marginal(self) -> Marginal:
         return Marginal(self.units, self.family, self.factor, Rule.of(self.nodes, len(self.units.z_names)))
 
-    def at(self, point: Point, curved: bool, among: Tensor | None = None) -> Tensors:
+    def at(self, point: ThetaPoint, curved: bool, among: Tensor | None = None) -> Tensors:
         known = {"b": point.b, "factor": point.factor, "curved": torch.tensor(curved)}
         return self.groups.ask(self.marginal, known, self.marginal.per_row, 0.0, among)
 
@@ -95,7 +95,7 @@ class QuadratureEngine(Engine):
         hessian = -found["hessian"].reshape(len(x), len(x)) if curved else None
         return -float(found["value"]), -found["slope"], hessian
 
-    def search(self, start: Tensor | None = None) -> tuple[Found, Point]:
+    def search(self, start: Tensor | None = None) -> tuple[Optimum, ThetaPoint]:
         p = len(self.units.x_names)
         if start is None:
             b = torch.zeros(p, dtype=torch.float64)
@@ -120,7 +120,7 @@ class QuadratureEngine(Engine):
         if bool((b[first:].abs() > 2 * APART).any()) and float(b[first:] @ slope[first:p]) < 0:
             raise self._separated(b / b.norm())
 
-    def _require_information(self, found: Found) -> None:
+    def _require_information(self, found: Optimum) -> None:
         """Raise where a coefficient runs to infinity: the likelihood has no maximum there."""
         p = len(self.units.x_names)
         values, vectors = torch.linalg.eigh(found.hessian[:p, :p])
@@ -149,7 +149,7 @@ class QuadratureEngine(Engine):
             "without bound. Leave it out or merge categories"
         )
 
-    def log_likelihood(self, point: Point) -> float:
+    def log_likelihood(self, point: ThetaPoint) -> float:
         return float(self.at(point, False)["value"]) + self.constant
 
     def score(self, x: Tensor, among: Tensor) -> Tensor:
@@ -160,31 +160,31 @@ class QuadratureEngine(Engine):
         found = self.at(self.point(x), True)
         return found["slope"], -found["hessian"].reshape(len(x), len(x))
 
-    def covariance(self, point: Point) -> Tensor:
+    def covariance(self, point: ThetaPoint) -> Tensor:
         p = len(point.b)
         return self._inverse(point)[:p, :p]
 
-    def spread(self, point: Point) -> Tensor:
+    def spread(self, point: ThetaPoint) -> Tensor:
         p = len(point.b)
         return self._inverse(point)[p:, p:]
 
-    def _inverse(self, point: Point) -> Tensor:
+    def _inverse(self, point: ThetaPoint) -> Tensor:
         root = information_root(self.score_and_information(self.vector(point))[1])
         return root @ root.mT
 
-    def vector(self, point: Point) -> Tensor:
+    def vector(self, point: ThetaPoint) -> Tensor:
         return torch.cat((point.b, self.factor.entries(point.factor)))
 
-    def point(self, x: Tensor) -> Point:
+    def point(self, x: Tensor) -> ThetaPoint:
         p = len(self.units.x_names)
-        return Point(x[:p], self.factor.matrix(x[p:]))
+        return ThetaPoint(x[:p], self.factor.matrix(x[p:]))
 
-    def effects(self, point: Point) -> None:
+    def effects(self, point: ThetaPoint) -> None:
         known = {"b": point.b, "factor": point.factor}
         question = QuadratureEffects(self.units, self.family, self.marginal.rule)
         self.groups.ask(question, known, self.marginal.per_row, 0.0)
 
-    def theta_draws(self, point: Point, noise: Tensor, wide: Tensor, count: int) -> list[Point]:
+    def theta_draws(self, point: ThetaPoint, noise: Tensor, wide: Tensor, count: int) -> list[ThetaPoint]:
         """From the asymptotic law about the estimate."""
         x = self.vector(point)
         root = information_root(self.score_and_information(x)[1])
@@ -216,7 +216,7 @@ class QuadratureEffects(Question[Tensors]):
 
 def quadrature(
     groups: Groups, units: Coordinates, family: Family, constant: float, start: float
-) -> tuple[QuadratureEngine, Found, Point]:
+) -> tuple[QuadratureEngine, Optimum, ThetaPoint]:
     """The maximum, with as many nodes as it takes for more of them not to matter."""
     q = len(units.z_names)
     engine = QuadratureEngine(groups, units, family, constant, start, nodes_for(q))

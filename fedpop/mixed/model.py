@@ -16,14 +16,14 @@ from fedpop.federation.participation import Participation
 from fedpop.mixed import sampled
 from fedpop.mixed.design import Design, Wanted
 from fedpop.mixed.fit import MixedFit
-from fedpop.mixed.formula import Formula, Part, columns_of, parse, scanned, shown
+from fedpop.mixed.formula import Formula, FormulaPart, columns_of, parse, scanned, shown
 from fedpop.mixed.gaussian_fit import GaussianEngine
 from fedpop.mixed.glm_fit import QuadratureEngine, quadrature
 from fedpop.mixed.groups import Coordinates, Groups, coordinates
-from fedpop.mixed.outcome import Outcome
-from fedpop.mixed.point import Engine, Point
+from fedpop.mixed.outcome import Estimates
+from fedpop.mixed.point import Engine, ThetaPoint
 from fedpop.mixed.response import Family, family_named, response_of
-from fedpop.mixed.search import Found
+from fedpop.mixed.search import Optimum
 from fedpop.mixed.summary import rank_deficient
 from fedpop.mixed.table import MISSING, Rows, as_frame, pandas, rows_of
 from fedpop.questions.schema import MINIMUM
@@ -113,16 +113,16 @@ def mixed_model(
     if design.dropped:
         warnings.warn(rank_deficient(design.dropped), FedpopWarning, stacklevel=2)
     constant, start = _level(sums, kind, read)
-    settings = sampled.Settings(seed, rounds, participation, compressor)
+    settings = sampled.SampledSettings(seed, rounds, participation, compressor)
     chosen = _chosen(engine, method, settings)
     outcome, used = _fitted(chosen, groups, units, kind, constant, start, method, settings)
     seconds = time.perf_counter() - started
     return MixedFit(design, kind, units, groups, used, outcome, method, table, weight, seed, seconds)
 
 
-def _weight(text: str) -> Part:
+def _weight(text: str) -> FormulaPart:
     tokens = scanned(text)
-    return Part(shown(tokens), tokens)
+    return FormulaPart(shown(tokens), tokens)
 
 
 def _with_sites(data: Any, sites: Any) -> tuple[Any, Any]:
@@ -135,7 +135,7 @@ def _with_sites(data: Any, sites: Any) -> tuple[Any, Any]:
     return as_frame(data), sites
 
 
-def _rows(frame: Any, read: Formula, weight: Part | None, sites: Any, missing: str) -> Rows:
+def _rows(frame: Any, read: Formula, weight: FormulaPart | None, sites: Any, missing: str) -> Rows:
     parts = [*read.parts, *(() if weight is None else (weight,))]
     columns = [column for part in parts for column in columns_of(part.tokens)]
     if read.group in columns:
@@ -196,7 +196,7 @@ def _level(sums: torch.Tensor, family: Family, read: Formula) -> tuple[float, fl
     return constant, family.linked(mean) - offset / weight
 
 
-def _chosen(engine: str, method: str, settings: sampled.Settings) -> str:
+def _chosen(engine: str, method: str, settings: sampled.SampledSettings) -> str:
     """Which engine ``auto`` stands for, or why one cannot be had."""
     partial = settings.partial
     if engine == "exact" and partial:
@@ -219,11 +219,11 @@ def _fitted(
     constant: float,
     start: float,
     method: str,
-    settings: sampled.Settings,
-) -> tuple[Outcome, Engine]:
+    settings: sampled.SampledSettings,
+) -> tuple[Estimates, Engine]:
     engine: Engine
-    found: Found | None
-    point: Point
+    found: Optimum | None
+    point: ThetaPoint
     if chosen == "sampled":
         return sampled.fitted(groups, units, family, constant, start, settings)
     if family.gaussian:
@@ -232,7 +232,7 @@ def _fitted(
     else:
         engine, found, point = quadrature(groups, units, family, constant, start)
     likelihood = constant - found.value if isinstance(engine, QuadratureEngine) else -found.value
-    outcome = Outcome(
+    outcome = Estimates(
         point,
         found,
         likelihood,

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedpop.mixed.point import Point
-from fedpop.mixed.search import Found
+from fedpop.mixed.point import ThetaPoint
+from fedpop.mixed.search import Optimum
 from fedpop.population import Population
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Estimates:
     """The point, what is known about it, and what it took."""
 
-    point: Point
-    found: Found | None
+    point: ThetaPoint
+    found: Optimum | None
     """The search, where there was one."""
     log_likelihood: float
     log_likelihood_method: str

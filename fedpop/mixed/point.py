@@ -12,11 +12,11 @@ from torch import Tensor
 
 from fedpop.mixed.factor import Factor
 from fedpop.mixed.groups import Coordinates, Groups
-from fedpop.mixed.search import Found
+from fedpop.mixed.search import Optimum
 
 
 @dataclass(frozen=True)
-class Point:
+class ThetaPoint:
     """Fixed effects ``[p]``, the factor of the random effects' covariance in units of sigma ``[q, q]``,
     and sigma (1 where a family has none)."""
 
@@ -42,23 +42,23 @@ class Engine(ABC):
     def factor(self) -> Factor: ...
 
     @abstractmethod
-    def search(self) -> tuple[Found, Point]:
+    def search(self) -> tuple[Optimum, ThetaPoint]:
         """The maximum."""
 
     @abstractmethod
-    def log_likelihood(self, point: Point) -> float:
+    def log_likelihood(self, point: ThetaPoint) -> float:
         """At any point."""
 
     @abstractmethod
-    def covariance(self, point: Point) -> Tensor:
+    def covariance(self, point: ThetaPoint) -> Tensor:
         """Of fixed effects, ``[p, p]``."""
 
     @abstractmethod
-    def vector(self, point: Point) -> Tensor:
+    def vector(self, point: ThetaPoint) -> Tensor:
         """All parameters in one vector: b, the factor's entries and, where there is one, log sigma."""
 
     @abstractmethod
-    def point(self, x: Tensor) -> Point:
+    def point(self, x: Tensor) -> ThetaPoint:
         """The way back."""
 
     @abstractmethod
@@ -70,15 +70,15 @@ class Engine(ABC):
         """Everyone's gradient, and minus its Hessian."""
 
     @abstractmethod
-    def spread(self, point: Point) -> Tensor:
+    def spread(self, point: ThetaPoint) -> Tensor:
         """The covariance of the estimates of the factor's entries and, where there is one, of log sigma."""
 
     @abstractmethod
-    def effects(self, point: Point) -> None:
+    def effects(self, point: ThetaPoint) -> None:
         """Sites find and keep ``mean`` and ``cov`` of their groups' effects."""
 
     @abstractmethod
-    def theta_draws(self, point: Point, noise: Tensor, wide: Tensor, count: int) -> list[Point]:
+    def theta_draws(self, point: ThetaPoint, noise: Tensor, wide: Tensor, count: int) -> list[ThetaPoint]:
         """So many points of the law of theta given the data, whose estimate is ``point``, from standard
         normal numbers ``[K, k + p]`` and ``[K]``."""
 

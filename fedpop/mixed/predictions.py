@@ -15,7 +15,7 @@ from fedpop.keys import Key
 from fedpop.mixed.gaussian import moments
 from fedpop.mixed.gaussian_fit import posterior
 from fedpop.mixed.groups import Coordinates
-from fedpop.mixed.point import Point
+from fedpop.mixed.point import ThetaPoint
 from fedpop.mixed.quadrature import Local, resampled
 from fedpop.mixed.response import Family
 from fedpop.models.likelihoods import Normal
@@ -28,7 +28,7 @@ TOGETHER = 2**24
 
 
 @dataclass(frozen=True)
-class Asked:
+class NewRows:
     """Rows to predict at, in internal coordinates, and whose they are (-1: a group without data)."""
 
     x: Tensor
@@ -38,8 +38,8 @@ class Asked:
     cohort: Cohort | None
     """Groups with data that rows may belong to."""
 
-    def part(self, rows: slice) -> Asked:
-        return Asked(self.x[rows], self.z[rows], self.offset[rows], self.owner[rows], self.cohort)
+    def part(self, rows: slice) -> NewRows:
+        return NewRows(self.x[rows], self.z[rows], self.offset[rows], self.owner[rows], self.cohort)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,9 @@ class Predictor:
         if self.of == "y" and self.family.binomial:
             raise SettingsError("a yes or no has no interval; of='mean' is that of its probability")
 
-    def predicted(self, asked: Asked, best: Point, points: Sequence[Point], level: float) -> Predicted:
+    def predicted(
+        self, asked: NewRows, best: ThetaPoint, points: Sequence[ThetaPoint], level: float
+    ) -> Predicted:
         """The mixture over these points. Of normal responses the mean is that at ``best``."""
         step = max(1, TOGETHER // (len(points) * self.each * (len(self.units.z_names) + 4)))
         states = [self._state(asked.cohort, point, i) for i, point in enumerate(points)]
@@ -90,14 +92,16 @@ class Predictor:
             means = [self._gaussian(asked, [best], [self._state(asked.cohort, best, 0)]).mean]
         return Predicted(torch.cat(means), torch.cat(lows), torch.cat(highs))
 
-    def _law(self, rows: Asked, points: Sequence[Point], states: Sequence[State]) -> tuple[Predictive, str]:
+    def _law(
+        self, rows: NewRows, points: Sequence[ThetaPoint], states: Sequence[State]
+    ) -> tuple[Predictive, str]:
         """The law of each row, and what of it is asked for."""
         if self.family.gaussian:  # whose variances are those of the mean where that is asked for
             return self._gaussian(rows, points, states), "y"
         what = self.of or ("y" if self.family.likelihood.ordered else "mean")
         return self._drawn(rows, points, states), what
 
-    def _state(self, cohort: Cohort | None, point: Point, i: int) -> State:
+    def _state(self, cohort: Cohort | None, point: ThetaPoint, i: int) -> State:
         if cohort is None:
             return None
         if self.family.gaussian:
@@ -108,7 +112,7 @@ class Predictor:
         local = Local.of(cohort, self.units, self.family)
         return resampled(local, point.b, point.factor, normal, uniform)
 
-    def _gaussian(self, rows: Asked, points: Sequence[Point], states: Sequence[State]) -> Predictive:
+    def _gaussian(self, rows: NewRows, points: Sequence[ThetaPoint], states: Sequence[State]) -> Predictive:
         """One normal component for each point: nothing has to be drawn."""
         eta, variance = [], []
         for point, state in zip(points, states, strict=True):
@@ -128,7 +132,7 @@ class Predictor:
         params = {"log_variance": log_variance}
         return Predictive(torch.stack(eta).unsqueeze(2), Normal(), params, self.key, False)
 
-    def _drawn(self, rows: Asked, points: Sequence[Point], states: Sequence[State]) -> Predictive:
+    def _drawn(self, rows: NewRows, points: Sequence[ThetaPoint], states: Sequence[State]) -> Predictive:
         """Draws of the linear predictor: some of each point."""
         out, draws, q = [], torch.arange(self.each), len(self.units.z_names)
         for i, (point, state) in enumerate(zip(points, states, strict=True)):

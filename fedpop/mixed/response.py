@@ -10,7 +10,7 @@ import torch
 
 from fedpop.errors import DataError, SettingsError
 from fedpop.mixed.design import Design
-from fedpop.mixed.formula import Formula, Part, columns_of
+from fedpop.mixed.formula import Formula, FormulaPart, columns_of
 from fedpop.mixed.table import Rows
 from fedpop.models.likelihoods import Bernoulli, Likelihood, Normal, Poisson
 
@@ -70,7 +70,7 @@ class Response:
 
 
 def response_of(
-    formula: Formula, family: Family, design: Design, rows: Rows, weights: Part | None
+    formula: Formula, family: Family, design: Design, rows: Rows, weights: FormulaPart | None
 ) -> Response:
     """The checked response of these rows."""
     ones = np.ones(len(rows))
@@ -103,7 +103,9 @@ def response_of(
     return Response(hits.round() / weight, weight, _ways(hits.round(), weight), True)
 
 
-def _trials(part: Part, family: Family, design: Design, rows: Rows, weights: Part | None) -> Response:
+def _trials(
+    part: FormulaPart, family: Family, design: Design, rows: Rows, weights: FormulaPart | None
+) -> Response:
     if not family.binomial:
         raise SettingsError(f"{part.text} is a response of family='binomial', not {family.name!r}")
     if weights is not None:
@@ -115,7 +117,7 @@ def _trials(part: Part, family: Family, design: Design, rows: Rows, weights: Par
             cuts.append(i)
     if len(cuts) != 1:
         raise SettingsError(f"{part.text}: cbind() takes successes and failures")
-    halves = [Part(part.text, t) for t in (inner[: cuts[0]], inner[cuts[0] + 1 :])]
+    halves = [FormulaPart(part.text, t) for t in (inner[: cuts[0]], inner[cuts[0] + 1 :])]
     counts = [
         _checked(
             design.numbers(half, rows),
@@ -138,7 +140,7 @@ def _ways(hits: np.ndarray, trials: np.ndarray) -> np.ndarray:
     return found
 
 
-def _yes_or_no(part: Part, design: Design, rows: Rows) -> np.ndarray:
+def _yes_or_no(part: FormulaPart, design: Design, rows: Rows) -> np.ndarray:
     """A column of two categories as 0 and 1, the first in the alphabet being 0; else numbers."""
     column = part.column
     if column is None or not hasattr(rows.columns[column], "cat"):
@@ -164,7 +166,7 @@ def _checked(
     return values
 
 
-def response_columns(formula: Formula, weights: Part | None) -> list[str]:
+def response_columns(formula: Formula, weights: FormulaPart | None) -> list[str]:
     """Columns that the response and its weights are made of."""
     tokens = (*formula.response.tokens, *(() if weights is None else ("+", *weights.tokens)))
     return columns_of(tokens)

@@ -31,8 +31,8 @@ from fedpop.mixed.factor import canonical
 from fedpop.mixed.gaussian_fit import GaussianEngine
 from fedpop.mixed.glm_fit import QuadratureEngine, nodes_for
 from fedpop.mixed.groups import Coordinates, Groups
-from fedpop.mixed.outcome import Outcome
-from fedpop.mixed.point import Engine, Point
+from fedpop.mixed.outcome import Estimates
+from fedpop.mixed.point import Engine, ThetaPoint
 from fedpop.mixed.response import Family
 from fedpop.models.composition import Composition
 from fedpop.models.likelihoods import Normal as NormalNoise
@@ -56,7 +56,7 @@ LEAST = 1e-6
 
 
 @dataclass(frozen=True)
-class Settings:
+class SampledSettings:
     """What is said of a run with chains."""
 
     seed: int = 0
@@ -94,7 +94,7 @@ def _zeros(columns: int) -> nn.Linear:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ThetaLayout:
     """How a mixed model is written as a composition: which fixed effects are the mean of random ones."""
 
     units: Coordinates
@@ -170,7 +170,7 @@ class Layout:
         at = [u.x_names.index(n) for n in u.z_names]
         return at, u.x_scale[at] / u.z_scale, (u.x_centre[at] - u.z_centre) / u.z_scale
 
-    def point(self, phi: Tensor, mu: Tensor, factor: Tensor) -> Point:
+    def point(self, phi: Tensor, mu: Tensor, factor: Tensor) -> ThetaPoint:
         """In internal coordinates, from phi and the prior's mean and factor."""
         scale, p = self.units.y_scale, len(self.rest)
         b = torch.zeros(len(self.units.x_names), dtype=torch.float64)
@@ -183,9 +183,9 @@ class Layout:
         if self.units.intercept:
             b[0] += self.start
         sigma = math.exp(0.5 * float(phi[-1])) if self.family.gaussian else 1.0
-        return Point(b * scale, factor / sigma, sigma * scale)
+        return ThetaPoint(b * scale, factor / sigma, sigma * scale)
 
-    def published(self, point: Point) -> dict[str, Tensor]:
+    def published(self, point: ThetaPoint) -> dict[str, Tensor]:
         """phi and beta of a point."""
         scale = self.units.y_scale
         b = point.b / scale
@@ -214,13 +214,18 @@ class Layout:
         return {"phi": phi, "beta": beta}
 
 
-def layout_of(groups: Groups, units: Coordinates, family: Family, start: float) -> Layout:
-    return Layout(units, family, start if units.intercept and not family.gaussian else 0.0)
+def layout_of(groups: Groups, units: Coordinates, family: Family, start: float) -> ThetaLayout:
+    return ThetaLayout(units, family, start if units.intercept and not family.gaussian else 0.0)
 
 
 def fitted(
-    groups: Groups, units: Coordinates, family: Family, constant: float, start: float, settings: Settings
-) -> tuple[Outcome, Engine]:
+    groups: Groups,
+    units: Coordinates,
+    family: Family,
+    constant: float,
+    start: float,
+    settings: SampledSettings,
+) -> tuple[Estimates, Engine]:
     """FedSOUL until it has converged; likelihood and standard errors at its theta by the exact
     engines."""
     layout = layout_of(groups, units, family, start)
@@ -258,7 +263,7 @@ def fitted(
         x, more, verdict = scored(engine, engine.vector(point), rule, Key(settings.seed, purpose="scoring"))
         point, rounds, words = engine.point(x), rounds + more, ""
     likelihood, covariance = engine.log_likelihood(point), engine.covariance(point)
-    outcome = Outcome(
+    outcome = Estimates(
         point,
         None,
         likelihood,

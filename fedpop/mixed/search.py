@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedpop.server.quasi_newton import State, tell
+from fedpop.server.quasi_newton import SearchState, tell
 
 TOLERANCE = 1e-7
 """Nats that a Newton step still promises where the search is over; as in the exact engine."""
@@ -33,7 +33,7 @@ Evaluation = tuple[float, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
-class Found:
+class Optimum:
     """Where the search ended, and why."""
 
     x: Tensor
@@ -53,11 +53,11 @@ def minimised(
     tolerance: float = TOLERANCE,
     most: int = MOST,
     watch: Callable[[Tensor, Tensor], None] | None = None,
-) -> Found:
+) -> Optimum:
     """The minimum of minus a log-likelihood; ``at(x, curved)`` gives value, gradient and, where asked
     for, the Hessian; it is over where a Newton step promises less than ``tolerance``. ``watch`` sees each
     point that the search has come to, with the gradient there, and may raise."""
-    state, trace = State.at(start), list[float]()
+    state, trace = SearchState.at(start), list[float]()
     hessian = torch.zeros((len(start), len(start)), dtype=start.dtype)
     while not state.over and len(trace) < most:
         value, slope, curvature = at(state.trial, state.wants_curvature)
@@ -71,7 +71,7 @@ def minimised(
     x, value, gain = state.x, state.f, state.gain
     if state.converged:
         x, value, hessian, gain = _polished(at, x, value, hessian, gain, trace)
-    return Found(x, value, hessian, gain, state.converged, _words(state, gain, len(trace)), tuple(trace))
+    return Optimum(x, value, hessian, gain, state.converged, _words(state, gain, len(trace)), tuple(trace))
 
 
 def _polished(
@@ -99,7 +99,7 @@ def _polished(
     return x, value, hessian, gain
 
 
-def _words(state: State, gain: float, evaluations: int) -> str:
+def _words(state: SearchState, gain: float, evaluations: int) -> str:
     if state.converged:
         return f"converged: a Newton step promised {gain:.1g} nats at the end"
     if state.over:

@@ -27,7 +27,7 @@ CHECKED = 256
 
 
 @dataclass(frozen=True)
-class Given(Likelihood):
+class GivenDensity(Likelihood):
     """The stand-in where only a log-likelihood was given: outputs, if any, are means."""
 
     name: ClassVar[str] = "custom"
@@ -120,7 +120,7 @@ class CustomModel(Model):
         _takes(log_likelihood, "log_likelihood", ("phi", "z", "x", "y"))
         _takes(outputs, "outputs", ("phi", "z", "x"))
         self._function, self._outputs = log_likelihood, outputs
-        self.likelihood = Given() if likelihood is None else likelihoods.resolve(likelihood)
+        self.likelihood = GivenDensity() if likelihood is None else likelihoods.resolve(likelihood)
         shared, personal = _parameters(phi or {}, "phi"), _parameters(z, "z")
         if not personal:
             raise ModelError("z is empty, so nothing would be personal; name at least one parameter")

@@ -1,9 +1,9 @@
 """A quasi-Newton method that asks for one evaluation at a time, with all of its state in the open.
 
 BFGS with a line search for the strong Wolfe conditions (Nocedal and Wright, algorithms 3.5, 3.6 and 6.1).
-Whoever drives it evaluates F and its gradient at ``State.trial`` and tells: a round is an evaluation, and a
-run that is killed between two goes on to the same bits. At the start, and wherever BFGS believes to
-be at a minimum, it asks for the Hessian as well (``State.wants_curvature``): the first step is then in
+Whoever drives it evaluates F and its gradient at ``SearchState.trial`` and tells: a round is an evaluation,
+and a run that is killed between two goes on to the same bits. At the start, and wherever BFGS believes to
+be at a minimum, it asks for the Hessian as well (``SearchState.wants_curvature``): the first step is then in
 units of the information, and a minimum is only called one by the true curvature there.
 """
 
@@ -39,7 +39,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class State:
+class SearchState:
     """x with F and gradient g there (the best so far), the inverse Hessian, and a search along a direction.
 
     ``gain`` is what a Newton step promises at x: half of g' inverse g.
@@ -64,7 +64,7 @@ class State:
     gain: float = math.inf
 
     @classmethod
-    def at(cls, x: Tensor) -> State:
+    def at(cls, x: Tensor) -> SearchState:
         """Before the first evaluation."""
         zero = torch.zeros_like(x)
         return cls(x, x, zero, zero, torch.zeros((len(x), len(x)), dtype=x.dtype, device=x.device), zero)
@@ -82,7 +82,7 @@ class State:
         """Nothing more will come of it: at a minimum, or at a point that no search could leave."""
         return self.phase in (CONVERGED, STALLED)
 
-    def moved(self, x: Tensor, trial: Tensor) -> State:
+    def moved(self, x: Tensor, trial: Tensor) -> SearchState:
         """The same with x and the trial put inside bounds."""
         return replace(self, x=x, trial=trial)
 
@@ -97,7 +97,7 @@ class State:
         return out
 
     @classmethod
-    def of(cls, tensors: Tensors) -> State:
+    def of(cls, tensors: Tensors) -> SearchState:
         made: dict[str, object] = {}
         for field in fields(cls):
             value = tensors[field.name]
@@ -111,8 +111,8 @@ class State:
 
 
 def tell(
-    state: State, f: float, g: Tensor, curvature: Tensor | None, unit: Tensor, tolerance: float
-) -> State:
+    state: SearchState, f: float, g: Tensor, curvature: Tensor | None, unit: Tensor, tolerance: float
+) -> SearchState:
     """The state after F was found to be f with gradient g (and this Hessian, where it was asked for) at
     ``state.trial``; ``unit`` is the natural size of each coordinate. F not finite: outside its domain."""
     if state.over:
@@ -130,7 +130,7 @@ def tell(
     )
 
 
-def begun_again(state: State, curved: bool) -> State:
+def begun_again(state: SearchState, curved: bool) -> SearchState:
     """The same point of another F: value and curvature are to be asked for first, or the value alone, where
     the curvature that is known will do."""
     phase = CURVATURE if curved else VALUE
@@ -140,7 +140,7 @@ def begun_again(state: State, curved: bool) -> State:
 # --- directions ------------------------------------------------------------------------------
 
 
-def _measured(state: State, curvature: Tensor, unit: Tensor, tolerance: float) -> State:
+def _measured(state: SearchState, curvature: Tensor, unit: Tensor, tolerance: float) -> SearchState:
     """At x the curvature is known: a minimum, or a direction by absolute curvatures, which leave saddles."""
     scaled = unit.unsqueeze(1) * curvature * unit
     values, vectors = torch.linalg.eigh(0.5 * (scaled + scaled.mT))
@@ -157,7 +157,7 @@ def _measured(state: State, curvature: Tensor, unit: Tensor, tolerance: float) -
     return _along(state, -away if float(state.g @ away) > 0 else away, unit)
 
 
-def _along(state: State, direction: Tensor, unit: Tensor) -> State:
+def _along(state: SearchState, direction: Tensor, unit: Tensor) -> SearchState:
     """A new search from x."""
     slope = float(state.g @ direction)
     reach = float((direction / unit).abs().max())
@@ -178,7 +178,7 @@ def _along(state: State, direction: Tensor, unit: Tensor) -> State:
     )
 
 
-def _given_up(state: State) -> State:
+def _given_up(state: SearchState) -> SearchState:
     """No step from here: by the true curvature perhaps, unless that was just tried."""
     if state.since == 0:
         return replace(state, phase=STALLED, trial=state.x)
@@ -188,7 +188,7 @@ def _given_up(state: State) -> State:
 # --- the search ------------------------------------------------------------------------------
 
 
-def _searched(state: State, at: Point, g: Tensor, unit: Tensor, tolerance: float) -> State:
+def _searched(state: SearchState, at: Point, g: Tensor, unit: Tensor, tolerance: float) -> SearchState:
     rounding = 1e-13 * max(abs(state.f), 1.0)
     state = replace(state, tries=state.tries + 1)
     low = state.low
@@ -207,7 +207,7 @@ def _searched(state: State, at: Point, g: Tensor, unit: Tensor, tolerance: float
     return _between(replace(state, low=at, low_g=g, high=high, phase=ZOOM), unit, tolerance)
 
 
-def _between(state: State, unit: Tensor, tolerance: float) -> State:
+def _between(state: SearchState, unit: Tensor, tolerance: float) -> SearchState:
     """The next trial between the ends of the bracket, or the better end when it has become small."""
     low, high = state.low, state.high
     width = high.t - low.t
@@ -234,7 +234,7 @@ def _cubic(a: Point, b: Point) -> float:
     return math.nan if down == 0 else b.t - (b.t - a.t) * (b.slope + d2 - d1) / down
 
 
-def _accepted(state: State, at: Point, g: Tensor, unit: Tensor, tolerance: float) -> State:
+def _accepted(state: SearchState, at: Point, g: Tensor, unit: Tensor, tolerance: float) -> SearchState:
     """x moves; the inverse Hessian learns from how the gradient changed."""
     s = at.t * state.direction
     y, inverse = g - state.g, state.inverse

@@ -16,7 +16,7 @@ from fedpop.experiments.comparison.run import details_path
 from fedpop.experiments.comparison.terms import Terms
 from fedpop.federation.participation.rules import Uniform
 from fedpop.keys import Key
-from fedpop.report.results import COSTS, Results
+from fedpop.report.results import BESIDE, COSTS, Results
 from fedpop.runtime.members import active_units
 from tests.helpers import generator, linear_model, population_data
 
@@ -54,7 +54,7 @@ def test_records_have_scores_costs_and_files_beside_them(compared):
     assert len(records) == 6
     for r in records:
         assert r["experiment"] == "compare"
-        assert set(r["cost"]) == set(COSTS)
+        assert set(r["cost"]) == {*COSTS, *BESIDE}
         assert r["cost"]["rounds"] == ROUNDS
         assert {"test_rmse", "test_rmse_worst", "test_nll", "test_coverage", "last_rmse", "new_rmse"} <= set(
             r["metrics"]
@@ -122,7 +122,7 @@ def test_coverage_with_thetas_uncertainty_has_a_column_where_it_exists(tmp_path)
 def test_the_page_stands_alone_and_has_every_figure(compared):
     _, folder = compared
     page = (folder / "report.html").read_text()
-    assert page.count("<svg") == 8  # three axes and NLL, two of client by client, coverage, width
+    assert page.count("<svg") == 8  # three axes and NLL, two methods client by client, coverage, width
     for outside in ('src="http', "<link", "url(http", "<script"):
         assert outside not in page
     table = (folder / "results.md").read_text()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedpop.server.quasi_newton import State, begun_again, tell
+from fedpop.server.quasi_newton import SearchState, begun_again, tell
 from tests.helpers import generator
 
 TOLERANCE = 1e-10
@@ -19,7 +19,9 @@ def rosenbrock(x: Tensor) -> Tensor:
     return (100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2).sum()
 
 
-def told(state: State, f: Callable[[Tensor], Tensor], unit: Tensor, tolerance: float = TOLERANCE) -> State:
+def told(
+    state: SearchState, f: Callable[[Tensor], Tensor], unit: Tensor, tolerance: float = TOLERANCE
+) -> SearchState:
     """One evaluation, with the Hessian where it is asked for."""
     x = state.trial.clone().requires_grad_()
     value = f(x)
@@ -28,8 +30,8 @@ def told(state: State, f: Callable[[Tensor], Tensor], unit: Tensor, tolerance: f
     return tell(state, value.item(), g, hessian, unit, tolerance)
 
 
-def minimised(f: Callable[[Tensor], Tensor], x: Tensor, evaluations: int = 300) -> tuple[State, int]:
-    state, unit = State.at(x), torch.ones_like(x)
+def minimised(f: Callable[[Tensor], Tensor], x: Tensor, evaluations: int = 300) -> tuple[SearchState, int]:
+    state, unit = SearchState.at(x), torch.ones_like(x)
     for k in range(evaluations):
         if state.over:
             return state, k
@@ -50,7 +52,7 @@ def test_a_quadratic_takes_one_step_whatever_its_units() -> None:
     scale = torch.tensor([1e-4, 1.0, 1e5], dtype=torch.float64)
     root = torch.randn(3, 3, generator=generator(0), dtype=torch.float64) / scale
     curvature, centre = root.mT @ root, torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64) * scale
-    state, unit = State.at(centre + 0.5 * scale), scale
+    state, unit = SearchState.at(centre + 0.5 * scale), scale
     for _ in range(4):
         state = told(state, lambda x: 0.5 * (x - centre) @ curvature @ (x - centre), unit)
     assert state.converged
@@ -81,7 +83,10 @@ def test_directions_without_curvature_are_left_alone() -> None:
 
 
 def test_every_accepted_step_goes_down_and_satisfies_strong_wolfe() -> None:
-    state, unit = State.at(torch.tensor([-1.2, 1.0], dtype=torch.float64)), torch.ones(2, dtype=torch.float64)
+    state, unit = (
+        SearchState.at(torch.tensor([-1.2, 1.0], dtype=torch.float64)),
+        torch.ones(2, dtype=torch.float64),
+    )
     accepted = 0
     while not state.over:
         new = told(state, rosenbrock, unit)
@@ -95,10 +100,10 @@ def test_every_accepted_step_goes_down_and_satisfies_strong_wolfe() -> None:
 
 def test_a_state_written_and_read_goes_on_to_the_same_bits() -> None:
     unit = torch.ones(4, dtype=torch.float64)
-    state = other = State.at(torch.linspace(-1.2, 1.0, 4, dtype=torch.float64))
+    state = other = SearchState.at(torch.linspace(-1.2, 1.0, 4, dtype=torch.float64))
     while not state.over:
         state = told(state, rosenbrock, unit)
-        other = State.of(told(State.of(other.tensors()), rosenbrock, unit).tensors())
+        other = SearchState.of(told(SearchState.of(other.tensors()), rosenbrock, unit).tensors())
         for name, value in state.tensors().items():
             assert torch.equal(value, other.tensors()[name]), name
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("pandas", reason="mixed models need the extra 'formula'")
 
 from fedpop.experiments.mixed import page, run
-from fedpop.experiments.mixed.tables import TASKS, Task
+from fedpop.experiments.mixed.tables import TASKS, ReferenceTask
 from fedpop.report.results import values
 from tests.mixed.conftest import FOLDER, need
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("how", run.HOW)
 @pytest.mark.parametrize("task", TASKS, ids=lambda t: t.data)
-def test_chains_reach_twice_the_tolerances(task: Task, how: str) -> None:
+def test_chains_reach_twice_the_tolerances(task: ReferenceTask, how: str) -> None:
     need(f"{task.data}.csv")
     (found,) = run.agreement(task, how, 11, FOLDER.parent)
     assert found["metrics"]["converged"]

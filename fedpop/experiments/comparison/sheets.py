@@ -110,8 +110,7 @@ def summary(comparison: Compared) -> Sheet:
     theta = any("theta_coverage" in r["metrics"] for r in comparison.records)
     columns += ["theta too, %"] if theta else []
     columns += ["new, own data", "new, none"] if new else []
-    timed = _timed(comparison.records)
-    columns += ["sent", "passes", *(["train., s", "eval., s"] if timed else ["sec."])]
+    columns += ["sent", "passes", "sec."]
     rows = []
     for method in comparison.methods:
         records = comparison.of_method(method)
@@ -132,10 +131,9 @@ def summary(comparison: Compared) -> Sheet:
             row += [shown(records, f"{kind}_{main}", percent) for kind in ("new", "new_without")]
         sent = mean(values(records, "bytes_up", "cost")) + mean(values(records, "bytes_down", "cost"))
         row += [human_bytes(sent), _cost(records, "backbone_passes"), _cost(records, "seconds", 1)]
-        row += [_cost(records, "evaluation_seconds", 1)] if timed else []
         rows.append(tuple(row))
     named = {NAMES["accuracy"]: "accuracy, %", NAMES["coverage"]: "90 % cov., %"}
-    spare = ("sec.", "eval., s", "train., s", "last", "sent", "rounds", "passes", "worst 10 %", "new, none")
+    spare = ("sec.", "last", "sent", "rounds", "passes", "worst 10 %", "new, none")
     return Sheet([named.get(c, c) for c in columns], rows, highlights(comparison), spare)
 
 

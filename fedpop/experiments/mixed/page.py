@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedpop.experiments.mixed import pooling, run
-from fedpop.experiments.mixed.tables import TASKS, Task
+from fedpop.experiments.mixed.tables import TASKS, ReferenceTask
 from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.looks import METHODS
 from fedpop.report.results import Record, Results, interval95, mean, values
@@ -56,7 +56,7 @@ def _cell(found: list[float], measure: str) -> str:
     return f"{times * max(found):{form}}" if found else "-"
 
 
-def _limits(task: Task) -> tuple[str, ...]:
+def _limits(task: ReferenceTask) -> tuple[str, ...]:
     own = LIMITS[task.family]
     cells = [f"{MEASURES[m][1] * own[m]:g}" if m in own else "-" for m in MEASURES]
     return (task.data, "limit", "", *cells, "", "")

@@ -12,7 +12,7 @@ import torch
 
 from fedpop.experiments.experiment import Asked
 from fedpop.experiments.mixed import pooling
-from fedpop.experiments.mixed.tables import RADON, SLEEP, TASKS, Task
+from fedpop.experiments.mixed.tables import RADON, SLEEP, TASKS, ReferenceTask
 from fedpop.experiments.runner import Job
 from fedpop.keys import Key
 from fedpop.mixed.fit import MixedFit
@@ -62,7 +62,7 @@ def distances(fit: MixedFit, truth: dict[str, Any]) -> dict[str, float]:
     return out
 
 
-def agreement(task: Task, how: str, seed: int, data: Path | None) -> list[Record]:
+def agreement(task: ReferenceTask, how: str, seed: int, data: Path | None) -> list[Record]:
     torch.set_num_threads(1)
     frame, started = task.table(data), time.process_time()
     fit = mixed_model(task.formula, frame, task.family, seed=seed, **HOW[how])
@@ -80,7 +80,7 @@ def coordinates(unit: str, data: Path | None) -> list[Record]:
     return [_record({"data": "sleepstudy, coordinates"}, unit, 0, {"log_likelihood": off}, fit)]
 
 
-def setting_of(task: Task) -> dict[str, Any]:
+def setting_of(task: ReferenceTask) -> dict[str, Any]:
     return {"data": task.data, "formula": task.formula, "family": task.family}
 
 

@@ -15,7 +15,7 @@ FOLDER = "grouped"
 
 
 @dataclass(frozen=True)
-class Task:
+class ReferenceTask:
     """A model of a table, and the name of its reference among those beside the table."""
 
     data: str
@@ -36,9 +36,9 @@ class Task:
         return found
 
 
-SLEEP = Task("sleepstudy", "Reaction ~ Days + (Days | Subject)", "random_slope")
-RADON = Task("radon", "log_radon ~ floor + (1 | county)", "random_intercept")
-CBPP = Task(
+SLEEP = ReferenceTask("sleepstudy", "Reaction ~ Days + (Days | Subject)", "random_slope")
+RADON = ReferenceTask("radon", "log_radon ~ floor + (1 | county)", "random_intercept")
+CBPP = ReferenceTask(
     "cbpp",
     "cbind(incidence, size - incidence) ~ period + (1 | herd)",
     "agq25",

@@ -180,7 +180,7 @@ def theta_coverage(population: Population, data: Synthetic) -> float:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskOutcome:
     """A method's population on one task, its record, and its path."""
 
     record: Record
@@ -205,7 +205,7 @@ def run_task(
     *,
     progress: bool | None = False,
     theta: bool = True,
-) -> list[Outcome]:
+) -> list[TaskOutcome]:
     """All methods and the exact optimum on one task and seed."""
     data = task.make(seed)
     fits = {name: fit(name, task, data, seed, progress) for name in methods}
@@ -235,10 +235,10 @@ def run_task(
                 metrics["coverage90_theta"] = theta_coverage(population, data)
         cost = population.totals | {"rounds": population.rounds}
         item = record(NAME, setting, name, seed, metrics, cost, config)
-        outcomes.append(Outcome(item, population, points))
+        outcomes.append(TaskOutcome(item, population, points))
     metrics = reference | shared | {"marginal_log_likelihood": best.log_likelihood}
     item = record(NAME, setting, "Exact", seed, metrics, {"seconds": seconds}, {"method": "L-BFGS"})
-    outcomes.append(Outcome(item, optimum, []))
+    outcomes.append(TaskOutcome(item, optimum, []))
     return outcomes
 
 

@@ -18,7 +18,7 @@ from fedpop.population import Population
 from fedpop.questions.forms import agreed, example_from, open_questions, plain_example
 from fedpop.runtime.callbacks import Callback
 from fedpop.runtime.flower.afterwards import answers
-from fedpop.runtime.flower.elsewhere import Elsewhere, Terms
+from fedpop.runtime.flower.elsewhere import Elsewhere, RoundTerms
 from fedpop.runtime.flower.letters import Letter, method_told, values_of, with_values
 from fedpop.runtime.flower.post import Post
 from fedpop.runtime.flower.site import THETA, keep_hello
@@ -39,7 +39,7 @@ class Deployment:
     method: Callable[[Example], Algorithm]
     """The method for examples of this form; before that is agreed on, a model may not know its inputs."""
     settings: Settings
-    terms: Terms = field(default_factory=Terms)
+    terms: RoundTerms = field(default_factory=RoundTerms)
     schema: Mapping[str, Any] = field(default_factory=dict)
     """What sites' data must look like."""
     entry: str = ""

@@ -37,10 +37,10 @@ Hello = Callable[[Algorithm, str], Letter]
 
 
 @dataclass(frozen=True)
-class Terms:
+class RoundTerms:
     """When a round is over, and how sites count.
 
-    >>> Terms(quorum=0.5, timeout=120.0).enough(4)(2)
+    >>> RoundTerms(quorum=0.5, timeout=120.0).enough(4)(2)
     True
     """
 
@@ -91,7 +91,13 @@ class Elsewhere(Members):
     """Sites that letters go to."""
 
     def __init__(
-        self, method: Algorithm, post: Post, hello: Hello, experiment: str, terms: Terms, settings: Settings
+        self,
+        method: Algorithm,
+        post: Post,
+        hello: Hello,
+        experiment: str,
+        terms: RoundTerms,
+        settings: Settings,
     ) -> None:
         self._post, self._hello, self._terms, self._settings = post, hello, terms, settings
         self._method, self._everyone = method, method.needs_everyone

@@ -30,7 +30,7 @@ from fedpop.questions.forms import check_form
 from fedpop.runtime.callbacks import Callback, EarlyStop
 from fedpop.runtime.flower.afterwards import ASKED, check_asked
 from fedpop.runtime.flower.conduct import Deployment
-from fedpop.runtime.flower.elsewhere import Terms
+from fedpop.runtime.flower.elsewhere import RoundTerms
 from fedpop.runtime.flower.folder import check_name, read_toml
 from fedpop.runtime.settings import Settings
 from fedpop.version import __version__
@@ -131,8 +131,8 @@ class Folder:
                     f"{path}, [run]: early_stop is a table such as {{every = 10, patience = 5}}"
                 )
             callbacks = [EarlyStop(**_only(stop, ("every", "patience"), f"{path}, early_stop"))]
-        words = tuple(f.name for f in fields(Terms))
-        terms = Terms(**_only(plain.get("sites", {}), words, f"{path}, [sites]"))
+        words = tuple(f.name for f in fields(RoundTerms))
+        terms = RoundTerms(**_only(plain.get("sites", {}), words, f"{path}, [sites]"))
         part = run.get("participation")
         usual = known_method(name, str(path)).usual_participation()
         settings = Settings(

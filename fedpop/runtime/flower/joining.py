@@ -24,7 +24,7 @@ from fedpop.runtime.flower import certificates
 from fedpop.runtime.flower.folder import SETTINGS, check_name, make_secret, open_site, read_site
 from fedpop.runtime.flower.processes import Kept, environment, free_port, program, require_free
 from fedpop.runtime.flower.serving import INSECURE
-from fedpop.runtime.flower.site import THETA, Experiment
+from fedpop.runtime.flower.site import THETA, SiteExperiment
 
 Say = Callable[[str], None]
 
@@ -132,21 +132,21 @@ def _reason(log: Path) -> str:
 # --- afterwards, offline -------------------------------------------------------------------------
 
 
-def experiment_of(root: Path, name: str | None) -> Experiment:
+def experiment_of(root: Path, name: str | None) -> SiteExperiment:
     """A site's experiment by name; the last one that was finished unless told."""
     site = open_site(root.absolute())
     if name is not None:
-        return Experiment(site, name)
+        return SiteExperiment(site, name)
     folders = sorted(
         (f for f in (site.folder / "experiments").glob("*") if (f / THETA).exists()),
         key=lambda f: (f / THETA).stat().st_mtime,
     )
     if not folders:
         raise CheckpointError(f"site {site.name!r} has no theta yet: it comes at the end of a run")
-    return Experiment(site, folders[-1].name)
+    return SiteExperiment(site, folders[-1].name)
 
 
-def population_at(experiment: Experiment) -> Population:
+def population_at(experiment: SiteExperiment) -> Population:
     """The population that this site knows: theta, its own data and its own states."""
     method = experiment.method
     theta = experiment.folder / THETA
@@ -170,7 +170,7 @@ Predicted = list[tuple[str, Sequence[int], Predictive]]
 """Unit, its rows in the file, and what is predicted for them."""
 
 
-def predicted(population: Population, experiment: Experiment, data: str) -> Predicted:
+def predicted(population: Population, experiment: SiteExperiment, data: str) -> Predicted:
     """What units' own models say; one that is new at this site gets the population's."""
     form, site = experiment.form, experiment.site.name
     if ":" in data or Path(data).is_dir():
@@ -242,11 +242,11 @@ def personalise(
         write_predictions(predicted(population, experiment, at), out, level, say)
 
 
-def adopted(root: Path, theta: Path) -> Experiment:
+def adopted(root: Path, theta: Path) -> SiteExperiment:
     """An experiment at a site that took no part, from a federation's folder ``run/theta``."""
     site = open_site(root.absolute())
     _require_theta(theta)
-    experiment = Experiment(site, str(read_json(theta / "method.json")["experiment"]))
+    experiment = SiteExperiment(site, str(read_json(theta / "method.json")["experiment"]))
     if not (experiment.folder / THETA).exists():
         for file in ("model.safetensors", "method.json", THETA):
             shutil.copyfile(theta / file, experiment.folder / file)

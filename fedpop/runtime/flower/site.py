@@ -93,7 +93,7 @@ class Site:
             return refusal(f"{type(error).__name__}; the site's log says more", site=self.name)
 
     def _answer(self, letter: Letter) -> Reply:
-        experiment = Experiment(self, str(letter.about["experiment"]))
+        experiment = SiteExperiment(self, str(letter.about["experiment"]))
         if letter.kind == "form":
             return self._form(letter)
         if letter.kind == "hello":
@@ -112,7 +112,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Experiment:
+class SiteExperiment:
     """One experiment at a site: the method that it was told of, and the states of its units."""
 
     site: Site

@@ -13,7 +13,7 @@ import fedpop as fp
 from fedpop.algorithms.base import Algorithm
 from fedpop.runtime.flower.client import app
 from fedpop.runtime.flower.conduct import Deployment, conduct
-from fedpop.runtime.flower.elsewhere import Terms
+from fedpop.runtime.flower.elsewhere import RoundTerms
 from fedpop.runtime.flower.folder import SECRET
 from fedpop.runtime.flower.post import Post
 from fedpop.runtime.settings import Settings
@@ -50,7 +50,7 @@ def deployment(method: Algorithm, rounds: int, seed: int = 0, rule: Any = None, 
     rule = method.usual_participation() if rule is None else rule
     settings = Settings(rounds, seed, rule, checkpoint_every=1)
     own = copy.deepcopy(method)
-    return Deployment("test", lambda example: own, settings, **{"terms": Terms(sites=1)} | more)
+    return Deployment("test", lambda example: own, settings, **{"terms": RoundTerms(sites=1)} | more)
 
 
 def across(
@@ -58,7 +58,7 @@ def across(
 ) -> tuple[fp.Population, LocalGrid]:
     """A run over the Grid in this process."""
     grid = LocalGrid(app, enrol(root, data, more.get("seed", 0)))
-    more = {"terms": Terms(sites=len(data))} | more
+    more = {"terms": RoundTerms(sites=len(data))} | more
     return conduct(deployment(method, rounds, **more), post_on(grid)), grid
 
 

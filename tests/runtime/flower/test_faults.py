@@ -23,7 +23,7 @@ from fedpop.runtime.flower import memory as memories
 from fedpop.runtime.flower import site as at_site
 from fedpop.runtime.flower.client import app
 from fedpop.runtime.flower.conduct import conduct, enrolled
-from fedpop.runtime.flower.elsewhere import Terms
+from fedpop.runtime.flower.elsewhere import RoundTerms
 from fedpop.runtime.flower.folder import open_site
 from fedpop.runtime.flower.letters import Letter, Reply, digest_of
 from fedpop.runtime.flower.records import (
@@ -37,7 +37,7 @@ from tests.algorithms.conformance import clients, made
 from tests.runtime.flower.local_grid import LocalGrid
 from tests.runtime.flower.sites import across, deployment, enrol, here, post_on, same_bits
 
-TERMS = Terms(sites=4, timeout=30.0)
+TERMS = RoundTerms(sites=4, timeout=30.0)
 
 
 def train(name: str, message: Message) -> int | None:
@@ -47,7 +47,7 @@ def train(name: str, message: Message) -> int | None:
 
 
 def run(
-    tmp_path: Path, prepare: Any, rounds: int = 5, terms: Terms = TERMS, **more: Any
+    tmp_path: Path, prepare: Any, rounds: int = 5, terms: RoundTerms = TERMS, **more: Any
 ) -> tuple[fp.Population, LocalGrid]:
     grid = LocalGrid(app, enrol(tmp_path, clients("softmax")))
     prepare(grid)
@@ -81,7 +81,7 @@ def test_a_lost_reply_did_not_happen(name: str, tmp_path: Path) -> None:
         grid.fault = fault
 
     # A site is not asked while a letter of its own may yet be answered: here it is lost for good, and known.
-    terms = Terms(sites=4, timeout=0.1)
+    terms = RoundTerms(sites=4, timeout=0.1)
     found, _ = run(tmp_path, prepare, terms=terms, method=made(name, "softmax"))
     missed = [m["round"] - 1 for m in found.history if "bea" in m["left_out"]]
     assert missed == [1, 2]
@@ -115,7 +115,7 @@ def test_a_round_closes_on_its_quorum(tmp_path: Path) -> None:
     def prepare(grid: LocalGrid) -> None:
         grid.delay = lambda site, letter: 20.0 if site == "dag" and train(site, letter) is not None else 0.0
 
-    found, grid = run(tmp_path, prepare, terms=Terms(sites=4, quorum=0.75, timeout=1000.0))
+    found, grid = run(tmp_path, prepare, terms=RoundTerms(sites=4, quorum=0.75, timeout=1000.0))
     assert "dag" not in found.history[0]["heard"]
     assert len(found.history[0]["heard"]) == 3
     assert grid.now < 200  # nobody waited for the timeout
@@ -360,7 +360,7 @@ def test_a_dead_site_is_not_picked_and_a_new_one_takes_part(tmp_path: Path) -> N
 
         grid.fault = fault
 
-    found, grid = run(tmp_path, prepare, rounds=6, terms=Terms(sites=3, timeout=30.0))
+    found, grid = run(tmp_path, prepare, rounds=6, terms=RoundTerms(sites=3, timeout=30.0))
     heard = [set(m["heard"]) for m in found.history]
     assert ["bea" in h for h in heard[1:5]] == [True, False, False, True]
     assert ["eva" in h for h in heard[3:5]] == [False, True]
@@ -371,7 +371,7 @@ def test_a_dead_site_is_not_picked_and_a_new_one_takes_part(tmp_path: Path) -> N
 def test_weights_from_observed_participation(tmp_path: Path) -> None:
     """A site that was heard in one round of two counts twice, in the limit."""
     grid = LocalGrid(app, enrol(tmp_path, clients("softmax")))
-    terms = Terms(sites=4, weights="observed")
+    terms = RoundTerms(sites=4, weights="observed")
     members, _ = enrolled(deployment(made("FedSOUL", "softmax"), 3, terms=terms), post_on(grid))
     for name, site in members.sites.items():
         site.rounds, site.times = 99, 49 if name == "bea" else 99
@@ -388,7 +388,7 @@ def test_a_node_is_not_taken_for_another_site(tmp_path: Path) -> None:
         node = next(n for n, name in grid.names.items() if name == "bea")
         grid.registered[node] = "ada"
 
-    found, _ = run(tmp_path, prepare, rounds=2, terms=Terms(sites=3))
+    found, _ = run(tmp_path, prepare, rounds=2, terms=RoundTerms(sites=3))
     assert all(set(m["heard"]) == {"ada", "cem", "dag"} for m in found.history)
 
 

@@ -15,7 +15,7 @@ from fedpop.channel import Channel
 from fedpop.keys import Key
 from fedpop.runtime.flower.client import app
 from fedpop.runtime.flower.conduct import conduct
-from fedpop.runtime.flower.elsewhere import Terms
+from fedpop.runtime.flower.elsewhere import RoundTerms
 from fedpop.runtime.flower.letters import Reply
 from fedpop.runtime.flower.records import letter_from_record, reply_from_record, reply_to_record
 from tests.helpers import generator
@@ -57,7 +57,7 @@ def test_the_server_leaves_out_what_is_out_of_proportion(at: int, tmp_path: Path
         return [grown(reply, 1e7) if absurd else reply]
 
     grid.fault = fault
-    found = conduct(deployment(fp.FedSOUL(softmax()), 4, terms=Terms(sites=6)), post_on(grid))
+    found = conduct(deployment(fp.FedSOUL(softmax()), 4, terms=RoundTerms(sites=6)), post_on(grid))
     assert [m["left_out"] for m in found.history] == [["cem"] if k == at else [] for k in range(4)]
     line = found.history[at]
     assert line["out_of_proportion"] == ["cem"]
@@ -102,7 +102,7 @@ def test_a_site_judges_itself_as_the_simulator_does(
 def test_everyone_cannot_be_shut_out(tmp_path: Path) -> None:
     """Norms that were held back count in what is usual: a jump of all of them costs one round."""
     grid = LocalGrid(app, enrol(tmp_path, data()))
-    told = deployment(fp.FedAvg(softmax(), local=SGD, guard=3.0), 5, terms=Terms(sites=6))
+    told = deployment(fp.FedAvg(softmax(), local=SGD, guard=3.0), 5, terms=RoundTerms(sites=6))
 
     def fault(site: str, letter: Message, reply: Message) -> list[Message]:
         about = letter_from_record(letter.content).about

@@ -13,7 +13,7 @@ from fedpop.algorithms import METHODS, hierarchical
 from fedpop.client.store import LocalStore
 from fedpop.evaluation.information import Information
 from fedpop.files import read_tensors
-from fedpop.runtime.flower.elsewhere import Terms
+from fedpop.runtime.flower.elsewhere import RoundTerms
 from fedpop.runtime.flower.memory import Memory
 from fedpop.runtime.flower.records import letter_from_record
 from tests.algorithms.conformance import NAMES, clients, made, partial
@@ -136,7 +136,7 @@ def test_a_site_of_several_groups_sends_their_sum(name: str, tmp_path: Path) -> 
     own = clients("softmax")
     data = {"north": {"ada": own["ada"], "bea": own["bea"]}, "south": {"cem": own["cem"], "dag": own["dag"]}}
     method = made(name, "softmax")
-    elsewhere, grid = across(method, data, tmp_path, rounds=3, terms=Terms(sites=2))
+    elsewhere, grid = across(method, data, tmp_path, rounds=3, terms=RoundTerms(sites=2))
     units = {f"{site}/{group}": data[site][group] for site in data for group in data[site]}
     sites = {site: [f"{site}/{group}" for group in data[site]] for site in data}
     simulated = method.fit(units, rounds=3, sites=sites, progress=False)

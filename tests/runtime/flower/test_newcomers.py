@@ -17,7 +17,7 @@ from fedpop.files import read_tensors
 from fedpop.keys import Key, units_of
 from fedpop.runtime.flower.client import app
 from fedpop.runtime.flower.conduct import conduct
-from fedpop.runtime.flower.elsewhere import Terms
+from fedpop.runtime.flower.elsewhere import RoundTerms
 from fedpop.runtime.flower.letters import Letter
 from fedpop.runtime.flower.memory import Memory
 from fedpop.runtime.flower.records import letter_from_record, reply_from_record
@@ -71,7 +71,7 @@ def test_a_newcomer_starts_as_a_client_that_enters_late(name: str, tmp_path: Pat
     data, method = clients("softmax"), made(name, "softmax")
     joining = Joining(tmp_path, data)
     rule = fp.participation.Bernoulli(1.0, weights="inverse")
-    terms = Terms(sites=3)
+    terms = RoundTerms(sites=3)
     found = conduct(deployment(method, 5, rule=rule, terms=terms), post_on(joining.grid))
     assert [len(m["heard"]) for m in found.history] == [3, 3, 4, 4, 4]
     federation = fp.Federation.of(data)
@@ -87,7 +87,7 @@ def test_a_newcomer_starts_as_a_client_that_enters_late(name: str, tmp_path: Pat
 def test_the_chain_of_a_newcomer_starts_at_the_theta_of_its_round(tmp_path: Path) -> None:
     data, method = clients("softmax"), made("FedSOUL", "softmax")
     joining = Joining(tmp_path, data)
-    conduct(deployment(method, LATE + 1, terms=Terms(sites=3)), post_on(joining.grid))
+    conduct(deployment(method, LATE + 1, terms=RoundTerms(sites=3)), post_on(joining.grid))
     (letter,) = joining.letters("train")
     assert letter.about["round"] == LATE
     own = Memory.read(tmp_path / joining.last / "experiments" / "test" / "chain.safetensors", 1)
@@ -110,7 +110,7 @@ def test_a_newcomer_is_asked_what_lasts_of_the_questions(name: str, tmp_path: Pa
     """Once; and what the server made of the answers is that of everyone, as if all had been there."""
     data, method = clients("softmax"), LASTING[name]()
     joining, run = Joining(tmp_path / "sites", data), tmp_path / "run"
-    told = deployment(method, LATE + 2, terms=Terms(sites=3))
+    told = deployment(method, LATE + 2, terms=RoundTerms(sites=3))
     found = conduct(told, post_on(joining.grid), run)
     federation = fp.Federation.of(data)
     prepared = method.prepared(federation.example)
@@ -128,7 +128,7 @@ def test_a_newcomer_is_asked_what_lasts_of_the_questions(name: str, tmp_path: Pa
             torch.testing.assert_close(server[f"server.{part}"], whole.server[part], rtol=1e-5, atol=1e-6)
     # It goes on as well from a checkpoint: nobody is asked twice.
     count = len(joining.letters("ask"))
-    longer = deployment(method, LATE + 4, terms=Terms(sites=3))
+    longer = deployment(method, LATE + 4, terms=RoundTerms(sites=3))
     conduct(longer, post_on(joining.grid), run)
     assert len(joining.letters("ask")) == count
 
@@ -148,7 +148,7 @@ def test_a_newcomer_that_does_not_answer_waits_outside(tmp_path: Path) -> None:
 
     joining.grid.fault = fault
     method = fp.QLSD(made("QLSD", "softmax").model, variant="star", step=1e-3)
-    found = conduct(deployment(method, 8, terms=Terms(sites=3, timeout=5.0)), post_on(joining.grid))
+    found = conduct(deployment(method, 8, terms=RoundTerms(sites=3, timeout=5.0)), post_on(joining.grid))
     heard = [joining.last in m["heard"] for m in found.history]
     assert heard[: LATE + 1] == [False] * (LATE + 1)
     assert heard[-1]
@@ -196,7 +196,7 @@ def test_a_newcomer_is_held_to_what_was_agreed_on(
     grid.fault = fault
     schema = {"x": ["age", "sex"], "y": "dose", "categories": ["sex"]}
     model = fp.Composition(None, nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
-    told = deployment(fp.FedAvg(model), 9, terms=Terms(sites=2), schema=schema)
+    told = deployment(fp.FedAvg(model), 9, terms=RoundTerms(sites=2), schema=schema)
     found = conduct(told, post_on(grid, greeting=30.0))
     said = [r.getMessage() for r in caplog.records if "cannot take part" in r.getMessage()]
     assert said
@@ -215,7 +215,7 @@ def test_a_newcomer_for_whom_there_is_no_setting_stays_outside(
     joining = Joining(tmp_path, data)
     names = list(data)[:3]
     method = made("FedSOUL", "softmax", compressor=dict.fromkeys(names, "qsgd"))
-    found = conduct(deployment(method, 4, terms=Terms(sites=3)), post_on(joining.grid))
+    found = conduct(deployment(method, 4, terms=RoundTerms(sites=3)), post_on(joining.grid))
     assert all(m["heard"] == names for m in found.history)
     assert f"{joining.last} cannot take part: compressor: no value for client" in caplog.text
 
@@ -224,7 +224,7 @@ def test_a_run_that_somebody_joined_goes_on(tmp_path: Path) -> None:
     """After a restart at which not everyone is there at once."""
     data, method = clients("softmax"), made("FedAvg", "softmax")
     joining = Joining(tmp_path / "sites", data)
-    conduct(deployment(method, 3, terms=Terms(sites=3)), post_on(joining.grid), tmp_path / "run")
+    conduct(deployment(method, 3, terms=RoundTerms(sites=3)), post_on(joining.grid), tmp_path / "run")
     joining.grid.offline.add("ada")
-    found = conduct(deployment(method, 5, terms=Terms(sites=3)), post_on(joining.grid), tmp_path / "run")
+    found = conduct(deployment(method, 5, terms=RoundTerms(sites=3)), post_on(joining.grid), tmp_path / "run")
     assert [len(m["heard"]) for m in found.history] == [3, 3, 4, 3, 3]

@@ -17,7 +17,7 @@ from fedpop.errors import EstimateError
 from fedpop.questions.spectral import Spectral
 from fedpop.runtime.flower.client import app
 from fedpop.runtime.flower.conduct import conduct
-from fedpop.runtime.flower.elsewhere import Terms
+from fedpop.runtime.flower.elsewhere import RoundTerms
 from fedpop.runtime.flower.letters import Letter, Reply
 from fedpop.runtime.flower.memory import Memory
 from fedpop.runtime.flower.records import letter_from_record, reply_from_record
@@ -62,7 +62,7 @@ def test_neither_rows_nor_draws_leave(name: str, kind: str, tmp_path: Path) -> N
         return [reply]
 
     grid.fault = watch
-    conduct(deployment(method, 4, terms=Terms(sites=4)), post_on(grid))
+    conduct(deployment(method, 4, terms=RoundTerms(sites=4)), post_on(grid))
     kinds = set()
     for site, letter, reply in opened(grid):
         kinds.add(letter.kind)
@@ -90,7 +90,7 @@ def test_a_sites_secret_is_in_no_message(tmp_path: Path) -> None:
     for k, folder in enumerate(folders.values()):
         (folder / "secret").write_text(f"{1234567890123 + k}\n")
     grid = LocalGrid(app, folders)
-    conduct(deployment(made("FedSOUL", "softmax"), 2, terms=Terms(sites=4)), post_on(grid))
+    conduct(deployment(made("FedSOUL", "softmax"), 2, terms=RoundTerms(sites=4)), post_on(grid))
     said = json.dumps([dict(reply.about) for _, _, reply in opened(grid)])
     assert "12345678901" not in said
     assert all(b"12345678901" not in p.data for _, _, r in opened(grid) for p in r.payloads.values())
@@ -110,7 +110,7 @@ def test_what_the_pre_round_tells_of_columns(tmp_path: Path) -> None:
     grid = LocalGrid(app, folders)
     schema = {"x": ["age", "sex"], "y": "dose", "categories": ["sex"]}
     model = fp.Composition(None, nn.Linear(3, 1), fp.likelihoods.Normal(1.0))
-    conduct(deployment(fp.FedAvg(model), 1, terms=Terms(sites=2), schema=schema), post_on(grid))
+    conduct(deployment(fp.FedAvg(model), 1, terms=RoundTerms(sites=2), schema=schema), post_on(grid))
     told = [r.about["summary"] for _, m, r in opened(grid) if m.kind == "form"]
     assert told[0]["sex"] == {"counts": {"f": 5, "m": 5}, "untold": 1}
     assert set(told[0]["age"]) == {"count", "mean", "squares"}
@@ -191,10 +191,10 @@ def test_both_rows_of_two_from_the_spectral_message(tmp_path: Path) -> None:
     folders = enrol(tmp_path / "refused", data)
     settings = folders["ada"] / "site.toml"
     settings.write_text(settings.read_text().replace("spectral_rows = 2\n", ""))
-    told = deployment(fp.FedSOUL(model(), engine="sampled"), 1, terms=Terms(sites=3))
+    told = deployment(fp.FedSOUL(model(), engine="sampled"), 1, terms=RoundTerms(sites=3))
     grid = LocalGrid(app, folders)
     with pytest.raises(EstimateError, match="ada: the spectral start is refused with fewer than 10 rows"):
         conduct(told, post_on(grid))
     assert not [r for s, m, r in opened(grid) if s == "ada" and r.payloads]
     zeros = fp.FedSOUL(model(), engine="sampled", start=Spectral(minimum=10))
-    conduct(deployment(zeros, 1, terms=Terms(sites=3)), post_on(LocalGrid(app, folders)))
+    conduct(deployment(zeros, 1, terms=RoundTerms(sites=3)), post_on(LocalGrid(app, folders)))
