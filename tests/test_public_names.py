@@ -1,6 +1,8 @@
 """Every public name says what it is, with an example that runs (doctests are part of the test suite)."""
 
+import ast
 import inspect
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -88,3 +90,16 @@ def test_a_public_name_is_documented(name: str) -> None:
 @pytest.mark.parametrize("name", MODULES)
 def test_a_public_module_is_documented(name: str) -> None:
     assert (MODULES[name].__doc__ or "").strip()
+
+
+SHARED = {"Normal", "Bernoulli"}
+"""A likelihood and a prior, a likelihood and a rule: each is found in the module of its kind."""
+
+
+def test_one_name_is_one_thing() -> None:
+    found: dict[str, list[str]] = {}
+    for file in sorted(Path(fp.__file__).parent.rglob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(file.name)
+    assert {n: files for n, files in found.items() if len(files) > 1 and n not in SHARED} == {}

@@ -140,7 +140,7 @@ class Algorithm(Setting, ABC):
         return True
 
     @property
-    def scores(self) -> bool:
+    def wants_information(self) -> bool:
         """Whether a further stage wants the inverse information, where it can be had."""
         return False
 

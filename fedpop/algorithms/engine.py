@@ -63,7 +63,7 @@ class WithEngine(Hierarchical):
         return self if self.exact is None else replace(self, engine="sampled")
 
     @property
-    def scores(self) -> bool:
+    def wants_information(self) -> bool:
         """Scoring steps in further stages, where nothing was said of steps. A backbone's likelihood is too
         far from a quadratic: there they left the optimum that they began at."""
         features = self.model.network or any(n.startswith("backbone.") for n in self.model.phi_layout.names)
@@ -91,7 +91,7 @@ class WithEngine(Hierarchical):
         how = {
             "exact": "exact: quasi-Newton steps on the marginal likelihood",
             "sampled": "sampled: each client runs a Markov chain"
-            + (", then scoring steps on theta" if self.scores else ""),
+            + (", then scoring steps on theta" if self.wants_information else ""),
         }
         engine = self.engine.removeprefix(CHOSEN)
         return [*super().lines(published), *[("engine", how[e]) for e in (engine,) if e in how]]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fedpop.channel import Tensors
 from fedpop.kernels.base import Pass, Tuning, run
 from fedpop.kernels.jumps import JumpHMC
 from fedpop.kernels.target import Target
@@ -24,8 +25,6 @@ WARM_UP = 50
 THIN = 5
 BATCHES = 40
 """Transitions behind independent estimates of log Z's gradient."""
-
-Tensors = dict[str, Tensor]
 
 
 def draw(

@@ -90,7 +90,7 @@ def load(
             names=names,
             learned_from=saved["learned_from"],
             convergence=verdict_of(saved["convergence"]),
-            kept=None if saved["kept"] is None else int(saved["kept"]),
+            best_round=None if saved["best_round"] is None else int(saved["best_round"]),
         )
         _ = population.convergence and population.convergence.words  # of numbers, or an error
         here = {name: i for i, name in enumerate(population.names)}  # they may come back in another order

@@ -59,7 +59,7 @@ class Population:
         names: The clients'; those of the data where they are here.
         learned_from: How many clients theta was learned from, also where they are not here.
         convergence: Whether theta had converged when the run ended, where the run looked.
-        kept: The round whose theta this is, where validation data chose it (``callbacks.EarlyStop``).
+        best_round: The round whose theta this is, where validation data chose it (``callbacks.EarlyStop``).
         elsewhere: Asks clients that are at their sites, as long as the run goes on.
 
     >>> import torch, fedpop as fp
@@ -90,7 +90,7 @@ class Population:
     names: list[str] = field(default_factory=list)
     learned_from: int = 0
     convergence: Verdict | None = None
-    kept: int | None = None
+    best_round: int | None = None
     elsewhere: Callable[[Question[Any]], Any] | None = field(default=None, repr=False)
     _personal: dict[int, Tensors] = field(default_factory=dict, repr=False)
 
@@ -298,7 +298,7 @@ class Population:
             rounds=self.rounds,
             learned_from=learned_from,
             convergence=self.convergence,
-            kept=self.kept,
+            best_round=self.best_round,
         )
 
     def save(self, path: str | Path, *, posteriors: str = "auto") -> Path:
@@ -321,7 +321,7 @@ class Population:
             "clients": self.names,
             "learned_from": self.learned_from,
             "rounds": self.rounds,
-            "kept": self.kept,
+            "best_round": self.best_round,
             "drift": self.drift,
             "convergence": None if self.convergence is None else self.convergence.plain(),
             "totals": self.totals,

@@ -25,7 +25,7 @@ PIECE = 2**27
 """Bytes of clients' models in one file, about."""
 KEYS = {
     "format", "version", "method", "algorithm", "model", "known", "theta", "models", "private", "history",
-    "clients", "learned_from", "rounds", "kept", "drift", "convergence", "totals", "files",
+    "clients", "learned_from", "rounds", "best_round", "drift", "convergence", "totals", "files",
 }  # fmt: skip
 """What ``population.json`` holds, beside its seal."""
 STEMS = "theta|clients-[0-9]+|private|history"

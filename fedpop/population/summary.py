@@ -41,8 +41,8 @@ def summary(population: Population) -> str:
     elif population.drift is not None:
         drift = f"moved by {100 * population.drift:.2f} % over the tail of the run"
         rows.append(("theta", f"{drift}; diagnostics() tells whether it and the chains have settled"))
-    if population.kept is not None:
-        chosen = f"theta of round {population.kept} kept, the best on validation data"
+    if population.best_round is not None:
+        chosen = f"theta of round {population.best_round} kept, the best on validation data"
         rows.append(("rounds", f"{population.rounds} run, {chosen}"))
     lines = [f"{first}, {population.rounds} rounds"]
     return "\n".join(lines + [f"  {title:<8} {words}" for title, words in rows])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fedpop.channel import Tensors
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
 from fedpop.priors.declared import check_declared
@@ -23,8 +24,6 @@ from fedpop.settings import Setting
 
 if TYPE_CHECKING:
     from fedpop.priors.normal import Normal
-
-Tensors = dict[str, Tensor]
 
 
 def check_scale(scale: float | None, bounds: tuple[float, float]) -> None:

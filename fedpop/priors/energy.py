@@ -30,13 +30,14 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fedpop.channel import Tensors
 from fedpop.checked import Few, Positive, Range
 from fedpop.errors import EstimateError, ModelError, SettingsError
 from fedpop.keys import Key
 from fedpop.models.base import trainable
 from fedpop.models.flat import Layout
 from fedpop.models.modules import call, federated, has_dropout
-from fedpop.priors.base import Guess, Prior, Tensors, check_scale, into_ball
+from fedpop.priors.base import Guess, Prior, check_scale, into_ball
 
 ESCAPED = 50.0
 """No state of a density on a Gaussian base is so many scales from its centre."""

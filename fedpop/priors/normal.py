@@ -30,11 +30,12 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
+from fedpop.channel import Tensors
 from fedpop.checked import OneOf, Positive
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
 from fedpop.priors import projection
-from fedpop.priors.base import Guess, Part, Prior, Tensors, check_scale, positive
+from fedpop.priors.base import Guess, Part, Prior, check_scale, positive
 
 COVARIANCES = ("isotropic", "diagonal", "full")
 

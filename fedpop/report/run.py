@@ -56,7 +56,7 @@ def run_report(folder: Path) -> Path:
 
 def _rows(folder: Path, history: list[dict[str, Any]]) -> list[tuple[str, str]]:
     last, result, after = history[-1], _result(folder), _first(folder, "afterwards.json")
-    kept, verdict = result.get("kept"), result.get("convergence")
+    kept, verdict = result.get("best_round"), result.get("convergence")
     return [
         ("rounds run", str(last["round"])),
         *([] if kept is None else [("round kept", f"{kept}, the best on validation data")]),

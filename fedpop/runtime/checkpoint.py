@@ -39,7 +39,7 @@ class Checkpoint:
     totals: dict[str, float]
     rate: float | None = None
     """A step size that trial rounds found before the first one."""
-    kept: int | None = None
+    best_round: int | None = None
     """The round of the best state on validation data, where one is remembered."""
     callbacks: dict[str, Any] = field(default_factory=dict)
     stopped: bool = False

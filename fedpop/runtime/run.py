@@ -89,7 +89,7 @@ class Run:
         self.verdict: Verdict | None = None
         self.inverse: Tensor | None = None
         """Of the information at theta, where a verdict has found it."""
-        self.kept: int | None = None
+        self.best_round: int | None = None
         """The round whose theta is returned, where validation data choose it."""
         self._best: tuple[Tensors, Tensors] | None = None
         """The server's state, and what members need to go back to theirs."""
@@ -162,7 +162,7 @@ class Run:
             bar.say(self.verdict)
         if self.folder is not None:
             verdict = None if self.verdict is None else self.verdict.plain()
-            result = {"rounds": self.round, "kept": self.kept, "convergence": verdict}
+            result = {"rounds": self.round, "best_round": self.best_round, "convergence": verdict}
             write_json(self.folder / "result.json", result)
         return self.population()
 
@@ -190,7 +190,7 @@ class Run:
             rounds=self.round,
             drift=self.algorithm.drift(self.server),
             convergence=self.verdict,
-            kept=self.kept,
+            best_round=self.best_round,
         )
 
     def begin(self, resume: bool = False) -> bool:
@@ -318,7 +318,7 @@ class Run:
 
     def remember(self) -> None:
         """Keep the present state as the best so far: the server's own, and each site's on order."""
-        self._best, self.kept = (dict(self.server), self.members.remember()), self.round
+        self._best, self.best_round = (dict(self.server), self.members.remember()), self.round
 
     def recall(self) -> None:
         """Go back to the best state so far, which stays remembered whatever comes after."""
@@ -353,7 +353,7 @@ class Run:
                 metrics_bytes=self.metrics.size,
                 metrics_digest=self.metrics.digest,
                 ends=self.ends,
-                kept=self.kept,
+                best_round=self.best_round,
                 threads=self.threads,
                 precision=self.precision,
                 totals=self.totals,
@@ -374,7 +374,7 @@ class Run:
             if best:
                 remembered = {n: t for n, t in best.items() if not n.startswith("server.")}
                 self._best = (_part("server.", best, device), remembered)
-            self.round, self.kept, self.totals = saved.round, saved.kept, dict(saved.totals)
+            self.round, self.best_round, self.totals = saved.round, saved.best_round, dict(saved.totals)
             if saved.rate is not None and method.rate() != saved.rate:
                 method = method.with_rate(saved.rate)
         self._compute_in(saved.precision, method)

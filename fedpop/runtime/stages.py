@@ -89,7 +89,7 @@ def at_the_end(run: Run) -> Verdict | None:
 
     None where the run was too short to be worth one, or where validation data chose theta.
     """
-    if run.kept is not None:
+    if run.best_round is not None:
         return None
     if run.verdict is not None:
         return run.verdict
@@ -117,7 +117,7 @@ def judged(run: Run, thorough: bool = False) -> Verdict | None:
 
 def inverse_information(run: Run) -> Tensor | None:
     """For scoring steps in the stage that begins: at the theta that the last one would have published."""
-    if not run.algorithm.scores:
+    if not run.algorithm.wants_information:
         return None
     if run.inverse is None and run.settings.rounds is not None:  # a run that was extended: not yet judged
         judged(run)

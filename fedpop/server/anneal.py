@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fedpop.channel import Tensors
 from fedpop.checked import Count, Whole
 from fedpop.models.base import Model
 from fedpop.settings import Setting
-
-Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from fedpop.channel import Total
+from fedpop.channel import Tensors, Total
 from fedpop.checked import OneOf
 from fedpop.errors import SettingsError
 from fedpop.priors import Hyperprior, Prior
@@ -19,7 +19,6 @@ from fedpop.server.schedules import Constant, Rounds
 from fedpop.settings import Setting
 
 FORMS = ("auto", "left", "right", "mixed")
-Tensors = dict[str, Tensor]
 FEW, MANY = 10, 100
 """EM takes its full step where a round has all units, or ``MANY`` of them. Otherwise the prior's mean would
 carry their chance, and keep it in directions of which data say little, where units' own z follow the mean;

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-Tensors = dict[str, Tensor]
+from fedpop.channel import Tensors
 
 ARMIJO, WOLFE = 1e-4, 0.9
 LONGEST = 5.0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-Tensors = dict[str, Tensor]
+from fedpop.channel import Tensors
 
 
 def prefixed(prefix: str, tensors: Tensors) -> Tensors:

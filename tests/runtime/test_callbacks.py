@@ -48,19 +48,19 @@ def test_what_early_stopping_chose_is_printed_kept_and_reported(tmp_path: Path) 
     method, clients = overfitting()
     stop = fp.callbacks.EarlyStop(every=2, patience=3)
     population = method.fit(clients, rounds=100, callbacks=[stop], out=tmp_path / "run")
-    assert (population.rounds, population.kept) == (8, 2)
+    assert (population.rounds, population.best_round) == (8, 2)
     assert "rounds   8 run, theta of round 2 kept, the best on validation data" in str(population)
-    assert fp.load(population.save(tmp_path / "saved")).kept == 2
+    assert fp.load(population.save(tmp_path / "saved")).best_round == 2
     again = method.fit(
         clients, rounds=100, callbacks=[fp.callbacks.EarlyStop(2, 3)], out=tmp_path / "run", resume=True
     )
-    assert again.kept == 2
+    assert again.best_round == 2
     for folder in ("run", "saved"):
         page = run_report(tmp_path / folder).read_text()
         assert "rounds run" in page
         assert "2, the best on validation data" in page
     plain = method.fit(clients, rounds=3, out=tmp_path / "plain")
-    assert plain.kept is None
+    assert plain.best_round is None
     assert "round kept" not in run_report(tmp_path / "plain").read_text()
 
 

@@ -332,5 +332,9 @@ def test_the_verdict_is_in_the_run_folder_and_in_its_report(tmp_path: Path) -> N
     population = fp.FedSOUL(linear_model(3, 2, 0.3)).fit(small_task(), rounds=40, out=tmp_path)
     saved = json.loads((tmp_path / "result.json").read_text())
     assert 0 < population.rounds < 40  # the exact engine was over
-    assert saved == {"rounds": population.rounds, "kept": None, "convergence": population.convergence.plain()}
+    assert saved == {
+        "rounds": population.rounds,
+        "best_round": None,
+        "convergence": population.convergence.plain(),
+    }
     assert population.convergence.words in run_report(tmp_path).read_text()
