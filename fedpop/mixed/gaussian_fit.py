@@ -18,7 +18,7 @@ from fedpop.mixed.factor import Factor
 from fedpop.mixed.gaussian import Criterion, GroupMoments, Profile, Profiles, WholeProfile, shrunk
 from fedpop.mixed.groups import Coordinates, Groups, everyone
 from fedpop.mixed.point import Engine, ThetaPoint
-from fedpop.mixed.search import Optimum, minimised
+from fedpop.mixed.search import SearchResult, minimised
 from fedpop.questions import Question, Units
 
 PERFECT = 1e-14
@@ -54,7 +54,7 @@ class GaussianEngine(Engine):
         held = 8.0 * (4 * q * (q + m) + (q * m) ** 2 * (2 if curved else 0))
         return self.groups.ask(Profile(), {"factor": factor, "curved": torch.tensor(curved)}, 0.0, held)
 
-    def search(self) -> tuple[Optimum, ThetaPoint]:
+    def search(self) -> tuple[SearchResult, ThetaPoint]:
         criterion = self.criterion
 
         def at(theta: Tensor, curved: bool) -> tuple[float, Tensor, Tensor | None]:

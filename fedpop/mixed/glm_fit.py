@@ -19,7 +19,7 @@ from fedpop.mixed.groups import Coordinates, Groups, everyone
 from fedpop.mixed.point import Engine, ThetaPoint
 from fedpop.mixed.quadrature import GRID, NODES, POINTS, Local, Marginal, Rule, effects
 from fedpop.mixed.response import Family
-from fedpop.mixed.search import Optimum, minimised
+from fedpop.mixed.search import SearchResult, minimised
 from fedpop.questions import Question, Units
 
 WIDE = 30.0
@@ -95,7 +95,7 @@ class QuadratureEngine(Engine):
         hessian = -found["hessian"].reshape(len(x), len(x)) if curved else None
         return -float(found["value"]), -found["slope"], hessian
 
-    def search(self, start: Tensor | None = None) -> tuple[Optimum, ThetaPoint]:
+    def search(self, start: Tensor | None = None) -> tuple[SearchResult, ThetaPoint]:
         p = len(self.units.x_names)
         if start is None:
             b = torch.zeros(p, dtype=torch.float64)
@@ -120,7 +120,7 @@ class QuadratureEngine(Engine):
         if bool((b[first:].abs() > 2 * APART).any()) and float(b[first:] @ slope[first:p]) < 0:
             raise self._separated(b / b.norm())
 
-    def _require_information(self, found: Optimum) -> None:
+    def _require_information(self, found: SearchResult) -> None:
         """Raise where a coefficient runs to infinity: the likelihood has no maximum there."""
         p = len(self.units.x_names)
         values, vectors = torch.linalg.eigh(found.hessian[:p, :p])
@@ -216,7 +216,7 @@ class QuadratureEffects(Question[Tensors]):
 
 def quadrature(
     groups: Groups, units: Coordinates, family: Family, constant: float, start: float
-) -> tuple[QuadratureEngine, Optimum, ThetaPoint]:
+) -> tuple[QuadratureEngine, SearchResult, ThetaPoint]:
     """The maximum, with as many nodes as it takes for more of them not to matter."""
     q = len(units.z_names)
     engine = QuadratureEngine(groups, units, family, constant, start, nodes_for(q))

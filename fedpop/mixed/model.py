@@ -23,7 +23,7 @@ from fedpop.mixed.groups import Coordinates, Groups, coordinates
 from fedpop.mixed.outcome import Estimates
 from fedpop.mixed.point import Engine, ThetaPoint
 from fedpop.mixed.response import Family, family_named, response_of
-from fedpop.mixed.search import Optimum
+from fedpop.mixed.search import SearchResult
 from fedpop.mixed.summary import rank_deficient
 from fedpop.mixed.table import MISSING, Rows, as_frame, pandas, rows_of
 from fedpop.questions.schema import MINIMUM
@@ -222,7 +222,7 @@ def _fitted(
     settings: sampled.SampledSettings,
 ) -> tuple[Estimates, Engine]:
     engine: Engine
-    found: Optimum | None
+    found: SearchResult | None
     point: ThetaPoint
     if chosen == "sampled":
         return sampled.fitted(groups, units, family, constant, start, settings)

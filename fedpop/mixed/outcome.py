@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedpop.mixed.point import ThetaPoint
-from fedpop.mixed.search import Optimum
+from fedpop.mixed.search import SearchResult
 from fedpop.population import Population
 
 
@@ -16,7 +16,7 @@ class Estimates:
     """The point, what is known about it, and what it took."""
 
     point: ThetaPoint
-    found: Optimum | None
+    found: SearchResult | None
     """The search, where there was one."""
     log_likelihood: float
     log_likelihood_method: str

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedpop.mixed.factor import Factor
 from fedpop.mixed.groups import Coordinates, Groups
-from fedpop.mixed.search import Optimum
+from fedpop.mixed.search import SearchResult
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Engine(ABC):
     def factor(self) -> Factor: ...
 
     @abstractmethod
-    def search(self) -> tuple[Optimum, ThetaPoint]:
+    def search(self) -> tuple[SearchResult, ThetaPoint]:
         """The maximum."""
 
     @abstractmethod

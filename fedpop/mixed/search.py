@@ -33,7 +33,7 @@ Evaluation = tuple[float, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
-class Optimum:
+class SearchResult:
     """Where the search ended, and why."""
 
     x: Tensor
@@ -53,7 +53,7 @@ def minimised(
     tolerance: float = TOLERANCE,
     most: int = MOST,
     watch: Callable[[Tensor, Tensor], None] | None = None,
-) -> Optimum:
+) -> SearchResult:
     """The minimum of minus a log-likelihood; ``at(x, curved)`` gives value, gradient and, where asked
     for, the Hessian; it is over where a Newton step promises less than ``tolerance``. ``watch`` sees each
     point that the search has come to, with the gradient there, and may raise."""
@@ -71,7 +71,9 @@ def minimised(
     x, value, gain = state.x, state.f, state.gain
     if state.converged:
         x, value, hessian, gain = _polished(at, x, value, hessian, gain, trace)
-    return Optimum(x, value, hessian, gain, state.converged, _words(state, gain, len(trace)), tuple(trace))
+    return SearchResult(
+        x, value, hessian, gain, state.converged, _words(state, gain, len(trace)), tuple(trace)
+    )
 
 
 def _polished(
