@@ -70,6 +70,10 @@ class Members(ABC):
     def units(self) -> int:
         """How many units there are at present: the paper's b."""
 
+    def expected(self, rule: Participation) -> float:
+        """How many of them a round is expected to have."""
+        return rule.expected(self.units)
+
     @property
     @abstractmethod
     def examples(self) -> int:

@@ -117,7 +117,7 @@ class Run:
     def facts(self) -> Facts:
         stage = stage_at(self.ends, self.round)
         clients = self.members.units
-        active = self.settings.participation.expected(clients)
+        active = self.members.expected(self.settings.participation)
         return Facts(clients, stage.end, self.restart, stage.start, self.ends[0], active)
 
     # --- a run from start to end -------------------------------------------------------------

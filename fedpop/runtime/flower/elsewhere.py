@@ -125,6 +125,11 @@ class Elsewhere(Members):
     def units(self) -> int:
         return sum(site.units for name, site in self.sites.items() if self._ready(name))
 
+    def expected(self, rule: Participation) -> float:
+        return (
+            rule.expected(len(self.names)) * self.units / max(1, len(self.names))
+        )  # a site brings all its units
+
     @property
     def examples(self) -> int:
         return sum(site.examples for site in self.sites.values())
