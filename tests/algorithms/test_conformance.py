@@ -37,7 +37,9 @@ from tests.helpers import FRAME, generator, seeded
 def test_two_halves_send_what_the_whole_cohort_sends(name: str, kind: str) -> None:
     method = made(name, kind)
     stage = Stage(method, kind)
-    weights = torch.tensor([1.0, 2.0, 0.5, 1.5] if method.participation == "any" else [1.0] * 4)
+    weights = torch.tensor(
+        [1.0, 2.0, 0.5, 1.5, 1.0, 3.0, 0.7] if method.participation == "any" else [1.0] * 7
+    )
     for _ in range(2):
         whole = stage.work(EVERYONE, weights)
         halves = [stage.work(EVERYONE[s], weights[s]) for s in (slice(0, 1), slice(1, None))]
