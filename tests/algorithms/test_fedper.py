@@ -10,7 +10,7 @@ import fedpop as fp
 from fedpop.algorithms.base import Facts
 from fedpop.client import local_sgd
 from fedpop.errors import DataError, SettingsError
-from tests.helpers import answers, begun, cohort_of, ragged, seeded, states, train_key
+from tests.helpers import FRAME, answers, begun, cohort_of, ragged, seeded, states, train_key
 
 WIDE = torch.float64
 SIZES = (6, 2, 0)
@@ -124,7 +124,7 @@ def test_a_diverging_client_keeps_its_head() -> None:
 def test_its_moves_may_be_compressed() -> None:
     compressor = fp.compressors.RandK(k=2)
     population = fp.FedPer(model(), compressor=compressor).fit(clients(), rounds=2, progress=False)
-    each = len(compressor.encode(torch.ones(8, dtype=WIDE), train_key())) + 8  # and n
+    each = len(compressor.encode(torch.ones(8, dtype=WIDE), train_key())) + FRAME + 8  # and n
     assert population.totals["bytes_up"] == 2 * 3 * each
     with pytest.raises(SettingsError):  # only the body is sent: 8 numbers
         fp.FedPer(model(), compressor=fp.compressors.RandK(k=9))

@@ -105,5 +105,5 @@ def test_a_diverging_client_is_named_and_keeps_its_state() -> None:
 
 
 def test_there_is_nothing_to_compress() -> None:
-    with pytest.raises(SettingsError, match="Local does not compress"):
+    with pytest.raises(SettingsError, match="LocalOnly does not compress"):
         fp.LocalOnly(model(), compressor="qsgd")
