@@ -21,7 +21,7 @@ import torch
 import fedpop as fp
 from fedpop.algorithms import METHODS
 from fedpop.errors import FedpopWarning
-from tests.algorithms.conformance import clients, made
+from tests.algorithms.conformance import four, made
 from tests.runtime.test_resume import same_runs
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def run(name: str, out: Path, tell: bool = False) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FedpopWarning)
         method.fit(
-            clients("softmax"),
+            four("softmax"),
             rounds=ROUNDS,
             seed=11,
             participation=0.7 if method.participation == "any" else None,

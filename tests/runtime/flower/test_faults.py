@@ -33,7 +33,7 @@ from fedpop.runtime.flower.records import (
     reply_to_record,
 )
 from fedpop.runtime.run import Run, Settings
-from tests.algorithms.conformance import clients, made
+from tests.algorithms.conformance import four, made
 from tests.runtime.flower.local_grid import LocalGrid
 from tests.runtime.flower.sites import across, deployment, enrol, here, post_on, same_bits
 
@@ -49,7 +49,7 @@ def train(name: str, message: Message) -> int | None:
 def run(
     tmp_path: Path, prepare: Any, rounds: int = 5, terms: RoundTerms = TERMS, **more: Any
 ) -> tuple[fp.Population, LocalGrid]:
-    grid = LocalGrid(app, enrol(tmp_path, clients("softmax")))
+    grid = LocalGrid(app, enrol(tmp_path, four("softmax")))
     prepare(grid)
     method = more.pop("method", None) or made("FedSOUL", "softmax")
     return conduct(deployment(method, rounds, terms=terms, **more), post_on(grid)), grid
@@ -57,7 +57,7 @@ def run(
 
 def with_lost(lost: Any, rounds: int = 5, name: str = "FedSOUL") -> fp.Population:
     """The simulator's run in which the same messages are lost, summed in the same order."""
-    method, data = made(name, "softmax"), clients("softmax")
+    method, data = made(name, "softmax"), four("softmax")
     federation = fp.Federation.of(data)
     method = method.prepared(federation.example)
     settings = Settings(rounds, 0, fp.participation.Everyone(), sites={n: [n] for n in data})
@@ -126,7 +126,7 @@ def test_a_doubled_reply_counts_once(tmp_path: Path) -> None:
         grid.fault = lambda site, letter, reply: [reply, reply]
 
     found, _ = run(tmp_path, prepare)
-    same_bits(found.published, here(made("FedSOUL", "softmax"), clients("softmax"), rounds=5).published)
+    same_bits(found.published, here(made("FedSOUL", "softmax"), four("softmax"), rounds=5).published)
 
 
 def spoiled(reply: Message, how: str) -> Message:
@@ -219,8 +219,8 @@ def test_what_goes_wrong_at_a_site_stays_there(tmp_path: Path, monkeypatch: pyte
 
 def with_lost_at_site(name: str, round: int) -> fp.Population:
     """A run in which a site is not there in one round: it did not work, so its chain did not move."""
-    rounds = [[i for i, n in enumerate(clients("softmax")) if k != round or n != name] for k in range(5)]
-    data = clients("softmax")
+    rounds = [[i for i, n in enumerate(four("softmax")) if k != round or n != name] for k in range(5)]
+    data = four("softmax")
 
     class Listed(fp.participation.Everyone):
         def draw(self, roster: Any, key: Any) -> Any:
@@ -298,7 +298,7 @@ def letters_to(grid: LocalGrid, site: str) -> list[Letter]:
 
 
 def test_a_repeated_round_gives_the_same_reply_and_another_theta_starts_from_before(tmp_path: Path) -> None:
-    _, grid = across(made("FedSOUL", "softmax"), clients("softmax"), tmp_path, rounds=3)
+    _, grid = across(made("FedSOUL", "softmax"), four("softmax"), tmp_path, rounds=3)
     last = [x for x in letters_to(grid, "ada") if x.kind == "train"][-1]
     site = open_site(tmp_path / "ada")
     chain = tmp_path / "ada" / "experiments" / "test" / "chain.safetensors"
@@ -318,7 +318,7 @@ def test_a_repeated_round_gives_the_same_reply_and_another_theta_starts_from_bef
 
 
 def test_theta_that_did_not_arrive_as_sent_is_refused(tmp_path: Path) -> None:
-    _, grid = across(made("FedSOUL", "softmax"), clients("softmax"), tmp_path, rounds=1)
+    _, grid = across(made("FedSOUL", "softmax"), four("softmax"), tmp_path, rounds=1)
     last = [x for x in letters_to(grid, "ada") if x.kind == "train"][-1]
     bent = {n: t + 1 if t.is_floating_point() else t for n, t in last.tensors.items()}
     assert open_site(tmp_path / "ada").answer(Letter("train", last.about, bent)).refused is not None
@@ -326,14 +326,14 @@ def test_theta_that_did_not_arrive_as_sent_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["..", ".hidden", "a/b", "", "A"])
 def test_an_experiment_cannot_leave_its_folder(name: str, tmp_path: Path) -> None:
-    _, grid = across(made("FedAvg", "softmax"), clients("softmax"), tmp_path, rounds=1)
+    _, grid = across(made("FedAvg", "softmax"), four("softmax"), tmp_path, rounds=1)
     for letter in letters_to(grid, "ada")[1:]:
         other = Letter(letter.kind, dict(letter.about) | {"experiment": name}, letter.tensors)
         assert "no dot first" in str(open_site(tmp_path / "ada").answer(other).refused)
 
 
 def test_a_server_of_another_version_is_refused(tmp_path: Path) -> None:
-    _, grid = across(made("FedAvg", "softmax"), clients("softmax"), tmp_path, rounds=1)
+    _, grid = across(made("FedAvg", "softmax"), four("softmax"), tmp_path, rounds=1)
     for letter in letters_to(grid, "ada"):
         other = Letter(letter.kind, dict(letter.about) | {"version": "0.0.0"}, letter.tensors)
         said = open_site(tmp_path / "ada").answer(other).refused
@@ -345,7 +345,7 @@ def test_a_server_of_another_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_dead_site_is_not_picked_and_a_new_one_takes_part(tmp_path: Path) -> None:
-    data = clients("softmax")
+    data = four("softmax")
 
     def prepare(grid: LocalGrid) -> None:
         newcomer = enrol(tmp_path / "new", {"eva": data["ada"]})
@@ -370,7 +370,7 @@ def test_a_dead_site_is_not_picked_and_a_new_one_takes_part(tmp_path: Path) -> N
 
 def test_weights_from_observed_participation(tmp_path: Path) -> None:
     """A site that was heard in one round of two counts twice, in the limit."""
-    grid = LocalGrid(app, enrol(tmp_path, clients("softmax")))
+    grid = LocalGrid(app, enrol(tmp_path, four("softmax")))
     terms = RoundTerms(sites=4, weights="observed")
     members, _ = enrolled(deployment(made("FedSOUL", "softmax"), 3, terms=terms), post_on(grid))
     for name, site in members.sites.items():
@@ -393,7 +393,7 @@ def test_a_node_is_not_taken_for_another_site(tmp_path: Path) -> None:
 
 
 def test_sites_that_differ_in_form_are_told(tmp_path: Path) -> None:
-    data = clients("softmax")
+    data = four("softmax")
     data["bea"] = (data["bea"][0][:, :2], data["bea"][1])
     grid = LocalGrid(app, enrol(tmp_path, data))
     with pytest.raises(SettingsError, match=r"examples at bea have shapes \[\[2\]\]"):
@@ -450,7 +450,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("when", ["between", "in a round", "before the first"])
 def test_a_killed_server_goes_on_to_the_same_theta(name: str, when: str, tmp_path: Path) -> None:
     """Killed as the last letter of a round is under way, or its first: sites have worked, nobody heard."""
-    data = clients("softmax")
+    data = four("softmax")
     method = made(name, "softmax")
     grid = LocalGrid(app, enrol(tmp_path, data))
     at = {"between": 3, "in a round": 3, "before the first": 0}[when]
@@ -476,7 +476,7 @@ def test_a_killed_server_goes_on_to_the_same_theta(name: str, when: str, tmp_pat
 
 def test_nodes_that_have_numbers_stand_for_sites(tmp_path: Path) -> None:
     """In a simulation of Flower's a node has a number in the place of a folder."""
-    data = clients("softmax")
+    data = four("softmax")
     enrol(tmp_path / "sites", data)
     grid = LocalGrid(app, dict.fromkeys(data, ""))
     for k, context in enumerate(grid.nodes.values()):

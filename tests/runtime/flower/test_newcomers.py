@@ -22,7 +22,7 @@ from fedpop.runtime.flower.letters import Letter
 from fedpop.runtime.flower.memory import Memory
 from fedpop.runtime.flower.records import letter_from_record, reply_from_record
 from fedpop.runtime.run import Run, Settings
-from tests.algorithms.conformance import clients, made
+from tests.algorithms.conformance import four, made
 from tests.runtime.flower.local_grid import LocalGrid
 from tests.runtime.flower.sites import deployment, enrol, post_on, same_bits
 
@@ -68,7 +68,7 @@ def from_round(first: int, everyone: int) -> fp.participation.Participation:
 @pytest.mark.parametrize("name", ["FedAvg", "Ditto", "FedRep"])
 def test_a_newcomer_starts_as_a_client_that_enters_late(name: str, tmp_path: Path) -> None:
     """Theta and the newcomer's own state, to the bit."""
-    data, method = clients("softmax"), made(name, "softmax")
+    data, method = four("softmax"), made(name, "softmax")
     joining = Joining(tmp_path, data)
     rule = fp.participation.Bernoulli(1.0, weights="inverse")
     terms = RoundTerms(sites=3)
@@ -85,7 +85,7 @@ def test_a_newcomer_starts_as_a_client_that_enters_late(name: str, tmp_path: Pat
 
 
 def test_the_chain_of_a_newcomer_starts_at_the_theta_of_its_round(tmp_path: Path) -> None:
-    data, method = clients("softmax"), made("FedSOUL", "softmax")
+    data, method = four("softmax"), made("FedSOUL", "softmax")
     joining = Joining(tmp_path, data)
     conduct(deployment(method, LATE + 1, terms=RoundTerms(sites=3)), post_on(joining.grid))
     (letter,) = joining.letters("train")
@@ -108,7 +108,7 @@ LASTING: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", LASTING)
 def test_a_newcomer_is_asked_what_lasts_of_the_questions(name: str, tmp_path: Path) -> None:
     """Once; and what the server made of the answers is that of everyone, as if all had been there."""
-    data, method = clients("softmax"), LASTING[name]()
+    data, method = four("softmax"), LASTING[name]()
     joining, run = Joining(tmp_path / "sites", data), tmp_path / "run"
     told = deployment(method, LATE + 2, terms=RoundTerms(sites=3))
     found = conduct(told, post_on(joining.grid), run)
@@ -135,7 +135,7 @@ def test_a_newcomer_is_asked_what_lasts_of_the_questions(name: str, tmp_path: Pa
 
 def test_a_newcomer_that_does_not_answer_waits_outside(tmp_path: Path) -> None:
     """It is asked again when a round's time is over; nobody is kept from working."""
-    data = clients("softmax")
+    data = four("softmax")
     joining = Joining(tmp_path, data)
     inner = joining.grid.fault
     assert inner is not None
@@ -211,7 +211,7 @@ def test_a_newcomer_is_held_to_what_was_agreed_on(
 def test_a_newcomer_for_whom_there_is_no_setting_stays_outside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    data = clients("softmax")
+    data = four("softmax")
     joining = Joining(tmp_path, data)
     names = list(data)[:3]
     method = made("FedSOUL", "softmax", compressor=dict.fromkeys(names, "qsgd"))
@@ -222,7 +222,7 @@ def test_a_newcomer_for_whom_there_is_no_setting_stays_outside(
 
 def test_a_run_that_somebody_joined_goes_on(tmp_path: Path) -> None:
     """After a restart at which not everyone is there at once."""
-    data, method = clients("softmax"), made("FedAvg", "softmax")
+    data, method = four("softmax"), made("FedAvg", "softmax")
     joining = Joining(tmp_path / "sites", data)
     conduct(deployment(method, 3, terms=RoundTerms(sites=3)), post_on(joining.grid), tmp_path / "run")
     joining.grid.offline.add("ada")

@@ -21,7 +21,7 @@ from fedpop.runtime.flower.elsewhere import RoundTerms
 from fedpop.runtime.flower.letters import Letter, Reply
 from fedpop.runtime.flower.memory import Memory
 from fedpop.runtime.flower.records import letter_from_record, reply_from_record
-from tests.algorithms.conformance import clients, made
+from tests.algorithms.conformance import four, made
 from tests.algorithms.test_conformance import holds
 from tests.helpers import generator, seeded
 from tests.runtime.flower.local_grid import LocalGrid
@@ -50,7 +50,7 @@ def plain(payload: Payload) -> Tensor:
 @pytest.mark.parametrize("kind", ["linear", "softmax"])
 def test_neither_rows_nor_draws_leave(name: str, kind: str, tmp_path: Path) -> None:
     """No row of x, no target, no private state, nor a multiple of one, in any message of a whole run."""
-    method, data = made(name, kind), clients(kind)
+    method, data = made(name, kind), four(kind)
     grid = LocalGrid(app, enrol(tmp_path, data))
     states: dict[str, list[Tensors]] = {n: [] for n in data}
 
@@ -85,7 +85,7 @@ def test_neither_rows_nor_draws_leave(name: str, kind: str, tmp_path: Path) -> N
 
 
 def test_a_sites_secret_is_in_no_message(tmp_path: Path) -> None:
-    data = clients("softmax")
+    data = four("softmax")
     folders = enrol(tmp_path, data)
     for k, folder in enumerate(folders.values()):
         (folder / "secret").write_text(f"{1234567890123 + k}\n")
