@@ -19,7 +19,7 @@ import fedpop as fp
 from fedpop.cli import main
 from fedpop.errors import SettingsError
 from fedpop.files import read_json, read_tensors, write_json
-from fedpop.runtime.flower import certificates
+from fedpop.runtime.flower import certificates, joining
 from fedpop.runtime.flower.client import app
 from fedpop.runtime.flower.conduct import conduct
 from fedpop.runtime.flower.federation import Folder
@@ -284,6 +284,8 @@ def listening(address: str, tls: Path | None, header: str = "Server: x") -> Iter
                     continue
                 try:
                     with plain if context is None else context.wrap_socket(plain, server_side=True) as one:
+                        one.settimeout(5)
+                        one.recv(4096)  # else what is left unread resets the connection
                         one.sendall(f"HTTP/1.1 400 no\r\n{header}\r\n\r\n".encode())
                 except OSError:
                     continue
@@ -297,8 +299,15 @@ def listening(address: str, tls: Path | None, header: str = "Server: x") -> Iter
             thread.join()
 
 
-def test_a_site_knows_its_server(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_site_knows_its_server(
+    made: Made, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A certificate of another authority, for another name, of the past or the future; no TLS at all."""
+
+    def started(*_: Any) -> None:
+        raise AssertionError("the site's node was started")
+
+    monkeypatch.setattr(joining, "Kept", started)
     now, tls = dt.datetime.now(dt.UTC), made.server / "tls"
     other = made.root / "other"
     other.mkdir()
