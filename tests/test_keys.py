@@ -306,8 +306,9 @@ def test_the_search_finds_what_it_looks_for(code):
 def test_no_code_draws_from_global_state():
     files = sorted(Path(fp.__file__).parent.rglob("*.py"))
     assert len(files) > 40
-    found = {str(file): hits for file in files if (hits := global_draws(file.read_text()))}
-    assert not found
+    found = {file.name: hits for file in files if (hits := global_draws(file.read_text()))}
+    # A user's function that makes a model is lent the generator, which is as before afterwards.
+    assert found.keys() <= {"entries.py"}
 
 
 def test_a_run_leaves_the_global_generators_alone():

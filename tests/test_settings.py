@@ -55,7 +55,7 @@ def through_a_file(value: Any) -> Any:
 # --- known and named -----------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def classes_end_with_their_test() -> Iterator[None]:
     yield
     gc.collect()
@@ -305,6 +305,7 @@ def test_what_is_not_said_is_derived_and_not_told() -> None:
     assert found.twice == 8
 
 
+@pytest.mark.usefixtures("classes_end_with_their_test")
 def test_a_class_is_found_among_those_that_its_field_takes(tmp_path: Path) -> None:
     """A kernel of one's own may have the name of a step."""
 
@@ -322,6 +323,7 @@ def test_a_class_is_found_among_those_that_its_field_takes(tmp_path: Path) -> No
     assert again.phi_step == fp.steps.Adam(0.01)
 
 
+@pytest.mark.usefixtures("classes_end_with_their_test")
 def test_a_likelihood_of_ones_own_is_saved_and_loaded(tmp_path: Path) -> None:
     @dataclass(frozen=True)
     class Doubtful(fp.likelihoods.Bernoulli):

@@ -19,7 +19,7 @@ from fedpop.kernels import HMC, JumpHMC, Target, Tuning, prior_chains, run
 from fedpop.keys import Key
 from fedpop.models.local import NoData
 from fedpop.priors import resolve
-from tests.helpers import answers, begun, generator, linear_model, population_data, run_of
+from tests.helpers import FRAME, answers, begun, generator, linear_model, population_data, run_of
 from tests.oracles import DOUBLE, assert_mean, cohort_of, gaussian_noise, make_case, sample
 
 KEY = Key(7, purpose="test")
@@ -456,7 +456,7 @@ def test_what_is_sent_and_shipped():
     phi, beta = method.model.phi_layout.size, prior.size(2)
     # Before the rounds a client gets phi, and sends two double numbers about the size of its features, and
     # two about that of its targets; in the first of them, half of all, it gets the noise in force.
-    assert population.totals["bytes_up"] == 8 * (3 * 4 * (phi + beta) + 16 + 16)
+    assert population.totals["bytes_up"] == 8 * (3 * 4 * (phi + beta) + 16 + 16 + (3 * 2 + 2) * FRAME)
     first = 4 * (phi + beta + 5 * 2)
     assert population.totals["bytes_down"] == 8 * (3 * first + 4 * phi + 4)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,10 +27,8 @@ from fedpop.files import writable_folder, write_json
 from fedpop.population import Population, evaluate, evaluate_new
 from fedpop.report.results import Record, Results, record
 from fedpop.runtime.callbacks import Callback
+from fedpop.runtime.run import Run
 from fedpop.runtime.watch import Watch
-
-if TYPE_CHECKING:
-    from fedpop.runtime.run import Run
 
 NAME = "compare"
 LOOKS = 20
