@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from benchmarks import (
     compressors,
     federation,
+    images,
     kernels,
     local_training,
     mixed,
@@ -34,6 +35,7 @@ BENCHMARKS = (
     kernels,
     round,
     local_training,
+    images,
     mixed,
     federation,
 )

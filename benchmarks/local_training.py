@@ -18,7 +18,9 @@ from fedpop.report.results import Record, record
 from fedpop.runtime.run import Run, Settings
 
 NAME = "local training"
-CLIENTS, BATCH, EPOCHS = 1_000, 50, 5
+CLIENTS, EPOCHS = 1_000, 5
+BATCHES = {50: ACTIVE, 10: 2}
+"""Sizes of SGD's batches, and how many clients take part."""
 SPEEDUP, OVERHEAD = 10.0, 1.15
 SECONDS, LEAST = (10.0, 60.0), (5, 3)
 
@@ -58,7 +60,7 @@ def batched(sgd: fp.LocalSGD) -> tuple[Callable[[], Tensor], Callable[[], Tensor
     return side_by_side, one_by_one
 
 
-def bare_sgd(model: fp.Composition, x: Tensor, y: Tensor) -> Callable[[], None]:
+def bare_sgd(model: fp.Composition, x: Tensor, y: Tensor, batch: int) -> Callable[[], None]:
     """As many forward, backward and SGD steps on the same images, laid out beforehand."""
     module = nn.Sequential(backbone(), nn.Linear(64, CLASSES))
     module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -67,8 +69,8 @@ def bare_sgd(model: fp.Composition, x: Tensor, y: Tensor) -> Callable[[], None]:
     optimiser = torch.optim.SGD(module.parameters(), lr=0.01)
 
     def steps() -> None:
-        for start in range(0, len(images), BATCH):
-            cut = slice(start, start + BATCH)
+        for start in range(0, len(images), batch):
+            cut = slice(start, start + batch)
             optimiser.zero_grad()
             with torch.autocast("cpu", model.autocast, enabled=model.autocast is not None):
                 logits = module(images[cut])
@@ -83,51 +85,45 @@ def measure(advance: Advance) -> list[Record]:
     side_by_side, one_by_one = batched(sgd)
     small = in_turns({"batched": side_by_side, "loop": one_by_one}, seconds=SECONDS[0], least=LEAST[0])
     advance(0.2)
+    first = ratio(small["loop"], small["batched"]) | {"target": SPEEDUP, "repeats": len(small["loop"])}
+    setting = {"benchmark": NAME, "clients": CLIENTS, "epochs": EPOCHS, "model": "synthetic"}
+    out = [record("bench", setting, "LocalSGD", 0, first, {}, {})]
+    for i, batch in enumerate(BATCHES):
+        out.append(_round(batch, lambda share, i=i: advance(0.2 + 0.8 * (i + share) / len(BATCHES))))
+    return out
+
+
+def _round(batch: int, advance: Advance) -> Record:
+    """FedAvg's round over bare steps in the same batches."""
+    active = BATCHES[batch]
     model = fp.Composition(backbone(), nn.Linear(64, CLASSES), "categorical")
     model = model.at_precision(model.chosen_precision())  # as a run has it
     x, y = random_images()
     federation = fp.Federation.of(list(zip(x, y, strict=True)))
-    method = fp.FedAvg(model, local=fp.LocalSGD(1, 0.01, BATCH)).prepared(federation.example)
+    method = fp.FedAvg(model, local=fp.LocalSGD(1, 0.01, batch)).prepared(federation.example)
     federation = method.model.checked(federation)
-    run = Run(method, federation, Settings(1000, 0, fp.participation.Uniform(ACTIVE)))
+    run = Run(method, federation, Settings(1000, 0, fp.participation.Uniform(active)))
     run.begin()
-    programs: dict[str, Callable[[], object]] = {
-        "bare": bare_sgd(model, x[:ACTIVE], y[:ACTIVE]),
-        "round": run.train_round,
-    }
-    large = in_turns(
-        programs,
-        seconds=SECONDS[1],
-        least=LEAST[1],
-        advance=lambda share: advance(0.2 + 0.8 * share),
-    )
-    first = ratio(small["loop"], small["batched"]) | {"target": SPEEDUP, "repeats": len(small["loop"])}
-    second = ratio(large["round"], large["bare"]) | {"target": OVERHEAD, "repeats": len(large["bare"])}
-    first_setting = {"benchmark": NAME, "clients": CLIENTS, "epochs": EPOCHS, "model": "synthetic"}
-    second_setting = {
-        "benchmark": NAME,
-        "clients": ACTIVE,
-        "images": IMAGES,
-        "batch": BATCH,
-        "model": "cifar",
-    }
+    steps = bare_sgd(model, x[:active], y[:active], batch)
+    programs: dict[str, Callable[[], object]] = {"bare": steps, "round": run.train_round}
+    laps = in_turns(programs, seconds=SECONDS[1], least=LEAST[1], advance=advance)
+    metrics = ratio(laps["round"], laps["bare"]) | {"target": OVERHEAD, "repeats": len(laps["bare"])}
+    setting = {"benchmark": NAME, "clients": active, "images": IMAGES, "batch": batch, "model": "cifar"}
     config = {"precision": precision(model), "threads": torch.get_num_threads()}
-    return [
-        record("bench", first_setting, "LocalSGD", 0, first, {}, {}),
-        record("bench", second_setting, "FedAvg", 0, second, {}, config),
-    ]
+    return record("bench", setting, "FedAvg", 0, metrics, {}, config)
 
 
 def tables(records: list[Record]) -> list[Table]:
     table = Table(title="Local training", caption="One thread; median and quartiles")
     for name in ("what", "ratio", "ratio, wall clock", "target"):
         table.add_column(name, justify="left" if name == "what" else "right")
-    words = {
-        "LocalSGD": f"a loop over {CLIENTS:,} clients over all side by side, synthetic model",
-        "FedAvg": f"a round of {ACTIVE} x {IMAGES} images in batches of {BATCH} over bare SGD steps",
-    }
     for r in records:
-        m, sign = r["metrics"], "at least" if r["method"] == "LocalSGD" else "at most"
+        m, s, sign = r["metrics"], r["setting"], "at least" if r["method"] == "LocalSGD" else "at most"
+        words = f"a loop over {s['clients']:,} clients over all side by side, synthetic model"
+        if "batch" in s:
+            words = (
+                f"a round of {s['clients']} x {s['images']} images in batches of {s['batch']} over bare steps"
+            )
         numbers = (shown(m, "ratio"), shown(m, "ratio_wall"), f"{sign} {m['target']:.2f}")
-        table.add_row(words[r["method"]], *numbers)
+        table.add_row(words, *numbers)
     return [table]

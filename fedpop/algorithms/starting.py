@@ -14,6 +14,7 @@ from fedpop.channel import Tensors
 from fedpop.checked import OneOf
 from fedpop.keys import Key
 from fedpop.questions import Question, starts
+from fedpop.questions.pooled import PooledFit
 from fedpop.questions.spectral import Spectral
 from fedpop.questions.targets import TargetSize
 from fedpop.server.units import natural_units, redrawn
@@ -37,7 +38,8 @@ class WithStart(WithEngine):
         phi, prior = self._first_phi(facts, key), self.hierarchy.prior
         exact = self.exact is not None
         asked = starts.questions(self.start, self.model, prior, phi, facts.restart, anneals=exact)
-        if exact or not self.anneal.asks(self.model, facts.first_stage):
+        told = self.model.likelihood.given_noise is None and any(isinstance(q, PooledFit) for q in asked)
+        if exact or told or not self.anneal.asks(self.model, facts.first_stage):
             return asked
         return (*asked, TargetSize(self.model, self.anneal.minimum))
 

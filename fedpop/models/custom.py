@@ -74,8 +74,8 @@ class CustomModel(Model):
 
     Give ``log_likelihood``, or ``outputs`` and ``likelihood``, with which predictions have everything.
     phi and z live on the free scale, where the population prior is Normal; the prior's mean starts at
-    z's initial values. ``phi``, ``z`` and the posterior come back under their names on the natural
-    scale.
+    z's initial values or, with normal targets, at the one z that fits everyone best, searched from there.
+    ``phi``, ``z`` and the posterior come back under their names on the natural scale.
 
     The functions see one client's rows at a time, as plain tensors in dictionaries, and run under
     ``torch.func.vmap``: no ``if`` on values (``torch.where`` instead), no in-place writes. Rows may be

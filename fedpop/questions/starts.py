@@ -10,7 +10,7 @@ from fedpop.channel import Tensors
 from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.priors import Prior
-from fedpop.questions import least_squares, spectral
+from fedpop.questions import least_squares, pooled, spectral
 from fedpop.questions.base import Question
 from fedpop.questions.features import FeatureScale
 from fedpop.questions.least_squares import LeastSquares
@@ -22,7 +22,8 @@ STARTS = ("auto", "spectral", "random")
 def questions(
     start: str | Spectral, model: Model, prior: Prior, phi: Tensor, restart: int = 0, anneals: bool = False
 ) -> Sequence[Question[Tensors]]:
-    """The spectral start where it is asked for or applies; else, for normal targets, one in their own units;
+    """The spectral start where it is asked for or applies; else, for normal targets, one in their own units,
+    of a linear head in one question, of a user's own function in several;
     else the scale at which outputs have variance one, unless it was given. A random start that was asked
     for is one; that of a restart is random in phi alone. After a spectral start the data's units are asked
     for where the noise is learned, or where the run ``anneals`` it."""
@@ -31,8 +32,9 @@ def questions(
     if isinstance(start, Spectral) or start == "spectral" or (start == "auto" and spectral.applies(model)):
         asked = (start if isinstance(start, Spectral) else Spectral()).questions(model)
         return (*asked, *moments) if anneals or model.likelihood.given_noise is None else asked
+    own = () if start == "random" or prior.component is None else pooled.questions(model, phi)
     known = prior.scale is not None or not model.scale_from_features
-    return moments or (() if known else (FeatureScale(model, phi, prior.bounds),))
+    return moments or own or (() if known else (FeatureScale(model, phi, prior.bounds),))
 
 
 def theta(model: Model, prior: Prior, phi: Tensor, known: Tensors, key: Key) -> tuple[Tensor, Tensor]:
