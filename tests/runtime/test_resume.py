@@ -21,6 +21,7 @@ from fedpop import files
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.errors import FedpopWarning
 from fedpop.runtime import checkpoint
+from tests.crash import Crash, CrashAt
 from tests.helpers import linear_model, population_data, ragged, seeded
 
 ROOT = Path(__file__).parents[2]
@@ -154,20 +155,6 @@ def test_ctrl_c_writes_a_checkpoint_and_nothing_is_lost(tmp_path: Path, undistur
 
 
 # --- the same in this process, for more methods and more places ---------------------------------
-
-
-class Crash(BaseException):
-    """What a test throws in place of a power cut."""
-
-
-class CrashAt(fp.callbacks.Callback):
-    def __init__(self, round: int) -> None:
-        self.round = round
-
-    def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
-        if run.round == self.round:
-            raise Crash
-        return False
 
 
 def with_validation() -> list[fp.Client]:

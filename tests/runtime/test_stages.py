@@ -18,8 +18,9 @@ from fedpop.report.run import run_report
 from fedpop.runtime import stages
 from fedpop.server.averaging import Averaging
 from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial, Stage
+from tests.crash import Crash, CrashAt
 from tests.helpers import linear_model, population_data, ragged, run_of, seeded
-from tests.runtime.test_resume import METHODS, Crash, CrashAt, final_state, same_runs, with_validation
+from tests.runtime.test_resume import METHODS, final_state, same_runs, with_validation
 
 
 def small_task(b: int = 20) -> list[tuple[torch.Tensor, torch.Tensor]]:
