@@ -15,7 +15,7 @@ positive, unit = fp.links.positive, fp.links.unit
 FACTS = Facts(clients=3, rounds=10)
 
 SHORT = fp.chains.Final(draws=40, burn_in=20)  # how many draws users see does not matter here, only which
-BURNT_IN = fp.chains.Chain(burn_in=20)
+BURNT_IN = fp.chains.Chain(burn_in=5)
 QUICK: dict[str, Any] = {"local_steps": 2, "chain": BURNT_IN, "final": SHORT}
 
 

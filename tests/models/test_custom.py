@@ -53,8 +53,8 @@ def _one(model: Any, phi: Tensor, client: tuple[Tensor, Tensor]) -> tuple[Any, T
     "options",
     [
         {},
-        {"chain": fp.chains.Chain(burn_in=20, stateful=False)},
-        {"chain": fp.chains.Chain(2, burn_in=20), "prior": fp.priors.Normal("full", scale=1.0)},
+        {"chain": fp.chains.Chain(burn_in=5, stateful=False)},
+        {"chain": fp.chains.Chain(2, burn_in=5), "prior": fp.priors.Normal("full", scale=1.0)},
         {"phi_step": fp.steps.PhiStep(batch=2)},
         {"phi_step": fp.steps.PhiStep(local=fp.LocalSGD(epochs=2, batch=2))},
         {"compressor": fp.compressors.RandK(k=2)},
@@ -74,7 +74,7 @@ def test_a_run_is_the_run_of_the_same_composition(whole: bool, options: dict[str
         "anneal": fp.steps.Anneal(0),
     } | options
     runs = [
-        fp.FedSOUL(model, **settings).fit(clients, rounds=8, participation=0.7, seed=4)
+        fp.FedSOUL(model, **settings).fit(clients, rounds=4, participation=0.7, seed=4)
         for model in (composition(True), custom(whole))
     ]
     torch.testing.assert_close(runs[0].published, runs[1].published)

@@ -77,11 +77,10 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, stateful):
     clients = clients_of()
     chain = fp.chains.Chain(stateful=stateful, burn_in=5)
     method = fp.FedSOUL(linear_model(), prior=fp.priors.Energy(hidden=4, chains=16), chain=chain)
-    settings = {"rounds": 7, "seed": 4, "participation": 4}
+    settings = {"rounds": 5, "seed": 4, "participation": 4}
     whole = method.fit(clients, **settings)
-
     with pytest.raises(Crash):
-        method.fit(clients, **settings, out=tmp_path, checkpoint_every=2, callbacks=[CrashAt(5)])
+        method.fit(clients, **settings, out=tmp_path, checkpoint_every=2, callbacks=[CrashAt(3)])
     resumed = method.fit(clients, **settings, out=tmp_path, checkpoint_every=2, resume=True)
     assert set(whole.published) == {"phi", "beta", "states"}
     for name, tensor in whole.published.items():
@@ -89,9 +88,9 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, stateful):
 
 
 def test_cohorts_do_not_matter():
-    clients = clients_of()
+    clients = clients_of(5)
     method = fp.FedSOUL(linear_model(), prior=fp.priors.Energy(hidden=4, chains=16), **BRIEF)
-    one, many = (method.fit(clients, rounds=4, seed=1, memory=memory) for memory in ("1GiB", "1KiB"))
+    one, many = (method.fit(clients, rounds=3, seed=1, memory=memory) for memory in ("1GiB", "1KiB"))
     for name, tensor in one.published.items():
         torch.testing.assert_close(many.published[name], tensor, rtol=1e-4, atol=1e-5)
 

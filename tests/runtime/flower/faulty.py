@@ -31,7 +31,7 @@ def train(name: str, message: Message) -> int | None:
 
 
 def run(
-    tmp_path: Path, prepare: Any, rounds: int = 5, terms: RoundTerms = TERMS, **more: Any
+    tmp_path: Path, prepare: Any, rounds: int = 4, terms: RoundTerms = TERMS, **more: Any
 ) -> tuple[fp.Population, LocalGrid]:
     grid = LocalGrid(app, enrol(tmp_path, four("softmax")))
     prepare(grid)
@@ -39,7 +39,7 @@ def run(
     return conduct(deployment(method, rounds, terms=terms, **more), post_on(grid)), grid
 
 
-def with_lost(lost: Any, rounds: int = 5, name: str = "FedSOUL") -> fp.Population:
+def with_lost(lost: Any, rounds: int = 4, name: str = "FedSOUL") -> fp.Population:
     """The simulator's run in which the same messages are lost, summed in the same order."""
     method, data = made(name, "softmax"), four("softmax")
     federation = fp.Federation.of(data)
