@@ -138,7 +138,7 @@ def test_what_the_server_sees_is_unbiased(name):
     server = runner.server | {"beta": beta} | {f"prior.{n}": v for n, v in states.items()}
     runner.server = server
     seen = []
-    for k in range(80):
+    for k in range(66):
         runner.round = k
         runner.train_round()
         # Chains go on, theta goes back to where it was.
