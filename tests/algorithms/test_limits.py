@@ -109,7 +109,7 @@ def test_scale_to_zero_on_a_logistic_model():
     model, clients = build("bernoulli")
     exact = torch.cat(gradients(model, clients, model.initial_phi(), model.initial_z()))
     method, server = fedsoul(
-        model, 1e-3, form="right", chain=fp.chains.Chain(chains=60), local_steps=2, rate=1.0
+        model, 1e-3, form="right", chain=fp.chains.Chain(chains=60, burn_in=5), local_steps=2, rate=1.0
     )
     seen = []
     for k in range(50):
