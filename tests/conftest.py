@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import os
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,12 @@ from fedpop import precision
 def float32_whatever_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test but those of the probe itself starts it, or looks into the user's cache folder."""
     monkeypatch.setattr(precision, "probed", lambda: precision.ProbeVerdict(False, "not asked in tests"))
+
+
+@pytest.fixture(autouse=True)
+def no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of tests need not outlast the machine: a crash is that of a process, and disks are slow."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 @pytest.fixture(scope="session")

@@ -68,8 +68,8 @@ class DGLMC(PosteriorSamples):
     >>> import torch, fedpop as fp
     >>> x = torch.ones(50, 1)
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1, bias=False), fp.likelihoods.Normal(1.0))
-    >>> method = fp.DGLMC(model, rho=0.01, local_steps=10, samples=200)
-    >>> population = method.fit([(x, 2 * x[:, 0]), (x, 4 * x[:, 0])], rounds=400)
+    >>> method = fp.DGLMC(model, rho=0.01, local_steps=10, samples=60)
+    >>> population = method.fit([(x, 2 * x[:, 0]), (x, 4 * x[:, 0])], rounds=120)
     >>> p = population.predict(0, [[1.0]])  # N(3, 0.015); the posterior is N(3, 0.01)
     >>> round(p.mean.item(), 1), round(p.means.std().item(), 1)
     (3.0, 0.1)

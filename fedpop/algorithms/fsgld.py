@@ -77,8 +77,8 @@ class FSGLD(PosteriorSamples):
     >>> import torch, fedpop as fp
     >>> x = torch.ones(50, 1)
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1, bias=False), fp.likelihoods.Normal(1.0))
-    >>> method = fp.FSGLD(model, step=0.002, samples=200)
-    >>> population = method.fit([(x, 2 * x[:, 0]), (x, 4 * x[:, 0])], rounds=400)
+    >>> method = fp.FSGLD(model, step=0.002, samples=60)
+    >>> population = method.fit([(x, 2 * x[:, 0]), (x, 4 * x[:, 0])], rounds=120)
     >>> p = population.predict(0, [[1.0]])  # the posterior is N(2.97, 0.0099)
     >>> round(p.mean.item(), 1), round(p.means.std().item(), 1)
     (3.0, 0.1)

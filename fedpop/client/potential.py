@@ -7,7 +7,7 @@ predicts, and a sampler of its posterior has noise enough.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -80,10 +80,20 @@ class Potential:
             rows = torch.arange(len(w), device=w.device).unsqueeze(1)
             x, y, mask = self._block
             xb = map_inputs(lambda v: v[rows, pick], x)
-            both = torch.func.vmap(torch.func.grad_and_value(self._mean))
-            grad, value = both(w, xb, y[rows, pick], mask[rows, pick])
-            n = self.cohort.sizes.to(w.dtype)
-            return n * value, n.unsqueeze(1) * grad
+            with torch.enable_grad():
+                value, at = self._values(w, xb, y[rows, pick], mask[rows, pick])
+                (grad,) = torch.autograd.grad(value.sum(), at)
+            return value.detach(), grad
+
+    def _values(self, w: Tensor, x: Inputs, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """U_i ``[C]`` side by side, and the leaf that they are functions of.
+
+        U_i depends on its own w_i alone, so plain autograd on the sum has all gradients: for small models in
+        half the time of gradients under vmap.
+        """
+        leaf = w.detach().requires_grad_()
+        means: Tensor = torch.func.vmap(self._mean)(leaf, x, y, mask)
+        return self.cohort.sizes.to(w.dtype) * means, leaf
 
     @cached_property
     def _linear(self) -> LocalLikelihood | None:
@@ -130,22 +140,34 @@ class Potential:
 
     # --- second derivatives, on all examples --------------------------------------------------
 
-    def product(self, w: Tensor, v: Tensor) -> Tensor:
-        """Hessians at w times v, both ``[C, D]``."""
+    def products(self, w: Tensor) -> Callable[[Tensor], Tensor]:
+        """Hessians at w ``[C, D]`` as functions of what they are multiplied with."""
         if self.cohort.longest == 0:
-            return torch.zeros_like(w)
-        n = self.cohort.sizes.to(w.dtype).unsqueeze(1)
-        self.passes += 2 * self.cohort.examples
-        if self._side_by_side(w):
+            return torch.zeros_like
+        by = self._side_by_side_products(w) if self._side_by_side(w) else partial(self._one_product, w)
 
-            def product(w: Tensor, v: Tensor, x: Inputs, y: Tensor, mask: Tensor) -> Tensor:
-                slope = torch.func.grad(lambda at: self._mean(at, x, y, mask))
-                out: Tensor = torch.func.grad(lambda at: slope(at) @ v)(w)
-                return out
+        def counted(v: Tensor) -> Tensor:
+            self.passes += 2 * self.cohort.examples
+            return by(v)
 
-            with torch.no_grad():
-                each: Tensor = torch.func.vmap(product)(w, v, *self._block)
-            return n * each
+        return counted
+
+    def _side_by_side_products(self, w: Tensor) -> Callable[[Tensor], Tensor]:
+        """The graph of the gradients is made once, whatever the number of products."""
+        with torch.enable_grad():
+            value, at = self._values(w, *self._block)
+            (slope,) = torch.autograd.grad(value.sum(), at, create_graph=True)
+        if not slope.requires_grad:  # U_i is linear
+            return torch.zeros_like
+
+        def product(v: Tensor) -> Tensor:
+            (out,) = torch.autograd.grad(slope, at, v, retain_graph=True, materialize_grads=True)
+            return out
+
+        return product
+
+    def _one_product(self, w: Tensor, v: Tensor) -> Tensor:
+        """Client by client, so that one graph at a time is held."""
         out = torch.zeros_like(w)
         for c, one in enumerate(self.cohort.one_by_one()):
             if int(one.sizes[0]):
@@ -154,32 +176,33 @@ class Potential:
                     loss = self._mean(leaf, one.x, one.y, w.new_ones(int(one.sizes[0])))
                     (slope,) = torch.autograd.grad(loss, leaf, create_graph=True)
                     (out[c],) = torch.autograd.grad(slope @ v[c], leaf)
-        return n * out
+        return self.cohort.sizes.to(w.dtype).unsqueeze(1) * out
 
     def largest(self, w: Tensor, key: Key) -> Tensor:
         """The largest curvature of each U_i at w, in absolute value, ``[C]``, by power iteration."""
         v = key.at(purpose="power").normal(self.cohort.units, (w.shape[1],), w.dtype)
-        length = v.new_ones(len(v))
+        length, times = v.new_ones(len(v)), self.products(w)
         for _ in range(POWER_STEPS):
-            v = self.product(w, v / v.norm(dim=1, keepdim=True).clamp(min=torch.finfo(v.dtype).tiny))
+            v = times(v / v.norm(dim=1, keepdim=True).clamp(min=torch.finfo(v.dtype).tiny))
             length = v.norm(dim=1)
         return length
 
     def diagonal(self, w: Tensor, key: Key) -> Tensor:
         """The diagonals of the Hessians, ``[C, D]``: exact for small w, else from random signs."""
-        d = w.shape[1]
+        d, times = w.shape[1], self.products(w)
         if d <= LARGEST_EXACT:
             eye = torch.eye(d, dtype=w.dtype, device=w.device)
-            return torch.stack([self.product(w, e.expand_as(w))[:, j] for j, e in enumerate(eye)], 1)
+            return torch.stack([times(e.expand_as(w))[:, j] for j, e in enumerate(eye)], 1)
         total = torch.zeros_like(w)
         for probe in range(PROBES):
             u = key.at(purpose=f"probe-{probe}").uniform(self.cohort.units, (d,), w.dtype)
             signs = torch.where(u > 0.5, 1.0, -1.0).to(w.dtype)
-            total = total + signs * self.product(w, signs)
+            total = total + signs * times(signs)
         return total / PROBES
 
     def hessian(self, w: Tensor) -> Tensor:
         """The Hessians ``[C, D, D]``, for small w."""
         eye = torch.eye(w.shape[1], dtype=w.dtype, device=w.device)
-        columns = torch.stack([self.product(w, e.expand_as(w)) for e in eye], 2)
+        times = self.products(w)
+        columns = torch.stack([times(e.expand_as(w)) for e in eye], 2)
         return (columns + columns.mT) / 2

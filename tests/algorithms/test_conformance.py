@@ -95,7 +95,7 @@ def test_private_state_is_in_no_encoded_message(name: str, kind: str) -> None:
     included."""
     apart = Apart(made(name, kind), clients(kind))
     seen: set[str] = set()
-    for _ in range(3):
+    for _ in range(2):
         before = {n: apart.state(n) for n in NAMES}
         apart.train_round()
         for site, _, _, vector in apart.traffic:

@@ -13,7 +13,7 @@ import fedpop as fp
 from fedpop.errors import SettingsError
 from fedpop.evaluation.oracle import everyone, exact_optimum, log_likelihood
 from fedpop.kernels.evidence import evidence
-from fedpop.runtime.callbacks import Callback
+from tests.crash import Crash, CrashAt
 from tests.helpers import (
     FRAME,
     cohort_of,
@@ -157,23 +157,13 @@ def test_asked_for_where_it_cannot_be(settings: dict[str, Any], rule: float | No
         )
 
 
-class Killed(Callback):
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
-        if run.round == self.at:
-            raise RuntimeError("killed")
-        return False
-
-
 def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     clients, _, _ = population_data(10, 4, 3, 2, 0.1)
     method = fp.FedSOUL(linear_model(variance="learned"))
     whole = method.fit(clients, progress=False)
     assert whole.rounds > 8
-    with pytest.raises(RuntimeError, match="killed"):
-        method.fit(clients, out=tmp_path, checkpoint_every=3, callbacks=[Killed(8)], progress=False)
+    with pytest.raises(Crash):
+        method.fit(clients, out=tmp_path, checkpoint_every=3, callbacks=[CrashAt(8)], progress=False)
     again = method.fit(clients, out=tmp_path, checkpoint_every=3, resume=True, progress=False)
     assert again.rounds == whole.rounds
     assert [m["promised"] for m in again.history] == [m["promised"] for m in whole.history]

@@ -7,6 +7,7 @@ from torch import nn
 import fedpop as fp
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.keys import Key
+from tests.crash import Crash, CrashAt
 
 
 def softmax_clients():
@@ -41,14 +42,8 @@ def test_two_rates_of_ones_own_survive_a_resume(tmp_path):
     method = fp.FedSOUL(task.model(0), phi_step=fp.steps.SGD(1e-3), beta_step=fp.steps.SGD(1e-4))
     whole = method.fit(task.make(0).clients, rounds=8)
 
-    class Stop(fp.callbacks.Callback):
-        def after_round(self, run, metrics):
-            if run.round == 5:
-                raise InterruptedError
-            return False
-
     settings = {"rounds": 8, "out": tmp_path, "checkpoint_every": 2}
-    with pytest.raises(InterruptedError):
-        method.fit(task.make(0).clients, callbacks=[Stop()], **settings)
+    with pytest.raises(Crash):
+        method.fit(task.make(0).clients, callbacks=[CrashAt(5)], **settings)
     resumed = method.fit(task.make(0).clients, resume=True, **settings)
     assert torch.equal(whole.published["beta"], resumed.published["beta"])

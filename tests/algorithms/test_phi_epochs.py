@@ -14,6 +14,7 @@ from fedpop.client import local_sgd
 from fedpop.errors import SettingsError
 from fedpop.kernels import Kernel, State, Transition
 from fedpop.keys import Key
+from tests.crash import Crash, CrashAt
 from tests.helpers import answers, cohort_of, linear_model, ragged, seeded, train_key
 
 WIDE = torch.float64
@@ -189,16 +190,15 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Any) -> None:
         chain=fp.chains.Chain(chains=2),
     )
 
-    class Stop(fp.callbacks.Callback):
-        def after_round(self, run: Any, metrics: Any) -> bool:
-            if run.round == 4:
-                raise InterruptedError
-            return False
-
     whole = method.fit(labelled(), rounds=6, out=tmp_path / "a", checkpoint_every=2, progress=False)
-    with pytest.raises(InterruptedError):
+    with pytest.raises(Crash):
         method.fit(
-            labelled(), rounds=6, out=tmp_path / "b", checkpoint_every=2, progress=False, callbacks=[Stop()]
+            labelled(),
+            rounds=6,
+            out=tmp_path / "b",
+            checkpoint_every=2,
+            progress=False,
+            callbacks=[CrashAt(4)],
         )
     again = method.fit(
         labelled(), rounds=6, out=tmp_path / "b", checkpoint_every=2, progress=False, resume=True

@@ -14,7 +14,6 @@ import fedpop as fp
 from fedpop.channel import Tensors, Total
 from fedpop.runtime import checkpoint
 from fedpop.runtime.members import active_units
-from fedpop.runtime.run import Run
 from tests.algorithms.conformance import (
     ADAPTED,
     CPU,
@@ -28,22 +27,9 @@ from tests.algorithms.conformance import (
     partial,
     same,
 )
+from tests.crash import Crash, CrashAt
 
 # --- runs --------------------------------------------------------------------------------------
-
-
-class CrashError(Exception):
-    pass
-
-
-class CrashAt(fp.callbacks.Callback):
-    def __init__(self, round: int) -> None:
-        self.round = round
-
-    def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
-        if run.round == self.round:
-            raise CrashError
-        return False
 
 
 def last_state(folder: Path) -> tuple[checkpoint.Checkpoint, list[dict[str, Any]]]:
@@ -58,7 +44,7 @@ def test_a_run_that_was_stopped_resumes_to_the_same_bits(name: str, kind: str, t
     """Server, clients and metrics; stopped between two checkpoints."""
     settings: dict[str, Any] = {"rounds": 5, "checkpoint_every": 2}
     fit(name, kind, out=tmp_path / "whole", **settings)
-    with pytest.raises(CrashError):
+    with pytest.raises(Crash):
         fit(name, kind, out=tmp_path / "broken", callbacks=[CrashAt(3)], **settings)
     fit(name, kind, out=tmp_path / "broken", resume=True, **settings)
     (one, lines), (other, more) = (last_state(tmp_path / f) for f in ("whole", "broken"))

@@ -14,6 +14,7 @@ from fedpop.algorithms.base import Algorithm, Facts
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
 from fedpop.runtime import checkpoint
+from tests.crash import Crash, CrashAt
 from tests.helpers import cohort_of, generator, linear_model, ragged, seeded, train_key
 
 METHODS: dict[str, Callable[..., Algorithm]] = {
@@ -111,18 +112,6 @@ def test_everyone_old_or_new_has_the_same_predictive(name: str) -> None:
     assert population.algorithm.uncertainty
 
 
-class Stop(fp.callbacks.Callback):
-    """The power fails after so many rounds."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
-        if run.round == self.at:
-            raise RuntimeError("the power failed")
-        return False
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_a_killed_run_resumes_to_the_same_bits(name: str, tmp_path: Path) -> None:
     method = METHODS[name](linear_model(), samples=3)
@@ -130,8 +119,8 @@ def test_a_killed_run_resumes_to_the_same_bits(name: str, tmp_path: Path) -> Non
     if method.participation == "any":
         settings["participation"] = 0.6
     method.fit(CLIENTS, out=tmp_path / "whole", **settings)
-    with pytest.raises(RuntimeError, match="power"):
-        method.fit(CLIENTS, out=tmp_path / "cut", callbacks=[Stop(11)], **settings)
+    with pytest.raises(Crash):
+        method.fit(CLIENTS, out=tmp_path / "cut", callbacks=[CrashAt(11)], **settings)
     method.fit(CLIENTS, out=tmp_path / "cut", resume=True, **settings)
     one, other = (checkpoint.read(tmp_path / folder / "checkpoints") for folder in ("whole", "cut"))
     assert one is not None

@@ -12,6 +12,7 @@ from fedpop.algorithms import rebuild
 from fedpop.algorithms.base import Facts
 from fedpop.channel import Total
 from tests.algorithms.test_privacy import holds
+from tests.crash import Crash, CrashAt
 from tests.helpers import answers, begun, cohort_of, ragged, seeded, train_key
 from tests.test_devices import watched
 
@@ -108,16 +109,10 @@ def test_described_and_rebuilt(name: str) -> None:
 
 @every_method
 def test_a_run_is_resumed_to_the_same_bits(name: str, tmp_path: Any) -> None:
-    class Stop(fp.callbacks.Callback):
-        def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
-            if metrics["round"] == 2:
-                raise KeyboardInterrupt
-            return False
-
     settings = {"rounds": 4, "participation": 2, "checkpoint_every": 1, "progress": False}
     whole = method_of(name).fit(clients((4, 2, 7)), **settings)
-    with pytest.raises(KeyboardInterrupt):
-        method_of(name).fit(clients((4, 2, 7)), out=tmp_path, callbacks=[Stop()], **settings)
+    with pytest.raises(Crash):
+        method_of(name).fit(clients((4, 2, 7)), out=tmp_path, callbacks=[CrashAt(2)], **settings)
     again = method_of(name).fit(clients((4, 2, 7)), out=tmp_path, resume=True, **settings)
     for i in range(3):
         x = clients()[3][0]

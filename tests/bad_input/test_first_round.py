@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.errors import CheckpointError, DataError, FedpopError, ModelError, SettingsError
+from tests.crash import CrashAt
 from tests.helpers import federation_of, linear_model, ragged
 
 NORMAL = fp.likelihoods.Normal(0.5)
@@ -352,15 +353,9 @@ def test_every_error_is_a_fedpop_error_and_a_familiar_one() -> None:
 def test_an_error_of_the_first_rounds_leaves_no_half_written_file(tmp_path: Path) -> None:
     """A callback of the user's own that fails: what is there can be resumed, nothing is temporary."""
 
-    class Fails(fp.callbacks.Callback):
-        def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
-            if run.round == 3:
-                raise ZeroDivisionError
-            return False
-
     with pytest.raises(ZeroDivisionError):
         fp.FedSOUL(linear_model()).fit(
-            named(), rounds=5, out=tmp_path, checkpoint_every=2, callbacks=[Fails()]
+            named(), rounds=5, out=tmp_path, checkpoint_every=2, callbacks=[CrashAt(3, ZeroDivisionError)]
         )
     assert [p for p in tmp_path.rglob("*") if p.name.startswith(".") or p.suffix == ".tmp"] == []
     resumed = fp.FedSOUL(linear_model()).fit(named(), rounds=5, out=tmp_path, checkpoint_every=2, resume=True)

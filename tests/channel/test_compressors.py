@@ -1,12 +1,6 @@
-"""Compressors: what is decoded is what was compressed, bit for bit; unbiased; as noisy as omega says.
-
-Where nothing is random the tests are exact: all words of a generator are tried, all choices of rand-k listed.
-Where draws are needed the tolerance is six standard errors over independent clients, at most a few hundred
-comparisons, so that a false alarm has a chance below 1e-6.
-"""
+"""Compressors: what is decoded is what was compressed, bit for bit."""
 
 import math
-import struct
 
 import numpy as np
 import pytest
@@ -16,52 +10,21 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import fedpop as fp
-from fedpop.channel.compressors.base import sealed
 from fedpop.channel.compressors.bits import pack, packed_bytes, unpack
-from fedpop.channel.compressors.natural import rounded_bits
-from fedpop.channel.compressors.qsgd import rounded
-from fedpop.channel.compressors.rand_k import chosen, draw, prime_to
 from fedpop.errors import PayloadError, SettingsError
 from fedpop.keys import Key
-from tests.oracles import DOUBLE, assert_mean, gaussian_noise
-
-KEY = Key(3, round=5, purpose="compress/J")
-SIX = 6.0
-CLIENTS = 20_000
-COMPRESSORS = {
-    "identity": fp.compressors.Identity(),
-    "qsgd-1": fp.compressors.QSGD(levels=1),
-    "qsgd-7": fp.compressors.QSGD(levels=7),
-    "qsgd-127": fp.compressors.QSGD(),
-    "qsgd-128": fp.compressors.QSGD(levels=128),
-    "qsgd-32767": fp.compressors.QSGD(levels=32767),
-    "rand-k": fp.compressors.RandK(share=0.3),
-    "rand-k-all": fp.compressors.RandK(share=1.0),
-    "natural": fp.compressors.Natural(),
-}
-every = pytest.mark.parametrize("name", COMPRESSORS)
-LARGEST = float(np.finfo(np.float32).max)
-TINY = 2.0**-149
-
-vectors = arrays.arrays(
-    np.float32,
-    st.integers(0, 70),
-    elements=st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=True),
-).map(torch.from_numpy)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and bool((a.view(torch.int32) == b.view(torch.int32)).all())
-
-
-def one(compressor: fp.compressors.Compressor, v: torch.Tensor, client: int = 9) -> torch.Tensor:
-    return compressor.compress(v[None], KEY, torch.tensor([client]))[0]
-
-
-def many(compressor: fp.compressors.Compressor, v: torch.Tensor, clients: int) -> torch.Tensor:
-    """The same vector as sent by so many clients, in double precision."""
-    return compressor.compress(v.expand(clients, -1), KEY, torch.arange(clients)).to(DOUBLE)
-
+from tests.channel.every_compressor import (
+    COMPRESSORS,
+    KEY,
+    LARGEST,
+    TINY,
+    every,
+    many,
+    one,
+    same_bits,
+    vectors,
+)
+from tests.oracles import DOUBLE, gaussian_noise
 
 # --- encode and decode -----------------------------------------------------------------------
 
@@ -206,255 +169,6 @@ def test_the_largest_vectors_that_decode_within_float32(name, d):
             reach = unit * math.ceil(high / unit * (1 - 1e-7))
         assert reach > LARGEST * (1 - 1e-6)
     assert top <= LARGEST
-
-
-# --- unbiased, and omega ---------------------------------------------------------------------
-
-
-def test_rounding_to_levels_is_exactly_unbiased():
-    """Over all words: the mean of floor(x + r) is x, for every fixed-point number x."""
-    fraction = 10
-    words = torch.arange(2**fraction, dtype=torch.int32)
-    for level in range(-3 * 2**fraction, 3 * 2**fraction + 1, 7):
-        q = rounded(torch.full_like(words, level), words.clone(), fraction)
-        assert int(q.sum()) == level
-        assert int(q.max()) - int(q.min()) <= 1
-    whole = torch.full_like(words, -3 * 2**fraction)
-    assert (rounded(whole, words.clone(), fraction) == -3).all()
-
-
-@pytest.mark.parametrize("value", [1.0, 4 / 3, 1.999999, -3.7e30, 1e-37, 2.0**127])
-def test_rounding_to_powers_is_exactly_unbiased(value):
-    words, value = torch.arange(2**23, dtype=torch.int32), float(torch.tensor(value))
-    bits = torch.tensor([value]).view(torch.int32)
-    powers = rounded_bits(bits.expand_as(words), words).view(torch.float32).to(DOUBLE)
-    assert float(powers.mean()) == value
-    assert float((powers - value).square().mean()) <= 0.125 * value**2 * (1 + 1e-12)
-
-
-def test_every_choice_of_rand_k():
-    """All a and c: each entry is chosen with probability k/d; for a prime d, each pair as it should be."""
-    for d in range(1, 24):
-        p = prime_to(d)
-        a, c = (
-            t.flatten() for t in torch.meshgrid(torch.arange(1, max(p, 2)), torch.arange(d), indexing="ij")
-        )
-        for k in range(1, d + 1):
-            index = chosen(a, c, d, k)
-            hits = torch.zeros(len(a), d, dtype=DOUBLE).scatter_add_(
-                1, index, torch.ones(len(a), k, dtype=DOUBLE)
-            )
-            assert hits.max() == 1
-            torch.testing.assert_close(hits.mean(0), torch.full((d,), k / d, dtype=DOUBLE))
-            pairs = hits.mT @ hits / len(a)
-            wanted = torch.full((d, d), k * (k - 1) / (d * max(d - 1, 1)), dtype=DOUBLE).fill_diagonal_(k / d)
-            if p == d:
-                torch.testing.assert_close(pairs, wanted)
-            elif k > 1:
-                assert (pairs - wanted).abs().max() <= 3 * (d - p + 1) / d
-
-
-def test_rand_k_draws_its_two_numbers_evenly():
-    d, clients = 6, 60_000
-    a, c = draw(KEY, torch.arange(clients), d)
-    for numbers, low, high in ((a, 1, 5), (c, 0, 6)):
-        counts = torch.bincount(numbers, minlength=high)[low:].to(DOUBLE)
-        expected = clients / (high - low)
-        chi2 = float(((counts - expected) ** 2 / expected).sum())
-        assert chi2 < 45  # five degrees of freedom at most: 1e-8
-    assert len(torch.unique(a * 10 + c)) == 4 * 6
-
-
-def spread(d: int) -> torch.Tensor:
-    """Entries of very different sizes, zeros among them."""
-    v = gaussian_noise(d, d).float() * torch.logspace(-3, 1, d)
-    v[d // 3] = 0
-    return v
-
-
-def variances(compressor: fp.compressors.Compressor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The variance of every decoded entry, in closed form, and the distance between its values."""
-    size, d = v.to(DOUBLE).abs(), len(v)
-    if isinstance(compressor, fp.compressors.QSGD):
-        exact = np.float64(size.norm()) / compressor.levels
-        unit = np.float32(exact)  # rounded up, which matters where float32 is coarse
-        unit = torch.tensor(
-            float(unit if unit >= exact else np.nextafter(unit, np.float32(np.inf))), dtype=DOUBLE
-        )
-        f = size / unit - (size / unit).floor()
-        return unit**2 * f * (1 - f), unit.expand(d)
-    if isinstance(compressor, fp.compressors.Natural):
-        low = torch.where(size > 0, 2.0 ** size.log2().floor(), 0.0)
-        return (2 * low - size) * (size - low), low
-    many_times = d / compressor.count(d) if isinstance(compressor, fp.compressors.RandK) else 1.0
-    return size**2 * (many_times - 1), size * many_times
-
-
-def assert_unbiased(compressor: fp.compressors.Compressor, v: torch.Tensor, rounding: float) -> None:
-    """Bernstein's inequality: the mean is this near but for a chance of 2 exp(-22) = 6e-10 per entry."""
-    drawn = many(compressor, v, CLIENTS)
-    variance, width = variances(compressor, v)
-    tolerance = (2 * 22 * variance / CLIENTS).sqrt() + 2 / 3 * 22 * width / CLIENTS + rounding
-    off = (drawn.mean(0) - v.to(DOUBLE)).abs()
-    assert (off <= tolerance).all(), off / tolerance
-
-
-@every
-@pytest.mark.parametrize("d", [1, 40])
-def test_the_mean_is_the_vector(name, d):
-    v = spread(d) if d > 1 else torch.tensor([-1.7])
-    assert_unbiased(COMPRESSORS[name], v, rounding=2.0**-22 * float(v.abs().max()))
-
-
-@pytest.mark.parametrize("name", ["qsgd-1", "qsgd-7", "qsgd-127", "natural", "rand-k"])
-def test_denormals_are_unbiased_to_one_ulp(name):
-    v = torch.tensor([3.0, -5.0, 7.0, 100.0, 0.0, 1e6]) * TINY
-    assert_unbiased(COMPRESSORS[name], v, rounding=TINY)
-    if name == "natural":  # and as quiet as larger numbers
-        error = (many(fp.compressors.Natural(), v, CLIENTS) - v.to(DOUBLE)).square() / v.to(
-            DOUBLE
-        ).square().clamp(min=TINY**2)
-        assert (error.mean(0) <= 0.125 + SIX * error.std(0) / CLIENTS**0.5).all()
-
-
-@every
-@pytest.mark.parametrize("d", [1, 40])
-def test_the_variance_is_at_most_omega(name, d):
-    compressor = COMPRESSORS[name]
-    v = spread(d) if d > 1 else torch.tensor([-4 / 3])
-    size = float(v.to(DOUBLE).square().sum())
-    error = (many(compressor, v, CLIENTS) - v.to(DOUBLE)).square().sum(1) / size
-    at_most = compressor.omega(d)
-    standard_error = float(error.std()) / len(error) ** 0.5
-    assert float(error.mean()) <= at_most + SIX * standard_error + 1e-12
-    # Where the bound is reached.
-    if isinstance(compressor, fp.compressors.RandK) or (name == "natural" and d == 1):
-        assert float(error.mean()) >= at_most - SIX * standard_error - 1e-12
-
-
-@settings(max_examples=200, deadline=None)
-@given(v=vectors.filter(lambda v: bool(v.any())), s=st.sampled_from([1, 2, 7, 127]))
-def test_the_closed_form_of_qsgds_variance_is_below_omega(v, s):
-    wide = v.to(DOUBLE) / float(v.abs().max())
-    variance = float(variances(fp.compressors.QSGD(levels=s), wide)[0].sum())
-    assert variance <= fp.compressors.QSGD(levels=s).omega(len(v)) * float(wide.square().sum()) * (1 + 1e-6)
-
-
-@pytest.mark.parametrize("name", ["qsgd-7", "qsgd-127", "natural", "rand-k"])
-def test_the_variance_is_that_of_the_closed_form(name):
-    v = gaussian_noise(8, 20).float()
-    error = (many(COMPRESSORS[name], v, CLIENTS) - v.to(DOUBLE)).square()
-    assert_mean(error, variances(COMPRESSORS[name], v)[0], "variance", sigmas=SIX)
-
-
-def test_known_omegas():
-    assert fp.compressors.Identity().omega(10) == 0
-    assert fp.compressors.QSGD(levels=2).omega(4) == 1.0
-    assert fp.compressors.QSGD(levels=10).omega(4) == 0.04
-    assert fp.compressors.RandK(k=5).omega(40) == 7.0
-    assert fp.compressors.RandK(share=0.25).omega(40) == 3.0
-    assert fp.compressors.Natural().omega(7) == 0.125
-
-
-# --- broken payloads -------------------------------------------------------------------------
-
-
-@every
-def test_any_flipped_bit_is_noticed(name):
-    compressor = COMPRESSORS[name]
-    payload = compressor.encode(gaussian_noise(5, 11).float(), KEY)
-    for bit in range(8 * len(payload)):
-        broken = bytearray(payload)
-        broken[bit // 8] ^= 1 << (bit % 8)
-        with pytest.raises(PayloadError):
-            compressor.decode(bytes(broken))
-
-
-@every
-def test_any_other_length_is_noticed(name):
-    compressor = COMPRESSORS[name]
-    payload = compressor.encode(gaussian_noise(5, 11).float(), KEY)
-    for cut in range(len(payload)):
-        with pytest.raises(PayloadError):
-            compressor.decode(payload[:cut])
-    with pytest.raises(PayloadError):
-        compressor.decode(payload + b"\0")
-    with pytest.raises(PayloadError, match="11 entries where 12 were expected"):
-        compressor.decode(payload, 12)
-
-
-@every
-def test_a_payload_of_other_settings_is_refused(name):
-    v = gaussian_noise(6, 16).float()
-    for other, compressor in COMPRESSORS.items():
-        if other != name:
-            with pytest.raises(PayloadError):
-                COMPRESSORS[name].decode(compressor.encode(v, KEY))
-
-
-BROKEN = {
-    "nothing": (fp.compressors.QSGD(), b"", "truncated"),
-    "text": (fp.compressors.QSGD(), b"this is not a payload", "not an encoded vector"),
-    "version": (fp.compressors.QSGD(), struct.pack("<2sBBII", b"fp", 7, 1, 0, 0), "version 7"),
-    "a level beyond": (
-        fp.compressors.QSGD(levels=4),
-        sealed(1, 8, struct.pack("<Hf", 4, 1.0), *pack(np.full(8, 5, np.int8), 4)),
-        "beyond 4",
-    ),
-    "an infinite unit": (
-        fp.compressors.QSGD(),
-        sealed(1, 1, struct.pack("<Hf", 127, math.inf), b"\1"),
-        "unit is inf",
-    ),
-    "levels": (
-        fp.compressors.QSGD(levels=5),
-        fp.compressors.QSGD(levels=6).encode(torch.ones(4), KEY),
-        "6 levels where 5",
-    ),
-    "an infinite power": (fp.compressors.Natural(), sealed(3, 8, b"\x09", b"\xff" * 8, b"\0"), "infinite"),
-    "bits": (fp.compressors.Natural(), sealed(3, 8, b"\x0a", b"\1" * 8, b"\0"), "10 bits where 9"),
-    "an exponent": (
-        fp.compressors.Natural(),
-        sealed(3, 8, b"\x0a", b"\x17" * 8, b"\0\xff"),
-        "does not exist",
-    ),
-    "nan": (fp.compressors.Identity(), sealed(0, 1, b"\4", struct.pack("<f", math.nan)), "NaN"),
-    "size of an entry": (
-        fp.compressors.Identity(),
-        sealed(0, 1, b"\2", struct.pack("<f", 1.0)),
-        "2 bytes where 4",
-    ),
-    "too few bytes": (
-        fp.compressors.Identity(),
-        sealed(0, 5, b"\4", struct.pack("<f", 1.0)),
-        "5 bytes where 21",
-    ),
-    "k": (
-        fp.compressors.RandK(k=2),
-        sealed(2, 4, struct.pack("<BIII", 4, 3, 1, 0), b"\0" * 8),
-        "keeps 3 of 4",
-    ),
-    "no such choice": (
-        fp.compressors.RandK(k=1),
-        sealed(2, 4, struct.pack("<BIII", 4, 1, 9, 0), b"\0" * 4),
-        "does not exist",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_payloads_that_make_no_sense(case):
-    compressor, payload, message = BROKEN[case]
-    with pytest.raises(PayloadError, match=message):
-        compressor.decode(payload)
-
-
-@pytest.mark.parametrize(
-    "v", [torch.ones(2, 2), torch.ones(3, dtype=torch.int64)], ids=["matrix", "integers"]
-)
-def test_only_vectors_of_real_numbers_are_encoded(v):
-    with pytest.raises(PayloadError, match="expected a vector of real numbers"):
-        fp.compressors.QSGD().encode(v, KEY)
 
 
 # --- settings --------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import fedpop as fp
 from fedpop.algorithms.base import Facts
 from fedpop.client.local_steps import most_steps, steps_of
 from fedpop.errors import SettingsError
+from tests.crash import Crash, CrashAt
 from tests.helpers import (
     Answered,
     answers,
@@ -185,7 +186,7 @@ def test_resume_goes_on_with_the_schedule(tmp_path: Any) -> None:
         method = METHODS["hmc"](
             local_steps=fp.chains.Steps(1, 6, 5), phi_step=fp.steps.Adam(0.01, fp.steps.Constant())
         )
-        callbacks = [] if rounds == 6 else [Stop(rounds)]
+        callbacks = [] if rounds == 6 else [CrashAt(rounds)]
         return method.fit(
             clients_for(method),
             rounds=6,
@@ -197,20 +198,10 @@ def test_resume_goes_on_with_the_schedule(tmp_path: Any) -> None:
         )
 
     whole = run("whole", 6)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Crash):
         run("part", 3)
     again = run("part", 6, resume=True)
     assert torch.equal(whole.published["phi"], again.published["phi"])
-
-
-class Stop(fp.callbacks.Callback):
-    def __init__(self, rounds: int) -> None:
-        self.rounds = rounds
-
-    def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
-        if run.round == self.rounds:
-            raise KeyboardInterrupt
-        return False
 
 
 @pytest.mark.parametrize(

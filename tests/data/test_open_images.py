@@ -281,7 +281,7 @@ def test_the_real_test_images(name: str) -> None:
     source = open_images(name, real(name), download=False)
     assert len(source.test) == (26_032 if name == "svhn" else 10_000)
     assert torch.bincount(source.test.y).numel() == source.classes
-    x = source.test.x.double() / 255
+    x = source.test.x[::4].double() / 255  # evenly, as files may be sorted
     mean, sd = (torch.tensor(v) for v in (source.about.mean, source.about.sd))
     # The statistics are those of the training images: test images are near them, though SVHN's have more
     # contrast.

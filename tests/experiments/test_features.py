@@ -1,5 +1,6 @@
 """The feature table: what a class says is what a live client does."""
 
+import functools
 from dataclasses import fields
 
 import pytest
@@ -19,6 +20,11 @@ from fedpop.experiments.features import (
 )
 
 
+@functools.cache
+def alive(name: str) -> fp.Population:
+    return live(METHODS[name], small_model())
+
+
 @pytest.mark.parametrize("name", list(METHODS))
 def test_memory_on_a_live_client_is_what_the_formula_says(name: str) -> None:
     model = small_model()
@@ -29,7 +35,7 @@ def test_memory_on_a_live_client_is_what_the_formula_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_personalised_means_that_clients_predict_differently(name: str) -> None:
-    population = live(METHODS[name], small_model())
+    population = alive(name)
     x = torch.linspace(-1, 1, 7, dtype=torch.float64).unsqueeze(0)
     means = [population.predict(i, x).mean.item() for i in range(len(population))]
     assert (max(means) - min(means) > 1e-9) == METHODS[name].about.personalised
@@ -49,7 +55,7 @@ def test_compression_is_there_or_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_the_table_draws_as_often_as_it_says(name: str) -> None:
-    method = live(METHODS[name], small_model()).algorithm
+    method = alive(name).algorithm
     if any(f.name == "final" for f in fields(method)):
         assert method.final.total == DRAWS
 

@@ -58,7 +58,7 @@ POINTS: dict[str, Any] = {
 
 def fits(build: Any, participation: Any, binary: bool) -> list[fp.Population]:
     """The same run with its clients in two orders."""
-    settings = {"rounds": 8, "seed": 3, "participation": participation}
+    settings = {"rounds": 5, "seed": 3, "participation": participation}
     return [build().fit(data(names, binary), **settings) for names in (NAMES, SHUFFLED)]
 
 

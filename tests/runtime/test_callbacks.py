@@ -12,6 +12,7 @@ import fedpop as fp
 from fedpop.errors import ExtraError, SettingsError
 from fedpop.report.run import run_report
 from fedpop.runtime.run import Run
+from tests.crash import Crash, CrashAt
 from tests.helpers import linear_model, population_data, ragged, run_of
 from tests.runtime.test_simulate import Watch, soul
 
@@ -77,18 +78,12 @@ def test_early_stopping_remembers_across_a_resume(tmp_path: Path) -> None:
     settings = {"rounds": 100, "checkpoint_every": 1}
     whole = method.fit(clients, callbacks=[fp.callbacks.EarlyStop(every=2, patience=3)], **settings)
 
-    class Break(fp.callbacks.Callback):
-        def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
-            if run.round == 6:
-                raise KeyboardInterrupt
-            return False
-
     stop = fp.callbacks.EarlyStop(every=2, patience=3)
     with pytest.raises(KeyboardInterrupt):
         method.fit(
             clients,
             out=tmp_path,
-            callbacks=[fp.callbacks.EarlyStop(every=2, patience=3), Break()],
+            callbacks=[fp.callbacks.EarlyStop(every=2, patience=3), CrashAt(6, KeyboardInterrupt)],
             **settings,
         )
     resumed = method.fit(clients, out=tmp_path, resume=True, callbacks=[stop], **settings)
@@ -181,19 +176,14 @@ def test_what_is_remembered_is_in_the_checkpoint(tmp_path: Path) -> None:
     """Server and sites alike: a callback remembers round three, the run is killed at round five."""
 
     class Remember(fp.callbacks.Callback):
-        def __init__(self, stop: int | None = None) -> None:
-            self.stop = stop
-
         def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
             if run.round == 3:
                 run.remember()
-            if run.round == self.stop:
-                raise KeyboardInterrupt
             return False
 
     def fit(out: Path, stop: int | None = None) -> fp.Population:
         method = fp.FedRep(linear_model())
-        callbacks = [Remember(stop)]
+        callbacks = [Remember(), *([CrashAt(stop)] if stop else [])]
         return method.fit(
             ragged((4, 3, 5, 2)), rounds=6, out=out, resume=True, checkpoint_every=1, participation=2,
             callbacks=callbacks,
@@ -201,7 +191,7 @@ def test_what_is_remembered_is_in_the_checkpoint(tmp_path: Path) -> None:
 
     whole = fit(tmp_path / "whole")
     third = fp.FedRep(linear_model()).fit(ragged((4, 3, 5, 2)), rounds=3, participation=2)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Crash):
         fit(tmp_path / "killed", 5)
     resumed = fit(tmp_path / "killed")
     for population in (whole, resumed):  # the end of a run goes back to what it remembers
@@ -252,25 +242,11 @@ def expected(history: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]
     return out
 
 
-class Halt(Exception):
-    """In place of a crash."""
-
-
-class HaltAt(fp.callbacks.Callback):
-    def __init__(self, round: int) -> None:
-        self.round = round
-
-    def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
-        if run.round == self.round:
-            raise Halt
-        return False
-
-
 def with_a_crash(tmp_path: Path, live: Any) -> fp.Population:
     """Six rounds, of which the fourth was seen before the crash and is run again."""
     settings: dict[str, Any] = {"rounds": 6, "out": tmp_path / "run", "checkpoint_every": 3}
-    with pytest.raises(Halt):
-        soul().fit(ragged(), callbacks=[live(), HaltAt(5)], **settings)
+    with pytest.raises(Crash):
+        soul().fit(ragged(), callbacks=[live(), CrashAt(5)], **settings)
     return soul().fit(ragged(), callbacks=[live()], resume=True, **settings)
 
 

@@ -12,8 +12,9 @@ from torch import nn
 import fedpop as fp
 from fedpop import files
 from fedpop.errors import CheckpointError, DataError, FedpopWarning, SettingsError
+from tests.crash import Crash, CrashAt
 from tests.helpers import linear_model, ragged
-from tests.runtime.test_resume import Crash, CrashAt, metrics_of, one_thread, same_runs
+from tests.runtime.test_resume import metrics_of, one_thread, same_runs
 
 __all__ = ["one_thread"]  # a fixture for these tests too
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fedpop as fp
 from fedpop.errors import CheckpointError
@@ -120,30 +121,44 @@ import resource, sys
 from pathlib import Path
 from fedpop.errors import CheckpointError
 from tests.runtime import test_lock
-limit = int(sys.argv[2])
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-try:
-    test_lock.fit(Path(sys.argv[1]), rounds=40)
-except CheckpointError as error:
-    print(error)
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+for limit in sys.argv[2:]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), most))
+    try:
+        test_lock.fit(Path(sys.argv[1]) / limit, rounds=40)
+    except CheckpointError as error:
+        print(error)
 """
+LIMITS = [600, 1500, 4000, 6000]
 
 
-@pytest.mark.parametrize("limit", [600, 1500, 4000, 6000])
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A folder of runs that met their limits, what each of them said, and a run that met none."""
+    folder = tmp_path_factory.mktemp("full")
+    command = [sys.executable, "-c", FULL, str(folder), *map(str, LIMITS)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, check=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    fit(folder / "whole", rounds=40)
+    torch.set_num_threads(before)
+    return folder, done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("limit", LIMITS)
 def test_a_disk_that_fills_up_is_told_and_the_run_goes_on_once_there_is_room(
-    tmp_path: Path, limit: int
+    filled: tuple[Path, list[str]], limit: int
 ) -> None:
     """The operating system lets no file grow beyond so many bytes: metrics and checkpoints fail in turn."""
-    command = [sys.executable, "-c", FULL, str(tmp_path / "run"), str(limit)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, check=True)
-    assert "cannot write" in done.stdout
-    assert "File too large; what was saved before is still there" in done.stdout
-    assert str(tmp_path / "run") in done.stdout
-    assert len(done.stdout.splitlines()) == 1
-    left = [p.name for p in (tmp_path / "run").rglob("*") if p.is_file()]
+    folder, said = filled
+    assert len(said) == len(LIMITS)
+    words, run = said[LIMITS.index(limit)], folder / str(limit)
+    assert "cannot write" in words
+    assert "File too large; what was saved before is still there" in words
+    assert str(run) in words
+    left = [p.name for p in run.rglob("*") if p.is_file()]
     assert not [n for n in left if n.startswith(".") or n.endswith(".tmp")]
     pairs = {Path(n).stem for n in left if n.startswith("round-")}
     assert all({f"{p}.json", f"{p}.safetensors"} <= set(left) for p in pairs)
-    fit(tmp_path / "run", rounds=40)
-    fit(tmp_path / "whole", rounds=40)
-    same_runs(tmp_path / "run", tmp_path / "whole")
+    fit(run, rounds=40)
+    same_runs(run, folder / "whole")

@@ -18,8 +18,9 @@ from fedpop.report.run import run_report
 from fedpop.runtime import stages
 from fedpop.server.averaging import Averaging
 from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial, Stage
+from tests.crash import Crash, CrashAt
 from tests.helpers import linear_model, population_data, ragged, run_of, seeded
-from tests.runtime.test_resume import METHODS, Crash, CrashAt, final_state, same_runs, with_validation
+from tests.runtime.test_resume import METHODS, final_state, same_runs, with_validation
 
 
 def small_task(b: int = 20) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -193,20 +194,20 @@ def test_a_run_that_is_killed_in_its_extension_goes_on_to_the_same_bits(tmp_path
             resume=True,
             callbacks=callbacks,
             rounds=rounds,
-            **options | {"seed": 3, "checkpoint_every": 4},
+            **options | {"seed": 3, "checkpoint_every": 3},
         )
 
-    run("whole", 6)
-    run("whole", 12)
-    run("broken", 6)
-    for crash in (7, 10):  # before the extension's first checkpoint, and after it
+    run("whole", 3)
+    run("whole", 8)
+    run("broken", 3)
+    for crash in (4, 7):  # before the extension's first checkpoint, and after it
         with pytest.raises(Crash):
-            run("broken", 12, crash)
-    population = run("broken", 12)
+            run("broken", 8, crash)
+    population = run("broken", 8)
     same_runs(tmp_path / "broken", tmp_path / "whole")
-    assert [line["round"] for line in population.history] == list(range(1, 13))
-    assert final_state(tmp_path / "whole").ends == [6, 12]
-    assert json.loads((tmp_path / "whole" / "config.json").read_text())["rounds"] == 12
+    assert [line["round"] for line in population.history] == list(range(1, 9))
+    assert final_state(tmp_path / "whole").ends == [3, 8]
+    assert json.loads((tmp_path / "whole" / "config.json").read_text())["rounds"] == 8
 
 
 def test_a_run_killed_before_its_end_and_resumed_with_more_finishes_its_stage_first(tmp_path: Path) -> None:

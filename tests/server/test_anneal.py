@@ -17,6 +17,7 @@ from fedpop.keys import Key
 from fedpop.questions.targets import TargetSize
 from fedpop.runtime.run import Run
 from fedpop.server.schedules import Stage
+from tests.crash import Crash, CrashAt
 from tests.helpers import answers, asked, cohort_of, linear_model, population_data, ragged, run_of, train_key
 from tests.optima import gap
 
@@ -237,18 +238,11 @@ def test_early_stopping_looks_only_afterwards() -> None:
     assert stop.best_round > 4
 
 
-class Break(fp.callbacks.Callback):
-    def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
-        if run.round == 2:
-            raise KeyboardInterrupt
-        return False
-
-
 def test_a_run_that_broke_off_while_annealing_resumes_to_the_same_bits(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"rounds": ROUNDS, "checkpoint_every": 1, "progress": False}
     whole = soul().fit(data(), out=tmp_path / "whole", **settings)
-    with pytest.raises(KeyboardInterrupt):
-        soul().fit(data(), out=tmp_path / "part", callbacks=[Break()], **settings)
+    with pytest.raises(Crash):
+        soul().fit(data(), out=tmp_path / "part", callbacks=[CrashAt(2)], **settings)
     again = soul().fit(
         data(), out=tmp_path / "part", resume=True, callbacks=[fp.callbacks.Callback()], **settings
     )

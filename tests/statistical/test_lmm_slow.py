@@ -46,7 +46,7 @@ def line(phi: dict[str, Tensor], z: dict[str, Tensor], x: Tensor) -> Tensor:
     return z["a"] + z["b"] * x[:, 0]
 
 
-@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("seed", [3])
 def test_correlated_random_slopes_with_a_covariate_far_from_zero(seed: int) -> None:
     y = groups(seed)
     mu, sigma, s2 = maximum(y)

@@ -6,9 +6,14 @@ network has them, with many examples only: with 5 or 25 of them the likelihood i
 
 import pytest
 
-from tests.algorithms.test_scale import TRUTH, bounded, path, population
+from tests.algorithms.test_scale import TRUTH, bounded, ends_at_one_place, path, population
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("family", "n"), [("categorical", 60), ("bernoulli", 15)])
+def test_both_starts_end_at_one_place(family: str, n: int) -> None:
+    ends_at_one_place(family, n)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 1.0])

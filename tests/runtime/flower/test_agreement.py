@@ -31,10 +31,11 @@ def softmax() -> fp.Composition:
 
 
 SGD = fp.LocalSGD(epochs=2, rate=0.05, batch=2)
+BRIEF = fp.chains.Final(2, 5, 5)
 CASES: dict[str, Any] = {
-    "FedSOUL": lambda: (fp.FedSOUL(softmax()), data(3)),
+    "FedSOUL": lambda: (fp.FedSOUL(softmax(), final=BRIEF), data(3)),
     "FedSOUL, exact": lambda: (fp.FedSOUL(linear_model()), data()),
-    "FedSOUL, QSGD": lambda: (fp.FedSOUL(softmax(), compressor="qsgd"), data(3)),
+    "FedSOUL, QSGD": lambda: (fp.FedSOUL(softmax(), compressor="qsgd", final=BRIEF), data(3)),
     "FedAvg": lambda: (fp.FedAvg(softmax(), local=SGD), data(3)),
     "SCAFFOLD": lambda: (fp.SCAFFOLD(softmax(), local=SGD), data(3)),
     "Ditto": lambda: (fp.Ditto(softmax(), local=SGD), data(3)),
@@ -47,7 +48,7 @@ def test_theta_is_the_simulators_to_the_bit(name: str, rule: Any, tmp_path: Path
     method, clients = CASES[name]()
     if rule is not None:
         rule = fp.participation.Uniform(rule)
-    elsewhere, _ = across(method, clients, tmp_path, rounds=10, rule=rule)
-    simulated = here(method, clients, rounds=10, rule=rule)
+    elsewhere, _ = across(method, clients, tmp_path, rounds=5, rule=rule)
+    simulated = here(method, clients, rounds=5, rule=rule)
     assert elsewhere.rounds == simulated.rounds
     same_bits(elsewhere.published, simulated.published)
