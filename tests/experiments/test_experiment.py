@@ -10,7 +10,7 @@ import pytest
 import fedpop.experiments
 from fedpop.cli import main
 from fedpop.data.synthetic import SyntheticTask
-from fedpop.experiments import defaults, drift, experiment, image_runs
+from fedpop.experiments import drift, experiment
 from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.names import EXPERIMENTS, FROM_FILES
 from fedpop.experiments.synthetic.run import TASKS, setting_of
@@ -30,8 +30,7 @@ def instance(name: str) -> Experiment:
 @pytest.fixture
 def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the jobs of every experiment can be built: no images are read, and one seed has missed."""
-    for own in (defaults, image_runs):
-        monkeypatch.setattr(own, "prepare", lambda *_: None)
+    monkeypatch.setattr(experiment, "prepare", lambda *_: None)
     missed = record("synthetic", setting_of(TASKS[0]), "FedSOUL", 4, {"local_optimum": 1.0}, {}, {})
     Results(tmp_path / "synthetic").add([missed])
     return tmp_path
