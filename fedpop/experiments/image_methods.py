@@ -25,6 +25,7 @@ from fedpop.algorithms.qlsd import QLSD
 from fedpop.algorithms.scaffold import SCAFFOLD
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.client.phi_step import PhiStep
+from fedpop.federation.clients import Federation
 from fedpop.models.base import Model
 
 TUNED = 10
@@ -75,13 +76,20 @@ def further(rate: float, batch: int) -> dict[str, Build]:
     }
 
 
-def bayesian(rate: float, batch: int) -> dict[str, Build]:
+BAYESIAN = ("FedBE", "QLSD", "DG-LMC")
+
+
+def bayesian(rate: float, batch: int, federation: Federation) -> dict[str, Build]:
     """Methods with samples of the whole network, the same for all clients; none of them is personalised.
 
-    DG-LMC has everybody in every round. Steps of its chains and of QLSD's are by the curvature at the start.
+    Steps of chains are as long as those of plain SGD: asking all clients for the curvature, by which they
+    are chosen unless told, takes more passes than the whole budget. A client of DG-LMC is held to the
+    server's model by a quarter of what its own step allows.
     """
+    examples = len(federation.train.y)
+    own = 5 * rate * len(federation) / examples
     return {
         "FedBE": lambda model: FedBE(model, local=_own(rate, batch)),
-        "QLSD": lambda model: QLSD(model, batch=batch, samples=MEMBERS),
-        "DG-LMC": lambda model: DGLMC(model, batch=batch, samples=MEMBERS),
+        "QLSD": lambda model: QLSD(model, step=5 * rate / examples, batch=batch, samples=MEMBERS),
+        "DG-LMC": lambda model: DGLMC(model, step=own, rho=4 * own, batch=batch, samples=MEMBERS),
     }
