@@ -78,9 +78,9 @@ COLUMNS = (
     "passes", "sec.",
 )  # fmt: skip
 LEGEND = (
-    "ECE: mean distance of confidence and accuracy over 15 bins, of all clients' test images together, and of "
-    "each client's alone, averaged over clients (which is larger for any method: a client's bins hold few "
-    "images). Confidence less accuracy: above 0 a method is too sure of itself. "
+    "ECE: mean distance of confidence and accuracy over 15 bins, of all clients' test images together, and "
+    "of each client's alone, averaged over clients (which is larger for any method: a client's bins hold "
+    "few images). Confidence less accuracy: above 0 a method is too sure of itself. "
 )
 
 
@@ -149,8 +149,8 @@ def page(results: Results) -> Page:
         figures = [
             Figure(
                 reliabilities(there, looks(there)),
-                "All clients' test images in 15 bins of confidence, larger dots for more of them. On the dotted "
-                "line a method is right as often as it says; below it, it is too sure of itself.",
+                "All clients' test images in 15 bins of confidence, larger dots for more of them. On the "
+                "dotted line a method is right as often as it says; below it, it is too sure of itself.",
             )
         ]
         text = f"{LEGEND}Rows of {', '.join(TAKEN)} are made by: fedpop experiment {full_data.NAME}"

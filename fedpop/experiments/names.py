@@ -9,6 +9,7 @@ EXPERIMENTS: dict[str, str] = {
     "full-data": "All of CIFAR-10 and CIFAR-100 over 100 clients with some classes each: the main table.",
     "small-data": "CIFAR clients with 5, 10 or 25 images each: the paper's figure on small data.",
     "calibration": "Reliability and calibration errors of the full-data runs, and of Bayesian rivals.",
+    "ood": "Images of another kind: does predictive entropy tell them from a client's own?",
     "defaults": "Why the defaults for networks are what they are: small image clients, one setting changed "
     "at a time.",
     "drift": "Where theta settles with local epochs on phi, against the exact optimum and the plain round.",
