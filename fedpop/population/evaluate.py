@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from fedpop.checked import OneOf, checked
+from fedpop.checked import OneOf, Whole, checked, require
 from fedpop.errors import DataError
 from fedpop.evaluation.scores import Evaluation, scored
 from fedpop.federation.clients import SPLITS, Client, Federation
@@ -75,12 +75,36 @@ def evaluate_new(population: Population, newcomers: Sequence[Client]) -> NewClie
     >>> new.without, round(float(new.own_data.scores["rmse"]), 3)
     (None, 0.0)
     """
+    _require_fit(population, newcomers)
+    return NewClients(_newcomers(population, newcomers, False), _newcomers(population, newcomers, True))
+
+
+def evaluate_few(population: Population, newcomers: Sequence[Client], examples: int) -> Evaluation | None:
+    """Score clients that took no part, each given its first so many examples; with 0 of them, from nothing.
+
+    None where the method has nothing to offer.
+
+    >>> import torch, fedpop as fp
+    >>> x = torch.linspace(-1, 1, 6).unsqueeze(1)
+    >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
+    >>> population = fp.FedRep(model, heads="exact").fit([(x, x[:, 0])], rounds=1)
+    >>> new = [fp.Client(x, 3 * x[:, 0], test=(x, 3 * x[:, 0]))]
+    >>> evaluate_few(population, new, 0), round(float(evaluate_few(population, new, 2).scores["rmse"]), 3)
+    (None, 0.0)
+    """
+    require(Whole, examples=examples)
+    cut = [Client(c.x[:examples], c.y[:examples], test=c.test) for c in newcomers] if examples else newcomers
+    _require_fit(population, cut)
+    return _newcomers(population, cut, examples > 0)
+
+
+def _require_fit(population: Population, newcomers: Sequence[Client]) -> None:
+    """Raise where these clients were in training, or do not fit the model."""
     check_newcomers(newcomers, population.federation)
     for i, client in enumerate(newcomers):
         own = Federation.of({f"new client {i}": client}, population.model.labels)
         if len(own.train.y):
-            population.model.prepared(own.example).checked(own)  # raises where they do not fit the model
-    return NewClients(_newcomers(population, newcomers, False), _newcomers(population, newcomers, True))
+            population.model.prepared(own.example).checked(own)
 
 
 def _newcomers(population: Population, newcomers: Sequence[Client], own: bool) -> Evaluation | None:
