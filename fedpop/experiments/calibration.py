@@ -19,11 +19,11 @@ from fedpop.evaluation.scores import BINS
 from fedpop.experiments import full_data
 from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.image_methods import BAYESIAN, bayesian
-from fedpop.experiments.image_runs import BROKE, NOT_RUN, average, jobs_of, measured
+from fedpop.experiments.image_runs import average, jobs_of, measured, missing
 from fedpop.experiments.runner import Job
 from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.looks import looks
-from fedpop.report.results import Record, Results, values
+from fedpop.report.results import Record, Results
 from fedpop.report.side_by_side import reliabilities
 
 NAME = "calibration"
@@ -116,8 +116,8 @@ def table(results: Results, setting: dict[str, Any]) -> Sheet:
     rows: list[tuple[str, ...]] = []
     for name in METHODS:
         found = results.of(setting, name)
-        if not values(found, "accuracy"):
-            rows.append((name, str(len(found)), BROKE if found else NOT_RUN, *["-"] * (len(COLUMNS) - 3)))
+        if none := missing(found, len(COLUMNS) - 2):
+            rows.append((name, str(len(found)), *none))
             continue
         rows.append(
             (

@@ -18,7 +18,7 @@ from fedpop.client.final import Final
 from fedpop.data.image_task import ImageTask
 from fedpop.experiments import small_data
 from fedpop.experiments.experiment import Asked, Experiment
-from fedpop.experiments.image_runs import BROKE, NOT_RUN, average, jobs_of, measured
+from fedpop.experiments.image_runs import average, jobs_of, measured, missing
 from fedpop.experiments.runner import Job
 from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
@@ -32,24 +32,24 @@ PLAIN = "none"
 
 
 @dataclass(frozen=True)
-class Variant:
+class Sent:
     """A compressor, and which part of the rounds is run with it."""
 
     compressor: Compressor
     share: float = 1.0
 
 
-VARIANTS: dict[str, Variant] = {
-    PLAIN: Variant(Identity()),
-    "none, 1/4 of the rounds": Variant(Identity(), 1 / 4),
-    "none, 1/16 of the rounds": Variant(Identity(), 1 / 16),
-    "natural": Variant(Natural()),
-    "QSGD, 127 levels": Variant(QSGD(127)),
-    "QSGD, 7 levels": Variant(QSGD(7)),
-    "QSGD, 1 level": Variant(QSGD(1)),
-    "rand-k, 25 %": Variant(RandK(share=0.25)),
-    "rand-k, 10 %": Variant(RandK(share=0.1)),
-    "rand-k, 1 %": Variant(RandK(share=0.01)),
+VARIANTS: dict[str, Sent] = {
+    PLAIN: Sent(Identity()),
+    "none, 1/4 of the rounds": Sent(Identity(), 1 / 4),
+    "none, 1/16 of the rounds": Sent(Identity(), 1 / 16),
+    "natural": Sent(Natural()),
+    "QSGD, 127 levels": Sent(QSGD(127)),
+    "QSGD, 7 levels": Sent(QSGD(7)),
+    "QSGD, 1 level": Sent(QSGD(1)),
+    "rand-k, 25 %": Sent(RandK(share=0.25)),
+    "rand-k, 10 %": Sent(RandK(share=0.1)),
+    "rand-k, 1 %": Sent(RandK(share=0.01)),
 }
 
 
@@ -116,9 +116,8 @@ def table(results: Results) -> Sheet:
     rows: list[tuple[str, ...]] = []
     for name in VARIANTS:
         found = found_of(results, name)
-        if not values(found, "accuracy"):
-            cells = (BROKE if found else NOT_RUN, *["-"] * (len(COLUMNS) - 3))
-            rows.append((name, str(len(found)), *cells))
+        if none := missing(found, len(COLUMNS) - 2):
+            rows.append((name, str(len(found)), *none))
             continue
         sent = average(found, "bytes_up", "cost")
         rows.append(
@@ -158,8 +157,8 @@ def page(results: Results) -> Page:
     lead = (
         f"{setting['dataset']}, {setting['b']} clients with {setting['classes_per_client']} classes each, "
         f"half of them with {setting['n_small']} images and half with {setting['n_large']}; ten active per "
-        f"round, {PASSES:,} backbone passes. Clients' gradients of phi are compressed, those of the prior are "
-        "sent as they are. Everything else is FedSOUL's default."
+        f"round, {PASSES:,} backbone passes. Clients' gradients of phi are compressed, those of the prior "
+        "are sent as they are. Everything else is FedSOUL's default."
     )
     section = Section("Compressors", LEGEND, table(results), figures)
     return Page("fedpop: compression", lead, [section])

@@ -154,16 +154,22 @@ LEGEND = (
 )
 
 
+def missing(found: Sequence[Record], cells: int, score: str = "accuracy") -> tuple[str, ...]:
+    """The last so many cells of a row whose runs have no such score; none where there is one.
+
+    >>> missing([], 3)
+    ('not run', '-', '-')
+    """
+    return () if values(found, score) else (BROKE if found else NOT_RUN, *["-"] * (cells - 1))
+
+
 def rows(results: Results, setting: dict[str, Any], names: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """A row for every method, empty where it has not been run."""
     out = []
     for name in names:
         found = results.of(setting, name)
-        if not found:
-            out.append((name, "0", NOT_RUN, *["-"] * (len(COLUMNS) - 3)))
-            continue
-        if not values(found, "accuracy"):
-            out.append((name, str(len(found)), BROKE, *["-"] * (len(COLUMNS) - 3)))
+        if none := missing(found, len(COLUMNS) - 2):
+            out.append((name, str(len(found)), *none))
             continue
         out.append(
             (

@@ -16,7 +16,7 @@ import torch
 from fedpop.data.image_task import FullImageTask
 from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.image_methods import methods
-from fedpop.experiments.image_runs import BROKE, NOT_RUN, average, jobs_of, measured, told
+from fedpop.experiments.image_runs import average, jobs_of, measured, missing, told
 from fedpop.experiments.runner import Job
 from fedpop.federation.clients import Client
 from fedpop.keys import Key
@@ -110,10 +110,9 @@ LEGEND = (
 def row(results: Results, task: FullImageTask, examples: int | None, name: str) -> tuple[str, ...]:
     label = "in training" if examples is None else str(examples)
     found, trained = results.of(setting_of(task, examples), name), results.of(setting_of(task), name)
-    if not values(found, "accuracy"):
-        broke = bool(trained) and not values(trained, "accuracy")
-        word = BROKE if broke else "no model" if trained else NOT_RUN
-        return (label, name, str(len(found)), word, *["-"] * (len(COLUMNS) - 4))
+    if none := missing(found, len(COLUMNS) - 3):
+        word = missing(trained, 1) or ("no model",)
+        return (label, name, str(len(found)), *word, *none[1:])
     seconds = values(found, "seconds_per_client")
     return (
         label,

@@ -24,7 +24,7 @@ from fedpop.evaluation.outliers import histogram
 from fedpop.evaluation.scores import worst_tenth
 from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.image_methods import methods
-from fedpop.experiments.image_runs import BROKE, NOT_RUN, average, jobs_of, measured
+from fedpop.experiments.image_runs import average, jobs_of, measured, missing
 from fedpop.experiments.runner import Job
 from fedpop.federation.clients import Federation
 from fedpop.files import read_json, writable_folder, write_json
@@ -162,8 +162,8 @@ def table(results: Results, setting: dict[str, Any]) -> Sheet:
     rows: list[tuple[str, ...]] = []
     for name in METHODS:
         found = results.of(setting, name)
-        if not values(found, "auroc"):
-            rows.append((name, str(len(found)), BROKE if found else NOT_RUN, *["-"] * (len(COLUMNS) - 3)))
+        if none := missing(found, len(COLUMNS) - 2, "auroc"):
+            rows.append((name, str(len(found)), *none))
             continue
         part = values(found, "auroc_epistemic")
         rows.append(

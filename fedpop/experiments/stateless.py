@@ -18,7 +18,7 @@ from fedpop.client.sampler import Chain
 from fedpop.data.image_task import ImageTask
 from fedpop.experiments import small_data
 from fedpop.experiments.experiment import Asked, Experiment
-from fedpop.experiments.image_runs import BROKE, NOT_RUN, average, jobs_of, measured
+from fedpop.experiments.image_runs import average, jobs_of, measured, missing
 from fedpop.experiments.runner import Job
 from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
@@ -86,8 +86,8 @@ def table(results: Results) -> Sheet:
         for name in METHODS:
             found = results.of(setting_of(steps, share), name)
             label = (str(steps), f"{share:g}", name, str(len(found)))
-            if not values(found, "accuracy"):
-                rows.append((*label, BROKE if found else NOT_RUN, *["-"] * (len(COLUMNS) - 5)))
+            if none := missing(found, len(COLUMNS) - 4):
+                rows.append((*label, *none))
                 continue
             rows.append(
                 (
