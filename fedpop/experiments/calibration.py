@@ -51,7 +51,8 @@ def taken(found: Record) -> list[Record]:
 class Taken(Job):
     """A record of another experiment, taken again where it has changed there."""
 
-    def done(self, results: Results) -> bool:
+    def done(self, results: Results, again: bool = False) -> bool:
+        """Whether it is there as it is there now: what another version made is made again there."""
         return taken(*self.arguments)[0] in results.records
 
 

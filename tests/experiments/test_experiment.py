@@ -74,7 +74,7 @@ def test_jobs_are_told_apart_and_can_go_to_another_process(name: str, room: Path
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_all_experiments_take_the_same_words(name: str, room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    monkeypatch.setattr(experiment, "run_jobs", lambda *told: ran.append(told))
+    monkeypatch.setattr(experiment, "run_jobs", lambda *told, again: ran.append(told))
     monkeypatch.setattr(Report, "tell", lambda self, results: ran.append(results.folder))
     main([*words(name, room), "--only", "seed"])
     (jobs, results, processes, title), folder = ran
@@ -87,7 +87,7 @@ def test_all_experiments_take_the_same_words(name: str, room: Path, monkeypatch:
 
 def test_only_main_are_the_six_settings_of_the_paper(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    monkeypatch.setattr(experiment, "run_jobs", lambda jobs, *_: ran.extend(jobs))
+    monkeypatch.setattr(experiment, "run_jobs", lambda jobs, *_, again: ran.extend(jobs))
     monkeypatch.setattr(Report, "tell", lambda *_: None)
     main(["experiment", "synthetic", "--out", str(room / "new"), "--seeds", "1", "--only", "main"])
     assert [job.setting for job in ran] == [setting_of(task) for task in TASKS[:6]]
