@@ -41,8 +41,8 @@ class Sent:
 
 VARIANTS: dict[str, Sent] = {
     PLAIN: Sent(Identity()),
-    "none, 1/4 of the rounds": Sent(Identity(), 1 / 4),
-    "none, 1/16 of the rounds": Sent(Identity(), 1 / 16),
+    "none, a quarter of the rounds": Sent(Identity(), 1 / 4),
+    "none, a sixteenth of them": Sent(Identity(), 1 / 16),
     "natural": Sent(Natural()),
     "QSGD, 127 levels": Sent(QSGD(127)),
     "QSGD, 7 levels": Sent(QSGD(7)),
@@ -54,7 +54,7 @@ VARIANTS: dict[str, Sent] = {
 
 
 def setting_of(name: str) -> dict[str, Any]:
-    return small_data.setting_of(TASK) | {"passes": PASSES * VARIANTS[name].share}
+    return small_data.setting_of(TASK) | {"passes": round(PASSES * VARIANTS[name].share)}
 
 
 def job(index: int, name: str, seed: int, data: str | None, folder: str) -> list[Record]:

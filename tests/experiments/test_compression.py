@@ -12,7 +12,7 @@ from tests.data.files import mnist
 from tests.experiments.quick import FEW
 
 TASK = ImageTask("mnist", 2, small=3, n_small=2, large=2, n_large=4, validation=0, test=4)
-NAMES = ("none", "none, 1/4 of the rounds", "QSGD, 1 level", "rand-k, 10 %")
+NAMES = ("none", "none, a quarter of the rounds", "QSGD, 1 level", "rand-k, 10 %")
 
 
 def test_compressors_send_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +26,7 @@ def test_compressors_send_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     sent = {name: r["cost"]["bytes_up"] for name, r in records.items()}
     assert tuple(sorted(sent, key=NAMES.index)) == NAMES
     rounds = {name: r["cost"]["rounds"] for name, r in records.items()}
-    assert rounds["none"] == rounds["rand-k, 10 %"] > rounds["none, 1/4 of the rounds"]
+    assert rounds["none"] == rounds["rand-k, 10 %"] > rounds["none, a quarter of the rounds"]
     # Two bits in place of 32, a tenth of the entries, beside what is sent of the prior.
     assert sent["QSGD, 1 level"] < sent["rand-k, 10 %"] < 0.3 * sent["none"]
     assert records["rand-k, 10 %"]["metrics"]["omega"] == pytest.approx(9, rel=1e-3)
@@ -55,4 +55,4 @@ def test_what_is_lost_is_paired_by_seed(tmp_path: Path) -> None:
 def test_variants_are_what_they_are_called() -> None:
     assert compression.VARIANTS["none"].compressor == Identity()
     assert compression.VARIANTS["rand-k, 1 %"].compressor == RandK(share=0.01)
-    assert compression.setting_of("none, 1/4 of the rounds")["passes"] == compression.PASSES / 4
+    assert compression.setting_of("none, a quarter of the rounds")["passes"] == compression.PASSES / 4
