@@ -17,7 +17,7 @@ from fedpop.checked import OneOf, Whole, checked, require
 from fedpop.errors import DataError
 from fedpop.evaluation.scores import Evaluation, scored
 from fedpop.federation.clients import SPLITS, Client, Federation
-from fedpop.federation.inputs import leaves
+from fedpop.federation.inputs import as_inputs, leaves, map_inputs
 from fedpop.federation.labels import as_targets, numbered
 from fedpop.models.predictive import Predictive
 from fedpop.population.population import Population
@@ -93,9 +93,15 @@ def evaluate_few(population: Population, newcomers: Sequence[Client], examples: 
     (None, 0.0)
     """
     require(Whole, examples=examples)
-    cut = [Client(c.x[:examples], c.y[:examples], test=c.test) for c in newcomers] if examples else newcomers
-    _require_fit(population, cut)
-    return _newcomers(population, cut, examples > 0)
+    _require_fit(population, newcomers)
+    first = [_first(client, examples, f"new client {i}") for i, client in enumerate(newcomers)]
+    return _newcomers(population, first, examples > 0)
+
+
+def _first(client: Client, examples: int, where: str) -> Client:
+    """With so many of its examples."""
+    x = map_inputs(lambda leaf: leaf[:examples], as_inputs(client.x, where))
+    return Client(x, as_targets(client.y, where)[:examples], test=client.test)
 
 
 def _require_fit(population: Population, newcomers: Sequence[Client]) -> None:
@@ -143,8 +149,9 @@ def check_newcomers(newcomers: Sequence[Client], federation: Federation | None) 
 
 def _same(x: Any, y: Tensor, federation: Federation, j: int) -> bool:
     start, size = int(federation.train.starts[j]), int(federation.train.sizes[j])
-    theirs = [*leaves(federation.train.x), federation.train.y]
+    theirs = [federation.train.y, *leaves(federation.train.x)]
+    # Targets first: they are short, and few clients have the same ones.
     return all(
         torch.equal(a.double().flatten(), b[start : start + size].double().flatten())
-        for a, b in zip([*leaves(x), y], theirs, strict=True)
+        for a, b in zip([y, *leaves(x)], theirs, strict=True)
     )
