@@ -25,7 +25,7 @@ from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.results import Record, Results, interval95, values
 
 NAME = "compression"
-PASSES = 60_000
+PASSES = 30_000
 TASK = ImageTask("cifar10", 5, validation=0)
 FINAL = Final()
 PLAIN = "none"
