@@ -22,6 +22,7 @@ from fedpop.experiments.image_runs import average, jobs_of, measured, missing
 from fedpop.experiments.runner import Job
 from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
+from fedpop.report.looks import BLACK, BLUE, ORANGE, Look
 from fedpop.report.results import Record, Results, interval95, values
 
 NAME = "compression"
@@ -87,6 +88,12 @@ COLUMNS = (
     "compressor", "seeds", "omega", "rounds", "MB up", "of none", "accuracy", "less none", "95 % interval",
     "NLL", "ECE", "sec.",
 )  # fmt: skip
+LOOKS: dict[str, Look] = {
+    "none": (BLACK, "-"),
+    "natural": (ORANGE, "-"),
+    "QSGD": (BLUE, "-"),
+    "rand-k": ("#009E73", "-"),
+}
 LEGEND = (
     "omega: the compressor's relative variance, E|C(v) - v|^2 <= omega |v|^2; MB up: all that clients sent; "
     "accuracy: mean over clients; less none: in points, paired by seed. "
@@ -138,6 +145,17 @@ def table(results: Results) -> Sheet:
     return Sheet(COLUMNS, rows, frozenset({0}))
 
 
+def by_bytes(results: Results, score: str, scale: float) -> dict[str, dict[float, list[float]]]:
+    """For each kind of compressor a score against megabytes, to two digits, fewest first."""
+    out: dict[str, dict[float, list[float]]] = {}
+    for name in VARIANTS:
+        found = found_of(results, name)
+        if numbers := [scale * v for v in values(found, score)]:
+            sent = float(f"{average(found, 'bytes_up', 'cost', 1e-6):.2g}")
+            out.setdefault(name.split(",")[0], {}).setdefault(sent, []).extend(numbers)
+    return {kind: dict(sorted(group.items())) for kind, group in out.items()}
+
+
 def sheets(results: Results) -> dict[str, Sheet]:
     return {"Compressors": table(results)}
 
@@ -145,13 +163,8 @@ def sheets(results: Results) -> dict[str, Sheet]:
 def page(results: Results) -> Page:
     figures = []
     for score, scale, label in (("accuracy", 100.0, "test accuracy, %"), ("ece", 1.0, "ECE")):
-        groups = {}
-        for name in VARIANTS:
-            found = found_of(results, name)
-            if numbers := [scale * v for v in values(found, score)]:
-                groups[name] = {average(found, "bytes_up", "cost", 1e-6): numbers}
-        if groups:
-            drawn = plots.points(groups, {}, "MB sent up", label, log_y=False)
+        if groups := by_bytes(results, score, scale):
+            drawn = plots.points(groups, {}, "MB sent up", label, log_y=False, joined=True, looks=LOOKS)
             figures.append(Figure(drawn, "Small dots are seeds, large ones their median."))
     setting = setting_of(PLAIN)
     lead = (

@@ -52,6 +52,19 @@ def test_what_is_lost_is_paired_by_seed(tmp_path: Path) -> None:
     assert compression.difference(results, "QSGD, 7 levels") == ("-", "-")
 
 
+def test_kinds_are_drawn_against_bytes(tmp_path: Path) -> None:
+    results = Results(tmp_path)
+    for name, sent in (("none", 51.4e6), ("rand-k, 25 %", 13.1e6), ("rand-k, 1 %", 0.52e6)):
+        own = record(
+            "compression", compression.setting_of(name), name, 0, {"ece": 0.1}, {"bytes_up": sent}, {}
+        )
+        results.add([own])
+    assert compression.by_bytes(results, "ece", 1.0) == {
+        "none": {51.0: [0.1]},
+        "rand-k": {0.52: [0.1], 13.0: [0.1]},
+    }
+
+
 def test_variants_are_what_they_are_called() -> None:
     assert compression.VARIANTS["none"].compressor == Identity()
     assert compression.VARIANTS["rand-k, 1 %"].compressor == RandK(share=0.01)
