@@ -19,7 +19,7 @@ from fedpop.evaluation.scores import BINS
 from fedpop.experiments import full_data
 from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.image_methods import BAYESIAN, bayesian
-from fedpop.experiments.image_runs import average, jobs_of, measured, missing
+from fedpop.experiments.image_runs import average, jobs_of, measured, missing, shown
 from fedpop.experiments.runner import Job
 from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.looks import looks
@@ -125,7 +125,7 @@ def table(results: Results, setting: dict[str, Any]) -> Sheet:
                 name,
                 str(len(found)),
                 f"{average(found, 'accuracy', scale=100):.1f} %",
-                *[f"{average(found, score):.3f}" for score in ("nll", "brier", "ece", "ece_per_client")],
+                *[shown(found, score) for score in ("nll", "brier", "ece", "ece_per_client")],
                 f"{too_sure(found):+.3f}",
                 f"{average(found, 'backbone_passes', 'cost'):,.0f}",
                 f"{average(found, 'seconds', 'cost'):.0f}",

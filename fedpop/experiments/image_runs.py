@@ -178,7 +178,7 @@ def rows(results: Results, setting: dict[str, Any], names: Mapping[str, Any]) ->
                 f"{average(found, 'accuracy', scale=100):.1f} %",
                 f"{average(found, 'accuracy_std', scale=100):.1f}",
                 f"{average(found, 'accuracy_worst_decile', scale=100):.1f} %",
-                *[f"{average(found, score):.3f}" for score in ("nll", "brier", "ece")],
+                *[shown(found, score) for score in ("nll", "brier", "ece")],
                 f"{average(found, 'rounds', 'cost'):.0f}",
                 f"{average(found, 'backbone_passes', 'cost'):,.0f}",
                 f"{average(found, 'bytes_up', 'cost', 1e-6):,.0f}",
@@ -191,6 +191,11 @@ def rows(results: Results, setting: dict[str, Any], names: Mapping[str, Any]) ->
 def table(results: Results, setting: dict[str, Any], names: Mapping[str, Any]) -> Sheet:
     found = rows(results, setting, names)
     return Sheet(COLUMNS, found, frozenset(i for i, r in enumerate(found) if r[0] == "FedSOUL"))
+
+
+def shown(found: Sequence[Record], score: str) -> str:
+    """The mean as it is to be read; a stroke where no record has it."""
+    return f"{average(found, score):.3f}" if values(found, score) else "-"
 
 
 def average(found: Sequence[Record], name: str, of: str = "metrics", scale: float = 1.0) -> float:

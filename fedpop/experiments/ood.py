@@ -24,7 +24,7 @@ from fedpop.evaluation.outliers import histogram
 from fedpop.evaluation.scores import worst_tenth
 from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.image_methods import methods
-from fedpop.experiments.image_runs import average, jobs_of, measured, missing
+from fedpop.experiments.image_runs import average, jobs_of, measured, missing, shown
 from fedpop.experiments.runner import Job
 from fedpop.federation.clients import Federation
 from fedpop.files import read_json, writable_folder, write_json
@@ -32,7 +32,7 @@ from fedpop.population import Population
 from fedpop.population.outside import Outside, evaluate_outside
 from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.looks import BLUE, ORANGE
-from fedpop.report.results import Record, Results, values
+from fedpop.report.results import Record, Results
 from fedpop.report.side_by_side import densities
 
 NAME = "ood"
@@ -165,16 +165,15 @@ def table(results: Results, setting: dict[str, Any]) -> Sheet:
         if none := missing(found, len(COLUMNS) - 2, "auroc"):
             rows.append((name, str(len(found)), *none))
             continue
-        part = values(found, "auroc_epistemic")
         rows.append(
             (
                 name,
                 str(len(found)),
-                *[f"{average(found, m):.3f}" for m in ("auroc", "auroc_std", "auroc_worst_decile")],
-                f"{average(found, 'auroc_epistemic'):.3f}" if part else "-",
-                *[f"{average(found, m):.3f}" for m in ("entropy_in", "entropy_out")],
+                *[shown(found, m) for m in ("auroc", "auroc_std", "auroc_worst_decile")],
+                shown(found, "auroc_epistemic"),
+                *[shown(found, m) for m in ("entropy_in", "entropy_out")],
                 f"{average(found, 'accuracy', scale=100):.1f} %",
-                f"{average(found, 'ece'):.3f}",
+                shown(found, "ece"),
                 f"{average(found, 'backbone_passes', 'cost'):,.0f}",
                 f"{average(found, 'seconds', 'cost'):.0f}",
             )

@@ -15,7 +15,7 @@ from fedpop.report.results import Results
 from tests.data.files import mnist
 from tests.experiments.quick import shorten
 
-PASSES = 120
+PASSES = 80
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
         full_data.EXPERIMENT.run(out=out, processes=1, data=data)
         text = (out / "results.md").read_text()
         assert "not run" not in text
+        assert "nan" not in text
         assert text.endswith("The command is: fedpop experiment full-data\n")
     return out
 
