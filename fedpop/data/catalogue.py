@@ -53,6 +53,7 @@ class Dataset:
             order.
         remotes: For each split the published files that hold it.
         system: Folders in which an operating system's package puts them; none unless told.
+        package: What Debian calls that package; none unless told.
 
     >>> DATASETS["fashionmnist"].classes[9]
     'ankle boot'
@@ -67,6 +68,7 @@ class Dataset:
     forms: Mapping[str, tuple[Form, ...]]
     remotes: Mapping[str, tuple[Remote, ...]]
     system: tuple[str, ...] = ()
+    package: str = ""
 
 
 def _parquet(name: str, split: str) -> Form:
@@ -211,6 +213,7 @@ DATASETS: dict[str, Dataset] = {
                 },
             ),
             system=("/usr/share/datasets/fashion-mnist",),
+            package="dataset-fashion-mnist",
         ),
         Dataset(
             name="svhn",

@@ -84,11 +84,12 @@ class ImageSet:
         found = find(self.about, split, self.folder)
         if found is not None:
             return found
+        package = f", install Debian's package {self.about.package}" if self.about.package else ""
         homes = " and ".join(r.homes[0] + r.file for r in self.about.remotes[split])
         raise DataError(
             f"there are no {split} images of {self.about.name}: {looked(self.about, split, self.folder)}; "
             f"{failure}. Put {homes} into one of these folders, name another one with --data-dir or "
-            f"FEDPOP_DATA, or run `fedpop data get {self.about.name}` where there is a network"
+            f"FEDPOP_DATA{package}, or run `fedpop data get {self.about.name}` where there is a network"
         )
 
     def get(self, split: str) -> tuple[Path, ...]:

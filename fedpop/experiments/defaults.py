@@ -23,7 +23,6 @@ from fedpop.client.final import Final
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.client.phi_step import PhiStep
 from fedpop.data.image_task import ImageTask
-from fedpop.data.images import prepare
 from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.runner import Job
 from fedpop.kernels import HMC, Exponential
@@ -176,8 +175,6 @@ def methods_of(name: str) -> tuple[str, ...]:
 
 
 def jobs(asked: Asked) -> list[Job]:
-    for images in IMAGES:
-        prepare(images, asked.data)
     return [
         Job(
             job,
@@ -186,6 +183,7 @@ def jobs(asked: Asked) -> list[Job]:
             setting_of(ImageTask(images)),
             seed,
             methods_of(name),
+            needs=((images, "train"), (images, "test")),
         )
         for seed in range(asked.seeds)
         for name in ALL

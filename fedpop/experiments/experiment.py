@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedpop.errors import CheckpointError, SettingsError
+from fedpop.data.images import prepare
+from fedpop.errors import CheckpointError, DataError, SettingsError
 from fedpop.experiments.runner import Job, run_jobs, workers
 from fedpop.extras import require_report
 from fedpop.files import writable_folder
@@ -49,6 +50,11 @@ class Experiment(Report):
         chosen = (self.seeds or 0) if seeds is None else seeds
         return Asked(out or Path("results") / self.name, chosen, data)
 
+    def command(self, results: Results) -> str:
+        there = 1 + max((r["seed"] for r in results.records), default=-1)
+        seeds = f" --seeds {there}" if self.seeds is not None and there > self.seeds else ""
+        return f"fedpop experiment {self.name}{seeds}"
+
     def run(
         self,
         out: Path | None = None,
@@ -77,5 +83,17 @@ class Experiment(Report):
             raise CheckpointError(
                 f"{asked.folder / 'results.json'} holds records of {', '.join(others)}; use another --out"
             )
+        prepare_all([job for job in chosen if not job.done(results, again)], data)
         run_jobs(chosen, results, many, self.name, again=again)
         return self.tell(results)
+
+
+def prepare_all(jobs: Sequence[Job], folder: Path | None) -> None:
+    """Find or fetch and decode what these jobs read: missing files are told before hours of work."""
+    for images, split in sorted({need for job in jobs for need in job.needs}):
+        try:
+            prepare(images, folder, (split,))
+        except DataError as error:
+            without = next((job.label for job in jobs if images not in {name for name, _ in job.needs}), None)
+            hint = f". Jobs that do without {images} can be run with --only, such as {without!r}"
+            raise DataError(f"{error}{hint if without else ''}") from error

@@ -1,4 +1,4 @@
-"""The paper's main table: all images of CIFAR-10 over 100 clients with two or five classes each.
+"""The paper's main table: all images of CIFAR-10 and CIFAR-100 over 100 clients with some classes each.
 
 Beside the methods stands the network's own limit: the same one on all images at once, for as many passes,
 which is told each client's classes when it is scored.
@@ -17,7 +17,8 @@ from fedpop.client.local_sgd import LocalSGD
 from fedpop.data.image_task import FullImageTask
 from fedpop.evaluation.scores import worst_tenth
 from fedpop.experiments.experiment import Asked, Experiment
-from fedpop.experiments.image_runs import LEGEND, jobs_of, measured, methods, table
+from fedpop.experiments.image_methods import further, methods
+from fedpop.experiments.image_runs import LEGEND, jobs_of, measured, table
 from fedpop.experiments.runner import Job
 from fedpop.federation.clients import Client, Federation, Packed
 from fedpop.population import Population
@@ -30,11 +31,20 @@ NAME = "full-data"
 PASSES = 500_000
 RATE, BATCH = 0.02, 50
 """Of every local step of SGD."""
-TASKS = (FullImageTask("cifar10", 5), FullImageTask("cifar10", 2))
+TASKS = (
+    FullImageTask("cifar10", 5),
+    FullImageTask("cifar10", 2),
+    FullImageTask("cifar100", 5),
+    FullImageTask("cifar100", 20),
+)
+FIRST = 2
+"""Tasks of the first stage, which is run before anything else."""
 LIMIT = "pooled"
 """The network on everybody's images."""
-METHODS = methods(RATE, BATCH)
-ALL = {**METHODS, LIMIT: None}
+FIRST_METHODS = methods(RATE, BATCH)
+LATER_METHODS = {n: build for n, build in further(RATE, BATCH).items() if n != "pFedMe"}
+METHODS = FIRST_METHODS | LATER_METHODS
+ALL = {**FIRST_METHODS, LIMIT: None, **LATER_METHODS}
 
 
 def setting_of(task: FullImageTask) -> dict[str, Any]:
@@ -93,9 +103,16 @@ def among(population: Population, x: Tensor, y: Tensor, classes: Tensor) -> tupl
 
 
 def jobs(asked: Asked) -> list[Job]:
-    cells = [(t, name) for name in ALL for t in range(len(TASKS))]
+    """The first stage for all seeds; then CIFAR-100, then the other methods of the table."""
+    early, late = range(len(TASKS))[:FIRST], range(len(TASKS))[FIRST:]
+    stages = (
+        [(t, name) for name in (*FIRST_METHODS, LIMIT) for t in early],
+        [(t, name) for name in (*FIRST_METHODS, LIMIT) for t in late],
+        [(t, name) for name in LATER_METHODS for t in (*early, *late)],
+    )
     labels = [f"{task.images} S={task.classes}" for task in TASKS]
-    return jobs_of(asked, job, TASKS, labels, [setting_of(task) for task in TASKS], cells)
+    told = [setting_of(task) for task in TASKS]
+    return [j for cells in stages for j in jobs_of(asked, job, TASKS, labels, told, cells)]
 
 
 # --- what is told of it ----------------------------------------------------------------------
@@ -126,14 +143,14 @@ def page(results: Results) -> Page:
             Section(name_of(setting), LEGEND, table(results, setting, ALL), figures if there else [])
         )
     lead = (
-        "All training images over 100 clients with equal shards of two or five classes each, ten of them "
+        "All training images over 100 clients with equal shards of the same number of classes, ten of them "
         f"active per round, test images alike. Every method may spend {PASSES:,} backbone passes and shifts "
         f"and mirrors its images. FedSOUL has its default settings; all steps of local SGD are of {RATE:g} "
         f"with momentum .9 and batches of {BATCH}, one epoch per round: nothing was tuned on test images, "
         f"and nothing else yet. '{LIMIT}' is the same network on all images at once, told each client's "
-        "classes."
+        "classes. SCAFFOLD steps without momentum, five times as far; L2GD has everybody in every round."
     )
-    return Page("fedpop: all of CIFAR-10", lead, sections)
+    return Page("fedpop: all of CIFAR-10 and CIFAR-100", lead, sections)
 
 
 EXPERIMENT = Experiment(name=NAME, seeds=1, data="cifar10", jobs=jobs, sheets=sheets, page=page)

@@ -1,4 +1,4 @@
-"""What the experiments on images share: methods and their steps, runs on a budget of passes, and scores.
+"""What the experiments on images share: runs on a budget of passes, scores, and tables of them.
 
 Every method sees the same clients, networks, augmentation and draws of active clients, and may spend the
 same number of backbone example-passes. Nothing is chosen on test images: a run ends where its budget does. A
@@ -14,24 +14,15 @@ from typing import Any
 
 import torch
 
-from fedpop.algorithms.apfl import APFL
 from fedpop.algorithms.base import Algorithm
-from fedpop.algorithms.ditto import Ditto
-from fedpop.algorithms.fedavg_ft import FedAvgFT
-from fedpop.algorithms.fedrep import FedRep
-from fedpop.algorithms.fedsoul import FedSOUL
-from fedpop.algorithms.local_only import LocalOnly
-from fedpop.client.local_sgd import LocalSGD
-from fedpop.client.phi_step import PhiStep
 from fedpop.data.image_task import PictureTask
-from fedpop.data.images import prepare
+from fedpop.errors import TrainingError
 from fedpop.evaluation.scores import Evaluation
 from fedpop.experiments.budget import rounds_within
 from fedpop.experiments.experiment import Asked
 from fedpop.experiments.runner import Job
 from fedpop.federation.clients import Federation
-from fedpop.federation.participation import Uniform
-from fedpop.models.base import Model
+from fedpop.federation.participation import Everyone, Uniform
 from fedpop.population import Population, evaluate
 from fedpop.report.html import Sheet
 from fedpop.report.results import Record, Results, mean, record, values
@@ -39,26 +30,6 @@ from fedpop.runtime.simulate import fit
 
 ACTIVE = 10
 """Clients of a round, as in the paper."""
-TUNED = 10
-"""Epochs of a client's own after training, for methods that tune: counted in nobody's budget."""
-
-Build = Callable[[Model], Algorithm]
-
-
-def methods(rate: float, batch: int) -> dict[str, Build]:
-    """FedSOUL as it is, and with local epochs; the others with one local epoch a round."""
-    own = LocalSGD(1, rate, batch, momentum=0.9, decay=1e-3)
-    tune = LocalSGD(TUNED, rate / 2, batch)
-    heads = LocalSGD(TUNED, rate, batch, momentum=0.9)
-    return {
-        "FedSOUL": FedSOUL,
-        "FedSOUL-local": lambda model: FedSOUL(model, phi_step=PhiStep(local=own)),
-        "FedRep": lambda model: FedRep(model, head=heads, body=own),
-        "FedAvg-FT": lambda model: FedAvgFT(model, local=own, fine_tune=tune),
-        "Ditto": lambda model: Ditto(model, local=own, personal=own),
-        "APFL": lambda model: APFL(model, local=own),
-        "Local": lambda model: LocalOnly(model, local=own),
-    }
 
 
 def jobs_of(
@@ -68,11 +39,11 @@ def jobs_of(
     labels: Sequence[str],
     settings: Sequence[dict[str, Any]],
     cells: Sequence[tuple[int, str]],
+    also: Sequence[tuple[str, str]] = (),
 ) -> list[Job]:
     """A job for each seed and each (task, method), in this order; ``call`` is given the task's number, the
-    method's name, the seed, and the folders of data and of records."""
-    for images in sorted({task.images for task in tasks}):
-        prepare(images, asked.data)  # missing files are told before hours of work
+    method's name, the seed, and the folders of data and of records. ``also`` are further splits of images
+    that the jobs of a task read."""
     data = None if asked.data is None else str(asked.data)
     return [
         Job(
@@ -82,15 +53,18 @@ def jobs_of(
             settings[t],
             seed,
             (name,),
+            needs=((tasks[t].images, "train"), (tasks[t].images, "test"), *also[t : t + 1]),
         )
         for seed in range(asked.seeds)
         for t, name in cells
     ]
 
 
-def trained(method: Algorithm, federation: Federation, passes: float, seed: int, out: Path) -> Population:
-    """A run of as many rounds as the budget pays for."""
-    rule = Uniform(min(ACTIVE, len(federation)))
+def trained(
+    method: Algorithm, federation: Federation, passes: float, seed: int, out: Path, active: int = ACTIVE
+) -> Population:
+    """A run of as many rounds as the budget pays for; some methods need everybody in each."""
+    rule = Everyone() if method.participation == "full" else Uniform(min(active, len(federation)))
     rounds = rounds_within(method, federation, passes, seed, rule)
     return fit(
         method,
@@ -119,6 +93,12 @@ def told(found: Evaluation) -> dict[str, float]:
     return out
 
 
+def run_folder(folder: Path, setting: Mapping[str, Any], name: str, seed: int) -> Path:
+    """Where a run is kept while it lasts."""
+    where = "-".join(str(v) for v in setting.values())
+    return folder / "runs" / f"{where}-{name}-{seed}"
+
+
 def measured(
     experiment: str,
     setting: dict[str, Any],
@@ -127,13 +107,20 @@ def measured(
     federation: Federation,
     seed: int,
     folder: Path,
+    more: Callable[[Population], Mapping[str, float]] | None = None,
+    active: int = ACTIVE,
 ) -> list[Record]:
-    """The record of one run; its folder goes once the record is there."""
+    """The record of one run, which has ``more`` scores than the usual ones if told; its folder goes once the
+    record is there. A run that broke down has a record without scores."""
     torch.set_num_threads(1)
-    where = "-".join(str(v) for v in setting.values())
-    out = folder / "runs" / f"{where}-{name}-{seed}"
-    population = trained(method, federation, setting["passes"], seed, out)
+    out = run_folder(folder, setting, name, seed)
+    try:
+        population = trained(method, federation, setting["passes"], seed, out, active)
+    except TrainingError:
+        shutil.rmtree(out, ignore_errors=True)
+        return [record(experiment, setting, name, seed, {"accuracy": None}, {}, method.describe())]
     scores = told(evaluate(population, "test", widths=False))
+    scores |= more(population) if more else {}
     last: Mapping[str, Any] = population.history[-1]
     scores |= {n: last[n] for n in ("loss", "prior_sd") if last.get(n) is not None}
     cost = population.totals | {"rounds": population.rounds}
@@ -144,6 +131,7 @@ def measured(
 
 # --- what is told of it ----------------------------------------------------------------------
 
+NOT_RUN, BROKE = "not run", "broke down"
 COLUMNS = (
     "method",
     "seeds",
@@ -166,26 +154,35 @@ LEGEND = (
 )
 
 
+def missing(found: Sequence[Record], cells: int, score: str = "accuracy") -> tuple[str, ...]:
+    """The last so many cells of a row whose runs have no such score; none where there is one.
+
+    >>> missing([], 3)
+    ('not run', '-', '-')
+    """
+    return () if values(found, score) else (BROKE if found else NOT_RUN, *["-"] * (cells - 1))
+
+
 def rows(results: Results, setting: dict[str, Any], names: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """A row for every method, empty where it has not been run."""
     out = []
     for name in names:
         found = results.of(setting, name)
-        if not found:
-            out.append((name, "0", *["not run"], *["-"] * (len(COLUMNS) - 3)))
+        if none := missing(found, len(COLUMNS) - 2):
+            out.append((name, str(len(found)), *none))
             continue
         out.append(
             (
                 name,
                 str(len(found)),
-                f"{_of(found, 'accuracy', scale=100):.1f} %",
-                f"{_of(found, 'accuracy_std', scale=100):.1f}",
-                f"{_of(found, 'accuracy_worst_decile', scale=100):.1f} %",
-                *[f"{_of(found, score):.3f}" for score in ("nll", "brier", "ece")],
-                f"{_of(found, 'rounds', 'cost'):.0f}",
-                f"{_of(found, 'backbone_passes', 'cost'):,.0f}",
-                f"{_of(found, 'bytes_up', 'cost', 1e-6):,.0f}",
-                f"{_of(found, 'seconds', 'cost'):.0f}",
+                f"{average(found, 'accuracy', scale=100):.1f} %",
+                f"{average(found, 'accuracy_std', scale=100):.1f}",
+                f"{average(found, 'accuracy_worst_decile', scale=100):.1f} %",
+                *[shown(found, score) for score in ("nll", "brier", "ece")],
+                f"{average(found, 'rounds', 'cost'):.0f}",
+                f"{average(found, 'backbone_passes', 'cost'):,.0f}",
+                f"{average(found, 'bytes_up', 'cost', 1e-6):,.0f}",
+                f"{average(found, 'seconds', 'cost'):.0f}",
             )
         )
     return out
@@ -196,6 +193,12 @@ def table(results: Results, setting: dict[str, Any], names: Mapping[str, Any]) -
     return Sheet(COLUMNS, found, frozenset(i for i, r in enumerate(found) if r[0] == "FedSOUL"))
 
 
-def _of(found: list[Record], name: str, of: str = "metrics", scale: float = 1.0) -> float:
+def shown(found: Sequence[Record], score: str) -> str:
+    """The mean as it is to be read; a stroke where no record has it."""
+    return f"{average(found, score):.3f}" if values(found, score) else "-"
+
+
+def average(found: Sequence[Record], name: str, of: str = "metrics", scale: float = 1.0) -> float:
+    """Over the records that have this number."""
     numbers = values(found, name, of)
     return scale * mean(numbers) if numbers else float("nan")

@@ -6,8 +6,13 @@ EXPERIMENTS: dict[str, str] = {
     "synthetic": "All the paper's synthetic settings: distance to the truth and to the exact optimum.",
     "theory": "The paper's theorem, measured: bias in gamma, noise of participation and compression, "
     "local steps.",
-    "full-data": "All of CIFAR-10 over 100 clients with two or five classes each: the paper's main table.",
-    "small-data": "CIFAR-10 clients with 5, 10 or 25 images each: the paper's figure on small data.",
+    "full-data": "All of CIFAR-10 and CIFAR-100 over 100 clients with some classes each: the main table.",
+    "small-data": "CIFAR clients with 5, 10 or 25 images each: the paper's figure on small data.",
+    "calibration": "Reliability and calibration errors of the full-data runs, and of Bayesian rivals.",
+    "ood": "Images of another kind: whether predictive entropy tells them from a client's own.",
+    "new-clients": "Clients that took no part in training, with 0 to 100 labelled images of their own.",
+    "compression": "Accuracy against bytes sent up: quantised, sparse and natural gradients.",
+    "stateless": "Clients that keep nothing between rounds, by steps of a chain and participation.",
     "defaults": "Why the defaults for networks are what they are: small image clients, one setting changed "
     "at a time.",
     "drift": "Where theta settles with local epochs on phi, against the exact optimum and the plain round.",

@@ -40,6 +40,8 @@ class Job:
     methods: tuple[str, ...]
     config: dict[str, Any] | None = None
     """Records of another configuration are not those asked for."""
+    needs: tuple[tuple[str, str], ...] = ()
+    """Sets of images that it reads, with the split: ("cifar10", "train")."""
 
     def done(self, results: Results, again: bool = False) -> bool:
         """Whether its records are there, with ``again`` such as this version made."""

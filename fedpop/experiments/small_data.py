@@ -1,4 +1,4 @@
-"""The paper's figure on small clients: 100 of them with five classes of CIFAR-10 each, most with few images.
+"""The paper's figure on small clients: 100 of them with some classes of CIFAR each, most with few images.
 
 A share of the clients has 5 or 10 images and the rest 25, ten take part in a round, and every method may
 spend the same number of backbone passes.
@@ -6,6 +6,7 @@ spend the same number of backbone passes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 
 from fedpop.data.image_task import ImageTask
 from fedpop.experiments.experiment import Asked, Experiment
-from fedpop.experiments.image_runs import COLUMNS, LEGEND, jobs_of, measured, methods, rows
+from fedpop.experiments.image_methods import further, methods
+from fedpop.experiments.image_runs import COLUMNS, LEGEND, jobs_of, measured, rows
 from fedpop.experiments.runner import Job
 from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
@@ -24,9 +26,17 @@ PASSES = 60_000
 RATE, BATCH = 0.02, 10
 CLIENTS = 100
 RIVAL = "FedRep"
-METHODS = {n: b for n, b in methods(RATE, BATCH).items() if n in ("FedSOUL", RIVAL, "APFL", "FedAvg-FT")}
+FIRST_METHODS = ("FedSOUL", RIVAL, "APFL", "FedAvg-FT")
+METHODS = {
+    name: build
+    for name, build in (methods(RATE, BATCH) | further(RATE, BATCH)).items()
+    if name in (*FIRST_METHODS, "Ditto", "pFedMe", "Local")
+}
+GROUPS = (("cifar10", 5), ("cifar10", 2), ("cifar100", 20))
+"""Images, and how many classes a client has."""
 TASKS = tuple(
-    ImageTask("cifar10", 5, small=share, n_small=n, large=CLIENTS - share, n_large=25, validation=0)
+    ImageTask(images, classes, small=share, n_small=n, large=CLIENTS - share, n_large=25, validation=0)
+    for images, classes in GROUPS
     for n in (5, 10)
     for share in (10, 50, 90)
 )
@@ -44,6 +54,10 @@ def setting_of(task: ImageTask) -> dict[str, Any]:
     }
 
 
+def group_of(setting: dict[str, Any]) -> str:
+    return f"{setting['dataset']} S={setting['classes_per_client']}"
+
+
 def name_of(setting: dict[str, Any]) -> str:
     return f"{100 * setting['share_small']:.0f} % with {setting['n_small']}"
 
@@ -57,32 +71,51 @@ def job(index: int, name: str, seed: int, data: str | None, folder: str) -> list
 
 
 def jobs(asked: Asked) -> list[Job]:
-    cells, told = [(t, name) for t in range(len(TASKS)) for name in METHODS], [setting_of(t) for t in TASKS]
-    return jobs_of(asked, job, TASKS, [name_of(s) for s in told], told, cells)
+    """The first stage for all seeds; then its tasks with the other methods; then the other tasks."""
+    told = [setting_of(task) for task in TASKS]
+    labels = [f"{group_of(s)}, {name_of(s)}" for s in told]
+    first = [t for t, s in enumerate(told) if group_of(s) == group_of(told[0])]
+    stages = (
+        [(t, name) for t in first for name in FIRST_METHODS],
+        [(t, name) for t in first for name in METHODS if name not in FIRST_METHODS],
+        [(t, name) for t in range(len(TASKS)) if t not in first for name in METHODS],
+    )
+    return [j for cells in stages for j in jobs_of(asked, job, TASKS, labels, told, cells)]
 
 
 # --- what is told of it ----------------------------------------------------------------------
 
 
-def everything(results: Results) -> Sheet:
+Settings = Sequence[dict[str, Any]]
+
+
+def groups() -> dict[str, Settings]:
+    """The settings of each set of images and number of classes."""
+    out: dict[str, list[dict[str, Any]]] = {}
+    for setting in map(setting_of, TASKS):
+        out.setdefault(group_of(setting), []).append(setting)
+    return dict(out)
+
+
+def everything(results: Results, settings: Settings) -> Sheet:
     """One row for each share, size and method."""
-    out = [(name_of(s), *row) for s in (setting_of(t) for t in TASKS) for row in rows(results, s, METHODS)]
+    out = [(name_of(s), *row) for s in settings for row in rows(results, s, METHODS)]
     return Sheet(("clients", *COLUMNS), out, frozenset(i for i, r in enumerate(out) if r[1] == "FedSOUL"))
 
 
-def gains(results: Results) -> Sheet:
+def gains(results: Results, settings: Settings) -> Sheet:
     """FedSOUL's accuracy less each rival's, paired by seed."""
     columns = ("clients", "rival", "seeds", "points", "95 % interval", "ECE over the rival's")
     out = []
-    for task in TASKS:
-        setting = setting_of(task)
+    for setting in settings:
+        ours = _scores(results, setting, "FedSOUL")
         for rival in METHODS:
-            of = {n: {r["seed"]: r["metrics"] for r in results.of(setting, n)} for n in ("FedSOUL", rival)}
-            seeds = sorted(of["FedSOUL"].keys() & of[rival].keys())
+            theirs = _scores(results, setting, rival)
+            seeds = sorted(ours.keys() & theirs.keys())
             if rival == "FedSOUL" or not seeds:
                 continue
-            points = [100 * (of["FedSOUL"][s]["accuracy"] - of[rival][s]["accuracy"]) for s in seeds]
-            eces = [of["FedSOUL"][s]["ece"] / of[rival][s]["ece"] for s in seeds]
+            points = [100 * (ours[s]["accuracy"] - theirs[s]["accuracy"]) for s in seeds]
+            eces = [ours[s]["ece"] / theirs[s]["ece"] for s in seeds]
             centre, low, high = interval95(points)
             reach = f"{low:+.1f} to {high:+.1f}" if len(points) > 1 else "-"
             ratio = sum(eces) / len(eces)
@@ -90,35 +123,53 @@ def gains(results: Results) -> Sheet:
     return Sheet(columns, out)
 
 
+def _scores(results: Results, setting: dict[str, Any], name: str) -> dict[int, dict[str, float]]:
+    """By seed, of the runs that did not break down."""
+    found = {r["seed"]: r["metrics"] for r in results.of(setting, name)}
+    return {seed: m for seed, m in found.items() if m.get("accuracy") is not None}
+
+
 def sheets(results: Results) -> dict[str, Sheet]:
-    return {"FedSOUL less the others": gains(results), "All numbers": everything(results)}
+    out = {}
+    for group, settings in groups().items():
+        out[f"{group}: FedSOUL less the others"] = gains(results, settings)
+        out[f"{group}: all numbers"] = everything(results, settings)
+    return out
 
 
-def page(results: Results) -> Page:
-    figures = []
+def figures(results: Results, settings: Settings) -> list[Figure]:
+    out = []
     for score, scale, label in (("accuracy", 100.0, "test accuracy, %"), ("ece", 1.0, "ECE")):
-        groups = {
+        shown = {
             name_of(s).replace(" with ", "\nN = "): {
                 m: [scale * v for v in values(results.of(s, m), score)] for m in METHODS
             }
-            for s in (setting_of(t) for t in TASKS)
+            for s in settings
         }
-        figures.append(
-            Figure(
-                plots.spread(groups, "share and size of the small clients", label, log_y=False),
-                "Every dot is a seed.",
-            )
-        )
+        if any(v for methods in shown.values() for v in methods.values()):
+            drawn = plots.spread(shown, "share and size of the small clients", label, log_y=False)
+            out.append(Figure(drawn, "Every dot is a seed."))
+    return out
+
+
+def page(results: Results) -> Page:
     lead = (
-        "CIFAR-10 over 100 clients with five classes each: a share of them has 5 or 10 images, the rest 25. "
-        f"Ten are active per round, and every method may spend {PASSES:,} backbone passes. FedSOUL has its "
-        f"default settings; all steps of local SGD are of {RATE:g} with momentum .9 and batches of {BATCH}."
+        "CIFAR over 100 clients with the same number of classes (S) each: a share of them has 5 or 10 "
+        f"images, the rest 25. Ten are active per round, and every method may spend {PASSES:,} backbone "
+        f"passes. FedSOUL has its default settings; all steps of local SGD are of {RATE:g} with momentum .9 "
+        f"and batches of {BATCH}; those of pFedMe are plain."
     )
-    sections = [
-        Section("Accuracy and calibration", figures=figures, wide=True),
-        Section("FedSOUL less the others", "Differences in points, paired by seed.", gains(results)),
-        Section("All numbers", LEGEND, everything(results)),
-    ]
+    sections = []
+    for group, settings in groups().items():
+        sections += [
+            Section(f"{group}: accuracy and calibration", figures=figures(results, settings), wide=True),
+            Section(
+                f"{group}: FedSOUL less the others",
+                "Differences in points, paired by seed.",
+                gains(results, settings),
+            ),
+            Section(f"{group}: all numbers", LEGEND, everything(results, settings)),
+        ]
     return Page("fedpop: small clients", lead, sections)
 
 

@@ -1,6 +1,6 @@
 """What ``fit`` returns: a population that answers questions about every client, old or new."""
 
-from fedpop.population.evaluate import NewClients, evaluate, evaluate_new
+from fedpop.population.evaluate import NewClients, evaluate, evaluate_few, evaluate_new
 from fedpop.population.loading import load
 from fedpop.population.population import Population
 from fedpop.population.posterior import Newcomer, Posterior
@@ -14,6 +14,7 @@ __all__ = [
     "Posterior",
     "Sites",
     "evaluate",
+    "evaluate_few",
     "evaluate_new",
     "load",
 ]

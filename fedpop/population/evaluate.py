@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from fedpop.checked import OneOf, checked
+from fedpop.checked import OneOf, Whole, checked, require
 from fedpop.errors import DataError
 from fedpop.evaluation.scores import Evaluation, scored
 from fedpop.federation.clients import SPLITS, Client, Federation
-from fedpop.federation.inputs import leaves
+from fedpop.federation.inputs import as_inputs, leaves, map_inputs
 from fedpop.federation.labels import as_targets, numbered
 from fedpop.models.predictive import Predictive
 from fedpop.population.population import Population
@@ -75,12 +75,42 @@ def evaluate_new(population: Population, newcomers: Sequence[Client]) -> NewClie
     >>> new.without, round(float(new.own_data.scores["rmse"]), 3)
     (None, 0.0)
     """
+    _require_fit(population, newcomers)
+    return NewClients(_newcomers(population, newcomers, False), _newcomers(population, newcomers, True))
+
+
+def evaluate_few(population: Population, newcomers: Sequence[Client], examples: int) -> Evaluation | None:
+    """Score clients that took no part, each given its first so many examples; with 0 of them, from nothing.
+
+    None where the method has nothing to offer.
+
+    >>> import torch, fedpop as fp
+    >>> x = torch.linspace(-1, 1, 6).unsqueeze(1)
+    >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
+    >>> population = fp.FedRep(model, heads="exact").fit([(x, x[:, 0])], rounds=1)
+    >>> new = [fp.Client(x, 3 * x[:, 0], test=(x, 3 * x[:, 0]))]
+    >>> evaluate_few(population, new, 0), round(float(evaluate_few(population, new, 2).scores["rmse"]), 3)
+    (None, 0.0)
+    """
+    require(Whole, examples=examples)
+    _require_fit(population, newcomers)
+    first = [_first(client, examples, f"new client {i}") for i, client in enumerate(newcomers)]
+    return _newcomers(population, first, examples > 0)
+
+
+def _first(client: Client, examples: int, where: str) -> Client:
+    """With so many of its examples."""
+    x = map_inputs(lambda leaf: leaf[:examples], as_inputs(client.x, where))
+    return Client(x, as_targets(client.y, where)[:examples], test=client.test)
+
+
+def _require_fit(population: Population, newcomers: Sequence[Client]) -> None:
+    """Raise where these clients were in training, or do not fit the model."""
     check_newcomers(newcomers, population.federation)
     for i, client in enumerate(newcomers):
         own = Federation.of({f"new client {i}": client}, population.model.labels)
         if len(own.train.y):
-            population.model.prepared(own.example).checked(own)  # raises where they do not fit the model
-    return NewClients(_newcomers(population, newcomers, False), _newcomers(population, newcomers, True))
+            population.model.prepared(own.example).checked(own)
 
 
 def _newcomers(population: Population, newcomers: Sequence[Client], own: bool) -> Evaluation | None:
@@ -119,8 +149,9 @@ def check_newcomers(newcomers: Sequence[Client], federation: Federation | None) 
 
 def _same(x: Any, y: Tensor, federation: Federation, j: int) -> bool:
     start, size = int(federation.train.starts[j]), int(federation.train.sizes[j])
-    theirs = [*leaves(federation.train.x), federation.train.y]
+    theirs = [federation.train.y, *leaves(federation.train.x)]
+    # Targets first: they are short, and few clients have the same ones.
     return all(
         torch.equal(a.double().flatten(), b[start : start + size].double().flatten())
-        for a, b in zip([*leaves(x), y], theirs, strict=True)
+        for a, b in zip([y, *leaves(x)], theirs, strict=True)
     )

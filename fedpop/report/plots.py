@@ -123,6 +123,7 @@ def points(
     log_x: bool = True,
     log_y: bool = True,
     joined: bool = False,
+    looks: Mapping[str, Look] | None = None,
 ) -> str:
     """Measurements at numbers x: every seed a dot, medians larger; ``lines`` are what was expected.
 
@@ -133,7 +134,7 @@ def points(
         figure, axes = new_axes()
         for dashes, (name, line) in zip(("--", ":", "-."), lines.items(), strict=False):
             axes.plot(*zip(*line, strict=True), dashes, color=BLACK, linewidth=1.1, label=name)
-        own = looks_of(groups)
+        own = looks or looks_of(groups)
         every = [v for g in groups.values() for numbers in g.values() for v in numbers if math.isfinite(v)]
         widest = max((x for g in groups.values() for x in g), default=1.0)
         for name, group in groups.items():

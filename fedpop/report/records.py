@@ -40,9 +40,15 @@ class Report:
         console.print(f"The report is in [bold]{path}[/bold].")
         return path
 
+    def command(self, results: Results) -> str:
+        """What one types for these records, where one command makes them all."""
+        return ""
+
     def write(self, results: Results) -> Path:
-        """``results.md`` and ``report.html`` beside ``results.json``; both say which version made them."""
-        made = made_by(results.records)
+        """``results.md`` and ``report.html`` beside ``results.json``; both say which version and which
+        command made them."""
+        made, command = made_by(results.records), self.command(results)
+        made += f" The command is: {command}" if command else ""
         text, page = f"{self.markdown(results)}\n{made}\n", replace(self.page(results), made=made)
         write_bytes(results.folder / "results.md", text.encode())  # not before both could be made
         return write_page(results.folder / "report.html", page)

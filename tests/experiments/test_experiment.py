@@ -10,7 +10,7 @@ import pytest
 import fedpop.experiments
 from fedpop.cli import main
 from fedpop.data.synthetic import SyntheticTask
-from fedpop.experiments import defaults, drift, experiment, image_runs
+from fedpop.experiments import drift, experiment
 from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.names import EXPERIMENTS, FROM_FILES
 from fedpop.experiments.synthetic.run import TASKS, setting_of
@@ -30,8 +30,7 @@ def instance(name: str) -> Experiment:
 @pytest.fixture
 def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the jobs of every experiment can be built: no images are read, and one seed has missed."""
-    for own in (defaults, image_runs):
-        monkeypatch.setattr(own, "prepare", lambda *_: None)
+    monkeypatch.setattr(experiment, "prepare", lambda *_: None)
     missed = record("synthetic", setting_of(TASKS[0]), "FedSOUL", 4, {"local_optimum": 1.0}, {}, {})
     Results(tmp_path / "synthetic").add([missed])
     return tmp_path
@@ -75,7 +74,7 @@ def test_jobs_are_told_apart_and_can_go_to_another_process(name: str, room: Path
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_all_experiments_take_the_same_words(name: str, room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    monkeypatch.setattr(experiment, "run_jobs", lambda *told: ran.append(told))
+    monkeypatch.setattr(experiment, "run_jobs", lambda *told, again: ran.append(told))
     monkeypatch.setattr(Report, "tell", lambda self, results: ran.append(results.folder))
     main([*words(name, room), "--only", "seed"])
     (jobs, results, processes, title), folder = ran
@@ -88,7 +87,7 @@ def test_all_experiments_take_the_same_words(name: str, room: Path, monkeypatch:
 
 def test_only_main_are_the_six_settings_of_the_paper(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    monkeypatch.setattr(experiment, "run_jobs", lambda jobs, *_: ran.extend(jobs))
+    monkeypatch.setattr(experiment, "run_jobs", lambda jobs, *_, again: ran.extend(jobs))
     monkeypatch.setattr(Report, "tell", lambda *_: None)
     main(["experiment", "synthetic", "--out", str(room / "new"), "--seeds", "1", "--only", "main"])
     assert [job.setting for job in ran] == [setting_of(task) for task in TASKS[:6]]

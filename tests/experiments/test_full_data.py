@@ -9,11 +9,13 @@ import torch
 
 from fedpop.data.image_task import FullImageTask
 from fedpop.experiments import full_data
+from fedpop.experiments.experiment import Asked
 from fedpop.population import Population
 from fedpop.report.results import Results
 from tests.data.files import mnist
+from tests.experiments.quick import shorten
 
-PASSES = 120
+PASSES = 80
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +23,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all methods' records."""
     out, data = tmp_path_factory.mktemp("full"), mnist(tmp_path_factory.mktemp("data"))
     with pytest.MonkeyPatch.context() as patch:
+        shorten(patch, full_data.METHODS)
         patch.setattr(full_data, "PASSES", PASSES)
         patch.setattr(full_data, "TASKS", (FullImageTask("mnist", 2, b=5),))
         full_data.EXPERIMENT.run(out=out, processes=1, data=data)
-        assert "not run" not in (out / "results.md").read_text()
+        text = (out / "results.md").read_text()
+        assert "not run" not in text
+        assert "nan" not in text
+        assert text.endswith("The command is: fedpop experiment full-data\n")
     return out
 
 
@@ -35,6 +41,17 @@ def test_nobody_spends_more_than_the_budget_and_everyone_is_scored(found: Path) 
         assert r["cost"]["backbone_passes"] <= PASSES * (1 + 1e-9) or r["cost"]["rounds"] == 1
         assert 0 <= r["metrics"]["accuracy_worst_decile"] <= r["metrics"]["accuracy"] <= 1
         assert set(r["setting"]) == {"dataset", "classes_per_client", "b", "passes"}
+
+
+def test_the_first_stage_comes_first() -> None:
+    """CIFAR-10 with the methods of the first stage, for all seeds; nothing is left out at the end."""
+    jobs = full_data.jobs(Asked(Path("none"), 2))
+    early = [(j.setting["dataset"], j.methods[0], j.seed) for j in jobs[:32]]
+    assert {dataset for dataset, _, _ in early} == {"cifar10"}
+    assert {name for _, name, _ in early} == {*full_data.FIRST_METHODS, full_data.LIMIT}
+    assert {seed for _, _, seed in early} == {0, 1}
+    assert len(jobs) == 2 * 4 * len(full_data.ALL)
+    assert jobs[0].needs == (("cifar10", "train"), ("cifar10", "test"))
 
 
 def test_no_run_is_left_behind(found: Path) -> None:

@@ -13,7 +13,7 @@ from fedpop.evaluation.scores import Bin, ece_of, reliability, scored, worst_ten
 from fedpop.keys import Key
 from fedpop.models import likelihoods
 from fedpop.models.predictive import Predictive
-from fedpop.population import evaluate_new
+from fedpop.population import evaluate_few, evaluate_new
 from tests.helpers import generator, linear_model, population_data, seeded
 
 EXACT = {"rtol": 0, "atol": 1e-12}  # float64, a handful of operations
@@ -263,6 +263,12 @@ def test_new_clients_are_judged_in_the_way_each_method_allows():
     )
     own = soul.new_client(new[0].x, new[0].y).predict(x)
     assert float(both.own_data.scores["nll"][0]) == pytest.approx(float(-own.log_prob(y).mean()), rel=1e-5)
+    first = evaluate_few(soul, new, 1)
+    one = soul.new_client(new[0].x[:1], new[0].y[:1]).predict(x)
+    assert float(first.scores["nll"][0]) == pytest.approx(float(-one.log_prob(y).mean()), rel=1e-5)
+    none, all_of_them = evaluate_few(soul, new, 0), evaluate_few(soul, new, 10**6)
+    torch.testing.assert_close(none.scores["nll"], both.without.scores["nll"], rtol=0, atol=0)
+    torch.testing.assert_close(all_of_them.scores["nll"], both.own_data.scores["nll"], rtol=0, atol=0)
     rep = evaluate_new(fp.FedRep(linear_model(), heads="exact").fit(known, rounds=2), new)
     assert rep.without is None
     assert len(rep.own_data.names) == 2

@@ -80,6 +80,7 @@ FIGURES = {
     "intervals": lambda: plots.intervals([(1.0, 0.0, 2.0, 1.0)], "first", "second"),
     "paths": lambda: side_by_side.paths({"a": LINE}, looks(["a"]), "first", "second"),
     "reliabilities": lambda: side_by_side.reliabilities({"a": [(0.5, 0.5, 9)]}, looks(["a"])),
+    "densities": lambda: side_by_side.densities({"a": [[1, 2]]}, looks(["a"]), 1.0, "first"),
     "ranked": lambda: side_by_side.ranked({"a": 1.0}, looks(["a"]), "first"),
 }
 
@@ -87,7 +88,7 @@ FIGURES = {
 @pytest.mark.parametrize("name", FIGURES)
 def test_axes_have_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    module = side_by_side if name in ("paths", "reliabilities", "ranked") else plots
+    module = side_by_side if name in ("paths", "reliabilities", "ranked", "densities") else plots
     drawn = module.svg_of
     monkeypatch.setattr(module, "svg_of", lambda figure: (seen.append(figure), drawn(figure))[1])
     FIGURES[name]()

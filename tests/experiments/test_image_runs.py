@@ -1,0 +1,34 @@
+"""What image experiments share: a run that breaks down is recorded as such, and some need everybody."""
+
+from pathlib import Path
+
+from fedpop.algorithms.fedavg import FedAvg
+from fedpop.algorithms.l2gd import L2GD
+from fedpop.client.local_sgd import LocalSGD
+from fedpop.data.image_task import FullImageTask
+from fedpop.experiments.image_runs import COLUMNS, measured, rows, trained
+from fedpop.report.results import Results
+from tests.data.files import mnist
+
+TASK = FullImageTask("mnist", 2, b=5)
+SETTING = {"dataset": "mnist", "passes": 1000}
+
+
+def test_a_run_that_breaks_down_has_a_record_without_scores(tmp_path: Path) -> None:
+    wild = FedAvg(TASK.model(0, "mlp"), local=LocalSGD(5, 1e30))
+    federation = TASK.make(mnist(tmp_path), 0)
+    (found,) = measured("test", SETTING, "wild", wild, federation, 0, tmp_path / "out")
+    assert found["metrics"] == {"accuracy": None}
+    assert not list((tmp_path / "out").glob("runs/*"))
+    results = Results(tmp_path, [found])
+    (wild_row, other) = rows(results, SETTING, {"wild": None, "other": None})
+    assert wild_row == ("wild", "1", "broke down", *["-"] * (len(COLUMNS) - 3))
+    assert other == ("other", "0", "not run", *["-"] * (len(COLUMNS) - 3))
+
+
+def test_a_method_that_needs_everybody_has_everybody(tmp_path: Path) -> None:
+    federation, model = TASK.make(mnist(tmp_path), 0), TASK.model(0, "mlp")
+    everyone = trained(L2GD(model), federation, 100, 0, tmp_path / "one", active=2)
+    assert {m["active"] for m in everyone.history} == {5}
+    some = trained(FedAvg(model), federation, 100, 0, tmp_path / "two", active=2)
+    assert {m["active"] for m in some.history} == {2}
