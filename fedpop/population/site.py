@@ -13,11 +13,9 @@ from fedpop.algorithms.base import Algorithm, Round
 from fedpop.channel import Answer, Channel, Guard, Heard, Message, Tensors, message_of
 from fedpop.channel.guard import norm_of
 from fedpop.client.store import LocalStore
-from fedpop.errors import EstimateError
-from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key, unit_of
 from fedpop.population.sites import Sites, joined, settled
-from fedpop.questions import Question, Units
+from fedpop.questions import Question
 
 
 @dataclass(frozen=True)
@@ -85,18 +83,7 @@ def site_answer(
     ids = torch.arange(len(sites.federation))
     cohort = sites.federation.cohort(ids, sites.device)
 
-    def split(which: str) -> Cohort:
-        if which in sites.federation.splits:
-            return sites.federation.cohort(ids, sites.device, which)
-        return cohort.take(slice(0, 0), cohort.units, torch.zeros_like(cohort.sizes))
-
-    def models() -> Tensors:
-        if personal is None:
-            raise EstimateError(f"{question.name} needs units' own models, which are made after training")
-        return personal(ids)
-
-    units = Units(cohort, sites.store.get(ids, sites.device), models, split)
-    answer = question.answer(asked, units, key)
+    answer = question.answer(asked, sites.units(ids, cohort, personal, question.name), key)
     message, heard = message_of(answer, cohort.units, Channel(), unit_of(name), key)
     return message, _kept(answer, heard)
 

@@ -33,6 +33,7 @@ from fedpop.runtime.lock import held
 from fedpop.runtime.members import Asking, Here, Members
 from fedpop.runtime.metrics import Metrics
 from fedpop.runtime.opening import ask_first, welcome
+from fedpop.runtime.own_models import AsTheyStand, FinalPass, OwnModels
 from fedpop.runtime.progress import progress_bar
 from fedpop.runtime.settings import Settings
 from fedpop.runtime.stages import at_the_end, further, inverse_information, planned, stage_at
@@ -235,15 +236,19 @@ class Run:
             self.members.settle(algorithm)
 
     def ask(
-        self, question: Question[R], known: Tensors, key: Key, models: str = "", split: str | None = None
+        self,
+        question: Question[R],
+        known: Tensors,
+        key: Key,
+        models: OwnModels | None = None,
+        split: str | None = None,
     ) -> tuple[R, Outcome]:
-        """Ask everyone, or those who have examples in this split; ``members.MODELS`` has the models."""
-        told = self.algorithm.broadcast(self.server) if models == "states" else {}
-        asking = Asking(question, known, key, self.algorithm, self.facts, models, told, split)
-        return self.members.ask(asking)
+        """Ask everyone, or those who have examples in this split, to answer from these models."""
+        told = self.algorithm.broadcast(self.server) if models is not None and models.as_in_rounds else {}
+        return self.members.ask(Asking(question, known, key, self.algorithm, models, told, split))
 
     def _asked_at_the_end(self, question: Question[R]) -> R:
-        return self.ask(question, self.algorithm.publish(self.server), self.secret, "final")[0]
+        return self.ask(question, self.algorithm.publish(self.server), self.secret, FinalPass())[0]
 
     def _config(self) -> dict[str, Any]:
         model = self.algorithm.model
@@ -314,7 +319,7 @@ class Run:
         key = self.secret.at(round=self.round, purpose="validation")
         question = ValidationScore(self.algorithm)
         published = self.algorithm.publish(self.server)
-        return self.ask(question, published, key, "states", question.split)[0]
+        return self.ask(question, published, key, AsTheyStand(), question.split)[0]
 
     def remember(self) -> None:
         """Keep the present state as the best so far: the server's own, and each site's on order."""

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 from torch import Tensor
 
+from fedpop.algorithms.asking import question_told
 from fedpop.algorithms.base import Algorithm, Round
 from fedpop.channel import Channel, Tensors, Total
 from fedpop.checked import Count, OneOf, Positive, require
@@ -26,6 +27,7 @@ from fedpop.runtime.flower.letters import TRIAL, Letter, digest_of
 from fedpop.runtime.flower.post import Post
 from fedpop.runtime.members import Asking, Members
 from fedpop.runtime.settings import Settings
+from fedpop.settings import describe
 from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.server")
@@ -285,11 +287,13 @@ class Elsewhere(Members):
         asked = {f"known.{n}": t for n, t in known.items()} if asking.models else {}
         asked |= {} if asking.models else {f"asked.{n}": t for n, t in question.ask(known).items()}
         asked |= {f"broadcast.{n}": t for n, t in asking.broadcast.items()}
+        told, more = question_told(question, asked)
+        asked |= more
         about = {
             "question": question.name,
-            "facts": asdict(asking.facts),
+            "told": told,
             "key": [asking.key.round, asking.key.purpose],
-            "models": asking.models,
+            "models": describe(asking.models),
         }
         if question.quorum == 1.0 and not asking.late:
             self.wait(self.names, patience=self._terms.timeout)
@@ -297,14 +301,16 @@ class Elsewhere(Members):
         replies = self._post.deliver(letters, self._terms.timeout, lambda heard: False)
         kind, ones = asking.method.model.initial_phi().dtype, dict.fromkeys(names, 1.0)
         everyone = self.units + sum(self.sites[n].units for n in asking.late)
-        sums = self._sums.sums(question.name, Channel(), kind, letters, replies, ones, everyone)
+        sums = self._sums.sums(
+            question.name, Channel(), kind, letters, replies, ones, everyone, varied=question.varied
+        )
         done, total = self._outcome(letters, sums), sums.total
         reasons = self._post.reasons | sums.reasons
         of = sum(self.sites[n].units for n in names)
         if not asking.late and total.count < question.quorum * of:
-            told = "; ".join(f"{n}: {why}" for n, why in sorted(reasons.items())[:5])
+            whose = "; ".join(f"{n}: {why}" for n, why in sorted(reasons.items())[:5])
             raise EstimateError(
-                f"{question.name}: {total.count} of {of} units could be heard, not enough ({told})"
+                f"{question.name}: {total.count} of {of} units could be heard, not enough ({whose})"
             )
         for name in names:
             self.sites[name].answer(question.name, counted=name not in reasons, read=name in sums.read)

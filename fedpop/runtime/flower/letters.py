@@ -16,7 +16,7 @@ from fedpop.version import __version__
 
 TRIAL = ".trial-"
 """Between an experiment's name and the number of trial rounds that are run before it."""
-KINDS = ("form", "hello", "train", "ask", "finish")
+KINDS = ("hello", "train", "ask", "finish")
 
 
 class Refusal(FedpopError):

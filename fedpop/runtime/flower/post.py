@@ -25,7 +25,7 @@ from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.server")
 
-TYPES = {"form": MessageType.QUERY, "hello": MessageType.QUERY, "train": MessageType.TRAIN}
+TYPES = {"hello": MessageType.QUERY, "train": MessageType.TRAIN}
 """Flower's words for kinds of letters; questions, and the end, are evaluations."""
 PATIENT = 5
 """How many times as long as a refusal a greeting without an answer is waited for."""

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from fedpop.algorithms import rebuild
-from fedpop.algorithms.base import Algorithm, Facts, Round
+from fedpop.algorithms.asking import question_from
+from fedpop.algorithms.base import Algorithm, Round
 from fedpop.channel import Tensors
 from fedpop.client.plan import parse_bytes, plan_for
 from fedpop.client.store import LocalStore
 from fedpop.errors import CheckpointError, FedpopError, SchemaError, SettingsError
-from fedpop.evaluation.questions import asked_after
 from fedpop.federation.clients import Federation
 from fedpop.federation.reading import Columns
 from fedpop.files import read_json, read_tensors, writable_folder, write_json, write_tensors
@@ -30,7 +30,7 @@ from fedpop.models.spec import model_from
 from fedpop.population import Population, Sites
 from fedpop.population.site import site_answer, site_round
 from fedpop.questions import Question
-from fedpop.questions.forms import example_from, plain_example, summary_of
+from fedpop.questions.forms import example_from, table_of
 from fedpop.runtime.flower.letters import (
     TRIAL,
     Letter,
@@ -43,7 +43,8 @@ from fedpop.runtime.flower.letters import (
 )
 from fedpop.runtime.flower.memory import Memory, locked
 from fedpop.runtime.guards import threads
-from fedpop.runtime.members import Asking, models_for
+from fedpop.runtime.members import Asking
+from fedpop.settings import rebuilt
 from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.site")
@@ -93,9 +94,9 @@ class Site:
             return refusal(f"{type(error).__name__}; the site's log says more", site=self.name)
 
     def _answer(self, letter: Letter) -> Reply:
+        if letter.kind == "ask" and "data" in letter.about:
+            return self._asked_before(letter)
         experiment = SiteExperiment(self, str(letter.about["experiment"]))
-        if letter.kind == "form":
-            return self._form(letter)
         if letter.kind == "hello":
             return experiment.hello(letter)
         with locked(experiment.state_file):
@@ -103,12 +104,20 @@ class Site:
                 letter.kind
             ](letter)
 
-    def _form(self, letter: Letter) -> Reply:
-        """What examples look like here; of their values no more than sums over columns."""
-        schema, told = letter.about["schema"], {"version": __version__, "site": self.name}
-        if "x" not in schema:
-            return Reply(told | {"example": plain_example(self.data(schema).example)})
-        return Reply(told | {"summary": summary_of(self.table(schema), schema)})
+    def _asked_before(self, letter: Letter) -> Reply:
+        """An answer from rows as they are, while it is not agreed what examples look like: of their values no
+        more than sums over columns."""
+        data, about = letter.about["data"], letter.about
+        if "x" in data:
+            sites = Sites.of_tables({self.name: table_of(self.table(data), data)})
+        else:
+            sites = Sites(self.data(data), torch.device("cpu"))
+        question = _question(about["told"], letter.tensors, None)
+        key = Key(self.secret, int(about["key"][0]), str(about["key"][1]))
+        asked = _part("asked.", letter.tensors)
+        message, _ = site_answer(sites, question, asked, key, self.name)
+        told = {"site": self.name, "experiment": about["experiment"], "question": question.name}
+        return reply_of(message, told)
 
 
 @dataclass(frozen=True)
@@ -243,15 +252,15 @@ class SiteExperiment:
     def ask(self, letter: Letter) -> Reply:
         """An answer to a question; what it leaves with units is noted under its name."""
         about, heard = letter.about, int(letter.about["heard"])
-        facts = Facts(**about["facts"])
-        question = self._question(str(about["question"]), facts, Key(int(about["seed"])))
+        question = _question(about["told"], letter.tensors, self.method)
         self._require_rows(question)
         memory = self.memory(heard)
         store = memory.settled(self.method, heard)
         sites, key = self.sites(store), self.key(int(about["key"][0]), str(about["key"][1]))
         known = _part("known.", letter.tensors)
         broadcast = _part("broadcast.", letter.tensors)
-        asking = Asking(question, known, key, self.method, facts, str(about["models"]), broadcast)
+        models = rebuilt(about["models"], {})
+        asking = Asking(question, known, key, self.method, models, broadcast)
         plan = plan_for(
             self.method.model,
             self.federation,
@@ -259,8 +268,8 @@ class SiteExperiment:
             self.method.draws,
             self.method.phi_copies,
         )
-        personal = models_for(asking, sites, plan)[1]
-        asked = question.ask(known) if about["models"] else _part("asked.", letter.tensors)
+        personal = asking.models_at(sites, plan)[1]
+        asked = question.ask(known) if models is not None else _part("asked.", letter.tensors)
         message, kept = site_answer(sites, question, asked, key, self.site.name, personal)
         if kept:
             for side in {id(s): s for s in (memory.before, memory.after)}.values():
@@ -278,13 +287,6 @@ class SiteExperiment:
                 f'the spectral start is refused with fewer than {least} rows; use start = "random", or '
                 f'start = {{kind = "Spectral", minimum = {least}}}, under which such a site sends zeros'
             )
-
-    def _question(self, name: str, facts: Facts, key: Key) -> Question[Any]:
-        every: Sequence[Question[Any]] = (*self.method.questions(facts, key), *asked_after(self.method))
-        for question in every:
-            if question.name == name:
-                return question
-        raise Refusal(f"the site knows no question of the name {name!r}")
 
     def finish(self, letter: Letter) -> Reply:
         """Keep the theta that was learned, and the states to predict with."""
@@ -316,6 +318,13 @@ def keep_hello(folder: Path, letter: Letter) -> None:
     about = {name: letter.about[name] for name in ("experiment", "method", "schema")}
     about["digest"] = write_tensors(folder / "model.safetensors", letter.tensors)
     write_json(folder / "method.json", about)
+
+
+def _question(told: dict[str, Any], sent: Tensors, method: Algorithm | None) -> Question[Any]:
+    try:
+        return question_from(told, sent, method)
+    except (CheckpointError, SettingsError) as error:
+        raise Refusal(f"the site cannot make the question: {error}") from error
 
 
 def _model(told: Mapping[str, Any]) -> Model:
