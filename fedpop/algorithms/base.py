@@ -35,7 +35,7 @@ from fedpop.errors import SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Example, Inputs
-from fedpop.federation.participation import Everyone, Participation, Uniform
+from fedpop.federation.participation import Everyone, Participation, Said, Uniform
 from fedpop.kernels.hierarchy import Hierarchy
 from fedpop.keys import Key
 from fedpop.models.base import Model
@@ -327,7 +327,7 @@ class Algorithm(Setting, ABC):
         *,
         rounds: int | None = None,
         seed: int = 0,
-        participation: Participation | int | float | Sequence[float] | None = None,
+        participation: Said = None,
         out: str | Path | None = None,
         resume: bool = False,
         callbacks: Sequence[Any] = (),

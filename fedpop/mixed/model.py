@@ -12,7 +12,7 @@ import torch
 from fedpop.channel import Choice
 from fedpop.checked import OneOf, Whole, require
 from fedpop.errors import DataError, FedpopWarning, SettingsError
-from fedpop.federation.participation import Participation
+from fedpop.federation.participation import Said
 from fedpop.mixed import sampled
 from fedpop.mixed.design import Design, Wanted
 from fedpop.mixed.fit import MixedFit
@@ -50,7 +50,7 @@ def mixed_model(
     engine: str = "auto",
     seed: int = 0,
     rounds: int | None = None,
-    participation: Participation | int | float | Sequence[float] | None = None,
+    participation: Said = None,
     compressor: Choice = "identity",
 ) -> MixedFit:
     """Fit a linear or generalised linear mixed model; each level of the grouping factor is a client.

@@ -65,7 +65,7 @@ class Sites:
     ) -> None:
         self.federation, self.device, self.lost, self.tables = federation, device, lost, tables
         self.store = LocalStore(len(federation)) if store is None else store
-        self.sites = None if sites is None else _site_of_each(sites, federation)
+        self.sites = None if sites is None else site_of_each(sites, federation)
         self._everyone: tuple[Tensor, Cohort] | None = None
 
     @classmethod
@@ -316,7 +316,7 @@ def add_up(total: dict[str, float], more: Mapping[str, float]) -> None:
         total[name] = total.get(name, 0.0) + number
 
 
-def _site_of_each(sites: Mapping[str, Sequence[str]], federation: Federation) -> Tensor:
+def site_of_each(sites: Mapping[str, Sequence[str]], federation: Federation) -> Tensor:
     """For each unit, the hash of its site's name, ``[b]``."""
     out = torch.full((len(federation),), -1, dtype=torch.int64)
     for site, names in sites.items():

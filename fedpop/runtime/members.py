@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -20,11 +20,11 @@ from fedpop.channel import Tensors
 from fedpop.client.plan import Plan, parse_bytes, plan_for
 from fedpop.client.store import LocalStore
 from fedpop.federation.clients import Federation
-from fedpop.federation.participation import Active, Participation
+from fedpop.federation.participation import Active, Participation, Roster
 from fedpop.files import digest_of
 from fedpop.keys import Key
 from fedpop.population import Sites
-from fedpop.population.sites import Outcome, Update
+from fedpop.population.sites import Outcome, Update, site_of_each
 from fedpop.questions import Question
 from fedpop.runtime.own_models import OwnModels
 
@@ -60,9 +60,15 @@ class Asking(Generic[R]):
         )
 
 
-def active_units(rule: Participation, federation: Federation, key: Key, round: int) -> Active:
+def active_units(rule: Participation, among: Federation | Here, key: Key, round: int) -> Active:
     """Who takes part in a round: it depends on the rule, the seed and the round, never on the method."""
-    return rule.draw(federation.roster, key.at(round=round, purpose="participation"))
+    return rule.draw(among.roster, key.at(round=round, purpose="participation"))
+
+
+def roster_of(federation: Federation, sites: Mapping[str, Sequence[str]] | None) -> Roster:
+    """Who may take part, and at which site each one is."""
+    at = None if sites is None else site_of_each(sites, federation)
+    return replace(federation.roster, sites=at)
 
 
 class Members(ABC):
@@ -76,9 +82,14 @@ class Members(ABC):
     def units(self) -> int:
         """How many units there are at present: the paper's b."""
 
-    def expected(self, rule: Participation) -> float:
-        """How many of them a round is expected to have."""
-        return rule.expected(self.units)
+    @property
+    @abstractmethod
+    def roster(self) -> Roster:
+        """All units, among whom a rule draws."""
+
+    def called(self, ids: Iterable[int]) -> list[str]:
+        """The names of the members that the units at these positions are, or are at, each once."""
+        return [self.names[i] for i in ids]
 
     @property
     @abstractmethod
@@ -169,11 +180,16 @@ class Here(Members):
         self._again = (method, federation, memory, sites)
         self.names, self.device = federation.names, method.model.initial_phi().device
         self.sites = Sites(federation, self.device, sites=sites)
+        self._roster = roster_of(federation, sites)
         self.plan: Plan = plan_for(method.model, federation, budget, method.draws, method.phi_copies)
 
     @property
     def units(self) -> int:
         return len(self.federation)
+
+    @property
+    def roster(self) -> Roster:
+        return self._roster
 
     @property
     def examples(self) -> int:
@@ -202,7 +218,7 @@ class Here(Members):
         pass  # rounds and questions come with it
 
     def active(self, rule: Participation, key: Key, round: int) -> Active:
-        return active_units(rule, self.federation, key, round)
+        return active_units(rule, self, key, round)
 
     def round(self, method: Algorithm, round: Round, active: Active) -> Outcome:
         return self.sites.round(method, round, active, self.plan)

@@ -68,7 +68,8 @@ class Deployment:
         about = {"version": __version__, "experiment": experiment, "method": described}
         digest = hashlib.sha256(json.dumps([described, schema], sort_keys=True).encode()).hexdigest()[:32]
         values = values_of(method.model)
-        return Letter("hello", about | {"schema": dict(schema), "method_digest": digest}, values)
+        about |= {"schema": dict(schema), "method_digest": digest}
+        return Letter("hello", about | {"drawn": not self.settings.participation.everyone}, values)
 
 
 def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> Population:

@@ -156,6 +156,8 @@ class Post:
             return "it has another method"
         if not name:
             return "it told no name"
+        if self.hello.about.get("drawn") and len(reply.about.get("hashes", ())) != reply.about.get("units"):
+            return "it does not tell its units apart"
         if registered and registered != name:
             return f"it says that it is {name!r}, but its key was registered for {registered!r}"
         return None

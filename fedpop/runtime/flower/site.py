@@ -17,7 +17,7 @@ from fedpop.algorithms import rebuild
 from fedpop.algorithms.asking import question_from
 from fedpop.algorithms.base import Algorithm, Round
 from fedpop.channel import Tensors
-from fedpop.client.plan import parse_bytes, plan_for
+from fedpop.client.plan import Plan, parse_bytes, plan_for
 from fedpop.client.store import LocalStore
 from fedpop.errors import CheckpointError, FedpopError, SchemaError, SettingsError
 from fedpop.federation.clients import Federation
@@ -36,6 +36,7 @@ from fedpop.runtime.flower.letters import (
     Letter,
     Refusal,
     Reply,
+    digest_for,
     digest_of,
     refusal,
     reply_of,
@@ -52,6 +53,8 @@ log = logging.getLogger("fedpop.site")
 THETA = "theta.safetensors"
 """What the federation learned, at a site or for one that comes later."""
 HELD_BACK = "the message is out of all proportion to what is usual and is not sent: look at the data's scale"
+WHOLE = Plan(0.0, 0.0, 1)
+"""All units together."""
 STRANGER = "this site does not know the experiment: greet it first"
 
 
@@ -115,7 +118,7 @@ class Site:
         question = _question(about["told"], letter.tensors, None)
         key = Key(self.secret, int(about["key"][0]), str(about["key"][1]))
         asked = _part("asked.", letter.tensors)
-        message, _ = site_answer(sites, question, asked, key, self.name)
+        message, _ = site_answer(sites, question, asked, key, self.name, WHOLE)
         told = {"site": self.name, "experiment": about["experiment"], "question": question.name}
         return reply_of(message, told)
 
@@ -144,17 +147,17 @@ class SiteExperiment:
         """Keep what the server tells of the method; say who is here. No data are told of but their form."""
         keep_hello(self.folder, letter)
         federation = self.federation
-        return Reply(
-            {
-                "version": __version__,
-                "experiment": self.name,
-                "site": self.site.name,
-                "units": len(federation),
-                "examples": int(federation.train.sizes.sum()),
-                "splits": sorted(federation.splits),
-                "method": letter.about["method_digest"],
-            }
-        )
+        about = {
+            "version": __version__,
+            "experiment": self.name,
+            "site": self.site.name,
+            "units": len(federation),
+            "examples": int(federation.train.sizes.sum()),
+            "splits": sorted(federation.splits),
+            "method": letter.about["method_digest"],
+        }
+        # Draws go by the hashes of units' names; where everyone takes part nobody has to know them.
+        return Reply(about | ({"hashes": federation.units.tolist()} if letter.about["drawn"] else {}))
 
     @cached_property
     def _told(self) -> dict[str, Any]:
@@ -202,6 +205,12 @@ class SiteExperiment:
             log.warning("%s: %s: a stateless start", self.name, error)
             return Memory.empty(units)
 
+    @cached_property
+    def plan(self) -> Plan:
+        """Which units are worked on together, for the site's memory."""
+        method, budget = self.method, parse_bytes(self.site.memory)
+        return plan_for(method.model, self.federation, budget, method.draws, method.phi_copies)
+
     def sites(self, store: LocalStore) -> Sites:
         return Sites(self.federation, self.method.model.initial_phi().device, store)
 
@@ -212,7 +221,12 @@ class SiteExperiment:
     def train(self, letter: Letter) -> Reply:
         """One round: the same reply to the same letter, whatever happened in between."""
         number, heard = int(letter.about["round"]), int(letter.about["heard"])
-        digest = digest_of(letter.tensors)
+        units = letter.about["units"]
+        here = range(len(self.federation))
+        if units is not None and not (units and set(units) <= set(here) and len(set(units)) == len(units)):
+            raise Refusal("the server asks for units that are not at this site: greet it first")
+        ids = torch.tensor(here if units is None else units, dtype=torch.int64)
+        digest = digest_for(digest_of(letter.tensors), units)
         if digest != letter.about["digest"]:
             raise Refusal("theta did not arrive as it was sent")
         memory = self.memory(heard)
@@ -227,7 +241,8 @@ class SiteExperiment:
         shared = Key(int(letter.about["seed"]), number, "/train")
         key = self.key(number, "site/train")
         now = Round(number, letter.tensors, key, shared)
-        done = site_round(self.sites(store), self.method, now, self.site.name, int(letter.about["active"]))
+        sites, messages = self.sites(store), int(letter.about["active"])
+        done = site_round(sites, self.method, now, self.site.name, self.plan, ids, messages)
         told: dict[str, Any] = {"site": self.site.name, "experiment": self.name}
         told |= {"round": number, "digest": digest}
         if done.withheld:
@@ -235,7 +250,7 @@ class SiteExperiment:
             log.warning("%s: round %d: %s", self.name, number, HELD_BACK)
         reply = reply_of(done.message, told)
         memory.before, memory.after, memory.reply = done.before, done.after, reply
-        memory.round, memory.digest = number, digest
+        memory.round, memory.digest, memory.units = number, digest, units
         memory.write(self.state_file)
         log.info(
             "%s: round %d, %d unit(s), %d bytes", self.name, number, done.message.units, done.message.size
@@ -261,16 +276,9 @@ class SiteExperiment:
         broadcast = _part("broadcast.", letter.tensors)
         models = rebuilt(about["models"], {})
         asking = Asking(question, known, key, self.method, models, broadcast)
-        plan = plan_for(
-            self.method.model,
-            self.federation,
-            parse_bytes(self.site.memory),
-            self.method.draws,
-            self.method.phi_copies,
-        )
-        personal = asking.models_at(sites, plan)[1]
+        plan, personal = asking.models_at(sites, self.plan)
         asked = question.ask(known) if models is not None else _part("asked.", letter.tensors)
-        message, kept = site_answer(sites, question, asked, key, self.site.name, personal)
+        message, kept = site_answer(sites, question, asked, key, self.site.name, plan, personal)
         if kept:
             for side in {id(s): s for s in (memory.before, memory.after)}.values():
                 side.put(torch.arange(len(self.federation)), kept, entered=False)
