@@ -65,6 +65,8 @@ class Algorithm(Setting, ABC):
 
     name: ClassVar[str]
     about: ClassVar[About]
+    runs_on: ClassVar[Callable[..., Population]]
+    """What ``fit`` calls. Methods know no runtime: ``fedpop`` itself, which has both, says which it is."""
     private: ClassVar[tuple[str, ...]] = ()
     """Local state that must never be in a message."""
     keeps: ClassVar[tuple[str, ...]] = ()
@@ -340,10 +342,8 @@ class Algorithm(Setting, ABC):
         **unknown: Any,
     ) -> Population:
         """Run this method on one machine; ``fedpop.fit`` says what each setting does."""
-        if not RUNTIMES:
-            raise SettingsError("no runtime is there to fit with: import fedpop")
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
-        return RUNTIMES[-1](self, **given, **unknown)
+        return type(self).runs_on(self, **given, **unknown)
 
     def replace(self, **changes: Any) -> Self:
         """A copy with other settings; what a run has chosen where they left something open is open again."""
@@ -356,11 +356,6 @@ class Algorithm(Setting, ABC):
     def describe(self) -> dict[str, Any]:
         """All settings as plain values, for files and for comparing runs."""
         return {"method": self.label} | {f.name: describe(getattr(self, f.name)) for f in fields(self)}
-
-
-RUNTIMES: list[Callable[..., Population]] = []
-"""What ``Algorithm.fit`` runs on: a runtime, which knows of methods while they do not know of it, adds
-itself."""
 
 
 def require_everyone(setting: str, given: Mapping[str, Any], names: Sequence[str]) -> None:

@@ -305,8 +305,7 @@ def scored(engine: Engine, x: Tensor, rule: Participation, key: Key) -> tuple[Te
 
 def population_at(fit: MixedFit) -> Population:
     """A population of FedSOUL at the fit's theta."""
-    start = getattr(fit.engine, "start", 0.0)
-    layout = layout_of(fit.groups, fit.units, fit.family, start)
+    layout = layout_of(fit.groups, fit.units, fit.family, fit.engine.level)
     federation, weighted = layout.federation(fit.groups)
     method = FedSOUL(layout.model(weighted), prior=layout.prior(fitting=False), engine="sampled")
     method = method.prepared(federation.example)

@@ -73,7 +73,7 @@ class ExampleShape(Question[Example]):
             told = ", ".join(f"of {count} unit(s) {form['shapes']}" for form, count in forms)
             raise SettingsError(
                 f"examples have different shapes, those {told}: check the size of images, or what the "
-                "functions return"
+                "functions return; the server's log has what each site answered"
             )
         return example_from(forms[0][0])
 

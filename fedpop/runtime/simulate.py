@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from fedpop.algorithms.base import RUNTIMES, Algorithm
+from fedpop.algorithms.base import Algorithm
 from fedpop.checked import Bytes, Count, OneOf, Seed, Whole, checked
 from fedpop.errors import FedpopWarning, SettingsError
 from fedpop.federation.clients import Federation
@@ -130,6 +130,3 @@ def check_restarts(method: Algorithm) -> None:
             "restarts are compared by marginal likelihood, which is computed for "
             f"{hierarchy.prior.name} priors when z has at most two dimensions"
         )
-
-
-RUNTIMES.append(fit)

@@ -43,6 +43,8 @@ class Survey:
         about |= {"data": dict(self.data), "question": question.name, "told": told, "key": [0, question.name]}
         letter = Letter("ask", about, asked | more)
         replies = self.post.survey(letter, self.least)
+        for name, reply in sorted(replies.items()):  # whose vectors are not everyone's
+            log.info("%s, %s: %s", name, question.name, "; ".join(reply.payloads))
         letters, ones = dict.fromkeys(replies, letter), dict.fromkeys(replies, 1.0)
         sums = Gathering(torch.device("cpu")).sums(
             question.name,

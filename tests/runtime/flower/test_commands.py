@@ -18,6 +18,7 @@ import torch
 import fedpop as fp
 from fedpop.cli import main
 from fedpop.errors import SettingsError
+from fedpop.federation.inputs import Example
 from fedpop.files import read_json, read_tensors, write_json
 from fedpop.runtime.flower import certificates, joining
 from fedpop.runtime.flower.client import app
@@ -161,6 +162,39 @@ def test_predictions_are_those_of_the_sites_own_model(made: Made) -> None:
 # --- bad input -----------------------------------------------------------------------------------
 
 
+NETWORK = """
+import fedpop as fp
+from torch import nn
+
+def model(inputs):
+    return fp.Composition(nn.Linear(inputs, 2), nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
+"""
+
+
+@pytest.mark.parametrize("said", [None, "float32", "bfloat16", "auto"])
+def test_precision_is_a_word_of_the_settings(made: Made, said: str | None) -> None:
+    """Sites are told what to compute in; ``auto`` is no matter of a site's processor."""
+    (made.server / "app" / "model.py").write_text(NETWORK)
+    file = made.server / "app" / "federation.toml"
+    if said is not None:
+        file.write_text(file.read_text().replace("[run]\n", f"[run]\nprecision = '{said}'\n"))
+    deployment = Folder(made.server).deployment()
+    example = Example(None, ((2,),), (torch.float32,))
+    method = deployment.prepared(example)
+    meant = "bfloat16" if said == "bfloat16" else "float32"
+    assert method.model.precision == meant
+    letter = deployment.hello(example, {}, method, "test")
+    assert letter.about["method"]["precision"] == meant
+
+
+def test_probabilities_by_site_are_a_table_of_the_settings(made: Made) -> None:
+    file = made.server / "app" / "federation.toml"
+    told = "[run]\nparticipation = {north = 0.5, south = 1.0}\n"
+    file.write_text(file.read_text().replace("[run]\n", told))
+    rule = Folder(made.server).deployment().settings.participation
+    assert rule == fp.participation.Bernoulli({"north": 0.5, "south": 1.0})
+
+
 def test_bad_folders_and_settings(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     assert "already" in refused(capsys, "server", "init", made.server)
     assert "is this a federation's folder?" in refused(capsys, "server", "run", made.root / "gone")
@@ -185,6 +219,8 @@ def test_bad_folders_and_settings(made: Made, capsys: pytest.CaptureFixture[str]
         "[sites]\ntimeout = -1.0": "timeout",
         "[run]\nrounds = 'ten'": "rounds",
         "[run]\nparticipation = 'some'": "participation",
+        "[run]\nparticipation = {north = 2.0}": "p['north'] must be a number in (0, 1]",
+        "[run]\nprecision = 'half'": "precision must be one of",
         "[run]\nearly_stop = {evry = 3}": "unknown setting 'evry'",
         "[run]\nearly_stop = 3": "early_stop is a table",
         "[run]\nafterwards = ['luck']": "afterwards is a list of",

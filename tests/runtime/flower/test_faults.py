@@ -204,10 +204,10 @@ def test_what_goes_wrong_at_a_site_stays_there(tmp_path: Path, monkeypatch: pyte
     """The server hears what kind of error it was, never its words, which may hold data."""
     work = at_site.site_round
 
-    def failing(sites: Sites, method: Any, round: Any, name: str, messages: int) -> Any:
+    def failing(sites: Sites, method: Any, round: Any, name: str, *more: Any) -> Any:
         if name == "bea" and round.number == 2:
             raise RuntimeError("row 17 of patient Jane Doe is odd")
-        return work(sites, method, round, name, messages)
+        return work(sites, method, round, name, *more)
 
     monkeypatch.setattr(at_site, "site_round", failing)
     found, grid = run(tmp_path, lambda grid: None)
@@ -392,12 +392,14 @@ def test_a_node_is_not_taken_for_another_site(tmp_path: Path) -> None:
     assert all(set(m["heard"]) == {"ada", "cem", "dag"} for m in found.history)
 
 
-def test_sites_that_differ_in_form_are_told(tmp_path: Path) -> None:
+def test_sites_that_differ_in_form_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = four("softmax")
     data["bea"] = (data["bea"][0][:, :2], data["bea"][1])
     grid = LocalGrid(app, enrol(tmp_path, data))
-    with pytest.raises(SettingsError, match=r"examples at bea have shapes \[\[2\]\]"):
+    caplog.set_level("INFO", "fedpop.server")
+    with pytest.raises(SettingsError, match=r"of 1 unit\(s\) \[\[2\]\], of 3 unit\(s\) \[\[3\]\]"):
         conduct(deployment(made("FedSOUL", "softmax"), 2, terms=TERMS), post_on(grid))
+    assert 'bea, example: {"names": null, "shapes": [[2]]' in caplog.text
 
 
 def test_a_method_that_needs_everyone_waits_and_says_for_whom(
