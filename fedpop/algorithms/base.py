@@ -65,7 +65,7 @@ class Algorithm(Setting, ABC):
 
     name: ClassVar[str]
     about: ClassVar[About]
-    runs_on: ClassVar[Callable[..., Population]]
+    runs_on: ClassVar[Callable[..., Any]]
     """What ``fit`` calls. Methods know no runtime: ``fedpop`` itself, which has both, says which it is."""
     private: ClassVar[tuple[str, ...]] = ()
     """Local state that must never be in a message."""
@@ -343,7 +343,8 @@ class Algorithm(Setting, ABC):
     ) -> Population:
         """Run this method on one machine; ``fedpop.fit`` says what each setting does."""
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
-        return type(self).runs_on(self, **given, **unknown)
+        population: Population = type(self).runs_on(self, **given, **unknown)
+        return population
 
     def replace(self, **changes: Any) -> Self:
         """A copy with other settings; what a run has chosen where they left something open is open again."""
