@@ -7,7 +7,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional, arg, configure, subcommand
+from tyro.conf import (
+    FlagCreatePairsOff,
+    OmitArgPrefixes,
+    OmitSubcommandPrefixes,
+    Positional,
+    arg,
+    configure,
+    subcommand,
+)
 from tyro.extras import SubcommandApp
 
 from fedpop.cli_data import DataDir, Get, Listing, Show
@@ -107,6 +115,7 @@ def experiment(
     processes: Annotated[int | None, arg(metavar="INT")] = None,
     data_dir: DataDir = None,
     only: Annotated[str, arg(metavar="TEXT")] = "",
+    again: Annotated[bool, FlagCreatePairsOff] = False,
 ) -> None:
     """Run an experiment by its name.
 
@@ -117,13 +126,14 @@ def experiment(
         processes: Worker processes; one per core unless told.
         data_dir: Folder in which data are looked for first, for an experiment that needs them.
         only: Run only jobs with this text in their label, such as "main" or "seed 0".
+        again: Make anew what another version of fedpop made.
     """
     if not name:
         sys.stdout.write(f"fedpop experiment NAME runs one of\n{listed()}\n")
         return
     if name not in EXPERIMENTS:
         raise SettingsError(f"there is no experiment {name!r}; there are\n{listed()}")
-    _module(name).EXPERIMENT.run(out, seeds, processes, data_dir, only)
+    _module(name).EXPERIMENT.run(out, seeds, processes, data_dir, only, again)
 
 
 @app.command

@@ -24,7 +24,8 @@ class LocalStore:
 
     def all_seen(self, ids: Tensor) -> bool:
         """Whether all of them have."""
-        return bool(self.entered.all()) or bool(self.seen(ids).all())
+        everyone = len(ids) == len(self.entered)
+        return bool((self.entered if everyone else self.seen(ids)).all())
 
     def get(self, ids: Tensor, device: torch.device) -> dict[str, Tensor]:
         """What units hold that were all heard before."""

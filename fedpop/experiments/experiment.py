@@ -56,8 +56,12 @@ class Experiment(Report):
         processes: int | None = None,
         data: Path | None = None,
         only: str = "",
+        again: bool = False,
     ) -> Path:
-        """Run the jobs that are missing, those whose label has ``only`` in it, and write the report."""
+        """Run the jobs that are missing, those whose label has ``only`` in it, and write the report.
+
+        With ``again``, what another version of fedpop made is made anew.
+        """
         require_report()
         asked = self.asked(out, seeds, data)
         many = workers(processes)
@@ -73,5 +77,5 @@ class Experiment(Report):
             raise CheckpointError(
                 f"{asked.folder / 'results.json'} holds records of {', '.join(others)}; use another --out"
             )
-        run_jobs(chosen, results, many, self.name)
+        run_jobs(chosen, results, many, self.name, again=again)
         return self.tell(results)

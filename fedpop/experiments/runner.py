@@ -22,6 +22,7 @@ from fedpop.errors import SettingsError
 from fedpop.files import writable_folder
 from fedpop.report.results import Record, Results
 from fedpop.runtime.lock import held
+from fedpop.version import __version__
 
 SELDOM = 0.2
 """Seconds between two words of a worker about how far it is."""
@@ -40,11 +41,15 @@ class Job:
     config: dict[str, Any] | None = None
     """Records of another configuration are not those asked for."""
 
-    def done(self, results: Results) -> bool:
+    def done(self, results: Results, again: bool = False) -> bool:
+        """Whether its records are there, with ``again`` such as this version made."""
         there = {
             r["method"]
             for r in results.records
-            if r["setting"] == self.setting and r["seed"] == self.seed and self.config in (None, r["config"])
+            if r["setting"] == self.setting
+            and r["seed"] == self.seed
+            and self.config in (None, r["config"])
+            and not (again and r["version"] != __version__)
         }
         return set(self.methods) <= there
 
@@ -150,13 +155,19 @@ def _in_worker(number: int, call: Callable[..., list[Record]], arguments: tuple[
 
 
 def run_jobs(
-    jobs: Sequence[Job], results: Results, processes: int | None, title: str, show: bool = True
+    jobs: Sequence[Job],
+    results: Results,
+    processes: int | None,
+    title: str,
+    show: bool = True,
+    again: bool = False,
 ) -> None:
     """Run the jobs that are missing; records are written as they arrive, so a stop loses one job at most.
 
-    ``processes`` None is one per core; 0 runs them in this process, one after the other.
+    ``processes`` None is one per core; 0 runs them in this process, one after the other. With ``again``,
+    records that another version made are missing.
     """
-    todo = [job for job in jobs if not job.done(results)]
+    todo = [job for job in jobs if not job.done(results, again)]
     many = max(1, min(processes or os.cpu_count() or 1, len(todo) or 1))
     board = Board(todo, len(jobs), title, show)
     with held(writable_folder(results.folder)), board.progress:

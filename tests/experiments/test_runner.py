@@ -11,6 +11,7 @@ import pytest
 
 from fedpop.experiments.runner import Board, Job, run_jobs, tell
 from fedpop.report.results import Record, Results, record
+from fedpop.version import __version__
 
 
 def work(method: str, seed: int, marks: str) -> list[Record]:
@@ -35,6 +36,19 @@ def test_only_what_is_missing_is_run(tmp_path: Path) -> None:
     run_jobs(jobs(tmp_path), results, 2, "test")
     assert sorted(p.name for p in tmp_path.glob("*-0")) == ["a-0", "c-0"]
     assert sorted(r["method"] for r in Results.open(tmp_path / "results").records) == ["a", "b", "c"]
+
+
+def test_what_another_version_made_is_made_again_on_request(tmp_path: Path) -> None:
+    results = Results.open(tmp_path / "results")
+    results.add([old | {"version": "0.0.1"} for m in "ab" for old in work(m, 0, str(tmp_path))])
+    results.add(work("c", 0, str(tmp_path)))
+    for mark in tmp_path.glob("*-0"):
+        mark.unlink()
+    run_jobs(jobs(tmp_path), results, 0, "test")
+    assert not list(tmp_path.glob("*-0"))
+    run_jobs(jobs(tmp_path), results, 0, "test", again=True)
+    assert sorted(p.name for p in tmp_path.glob("*-0")) == ["a-0", "b-0"]
+    assert {r["version"] for r in results.records} == {__version__}
 
 
 SCRIPT = """
