@@ -45,7 +45,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Part:
+class TakingPart:
     """A site's in a round."""
 
     ids: Tensor
@@ -70,7 +70,7 @@ def places(sites: Mapping[str, Member]) -> dict[str, Tensor]:
     return dict(zip(names, every, strict=True))
 
 
-def taking_part(sites: Mapping[str, Member], active: Active) -> dict[str, Part]:
+def taking_part(sites: Mapping[str, Member], active: Active) -> dict[str, TakingPart]:
     """Which units of each site take part in a round, and what its sum counts; a site without any does not."""
     place = places(sites)
     sizes = torch.tensor([len(own) for own in place.values()])
@@ -82,10 +82,10 @@ def taking_part(sites: Mapping[str, Member], active: Active) -> dict[str, Part]:
         ids = active.ids[here]
         if len(ids):
             some = None if len(ids) == len(own) else (ids - own[0]).tolist()
-            parts[name] = Part(ids, some, float(active.weights[here][0]))
+            parts[name] = TakingPart(ids, some, float(active.weights[here][0]))
     return parts
 
 
-def examples_in(site: Member, part: Part) -> int:
+def examples_in(site: Member, part: TakingPart) -> int:
     """About how many examples a site's part of a round has: its units' sizes are its own."""
     return max(1, round(site.examples * len(part.ids) / max(1, site.units)))

@@ -432,7 +432,8 @@ def test_a_method_that_needs_everyone_waits_and_says_for_whom(
 def test_a_question_that_needs_everyone_names_who_is_missing(tmp_path: Path) -> None:
     def prepare(grid: LocalGrid) -> None:
         def fault(site: str, letter: Message, reply: Message) -> list[Message] | None:
-            asks = letter_from_record(letter.content).kind == "ask"
+            told = letter_from_record(letter.content)
+            asks = told.kind == "ask" and told.about["question"] == "curvature"
             return None if asks and site == "cem" else [reply]
 
         grid.fault = fault
