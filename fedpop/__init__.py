@@ -27,6 +27,7 @@ from fedpop.algorithms import (
     PerFedAvg,
     PFedMe,
 )
+from fedpop.algorithms.base import Algorithm as _Algorithm
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.experiments.comparison import compare
 from fedpop.federation.clients import Client, Federation, Table
@@ -39,6 +40,8 @@ from fedpop.models.split import Split
 from fedpop.population import Population, evaluate, load
 from fedpop.runtime.simulate import fit
 from fedpop.version import __version__ as __version__
+
+_Algorithm.runs_on = fit
 
 __all__ = [
     "APFL",

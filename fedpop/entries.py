@@ -11,6 +11,7 @@ import traceback
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,10 +31,23 @@ def entry_named(entry: str, folder: str | Path | None = None) -> Any:
     module, colon, name = entry.partition(":") if isinstance(entry, str) else ("", "", "")
     if not (module and colon and name):
         raise SettingsError(f"{entry!r} is not a module and a name in it, such as 'mydata:clients'")
+    found = module_named(module, folder, entry)
+    if not hasattr(found, name):
+        raise SettingsError(f"{entry!r}: module {module} has no {name!r}")
+    return getattr(found, name)
+
+
+def module_named(module: str, folder: str | Path | None = None, entry: str = "") -> ModuleType:
+    """A module; those in ``folder`` come first. ``entry`` is what errors call it.
+
+    >>> module_named("math").__name__
+    'math'
+    """
+    entry = entry or module
     if folder is not None:
         _look_first(Path(folder), module)
     try:
-        found = import_module(module)
+        return import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
             where = f" in {folder}, nor is one installed" if folder is not None else ""
@@ -41,9 +55,6 @@ def entry_named(entry: str, folder: str | Path | None = None) -> Any:
         raise SettingsError(f"{entry!r}: {_told(error)}") from error
     except Exception as error:  # whatever the user's module does
         raise SettingsError(f"{entry!r}: module {module} cannot be imported: {_told(error)}") from error
-    if not hasattr(found, name):
-        raise SettingsError(f"{entry!r}: module {module} has no {name!r}")
-    return getattr(found, name)
 
 
 def called(entry: str, function: Any, argument: Any, seed: int = 0) -> Any:

@@ -50,7 +50,7 @@ class Apart:
         self.sites = {name: Sites(federation, CPU) for name, federation in federations.items()}
         self.roster = Roster(units_of(self.names))
         self.rule = method.usual_participation() if rule is None else rule
-        self.facts = Facts(len(self.names), rounds, active=self.rule.expected(len(self.names)))
+        self.facts = Facts(len(self.names), rounds, active=self.rule.expected(self.roster))
         self.key, self.secret = Key(seed), Key(seed, purpose="site")
         self.exposed, self.round = exposed, 0
         self.traffic: list[tuple[str, str, Payload, Tensor]] = []

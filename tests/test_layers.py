@@ -125,6 +125,29 @@ def test_no_ring_of_modules() -> None:
         visit(name, ())
 
 
+def hidden(tree: ast.AST, known: set[str]) -> list[str]:
+    """Modules of fedpop that are imported inside functions."""
+    inside = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [other for function in inside for other in imports(function, known)]
+
+
+def test_nothing_of_our_own_is_imported_in_functions() -> None:
+    """What a module needs of fedpop stands at its top; packages that may be missing are another matter, and
+    so is the command line, whose ``--help`` is not to wait for all of them."""
+    known = {name: path for name, path in modules().items() if not layer(name).startswith("cli")}
+    found = {name: hidden(ast.parse(path.read_text()), set(known)) for name, path in known.items()}
+    assert not {name: others for name, others in found.items() if others}
+    function = "def f():\n    from fedpop.runtime import run\n"
+    assert hidden(ast.parse(function), {"fedpop.runtime.run"}) == ["fedpop.runtime.run"]
+
+
+def test_a_lower_room_is_not_told_of_a_higher_one() -> None:
+    """That methods run on the simulator is said where both are known, in ``fedpop`` itself."""
+    said = {name for name, path in modules().items() if ".runs_on = " in path.read_text()}
+    assert said == {"fedpop.__init__"}
+    assert Algorithm.runs_on is fedpop.fit
+
+
 def test_flower_is_imported_in_one_place() -> None:
     """It breaks something every month: only one package is to know of it."""
 

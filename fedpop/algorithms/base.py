@@ -35,7 +35,7 @@ from fedpop.errors import SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Example, Inputs
-from fedpop.federation.participation import Everyone, Participation, Uniform
+from fedpop.federation.participation import Everyone, Participation, Said, Uniform
 from fedpop.kernels.hierarchy import Hierarchy
 from fedpop.keys import Key
 from fedpop.models.base import Model
@@ -65,6 +65,8 @@ class Algorithm(Setting, ABC):
 
     name: ClassVar[str]
     about: ClassVar[About]
+    runs_on: ClassVar[Callable[..., Any]]
+    """What ``fit`` calls. Methods know no runtime: ``fedpop`` itself, which has both, says which it is."""
     private: ClassVar[tuple[str, ...]] = ()
     """Local state that must never be in a message."""
     keeps: ClassVar[tuple[str, ...]] = ()
@@ -327,7 +329,7 @@ class Algorithm(Setting, ABC):
         *,
         rounds: int | None = None,
         seed: int = 0,
-        participation: Participation | int | float | Sequence[float] | None = None,
+        participation: Said = None,
         out: str | Path | None = None,
         resume: bool = False,
         callbacks: Sequence[Any] = (),
@@ -340,10 +342,9 @@ class Algorithm(Setting, ABC):
         **unknown: Any,
     ) -> Population:
         """Run this method on one machine; ``fedpop.fit`` says what each setting does."""
-        if not RUNTIMES:
-            raise SettingsError("no runtime is there to fit with: import fedpop")
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
-        return RUNTIMES[-1](self, **given, **unknown)
+        population: Population = type(self).runs_on(self, **given, **unknown)
+        return population
 
     def replace(self, **changes: Any) -> Self:
         """A copy with other settings; what a run has chosen where they left something open is open again."""
@@ -356,11 +357,6 @@ class Algorithm(Setting, ABC):
     def describe(self) -> dict[str, Any]:
         """All settings as plain values, for files and for comparing runs."""
         return {"method": self.label} | {f.name: describe(getattr(self, f.name)) for f in fields(self)}
-
-
-RUNTIMES: list[Callable[..., Population]] = []
-"""What ``Algorithm.fit`` runs on: a runtime, which knows of methods while they do not know of it, adds
-itself."""
 
 
 def require_everyone(setting: str, given: Mapping[str, Any], names: Sequence[str]) -> None:

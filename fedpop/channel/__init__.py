@@ -3,7 +3,7 @@
 from fedpop.channel.guard import Guard
 from fedpop.channel.message import Answer, Tensors, Total
 from fedpop.channel.pipeline import Channel, Choice, Payload, resolve_compressor
-from fedpop.channel.sent import Message, message_of
+from fedpop.channel.sent import Message, SiteSum
 from fedpop.channel.tally import Heard, Tally
 
 __all__ = [
@@ -14,9 +14,9 @@ __all__ = [
     "Heard",
     "Message",
     "Payload",
+    "SiteSum",
     "Tally",
     "Tensors",
     "Total",
-    "message_of",
     "resolve_compressor",
 ]

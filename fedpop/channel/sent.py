@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fedpop.channel.message import Answer, Tensors
 from fedpop.channel.pipeline import Channel, Payload
-from fedpop.channel.tally import Heard, Tally
+from fedpop.channel.tally import Heard, only
 from fedpop.errors import PayloadError, SettingsError
 from fedpop.keys import Key
 
@@ -42,27 +42,51 @@ class Message:
         return {n: v.to(kind) if n in channel.compressed else v for n, v in found.items()}
 
 
-def message_of(answer: Answer, units: Tensor, channel: Channel, site: int, key: Key) -> tuple[Message, Heard]:
-    """The sum over an answer's units as their site sends it; and who of them is in it, with each one's share
-    of what the server will see.
+class SiteSum:
+    """What a site has to say, added up cohort by cohort: no more than one cohort's vectors are ever there."""
 
-    A sum that cannot be sent (an entry of it may be too large for the compressor) is a message of nobody.
-    """
-    kind = next((v.dtype for v in answer.vectors.values()), torch.float32)
-    tally = Tally(Channel(), key)
-    ones = torch.ones(len(units), device=units.device)
-    heard = tally.add(replace(answer, rows=None, named={}), units, ones).heard
-    sums, count = tally.total(len(units), ratio=False).plain, int(heard.sum())
-    if not count:
-        return Message({}, 0, cost=answer.cost), Heard(heard, {})
-    try:
-        payloads = {n: channel.encode(n, v, site, key) for n, v in sums.items()}
-    except PayloadError:
-        return Message({}, 0, cost=answer.cost), Heard(torch.zeros_like(heard), {})
-    named = {n: (of, _alike(n, c[heard])) for n, (of, c) in answer.named.items()}
-    message = Message(payloads, count, named, answer.cost)
-    seen = message.vectors(channel, site, kind)
-    return message, Heard(heard, {n: (v / count).expand(len(units), -1) for n, v in seen.items()})
+    def __init__(self) -> None:
+        self._sums: Tensors = {}
+        self._good: list[Tensor] = []
+        self._named: dict[str, tuple[str, list[Tensor]]] = {}
+        self._cost: dict[str, float] = {}
+
+    def add(self, answer: Answer) -> None:
+        """One cohort's answer; who is not fit to be heard is left out."""
+        good = answer.good
+        for name, vectors in answer.vectors.items():
+            # One unit after the other: where cohorts are cut changes no bit of a sum.
+            so_far = self._sums[name] if name in self._sums else vectors.new_zeros(vectors.shape[1])
+            one = torch.zeros(len(good), dtype=torch.int64, device=vectors.device)
+            self._sums[name] = so_far.unsqueeze(0).index_add(0, one, only(good, vectors))[0]
+        for name, total in answer.sums.items():
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+        for name, (of, coefficients) in answer.named.items():
+            self._named.setdefault(name, (of, []))[1].append(coefficients[good])
+        for name, number in answer.cost.items():
+            self._cost[name] = self._cost.get(name, 0.0) + number
+        self._good.append(good)
+
+    def message(self, channel: Channel, site: int, key: Key) -> tuple[Message, list[Heard]]:
+        """The sum as the site sends it; and who of each cohort is in it, with each one's share of what the
+        server will see.
+
+        A sum that cannot be sent (it is not finite, or too large for the compressor) is a message of nobody.
+        """
+        count = sum(int(good.sum()) for good in self._good)
+        nobody = Message({}, 0, cost=self._cost), [Heard(torch.zeros_like(g), {}) for g in self._good]
+        if not count:
+            return nobody
+        try:
+            payloads = {n: channel.encode(n, v, site, key) for n, v in self._sums.items()}
+        except PayloadError:
+            return nobody
+        named = {n: (of, _alike(n, torch.cat(each))) for n, (of, each) in self._named.items()}
+        message = Message(payloads, count, named, self._cost)
+        kind = next(iter(self._sums.values())).dtype if self._sums else torch.float32
+        seen = message.vectors(channel, site, kind)
+        shares = {n: v / count for n, v in seen.items()}
+        return message, [Heard(g, {n: v.expand(len(g), -1) for n, v in shares.items()}) for g in self._good]
 
 
 def _alike(name: str, coefficients: Tensor) -> float:

@@ -65,13 +65,13 @@ class Tally:
         alone = sites is None
         where, place = (units, None) if sites is None else torch.unique(sites, return_inverse=True)
         if place is not None:
-            _require_alike(weights, place, len(where), "take part with different probabilities")
+            require_alike(weights, place, len(where), "take part with different probabilities")
         heard, seen, suspects = answer.good, dict[str, Tensor](), None
         if lost is not None:
             heard = heard & ~(lost if place is None else _any(lost, place, len(where))[place])
         there = answer.good if place is None else _any(answer.good, place, len(where))
         for name, vectors in answer.vectors.items():
-            kept = _only(answer.good, vectors)
+            kept = only(answer.good, vectors)
             if place is not None:
                 kept = kept.new_zeros((len(where), kept.shape[1])).index_add(0, place, kept)
             arrived, size = self._carried(name, kept, where, there)
@@ -146,16 +146,16 @@ class Tally:
         ones = bool((weights == 1).all())
         for name, arrived in seen.items():
             factor = per_site(weights.to(arrived.dtype))
-            safe = _only(factor != 0, arrived)
+            safe = only(factor != 0, arrived)
             total = factor @ safe
             _grow(self._weighted, name, total)
             count = factor if ones else per_site(torch.ones_like(weights).to(arrived.dtype))
             _grow(self._plain, name, total if ones else count @ safe)
         for name, (of, coefficients) in named.items():
             if place is not None:
-                _require_alike(coefficients, place, sites, f"count differently in {name!r}")
+                require_alike(coefficients, place, sites, f"count differently in {name!r}")
             factor = per_site(coefficients.to(seen[of].dtype))
-            _grow(self._named, name, factor @ _only(factor != 0, seen[of]))
+            _grow(self._named, name, factor @ only(factor != 0, seen[of]))
 
     def _shares(self, seen: Tensors, heard: Tensor, place: Tensor | None, alone: bool) -> Tensors:
         """What each unit may remember of what the server saw: units of one site share it evenly."""
@@ -177,7 +177,7 @@ def _grow(sums: Tensors, name: str, more: Tensor) -> None:
     sums[name] = sums[name] + more if name in sums else more
 
 
-def _only(keep: Tensor, vectors: Tensor) -> Tensor:
+def only(keep: Tensor, vectors: Tensor) -> Tensor:
     """Zeros in the rows that are not kept; no copy where all are."""
     if bool(keep.all()):
         return vectors
@@ -188,7 +188,8 @@ def _any(flags: Tensor, place: Tensor, sites: int) -> Tensor:
     return flags.new_zeros(sites, dtype=torch.int64).index_add(0, place, flags.long()) > 0
 
 
-def _require_alike(weights: Tensor, place: Tensor, sites: int, otherwise: str) -> None:
+def require_alike(weights: Tensor, place: Tensor, sites: int, otherwise: str) -> None:
+    """Raise unless units of one site, each at its ``place`` among so many, all count the same."""
     least, most = (
         weights.new_zeros(sites).scatter_reduce(0, place, weights, how, include_self=False)
         for how in ("amin", "amax")

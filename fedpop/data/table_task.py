@@ -19,7 +19,8 @@ from fedpop.federation.reading import Columns, columns_of, from_table, read_colu
 from fedpop.keys import Key
 from fedpop.models.composition import Composition
 from fedpop.models.networks import redraw
-from fedpop.questions.forms import agreed, check_form, summary_of
+from fedpop.population.sites import asked_of
+from fedpop.questions.forms import agreed, check_form, table_of
 from fedpop.questions.schema import Moments, sorted_levels
 
 CLASSES = ("categorical", "bernoulli")
@@ -94,7 +95,7 @@ class TableTask(Checked, OwnData):
                 where = f"{columns.who}, {columns.rows[list(columns[column]).index('')]}"
                 what = "client" if column == self.client else column
                 raise DataError(f"{where}: no {what}; drop the row or give it one in {column!r}")
-        form, _ = agreed(asked, {"here": {"summary": summary_of(columns, asked)}})
+        form, _ = agreed(asked, asked_of({"here": table_of(columns, asked)}))
         if not width(form):
             raise DataError(f"{columns.who}: every row says the same in {', '.join(self.x)}")
         names = self._names(columns)

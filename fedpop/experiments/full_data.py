@@ -6,6 +6,7 @@ which is told each client's classes when it is scored.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from torch import Tensor
 from fedpop.algorithms.fedavg import FedAvg
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.data.image_task import FullImageTask
-from fedpop.evaluation.scores import worst_tenth
+from fedpop.evaluation.scores import scored
 from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.image_methods import further, methods
-from fedpop.experiments.image_runs import LEGEND, jobs_of, measured, table
+from fedpop.experiments.image_runs import LEGEND, jobs_of, measured, table, told
 from fedpop.experiments.runner import Job
 from fedpop.federation.clients import Client, Federation, Packed
-from fedpop.population import Population
+from fedpop.models.predictive import Predictive
 from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.results import Record, Results, record, values
@@ -39,6 +40,8 @@ TASKS = (
 )
 FIRST = 2
 """Tasks of the first stage, which is run before anything else."""
+NEVER = -1e30
+"""The head's output for a class that cannot be; minus infinity times nothing would be no number."""
 LIMIT = "pooled"
 """The network on everybody's images."""
 FIRST_METHODS = methods(RATE, BATCH)
@@ -71,20 +74,11 @@ def limit(task: FullImageTask, federation: Federation, seed: int) -> Record:
     own = LocalSGD(1, RATE, BATCH, momentum=0.9, decay=1e-3)
     method = FedAvg(task.model(seed), local=own)
     population = fit(method, [Client(train.x, train.y)], rounds=epochs, seed=seed, progress=False)
-    accuracy, loss = [], 0.0
-    for i in range(len(federation)):
+    found = []
+    for i, name in enumerate(federation.names):
         at, mine = _rows(test, i), _rows(train, i)
-        right, nll = among(population, test.x[at], test.y[at], train.y[mine].unique())
-        accuracy.append(float(right.double().mean()))
-        loss += float(nll.sum())
-    told = torch.tensor(accuracy, dtype=torch.float64)
-    metrics = {
-        "accuracy": float(told.mean()),
-        "accuracy_std": float(told.std(correction=0)),
-        "accuracy_worst_decile": worst_tenth(told, high_is_good=True),
-        "nll": loss / len(test.y),
-        "loss": population.history[-1]["loss"],
-    }
+        found.append((name, among(population.predict(0, test.x[at]), train.y[mine].unique()), test.y[at]))
+    metrics = told(scored(found, widths=False)) | {"loss": population.history[-1]["loss"]}
     cost = population.totals | {"rounds": population.rounds}
     return record(NAME, setting_of(task), LIMIT, seed, metrics, cost, population.algorithm.describe())
 
@@ -94,12 +88,11 @@ def _rows(split: Packed, i: int) -> slice:
     return slice(first, first + int(split.sizes[i]))
 
 
-def among(population: Population, x: Tensor, y: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
-    """Which predictions are right and their negative log-probabilities, where only these classes can be."""
-    probs = population.predict(0, x).probs[:, classes]
-    probs = probs / probs.sum(1, keepdim=True)
-    own = (y.unsqueeze(1) == classes).to(probs.dtype)
-    return (probs.argmax(1) == own.argmax(1)), -(probs * own).sum(1).clamp(min=1e-12).log()
+def among(p: Predictive, classes: Tensor) -> Predictive:
+    """The same point predictions where only these classes can be."""
+    never = torch.ones(p.eta.shape[-1], dtype=torch.bool)
+    never[classes] = False
+    return replace(p, eta=p.eta.masked_fill(never, NEVER))
 
 
 def jobs(asked: Asked) -> list[Job]:

@@ -248,7 +248,7 @@ class Federation:
     @cached_property
     def roster(self) -> Roster:
         """Who may take part."""
-        return Roster(self.units)
+        return Roster(self.units, self.names)
 
     @property
     def example(self) -> Example:

@@ -42,8 +42,8 @@ class Wanted:
             scaled += scaled_columns(part.tokens)
         return cls(tuple(dict.fromkeys(categorical)), tuple(dict.fromkeys(scaled)))
 
-    def schema(self, minimum: int) -> Schema:
-        return Schema(tuple(map(_scale, self.scaled)), self.categorical, minimum)
+    def schema(self, minimum: int, many: bool = False) -> Schema:
+        return Schema(tuple(map(_scale, self.scaled)), self.categorical, minimum, many)
 
     def table(self, rows: Rows) -> dict[str, Any]:
         """The columns that a site summarises."""

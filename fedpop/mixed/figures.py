@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedpop.errors import SettingsError
+from fedpop.mixed.table import pandas
 from fedpop.report.looks import METHODS
 from fedpop.report.style import new_axes, new_figure, styled
 
@@ -68,8 +69,6 @@ def _slope(fit: MixedFit) -> str:
 def _lines(fit: MixedFit) -> Figure:
     """Observed rows, and each group's fitted mean along one predictor; others at their mean or
     baseline."""
-    from fedpop.mixed.table import pandas
-
     pd, column = pandas(), _slope(fit)
     columns = fit.rows.columns
     ends = np.linspace(float(columns[column].min()), float(columns[column].max()), 30)

@@ -62,6 +62,10 @@ class QuadratureEngine(Engine):
     method: ClassVar[str] = "adaptive Gauss-Hermite quadrature"
 
     @property
+    def level(self) -> float:
+        return self.start
+
+    @property
     def grid(self) -> bool:
         return len(self.units.z_names) <= GRID
 

@@ -12,7 +12,7 @@ import torch
 from fedpop.channel import Choice
 from fedpop.checked import OneOf, Whole, require
 from fedpop.errors import DataError, FedpopWarning, SettingsError
-from fedpop.federation.participation import Participation
+from fedpop.federation.participation import Said
 from fedpop.mixed import sampled
 from fedpop.mixed.design import Design, Wanted
 from fedpop.mixed.fit import MixedFit
@@ -26,6 +26,8 @@ from fedpop.mixed.response import Family, family_named, response_of
 from fedpop.mixed.search import SearchResult
 from fedpop.mixed.summary import rank_deficient
 from fedpop.mixed.table import MISSING, Rows, as_frame, pandas, rows_of
+from fedpop.population.sites import asked_of
+from fedpop.questions import Table
 from fedpop.questions.schema import MINIMUM
 
 METHODS = ("ML", "REML")
@@ -48,7 +50,7 @@ def mixed_model(
     engine: str = "auto",
     seed: int = 0,
     rounds: int | None = None,
-    participation: Participation | int | float | Sequence[float] | None = None,
+    participation: Said = None,
     compressor: Choice = "identity",
 ) -> MixedFit:
     """Fit a linear or generalised linear mixed model; each level of the grouping factor is a client.
@@ -145,16 +147,18 @@ def _rows(frame: Any, read: Formula, weight: FormulaPart | None, sites: Any, mis
 
 
 def _agreed(read: Formula, rows: Rows, levels: Mapping[str, Sequence[Any]], minimum: int) -> Design:
-    """The short round before: what of columns has to be known to all. Without sites the sum over clients
+    """The short rounds before: what of columns has to be known to all. Without sites the sum over clients
     is formed at once; it is the same."""
     wanted = Wanted.of(read, rows)
-    schema, table = wanted.schema(minimum), wanted.table(rows)
+    table, tables = wanted.table(rows), dict[str, Table]()
     if rows.sites is None:
-        answers = [schema.answer(table)]
+        tables = {"here": table}
     else:
-        at = [rows.sites == site for site in dict.fromkeys(rows.sites.tolist())]
-        answers = [schema.answer({n: v[own] for n, v in table.items()}, many=True) for own in at]
-    return Design.agreed(read, schema.finish(answers), levels, minimum)
+        for site in dict.fromkeys(rows.sites.tolist()):
+            at = rows.sites == site
+            tables[str(site)] = {n: v[at] for n, v in table.items()}
+    schema = wanted.schema(minimum, many=rows.sites is not None)
+    return Design.agreed(read, schema.asked(asked_of(tables)), levels, minimum)
 
 
 def _sites_of(sites: Any, rows: Rows) -> Mapping[str, Sequence[str]] | None:

@@ -83,6 +83,11 @@ class Engine(ABC):
         normal numbers ``[K, k + p]`` and ``[K]``."""
 
     @property
+    def level(self) -> float:
+        """The linear predictor of the mean response, where estimates are counted from it; else 0."""
+        return 0.0
+
+    @property
     def words(self) -> str:
         """How the log-likelihood is computed."""
         return self.method

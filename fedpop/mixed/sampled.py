@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from fedpop.errors import FedpopWarning, SettingsError
 from fedpop.evaluation.convergence import landing
 from fedpop.evaluation.verdict import Distance
 from fedpop.federation.clients import Federation, Packed
-from fedpop.federation.participation import Participation
+from fedpop.federation.participation import Participation, Said
 from fedpop.federation.participation import resolve as resolve_participation
 from fedpop.keys import Key
 from fedpop.mixed.factor import canonical
@@ -61,7 +60,7 @@ class SampledSettings:
 
     seed: int = 0
     rounds: int | None = None
-    participation: Participation | int | float | Sequence[float] | None = None
+    participation: Said = None
     compressor: Choice = "identity"
 
     @property
@@ -283,7 +282,7 @@ def scored(engine: Engine, x: Tensor, rule: Participation, key: Key) -> tuple[Te
     how far below a maximum that is. Everyone is asked for score and information where a stage begins."""
     roster = engine.groups.federation.roster
     units = len(roster)
-    crowd = max(units / rule.expected(units), 1.0)
+    crowd = max(units / rule.expected(roster), 1.0)
     steps, rounds = scoring.long_enough(1 / crowd), 0
     for _ in range(STAGES):
         whole, information = engine.score_and_information(x)
@@ -306,8 +305,7 @@ def scored(engine: Engine, x: Tensor, rule: Participation, key: Key) -> tuple[Te
 
 def population_at(fit: MixedFit) -> Population:
     """A population of FedSOUL at the fit's theta."""
-    start = getattr(fit.engine, "start", 0.0)
-    layout = layout_of(fit.groups, fit.units, fit.family, start)
+    layout = layout_of(fit.groups, fit.units, fit.family, fit.engine.level)
     federation, weighted = layout.federation(fit.groups)
     method = FedSOUL(layout.model(weighted), prior=layout.prior(fitting=False), engine="sampled")
     method = method.prepared(federation.example)

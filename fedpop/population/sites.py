@@ -19,11 +19,12 @@ from fedpop.channel import Answer, Channel, Guard, Heard, Tally, Tensors, Total
 from fedpop.client.plan import Plan
 from fedpop.client.store import LocalStore
 from fedpop.errors import EstimateError, SettingsError
-from fedpop.federation.clients import Federation
+from fedpop.federation.clients import Federation, Packed
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.participation import Active, Everyone
 from fedpop.keys import Key, unit_of
-from fedpop.questions import Question, Units
+from fedpop.questions import Question, Table, Units
+from fedpop.questions.schema import Ask
 
 R = TypeVar("R")
 
@@ -60,11 +61,39 @@ class Sites:
         store: LocalStore | None = None,
         sites: Mapping[str, Sequence[str]] | None = None,
         lost: Lost | None = None,
+        tables: Sequence[Table] | None = None,
     ) -> None:
-        self.federation, self.device, self.lost = federation, device, lost
+        self.federation, self.device, self.lost, self.tables = federation, device, lost, tables
         self.store = LocalStore(len(federation)) if store is None else store
-        self.sites = None if sites is None else _site_of_each(sites, federation)
+        self.sites = None if sites is None else site_of_each(sites, federation)
         self._everyone: tuple[Tensor, Cohort] | None = None
+
+    @classmethod
+    def of_tables(cls, tables: Mapping[str, Table]) -> Sites:
+        """Tables whose rows are not examples yet: it has to be asked first how they are coded."""
+        sizes = torch.tensor([len(next(iter(t.values()), ())) for t in tables.values()], dtype=torch.int64)
+        rows = torch.zeros(int(sizes.sum()))
+        packed = Packed(rows.unsqueeze(1)[:, :0], rows, torch.cumsum(sizes, 0) - sizes, sizes)
+        federation = Federation(list(tables), {"train": packed})
+        return cls(federation, torch.device("cpu"), tables=list(tables.values()))
+
+    def units(
+        self, ids: Tensor, cohort: Cohort, personal: Callable[[Tensor], Tensors] | None, what: str
+    ) -> Units:
+        """The units at these positions as a question sees them."""
+
+        def models() -> Tensors:
+            if personal is None:
+                raise EstimateError(f"{what} needs units' own models, which are made after training")
+            return personal(ids)
+
+        def split(which: str) -> Cohort:
+            if which in self.federation.splits:
+                return self.federation.cohort(ids, self.device, which)
+            return cohort.take(slice(0, 0), cohort.units, torch.zeros_like(cohort.sizes))
+
+        held, units = self.tables, Units(cohort, self.store.get(ids, self.device), models, split)
+        return units if held is None else replace(units, tables=lambda: [held[i] for i in ids.tolist()])
 
     # --- states ------------------------------------------------------------------------------
 
@@ -207,13 +236,7 @@ class Sites:
         asked = question.ask(known)
         ids = Everyone().draw(self.federation.roster, key).ids if among is None else among
         for group, cohort in self.cohorts(ids, plan):
-            units = Units(
-                cohort=cohort,
-                local=self.store.get(group, self.device),
-                personal=lambda group=group: _nobodys() if personal is None else personal(group),  # type: ignore[misc]
-                split=lambda split, group=group: self.federation.cohort(group, self.device, split),  # type: ignore[misc]
-            )
-            answer = question.answer(asked, units, key)
+            answer = question.answer(asked, self.units(group, cohort, personal, question.name), key)
             sites = None if self.sites is None else self.sites[group].to(self.device)
             heard = tally.add(
                 answer, cohort.units, torch.ones(len(group), device=self.device), sites
@@ -293,7 +316,7 @@ def add_up(total: dict[str, float], more: Mapping[str, float]) -> None:
         total[name] = total.get(name, 0.0) + number
 
 
-def _site_of_each(sites: Mapping[str, Sequence[str]], federation: Federation) -> Tensor:
+def site_of_each(sites: Mapping[str, Sequence[str]], federation: Federation) -> Tensor:
     """For each unit, the hash of its site's name, ``[b]``."""
     out = torch.full((len(federation),), -1, dtype=torch.int64)
     for site, names in sites.items():
@@ -308,5 +331,11 @@ def _site_of_each(sites: Mapping[str, Sequence[str]], federation: Federation) ->
     return out
 
 
-def _nobodys() -> Any:
-    raise EstimateError("this question needs units' own models, which are made after training")
+def asked_of(tables: Mapping[str, Table]) -> Ask:
+    """Carries questions to tables at sites of these names, all on this machine."""
+    sites = Sites.of_tables(tables)
+
+    def ask(question: Question[Any], known: Tensors) -> Any:
+        return sites.ask(question, known, Key(0, purpose=question.name), Plan(0.0, 0.0, 1))[0]
+
+    return ask

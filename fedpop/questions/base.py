@@ -8,15 +8,22 @@ diagnostics). Who carries a question from the server to the units and back is th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from fedpop.channel import Answer, Tensors, Total
+from fedpop.errors import DataError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 
 R = TypeVar("R", covariant=True)
+Table = Mapping[str, Any]
+"""Columns by their names, as they were read: nothing is coded yet."""
+
+
+def _no_tables() -> Sequence[Table]:
+    raise DataError("this question is about columns of tables, and the data are none")
 
 
 @dataclass(frozen=True)
@@ -29,10 +36,16 @@ class Units:
     """Their models with theta fixed, made once."""
     split: Callable[[str], Cohort]
     """Their examples of another split, such as ``validation``."""
+    tables: Callable[[], Sequence[Table]] = _no_tables
+    """Each one's columns, where it is not agreed yet what examples look like."""
 
 
 class Question(ABC, Generic[R]):
-    """Asked once of everyone, or of as many as will do."""
+    """Asked once of everyone, or of as many as will do.
+
+    Across machines a site makes the same question from its class, which is known by its name once it is
+    defined, and from its fields (``fedpop.algorithms.asking``).
+    """
 
     name: ClassVar[str]
     quorum: ClassVar[float] = 1.0
@@ -40,6 +53,9 @@ class Question(ABC, Generic[R]):
     lasting: ClassVar[bool] = False
     """Of a question before the rounds: whoever comes later is asked it too, because of what it leaves with
     units or because its sum stays in use. It asks the same at any time."""
+
+    varied: ClassVar[bool] = False
+    """Not everyone has the same vectors to send: a level of a column, say, that only some have."""
 
     @property
     def shows_rows(self) -> int | None:

@@ -2,20 +2,25 @@
 
 A federation of tables names its columns in the settings (``[data]``); levels of columns with names, and means
 and deviations of columns of numbers, come from ``questions.schema``: sums and counts, in which cells of a few
-rows are not told. Other data (images, functions) only tell the shape of an example.
+rows are not told. Other data (images, functions) are asked for the shape of an example alone.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
+from fedpop.channel import Answer, Tensors, Total
 from fedpop.errors import SettingsError
 from fedpop.federation.inputs import Example
 from fedpop.federation.reading import OTHER, Columns, width
-from fedpop.questions.schema import Levels, Moments, Schema
+from fedpop.keys import Key
+from fedpop.questions.base import Question, Table, Units
+from fedpop.questions.schema import Ask, Levels, Moments, Schema
 
 KNOWN = ("x", "y", "categories", "levels", "standardise", "minimum", "group", "split", "classes", "size")
 
@@ -42,36 +47,43 @@ def schema_of(data: Mapping[str, Any]) -> Schema:
     return Schema(numeric, asked, int(data.get("minimum", 5)))
 
 
-def open_questions(data: Mapping[str, Any]) -> bool:
-    """Whether sites must be asked before it is known what examples look like."""
-    schema = schema_of(data)
-    return "x" not in data or bool(schema.numeric or schema.categorical)
-
-
-def summary_of(columns: Columns, data: Mapping[str, Any]) -> dict[str, Any]:
-    """What a site tells of its columns."""
+def table_of(columns: Columns, data: Mapping[str, Any]) -> Table:
+    """The columns that have to be asked about: those of numbers as numbers, others as texts."""
     schema = schema_of(data)
     table: dict[str, Any] = {c: columns.numbers(c) for c in schema.numeric}
-    table |= {c: list(columns[c]) for c in schema.categorical}
-    return schema.plain(schema.answer(table, many=True))
+    return table | {c: list(columns[c]) for c in schema.categorical}
 
 
-def agreed(data: Mapping[str, Any], told: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], Example]:
-    """The form of all sites' data, and of an example, from what each site told."""
+@dataclass(frozen=True)
+class ExampleShape(Question[Example]):
+    """What an example looks like: units are counted under their form, of which there is to be one."""
+
+    name: ClassVar[str] = "example"
+    varied: ClassVar[bool] = True
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        cohort = units.cohort
+        form = json.dumps(plain_example(Example.of(cohort.x)))
+        everyone = torch.ones(len(cohort), dtype=torch.bool, device=cohort.device)
+        return Answer(everyone, sums={form: torch.tensor([float(len(cohort))])})
+
+    def finish(self, known: Tensors, total: Total) -> Example:
+        forms = [(json.loads(form), round(float(count))) for form, count in sorted(total.plain.items())]
+        if len(forms) != 1:
+            told = ", ".join(f"of {count} unit(s) {form['shapes']}" for form, count in forms)
+            raise SettingsError(
+                f"examples have different shapes, those {told}: check the size of images, or what the "
+                "functions return; the server's log has what each site answered"
+            )
+        return example_from(forms[0][0])
+
+
+def agreed(data: Mapping[str, Any], ask: Ask) -> tuple[dict[str, Any], Example]:
+    """The form of all sites' data, and of an example, from what everyone answers."""
     if "x" not in data:
-        forms = {name: about["example"] for name, about in sorted(told.items())}
-        first, form = next(iter(forms.items()))
-        for name, other in forms.items():
-            if other != form:
-                raise SettingsError(
-                    f"examples at {name} have shapes {other['shapes']}, those at {first} {form['shapes']}: "
-                    "check the size of images, or what the functions return"
-                )
-        return dict(data), example_from(form)
-    schema = schema_of(data)
-    total = schema.finish(schema.read(about["summary"]) for about in told.values())
+        return dict(data), ask(ExampleShape(), {})
     levels, scale = dict(data.get("levels", {})), dict[str, list[float]]()
-    for column, found in total.items():
+    for column, found in schema_of(data).asked(ask).items():
         if isinstance(found, Levels):
             levels[column] = [*found.names, *([OTHER] if found.untold else [])]
             if not found.names:

@@ -1,25 +1,35 @@
-"""What columns of tables at many sites have in common, without seeing a row: moments and names of
-levels.
- Asked once before a fit. A site answers with plain values that can be written as JSON: of a numeric
-column how many, mean and sum of squares about it; of a categorical one how many rows each level has.
-Answers add up. Cells of fewer than ``minimum`` rows are not told: at sites that hold many units before
-the answer leaves, and in the total for everyone. (Where each unit is a site of its own its rows are its
-own few: the server that adds up sees its counts.)
+"""What columns of tables at many sites have in common, without seeing a row: moments and names of levels.
+
+Two questions before a fit. The first asks for totals: of a numeric column how many rows and their sum, of a
+categorical one how many rows each level has, which is a sum under the level's name. The second asks for
+squares about the means that the first found: sums of squares themselves would lose every digit of a column
+whose mean is far from zero. Cells of fewer than ``minimum`` rows are not told: at sites that hold many units
+before the answer leaves, and in the total for everyone. (Where each unit is a site of its own its rows are
+its own few: the server that adds up sees its counts.)
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
+from fedpop.channel import Answer, Tensors, Total
 from fedpop.checked import Whole, require
 from fedpop.errors import DataError
+from fedpop.keys import Key
+from fedpop.questions.base import Question, Table, Units
 
 MINIMUM = 5
+Ask = Callable[[Question[Any], Tensors], Any]
+"""Whoever carries a question to those who are asked, given what is known, and gives what is made of it."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,7 @@ class Moments:
     """Of a numeric column: how many values, their mean, the sum of squares about it; least and largest
     stay at the site.
 
-    >>> Moments.of([1.0, 2.0]) + Moments.of([3.0])
+    >>> Moments.of([1.0, 2.0, 3.0])
     Moments(count=3, mean=2.0, squares=2.0)
     """
 
@@ -43,15 +53,6 @@ class Moments:
         mean = float(array.mean())
         return cls(len(array), mean, float(np.square(array - mean).sum()))
 
-    def __add__(self, other: Moments) -> Moments:
-        count = self.count + other.count
-        if not count:
-            return self
-        apart = other.mean - self.mean
-        share = other.count / count
-        squares = self.squares + other.squares + apart**2 * self.count * share
-        return Moments(count, self.mean + apart * share, squares)
-
     @property
     def sd(self) -> float:
         """The standard deviation, with n - 1 below."""
@@ -64,16 +65,6 @@ class Levels:
 
     counts: Mapping[str, int] = field(default_factory=dict)
     untold: int = 0
-
-    @classmethod
-    def of(cls, names: Iterable[str], counts: Iterable[int]) -> Levels:
-        return cls({str(n): int(c) for n, c in zip(names, counts, strict=True) if c})
-
-    def __add__(self, other: Levels) -> Levels:
-        counts = dict(self.counts)
-        for name, count in other.counts.items():
-            counts[name] = counts.get(name, 0) + count
-        return Levels(counts, self.untold + other.untold)
 
     def told(self, minimum: int) -> Levels:
         """Without cells below the minimum."""
@@ -105,59 +96,143 @@ Summary = Mapping[str, Moments | Levels]
 
 @dataclass(frozen=True)
 class Schema:
-    """Which columns are asked about; ``minimum`` is the smallest cell that is told of.
+    """Which columns are asked about.
 
-    >>> schema = Schema(numeric=("age",), categorical=("sex",), minimum=2)
-    >>> anna = schema.answer({"age": [30.0, 40.0], "sex": ["f", "f"]})
-    >>> ben = schema.answer({"age": [50.0], "sex": ["m"]})
-    >>> found = schema.finish([anna, ben])
-    >>> found["age"].mean, found["sex"]
-    (40.0, Levels(counts={'f': 2}, untold=1))
+    Args:
+        numeric: Columns of numbers, whose mean and deviation are wanted.
+        categorical: Columns of names, whose levels are.
+        minimum: The smallest cell that is told of; 5 unless told.
+        many: Sites hold many units, and small cells do not leave them.
     """
 
     numeric: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
     minimum: int = MINIMUM
+    many: bool = True
 
     def __post_init__(self) -> None:
         require(Whole, minimum=self.minimum)
 
-    def answer(self, table: Mapping[str, Any], many: bool = False) -> Summary:
-        """A site's part; ``many``: it holds many units, and small cells do not leave it."""
+    def asked(self, ask: Ask) -> Summary:
+        """What everyone is told of the sums."""
+        known: Tensors = {}
+        for question in self.questions:
+            known |= ask(question, known)
         out: dict[str, Moments | Levels] = {}
-        for name in (*self.numeric, *self.categorical):
-            if name not in table:
-                raise DataError(f"there is no column {name!r} in a site's table")
-        for name in self.numeric:
-            moments = Moments.of(table[name])
-            out[name] = Moments() if many and moments.count < self.minimum else moments
-        for name in self.categorical:
-            levels = Levels.of(*counted(table[name]))
-            out[name] = levels.told(self.minimum) if many else levels
-        return out
+        for column in self.numeric:
+            count, mean, squares = known[_moments(column)].tolist()
+            out[column] = Moments(round(count), mean, squares)
+        return out | {column: _levels(column, known).told(self.minimum) for column in self.categorical}
 
-    def finish(self, answers: Iterable[Summary]) -> Summary:
-        """What everyone is told of the sum."""
-        total: dict[str, Moments | Levels] = {n: Moments() for n in self.numeric}
-        total |= {n: Levels() for n in self.categorical}
-        for answer in answers:
-            total = {n: v + answer[n] for n, v in total.items()}  # type: ignore[operator]
-        return {n: v.told(self.minimum) if isinstance(v, Levels) else v for n, v in total.items()}
+    @property
+    def questions(self) -> tuple[Question[Tensors], ...]:
+        """In the order in which they follow from one another."""
+        if not (self.numeric or self.categorical):
+            return ()
+        totals = ColumnTotals(self.numeric, self.categorical, self.minimum, self.many)
+        return (totals, ColumnSquares(self.numeric, self.minimum, self.many)) if self.numeric else (totals,)
 
-    @staticmethod
-    def plain(summary: Summary) -> dict[str, dict[str, Any]]:
-        """As plain values, for a message."""
-        return {
-            n: {"counts": dict(v.counts), "untold": v.untold}
-            if isinstance(v, Levels)
-            else {"count": v.count, "mean": v.mean, "squares": v.squares}
-            for n, v in summary.items()
-        }
 
-    @staticmethod
-    def read(plain: Mapping[str, Mapping[str, Any]]) -> Summary:
-        """A summary out of plain values."""
-        return {n: Levels(**v) if "counts" in v else Moments(**v) for n, v in plain.items()}
+@dataclass(frozen=True)
+class ColumnTotals(Question[Tensors]):
+    """Rows of every level, and rows and means of columns of numbers."""
+
+    numeric: tuple[str, ...]
+    categorical: tuple[str, ...]
+    minimum: int
+    many: bool
+    name: ClassVar[str] = "schema"
+    varied: ClassVar[bool] = True
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        least = self.minimum if self.many else 0
+        sums: Tensors = {_moments(column): _numbers(0, 0) for column in self.numeric}
+        sums |= {_level(column, None): _numbers(0) for column in self.categorical}
+        for table in units.tables():
+            for column in self.numeric:
+                values = _values(table, column)
+                if len(values) >= least:
+                    sums[_moments(column)] += _numbers(len(values), float(values.sum()))
+            for column in self.categorical:
+                own = Levels(dict(zip(*counted(_column(table, column)), strict=True))).told(max(least, 1))
+                sums[_level(column, None)] += own.untold
+                for level, count in own.counts.items():
+                    name = _level(column, level)
+                    sums[name] = sums.get(name, _numbers(0)) + count
+        return Answer(_everyone(units), sums=sums)
+
+    def finish(self, known: Tensors, total: Total) -> Tensors:
+        found = dict(total.plain)
+        for column in self.numeric:
+            count, added = total.plain_sum(_moments(column), _numbers(0, 0)).tolist()
+            found[_moments(column)] = _numbers(count, added / count if count else 0)
+        return found
+
+
+@dataclass(frozen=True)
+class ColumnSquares(Question[Tensors]):
+    """Squares about the means, by which columns are standardised."""
+
+    numeric: tuple[str, ...]
+    minimum: int
+    many: bool
+    name: ClassVar[str] = "standardisation"
+
+    def ask(self, known: Tensors) -> Tensors:
+        return {"mean": torch.stack([known[_moments(column)][1] for column in self.numeric])}
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        least, sums = self.minimum if self.many else 0, {c: _numbers(0, 0) for c in self.numeric}
+        for table in units.tables():
+            for column, mean in zip(self.numeric, asked["mean"].tolist(), strict=True):
+                values = _values(table, column)
+                if len(values) >= least:
+                    sums[column] += _numbers(len(values), float(np.square(values - mean).sum()))
+        return Answer(_everyone(units), sums={_moments(column): own for column, own in sums.items()})
+
+    def finish(self, known: Tensors, total: Total) -> Tensors:
+        found = {}
+        for column in map(_moments, self.numeric):
+            # Whoever answered the first question alone is in the mean, and not in the deviation.
+            count, squares = total.plain_sum(column, _numbers(0, 0)).tolist()
+            found[column] = _numbers(count, float(known[column][1]), squares)
+        return found
+
+
+def _numbers(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _everyone(units: Units) -> Tensor:
+    return torch.ones(len(units.cohort), dtype=torch.bool, device=units.cohort.device)
+
+
+def _moments(column: str) -> str:
+    """Under which name a column's numbers are summed."""
+    return json.dumps([column])
+
+
+def _level(column: str, level: str | None) -> str:
+    """Under which name rows of a level are; None: of those that are not told."""
+    return json.dumps([column, level])
+
+
+def _levels(column: str, known: Tensors) -> Levels:
+    read = {name: json.loads(name) for name in known}
+    own = {n: level for n, (first, *rest) in read.items() for level in rest if first == column}
+    counts = {level: round(float(known[n])) for n, level in own.items()}
+    untold = counts.pop(None, 0)
+    return Levels(counts, untold)
+
+
+def _column(table: Table, column: str) -> Any:
+    if column not in table:
+        raise DataError(f"there is no column {column!r} in a site's table")
+    return table[column]
+
+
+def _values(table: Table, column: str) -> npt.NDArray[np.float64]:
+    return np.asarray(_column(table, column), dtype=np.float64)
 
 
 def counted(values: Any) -> tuple[list[str], list[int]]:

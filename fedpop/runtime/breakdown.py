@@ -31,12 +31,12 @@ def require_somebody(history: Sequence[Mapping[str, Any]], over: bool) -> None:
     """Raise where everybody was left out in the last rounds, or in all rounds of a run that is over."""
     silent = 0
     for metrics in reversed(history):
-        if not _nobody(metrics):
+        if not nobody(metrics):
             break
         silent += 1
         if silent >= PATIENCE:
             break
-    heard = any(len(m["left_out"]) < m["active"] for m in history) if over and silent else True
+    heard = any(_silent(m) < m["active"] for m in history) if over and silent else True
     if silent < PATIENCE and heard:
         return
     first = _first_silent(history)
@@ -47,18 +47,23 @@ def require_somebody(history: Sequence[Mapping[str, Any]], over: bool) -> None:
     )
 
 
-def _nobody(metrics: Mapping[str, Any]) -> bool:
-    active = int(metrics["active"])
-    return 0 < active <= len(metrics["left_out"])
+def nobody(metrics: Mapping[str, Any]) -> bool:
+    """Whether everybody who took part in a round was left out."""
+    return 0 < int(metrics["active"]) <= _silent(metrics)
+
+
+def _silent(metrics: Mapping[str, Any]) -> int:
+    """Units that were left out; of sites with several, not by their names."""
+    return int(metrics.get("units_left_out", len(metrics["left_out"])))
 
 
 def _first_silent(history: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The first of the rounds in a row at the end in which nobody was heard."""
     found = history[-1]
     for metrics in reversed(history):
-        if metrics["active"] > 0 and not _nobody(metrics):
+        if metrics["active"] > 0 and not nobody(metrics):
             break
-        found = metrics if _nobody(metrics) else found
+        found = metrics if nobody(metrics) else found
     return found
 
 

@@ -9,30 +9,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import Algorithm, Facts, Round
+from fedpop.algorithms.base import Algorithm, Round
 from fedpop.channel import Tensors
-from fedpop.client.plan import Plan, final_plan, parse_bytes, plan_for
+from fedpop.client.plan import Plan, parse_bytes, plan_for
 from fedpop.client.store import LocalStore
-from fedpop.errors import SettingsError
 from fedpop.federation.clients import Federation
-from fedpop.federation.participation import Active, Participation
+from fedpop.federation.participation import Active, Participation, Roster
 from fedpop.files import digest_of
 from fedpop.keys import Key
 from fedpop.population import Sites
-from fedpop.population.sites import Outcome, Update
+from fedpop.population.sites import Outcome, Update, site_of_each
 from fedpop.questions import Question
+from fedpop.runtime.own_models import OwnModels
 
 R = TypeVar("R")
-
-MODELS = ("", "states", "judged", "thorough", "final")
-"""Which models of its units a site answers a question from: none; where their chains stand; a short or the
-full pass with theta fixed that forgets where they stand; the final pass that predictions use."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +40,35 @@ class Asking(Generic[R]):
     key: Key
     """Of the sites: elsewhere each one has a secret in the place of its seed."""
     method: Algorithm
-    facts: Facts
-    models: str = ""
+    models: OwnModels | None = None
+    """Which models of its units a site answers from; None: from none."""
     broadcast: Tensors = field(default_factory=dict)
-    """What sites would be told in a round, where ``models`` are states."""
+    """What sites would be told in a round, where models are made of that."""
     split: str | None = None
     """Only units that have examples in it are asked."""
     late: tuple[str, ...] = ()
     """Only these members are asked, who came when the others had been; what is made of it is everyone's."""
 
+    def models_at(self, sites: Sites, plan: Plan) -> tuple[Plan, Callable[[Tensor], Tensors] | None]:
+        """How many units fit together for it, and how their models are made."""
+        models, method = self.models, self.method
+        if models is None:
+            return plan, None
+        made = models.made
+        return models.plan(method, plan), lambda ids: made(
+            method, sites, ids, self.known, self.broadcast, self.key
+        )
 
-def active_units(rule: Participation, federation: Federation, key: Key, round: int) -> Active:
+
+def active_units(rule: Participation, among: Federation | Here, key: Key, round: int) -> Active:
     """Who takes part in a round: it depends on the rule, the seed and the round, never on the method."""
-    return rule.draw(federation.roster, key.at(round=round, purpose="participation"))
+    return rule.draw(among.roster, key.at(round=round, purpose="participation"))
+
+
+def roster_of(federation: Federation, sites: Mapping[str, Sequence[str]] | None) -> Roster:
+    """Who may take part, and at which site each one is."""
+    at = None if sites is None else site_of_each(sites, federation)
+    return replace(federation.roster, sites=at)
 
 
 class Members(ABC):
@@ -70,9 +82,14 @@ class Members(ABC):
     def units(self) -> int:
         """How many units there are at present: the paper's b."""
 
-    def expected(self, rule: Participation) -> float:
-        """How many of them a round is expected to have."""
-        return rule.expected(self.units)
+    @property
+    @abstractmethod
+    def roster(self) -> Roster:
+        """All units, among whom a rule draws."""
+
+    def called(self, ids: Iterable[int]) -> list[str]:
+        """The names of the members that the units at these positions are, or are at, each once."""
+        return [self.names[i] for i in ids]
 
     @property
     @abstractmethod
@@ -163,11 +180,16 @@ class Here(Members):
         self._again = (method, federation, memory, sites)
         self.names, self.device = federation.names, method.model.initial_phi().device
         self.sites = Sites(federation, self.device, sites=sites)
+        self._roster = roster_of(federation, sites)
         self.plan: Plan = plan_for(method.model, federation, budget, method.draws, method.phi_copies)
 
     @property
     def units(self) -> int:
         return len(self.federation)
+
+    @property
+    def roster(self) -> Roster:
+        return self._roster
 
     @property
     def examples(self) -> int:
@@ -196,7 +218,7 @@ class Here(Members):
         pass  # rounds and questions come with it
 
     def active(self, rule: Participation, key: Key, round: int) -> Active:
-        return active_units(rule, self.federation, key, round)
+        return active_units(rule, self, key, round)
 
     def round(self, method: Algorithm, round: Round, active: Active) -> Outcome:
         return self.sites.round(method, round, active, self.plan)
@@ -205,7 +227,7 @@ class Here(Members):
         among = None
         if asking.split is not None:
             among = (self.federation.splits[asking.split].sizes > 0).nonzero().squeeze(1)
-        plan, personal = models_for(asking, self.sites, self.plan)
+        plan, personal = asking.models_at(self.sites, self.plan)
         return self.sites.ask(asking.question, asking.known, asking.key, plan, personal, among)
 
     def keep(self, updates: Iterable[Update], entered: bool = True) -> None:
@@ -225,24 +247,3 @@ class Here(Members):
 
     def recall(self, remembered: Tensors) -> None:
         self.restore(remembered)
-
-
-def models_for(
-    asking: Asking[Any], sites: Sites, plan: Plan
-) -> tuple[Plan, Callable[[Tensor], Tensors] | None]:
-    """How the models that a question is answered from are made, and how many units fit together for it."""
-    method, known, key, models = asking.method, asking.known, asking.key, asking.models
-    if models not in MODELS:
-        raise SettingsError(f"a question is answered from {' or '.join(map(repr, MODELS))}, not {models!r}")
-    if not models:
-        return plan, None
-    if models == "states":
-        return plan, lambda ids: sites.states(method, ids, asking.broadcast, key)
-    look = method.judged() if models == "judged" else method
-
-    def made(ids: Tensor) -> Tensors:
-        seen = models == "final" and bool(sites.store.seen(ids).all())
-        local = sites.store.get(ids, sites.device) if seen else None
-        return look.personalise(known, sites.federation.cohort(ids, sites.device), local, key)
-
-    return final_plan(plan, method.model, look.final_draws), made

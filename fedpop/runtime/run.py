@@ -26,13 +26,14 @@ from fedpop.population import Population, Sites
 from fedpop.population.sites import Outcome
 from fedpop.questions import Question
 from fedpop.runtime import checkpoint as checkpoints
-from fedpop.runtime.breakdown import require_finite_theta, require_somebody
+from fedpop.runtime.breakdown import nobody, require_finite_theta, require_somebody
 from fedpop.runtime.callbacks import Callback
 from fedpop.runtime.guards import patient_interrupts, threads
 from fedpop.runtime.lock import held
-from fedpop.runtime.members import Asking, Here, Members
+from fedpop.runtime.members import Asking, Here, Members, roster_of
 from fedpop.runtime.metrics import Metrics
 from fedpop.runtime.opening import ask_first, welcome
+from fedpop.runtime.own_models import AsTheyStand, FinalPass, OwnModels
 from fedpop.runtime.progress import progress_bar
 from fedpop.runtime.settings import Settings
 from fedpop.runtime.stages import at_the_end, further, inverse_information, planned, stage_at
@@ -54,7 +55,8 @@ class Run:
         callbacks: Sequence[Callback] = (),
         restart: int = 0,
     ) -> None:
-        settings.participation.check(len(members.names))
+        roster = members.roster if isinstance(members, Members) else roster_of(members, settings.sites)
+        settings.participation.check(roster)
         algorithm.check_participation(settings.participation)
         algorithm = algorithm.for_rule(settings.participation)
         algorithm.check(members.names)
@@ -117,7 +119,7 @@ class Run:
     def facts(self) -> Facts:
         stage = stage_at(self.ends, self.round)
         clients = self.members.units
-        active = self.members.expected(self.settings.participation)
+        active = self.settings.participation.expected(self.members.roster)
         return Facts(clients, stage.end, self.restart, stage.start, self.ends[0], active)
 
     # --- a run from start to end -------------------------------------------------------------
@@ -141,7 +143,7 @@ class Run:
                 stopped = any([c.after_round(self, metrics) for c in self.callbacks])  # noqa: C419
                 stopped |= self.algorithm.over(self.server)
                 self.history.append(metrics)
-                if len(metrics["left_out"]) >= metrics["active"] > 0:  # nobody: what were they sent?
+                if nobody(metrics):  # what were they sent?
                     require_finite_theta(self.algorithm.broadcast(self.server), self.history, self.round - 1)
                     require_somebody(self.history, stopped or self.round == self.ends[-1])
                 if self.metrics is not None:
@@ -235,15 +237,19 @@ class Run:
             self.members.settle(algorithm)
 
     def ask(
-        self, question: Question[R], known: Tensors, key: Key, models: str = "", split: str | None = None
+        self,
+        question: Question[R],
+        known: Tensors,
+        key: Key,
+        models: OwnModels | None = None,
+        split: str | None = None,
     ) -> tuple[R, Outcome]:
-        """Ask everyone, or those who have examples in this split; ``members.MODELS`` has the models."""
-        told = self.algorithm.broadcast(self.server) if models == "states" else {}
-        asking = Asking(question, known, key, self.algorithm, self.facts, models, told, split)
-        return self.members.ask(asking)
+        """Ask everyone, or those who have examples in this split, to answer from these models."""
+        told = self.algorithm.broadcast(self.server) if models is not None and models.as_in_rounds else {}
+        return self.members.ask(Asking(question, known, key, self.algorithm, models, told, split))
 
     def _asked_at_the_end(self, question: Question[R]) -> R:
-        return self.ask(question, self.algorithm.publish(self.server), self.secret, "final")[0]
+        return self.ask(question, self.algorithm.publish(self.server), self.secret, FinalPass())[0]
 
     def _config(self) -> dict[str, Any]:
         model = self.algorithm.model
@@ -291,10 +297,10 @@ class Run:
         self.spend({name: done.cost.get(name, 0.0) for name in WORK})
         metrics: dict[str, Any] = {"round": self.round, "active": len(active.ids)}
         metrics |= method.metrics(self.server, done.cost)
-        metrics["left_out"] = [self.members.names[i] for i in done.left_out]
+        metrics["left_out"] = self.members.called(done.left_out)
         metrics |= self.members.metrics()
         if done.suspects:
-            absurd = [self.members.names[i] for i in done.suspects]
+            absurd = self.members.called(done.suspects)
             metrics |= {"out_of_proportion": absurd, "unbiased": False}
             self.spend({"out_of_proportion": len(absurd)})
         metrics |= {name: self.totals[name] for name in ("bytes_up", "bytes_down")}
@@ -314,7 +320,7 @@ class Run:
         key = self.secret.at(round=self.round, purpose="validation")
         question = ValidationScore(self.algorithm)
         published = self.algorithm.publish(self.server)
-        return self.ask(question, published, key, "states", question.split)[0]
+        return self.ask(question, published, key, AsTheyStand(), question.split)[0]
 
     def remember(self) -> None:
         """Keep the present state as the best so far: the server's own, and each site's on order."""

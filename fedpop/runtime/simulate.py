@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from fedpop.algorithms.base import RUNTIMES, Algorithm
+from fedpop.algorithms.base import Algorithm
 from fedpop.checked import Bytes, Count, OneOf, Seed, Whole, checked
 from fedpop.errors import FedpopWarning, SettingsError
 from fedpop.federation.clients import Federation
-from fedpop.federation.participation import Participation
+from fedpop.federation.participation import Said
 from fedpop.federation.participation import resolve as resolve_participation
 from fedpop.files import write_json
 from fedpop.population import Population
@@ -30,7 +30,7 @@ def fit(
     *,
     rounds: Count | None = None,
     seed: Seed = 0,
-    participation: Participation | int | float | Sequence[float] | None = None,
+    participation: Said = None,
     out: str | Path | None = None,
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
@@ -59,7 +59,8 @@ def fit(
         seed: Of all random numbers, 0 to 2^64 - 1; the same one gives the same bits. 0 unless told.
         participation: Who takes part in a round: None for everyone; a probability such as 0.1 for each
             client by itself (1.0 is everyone); a whole number such as 10 for that many, drawn without
-            replacement; or a rule such as ``participation.Bernoulli([0.1, 0.5, ...])``.
+            replacement; a mapping from names to probabilities; or a rule such as
+            ``participation.Bernoulli({"anna": 0.1, ...})``.
         out: A folder for ``config.json``, ``metrics.jsonl``, ``result.json`` and checkpoints; None writes
             nothing. One process at a time can use it.
         resume: Go on from the checkpoints in ``out``, to the same bits; False refuses a folder with a run.
@@ -129,6 +130,3 @@ def check_restarts(method: Algorithm) -> None:
             "restarts are compared by marginal likelihood, which is computed for "
             f"{hierarchy.prior.name} priors when z has at most two dimensions"
         )
-
-
-RUNTIMES.append(fit)

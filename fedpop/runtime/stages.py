@@ -20,6 +20,7 @@ from torch import Tensor
 from fedpop.errors import CheckpointError, EstimateError
 from fedpop.evaluation.convergence import ToTheOptimum, small
 from fedpop.evaluation.verdict import Distance, Verdict, loss_trend
+from fedpop.runtime.own_models import FinalPass
 from fedpop.server.schedules import Stage
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def judged(run: Run, thorough: bool = False) -> Verdict | None:
         key = run.secret.at(round=run.round, purpose="verdict")
         question = ToTheOptimum(hierarchy, method.phi_ball)
         with suppress(EstimateError):  # somebody cannot be heard, or is not finite
-            found = run.ask(question, published, key, "thorough" if thorough else "judged")[0]
+            found = run.ask(question, published, key, FinalPass(brief=not thorough, afresh=True))[0]
             run.spend({"seconds": time.perf_counter() - started})
             run.inverse = found.inverse
             return found.distance

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 import fedpop as fp
 from fedpop.data.table_task import TableTask
 from fedpop.errors import DataError, FedpopError
+from fedpop.federation.participation import Roster
 from tests.helpers import linear_model
 
 X, Y = torch.ones(4, 3), torch.zeros(4)
@@ -312,7 +313,7 @@ def test_what_can_be_read_is_read_as_it_is() -> None:
     whole = fp.FedAvg(classes()).fit({"a": (X, [0.0, 1.0, 2.0, 1.0])}, rounds=1)
     assert whole.federation is not None
     assert whole.federation.train.y.tolist() == [0, 1, 2, 1]
-    assert fp.participation.Availability([[0.0, 1.0]], clients=2).expected(2) == 2.0
+    assert fp.participation.Availability([[0.0, 1.0]], clients=2).expected(Roster.numbered(2)) == 2.0
 
 
 NONE_OF_X = [None, "abc", [["a"]], [[1.0], [2.0, 3.0]], {}, (), 3.0, print, [None], math.nan]

@@ -1,16 +1,17 @@
 """The main table's experiment on a set of a few small images: every method within its budget, and a page."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
 
+import fedpop as fp
 from fedpop.data.image_task import FullImageTask
+from fedpop.evaluation.scores import scored
 from fedpop.experiments import full_data
 from fedpop.experiments.experiment import Asked
-from fedpop.population import Population
+from fedpop.keys import Key
+from fedpop.models.predictive import Predictive
 from fedpop.report.results import Results
 from tests.data.files import mnist
 from tests.experiments.quick import shorten
@@ -60,9 +61,11 @@ def test_no_run_is_left_behind(found: Path) -> None:
 
 
 def test_the_limit_is_told_the_classes_of_a_client() -> None:
-    """Two classes can be: of the probabilities (.5, .3, .2) the last two are .6 and .4."""
-    told = SimpleNamespace(probs=torch.tensor([[0.5, 0.3, 0.2]] * 2))
-    population = cast("Population", SimpleNamespace(predict=lambda client, x: told))
-    right, nll = full_data.among(population, torch.zeros(2, 1), torch.tensor([1, 2]), torch.tensor([1, 2]))
-    assert right.tolist() == [True, False]
-    torch.testing.assert_close(nll, -torch.tensor([0.6, 0.4]).log())
+    """Two classes can be: of the probabilities (.5, .3, .2) the last two are .6 and .4. It is scored by the
+    code that scores every method."""
+    eta = torch.tensor([[0.5, 0.3, 0.2]] * 2).log().unsqueeze(0)
+    p = Predictive(eta, fp.likelihoods.Categorical(), {}, Key(0), plug_in=True)
+    found = scored([("anna", full_data.among(p, torch.tensor([1, 2])), torch.tensor([1, 2]))], widths=False)
+    assert float(found.scores["accuracy"]) == 0.5
+    expected = -torch.tensor([0.6, 0.4]).log().mean()
+    assert found.pooled["nll"] == pytest.approx(float(expected), rel=1e-6)

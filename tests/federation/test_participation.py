@@ -1,6 +1,7 @@
 """Who takes part: rules, rates and weights."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import fedpop as fp
 from fedpop.errors import SettingsError
 from fedpop.federation.participation import rules as participation
 from fedpop.federation.participation.rules import Participation, Roster, resolve
-from fedpop.keys import Key
+from fedpop.keys import Key, units_of
 
 ROUNDS = 400
 
@@ -94,9 +95,9 @@ def test_b_over_a_weights_with_unequal_probabilities_are_refused() -> None:
 
 def test_rules_that_do_not_fit_the_federation_are_refused() -> None:
     with pytest.raises(SettingsError, match="3 participation probabilities for 4 clients"):
-        fp.participation.Bernoulli((0.1, 0.2, 0.3)).check(4)
+        fp.participation.Bernoulli((0.1, 0.2, 0.3)).check(Roster.numbered(4))
     with pytest.raises(SettingsError, match="5 active clients asked for, but there are only 4"):
-        fp.participation.Uniform(5).check(4)
+        fp.participation.Uniform(5).check(Roster.numbered(4))
     with pytest.raises(SettingsError, match="size must be a whole number, 1 or more"):
         fp.participation.Uniform(0)
 
@@ -215,3 +216,46 @@ def test_rules_describe_themselves() -> None:
         "p": [0.5, 0.25],
         "weights": None,
     }
+
+
+# --- probabilities by name -----------------------------------------------------------------------
+
+
+def test_probabilities_by_name_are_those_by_position() -> None:
+    """In whatever order they are told; sparse draws of very many included."""
+    names = [f"client {i}" for i in range(60)]
+    each = [0.1 + 0.01 * i for i in range(60)]
+    roster = fp.Federation.of({n: ([[1.0]], [0.0]) for n in names}).roster
+    told = dict(reversed(list(zip(names, each, strict=True))))
+    by_name, by_place = fp.participation.Bernoulli(told), fp.participation.Bernoulli(each)
+    assert by_name.expected(roster) == pytest.approx(sum(each))
+    by_name.check(roster)
+    for k in range(5):
+        one, other = (r.draw(roster, Key(3, round=k)) for r in (by_name, by_place))
+        assert torch.equal(one.ids, other.ids)
+        assert torch.equal(one.weights, other.weights)
+        assert not one.ratio
+    assert resolve(told) == by_name
+
+
+def test_a_sites_name_stands_for_its_units() -> None:
+    names = ["a/1", "a/2", "b/1"]
+    roster = Roster(units_of(names), names, units_of(["a", "a", "b"]))
+    rule = fp.participation.Bernoulli({"a": 0.25, "b": 0.5, "a/2": 1.0})
+    assert rule.probabilities(roster).tolist() == [0.25, 1.0, 0.5]
+    rule.check(roster)
+
+
+def test_names_that_do_not_fit_are_refused() -> None:
+    roster = fp.Federation.of({n: ([[1.0]], [0.0]) for n in ("anna", "ben")}).roster
+    with pytest.raises(SettingsError, match="no probability for client 'ben'"):
+        fp.participation.Bernoulli({"anna": 0.5}).check(roster)
+    with pytest.raises(SettingsError, match="there is no client 'cleo'"):
+        fp.participation.Bernoulli({"anna": 0.5, "ben": 0.5, "cleo": 0.5}).check(roster)
+    fp.participation.Bernoulli({"anna": 0.5, "ben": 0.5, "cleo": 0.5}).check(replace(roster, growing=True))
+    with pytest.raises(SettingsError, match=r"p\['ben'\] must be a number in \(0, 1\]"):
+        fp.participation.Bernoulli({"anna": 0.5, "ben": 0.0})
+    with pytest.raises(SettingsError, match="p is empty"):
+        fp.participation.Bernoulli({})
+    with pytest.raises(SettingsError, match="biased"):
+        fp.participation.Bernoulli({"anna": 0.5, "ben": 0.4}, weights="ratio")

@@ -9,14 +9,14 @@ from fedpop.errors import DataError, SettingsError
 from fedpop.mixed.design import Design, Wanted
 from fedpop.mixed.formula import parse, shown
 from fedpop.mixed.table import rows_of
+from fedpop.population.sites import asked_of
 
 
 def built(frame, text, levels=None):
     formula = parse(text)
     rows = rows_of(frame, formula, columns=[c for c in formula.columns if c != formula.group])
     wanted = Wanted.of(formula, rows)
-    schema = wanted.schema(1)
-    summary = schema.finish([schema.answer(wanted.table(rows))])
+    summary = wanted.schema(1).asked(asked_of({"here": wanted.table(rows)}))
     return Design.agreed(formula, summary, levels or {}, 1), rows
 
 

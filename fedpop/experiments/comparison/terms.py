@@ -12,7 +12,7 @@ from fedpop.checked import Checked, Count, Few, OneOf, Positive, Seed, Whole, ch
 from fedpop.errors import DataError, SettingsError
 from fedpop.experiments.methods import Entry
 from fedpop.federation.clients import Client, Federation
-from fedpop.federation.participation.rules import Participation
+from fedpop.federation.participation.rules import Participation, Said
 from fedpop.federation.participation.rules import resolve as resolve_participation
 from fedpop.models.base import Model
 from fedpop.population.evaluate import check_newcomers
@@ -63,7 +63,7 @@ class Terms(Checked):
 
     rounds: Count | None = None
     passes: Positive | None = None
-    participation: Participation | int | float | Sequence[float] | None = None
+    participation: Said = None
     every: Count | None = None
     last: Whole = 10
     precision: Annotated[str, OneOf(*PRECISIONS)] | None = None
@@ -144,7 +144,7 @@ def check_entry(entry: Entry, subject: Subject, terms: Terms) -> None:
     where the settings were given."""
     method = entry.build(subject.model)
     rule = terms.rule(method)
-    rule.check(len(subject.clients))
+    rule.check(subject.clients.roster)
     try:
         method.check(subject.clients.names)
         method.check_participation(rule)

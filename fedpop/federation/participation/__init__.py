@@ -7,8 +7,19 @@ from fedpop.federation.participation.rules import (
     Everyone,
     Participation,
     Roster,
+    Said,
     Uniform,
     resolve,
 )
 
-__all__ = ["Active", "Availability", "Bernoulli", "Everyone", "Participation", "Roster", "Uniform", "resolve"]
+__all__ = [
+    "Active",
+    "Availability",
+    "Bernoulli",
+    "Everyone",
+    "Participation",
+    "Roster",
+    "Said",
+    "Uniform",
+    "resolve",
+]

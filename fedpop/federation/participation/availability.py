@@ -120,11 +120,11 @@ class Availability(Participation):
             raise DataError(f"{path}: rounds run from {first} to {last}; number them one after the other")
         return cls([there.get(n, []) for n in range(first, last + 1)], len(names), weights)
 
-    def check(self, clients: int) -> None:
-        if clients != self.clients:
-            raise SettingsError(f"the trace is of {self.clients} clients, the federation has {clients}")
+    def check(self, roster: Roster) -> None:
+        if len(roster) != self.clients:
+            raise SettingsError(f"the trace is of {self.clients} clients, the federation has {len(roster)}")
 
-    def expected(self, clients: int) -> float:
+    def expected(self, roster: Roster) -> float:
         return float(self.share.sum())
 
     def draw(self, roster: Roster, key: Key) -> Active:

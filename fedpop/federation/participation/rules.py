@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from numbers import Integral, Real
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedpop.checked import Checked, Count, OneOf, Range
 from fedpop.errors import SettingsError
-from fedpop.keys import Key
+from fedpop.keys import Key, units_of
 from fedpop.settings import describe
 
 WEIGHTS = ("inverse", "ratio")
@@ -35,6 +35,12 @@ class Roster:
     """
 
     units: Tensor
+    names: Sequence[str] = ()
+    """What errors call them: by their own names, or by their sites' where only these are known."""
+    sites: Tensor | None = None
+    """The hashes of the names of the sites that they are at ``[b]``; None: each is its own."""
+    growing: bool = False
+    """Others may come later."""
 
     @classmethod
     def numbered(cls, count: int) -> Roster:
@@ -90,12 +96,12 @@ class Participation(Checked, ABC):
         """All clients take part in every round."""
         return False
 
-    def check(self, clients: int) -> None:
-        """Raise when the rule cannot apply to so many clients."""
+    def check(self, roster: Roster) -> None:
+        """Raise when the rule cannot apply to these clients."""
 
-    def expected(self, clients: int) -> float:
-        """How many of so many clients a round has on average."""
-        return float(clients)
+    def expected(self, roster: Roster) -> float:
+        """How many of these clients a round has on average."""
+        return float(len(roster))
 
     def describe(self) -> dict[str, Any]:
         """The rule as plain values, for files and for comparing runs."""
@@ -121,55 +127,97 @@ class Everyone(Participation):
 
 @dataclass(frozen=True)
 class Bernoulli(Participation):
-    """Each client joins by itself with probability p, one for all or one each.
+    """Each client joins by itself with probability p, one for all or one each, by name.
 
     Weights are b/|A| for one p (the paper's algorithm; an empty round makes no step) and 1/p_i for
     several (the paper's supplement; an empty round still makes the hyperprior's step).
 
     Args:
-        p: The probability, in (0, 1]: one for all, or one for each client in the federation's order.
+        p: The probability, in (0, 1]: one for all; a mapping from names, of clients or of sites that hold
+            several, to one each; or a list of one for each client in the federation's order.
         weights: "ratio" for b/|A|, "inverse" for 1/p_i; None takes what fits p.
 
     >>> Bernoulli(0.2)
     Bernoulli(p=0.2, weights=None)
+    >>> Bernoulli({"anna": 0.2, "ben": 1.0})
+    Bernoulli(p={'anna': 0.2, 'ben': 1.0}, weights=None)
     """
 
-    p: Chance | Sequence[Chance]
+    p: Chance | Sequence[Chance] | Mapping[str, Chance]
     weights: Annotated[str, OneOf(*WEIGHTS)] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.p, tuple) and self.weights == "ratio" and len(set(self.p)) > 1:
+        if not len(self._given):
+            raise SettingsError("Bernoulli: p is empty; give one probability for each client, or one for all")
+        if self._each and self.weights == "ratio" and len(self._given.unique()) > 1:
             raise SettingsError(
                 "b/|A| weights are biased when clients join with different probabilities; use "
                 "weights='inverse'"
             )
 
     @property
+    def _each(self) -> bool:
+        return not isinstance(self.p, float)
+
+    @property
     def _ratio(self) -> bool:
-        return self.weights == "ratio" or (self.weights is None and not isinstance(self.p, tuple))
+        return self.weights == "ratio" or (self.weights is None and not self._each)
 
     @property
     def everyone(self) -> bool:
         return self.p == 1.0
 
     @cached_property
-    def _probabilities(self) -> Tensor:
-        return torch.as_tensor(self.p, dtype=torch.float64)
+    def _given(self) -> Tensor:
+        """All probabilities, in the order in which they were given."""
+        values = list(self.p.values()) if isinstance(self.p, Mapping) else self.p
+        return torch.as_tensor(values, dtype=torch.float64).reshape(-1)
 
-    def check(self, clients: int) -> None:
-        if isinstance(self.p, tuple) and len(self.p) != clients:
+    @cached_property
+    def _by_name(self) -> tuple[Tensor, Tensor]:
+        """Hashes of names in order, and their probabilities."""
+        hashes, order = units_of(self.p if isinstance(self.p, Mapping) else ()).sort()
+        return hashes, self._given[order]
+
+    def _named(self, hashes: Tensor) -> Tensor:
+        """The probabilities of these names, NaN where there is none."""
+        known, p = self._by_name
+        at = torch.searchsorted(known, hashes).clamp(max=len(known) - 1)
+        return torch.where(known[at] == hashes, p[at], torch.nan)
+
+    def probabilities(self, roster: Roster) -> Tensor:
+        """Of each client, ``[b]``; by its own name, or by its site's."""
+        if not isinstance(self.p, Mapping):
+            return self._given.expand(len(roster))
+        own = self._named(roster.units)
+        return own if roster.sites is None else torch.where(own.isnan(), self._named(roster.sites), own)
+
+    def check(self, roster: Roster) -> None:
+        if isinstance(self.p, Mapping):
+            self._check_names(self.p, roster)
+        elif self._each and len(self._given) != len(roster):
             raise SettingsError(
-                f"{len(self.p)} participation probabilities for {clients} clients; give one each"
+                f"{len(self._given)} participation probabilities for {len(roster)} clients; give one each"
             )
 
-    def expected(self, clients: int) -> float:
-        return float(self._probabilities.expand(clients).sum())
+    def _check_names(self, given: Mapping[str, float], roster: Roster) -> None:
+        missing = self.probabilities(roster).isnan().nonzero().squeeze(1).tolist()
+        if missing:
+            who = repr(roster.names[missing[0]]) if roster.names else f"at position {missing[0]}"
+            raise SettingsError(f"participation: no probability for client {who}; give one each, or one")
+        there = {*roster.units.tolist(), *(() if roster.sites is None else roster.sites.tolist())}
+        strange = [n for n, h in zip(given, units_of(given).tolist(), strict=True) if h not in there]
+        if strange and not roster.growing:
+            raise SettingsError(f"participation: there is no client {strange[0]!r}")
+
+    def expected(self, roster: Roster) -> float:
+        return float(self.probabilities(roster).sum())
 
     def draw(self, roster: Roster, key: Key) -> Active:
         key, ratio = key.at(purpose="join"), self._ratio
         clients = len(roster)
-        p, most = self._probabilities.expand(clients), float(self._probabilities.max())
+        p, most = self.probabilities(roster), float(self._given.max())
         if sparse(clients, clients * most):
             # As if everyone were as likely as the likeliest; then thinned.
             ids = roster.order[skips(clients, most, key)].sort().values
@@ -195,11 +243,11 @@ class Uniform(Participation):
 
     size: Count
 
-    def check(self, clients: int) -> None:
-        if self.size > clients:
-            raise SettingsError(f"{self.size} active clients asked for, but there are only {clients}")
+    def check(self, roster: Roster) -> None:
+        if self.size > len(roster):
+            raise SettingsError(f"{self.size} active clients asked for, but there are only {len(roster)}")
 
-    def expected(self, clients: int) -> float:
+    def expected(self, roster: Roster) -> float:
         return float(self.size)
 
     def draw_among(self, roster: Roster, there: Tensor, key: Key) -> Active:
@@ -258,8 +306,13 @@ def _wide(key: Key, count: int) -> Tensor:
     return (words[0::2] << 31) ^ words[1::2]
 
 
-def resolve(participation: Participation | int | float | Sequence[float] | None) -> Participation:
-    """None: everyone; a fraction (or one per client): the probability to join; a whole number: that many.
+Said = Participation | int | float | Sequence[float] | Mapping[str, float] | None
+"""What may be said of who takes part."""
+
+
+def resolve(participation: Said) -> Participation:
+    """None: everyone; a fraction (or one per client, by name or in order): the probability to join; a whole
+    number: that many.
 
     >>> resolve(0.1), resolve(1.0), resolve(10)
     (Bernoulli(p=0.1, weights=None), Bernoulli(p=1.0, weights=None), Uniform(size=10))

@@ -9,6 +9,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 from tyro.extras import SubcommandApp
 
+from fedpop.runtime.flower import joining, serving
 from fedpop.runtime.flower.processes import Stopped, stop_on_signals
 
 server, site = SubcommandApp(), SubcommandApp()
@@ -41,8 +42,6 @@ def init(
         hosts: Further names or addresses of the server, for its certificate.
         insecure: Neither TLS nor keys; for trials on one machine.
     """
-    from fedpop.runtime.flower import serving
-
     serving.init(folder, name, address, list(hosts), insecure, _say)
 
 
@@ -55,8 +54,6 @@ def admit(folder: Positional[Path], name: Positional[str], key: Positional[Path]
         name: What the site is called.
         key: Its public key, node.pub.
     """
-    from fedpop.runtime.flower import serving
-
     serving.admit(folder, name, key, _say)
 
 
@@ -68,8 +65,6 @@ def run(folder: Positional[Path], insecure: bool = False) -> None:
         folder: The federation's folder.
         insecure: Neither TLS nor keys.
     """
-    from fedpop.runtime.flower import serving
-
     stop_on_signals()
     try:
         serving.run(folder, insecure, _say)
@@ -85,8 +80,6 @@ def status(folder: Positional[Path]) -> None:
     Args:
         folder: The federation's folder.
     """
-    from fedpop.runtime.flower import serving
-
     serving.status(folder, _say)
 
 
@@ -99,8 +92,6 @@ def certificate(folder: Positional[Path], hosts: tuple[str, ...] = (), days: int
         hosts: Names or addresses of the server beside that of its settings.
         days: How long it is valid.
     """
-    from fedpop.runtime.flower import serving
-
     serving.certificate(folder, list(hosts), days, _say)
 
 
@@ -126,8 +117,6 @@ def enrol(
         ca: The federation's ca.crt.
         insecure: Neither TLS nor keys; for trials on one machine.
     """
-    from fedpop.runtime.flower import joining
-
     joining.enrol(folder, name, server, data, ca, insecure, _say)
 
 
@@ -140,8 +129,6 @@ def join(folder: Positional[Path], data: Text = None, insecure: bool = False) ->
         data: In place of what the site was enrolled with.
         insecure: Neither TLS nor keys.
     """
-    from fedpop.runtime.flower import joining
-
     stop_on_signals()
     try:
         joining.join(folder, data, insecure, _say)
@@ -162,8 +149,6 @@ def predict(
         level: Of the intervals.
         experiment: Which one; the last unless told.
     """
-    from fedpop.runtime.flower import joining
-
     joining.predict(folder, data, out, level, experiment, _say)
 
 
@@ -181,6 +166,4 @@ def personalise(
         out: A CSV file for the predictions; the terminal unless told.
         level: Of the intervals.
     """
-    from fedpop.runtime.flower import joining
-
     joining.personalise(folder, theta, data, at, out, level, _say)

@@ -15,13 +15,14 @@ from fedpop.algorithms.base import Algorithm
 from fedpop.federation.inputs import Example
 from fedpop.files import read_json, read_tensors, writable_folder, write_json, write_tensors
 from fedpop.population import Population
-from fedpop.questions.forms import agreed, example_from, open_questions, plain_example
+from fedpop.questions.forms import agreed, example_from, plain_example
 from fedpop.runtime.callbacks import Callback
 from fedpop.runtime.flower.afterwards import answers
 from fedpop.runtime.flower.elsewhere import Elsewhere, RoundTerms
 from fedpop.runtime.flower.letters import Letter, method_told, values_of, with_values
 from fedpop.runtime.flower.post import Post
 from fedpop.runtime.flower.site import THETA, keep_hello
+from fedpop.runtime.flower.survey import Survey
 from fedpop.runtime.run import Run
 from fedpop.runtime.settings import Settings
 from fedpop.version import __version__
@@ -67,12 +68,8 @@ class Deployment:
         about = {"version": __version__, "experiment": experiment, "method": described}
         digest = hashlib.sha256(json.dumps([described, schema], sort_keys=True).encode()).hexdigest()[:32]
         values = values_of(method.model)
-        return Letter("hello", about | {"schema": dict(schema), "method_digest": digest}, values)
-
-    def form(self) -> Letter:
-        """The first letter of all: what do examples look like?"""
-        about = {"version": __version__, "experiment": self.experiment, "schema": dict(self.schema)}
-        return Letter("form", about)
+        about |= {"schema": dict(schema), "method_digest": digest}
+        return Letter("hello", about | {"drawn": not self.settings.participation.everyone}, values)
 
 
 def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> Population:
@@ -105,11 +102,8 @@ def enrolled(deployment: Deployment, post: Post, folder: Path | None = None) -> 
         method = deployment.prepared(example)
         with_values(method.model, read_tensors(file.with_name("model.safetensors")))
     else:
-        told: dict[str, Mapping[str, Any]] = {}
-        if open_questions(deployment.schema):
-            replies = post.survey(deployment.form(), deployment.terms.sites)
-            told = {name: reply.about for name, reply in replies.items()}
-        form, example = agreed(deployment.schema, told)
+        survey = Survey(post, deployment.experiment, deployment.schema, deployment.terms.sites)
+        form, example = agreed(deployment.schema, survey)
         method = deployment.prepared(example)
         if file is not None:
             write_tensors(file.with_name("model.safetensors"), values_of(method.model))

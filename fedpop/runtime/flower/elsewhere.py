@@ -6,12 +6,13 @@ import json
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from fedpop.algorithms.asking import question_told
 from fedpop.algorithms.base import Algorithm, Round
 from fedpop.channel import Channel, Tensors, Total
 from fedpop.checked import Count, OneOf, Positive, require
@@ -19,13 +20,15 @@ from fedpop.client.store import LocalStore
 from fedpop.errors import EstimateError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active, Participation, Roster
-from fedpop.keys import Key, units_of
+from fedpop.keys import Key
 from fedpop.population.sites import Outcome, Update
 from fedpop.runtime.flower.gathering import Gathering, Sums
-from fedpop.runtime.flower.letters import TRIAL, Letter, digest_of
+from fedpop.runtime.flower.holdings import Member, examples_in, places, roster_of_sites, taking_part
+from fedpop.runtime.flower.letters import TRIAL, Letter, digest_for, digest_of
 from fedpop.runtime.flower.post import Post
 from fedpop.runtime.members import Asking, Members
 from fedpop.runtime.settings import Settings
+from fedpop.settings import describe
 from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.server")
@@ -64,29 +67,6 @@ class RoundTerms:
         return lambda heard: heard >= self.quorum * asked
 
 
-@dataclass
-class Member:
-    """What the server knows of a site."""
-
-    units: int = 0
-    examples: int = 0
-    splits: list[str] = field(default_factory=list)
-    heard: int = -1
-    """Its last round that counted."""
-    times: int = 0
-    """Rounds in which it was heard."""
-    rounds: int = 0
-    """Rounds since it is here."""
-    noted: list[str] = field(default_factory=list)
-    """Questions to which its answer counted."""
-    answered: list[str] = field(default_factory=list)
-    """Those to which it had one, be it that its numbers are not finite."""
-
-    def answer(self, question: str, counted: bool, read: bool) -> None:
-        self.noted = sorted({*self.noted, question}) if counted else self.noted
-        self.answered = sorted({*self.answered, question}) if read else self.answered
-
-
 class Elsewhere(Members):
     """Sites that letters go to."""
 
@@ -112,6 +92,7 @@ class Elsewhere(Members):
         """Sums of everyone's answers to questions that whoever comes later is asked, too."""
         self._again: dict[str, float] = {}
         """When a site that did not answer them is asked again."""
+        self._drawn_among: tuple[list[Any], Roster] = ([], Roster(torch.zeros(0, dtype=torch.int64)))
         self._round, self._best, self._recall, self._trials = -1, -1, False, 0
         self._metrics: dict[str, Any] = {}
 
@@ -125,10 +106,17 @@ class Elsewhere(Members):
     def units(self) -> int:
         return sum(site.units for name, site in self.sites.items() if self._ready(name))
 
-    def expected(self, rule: Participation) -> float:
-        return (
-            rule.expected(len(self.names)) * self.units / max(1, len(self.names))
-        )  # a site brings all its units
+    @property
+    def roster(self) -> Roster:
+        """Units of all sites, in the order of the sites' names."""
+        now = [(n, self.sites[n].units, self.sites[n].hashes) for n in self.names]
+        if now != self._drawn_among[0]:
+            self._drawn_among = (now, roster_of_sites(self.sites))
+        return self._drawn_among[1]
+
+    def called(self, ids: Iterable[int]) -> list[str]:
+        whose = self.roster.names
+        return list(dict.fromkeys(whose[i] for i in ids))
 
     @property
     def examples(self) -> int:
@@ -179,10 +167,7 @@ class Elsewhere(Members):
         while True:
             here = [name for name in self._post.present() if self._admitted(name)]
             for name in here:
-                about = self._post.sites[name].about
-                site = self.sites.setdefault(name, Member())
-                site.units, site.examples = int(about["units"]), int(about["examples"])
-                site.splits = list(about["splits"])
+                self.sites.setdefault(name, Member()).greeted(self._post.sites[name].about)
             missing = sorted(set(whom) - set(here))
             if (len(here) >= least and not missing) or self._post.now() > end:
                 self._begun = True
@@ -198,25 +183,27 @@ class Elsewhere(Members):
         if not self._begun or name in self.sites:
             return True
         if name not in self._refused:
-            names = sorted([*self.sites, name])
+            new = Member()
+            new.greeted(self._post.sites[name].about)
             try:
-                self._settings.participation.check(len(names))
-                self._method.check(names)
+                self._settings.participation.check(roster_of_sites(self.sites | {name: new}))
+                self._method.check(sorted([*self.sites, name]))
             except SettingsError as error:
                 self._refused[name] = str(error)
                 log.warning("%s cannot take part: %s", name, error)
         return name not in self._refused
 
     def active(self, rule: Participation, key: Key, round: int) -> Active:
-        """As in the simulator, by names, among those who are there and not busy with an earlier round."""
+        """As in the simulator, by units' names, among those whose sites are there and not busy with another
+        round."""
         here = self.wait(self._needed)
         free = [n for n in here if not self._post.busy(n)] or here
-        units, key = units_of(self.names), key.at(round=round, purpose="participation")
-        there = torch.tensor([n in free and self._ready(n) for n in self.names])
-        active = rule.draw_among(Roster(units), there, key)
+        roster, key = self.roster, key.at(round=round, purpose="participation")
+        ready = {n: n in free and self._ready(n) for n in self.names}
+        active = rule.draw_among(roster, torch.tensor([ready[n] for n in roster.names]), key)
         if self._terms.weights == "rule":
             return active
-        each = [self.sites[self.names[i]] for i in active.ids.tolist()]
+        each = [self.sites[roster.names[i]] for i in active.ids.tolist()]
         weights = torch.tensor([(s.rounds + 1) / (s.times + 1) for s in each], dtype=torch.float32)
         return Active(active.ids, weights, ratio=False)
 
@@ -229,49 +216,52 @@ class Elsewhere(Members):
         return {"version": __version__, "experiment": self.experiment} | own | more
 
     def round(self, method: Algorithm, round: Round, active: Active) -> Outcome:
-        names = [self.names[i] for i in active.ids.tolist()]
-        weights = dict(zip(names, active.weights.tolist(), strict=True))
-        digest = digest_of(round.broadcast)
-        told = {"round": round.number, "digest": digest, "active": len(names)}
-        letters = {name: Letter("train", self._about(name, **told), round.broadcast) for name in names}
+        parts, digest = taking_part(self.sites, active), digest_of(round.broadcast)
+        told = {"round": round.number, "active": len(parts)}
+        letters = {}
+        for name, part in parts.items():
+            own = {"units": part.units, "digest": digest_for(digest, part.units)}
+            letters[name] = Letter("train", self._about(name, **told, **own), round.broadcast)
+        weights = {name: part.weight for name, part in parts.items()}
         timeout = None if self._everyone else self._terms.timeout
         enough = (lambda heard: False) if self._everyone else self._terms.enough(len(letters))
         replies = self._post.deliver(letters, timeout, enough)
         self._round = round.number
         guard = method.guard_for(round.broadcast, len(letters))
-        kind, rows = method.model.initial_phi().dtype, {n: self.sites[n].examples for n in names}
+        kind = method.model.initial_phi().dtype
+        rows = {n: examples_in(self.sites[n], part) for n, part in parts.items()}
         sums = self._sums.sums(
             "train", method.channel, kind, letters, replies, weights, self.units, active.ratio, guard, rows
         )
-        return self._outcome(letters, sums)
+        return self._outcome({name: part.ids for name, part in parts.items()}, sums)
 
-    def _outcome(self, letters: Mapping[str, Letter], sums: Sums) -> Outcome:
+    def _outcome(self, asked: Mapping[str, Tensor], sums: Sums) -> Outcome:
         """Sums with the positions of those who are in them, and of those who are not."""
         reasons = dict(sorted((self._post.reasons | sums.reasons).items()))
         for name, why in reasons.items():
             log.warning("%s was left out: %s", name, why)
-        heard = [n for n in letters if n not in reasons]
-        place = {name: i for i, name in enumerate(self.names)}
+        heard = [n for n in asked if n not in reasons]
         self._metrics = {"heard": heard, "reasons": reasons, "late": sum(self._post.late.values())}
         if self._post.late:
             self._metrics["late_from"] = dict(sorted(self._post.late.items()))
-        ids = torch.tensor([place[n] for n in heard], dtype=torch.int64)
-        left_out = tuple(place[n] for n in letters if n in reasons)
-        suspects = tuple(place[n] for n in sums.suspects)
-        return Outcome(sums.total, sums.cost, left_out, sums.size, [(ids, {})], suspects, sums.usual)
+        left_out = tuple(i for n in asked if n in reasons for i in asked[n].tolist())
+        suspects = tuple(i for n in sums.suspects for i in asked[n].tolist())
+        self._metrics |= {"asked": len(asked), "units_left_out": len(left_out)}
+        updates: list[Update] = [(asked[n], {}) for n in heard]
+        return Outcome(sums.total, sums.cost, left_out, sums.size, updates, suspects, sums.usual)
 
     def keep(self, updates: Iterable[Update], entered: bool = True) -> None:
         """A round has counted: the sites that were heard are told so in their next letter."""
         if not entered:
             return
-        heard = {self.names[i] for ids, _ in updates for i in ids.tolist()}
+        heard = {self.roster.names[int(ids[0])]: len(ids) for ids, _ in updates}
         for name, site in self.sites.items():
             site.rounds += 1
-            site.times += name in heard
+            site.times += heard.get(name, 0) / max(1, site.units)
             site.heard = self._round if name in heard else site.heard
 
     def bytes_down(self, told: Tensors, ids: Tensor) -> int:
-        return len(ids) * sum(t.numel() * t.element_size() for t in told.values())
+        return len(self.called(ids.tolist())) * sum(t.numel() * t.element_size() for t in told.values())
 
     def metrics(self) -> dict[str, Any]:
         return self._metrics
@@ -285,11 +275,13 @@ class Elsewhere(Members):
         asked = {f"known.{n}": t for n, t in known.items()} if asking.models else {}
         asked |= {} if asking.models else {f"asked.{n}": t for n, t in question.ask(known).items()}
         asked |= {f"broadcast.{n}": t for n, t in asking.broadcast.items()}
+        told, more = question_told(question, asked)
+        asked |= more
         about = {
             "question": question.name,
-            "facts": asdict(asking.facts),
+            "told": told,
             "key": [asking.key.round, asking.key.purpose],
-            "models": asking.models,
+            "models": describe(asking.models),
         }
         if question.quorum == 1.0 and not asking.late:
             self.wait(self.names, patience=self._terms.timeout)
@@ -297,14 +289,17 @@ class Elsewhere(Members):
         replies = self._post.deliver(letters, self._terms.timeout, lambda heard: False)
         kind, ones = asking.method.model.initial_phi().dtype, dict.fromkeys(names, 1.0)
         everyone = self.units + sum(self.sites[n].units for n in asking.late)
-        sums = self._sums.sums(question.name, Channel(), kind, letters, replies, ones, everyone)
-        done, total = self._outcome(letters, sums), sums.total
+        sums = self._sums.sums(
+            question.name, Channel(), kind, letters, replies, ones, everyone, varied=question.varied
+        )
+        place = places(self.sites)
+        done, total = self._outcome({name: place[name] for name in names}, sums), sums.total
         reasons = self._post.reasons | sums.reasons
         of = sum(self.sites[n].units for n in names)
         if not asking.late and total.count < question.quorum * of:
-            told = "; ".join(f"{n}: {why}" for n, why in sorted(reasons.items())[:5])
+            whose = "; ".join(f"{n}: {why}" for n, why in sorted(reasons.items())[:5])
             raise EstimateError(
-                f"{question.name}: {total.count} of {of} units could be heard, not enough ({told})"
+                f"{question.name}: {total.count} of {of} units could be heard, not enough ({whose})"
             )
         for name in names:
             self.sites[name].answer(question.name, counted=name not in reasons, read=name in sums.read)

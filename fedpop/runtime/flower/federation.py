@@ -4,7 +4,7 @@ name                          what the experiment is called
 [data]                        what sites' data look like: ``questions.forms`` has the words
 [model]  entry                ``module:name`` of a model, or of a function that makes one
 [method] name, settings       as in the files of ``fedpop compare``
-[run]    rounds, seed, participation, early_stop, checkpoint_every, afterwards
+[run]    rounds, seed, participation, precision, early_stop, checkpoint_every, afterwards
 [sites]  sites, quorum, timeout, weights
 [server] address
 """
@@ -36,7 +36,7 @@ from fedpop.runtime.settings import Settings
 from fedpop.version import __version__
 
 TABLES = ("name", "data", "model", "method", "run", "sites", "server")
-RUN = ("rounds", "seed", "participation", "early_stop", "checkpoint_every", "afterwards")
+RUN = ("rounds", "seed", "participation", "precision", "early_stop", "checkpoint_every", "afterwards")
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class Folder:
         name = method.get("name", "FedSOUL")
         known_method(name, f"{path}, [method]")
         own = {k: v for k, v in method.items() if k != "name"}
-        make = _maker(path, entry, str(name), own)
         run = _only(plain.get("run", {}), RUN, f"{path}, [run]")
+        make = _maker(path, entry, str(name), own, run.get("precision"))
         stop = run.pop("early_stop", None)
         callbacks: list[Callback] = []
         if stop is not None:
@@ -140,19 +140,25 @@ class Folder:
             seed=run.get("seed", 0),
             participation=usual if part is None else resolve(part),
             checkpoint_every=run.get("checkpoint_every", 1),
+            precision=run.get("precision", "auto"),
         )
         after = check_asked(run.get("afterwards", tuple(ASKED)))
         return Deployment(self.experiment(), make, settings, terms, data, entry, callbacks, after)
 
 
-def _maker(path: Path, entry: str, name: str, settings: Mapping[str, Any]) -> Callable[[Example], Algorithm]:
-    """Makes the method once it is known what examples look like."""
+def _maker(
+    path: Path, entry: str, name: str, settings: Mapping[str, Any], precision: str | None
+) -> Callable[[Example], Algorithm]:
+    """Makes the method once it is known what examples look like; its backbone runs in this precision, or in
+    the model's own."""
 
     def make(example: Example) -> Algorithm:
         try:
             model = model_named(entry, example, path.parent)
         except SettingsError as error:
             raise SettingsError(f"{path}: cannot make the model: {error}") from error
+        if precision is not None:
+            model = model.asking_for(precision)
         return method_from(name, settings, model, f"{path}: method {name}")
 
     return make

@@ -6,12 +6,14 @@ import logging
 import re
 import secrets
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedpop.checked import Count, Whole, require
 from fedpop.client.plan import parse_bytes
+from fedpop.entries import module_named
 from fedpop.errors import SettingsError
 from fedpop.federation.reading import read_data, read_table
 from fedpop.files import write_bytes
@@ -19,7 +21,7 @@ from fedpop.runtime.flower.site import Site
 
 SETTINGS = "site.toml"
 SECRET = "secret"
-KNOWN = ("name", "data", "server", "threads", "memory", "insecure", "port", "spectral_rows")
+KNOWN = ("name", "data", "server", "threads", "memory", "insecure", "port", "spectral_rows", "modules")
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class SiteSettings:
     """Of this machine, for the node's own processes; 0 takes a free one."""
     spectral_rows: int = 10
     """With fewer rows the site refuses the spectral start, whose message would tell of single rows."""
+    modules: Sequence[str] = ()
+    """Modules that are imported before anything is answered, those beside this file first: they may define
+    methods, priors, kernels, compressors or questions of one's own, which are known by their names."""
 
     def __post_init__(self) -> None:
         where = self.folder / SETTINGS
@@ -48,6 +53,7 @@ class SiteSettings:
         check_name(self.name)
         require(Count, threads=self.threads, spectral_rows=self.spectral_rows)
         require(Whole, port=self.port)
+        require(Sequence[str], modules=self.modules)
         parse_bytes(self.memory)
         if self.port >= 2**16:
             raise SettingsError(f"{where}: port is below 65536, not {self.port}")
@@ -115,6 +121,8 @@ def open_site(folder: str | Path) -> Site:
     if not str(folder):
         raise SettingsError("this node was started without its site's folder: --node-config 'site=\"...\"'")
     settings = read_site(Path(folder))
+    for module in settings.modules:
+        module_named(module, settings.folder, f"{settings.folder / SETTINGS}: {module}")
     return Site(
         name=settings.name,
         secret=read_secret(settings.folder),

@@ -56,8 +56,10 @@ class Gathering:
         ratio: bool = False,
         guard: Guard | None = None,
         examples: Mapping[str, int] | None = None,
+        varied: bool = False,
     ) -> Sums:
-        """Sums of what arrived; ``guard`` looks at a round's messages together, by sites' ``examples``."""
+        """Sums of what arrived; ``guard`` looks at a round's messages together, by sites' ``examples``. Where
+        names are ``varied`` a vector of a name that others do not send is nothing strange."""
         reasons, messages, vectors = dict[str, str](), dict[str, Message](), dict[str, Tensors]()
         norms: dict[str, dict[str, float]] = {}
         for name in sorted(replies, key=unit_of):
@@ -71,7 +73,7 @@ class Gathering:
         held_back = {n for n in vectors if norms[n]}
         reasons |= dict.fromkeys(vectors.keys() - fit.keys(), "its numbers are not finite")
         reasons |= dict.fromkeys(held_back, f"{ABSURD}; it held it back")
-        reasons |= self._misshapen(what, fit)
+        reasons |= self._misshapen(what, fit) if not varied else {}
         suspects, usual = set(held_back), Tensors()
         if guard is not None:
             norms = {n: norms[n] for n in held_back} | {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from fedpop.version import __version__
 
 TRIAL = ".trial-"
 """Between an experiment's name and the number of trial rounds that are run before it."""
-KINDS = ("form", "hello", "train", "ask", "finish")
+KINDS = ("hello", "train", "ask", "finish")
 
 
 class Refusal(FedpopError):
@@ -83,6 +83,11 @@ def digest_of(tensors: Tensors) -> str:
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}\n".encode())
         digest.update(tensor.reshape(-1).numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+def digest_for(digest: str, units: Sequence[int] | None) -> str:
+    """That of a round's broadcast, for a site of which these units take part; None: all of them."""
+    return digest if units is None else hashlib.sha256(f"{digest}{list(units)}".encode()).hexdigest()[:32]
 
 
 # --- the method, told to a site ---------------------------------------------------------------

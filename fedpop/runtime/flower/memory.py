@@ -36,6 +36,8 @@ class Memory:
     round: int = -1
     """The last one that was worked on."""
     digest: str = ""
+    units: list[int] | None = None
+    """Positions of those that took part in it; None: all of them."""
     reply: Reply | None = None
     noted: dict[str, list[str]] = field(default_factory=dict)
     """Questions that left something with the units, and the names of what they left."""
@@ -49,7 +51,10 @@ class Memory:
     def settled(self, method: Algorithm, heard: int) -> LocalStore:
         """Where the units stand when ``heard`` was the last round of theirs that counted."""
         counted = heard == self.round or self.round < 0
-        return self.after if counted else unheard(method, self.before, self.after)
+        if counted:
+            return self.after
+        every = range(len(self.after.slots)) if self.units is None else self.units
+        return unheard(method, self.before, self.after, torch.tensor(every, dtype=torch.int64))
 
     def start_of(self, method: Algorithm, round: int, heard: int) -> LocalStore:
         """Where a round starts from: before it, if it was worked on already (or an earlier one is asked)."""
@@ -66,6 +71,7 @@ class Memory:
         plain: dict[str, Any] = {
             "round": self.round,
             "digest": self.digest,
+            "units": self.units,
             "noted": self.noted,
             "best_round": self.best_round,
         }
@@ -97,6 +103,7 @@ class Memory:
                 after,
                 round=plain["round"],
                 digest=plain["digest"],
+                units=plain["units"],
                 reply=reply,
                 noted=plain["noted"],
                 best=LocalStore.restore(best) if best else None,

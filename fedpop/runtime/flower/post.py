@@ -25,7 +25,7 @@ from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.server")
 
-TYPES = {"form": MessageType.QUERY, "hello": MessageType.QUERY, "train": MessageType.TRAIN}
+TYPES = {"hello": MessageType.QUERY, "train": MessageType.TRAIN}
 """Flower's words for kinds of letters; questions, and the end, are evaluations."""
 PATIENT = 5
 """How many times as long as a refusal a greeting without an answer is waited for."""
@@ -156,6 +156,8 @@ class Post:
             return "it has another method"
         if not name:
             return "it told no name"
+        if self.hello.about.get("drawn") and len(reply.about.get("hashes", ())) != reply.about.get("units"):
+            return "it does not tell its units apart"
         if registered and registered != name:
             return f"it says that it is {name!r}, but its key was registered for {registered!r}"
         return None

@@ -316,7 +316,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _round(line: dict[str, Any]) -> str:
-    heard = f"{len(line.get('heard', []))} of {line['active']} sites"
+    heard = f"{len(line.get('heard', []))} of {line['asked']} sites"
     loss = "" if line.get("loss") is None else f", loss {line['loss']:.4g}"
     missing = f", without {', '.join(line['left_out'])}" if line["left_out"] else ""
     return f"round {line['round']}: {heard}{loss}{missing}"

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from fedpop.algorithms import rebuild
-from fedpop.algorithms.base import Algorithm, Facts, Round
+from fedpop.algorithms.asking import question_from
+from fedpop.algorithms.base import Algorithm, Round
 from fedpop.channel import Tensors
-from fedpop.client.plan import parse_bytes, plan_for
+from fedpop.client.plan import Plan, parse_bytes, plan_for
 from fedpop.client.store import LocalStore
 from fedpop.errors import CheckpointError, FedpopError, SchemaError, SettingsError
-from fedpop.evaluation.questions import asked_after
 from fedpop.federation.clients import Federation
 from fedpop.federation.reading import Columns
 from fedpop.files import read_json, read_tensors, writable_folder, write_json, write_tensors
@@ -30,12 +30,13 @@ from fedpop.models.spec import model_from
 from fedpop.population import Population, Sites
 from fedpop.population.site import site_answer, site_round
 from fedpop.questions import Question
-from fedpop.questions.forms import example_from, plain_example, summary_of
+from fedpop.questions.forms import example_from, table_of
 from fedpop.runtime.flower.letters import (
     TRIAL,
     Letter,
     Refusal,
     Reply,
+    digest_for,
     digest_of,
     refusal,
     reply_of,
@@ -43,7 +44,8 @@ from fedpop.runtime.flower.letters import (
 )
 from fedpop.runtime.flower.memory import Memory, locked
 from fedpop.runtime.guards import threads
-from fedpop.runtime.members import Asking, models_for
+from fedpop.runtime.members import Asking
+from fedpop.settings import rebuilt
 from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.site")
@@ -51,6 +53,8 @@ log = logging.getLogger("fedpop.site")
 THETA = "theta.safetensors"
 """What the federation learned, at a site or for one that comes later."""
 HELD_BACK = "the message is out of all proportion to what is usual and is not sent: look at the data's scale"
+WHOLE = Plan(0.0, 0.0, 1)
+"""All units together."""
 STRANGER = "this site does not know the experiment: greet it first"
 
 
@@ -93,9 +97,9 @@ class Site:
             return refusal(f"{type(error).__name__}; the site's log says more", site=self.name)
 
     def _answer(self, letter: Letter) -> Reply:
+        if letter.kind == "ask" and "data" in letter.about:
+            return self._asked_before(letter)
         experiment = SiteExperiment(self, str(letter.about["experiment"]))
-        if letter.kind == "form":
-            return self._form(letter)
         if letter.kind == "hello":
             return experiment.hello(letter)
         with locked(experiment.state_file):
@@ -103,12 +107,20 @@ class Site:
                 letter.kind
             ](letter)
 
-    def _form(self, letter: Letter) -> Reply:
-        """What examples look like here; of their values no more than sums over columns."""
-        schema, told = letter.about["schema"], {"version": __version__, "site": self.name}
-        if "x" not in schema:
-            return Reply(told | {"example": plain_example(self.data(schema).example)})
-        return Reply(told | {"summary": summary_of(self.table(schema), schema)})
+    def _asked_before(self, letter: Letter) -> Reply:
+        """An answer from rows as they are, while it is not agreed what examples look like: of their values no
+        more than sums over columns."""
+        data, about = letter.about["data"], letter.about
+        if "x" in data:
+            sites = Sites.of_tables({self.name: table_of(self.table(data), data)})
+        else:
+            sites = Sites(self.data(data), torch.device("cpu"))
+        question = _question(about["told"], letter.tensors, None)
+        key = Key(self.secret, int(about["key"][0]), str(about["key"][1]))
+        asked = _part("asked.", letter.tensors)
+        message, _ = site_answer(sites, question, asked, key, self.name, WHOLE)
+        told = {"site": self.name, "experiment": about["experiment"], "question": question.name}
+        return reply_of(message, told)
 
 
 @dataclass(frozen=True)
@@ -135,17 +147,17 @@ class SiteExperiment:
         """Keep what the server tells of the method; say who is here. No data are told of but their form."""
         keep_hello(self.folder, letter)
         federation = self.federation
-        return Reply(
-            {
-                "version": __version__,
-                "experiment": self.name,
-                "site": self.site.name,
-                "units": len(federation),
-                "examples": int(federation.train.sizes.sum()),
-                "splits": sorted(federation.splits),
-                "method": letter.about["method_digest"],
-            }
-        )
+        about = {
+            "version": __version__,
+            "experiment": self.name,
+            "site": self.site.name,
+            "units": len(federation),
+            "examples": int(federation.train.sizes.sum()),
+            "splits": sorted(federation.splits),
+            "method": letter.about["method_digest"],
+        }
+        # Draws go by the hashes of units' names; where everyone takes part nobody has to know them.
+        return Reply(about | ({"hashes": federation.units.tolist()} if letter.about["drawn"] else {}))
 
     @cached_property
     def _told(self) -> dict[str, Any]:
@@ -193,6 +205,12 @@ class SiteExperiment:
             log.warning("%s: %s: a stateless start", self.name, error)
             return Memory.empty(units)
 
+    @cached_property
+    def plan(self) -> Plan:
+        """Which units are worked on together, for the site's memory."""
+        method, budget = self.method, parse_bytes(self.site.memory)
+        return plan_for(method.model, self.federation, budget, method.draws, method.phi_copies)
+
     def sites(self, store: LocalStore) -> Sites:
         return Sites(self.federation, self.method.model.initial_phi().device, store)
 
@@ -203,7 +221,12 @@ class SiteExperiment:
     def train(self, letter: Letter) -> Reply:
         """One round: the same reply to the same letter, whatever happened in between."""
         number, heard = int(letter.about["round"]), int(letter.about["heard"])
-        digest = digest_of(letter.tensors)
+        units = letter.about["units"]
+        here = range(len(self.federation))
+        if units is not None and not (units and set(units) <= set(here) and len(set(units)) == len(units)):
+            raise Refusal("the server asks for units that are not at this site: greet it first")
+        ids = torch.tensor(here if units is None else units, dtype=torch.int64)
+        digest = digest_for(digest_of(letter.tensors), units)
         if digest != letter.about["digest"]:
             raise Refusal("theta did not arrive as it was sent")
         memory = self.memory(heard)
@@ -218,7 +241,8 @@ class SiteExperiment:
         shared = Key(int(letter.about["seed"]), number, "/train")
         key = self.key(number, "site/train")
         now = Round(number, letter.tensors, key, shared)
-        done = site_round(self.sites(store), self.method, now, self.site.name, int(letter.about["active"]))
+        sites, messages = self.sites(store), int(letter.about["active"])
+        done = site_round(sites, self.method, now, self.site.name, self.plan, ids, messages)
         told: dict[str, Any] = {"site": self.site.name, "experiment": self.name}
         told |= {"round": number, "digest": digest}
         if done.withheld:
@@ -226,7 +250,7 @@ class SiteExperiment:
             log.warning("%s: round %d: %s", self.name, number, HELD_BACK)
         reply = reply_of(done.message, told)
         memory.before, memory.after, memory.reply = done.before, done.after, reply
-        memory.round, memory.digest = number, digest
+        memory.round, memory.digest, memory.units = number, digest, units
         memory.write(self.state_file)
         log.info(
             "%s: round %d, %d unit(s), %d bytes", self.name, number, done.message.units, done.message.size
@@ -243,25 +267,18 @@ class SiteExperiment:
     def ask(self, letter: Letter) -> Reply:
         """An answer to a question; what it leaves with units is noted under its name."""
         about, heard = letter.about, int(letter.about["heard"])
-        facts = Facts(**about["facts"])
-        question = self._question(str(about["question"]), facts, Key(int(about["seed"])))
+        question = _question(about["told"], letter.tensors, self.method)
         self._require_rows(question)
         memory = self.memory(heard)
         store = memory.settled(self.method, heard)
         sites, key = self.sites(store), self.key(int(about["key"][0]), str(about["key"][1]))
         known = _part("known.", letter.tensors)
         broadcast = _part("broadcast.", letter.tensors)
-        asking = Asking(question, known, key, self.method, facts, str(about["models"]), broadcast)
-        plan = plan_for(
-            self.method.model,
-            self.federation,
-            parse_bytes(self.site.memory),
-            self.method.draws,
-            self.method.phi_copies,
-        )
-        personal = models_for(asking, sites, plan)[1]
-        asked = question.ask(known) if about["models"] else _part("asked.", letter.tensors)
-        message, kept = site_answer(sites, question, asked, key, self.site.name, personal)
+        models = rebuilt(about["models"], {})
+        asking = Asking(question, known, key, self.method, models, broadcast)
+        plan, personal = asking.models_at(sites, self.plan)
+        asked = question.ask(known) if models is not None else _part("asked.", letter.tensors)
+        message, kept = site_answer(sites, question, asked, key, self.site.name, plan, personal)
         if kept:
             for side in {id(s): s for s in (memory.before, memory.after)}.values():
                 side.put(torch.arange(len(self.federation)), kept, entered=False)
@@ -278,13 +295,6 @@ class SiteExperiment:
                 f'the spectral start is refused with fewer than {least} rows; use start = "random", or '
                 f'start = {{kind = "Spectral", minimum = {least}}}, under which such a site sends zeros'
             )
-
-    def _question(self, name: str, facts: Facts, key: Key) -> Question[Any]:
-        every: Sequence[Question[Any]] = (*self.method.questions(facts, key), *asked_after(self.method))
-        for question in every:
-            if question.name == name:
-                return question
-        raise Refusal(f"the site knows no question of the name {name!r}")
 
     def finish(self, letter: Letter) -> Reply:
         """Keep the theta that was learned, and the states to predict with."""
@@ -316,6 +326,13 @@ def keep_hello(folder: Path, letter: Letter) -> None:
     about = {name: letter.about[name] for name in ("experiment", "method", "schema")}
     about["digest"] = write_tensors(folder / "model.safetensors", letter.tensors)
     write_json(folder / "method.json", about)
+
+
+def _question(told: dict[str, Any], sent: Tensors, method: Algorithm | None) -> Question[Any]:
+    try:
+        return question_from(told, sent, method)
+    except (CheckpointError, SettingsError) as error:
+        raise Refusal(f"the site cannot make the question: {error}") from error
 
 
 def _model(told: Mapping[str, Any]) -> Model:

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import fedpop as fp
+from fedpop.federation.inputs import Example
 from fedpop.files import read_json, read_tensors
+from fedpop.runtime.flower.federation import Folder
 from tests.runtime.flower.commands import Made, fedpop
 
 
@@ -77,3 +79,36 @@ def test_predictions_are_those_of_the_sites_own_model(made: Made) -> None:
     experiment = experiment_of(made.root / "south", None)
     found = [predicted(population_at(experiment), experiment, str(made.root / "at.csv")) for _ in range(2)]
     assert torch.equal(found[0][0][2].eta, found[1][0][2].eta)
+
+
+NETWORK = """
+import fedpop as fp
+from torch import nn
+
+def model(inputs):
+    return fp.Composition(nn.Linear(inputs, 2), nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
+"""
+
+
+@pytest.mark.parametrize("said", [None, "float32", "bfloat16", "auto"])
+def test_precision_is_a_word_of_the_settings(made: Made, said: str | None) -> None:
+    """Sites are told what to compute in; ``auto`` is no matter of a site's processor."""
+    (made.server / "app" / "model.py").write_text(NETWORK)
+    file = made.server / "app" / "federation.toml"
+    if said is not None:
+        file.write_text(file.read_text().replace("[run]\n", f"[run]\nprecision = '{said}'\n"))
+    deployment = Folder(made.server).deployment()
+    example = Example(None, ((2,),), (torch.float32,))
+    method = deployment.prepared(example)
+    meant = "bfloat16" if said == "bfloat16" else "float32"
+    assert method.model.precision == meant
+    letter = deployment.hello(example, {}, method, "test")
+    assert letter.about["method"]["precision"] == meant
+
+
+def test_probabilities_by_site_are_a_table_of_the_settings(made: Made) -> None:
+    file = made.server / "app" / "federation.toml"
+    told = "[run]\nparticipation = {north = 0.5, south = 1.0}\n"
+    file.write_text(file.read_text().replace("[run]\n", told))
+    rule = Folder(made.server).deployment().settings.participation
+    assert rule == fp.participation.Bernoulli({"north": 0.5, "south": 1.0})

@@ -54,6 +54,8 @@ def test_bad_folders_and_settings(made: Made, capsys: pytest.CaptureFixture[str]
         "[sites]\ntimeout = -1.0": "timeout",
         "[run]\nrounds = 'ten'": "rounds",
         "[run]\nparticipation = 'some'": "participation",
+        "[run]\nparticipation = {north = 2.0}": "p['north'] must be a number in (0, 1]",
+        "[run]\nprecision = 'half'": "precision must be one of",
         "[run]\nearly_stop = {evry = 3}": "unknown setting 'evry'",
         "[run]\nearly_stop = 3": "early_stop is a table",
         "[run]\nafterwards = ['luck']": "afterwards is a list of",

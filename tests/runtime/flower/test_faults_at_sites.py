@@ -34,10 +34,10 @@ def test_what_goes_wrong_at_a_site_stays_there(tmp_path: Path, monkeypatch: pyte
     """The server hears what kind of error it was, never its words, which may hold data."""
     work = at_site.site_round
 
-    def failing(sites: Sites, method: Any, round: Any, name: str, messages: int) -> Any:
+    def failing(sites: Sites, method: Any, round: Any, name: str, *more: Any) -> Any:
         if name == "bea" and round.number == 2:
             raise RuntimeError("row 17 of patient Jane Doe is odd")
-        return work(sites, method, round, name, messages)
+        return work(sites, method, round, name, *more)
 
     monkeypatch.setattr(at_site, "site_round", failing)
     found, grid = run(tmp_path, lambda grid: None)

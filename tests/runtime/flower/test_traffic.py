@@ -74,11 +74,11 @@ def test_neither_rows_nor_draws_leave(name: str, kind: str, tmp_path: Path) -> N
         for payload in reply.payloads.values():
             vector = plain(payload)
             assert not any(holds(vector, secret) for secret in secrets if secret.numel() > 1)
-        allowed = HELLO | {"example"} if letter.kind in ("hello", "form") else ABOUT
+        allowed = HELLO if letter.kind == "hello" else ABOUT
         assert set(reply.about) <= allowed
         assert set(reply.about.get("cost", {})) <= COSTS
         assert reply.about.get("named", {}) == {}
-    assert kinds >= {"form", "hello", "train", "finish"}
+    assert kinds >= {"ask", "hello", "train", "finish"}
     assert any(method.private and set(method.private) & set(s) for own in states.values() for s in own) or (
         not method.private
     )
@@ -96,6 +96,10 @@ def test_a_sites_secret_is_in_no_message(tmp_path: Path) -> None:
     assert all(b"12345678901" not in p.data for _, _, r in opened(grid) for p in r.payloads.values())
 
 
+LEVELS = {'"f"': 5, '"m"': 5, "null": 1}
+"""Rows of each level as a site tells of them; null: of those that are too rare."""
+
+
 def test_what_the_pre_round_tells_of_columns(tmp_path: Path) -> None:
     """Sums and counts; levels of a few rows not at all."""
     text = "age,sex,dose\n" + "".join(f"{30 + i},{'f' if i % 2 else 'm'},{i}\n" for i in range(10))
@@ -111,10 +115,20 @@ def test_what_the_pre_round_tells_of_columns(tmp_path: Path) -> None:
     schema = {"x": ["age", "sex"], "y": "dose", "categories": ["sex"]}
     model = fp.Composition(None, nn.Linear(3, 1), fp.likelihoods.Normal(1.0))
     conduct(deployment(fp.FedAvg(model), 1, terms=RoundTerms(sites=2), schema=schema), post_on(grid))
-    told = [r.about["summary"] for _, m, r in opened(grid) if m.kind == "form"]
-    assert told[0]["sex"] == {"counts": {"f": 5, "m": 5}, "untold": 1}
-    assert set(told[0]["age"]) == {"count", "mean", "squares"}
-    assert "rare" not in json.dumps([dict(r.about) for _, _, r in opened(grid)])
+    told: dict[str, dict[str, list[float]]] = {}
+    for site, letter, reply in opened(grid):
+        if site == "north" and letter.kind == "ask":
+            sent = {n: plain(payload).tolist() for n, payload in reply.payloads.items()}
+            told[letter.about["question"]] = sent
+    ages = [*range(30, 40), 77]
+    mean = sum(ages) / 11  # of both sites: they have the same rows
+    squares = sum((age - mean) ** 2 for age in ages)
+    assert told == {
+        "schema": {'["age"]': [11, sum(ages)]} | {f'["sex", {s}]': [n] for s, n in LEVELS.items()},
+        "standardisation": {'["age"]': [11, pytest.approx(squares, rel=1e-12)]},
+    }
+    said = json.dumps([[dict(r.about), list(r.payloads)] for _, _, r in opened(grid)])
+    assert "rare" not in said
 
 
 # --- what a curious server can compute -------------------------------------------------------------
@@ -195,6 +209,7 @@ def test_both_rows_of_two_from_the_spectral_message(tmp_path: Path) -> None:
     grid = LocalGrid(app, folders)
     with pytest.raises(EstimateError, match="ada: the spectral start is refused with fewer than 10 rows"):
         conduct(told, post_on(grid))
-    assert not [r for s, m, r in opened(grid) if s == "ada" and r.payloads]
+    sent = {m.about["question"] for s, m, r in opened(grid) if s == "ada" and r.payloads}
+    assert sent == {"example"}  # the shape of one
     zeros = fp.FedSOUL(model(), engine="sampled", start=Spectral(minimum=10))
     conduct(deployment(zeros, 1, terms=RoundTerms(sites=3)), post_on(LocalGrid(app, folders)))

@@ -76,7 +76,7 @@ def test_sites_that_differ_in_form_are_told(tmp_path: Path) -> None:
     data = four("softmax")
     data["bea"] = (data["bea"][0][:, :2], data["bea"][1])
     grid = LocalGrid(app, enrol(tmp_path, data))
-    with pytest.raises(SettingsError, match=r"examples at bea have shapes \[\[2\]\]"):
+    with pytest.raises(SettingsError, match=r"of 1 unit\(s\) \[\[2\]\].* unlike the others: bea"):
         conduct(deployment(made("FedSOUL", "softmax"), 2, terms=TERMS), post_on(grid))
 
 
@@ -110,7 +110,8 @@ def test_a_method_that_needs_everyone_waits_and_says_for_whom(
 def test_a_question_that_needs_everyone_names_who_is_missing(tmp_path: Path) -> None:
     def prepare(grid: LocalGrid) -> None:
         def fault(site: str, letter: Message, reply: Message) -> list[Message] | None:
-            asks = letter_from_record(letter.content).kind == "ask"
+            told = letter_from_record(letter.content)
+            asks = told.kind == "ask" and told.about["question"] == "curvature"
             return None if asks and site == "cem" else [reply]
 
         grid.fault = fault

@@ -1,0 +1,91 @@
+"""What the server knows of sites and their units, and which of them take part in a round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedpop.channel.tally import require_alike
+from fedpop.federation.participation import Active, Roster
+from fedpop.keys import units_of
+
+
+@dataclass
+class Member:
+    """What the server knows of a site."""
+
+    units: int = 0
+    hashes: list[int] = field(default_factory=list)
+    """Of its units' names, in its own order, where a rule draws some of them."""
+    examples: int = 0
+    splits: list[str] = field(default_factory=list)
+    heard: int = -1
+    """Its last round that counted."""
+    times: float = 0.0
+    """Rounds in which it was heard, each as the share of its units that took part."""
+    rounds: int = 0
+    """Rounds since it is here."""
+    noted: list[str] = field(default_factory=list)
+    """Questions to which its answer counted."""
+    answered: list[str] = field(default_factory=list)
+    """Those to which it had one, be it that its numbers are not finite."""
+
+    def greeted(self, about: Mapping[str, Any]) -> None:
+        """What it says of itself."""
+        self.units, self.examples = int(about["units"]), int(about["examples"])
+        self.splits, self.hashes = list(about["splits"]), [int(h) for h in about.get("hashes", ())]
+
+    def answer(self, question: str, counted: bool, read: bool) -> None:
+        self.noted = sorted({*self.noted, question}) if counted else self.noted
+        self.answered = sorted({*self.answered, question}) if read else self.answered
+
+
+@dataclass(frozen=True)
+class TakingPart:
+    """A site's in a round."""
+
+    ids: Tensor
+    """Positions of its units that take part, in the roster."""
+    units: list[int] | None
+    """The same among its own; None: all of them."""
+    weight: float
+
+
+def roster_of_sites(sites: Mapping[str, Member]) -> Roster:
+    """Units by the hashes of their names; without these, which nothing is drawn by, in their order."""
+    each = {name: sites[name] for name in sorted(sites)}
+    hashes = [h for name, s in each.items() for h in s.hashes or range(s.units)]
+    names = [name for name, s in each.items() for _ in range(s.units)]
+    return Roster(torch.tensor(hashes, dtype=torch.int64), names, units_of(names), growing=True)
+
+
+def places(sites: Mapping[str, Member]) -> dict[str, Tensor]:
+    """Positions of each site's units in the roster."""
+    names = sorted(sites)
+    every = torch.arange(sum(sites[n].units for n in names)).split([sites[n].units for n in names])
+    return dict(zip(names, every, strict=True))
+
+
+def taking_part(sites: Mapping[str, Member], active: Active) -> dict[str, TakingPart]:
+    """Which units of each site take part in a round, and what its sum counts; a site without any does not."""
+    place = places(sites)
+    sizes = torch.tensor([len(own) for own in place.values()])
+    at = torch.repeat_interleave(torch.arange(len(place)), sizes)[active.ids]
+    require_alike(active.weights, at, len(place), "take part with different probabilities")
+    parts = {}
+    for i, (name, own) in enumerate(place.items()):
+        here = at == i
+        ids = active.ids[here]
+        if len(ids):
+            some = None if len(ids) == len(own) else (ids - own[0]).tolist()
+            parts[name] = TakingPart(ids, some, float(active.weights[here][0]))
+    return parts
+
+
+def examples_in(site: Member, part: TakingPart) -> int:
+    """About how many examples a site's part of a round has: its units' sizes are its own."""
+    return max(1, round(site.examples * len(part.ids) / max(1, site.units)))
