@@ -18,7 +18,7 @@ test: $(STAMP) ## Run the tests and the doctests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-slow: $(STAMP) ## Run the slow statistical tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow tests/statistical
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow tests
 
 test-flower: $(STAMP) ## Run federations of real processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m flower tests/runtime/flower

@@ -336,7 +336,11 @@ def logistic():
 
 @pytest.mark.parametrize(
     ("kernel", "form"),
-    [(fp.kernels.HMC(), "left"), (fp.kernels.HMC(), "right"), (fp.kernels.ULA(0.2), "right")],
+    [
+        (fp.kernels.HMC(), "left"),
+        pytest.param(fp.kernels.HMC(), "right", marks=pytest.mark.slow),
+        (fp.kernels.ULA(0.2), "right"),
+    ],
     ids=repr,
 )
 def test_bias_of_stateless_chains_falls_with_m(kernel, form):

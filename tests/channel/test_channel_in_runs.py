@@ -96,6 +96,7 @@ def test_a_client_whose_vector_cannot_be_sent_is_left_out_and_named():
     assert torch.isfinite(population.published["phi"]).all()
 
 
+@pytest.mark.slow
 def test_the_fit_reaches_the_optimum_with_fewer_bytes():
     clients, _, _ = population_data(40, 8, 6, 2, 0.1)
     model = linear_model(6, 2, 0.1)

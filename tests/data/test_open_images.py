@@ -276,7 +276,9 @@ def test_images_are_mapped_and_writing_to_them_leaves_the_file_alone(tmp_path: P
 # --- the real files -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist", "svhn"])
+@pytest.mark.parametrize(
+    "name", ["cifar10", "mnist", *(pytest.param(n, marks=pytest.mark.slow) for n in ("cifar100", "svhn"))]
+)
 def test_the_real_test_images(name: str) -> None:
     source = open_images(name, real(name), download=False)
     assert len(source.test) == (26_032 if name == "svhn" else 10_000)

@@ -54,6 +54,7 @@ def test_the_stationary_law_is_left_unchanged_by_a_step(c):
     )
 
 
+@pytest.mark.slow
 def test_what_clients_send_has_this_mean():
     """Messages of a second round, after a first one has brought the chains to their stationary law."""
     field, theta, clients = case()

@@ -191,7 +191,7 @@ def chains_of(kernel, target: Target, mass: bool, steps: int) -> tuple[Tensor, f
     return trace.draws, float(trace.acceptance.mean())
 
 
-@pytest.mark.parametrize("kernel", [HMC(), MALA()], ids=repr)
+@pytest.mark.parametrize("kernel", [HMC(), pytest.param(MALA(), marks=pytest.mark.slow)], ids=repr)
 def test_badly_scaled_coordinates_mix_with_it_and_do_not_without(kernel):
     model, clients, _, _ = badly_scaled()
     cohort = cohort_of(model, clients)
@@ -328,6 +328,7 @@ class Line(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_collinear_coordinates_mix_with_a_dense_matrix_and_not_with_a_diagonal(monkeypatch):
     model = fp.Composition(None, Line(), fp.likelihoods.Normal(0.09))
     x = torch.linspace(8, 14, 7).unsqueeze(1)

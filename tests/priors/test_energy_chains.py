@@ -110,7 +110,9 @@ SCHEMES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "inverse" else n for n in SCHEMES]
+)
 def test_what_the_server_sees_is_unbiased(name):
     """Against the gradient of the marginal likelihood by quadrature, z of one dimension."""
     prior = fp.priors.Energy(small_net(1, size=1.2), chains=200, steps=8, learn_scale=True)

@@ -108,7 +108,9 @@ def test_a_run_reaches_the_maximum_of_the_marginal():
 
 
 @pytest.mark.parametrize(
-    ("step", "rounds"), [(fp.steps.EM(), 150), (fp.steps.Adam(0.1), 400)], ids=["em", "adam"]
+    ("step", "rounds"),
+    [(fp.steps.EM(), 150), pytest.param(fp.steps.Adam(0.1), 400, marks=pytest.mark.slow)],
+    ids=["em", "adam"],
 )
 def test_draws_and_either_step_come_close(step, rounds):
     """Over seeds both are within 0.3; after 150 rounds Adam is still up to 3 away."""

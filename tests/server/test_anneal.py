@@ -253,7 +253,9 @@ def test_a_run_that_broke_off_while_annealing_resumes_to_the_same_bits(tmp_path:
 # --- what it finds -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("examples", "variance", "seed"), [(3, 0.01, 9), (3, 0.09, 9)])
+@pytest.mark.parametrize(
+    ("examples", "variance", "seed"), [pytest.param(3, 0.01, 9, marks=pytest.mark.slow), (3, 0.09, 9)]
+)
 def test_hard_draws_are_solved_with_it_and_not_without(examples: int, variance: float, seed: int) -> None:
     """Of the README's model, three examples per client; the whole grid is a slow test."""
     assert gap(examples, variance, seed, anneal=NONE) > 2

@@ -32,6 +32,7 @@ def test_a_step_is_bounded_and_a_crowd_makes_it_shorter() -> None:
     torch.testing.assert_close(near, torch.full((4,), 1 / 8, dtype=WIDE))
 
 
+@pytest.mark.slow
 def test_clients_that_take_turns_reach_the_exact_optimum_in_a_stage_of_scoring() -> None:
     """A random intercept and slope, one client in five: a second stage ends near enough."""
     g = generator(0)
