@@ -66,8 +66,8 @@ class WithEngine(Hierarchical):
     def wants_information(self) -> bool:
         """Scoring steps in further stages, where nothing was said of steps. A backbone's likelihood is too
         far from a quadratic: there they left the optimum that they began at."""
-        features = self.model.network or any(n.startswith("backbone.") for n in self.model.phi_layout.names)
-        return self.exact is None and not features and self.phi_step is None and self.beta_step is None
+        settled = self.exact is None and not self.model.learns_features
+        return settled and self.phi_step is None and self.beta_step is None
 
     @property
     def _told_how(self) -> bool:

@@ -113,7 +113,7 @@ class FedSOUK(WithStart):
         return (
             server
             | prefixed("phi.", self.on_phi.step(self.model).init(phi))
-            | prefixed("beta.", self.on_beta.init(prior, beta, self.hierarchy.closed_form))
+            | prefixed("beta.", self.on_beta.init(self.hierarchy, beta))
             | prefixed("prior.", prior_chains.first_states(prior, beta, key.at(purpose="negative")))
             | prefixed("average.", self.average.init(torch.cat((phi, beta))))
         )

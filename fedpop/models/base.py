@@ -221,6 +221,12 @@ class Model(ABC):
         them, which weight decay leaves alone."""
         return self.phi_layout.size - sum(n.startswith("likelihood.") for n in self.phi_layout.names)
 
+    @property
+    def learns_features(self) -> bool:
+        """A head works on features that change with phi."""
+        of_backbone = any(name.startswith("backbone.") for name in self.phi_layout.names)
+        return self.weights > 0 and (self.network or of_backbone)
+
     def with_noise(self, variance: float) -> Self:
         """This model with another noise variance in the place of the one that was given."""
         out = copy.copy(self)

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedpop.channel import Tensors, Total
 from fedpop.checked import OneOf
 from fedpop.errors import SettingsError
+from fedpop.kernels.hierarchy import Hierarchy
 from fedpop.priors import Hyperprior, Prior
 from fedpop.server.em import EM
 from fedpop.server.optimisers import Adam, Optimiser
@@ -24,10 +25,13 @@ FEW, MANY = 10, 100
 carry their chance, and keep it in directions of which data say little, where units' own z follow the mean;
 the scale would grow by it. So with fewer the rate falls from their share in ``FEW`` to that in all."""
 SCALE = Adam(0.15, Constant(), beta1=0.8, beta2=0.95)
-"""Steps on the logarithm of the scale where posteriors are not closed-form. EM's are as short as data say
-little of z, far too short for a handful of examples; and what a score of the scale is worth
-cannot be told from its variance over units far from the optimum. These are at most so long, so that no round
-changes the scale by more than a sixth, and shorter where scores of successive rounds disagree."""
+"""Steps on the logarithm of the scale where posteriors are not closed-form and features stay as they are. EM's
+are as short as data say little of z, far too short for a handful of examples; and what a score of the scale
+is worth cannot be told from its variance over units far from the optimum. These are at most so long, so that
+no round changes the scale by more than a sixth, and shorter where scores of successive rounds disagree.
+
+While a backbone learns, EM's stay: heads on features that say nothing yet are best all alike, these steps would
+soon make them so, and features would learn from one head instead of many."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,12 @@ class BetaStep(Setting):
         """EM's step of the mean vanishes with the scale: then it goes by the likelihood's curvature."""
         return isinstance(self.on(prior), EM)
 
-    def init(self, prior: Prior, beta: Tensor, closed_form: bool) -> Tensors:
-        step, scale = self.on(prior), prior.scale_score(beta)
+    def init(self, hierarchy: Hierarchy, beta: Tensor) -> Tensors:
+        step, scale = self.on(hierarchy.prior), hierarchy.prior.scale_score(beta)
         if isinstance(step, Optimiser):
             return step.init(beta)
-        return {} if closed_form or scale is None else SCALE.init(scale)
+        slow = hierarchy.closed_form or hierarchy.model.learns_features
+        return {} if slow or scale is None else SCALE.init(scale)
 
     def move(
         self,
