@@ -38,6 +38,19 @@ def test_schedules(schedule: Schedule, expected: object) -> None:
         assert schedule.factor(k, 100) == pytest.approx(expected(k))
 
 
+def test_the_scale_takes_quick_steps_where_no_features_are_learned() -> None:
+    """By what a step of beta keeps: Adam's moments of the scale, or nothing."""
+    beta, step = torch.tensor([0.0, 0.0, 0.0]), fp.steps.BetaStep()
+    backbones = (None, nn.ReLU(), nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    quick = []
+    for backbone in backbones:
+        model = fp.Composition(backbone, nn.Linear(2, 1, bias=False), "bernoulli")
+        quick.append(bool(step.init(fp.FedSOUL(model).hierarchy, beta)))
+    assert quick == [True, True, False, False]
+    exact = fp.Composition(None, nn.Linear(2, 1, bias=False), "normal")
+    assert not step.init(fp.FedSOUL(exact).hierarchy, beta)
+
+
 def test_em_rates_fall_in_the_second_half() -> None:
     em = fp.steps.EM(1.0, 0.1)
     assert [em.at(k, 100) for k in (0, 49, 50, 75, 100)] == pytest.approx([1.0, 1.0, 1.0, 0.55, 0.1])
