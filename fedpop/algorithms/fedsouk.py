@@ -207,7 +207,16 @@ class FedSOUK(WithStart):
             new_phi, new_beta = theta[: len(phi)], theta[len(phi) :]
         else:
             new_beta, beta_state = self.on_beta.move(
-                prior, self.hyperprior, beta, i, total, beta_state, k, stage, facts.clients, facts.heard
+                self.hierarchy,
+                self.hyperprior,
+                beta,
+                i,
+                total,
+                beta_state,
+                k,
+                stage,
+                facts.clients,
+                facts.heard,
             )
             new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, stage)
         new_phi, new_beta = into_ball(new_phi, self.on_phi.ball), prior.project(new_beta)

@@ -77,7 +77,7 @@ class BetaStep(Setting):
 
     def move(
         self,
-        prior: Prior,
+        hierarchy: Hierarchy,
         hyperprior: Hyperprior,
         beta: Tensor,
         score: Tensor,
@@ -89,9 +89,12 @@ class BetaStep(Setting):
         heard: float,
     ) -> tuple[Tensor, Tensors]:
         """beta after one step from the estimated sum of scores, hyperprior included."""
+        prior = hierarchy.prior
         step = self.on(prior)
         if isinstance(step, EM):
             share = _share(heard, clients, k)
+            if hierarchy.model.learns_features:
+                share = math.sqrt(share)  # features follow the mean, too: its chance costs less than its lag
             rate = share * step.at(k, rounds)
             curvature = float(total.estimate("curvature", beta.new_zeros(()))) / clients
             # Clients that are all alike leave a prior without width, and EM's step of mu with it: then
