@@ -152,9 +152,13 @@ def test_with_frozen_z_it_is_fedavg_on_phi(server: str, momentum: float) -> None
     torch.testing.assert_close(a_server["phi"], b_server["phi"], rtol=1e-8, atol=1e-10)
 
 
+RESTING = fp.priors.Normal(scale=0.5, learn_mean=False, learn_scale=False)
+"""The local rate goes by the head's size, too."""
+
+
 def test_the_clients_are_told_the_falling_rate_and_it_cancels_from_what_they_send() -> None:
     falling = local_steps(schedule=fp.steps.Cosine(), rate=0.4)
-    method = fp.FedSOUL(network(), prior=fp.priors.Normal(scale=0.5), phi_step=falling)
+    method = fp.FedSOUL(network(), prior=RESTING, phi_step=falling)
     cohort, facts = cohort_of(method.model, labelled()), Facts(4, 10)
     server = method.init(facts, Key(0), {})
     assert float(method.broadcast(server)["phi_rate"]) == pytest.approx(0.4)
