@@ -152,25 +152,30 @@ def check_rows(model: Model, example: Example) -> None:
             kept = map_inputs(torch.clone, features)
             together = model.head_outputs(phi, z.unsqueeze(0), features)[0]
             _unchanged(features, kept, "the features that it gets from the backbone")
-            alone = [
-                model.head_outputs(
-                    phi, z.unsqueeze(0), model.embed(phi, map_inputs(lambda v, i=i: v[i : i + 1], x))
-                )
-                for i in range(TOGETHER)
-            ]
+            own = [model.embed(phi, map_inputs(lambda v, i=i: v[i : i + 1], x)) for i in range(TOGETHER)]
+            alone = [model.head_outputs(phi, z.unsqueeze(0), one) for one in own]
         except USERS as error:
             if isinstance(error, FedpopError):
                 raise
             return  # made-up values that this model does not take: real ones will tell
-    each = torch.cat(alone, 1)[0]
-    near = NEAR.get(phi.dtype, 1e-3) * float(together.abs().nan_to_num(posinf=0.0).max().clamp(min=1.0))
-    if each.shape != together.shape or not torch.allclose(each, together, 0.0, near, equal_nan=True):
+    # Features, too: a head that is all but zero hides what they do.
+    pairs = zip(leaves(kept), *(leaves(one) for one in own), strict=True)
+    apart = [(torch.cat(parts), whole, 1e-2) for whole, *parts in pairs if whole.is_floating_point()]
+    apart.append((torch.cat(alone, 1)[0], together, 1.0))
+    near = NEAR.get(phi.dtype, 1e-3) if model.autocast is None else 5e-2
+    if not all(_alike(each, whole, near, least) for each, whole, least in apart):
         raise ModelError(
             "an example gives another output by itself than in a batch: the model lets examples see each "
             "other (a mean or softmax over the first axis, batch statistics, a recurrent or attention layer "
             "without batch_first=True), which would mix clients' data. Let every operation act within one "
             "example; fedpop.layers.replace_batchnorm(module) replaces batch statistics"
         )
+
+
+def _alike(each: Tensor, whole: Tensor, near: float, least: float) -> bool:
+    """The same numbers but for rounding, which goes by the largest of them."""
+    near *= float(whole.abs().nan_to_num(posinf=0.0).max().clamp(min=least)) if whole.numel() else 0.0
+    return each.shape == whole.shape and torch.allclose(each, whole, 0.0, near, equal_nan=True)
 
 
 def _shaken(v: Tensor, name: str) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fedpop as fp
 from fedpop.errors import FedpopError, ModelError
 from fedpop.federation.inputs import Example
+from fedpop.keys import Key
 
 NORMAL = fp.likelihoods.Normal(1.0)
 
@@ -248,9 +249,15 @@ def test_what_is_sound_is_taken(case: str) -> None:
 
 
 def test_a_model_that_starts_at_zero_is_seen_through() -> None:
+    """A head that hides the features, too."""
     mixed = nn.Sequential(zeroed(nn.Linear(3, 2)), Does(after=lambda h: h - h.mean(0), inputs=2))
-    with pytest.raises(ModelError, match=MIX):
-        backbone(zeroed(mixed)).prepared(Example.of(torch.ones(5, 3)))
+    hiding = nn.Linear(2, 1)
+    key = Key(0, purpose="probe.z")
+    shaken = 0.1 * key.normal(key.server(hiding.weight.device), (3,))[0]
+    nn.utils.vector_to_parameters(-shaken, hiding.parameters())
+    for head in (nn.Linear(2, 1), hiding):
+        with pytest.raises(ModelError, match=MIX):
+            fp.Composition(zeroed(mixed), head, NORMAL).prepared(Example.of(torch.ones(5, 3)))
 
 
 def test_every_error_is_one_of_ours() -> None:
