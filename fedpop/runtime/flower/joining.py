@@ -86,6 +86,7 @@ def join(root: Path, data: str | None, insecure: bool, say: Say, seconds: float 
         raise SettingsError(f"this site was enrolled {how}")
     if insecure:
         say(INSECURE)
+        certificates.require_plain(settings.server)
     else:
         certificates.check_site_key(settings.folder)
         if not certificates.check_connection(settings.server, settings.folder / "ca.crt"):
