@@ -46,7 +46,7 @@ def model(inputs: int) -> fp.Composition:
 """
 
 
-def settings_of(method: str, rounds: int, sites: int, address: str, more: str = "") -> str:
+def settings_of(method: str, rounds: int, sites: str, address: str) -> str:
     return f'''name = "test"
 [data]
 x = ["a", "b", "c"]
@@ -58,8 +58,7 @@ standardise = false
 rounds = {rounds}
 afterwards = []
 [sites]
-sites = {sites}
-{more}
+{sites}
 [server]
 address = "{address}"
 '''
@@ -69,13 +68,13 @@ class Cluster:
     """A server's folder and sites' folders below one; all processes are stopped at the end."""
 
     def __init__(
-        self, root: Path, tables: Mapping[str, str], method: str, rounds: int, more: str = ""
+        self, root: Path, tables: Mapping[str, str], method: str, rounds: int, sites: str = ""
     ) -> None:
         self.root, self.said = root, list[str]()
         self.address = f"127.0.0.1:{free_port()}"
         self.server = root / "server"
         serving.init(self.server, "test", self.address, [], False, self.said.append)
-        text = settings_of(method, rounds, len(tables), self.address, more)
+        text = settings_of(method, rounds, sites or f"sites = {len(tables)}", self.address)
         (self.server / "app" / "federation.toml").write_text(text)
         (self.server / "app" / "model.py").write_text(MODEL)
         for name, table in tables.items():
@@ -86,6 +85,7 @@ class Cluster:
         (root / "watch").mkdir()
         (root / "watch" / "sitecustomize.py").write_text(WATCH)
         self._seen: set[str] = set()
+        self._looked = 0.0
 
     def enrol(self, name: str, data: str = "") -> Path:
         folder = self.root / name
@@ -107,7 +107,6 @@ class Cluster:
         env = {n: v for n, v in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"} | {
             "PYTHONPATH": f"{ROOT}{os.pathsep}{self.root / 'watch'}",
             "OMP_NUM_THREADS": "1",
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
             "FEDPOP_TEST_CLUSTER": str(self.root),
         }
         self.children[name] = subprocess.Popen(
@@ -141,12 +140,13 @@ class Cluster:
     def until(self, done: Callable[[], bool], seconds: float, what: str) -> None:
         end = time.monotonic() + seconds
         while not done():
-            self._look_out()
+            if time.monotonic() > self._looked + 2:
+                self._look_out()
             if time.monotonic() > end:
                 log = self.server / "logs" / "superlink.log"
                 tail = log.read_text(errors="replace")[-2000:] if log.exists() else ""
                 raise TimeoutError(f"{what}\n{self.heard('server')}\n{tail}")
-            time.sleep(0.2)
+            time.sleep(0.5)  # who looks more often takes from those who work
 
     def finish(self, seconds: float) -> int:
         """The exit code of the server's command."""
@@ -197,6 +197,7 @@ class Cluster:
 
     def _look_out(self) -> None:
         """Connections of our processes to anything but loopback, whoever made them."""
+        self._looked = time.monotonic()
         sockets = set()
         for pid in self.processes():
             for link in Path(f"/proc/{pid}/fd").glob("*"):

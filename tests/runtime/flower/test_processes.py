@@ -152,8 +152,8 @@ def test_the_whole_server_is_killed_and_started_again(tmp_path: Path) -> None:
 @pytest.mark.flower
 def test_a_site_is_killed_in_a_round(tmp_path: Path) -> None:
     """The others go on; it is started again, takes part again with its chain, and theta is what the simulator
-    finds where the same replies are lost. Nothing here depends on how long a round takes."""
-    with Cluster(tmp_path, tables(6, 4, 5), SCAFFOLD, rounds=1000) as cluster:
+    finds where the same replies are lost."""
+    with Cluster(tmp_path, tables(6, 4, 5), SCAFFOLD, 1000, "sites = 2\nbegin = 3") as cluster:
         cluster.start_server()
         for name in ("north", "south", "east"):
             cluster.start_site(name)
@@ -168,7 +168,7 @@ def test_a_site_is_killed_in_a_round(tmp_path: Path) -> None:
         cluster.children["server"].terminate()
         cluster.children["server"].wait()
         lines = cluster.rounds()
-        assert all({"north", "south"} <= set(m["heard"]) for m in lines)
+        assert all(len(m["heard"]) >= 2 for m in lines)
         kept = sorted((cluster.server / "run" / "checkpoints").glob("round-*.safetensors"))[-1]
         rounds = int(kept.stem.removeprefix("round-"))
         found = {n: t for n, t in read_tensors(kept).items() if n.startswith("server.")}
