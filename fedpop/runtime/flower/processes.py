@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import ssl
@@ -165,6 +166,25 @@ class Kept:
         assert self._child is not None
         with suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)  # its own session: nobody else is in it
+
+
+class Told:
+    """What is new in a log of fedpop's, line by line, without its times and tracebacks."""
+
+    def __init__(self, file: Path, levels: Sequence[str]) -> None:
+        self._file, self._at = file, file.stat().st_size if file.exists() else 0
+        self._line = re.compile(rf"[-\d]+ [:,\d]+ ({'|'.join(levels)}) (.*)")
+
+    def new(self) -> list[str]:
+        if not self._file.exists():
+            return []
+        with self._file.open("rb") as file:
+            file.seek(self._at)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._at += len(whole)
+        found = map(self._line.fullmatch, whole.decode(errors="replace").splitlines())
+        return [match[2] for match in found if match]
 
 
 class Stopped(Exception):

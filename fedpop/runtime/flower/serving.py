@@ -16,7 +16,7 @@ from fedpop.runtime.flower.conduct import AFTERWARDS
 from fedpop.runtime.flower.federation import Folder
 from fedpop.runtime.flower.folder import check_name
 from fedpop.runtime.flower.memory import held
-from fedpop.runtime.flower.processes import Kept, environment, healthy, program, require_free
+from fedpop.runtime.flower.processes import Kept, Told, environment, healthy, program, require_free
 from fedpop.runtime.progress import human_bytes
 from fedpop.version import __version__
 
@@ -116,6 +116,7 @@ def init(root: Path, name: str, address: str, hosts: list[str], insecure: bool, 
         certificates.make_authority(folder.tls, name)
         certificates.make_server_certificate(folder.tls, [host, *hosts])
     write_json(folder.root / "version.json", {"version": __version__})
+    _connect(folder, None if insecure else folder.tls / "ca.crt")
     say(f"{root} holds a federation. Next:")
     say(f"  1. edit {folder.app / 'federation.toml'} and {folder.app / 'model.py'}")
     ca = "" if insecure else f" and {folder.tls / 'ca.crt'}"
@@ -211,6 +212,7 @@ class _Watch:
         self._again: dict[str, float] = {}
         """When a key that could not be registered is tried again."""
         self._told = len(_lines(folder.run / "metrics.jsonl"))
+        self._log = Told(folder.run / "server.log", ("INFO", "WARNING"))  # errors end it
 
     def to_the_end(self) -> None:
         in_vain = 0
@@ -312,6 +314,8 @@ class _Watch:
                 return False
 
     def _tell(self) -> None:
+        for words in self._log.new():
+            self._say(words)
         lines = _lines(self._folder.run / "metrics.jsonl")
         for line in lines[self._told :]:
             self._say(_round(line))

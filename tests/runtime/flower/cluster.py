@@ -116,6 +116,7 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         out.close()
 
@@ -218,14 +219,14 @@ class Cluster:
     def stop(self) -> None:
         for child in self.children.values():
             if child.poll() is None:
-                child.terminate()
+                os.killpg(child.pid, signal.SIGTERM)  # a shell's children, too
         for child in self.children.values():
             try:
-                child.wait(30)
+                child.wait(120)
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while self.processes() and time.monotonic() < end:
             time.sleep(0.2)
         left = self.processes()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ import torch
 
 import fedpop as fp
 from fedpop.federation.reading import read_data
-from fedpop.files import read_tensors
+from fedpop.files import read_json, read_tensors
 from fedpop.runtime.flower import joining
-from fedpop.runtime.flower.processes import environment, free_port, program
+from fedpop.runtime.flower.certificates import split_address
+from fedpop.runtime.flower.processes import environment, free_port, healthy, program
 from fedpop.runtime.run import Run
 from fedpop.runtime.settings import Settings
 from tests.helpers import generator
@@ -193,3 +196,35 @@ def _with_lost(cluster: Cluster, lines: list[dict[str, Any]]) -> dict[str, torch
     run.execute(resume=False, progress=False)
     kept = sorted((cluster.root / "simulated" / "checkpoints").glob("round-*.safetensors"))[-1]
     return {n: t for n, t in read_tensors(kept).items() if n.startswith("server.")}
+
+
+DOCS = Path(__file__).parents[3] / "docs" / "deployment.md"
+
+
+@pytest.mark.flower
+def test_flowers_own_commands_as_documented(tmp_path: Path) -> None:
+    """The blocks of the documentation, as they are but for addresses and names."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", DOCS.read_text(), re.MULTILINE | re.DOTALL)
+    link, run, node = (
+        next(b for b in blocks if word in b) for word in ("flower-superlink", "register", "9094")
+    )
+    with Cluster(tmp_path, tables(6), FEDAVG, rounds=2) as cluster:
+        host, port = split_address(cluster.address)
+        given = {"DIR": str(cluster.server), "SITE": str(tmp_path / "north"), "HOST": host}
+        given["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+        def start(name: str, block: str) -> None:
+            own = block.replace("8000", str(port)).replace("city", "north").replace("9094", str(free_port()))
+            cluster.start_program(name, "bash", "-ec", own, **given)
+
+        start("link", link)
+        ca = cluster.server / "tls" / "ca.crt"
+        cluster.until(lambda: healthy(cluster.address, ca), 300, "the SuperLink does not answer")
+        start("server", run)
+        status = cluster.server / "run" / "status.json"
+        cluster.until(status.exists, 600, "the run does not begin")  # its keys are registered by then
+        start("north", node)
+        cluster.until(lambda: read_json(status)["state"] != "running", 900, "the run does not end")
+        assert read_json(status) == {"state": "finished", "rounds": 2}
+        assert cluster.strangers == set()
+        same_bits(learned(cluster), simulated(cluster, fedavg, 2).published)
