@@ -199,7 +199,8 @@ def _superlink(folder: Folder, host: str, port: int, insecure: bool) -> list[str
 def _connect(folder: Folder, ca: Path | None) -> None:
     how = "insecure = true" if ca is None else f"root-certificates = {json.dumps(str(ca))}"
     named = f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
-    text = f'{named}address = "{folder.address}"\n{how}\n'
+    simulated = '[superlink.local]\naddress = ":local:"\n'
+    text = f'{named}address = "{folder.address}"\n{how}\n\n{simulated}'
     write_bytes(folder.flower / "config.toml", text.encode())
 
 
@@ -244,7 +245,7 @@ class _Watch:
         try:
             done = subprocess.run(
                 [program("flwr"), *arguments, "--format", "json"],
-                env=environment(self._folder.flower),
+                env=environment(self._folder.flower, certificates.split_address(self._folder.address)[0]),
                 cwd=self._folder.root,
                 capture_output=True,
                 text=True,
