@@ -164,8 +164,8 @@ def rounds_of(folder: Path, advance: Advance) -> tuple[list[float], list[float]]
 
 
 def nothing() -> dict[str, tuple[int, str]]:
-    """What FedAvg would send of the model of two parameters, were there nothing to say."""
-    zeros = {"dw": torch.zeros(2), "n": torch.ones(1)}
+    """What FedAvg would send of the model of three parameters, were there nothing to say."""
+    zeros = {"dw": torch.zeros(3), "n": torch.ones(1)}
     return {name: (len(v), fp.compressors.Identity().encode(v, Key(0)).hex()) for name, v in zeros.items()}
 
 
