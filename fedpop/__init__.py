@@ -5,7 +5,11 @@ Methods, models, data and what is done with them are here; what they are made of
 ``participation``, ``layers``, ``networks``, ``data`` and ``callbacks``.
 """
 
-from fedpop import callbacks, chains, compressors, data, kernels, layers, participation, priors, steps
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+from fedpop import chains, compressors, kernels, layers, participation, priors, steps
 from fedpop.algorithms import (
     APFL,
     DGLMC,
@@ -29,19 +33,49 @@ from fedpop.algorithms import (
 )
 from fedpop.algorithms.base import Algorithm as _Algorithm
 from fedpop.client.local_sgd import LocalSGD
-from fedpop.experiments.comparison import compare
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.held_out import hold_out
-from fedpop.mixed.model import mixed_model
 from fedpop.models import likelihoods, links, networks
 from fedpop.models.composition import Composition
 from fedpop.models.custom import CustomModel
 from fedpop.models.split import Split
 from fedpop.population import Population, evaluate, load
-from fedpop.runtime.simulate import fit
 from fedpop.version import __version__ as __version__
 
-_Algorithm.runs_on = fit
+if _TYPE_CHECKING:
+    from fedpop import callbacks, data
+    from fedpop.experiments.comparison import compare
+    from fedpop.mixed.model import mixed_model
+    from fedpop.runtime.simulate import fit
+else:
+    # What no site of a federation needs is imported when it is asked for: there, every message starts a
+    # process.
+    _LATER = {
+        "callbacks": "fedpop",
+        "compare": "fedpop.experiments.comparison",
+        "data": "fedpop",
+        "fit": "fedpop.runtime.simulate",
+        "mixed_model": "fedpop.mixed.model",
+    }
+
+    def __getattr__(name: str) -> _Any:
+        where = _LATER.get(name)
+        if where is None:
+            raise AttributeError(f"module 'fedpop' has no attribute {name!r}")
+        found = (
+            _import_module(f"fedpop.{name}") if where == "fedpop" else getattr(_import_module(where), name)
+        )
+        return globals().setdefault(name, found)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+
+def _fit(*given: _Any, **more: _Any) -> _Any:
+    return _import_module("fedpop.runtime.simulate").fit(*given, **more)
+
+
+_Algorithm.runs_on = _fit
 
 __all__ = [
     "APFL",
