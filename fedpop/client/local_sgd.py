@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Count, Factor, NotNegative, Positive
+from fedpop.client.phi_gradient import gradient
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.keys import Key
@@ -246,12 +247,12 @@ class _Way:
         values = torch.func.vmap(lambda w, aux, x, y, mask, c, p: loss(w, aux, x, y, mask, rows(c, p)))
 
         def slopes(w: Tensor, *batch: Inputs) -> tuple[Tensor, Tensor]:
-            # A client's loss depends on its own w alone: plain autograd on the sum has all gradients.
+            # A client's loss depends on its own w alone: plain autograd on the sum has all gradients, and
+            # torch.func's would import torch's compiler, for seconds in every new process of a site.
             leaf = w.detach().requires_grad_()
             with torch.enable_grad():
                 value: Tensor = values(leaf, aux, *batch)
-                (g,) = torch.autograd.grad(value.sum(), leaf)
-            return g, value.detach()
+            return gradient([value], leaf, [torch.ones_like(value)]), value.detach()
 
         return slopes
 
@@ -265,5 +266,4 @@ class _Way:
         leaf = w.detach().clone().requires_grad_()
         with torch.enable_grad():
             value = self.loss(leaf, aux, x, y, mask, rows)
-        (g,) = torch.autograd.grad(value, leaf)
-        return g, value.detach()
+        return gradient([value], leaf, [torch.ones_like(value)]), value.detach()
