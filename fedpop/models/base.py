@@ -22,7 +22,7 @@ from fedpop.models.likelihood import Likelihood, Params
 from fedpop.models.local import GeneralLikelihood, LinearLikelihood, LocalLikelihood
 from fedpop.models.modules import RowKeys, has_dropout
 from fedpop.models.network import NetworkPass
-from fedpop.models.probe import USERS, check_rows, not_accepted, outputs_at
+from fedpop.models.probe import USERS, check_codes, check_rows, not_accepted, outputs_at
 from fedpop.models.weighted import Weighted
 from fedpop.precision import check as check_precision
 
@@ -309,6 +309,8 @@ class Model(ABC):
     def checked(self, federation: Federation) -> Federation:
         """Data checked against this (prepared) model: targets and types; features of a frozen backbone."""
         phi, federation = self.initial_phi(), self.with_targets(federation)
+        if not federation.embedded:
+            check_codes(self, federation)
         if self.frozen and not federation.embedded:
             federation = federation.map_inputs(lambda x: self._embed_all(phi, x))
         return federation

@@ -298,9 +298,8 @@ class Population:
     def public(self) -> Population:
         """theta alone, to be given away: no data, no chains, and not the key that the sites draw with; it can
         still make models for new clients, the same ones as this population."""
-        told = {"published": dict(self.published), "key": self.public_key, "history": [], "totals": {}}
-        nobody = {"federation": None, "store": None, "names": [], "elsewhere": None, "_personal": {}}
-        return replace(self, drift=None, **told, **nobody)
+        alone = replace(self, federation=None, store=None, names=[], elsewhere=None, _personal={}, drift=None)
+        return replace(alone, published=dict(self.published), key=self.public_key, history=[], totals={})
 
     @checked
     def save(self, path: str | Path, *, posteriors: Kept = "auto") -> Path:
