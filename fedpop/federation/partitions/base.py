@@ -168,7 +168,7 @@ def require_classes(labels: Tensor) -> None:
     wrong = ((numbers != numbers.round()) | (numbers < 0)).nonzero().flatten()
     if not len(labels) or len(wrong):
         told = f": that of row {int(wrong[0])} is {labels[wrong[0]].item():g}" if len(wrong) else ""
-        raise DataError(f"there must be examples to deal, with labels that are whole numbers from 0 on{told}")
+        raise SettingsError(f"there must be examples to deal, with labels from 0 on, in whole numbers{told}")
 
 
 def kinds_for(classes: int, labels: Tensor) -> int:
