@@ -33,6 +33,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert "not run" not in text
         assert "nan" not in text
         assert text.endswith("The command is: fedpop experiment full-data\n")
+        assert text.startswith("## mnist, 2 classes per client, 5 clients, 80 passes\n\n| method |")
     return out
 
 
