@@ -53,7 +53,7 @@ def module_named(module: str, folder: str | Path | None = None, entry: str = "")
             where = f" in {folder}, nor is one installed" if folder is not None else ""
             raise SettingsError(f"{entry!r}: there is no module {error.name}{where}") from error
         raise SettingsError(f"{entry!r}: {_told(error)}") from error
-    except Exception as error:  # whatever the user's module does
+    except (Exception, SystemExit) as error:  # whatever the user's module does
         raise SettingsError(f"{entry!r}: module {module} cannot be imported: {_told(error)}") from error
 
 
@@ -76,7 +76,7 @@ def called(entry: str, function: Any, argument: Any, seed: int = 0) -> Any:
             return function(argument) if takes else function()
     except FedpopError:  # in our words already
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SettingsError(f"{entry} failed: {_told(error)}") from error
 
 

@@ -31,11 +31,16 @@ DAMAGED = "put the whole folder back from a copy, or make it again"
 # --- writing ---------------------------------------------------------------------------------
 
 
+def folder_named(path: str | Path) -> Path:
+    """A path as it was given; an empty one, which pathlib takes for the current folder, is nobody's wish."""
+    if not isinstance(path, str | os.PathLike) or path == "":
+        raise SettingsError(f"a folder is given by its path, not by {path!r}")
+    return Path(path)
+
+
 def writable_folder(path: str | Path) -> Path:
     """Create a folder and prove that it can be written to, before any work is done."""
-    if not isinstance(path, str | os.PathLike):
-        raise SettingsError(f"a folder is given by its path, not by {path!r}")
-    folder = Path(path)
+    folder = folder_named(path)
     probe = folder / f".writable-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -81,7 +81,8 @@ class Wrong(Exception):
 
     def told(self, name: str, among: Iterable[str] = ()) -> str:
         value = self.value
-        out = f"{name}{self.path} must be {self.words}, not {_SHORT.repr(value)}"
+        shown = " ".join(_SHORT.repr(value).split())  # a tensor's or a model's words go over many lines
+        out = f"{name}{self.path} must be {self.words}, not {shown}"
         if isinstance(value, type):
             return f"{out}: that is a class, write {value.__name__}() for one of its kind"
         if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) == 1:

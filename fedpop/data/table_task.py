@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from fedpop.checked import Checked, Factor, Range, Whole
+from fedpop.checked import Checked, Factor, Range
 from fedpop.data.download import digest_of
 from fedpop.data.own import OwnData
 from fedpop.errors import DataError, SettingsError
@@ -60,7 +60,7 @@ class TableTask(Checked, OwnData):
     y: str
     client: str
     likelihood: str = "normal"
-    features: Whole = 0
+    features: Annotated[int, Range(least=0, most=1_000_000)] = 0
     classes: Annotated[int, Range(least=2)] | None = None
     test: Factor = 0.2
     validation: Factor = 0.2
@@ -72,7 +72,7 @@ class TableTask(Checked, OwnData):
         super().__post_init__()
         if not self.x:
             raise SettingsError("x is a list of the names of columns, one at least")
-        check_form(self._asked)
+        check_form(self._asked, "")
 
     @property
     def _asked(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def entry_from(table: Mapping[str, Any], where: str) -> Entry:
     >>> entry_from({"name": "FedAvg", "local": {"epochs": 2}}, "compare.toml").settings
     {'local': {'epochs': 2}}
     """
-    name = table.get("name")
+    name = table.get("name") if isinstance(table, Mapping) else None
     if name is None:
         raise SettingsError(f"{where}: a [[method]] without a name; known are {', '.join(known_methods())}")
     known_method(name, where)

@@ -7,6 +7,7 @@ folder, function). ``[model]`` names a function that makes the model, in place o
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -129,15 +130,18 @@ def task_from(raw: Mapping[str, Any], path: Path, data: str | Path | None) -> Ta
     for name in ("new_clients", "validation"):
         if name in more and (isinstance(more[name], bool) or not isinstance(more[name], int)):
             raise SettingsError(f"{where}: {name} is a whole number, not {more[name]!r}")
+    entry = _model(raw, path, kind)
     with naming(where):
-        return Task(kind, KINDS[kind](**settings), more, **_model(raw, path, kind))
+        return Task(kind, KINDS[kind](**settings), more, **entry)
 
 
 def _model(raw: Mapping[str, Any], path: Path, kind: str) -> dict[str, str]:
     where, table = f"{path}, [model]", raw.get("model")
     if table is None:
         if kind == "function":
-            raise SettingsError('a task of kind "function" needs a [model] with entry = "module:function"')
+            raise SettingsError(
+                f'{path}, [task]: a task of kind "function" needs a [model] with entry = "module:function"'
+            )
         return {}
     if not isinstance(table, Mapping) or not isinstance(table.get("entry"), str):
         raise SettingsError(f'{where}: entry is the model\'s function, "module:function"')
@@ -156,7 +160,7 @@ def _folder(path: Path, table: Mapping[str, Any], where: str) -> str:
 def _beside(path: Path, told: str) -> Path:
     """Beside the settings file, unless there is no such place but one from here."""
     beside = path.parent / told
-    return beside if beside.exists() else Path(told)
+    return beside if os.path.exists(beside) else Path(told)  # a name that is too long exists nowhere
 
 
 def only(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedpop.checked import checked
 from fedpop.errors import DataError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.datasets import as_name, owners, read_dataset
@@ -121,6 +122,7 @@ class Federation:
     def train(self) -> Packed:
         return self.splits["train"]
 
+    @checked
     def index(self, client: str | int) -> int:
         """The position of a client given by name or by position."""
         if not self._index:

@@ -34,6 +34,7 @@ from fedpop.kinds import did_you_mean
 OTHER = "(other)"
 """The level of all names that were too rare to be told of."""
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+LARGEST = float(np.finfo(np.float32).max)
 TABLES = (".csv", ".txt", ".parquet", ".pq")
 Numbers = npt.NDArray[np.float64]
 
@@ -83,13 +84,16 @@ class Columns:
         values = self[column]
         out = np.empty(len(values))
         for i, value in enumerate(values):
-            try:
-                out[i] = float(value)
+            try:  # what Python alone takes for a number, 1_000, is somebody's mistake in a table
+                out[i] = float(value) if value.isascii() and "_" not in value else math.nan
             except ValueError:
                 out[i] = math.nan
             if not math.isfinite(out[i]):
                 what = "nothing" if not value else "something that is no number"
                 raise self.wrong(column, i, f"{what} is there", "not a number")
+            if abs(out[i]) > LARGEST:
+                told = f"too large for float32, which ends at {LARGEST:.2g}; rescale the column"
+                raise self.wrong(column, i, f"a number {told}", told)
         return out
 
     def codes(self, column: str, levels: Sequence[str]) -> npt.NDArray[np.int64]:
@@ -145,6 +149,8 @@ def _require_columns(there: Sequence[str], wanted: Sequence[str], who: str, own:
             told = f"; it has {', '.join(there) or 'nothing'}{did_you_mean(column, there)}"
             more = told if own else ", which the federation needs"
             raise _error(own, f"{who} has no column {column!r}{more}")
+        if list(there).count(column) > 1:
+            raise _error(own, f"{who} has several columns {column!r}; give each a name of its own")
 
 
 Texts = tuple[dict[str, list[str]], list[str]]

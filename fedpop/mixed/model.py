@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import torch
 
 from fedpop.channel import Choice
-from fedpop.checked import OneOf, Whole, require
+from fedpop.checked import OneOf, Seed, Whole, require
 from fedpop.errors import DataError, FedpopWarning, SettingsError
 from fedpop.federation.participation import Said
 from fedpop.mixed import sampled
@@ -101,6 +101,7 @@ def mixed_model(
     require(Annotated[str, OneOf(*ENGINES)], engine=engine)
     require(Annotated[str, OneOf(*MISSING)], missing=missing)
     require(Whole, min_count=min_count)
+    require(Seed, seed=seed)
     read, kind = parse(formula), family_named(family)
     if method == "REML" and not kind.gaussian:
         raise SettingsError(f"REML is for gaussian models; a {family} model is fitted by ML")

@@ -14,6 +14,8 @@ from fedpop.mixed.formula import Formula
 from fedpop.questions.schema import MINIMUM, sorted_levels
 
 MISSING = ("drop", "error")
+LARGEST = 1e150
+"""Of numbers whose squares, and sums of them, are finite."""
 FEW = 10
 """Different numbers that may be names of levels."""
 
@@ -32,6 +34,7 @@ def read_csv(path: str | Path) -> Any:
     pd, path = pandas(), Path(path)
     try:
         frame = pd.read_csv(path, encoding="utf-8-sig", low_memory=False)
+        head = pd.read_csv(path, encoding="utf-8-sig", header=None, nrows=1, dtype=str, keep_default_na=False)
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path} is not UTF-8 text (byte {error.start}: {error.object[error.start]:#x}); save it as "
@@ -41,8 +44,13 @@ def read_csv(path: str | Path) -> Any:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
         raise DataError(f"{path} is not a table of comma-separated values: {error}") from error
+    if len(frame) and not isinstance(frame.index, pd.RangeIndex):
+        raise DataError(
+            f"{path}: rows hold more values than the {len(frame.columns)} columns of the first line"
+        )
     if len(frame.columns) and str(frame.columns[0]).startswith("Unnamed:"):
-        frame = frame.iloc[:, 1:]  # row names, as R writes them
+        frame, head = frame.iloc[:, 1:], head.iloc[:, 1:]  # row names, as R writes them
+    frame.columns = head.iloc[0].tolist()  # as they are: pandas tells columns of one name apart by numbers
     return frame
 
 
@@ -160,6 +168,13 @@ def _typed(values: Any, name: str) -> Any:
         bad = np.isinf(numbers.to_numpy())
         if bad.any():
             raise DataError(f"column {name!r} is infinite in row {int(bad.argmax())}")
+        large = np.abs(numbers.to_numpy()) > LARGEST
+        if large.any():
+            row = int(large.argmax())
+            raise DataError(
+                f"column {name!r} is {numbers.iloc[row]:.6g} in row {row}, too large to be squared; rescale "
+                "the column"
+            )
         return numbers
     if not pd.api.types.is_string_dtype(kind) and not pd.api.types.is_object_dtype(kind):
         raise DataError(

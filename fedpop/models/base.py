@@ -22,7 +22,7 @@ from fedpop.models.likelihood import Likelihood, Params
 from fedpop.models.local import GeneralLikelihood, LinearLikelihood, LocalLikelihood
 from fedpop.models.modules import RowKeys, has_dropout
 from fedpop.models.network import NetworkPass
-from fedpop.models.probe import USERS, check_rows, not_accepted, outputs_at
+from fedpop.models.probe import USERS, check_codes, check_rows, not_accepted, outputs_at
 from fedpop.models.weighted import Weighted
 from fedpop.precision import check as check_precision
 
@@ -308,6 +308,15 @@ class Model(ABC):
 
     def checked(self, federation: Federation) -> Federation:
         """Data checked against this (prepared) model: targets and types; features of a frozen backbone."""
+        phi, federation = self.initial_phi(), self.with_targets(federation)
+        if not federation.embedded:
+            check_codes(self, federation)
+        if self.frozen and not federation.embedded:
+            federation = federation.map_inputs(lambda x: self._embed_all(phi, x))
+        return federation
+
+    def with_targets(self, federation: Federation) -> Federation:
+        """Targets as this (prepared) model takes them, or the first that it does not."""
         phi = self.initial_phi()
         if federation.labels:
             self._check_labels(federation.labels)
@@ -316,10 +325,7 @@ class Model(ABC):
             y = self.likelihood.check_targets(y, self.outputs, where)
             return narrowed(y, phi.dtype, lambda row: f"{where}, row {row}: y")
 
-        federation = federation.map_targets(check, phi.dtype)
-        if self.frozen and not federation.embedded:
-            federation = federation.map_inputs(lambda x: self._embed_all(phi, x))
-        return federation
+        return federation.map_targets(check, phi.dtype)
 
     def _check_labels(self, labels: tuple[str, ...]) -> None:
         told = ", ".join(map(repr, labels[:5])) + (", ..." if len(labels) > 5 else "")

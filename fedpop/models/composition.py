@@ -28,6 +28,7 @@ from fedpop.models.modules import (
     federated,
     has_dropout,
     is_hooked,
+    require_together,
 )
 from fedpop.models.network import NetworkPass
 
@@ -77,6 +78,7 @@ class Composition(Model):
         fixed: nn.Module | None = None,
         precision: str = "auto",
     ) -> None:
+        require_together(*(m for m in (backbone, head, fixed) if m is not None))
         self.backbone = federated(nn.Identity() if backbone is None else backbone)
         self.head = federated(head, "head.")
         self.likelihood = likelihoods.resolve(likelihood)

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedpop.errors import DataError, ModelError
+from fedpop.checked import checked
+from fedpop.errors import DataError, FedpopError, ModelError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.inputs import Inputs, rows_of
+from fedpop.federation.inputs import Inputs, map_inputs, rows_of
 from fedpop.models import likelihoods
 from fedpop.models.base import Model
 from fedpop.models.likelihood import Likelihood, Params
@@ -102,6 +103,7 @@ class CustomModel(Model):
     CustomModel(decay, phi: rate (positive), z: height (real), likelihood: normal)
     """
 
+    @checked
     def __init__(
         self,
         log_likelihood: Callable[[Named, Named, Any, Tensor], Tensor] | None = None,
@@ -132,7 +134,14 @@ class CustomModel(Model):
         self.phi_layout: LinkedLayout = LinkedLayout.of_parameters(shared | learned)
         self.z_layout: LinkedLayout = LinkedLayout.of_parameters(personal)
         self._named = tuple(shared)
-        self.dtype, self.device = dtype, torch.device("cpu" if device is None else device)
+        if not dtype.is_floating_point:
+            raise SettingsError(
+                f"CustomModel: dtype must be a floating type such as torch.float64, not {dtype}"
+            )
+        try:
+            self.dtype, self.device = dtype, torch.empty(0, device=device or "cpu").device
+        except (RuntimeError, AssertionError) as error:
+            raise SettingsError(f"CustomModel: device {device!r} is not here: {error}") from error
         self.linear = False
         self.outputs = 1  # until it has seen an example
 
@@ -210,8 +219,18 @@ class CustomModel(Model):
             cohort = federation.cohort(ids, phi.device)
             try:
                 bad = self._not_finite(phi, z, cohort)
-            except RuntimeError as error:
+                seen = None if bad is not None else self._sees_copies(phi, z, cohort)
+            except Exception as error:  # the function is not ours
+                if isinstance(error, FedpopError):
+                    raise
                 raise _under_vmap(error) from error
+            if seen is not None:
+                raise ModelError(
+                    f"client {federation.names[int(ids[seen])]!r}: the log-likelihood of its rows changes "
+                    "with copies of the last one after them, which do not count: the function lets rows see "
+                    "those that follow (a mean or a sum over rows), so that theta would go by how clients "
+                    "are grouped"
+                )
             if bad is not None:
                 client, what = bad
                 raise ModelError(
@@ -237,6 +256,18 @@ class CustomModel(Model):
                 if not bool(torch.isfinite(own).all()):
                     return c, f": the gradient in {self._culprit(self.phi_layout, own)} is not finite"
         return None
+
+    def _sees_copies(self, phi: Tensor, z: Tensor, cohort: Cohort) -> int | None:
+        """The first client with several rows, where its likelihood changes with rows that do not count."""
+        several = (cohort.sizes > 1).nonzero().flatten()
+        if not len(several):
+            return None
+        one = cohort.select(several[:1])
+        longer = map_inputs(lambda v: torch.cat((v, v[-1:])), one.x)
+        alone = self.log_prob(phi, z.unsqueeze(0), one.x, one.y)
+        beside = self.log_prob(phi, z.unsqueeze(0), longer, torch.cat((one.y, one.y[-1:])))[:, :-1]
+        near = (1e-7 if phi.dtype == torch.float64 else 1e-3) * float(alone.abs().max())
+        return None if torch.allclose(alone, beside, 0.0, near) else int(several[0])
 
     def _phi_grad(self, phi: Tensor, z: Tensor, cohort: Cohort) -> Tensor:
         free = phi.clone().requires_grad_(phi.numel() > 0)
@@ -310,8 +341,10 @@ def _values(start: Mapping[str, Parameter]) -> str:
     )
 
 
-def _under_vmap(error: RuntimeError) -> ModelError:
-    text = str(error).splitlines()[0]
+def _under_vmap(error: Exception) -> ModelError:
+    text = (str(error) or type(error).__name__).splitlines()[0]
+    if not isinstance(error, RuntimeError):
+        return ModelError(f"the function failed: {type(error).__name__}: {text}")
     if "randomness" in text:
         return global_generator()
     return ModelError(

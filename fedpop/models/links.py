@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from fedpop.checked import OneOf, checked, require
 from fedpop.errors import ModelError
 from fedpop.models.flat import Layout
 
@@ -71,6 +72,7 @@ class Parameter:
             value = torch.as_tensor(self.start, dtype=torch.float64).detach().clone()
         except (TypeError, ValueError, RuntimeError) as error:
             raise ModelError(f"a parameter starts at numbers, not at {self.start!r}") from error
+        require(Annotated[str, OneOf(*LINKS)], link=self.link)
         link = LINKS[self.link]
         inside = torch.isfinite(value) & (value > link.low) & (value < link.high)
         if not bool(inside.all()):
@@ -80,6 +82,7 @@ class Parameter:
         object.__setattr__(self, "value", value)
 
 
+@checked
 def real(start: Any) -> Parameter:
     """A parameter that may be any number.
 
@@ -92,6 +95,7 @@ def real(start: Any) -> Parameter:
     return Parameter(start, "real")
 
 
+@checked
 def positive(start: Any) -> Parameter:
     """A parameter above zero, such as a rate or a standard deviation; its free scale is the logarithm.
 
@@ -104,6 +108,7 @@ def positive(start: Any) -> Parameter:
     return Parameter(start, "positive")
 
 
+@checked
 def unit(start: Any) -> Parameter:
     """A parameter between zero and one, such as a probability; its free scale is the logit.
 

@@ -109,11 +109,38 @@ def federated(module: nn.Module, prefix: str = "") -> nn.Module:
     return module
 
 
+def require_together(*modules: nn.Module) -> None:
+    """Raise where modules of one model share a parameter, or have parameters of several types or devices."""
+    whose: dict[int, int] = {}
+    kinds: dict[tuple[torch.dtype, torch.device], str] = {}
+    for k, module in enumerate(modules):
+        for name, tensor in module.named_parameters():
+            kinds.setdefault((tensor.dtype, tensor.device), name)
+            if whose.setdefault(id(tensor), k) != k:
+                raise ModelError(
+                    f"{name} is a parameter of two modules: it would be shared and private; give each its own"
+                )
+    if len(kinds) > 1:
+        told = ", ".join(f"{name} {dtype} on {device}" for (dtype, device), name in kinds.items())
+        raise ModelError(
+            f"a model's parameters are of one type on one device, not {told}; use module.to(...)"
+        )
+
+
 def _require_plain(name: str, sub: nn.Module) -> None:
     """Raise for layers whose parameters are not there yet, are made of others, or that draw by themselves."""
     label = f"{name or 'the module'} ({type(sub).__name__})"
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in sub.parameters(recurse=False)):
         raise ModelError(f"{label} is lazy: its weights come with the first example; run module(x)")
+    if isinstance(sub, nn.Embedding | nn.EmbeddingBag) and sub.sparse:
+        raise ModelError(f"{label} has sparse gradients, which cannot be sent; make it with sparse=False")
+    for own, tensor in sub.named_parameters(recurse=False):
+        if tensor.device.type == "meta" or tensor.dtype not in (torch.float32, torch.float64):
+            kind = "no values (device meta)" if tensor.device.type == "meta" else f"type {tensor.dtype}"
+            raise ModelError(
+                f"{own} of {label} has {kind}: weights are float32 or float64, module.float(); for speed "
+                "there is precision='bfloat16'"
+            )
     hooks = {type(h).__name__ for h in sub._forward_pre_hooks.values()}
     if hooks & {"WeightNorm", "SpectralNorm"} or nn.utils.parametrize.is_parametrized(sub):
         raise ModelError(

@@ -8,22 +8,23 @@ from typing import Annotated
 import torch
 from torch import nn
 
-from fedpop.checked import OneOf, require
+from fedpop.checked import Factor, Few, OneOf, Seed, checked
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
 from fedpop.models.composition import Composition
 
 __all__ = ["build", "cnn", "lenet", "mlp", "redraw"]
 
-Shape = tuple[int, int, int]
+Shape = tuple[Few, Few, Few]
 """Channels, height and width of an image."""
 
 
+@checked
 def cnn(
     shape: Shape = (3, 32, 32),
-    filters: tuple[int, int] = (64, 64),
-    widths: Sequence[int] = (120, 64),
-    dropout: float = 0.0,
+    filters: tuple[Few, Few] = (64, 64),
+    widths: Sequence[Few] = (120, 64),
+    dropout: Factor = 0.0,
 ) -> list[nn.Module]:
     """Layers of two 5x5 convolutions, each with pooling, and of linear layers with rectifiers.
 
@@ -54,6 +55,7 @@ def cnn(
     return [*layers, nn.Dropout(dropout)] if dropout else layers
 
 
+@checked
 def lenet(shape: Shape = (3, 32, 32)) -> list[nn.Module]:
     """LeNet-5 with rectifiers and maximum pooling: 6 and 16 filters, 120 and 84 units.
 
@@ -67,7 +69,8 @@ def lenet(shape: Shape = (3, 32, 32)) -> list[nn.Module]:
     return cnn(shape, (6, 16), (120, 84))
 
 
-def mlp(shape: Shape = (1, 28, 28), widths: Sequence[int] = (200, 200)) -> list[nn.Module]:
+@checked
+def mlp(shape: Shape = (1, 28, 28), widths: Sequence[Few] = (200, 200)) -> list[nn.Module]:
     """Linear layers with rectifiers on the pixels: McMahan et al.'s 2NN.
 
     Args:
@@ -94,8 +97,13 @@ NETWORKS: dict[str, Callable[[Shape], list[nn.Module]]] = {
 """Backbones by name; the first two are the paper's."""
 
 
+@checked
 def build(
-    name: str, shape: Shape, classes: int, seed: int = 0, first: Sequence[nn.Module] = ()
+    name: Annotated[str, OneOf(*NETWORKS)],
+    shape: Shape,
+    classes: Few,
+    seed: Seed = 0,
+    first: Sequence[nn.Module] = (),
 ) -> Composition:
     """A classifier of images with a shared backbone and one linear head for each client.
 
@@ -111,7 +119,6 @@ def build(
     >>> build("lenet", shape=(1, 28, 28), classes=10)
     Composition(phi: 43576, z: 850, likelihood: categorical, linear head)
     """
-    require(Annotated[str, OneOf(*NETWORKS)], network=name)
     layers = NETWORKS[name](shape)
     # What comes first is one layer whether or not there is any, so that it does not change the start.
     backbone = nn.Sequential(nn.Sequential(*first), *layers)
@@ -121,6 +128,7 @@ def build(
     return Composition(backbone, head, "categorical")
 
 
+@checked
 def redraw(module: nn.Module, key: Key) -> None:
     """Draw weights and biases anew in place, uniform within 1/sqrt(inputs) as torch does, from a key.
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Level, checked
-from fedpop.errors import SettingsError
+from fedpop.errors import DataError, SettingsError
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.inputs import Inputs, map_inputs
+from fedpop.federation.inputs import Inputs, as_tensor, map_inputs
 from fedpop.federation.labels import as_targets, numbered
 from fedpop.keys import Key
 from fedpop.models.base import Model
@@ -81,19 +81,30 @@ class Predictive:
 
     def log_prob(self, y: Any) -> Tensor:
         """log p(y_j | x_j) per example; y as it was given in training."""
-        y = numbered(as_targets(y, "predictive, y"), self.labels, "predictive, y")
+        y = self._one_each(numbered(as_targets(y, "predictive, y"), self.labels, "predictive, y"))
         y = self.likelihood.check_targets(y, self.eta.shape[-1], "predictive")
         encoded = self.likelihood.encode(y.to(self.eta.device), self.eta.shape[-1], self.eta.dtype)
         each = self.likelihood.log_prob(self.eta, encoded, self.params)
         return torch.logsumexp(each, 0) - math.log(self.eta.shape[0])
 
-    def cdf(self, y: Tensor) -> Tensor:
+    def _one_each(self, y: Tensor) -> Tensor:
+        """Targets, as many as there are examples."""
+        n, found = self.eta.shape[1], y.shape[0] if y.dim() else 1
+        if not y.dim() or found != n:
+            raise DataError(
+                f"predictive: y has {found} row(s), but there are {n} examples; give one for each"
+            )
+        return y
+
+    def cdf(self, y: Any) -> Tensor:
         """P(Y_j <= y_j) per example, for normal and poisson targets."""
-        y = torch.as_tensor(y, dtype=self.eta.dtype, device=self.eta.device)
+        y = self._one_each(as_tensor(y, "predictive, y").to(self.eta))
+        if self.likelihood.ordered and y.numel() != math.prod(self.eta.shape[1:]):
+            raise DataError(f"predictive: y has shape {tuple(y.shape)}, not {tuple(self.eta.shape[1:])}")
         return _drop(self._cdf(y.reshape(self.eta.shape[1:]) if self.likelihood.ordered else y))
 
     @checked
-    def covers(self, y: Tensor, level: Level = 0.9) -> Tensor:
+    def covers(self, y: Any, level: Level = 0.9) -> Tensor:
         """Whether each y_j lies in its equal-tailed interval (without computing the interval)."""
         tail = (1 - level) / 2
         at = self.cdf(y)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpop.errors import DataError, FedpopError, ModelError
+from fedpop.federation.clients import Federation
 from fedpop.federation.inputs import Example, Inputs, leaves, map_inputs
 from fedpop.keys import Key
 from fedpop.models.modules import RowKeys
@@ -21,8 +22,8 @@ from fedpop.models.modules import RowKeys
 if TYPE_CHECKING:
     from fedpop.models.base import Model
 
-USERS = (RuntimeError, TypeError, IndexError, ValueError, AttributeError, KeyError, AssertionError)
-"""What a module may raise that was given something else than it expects."""
+USERS = Exception
+"""What a module may raise that was given something else than it expects: code that is not ours."""
 TOGETHER = 3
 NEAR = {torch.float64: 1e-7}
 """How much of the largest output may differ by the order of sums; 1e-3 in other types."""
@@ -170,6 +171,42 @@ def check_rows(model: Model, example: Example) -> None:
             "without batch_first=True), which would mix clients' data. Let every operation act within one "
             "example; fedpop.layers.replace_batchnorm(module) replaces batch statistics"
         )
+
+
+def check_codes(model: Model, federation: Federation) -> None:
+    """Raise by client and row where whole numbers lie outside what the model takes, as those of an embedding
+    that is too small. Of each place in x the largest and the smallest are tried, so that this is quick."""
+    for split, packed in federation.splits.items():
+        if all(v.is_floating_point() or not len(v) for v in leaves(packed.x)) or _taken(model, packed.x):
+            continue
+        for i, name in enumerate(federation.names):
+            start, size = int(packed.starts[i]), int(packed.sizes[i])
+            for row in range(size):
+                error = _refused(model, map_inputs(lambda v, at=start + row: v[at : at + 1], packed.x))
+                if error is not None:
+                    where = f"client {name!r}" + ("" if split == "train" else f", {split} set")
+                    raise DataError(f"{where}, row {row}: {not_accepted(packed.x, error)}") from error
+
+
+def _taken(model: Model, x: Inputs) -> bool:
+    """Whether the model takes the extremes of x."""
+    ends = (torch.amin, torch.amax)
+    return all(
+        _refused(model, map_inputs(lambda v, end=end: v[:1] if v.is_floating_point() else end(v, 0, True), x))
+        is None
+        for end in ends
+    )
+
+
+def _refused(model: Model, x: Inputs) -> Exception | None:
+    """What is raised at these examples."""
+    phi = model.initial_phi()
+    with torch.no_grad():
+        try:
+            model.embed(phi, map_inputs(lambda v: v.to(phi.device), x))
+        except IndexError as error:
+            return error
+    return None
 
 
 def _alike(each: Tensor, whole: Tensor, near: float, least: float) -> bool:

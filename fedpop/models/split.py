@@ -25,7 +25,15 @@ from fedpop.models.base import (
 from fedpop.models.composition import _outputs_of
 from fedpop.models.flat import Layout
 from fedpop.models.likelihood import Likelihood
-from fedpop.models.modules import RowKeys, buffers_as, call, dropout_rows, federated, has_dropout
+from fedpop.models.modules import (
+    RowKeys,
+    buffers_as,
+    call,
+    dropout_rows,
+    federated,
+    has_dropout,
+    require_together,
+)
 from fedpop.models.network import NetworkPass
 
 
@@ -68,11 +76,14 @@ class Split(Model):
         *,
         precision: str = "auto",
     ) -> None:
+        require_together(module)
         self.module = federated(module)
         self.likelihood = likelihoods.resolve(likelihood)
         self.personal = [personal] if isinstance(personal, str) else list(personal)
         tensors = trainable(self.module)
         chosen = [n for n in tensors if any(fnmatch.fnmatchcase(n, p) for p in self.personal)]
+        if not self.personal:
+            raise ModelError("personal names no parameter, so nothing would be personal; give one pattern")
         for pattern in self.personal:
             if not fnmatch.filter(tensors, pattern):
                 raise ModelError(

@@ -12,10 +12,19 @@ from fedpop.algorithms import rebuild
 from fedpop.algorithms.base import Algorithm
 from fedpop.channel import Tensors
 from fedpop.checked import Seed, Whole, checked, require
-from fedpop.errors import CheckpointError, SettingsError
+from fedpop.errors import CheckpointError
 from fedpop.evaluation.verdict import verdict_of
 from fedpop.federation.clients import Federation
-from fedpop.files import DAMAGED, json_lines, read_bytes, read_json, read_sealed, read_tensors, reading
+from fedpop.files import (
+    DAMAGED,
+    folder_named,
+    json_lines,
+    read_bytes,
+    read_json,
+    read_sealed,
+    read_tensors,
+    reading,
+)
 from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.spec import model_from, require_same
@@ -51,9 +60,7 @@ def load(
     >>> again
     Population(FedSOUL, 1 clients, 2 rounds)
     """
-    if not isinstance(path, str | os.PathLike):
-        raise SettingsError(f"a saved population is given by the path of its folder, not by {path!r}")
-    folder = Path(path)
+    folder = folder_named(path)
     saved, about = _described(folder), folder / "population.json"
     with reading(about, WHAT):
         digests = {_plain_name(name): str(digest) for name, digest in saved["files"].items()}
@@ -104,7 +111,7 @@ def load(
 def _described(folder: Path) -> dict[str, Any]:
     """``population.json``, if it is of this layout."""
     about = folder / "population.json"
-    if not about.exists():
+    if not os.path.exists(about):  # which a path that cannot be is not
         raise CheckpointError(
             f"{folder} holds no saved population (no population.json); give the folder that "
             "population.save(...) wrote"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm
 from fedpop.channel import Tensors
-from fedpop.checked import OneOf, require
+from fedpop.checked import Count, OneOf, checked
 from fedpop.client.plan import Plan, final_plan, parse_bytes, plan_for
 from fedpop.client.store import LocalStore
 from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
@@ -23,7 +23,7 @@ from fedpop.evaluation.diagnostics import ChainsAndGradient, Diagnostics, rhat_a
 from fedpop.evaluation.information import Information, require_small, theta_draws
 from fedpop.evaluation.marginal import LogLikelihood, MarginalLikelihood
 from fedpop.evaluation.verdict import Verdict, loss_trend
-from fedpop.federation.clients import Federation
+from fedpop.federation.clients import SPLITS, Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Hierarchy
 from fedpop.keys import NEWCOMER, Key
@@ -40,6 +40,9 @@ MEMORY = "1GiB"
 """What the final pass may take, about."""
 
 R = TypeVar("R")
+Split = Annotated[str, OneOf(*SPLITS)]
+Judged = tuple[int, Predictive | None, Tensor]
+Kept = Annotated[str, OneOf("auto", "all", "computed")]
 
 
 @dataclass(repr=False)
@@ -152,6 +155,7 @@ class Population:
 
     # --- clients -----------------------------------------------------------------------------
 
+    @checked
     def predict(self, client: str | int, x: Any, *, theta_uncertainty: bool = False) -> Predictive:
         """The predictive distribution of a client of the federation at x.
 
@@ -169,15 +173,18 @@ class Population:
     def _predict_key(self, i: int) -> Key:
         return self.key.at(purpose=f"predict.{self.names[i]}")
 
+    @checked
     def posterior(self, client: str | int) -> Posterior:
         """Draws from p(z | D_i, theta): a pass of its own, with theta frozen at the returned value."""
         self._hierarchy("posterior of z")
         return Posterior(self._model_of(self._index(client))["draws"][0], self.model.z_layout)
 
+    @checked
     def mixing(self, client: str | int) -> tuple[float, float]:
         """R-hat and effective draws of a client's chains, the worst over the coordinates of z."""
         return rhat_and_ess(self.posterior(client).draws)
 
+    @checked
     def personal(self, client: str | int) -> dict[str, Tensor]:
         """The client's head parameters: the posterior mean, or the point estimate."""
         state = self._model_of(self._index(client))
@@ -185,6 +192,7 @@ class Population:
             return self.model.z_layout.views(state["z"][0])
         return {n: v.mean((0, 1)) for n, v in self.model.z_layout.views(state["draws"][0]).items()}
 
+    @checked
     def new_client(self, x: Any = None, y: Any = None) -> Newcomer:
         """A client never seen before: nothing is trained or sent.
 
@@ -213,9 +221,8 @@ class Population:
             self._personalise(ids)
         return self
 
-    def held_out(
-        self, split: str, *, theta_uncertainty: bool = False
-    ) -> Iterator[tuple[int, Predictive | None, Tensor]]:
+    @checked
+    def held_out(self, split: Split, *, theta_uncertainty: bool = False) -> Iterator[Judged]:
         """For every client that has examples in this split: its position, the predictive distribution of
         these examples (None where the method has no model for this client) and their targets."""
         if self.federation is None or split not in self.federation.splits:
@@ -238,6 +245,7 @@ class Population:
 
     # --- questions to everyone ---------------------------------------------------------------
 
+    @checked
     def ask(self, question: Question[R], among: Tensor | None = None) -> R:
         """What is made of everyone's answers at the returned theta (or of those at these positions)."""
         if self.sites is None and self.elsewhere is not None:
@@ -252,7 +260,8 @@ class Population:
         """The marginal log-likelihood of all clients at the returned theta, with its error."""
         return self.ask(MarginalLikelihood(self._hierarchy("marginal likelihood")))
 
-    def diagnostics(self, limit: int = 1000) -> Diagnostics:
+    @checked
+    def diagnostics(self, limit: Count = 1000) -> Diagnostics:
         """R-hat and ESS of the final pass over (at most ``limit``) clients; theta's gradient and, of a small
         model, its distance from a local optimum, which need all clients and are left out when there are more.
         """
@@ -289,19 +298,11 @@ class Population:
     def public(self) -> Population:
         """theta alone, to be given away: no data, no chains, and not the key that the sites draw with; it can
         still make models for new clients, the same ones as this population."""
-        published, learned_from = dict(self.published), self.learned_from
-        return Population(
-            self.algorithm,
-            published,
-            self.public_key,
-            None,
-            rounds=self.rounds,
-            learned_from=learned_from,
-            convergence=self.convergence,
-            best_round=self.best_round,
-        )
+        alone = replace(self, federation=None, store=None, names=[], elsewhere=None, _personal={}, drift=None)
+        return replace(alone, published=dict(self.published), key=self.public_key, history=[], totals={})
 
-    def save(self, path: str | Path, *, posteriors: str = "auto") -> Path:
+    @checked
+    def save(self, path: str | Path, *, posteriors: Kept = "auto") -> Path:
         """Write the population into a folder, in few files and without pickle; ``fp.load`` reads it.
 
         The folder is for those who may see the clients' models: it holds their draws and the sites' own key.
@@ -313,7 +314,6 @@ class Population:
             posteriors: Whose own models are saved: ``"all"``, those ``"computed"`` so far, or all up to 1,000
                 clients (``"auto"``).
         """
-        require(Annotated[str, OneOf("auto", "all", "computed")], posteriors=posteriors)
         everyone = posteriors == "all" or (posteriors == "auto" and len(self) <= 1000)
         if everyone and self.federation is not None:
             self.sample_all()

@@ -71,6 +71,7 @@ class Newcomer:
             raise SettingsError(f"{self.algorithm.label} has a point estimate of z, not a posterior")
         return Posterior(self.personal["draws"][0], self.algorithm.model.z_layout)
 
+    @checked
     def predict(self, x: Any) -> Predictive:
         """The predictive distribution at new x."""
         x = checked_inputs(self.algorithm.model, x)

@@ -8,13 +8,14 @@ rows are not told. Other data (images, functions) are asked for the shape of an 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from fedpop.channel import Answer, Tensors, Total
+from fedpop.checked import Count, Whole, require
 from fedpop.errors import SettingsError
 from fedpop.federation.inputs import Example
 from fedpop.federation.reading import OTHER, Columns, width
@@ -22,21 +23,41 @@ from fedpop.keys import Key
 from fedpop.questions.base import Question, Table, Units
 from fedpop.questions.schema import Ask, Levels, Moments, Schema
 
-KNOWN = ("x", "y", "categories", "levels", "standardise", "minimum", "group", "split", "classes", "size")
+KNOWN: dict[str, Any] = {
+    "x": Sequence[str],
+    "y": str,
+    "categories": Sequence[str],
+    "levels": Mapping[str, Sequence[str]],
+    "standardise": bool,
+    "minimum": Whole,
+    "group": str,
+    "split": str,
+    "classes": Sequence[str],
+    "size": tuple[Count, Count, Count],
+}
+"""Settings of a ``[data]`` table, and what they take."""
 
 
-def check_form(data: Mapping[str, Any]) -> None:
-    """Raise unless these are settings of a ``[data]`` table."""
+def check_form(data: Mapping[str, Any], where: str = "[data]: ") -> None:
+    """Raise unless these are settings of a ``[data]`` table, or of another that holds the same."""
     for key in data:
         if key not in KNOWN:
-            raise SettingsError(f"[data]: unknown setting {key!r}; known are {', '.join(KNOWN)}")
+            raise SettingsError(f"{where}unknown setting {key!r}; known are {', '.join(KNOWN)}")
+        require(KNOWN[key], **{f"{where}{key}": data[key]})
     if ("x" in data) != ("y" in data):
-        raise SettingsError("[data]: tables need both x, a list of columns, and y, a column")
+        raise SettingsError(f"{where}tables need both x, a list of columns, and y, a column")
+    roles = [*data.get("x", []), *(data[name] for name in ("y", "group", "split") if data.get(name))]
+    for column in roles:
+        if roles.count(column) > 1:
+            raise SettingsError(f"{where}column {column!r} is used twice, as x, y, group or split")
+    for column, names in data.get("levels", {}).items():
+        if len(set(names)) < len(names):
+            raise SettingsError(f"{where}levels of {column!r} are named twice: {', '.join(names)}")
     strange = [
         c for c in (*data.get("categories", []), *data.get("levels", {})) if c not in data.get("x", [])
     ]
     if strange:
-        raise SettingsError(f"[data]: {strange[0]!r} has levels but is not a column of x")
+        raise SettingsError(f"{where}{strange[0]!r} has levels but is not a column of x")
 
 
 def schema_of(data: Mapping[str, Any]) -> Schema:

@@ -54,5 +54,9 @@ class Report:
         return write_page(results.folder / "report.html", page)
 
     def markdown(self, results: Results) -> str:
-        """What ``results.md`` holds of the records."""
-        return self.text(results) if self.text else "\n".join(map(markdown, self.sheets(results).values()))
+        """What ``results.md`` holds of the records: tables, each under its title where there are several."""
+        if self.text:
+            return self.text(results)
+        sheets = self.sheets(results)
+        titles = [f"## {title}\n\n" if len(sheets) > 1 else "" for title in sheets]
+        return "\n".join(t + markdown(sheet) for t, sheet in zip(titles, sheets.values(), strict=True))

@@ -14,7 +14,7 @@ from fedpop.errors import FedpopWarning, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Said
 from fedpop.federation.participation import resolve as resolve_participation
-from fedpop.files import write_json
+from fedpop.files import folder_named, write_json
 from fedpop.population import Population
 from fedpop.precision import PRECISIONS
 from fedpop.runtime.callbacks import Callback
@@ -93,7 +93,7 @@ def fit(
         method = method.prepared(federation.example)
     federation = method.model.checked(federation)
     method.model.check_start(federation)
-    folder = None if out is None else Path(out)
+    folder = None if out is None else folder_named(out)
     best: tuple[float, Population, Run] | None = None
     scores = []
     for restart in range(restarts + 1):

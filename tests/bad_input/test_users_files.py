@@ -1,5 +1,6 @@
 """Damaged files that users write themselves: data, or one error that names the place."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,10 @@ def test_settings_of_the_wrong_type(tmp_path: Path, line: str, capsys: pytest.Ca
         ("x = [1]", "x"), ('x = "age"', "x"), ("y = 3", "y"), ("client = []", "client"),
         ("file = 3", "file"), ("test = inf", "test"), ('test = "a"', "test"), ("features = 1.5", "features"),
         ('x = ["none"]', "none"), ('client = "none"', "none"), ('likelihood = "odd"', "odd"),
+        ('x = ["age", "age"]', "age"), ('x = ["dose"]', "dose"), ('client = "dose"', "dose"),
+        ("features = 2000000000", "features"), ('likelihood = "bernoulli"', "bernoulli"),
+        ('levels = {age = ["1", "1"]}', "named twice"), ("new_clients = -1", "-1"), ("new_clients = 9", "9"),
+        (f'file = "{"d" * 300}.csv"', "ddd"), ('file = "d\\u0000.csv"', "null byte"),
     ],
 )  # fmt: skip
 def test_a_task_of_the_wrong_type(
@@ -117,3 +122,68 @@ def test_a_task_of_the_wrong_type(
     assert said is not None
     assert named in said
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data.csv", "settings.toml"]
+
+
+ROWS: dict[str, tuple[str, str]] = {
+    "a column twice": ("age,age,dose,site\n1,2,3,a\n", "several columns 'age'"),
+    "an underscore": ("age,dose,site\n1_000,2,a\n", "line 2: age is '1_000', not a number"),
+    "other digits": ("age,dose,site\n１２,2,a\n", "line 2: age is"),
+    "beyond float32": ("age,dose,site\n1,2,a\n-1e39,2,a\n", "line 3: age is '-1e39', too large for float32"),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_numbers_and_names_of_a_table(tmp_path: Path, case: str) -> None:
+    text, message = ROWS[case]
+    (tmp_path / "data.csv").write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match=message):
+        TableTask(str(tmp_path / "data.csv"), ("age",), "dose", "site").split(0)
+
+
+@pytest.mark.parametrize("method", ['["FedAvg"]', "[3]", "[[]]", "[{}]", '"FedAvg"', "{}"])
+def test_methods_that_are_no_tables(tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f'method = {method}\n[task]\nkind = "synthetic"\nb = 4\n[run]\nrounds = 1\n'
+    said = command(settings(tmp_path, text), capsys)
+    assert said is not None
+    assert "[[method]]" in said
+    assert [p.name for p in tmp_path.iterdir()] == ["settings.toml"]
+
+
+@pytest.mark.parametrize("body", ["raise SystemExit(3)", "import sys; sys.exit()", "raise KeyError(1)"])
+def test_functions_that_end_the_program(
+    tmp_path: Path, body: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"ends_{abs(hash(body))}"
+    (tmp_path / f"{name}.py").write_text(f"def clients():\n    {body}\n")
+    task = f'kind = "function"\nentry = "{name}:clients"'
+    text = (
+        f'[task]\n{task}\n[model]\nentry = "{name}:clients"\n[run]\nrounds = 1\n[[method]]\nname = "FedAvg"\n'
+    )
+    said = command(settings(tmp_path, text), capsys)
+    assert said is not None
+    assert f"{name}:clients failed" in said
+
+
+FORMULA = "y,x,g\n" + "".join(f"{i * 7 % 11},{i % 5},{'abc'[i % 3]}\n" for i in range(12))
+MIXED: dict[str, tuple[str, list[str], str]] = {
+    "a value too many in every row": (
+        FORMULA.replace("a\n", "a,1\n").replace("b\n", "b,1\n").replace("c\n", "c,1\n"),
+        [],
+        "more values",
+    ),
+    "a column twice": (FORMULA.replace("y,x,g", "x,x,g"), [], "several columns 'x'|no column 'y'"),
+    "a square too large": (FORMULA.replace(",3,", ",1e300,"), [], "'x' is 1e\\+300 in row 3"),
+    "a seed below zero": (FORMULA, ["--seed=-1"], "seed must be"),
+    "estimates in a folder": (FORMULA, ["--json", "."], "cannot write"),
+    "estimates nowhere": (FORMULA, ["--json", "no/where.json"], "cannot write no/where.json"),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_tables_of_a_formula(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text, more, message = MIXED[case]
+    (tmp_path / "data.csv").write_text(text)
+    said = command(["fit", str(tmp_path / "data.csv"), "y ~ x + (1 | g)", *more], capsys)
+    assert said is not None
+    assert re.search(message, said)
+    assert [p.name for p in tmp_path.iterdir()] == ["data.csv"]

@@ -59,7 +59,7 @@ def test_the_seed_alone_decides_the_start(name: str) -> None:
 
 
 def test_networks_that_cannot_be() -> None:
-    with pytest.raises(SettingsError, match="network must be one of cnn-cifar10"):
+    with pytest.raises(SettingsError, match="name must be one of cnn-cifar10"):
         build("resnet", (3, 32, 32), 10)
     with pytest.raises(SettingsError, match="too small for two 5x5 convolutions"):
         build("lenet", (1, 15, 32), 10)

@@ -26,7 +26,7 @@ def read_parquet(path: Path, watch: Watch = unwatched) -> Decoded:
         file = parquet.ParquetFile(path)
         pixels, label = (_column(file.schema_arrow.names, path, usual) for usual in (IMAGE, LABEL))
         kind = file.schema_arrow.field(pixels).type
-        if "bytes" not in [f.name for f in getattr(kind, "fields", [])]:
+        if getattr(kind, "get_field_index", lambda name: -1)("bytes") < 0:
             raise DataError(f"{path}: column {pixels!r} does not hold encoded images (a struct with 'bytes')")
         total, done = file.metadata.num_rows, 0
         images: list[Bytes] = []

@@ -24,7 +24,7 @@ from fedpop.experiments.comparison import page, run, sheets
 from fedpop.experiments.comparison.terms import Given, Subject, Terms, entries_of, seeds_of
 from fedpop.federation.clients import Client, Federation
 from fedpop.federation.participation.rules import Participation
-from fedpop.files import DAMAGED, read_json, reading, writable_folder
+from fedpop.files import DAMAGED, folder_named, read_json, reading
 from fedpop.report.html import write_page
 from fedpop.report.records import Report
 from fedpop.report.results import Record, Results, mean, values
@@ -156,13 +156,13 @@ def compare(
     if processes < 1:
         raise SettingsError(f"processes must be at least 1, not {processes}")
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
+        folder = folder_named(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
         results = run.compare_all(
             source,
             entries,
             terms,
             seeds_of(seeds),
-            writable_folder(folder),
+            folder,
             resume=resume,
             processes=0 if processes == 1 else processes,
             show=show,

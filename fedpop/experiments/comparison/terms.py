@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fedpop.algorithms.base import Algorithm
-from fedpop.checked import Checked, Count, Few, OneOf, Positive, Seed, Whole, checked
+from fedpop.checked import Checked, Count, Few, OneOf, Positive, Seed, Whole, require
 from fedpop.errors import DataError, SettingsError
 from fedpop.experiments.methods import Entry
 from fedpop.federation.clients import Client, Federation
@@ -91,13 +91,13 @@ class Terms(Checked):
         return about if self.precision is None else about | {"precision": self.precision}
 
 
-@checked
 def seeds_of(seeds: Few | Sequence[Seed]) -> list[int]:
     """3 is 0, 1, 2; a list is itself.
 
     >>> seeds_of(3), seeds_of([7])
     ([0, 1, 2], [7])
     """
+    require(Few | Sequence[Seed], seeds=seeds)
     out = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if not out or len(set(out)) < len(out):
         raise SettingsError(f"seeds are a number of them or different whole numbers, not {seeds!r}")
@@ -119,6 +119,8 @@ def check_labels(entries: Sequence[Entry], where: str = "") -> None:
     labels = [e.label for e in entries]
     if not labels:
         raise SettingsError(f"{where}there is no method to compare")
+    if not all(label.strip() and label.isprintable() for label in labels):
+        raise SettingsError(f"{where}a method's label is a word or several on one line, not {min(labels)!r}")
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
         raise SettingsError(
@@ -131,16 +133,21 @@ def check(subject: Subject, entries: Sequence[Entry], terms: Terms) -> None:
     """Raise before any work where a comparison cannot be made."""
     if "test" not in subject.clients.splits:
         raise DataError(
-            "methods are compared on test examples: give fedpop.Client(x, y, test=(x, y)), or set some aside "
-            "with fedpop.hold_out(clients)"
+            "methods are compared on test examples, and no client has any: give fedpop.Client(x, y, test=(x, "
+            "y)), or set some aside with fedpop.hold_out(clients) or, in a file, by test = ...; a client of "
+            "one example keeps it to train on"
         )
     check_newcomers(subject.newcomers, subject.clients)
+    models = {}
     for entry in entries:
-        check_entry(entry, subject, terms)
+        model = check_entry(entry, subject, terms).model
+        models[id(model)] = model
+    for model in models.values():  # data that do not fit are told of before anything is written
+        model.prepared(subject.clients.example).with_targets(subject.clients)
 
 
-def check_entry(entry: Entry, subject: Subject, terms: Terms) -> None:
-    """Raise where a method's settings do not fit these clients, or who is to take part; errors begin with
+def check_entry(entry: Entry, subject: Subject, terms: Terms) -> Algorithm:
+    """The method of an entry, whose settings fit these clients and who is to take part; errors begin with
     where the settings were given."""
     method = entry.build(subject.model)
     rule = terms.rule(method)
@@ -150,3 +157,4 @@ def check_entry(entry: Entry, subject: Subject, terms: Terms) -> None:
         method.check_participation(rule)
     except SettingsError as error:
         raise SettingsError(f"{entry.where}: {error}" if entry.where else str(error)) from error
+    return method

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from fedpop.checked import Count, OneOf
+from fedpop.checked import Count, OneOf, require
 from fedpop.errors import DataError, SettingsError
 from fedpop.federation.participation.rules import WEIGHTS, Active, Participation, Roster
 from fedpop.files import csv_text
@@ -97,6 +97,8 @@ class Availability(Participation):
         ...     Availability.read(file.name, ["anna", "ben"])
         Availability(2 rounds, 2 clients, weights='inverse')
         """
+        require(str | Path, path=path)
+        require(Iterable[Any], names=names)
         names = [str(name) for name in names]
         position = {name: i for i, name in enumerate(names)}
         there: dict[int, list[int]] = {}

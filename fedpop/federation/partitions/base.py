@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedpop.errors import SettingsError
+from fedpop.checked import Count, Proportion, Seed, Whole, checked, require
+from fedpop.errors import DataError, SettingsError
+from fedpop.federation.inputs import as_tensor
 from fedpop.keys import Key
 
 
-def share_sizes(b: int, share_small: float, n_small: int, n_large: int) -> tuple[int, ...]:
+@checked
+def share_sizes(b: Count, share_small: Proportion, n_small: Whole, n_large: Whole) -> tuple[int, ...]:
     """The paper's sizes: a share of the clients has few examples, the others have more.
 
     Args:
@@ -26,8 +31,6 @@ def share_sizes(b: int, share_small: float, n_small: int, n_large: int) -> tuple
     >>> share_sizes(4, 0.5, 5, 25)
     (5, 5, 25, 25)
     """
-    if b < 1 or not 0 <= share_small <= 1 or min(n_small, n_large) < 0:
-        raise SettingsError("there is at least one client, a share lies in [0, 1], sizes are 0 or more")
     small = round(share_small * b)
     return (n_small,) * small + (n_large,) * (b - small)
 
@@ -38,6 +41,28 @@ class Scheme(ABC):
     @abstractmethod
     def deal(self, labels: Tensor, seed: int) -> Partition:
         """Rows of ``labels`` for each client."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "deal" in vars(cls):
+            cls.deal = _given_labels(cls.deal)  # type: ignore[assignment, method-assign]
+
+
+Deal = Callable[[Any, Tensor, int], "Partition"]
+
+
+def _given_labels(deal: Deal) -> Deal:
+    """A rule's ``deal`` that reads its labels and its seed first."""
+
+    @functools.wraps(deal)
+    def call(self: Any, labels: Any, seed: int) -> Partition:
+        require(Seed, seed=seed)
+        read = as_tensor(labels, "labels")
+        if read.dim() != 1:
+            raise DataError(f"labels: one for each example, [n], not shape {tuple(read.shape)}")
+        return deal(self, read, seed)
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -137,10 +162,18 @@ class Partition:
         return Partition(tuple(kept), self.classes, self.rest), Partition(tuple(out), self.classes, self.rest)
 
 
+def require_classes(labels: Tensor) -> None:
+    """Raise unless labels are whole numbers from 0 on."""
+    numbers = labels.double()
+    wrong = ((numbers != numbers.round()) | (numbers < 0)).nonzero().flatten()
+    if not len(labels) or len(wrong):
+        told = f": that of row {int(wrong[0])} is {labels[wrong[0]].item():g}" if len(wrong) else ""
+        raise SettingsError(f"there must be examples to deal, with labels from 0 on, in whole numbers{told}")
+
+
 def kinds_for(classes: int, labels: Tensor) -> int:
     """How many classes there are, if a client can hold so many different ones."""
-    if not len(labels) or int(labels.min()) < 0:
-        raise SettingsError("there must be examples to deal, with labels from 0 on")
+    require_classes(labels)
     kinds = int(labels.max()) + 1
     if classes > kinds:
         raise SettingsError(f"{classes} classes per client asked for, but there are only {kinds}")
@@ -149,6 +182,7 @@ def kinds_for(classes: int, labels: Tensor) -> int:
 
 def shuffled_by_class(labels: Tensor, key: Key) -> list[Tensor]:
     """The rows of each class, in random order."""
+    require_classes(labels)
     u = key.uniform(key.server(), (len(labels),), torch.float64)[0]
     order = u.argsort()
     return [order[labels[order] == c] for c in range(int(labels.max()) + 1)]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedpop.checked import Checked
 from fedpop.errors import SettingsError
+from fedpop.federation.datasets import as_name
 from fedpop.federation.partitions.base import Partition, Scheme
 
 
 @dataclass(frozen=True)
-class ByKey(Scheme):
+class ByKey(Checked, Scheme):
     """One client for each different key; the seed changes nothing.
 
     Args:
@@ -26,11 +29,12 @@ class ByKey(Scheme):
     (('anna', 'ben'), (2, 1))
     """
 
-    keys: Sequence[Hashable]
+    keys: Sequence[Any]
 
     def __post_init__(self) -> None:
-        keys = self.keys.tolist() if isinstance(self.keys, Tensor) else self.keys
-        object.__setattr__(self, "keys", tuple(keys))
+        super().__post_init__()
+        for i, key in enumerate(self.keys):
+            as_name(key, f"the key of example {i}")
         if not self.keys:
             raise SettingsError("a partition by keys needs one key for every example")
 

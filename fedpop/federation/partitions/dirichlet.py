@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedpop.checked import Count, Positive, require
+from fedpop.checked import Checked, Count, Positive, Whole
 from fedpop.errors import SettingsError
 from fedpop.federation.partitions.base import Partition, Scheme, apportioned, shuffled_by_class
 from fedpop.keys import Key
@@ -17,7 +17,7 @@ ATTEMPTS = 100
 
 
 @dataclass(frozen=True)
-class Dirichlet(Scheme):
+class Dirichlet(Checked, Scheme):
     """The examples of each class go to clients in proportions drawn from Dirichlet(alpha, ..., alpha).
 
     Args:
@@ -34,15 +34,9 @@ class Dirichlet(Scheme):
     (120, 0)
     """
 
-    b: int
-    alpha: float
-    least: int = 1
-
-    def __post_init__(self) -> None:
-        require(Count, b=self.b)
-        if self.least < 0:
-            raise SettingsError(f"the least size of a client is 0 or more, not {self.least}")
-        require(Positive, alpha=self.alpha)
+    b: Count
+    alpha: Positive
+    least: Whole = 1
 
     def deal(self, labels: Tensor, seed: int) -> Partition:
         if self.b * self.least > len(labels):

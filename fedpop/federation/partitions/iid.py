@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedpop.checked import Count, require
+from fedpop.checked import Checked, Count, Whole
 from fedpop.errors import SettingsError
 from fedpop.federation.partitions.base import Partition, Scheme, apportioned
 from fedpop.keys import Key
 
 
 @dataclass(frozen=True)
-class IID(Scheme):
+class IID(Checked, Scheme):
     """Examples go to clients at random, so that all clients are alike.
 
     Args:
@@ -27,15 +27,13 @@ class IID(Scheme):
     (4, 3, 3)
     """
 
-    b: int
-    sizes: tuple[int, ...] | None = None
+    b: Count
+    sizes: tuple[Whole, ...] | None = None
 
     def __post_init__(self) -> None:
-        require(Count, b=self.b)
-        if self.sizes is not None:
-            object.__setattr__(self, "sizes", tuple(int(n) for n in self.sizes))
-            if len(self.sizes) != self.b or min(self.sizes) < 0:
-                raise SettingsError(f"give one size, 0 or more, for each of {self.b} clients")
+        super().__post_init__()
+        if self.sizes is not None and len(self.sizes) != self.b:
+            raise SettingsError(f"give one size, 0 or more, for each of {self.b} clients")
 
     def deal(self, labels: Tensor, seed: int) -> Partition:
         key = Key(seed, purpose="partition.iid")

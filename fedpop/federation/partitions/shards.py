@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedpop.checked import Count, require
+from fedpop.checked import Checked, Count
 from fedpop.errors import SettingsError
 from fedpop.federation.partitions.base import Partition, Scheme, apportioned, kinds_for, shuffled_by_class
 from fedpop.keys import Key
 
 
 @dataclass(frozen=True)
-class Shards(Scheme):
+class Shards(Checked, Scheme):
     """All examples go to clients, each of which has the same number of classes.
 
     A class is held by as many clients as any other (by one more where they do not come out even) and cut
@@ -32,11 +32,8 @@ class Shards(Scheme):
     ((20, 20, 20, 20, 20, 20), [2, 2, 2, 2, 2, 2])
     """
 
-    b: int
-    classes: int
-
-    def __post_init__(self) -> None:
-        require(Count, b=self.b, classes=self.classes)
+    b: Count
+    classes: Count
 
     def deal(self, labels: Tensor, seed: int) -> Partition:
         key = Key(seed, purpose="partition.shards")

@@ -2,7 +2,7 @@
 
 letters, records   what goes to and fro, and its form as Flower's records
 site, memory       what a site does with a letter, and what it keeps in a file
-client, lean       the ClientApp, and how it does with few imports
+client             the ClientApp
 post, elsewhere    a Grid as a post office with deadlines; the members of a run at other sites
 server             the ServerApp
 federation, folder, certificates, processes, commands

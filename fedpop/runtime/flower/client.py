@@ -9,7 +9,6 @@ from flwr.clientapp import ClientApp
 
 from fedpop.errors import FedpopError, PayloadError
 from fedpop.runtime.flower.folder import log_to, open_site
-from fedpop.runtime.flower.lean import without_compiler
 from fedpop.runtime.flower.letters import Reply, refusal
 from fedpop.runtime.flower.records import letter_from_record, reply_to_record
 
@@ -21,7 +20,6 @@ app = ClientApp()
 @app.evaluate()
 def handle(message: Message, context: Context) -> Message:
     """What the node's site answers; its folder is in the node's configuration, ``site="..."``."""
-    without_compiler()
     return Message(reply_to_record(_reply(message, context)), reply_to=message)
 
 
