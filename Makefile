@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 OLDEST := .venv-oldest
+# Where bytecode may not be kept, every worker and every child compiles the package and the tests again.
+export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help demo test test-slow test-flower test-oldest lint docs pictures bench clean
 
 help: ## Show this list

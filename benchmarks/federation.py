@@ -1,5 +1,5 @@
-"""Rounds over Flower: three sites on this machine, ours over a client that imports torch and does nothing;
-and what sites send of a network's J, with and without compression."""
+"""Rounds over Flower: three sites on this machine, ours and, in turns with them, rounds in which the client
+imports torch and does nothing; and what sites send of a network's J, with and without compression."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+import torch
 from rich.table import Table
 from torch import nn
 
 import fedpop as fp
 from benchmarks.timing import Advance, Spread, shown
+from benchmarks.turns_client import NOTHING
 from fedpop.algorithms.base import Facts
 from fedpop.keys import Key
 from fedpop.report.results import Record, record
@@ -29,7 +31,7 @@ from fedpop.runtime.flower.processes import free_port
 
 NAME = "federation"
 SITES, ROUNDS, TARGET = ("a", "b", "c"), 10, 1.1
-CLIENTS = {"fedpop": "fedpop.runtime.flower.client:app", "empty": "benchmarks.empty_client:app"}
+"""Rounds of each kind; the first of all, in which everyone arrives, does not count."""
 COMPRESSORS = (fp.compressors.Identity(), fp.compressors.QSGD(levels=16), fp.compressors.Natural())
 SETTINGS = """name = "bench"
 [data]
@@ -49,19 +51,15 @@ address = "{address}"
 
 
 def measure(advance: Advance) -> list[Record]:
-    out, laps = [], {}
-    parts: dict[str, float] = {}
-    for k, (name, client) in enumerate(CLIENTS.items()):
-        with tempfile.TemporaryDirectory() as folder:
-            laps[name] = rounds_of(Path(folder), client)
-            parts |= parts_of(Path(folder) / f"site-{SITES[0]}") if name == "fedpop" else {}
-        advance((k + 1) / (len(CLIENTS) + 1))
-    ours, empty = laps["fedpop"], laps["empty"]
+    out = []
+    with tempfile.TemporaryDirectory() as folder:
+        ours, empty = rounds_of(Path(folder), lambda share: advance(0.9 * share))
+        parts = parts_of(Path(folder) / f"site-{SITES[0]}")
     parts["Flower's polls and transport, and waiting for a core"] = median(ours) - sum(parts.values())
     setting = {"benchmark": NAME, "sites": len(SITES), "rounds": ROUNDS}
-    ratios = Spread.of([lap / median(empty) for lap in ours])
+    ratios = Spread.of([a / b for a, b in zip(ours, empty, strict=True)])
     metrics = ratios.metrics("ratio") | Spread.of(ours).metrics("seconds") | {"empty": median(empty)}
-    metrics |= {"target": TARGET, "repeats": len(ours)}
+    metrics |= {"of_medians": median(ours) / median(empty), "target": TARGET, "repeats": len(ours)}
     out.append(record("bench", setting, "a round over Flower", 0, metrics, {"seconds": sum(ours)}, {}))
     for part, seconds in parts.items():
         setting = {"benchmark": NAME, "part": part}
@@ -94,6 +92,7 @@ def parts_of(folder: Path) -> dict[str, float]:
         about = {"version": fp.__version__, "experiment": experiment.name, "round": ROUNDS + 1 + k, "seed": 0}
         about |= {
             "heard": ROUNDS + k,
+            "units": None,
             "noted": [],
             "best": -1,
             "active": len(SITES),
@@ -108,44 +107,66 @@ def parts_of(folder: Path) -> dict[str, float]:
 
 
 def environment_of_children() -> dict[str, str]:
-    return dict(os.environ) | {"PYTHONPATH": str(Path(fp.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    """What is imported is compiled, as it is wherever it was installed."""
+    own = {"PYTHONPATH": str(Path(fp.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    return {n: v for n, v in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"} | own
 
 
-def rounds_of(folder: Path, client: str) -> list[float]:
-    """Seconds of each round of a federation of real processes, without the first."""
+def rounds_of(folder: Path, advance: Advance) -> tuple[list[float], list[float]]:
+    """Seconds of rounds of a federation of real processes: ours, and an empty client's between them."""
     address, server = f"127.0.0.1:{free_port()}", folder / "server"
-    say = [].append
-    serving.init(server, "bench", address, [], False, say)
+    said: list[str] = []
+    serving.init(server, "bench", address, [], False, said.append)
     (server / "app" / "federation.toml").write_text(
-        SETTINGS.format(rounds=ROUNDS + 1, sites=len(SITES), address=address)
+        SETTINGS.format(rounds=2 * ROUNDS + 1, sites=len(SITES), address=address)
     )
     project = server / "app" / "pyproject.toml"
+    client = "benchmarks.turns_client:app"
     project.write_text(project.read_text().replace("fedpop.runtime.flower.client:app", client))
     (folder / "rows.csv").write_text("x,y\n" + "".join(f"{i},{2 * i}\n" for i in range(20)))
     for name in SITES:
         own = folder / f"site-{name}"
-        joining.enrol(own, name, address, str(folder / "rows.csv"), server / "tls" / "ca.crt", False, say)
-        serving.admit(server, name, own / "node.pub", say)
+        given = (address, str(folder / "rows.csv"), server / "tls" / "ca.crt", False, said.append)
+        joining.enrol(own, name, *given)
+        (own / NOTHING).write_text(json.dumps({"site": name, "vectors": nothing()}))
+        serving.admit(server, name, own / "node.pub", said.append)
     code = [sys.executable, "-c", "from fedpop.cli import main; main()"]
-    quiet = {"env": environment_of_children(), "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    children = [subprocess.Popen([*code, "server", "run", str(server)], **quiet)]
-    try:
-        while not (server / "run" / "status.json").exists() and children[0].poll() is None:
-            time.sleep(0.5)  # sites' keys are registered before the run begins
-        children += [
-            subprocess.Popen([*code, "site", "join", str(folder / f"site-{n}")], **quiet) for n in SITES
-        ]
-        if children[0].wait(3600):
-            raise RuntimeError("the federation failed")
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.send_signal(signal.SIGTERM)
-        for child in children:
-            child.wait()
-    lines = [json.loads(line) for line in (server / "run" / "metrics.jsonl").read_text().splitlines()]
-    ends = [line["seconds"] for line in lines]
-    return [later - sooner for sooner, later in pairwise(ends)]
+    told = folder / "told.txt"
+    with told.open("wb") as file:
+        quiet = {"env": environment_of_children(), "stdout": file, "stderr": subprocess.STDOUT}
+        children = [subprocess.Popen([*code, "server", "run", str(server)], **quiet)]
+        metrics = server / "run" / "metrics.jsonl"
+        try:
+            while not (server / "run" / "status.json").exists() and children[0].poll() is None:
+                time.sleep(0.5)  # sites' keys are registered before the run begins
+            joins = [[*code, "site", "join", str(folder / f"site-{n}")] for n in SITES]
+            children += [subprocess.Popen(join, **quiet) for join in joins]
+            while children[0].poll() is None:
+                time.sleep(1.0)
+                done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+                advance(done / (2 * ROUNDS + 1))
+        finally:
+            for child in children:
+                if child.poll() is None:
+                    child.send_signal(signal.SIGTERM)
+            for child in children:
+                child.wait()
+    if children[0].returncode:
+        raise RuntimeError(f"the federation failed:\n{told.read_text()}")
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    if short := [line["round"] for line in lines if len(line["heard"]) < len(SITES)]:
+        raise RuntimeError(f"sites were missing in rounds {short}:\n{told.read_text()}")
+    laps = [(later, later["seconds"] - sooner["seconds"]) for sooner, later in pairwise(lines)]
+    ours, empty = (
+        [s for line, s in laps if (line.get("loss") is not None) == mine] for mine in (True, False)
+    )
+    return ours, empty
+
+
+def nothing() -> dict[str, tuple[int, str]]:
+    """What FedAvg would send of the model of two parameters, were there nothing to say."""
+    zeros = {"dw": torch.zeros(2), "n": torch.ones(1)}
+    return {name: (len(v), fp.compressors.Identity().encode(v, Key(0)).hex()) for name, v in zeros.items()}
 
 
 def backbone() -> nn.Module:

@@ -240,6 +240,7 @@ def _federated(who: str, arguments: list[str]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``fedpop``."""
     given = sys.argv[1:] if arguments is None else arguments
+    given = {(): ["--help"], ("--version",): ["version"], ("-V",): ["version"]}.get(tuple(given), given)
     try:
         if given[:1] in (["server"], ["site"]):
             _federated(given[0], given[1:] or ["--help"])
@@ -247,7 +248,7 @@ def main(arguments: list[str] | None = None) -> None:
         app.cli(
             prog="fedpop",
             description="Personalised federated learning that knows what it does not know.",
-            args=arguments,
+            args=given,
         )
     except FedpopError as error:
         sys.stderr.write(f"fedpop: {error}\n")

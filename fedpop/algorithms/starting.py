@@ -14,7 +14,6 @@ from fedpop.channel import Tensors
 from fedpop.checked import OneOf
 from fedpop.keys import Key
 from fedpop.questions import Question, starts
-from fedpop.questions.pooled import PooledFit
 from fedpop.questions.spectral import Spectral
 from fedpop.questions.targets import TargetSize
 from fedpop.server.units import natural_units, redrawn
@@ -38,7 +37,7 @@ class WithStart(WithEngine):
         phi, prior = self._first_phi(facts, key), self.hierarchy.prior
         exact = self.exact is not None
         asked = starts.questions(self.start, self.model, prior, phi, facts.restart, anneals=exact)
-        told = self.model.likelihood.given_noise is None and any(isinstance(q, PooledFit) for q in asked)
+        told = self.model.likelihood.given_noise is None and any(q.starts_noise for q in asked)
         if exact or told or not self.anneal.asks(self.model, facts.first_stage):
             return asked
         return (*asked, TargetSize(self.model, self.anneal.minimum))

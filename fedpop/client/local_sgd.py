@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Count, Factor, NotNegative, Positive
+from fedpop.client.phi_gradient import gradient
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.keys import Key
@@ -120,13 +121,12 @@ class LocalSGD(Setting):
         rows = torch.arange(len(cohort), device=w.device).unsqueeze(1)
 
         def direction(now: Key) -> Stacked:
-            each = torch.func.vmap(way.named(now))
+            each = way.stacked(now, aux)
 
             def at(w: Tensor, pick: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
                 xb = map_inputs(lambda v: v[rows, pick], block)
                 units = cohort.units.unsqueeze(1).expand_as(pick)
-                out: tuple[Tensor, Tensor] = each(w, aux, xb, y[rows, pick], there, units, pick)
-                return out
+                return each(w, xb, y[rows, pick], there, units, pick)
 
             return at
 
@@ -231,20 +231,30 @@ class _Way:
             change[..., change.shape[-1] - self.plain :] = 0
         return change
 
-    def named(self, key: Key) -> Direction:
-        """The direction with its examples' names as tensors, which vmap can cut."""
+    def stacked(self, key: Key, aux: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+        """The direction for clients side by side, ``[C, D]``; their examples' names go as tensors, which vmap
+        can cut."""
 
-        def named(
-            w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor, client: Tensor, place: Tensor
-        ) -> tuple[Tensor, Tensor]:
-            rows = RowKeys(key, client, place) if self.dropout else None
-            if self.direction is not None:
-                return self.direction(w, aux, x, y, mask, rows)
-            assert self.loss is not None
-            out: tuple[Tensor, Tensor] = torch.func.grad_and_value(self.loss)(w, aux, x, y, mask, rows)
-            return out
+        def rows(client: Tensor, place: Tensor) -> RowKeys | None:
+            return RowKeys(key, client, place) if self.dropout else None
 
-        return named
+        if self.direction is not None:
+            own = self.direction
+            each = torch.func.vmap(lambda w, aux, x, y, mask, c, p: own(w, aux, x, y, mask, rows(c, p)))
+            return lambda w, *batch: each(w, aux, *batch)
+        assert self.loss is not None
+        loss = self.loss
+        values = torch.func.vmap(lambda w, aux, x, y, mask, c, p: loss(w, aux, x, y, mask, rows(c, p)))
+
+        def slopes(w: Tensor, *batch: Inputs) -> tuple[Tensor, Tensor]:
+            # A client's loss depends on its own w alone: plain autograd on the sum has all gradients, and
+            # torch.func's would import torch's compiler, for seconds in every new process of a site.
+            leaf = w.detach().requires_grad_()
+            with torch.enable_grad():
+                value: Tensor = values(leaf, aux, *batch)
+            return gradient([value], leaf, [torch.ones_like(value)]), value.detach()
+
+        return slopes
 
     def at(
         self, w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None
@@ -256,5 +266,4 @@ class _Way:
         leaf = w.detach().clone().requires_grad_()
         with torch.enable_grad():
             value = self.loss(leaf, aux, x, y, mask, rows)
-        (g,) = torch.autograd.grad(value, leaf)
-        return g, value.detach()
+        return gradient([value], leaf, [torch.ones_like(value)]), value.detach()

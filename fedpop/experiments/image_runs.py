@@ -8,7 +8,7 @@ run is kept in a folder while it lasts, so that an experiment that was stopped g
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,7 @@ def missing(found: Sequence[Record], cells: int, score: str = "accuracy") -> tup
     return () if values(found, score) else (BROKE if found else NOT_RUN, *["-"] * (cells - 1))
 
 
-def rows(results: Results, setting: dict[str, Any], names: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def rows(results: Results, setting: dict[str, Any], names: Iterable[str]) -> list[tuple[str, ...]]:
     """A row for every method, empty where it has not been run."""
     out = []
     for name in names:

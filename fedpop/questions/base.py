@@ -53,7 +53,8 @@ class Question(ABC, Generic[R]):
     lasting: ClassVar[bool] = False
     """Of a question before the rounds: whoever comes later is asked it too, because of what it leaves with
     units or because its sum stays in use. It asks the same at any time."""
-
+    starts_noise: ClassVar[bool] = False
+    """Of a question before the rounds: its result says where a learned variance of noise starts."""
     varied: ClassVar[bool] = False
     """Not everyone has the same vectors to send: a level of a column, say, that only some have."""
 

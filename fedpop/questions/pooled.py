@@ -52,6 +52,7 @@ class PooledFit(Question[Tensors]):
     phi: Tensor
     name: ClassVar[str] = "pooled fit"
     quorum: ClassVar[float] = 0.0  # a start can be made without those who are not finite
+    starts_noise: ClassVar[bool] = True
 
     def ask(self, known: Tensors) -> Tensors:
         return {"phi": self.phi, "z": known.get("trials", self.model.prior_centre().unsqueeze(0))}

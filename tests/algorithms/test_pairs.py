@@ -141,6 +141,10 @@ def pairs_of(row: dict[str, str]) -> set[Pair]:
     return {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
 
 
+def beside(level: tuple[str, str], row: dict[str, str]) -> set[Pair]:
+    return {frozenset((level, other)) for other in row.items()}
+
+
 IMPOSSIBLE: set[Pair] = {frozenset(((a, x), (b, y))) for a, x, b, y in REFUSED}
 POSSIBLE: set[Pair] = {
     frozenset(((a, x), (b, y)))
@@ -155,7 +159,7 @@ def random_row(rng: random.Random, seed: dict[str, str]) -> dict[str, str] | Non
     row = dict(seed)
     for name in rng.sample(list(FACTORS), len(FACTORS)):
         if name not in row:
-            free = [x for x in FACTORS[name] if not pairs_of(row | {name: x}) & IMPOSSIBLE]
+            free = [x for x in FACTORS[name] if not beside((name, x), row) & IMPOSSIBLE]
             if not free:
                 return None
             row[name] = rng.choice(free)
@@ -166,7 +170,8 @@ def covering() -> list[dict[str, str]]:
     """Rows in which every pair that can be occurs, greedily: the best of some random rows each time."""
     rng, left, rows = random.Random(0), set(POSSIBLE), []
     while left:
-        seeds = [dict(rng.choice(sorted(map(sorted, left)))) for _ in range(30)]
+        ordered = sorted(map(sorted, left))
+        seeds = [dict(rng.choice(ordered)) for _ in range(30)]
         found = [row for seed in seeds if (row := random_row(rng, seed)) is not None]
         best = max(found, key=lambda row: len(left & pairs_of(row)))
         rows.append(best)

@@ -148,6 +148,21 @@ def check_connection(server: str, ca: Path, timeout: float = 5.0) -> bool:
         return False
 
 
+def require_plain(server: str, timeout: float = 5.0) -> None:
+    """Raise where the server speaks TLS: a site without it would knock for ever."""
+    host, port = split_address(server)
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # whoever it is, nothing is said
+    try:
+        with socket.create_connection((host, port), timeout) as plain, context.wrap_socket(plain):
+            pass
+    except OSError:
+        return
+    raise SettingsError(
+        f"{server} speaks TLS, and this site was enrolled without it: enrol it in a new folder with --ca"
+    )
+
+
 def check_clock(server: str, ca: Path, timeout: float = 5.0) -> None:
     """Raise where the clocks here and at the server differ by more than Flower allows a node's signature."""
     host, port = split_address(server)

@@ -102,7 +102,7 @@ def enrolled(deployment: Deployment, post: Post, folder: Path | None = None) -> 
         method = deployment.prepared(example)
         with_values(method.model, read_tensors(file.with_name("model.safetensors")))
     else:
-        survey = Survey(post, deployment.experiment, deployment.schema, deployment.terms.sites)
+        survey = Survey(post, deployment.experiment, deployment.schema, deployment.terms.first)
         form, example = agreed(deployment.schema, survey)
         method = deployment.prepared(example)
         if file is not None:

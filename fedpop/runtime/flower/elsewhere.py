@@ -48,7 +48,9 @@ class RoundTerms:
     """
 
     sites: int = 1
-    """Sites that must be there before a round is begun."""
+    """Sites that must be there before a round is begun; with fewer the server waits."""
+    begin: int | None = None
+    """Sites that must be there when the run begins, or goes on; as many as ``sites`` unless told."""
     quorum: float = 1.0
     """The share of those asked whose replies close a round."""
     timeout: float = 600.0
@@ -57,11 +59,16 @@ class RoundTerms:
     """``observed``: each site counts one over the share of rounds in which it was heard."""
 
     def __post_init__(self) -> None:
-        require(Count, sites=self.sites)
+        require(Count, sites=self.sites, begin=self.first)
         require(Positive, quorum=self.quorum, timeout=self.timeout)
         require(Annotated[str, OneOf(*WEIGHTS)], weights=self.weights)
         if self.quorum > 1:
             raise SettingsError(f"quorum is a share of the sites asked, at most 1, not {self.quorum}")
+
+    @property
+    def first(self) -> int:
+        """Sites of the first round, at least."""
+        return self.sites if self.begin is None else self.begin
 
     def enough(self, asked: int) -> Callable[[int], bool]:
         return lambda heard: heard >= self.quorum * asked
@@ -147,7 +154,10 @@ class Elsewhere(Members):
         are here are waited for: likelihoods of different sites cannot be compared."""
         self._trials += 1
         log.info("trial rounds, %d: they take as long as any rounds", self._trials)
-        name, terms = f"{self.experiment}{TRIAL}{self._trials}", replace(self._terms, sites=len(self.sites))
+        name, terms = (
+            f"{self.experiment}{TRIAL}{self._trials}",
+            replace(self._terms, sites=len(self.sites), begin=None),
+        )
         beside = Elsewhere(method, self._post.beside(), self._hello, name, terms, self._settings)
         beside.wait()
         return beside
@@ -162,7 +172,7 @@ class Elsewhere(Members):
     def wait(self, whom: Collection[str] = (), patience: float = math.inf) -> list[str]:
         """Who is there, once it is enough of them and these are among them, or patience is at its end; says
         for whom it waits."""
-        least, told = self._terms.sites, -math.inf
+        least, told = self._terms.sites if self._begun else self._terms.first, -math.inf
         end = self._post.now() + patience
         while True:
             here = [name for name in self._post.present() if self._admitted(name)]

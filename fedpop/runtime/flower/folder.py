@@ -136,12 +136,15 @@ def open_site(folder: str | Path) -> Site:
 
 
 def log_to(file: Path) -> None:
-    """What fedpop has to say, to a file: Flower's own log has other things in it."""
+    """What fedpop has to say, to this file alone: Flower's own log has other things in it, and a process of
+    its simulation speaks for one site after the other."""
     log = logging.getLogger("fedpop")
-    if any(
-        isinstance(h, logging.FileHandler) and h.baseFilename == str(file.absolute()) for h in log.handlers
-    ):
+    ours = [h for h in log.handlers if isinstance(h, logging.FileHandler)]
+    if any(h.baseFilename == str(file.absolute()) for h in ours):
         return
+    for other in ours:
+        log.removeHandler(other)
+        other.close()
     handler = logging.FileHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)

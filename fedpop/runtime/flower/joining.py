@@ -22,7 +22,7 @@ from fedpop.models.predictive import Predictive
 from fedpop.population import Population
 from fedpop.runtime.flower import certificates
 from fedpop.runtime.flower.folder import SETTINGS, check_name, make_secret, open_site, read_site
-from fedpop.runtime.flower.processes import Kept, environment, free_port, program, require_free
+from fedpop.runtime.flower.processes import Kept, Told, environment, free_port, program, require_free
 from fedpop.runtime.flower.serving import INSECURE
 from fedpop.runtime.flower.site import THETA, SiteExperiment
 
@@ -86,6 +86,7 @@ def join(root: Path, data: str | None, insecure: bool, say: Say, seconds: float 
         raise SettingsError(f"this site was enrolled {how}")
     if insecure:
         say(INSECURE)
+        certificates.require_plain(settings.server)
     else:
         certificates.check_site_key(settings.folder)
         if not certificates.check_connection(settings.server, settings.folder / "ca.crt"):
@@ -110,11 +111,15 @@ def join(root: Path, data: str | None, insecure: bool, say: Say, seconds: float 
         settings.folder / "logs" / "node.log",
         lambda words: say(f"node: {words}{_reason(settings.folder / 'logs' / 'node.log')}"),
     )
-    say(f"site {site.name} takes part; what it does is told in {settings.folder / 'site.log'}")
+    log = settings.folder / "site.log"
+    told = Told(log, ("WARNING", "ERROR"))
+    say(f"site {site.name} takes part; what it does is told in {log}")
     end = None if seconds is None else time.monotonic() + seconds
     with node:
         while end is None or time.monotonic() < end:
             node.look()
+            for words in told.new():
+                say(words)
             time.sleep(0.5)
 
 

@@ -101,13 +101,22 @@ class Post:
         """What the first ``least`` sites or more answer to a letter, by their names."""
         told = -math.inf
         while True:
-            nodes = self._online()
+            nodes, begun = self._online(), self._clock()
             asked = {f"node {node}": (node, letter) for node in nodes}
-            found = self._exchange(asked, self._greeting, lambda heard: False) if len(nodes) >= least else {}
+
+            def enough(heard: int, begun: float = begun) -> bool:
+                return heard >= least and self._clock() - begun >= self._greeting
+
+            patience = PATIENT * self._greeting  # large data take long to read
+            found = self._exchange(asked, patience, enough) if len(nodes) >= least else {}
+            good = {}
             for node, reply in found.items():
-                if reply.refused is not None:
-                    log.warning("%s (%s): %s", node, reply.about.get("site", "no name"), reply.refused)
-            good = {str(r.about["site"]): r for r in found.values() if r.refused is None}
+                name, registered = str(reply.about.get("site", "")), nodes[asked[node][0]]
+                why = reply.refused or _misnamed(name, registered)
+                if why is None:
+                    good[name] = reply
+                else:
+                    log.warning("%s (%s): %s", node, name or registered or "no name", why)
             if len(good) >= least:
                 return good
             if self._clock() - told >= 30:
@@ -154,13 +163,9 @@ class Post:
             return f"it has fedpop {reply.about.get('version')}, this is {__version__}"
         if reply.about.get("method") != self.hello.about["method_digest"]:
             return "it has another method"
-        if not name:
-            return "it told no name"
         if self.hello.about.get("drawn") and len(reply.about.get("hashes", ())) != reply.about.get("units"):
             return "it does not tell its units apart"
-        if registered and registered != name:
-            return f"it says that it is {name!r}, but its key was registered for {registered!r}"
-        return None
+        return _misnamed(name, registered)
 
     def busy(self, site: str) -> bool:
         """It still works on a letter that may yet be answered."""
@@ -255,6 +260,15 @@ class Post:
             site = self._pending.pop(letter).site
             self.late[site] = self.late.get(site, 0) + 1
             log.info("a late reply of %s was dropped", site)
+
+
+def _misnamed(name: str, registered: str) -> str | None:
+    """What is wrong with the name that a site tells of itself."""
+    if not name:
+        return "it told no name"
+    if registered and registered != name:
+        return f"it says that it is {name!r}, but its key was registered for {registered!r}"
+    return None
 
 
 def _opened(message: Any) -> Reply:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import ssl
@@ -24,9 +25,11 @@ STEADY = 60.0
 """A process that ran as long as this had started well."""
 
 
-def environment(home: Path) -> dict[str, str]:
-    """Flower in a home of its own, offline and quiet."""
+def environment(home: Path, *near: str) -> dict[str, str]:
+    """Flower in a home of its own, offline and quiet; this machine, and hosts that are near, are reached
+    without a proxy, whatever is set for others."""
     home.mkdir(parents=True, exist_ok=True)
+    direct = ",".join(filter(None, [os.environ.get("no_proxy", ""), "127.0.0.1", "localhost", *near]))
     return {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -38,6 +41,8 @@ def environment(home: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",
         "NO_COLOR": "1",
+        "no_proxy": direct,
+        "NO_PROXY": direct,
     }
 
 
@@ -72,8 +77,10 @@ def healthy(address: str, ca: Path | None) -> bool:
     """Whether a SuperLink answers there."""
     context = None if ca is None else ssl.create_default_context(cafile=str(ca))
     url = f"http{'' if ca is None else 's'}://{address}/health"
+    direct = urllib.request.ProxyHandler({})
+    opener = urllib.request.build_opener(direct, urllib.request.HTTPSHandler(context=context))
     try:
-        with urllib.request.urlopen(url, timeout=2, context=context) as answer:
+        with opener.open(url, timeout=5) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False
@@ -165,6 +172,25 @@ class Kept:
         assert self._child is not None
         with suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)  # its own session: nobody else is in it
+
+
+class Told:
+    """What is new in a log of fedpop's, line by line, without its times and tracebacks."""
+
+    def __init__(self, file: Path, levels: Sequence[str]) -> None:
+        self._file, self._at = file, file.stat().st_size if file.exists() else 0
+        self._line = re.compile(rf"[-\d]+ [:,\d]+ ({'|'.join(levels)}) (.*)")
+
+    def new(self) -> list[str]:
+        if not self._file.exists():
+            return []
+        with self._file.open("rb") as file:
+            file.seek(self._at)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._at += len(whole)
+        found = map(self._line.fullmatch, whole.decode(errors="replace").splitlines())
+        return [match[2] for match in found if match]
 
 
 class Stopped(Exception):

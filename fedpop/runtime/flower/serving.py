@@ -16,13 +16,17 @@ from fedpop.runtime.flower.conduct import AFTERWARDS
 from fedpop.runtime.flower.federation import Folder
 from fedpop.runtime.flower.folder import check_name
 from fedpop.runtime.flower.memory import held
-from fedpop.runtime.flower.processes import Kept, environment, healthy, program, require_free
+from fedpop.runtime.flower.processes import Kept, Told, environment, healthy, program, require_free
 from fedpop.runtime.progress import human_bytes
 from fedpop.version import __version__
 
 Say = Callable[[str], None]
 TRIES = 3
 """Times that a run is begun again without a round in between."""
+PATIENCE = 600
+"""Seconds that a command of Flower's may take."""
+SILENT = 60.0
+"""Seconds after which Flower is asked what became of a run that has said nothing yet."""
 TOLD = ("loss", "bytes_up", "bytes_down", "seconds")
 """Numbers of a round that are told by themselves."""
 CONNECTION = "fedpop"
@@ -70,7 +74,8 @@ seed = 0
 
 # Rounds begin with so many sites and close on a quorum, or after so many seconds.
 [sites]
-sites = 2
+sites = 2              # while fewer are there the server waits
+# begin = 4            # the first round waits for more of them
 quorum = 1.0
 timeout = 600.0
 
@@ -111,6 +116,7 @@ def init(root: Path, name: str, address: str, hosts: list[str], insecure: bool, 
         certificates.make_authority(folder.tls, name)
         certificates.make_server_certificate(folder.tls, [host, *hosts])
     write_json(folder.root / "version.json", {"version": __version__})
+    _connect(folder, None if insecure else folder.tls / "ca.crt")
     say(f"{root} holds a federation. Next:")
     say(f"  1. edit {folder.app / 'federation.toml'} and {folder.app / 'model.py'}")
     ca = "" if insecure else f" and {folder.tls / 'ca.crt'}"
@@ -193,7 +199,8 @@ def _superlink(folder: Folder, host: str, port: int, insecure: bool) -> list[str
 def _connect(folder: Folder, ca: Path | None) -> None:
     how = "insecure = true" if ca is None else f"root-certificates = {json.dumps(str(ca))}"
     named = f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
-    text = f'{named}address = "{folder.address}"\n{how}\n'
+    simulated = '[superlink.local]\naddress = ":local:"\n'
+    text = f'{named}address = "{folder.address}"\n{how}\n\n{simulated}'
     write_bytes(folder.flower / "config.toml", text.encode())
 
 
@@ -206,6 +213,7 @@ class _Watch:
         self._again: dict[str, float] = {}
         """When a key that could not be registered is tried again."""
         self._told = len(_lines(folder.run / "metrics.jsonl"))
+        self._log = Told(folder.run / "server.log", ("INFO", "WARNING"))  # errors end it
 
     def to_the_end(self) -> None:
         in_vain = 0
@@ -213,8 +221,7 @@ class _Watch:
             self._until_healthy()
             self._register()
             starts, before = self._link.starts, self._told
-            self._submit()
-            if self._finished(starts):
+            if self._finished(self._submit(), starts):
                 self._say(f"finished; theta is in {self._folder.run / 'population'}")
                 return
             in_vain = 0 if self._told > before or self._link.starts > starts else in_vain + 1
@@ -226,7 +233,7 @@ class _Watch:
         status = _status(self._folder) or {}
         return f" ({status['why']})" if status.get("state") == "broken" else ""
 
-    def _until_healthy(self, seconds: float = 60.0) -> None:
+    def _until_healthy(self, seconds: float = 300.0) -> None:
         end = time.monotonic() + seconds
         while not (self._link.look() and healthy(self._folder.address, self._ca)):
             if time.monotonic() > end:
@@ -235,15 +242,18 @@ class _Watch:
 
     def _flwr(self, *arguments: str) -> dict[str, Any]:
         """Flower's command line; it ends well even where it failed."""
-        done = subprocess.run(
-            [program("flwr"), *arguments, "--format", "json"],
-            env=environment(self._folder.flower),
-            cwd=self._folder.root,
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=120,
-        )
+        try:
+            done = subprocess.run(
+                [program("flwr"), *arguments, "--format", "json"],
+                env=environment(self._folder.flower, certificates.split_address(self._folder.address)[0]),
+                cwd=self._folder.root,
+                capture_output=True,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                timeout=PATIENCE,
+            )
+        except subprocess.TimeoutExpired:
+            return {"success": False, "error-message": f"flwr {arguments[0]} took more than {PATIENCE} s"}
         try:
             found: dict[str, Any] = json.loads(done.stdout)
         except ValueError:
@@ -266,24 +276,33 @@ class _Watch:
             self._registered.add(key.stem)
             self._say(f"site {key.stem} may take part")
 
-    def _submit(self) -> None:
+    def _submit(self) -> str:
+        """The number of the run that has begun."""
         (self._folder.run / "status.json").unlink(missing_ok=True)
         found = self._flwr("run", str(self._folder.app), CONNECTION)
         if not found.get("success"):
             raise SettingsError(f"Flower did not take the run: {found.get('error-message', found)}")
         self._say(f"run {found.get('run-id')} has begun")
+        return str(found.get("run-id"))
 
-    def _finished(self, starts: int, patience: float = 120.0) -> bool:
+    def _over(self, run: str) -> bool:
+        """Whether Flower has ended a run that said nothing."""
+        found = self._flwr("ls", CONNECTION, "--run-id", run)
+        return any(str(r.get("status", "")).startswith("finished") for r in found.get("runs", []))
+
+    def _finished(self, run: str, starts: int) -> bool:
         """Whether it came to its end; False where a process of it ended first."""
-        begun = time.monotonic()
+        asked = time.monotonic()
         while True:
             time.sleep(0.5)
             self._tell()
             self._register()
             status = _status(self._folder)
             if status is None:
-                if time.monotonic() - begun > patience:
-                    return False
+                if time.monotonic() - asked > SILENT:
+                    if self._over(run):
+                        return False
+                    asked = time.monotonic()  # its process starts slowly
             elif status["state"] == "finished":
                 return True
             elif status["state"] == "broken":
@@ -296,6 +315,8 @@ class _Watch:
                 return False
 
     def _tell(self) -> None:
+        for words in self._log.new():
+            self._say(words)
         lines = _lines(self._folder.run / "metrics.jsonl")
         for line in lines[self._told :]:
             self._say(_round(line))

@@ -18,6 +18,19 @@ from fedpop.runtime.flower.folder import SECRET
 from fedpop.runtime.flower.processes import free_port
 
 ROOT = Path(fedpop.__file__).parent.parent
+WATCH = """import os, sys
+
+
+def told(event, given):
+    if event == "socket.connect" and isinstance(given[1], tuple):
+        with open(os.environ["FEDPOP_TEST_CLUSTER"] + "/contacts.txt", "a") as file:
+            file.write(f"{given[1][0]}\\n")
+
+
+sys.addaudithook(told)
+"""
+"""Every Python that is started writes down whom it connects to."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "::ffff:127.0.0.1")
 MODEL = """import torch
 from torch import nn
 
@@ -33,7 +46,7 @@ def model(inputs: int) -> fp.Composition:
 """
 
 
-def settings_of(method: str, rounds: int, sites: int, address: str, more: str = "") -> str:
+def settings_of(method: str, rounds: int, sites: str, address: str) -> str:
     return f'''name = "test"
 [data]
 x = ["a", "b", "c"]
@@ -45,8 +58,7 @@ standardise = false
 rounds = {rounds}
 afterwards = []
 [sites]
-sites = {sites}
-{more}
+{sites}
 [server]
 address = "{address}"
 '''
@@ -56,13 +68,13 @@ class Cluster:
     """A server's folder and sites' folders below one; all processes are stopped at the end."""
 
     def __init__(
-        self, root: Path, tables: Mapping[str, str], method: str, rounds: int, more: str = ""
+        self, root: Path, tables: Mapping[str, str], method: str, rounds: int, sites: str = ""
     ) -> None:
         self.root, self.said = root, list[str]()
         self.address = f"127.0.0.1:{free_port()}"
         self.server = root / "server"
         serving.init(self.server, "test", self.address, [], False, self.said.append)
-        text = settings_of(method, rounds, len(tables), self.address, more)
+        text = settings_of(method, rounds, sites or f"sites = {len(tables)}", self.address)
         (self.server / "app" / "federation.toml").write_text(text)
         (self.server / "app" / "model.py").write_text(MODEL)
         for name, table in tables.items():
@@ -70,8 +82,10 @@ class Cluster:
             self.enrol(name)
             serving.admit(self.server, name, root / name / "node.pub", self.said.append)
         self.children: dict[str, subprocess.Popen[bytes]] = {}
-        self.strangers: set[str] = set()
-        """Addresses beside loopback that any process was connected to."""
+        (root / "watch").mkdir()
+        (root / "watch" / "sitecustomize.py").write_text(WATCH)
+        self._seen: set[str] = set()
+        self._looked = 0.0
 
     def enrol(self, name: str, data: str = "") -> Path:
         folder = self.root / name
@@ -85,21 +99,24 @@ class Cluster:
         return folder
 
     def start(self, name: str, *arguments: str) -> None:
+        """One of fedpop's commands."""
+        self.start_program(name, sys.executable, "-c", "from fedpop.cli import main; main()", *arguments)
+
+    def start_program(self, name: str, *arguments: str, **more: str) -> None:
         out = (self.root / f"{name}.out").open("ab")
-        env = dict(os.environ) | {
-            "PYTHONPATH": str(ROOT),
+        env = {n: v for n, v in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"} | {
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{self.root / 'watch'}",
             "OMP_NUM_THREADS": "1",
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
             "FEDPOP_TEST_CLUSTER": str(self.root),
         }
-        code = "from fedpop.cli import main; main()"
         self.children[name] = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments],
-            env=env,
+            arguments,
+            env=env | more,
             cwd=self.root,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         out.close()
 
@@ -124,12 +141,13 @@ class Cluster:
     def until(self, done: Callable[[], bool], seconds: float, what: str) -> None:
         end = time.monotonic() + seconds
         while not done():
-            self._look_out()
+            if time.monotonic() > self._looked + 2:
+                self._look_out()
             if time.monotonic() > end:
                 log = self.server / "logs" / "superlink.log"
                 tail = log.read_text(errors="replace")[-2000:] if log.exists() else ""
                 raise TimeoutError(f"{what}\n{self.heard('server')}\n{tail}")
-            time.sleep(0.2)
+            time.sleep(0.5)  # who looks more often takes from those who work
 
     def finish(self, seconds: float) -> int:
         """The exit code of the server's command."""
@@ -150,9 +168,20 @@ class Cluster:
                 continue
         return found
 
-    def kill(self, word: str, beside: str = "") -> None:
-        """kill -9 of the processes whose command lines hold this word."""
-        killed = [p for p, line in self.processes().items() if word in line and beside in line]
+    def of(self, home: Path, word: str = "") -> set[int]:
+        """Flower's processes of a site's or the server's folder whose command lines hold this word."""
+        mark, found = f"FLWR_HOME={home / 'flower'}".encode(), set()
+        for pid, line in self.processes().items():
+            try:
+                if word in line and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    found.add(pid)
+            except OSError:
+                continue
+        return found
+
+    def kill(self, home: Path, word: str = "") -> None:
+        """kill -9 of Flower's processes of a folder."""
+        killed = self.of(home, word)
         assert killed, (word, self.processes())
         for pid in killed:
             try:
@@ -160,8 +189,16 @@ class Cluster:
             except ProcessLookupError:
                 continue
 
+    @property
+    def strangers(self) -> set[str]:
+        """Addresses beside loopback that any process was connected to, or Python connected to."""
+        told = set((self.root / "contacts.txt").read_text().split())
+        assert told & set(LOOPBACK), "nobody watches"
+        return (told | self._seen) - set(LOOPBACK)
+
     def _look_out(self) -> None:
-        """Connections of our processes to anything but loopback."""
+        """Connections of our processes to anything but loopback, whoever made them."""
+        self._looked = time.monotonic()
         sockets = set()
         for pid in self.processes():
             for link in Path(f"/proc/{pid}/fd").glob("*"):
@@ -171,23 +208,25 @@ class Cluster:
                     continue
                 if target.startswith("socket:["):
                     sockets.add(target[8:-1])
-        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-            fields = line.split()
-            remote = fields[2].split(":")[0]
-            if fields[9] in sockets and remote not in ("00000000", "0100007F"):
-                self.strangers.add(remote)
+        for kind in ("tcp", "tcp6", "udp", "udp6"):
+            table = Path(f"/proc/net/{kind}")
+            for line in table.read_text().splitlines()[1:] if table.exists() else ():
+                fields = line.split()
+                remote = fields[2].split(":")[0]
+                if fields[9] in sockets and remote.strip("0") not in ("", "1", "100007F", "FFFF00000100007F"):
+                    self._seen.add(remote)
 
     def stop(self) -> None:
         for child in self.children.values():
             if child.poll() is None:
-                child.terminate()
+                os.killpg(child.pid, signal.SIGTERM)  # a shell's children, too
         for child in self.children.values():
             try:
-                child.wait(30)
+                child.wait(120)
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while self.processes() and time.monotonic() < end:
             time.sleep(0.2)
         left = self.processes()

@@ -51,6 +51,7 @@ def test_bad_folders_and_settings(made: Made, capsys: pytest.CaptureFixture[str]
         "[run]\nround = 3": "unknown setting 'round'",
         "[sites]\nquorum = 3.0": "quorum is a share",
         "[sites]\nquorum = 'all'": "quorum",
+        "[sites]\nbegin = 0": "begin",
         "[sites]\ntimeout = -1.0": "timeout",
         "[run]\nrounds = 'ten'": "rounds",
         "[run]\nparticipation = 'some'": "participation",

@@ -48,6 +48,29 @@ def test_a_dead_site_is_not_picked_and_a_new_one_takes_part(tmp_path: Path) -> N
     assert grid.now < 30  # nobody waited for the dead one
 
 
+def test_a_run_may_begin_with_more_sites_than_a_round_needs(tmp_path: Path) -> None:
+    """It waits for everyone first; later it goes on without whoever is not there."""
+
+    def prepare(grid: LocalGrid) -> None:
+        grid.offline.add("bea")
+        sleep = grid.sleep
+
+        def later(seconds: float) -> None:
+            sleep(seconds)
+            if not any(train(site, letter) for site, letter, _ in grid.traffic):
+                grid.offline.clear()
+
+        def fault(site: str, letter: Message, reply: Message) -> list[Message]:
+            if site == "dag" and train(site, letter) == 1:
+                grid.offline.add("bea")
+            return [reply]
+
+        grid.sleep, grid.fault = later, fault  # type: ignore[method-assign]
+
+    found, _ = run(tmp_path, prepare, terms=RoundTerms(sites=3, begin=4, timeout=30.0))
+    assert ["bea" in m["heard"] for m in found.history] == [True, True, False, False]
+
+
 def test_weights_from_observed_participation(tmp_path: Path) -> None:
     """A site that was heard in one round of two counts twice, in the limit."""
     grid = LocalGrid(app, enrol(tmp_path, four("softmax")))
