@@ -25,7 +25,10 @@ MAKE: dict[str, tuple[dict[str, Any], str]] = {
         {"log_likelihood": ones, "outputs": growth, "likelihood": "normal", "z": {"a": 0.0}},
         "two likelihoods may disagree",
     ),
-    "not a function": ({"log_likelihood": 3.0, "z": {"a": 0.0}}, r"log_likelihood must be a function or None, not 3\.0"),
+    "not a function": (
+        {"log_likelihood": 3.0, "z": {"a": 0.0}},
+        r"log_likelihood must be a function or None, not 3\.0",
+    ),
     "arguments": ({"log_likelihood": growth, "z": {"a": 0.0}}, r"log_likelihood\(phi, z, x, y\): too many"),
     "outside its range": ({"log_likelihood": ones, "z": {"a": float("inf")}}, r"z\['a'\]: real\(inf\)"),
     "no entries": ({"log_likelihood": ones, "z": {"a": []}}, r"z\['a'\] is empty"),
