@@ -9,19 +9,24 @@ from torch import nn
 import fedpop as fp
 from fedpop.population import posterior
 from fedpop.population.outside import evaluate_outside
-from tests.helpers import ragged
+
+SIZES = (9, 4, 7, 9, 5, 8)
 
 
 @pytest.mark.parametrize("uncertain", [False, True])
 def test_scores_do_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch, uncertain: bool) -> None:
-    model = fp.Composition(None, nn.Linear(3, 1), fp.likelihoods.Normal(0.5))
-    clients = {n: fp.Client(*own, test=own) for n, own in zip("abc", ragged((9, 4, 7)), strict=True)}
-    population = fp.FedSOUL(model).fit(clients, rounds=3)
+    model = fp.Composition(None, nn.Linear(1, 1, bias=False), fp.likelihoods.Normal(0.1))
+    noise = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
+    x = torch.linspace(-1, 1, 9).unsqueeze(1)
+    pairs = [
+        (x[:n], (slope * x[:, 0] + 0.3 * e)[:n]) for slope, n, e in zip(range(6), SIZES, noise, strict=True)
+    ]
+    population = fp.FedSOUL(model).fit([fp.Client(*own, test=own) for own in pairs], rounds=30)
     whole = fp.evaluate(population, theta_uncertainty=uncertain)
     draws = population.algorithm.final_draws
     monkeypatch.setattr(posterior, "ENTRIES", 4 * draws)
     sizes = [len(y) for _, _, y in population.held_out("test")]
-    assert sizes == [4, 4, 1, 4, 4, 3]
+    assert sizes == [4, 4, 1, 4, 4, 3, 4, 4, 1, 4, 1, 4, 4]
     parts = fp.evaluate(population, theta_uncertainty=uncertain)
     assert parts.names == whole.names
     assert torch.equal(parts.examples, whole.examples)
