@@ -3,10 +3,12 @@ those of examples from elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedpop.errors import DataError
@@ -60,22 +62,16 @@ def evaluate_outside(population: Population, examples: Sequence[Any], split: str
     if len(examples) != len(population):
         raise DataError(f"{len(population)} clients, but examples from elsewhere for {len(examples)}")
     out = []
-    for i, own, _ in population.held_out(split):
-        if own is None:
-            continue
-        other = population.predict(i, examples[i])
-        inside, outside = own.entropy, other.entropy
-        out.append(
-            Outside(
-                population.names[i],
-                inside.total.cpu(),
-                outside.total.cpu(),
-                _drawn(own, inside.epistemic),
-                _drawn(other, outside.epistemic),
-            )
-        )
+    served = ((i, own) for i, own, _ in population.held_out(split) if own is not None)
+    for i, found in itertools.groupby(served, key=lambda pair: pair[0]):  # in pieces, where there are many
+        inside, drawn = _entropies(own for _, own in found)
+        outside, others = _entropies([population.predict(i, examples[i])])
+        out.append(Outside(population.names[i], inside, outside, drawn, others))
     return out
 
 
-def _drawn(p: Predictive, part: Tensor) -> Tensor | None:
-    return None if p.plug_in else part.cpu()
+def _entropies(pieces: Iterable[Predictive]) -> tuple[Tensor, Tensor | None]:
+    """Total and epistemic; the latter None of a point estimate."""
+    parts = [(p.entropy, p.plug_in) for p in pieces]
+    epistemic = None if parts[0][1] else torch.cat([e.epistemic for e, _ in parts]).cpu()
+    return torch.cat([e.total for e, _ in parts]).cpu(), epistemic

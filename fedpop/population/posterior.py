@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,9 @@ from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.flat import Layout
 from fedpop.models.predictive import Predictive
+
+ENTRIES = 2**24
+"""Numbers that predictions of held-out examples take at a time: 64 MiB, and several times that on the way."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,14 @@ class Newcomer:
         x = checked_inputs(self.algorithm.model, x)
         found = self.algorithm.predict(self.published, self.personal, x, self.key)
         return replace(found, labels=self.algorithm.model.labels)
+
+
+def in_pieces(x: Inputs, y: Tensor, each: int) -> Iterator[tuple[Inputs, Tensor]]:
+    """Examples so many at a time that their predictions fit into memory, where a row takes ``each`` numbers;
+    few ones all at once."""
+    rows = max(1, ENTRIES // each)
+    for start in range(0, len(y), rows):
+        yield map_inputs(lambda v, at=start: v[at : at + rows], x), y[start : start + rows]
 
 
 def checked_inputs(model: Model, x: Any) -> Inputs:

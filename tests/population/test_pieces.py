@@ -1,0 +1,47 @@
+"""Held-out examples are predicted in pieces where there are very many: the scores are the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fedpop as fp
+from fedpop.population import posterior
+from fedpop.population.outside import evaluate_outside
+
+SIZES = (9, 4, 7, 9, 5, 8)
+
+
+@pytest.mark.parametrize("uncertain", [False, True])
+def test_scores_do_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch, uncertain: bool) -> None:
+    model = fp.Composition(None, nn.Linear(1, 1, bias=False), fp.likelihoods.Normal(0.1))
+    noise = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
+    x = torch.linspace(-1, 1, 9).unsqueeze(1)
+    pairs = [
+        (x[:n], (slope * x[:, 0] + 0.3 * e)[:n]) for slope, n, e in zip(range(6), SIZES, noise, strict=True)
+    ]
+    population = fp.FedSOUL(model).fit([fp.Client(*own, test=own) for own in pairs], rounds=30)
+    whole = fp.evaluate(population, theta_uncertainty=uncertain)
+    draws = population.algorithm.final_draws
+    monkeypatch.setattr(posterior, "ENTRIES", 4 * draws)
+    sizes = [len(y) for _, _, y in population.held_out("test")]
+    assert sizes == [4, 4, 1, 4, 4, 3, 4, 4, 1, 4, 1, 4, 4]
+    parts = fp.evaluate(population, theta_uncertainty=uncertain)
+    assert parts.names == whole.names
+    assert torch.equal(parts.examples, whole.examples)
+    for name, values in whole.scores.items():
+        torch.testing.assert_close(parts.scores[name], values, rtol=1e-5, atol=1e-6)
+
+
+def test_entropies_do_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = torch.linspace(-4, 4, 9).unsqueeze(1), torch.tensor([0, 1, 0, 1, 1, 1, 0, 1, 1])
+    model = fp.Composition(None, nn.Linear(1, 2), "categorical")
+    population = fp.FedSOUL(model).fit([fp.Client(x, y, test=(x, y))] * 2, rounds=2)
+    elsewhere = [x[:2], x[2:5]]
+    whole = evaluate_outside(population, elsewhere)
+    monkeypatch.setattr(posterior, "ENTRIES", 1)
+    parts = evaluate_outside(population, elsewhere)
+    assert [own.name for own in parts] == [own.name for own in whole]
+    for one, other in zip(parts, whole, strict=True):
+        assert one.auroc == pytest.approx(other.auroc)
