@@ -24,7 +24,10 @@ def _bar() -> Iterator[Watch]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+    if not sys.stderr.isatty():  # older versions of rich write an empty line even for a bar that is off
+        yield lambda what, done, total: None
+        return
+    with Progress(console=Console(stderr=True), transient=True) as progress:
         tasks = {}
 
         def watch(what: str, done: int, total: int) -> None:
