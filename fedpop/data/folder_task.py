@@ -98,10 +98,7 @@ class FolderTask(Checked, OwnData):
             raise SettingsError(
                 f"clients: unknown setting {strange[0]!r} of {cls.__name__}; known are {', '.join(known)}"
             )
-        try:
-            scheme: Scheme = cls(**given)
-        except TypeError as error:
-            raise SettingsError(f"clients: {cls.__name__} needs {', '.join(known)} ({error})") from error
+        scheme: Scheme = cls(**given)
         return scheme
 
     # --- what lies where -----------------------------------------------------------------------

@@ -290,7 +290,9 @@ WRONG: dict[str, tuple[str, Callable[[Path], None], Callable[[dict[str, Any]], N
     "no such partition": (
         "folder", nothing, changed(clients={"kind": "Dirichlett"}), "kind is one of IID, ByClass, Dirichlet",
     ),
-    "a partition without its numbers": ("folder", nothing, changed(clients={"kind": "IID"}), "IID needs b"),
+    "a partition without its numbers": (
+        "folder", nothing, changed(clients={"kind": "IID"}), "IID: missing a required argument: 'b'",
+    ),
     "a strange setting of it": (
         "folder", nothing, changed(clients={"kind": "IID", "b": 2, "c": 1}), "unknown setting 'c' of IID",
     ),
