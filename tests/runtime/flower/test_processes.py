@@ -105,8 +105,8 @@ def test_ten_rounds_of_fedsoul_to_the_bit(tmp_path: Path) -> None:
         assert "does not know this site's key" in cluster.heard("rogue")
         assert "speaks TLS" in cluster.heard("plain")
         assert cluster.children["plain"].wait() == 2
-        cluster.until(lambda: cluster.children["node"].poll() is not None, 300, "the plain node goes on")
-        assert cluster.children["node"].wait() != 0
+        assert "Starting insecure channel" in cluster.heard("node")
+        assert "FileNotFoundError" not in cluster.heard("node")  # it had all that it needs to take part
         for outside in ("rogue", "plain"):
             assert not (tmp_path / outside / "experiments").exists()
         assert cluster.strangers == set()
@@ -118,7 +118,9 @@ def _start_plain_node(cluster: Cluster) -> None:
     where = ("--insecure", "--superlink", cluster.address, "--host", "127.0.0.1", "--port", str(free_port()))
     site = f'site="{cluster.root / "plain"}"'
     flags = (*where, "--max-retries", "3", "--node-config", site)
-    own = {n: v for n, v in environment(cluster.root / "home").items() if n.startswith("FLWR_")}
+    own = {
+        n: v for n, v in environment(cluster.root / "home").items() if n.startswith("FLWR_") or n == "PATH"
+    }
     cluster.start_program("node", program("flower-supernode"), *flags, **own)
 
 
