@@ -29,14 +29,13 @@ class Report:
     """On the terminal, where that is not all sheets."""
 
     def tell(self, results: Results) -> Path:
-        """Show the sheets and write the files."""
-        console = terminal.console()
+        """Write the files and show the sheets; the files first, whoever stops reading the terminal."""
+        path, console = self.write(results), terminal.console()
         if self.show is not None:
             self.show(results, console)
         else:
             for title, sheet in self.sheets(results).items():
                 terminal.show(sheet, title, console)
-        path = self.write(results)
         console.print(f"The report is in [bold]{path}[/bold].")
         return path
 
