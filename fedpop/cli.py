@@ -242,6 +242,10 @@ def main(arguments: list[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     given = {(): ["--help"], ("--version",): ["version"], ("-V",): ["version"]}.get(tuple(given), given)
     try:
+        if "" in given:  # paths take it for the current folder
+            raise SettingsError(
+                f"argument {list(given).index('') + 1} is empty: is a variable of the shell not set?"
+            )
         if given[:1] in (["server"], ["site"]):
             _federated(given[0], given[1:] or ["--help"])
             return

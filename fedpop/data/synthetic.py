@@ -12,6 +12,7 @@ from fedpop.errors import SettingsError
 from fedpop.federation.clients import Client
 from fedpop.keys import Key
 from fedpop.models import likelihoods
+from fedpop.models.blank import blank
 from fedpop.models.composition import Composition
 
 
@@ -81,8 +82,8 @@ class SyntheticTask(Checked):
 
     def model(self, seed: int) -> Composition:
         """The model, with a keyed random start (the same for every method)."""
-        backbone = nn.utils.skip_init(nn.Linear, self.k, self.d, bias=False)
-        head = nn.utils.skip_init(nn.Linear, self.d, 1, bias=False)
+        backbone = blank(nn.Linear, self.k, self.d, bias=False)
+        head = blank(nn.Linear, self.d, 1, bias=False)
         key = Key(seed, purpose="start")
         with torch.no_grad():
             noise = key.normal(key.server(), (self.d * self.k + self.d,))[0]

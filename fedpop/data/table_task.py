@@ -17,6 +17,7 @@ from fedpop.errors import DataError, SettingsError
 from fedpop.federation.clients import Client, Federation
 from fedpop.federation.reading import Columns, columns_of, from_table, read_columns, width
 from fedpop.keys import Key
+from fedpop.models.blank import blank
 from fedpop.models.composition import Composition
 from fedpop.models.networks import redraw
 from fedpop.population.sites import asked_of
@@ -152,10 +153,10 @@ class TableTask(Checked, OwnData):
         outputs = self._classes(clients) if self.likelihood == "categorical" else 1
         width = self.features or inputs
         backbone = None
-        head = nn.utils.skip_init(nn.Linear, width, outputs)
+        head = blank(nn.Linear, width, outputs)
         layers = nn.ModuleList([head])
         if self.features:
-            layer = nn.utils.skip_init(nn.Linear, inputs, self.features)
+            layer = blank(nn.Linear, inputs, self.features)
             backbone = nn.Sequential(layer, nn.Tanh())
             layers.append(layer)
         redraw(layers, Key(seed, purpose="start"))

@@ -49,6 +49,24 @@ def read_data(where: str, form: Mapping[str, Any], site: str) -> Federation:
     return from_table(read_table(path, form, site), form, site)
 
 
+def require_some(where: str, site: str) -> None:
+    """Refuse what cannot be a site's data, whatever the form: nothing there, another kind of file, no rows,
+    no images, a function that is not found."""
+    if ":" in where:
+        try:
+            entry_named(where)
+        except SettingsError as error:
+            raise DataError(f"site {site!r}: the data's function: {error}") from error
+    elif not Path(where).exists():
+        raise DataError(f"site {site!r}: there are no data at {where}")
+    elif not Path(where).is_dir():
+        read_columns(Path(where), [], site)
+    elif not any(image_files(sub) for sub in Path(where).iterdir() if sub.is_dir()):
+        raise SchemaError(
+            f"site {site!r} has no images in folders of {where} that are called by their classes"
+        )
+
+
 # --- tables ----------------------------------------------------------------------------------
 
 

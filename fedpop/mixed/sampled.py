@@ -33,6 +33,7 @@ from fedpop.mixed.groups import Coordinates, Groups
 from fedpop.mixed.outcome import Estimates
 from fedpop.mixed.point import Engine, ThetaPoint
 from fedpop.mixed.response import Family
+from fedpop.models.blank import blank
 from fedpop.models.composition import Composition
 from fedpop.models.likelihoods import Normal as NormalNoise
 from fedpop.models.weighted import Weighted
@@ -86,10 +87,8 @@ class FixedEffects(nn.Module):
 
 
 def _zeros(columns: int) -> nn.Linear:
-    """A linear map that starts at zero; nothing is drawn."""
-    out: nn.Linear = nn.utils.skip_init(nn.Linear, columns, 1, bias=False, dtype=torch.float64)
-    nn.init.zeros_(out.weight)
-    return out
+    """A linear map that starts at zero."""
+    return blank(nn.Linear, columns, 1, bias=False, dtype=torch.float64)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import nn
 from fedpop.checked import Factor, Few, OneOf, Seed, checked
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
+from fedpop.models.blank import blank
 from fedpop.models.composition import Composition
 
 __all__ = ["build", "cnn", "lenet", "mlp", "redraw"]
@@ -47,8 +48,8 @@ def cnn(
     if min(left) < 1:
         raise SettingsError(f"images of {height} x {width} pixels are too small for two 5x5 convolutions")
     layers = [
-        *(nn.utils.skip_init(nn.Conv2d, channels, filters[0], 5), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.utils.skip_init(nn.Conv2d, filters[0], filters[1], 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(blank(nn.Conv2d, channels, filters[0], 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(blank(nn.Conv2d, filters[0], filters[1], 5), nn.ReLU(), nn.MaxPool2d(2)),
         nn.Flatten(),
         *_dense(filters[1] * left[0] * left[1], widths),
     ]
@@ -123,7 +124,7 @@ def build(
     # What comes first is one layer whether or not there is any, so that it does not change the start.
     backbone = nn.Sequential(nn.Sequential(*first), *layers)
     features = [m.out_features for m in layers if isinstance(m, nn.Linear)][-1]
-    head = nn.utils.skip_init(nn.Linear, features, classes)
+    head = blank(nn.Linear, features, classes)
     redraw(nn.ModuleList((backbone, head)), Key(seed, purpose="start"))
     return Composition(backbone, head, "categorical")
 
@@ -160,6 +161,6 @@ def _pooled(side: int) -> int:
 def _dense(inputs: int, widths: Sequence[int]) -> list[nn.Module]:
     layers: list[nn.Module] = []
     for width in widths:
-        layers += [nn.utils.skip_init(nn.Linear, inputs, width), nn.ReLU()]
+        layers += [blank(nn.Linear, inputs, width), nn.ReLU()]
         inputs = width
     return layers

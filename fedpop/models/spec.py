@@ -17,6 +17,7 @@ from fedpop.errors import CheckpointError
 from fedpop.models import likelihoods
 from fedpop.models.augment import CropFlip
 from fedpop.models.base import Model
+from fedpop.models.blank import blank
 from fedpop.models.composition import Composition
 from fedpop.models.custom import CustomModel
 from fedpop.models.likelihood import Likelihood
@@ -180,8 +181,4 @@ def module_from(spec: dict[str, Any]) -> nn.Module:
     if size > LARGEST:
         raise CheckpointError(f"a layer {spec['class']} of {size:,} parameters is larger than any model")
     # Its values come from a file: random ones would only disturb the global generator.
-    module = nn.utils.skip_init(cls, **args)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.zero_()
-    return module
+    return blank(cls, **args)

@@ -30,7 +30,7 @@ from tests.oracles import DOUBLE, gaussian_noise
 
 
 @every
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(v=vectors)
 @example(v=torch.zeros(0))
 @example(v=torch.zeros(1))

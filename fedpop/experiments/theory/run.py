@@ -33,6 +33,7 @@ from fedpop.federation.participation.rules import Bernoulli
 from fedpop.kernels import ULA
 from fedpop.keys import Key
 from fedpop.models import likelihoods
+from fedpop.models.blank import blank
 from fedpop.models.composition import Composition
 from fedpop.population import Population
 from fedpop.priors.normal import Normal
@@ -81,8 +82,8 @@ class Problem:
 
 def build(k: int, phi: Tensor, z: Tensor) -> Composition:
     """The linear model with these weights."""
-    backbone = nn.utils.skip_init(nn.Linear, k, 1, bias=False)
-    head = nn.utils.skip_init(nn.Linear, 1, 1, bias=True)
+    backbone = blank(nn.Linear, k, 1, bias=False)
+    head = blank(nn.Linear, 1, 1, bias=True)
     with torch.no_grad():
         backbone.weight.copy_(phi.view(1, k))
         head.weight.copy_(z[:1].view(1, 1))

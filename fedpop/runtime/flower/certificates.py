@@ -5,12 +5,14 @@ from __future__ import annotations
 import datetime as dt
 import http.client
 import ipaddress
+import re
 import socket
 import ssl
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -25,6 +27,10 @@ SKEW = dt.timedelta(hours=1)
 
 AHEAD, BEHIND = 6.0, 305.0
 """Seconds that a site's clock may be ahead of the server's, or behind it: Flower's own, rounded up."""
+LABEL = "[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+HOST = re.compile(rf"(\*\.)?{LABEL}(\.{LABEL})*")
+LONGEST = 36_500
+"""Days of a certificate: dates end, and keys should long before."""
 OWN = 0o600
 """A private key is its owner's to read."""
 
@@ -52,11 +58,13 @@ def make_server_certificate(
     folder: Path, hosts: list[str], days: int = 365, start: dt.datetime | None = None
 ) -> None:
     """``server.crt`` and ``server.key`` for these names or addresses, signed by the folder's authority."""
+    if not 0 < days <= LONGEST:
+        raise SettingsError(f"a certificate is valid for 1 to {LONGEST:,} days, not {days}")
+    names = [named_host(host.strip("[]")) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
     authority = x509.load_pem_x509_certificate(_read(folder / "ca.crt"))
     signer = read_private(folder / "ca.key")
     key = ec.generate_private_key(ec.SECP384R1())
     now = dt.datetime.now(dt.UTC) if start is None else start
-    names = [_host(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
     certificate = (
         _begun(_name(hosts[0]), authority.subject, key, now, days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -101,7 +109,7 @@ def check_public_key(path: Path) -> None:
     """Raise unless this is a site's public key."""
     try:
         key = serialization.load_ssh_public_key(_read(path).strip())
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise SettingsError(f"{path} is not a site's public key (node.pub): {error}") from error
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise SettingsError(f"{path} is not an elliptic-curve key; fedpop site enrol makes one")
@@ -206,8 +214,12 @@ def split_address(address: str) -> tuple[str, int]:
     ('127.0.0.1', 8000)
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
         raise SettingsError(f"an address is host:port, such as 192.0.2.7:8000, not {address!r}")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if bracketed != (":" in host):
+        raise SettingsError(f"an address of colons stands in brackets, [::1]:8000, not as in {address!r}")
+    named_host(host.strip("[]"))
     return host, int(port)
 
 
@@ -246,11 +258,17 @@ def _name(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
 
 
-def _host(host: str) -> x509.GeneralName:
+def named_host(host: str) -> x509.GeneralName:
+    """A name or an address as certificates have them, or the error for what is neither."""
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        return x509.DNSName(host)
+        if len(host) < 254 and HOST.fullmatch(host) and not host.rpartition(".")[2].isdecimal():
+            return x509.DNSName(host)
+    raise SettingsError(
+        f"{host!r} is neither a host's name nor an address: letters, digits, '-' and '.' (a name of other "
+        "letters in its form xn--...), or numbers such as 192.0.2.7"
+    )
 
 
 def _begun(

@@ -9,7 +9,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 from tyro.extras import SubcommandApp
 
-from fedpop.runtime.flower import joining, serving
+from fedpop.runtime.flower import joining, serving, standing
 from fedpop.runtime.flower.processes import Stopped, stop_on_signals
 
 server, site = SubcommandApp(), SubcommandApp()
@@ -80,7 +80,7 @@ def status(folder: Positional[Path]) -> None:
     Args:
         folder: The federation's folder.
     """
-    serving.status(folder, _say)
+    standing.status(folder, _say)
 
 
 @server.command

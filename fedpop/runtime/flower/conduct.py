@@ -13,7 +13,7 @@ from typing import Any
 
 from fedpop.algorithms.base import Algorithm
 from fedpop.federation.inputs import Example
-from fedpop.files import read_json, read_tensors, writable_folder, write_json, write_tensors
+from fedpop.files import read_sealed, read_tensors, writable_folder, write_json, write_sealed, write_tensors
 from fedpop.population import Population
 from fedpop.questions.forms import agreed, example_from, plain_example
 from fedpop.runtime.callbacks import Callback
@@ -21,7 +21,7 @@ from fedpop.runtime.flower.afterwards import answers
 from fedpop.runtime.flower.elsewhere import Elsewhere, RoundTerms
 from fedpop.runtime.flower.letters import Letter, method_told, values_of, with_values
 from fedpop.runtime.flower.post import Post
-from fedpop.runtime.flower.site import THETA, keep_hello
+from fedpop.runtime.flower.site import keep_hello, keep_theta
 from fedpop.runtime.flower.survey import Survey
 from fedpop.runtime.run import Run
 from fedpop.runtime.settings import Settings
@@ -86,7 +86,7 @@ def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> P
         population.public().save(folder / "population")
         theta = writable_folder(folder / "theta")  # for sites that come later
         keep_hello(theta, post.hello)
-        write_tensors(theta / THETA, population.published)
+        keep_theta(theta, population.published)
     return population
 
 
@@ -97,17 +97,17 @@ def enrolled(deployment: Deployment, post: Post, folder: Path | None = None) -> 
     """
     file = None if folder is None else writable_folder(folder) / "agreed.json"
     if file is not None and file.exists():
-        kept = read_json(file)
+        kept = read_sealed(file, "what sites agreed on")
         form, example = kept["form"], example_from(kept["example"])
         method = deployment.prepared(example)
-        with_values(method.model, read_tensors(file.with_name("model.safetensors")))
+        with_values(method.model, read_tensors(file.with_name("model.safetensors"), kept["digest"]))
     else:
         survey = Survey(post, deployment.experiment, deployment.schema, deployment.terms.first)
         form, example = agreed(deployment.schema, survey)
         method = deployment.prepared(example)
         if file is not None:
-            write_tensors(file.with_name("model.safetensors"), values_of(method.model))
-            write_json(file, {"form": form, "example": plain_example(example)})
+            digest = write_tensors(file.with_name("model.safetensors"), values_of(method.model))
+            write_sealed(file, {"form": form, "example": plain_example(example), "digest": digest})
     hello = partial(deployment.hello, example, form)
     members = Elsewhere(method, post, hello, deployment.experiment, deployment.terms, deployment.settings)
     members.wait()

@@ -24,7 +24,7 @@ from fedpop.algorithms.tables import known_method, method_from
 from fedpop.errors import FedpopError, SettingsError
 from fedpop.federation.inputs import Example
 from fedpop.federation.participation import resolve
-from fedpop.files import read_json, writable_folder, write_json
+from fedpop.files import read_json, read_sealed, writable_folder, write_sealed
 from fedpop.models.entry import model_named
 from fedpop.questions.forms import check_form
 from fedpop.runtime.callbacks import Callback, EarlyStop
@@ -105,8 +105,8 @@ class Folder:
         file = writable_folder(self.run) / "experiment.json"
         if not file.exists():
             name = f"{str(self.settings.get('name', 'federation')).lower()}-{secrets.token_hex(4)}"
-            write_json(file, {"experiment": name})
-        return str(read_json(file)["experiment"])
+            write_sealed(file, {"experiment": name})
+        return str(read_sealed(file, "an experiment's name")["experiment"])
 
     def deployment(self) -> Deployment:
         """What the settings file says is to be run."""

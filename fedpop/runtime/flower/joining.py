@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,18 +14,20 @@ import torch
 
 from fedpop.channel import Tensors
 from fedpop.client.store import LocalStore
-from fedpop.errors import CheckpointError, DataError, SettingsError
-from fedpop.federation.reading import encoded, from_function, from_images, read_columns
-from fedpop.files import read_json, read_tensors, writable_folder, write_bytes
+from fedpop.errors import CheckpointError, SettingsError
+from fedpop.federation.reading import encoded, from_function, from_images, read_columns, require_some
+from fedpop.files import DAMAGED, read_bytes, read_sealed, read_tensors, writable_folder, write_bytes
 from fedpop.models.predictive import Predictive
 from fedpop.population import Population
 from fedpop.runtime.flower import certificates
 from fedpop.runtime.flower.folder import SETTINGS, check_name, make_secret, open_site, read_site
 from fedpop.runtime.flower.processes import Kept, Told, environment, free_port, program, require_free
 from fedpop.runtime.flower.serving import INSECURE
-from fedpop.runtime.flower.site import THETA, SiteExperiment
+from fedpop.runtime.flower.site import SEALED, THETA, SiteExperiment, read_theta
 
 Say = Callable[[str], None]
+WHOLE = ("model.safetensors", "method.json", SEALED, THETA)
+"""What a theta for sites that come later is made of; theta itself last, as it says that all is there."""
 
 
 def enrol(root: Path, name: str, server: str, data: str, ca: Path | None, insecure: bool, say: Say) -> None:
@@ -35,7 +36,7 @@ def enrol(root: Path, name: str, server: str, data: str, ca: Path | None, insecu
     certificates.split_address(server)
     if ca is None and not insecure:
         raise SettingsError("give --ca, the federation's ca.crt, so that this site knows its server")
-    where = _checked_data(data)
+    where = _checked_data(data, name)
     if ca is not None:
         certificates.read_certificate(ca)
     if (root / SETTINGS).exists():
@@ -59,26 +60,22 @@ def enrol(root: Path, name: str, server: str, data: str, ca: Path | None, insecu
     say(f"then: fedpop site join {root}")
 
 
-def _checked_data(data: str) -> str:
-    if ":" in data:
-        return data
-    path = Path(data)
-    if not path.exists():
-        raise DataError(f"there are no data at {path}")
-    return str(path.absolute())
+def _checked_data(data: str, site: str) -> str:
+    """Where data are, whatever folder the node is started in; there must be some."""
+    require_some(data, site)
+    return data if ":" in data else str(Path(data).absolute())
 
 
 def join(root: Path, data: str | None, insecure: bool, say: Say, seconds: float | None = None) -> None:
     """Take part, until somebody stops it: the node is started again whatever ends it."""
     settings = read_site(root.absolute())
-    if data is not None and _checked_data(data) != settings.data:
+    if data is not None and (given := _checked_data(data, settings.name)) != settings.data:
         text = (root / SETTINGS).read_text().splitlines()
-        new = [f"data = {json.dumps(_checked_data(data))}" if t.startswith("data = ") else t for t in text]
+        new = [f"data = {json.dumps(given)}" if t.startswith("data = ") else t for t in text]
         write_bytes(root / SETTINGS, ("\n".join(new) + "\n").encode())
         settings = read_site(root.absolute())
     site = open_site(settings.folder)  # its secret is there
-    if ":" not in settings.data and not Path(settings.where).exists():
-        raise DataError(f"site {site.name!r}: there are no data at {settings.where}")
+    require_some(settings.where, site.name)
     if settings.insecure != insecure:
         how = (
             "without TLS and keys: say --insecure" if settings.insecure else "with TLS: leave --insecure out"
@@ -153,14 +150,15 @@ def experiment_of(root: Path, name: str | None) -> SiteExperiment:
 
 def population_at(experiment: SiteExperiment) -> Population:
     """The population that this site knows: theta, its own data and its own states."""
-    method = experiment.method
-    theta = experiment.folder / THETA
-    if not theta.exists():
+    if not (experiment.folder / THETA).exists():
         raise CheckpointError(f"site {experiment.site.name!r} has no theta yet: it comes at the end of a run")
+    if not (experiment.folder / "method.json").exists():
+        raise CheckpointError(f"{experiment.folder / 'method.json'} is missing; {DAMAGED}")
+    method = experiment.method
     states = experiment.folder / "final.safetensors"
     store = LocalStore.restore(read_tensors(states)) if states.exists() else None
     device = method.model.initial_phi().device
-    published: Tensors = {n: t.to(device) for n, t in read_tensors(theta).items()}
+    published: Tensors = {n: t.to(device) for n, t in read_theta(experiment.folder).items()}
     key = experiment.key(0, "site")
     return Population(method, published, key, experiment.federation, store)
 
@@ -234,8 +232,9 @@ def personalise(
     """A brand-new site from theta alone: its model is made of its own data, and nothing is sent."""
     _require_theta(theta)
     if not (root / SETTINGS).exists():
-        name, where = root.absolute().name, _checked_data(data)
+        name = root.absolute().name
         check_name(name)
+        where = _checked_data(data, name)
         folder = writable_folder(root)
         make_secret(folder)
         text = f"name = {json.dumps(name)}\ndata = {json.dumps(where)}\n"
@@ -251,13 +250,18 @@ def adopted(root: Path, theta: Path) -> SiteExperiment:
     """An experiment at a site that took no part, from a federation's folder ``run/theta``."""
     site = open_site(root.absolute())
     _require_theta(theta)
-    experiment = SiteExperiment(site, str(read_json(theta / "method.json")["experiment"]))
+    told = read_sealed(theta / "method.json", "what a federation told of its method")
+    experiment = SiteExperiment(site, str(told["experiment"]))
     if not (experiment.folder / THETA).exists():
-        for file in ("model.safetensors", "method.json", THETA):
-            shutil.copyfile(theta / file, experiment.folder / file)
+        for file in WHOLE:
+            write_bytes(experiment.folder / file, read_bytes(theta / file))
     return experiment
 
 
 def _require_theta(theta: Path) -> None:
+    """Before anything is made: all of it is there, and as it was written."""
     if not (theta / "method.json").exists():
         raise CheckpointError(f"{theta} holds no theta of a federation: it is the server's folder run/theta")
+    told = read_sealed(theta / "method.json", "what a federation told of its method")
+    read_tensors(theta / "model.safetensors", str(told.get("digest")))
+    read_theta(theta)

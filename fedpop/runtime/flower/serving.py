@@ -1,4 +1,4 @@
-"""The server's commands: make a federation's folder, run it, tell how it stands."""
+"""The server's commands: make a federation's folder, admit sites, run it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from fedpop.errors import SettingsError
-from fedpop.files import read_json, writable_folder, write_bytes, write_json
+from fedpop.files import writable_folder, write_bytes, write_json
 from fedpop.runtime.flower import certificates
-from fedpop.runtime.flower.conduct import AFTERWARDS
 from fedpop.runtime.flower.federation import Folder
 from fedpop.runtime.flower.folder import check_name
 from fedpop.runtime.flower.memory import held
 from fedpop.runtime.flower.processes import Kept, Told, environment, healthy, program, require_free
-from fedpop.runtime.progress import human_bytes
+from fedpop.runtime.flower.standing import read_rounds, read_state, round_words
 from fedpop.version import __version__
 
 Say = Callable[[str], None]
@@ -27,8 +26,6 @@ PATIENCE = 600
 """Seconds that a command of Flower's may take."""
 SILENT = 60.0
 """Seconds after which Flower is asked what became of a run that has said nothing yet."""
-TOLD = ("loss", "bytes_up", "bytes_down", "seconds")
-"""Numbers of a round that are told by themselves."""
 CONNECTION = "fedpop"
 
 PROJECT = """# An app of Flower's: `flwr run` takes it as it is. The code is fedpop's own.
@@ -100,6 +97,8 @@ def init(root: Path, name: str, address: str, hosts: list[str], insecure: bool, 
     """Make a federation's folder; nothing in it is ever overwritten."""
     check_name(name)
     host, _ = certificates.split_address(address)
+    for other in hosts:
+        certificates.named_host(other)
     if (root / "version.json").exists():
         raise SettingsError(f"{root} is a federation's folder already; choose another one")
     folder = Folder(writable_folder(root).absolute())
@@ -212,7 +211,7 @@ class _Watch:
         self._registered: set[str] = set()
         self._again: dict[str, float] = {}
         """When a key that could not be registered is tried again."""
-        self._told = len(_lines(folder.run / "metrics.jsonl"))
+        self._told = len(read_rounds(folder))
         self._log = Told(folder.run / "server.log", ("INFO", "WARNING"))  # errors end it
 
     def to_the_end(self) -> None:
@@ -230,7 +229,7 @@ class _Watch:
         raise SettingsError(f"the run broke {TRIES} times without a round{self._why()}; {log} says more")
 
     def _why(self) -> str:
-        status = _status(self._folder) or {}
+        status = read_state(self._folder) or {}
         return f" ({status['why']})" if status.get("state") == "broken" else ""
 
     def _until_healthy(self, seconds: float = 300.0) -> None:
@@ -297,7 +296,7 @@ class _Watch:
             time.sleep(0.5)
             self._tell()
             self._register()
-            status = _status(self._folder)
+            status = read_state(self._folder)
             if status is None:
                 if time.monotonic() - asked > SILENT:
                     if self._over(run):
@@ -317,63 +316,7 @@ class _Watch:
     def _tell(self) -> None:
         for words in self._log.new():
             self._say(words)
-        lines = _lines(self._folder.run / "metrics.jsonl")
+        lines = read_rounds(self._folder)
         for line in lines[self._told :]:
-            self._say(_round(line))
+            self._say(round_words(line))
         self._told = max(self._told, len(lines))
-
-
-def _status(folder: Folder) -> dict[str, Any] | None:
-    file = folder.run / "status.json"
-    return read_json(file) if file.exists() else None
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """Whole lines of a file that may be being written."""
-    if not file.exists():
-        return []
-    text = file.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-
-def _round(line: dict[str, Any]) -> str:
-    heard = f"{len(line.get('heard', []))} of {line['asked']} sites"
-    loss = "" if line.get("loss") is None else f", loss {line['loss']:.4g}"
-    missing = f", without {', '.join(line['left_out'])}" if line["left_out"] else ""
-    return f"round {line['round']}: {heard}{loss}{missing}"
-
-
-def status(root: Path, say: Say) -> None:
-    """How a run stands: rounds, sites, who is late, bytes, metrics."""
-    folder = Folder(root)
-    settings = folder.settings
-    lines, now = _lines(folder.run / "metrics.jsonl"), _status(folder)
-    state = "not begun" if now is None else str(now["state"])
-    if now is not None and state == "running" and not held(folder.run / "run"):
-        state = "stopped; fedpop server run goes on with it"
-    rounds = settings.get("run", {}).get("rounds")
-    planned = "as many as needed" if rounds is None else rounds
-    say(f"{settings.get('name', 'federation')}: {state}, {len(lines)} of {planned} rounds")
-    if now is not None and state in ("failed", "broken"):
-        say(f"  why       {now['why']}")
-    admitted = sorted(key.stem for key in folder.admitted.glob("*.pub"))
-    heard: dict[str, int] = {}
-    for line in lines:
-        heard |= dict.fromkeys(line.get("heard", []), line["round"])
-    for site in sorted({*admitted, *heard}):
-        said = f"last heard in round {heard[site]}" if site in heard else "never heard"
-        why = lines[-1].get("reasons", {}).get(site) if lines else None
-        late = lines[-1].get("late_from", {}).get(site, 0) if lines else 0
-        said += f"; {late} of its replies came late" if late else ""
-        say(f"  {site:<9} {said}{f'; in the last one: {why}' if why else ''}")
-    if lines:
-        last = lines[-1]
-        up, down = human_bytes(last["bytes_up"]), human_bytes(last["bytes_down"])
-        say(f"  bytes     {up} up, {down} down")
-        say(f"  late      {last.get('late', 0)} replies were dropped")
-        say(f"  last      {_round(last)}")
-        numbers = {n: v for n, v in last.items() if n not in TOLD and isinstance(v, float)}
-        say(f"  metrics   {', '.join(f'{n} {v:.4g}' for n, v in numbers.items()) or 'none'}")
-    if (folder.run / AFTERWARDS).exists():
-        for name, found in read_json(folder.run / AFTERWARDS).items():
-            say(f"  {name.replace('_', ' ')}: {found['words']}")

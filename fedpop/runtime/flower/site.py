@@ -22,7 +22,7 @@ from fedpop.client.store import LocalStore
 from fedpop.errors import CheckpointError, FedpopError, SchemaError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.reading import Columns
-from fedpop.files import read_json, read_tensors, writable_folder, write_json, write_tensors
+from fedpop.files import read_sealed, read_tensors, writable_folder, write_sealed, write_tensors
 from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.entry import model_named
@@ -50,7 +50,7 @@ from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.site")
 
-THETA = "theta.safetensors"
+THETA, SEALED = "theta.safetensors", "theta.json"
 """What the federation learned, at a site or for one that comes later."""
 HELD_BACK = "the message is out of all proportion to what is usual and is not sent: look at the data's scale"
 WHOLE = Plan(0.0, 0.0, 1)
@@ -163,8 +163,7 @@ class SiteExperiment:
     def _told(self) -> dict[str, Any]:
         if not (self.folder / "method.json").exists():
             raise Refusal(STRANGER)
-        told: dict[str, Any] = read_json(self.folder / "method.json")
-        return told
+        return read_sealed(self.folder / "method.json", "what a federation told of its method")
 
     @property
     def form(self) -> Mapping[str, Any]:
@@ -314,7 +313,7 @@ class SiteExperiment:
             learned_from=int(about["learned_from"]),
         )
         population.save(self.folder / "population")
-        write_tensors(self.folder / THETA, population.published)
+        keep_theta(self.folder, population.published)
         for trial in self.folder.parent.glob(f"{self.name}{TRIAL}*"):
             shutil.rmtree(trial)
         told = {"version": __version__, "site": self.site.name, "experiment": self.name, "units": 0}
@@ -325,7 +324,17 @@ def keep_hello(folder: Path, letter: Letter) -> None:
     """Write what a letter tells of an experiment: method, form of data, and where the model starts."""
     about = {name: letter.about[name] for name in ("experiment", "method", "schema")}
     about["digest"] = write_tensors(folder / "model.safetensors", letter.tensors)
-    write_json(folder / "method.json", about)
+    write_sealed(folder / "method.json", about)
+
+
+def keep_theta(folder: Path, published: Tensors) -> None:
+    """Write theta, and the digest by which it is known again."""
+    write_sealed(folder / SEALED, {"digest": write_tensors(folder / THETA, published)})
+
+
+def read_theta(folder: Path) -> Tensors:
+    """Theta as it was written."""
+    return read_tensors(folder / THETA, str(read_sealed(folder / SEALED, "a theta's digest").get("digest")))
 
 
 def _question(told: dict[str, Any], sent: Tensors, method: Algorithm | None) -> Question[Any]:

@@ -250,6 +250,38 @@ def test_data_that_are_not_there(made: Made, capsys: pytest.CaptureFixture[str])
     assert "no data at" in refused(capsys, "site", "join", made.root / "north")
 
 
+def test_data_without_a_row_or_an_image(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the federation's form may be: told before a node is started, and nothing is changed."""
+    wrong = {
+        "empty.csv": "has no rows",
+        "header.csv": "has no rows",
+        "ragged.csv": "more values",
+        "model.pt": "a .csv or .parquet file",
+        "images": "no images",
+        "math:nothing": "has no 'nothing'",
+        "nomodule:rows": "no module nomodule",
+    }
+    (made.root / "empty.csv").write_text("")
+    (made.root / "header.csv").write_text("age,sex,dose\n")
+    (made.root / "ragged.csv").write_text("age,sex,dose\n1,f,2,3\n")
+    (made.root / "model.pt").write_bytes(b"x")
+    (made.root / "images" / "cat").mkdir(parents=True)
+    before = (made.root / "north" / "site.toml").read_text()
+    for name, words in wrong.items():
+        data = name if ":" in name else made.root / name
+        assert words in refused(
+            capsys, "site", "enrol", made.root / "west", "--name", "west", "--server", made.address,
+            "--ca", made.server / "tls" / "ca.crt", "--data", data,
+        )  # fmt: skip
+        said = refused(capsys, "site", "join", made.root / "north", "--data", data)
+        assert words in said
+        assert "north" in said or str(data) in said
+    assert not (made.root / "west").exists()
+    assert (made.root / "north" / "site.toml").read_text() == before
+    (made.root / "north.csv").write_text("age,sex,dose\n")
+    assert "site 'north' has no rows" in refused(capsys, "site", "join", made.root / "north")
+
+
 def test_a_column_that_a_site_lacks_is_told_to_the_server(
     made: Made, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -272,12 +304,12 @@ def test_a_column_that_a_site_lacks_is_told_to_the_server(
 def test_without_flower(
     made: Made, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedpop.runtime.flower import serving
+    from fedpop.runtime.flower import standing
 
     def missing(*arguments: Any) -> None:
         raise ModuleNotFoundError("No module named 'flwr'", name="flwr")
 
-    monkeypatch.setattr(serving, "status", missing)
+    monkeypatch.setattr(standing, "status", missing)
     assert "pip install 'fedpop[flower]'" in refused(capsys, "server", "status", made.server)
 
 
