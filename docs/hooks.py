@@ -1,7 +1,8 @@
 """What pages are made of that nobody should type twice: public names, and measured numbers.
 
 The reference is made from ``fedpop.__all__``; a line ``<!-- bench: name -->`` becomes the table of that
-benchmark from ``results/bench/results.json``, a line ``<!-- features -->`` that of ``fedpop methods``, a line
+benchmark from ``results/bench/results.json``, ``<!-- tables: name -->`` all that the benchmark prints, a line
+``<!-- features -->`` what ``fedpop methods`` prints, a line
 ``<!-- example: name -->`` an example of the gallery with what it prints and its picture.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +51,37 @@ ANSWERS = [
 """What a population answers with: nobody makes one, everybody reads them."""
 
 
-def bench(name: str) -> str:
-    """The records of a benchmark that compare with something, as a table."""
+MISSING = "*Not in `results/bench` yet: run `make bench`.*"
+
+
+def measured(name: str) -> list[dict[str, Any]]:
+    """The records of a benchmark."""
     path = ROOT / "results" / "bench" / "results.json"
     records = json.loads(path.read_text()) if path.exists() else []
-    own = [r for r in records if r["setting"].get("benchmark") == name and "ratio" in r["metrics"]]
+    return [r for r in records if r["setting"].get("benchmark") == name]
+
+
+def printed(name: str) -> str:
+    """The tables that a benchmark prints, each under its title."""
+    records = measured(name)
+    if not records:
+        return MISSING
+    out = []
+    for table in import_module(f"benchmarks.{name}").tables(records):
+        head = [str(column.header) for column in table.columns]
+        rows = [head, ["---:"] * len(head), *zip(*(c.cells for c in table.columns), strict=True)]
+        lines = ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+        caption = f" ({table.caption})" if table.caption else ""
+        out.append(f"**{table.title}**{caption}\n\n" + "\n".join(lines))
+    return "\n\n".join(out)
+
+
+def bench(name: str) -> str:
+    """The records of a benchmark that compare with something, as a table."""
+    own = [r for r in measured(name) if "ratio" in r["metrics"]]
     judged = [r for r in own if "target" in r["metrics"]] or own
     if not judged:
-        return "*Not in `results/bench` yet: run `make bench`.*"
+        return MISSING
     keys = [k for k in judged[0]["setting"] if k != "benchmark"]
     keys += [k for r in judged for k in r["setting"] if k not in (*keys, "benchmark")]
     shown = [k for k in dict.fromkeys(keys) if len({str(r["setting"].get(k)) for r in judged}) > 1]
@@ -102,7 +127,7 @@ def gallery(name: str) -> str:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     if "<!-- features -->" in markdown:
         markdown = markdown.replace("<!-- features -->", feature_table())
-    for what, made in (("bench", bench), ("example", gallery)):
+    for what, made in (("bench", bench), ("tables", printed), ("example", gallery)):
         markdown = re.sub(
             rf"^<!-- {what}: (.+) -->$", lambda m, made=made: made(m[1]), markdown, flags=re.MULTILINE
         )
