@@ -19,7 +19,7 @@ from tyro.conf import (
 from tyro.extras import SubcommandApp
 
 from fedpop.cli_data import DataDir, Get, Listing, Show
-from fedpop.errors import CheckpointError, FedpopError, SettingsError
+from fedpop.errors import CheckpointError, FedpopError, SettingsError, plain_warnings
 from fedpop.experiments.names import EXPERIMENTS, FROM_FILES, listed
 from fedpop.version import __version__
 
@@ -242,18 +242,19 @@ def main(arguments: list[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     given = {(): ["--help"], ("--version",): ["version"], ("-V",): ["version"]}.get(tuple(given), given)
     try:
-        if "" in given:  # paths take it for the current folder
-            raise SettingsError(
-                f"argument {list(given).index('') + 1} is empty: is a variable of the shell not set?"
+        with plain_warnings():
+            if "" in given:  # paths take it for the current folder
+                raise SettingsError(
+                    f"argument {list(given).index('') + 1} is empty: is a variable of the shell not set?"
+                )
+            if given[:1] in (["server"], ["site"]):
+                _federated(given[0], given[1:] or ["--help"])
+                return
+            app.cli(
+                prog="fedpop",
+                description="Personalised federated learning that knows what it does not know.",
+                args=given,
             )
-        if given[:1] in (["server"], ["site"]):
-            _federated(given[0], given[1:] or ["--help"])
-            return
-        app.cli(
-            prog="fedpop",
-            description="Personalised federated learning that knows what it does not know.",
-            args=given,
-        )
     except FedpopError as error:
         sys.stderr.write(f"fedpop: {error}\n")
         raise SystemExit(2) from None

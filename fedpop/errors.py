@@ -1,5 +1,12 @@
 """Errors for people: what was wrong, where, and what to do about it."""
 
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class FedpopError(Exception):
     """Base class of every error that fedpop raises on purpose."""
@@ -44,3 +51,34 @@ class ExtraError(FedpopError, ImportError):
 
 class FedpopWarning(UserWarning):
     """A result that should be read with care."""
+
+
+def warn_user(words: str) -> None:
+    """Warn, at the line outside of fedpop that led here."""
+    frame, depth = sys._getframe(1), 2
+    while frame.f_back is not None and _ours(str(frame.f_globals.get("__name__"))):
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(words, FedpopWarning, stacklevel=depth)
+
+
+def _ours(module: str) -> bool:
+    return module == "fedpop" or module.startswith("fedpop.")
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Warnings of ours in one line, as commands tell errors: the place in the code is not the user's."""
+    before = warnings.formatwarning
+
+    def told(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if issubclass(category, FedpopWarning):
+            return f"fedpop: warning: {message}\n"
+        return before(message, category, filename, lineno, line)
+
+    warnings.formatwarning = told
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before

@@ -22,7 +22,6 @@ Per-FedAvg's own) has the first-order variant only, and weights by n_i.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar
 
@@ -36,7 +35,7 @@ from fedpop.checked import Count, OneOf, Positive
 from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import Direction, LocalSGD
 from fedpop.client.losses import joint_loss
-from fedpop.errors import FedpopWarning, SettingsError
+from fedpop.errors import SettingsError, warn_user
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
@@ -119,11 +118,9 @@ class PerFedAvg(WholeModel):
         single = [federation.names[i] for i in (federation.train.sizes == 1).nonzero().flatten().tolist()]
         if single:
             shown = ", ".join(repr(n) for n in single[:5]) + (", ..." if len(single) > 5 else "")
-            warnings.warn(
+            warn_user(
                 f"{len(single)} client(s) have one example, which is all of D1, D2 and D3 ({shown}): they "
-                f"are adapted to what they are judged by; {self.name} is meant for two examples or more",
-                FedpopWarning,
-                stacklevel=2,
+                f"are adapted to what they are judged by; {self.name} is meant for two examples or more"
             )
 
     def direction(self, embedded: bool) -> Direction:

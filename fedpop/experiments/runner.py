@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from fedpop.errors import SettingsError
+from fedpop.errors import SettingsError, plain_warnings
 from fedpop.files import writable_folder
 from fedpop.report.results import Record, Results
 from fedpop.runtime.lock import held
@@ -153,7 +153,8 @@ def _in_worker(number: int, call: Callable[..., list[Record]], arguments: tuple[
             line.put((number, min(share, 0.999), doing))  # the end is the parent's to say
 
     _told.set(None if line is None else told)
-    return call(*arguments)
+    with plain_warnings():
+        return call(*arguments)
 
 
 def run_jobs(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ import torch
 
 from fedpop.channel import Choice
 from fedpop.checked import OneOf, Seed, Whole, require
-from fedpop.errors import DataError, FedpopWarning, SettingsError
+from fedpop.errors import DataError, SettingsError, warn_user
 from fedpop.federation.participation import Said
 from fedpop.mixed import sampled
 from fedpop.mixed.design import Design, Wanted
@@ -114,7 +113,7 @@ def mixed_model(
     _require_groups(groups, design, kind)
     units, sums, design = coordinates(groups, design, kind)
     if design.dropped:
-        warnings.warn(rank_deficient(design.dropped), FedpopWarning, stacklevel=2)
+        warn_user(rank_deficient(design.dropped))
     constant, start = _level(sums, kind, read)
     settings = sampled.SampledSettings(seed, rounds, participation, compressor)
     chosen = _chosen(engine, method, settings)

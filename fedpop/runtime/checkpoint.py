@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fedpop.checked import Count, Whole, require
-from fedpop.errors import CheckpointError, FedpopWarning
+from fedpop.errors import CheckpointError, warn_user
 from fedpop.files import read_sealed, read_tensors, reading, write_sealed, write_tensors, writing
 from fedpop.version import __version__
 
@@ -82,7 +81,7 @@ def read(folder: Path) -> Checkpoint | None:
             return _read_one(path)
         except CheckpointError as error:
             rest = "using the previous one" if path != found[-1] else "there is no earlier one"
-            warnings.warn(f"checkpoint refused: {error}; {rest}", FedpopWarning, stacklevel=2)
+            warn_user(f"checkpoint refused: {error}; {rest}")
             reason = reason or str(error)
     if found:
         raise CheckpointError(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from fedpop.algorithms.base import Algorithm
 from fedpop.checked import Bytes, Count, OneOf, Seed, Whole, checked
-from fedpop.errors import FedpopWarning, SettingsError
+from fedpop.errors import SettingsError, warn_user
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Said
 from fedpop.federation.participation import resolve as resolve_participation
@@ -116,7 +115,7 @@ def fit(
 def _told(population: Population, run: Run) -> Population:
     """The population, with a warning where it is known to have ended too soon."""
     if words := advice(run):
-        warnings.warn(words, FedpopWarning, stacklevel=4)
+        warn_user(words)
     return population
 
 
