@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,12 +16,13 @@ from fedpop.questions import Question, Units
 
 @dataclass(frozen=True)
 class ValidationScore(Question[float]):
-    """Mean predictive log-likelihood of validation examples; units' models are their states as they would
-    enter a round."""
+    """Mean predictive log-likelihood of validation examples, nan where nobody told of any; units' models are
+    their states as they would enter a round."""
 
     method: Algorithm
     split: str = "validation"
     name: ClassVar[str] = "validation score"
+    quorum: ClassVar[float] = 0.0  # a look is worth taking without a site that is away
 
     def ask(self, known: Tensors) -> Tensors:
         return known
@@ -32,5 +34,5 @@ class ValidationScore(Question[float]):
         return Answer(everyone, sums={"score": torch.stack((value.sum(), examples.sum()))})
 
     def finish(self, known: Tensors, total: Total) -> float:
-        value, examples = (float(v) for v in total.weighted["score"])
-        return value / max(examples, 1.0)
+        value, examples = (float(v) for v in total.weighted.get("score", torch.zeros(2)))
+        return value / examples if examples else math.nan

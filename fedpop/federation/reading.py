@@ -39,22 +39,23 @@ TABLES = (".csv", ".txt", ".parquet", ".pq")
 Numbers = npt.NDArray[np.float64]
 
 
-def read_data(where: str, form: Mapping[str, Any], site: str) -> Federation:
-    """The data of a site, whose units are its groups (or the site itself, where it has none)."""
+def read_data(where: str, form: Mapping[str, Any], site: str, folder: Path | None = None) -> Federation:
+    """The data of a site, whose units are its groups (or the site itself, where it has none); modules in
+    ``folder`` come first."""
     if ":" in where:
-        return from_function(where, site)
+        return from_function(where, site, folder)
     path = Path(where)
     if path.is_dir():
         return from_images(path, form, site)
     return from_table(read_table(path, form, site), form, site)
 
 
-def require_some(where: str, site: str) -> None:
+def require_some(where: str, site: str, folder: Path | None = None) -> None:
     """Refuse what cannot be a site's data, whatever the form: nothing there, another kind of file, no rows,
     no images, a function that is not found."""
     if ":" in where:
         try:
-            entry_named(where)
+            entry_named(where, folder)
         except SettingsError as error:
             raise DataError(f"site {site!r}: the data's function: {error}") from error
     elif not Path(where).exists():
@@ -141,6 +142,11 @@ def read_table(path: Path, form: Mapping[str, Any], site: str) -> Columns:
     """The form's columns of a site's CSV or Parquet file, as texts."""
     if not form.get("x") or not form.get("y"):
         raise SchemaError(f"site {site!r} has a table, but the federation names no columns x and y")
+    if ":" in str(path):
+        raise SchemaError(
+            f"site {site!r} has a function for its data, but the federation agrees on columns of tables; "
+            "with functions [data] names no columns, and each returns examples that are ready"
+        )
     return read_columns(path, columns_of(form), site)
 
 
@@ -306,13 +312,13 @@ def from_images(folder: Path, form: Mapping[str, Any], site: str) -> Federation:
 # --- anything else ---------------------------------------------------------------------------
 
 
-def from_function(entry: str, site: str) -> Federation:
+def from_function(entry: str, site: str, folder: Path | None = None) -> Federation:
     """What ``module:function`` returns: (x, y) or a ``Client`` for one unit, a mapping of them for groups.
 
     A function with an argument is given the site's name.
     """
     try:
-        found = called(entry, entry_named(entry), site)
+        found = called(entry, entry_named(entry, folder), site)
     except SettingsError as error:
         raise DataError(f"site {site!r}: the data's function: {error}") from error
     if isinstance(found, Mapping):

@@ -40,6 +40,10 @@ class LeastSquares(Question[Tensors]):
     name: ClassVar[str] = "least squares"
     quorum: ClassVar[float] = 0.0  # a start can be made without those who are not finite
 
+    @property
+    def shows_rows(self) -> int:
+        return LEAST
+
     def ask(self, known: Tensors) -> Tensors:
         return {"phi": known.get("phi", self.phi)}
 

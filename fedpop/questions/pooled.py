@@ -54,6 +54,10 @@ class PooledFit(Question[Tensors]):
     quorum: ClassVar[float] = 0.0  # a start can be made without those who are not finite
     starts_noise: ClassVar[bool] = True
 
+    @property
+    def shows_rows(self) -> int:
+        return LEAST
+
     def ask(self, known: Tensors) -> Tensors:
         return {"phi": self.phi, "z": known.get("trials", self.model.prior_centre().unsqueeze(0))}
 

@@ -97,6 +97,8 @@ class EarlyStop(Checked, Callback):
         if not due or run.round <= run.algorithm.warm_up(run.ends[0]):
             return False
         score = run.validation_score()
+        if math.isnan(score):  # whoever has validation examples is away
+            return False
         metrics["validation_log_likelihood"] = score
         if score > self.best:
             self.best, self.best_round, self.looks = score, run.round, 0

@@ -60,7 +60,9 @@ def make_server_certificate(
     """``server.crt`` and ``server.key`` for these names or addresses, signed by the folder's authority."""
     if not 0 < days <= LONGEST:
         raise SettingsError(f"a certificate is valid for 1 to {LONGEST:,} days, not {days}")
-    names = [named_host(host.strip("[]")) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
+    names = [
+        named_host(host.strip("[]")) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1"])
+    ]
     authority = x509.load_pem_x509_certificate(_read(folder / "ca.crt"))
     signer = read_private(folder / "ca.key")
     key = ec.generate_private_key(ec.SECP384R1())

@@ -32,7 +32,10 @@ def _reply(message: Message, context: Context) -> Reply:
         site = open_site(_folder(context))
     except FedpopError as error:
         return refusal(f"the site's folder cannot be used ({type(error).__name__})")
-    log_to(site.folder / "site.log")
+    try:
+        log_to(site.folder / "site.log")
+    except OSError:
+        return refusal("the site cannot write its log")
     return site.answer(letter)
 
 

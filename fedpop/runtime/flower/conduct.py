@@ -74,9 +74,9 @@ class Deployment:
 
 def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> Population:
     """Run it, or go on with it; at the end every site has theta."""
-    members, method = enrolled(deployment, post, folder)
-    run = Run(method, members, deployment.settings, folder, deployment.callbacks)
     resume = folder is not None and any((folder / "checkpoints").glob("round-*.json"))
+    members, method = enrolled(deployment, post, folder, goes_on=resume)
+    run = Run(method, members, deployment.settings, folder, deployment.callbacks)
     population = run.execute(resume=resume, progress=False)
     if folder is not None and deployment.afterwards:
         write_json(folder / AFTERWARDS, answers(population, deployment.afterwards))
@@ -90,7 +90,9 @@ def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> P
     return population
 
 
-def enrolled(deployment: Deployment, post: Post, folder: Path | None = None) -> tuple[Elsewhere, Algorithm]:
+def enrolled(
+    deployment: Deployment, post: Post, folder: Path | None = None, *, goes_on: bool = False
+) -> tuple[Elsewhere, Algorithm]:
     """The sites that are there, once they are enough, and the method as they are told of it.
 
     What was agreed on, and where the model starts, is kept in the folder: a run that goes on has the same.
@@ -109,6 +111,7 @@ def enrolled(deployment: Deployment, post: Post, folder: Path | None = None) -> 
             digest = write_tensors(file.with_name("model.safetensors"), values_of(method.model))
             write_sealed(file, {"form": form, "example": plain_example(example), "digest": digest})
     hello = partial(deployment.hello, example, form)
-    members = Elsewhere(method, post, hello, deployment.experiment, deployment.terms, deployment.settings)
+    told = (deployment.experiment, deployment.terms, deployment.settings)
+    members = Elsewhere(method, post, hello, *told, goes_on=goes_on)
     members.wait()
     return members, method

@@ -85,7 +85,11 @@ class Elsewhere(Members):
         experiment: str,
         terms: RoundTerms,
         settings: Settings,
+        *,
+        goes_on: bool = False,
     ) -> None:
+        self._goes_on = goes_on
+        """There was a run before: who comes now may be new to it."""
         self._post, self._hello, self._terms, self._settings = post, hello, terms, settings
         self._method, self._everyone = method, method.needs_everyone
         self.experiment, self.device = experiment, method.model.initial_phi().device
@@ -190,7 +194,7 @@ class Elsewhere(Members):
 
     def _admitted(self, name: str) -> bool:
         """Whether settings that are given by site have one for a site that comes after the start."""
-        if not self._begun or name in self.sites:
+        if not (self._begun or self._goes_on) or name in self.sites:
             return True
         if name not in self._refused:
             new = Member()
@@ -236,6 +240,8 @@ class Elsewhere(Members):
         timeout = None if self._everyone else self._terms.timeout
         enough = (lambda heard: False) if self._everyone else self._terms.enough(len(letters))
         replies = self._post.deliver(letters, timeout, enough)
+        if self._everyone:
+            replies = self._post.insist(letters, replies, timeout, lambda lost: bool(self.wait(lost)))
         self._round = round.number
         guard = method.guard_for(round.broadcast, len(letters))
         kind = method.model.initial_phi().dtype
@@ -295,8 +301,15 @@ class Elsewhere(Members):
         }
         if question.quorum == 1.0 and not asking.late:
             self.wait(self.names, patience=self._terms.timeout)
+        elif not asking.late:
+            here = self._post.present()
+            names = [n for n in names if n in here] or names
         letters = {name: Letter("ask", self._about(name, **about), asked) for name in names}
         replies = self._post.deliver(letters, self._terms.timeout, lambda heard: False)
+        if question.quorum == 1.0 and not asking.late:
+            patience = self._terms.timeout
+            back = lambda lost: set(lost) <= set(self.wait(lost, patience))  # noqa: E731
+            replies = self._post.insist(letters, replies, patience, back)
         kind, ones = asking.method.model.initial_phi().dtype, dict.fromkeys(names, 1.0)
         everyone = self.units + sum(self.sites[n].units for n in asking.late)
         sums = self._sums.sums(

@@ -4,9 +4,9 @@ name                          what the experiment is called
 [data]                        what sites' data look like: ``questions.forms`` has the words
 [model]  entry                ``module:name`` of a model, or of a function that makes one
 [method] name, settings       as in the files of ``fedpop compare``
-[run]    rounds, seed, participation, precision, early_stop, checkpoint_every, afterwards
+[run]    rounds, seed, participation, precision, early_stop, afterwards
 [sites]  sites, begin, quorum, timeout, weights
-[server] address
+[server] address, listen
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from fedpop.models.entry import model_named
 from fedpop.questions.forms import check_form
 from fedpop.runtime.callbacks import Callback, EarlyStop
 from fedpop.runtime.flower.afterwards import ASKED, check_asked
+from fedpop.runtime.flower.certificates import split_address
 from fedpop.runtime.flower.conduct import Deployment
 from fedpop.runtime.flower.elsewhere import RoundTerms
 from fedpop.runtime.flower.folder import check_name, read_toml
@@ -36,7 +37,9 @@ from fedpop.runtime.settings import Settings
 from fedpop.version import __version__
 
 TABLES = ("name", "data", "model", "method", "run", "sites", "server")
-RUN = ("rounds", "seed", "participation", "precision", "early_stop", "checkpoint_every", "afterwards")
+ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+"""Who listens everywhere is found here."""
+RUN = ("rounds", "seed", "participation", "precision", "early_stop", "afterwards")
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ class Folder:
         for key in TABLES[1:]:
             if not isinstance(plain.get(key, {}), dict):
                 raise SettingsError(f"{path}: {key} is a table, [{key}], not {plain[key]!r}")
-        version = read_json(self.root / "version.json")["version"] if self._versioned else None
+        found = read_json(self.root / "version.json") if self._versioned else {}
+        version = found.get("version") if isinstance(found, dict) else None
         if version != __version__:
             raise SettingsError(
                 f"{self.root} was made by fedpop {version or '(unknown)'}, this is {__version__}: use that "
@@ -94,7 +98,19 @@ class Folder:
 
     @property
     def address(self) -> str:
+        """Under which sites reach the server."""
         return str(self.settings.get("server", {}).get("address", "127.0.0.1:8000"))
+
+    @property
+    def listen(self) -> str:
+        """Where the server listens: the same, unless it stands behind another machine's address."""
+        return str(self.settings.get("server", {}).get("listen", self.address))
+
+    @property
+    def nearby(self) -> str:
+        """Under which this machine's own processes reach it."""
+        host, port = split_address(self.listen)
+        return f"{ANYWHERE.get(host, host)}:{port}"
 
     @property
     def insecure(self) -> bool:
@@ -117,7 +133,7 @@ class Folder:
         check_form(data)
         entry = str(_only(model, ("entry",), f"{path}, [model]").get("entry", "model:model"))
         _check_entry(path, entry)
-        _only(plain.get("server", {}), ("address",), f"{path}, [server]")
+        _only(plain.get("server", {}), ("address", "listen"), f"{path}, [server]")
         name = method.get("name", "FedSOUL")
         known_method(name, f"{path}, [method]")
         own = {k: v for k, v in method.items() if k != "name"}
@@ -139,7 +155,7 @@ class Folder:
             rounds=run.get("rounds"),
             seed=run.get("seed", 0),
             participation=usual if part is None else resolve(part),
-            checkpoint_every=run.get("checkpoint_every", 1),
+            checkpoint_every=1,  # sites keep the two sides of their last round, and can go back no further
             precision=run.get("precision", "auto"),
         )
         after = check_asked(run.get("afterwards", tuple(ASKED)))

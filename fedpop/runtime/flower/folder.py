@@ -127,7 +127,7 @@ def open_site(folder: str | Path) -> Site:
         name=settings.name,
         secret=read_secret(settings.folder),
         folder=settings.folder,
-        data=lambda form: read_data(settings.where, form, settings.name),
+        data=lambda form: read_data(settings.where, form, settings.name, settings.folder),
         table=lambda form: read_table(Path(settings.where), form, settings.name),
         threads=settings.threads,
         memory=settings.memory,

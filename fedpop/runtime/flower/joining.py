@@ -5,29 +5,38 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fedpop.channel import Tensors
 from fedpop.client.store import LocalStore
-from fedpop.errors import CheckpointError, SettingsError
-from fedpop.federation.reading import encoded, from_function, from_images, read_columns, require_some
+from fedpop.errors import CheckpointError, SchemaError, SettingsError
+from fedpop.federation.reading import (
+    encoded,
+    from_function,
+    from_images,
+    read_columns,
+    read_data,
+    require_some,
+)
 from fedpop.files import DAMAGED, read_bytes, read_sealed, read_tensors, writable_folder, write_bytes
 from fedpop.models.predictive import Predictive
 from fedpop.population import Population
 from fedpop.runtime.flower import certificates
-from fedpop.runtime.flower.folder import SETTINGS, check_name, make_secret, open_site, read_site
+from fedpop.runtime.flower.folder import SETTINGS, SiteSettings, check_name, make_secret, open_site, read_site
 from fedpop.runtime.flower.processes import Kept, Told, environment, free_port, program, require_free
 from fedpop.runtime.flower.serving import INSECURE
 from fedpop.runtime.flower.site import SEALED, THETA, SiteExperiment, read_theta
 
 Say = Callable[[str], None]
-WHOLE = ("model.safetensors", "method.json", SEALED, THETA)
-"""What a theta for sites that come later is made of; theta itself last, as it says that all is there."""
+WHOLE = ("model.safetensors", "method.json", THETA, SEALED)
+"""What a theta for sites that come later is made of; its seal last, as it says that all is there."""
 
 
 def enrol(root: Path, name: str, server: str, data: str, ca: Path | None, insecure: bool, say: Say) -> None:
@@ -60,22 +69,28 @@ def enrol(root: Path, name: str, server: str, data: str, ca: Path | None, insecu
     say(f"then: fedpop site join {root}")
 
 
-def _checked_data(data: str, site: str) -> str:
+def _checked_data(data: str, site: str, folder: Path | None = None) -> str:
     """Where data are, whatever folder the node is started in; there must be some."""
-    require_some(data, site)
+    require_some(data, site, folder)
     return data if ":" in data else str(Path(data).absolute())
+
+
+def _with_data(settings: SiteSettings, where: str) -> SiteSettings:
+    """The settings with data from elsewhere, in their file, too."""
+    if where == settings.data:
+        return settings
+    file, line = settings.folder / SETTINGS, f"data = {json.dumps(where)}"
+    write_bytes(file, re.sub(r"(?m)^\s*data\s*=.*$", lambda _: line, file.read_text(), count=1).encode())
+    return read_site(settings.folder)
 
 
 def join(root: Path, data: str | None, insecure: bool, say: Say, seconds: float | None = None) -> None:
     """Take part, until somebody stops it: the node is started again whatever ends it."""
     settings = read_site(root.absolute())
-    if data is not None and (given := _checked_data(data, settings.name)) != settings.data:
-        text = (root / SETTINGS).read_text().splitlines()
-        new = [f"data = {json.dumps(given)}" if t.startswith("data = ") else t for t in text]
-        write_bytes(root / SETTINGS, ("\n".join(new) + "\n").encode())
-        settings = read_site(root.absolute())
+    if data is not None:
+        settings = _with_data(settings, _checked_data(data, settings.name, settings.folder))
     site = open_site(settings.folder)  # its secret is there
-    require_some(settings.where, site.name)
+    require_some(settings.where, site.name, settings.folder)
     if settings.insecure != insecure:
         how = (
             "without TLS and keys: say --insecure" if settings.insecure else "with TLS: leave --insecure out"
@@ -94,6 +109,12 @@ def join(root: Path, data: str | None, insecure: bool, say: Say, seconds: float 
     writable_folder(settings.folder / "logs")
 
     def arguments() -> list[str]:
+        if not insecure:  # the server may be another one since, or have come only now
+            try:
+                certificates.check_connection(settings.server, settings.folder / "ca.crt")
+                certificates.check_clock(settings.server, settings.folder / "ca.crt")
+            except SettingsError as error:
+                say(f"{error}; the site tries on")
         port = str(settings.port or free_port())
         begin = [program("flower-supernode"), "--superlink", settings.server, "--host", "127.0.0.1"]
         begin += ["--port", port, "--node-config", f"site={json.dumps(str(settings.folder))}"]
@@ -177,12 +198,15 @@ def predicted(population: Population, experiment: SiteExperiment, data: str) -> 
     """What units' own models say; one that is new at this site gets the population's."""
     form, site = experiment.form, experiment.site.name
     if ":" in data or Path(data).is_dir():
-        found = from_function(data, site) if ":" in data else from_images(Path(data), form, site)
+        own = experiment.site.folder
+        found = from_function(data, site, own) if ":" in data else from_images(Path(data), form, site)
         sizes = found.train.sizes.tolist()
         parts = [found.cohort(torch.tensor([i]), population.device).x for i in range(len(found))]
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         rows = {n: list(range(s, s + k)) for n, s, k in zip(found.names, starts, sizes, strict=True)}
         inputs = dict(zip(found.names, parts, strict=True))
+    elif not form.get("x"):
+        raise SchemaError(f"the federation's data are not tables: {data} has no columns to predict from")
     else:
         group = form.get("group")
         columns = read_columns(Path(data), [*form["x"], *([group] if group else [])], site)
@@ -230,15 +254,20 @@ def personalise(
     root: Path, theta: Path, data: str, at: str | None, out: Path | None, level: float, say: Say
 ) -> None:
     """A brand-new site from theta alone: its model is made of its own data, and nothing is sent."""
-    _require_theta(theta)
-    if not (root / SETTINGS).exists():
-        name = root.absolute().name
-        check_name(name)
-        where = _checked_data(data, name)
+    form = _require_theta(theta)["schema"]
+    known = read_site(root.absolute()) if (root / SETTINGS).exists() else None
+    name = root.absolute().name if known is None else known.name
+    check_name(name)
+    own = None if known is None else known.folder
+    where = _checked_data(data, name, own)
+    read_data(where, form, name, own)  # what does not fit is said before anything is made
+    if known is None:
         folder = writable_folder(root)
         make_secret(folder)
         text = f"name = {json.dumps(name)}\ndata = {json.dumps(where)}\n"
         write_bytes(folder / SETTINGS, text.encode())
+    else:
+        _with_data(known, where)
     experiment = adopted(root, theta)
     population = population_at(experiment).sample_all()
     say(f"a model for {', '.join(population.names)}: {experiment.federation}")
@@ -248,20 +277,20 @@ def personalise(
 
 def adopted(root: Path, theta: Path) -> SiteExperiment:
     """An experiment at a site that took no part, from a federation's folder ``run/theta``."""
-    site = open_site(root.absolute())
-    _require_theta(theta)
-    told = read_sealed(theta / "method.json", "what a federation told of its method")
-    experiment = SiteExperiment(site, str(told["experiment"]))
-    if not (experiment.folder / THETA).exists():
+    told = _require_theta(theta)
+    experiment = SiteExperiment(open_site(root.absolute()), str(told["experiment"]))
+    held = experiment.folder / SEALED
+    if not held.exists() or held.read_bytes() != (theta / SEALED).read_bytes():
         for file in WHOLE:
             write_bytes(experiment.folder / file, read_bytes(theta / file))
     return experiment
 
 
-def _require_theta(theta: Path) -> None:
-    """Before anything is made: all of it is there, and as it was written."""
+def _require_theta(theta: Path) -> dict[str, Any]:
+    """What is told of the method; raises unless all of theta is there, and as it was written."""
     if not (theta / "method.json").exists():
         raise CheckpointError(f"{theta} holds no theta of a federation: it is the server's folder run/theta")
     told = read_sealed(theta / "method.json", "what a federation told of its method")
     read_tensors(theta / "model.safetensors", str(told.get("digest")))
     read_theta(theta)
+    return told

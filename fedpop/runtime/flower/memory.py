@@ -9,6 +9,7 @@ again from before, and the next round starts from after if the last one counted.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from fedpop.errors import CheckpointError
 from fedpop.files import read_tensors, write_tensors
 from fedpop.population.site import unheard
 from fedpop.runtime.flower.letters import Refusal, Reply
+
+log = logging.getLogger("fedpop.site")
 
 
 @dataclass
@@ -43,10 +46,12 @@ class Memory:
     """Questions that left something with the units, and the names of what they left."""
     best: LocalStore | None = None
     best_round: int = -1
+    names: list[int] = field(default_factory=list)
+    """Hashes of the units' names, in the order of the states."""
 
     @classmethod
-    def empty(cls, units: int) -> Memory:
-        return cls(LocalStore(units), LocalStore(units))
+    def empty(cls, names: list[int]) -> Memory:
+        return cls(LocalStore(len(names)), LocalStore(len(names)), names=names)
 
     def settled(self, method: Algorithm, heard: int) -> LocalStore:
         """Where the units stand when ``heard`` was the last round of theirs that counted."""
@@ -58,9 +63,21 @@ class Memory:
 
     def start_of(self, method: Algorithm, round: int, heard: int) -> LocalStore:
         """Where a round starts from: before it, if it was worked on already (or an earlier one is asked)."""
+        if round < self.round and heard < 0:  # the server begins anew: as if no round had been
+            return self._noted()
         if round <= self.round:
             return LocalStore.restore(self.before.state())
         return LocalStore.restore(self.settled(method, heard).state())
+
+    def _noted(self) -> LocalStore:
+        """What questions left with the units, and nothing else."""
+        every = torch.arange(len(self.before.slots))
+        held = self.before.get(every, torch.device("cpu"))
+        kept = {name: held[name] for names in self.noted.values() for name in names if name in held}
+        fresh = LocalStore(len(every))
+        if kept:
+            fresh.put(every, kept, entered=False)
+        return fresh
 
     # --- a file ------------------------------------------------------------------------------
 
@@ -74,6 +91,7 @@ class Memory:
             "units": self.units,
             "noted": self.noted,
             "best_round": self.best_round,
+            "names": self.names,
         }
         if self.reply is not None:
             plain["about"] = dict(self.reply.about)
@@ -81,11 +99,14 @@ class Memory:
             tensors |= {f"reply.{n}": _bytes(p.data) for n, p in self.reply.payloads.items()}
         try:
             write_tensors(path, tensors | {"plain": _bytes(json.dumps(plain).encode())})
-        except OSError as error:
-            raise Refusal(f"the site cannot write its state ({error.strerror})") from error
+        except CheckpointError as error:
+            log.error("%s", error)
+            why = error.__cause__.strerror if isinstance(error.__cause__, OSError) else "its log says more"
+            raise Refusal(f"the site cannot write its state ({why})") from error
 
     @classmethod
-    def read(cls, path: Path, units: int) -> Memory:
+    def read(cls, path: Path, names: list[int] | None = None) -> Memory:
+        """What was written. Of other units than these, or in another order, is a CheckpointError."""
         tensors = read_tensors(path)
         try:
             plain = json.loads(bytes(tensors["plain"].tolist()))
@@ -108,11 +129,15 @@ class Memory:
                 noted=plain["noted"],
                 best=LocalStore.restore(best) if best else None,
                 best_round=plain["best_round"],
+                names=plain["names"],
             )
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path} is not a site's state of this version ({error})") from error
-        if len(memory.after.slots) != units:
-            raise CheckpointError(f"{path} is of {len(memory.after.slots)} groups, the data have {units}")
+        if names is not None and memory.names != names:
+            told = "in another order" if set(memory.names) == set(names) else "not all of them the same"
+            raise CheckpointError(
+                f"{path} is of {len(memory.names)} units, the data have {len(names)}, {told}"
+            )
         return memory
 
 

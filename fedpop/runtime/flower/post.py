@@ -76,6 +76,8 @@ class Post:
         """Replies that came after their deadline, or twice, by site."""
         self.reasons: dict[str, str] = {}
         """Why sites were not heard in the last delivery."""
+        self.lost: set[str] = set()
+        """Those of them whose node went away."""
 
     def beside(self) -> Post:
         """Another one on the same Grid, to whom nobody has spoken yet."""
@@ -188,6 +190,7 @@ class Post:
         until everyone has answered). Refusals are in ``reasons``."""
         there = {name: letter for name, letter in letters.items() if name in self.sites}
         self.reasons = {name: "it is not there" for name in letters if name not in there}
+        self.lost = set(self.reasons)
         found = self._exchange(
             {name: (self.sites[name].node, letter) for name, letter in there.items()}, timeout, enough
         )
@@ -199,9 +202,29 @@ class Post:
             self.reasons[name] = reply.refused
             if reply.about.get("gone") or "greet it first" in reply.refused:
                 self._met.discard(self.sites.pop(name).node)  # greeted again when it is back
+                self.lost.add(name)
                 self._greeted = {}
         for name in there.keys() - found.keys():
             self.reasons[name] = "it did not answer in time"
+        return heard
+
+    def insist(
+        self,
+        letters: Mapping[str, Letter],
+        replies: Mapping[str, Reply],
+        timeout: float | None,
+        back: Callable[[list[str]], bool],
+    ) -> dict[str, Reply]:
+        """Replies of those, too, whose node went away meanwhile, once they are ``back``: the same letter
+        again, to which a site that had worked on it gives the same reply."""
+        heard, reasons = dict(replies), dict(self.reasons)
+        while lost := sorted(self.lost & letters.keys()):
+            log.info("%s went away, and must answer", ", ".join(lost))
+            if not back(lost):
+                break
+            heard |= self.deliver({n: letters[n] for n in lost}, timeout, lambda heard: False)
+            reasons = {n: why for n, why in reasons.items() if n not in lost} | self.reasons
+        self.reasons = reasons
         return heard
 
     def _exchange(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import signal
@@ -61,12 +62,18 @@ def free_port() -> int:
 
 
 def require_free(host: str, port: int, where: str = "address under [server] in federation.toml") -> None:
-    """Raise where another process listens there."""
-    with socket.socket() as probe:
+    """Raise where another process listens there, or nobody can."""
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe.bind((host.strip("[]"), port))
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+                raise SettingsError(
+                    f"{host} is not an address of this machine ({error.strerror}): where sites reach it "
+                    'through another one\'s, say listen = "0.0.0.0:8000" under [server] in federation.toml'
+                ) from error
             raise SettingsError(
                 f"port {port} of {host} cannot be had ({error.strerror}): stop what uses it, or change "
                 f"{where}"

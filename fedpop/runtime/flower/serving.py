@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpop.errors import SettingsError
-from fedpop.files import writable_folder, write_bytes, write_json
+from fedpop.files import digest_of, writable_folder, write_bytes, write_json
 from fedpop.runtime.flower import certificates
 from fedpop.runtime.flower.federation import Folder
 from fedpop.runtime.flower.folder import check_name
@@ -77,7 +77,8 @@ quorum = 1.0
 timeout = 600.0
 
 [server]
-address = "{address}"
+address = "{address}"  # under which sites reach it
+# listen = "0.0.0.0:8000" # where it listens, if not there: behind a router, say
 """
 
 MODEL = '''"""The model of this federation: the same at every site."""
@@ -161,7 +162,8 @@ def run(root: Path, insecure: bool, say: Say) -> None:
     """Start the SuperLink and the run, and keep both going until the run is over."""
     folder = Folder(root.absolute())
     folder.deployment()  # what is wrong with the settings is said now
-    host, port = certificates.split_address(folder.address)
+    certificates.split_address(folder.address)
+    host, port = certificates.split_address(folder.listen)
     if folder.insecure and not insecure:
         raise SettingsError(
             f"{folder.tls} has no certificate: make the folder without --insecure, or ask for it"
@@ -199,7 +201,7 @@ def _connect(folder: Folder, ca: Path | None) -> None:
     how = "insecure = true" if ca is None else f"root-certificates = {json.dumps(str(ca))}"
     named = f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
     simulated = '[superlink.local]\naddress = ":local:"\n'
-    text = f'{named}address = "{folder.address}"\n{how}\n\n{simulated}'
+    text = f'{named}address = "{folder.nearby}"\n{how}\n\n{simulated}'
     write_bytes(folder.flower / "config.toml", text.encode())
 
 
@@ -208,7 +210,8 @@ class _Watch:
 
     def __init__(self, folder: Folder, link: Kept, ca: Path | None, say: Say) -> None:
         self._folder, self._link, self._ca, self._say = folder, link, ca, say
-        self._registered: set[str] = set()
+        self._registered: set[tuple[str, str]] = set()
+        """Names and digests of keys."""
         self._again: dict[str, float] = {}
         """When a key that could not be registered is tried again."""
         self._told = len(read_rounds(folder))
@@ -220,7 +223,8 @@ class _Watch:
             self._until_healthy()
             self._register()
             starts, before = self._link.starts, self._told
-            if self._finished(self._submit(), starts):
+            run = self._submit(starts)
+            if run is not None and self._finished(run, starts):
                 self._say(f"finished; theta is in {self._folder.run / 'population'}")
                 return
             in_vain = 0 if self._told > before or self._link.starts > starts else in_vain + 1
@@ -234,7 +238,7 @@ class _Watch:
 
     def _until_healthy(self, seconds: float = 300.0) -> None:
         end = time.monotonic() + seconds
-        while not (self._link.look() and healthy(self._folder.address, self._ca)):
+        while not (self._link.look() and healthy(self._folder.nearby, self._ca)):
             if time.monotonic() > end:
                 raise SettingsError(f"the SuperLink does not answer:\n{self._link.said(1500)}")
             time.sleep(0.2)
@@ -244,7 +248,7 @@ class _Watch:
         try:
             done = subprocess.run(
                 [program("flwr"), *arguments, "--format", "json"],
-                env=environment(self._folder.flower, certificates.split_address(self._folder.address)[0]),
+                env=environment(self._folder.flower, certificates.split_address(self._folder.nearby)[0]),
                 cwd=self._folder.root,
                 capture_output=True,
                 text=True,
@@ -264,7 +268,8 @@ class _Watch:
         if self._ca is None:
             return
         for key in sorted(self._folder.admitted.glob("*.pub")):
-            if key.stem in self._registered or self._again.get(key.stem, 0.0) > time.monotonic():
+            known = (key.stem, digest_of(key.read_bytes()))
+            if known in self._registered or self._again.get(key.stem, 0.0) > time.monotonic():
                 continue
             found = self._flwr("supernode", "register", str(key), CONNECTION, "--name", key.stem)
             said = str(found.get("error-message", ""))
@@ -272,14 +277,17 @@ class _Watch:
                 self._say(f"site {key.stem} could not be registered: {said.strip()}")
                 self._again[key.stem] = time.monotonic() + 60
                 continue
-            self._registered.add(key.stem)
+            self._registered.add(known)
             self._say(f"site {key.stem} may take part")
 
-    def _submit(self) -> str:
-        """The number of the run that has begun."""
+    def _submit(self, starts: int) -> str | None:
+        """The number of the run that has begun; None where the SuperLink went away before it could."""
         (self._folder.run / "status.json").unlink(missing_ok=True)
-        found = self._flwr("run", str(self._folder.app), CONNECTION)
+        here = f"folder={json.dumps(str(self._folder.root))}"  # it may have been moved since it was made
+        found = self._flwr("run", str(self._folder.app), CONNECTION, "--run-config", here)
         if not found.get("success"):
+            if not self._link.look() or self._link.starts != starts:
+                return None
             raise SettingsError(f"Flower did not take the run: {found.get('error-message', found)}")
         self._say(f"run {found.get('run-id')} has begun")
         return str(found.get("run-id"))

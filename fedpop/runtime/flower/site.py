@@ -193,7 +193,7 @@ class SiteExperiment:
     # --- work --------------------------------------------------------------------------------
 
     def memory(self, heard: int) -> Memory:
-        units = len(self.federation)
+        units = self.federation.units.tolist()
         if not self.state_file.exists():
             if heard >= 0:
                 log.warning("%s: no state here, though round %d counted: a stateless start", self.name, heard)
@@ -289,11 +289,14 @@ class SiteExperiment:
     def _require_rows(self, question: Question[Any]) -> None:
         """Cross products of a few rows tell what the rows are: they are not sent."""
         rows, least = int(self.federation.train.sizes.sum()), self.site.spectral_rows
-        if question.shows_rows is not None and rows < least and question.shows_rows < least:
+        if question.shows_rows is None or rows >= least or question.shows_rows >= least:
+            return
+        if question.quorum:
             raise Refusal(
                 f'the spectral start is refused with fewer than {least} rows; use start = "random", or '
                 f'start = {{kind = "Spectral", minimum = {least}}}, under which such a site sends zeros'
             )
+        raise Refusal(f"{question.name}: products of fewer than {least} rows are not sent; the others do")
 
     def finish(self, letter: Letter) -> Reply:
         """Keep the theta that was learned, and the states to predict with."""

@@ -39,7 +39,7 @@ def test_every_method_learns_the_same(name: str, kind: str, tmp_path: Path) -> N
             assert not bool(simulated.store.entered[i])
             assert int(simulated.store.slots[i]) < 0
             continue
-        own = Memory.read(file, 1).after.get(torch.tensor([0]), CPU)
+        own = Memory.read(file).after.get(torch.tensor([0]), CPU)
         theirs = simulated.store.get(torch.tensor([i]), CPU)
         for n in own:
             assert torch.equal(own[n], theirs[n]), (site, n)

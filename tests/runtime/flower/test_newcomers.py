@@ -79,7 +79,7 @@ def test_a_newcomer_starts_as_a_client_that_enters_late(name: str, tmp_path: Pat
     settings = Settings(5, 0, from_round(LATE, 4), sites={n: [n] for n in data})
     simulated = Run(method, method.model.checked(federation), settings).execute(resume=False, progress=False)
     same_bits(found.published, simulated.published)
-    own = Memory.read(tmp_path / joining.last / "experiments" / "test" / "chain.safetensors", 1)
+    own = Memory.read(tmp_path / joining.last / "experiments" / "test" / "chain.safetensors")
     assert simulated.store is not None
     same_bits(own.after.get(torch.tensor([0]), CPU), simulated.store.get(torch.tensor([3]), CPU))
 
@@ -90,7 +90,7 @@ def test_the_chain_of_a_newcomer_starts_at_the_theta_of_its_round(tmp_path: Path
     conduct(deployment(method, LATE + 1, terms=RoundTerms(sites=3)), post_on(joining.grid))
     (letter,) = joining.letters("train")
     assert letter.about["round"] == LATE
-    own = Memory.read(tmp_path / joining.last / "experiments" / "test" / "chain.safetensors", 1)
+    own = Memory.read(tmp_path / joining.last / "experiments" / "test" / "chain.safetensors")
     units = units_of([joining.last])
     entered = method.prepared(fp.Federation.of(data).example).enter(
         units, letter.tensors, Key(0, LATE, "site/train")

@@ -57,7 +57,7 @@ def test_neither_rows_nor_draws_leave(name: str, kind: str, tmp_path: Path) -> N
     def watch(site: str, letter: Any, reply: Any) -> list[Any]:
         file = tmp_path / site / "experiments" / "test" / "chain.safetensors"
         if file.exists():
-            memory = Memory.read(file, 1)
+            memory = Memory.read(file)
             states[site] += [s.get(torch.tensor([0]), CPU) for s in (memory.before, memory.after)]
         return [reply]
 
@@ -170,7 +170,7 @@ def test_the_mean_of_the_draws_from_i(tmp_path: Path) -> None:
     beta = letter.tensors["beta"]
     mu, sigma = beta[:d], beta[d:].exp()
     revealed = mu + sigma.square() * plain(reply.payloads["I"])[:d]
-    memory = Memory.read(tmp_path / "ada" / "experiments" / "test" / "chain.safetensors", 1)
+    memory = Memory.read(tmp_path / "ada" / "experiments" / "test" / "chain.safetensors")
     z = memory.after.get(torch.tensor([0]), CPU)["z"].flatten()
     torch.testing.assert_close(revealed, z, rtol=1e-4, atol=1e-5)
 

@@ -79,7 +79,7 @@ def test_the_same_units_take_part_as_in_the_simulator(name: str, rule: str, tmp_
     place = {n: i for i, n in enumerate(units())}
     for site, names in SITES.items():
         file = tmp_path / site / "experiments" / "test" / "chain.safetensors"
-        own = Memory.read(file, len(names)).after
+        own = Memory.read(file).after
         for i, unit in enumerate(names):
             assert bool(own.entered[i]) == bool(here.store.entered[place[unit]]), unit
             if own.entered[i]:
