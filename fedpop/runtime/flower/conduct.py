@@ -16,9 +16,11 @@ from fedpop.federation.inputs import Example
 from fedpop.files import read_sealed, read_tensors, writable_folder, write_json, write_sealed, write_tensors
 from fedpop.population import Population
 from fedpop.questions.forms import agreed, example_from, plain_example
+from fedpop.runtime import checkpoint as checkpoints
 from fedpop.runtime.callbacks import Callback
 from fedpop.runtime.flower.afterwards import answers
-from fedpop.runtime.flower.elsewhere import Elsewhere, RoundTerms
+from fedpop.runtime.flower.elsewhere import Elsewhere, RoundTerms, members_of
+from fedpop.runtime.flower.holdings import Member
 from fedpop.runtime.flower.letters import Letter, method_told, values_of, with_values
 from fedpop.runtime.flower.post import Post
 from fedpop.runtime.flower.site import keep_hello, keep_theta
@@ -74,10 +76,11 @@ class Deployment:
 
 def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> Population:
     """Run it, or go on with it; at the end every site has theta."""
-    resume = folder is not None and any((folder / "checkpoints").glob("round-*.json"))
-    members, method = enrolled(deployment, post, folder, goes_on=resume)
+    saved = None if folder is None else checkpoints.read(folder / "checkpoints")
+    before = None if saved is None else members_of(saved.tensors)
+    members, method = enrolled(deployment, post, folder, before)
     run = Run(method, members, deployment.settings, folder, deployment.callbacks)
-    population = run.execute(resume=resume, progress=False)
+    population = run.execute(resume=saved is not None, progress=False)
     if folder is not None and deployment.afterwards:
         write_json(folder / AFTERWARDS, answers(population, deployment.afterwards))
     have = members.finish(population.published, population.rounds)
@@ -91,7 +94,10 @@ def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> P
 
 
 def enrolled(
-    deployment: Deployment, post: Post, folder: Path | None = None, *, goes_on: bool = False
+    deployment: Deployment,
+    post: Post,
+    folder: Path | None = None,
+    before: Mapping[str, Member] | None = None,
 ) -> tuple[Elsewhere, Algorithm]:
     """The sites that are there, once they are enough, and the method as they are told of it.
 
@@ -112,6 +118,6 @@ def enrolled(
             write_sealed(file, {"form": form, "example": plain_example(example), "digest": digest})
     hello = partial(deployment.hello, example, form)
     told = (deployment.experiment, deployment.terms, deployment.settings)
-    members = Elsewhere(method, post, hello, *told, goes_on=goes_on)
+    members = Elsewhere(method, post, hello, *told, before=before)
     members.wait()
     return members, method

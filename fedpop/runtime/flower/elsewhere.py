@@ -86,10 +86,10 @@ class Elsewhere(Members):
         terms: RoundTerms,
         settings: Settings,
         *,
-        goes_on: bool = False,
+        before: Mapping[str, Member] | None = None,
     ) -> None:
-        self._goes_on = goes_on
-        """There was a run before: who comes now may be new to it."""
+        self._before = dict(before or {})
+        """Sites of the run that this one goes on with: who else comes is new to it."""
         self._post, self._hello, self._terms, self._settings = post, hello, terms, settings
         self._method, self._everyone = method, method.needs_everyone
         self.experiment, self.device = experiment, method.model.initial_phi().device
@@ -194,14 +194,15 @@ class Elsewhere(Members):
 
     def _admitted(self, name: str) -> bool:
         """Whether settings that are given by site have one for a site that comes after the start."""
-        if not (self._begun or self._goes_on) or name in self.sites:
+        if not (self._begun or self._before) or name in self.sites or name in self._before:
             return True
         if name not in self._refused:
             new = Member()
             new.greeted(self._post.sites[name].about)
             try:
-                self._settings.participation.check(roster_of_sites(self.sites | {name: new}))
-                self._method.check(sorted([*self.sites, name]))
+                every = self._before | self.sites | {name: new}
+                self._settings.participation.check(roster_of_sites(every))
+                self._method.check(sorted(every))
             except SettingsError as error:
                 self._refused[name] = str(error)
                 log.warning("%s cannot take part: %s", name, error)
@@ -365,9 +366,8 @@ class Elsewhere(Members):
         return sums | {"elsewhere": torch.tensor(list(json.dumps(plain).encode()), dtype=torch.uint8)}
 
     def restore(self, state: Tensors) -> None:
-        plain = json.loads(bytes(state["elsewhere"].tolist()))
-        here = {n: s for n, s in self.sites.items() if n not in plain["sites"]}
-        self.sites = {n: Member(**s) for n, s in plain["sites"].items()} | here
+        plain, known = json.loads(bytes(state["elsewhere"].tolist())), members_of(state)
+        self.sites = known | {n: s for n, s in self.sites.items() if n not in known}
         self._sums.forms, self._best, self._post.late = plain["forms"], plain["best"], plain["late"]
         for question, count in plain["lasting"].items():
             begin = f"lasting.{question}."
@@ -380,6 +380,11 @@ class Elsewhere(Members):
 
     def recall(self, remembered: Tensors) -> None:
         self._best, self._recall = int(remembered["round"]), True
+
+
+def members_of(state: Tensors) -> dict[str, Member]:
+    """The sites of a checkpoint."""
+    return {n: Member(**s) for n, s in json.loads(bytes(state["elsewhere"].tolist()))["sites"].items()}
 
 
 def _together(earlier: Total | None, new: Total) -> Total:

@@ -213,3 +213,38 @@ def test_both_rows_of_two_from_the_spectral_message(tmp_path: Path) -> None:
     assert sent == {"example"}  # the shape of one
     zeros = fp.FedSOUL(model(), engine="sampled", start=Spectral(minimum=10))
     conduct(deployment(zeros, 1, terms=RoundTerms(sites=3)), post_on(LocalGrid(app, folders)))
+
+
+def test_both_rows_of_two_from_the_moments_of_a_linear_model(tmp_path: Path) -> None:
+    """F'F with a column of ones tells the mean of two rows and their spread, 2 v v', and so mean + v and
+    mean - v; F'y then tells which target is whose. A site with fewer than ten rows sends none of it, and the
+    run goes on with the others' moments."""
+    x, y = linear_site(2)
+    data = {"ada": (x, y)} | others()
+    own = fp.Composition(None, seeded(nn.Linear(4, 1), 2), fp.likelihoods.Normal())
+    _, grid = across(fp.FedSOUL(own), data, tmp_path / "allowed", rounds=1)
+
+    def moments(grid: LocalGrid) -> list[Reply]:
+        every = [(s, m, r) for s, m, r in opened(grid) if s == "ada" and m.kind == "ask"]
+        return [r for _, m, r in every if m.about["question"] == "least squares"]
+
+    sent = plain(moments(grid)[0].payloads["moments"])
+    second, cross = sent[:25].reshape(5, 5), sent[25:30]
+    mean = second[4, :4] / 2
+    spread = torch.linalg.eigh(second[:4, :4] - 2 * torch.outer(mean, mean))
+    v = spread[1][:, -1] * (spread[0][-1] / 2).sqrt()
+    rows = torch.stack((mean + v, mean - v))
+    targets = torch.linalg.lstsq(torch.cat((rows, torch.ones(2, 1)), 1).mT, cross.unsqueeze(1))[0].flatten()
+    order = [0, 1] if float((rows[0] - x[0]).norm()) < float((rows[1] - x[0]).norm()) else [1, 0]
+    torch.testing.assert_close(rows[order], x.double(), rtol=1e-4, atol=1e-4, check_dtype=False)
+    torch.testing.assert_close(targets[order], y.double(), rtol=1e-4, atol=1e-4, check_dtype=False)
+
+    folders = enrol(tmp_path / "refused", data)
+    settings = folders["ada"] / "site.toml"
+    settings.write_text(settings.read_text().replace("spectral_rows = 2\n", ""))
+    grid = LocalGrid(app, folders)
+    found = conduct(deployment(fp.FedSOUL(own), 2, terms=RoundTerms(sites=3)), post_on(grid))
+    assert found.history[-1]["heard"] == sorted(data)
+    (refused,) = moments(grid)
+    assert not refused.payloads
+    assert "fewer than 10 rows" in str(refused.refused)
