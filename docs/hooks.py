@@ -47,6 +47,8 @@ ANSWERS = [
     "fedpop.population.Newcomer",
     "fedpop.evaluation.diagnostics.Diagnostics",
     "fedpop.evaluation.scores.Evaluation",
+    "fedpop.experiments.comparison.Comparison",
+    "fedpop.mixed.fit.MixedFit",
 ]
 """What a population answers with: nobody makes one, everybody reads them."""
 

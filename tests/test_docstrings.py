@@ -9,6 +9,9 @@ import pytest
 
 import fedpop as fp
 from fedpop.algorithms.base import Algorithm
+from fedpop.mixed.fit import MixedFit
+from fedpop.models.predictive import Predictive
+from fedpop.population import Newcomer, Posterior
 from tests.test_public_names import MACHINERY, PUBLIC, text_of
 
 
@@ -52,6 +55,23 @@ def test_the_first_line_is_a_sentence_of_one_line(name: str) -> None:
 def test_every_setting_is_told_under_args(name: str) -> None:
     missing = missing_in(name)
     assert missing == [], f"{name}: add to Args: {', '.join(missing)}"
+
+
+HELD = {c.__name__: c for c in (fp.Population, Predictive, Posterior, Newcomer, MixedFit)}
+METHODS = [
+    (name, method)
+    for name, held in HELD.items()
+    for method, value in vars(held).items()
+    if not method.startswith("_") and inspect.isfunction(value) and settings_of(value)
+]
+
+
+@pytest.mark.parametrize(("name", "method"), [*METHODS, ("FedSOUL", "paper")])
+def test_methods_of_what_users_hold_tell_their_arguments(name: str, method: str) -> None:
+    value = getattr(HELD.get(name, fp.FedSOUL), method)
+    told = told_in(value.__doc__ or "")
+    missing = [s for s in settings_of(value) if s not in told]
+    assert missing == [], f"{name}.{method}: add to Args: {', '.join(missing)}"
 
 
 def test_fit_has_its_real_signature() -> None:

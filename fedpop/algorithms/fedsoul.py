@@ -80,10 +80,16 @@ class FedSOUL(FedSOUK):
     def paper(
         cls, model: Model, *, rate: float | None = None, power: float = 0.6, **settings: Any
     ) -> FedSOUL:
-        """Unadjusted Langevin with gamma_i = 0.8 / L_i; eta1 = eta2 = rate (1 + k)^-power, plain steps,
-        from the modules' own values and N(0, 1); no averaging.
+        """The paper's algorithm to the letter.
 
-        ``rate`` None finds the largest power of ten whose 20 trial rounds do not lower the likelihood.
+        Unadjusted Langevin with gamma_i = 0.8 / L_i; eta1 = eta2 = rate (1 + k)^-power, plain steps, from
+        the modules' own values and N(0, 1); no averaging.
+
+        Args:
+            model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
+            rate: Of the first step; None (the default) finds the largest power of ten whose 20 trial rounds
+                do not lower the likelihood.
+            power: How fast steps shrink, 0.6 unless told.
         """
         step = SGD(rate, Polynomial(power))
         defaults: dict[str, Any] = {

@@ -165,7 +165,8 @@ def feature_sheets(methods: Iterable[type[Algorithm]] | None = None) -> tuple[Sh
     note = (
         "in a round: who has to answer for it to count. own model: clients predict differently. says how "
         "sure: predictions carry the uncertainty about parameters, not the noise alone. proved: there is a "
-        "theorem that it converges. saves messages by: several local steps between two messages, unbiased "
+        "theorem that it converges as published (FedSOUL as FedSOUL.paper() has it). saves messages by: "
+        "several local steps between two messages, unbiased "
         "compression of what is sent, or both. a client holds: how many numbers its predictions read, where "
         "d are a client's own parameters, d_phi the shared ones and M the draws; counted on a live client "
         f"with d = {d}, d_phi = {d_phi} and M = {DRAWS}, and in brackets what the formula gives. kept: "

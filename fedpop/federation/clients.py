@@ -83,6 +83,19 @@ class Packed:
     sizes: Tensor
 
 
+def position(client: str | int, places: Mapping[str, int], whose: str) -> int:
+    """Of a client by its name, or by its number, among these."""
+    if str(client) in places:  # a table's whole-number ids are names too
+        return places[str(client)]
+    if not isinstance(client, str) and -len(places) <= client < len(places):
+        return client % len(places)
+    shown = ", ".join(map(repr, list(places)[:3]))
+    raise DataError(
+        f"no client {client!r} in this {whose} of {len(places)} ({shown}, ...); for a client that was not "
+        "there in training use new_client()"
+    )
+
+
 @dataclass(frozen=True)
 class Federation:
     """All clients: names, and packed data per split.
@@ -127,15 +140,7 @@ class Federation:
         """The position of a client given by name or by position."""
         if not self._index:
             self._index.update({name: i for i, name in enumerate(self.names)})
-        if str(client) in self._index:  # a table's whole-number ids are names too
-            return self._index[str(client)]
-        if not isinstance(client, str) and -len(self) <= client < len(self):
-            return client % len(self)
-        shown = ", ".join(map(repr, self.names[:3]))
-        raise DataError(
-            f"no client {client!r} in this federation of {len(self)} ({shown}, ...); for a client "
-            "that was not there in training use new_client()"
-        )
+        return position(client, self._index, "federation")
 
     @classmethod
     def of(cls, clients: Any, labels: Sequence[str] = ()) -> Federation:

@@ -137,6 +137,9 @@ class MixedFit:
         logarithms, of correlations on that of their inverse hyperbolic tangents. Where a variance is zero or
         a correlation one that law does not hold, and there is none (NaN); a ``likelihood_ratio`` says
         whether the variance is needed.
+
+        Args:
+            level: The probability that they hold, 0.95 unless told.
         """
         return intervals(self, normal_quantile(level))
 
@@ -180,8 +183,13 @@ class MixedFit:
         return mean @ to.mT, to @ cov @ to.mT
 
     def random_effects(self, level: float = 0.95) -> Any:
-        """Posterior mean, standard deviation and interval of each group's effects, as a data frame with
-        a row for each group and effect."""
+        """Posterior mean, standard deviation and interval of each group's effects.
+
+        A data frame with a row for each group and effect.
+
+        Args:
+            level: Of the intervals, 0.95 unless told.
+        """
         mean, cov = self._effects
         sd, z = cov.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt(), normal_quantile(level)
         pd, names = pandas(), self.design.random_names
@@ -190,8 +198,13 @@ class MixedFit:
         return pd.DataFrame({n: v.flatten().numpy() for n, v in table.items()}, index=index)
 
     def draws(self, level: str | int) -> np.ndarray:
-        """Draws ``[L, q]`` of one group's effects given its data, theta fixed, by the kernel of the
-        model."""
+        """Draws of one group's effects given its data, theta fixed.
+
+        By the kernel of the model, ``[L, q]``.
+
+        Args:
+            level: The group's name.
+        """
         found: np.ndarray = sampled.effect_draws(self, str(level)).numpy()
         return found
 
@@ -215,7 +228,11 @@ class MixedFit:
         return -2 * self.log_likelihood + math.log(self.n_obs) * self.df
 
     def likelihood_ratio(self, other: MixedFit) -> LikelihoodRatio:
-        """The test against a model that is nested in this one, or that this one is nested in."""
+        """The test against a model that is nested in this one, or that this one is nested in.
+
+        Args:
+            other: A fit of the same rows.
+        """
         return compared(self, other)
 
     def to_frame(self) -> Any:
@@ -272,11 +289,16 @@ class MixedFit:
     ) -> Any:
         """Mean and interval of each row, as a data frame.
 
-        ``groups="known"`` are those of training. ``"new"`` are groups that were never there, drawn from
-        the population; rows of them with a response, given as ``observed``, update their posterior
-        without refitting. ``"population"`` is a group whose effects are zero. Intervals are those of a
-        new observation (of the probability, for yes or no; ``of="mean"`` for the mean) and include the
-        uncertainty about theta unless told otherwise.
+        Args:
+            new_rows: A table with the formula's columns; the response may be missing.
+            groups: ``"known"`` (the default) are those of training; ``"new"`` groups that were never there,
+                drawn from the population; ``"population"`` is a group whose effects are zero.
+            level: Of the intervals, 0.9 unless told.
+            of: ``"mean"`` for intervals of the mean; unless told, of a new observation (of the probability,
+                for yes or no).
+            observed: Rows of new groups with their response, which update their posterior without
+                refitting; None (the default) where there are none.
+            theta_uncertainty: Intervals include the uncertainty about theta; they do unless told.
         """
         if groups not in GROUPS:
             raise SettingsError(f"groups is one of {', '.join(GROUPS)}, not {groups!r}")
@@ -359,9 +381,18 @@ class MixedFit:
         return self.population.diagnostics()
 
     def plot(self, kind: str = "effects") -> Figure:
-        """A figure: ``"effects"`` (caterpillar), ``"lines"`` (fitted lines by group) or ``"trace"``."""
+        """A figure of the fit.
+
+        Args:
+            kind: ``"effects"`` (the default, a caterpillar), ``"lines"`` (fitted lines by group) or
+                ``"trace"``.
+        """
         return figures.drawn(self, kind)
 
     def to_netcdf(self, path: str | Path) -> Path:
-        """Posterior draws of groups' effects and the estimates, in a file that ArviZ reads."""
+        """Posterior draws of groups' effects and the estimates, in a file that ArviZ reads.
+
+        Args:
+            path: The file to write.
+        """
         return export.to_netcdf(self, Path(path))

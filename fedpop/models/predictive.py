@@ -80,7 +80,11 @@ class Predictive:
         return y if y.dim() < eta.dim() else _drop(y)  # labels have no axis of outputs
 
     def log_prob(self, y: Any) -> Tensor:
-        """log p(y_j | x_j) per example; y as it was given in training."""
+        """log p(y_j | x_j) per example.
+
+        Args:
+            y: One for each example, as they were given in training.
+        """
         y = self._one_each(numbered(as_targets(y, "predictive, y"), self.labels, "predictive, y"))
         y = self.likelihood.check_targets(y, self.eta.shape[-1], "predictive")
         encoded = self.likelihood.encode(y.to(self.eta.device), self.eta.shape[-1], self.eta.dtype)
@@ -97,7 +101,11 @@ class Predictive:
         return y
 
     def cdf(self, y: Any) -> Tensor:
-        """P(Y_j <= y_j) per example, for normal and poisson targets."""
+        """P(Y_j <= y_j) per example, for normal and poisson targets.
+
+        Args:
+            y: One for each example.
+        """
         y = self._one_each(as_tensor(y, "predictive, y").to(self.eta))
         if self.likelihood.ordered and y.numel() != math.prod(self.eta.shape[1:]):
             raise DataError(f"predictive: y has shape {tuple(y.shape)}, not {tuple(self.eta.shape[1:])}")
@@ -105,7 +113,12 @@ class Predictive:
 
     @checked
     def covers(self, y: Any, level: Level = 0.9) -> Tensor:
-        """Whether each y_j lies in its equal-tailed interval (without computing the interval)."""
+        """Whether each y_j lies in its equal-tailed interval (without computing the interval).
+
+        Args:
+            y: One for each example.
+            level: Of the intervals, 0.9 unless told.
+        """
         tail = (1 - level) / 2
         at = self.cdf(y)
         return (at >= tail) & (at <= 1 - tail)
@@ -114,8 +127,10 @@ class Predictive:
     def interval(self, level: Level = 0.9, of: str | None = None) -> tuple[Tensor, Tensor]:
         """Equal-tailed credible interval (low, high).
 
-        ``of="y"`` is that of a new observation, the default for normal and poisson targets;
-        ``of="mean"`` that of E[y | z], the default for classes (an interval of each probability).
+        Args:
+            level: The probability that it holds, 0.9 unless told.
+            of: ``"y"`` for that of a new observation, the default for normal and poisson targets; ``"mean"``
+                for that of E[y | z], the default for classes (an interval of each probability).
         """
         ordered = self.likelihood.ordered
         of = of or ("y" if ordered else "mean")

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedpop.algorithms.base import Algorithm
 from fedpop.channel import Tensors
 from fedpop.checked import Count, OneOf, checked
-from fedpop.client.plan import Plan, final_plan, parse_bytes, plan_for
+from fedpop.client.plan import Plan
 from fedpop.client.store import LocalStore
 from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
 from fedpop.evaluation.convergence import ToTheOptimum, small
@@ -23,21 +23,19 @@ from fedpop.evaluation.diagnostics import ChainsAndGradient, Diagnostics, rhat_a
 from fedpop.evaluation.information import Information, require_small, theta_draws
 from fedpop.evaluation.marginal import LogLikelihood, MarginalLikelihood
 from fedpop.evaluation.verdict import Verdict, loss_trend
-from fedpop.federation.clients import SPLITS, Federation
+from fedpop.federation.clients import SPLITS, Federation, position
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Hierarchy
-from fedpop.keys import NEWCOMER, Key
+from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
-from fedpop.population.posterior import Newcomer, Posterior, checked_inputs, in_pieces
+from fedpop.population.final_pass import own_models, planned
+from fedpop.population.posterior import Newcomer, Posterior, checked_inputs, in_pieces, newcomer
 from fedpop.population.saving import save
 from fedpop.population.sites import Sites
 from fedpop.population.summary import summary
 from fedpop.population.theta import GROUP, ThetaDraws
 from fedpop.questions import Question
-
-MEMORY = "1GiB"
-"""What the final pass may take, about."""
 
 R = TypeVar("R")
 Split = Annotated[str, OneOf(*SPLITS)]
@@ -163,6 +161,11 @@ class Population:
         law (in closed form for linear heads with a normal likelihood, else from posterior draws, for models
         of up to 200 parameters). All draws are held, 4 GB for 1,000 of a million rows: give such x in parts,
         since what is said of a row does not depend on the others.
+
+        Args:
+            client: Its name, or its number in the order in which clients were given.
+            x: Rows to predict for, as in training: a row for each, whatever a row is.
+            theta_uncertainty: Draw theta, too; off unless told. Give it where clients are few.
         """
         i = self._index(client)
         inputs, key = checked_inputs(self.model, x), self._predict_key(i)
@@ -176,18 +179,30 @@ class Population:
 
     @checked
     def posterior(self, client: str | int) -> Posterior:
-        """Draws from p(z | D_i, theta): a pass of its own, with theta frozen at the returned value."""
+        """Draws from p(z | D_i, theta): a pass of its own, with theta frozen at the returned value.
+
+        Args:
+            client: Its name, or its number in the order in which clients were given.
+        """
         self._hierarchy("posterior of z")
         return Posterior(self._model_of(self._index(client))["draws"][0], self.model.z_layout)
 
     @checked
     def mixing(self, client: str | int) -> tuple[float, float]:
-        """R-hat and effective draws of a client's chains, the worst over the coordinates of z."""
+        """R-hat and effective draws of a client's chains, the worst over the coordinates of z.
+
+        Args:
+            client: Its name, or its number in the order in which clients were given.
+        """
         return rhat_and_ess(self.posterior(client).draws)
 
     @checked
     def personal(self, client: str | int) -> dict[str, Tensor]:
-        """The client's head parameters: the posterior mean, or the point estimate."""
+        """The client's head parameters: the posterior mean, or the point estimate.
+
+        Args:
+            client: Its name, or its number in the order in which clients were given.
+        """
         state = self._model_of(self._index(client))
         if "draws" not in state:
             return self.model.z_layout.views(state["z"][0])
@@ -199,22 +214,12 @@ class Population:
 
         Without data its z is drawn from the population prior; with a few examples, from its posterior
         with theta fixed.
+
+        Args:
+            x: Its examples, as in training; None (the default) where it has none.
+            y: Their targets; None where there are none.
         """
-        if (x is None) != (y is None):
-            raise DataError("a new client needs both x and y, or neither")
-        key = self.public_key.at(purpose="newcomer")
-        unit = torch.tensor([NEWCOMER], device=self.device)
-        if x is None:
-            none, rows = torch.zeros_like(unit), self.published["phi"].new_zeros(0)
-            nobody = Cohort(unit, none, rows, rows, 0)
-            personal = self.algorithm.without_data(self.published, nobody, key)
-            return Newcomer(self.algorithm, self.published, personal, key)
-        own = Federation.of({"the new client": (x, y)}, self.model.labels)
-        one = self.model.prepared(own.example).checked(own)  # raises where they do not fit the model
-        c = one.cohort(torch.tensor([0]), self.device)
-        cohort = Cohort(unit, c.sizes, c.x, c.y, c.longest, c.embedded)
-        personal = self.algorithm.personalise(self.published, cohort, None, key)
-        return Newcomer(self.algorithm, self.published, personal, key)
+        return newcomer(self.algorithm, self.published, x, y, self.public_key.at(purpose="newcomer"))
 
     def sample_all(self) -> Population:
         """Run the final pass for every client now, many at a time, rather than when one is asked for."""
@@ -224,8 +229,14 @@ class Population:
 
     @checked
     def held_out(self, split: Split, *, theta_uncertainty: bool = False) -> Iterator[Judged]:
-        """For every client that has examples in this split (of one with very many in pieces that fit into
-        memory): its position, their predictive distribution (None where there is no model) and targets."""
+        """Of every client with examples in a split: its position, what is predicted for them, and targets.
+
+        Of one with very many in pieces that fit into memory; None where a client has no model.
+
+        Args:
+            split: Which examples, such as "test".
+            theta_uncertainty: As for ``predict``.
+        """
         if self.federation is None or split not in self.federation.splits:
             raise DataError(f"there are no {split} data here to be judged on")
         sizes, method = self.federation.splits[split].sizes, self.algorithm
@@ -239,8 +250,8 @@ class Population:
                 for x, y in in_pieces(own.x, own.y, method.final_draws * self.model.outputs):
                     if theta_uncertainty:
                         yield i, self.predict(i, x, theta_uncertainty=True), y
-                    else:
-                        yield i, method.predict(self.published, self._model_of(i), x, self._predict_key(i)), y
+                        continue
+                    yield i, method.predict(self.published, self._model_of(i), x, self._predict_key(i)), y
             except DataError:
                 yield i, None, own.y
 
@@ -248,7 +259,12 @@ class Population:
 
     @checked
     def ask(self, question: Question[R], among: Tensor | None = None) -> R:
-        """What is made of everyone's answers at the returned theta (or of those at these positions)."""
+        """What is made of everyone's answers at the returned theta.
+
+        Args:
+            question: One of ``fedpop.questions``, of ``fedpop.evaluation`` or of your own.
+            among: Positions of the clients that are asked; None (the default) for everyone.
+        """
         if self.sites is None and self.elsewhere is not None:
             found: R = self.elsewhere(question)
             return found
@@ -263,8 +279,10 @@ class Population:
 
     @checked
     def diagnostics(self, limit: Count = 1000) -> Diagnostics:
-        """R-hat and ESS of the final pass over (at most ``limit``) clients; theta's gradient and, of a small
-        model, its distance from a local optimum, which need all clients and are left out when there are more.
+        """R-hat and ESS of the final pass; theta's gradient and, of a small model, distance from an optimum.
+
+        Args:
+            limit: Clients at most, 1000 unless told; with more of them nothing is said of theta.
         """
         hierarchy, among = self._hierarchy("chains"), None
         if len(self) > limit:
@@ -318,15 +336,8 @@ class Population:
         everyone = posteriors == "all" or (posteriors == "auto" and len(self) <= 1000)
         if everyone and self.federation is not None:
             self.sample_all()
-        about = {
-            "clients": self.names,
-            "learned_from": self.learned_from,
-            "rounds": self.rounds,
-            "best_round": self.best_round,
-            "drift": self.drift,
-            "convergence": None if self.convergence is None else self.convergence.plain(),
-            "totals": self.totals,
-        }
+        about = {n: getattr(self, n) for n in ("learned_from", "rounds", "best_round", "drift", "totals")}
+        about |= {"clients": self.names, "convergence": self.convergence and self.convergence.plain()}
         own = {"seed": self.key.seed, "purpose": self.key.purpose}
         private = None if self.key == self.public_key else own
         return save(path, self.algorithm, self.published, self._personal, about, private, self.history)
@@ -348,13 +359,12 @@ class Population:
         return None if self.federation is None else Sites(self.federation, self.device, self.store)
 
     def _index(self, client: str | int) -> int:
-        if self.federation is not None:
-            return self.federation.index(client)
-        if str(client) in self.names:
-            return self.names.index(str(client))
-        if isinstance(client, int) and -len(self.names) <= client < len(self.names):
-            return client % len(self.names)
-        raise DataError(f"no client {client!r} in this population of {len(self.names)}")
+        here = self.federation
+        return position(client, self._places, "population") if here is None else here.index(client)
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
 
     def _model_of(self, i: int) -> Tensors:
         self._personalise(torch.tensor([i]))
@@ -376,15 +386,8 @@ class Population:
                 f"nothing was saved for client {name!r} and there are no data to sample from; load the "
                 "population with clients=..."
             )
-        store = self.sites.store
-        # Clients with a state and clients without go apart: what is made for one depends on no other.
-        seen = store.seen(missing)
-        for some, there in ((missing[seen], True), (missing[~seen], False)):
-            for part in self._final_plan.cut(some, self.sites.federation.train.sizes):
-                local = store.get(part, self.device) if there else None
-                made = self.algorithm.personalise(self.published, self._cohort(part), local, self.key)
-                for row, i in enumerate(part.tolist()):
-                    self._personal[i] = {n: t[row : row + 1] for n, t in made.items()}
+        plan, key = self._final_plan, self.key
+        self._personal |= own_models(self.algorithm, self.published, self.sites, plan, missing, key)
 
     def _cohort(self, ids: Tensor) -> Cohort:
         if self.federation is None:
@@ -393,8 +396,5 @@ class Population:
 
     @cached_property
     def _final_plan(self) -> Plan:
-        """Groups of clients whose final pass, or diagnostics, fit the memory budget together."""
-        method, federation = self.algorithm, self.federation
-        assert federation is not None
-        base = plan_for(self.model, federation, parse_bytes(MEMORY), method.draws, method.phi_copies)
-        return final_plan(base, self.model, method.final_draws)
+        assert self.federation is not None
+        return planned(self.algorithm, self.federation)

@@ -12,9 +12,11 @@ from torch import Tensor
 from fedpop.algorithms.base import Algorithm
 from fedpop.channel import Tensors
 from fedpop.checked import Level, checked
-from fedpop.errors import SettingsError
+from fedpop.errors import DataError, SettingsError
+from fedpop.federation.clients import Federation
+from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, as_inputs, map_inputs, narrowed, require_finite
-from fedpop.keys import Key
+from fedpop.keys import NEWCOMER, Key
 from fedpop.models.base import Model
 from fedpop.models.flat import Layout
 from fedpop.models.predictive import Predictive
@@ -49,7 +51,11 @@ class Posterior:
 
     @checked
     def interval(self, level: Level = 0.9) -> tuple[Tensor, Tensor]:
-        """Equal-tailed credible interval of every coordinate."""
+        """Equal-tailed credible interval of every coordinate.
+
+        Args:
+            level: The probability that it holds, 0.9 unless told.
+        """
         tail = (1 - level) / 2
         wanted = torch.tensor([tail, 1 - tail], dtype=self.draws.dtype, device=self.draws.device)
         low, high = torch.quantile(self.flat, wanted, dim=0)
@@ -77,10 +83,31 @@ class Newcomer:
 
     @checked
     def predict(self, x: Any) -> Predictive:
-        """The predictive distribution at new x."""
+        """The predictive distribution at new x.
+
+        Args:
+            x: Rows to predict for, as in training.
+        """
         x = checked_inputs(self.algorithm.model, x)
         found = self.algorithm.predict(self.published, self.personal, x, self.key)
         return replace(found, labels=self.algorithm.model.labels)
+
+
+def newcomer(method: Algorithm, published: Tensors, x: Any, y: Any, key: Key) -> Newcomer:
+    """The model of a client without data (x and y are None), or with a few."""
+    if (x is None) != (y is None):
+        raise DataError("a new client needs both x and y, or neither")
+    model, phi = method.model, published["phi"]
+    unit = torch.tensor([NEWCOMER], device=phi.device)
+    if x is None:
+        none, rows = torch.zeros_like(unit), phi.new_zeros(0)
+        personal = method.without_data(published, Cohort(unit, none, rows, rows, 0), key)
+        return Newcomer(method, published, personal, key)
+    own = Federation.of({"the new client": (x, y)}, model.labels)
+    one = model.prepared(own.example).checked(own)  # raises where they do not fit the model
+    c = one.cohort(torch.tensor([0]), phi.device)
+    cohort = Cohort(unit, c.sizes, c.x, c.y, c.longest, c.embedded)
+    return Newcomer(method, published, method.personalise(published, cohort, None, key), key)
 
 
 def in_pieces(x: Inputs, y: Tensor, each: int) -> Iterator[tuple[Inputs, Tensor]]:

@@ -23,7 +23,7 @@ from fedpop.errors import CheckpointError, SettingsError
 from fedpop.experiments.comparison import page, run, sheets
 from fedpop.experiments.comparison.terms import Given, Subject, Terms, entries_of, seeds_of
 from fedpop.federation.clients import Client, Federation
-from fedpop.federation.participation.rules import Participation
+from fedpop.federation.participation.rules import Said
 from fedpop.files import DAMAGED, folder_named, read_json, reading
 from fedpop.report.html import write_page
 from fedpop.report.records import Report
@@ -114,7 +114,7 @@ def compare(
     rounds: Count | None = None,
     passes: Positive | None = None,
     seeds: Few | Sequence[Seed] = 1,
-    participation: Participation | int | float | Sequence[float] | None = None,
+    participation: Said = None,
     newcomers: Sequence[Client] = (),
     every: Count | None = None,
     last: Whole = 10,
