@@ -27,7 +27,7 @@ test-flower: $(STAMP) ## Run federations of real processes
 
 test-oldest: $(STAMP) ## Run the tests with the oldest versions that are allowed
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(OLDEST)
-	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --editable '.[test]'
+	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --editable '.[flower,test]'
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2
 
 lint: $(STAMP) ## Check style, format, types and documentation

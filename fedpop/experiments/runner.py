@@ -100,7 +100,9 @@ class Board:
         )
 
     def at(self, job: int, share: float, doing: str) -> None:
-        self.shares[job] = max(self.shares[job], min(share, 1.0))  # news of two processes may cross
+        if self.shares[job] == 1.0 > share:  # news of two processes may cross
+            return
+        self.shares[job] = max(self.shares[job], min(share, 1.0))
         done = self.before + sum(s == 1.0 for s in self.shares)
         last = f"{self.jobs[job].label}{': ' * bool(doing)}{doing}"
         completed = self.before + sum(self.shares)
