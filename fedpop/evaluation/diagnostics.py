@@ -141,7 +141,9 @@ class ChainsAndGradient(Question[Diagnostics]):
     def _gradients(self, asked: Tensors, cohort: Cohort, draws: Tensor, everyone: Tensor) -> Tensors:
         model, prior, beta = self.hierarchy.model, self.hierarchy.prior, asked["beta"]
         phi = asked["phi"].detach().requires_grad_(asked["phi"].numel() > 0)
-        parts = torch.cat(draws.chunk(2, dim=2), dim=1)  # half-chains as batches
+        half = draws.shape[2] // 2 or 1
+        # Half-chains as batches; the middle draw of an odd number is in neither.
+        parts = torch.cat((draws[:, :, :half], draws[:, :, -half:]), dim=1)
         batches = min(BATCHES, parts.shape[1])
         ones = everyone.to(beta.dtype)
         i, j = [], []

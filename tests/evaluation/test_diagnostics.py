@@ -125,3 +125,13 @@ def test_every_trouble_with_theta_has_its_sentence(theta: ThetaDiagnostics, mess
     assert ThetaDiagnostics(9.0, 9.0, 0.2, [], Distance(0.01, 0.0, 0, True)).warnings == []
     assert ThetaDiagnostics(1.0, 1.0, 0.01, [], LossTrend(0.0, 0.001, 1.0)).warnings == []
     assert ThetaDiagnostics(None, None, None, []).warnings == []
+
+
+@pytest.mark.parametrize(("chains", "draws"), [(1, 1), (1, 2), (2, 3), (2, 5)])
+def test_few_draws_and_an_odd_number_of_them(chains: int, draws: int) -> None:
+    """They cannot have mixed; that is told, not raised."""
+    final = fp.chains.Final(chains, draws, burn_in=1)
+    method = fp.FedSOUL(linear_model(), engine="sampled", kernel="hmc", final=final)
+    found = method.fit(ragged(), rounds=2, progress=False).diagnostics()
+    assert found.chains.unmixed > 0
+    assert found.theta.phi_gradient is not None
