@@ -23,7 +23,9 @@ importlib.util.find_spec = lambda name, *rest: None if name in {missing} else fo
 import torch
 one = torch.ones(1, requires_grad=True)
 torch.autograd.grad((one * one).sum(), one)
-PLAIN = set(sys.modules)  # what torch itself imports for a gradient: older ones take their compiler along
+torch.func.vmap(torch.sin)(torch.nn.Linear(1, 1, device="cpu").weight.detach())
+torch.nn.Linear(1, 1, device="meta")
+PLAIN = set(sys.modules)  # what torch itself imports for as much: older ones take their compiler along
 import fedpop as fp
 from fedpop.errors import ExtraError
 """
