@@ -30,7 +30,7 @@ from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
 from fedpop.population.final_pass import own_models, planned
-from fedpop.population.posterior import Newcomer, Posterior, checked_inputs, in_pieces, newcomer
+from fedpop.population.posterior import Newcomer, Posterior, checked_inputs, finite, in_pieces, newcomer
 from fedpop.population.saving import save
 from fedpop.population.sites import Sites
 from fedpop.population.summary import summary
@@ -172,7 +172,7 @@ class Population:
         if theta_uncertainty:
             return self._theta.predict(i, inputs, key)
         found = self.algorithm.predict(self.published, self._model_of(i), inputs, key)
-        return replace(found, labels=self.model.labels)
+        return finite(replace(found, labels=self.model.labels), repr(self.names[i]))
 
     def _predict_key(self, i: int) -> Key:
         return self.key.at(purpose=f"predict.{self.names[i]}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedpop.algorithms.base import Algorithm
 from fedpop.channel import Tensors
 from fedpop.checked import Level, checked
-from fedpop.errors import DataError, SettingsError
+from fedpop.errors import DataError, SettingsError, TrainingError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, as_inputs, map_inputs, narrowed, require_finite
@@ -90,7 +90,17 @@ class Newcomer:
         """
         x = checked_inputs(self.algorithm.model, x)
         found = self.algorithm.predict(self.published, self.personal, x, self.key)
-        return replace(found, labels=self.algorithm.model.labels)
+        return finite(replace(found, labels=self.algorithm.model.labels), "the new client")
+
+
+def finite(found: Predictive, whose: str) -> Predictive:
+    """What is predicted, unless the model's outputs overflow: nobody is to read nan."""
+    if not bool(torch.isfinite(found.eta).all()):
+        raise TrainingError(
+            f"predictions for {whose} are not finite: theta is, but outputs overflow; training has diverged "
+            "(lower its rate, or scale x and y), or x is far from all that it was trained on"
+        )
+    return found
 
 
 def newcomer(method: Algorithm, published: Tensors, x: Any, y: Any, key: Key) -> Newcomer:

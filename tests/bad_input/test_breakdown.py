@@ -15,7 +15,7 @@ import fedpop as fp
 from fedpop.algorithms import METHODS
 from fedpop.algorithms.base import Algorithm, Round
 from fedpop.channel import Answer, Tensors
-from fedpop.errors import FedpopError, TrainingError
+from fedpop.errors import FedpopError, SettingsError, TrainingError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import unit_of
 from tests.crash import Crash, CrashAt
@@ -230,3 +230,29 @@ def test_theta_that_is_not_finite_names_the_round() -> None:
         Breaks(model()).fit(data(), rounds=10)
     with pytest.raises(TrainingError, match="became NaN or infinite in round 3"):
         Breaks(model()).fit(data(), rounds=3)
+
+
+# --- rates out of all proportion --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "FedSOUL"])
+def test_a_finite_theta_whose_outputs_overflow_predicts_nothing(name: str) -> None:
+    """Near the end of float32: products are beyond it."""
+    g = torch.Generator().manual_seed(0)
+    data = [(x := torch.randn(6, 3, generator=g), x.sum(1)) for _ in range(5)]
+    model = fp.Composition(nn.Linear(3, 2), nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
+    found = getattr(fp, name)(model).fit(data, rounds=2, progress=False)
+    sound = found.predict(0, data[0][0])
+    assert bool(torch.isfinite(sound.mean).all())
+    huge = replace(found, published={n: 1e30 * t for n, t in found.published.items()}, _personal={})
+    for predict in (lambda: huge.predict(0, data[0][0]), lambda: huge.new_client().predict(data[0][0])):
+        with pytest.raises(TrainingError, match="are not finite: theta is, but outputs overflow"):
+            predict()
+
+
+def test_numbers_beyond_float32_are_no_settings() -> None:
+    with pytest.raises(SettingsError, match=r"rate must be .*float32 ends at 3.4e\+38"):
+        fp.LocalSGD(rate=1e300)
+    model = fp.Composition(None, nn.Linear(3, 1), fp.likelihoods.Normal(1.0))
+    with pytest.raises(SettingsError, match="float32 ends"):
+        fp.DGLMC(model, step=1e39)
