@@ -33,6 +33,7 @@ from fedpop.channel import Answer, Tensors, Total
 from fedpop.checked import Count, NotNegative, Positive
 from fedpop.client.cost import finite, training_cost
 from fedpop.client.potential import Potential
+from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key, unit_of
 from fedpop.questions import Question
@@ -133,6 +134,10 @@ class DGLMC(PosteriorSamples):
     def _gamma(self, stiffness: Tensor, curvature: Tensor) -> Tensor:
         """gamma_i, ``[C, 1]``; a client without data and without a rho has nowhere to go."""
         if self.step is not None:
+            if self.step > torch.finfo(stiffness.dtype).max:
+                raise SettingsError(
+                    f"DG-LMC: a step of {self.step:g} is beyond the model's {stiffness.dtype}"
+                )
             return torch.full_like(stiffness, self.step) * (stiffness > 0)
         total = stiffness + curvature.unsqueeze(1)
         return torch.where(total > 0, STEP / total, torch.zeros_like(total))
