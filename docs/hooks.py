@@ -2,8 +2,8 @@
 
 The reference is made from ``fedpop.__all__``; a line ``<!-- bench: name -->`` becomes the table of that
 benchmark from ``results/bench/results.json``, ``<!-- tables: name -->`` all that the benchmark prints, a line
-``<!-- features -->`` what ``fedpop methods`` prints, a line
-``<!-- example: name -->`` an example of the gallery with what it prints and its picture.
+``<!-- features -->`` what ``fedpop methods`` prints, a line ``<!-- example: name -->`` an example of the
+gallery with what it prints and its picture.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import fedpop
+from fedpop.report.html import Sheet, markdown
 
 ROOT = Path(__file__).parents[1]
 GROUPS = {
@@ -70,12 +71,11 @@ def printed(name: str) -> str:
         return MISSING
     out = []
     for table in import_module(f"benchmarks.{name}").tables(records):
-        head = [str(column.header) for column in table.columns]
-        rows = [head, ["---:"] * len(head), *zip(*(c.cells for c in table.columns), strict=True)]
-        lines = ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+        rows = [[str(cell) for cell in row] for row in zip(*(c.cells for c in table.columns), strict=True)]
+        sheet = Sheet([str(column.header) for column in table.columns], rows)
         caption = f" ({table.caption})" if table.caption else ""
-        out.append(f"**{table.title}**{caption}\n\n" + "\n".join(lines))
-    return "\n\n".join(out)
+        out.append(f"**{table.title}**{caption}\n\n{markdown(sheet)}")
+    return "\n".join(out)
 
 
 def bench(name: str) -> str:
@@ -111,7 +111,6 @@ def _number(value: Any) -> str:
 def feature_table() -> str:
     """What ``fedpop methods`` prints."""
     from fedpop.experiments.features import feature_sheets
-    from fedpop.report.html import markdown
 
     table, references, note = feature_sheets()
     return f"{markdown(table)}\n{note}\n\n{markdown(references)}"

@@ -109,7 +109,7 @@ def join(root: Path, data: str | None, insecure: bool, say: Say, seconds: float 
     writable_folder(settings.folder / "logs")
 
     def arguments() -> list[str]:
-        if not insecure:  # the server may be another one since, or have come only now
+        if node.starts and not insecure:  # the server may be another one since, or have come only now
             try:
                 certificates.check_connection(settings.server, settings.folder / "ca.crt")
                 certificates.check_clock(settings.server, settings.folder / "ca.crt")
@@ -254,13 +254,13 @@ def personalise(
     root: Path, theta: Path, data: str, at: str | None, out: Path | None, level: float, say: Say
 ) -> None:
     """A brand-new site from theta alone: its model is made of its own data, and nothing is sent."""
-    form = _require_theta(theta)["schema"]
+    told = _require_theta(theta)
     known = read_site(root.absolute()) if (root / SETTINGS).exists() else None
     name = root.absolute().name if known is None else known.name
     check_name(name)
     own = None if known is None else known.folder
     where = _checked_data(data, name, own)
-    read_data(where, form, name, own)  # what does not fit is said before anything is made
+    read_data(where, told["schema"], name, own)  # what does not fit is said before anything is made
     if known is None:
         folder = writable_folder(root)
         make_secret(folder)
@@ -268,17 +268,16 @@ def personalise(
         write_bytes(folder / SETTINGS, text.encode())
     else:
         _with_data(known, where)
-    experiment = adopted(root, theta)
+    experiment = _adopted(root, theta, str(told["experiment"]))
     population = population_at(experiment).sample_all()
     say(f"a model for {', '.join(population.names)}: {experiment.federation}")
     if at is not None:
         write_predictions(predicted(population, experiment, at), out, level, say)
 
 
-def adopted(root: Path, theta: Path) -> SiteExperiment:
+def _adopted(root: Path, theta: Path, name: str) -> SiteExperiment:
     """An experiment at a site that took no part, from a federation's folder ``run/theta``."""
-    told = _require_theta(theta)
-    experiment = SiteExperiment(open_site(root.absolute()), str(told["experiment"]))
+    experiment = SiteExperiment(open_site(root.absolute()), name)
     held = experiment.folder / SEALED
     if not held.exists() or held.read_bytes() != (theta / SEALED).read_bytes():
         for file in WHOLE:
