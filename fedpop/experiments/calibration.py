@@ -38,7 +38,7 @@ def job(index: int, name: str, seed: int, data: str | None, folder: str) -> list
     torch.set_num_threads(1)
     task = TASKS[index]
     federation, setting = task.make(data, seed), full_data.setting_of(task)
-    method = bayesian(full_data.RATE, full_data.BATCH, federation)[name](task.model(seed))
+    method = bayesian(full_data.OWN, federation)[name](task.model(seed))
     return measured(NAME, setting, name, method, federation, seed, Path(folder))
 
 

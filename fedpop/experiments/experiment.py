@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedpop.data.images import prepare
-from fedpop.errors import CheckpointError, DataError, SettingsError
+from fedpop.errors import CheckpointError, DataError, SettingsError, warn_user
 from fedpop.experiments.runner import Job, run_jobs, workers
 from fedpop.extras import require_report
 from fedpop.files import writable_folder
@@ -83,6 +83,11 @@ class Experiment(Report):
             raise CheckpointError(
                 f"{asked.folder / 'results.json'} holds records of {', '.join(others)}; use another --out"
             )
+        old = [r for r in results.records if any(job.overrules(r) for job in chosen)]
+        if old:
+            of = ", ".join(sorted({r["method"] for r in old}))
+            warn_user(f"{len(old)} records of {of} were made with other settings and give way to new ones")
+            results.records = [r for r in results.records if r not in old]
         prepare_all([job for job in chosen if not job.done(results, again)], data)
         run_jobs(chosen, results, many, self.name, again=again)
         return self.tell(results)

@@ -19,7 +19,7 @@ from fedpop.client.local_sgd import LocalSGD
 from fedpop.data.image_task import FullImageTask
 from fedpop.evaluation.scores import scored
 from fedpop.experiments.experiment import Asked, Experiment
-from fedpop.experiments.image_methods import further, methods
+from fedpop.experiments.image_methods import methods, settings_of
 from fedpop.experiments.image_runs import COLUMNS, LEGEND, jobs_of, measured, rows, table, told
 from fedpop.experiments.runner import Job
 from fedpop.federation.clients import Client, Federation, Packed
@@ -35,8 +35,8 @@ LONGER = (1_000_000, 3_000_000)
 """Budgets of FedSOUL alone on the tasks of the first stage."""
 PUBLISHED = {("cifar10", 5): 79.48, ("cifar10", 2): 91.12}
 """FedSOUL's accuracies in the paper by images and classes per client, in percent."""
-RATE, BATCH = 0.02, 50
-"""Of every local step of SGD."""
+OWN = LocalSGD(1, 0.02, 50, momentum=0.9, decay=1e-3)
+"""The steps of those who have no settings in the file: the network's limit, and the Bayesian rivals."""
 TASKS = (
     FullImageTask("cifar10", 5),
     FullImageTask("cifar10", 2),
@@ -49,10 +49,10 @@ NEVER = -1e30
 """The head's output for a class that cannot be; minus infinity times nothing would be no number."""
 LIMIT = "pooled"
 """The network on everybody's images."""
-FIRST_METHODS = methods(RATE, BATCH)
-LATER_METHODS = {n: build for n, build in further(RATE, BATCH).items() if n != "pFedMe"}
-METHODS = FIRST_METHODS | LATER_METHODS
-ALL = {**FIRST_METHODS, LIMIT: None, **LATER_METHODS}
+METHODS = methods(NAME)
+FIRST_METHODS = ("FedSOUL", "FedSOUL-local", "FedRep", "FedAvg-FT", "Ditto", "APFL", "Local")
+LATER_METHODS = tuple(n for n in METHODS if n not in FIRST_METHODS)
+ALL = (*FIRST_METHODS, LIMIT, *LATER_METHODS)
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,7 @@ def limit(task: FullImageTask, federation: Federation, seed: int) -> Record:
     assert isinstance(train.x, Tensor)
     assert isinstance(test.x, Tensor)
     epochs = max(1, round(PASSES / len(train.y)))
-    own = LocalSGD(1, RATE, BATCH, momentum=0.9, decay=1e-3)
-    method = FedAvg(task.model(seed), local=own)
+    method = FedAvg(task.model(seed), local=OWN)
     population = fit(method, [Client(train.x, train.y)], rounds=epochs, seed=seed, progress=False)
     found = []
     for i, name in enumerate(federation.names):
@@ -132,7 +131,7 @@ def jobs(asked: Asked) -> list[Job]:
     tasks = [c.task for c in columns()]
     told = [setting_of(c.task, c.passes) for c in columns()]
     labels = [f"{s['dataset']} S={s['classes_per_client']}, {s['passes']:,} passes" for s in told]
-    return [j for cells in stages for j in jobs_of(asked, job, tasks, labels, told, cells)]
+    return [j for cells in stages for j in jobs_of(asked, job, tasks, labels, told, cells, methods=METHODS)]
 
 
 # --- what is told of it ----------------------------------------------------------------------
@@ -190,11 +189,11 @@ def page(results: Results) -> Page:
     lead = (
         "All training images over 100 clients with equal shards of the same number of classes, ten of them "
         f"active per round, test images alike. Every method may spend {PASSES:,} backbone passes and shifts "
-        f"and mirrors its images. FedSOUL has its default settings; all steps of local SGD are of {RATE:g} "
-        f"with momentum .9 and batches of {BATCH}, one epoch per round: nothing was tuned on test images, "
-        f"and nothing else yet. '{LIMIT}' is the same network on all images at once, told each client's "
-        "classes. SCAFFOLD steps without momentum, five times as far; L2GD has everybody in every round."
+        "and mirrors its images. FedSOUL has its default settings; those of the others, which stand at the "
+        f"end, were tuned neither on test images nor on others yet. '{LIMIT}' is the same network on all "
+        "images at once, told each client's classes. L2GD has everybody in every round."
     )
+    sections.append(Section("Settings", sheet=settings_of(NAME)))
     return Page("fedpop: all of CIFAR-10 and CIFAR-100", lead, sections)
 
 

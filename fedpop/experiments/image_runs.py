@@ -7,6 +7,7 @@ run is kept in a folder while it lasts, so that an experiment that was stopped g
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from fedpop.errors import TrainingError
 from fedpop.evaluation.scores import Evaluation
 from fedpop.experiments.budget import rounds_within
 from fedpop.experiments.experiment import Asked
+from fedpop.experiments.image_methods import Build
 from fedpop.experiments.runner import Job
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Everyone, Uniform
@@ -40,11 +42,17 @@ def jobs_of(
     settings: Sequence[dict[str, Any]],
     cells: Sequence[tuple[int, str]],
     also: Sequence[tuple[str, str]] = (),
+    methods: Mapping[str, Build] | None = None,
 ) -> list[Job]:
     """A job for each seed and each (task, method), in this order; ``call`` is given the task's number, the
     method's name, the seed, and the folders of data and of records. ``also`` are further splits of images
-    that the jobs of a task read."""
+    that the jobs of a task read. With ``methods``, what was run with other settings is run again."""
     data = None if asked.data is None else str(asked.data)
+    wanted = {
+        (images, name): settings_in(methods[name](tasks[t].model(0)))
+        for (images, name), t in {(tasks[t].images, name): t for t, name in cells}.items()
+        if methods is not None and name in methods
+    }
     return [
         Job(
             call,
@@ -53,11 +61,18 @@ def jobs_of(
             settings[t],
             seed,
             (name,),
+            wanted.get((tasks[t].images, name)),
             needs=((tasks[t].images, "train"), (tasks[t].images, "test"), *also[t : t + 1]),
         )
         for seed in range(asked.seeds)
         for t, name in cells
     ]
+
+
+def settings_in(method: Algorithm) -> dict[str, Any]:
+    """What a record tells of the method before it has run: not which engine ran."""
+    told: dict[str, Any] = json.loads(json.dumps(method.describe()))
+    return {k: v for k, v in told.items() if k != "engine"}
 
 
 def trained(
@@ -188,7 +203,7 @@ def rows(results: Results, setting: dict[str, Any], names: Iterable[str]) -> lis
     return out
 
 
-def table(results: Results, setting: dict[str, Any], names: Mapping[str, Any]) -> Sheet:
+def table(results: Results, setting: dict[str, Any], names: Iterable[str]) -> Sheet:
     found = rows(results, setting, names)
     return Sheet(COLUMNS, found, frozenset(i for i, r in enumerate(found) if r[0] == "FedSOUL"))
 

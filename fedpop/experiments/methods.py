@@ -50,3 +50,18 @@ def entry_from(table: Mapping[str, Any], where: str) -> Entry:
         raise SettingsError(f"{where}: method {name}: label is a text and search a table")
     settings = {k: v for k, v in table.items() if k not in RESERVED}
     return Entry(label, name, settings, search, where=f"{where}: method {label}")
+
+
+def in_line(settings: Mapping[str, Any]) -> str:
+    """Settings in a line.
+
+    >>> in_line({"local": {"rate": 0.01, "epochs": 5}, "adaptive": True})
+    'local.rate 0.01, local.epochs 5, adaptive True'
+    """
+    parts = []
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            parts += [f"{name}.{part}" for part in in_line(value).split(", ") if part]
+        else:
+            parts.append(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}")
+    return ", ".join(parts)

@@ -27,13 +27,12 @@ from fedpop.report.results import Record, Results, record, values
 
 NAME = "new-clients"
 PASSES = 500_000
-RATE, BATCH = 0.02, 50
 SHARE = 0.2
 """Of the clients, who are kept out of training."""
 EXAMPLES = (0, 1, 5, 25, 100)
 """Labelled images that a new client has."""
 TASKS = (FullImageTask("cifar10", 5), FullImageTask("cifar10", 2))
-METHODS = {n: build for n, build in methods(RATE, BATCH).items() if n in ("FedSOUL", "FedRep", "FedAvg-FT")}
+METHODS = {n: build for n, build in methods("full-data").items() if n in ("FedSOUL", "FedRep", "FedAvg-FT")}
 
 
 def newcomers_of(task: FullImageTask) -> int:
@@ -93,7 +92,8 @@ def few(population: Population, newcomers: list[Client], examples: int) -> dict[
 
 def jobs(asked: Asked) -> list[Job]:
     cells = [(t, name) for t in range(len(TASKS)) for name in METHODS]
-    return jobs_of(asked, job, TASKS, [name_of(t) for t in TASKS], [setting_of(t) for t in TASKS], cells)
+    labels, told = [name_of(t) for t in TASKS], [setting_of(t) for t in TASKS]
+    return jobs_of(asked, job, TASKS, labels, told, cells, methods=METHODS)
 
 
 # --- what is told of it ----------------------------------------------------------------------

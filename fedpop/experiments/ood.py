@@ -36,11 +36,10 @@ from fedpop.report.results import Record, Results
 from fedpop.report.side_by_side import densities
 
 NAME = "ood"
-RATE, BATCH = 0.02, 50
 SIDES = ("inside", "outside")
 PARTS = 24
 """Of the range of entropies, in curves."""
-METHODS = {n: build for n, build in methods(RATE, BATCH).items() if n in ("FedSOUL", "FedRep", "FedAvg-FT")}
+METHODS = {n: build for n, build in methods("full-data").items() if n in ("FedSOUL", "FedRep", "FedAvg-FT")}
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ def jobs(asked: Asked) -> list[Job]:
     told, tasks = [setting_of(pair) for pair in PAIRS], [pair.task for pair in PAIRS]
     cells = [(t, name) for t in range(len(PAIRS)) for name in METHODS]
     also = [(pair.out, "test") for pair in PAIRS]
-    return jobs_of(asked, job, tasks, [name_of(s) for s in told], told, cells, also)
+    return jobs_of(asked, job, tasks, [name_of(s) for s in told], told, cells, also, METHODS)
 
 
 # --- what is told of it ----------------------------------------------------------------------

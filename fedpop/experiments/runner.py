@@ -39,7 +39,7 @@ class Job:
     seed: int
     methods: tuple[str, ...]
     config: dict[str, Any] | None = None
-    """Records of another configuration are not those asked for."""
+    """Records of a configuration that has not these values are not those asked for."""
     needs: tuple[tuple[str, str], ...] = ()
     """Sets of images that it reads, with the split: ("cifar10", "train")."""
 
@@ -50,10 +50,18 @@ class Job:
             for r in results.records
             if r["setting"] == self.setting
             and r["seed"] == self.seed
-            and self.config in (None, r["config"])
+            and self._same(r)
             and not (again and r["version"] != __version__)
         }
         return set(self.methods) <= there
+
+    def overrules(self, r: Record) -> bool:
+        """Whether it is of this setting and method, of any seed, but was configured otherwise: a mean must
+        not be over both."""
+        return r["method"] in self.methods and r["setting"] == self.setting and not self._same(r)
+
+    def _same(self, r: Record) -> bool:
+        return all(r["config"].get(k) == v for k, v in (self.config or {}).items())
 
 
 def workers(processes: int | None) -> int | None:

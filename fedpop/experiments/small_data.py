@@ -14,7 +14,7 @@ import torch
 
 from fedpop.data.image_task import ImageTask
 from fedpop.experiments.experiment import Asked, Experiment
-from fedpop.experiments.image_methods import further, methods
+from fedpop.experiments.image_methods import methods, settings_of
 from fedpop.experiments.image_runs import COLUMNS, LEGEND, jobs_of, measured, rows
 from fedpop.experiments.runner import Job
 from fedpop.report import plots
@@ -23,15 +23,10 @@ from fedpop.report.results import Record, Results, interval95, values
 
 NAME = "small-data"
 PASSES = 60_000
-RATE, BATCH = 0.02, 10
 CLIENTS = 100
 RIVAL = "FedRep"
 FIRST_METHODS = ("FedSOUL", RIVAL, "APFL", "FedAvg-FT")
-METHODS = {
-    name: build
-    for name, build in (methods(RATE, BATCH) | further(RATE, BATCH)).items()
-    if name in (*FIRST_METHODS, "Ditto", "pFedMe", "Local")
-}
+METHODS = methods(NAME)
 GROUPS = (("cifar10", 5), ("cifar10", 2), ("cifar100", 20))
 """Images, and how many classes a client has."""
 TASKS = tuple(
@@ -80,7 +75,7 @@ def jobs(asked: Asked) -> list[Job]:
         [(t, name) for t in first for name in METHODS if name not in FIRST_METHODS],
         [(t, name) for t in range(len(TASKS)) if t not in first for name in METHODS],
     )
-    return [j for cells in stages for j in jobs_of(asked, job, TASKS, labels, told, cells)]
+    return [j for cells in stages for j in jobs_of(asked, job, TASKS, labels, told, cells, methods=METHODS)]
 
 
 # --- what is told of it ----------------------------------------------------------------------
@@ -156,8 +151,7 @@ def page(results: Results) -> Page:
     lead = (
         "CIFAR over 100 clients with the same number of classes (S) each: a share of them has 5 or 10 "
         f"images, the rest 25. Ten are active per round, and every method may spend {PASSES:,} backbone "
-        f"passes. FedSOUL has its default settings; all steps of local SGD are of {RATE:g} with momentum .9 "
-        f"and batches of {BATCH}; those of pFedMe are plain."
+        "passes. FedSOUL has its default settings; those of the others stand at the end."
     )
     sections = []
     for group, settings in groups().items():
@@ -170,6 +164,7 @@ def page(results: Results) -> Page:
             ),
             Section(f"{group}: all numbers", LEGEND, everything(results, settings)),
         ]
+    sections.append(Section("Settings", sheet=settings_of(NAME)))
     return Page("fedpop: small clients", lead, sections)
 
 

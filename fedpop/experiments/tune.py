@@ -22,7 +22,7 @@ from fedpop.evaluation.scores import CLASSES, HIGH_IS_GOOD, LEVEL, REAL
 from fedpop.experiments.comparison.run import config_of, fitted, opened
 from fedpop.experiments.comparison.terms import Source, Subject, Terms, check_entry, seeds_of
 from fedpop.experiments.config import Config, changed, read_config, to_toml, with_entry, with_settings
-from fedpop.experiments.methods import Entry
+from fedpop.experiments.methods import Entry, in_line
 from fedpop.experiments.runner import Job, run_jobs, workers
 from fedpop.extras import require_report
 from fedpop.federation.clients import Federation
@@ -211,17 +211,6 @@ def metric_of(results: Results) -> str:
     return str(results.records[0]["setting"]["metric"])
 
 
-def _told(settings: dict[str, Any]) -> str:
-    """Settings in a line, ``local.rate 0.01``."""
-    parts = []
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            parts += [f"{name}.{part}" for part in _told(value).split(", ") if part]
-        else:
-            parts.append(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}")
-    return ", ".join(parts)
-
-
 def chosen_sheet(results: Results) -> Sheet:
     """One row per method: what was chosen, out of how many trials."""
     metric = metric_of(results)
@@ -237,7 +226,7 @@ def chosen_sheet(results: Results) -> Sheet:
         except SettingsError:
             rows.append((method, "none", "-", str(len(trials)), str(lost), "-", written))
             continue
-        told = _told(dict(best.settings)) or "as they are"
+        told = in_line(dict(best.settings)) or "as they are"
         rows.append(
             (method, told, str(best.trial), str(len(trials)), str(lost), f"{best.score:.4g}", written)
         )
@@ -260,7 +249,7 @@ def trials_sheet(results: Results) -> Sheet:
     for method in results.methods():
         for t, score in _scores(results, method, metric).items():
             own = next(r for r in results.of(method=method) if r["setting"]["trial"] == t)
-            told = _told(own["config"]["settings"]) or "as they are"
+            told = in_line(own["config"]["settings"]) or "as they are"
             rows.append((method, told, str(t), "-" if score is None else f"{score:.4g}"))
     return Sheet(("method", "settings", "trial", f"validation {metric}"), rows)
 

@@ -195,8 +195,7 @@ def compare_all(
     ]
     write_json(folder / "details" / "methods.json", [e.label for e in entries])
     # Of methods whose settings changed nothing old stays, or a mean would be over both.
-    wanted = {job.methods[0]: job.config for job in jobs}
-    results.records = [r for r in results.records if wanted.get(r["method"], r["config"]) == r["config"]]
+    results.records = [r for r in results.records if not any(job.overrules(r) for job in jobs)]
     run_jobs(jobs, results, processes, NAME, show)
     return results
 
