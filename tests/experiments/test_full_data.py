@@ -26,7 +26,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         shorten(patch, full_data.METHODS)
         patch.setattr(full_data, "PASSES", PASSES)
-        patch.setattr(full_data, "LONGER", (2 * PASSES,))
+        patch.setattr(full_data, "OTHERS", (2 * PASSES,))
         patch.setattr(full_data, "TASKS", (FullImageTask("mnist", 2, b=5),))
         full_data.EXPERIMENT.run(out=out, processes=1, data=data)
         text = (out / "results.md").read_text()
@@ -40,7 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nobody_spends_more_than_the_budget_and_everyone_is_scored(found: Path) -> None:
     records = Results.open(found).records
     assert {r["method"] for r in records} == set(full_data.ALL)
-    assert {r["method"] for r in records if r["setting"]["passes"] == 2 * PASSES} == {"FedSOUL"}
+    assert {r["method"] for r in records if r["setting"]["passes"] == 2 * PASSES} == set(full_data.OURS)
     for r in records:
         assert r["cost"]["backbone_passes"] <= r["setting"]["passes"] * (1 + 1e-9) or r["cost"]["rounds"] == 1
         assert 0 <= r["metrics"]["accuracy_worst_decile"] <= r["metrics"]["accuracy"] <= 1
@@ -54,7 +54,7 @@ def test_the_first_stage_comes_first() -> None:
     assert {dataset for dataset, _, _ in early} == {"cifar10"}
     assert {name for _, name, _ in early} == {*full_data.FIRST_METHODS, full_data.LIMIT}
     assert {seed for _, _, seed in early} == {0, 1}
-    assert len(jobs) == 2 * (4 * len(full_data.ALL) + 2 * len(full_data.LONGER))
+    assert len(jobs) == 2 * (4 * len(full_data.ALL) + 2 * 2 * len(full_data.OTHERS))
     assert len({j.label for j in jobs}) == len(jobs)
     assert jobs[0].needs == (("cifar10", "train"), ("cifar10", "test"))
 
