@@ -191,9 +191,9 @@ def page(results: Results) -> Page:
             }
             for passes in budgets()
         }
-        there = {n: v for n, v in reached.items() if any(v.values())}
-        drawn = plots.spread(there, "passes", "test accuracy, %", log_y=False) if there else ""
-        figures = [Figure(drawn, "Every dot is a seed.")] if there else []
+        shown = {n: v for n, v in reached.items() if any(v.values())}
+        drawn = plots.spread(shown, "passes", "test accuracy, %", log_y=False) if shown else ""
+        figures = [Figure(drawn, "Every dot is a seed.")] if shown else []
         title = f"{task.images}, {task.classes} classes per client: FedSOUL with other budgets"
         words = "Plain rounds send one gradient of all images; local epochs take steps on them, and drift."
         sections.append(Section(title, words, paced(results, task), figures))
