@@ -87,6 +87,7 @@ VARIANTS: dict[str, Variant] = {
     DEFAULT: Variant(fedsoul(), "FedSOUL(model), as it is"),
     "phi rate .1": Variant(fedsoul(phi_step=Adam(0.1, Cosine())), "the server's step on phi"),
     "left form": Variant(fedsoul(beta_step=BetaStep(form="left")), "form of I"),
+    "right form": Variant(fedsoul(beta_step=BetaStep(form="right")), "form of I"),
     "EM .2": Variant(fedsoul(beta_step=EM(0.2, 0.1)), "how the prior is learned"),
     "Adam on the prior": Variant(fedsoul(beta_step=Adam(0.03, Cosine())), "how the prior is learned"),
     "mean fixed at 0": Variant(fedsoul(prior=Normal(learn_mean=False)), "how the prior is learned"),
