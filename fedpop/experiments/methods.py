@@ -56,12 +56,12 @@ def in_line(settings: Mapping[str, Any]) -> str:
     """Settings in a line.
 
     >>> in_line({"local": {"rate": 0.01, "epochs": 5}, "adaptive": True})
-    'local.rate 0.01, local.epochs 5, adaptive True'
+    'local (rate 0.01, epochs 5), adaptive True'
     """
     parts = []
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            parts += [f"{name}.{part}" for part in in_line(value).split(", ") if part]
+            parts.append(f"{name} ({in_line(value)})")
         else:
             parts.append(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}")
     return ", ".join(parts)

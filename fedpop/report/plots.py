@@ -146,9 +146,10 @@ def points(
                 axes.plot(xs, seen, ".", color=shade, alpha=0.35, ms=4)
             medians = [(x, median(numbers)) for x, numbers in group.items() if numbers]
             centres = [(x, y) for x, y in medians if math.isfinite(y)]
-            style = "o-" if joined else "o"
+            dash = own[name][1] if joined else ""
             if centres:
-                axes.plot(*zip(*centres, strict=True), style, color=shade, ms=5, linewidth=1.4, label=name)
+                seen_at, middle = zip(*centres, strict=True)
+                axes.plot(seen_at, middle, "o", ls=dash, color=shade, ms=5, linewidth=1.4, label=name)
         if log_x:
             axes.set_xscale("log")
             at: list[float] = []

@@ -178,7 +178,7 @@ def test_the_command_writes_a_file_that_compare_takes(tmp_path, capsys):
     path = tmp_path / "small.toml"
     path.write_text(to_toml(RAW | {"tune": {"trials": 2}, "method": RAW["method"][:1]}))
     main(["tune", str(path), "--out", str(tmp_path / "t"), "--processes", "1"])
-    assert "local.rate" in capsys.readouterr().out
+    assert "local (" in capsys.readouterr().out
     assert "FedAvg" in (tmp_path / "t" / "report.html").read_text()
     tuned = tmp_path / "t" / "tuned.toml"
     main(["compare", str(tuned), "--out", str(tmp_path / "c"), "--processes", "1"])
