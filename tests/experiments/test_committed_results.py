@@ -74,3 +74,26 @@ def test_benchmarks_stay_within_their_targets() -> None:
             assert m["ratio"] >= m["target"]
         elif "ratio" in m:
             assert m["ratio"] <= m["target"], r["setting"]
+
+
+@pytest.mark.parametrize("method", ["FedSOUL", "FedSOUL-sampled"])
+def test_no_synthetic_run_ends_in_a_local_optimum(method: str) -> None:
+    """Ten seeds of each of nine settings."""
+    found = [r["metrics"] for r in records("synthetic", method)]
+    assert len(found) >= 90
+    assert not any(m["local_optimum"] for m in found)
+
+
+def test_the_readme_has_the_synthetic_table() -> None:
+    found = {}
+    for line in (ROOT / "synthetic" / "results.md").read_text().splitlines():
+        setting, method, *numbers = [cell.strip() for cell in line.strip("|").split("|")] + [""]
+        found[setting, method] = numbers
+    readme = (ROOT.parent / "README.md").read_text()
+    for setting in ("100,2,20", "50,2,20", "200,2,20", "100,2,50", "100,2,5", "100,5,20"):
+        exact, ours, same, rep, avg = (
+            found[setting, m][1] for m in ("Exact", "FedSOUL", "FedRep-spectral", "FedRep", "FedAvg")
+        )
+        covered, by_exact, theta_too = found[setting, "FedSOUL"][5:8]
+        row = f"| ({setting.replace(',', ', ')}) | {exact} | **{ours}** | {same} | {rep} | {avg} | "
+        assert row + f"{covered} ({by_exact}) | {theta_too} |" in readme
