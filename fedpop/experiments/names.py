@@ -16,7 +16,7 @@ EXPERIMENTS: dict[str, str] = {
     "defaults": "Why the defaults for networks are what they are: small image clients, one setting changed "
     "at a time.",
     "drift": "Where theta settles with local epochs on phi, against the exact optimum and the plain round.",
-    "restarts": "The synthetic experiment's seeds that ended in a local optimum, run again with restarts.",
+    "restarts": "The synthetic seeds that missed the optimum without annealing, now and with restarts.",
     "clusters": "A population with two clusters: Normal, mixture and energy priors on clients never seen.",
     "mixed": "Mixed models against R's: agreement, by chains and with few taking part; coverage; pooling.",
 }

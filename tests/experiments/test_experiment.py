@@ -29,10 +29,10 @@ def instance(name: str) -> Experiment:
 
 @pytest.fixture
 def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the jobs of every experiment can be built: no images are read, and one seed has missed."""
+    """Where the jobs of every experiment can be built: no images are read; one folder has records."""
     monkeypatch.setattr(experiment, "prepare", lambda *_: None)
-    missed = record("synthetic", setting_of(TASKS[0]), "FedSOUL", 4, {"local_optimum": 1.0}, {}, {})
-    Results(tmp_path / "synthetic").add([missed])
+    there = record("synthetic", setting_of(TASKS[0]), "FedSOUL", 4, {"local_optimum": 1.0}, {}, {})
+    Results(tmp_path / "synthetic").add([there])
     return tmp_path
 
 
@@ -79,7 +79,7 @@ def test_all_experiments_take_the_same_words(name: str, room: Path, monkeypatch:
     main([*words(name, room), "--only", "seed"])
     (jobs, results, processes, title), folder = ran
     assert (folder, results.folder, processes, title) == (room / name, room / name, 3, name)
-    assert {job.seed for job in jobs} == ({4} if name == "restarts" else {0, 1})
+    assert {job.seed for job in jobs} == ({0, 1, 3, 4} if name == "restarts" else {0, 1})
     ran.clear()
     main([*words(name, room), "--only", jobs[-1].label])
     assert [job.label for job in ran[0][0]] == [jobs[-1].label]
