@@ -179,6 +179,7 @@ def test_the_command_writes_a_file_that_compare_takes(tmp_path, capsys):
     path.write_text(to_toml(RAW | {"tune": {"trials": 2}, "method": RAW["method"][:1]}))
     main(["tune", str(path), "--out", str(tmp_path / "t"), "--processes", "1"])
     assert "local (" in capsys.readouterr().out
+    assert "rate 0.0" in (tmp_path / "t" / "results.md").read_text()
     assert "FedAvg" in (tmp_path / "t" / "report.html").read_text()
     tuned = tmp_path / "t" / "tuned.toml"
     main(["compare", str(tuned), "--out", str(tmp_path / "c"), "--processes", "1"])
