@@ -8,16 +8,13 @@ client holds; test images are reported beside them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from fedpop.algorithms.base import Algorithm
-from fedpop.algorithms.fedavg import FedAvg
-from fedpop.algorithms.fedavg_ft import FedAvgFT
-from fedpop.algorithms.fedrep import FedRep
 from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.client.final import Final
 from fedpop.client.local_sgd import LocalSGD
@@ -34,7 +31,7 @@ from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.results import Record, Results, mean, record, values
 from fedpop.server.beta_step import BetaStep
 from fedpop.server.em import EM
-from fedpop.server.optimisers import Adam, MeanMove, Optimiser
+from fedpop.server.optimisers import Adam, MeanMove
 from fedpop.server.schedules import Cosine
 
 NAME = "defaults"
@@ -63,24 +60,11 @@ def fedsoul(**changes: Any) -> Build:
     return lambda model: FedSOUL(model, final=SHORT, **changes)
 
 
-def local(rate: float, epochs: int = 1, momentum: float = 0.0, optimiser: Optimiser | None = None) -> Variant:
-    own = LocalSGD(epochs, rate, batch=10, momentum=momentum)
-    step = PhiStep(optimiser or MeanMove(), local=own, schedule=Cosine())
+def local(rate: float, momentum: float = 0.0) -> Variant:
+    own = LocalSGD(1, rate, batch=10, momentum=momentum)
+    step = PhiStep(MeanMove(), local=own, schedule=Cosine())
     # The chain needs features once more: a forward pass is a third.
-    return Variant(fedsoul(phi_step=step), "local epochs on phi", epochs + 1 / 3)
-
-
-def fedavg(epochs: int, rate: float) -> Build:
-    return lambda model: FedAvgFT(
-        model,
-        local=LocalSGD(epochs, rate, batch=10, momentum=0.9),
-        fine_tune=LocalSGD(10, 0.01, batch=10),
-    )
-
-
-def fedrep(epochs: int, rate: float) -> Build:
-    heads, body = LocalSGD(10, rate, batch=10, momentum=0.9), LocalSGD(epochs, rate, batch=10, momentum=0.9)
-    return lambda model: FedRep(model, head=heads, body=body)
+    return Variant(fedsoul(phi_step=step), "local epochs on phi", 4 / 3)
 
 
 VARIANTS: dict[str, Variant] = {
@@ -98,17 +82,7 @@ VARIANTS: dict[str, Variant] = {
     "exponential h=.5": Variant(fedsoul(kernel=Exponential(0.5), local_steps=50), "kernel"),
     "local epoch .02": local(0.02, momentum=0.9),
     "local epoch .1": local(0.1),
-    "local epoch, Adam": local(0.02, optimiser=Adam(0.03, Cosine())),
 }
-BASELINES: dict[str, Variant] = {
-    "FedAvg 1 x .02": Variant(fedavg(1, 0.02), "baseline"),
-    "FedAvg 5 x .01": Variant(fedavg(5, 0.01), "baseline", 5.0),
-    "FedRep 1 x .02": Variant(fedrep(1, 0.02), "baseline", 4 / 3),
-    "FedRep 5 x .01": Variant(fedrep(5, 0.01), "baseline", 5 + 1 / 3),
-}
-ALL: Mapping[str, Variant] = VARIANTS | BASELINES
-GONE = {"antithetic pairs": "20 transitions"}
-"""Settings that are no longer there, but in records: after which variant they are told."""
 
 
 def setting_of(task: ImageTask) -> dict[str, Any]:
@@ -137,29 +111,12 @@ def judged(population: Population, split: str) -> dict[str, float]:
 def job(images: str, name: str, seed: int, folder: str | None) -> list[Record]:
     """The records of one variant on one set of images and one seed."""
     torch.set_num_threads(1)
-    task, variant = ImageTask(images), ALL[name]
+    task, variant = ImageTask(images), VARIANTS[name]
     clients = task.make(folder, seed)
     method = variant.build(task.model(seed))
     rounds = rounds_for(task, variant.cost)
     population = method.fit(clients, rounds=rounds, seed=seed, participation=ACTIVE, progress=False)
-    out = [_record(population, task, name, seed)]
-    if isinstance(population.algorithm, FedAvgFT):  # the same training serves both
-        plain = FedAvg(population.model, local=population.algorithm.local)
-        same = Population(
-            plain,
-            population.published,
-            population.key,
-            population.federation,
-            population.store,
-            population.history,
-            population.totals,
-            population.rounds,
-        )
-        out = [
-            _record(same, task, name, seed),
-            _record(population, task, f"{name} + tuning", seed),
-        ]
-    return out
+    return [_record(population, task, name, seed)]
 
 
 def _record(population: Population, task: ImageTask, name: str, seed: int) -> Record:
@@ -170,11 +127,6 @@ def _record(population: Population, task: ImageTask, name: str, seed: int) -> Re
     return record(NAME, setting_of(task), name, seed, metrics, cost, population.algorithm.describe())
 
 
-def methods_of(name: str) -> tuple[str, ...]:
-    """The records that a variant's job makes."""
-    return (name, f"{name} + tuning") if name.startswith("FedAvg") else (name,)
-
-
 def jobs(asked: Asked) -> list[Job]:
     return [
         Job(
@@ -183,11 +135,11 @@ def jobs(asked: Asked) -> list[Job]:
             f"{images}, {name}, seed {seed}",
             setting_of(ImageTask(images)),
             seed,
-            methods_of(name),
+            (name,),
             needs=((images, "train"), (images, "test")),
         )
         for seed in range(asked.seeds)
-        for name in ALL
+        for name in VARIANTS
         for images in IMAGES
     ]
 
@@ -213,22 +165,14 @@ LEGEND = (
     "Means over seeds. valid.: images that no client holds, on which settings are compared; NLL: mean "
     "negative log-probability; ECE: expected calibration error, 15 bins, all clients pooled; n = 5, n = 25: "
     "test accuracy of clients with so many images; scale: the prior's standard deviation at the end; passes: "
-    "backbone example-passes (a forward alone is a third). FedAvg '+ tuning': ten epochs of each "
-    "client's own from the final model."
+    "backbone example-passes (a forward alone is a third)."
 )
-
-
-def question(method: str) -> str:
-    name = method.removesuffix(" + tuning")
-    return ALL[name].question if name in ALL else method
 
 
 def order(results: Results) -> list[str]:
     """Methods in the experiment's own order."""
     found = results.methods()
-    after = {variant: gone for gone, variant in GONE.items()}
-    known = [m for name in ALL for m in (name, f"{name} + tuning", after.get(name, "")) if m in found]
-    return known + [m for m in found if m not in known]
+    return [m for m in VARIANTS if m in found] + [m for m in found if m not in VARIANTS]
 
 
 def _mean(records: list[Record], name: str, digits: int = 3, of: str = "metrics", scale: float = 1.0) -> str:
@@ -275,7 +219,8 @@ def differences(results: Results) -> Sheet:
         for images in ("cifar10", "mnist"):
             for name, scale in (("validation_log_score", 1.0), ("validation_accuracy", 100.0)):
                 cells.append(_paired(results, images, method, name, scale))
-        rows.append((question(method), method, *cells))
+        asked = VARIANTS[method].question if method in VARIANTS else method
+        rows.append((asked, method, *cells))
     return Sheet(columns, rows, frozenset(i for i, r in enumerate(rows) if r[1] == DEFAULT))
 
 
