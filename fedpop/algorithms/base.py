@@ -16,7 +16,6 @@ simulator or across machines.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -307,14 +306,9 @@ class Algorithm(Setting, ABC):
         """Relative change of theta between the two halves of the tail, where there is a tail."""
         return None
 
-    def phi_at_bound(self, phi: Tensor) -> list[str]:
-        """A word about phi where it sits on the edge of its projection set."""
+    def at_bound(self, published: Tensors) -> list[str]:
+        """A word about each parameter on the edge of its projection set."""
         return []
-
-    @property
-    def phi_ball(self) -> float:
-        """The radius of the set that phi is kept in."""
-        return math.inf
 
     def lines(self, published: Tensors) -> list[tuple[str, str]]:
         """What was learned, in words, under short titles."""

@@ -34,7 +34,7 @@ class WithEngine(Hierarchical):
     @cached_property
     def exact(self) -> ExactEngine | None:
         """What makes the rounds in the place of chains, once a run has chosen it."""
-        return ExactEngine(self.hierarchy, self.on_phi.ball) if self.engine.endswith("exact") else None
+        return ExactEngine(self.hierarchy) if self.engine.endswith("exact") else None
 
     @property
     def needs_everyone(self) -> bool:

@@ -8,8 +8,9 @@ evaluation. Units keep no chain and send value and gradient, twice or so the Hes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -61,26 +62,32 @@ def obstacle(hierarchy: Hierarchy) -> str | None:
     return None
 
 
+KEPT = ("unit", "sets", "ball", "missing", "heard", "noises")
+"""What the server keeps from trial to trial, beside the search itself."""
+
+
 @dataclass(frozen=True)
 class ExactEngine:
-    """Rounds of the exact engine on a hierarchy; ``ball`` bounds norm(phi)."""
+    """Rounds of the exact engine on a hierarchy."""
 
     hierarchy: Hierarchy
-    ball: float
 
     # --- what a round asks, and what units answer --------------------------------------------
 
-    def first(self, phi: Tensor, beta: Tensor, unit: Tensor, left: Tensor | None = None) -> Tensors:
+    def first(
+        self, phi: Tensor, beta: Tensor, unit: Tensor, sets: Tensor, ball: Tensor, left: Tensor | None = None
+    ) -> Tensors:
         """The server's state before the first round: the first trial is the start itself."""
         x = torch.cat((phi, beta)).double()
         units = torch.cat((unit, self.hierarchy.prior.units(beta))).double()
-        noises = annealed(self.hierarchy, left)
-        return self._asking({"unit": units, "missing": x.new_zeros(()), "noises": noises}, SearchState.at(x))
+        missing, noises = x.new_zeros(()), annealed(self.hierarchy, left)
+        server = {"unit": units, "sets": sets, "ball": ball, "missing": missing, "noises": noises}
+        return self._asking(server, SearchState.at(x))
 
     def _asking(self, server: Tensors, state: SearchState) -> Tensors:
         """The server's state with the next trial in it, as sites are told."""
         size = self.hierarchy.model.phi_layout.size
-        server = {n: t for n, t in server.items() if n in ("unit", "missing", "heard", "noises")}
+        server = {n: t for n, t in server.items() if n in KEPT}
         if len(server["noises"]):
             server["noise"] = server["noises"][0]
         if state.wants_curvature:
@@ -148,7 +155,8 @@ class ExactEngine:
         f = -value if total.count >= heard else float("inf")
         slope = total.estimate("gradient", theta)
         slope = slope + torch.cat((hyper.phi_grad(phi), hyper.beta_grad(prior, beta)))
-        free = self._free(theta, slope)
+        inside = partial(self._project, server)
+        free = self._free(theta, slope, inside)
         curvature = None
         if state.wants_curvature:
             curvature = hyper.curvature(prior, phi, beta)
@@ -165,22 +173,18 @@ class ExactEngine:
             state = begun_again(state, curved=len(theta) <= SMALL)
             server = server | {"noises": noises[1:]}
         server = server | {"missing": torch.zeros_like(server["missing"]), "heard": theta.new_tensor(heard)}
-        return self._asking(server, self._inside(state))
+        return self._asking(server, state.moved(inside(state.x), inside(state.trial)))
 
-    def _project(self, theta: Tensor) -> Tensor:
-        size = self.hierarchy.model.phi_layout.size
-        return torch.cat((into_ball(theta[:size], self.ball), self.hierarchy.prior.boxed(theta[size:])))
+    def _project(self, server: Tensors, theta: Tensor) -> Tensor:
+        size, prior = self.hierarchy.model.phi_layout.size, self.hierarchy.within(server).prior
+        return torch.cat((into_ball(theta[:size], float(server["ball"])), prior.boxed(theta[size:])))
 
-    def _inside(self, state: SearchState) -> SearchState:
-        """The trial, and what became of it, inside the projection sets."""
-        return state.moved(self._project(state.x), self._project(state.trial))
-
-    def _free(self, theta: Tensor, slope: Tensor) -> Tensor:
+    def _free(self, theta: Tensor, slope: Tensor, inside: Callable[[Tensor], Tensor]) -> Tensor:
         """Coordinates that are learned, and that a small step upwards does not carry across a bound."""
         size, prior = self.hierarchy.model.phi_layout.size, self.hierarchy.prior
         learned = torch.cat((torch.ones_like(theta[:size]), prior.mask(torch.ones_like(theta[size:])))) > 0
         step = 1e-9 * theta.abs().clamp(min=1.0) * slope.sign()
-        held = (self._project(theta + step) == theta) & (slope != 0)
+        held = (inside(theta + step) == theta) & (slope != 0)
         return learned & ~held
 
     # --- afterwards --------------------------------------------------------------------------
@@ -189,7 +193,9 @@ class ExactEngine:
         """The best point so far, in the model's own type."""
         state = SearchState.of(unprefixed("search.", server))
         size, theta = self.hierarchy.model.phi_layout.size, state.x.to(self._own_type)
-        return {"phi": theta[:size], "beta": self.hierarchy.prior.project(theta[size:])}
+        prior = self.hierarchy.within(server).prior
+        sets = {n: server[n] for n in ("sets", "ball")}
+        return {"phi": theta[:size], "beta": prior.project(theta[size:])} | sets
 
     def metrics(self, server: Tensors) -> dict[str, float | None]:
         """Where the search stands: the objective at its best point, and what a Newton step promises there."""

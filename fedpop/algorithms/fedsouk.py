@@ -188,7 +188,7 @@ class FedSOUK(WithStart):
             server = self.anneal.cooled(self.model, server, k + 1, facts.first_stage)
         if total.silent:
             return server
-        prior = self.hierarchy.prior
+        prior = self.hierarchy.within(server).prior
         phi, beta = server["phi"], server["beta"]
         i = self.hyperprior.plus_beta(prior, beta, total.estimate("I", beta))
         j = self.hyperprior.plus_phi(phi, total.estimate("J", phi))
@@ -219,7 +219,7 @@ class FedSOUK(WithStart):
                 facts.heard,
             )
             new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, stage)
-        new_phi, new_beta = into_ball(new_phi, self.on_phi.ball), prior.project(new_beta)
+        new_phi, new_beta = into_ball(new_phi, float(server["ball"])), prior.project(new_beta)
         eta, theta = optimiser.schedule.factor(k, stage), torch.cat((new_phi, new_beta))
         align, average = aligner(self.model, prior), unprefixed("average.", server)
         average = self.average.update(average, theta, eta, k, stage, align, warm)
@@ -233,9 +233,10 @@ class FedSOUK(WithStart):
         if self.exact is not None:
             return self.exact.publish(server)
         theta = self.average.value(unprefixed("average.", server), torch.cat((server["phi"], server["beta"])))
-        size, prior = server["phi"].shape[0], self.hierarchy.prior
+        size, prior = server["phi"].shape[0], self.hierarchy.within(server).prior
         states = prior_chains.published(prior, unprefixed("prior.", server))
-        return {"phi": theta[:size], "beta": prior.project(theta[size:])} | states
+        sets = {n: server[n] for n in ("sets", "ball")}
+        return {"phi": theta[:size], "beta": prior.project(theta[size:])} | sets | states
 
     def lines(self, published: Tensors) -> list[tuple[str, str]]:
         kernel = f"{self.sampler.kernel}, {describe_steps(self.local_steps)}"

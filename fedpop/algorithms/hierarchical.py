@@ -188,14 +188,11 @@ class Hierarchical(Algorithm):
             "prior_sd": float(torch.linalg.vector_norm(sd)) / math.sqrt(len(sd)),
         }
 
-    @property
-    def phi_ball(self) -> float:
-        return self.on_phi.ball
-
-    def phi_at_bound(self, phi: Tensor) -> list[str]:
-        ball = self.on_phi.ball
+    def at_bound(self, published: Tensors) -> list[str]:
+        words = self.hierarchy.within(published).prior.at_bound(published["beta"])
+        phi, ball = published["phi"], float(published.get("ball", math.inf))
         at_edge = phi.numel() > 0 and float(phi.norm()) >= 0.9999 * ball
-        return [f"phi is at the edge of its ball, {ball:g}"] if at_edge else []
+        return [*words, f"phi is at the edge of its ball, {ball:g}"] if at_edge else words
 
     def drift(self, server: Tensors) -> float | None:
         halves = self.average.halves(unprefixed("average.", server))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Self
 
+import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import Facts
@@ -13,6 +14,7 @@ from fedpop.algorithms.engine import WithEngine
 from fedpop.channel import Tensors
 from fedpop.checked import OneOf
 from fedpop.keys import Key
+from fedpop.priors.base import FAR
 from fedpop.questions import Question, starts
 from fedpop.questions.spectral import Spectral
 from fedpop.questions.targets import TargetSize
@@ -49,12 +51,14 @@ class WithStart(WithEngine):
         return redrawn(self.model, phi, key.at(purpose=f"restart-{facts.restart}"))
 
     def first_theta(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
-        """phi and beta before the first round, given the answers; phi's natural units, and the noise
-        variance that annealing begins at."""
+        """phi and beta before the first round, given the answers; phi's natural units, the bounds and radii
+        of the projection sets, and the noise variance that annealing begins at."""
         prior, own = self.hierarchy.prior, key.at(purpose=f"prior-{facts.restart}")
         phi, beta = starts.theta(self.model, prior, self._first_phi(facts, key), known, own)
         server = {"phi": phi}
         if "target_size" in known:
             server = self.anneal.begun(self.model, phi, known["target_size"], facts.first_stage)
             phi = server["phi"]
-        return server | {"beta": beta, "unit": natural_units(self.model, phi)}
+        ball = self.on_phi.ball or FAR * max(1.0, float(phi.norm()))
+        sets = {"sets": prior.first_sets(beta), "ball": phi.new_tensor(ball, dtype=torch.float64)}
+        return server | {"beta": beta, "unit": natural_units(self.model, phi)} | sets

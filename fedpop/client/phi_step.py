@@ -50,7 +50,8 @@ class PhiStep(Setting):
             its own.
         schedule: What the rate of local steps is multiplied by over the rounds; ``Constant()`` unless
             told.
-        ball: The largest norm of phi, onto which longer ones are projected; 1e6 unless told.
+        ball: The largest norm of phi, onto which longer ones are projected; None is a million times that of
+            its start, or of one.
 
     >>> PhiStep(Adam(0.01), batch=50).batch
     50
@@ -60,7 +61,7 @@ class PhiStep(Setting):
     batch: Count | None = None
     local: LocalSGD | None = None
     schedule: Schedule = field(default_factory=Constant)
-    ball: Positive = 1e6
+    ball: Positive | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

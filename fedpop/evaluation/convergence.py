@@ -12,6 +12,7 @@ It certifies a local optimum; whether there is a better one elsewhere it cannot 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -67,13 +68,9 @@ class Landing(NamedTuple):
 
 @dataclass(frozen=True)
 class ToTheOptimum(Question[Landing]):
-    """The gradient, its noise and the information, summed over everyone; and what they say of theta.
-
-    ``ball`` is the radius of the set that phi is kept in.
-    """
+    """The gradient, its noise and the information, summed over everyone; and what they say of theta."""
 
     hierarchy: Hierarchy
-    ball: float
     name: ClassVar[str] = "distance from a local optimum"
 
     def ask(self, known: Tensors) -> Tensors:
@@ -111,7 +108,8 @@ class ToTheOptimum(Question[Landing]):
         noise = sums["noise"].double().reshape(p, p) if "noise" in sums else torch.zeros_like(curvature)
         learned = torch.cat((torch.ones_like(phi), prior.mask(torch.ones_like(beta)))).bool()
         fixed = torch.eye(p, dtype=theta.dtype, device=theta.device)[:, ~learned]
-        held = held_directions(self.hierarchy, phi, beta, score, self.ball)
+        ball = float(known.get("ball", math.inf))
+        held = held_directions(self.hierarchy.within(known), phi, beta, score, ball)
         gauge = gauge_directions(self.hierarchy, phi, beta)
         return landing(score, curvature, noise, torch.cat((fixed, held, gauge), dim=1))
 

@@ -292,8 +292,8 @@ def theta_draws(
         torch.arange(DRAWS, device=phi.device), (len(values),), torch.float64
     )
     theta = torch.cat((phi, beta)).double() + (noise * values.rsqrt()) @ vectors.mT
-    size = phi.shape[0]
-    return [(t[:size].to(phi.dtype), hierarchy.prior.project(t[size:].to(beta.dtype))) for t in theta]
+    size, prior = phi.shape[0], hierarchy.within(published).prior
+    return [(t[:size].to(phi.dtype), prior.project(t[size:].to(beta.dtype))) for t in theta]
 
 
 def standard_errors(hierarchy: Hierarchy, published: Tensors, total: Tensor) -> dict[str, list[float]]:

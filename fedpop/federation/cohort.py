@@ -139,6 +139,16 @@ class Cohort:
         rows = starts[owner] + offset - (torch.cumsum(sizes, 0) - sizes)[owner]
         return self.take(rows, self.units[index], sizes)
 
+    def thinned(self, most: int) -> Cohort:
+        """At most so many rows of each unit, evenly spaced."""
+        if self.longest <= most:
+            return self
+        sizes = self.sizes.clamp(max=most)
+        # floor(place m / n) takes m values as a unit's n rows go by: the first row of each is kept.
+        place, n, m = self.position, self.sizes[self.owner], sizes[self.owner]
+        kept = place * m % n < m
+        return self.take(kept.nonzero().squeeze(1), self.units, sizes)
+
     def take(self, rows: Tensor | slice, units: Tensor, sizes: Tensor) -> Cohort:
         """A cohort of these rows, which must lie unit by unit."""
         return Cohort(

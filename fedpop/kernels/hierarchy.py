@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from fedpop.channel import Tensors
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.kernels.target import Target
@@ -28,6 +29,10 @@ class Hierarchy:
     def closed_form(self) -> bool:
         """Posteriors and the marginal likelihood are: a linear head, a quadratic log-likelihood, Normals."""
         return self.model.linear and self.model.likelihood.quadratic and self.prior.component is not None
+
+    def within(self, told: Tensors) -> Hierarchy:
+        """The same with the projection sets of a run, where it tells them."""
+        return replace(self, prior=self.prior.within(told["sets"])) if "sets" in told else self
 
     def at_noise(self, variance: float) -> Hierarchy:
         """The same with normal noise of this variance, whatever phi says of it."""

@@ -142,9 +142,7 @@ class Population:
     @property
     def at_bound(self) -> list[str]:
         """A word about each parameter on the edge of its projection set."""
-        words = self.algorithm.phi_at_bound(self.published["phi"])
-        hierarchy = self.algorithm.hierarchy
-        return words if hierarchy is None else hierarchy.prior.at_bound(self.published["beta"]) + words
+        return self.algorithm.at_bound(self.published)
 
     def _hierarchy(self, what: str) -> Hierarchy:
         if self.algorithm.hierarchy is None:
@@ -296,7 +294,7 @@ class Population:
         hierarchy, phi, beta = self._hierarchy("chains"), self.published["phi"], self.published["beta"]
         if small(hierarchy, phi, beta):
             with suppress(EstimateError):
-                return self.ask(ToTheOptimum(hierarchy, self.algorithm.phi_ball)).distance
+                return self.ask(ToTheOptimum(hierarchy)).distance
         return self.convergence or loss_trend(self.history)
 
     def theta_draws(self) -> list[tuple[Tensor, Tensor]]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -26,16 +27,36 @@ if TYPE_CHECKING:
     from fedpop.priors.normal import Normal
 
 
-def check_scale(scale: float | None, bounds: tuple[float, float]) -> None:
-    """Raise unless bounds leave room between them, and the scale lies inside."""
+REACH = 1e3
+"""How far scales may go from where they start, unless told: as many times below the smallest of them and
+above the largest. Where they start has the data's units, so that it does not matter which these are."""
+FAR = 1e6
+"""The same of norms: so many times the largest scale, or what they start at."""
+
+
+def in_words(v: float) -> str:
+    """A size with three digits after the point, or three that count.
+
+    >>> in_words(1.41549), in_words(0.0), in_words(0.00057), in_words(571691.25)
+    ('1.415', '0.000', '0.00057', '5.72e+05')
+    """
+    return f"{v:.3f}" if v == 0 or 0.01 <= v < 1e5 else f"{v:.3g}"
+
+
+def check_scale(scale: float | None, bounds: tuple[float, float] | None) -> None:
+    """Raise unless bounds, if any, leave room between them, and the scale lies inside."""
+    if bounds is None:
+        return
     if not bounds[0] < bounds[1]:
         raise SettingsError(f"scale bounds must satisfy 0 < low < high, not {bounds}")
     if scale is not None and not bounds[0] <= scale <= bounds[1]:
         raise SettingsError(f"scale {scale} lies outside its bounds {bounds}")
 
 
-def into_ball(v: Tensor, radius: float) -> Tensor:
+def into_ball(v: Tensor, radius: float | None) -> Tensor:
     """The nearest vector that is no longer than this."""
+    if radius is None:
+        return v
     length = float(torch.linalg.vector_norm(v))
     return v if length <= radius else v * (radius / length)
 
@@ -87,7 +108,9 @@ class Prior(Setting, ABC):
     mean: float
     scale: float | None
     """Where beta starts; None leaves it to the data."""
-    bounds: tuple[float, float]
+    bounds: tuple[float, float] | None
+    ball: float | None
+    """The projection sets; None leaves them to where beta starts."""
 
     @property
     def covariance(self) -> str:
@@ -117,8 +140,9 @@ class Prior(Setting, ABC):
     def rescaled(self, beta: Tensor, scale: float) -> Tensor:
         """A starting beta, made with scale one, at another scale."""
 
-    def spread_out(self, beta: Tensor, sd: Tensor) -> Tensor:
-        """A starting beta with these standard deviations ``[d]``, or with one that stands for them."""
+    def spread_out(self, beta: Tensor, sd: Tensor, shape: Tensor | None = None) -> Tensor:
+        """A starting beta with these standard deviations ``[d]``, or with one that stands for them; where
+        covariances are full and a ``shape [q, q]`` is known, blocks of it."""
         return self.rescaled(beta, float(sd.log().mean().exp()))
 
     @abstractmethod
@@ -220,9 +244,26 @@ class Prior(Setting, ABC):
         """A step of stochastic-approximation EM from the score averaged over clients."""
         raise SettingsError(f"{self.name} priors have no EM step; use beta_step=fedpop.steps.Adam()")
 
+    def scales(self, beta: Tensor) -> tuple[float, float, float]:
+        """The smallest and the largest standard deviation in any direction, and the norm of the mean."""
+        sd = self.sd(beta)
+        return float(sd.min()), float(sd.max()), float(self.mu(beta).norm())
+
+    def first_sets(self, beta: Tensor) -> Tensor:
+        """Bounds and ball of a run that starts from this beta: as given, or in units of the start."""
+        least, most, norm = self.scales(beta)
+        low, high = self.bounds or (least / REACH, most * REACH)
+        ball = self.ball or FAR * max(most, norm / REACH)
+        return torch.tensor((low, high, ball), dtype=torch.float64, device=beta.device)
+
+    def within(self, sets: Tensor) -> Self:
+        """This prior with the projection sets of a run."""
+        low, high, ball = sets.tolist()
+        return replace(self, bounds=(low, high), ball=ball)  # type: ignore[type-var]
+
     @abstractmethod
     def project(self, beta: Tensor) -> Tensor:
-        """The nearest beta inside the projection sets."""
+        """The nearest beta inside the projection sets; itself where there are none."""
 
     def boxed(self, beta: Tensor) -> Tensor:
         """The nearest beta whose coordinates each lie between bounds, about those of the projection sets: of

@@ -48,8 +48,9 @@ class Mixture(Prior):
         spread: How far apart means start, in units of the scale, keyed by the seed; 1 unless told.
             Components that start alike stay alike.
         floor: The least weight that a component keeps, below one over their number; 1e-3 unless told.
-        bounds: Standard deviations of every component stay between these; (1e-3, 1e3) unless told.
-        ball: The largest norm of a component's mean; 1e6 unless told.
+        bounds: Standard deviations of every component stay between these; None has them stay within a
+            factor of 1,000 of where they start.
+        ball: The largest norm of a component's mean; None is a million standard deviations.
 
     >>> import fedpop as fp
     >>> fp.priors.Mixture(components=2, covariance="diagonal").size(3)
@@ -62,8 +63,8 @@ class Mixture(Prior):
     scale: Positive | None = None
     spread: Positive = 1.0
     floor: Positive = 1e-3
-    bounds: tuple[Positive, Positive] = (1e-3, 1e3)
-    ball: Positive = 1e6
+    bounds: tuple[Positive, Positive] | None = None
+    ball: Positive | None = None
 
     name: ClassVar[str] = "Mixture"
     em: ClassVar[bool] = True
@@ -235,6 +236,10 @@ class Mixture(Prior):
         pairs = zip(self.betas(beta), self.betas(score), weights, strict=True)
         moved = [self.component.em_step(own, part / w, rate, floor) for own, part, w in pairs]
         return torch.cat((weights.log(), *moved))
+
+    def scales(self, beta: Tensor) -> tuple[float, float, float]:
+        least, most, norms = zip(*[self.component.scales(own) for own in self.betas(beta)], strict=True)
+        return min(least), max(most), max(norms)
 
     def project(self, beta: Tensor) -> Tensor:
         """Weights at least ``floor`` that add up to one; every Normal inside its own sets."""

@@ -35,7 +35,7 @@ from fedpop.checked import OneOf, Positive
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
 from fedpop.priors import projection
-from fedpop.priors.base import Guess, Part, Prior, check_scale, positive
+from fedpop.priors.base import Guess, Part, Prior, check_scale, in_words, positive
 
 COVARIANCES = ("isotropic", "diagonal", "full")
 
@@ -52,8 +52,10 @@ class Normal(Prior):
             of normal targets; it is 1 after a spectral start, and for a ``CustomModel``.
         learn_mean: False keeps the mean where it starts.
         learn_scale: False keeps the scale where it starts.
-        bounds: Standard deviations (eigenvalues of Sigma^1/2, if full) stay between these.
-        ball: The largest norm of mu; a longer one is projected onto it.
+        bounds: Standard deviations (eigenvalues of Sigma^1/2, if full) stay between these; None has them stay
+            within a factor of 1,000 of where they start.
+        ball: The largest norm of mu, onto which a longer one is projected; None is a million standard
+            deviations.
 
     >>> Normal(covariance="diagonal", scale=0.5).size(3)
     6
@@ -64,8 +66,8 @@ class Normal(Prior):
     scale: Positive | None = None
     learn_mean: bool = True
     learn_scale: bool = True
-    bounds: tuple[Positive, Positive] = (1e-3, 1e3)
-    ball: Positive = 1e6
+    bounds: tuple[Positive, Positive] | None = None
+    ball: Positive | None = None
 
     name: ClassVar[str] = "Normal"
     forms: ClassVar[tuple[str, ...]] = ("left", "right", "mixed")
@@ -117,11 +119,13 @@ class Normal(Prior):
     def rescaled(self, beta: Tensor, scale: float) -> Tensor:
         return self.init(self.mu(beta), scale)
 
-    def spread_out(self, beta: Tensor, sd: Tensor) -> Tensor:
+    def spread_out(self, beta: Tensor, sd: Tensor, shape: Tensor | None = None) -> Tensor:
         if self.covariance == "isotropic":
             return super().spread_out(beta, sd)
-        full = self.covariance == "full"
-        return self.pack(self.mu(beta), sd.diag()) if full else torch.cat((self.mu(beta), sd.log()))
+        if self.covariance == "diagonal":
+            return torch.cat((self.mu(beta), sd.log()))
+        factor = sd.diag() if shape is None else torch.linalg.cholesky(shape)
+        return self.pack(self.mu(beta), torch.block_diag(*[factor] * (len(sd) // len(factor))))
 
     def mu(self, beta: Tensor) -> Tensor:
         return beta[: self.dimension(beta)]
@@ -159,8 +163,8 @@ class Normal(Prior):
         """Mean and scale in words."""
         sd = self.sd(beta)
         low, high = float(sd.min()), float(sd.max())
-        span = f"{low:.3f}" if low == high else f"{low:.3f} to {high:.3f}"
-        return f"norm of mean {float(self.mu(beta).norm()):.3f}, sd {span}"
+        span = in_words(low) if low == high else f"{in_words(low)} to {in_words(high)}"
+        return f"norm of mean {in_words(float(self.mu(beta).norm()))}, sd {span}"
 
     # --- density and draws -------------------------------------------------------------------
 
@@ -205,12 +209,10 @@ class Normal(Prior):
         return torch.add(-constant, (grad * centred).sum(-1), alpha=0.5), grad
 
     def _log_det(self, beta: Tensor) -> Tensor:
+        if self.covariance == "full":
+            return self.factor(beta).diagonal().log().sum()
         d = self.dimension(beta)
-        if self.covariance == "isotropic":
-            return d * beta[d]
-        if self.covariance == "diagonal":
-            return beta[d:].sum()
-        return self.factor(beta).diagonal().log().sum()
+        return beta[d:].sum() * (d if self.covariance == "isotropic" else 1)
 
     def unit(self, beta: Tensor) -> Tensor:
         return self.sd(beta)
@@ -232,8 +234,7 @@ class Normal(Prior):
         """
         if self.covariance == "isotropic":
             return self._isotropic_score(beta, z, likelihood_grad, form, guess)
-        centred = z - self.mu(beta)
-        share = torch.ones_like(z[0, 0])
+        centred, share = z - self.mu(beta), torch.ones_like(z[0, 0])
         share = share if self.covariance == "diagonal" else torch.diag(share)
         if form == "left":
             vector = self._times_precision(beta, centred)
@@ -324,10 +325,7 @@ class Normal(Prior):
     def mask(self, v: Tensor) -> Tensor:
         """Zero where a parameter is fixed."""
         d = self.dimension(v)
-        keep = torch.ones_like(v)
-        keep[:d] *= float(self.learn_mean)
-        keep[d:] *= float(self.learn_scale)
-        return v * keep
+        return torch.cat((v[:d] * float(self.learn_mean), v[d:] * float(self.learn_scale)))
 
     def units(self, beta: Tensor) -> Tensor:
         """mu moves in units of the prior's scale, as do rows of a factor; log-scales in units of one."""
@@ -361,8 +359,7 @@ class Normal(Prior):
         sd, shift = self.sd(beta), torch.zeros_like(mu)
         em_shift = shift
         if self.learn_mean:
-            full = self.covariance == "full"
-            variance = sd.square()
+            variance, full = sd.square(), self.covariance == "full"
             em_shift = rate * (self.colour(beta, self.colour(beta, i_mu, True)) if full else variance * i_mu)
             shift = torch.where(variance >= floor, em_shift, rate * floor * i_mu)
         if not self.learn_scale:
@@ -389,6 +386,9 @@ class Normal(Prior):
         return torch.cat((mu, beta[d:] + 0.5 * math.log(max(1 + (rate * i_scale - moved) / d, 1e-2))))
 
     # --- projection sets ---------------------------------------------------------------------
+
+    def scales(self, beta: Tensor) -> tuple[float, float, float]:
+        return projection.scales(self, beta)
 
     def project(self, beta: Tensor) -> Tensor:
         return projection.project(self, beta)

@@ -1,4 +1,8 @@
-"""The projection sets of a Normal prior: every standard deviation inside bounds, its mean inside a ball."""
+"""The projection sets of a Normal prior: every standard deviation inside bounds, its mean inside a ball.
+
+A run has those that were given, or some in units of where it starts (``Prior.first_sets``); a prior by itself
+may have none.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,19 @@ if TYPE_CHECKING:
     from fedpop.priors.normal import Normal
 
 
+def scales(prior: Normal, beta: Tensor) -> tuple[float, float, float]:
+    """The smallest and the largest standard deviation in any direction, and the norm of the mean."""
+    sd = torch.linalg.svdvals(prior.factor(beta)) if prior.covariance == "full" else prior.sd(beta)
+    return float(sd.min()), float(sd.max()), float(prior.mu(beta).norm())
+
+
 def project(prior: Normal, beta: Tensor) -> Tensor:
     """The nearest beta inside the projection sets."""
     d = prior.dimension(beta)
-    mu, (low, high) = into_ball(beta[:d], prior.ball), prior.bounds
+    mu = into_ball(beta[:d], prior.ball)
+    if prior.bounds is None:
+        return torch.cat((mu, beta[d:]))
+    low, high = prior.bounds
     if prior.covariance != "full":
         return torch.cat((mu, beta[d:].clamp(math.log(low), math.log(high))))
     factor = prior.factor(beta)
@@ -31,7 +44,7 @@ def project(prior: Normal, beta: Tensor) -> Tensor:
 
 def boxed(prior: Normal, beta: Tensor) -> Tensor:
     """Of a full covariance, bounds on the diagonal of its factor."""
-    if prior.covariance != "full":
+    if prior.covariance != "full" or prior.bounds is None:
         return project(prior, beta)
     d, (low, high) = prior.dimension(beta), prior.bounds
     rows, cols = torch.tril_indices(d, d, device=beta.device)
@@ -42,11 +55,11 @@ def boxed(prior: Normal, beta: Tensor) -> Tensor:
 def at_bound(prior: Normal, beta: Tensor) -> list[str]:
     """Which parameters sit on the edge of a projection set."""
     out = []
-    sd = torch.linalg.svdvals(prior.factor(beta)) if prior.covariance == "full" else prior.sd(beta)
-    if bool((sd <= prior.bounds[0] * 1.0001).any()):
+    least, most, norm = scales(prior, beta)
+    if prior.bounds is not None and least <= prior.bounds[0] * 1.0001:
         out.append(f"the prior's scale is at its lower bound {prior.bounds[0]:g}")
-    if bool((sd >= prior.bounds[1] * 0.9999).any()):
+    if prior.bounds is not None and most >= prior.bounds[1] * 0.9999:
         out.append(f"the prior's scale is at its upper bound {prior.bounds[1]:g}")
-    if float(prior.mu(beta).norm()) >= prior.ball * 0.9999:
+    if prior.ball is not None and norm >= prior.ball * 0.9999:
         out.append(f"the prior's mean is at the edge of its ball, {prior.ball:g}")
     return out

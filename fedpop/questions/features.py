@@ -1,4 +1,4 @@
-"""How large features are: the prior's scale at which the head's outputs have variance one."""
+"""How large features are: the prior's scale, or shape, at which the head's outputs have variance one."""
 
 from __future__ import annotations
 
@@ -10,19 +10,29 @@ import torch
 from torch import Tensor
 
 from fedpop.channel import Answer, Tensors, Total
+from fedpop.errors import ModelError
 from fedpop.federation.inputs import leaves
 from fedpop.keys import Key
-from fedpop.models.base import Model
+from fedpop.models.base import LinearLayout, Model, with_ones
 from fedpop.questions.base import Question, Units
+
+LEAST = 2
+"""Units with fewer examples add nothing to moments: they would be their data."""
+RIDGE = 1e-6
+"""Of a feature's mean square: features that are multiples of each other share a coefficient."""
+
+ROWS = 64
+"""Examples of a unit that are looked at: one number is asked for, and a pass over all images of many clients
+would take as long as several rounds."""
 
 
 @dataclass(frozen=True)
 class FeatureScale(Question[Tensors]):
-    """The sum of squares of everyone's features at phi, and the number of examples behind it."""
+    """The sum of squares of everyone's features at phi, of a few dozen examples each, and their number."""
 
     model: Model
     phi: Tensor
-    bounds: tuple[float, float]
+    bounds: tuple[float, float] | None
     name: ClassVar[str] = "feature scale"
     quorum: ClassVar[float] = 0.0  # a start can be made without those who are not finite
 
@@ -30,7 +40,7 @@ class FeatureScale(Question[Tensors]):
         return {"phi": self.phi}
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        phi, cohort = asked["phi"], units.cohort
+        phi, cohort = asked["phi"], units.cohort.thinned(ROWS)
         with torch.no_grad():
             features = self.model.features(phi, cohort)
         size = phi.new_zeros(len(cohort), dtype=torch.float64)
@@ -45,6 +55,69 @@ class FeatureScale(Question[Tensors]):
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
         size, count = total.plain_sum("size", self.phi.new_zeros(2, dtype=torch.float64)).tolist()
-        low, high = self.bounds
+        low, high = self.bounds or (0.0, math.inf)
         scale = math.sqrt(count / size) if size > 0 and math.isfinite(size) else 1.0
         return {"scale": self.phi.new_tensor(min(max(scale, low), high), dtype=torch.float64)}
+
+
+@dataclass(frozen=True)
+class FeatureMoments(Question[Tensors]):
+    """The sum of f f' over everyone's features at phi (with a one for a bias) and the number of examples.
+
+    For priors with a scale in each direction: known are ``spread`` and ``shape`` of z, see ``shapes``. A
+    covariate in raw units, or far from zero, would otherwise start with a spread that is far too narrow along
+    directions of which a client's rows say little, and grows slowly there.
+    """
+
+    model: Model
+    phi: Tensor
+    name: ClassVar[str] = "feature moments"
+    quorum: ClassVar[float] = 0.0  # a start can be made without those who are not finite
+
+    @property
+    def shows_rows(self) -> int:
+        return LEAST
+
+    def ask(self, known: Tensors) -> Tensors:
+        return {"phi": self.phi}
+
+    @property
+    def _layout(self) -> LinearLayout:
+        assert isinstance(self.model.z_layout, LinearLayout)
+        return self.model.z_layout
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        phi, cohort = asked["phi"], units.cohort.thinned(ROWS)
+        with torch.no_grad():
+            features = self.model.features(phi, cohort)
+        if not isinstance(features, Tensor):
+            raise ModelError("a linear head needs one tensor of features per example")
+        features = self.model.split_offset(features)[0]
+        f = cohort.pad((with_ones(features) if self._layout.bias else features).double())
+        large = (cohort.sizes >= LEAST).unsqueeze(1)
+        second = torch.einsum("cni,cnj->cij", f, f).flatten(1)
+        moments = torch.cat((second, cohort.sizes.double().unsqueeze(1)), 1)
+        good = torch.isfinite(moments.to(phi.dtype)).all(1)
+        return Answer(good, {"moments": moments * large})
+
+    def finish(self, known: Tensors, total: Total) -> Tensors:
+        outputs, q = self._layout.outputs, self._layout.size // self._layout.outputs
+        sent = total.plain_sum("moments", self.phi.new_zeros(q * q + 1, dtype=torch.float64))
+        if not float(sent[-1]) or not float(sent[:-1].reshape(q, q).trace()) > 0:
+            return {}
+        return shapes(sent[:-1].reshape(q, q) / sent[-1], 1.0, outputs)
+
+
+def shapes(second: Tensor, variance: float, outputs: int) -> Tensors:
+    """Where z starts if outputs z'f are to have this variance, from the features' second moments ``[q, q]``.
+
+    ``spread``: a standard deviation for each coordinate of z, as if they were independent; ``shape``: the
+    covariance of z for one output, in proportion to the inverse of the moments, so that it does not matter
+    in which units and from which origin features are counted.
+    """
+    diagonal = second.diagonal()
+    nothing = diagonal <= 1e-24 * diagonal.max()  # a feature that is always zero
+    size = torch.where(nothing, diagonal.max(), diagonal)
+    share = variance / len(size)
+    solid = second + torch.diag(torch.where(nothing, size, RIDGE * size))
+    return {"spread": (share / size).sqrt().repeat(outputs), "shape": share * torch.linalg.inv(solid)}

@@ -18,11 +18,7 @@ from fedpop.errors import ModelError
 from fedpop.keys import Key
 from fedpop.models.base import LinearLayout, Model, with_ones
 from fedpop.questions.base import Question, Units
-
-RIDGE = 1e-6
-"""Of a feature's mean square: features that are multiples of each other share a coefficient."""
-LEAST = 2
-"""Units with fewer examples add nothing: their moments would be their data."""
+from fedpop.questions.features import LEAST, RIDGE, shapes
 
 
 def applies(model: Model) -> bool:
@@ -32,7 +28,7 @@ def applies(model: Model) -> bool:
 
 @dataclass(frozen=True)
 class LeastSquares(Question[Tensors]):
-    """Known are ``centre`` and ``spread`` of z, ``[d]`` each, ``left``, the variance of y about the fit, and
+    """Known are ``centre``, ``spread`` and ``shape`` of z, ``left``, the variance of y about the fit, and
     ``fixed``, the map of fixed effects where there are any; nothing where too few examples were heard of."""
 
     model: Model
@@ -98,8 +94,5 @@ class LeastSquares(Question[Tensors]):
         noise = self.model.likelihood.given_noise
         spread = 0.5 * left if noise is None else max(left - noise, 0.1 * left)
         fixed = {"fixed": weight[columns:].mT} if c > columns else {}
-        return fixed | {
-            "centre": weight[:columns].mT.reshape(-1),
-            "spread": (spread / (columns * size[:columns])).sqrt().repeat(outputs),
-            "left": second.new_tensor(left),
-        }
+        own = shapes(second[:columns, :columns] / n, spread, outputs)
+        return fixed | own | {"centre": weight[:columns].mT.reshape(-1), "left": second.new_tensor(left)}

@@ -12,7 +12,7 @@ from fedpop.models.base import Model
 from fedpop.priors import Prior
 from fedpop.questions import least_squares, pooled, spectral
 from fedpop.questions.base import Question
-from fedpop.questions.features import FeatureScale
+from fedpop.questions.features import FeatureMoments, FeatureScale
 from fedpop.questions.least_squares import LeastSquares
 from fedpop.questions.spectral import Spectral
 
@@ -24,7 +24,8 @@ def questions(
 ) -> Sequence[Question[Tensors]]:
     """The spectral start where it is asked for or applies; else, for normal targets, one in their own units,
     of a linear head in one question, of a user's own function in several;
-    else the scale at which outputs have variance one, unless it was given. A random start that was asked
+    else the scale at which outputs have variance one, or the shape of a prior with more than one scale,
+    unless it was given. A random start that was asked
     for is one; that of a restart is random in phi alone. After a spectral start the data's units are asked
     for where the noise is learned, or where the run ``anneals`` it."""
     fitted = least_squares.applies(model) and prior.component is not None
@@ -34,7 +35,10 @@ def questions(
         return (*asked, *moments) if anneals or model.likelihood.given_noise is None else asked
     own = () if start == "random" or prior.component is None else pooled.questions(model, phi)
     known = prior.scale is not None or not model.scale_from_features
-    return moments or own or (() if known else (FeatureScale(model, phi, prior.bounds),))
+    if moments or own or known:
+        return moments or own
+    shaped = prior.covariance != "isotropic" and model.linear and not model.learns_features
+    return (FeatureMoments(model, phi) if shaped else FeatureScale(model, phi, prior.bounds),)
 
 
 def theta(model: Model, prior: Prior, phi: Tensor, known: Tensors, key: Key) -> tuple[Tensor, Tensor]:
@@ -59,5 +63,6 @@ def theta(model: Model, prior: Prior, phi: Tensor, known: Tensors, key: Key) -> 
     if "scale" in known:
         beta = prior.rescaled(beta, float(known["scale"]))
     if "spread" in known and not spectral_start and prior.scale is None:
-        beta = prior.project(prior.spread_out(beta, known["spread"].to(beta.dtype)))
+        spread = prior.spread_out(beta.double(), known["spread"].double(), known.get("shape"))
+        beta = prior.project(spread.to(beta.dtype))
     return phi, beta

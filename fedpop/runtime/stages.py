@@ -107,7 +107,7 @@ def judged(run: Run, thorough: bool = False) -> Verdict | None:
     known = hierarchy is not None and small(hierarchy, published["phi"], published["beta"])
     if hierarchy is not None and known and (hierarchy.closed_form or run.members.units <= MANY):
         key = run.secret.at(round=run.round, purpose="verdict")
-        question = ToTheOptimum(hierarchy, method.phi_ball)
+        question = ToTheOptimum(hierarchy)
         with suppress(EstimateError):  # somebody cannot be heard, or is not finite
             found = run.ask(question, published, key, FinalPass(brief=not thorough, afresh=True))[0]
             run.spend({"seconds": time.perf_counter() - started})

@@ -218,7 +218,7 @@ def test_a_scale_at_its_bound_is_not_held_against_theta() -> None:
     # The exact engine leaves for a larger mean and a smaller phi, where no scale matters.
     population = fp.FedSOUL(linear_model(), prior=prior, engine="sampled").fit([same] * 6, rounds=60)
     hierarchy, known = population.algorithm.hierarchy, population.published
-    question = ToTheOptimum(hierarchy, 1e6)
+    question = ToTheOptimum(hierarchy)
     cohort = population.federation.cohort(torch.arange(6), population.device)
     score, _ = score_and_information(hierarchy, known["phi"], known["beta"], cohort)
     held = held_directions(hierarchy, known["phi"].double(), known["beta"].double(), score, 1e6)
@@ -260,7 +260,7 @@ def test_a_hyperprior_is_part_of_the_objective() -> None:
     method = fp.FedSOUL(linear_model(3, 2, 0.3), hyperprior=hyper)
     cohort = cohort_of(method.model, clients)
     phi, beta = method.model.initial_phi(), torch.tensor([0.3, -0.2, 0.1])
-    question = ToTheOptimum(method.hierarchy, math.inf)
+    question = ToTheOptimum(method.hierarchy)
     units = Units(cohort, {}, dict, lambda split: cohort)
     tally = Tally(Channel(), Key(0))
     known = {"phi": phi, "beta": beta}

@@ -82,7 +82,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, stateful):
     with pytest.raises(Crash):
         method.fit(clients, **settings, out=tmp_path, checkpoint_every=2, callbacks=[CrashAt(3)])
     resumed = method.fit(clients, **settings, out=tmp_path, checkpoint_every=2, resume=True)
-    assert set(whole.published) == {"phi", "beta", "states"}
+    assert set(whole.published) == {"phi", "beta", "states", "sets", "ball"}
     for name, tensor in whole.published.items():
         assert torch.equal(resumed.published[name], tensor), name
 

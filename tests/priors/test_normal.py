@@ -297,7 +297,7 @@ def test_projection_of_a_full_covariance_clips_its_spectrum():
     [
         {"covariance": "round"},
         {"scale": -1.0},
-        {"scale": 1e4},
+        {"scale": 1e4, "bounds": (1e-3, 1e3)},
         {"bounds": (0.0, 1.0)},
         {"bounds": (2.0, 1.0)},
         {"ball": 0.0},
