@@ -25,7 +25,7 @@ from fedpop.files import (
     read_tensors,
     reading,
 )
-from fedpop.keys import Key
+from fedpop.keys import PUBLIC, Key
 from fedpop.models.base import Model
 from fedpop.models.spec import model_from, require_same
 from fedpop.population.population import Population
@@ -88,7 +88,7 @@ def load(
         population = Population(
             algorithm=algorithm,
             published=published,
-            key=_key(folder, saved["private"], digests, published),
+            key=_key(folder, saved["private"], digests),
             federation=federation,
             history=history,
             totals={str(n): float(v) for n, v in saved["totals"].items()},
@@ -185,10 +185,10 @@ def _require_known(federation: Federation, names: list[str], folder: Path) -> No
         )
 
 
-def _key(folder: Path, name: str | None, digests: dict[str, str], published: Tensors) -> Key:
-    """The sites' own key where it was saved, else one that anybody can make of theta."""
+def _key(folder: Path, name: str | None, digests: dict[str, str]) -> Key:
+    """The sites' own key where it was saved, else everybody's."""
     if name is None:
-        return Key.public(published)
+        return PUBLIC
     private = folder / name
     read_bytes(private, digests[private.name])
     with reading(private, "a sites' key"):

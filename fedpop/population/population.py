@@ -26,7 +26,7 @@ from fedpop.evaluation.verdict import Verdict, loss_trend
 from fedpop.federation.clients import SPLITS, Federation, position
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Hierarchy
-from fedpop.keys import Key
+from fedpop.keys import PUBLIC, Key
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
 from fedpop.population.final_pass import own_models, planned
@@ -217,7 +217,7 @@ class Population:
             x: Its examples, as in training; None (the default) where it has none.
             y: Their targets; None where there are none.
         """
-        return newcomer(self.algorithm, self.published, x, y, self.public_key.at(purpose="newcomer"))
+        return newcomer(self.algorithm, self.published, x, y, PUBLIC.at(purpose="newcomer"))
 
     def sample_all(self) -> Population:
         """Run the final pass for every client now, many at a time, rather than when one is asked for."""
@@ -316,7 +316,7 @@ class Population:
         """theta alone, to be given away: no data, no chains, and not the key that the sites draw with; it can
         still make models for new clients, the same ones as this population."""
         alone = replace(self, federation=None, store=None, names=[], elsewhere=None, _personal={}, drift=None)
-        return replace(alone, published=dict(self.published), key=self.public_key, history=[], totals={})
+        return replace(alone, published=dict(self.published), key=PUBLIC, history=[], totals={})
 
     @checked
     def save(self, path: str | Path, *, posteriors: Kept = "auto") -> Path:
@@ -337,15 +337,10 @@ class Population:
         about = {n: getattr(self, n) for n in ("learned_from", "rounds", "best_round", "drift", "totals")}
         about |= {"clients": self.names, "convergence": self.convergence and self.convergence.plain()}
         own = {"seed": self.key.seed, "purpose": self.key.purpose}
-        private = None if self.key == self.public_key else own
+        private = None if self.key == PUBLIC else own
         return save(path, self.algorithm, self.published, self._personal, about, private, self.history)
 
     # --- where clients' models come from -----------------------------------------------------
-
-    @cached_property
-    def public_key(self) -> Key:
-        """What newcomers draw with: it goes by theta alone, so that all who hold it make the same model."""
-        return Key.public(self.published)
 
     @property
     def device(self) -> torch.device:

@@ -14,7 +14,7 @@ import fedpop as fp
 from fedpop import files
 from fedpop.errors import CheckpointError, SettingsError
 from fedpop.files import read_tensors
-from fedpop.keys import Key
+from fedpop.keys import PUBLIC, Key
 from fedpop.population import saving
 from tests.helpers import generator, linear_model, ragged, seeded
 from tests.population.conftest import NOISE, Clients
@@ -46,7 +46,7 @@ def test_theta_and_clients_are_in_few_files_of_their_own(population: fp.Populati
     stems = sorted(p.name.split(".")[0] for p in tmp_path.iterdir())
     assert stems == ["clients-0000", "history", "population", "private", "theta"]
     theta = read_tensors(files_of(tmp_path, "theta")[0])
-    assert set(theta) == {"phi", "beta"}
+    assert set(theta) == {"phi", "beta", "sets", "ball"}  # and what theta was kept in
     assert theta["phi"].numel() + theta["beta"].numel() == 9
     models = read_tensors(files_of(tmp_path, "clients-0000")[0])
     assert models["clients"].tolist() == list(range(9))
@@ -125,7 +125,7 @@ def test_saving_over_another_population_leaves_none_of_its_clients(
 def test_public_holds_theta_alone(population: fp.Population, tmp_path: Path) -> None:
     population.posterior("site-0")
     public = population.public()
-    assert set(public.published) == {"phi", "beta"}
+    assert set(public.published) == {"phi", "beta", "sets", "ball"}
     assert public.federation is None
     assert public.store is None
     assert public._personal == {}
@@ -180,12 +180,12 @@ def test_dying_half_way_leaves_the_population_that_was_there(
 
 
 def test_what_is_given_away_does_not_hold_the_sites_key(population: fp.Population, tmp_path: Path) -> None:
-    """The key that sites draw with stays where clients' own draws may be seen; theta's is anybody's."""
+    """The key that sites draw with stays where clients' own draws may be seen; newcomers' is anybody's."""
     secret = dataclasses.replace(population, key=Key(0x5EC2E7, purpose="site"))
     assert fp.load(secret.save(tmp_path / "whole", posteriors="computed")).key == secret.key
     public = secret.public()
     folder = public.save(tmp_path / "public")
-    assert public.key == fp.load(folder).key == Key.public(population.published)
+    assert public.key == fp.load(folder).key == PUBLIC
     text = b"".join(p.read_bytes() for p in folder.iterdir())
     assert str(secret.key.seed).encode() not in text
     # It says nothing of the secret: another one gives the same.
