@@ -144,6 +144,10 @@ def landing(score: Tensor, curvature: Tensor, noise: Tensor, held: Tensor) -> La
     ratio = c / v.sqrt()[:, None] / v.sqrt()
     white = s / v.sqrt()
     nats = 0.5 * float(white.square().sum() - ratio.diagonal().sum())
+    # A slope where nothing curves, as on a plateau, gains no less than it would at the largest curvature.
+    flat = values.abs() <= FLAT * values.abs().max()
+    idle = along[flat].square() - spread.diagonal()[flat]
+    nats += 0.5 * float(idle.clamp(min=0).sum() / values.abs().max().clamp(min=1e-300))
     variance = float((white @ ratio @ white).clamp(min=0) + 0.5 * ratio.square().sum())
     ahead = directions[:, curved]
     inverse = None if upwards else ahead / v.clamp(min=SADDLE * (1 - exact)) @ ahead.mT

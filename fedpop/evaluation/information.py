@@ -307,7 +307,7 @@ def standard_errors(hierarchy: Hierarchy, published: Tensors, total: Tensor) -> 
 
 
 def _directions(hierarchy: Hierarchy, published: Tensors, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Information along orthonormal directions of theta ``[p, q]`` that are learned and can be told apart."""
+    """Information along directions of theta ``[p, q]`` that are learned and can be told apart."""
     _normal(hierarchy)
     phi, beta = published["phi"], published["beta"]
     p = phi.shape[0] + beta.shape[0]
@@ -316,7 +316,11 @@ def _directions(hierarchy: Hierarchy, published: Tensors, total: Tensor) -> tupl
     names += ["the prior's scale"] * (p - len(names))
     fixed = torch.eye(p, dtype=torch.float64, device=phi.device)[:, ~learned]
     gauge = gauge_directions(hierarchy, phi, beta)
-    basis = complement(torch.cat((fixed, gauge), dim=1), p)
+    # In units of each parameter's own information, so that it does not matter what data are counted in.
+    unit = total.diagonal().abs()
+    unit = torch.where(unit > 0, unit, torch.ones_like(unit)).rsqrt()
+    held = torch.cat((fixed, gauge), dim=1) * unit[:, None]
+    basis = complement(held / torch.linalg.vector_norm(held, dim=0), p) * unit[:, None]
     values, vectors = torch.linalg.eigh(basis.mT @ total @ basis)
     vectors = basis @ vectors
     bad = values <= 1e-10 * values.max()

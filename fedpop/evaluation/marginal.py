@@ -26,6 +26,8 @@ from fedpop.questions import Question, Units
 DEGREES = 5.0
 PROPOSALS = 1000
 WORST_SHAPE = 0.7
+RESTS = 0.5
+"""A client's standard error, in nats, above which a handful of its draws have all the weight."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,8 @@ def importance(target: Target, draws: Tensor, key: Key, units: Tensor) -> tuple[
     location = wide.mean(1, keepdim=True)
     centred = wide - location
     cov = centred.mT @ centred / (draws.shape[1] - 1)
-    jitter = 1e-8 * cov.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
-    root = torch.linalg.cholesky(1.1 * cov + jitter * torch.eye(d, dtype=cov.dtype, device=cov.device))
+    # In units of each coordinate: an intercept's variance may be a million times that of a slope.
+    root = torch.linalg.cholesky(1.1 * cov + 1e-8 * cov.diagonal(dim1=-2, dim2=-1).diag_embed())
     normal = key.at(purpose="proposal").normal(units, (PROPOSALS, d), torch.float64)
     # chi-square with 5 degrees from five squared normals, so that the proposal has heavy tails
     spread = key.at(purpose="spread").normal(units, (PROPOSALS, int(DEGREES)), torch.float64)
@@ -133,4 +135,6 @@ def importance(target: Target, draws: Tensor, key: Key, units: Tensor) -> tuple[
     error = w.std(1) / mean / math.sqrt(PROPOSALS)
     # arviz takes log-likelihoods, whose negatives are the log-weights of leave-one-out.
     shapes = [float(array_stats.psislw(row)[1]) for row in (-log_w).cpu().numpy().astype(np.float64)]
-    return top.squeeze(1) + mean.log(), error, torch.tensor(shapes)
+    # An estimate that rests on a few of the draws tells neither its error nor the shape of its tail.
+    shape = torch.where(error.cpu() > RESTS, torch.inf, torch.tensor(shapes, dtype=error.dtype))
+    return top.squeeze(1) + mean.log(), error, shape

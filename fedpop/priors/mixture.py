@@ -113,7 +113,8 @@ class Mixture(Prior):
         return torch.cat((log_weights, *[self.component.init(m, scale) for m in means]))
 
     def rescaled(self, beta: Tensor, scale: float) -> Tensor:
-        means = [self.mean + scale * (self.component.mu(own) - self.mean) for own in self.betas(beta)]
+        means = torch.stack([self.component.mu(own) for own in self.betas(beta)])
+        means = torch.lerp(means.mean(0), means, scale)  # they are spread around what stays their average
         return self.replaced(beta, [self.component.init(m, scale) for m in means])
 
     def mu(self, beta: Tensor) -> Tensor:

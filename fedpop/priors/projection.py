@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from fedpop.priors.normal import Normal
 
 
+REMEDY = "set by the prior's bounds, or by the scale it was told to start at"
+
+
 def scales(prior: Normal, beta: Tensor) -> tuple[float, float, float]:
     """The smallest and the largest standard deviation in any direction, and the norm of the mean."""
     sd = torch.linalg.svdvals(prior.factor(beta)) if prior.covariance == "full" else prior.sd(beta)
@@ -33,13 +36,13 @@ def project(prior: Normal, beta: Tensor) -> Tensor:
     low, high = prior.bounds
     if prior.covariance != "full":
         return torch.cat((mu, beta[d:].clamp(math.log(low), math.log(high))))
-    factor = prior.factor(beta)
+    factor = prior.factor(beta.double())
     values = torch.linalg.svdvals(factor)
     if bool((values >= low).all() & (values <= high).all()):
         return torch.cat((mu, beta[d:]))
     left, values, _ = torch.linalg.svd(factor)
     square = left * values.clamp(low, high).square() @ left.mT
-    return prior.pack(mu, torch.linalg.cholesky(square))
+    return prior.pack(mu.double(), torch.linalg.cholesky(square)).to(beta.dtype)
 
 
 def boxed(prior: Normal, beta: Tensor) -> Tensor:
@@ -57,9 +60,9 @@ def at_bound(prior: Normal, beta: Tensor) -> list[str]:
     out = []
     least, most, norm = scales(prior, beta)
     if prior.bounds is not None and least <= prior.bounds[0] * 1.0001:
-        out.append(f"the prior's scale is at its lower bound {prior.bounds[0]:g}")
+        out.append(f"the prior's scale is at its lower bound {prior.bounds[0]:g} ({REMEDY})")
     if prior.bounds is not None and most >= prior.bounds[1] * 0.9999:
-        out.append(f"the prior's scale is at its upper bound {prior.bounds[1]:g}")
+        out.append(f"the prior's scale is at its upper bound {prior.bounds[1]:g} ({REMEDY})")
     if prior.ball is not None and norm >= prior.ball * 0.9999:
         out.append(f"the prior's mean is at the edge of its ball, {prior.ball:g}")
     return out

@@ -18,8 +18,8 @@ from fedpop.questions.base import Question, Units
 
 LEAST = 2
 """Units with fewer examples add nothing to moments: they would be their data."""
-RIDGE = 1e-6
-"""Of a feature's mean square: features that are multiples of each other share a coefficient."""
+NOTHING = 1e-10
+"""Of the moments of features whose mean square is one: below it they are multiples of each other."""
 
 ROWS = 64
 """Examples of a unit that are looked at: one number is asked for, and a pass over all images of many clients
@@ -62,7 +62,8 @@ class FeatureScale(Question[Tensors]):
 
 @dataclass(frozen=True)
 class FeatureMoments(Question[Tensors]):
-    """The sum of f f' over everyone's features at phi (with a one for a bias) and the number of examples.
+    """Sums of f f' (``whole``), or of f's squares, over everyone's features at phi, with a one for a bias;
+    and the number of examples.
 
     For priors with a scale in each direction: known are ``spread`` and ``shape`` of z, see ``shapes``. A
     covariate in raw units, or far from zero, would otherwise start with a spread that is far too narrow along
@@ -71,6 +72,7 @@ class FeatureMoments(Question[Tensors]):
 
     model: Model
     phi: Tensor
+    whole: bool
     name: ClassVar[str] = "feature moments"
     quorum: ClassVar[float] = 0.0  # a start can be made without those who are not finite
 
@@ -94,30 +96,37 @@ class FeatureMoments(Question[Tensors]):
             raise ModelError("a linear head needs one tensor of features per example")
         features = self.model.split_offset(features)[0]
         f = cohort.pad((with_ones(features) if self._layout.bias else features).double())
-        large = (cohort.sizes >= LEAST).unsqueeze(1)
-        second = torch.einsum("cni,cnj->cij", f, f).flatten(1)
+        second = (f.mT @ f).flatten(1) if self.whole else f.square().sum(1)
         moments = torch.cat((second, cohort.sizes.double().unsqueeze(1)), 1)
         good = torch.isfinite(moments.to(phi.dtype)).all(1)
-        return Answer(good, {"moments": moments * large})
+        return Answer(good, {"moments": moments * (cohort.sizes >= LEAST).unsqueeze(1)})
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
         outputs, q = self._layout.outputs, self._layout.size // self._layout.outputs
-        sent = total.plain_sum("moments", self.phi.new_zeros(q * q + 1, dtype=torch.float64))
-        if not float(sent[-1]) or not float(sent[:-1].reshape(q, q).trace()) > 0:
+        shape = (q, q) if self.whole else (q,)
+        sent = total.plain_sum("moments", self.phi.new_zeros(math.prod(shape) + 1, dtype=torch.float64))
+        if not float(sent[-1]) or not float(sent[:-1].abs().max()) > 0:
             return {}
-        return shapes(sent[:-1].reshape(q, q) / sent[-1], 1.0, outputs)
+        return shapes(sent[:-1].reshape(shape) / sent[-1], 1.0, outputs)
 
 
 def shapes(second: Tensor, variance: float, outputs: int) -> Tensors:
-    """Where z starts if outputs z'f are to have this variance, from the features' second moments ``[q, q]``.
+    """Where z starts if outputs z'f are to have this variance, from the features' second moments ``[q, q]``,
+    or from their squares ``[q]`` alone.
 
     ``spread``: a standard deviation for each coordinate of z, as if they were independent; ``shape``: the
     covariance of z for one output, in proportion to the inverse of the moments, so that it does not matter
-    in which units and from which origin features are counted.
+    in which units and from which origin features are counted. Along a direction in which there are no
+    features (a column that is always zero, or all levels of a category beside a bias) it is as wide as in
+    the mean.
     """
-    diagonal = second.diagonal()
-    nothing = diagonal <= 1e-24 * diagonal.max()  # a feature that is always zero
-    size = torch.where(nothing, diagonal.max(), diagonal)
-    share = variance / len(size)
-    solid = second + torch.diag(torch.where(nothing, size, RIDGE * size))
-    return {"spread": (share / size).sqrt().repeat(outputs), "shape": share * torch.linalg.inv(solid)}
+    diagonal = second.diagonal() if second.dim() == 2 else second
+    share, nothing = variance / len(diagonal), diagonal <= 1e-24 * diagonal.max()
+    unit = torch.where(nothing, diagonal.max(), diagonal).rsqrt()
+    spread = {"spread": math.sqrt(share) * unit.repeat(outputs)}
+    if second.dim() == 1:
+        return spread
+    values, vectors = torch.linalg.eigh(unit[:, None] * second * unit)
+    wide = torch.where(values > NOTHING, values, 1.0).rsqrt()
+    root = unit[:, None] * vectors * wide
+    return spread | {"shape": share * root @ root.mT}

@@ -18,7 +18,10 @@ from fedpop.errors import ModelError
 from fedpop.keys import Key
 from fedpop.models.base import LinearLayout, Model, with_ones
 from fedpop.questions.base import Question, Units
-from fedpop.questions.features import LEAST, RIDGE, shapes
+from fedpop.questions.features import LEAST, shapes
+
+RIDGE = 1e-6
+"""Of a feature's mean square: features that are multiples of each other share a coefficient."""
 
 
 def applies(model: Model) -> bool:

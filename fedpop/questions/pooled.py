@@ -27,7 +27,8 @@ from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.questions.base import Question, Units
-from fedpop.questions.features import LEAST, RIDGE
+from fedpop.questions.features import LEAST
+from fedpop.questions.least_squares import RIDGE
 
 STEPS = 8
 """Times that everyone is asked."""

@@ -38,7 +38,10 @@ def questions(
     if moments or own or known:
         return moments or own
     shaped = prior.covariance != "isotropic" and model.linear and not model.learns_features
-    return (FeatureMoments(model, phi) if shaped else FeatureScale(model, phi, prior.bounds),)
+    if not shaped:
+        return (FeatureScale(model, phi, prior.bounds),)
+    # One Normal of a full covariance takes the shape, others take what is in it of each coordinate.
+    return (FeatureMoments(model, phi, whole=prior.covariance == "full" and prior.component is prior),)
 
 
 def theta(model: Model, prior: Prior, phi: Tensor, known: Tensors, key: Key) -> tuple[Tensor, Tensor]:

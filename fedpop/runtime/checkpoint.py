@@ -16,7 +16,7 @@ from fedpop.version import __version__
 
 KEEP = 2
 MOST_THREADS = 2**15
-FORMAT = 2
+FORMAT = 3
 """Of the layout; what fedpop 0.2.0 and before wrote had no number."""
 
 

@@ -68,6 +68,59 @@ def test_fixed_effects_in_large_units_are_inside_their_ball() -> None:
     assert population.convergence.converged
 
 
+@pytest.mark.parametrize(("of_x", "of_y"), [(1.0, 1e4), (1.0, 1e-6), (1e-4, 1.0)])
+def test_theta_is_drawn_in_the_units_of_the_data(of_x: float, of_y: float) -> None:
+    """Which directions data determine is judged in units of each parameter's own information."""
+    clients, x = lines(), torch.tensor([[3.0]])
+    here, there = fitted(clients, "exact"), fitted(scaled(clients, of_x, of_y), "exact")
+    low, high = here.predict("subject-0", x, theta_uncertainty=True).interval(0.9)
+    wide = there.predict("subject-0", x * of_x, theta_uncertainty=True).interval(0.9)
+    torch.testing.assert_close(torch.stack(wide) / of_y, torch.stack((low, high)), rtol=0.1, atol=0)
+
+
+def test_a_mixture_starts_about_the_data() -> None:
+    """Two kinds of clients, at 270 and 330: rescaled about zero one component began at 7,000 and died."""
+    g = generator(0)
+    clients = []
+    for i in range(20):
+        z = 5 * torch.randn(1, generator=g) + (330 if i % 2 else 270)
+        clients.append((torch.ones(6, 1), z + 5 * torch.randn(6, generator=g)))
+    model = fp.Composition(None, nn.Linear(1, 1, bias=False), "normal")
+    population = fp.FedSOUL(model, prior=fp.priors.Mixture(2)).fit(clients, rounds=10, progress=False)
+    parts = population.algorithm.hierarchy.prior.parts(population.published["beta"])
+    assert all(abs(float(p.normal.mu(p.beta)) - 300) < 50 for p in parts)
+    assert population.at_bound == []
+
+
+@pytest.mark.parametrize(("family", "seed"), [("poisson", 0), ("bernoulli", 0)])
+def test_all_levels_of_a_category_beside_a_bias_are_fitted(family: str, seed: int) -> None:
+    g, clients = generator(seed), []
+    for _ in range(10):
+        level, e = torch.randint(3, (12,), generator=g), torch.randn(3, generator=g)
+        eta = 0.3 + 0.6 * e[0] + 0.5 * e[1] * (level - 1)
+        y = torch.poisson(eta.exp(), generator=g) if family == "poisson" else (eta > 0).float()
+        clients.append((nn.functional.one_hot(level, 3).float(), y))
+    model, prior = fp.Composition(None, nn.Linear(3, 1), family), fp.priors.Normal(covariance="full")
+    population = fp.FedSOUL(model, prior=prior).fit(clients, rounds=10, progress=False)
+    assert float(population.prior_mean.norm()) < 30
+    assert math.isfinite(population.log_likelihood().value)
+
+
+def test_the_likelihood_of_a_covariate_far_from_zero_is_that_of_a_centred_one() -> None:
+    """Air pressure in pascal: an intercept whose variance is a million times the slope's."""
+    g, far, near = generator(0), [], []
+    for _ in range(8):
+        a, e = torch.randn(12, 1, generator=g), torch.randn(2, generator=g)
+        y = torch.bernoulli(torch.sigmoid(0.3 + 0.6 * e[0] + (0.5 + 0.5 * e[1]) * a[:, 0]), generator=g)
+        near.append((a, y))
+        far.append((10_000 + 500 * a, y))
+    model, prior = fp.Composition(None, nn.Linear(1, 1), "bernoulli"), fp.priors.Normal(covariance="full")
+    here, there = (
+        fp.FedSOUL(model, prior=prior).fit(c, rounds=20, progress=False).log_likelihood() for c in (near, far)
+    )
+    assert there.value == pytest.approx(here.value, abs=0.2 + 3 * math.hypot(here.error, there.error))
+
+
 def test_bounds_that_were_given_are_kept_and_others_go_with_the_start() -> None:
     beta = torch.tensor([3.0, -4.0, math.log(0.5)])
     given = fp.priors.Normal(bounds=(0.1, 2.0), ball=7.0).first_sets(beta)

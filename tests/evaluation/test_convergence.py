@@ -208,6 +208,16 @@ def test_a_prior_without_width_leaves_some_information_of_the_mean() -> None:
     torch.testing.assert_close(found.information[6:8, 6:8], info[6:8, 6:8], rtol=0.02, atol=0.0)
 
 
+def test_a_slope_on_a_plateau_is_not_an_optimum() -> None:
+    """Nothing curves along it, so no distance can be told, but it gains at least this."""
+    curvature, slope = torch.diag(torch.tensor([0.0, 1.0])).double(), torch.tensor([-48.0, 0.0]).double()
+    found = landing(slope, curvature, torch.zeros(2, 2).double(), torch.zeros(2, 0).double()).distance
+    assert found.nats == pytest.approx(0.5 * 48**2)
+    assert found.converged is False
+    rounding = landing(1e-6 * slope, curvature, torch.zeros(2, 2).double(), torch.zeros(2, 0).double())
+    assert rounding.distance.converged
+
+
 # --- bounds, fixed parameters, sizes -----------------------------------------------------------------
 
 

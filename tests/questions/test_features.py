@@ -85,6 +85,30 @@ def test_units_and_origins_of_inputs_do_not_change_where_a_prior_starts(covarian
     torch.testing.assert_close(back @ there @ back.mT, here, rtol=2e-3, atol=2e-3)
 
 
+def test_all_levels_of_a_category_beside_a_bias_leave_one_direction_as_wide_as_the_others() -> None:
+    """No features lie along it: an inverse would be infinitely wide there, and EM runs away."""
+    g = generator(0)
+    levels = [nn.functional.one_hot(torch.randint(2, (6,), generator=g), 2).double() for _ in range(5)]
+    clients = [(x, torch.ones(6)) for x in levels]
+    prior = Normal(covariance="full")
+    beta, _ = first(model(), prior, clients)
+    assert float(torch.linalg.svdvals(prior.factor(beta)).max()) < 2.0
+    f = torch.cat((torch.cat(levels), torch.ones(30, 1)), 1)
+    outputs = torch.einsum("ni,ij,nj->n", f, prior.sigma(beta), f)
+    assert float(outputs.mean()) == pytest.approx(2 / 3, rel=1e-6)  # two of three directions have features
+
+
+def test_a_diagonal_covariance_asks_for_squares_alone() -> None:
+    """Of 784 pixels a whole matrix would be five megabytes from everyone."""
+    for covariance, numbers in (("diagonal", 3 + 1), ("full", 9 + 1)):
+        (question,) = starts.questions("auto", model(), Normal(covariance=covariance), model().initial_phi())
+        cohort = cohort_of(model(), counted())
+        _, done = asked(question, cohort, {}, Key(0))
+        assert done.total.plain["moments"].shape == (numbers,)
+    (question,) = starts.questions("auto", model(), fp.priors.Mixture(2, "full"), model().initial_phi())
+    assert not question.whole
+
+
 def test_a_feature_that_is_always_zero_starts_no_wider_than_the_others() -> None:
     clients = [(x * torch.tensor([1.0, 0.0]), y) for x, y in counted()]
     prior = Normal(covariance="full")
