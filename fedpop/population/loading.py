@@ -54,11 +54,12 @@ def load(
 
     >>> import tempfile, torch, fedpop as fp
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
-    >>> population = fp.FedSOUL(model).fit([(torch.ones(3, 1), torch.ones(3))], rounds=2)
+    >>> clients = [(torch.ones(3, 1), torch.arange(3.0))] * 2
+    >>> population = fp.FedSOUL(model).fit(clients, rounds=2)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     again = fp.load(population.save(folder))
     >>> again
-    Population(FedSOUL, 1 clients, 2 rounds)
+    Population(FedSOUL, 2 clients, 2 rounds)
     """
     folder = folder_named(path)
     saved, about = _described(folder), folder / "population.json"
