@@ -22,7 +22,7 @@ from torch import Tensor
 from fedpop.channel import Answer, Tensors, Total
 from fedpop.errors import EstimateError
 from fedpop.evaluation.information import (
-    complement,
+    free_directions,
     gauge_directions,
     louis,
     score_and_information,
@@ -123,12 +123,7 @@ def landing(score: Tensor, curvature: Tensor, noise: Tensor, held: Tensor) -> La
     >>> found.distance.nats, found.inverse.abs().tolist()
     (0.5, [[0.25, 0.0], [0.0, 0.0]])
     """
-    # In units of each parameter's own information, so that rounding is judged alike for all of them.
-    unit = curvature.diagonal().abs()
-    unit = torch.where(unit > 0, unit, torch.ones_like(unit)).rsqrt()
-    held = held * unit[:, None]
-    held = held / torch.linalg.vector_norm(held, dim=0)
-    basis = complement(held, len(unit)) * unit[:, None]
+    basis = free_directions(curvature, held)
     inner = basis.mT @ curvature @ basis
     values, vectors = torch.linalg.eigh(0.5 * (inner + inner.mT))
     if len(values) == 0:

@@ -316,11 +316,7 @@ def _directions(hierarchy: Hierarchy, published: Tensors, total: Tensor) -> tupl
     names += ["the prior's scale"] * (p - len(names))
     fixed = torch.eye(p, dtype=torch.float64, device=phi.device)[:, ~learned]
     gauge = gauge_directions(hierarchy, phi, beta)
-    # In units of each parameter's own information, so that it does not matter what data are counted in.
-    unit = total.diagonal().abs()
-    unit = torch.where(unit > 0, unit, torch.ones_like(unit)).rsqrt()
-    held = torch.cat((fixed, gauge), dim=1) * unit[:, None]
-    basis = complement(held / torch.linalg.vector_norm(held, dim=0), p) * unit[:, None]
+    basis = free_directions(total, torch.cat((fixed, gauge), dim=1))
     values, vectors = torch.linalg.eigh(basis.mT @ total @ basis)
     vectors = basis @ vectors
     bad = values <= 1e-10 * values.max()
@@ -337,6 +333,15 @@ def _directions(hierarchy: Hierarchy, published: Tensors, total: Tensor) -> tupl
 def _names(hierarchy: Hierarchy) -> list[str]:
     layout = hierarchy.model.phi_layout
     return [n for n, s in zip(layout.names, layout.sizes, strict=True) for _ in range(s)]
+
+
+def free_directions(information: Tensor, held: Tensor) -> Tensor:
+    """A basis ``[p, q]`` of what is orthogonal to held directions ``[p, h]``, in units of each parameter's own
+    information: it must not matter what data are counted in, and rounding is judged alike for all."""
+    unit = information.diagonal().abs()
+    unit = torch.where(unit > 0, unit, torch.ones_like(unit)).rsqrt()
+    held = held * unit[:, None]
+    return complement(held / torch.linalg.vector_norm(held, dim=0), len(unit)) * unit[:, None]
 
 
 def complement(vectors: Tensor, p: int) -> Tensor:
