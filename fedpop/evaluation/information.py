@@ -336,8 +336,11 @@ def _names(hierarchy: Hierarchy) -> list[str]:
 
 
 def free_directions(information: Tensor, held: Tensor) -> Tensor:
-    """A basis ``[p, q]`` of what is orthogonal to held directions ``[p, h]``, in units of each parameter's own
-    information: it must not matter what data are counted in, and rounding is judged alike for all."""
+    """A basis ``[p, q]`` of what is orthogonal to held directions ``[p, h]``.
+
+    In units of each parameter's own information: it must not matter what data are counted in, and rounding
+    is judged alike for all.
+    """
     unit = information.diagonal().abs()
     unit = torch.where(unit > 0, unit, torch.ones_like(unit)).rsqrt()
     held = held * unit[:, None]
