@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedpop.channel import Answer, Tensors, Total
 from fedpop.errors import ModelError
+from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import leaves
 from fedpop.keys import Key
 from fedpop.models.base import LinearLayout, Model, with_ones
@@ -83,31 +84,38 @@ class FeatureMoments(Question[Tensors]):
     def ask(self, known: Tensors) -> Tensors:
         return {"phi": self.phi}
 
-    @property
-    def _layout(self) -> LinearLayout:
-        assert isinstance(self.model.z_layout, LinearLayout)
-        return self.model.z_layout
-
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         phi, cohort = asked["phi"], units.cohort.thinned(ROWS)
-        with torch.no_grad():
-            features = self.model.features(phi, cohort)
-        if not isinstance(features, Tensor):
-            raise ModelError("a linear head needs one tensor of features per example")
-        features = self.model.split_offset(features)[0]
-        f = cohort.pad((with_ones(features) if self._layout.bias else features).double())
+        f = cohort.pad(head_features(self.model, phi, cohort)[0])
         second = (f.mT @ f).flatten(1) if self.whole else f.square().sum(1)
         moments = torch.cat((second, cohort.sizes.double().unsqueeze(1)), 1)
         good = torch.isfinite(moments.to(phi.dtype)).all(1)
         return Answer(good, {"moments": moments * (cohort.sizes >= LEAST).unsqueeze(1)})
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
-        outputs, q = self._layout.outputs, self._layout.size // self._layout.outputs
+        outputs, q = head_layout(self.model)
         shape = (q, q) if self.whole else (q,)
         sent = total.plain_sum("moments", self.phi.new_zeros(math.prod(shape) + 1, dtype=torch.float64))
         if not float(sent[-1]) or not float(sent[:-1].abs().max()) > 0:
             return {}
         return shapes(sent[:-1].reshape(shape) / sent[-1], 1.0, outputs)
+
+
+def head_layout(model: Model) -> tuple[int, int]:
+    """Outputs of a linear head, and columns of what each of them weighs, a bias among them."""
+    assert isinstance(model.z_layout, LinearLayout)
+    return model.z_layout.outputs, model.z_layout.size // model.z_layout.outputs
+
+
+def head_features(model: Model, phi: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor | None]:
+    """Those columns for every row ``[n, q]`` in double precision, and what is added to the outputs."""
+    assert isinstance(model.z_layout, LinearLayout)
+    with torch.no_grad():
+        features = model.features(phi, cohort)
+    if not isinstance(features, Tensor):
+        raise ModelError("a linear head needs one tensor of features per example")
+    features, offset = model.split_offset(features)
+    return (with_ones(features) if model.z_layout.bias else features).double(), offset
 
 
 def shapes(second: Tensor, variance: float, outputs: int) -> Tensors:

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from fedpop.channel import Answer, Tensors, Total
-from fedpop.errors import ModelError
 from fedpop.keys import Key
-from fedpop.models.base import LinearLayout, Model, with_ones
+from fedpop.models.base import LinearLayout, Model
 from fedpop.questions.base import Question, Units
-from fedpop.questions.features import LEAST, shapes
+from fedpop.questions.features import LEAST, head_features, head_layout, shapes
 
 RIDGE = 1e-6
 """Of a feature's mean square: features that are multiples of each other share a coefficient."""
@@ -46,20 +45,10 @@ class LeastSquares(Question[Tensors]):
     def ask(self, known: Tensors) -> Tensors:
         return {"phi": known.get("phi", self.phi)}
 
-    @property
-    def _layout(self) -> LinearLayout:
-        assert isinstance(self.model.z_layout, LinearLayout)
-        return self.model.z_layout
-
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         cohort, phi = units.cohort, asked["phi"]
-        with torch.no_grad():
-            features = self.model.features(phi, cohort)
-        if not isinstance(features, Tensor):
-            raise ModelError("a linear head needs one tensor of features per example")
-        features, offset = self.model.split_offset(features)
-        f = (with_ones(features) if self._layout.bias else features).double()
-        y = self.model.likelihood.encode(cohort.y, self._layout.outputs, torch.float64)
+        f, offset = head_features(self.model, phi, cohort)
+        y = self.model.likelihood.encode(cohort.y, head_layout(self.model)[0], torch.float64)
         design = None if cohort.embedded else self.model.fixed_design(cohort.x)
         if design is not None:
             f = torch.cat((f, design.double()), dim=1)
@@ -81,7 +70,7 @@ class LeastSquares(Question[Tensors]):
         return Answer(good, {"moments": moments * large.unsqueeze(1)})
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
-        outputs, columns = self._layout.outputs, self._layout.size // self._layout.outputs
+        outputs, columns = head_layout(self.model)
         sent = total.plain.get("moments", self.phi.new_zeros(2, dtype=torch.float64))
         square, n = sent[-2:].tolist()
         if not n or not square > 0:
