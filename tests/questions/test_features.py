@@ -1,10 +1,13 @@
 """Where a prior's scale starts: from a few dozen rows of each client, in any units and from any origin."""
 
+import json
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fedpop as fp
+from fedpop.algorithms.asking import question_from, question_told
 from fedpop.channel import Tensors
 from fedpop.keys import Key
 from fedpop.priors import Normal
@@ -128,3 +131,16 @@ def test_without_anyone_heard_the_start_is_the_settings_own() -> None:
     beta, known = first(model(), prior := Normal(covariance="full"), clients)
     assert known == {}
     torch.testing.assert_close(prior.sigma(beta), torch.eye(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("prior", [Normal("full"), Normal("diagonal"), Normal(), Normal(bounds=(0.1, 2.0))])
+def test_the_question_is_the_same_at_a_site(prior: Normal) -> None:
+    """Told in plain values, and made again beside the site's own method."""
+    method = fp.FedSOUL(model(), prior=prior)
+    (question,) = starts.questions("auto", method.model, prior, method.model.initial_phi())
+    told, sent = question_told(question, {})
+    again = question_from(json.loads(json.dumps(told)), sent, method)
+    cohort = cohort_of(method.model, counted())
+    here, there = (asked(q, cohort, {}, Key(0))[0] for q in (question, again))
+    assert here.keys() == there.keys()
+    assert all(torch.equal(here[n], there[n]) for n in here)
