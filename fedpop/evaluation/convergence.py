@@ -24,9 +24,9 @@ from fedpop.errors import EstimateError
 from fedpop.evaluation.information import (
     free_directions,
     gauge_directions,
-    louis,
     score_and_information,
 )
+from fedpop.evaluation.louis import louis
 from fedpop.evaluation.verdict import CONVERGED, Distance
 from fedpop.kernels import Hierarchy
 from fedpop.keys import Key
@@ -87,6 +87,7 @@ class ToTheOptimum(Question[Landing]):
             "score": found.score,
             "information": found.information.flatten(),
             "noise": found.noise.flatten(),
+            "errors": found.errors.flatten(),
         }
         return Answer(everyone, sums=sums)
 
@@ -111,11 +112,17 @@ class ToTheOptimum(Question[Landing]):
         ball = float(known.get("ball", math.inf))
         held = held_directions(self.hierarchy.within(known), phi, beta, score, ball)
         gauge = gauge_directions(self.hierarchy, phi, beta)
-        return landing(score, curvature, noise, torch.cat((fixed, held, gauge), dim=1))
+        errors = sums["errors"].double().reshape(-1, p, p) if "errors" in sums else None
+        return landing(score, curvature, noise, torch.cat((fixed, held, gauge), dim=1), errors)
 
 
-def landing(score: Tensor, curvature: Tensor, noise: Tensor, held: Tensor) -> Landing:
+def landing(
+    score: Tensor, curvature: Tensor, noise: Tensor, held: Tensor, errors: Tensor | None = None
+) -> Landing:
     """Half of s' I^-1 s off the held directions ``[p, h]``, its Monte-Carlo part subtracted.
+
+    Along a scale that is all but zero scores are pure noise, and so is their curvature: one that is less than
+    the ``errors`` of it ``[K, p, p]`` leave open bends neither way, and is taken to be as large as they are.
 
     >>> import torch
     >>> one = torch.eye(2, dtype=torch.float64)
@@ -130,23 +137,31 @@ def landing(score: Tensor, curvature: Tensor, noise: Tensor, held: Tensor) -> La
         return Landing(Distance(0.0, 0.0, 0, exact=not bool(noise.any())), None)
     directions = basis @ vectors
     along, spread = directions.mT @ score, directions.mT @ noise @ directions
-    exact = not bool(noise.any())
-    curved = values > FLAT * values.abs().max()
+    exact, largest = not bool(noise.any()), values.abs().max()
+    open_ = torch.zeros_like(values) if errors is None else _left_open(directions.mT @ errors @ directions)
     # Along a curved path on which nothing depends, straight lines seem to curve by the gradient's rounding.
     steep = (values < -SADDLE) | (along.square() > 2 * CONVERGED * values.abs())
-    upwards = int(((values < -FLAT * values.abs().max()) & steep).sum())
-    s, v, c = along[curved], values[curved], spread[curved][:, curved]
+    upwards = int(((values < -FLAT * largest) & (values < -open_) & steep).sum())
+    curved = (values > FLAT * largest) | (open_ > values.abs())
+    s, v, c = along[curved], torch.maximum(values, open_)[curved], spread[curved][:, curved]
     ratio = c / v.sqrt()[:, None] / v.sqrt()
     white = s / v.sqrt()
     nats = 0.5 * float(white.square().sum() - ratio.diagonal().sum())
     # A slope where nothing curves, as on a plateau, gains no less than it would at the largest curvature.
-    flat = values.abs() <= FLAT * values.abs().max()
-    idle = along[flat].square() - spread.diagonal()[flat]
-    nats += 0.5 * float(idle.clamp(min=0).sum() / values.abs().max().clamp(min=1e-300))
+    idle = along[~curved].square() - spread.diagonal()[~curved]
+    idle = idle[values[~curved].abs() <= FLAT * largest]
+    nats += 0.5 * float(idle.clamp(min=0).sum() / largest.clamp(min=1e-300))
     variance = float((white @ ratio @ white).clamp(min=0) + 0.5 * ratio.square().sum())
     ahead = directions[:, curved]
     inverse = None if upwards else ahead / v.clamp(min=SADDLE * (1 - exact)) @ ahead.mT
     return Landing(Distance(max(nats, 0.0), variance**0.5, upwards, exact), inverse)
+
+
+def _left_open(errors: Tensor) -> Tensor:
+    """How large a curvature noise alone may make along each direction, from K errors ``[K, q, q]``: the
+    largest eigenvalue of a matrix of noise is about twice the norm of a row."""
+    rows = errors - errors.mean(0)
+    return 2 * (rows.square().sum(2).sum(0) / (len(rows) - 1)).sqrt()
 
 
 def held_directions(hierarchy: Hierarchy, phi: Tensor, beta: Tensor, score: Tensor, ball: float) -> Tensor:

@@ -10,7 +10,7 @@ the model cannot tell apart (a rotation of the features, say) carry no informati
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fedpop.channel import Answer, Tensors, Total
 from fedpop.errors import EstimateError
+from fedpop.evaluation.louis import in_double, louis, require_double
 from fedpop.evaluation.marginal import closed_form
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.inputs import map_inputs
 from fedpop.kernels import Hierarchy
 from fedpop.keys import Key
 from fedpop.priors.normal import Normal
@@ -45,9 +45,9 @@ def score_and_information(
     hierarchy: Hierarchy, phi: Tensor, beta: Tensor, cohort: Cohort
 ) -> tuple[Tensor, Tensor]:
     """A cohort's part of the marginal likelihood's gradient ``[p]`` and of its information ``[p, p]``."""
-    wide, size = _double(cohort), phi.shape[0]
+    wide, size = in_double(cohort), phi.shape[0]
     theta = torch.cat((phi, beta)).double().requires_grad_()
-    _require_double(hierarchy, theta)
+    require_double(hierarchy, theta)
     with torch.enable_grad():
         features = hierarchy.model.features(theta[:size], wide)
         value = closed_form(hierarchy.target(theta[:size], theta[size:], features, wide)).sum()
@@ -82,117 +82,11 @@ def derivative(function: Callable[[Tensor], Tensor], at: Tensor, along: Tensor) 
     return out
 
 
-def _double(cohort: Cohort) -> Cohort:
-    def wide(v: Tensor) -> Tensor:
-        return v.double() if v.is_floating_point() else v
-
-    return replace(cohort, x=map_inputs(wide, cohort.x), y=wide(cohort.y))
-
-
-def _require_double(hierarchy: Hierarchy, theta: Tensor) -> None:
-    if any(
-        p.dtype != theta.dtype and not p.requires_grad
-        for m in hierarchy.model.modules()
-        for p in m.parameters()
-    ):
-        raise EstimateError(
-            "theta_uncertainty computes in double precision, and this model's frozen weights do not"
-        )
-
-
-@dataclass(frozen=True)
-class Louis:
-    """From draws of z: the marginal likelihood's gradient ``[p]``, its Monte-Carlo covariance ``[p, p]``, and
-    the observed information ``[p, p]``."""
-
-    score: Tensor
-    noise: Tensor
-    information: Tensor
-
-
 def sampled_information(
     hierarchy: Hierarchy, phi: Tensor, beta: Tensor, cohort: Cohort, draws: Tensor
 ) -> Tensor:
     """The same by Louis' identity, from posterior draws ``[C, S, d]``."""
     return louis(hierarchy, phi, beta, cohort, draws.unsqueeze(1)).information
-
-
-def louis(hierarchy: Hierarchy, phi: Tensor, beta: Tensor, cohort: Cohort, draws: Tensor) -> Louis:
-    """Gradient and information from posterior draws ``[C, chains, S, d]``, client by client."""
-    model, prior, size = hierarchy.model, hierarchy.prior, phi.shape[0]
-    theta = torch.cat((phi, beta)).double()
-    _require_double(hierarchy, theta)
-    score = torch.zeros_like(theta)
-    noise, total = (theta.new_zeros((theta.shape[0], theta.shape[0])) for _ in range(2))
-    for c, one in enumerate(_double(cohort).one_by_one()):
-        y = model.likelihood.encode(one.y, model.outputs, theta.dtype)
-        z = draws[c].double().flatten(0, 1)
-
-        def joint(theta: Tensor, z: Tensor, one: Cohort = one, y: Tensor = y) -> Tensor:
-            phi, beta = theta[:size], theta[size:]
-            rows = prior.log_prob(beta, z)
-            if not one.longest:
-                return rows
-            return model.log_prob_at(phi, z, model.features(phi, one), y).sum() + rows
-
-        both = torch.func.vmap(torch.func.grad(joint, argnums=(0, 1)), in_dims=(None, 0))
-        scores, grads = both(theta, z)
-        weight = zero_variance(z, grads)
-
-        def mean(
-            theta: Tensor, z: Tensor, joint: Callable[..., Tensor] = joint, weight: Tensor = weight
-        ) -> Tensor:
-            out: Tensor = torch.func.vmap(joint, in_dims=(None, 0))(theta, z) @ weight
-            return out
-
-        hessian = torch.func.jacrev(torch.func.grad(mean))(theta, z)
-        own = weight @ scores
-        away = scores - own
-        total = total - hessian - away.mT @ (weight[:, None] * away)
-        score, noise = score + own, noise + monte_carlo(scores, weight, z, grads, draws.shape[1])
-    return Louis(score, noise, total)
-
-
-def _known(z: Tensor, grads: Tensor) -> Tensor:
-    """Functions ``[S, q]`` whose posterior means are zero, as many as draws allow: under p(z | D)
-    E[g] = 0 and E[z_j g_k] = -1{j = k}."""
-    s, d = z.shape
-    none = z.new_zeros((s, 0))
-    linear = grads if 4 * d <= s else none
-    if 4 * (d + d * d) > s:
-        return linear
-    identity = torch.eye(d, dtype=z.dtype, device=z.device)
-    products = (z - z.mean(0)).unsqueeze(2) * grads.unsqueeze(1) + identity
-    return torch.cat((linear, products.flatten(1)), dim=1)
-
-
-def zero_variance(z: Tensor, grads: Tensor) -> Tensor:
-    """Weights ``[S]`` of draws ``[S, d]`` that take out of an average what the gradients of the log-posterior
-    there explain: those of a regression on functions whose mean is known to be zero. Where the posterior is
-    Gaussian the average of anything quadratic is exact."""
-    known = _known(z, grads)
-    spread = known - known.mean(0)
-    inverse = torch.linalg.pinv(spread.mT @ spread, rtol=1e-12, hermitian=True)
-    out: Tensor = 1 / len(z) - spread @ (inverse @ known.mean(0))
-    return out
-
-
-def monte_carlo(values: Tensor, weight: Tensor, z: Tensor, grads: Tensor, chains: int) -> Tensor:
-    """The covariance ``[p, p]`` of such an average of values ``[S, p]`` over draws of several chains in turn,
-    from the residuals of that regression."""
-    known = _known(z, grads)
-    spread, s = known - known.mean(0), len(z)
-    inverse = torch.linalg.pinv(spread.mT @ spread, rtol=1e-12, hermitian=True)
-    rest = values - values.mean(0)
-    rest = rest - spread @ (inverse @ (spread.mT @ rest))
-    # Parts of chains as batches: draws that follow one another are not independent.
-    parts = max(2, min(8 // chains, s // chains // 25))
-    length = s // chains // parts
-    batches = rest.unflatten(0, (chains, -1))[:, : parts * length].unflatten(1, (parts, length)).mean(2)
-    found = torch.cov(batches.flatten(0, 1).mT).reshape(values.shape[1], -1) / (chains * parts)
-    # What is explained by chance looks too quiet, and weights that differ make an average noisier.
-    out: Tensor = found * s / (s - known.shape[1]) * weight.square().sum() * s
-    return out
 
 
 def gauge_directions(hierarchy: Hierarchy, phi: Tensor, beta: Tensor) -> Tensor:

@@ -339,7 +339,7 @@ class Model(ABC):
         rows = leaves(x)[0].shape[0]
         parts = []
         with torch.no_grad():
-            for start in range(0, rows, chunk):
+            for start in range(0, max(rows, 1), chunk):  # without rows, one part says what features look like
                 part = map_inputs(lambda v, s=start: v[s : s + chunk].to(phi.device), x)
                 parts.append(self.embed(phi, part))
         return map_inputs(lambda *v: torch.cat(v), *parts)

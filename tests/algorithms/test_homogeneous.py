@@ -47,3 +47,20 @@ def test_without_the_floor_the_mean_would_stall():
     assert torch.allclose(moved[:2], 0.25 * score[:2])
     # The scale's own step knows nothing of the floor.
     assert torch.equal(moved[2:], stalled[2:])
+
+
+def test_a_direction_without_width_is_no_reason_to_go_on():
+    """Slopes differ and intercepts do not: the best full covariance is singular, its smallest scale goes to
+    zero and its information with it. A run without ``rounds`` is over when nothing is left to be gained."""
+    g = torch.Generator().manual_seed(0)
+    data = []
+    for _ in range(40):
+        x = torch.randn(12, 1, generator=g)
+        slope = -0.3 + torch.randn((), generator=g)
+        data.append((x, (torch.rand(12, generator=g) < torch.sigmoid(0.5 + slope * x[:, 0])).float()))
+    model = fp.Composition(None, nn.Linear(1, 1), "bernoulli")
+    population = fp.FedSOUL(model, prior=Normal(covariance="full")).fit(data, seed=0)
+    verdict = population.diagnostics().theta.verdict
+    assert verdict.converged
+    assert verdict.upwards == 0
+    assert population.rounds <= 1000

@@ -10,13 +10,8 @@ import fedpop as fp
 from fedpop.channel import Channel, Tally
 from fedpop.evaluation.convergence import ToTheOptimum, held_directions, landing, small
 from fedpop.evaluation.diagnostics import gradient_ratio
-from fedpop.evaluation.information import (
-    gauge_directions,
-    louis,
-    monte_carlo,
-    score_and_information,
-    zero_variance,
-)
+from fedpop.evaluation.information import gauge_directions, score_and_information
+from fedpop.evaluation.louis import batches, louis, monte_carlo, zero_variance
 from fedpop.evaluation.oracle import exact_optimum
 from fedpop.evaluation.verdict import Distance, LossTrend, loss_trend, verdict_of
 from fedpop.federation.cohort import Cohort
@@ -173,7 +168,7 @@ def test_gradients_explain_all_of_a_quadratic_under_a_gaussian() -> None:
     z = torch.randn(200, 2, generator=g, dtype=WIDE) @ root.T
     values = torch.stack((z[:, 0] * z[:, 1], z[:, 0] + 3), dim=1)
     weight = zero_variance(z, -z @ precision)
-    mean, noise = weight @ values, monte_carlo(values, weight, z, -z @ precision, chains=2)
+    mean, noise = weight @ values, monte_carlo(batches(weight, z, -z @ precision, chains=2), values)
     exact = torch.tensor([float(torch.linalg.inv(precision)[0, 1]), 3.0], dtype=WIDE)
     torch.testing.assert_close(mean, exact, atol=1e-8, rtol=0)
     assert float(noise.abs().max()) < 1e-12
@@ -192,7 +187,7 @@ def test_where_gradients_explain_nothing_the_error_is_that_of_correlated_draws()
         values = (4 * draws).cos()
         weight = zero_variance(draws, -draws)
         errors.append(float(weight @ values) - math.exp(-8))
-        told.append(float(monte_carlo(values, weight, draws, -draws, chains=4)))
+        told.append(float(monte_carlo(batches(weight, draws, -draws, chains=4), values)))
     actual = sum(e * e for e in errors) / 200
     assert sum(told) / 200 == pytest.approx(actual, rel=0.35)
 

@@ -85,3 +85,11 @@ def test_validation_and_test_sets_are_embedded_too() -> None:
     federation = federation_of(fp.Composition(body, head, NORMAL), clients)
     for split in ("train", "validation", "test"):
         torch.testing.assert_close(federation.splits[split].x, body(torch.cat([c.x for c in clients])))
+
+
+@pytest.mark.parametrize("sizes", [(0, 0), (0, 3)])
+def test_a_site_whose_clients_have_no_examples_yet_is_one_of_the_rest(sizes):
+    clients = [(torch.ones(n, 1), torch.ones(n)) for n in sizes]
+    model = fp.Composition(None, nn.Linear(1, 1), "poisson")
+    population = fp.FedSOUL(model).fit(clients, rounds=2, seed=0)
+    assert population.prior_mean.isfinite().all()
