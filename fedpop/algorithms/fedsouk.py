@@ -19,6 +19,7 @@ letter, the default chooses the kernel by the head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -196,7 +197,7 @@ class FedSOUK(WithStart):
         if not prior.normalised:  # as much of what its scores lack as there is of the clients' scores
             lacking, states = prior_chains.normaliser(prior, beta, unprefixed("prior.", server), key)
             i = i + lacking * (total.weight * total.scale)
-        optimiser = self.on_phi.step(self.model)
+        optimiser = self.on_phi.step(self.model, float(server.get("examples", math.inf)))
         if optimiser.averages:  # the clients' mean move
             j = j * server["phi_rate"] / total.estimate("examples", phi.new_zeros(())).clamp(min=1)
         beta_state, phi_state = (unprefixed(f"{n}.", server) for n in ("beta", "phi"))

@@ -21,14 +21,17 @@ from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.local import Evaluated
 from fedpop.models.modules import RowKeys
-from fedpop.server.optimisers import Adam, Optimiser
+from fedpop.server.optimisers import Adam, AdamW, Optimiser
 from fedpop.server.schedules import Constant, Cosine, Rounds, Schedule
 from fedpop.settings import Setting
 
-NETWORK_STEP = Adam(0.03, Cosine(warm_up=10))
-"""The server's step on a network's phi; a linear backbone takes larger ones. Adam's first steps move all
+RATE, SCHEDULE = 0.03, Cosine(warm_up=10)
+"""The server's steps on a network's phi; a linear backbone takes larger ones. Adam's first steps move all
 weights of a layer by the same size and, where one cause makes their signs agree, all in one direction, which
 multiplies over layers. So the first round moves them by .003 at most, and the next nine by as much more."""
+WORTH = 150
+"""A network's weights decay as under a prior that is worth so many examples: phi is one estimate for all,
+and with a few hundred images in all it would learn them by heart (``docs/defaults.md``)."""
 HEAD = 0.5
 """The size of a head's weights up to which a local rate is taken as given."""
 
@@ -41,8 +44,9 @@ class PhiStep(Setting):
     one full-batch step gives J_i, more drift as FedAvg does.
 
     Args:
-        optimiser: The server's step on the sum of J_i; None (the default) is Adam, with the rate that
-            suits the backbone: 0.03 with a cosine schedule for networks, 0.1 for others.
+        optimiser: The server's step on the sum of J_i; None (the default) suits the backbone: Adam at rate
+            0.1, or for networks AdamW at 0.03 with a cosine schedule and a decay of 150 over the number of
+            everyone's examples (1 at most).
         batch: How many of a client's examples J_i is made from; None (the default) is all of them. Fewer
             make rounds cheaper and noisier.
         local: ``LocalSGD(...)`` has clients take epochs of steps on their own copy of phi and send D_i
@@ -73,9 +77,15 @@ class PhiStep(Setting):
                 "phi_step=PhiStep(MeanMove(), local=LocalSGD(...))"
             )
 
-    def step(self, model: Model) -> Optimiser:
-        """The server's optimiser on this model's phi."""
-        chosen = self.optimiser or (NETWORK_STEP if model.network else Adam())
+    def by_examples(self, model: Model) -> bool:
+        """Whether the step on this model's phi depends on how many examples there are."""
+        return self.optimiser is None and model.network
+
+    def step(self, model: Model, examples: float = math.inf) -> Optimiser:
+        """The server's optimiser on this model's phi, where everyone has so many examples together."""
+        chosen = self.optimiser or Adam()
+        if self.by_examples(model):
+            chosen = AdamW(RATE, SCHEDULE, decay=min(WORTH / max(examples, 1), 1.0))
         return chosen.for_weights(model.weights)
 
     @property

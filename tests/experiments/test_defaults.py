@@ -90,7 +90,7 @@ def test_scores_are_over_all_images_and_by_size_of_client() -> None:
 
 def test_the_page_is_made_from_records(tmp_path: Path) -> None:
     results = Results.open(tmp_path)
-    names = ("default", "left form", "a setting that is gone")
+    names = (defaults.BASE, "left form", "a setting that is gone")
     for images in defaults.IMAGES:
         for i, name in enumerate(names):
             for seed in range(2):
@@ -105,7 +105,7 @@ def test_the_page_is_made_from_records(tmp_path: Path) -> None:
     table = (tmp_path / "results.md").read_text()
     assert table.count("\n| ") == 2 * len(names)
     page = (tmp_path / "report.html").read_text()
-    assert "+0.010 (+0.010 to +0.010)" in page  # left form against the default
+    assert "+0.010 (+0.010 to +0.010)" in page  # left form against the base
 
 
 def test_records_of_an_unknown_experiment_have_no_report(
