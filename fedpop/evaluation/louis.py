@@ -120,7 +120,8 @@ def _following(prior: Prior, beta0: Tensor, z: Tensor, likelihood: Callable[[Ten
     mu0, identity = prior.mu(beta0), torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
     factor = prior.factor(beta0)
     h = -torch.func.jacrev(torch.func.grad(likelihood))(z.mean(0))
-    values, vectors = torch.linalg.eigh(factor.mT @ (0.5 * (h + h.mT)) @ factor)
+    h = factor.mT @ (0.5 * (h + h.mT)) @ factor
+    values, vectors = torch.linalg.eigh(torch.nan_to_num(h, 0.0, 0.0, 0.0))
     # In units of the prior, K = V (1 + a)^-1 V'; a curvature upwards counts as none.
     share = vectors / (1 + values.clamp(min=0)) @ vectors.mT
     inverse = torch.linalg.solve_triangular(factor, identity, upper=False)

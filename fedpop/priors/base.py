@@ -252,7 +252,8 @@ class Prior(Setting, ABC):
     def first_sets(self, beta: Tensor) -> Tensor:
         """Bounds and ball of a run that starts from this beta: as given, or in units of the start."""
         least, most, norm = self.scales(beta)
-        low, high = self.bounds or (least / REACH, most * REACH)
+        reach = REACH if self.scale is None else FAR  # a scale that was given may be in other units
+        low, high = self.bounds or (least / reach, most * reach)
         ball = self.ball or FAR * max(most, norm / REACH)
         return torch.tensor((low, high, ball), dtype=torch.float64, device=beta.device)
 

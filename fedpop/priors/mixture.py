@@ -49,7 +49,7 @@ class Mixture(Prior):
             Components that start alike stay alike.
         floor: The least weight that a component keeps, below one over their number; 1e-3 unless told.
         bounds: Standard deviations of every component stay between these; None has them stay within a
-            factor of 1,000 of where they start.
+            factor of 1,000 of where they start, a million of a ``scale`` that was given.
         ball: The largest norm of a component's mean; None is a million standard deviations.
 
     >>> import fedpop as fp

@@ -53,7 +53,7 @@ class Normal(Prior):
         learn_mean: False keeps the mean where it starts.
         learn_scale: False keeps the scale where it starts.
         bounds: Standard deviations (eigenvalues of Sigma^1/2, if full) stay between these; None has them stay
-            within a factor of 1,000 of where they start.
+            within a factor of 1,000 of where they start, a million of a ``scale`` that was given.
         ball: The largest norm of mu, onto which a longer one is projected; None is a million standard
             deviations.
 

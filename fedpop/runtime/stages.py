@@ -126,14 +126,18 @@ def inverse_information(run: Run) -> Tensor | None:
 
 
 def advice(run: Run) -> str | None:
-    """One line for a run that is known to have ended too soon."""
+    """One line for a run that is known to have ended too soon, or where it could not go on."""
     verdict, rounds, asked = run.verdict, run.round, run.settings.rounds
+    if (held := _held_back(run)) is not None:
+        return f"{run.algorithm.label} after {rounds} rounds: {held}"
     if verdict is None or verdict.converged:
         return None
     after = f"{run.algorithm.label} after {rounds} rounds: {verdict.words}"
     if run.algorithm.over(run.server):
-        found = after.removesuffix("; run more rounds")
-        return f"{found}, and its search cannot go on from there; try restarts=3 or engine='sampled'"
+        found, hierarchy = after.removesuffix("; run more rounds"), run.algorithm.hierarchy
+        told = hierarchy is not None and hierarchy.prior.scale is not None
+        first = "leave out the prior's scale, or " if told else ""
+        return f"{found}, and its search cannot go on from there; {first}try restarts=3 or engine='sampled'"
     if asked is None and (verdict.converged is None or rounds < MOST):
         return after  # draws cannot tell, or a callback ended it
     if asked is None:
@@ -144,3 +148,15 @@ def advice(run: Run) -> str | None:
         return None
     how = f"rounds={2 * rounds}" + (" with resume=True in the same folder" if run.folder is not None else "")
     return f"{after}: {how}, or leave rounds out"
+
+
+def _held_back(run: Run) -> str | None:
+    """A scale of the prior that would be larger if it might; at its lower bound clients are all alike."""
+    hierarchy, published = run.algorithm.hierarchy, run.algorithm.publish(run.server)
+    if hierarchy is None or hierarchy.prior.component is None or not hierarchy.prior.learns_scale:
+        return None
+    prior = hierarchy.within(published).prior
+    if prior.bounds is None or prior.scales(published["beta"])[1] < 0.9999 * prior.bounds[1]:
+        return None
+    own = "leave scale out" if hierarchy.prior.bounds is None else "leave bounds out, or raise the upper one"
+    return f"the prior's scale is at its upper bound, {prior.bounds[1]:.3g}; {own}"

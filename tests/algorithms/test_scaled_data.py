@@ -1,12 +1,14 @@
 """Units of the user's data do not matter: the same numbers come out, in other units."""
 
 import math
+import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fedpop as fp
+from fedpop.errors import FedpopWarning
 from tests.helpers import generator
 
 Rows = dict[str, tuple[Tensor, Tensor]]
@@ -152,3 +154,34 @@ def test_classes_over_a_covariate_far_from_zero_end_where_a_centred_one_does() -
     assert here.value == pytest.approx(there.value, abs=0.1 + 3 * math.hypot(here.error, there.error))
     torch.testing.assert_close(ends[0].prior_sd[0], ends[1].prior_sd[0], rtol=0.1, atol=0)
     assert float(ends[0].prior_sd[1]) > 8 * float(ends[1].prior_sd[0])
+
+
+@pytest.mark.parametrize("covariance", ["isotropic", "full"])
+def test_a_scale_that_was_given_in_other_units_is_left_or_said_to_be_wrong(covariance: str) -> None:
+    """Told to start 20,000 times too small: at the optimum, or one line that says which setting to change."""
+    g = torch.Generator().manual_seed(0)
+    x, clients = torch.arange(10.0)[:, None], []
+    for _ in range(18):
+        z = torch.tensor([10.0, 250.0]) + torch.tensor([6.0, 25.0]) * torch.randn(2, generator=g)
+        clients.append((x, x[:, 0] * z[0] + z[1] + 25 * torch.randn(10, generator=g)))
+    model = fp.Composition(None, nn.Linear(1, 1), "normal")
+    best = (
+        fp.FedSOUL(model, prior=fp.priors.Normal(covariance=covariance)).fit(clients).log_likelihood().value
+    )
+    prior = fp.priors.Normal(covariance=covariance, scale=1e-3)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", FedpopWarning)
+        found = fp.FedSOUL(model, prior=prior).fit(clients).log_likelihood().value
+    right = abs(found - best) < 1e-3
+    assert right != any("leave out the prior's scale" in str(w.message) for w in told)
+    assert right or covariance == "full"
+
+
+def test_a_scale_that_is_held_back_by_its_bound_is_a_warning() -> None:
+    g = torch.Generator().manual_seed(1)
+    clients = [
+        (torch.ones(8, 1), 5 * torch.randn(1, generator=g) + torch.randn(8, generator=g)) for _ in range(12)
+    ]
+    model = fp.Composition(None, nn.Linear(1, 1, bias=False), "normal")
+    with pytest.warns(FedpopWarning, match=r"scale is at its upper bound, 0.5; leave bounds out, or raise"):
+        fp.FedSOUL(model, prior=fp.priors.Normal(bounds=(0.01, 0.5))).fit(clients)
