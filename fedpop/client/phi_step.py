@@ -29,7 +29,7 @@ RATE, SCHEDULE = 0.03, Cosine(warm_up=10)
 """The server's steps on a network's phi; a linear backbone takes larger ones. Adam's first steps move all
 weights of a layer by the same size and, where one cause makes their signs agree, all in one direction, which
 multiplies over layers. So the first round moves them by .003 at most, and the next nine by as much more."""
-WORTH = 150
+WORTH = 100
 """A network's weights decay as under a prior that is worth so many examples: phi is one estimate for all,
 and with a few hundred images in all it would learn them by heart (``docs/defaults.md``)."""
 HEAD = 0.5
@@ -45,7 +45,7 @@ class PhiStep(Setting):
 
     Args:
         optimiser: The server's step on the sum of J_i; None (the default) suits the backbone: Adam at rate
-            0.1, or for networks AdamW at 0.03 with a cosine schedule and a decay of 150 over the number of
+            0.1, or for networks AdamW at 0.03 with a cosine schedule and a decay of 100 over the number of
             everyone's examples (1 at most).
         batch: How many of a client's examples J_i is made from; None (the default) is all of them. Fewer
             make rounds cheaper and noisier.
