@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ class Facts:
     """The end of the first stage; None: this is the first."""
     active: float | None = None
     """How many of them a round has on average; None: all."""
+    examples: float = math.inf
+    """Training examples that they have together."""
 
     @property
     def stage(self) -> Stage:

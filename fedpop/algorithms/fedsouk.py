@@ -19,7 +19,6 @@ letter, the default chooses the kernel by the head.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -59,7 +58,8 @@ class FedSOUK(WithStart):
         prior: The population's, of ``fp.priors`` or by name; "normal" unless told.
         kernel: What chains step by, of ``fp.kernels`` or by name; what suits head and prior unless told.
         chain: How chains are run, ``fp.chains.Chain()`` unless told.
-        phi_step: How phi moves: a ``PhiStep`` or an optimiser of ``fp.steps``; Adam unless told.
+        phi_step: How phi moves: a ``PhiStep`` or an optimiser of ``fp.steps``; Adam unless told,
+            for networks with a weight decay.
         beta_step: How the prior moves: a ``BetaStep``, ``EM()`` or an optimiser; EM or Adam unless told.
         hyperprior: Of phi and the prior's parameters; flat unless told.
         anneal: How a normal likelihood's noise variance falls to its own value, against local optima.
@@ -197,7 +197,7 @@ class FedSOUK(WithStart):
         if not prior.normalised:  # as much of what its scores lack as there is of the clients' scores
             lacking, states = prior_chains.normaliser(prior, beta, unprefixed("prior.", server), key)
             i = i + lacking * (total.weight * total.scale)
-        optimiser = self.on_phi.step(self.model, float(server.get("examples", math.inf)))
+        optimiser = self.on_phi.step(self.model, facts.examples)
         if optimiser.averages:  # the clients' mean move
             j = j * server["phi_rate"] / total.estimate("examples", phi.new_zeros(())).clamp(min=1)
         beta_state, phi_state = (unprefixed(f"{n}.", server) for n in ("beta", "phi"))

@@ -46,7 +46,7 @@ class FedSOUL(FedSOUK):
             that suits head and prior.
         chain: How chains are run, ``fp.chains.Chain()`` unless told.
         phi_step: How phi moves: a ``PhiStep`` or an optimiser of ``fp.steps``; None is Adam, with the
-            rate that suits the backbone.
+            rate, and for networks the weight decay, that suit backbone and data.
         beta_step: How the prior moves: a ``BetaStep``, ``EM()`` or an optimiser of ``fp.steps``; None is
             EM where the prior allows it, else Adam.
         hyperprior: Of phi and the prior's parameters, flat unless told: ``fp.priors.Hyperprior(...)``.

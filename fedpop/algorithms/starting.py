@@ -16,7 +16,6 @@ from fedpop.checked import OneOf
 from fedpop.keys import Key
 from fedpop.priors.base import FAR
 from fedpop.questions import Question, starts
-from fedpop.questions.examples import Examples
 from fedpop.questions.spectral import Spectral
 from fedpop.questions.targets import TargetSize
 from fedpop.server.units import natural_units, redrawn
@@ -39,9 +38,7 @@ class WithStart(WithEngine):
     def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
         phi, prior = self._first_phi(facts, key), self.hierarchy.prior
         exact = self.exact is not None
-        asked = tuple(starts.questions(self.start, self.model, prior, phi, facts.restart, anneals=exact))
-        if self.on_phi.by_examples(self.model) and not exact:
-            asked = (*asked, Examples())
+        asked = starts.questions(self.start, self.model, prior, phi, facts.restart, anneals=exact)
         told = self.model.likelihood.given_noise is None and any(q.starts_noise for q in asked)
         if exact or told or not self.anneal.asks(self.model, facts.first_stage):
             return asked
@@ -55,8 +52,7 @@ class WithStart(WithEngine):
 
     def first_theta(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
         """phi and beta before the first round, given the answers; phi's natural units, the bounds and radii
-        of the projection sets, the number of examples where steps go by it, and the noise variance that
-        annealing begins at."""
+        of the projection sets, and the noise variance that annealing begins at."""
         prior, own = self.hierarchy.prior, key.at(purpose=f"prior-{facts.restart}")
         phi, beta = starts.theta(self.model, prior, self._first_phi(facts, key), known, own)
         server = {"phi": phi}
@@ -65,5 +61,4 @@ class WithStart(WithEngine):
             phi = server["phi"]
         ball = self.on_phi.ball or FAR * max(1.0, float(phi.norm()))
         sets = {"sets": prior.first_sets(beta), "ball": phi.new_tensor(ball, dtype=torch.float64)}
-        examples = {n: known[n] for n in ("examples",) if n in known}
-        return server | {"beta": beta, "unit": natural_units(self.model, phi)} | sets | examples
+        return server | {"beta": beta, "unit": natural_units(self.model, phi)} | sets

@@ -29,9 +29,10 @@ RATE, SCHEDULE = 0.03, Cosine(warm_up=10)
 """The server's steps on a network's phi; a linear backbone takes larger ones. Adam's first steps move all
 weights of a layer by the same size and, where one cause makes their signs agree, all in one direction, which
 multiplies over layers. So the first round moves them by .003 at most, and the next nine by as much more."""
-WORTH = 100
-"""A network's weights decay as under a prior that is worth so many examples: phi is one estimate for all,
-and with a few hundred images in all it would learn them by heart (``docs/defaults.md``)."""
+WORTH, LARGE = 100, 500
+"""Weights of a network decay as under a prior that is worth so many examples, where there are more than
+``LARGE`` of them and more than examples: phi is one estimate for all, and with a few hundred images it would
+learn them by heart (``docs/defaults.md``). A smaller model is judged by its likelihood and maximises it."""
 HEAD = 0.5
 """The size of a head's weights up to which a local rate is taken as given."""
 
@@ -45,8 +46,8 @@ class PhiStep(Setting):
 
     Args:
         optimiser: The server's step on the sum of J_i; None (the default) suits the backbone: Adam at rate
-            0.1, or for networks AdamW at 0.03 with a cosine schedule and a decay of 100 over the number of
-            everyone's examples (1 at most).
+            0.1, or for networks AdamW at 0.03 with a cosine schedule. Its decay is 100 over the number of
+            everyone's examples (1 at most) where weights outnumber them and are more than 500, else 0.
         batch: How many of a client's examples J_i is made from; None (the default) is all of them. Fewer
             make rounds cheaper and noisier.
         local: ``LocalSGD(...)`` has clients take epochs of steps on their own copy of phi and send D_i
@@ -77,16 +78,13 @@ class PhiStep(Setting):
                 "phi_step=PhiStep(MeanMove(), local=LocalSGD(...))"
             )
 
-    def by_examples(self, model: Model) -> bool:
-        """Whether the step on this model's phi depends on how many examples there are."""
-        return self.optimiser is None and model.network
-
     def step(self, model: Model, examples: float = math.inf) -> Optimiser:
         """The server's optimiser on this model's phi, where everyone has so many examples together."""
-        chosen = self.optimiser or Adam()
-        if self.by_examples(model):
-            chosen = AdamW(RATE, SCHEDULE, decay=min(WORTH / max(examples, 1), 1.0))
-        return chosen.for_weights(model.weights)
+        chosen = self.optimiser
+        if chosen is None and model.network:
+            many = model.weights > max(examples, LARGE)
+            chosen = AdamW(RATE, SCHEDULE, decay=min(WORTH / max(examples, 1), 1.0) if many else 0.0)
+        return (chosen or Adam()).for_weights(model.weights)
 
     @property
     def steady(self) -> bool:

@@ -169,6 +169,10 @@ def batches(weight: Tensor, z: Tensor, grads: Tensor, chains: int) -> Tensor:
     inverse = torch.linalg.pinv(spread.mT @ spread, rtol=1e-12, hermitian=True)
     parts = max(2, min(8 // chains, s // chains // 25))
     length = s // chains // parts
+    if length == 0:
+        raise EstimateError(
+            "the noise of an average cannot be told from one draw per chain: final=Final(draws=...)"
+        )
     one = torch.arange(s, device=z.device).unflatten(0, (chains, -1))[:, : parts * length]
     means = z.new_zeros((chains * parts, s)).scatter(1, one.reshape(chains * parts, length), 1 / length)
     means = means - means.mean(0)

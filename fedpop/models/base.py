@@ -217,9 +217,10 @@ class Model(ABC):
 
     @property
     def weights(self) -> int:
-        """How many of phi's coordinates, the first ones, are weights: a likelihood's own parameters follow
-        them, which weight decay leaves alone."""
-        return self.phi_layout.size - sum(n.startswith("likelihood.") for n in self.phi_layout.names)
+        """How many of phi's coordinates, the first ones, are weights: fixed effects and a likelihood's own
+        parameters follow them, which weight decay leaves alone."""
+        sizes = zip(self.phi_layout.names, self.phi_layout.sizes, strict=True)
+        return sum(size for name, size in sizes if not name.startswith(("fixed.", "likelihood.")))
 
     @property
     def learns_features(self) -> bool:

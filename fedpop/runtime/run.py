@@ -120,7 +120,8 @@ class Run:
         stage = stage_at(self.ends, self.round)
         clients = self.members.units
         active = self.settings.participation.expected(self.members.roster)
-        return Facts(clients, stage.end, self.restart, stage.start, self.ends[0], active)
+        examples = self.members.examples
+        return Facts(clients, stage.end, self.restart, stage.start, self.ends[0], active, examples)
 
     # --- a run from start to end -------------------------------------------------------------
 

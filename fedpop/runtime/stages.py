@@ -132,11 +132,14 @@ def advice(run: Run) -> str | None:
         return f"{run.algorithm.label} after {rounds} rounds: {held}"
     if verdict is None or verdict.converged:
         return None
-    after = f"{run.algorithm.label} after {rounds} rounds: {verdict.words}"
+    after, hierarchy = (
+        f"{run.algorithm.label} after {rounds} rounds: {verdict.words}",
+        run.algorithm.hierarchy,
+    )
+    told = hierarchy is not None and hierarchy.prior.scale is not None and hierarchy.prior.learns_scale
+    first = "leave out the prior's scale, or " if told else ""
     if run.algorithm.over(run.server):
-        found, hierarchy = after.removesuffix("; run more rounds"), run.algorithm.hierarchy
-        told = hierarchy is not None and hierarchy.prior.scale is not None
-        first = "leave out the prior's scale, or " if told else ""
+        found = after.removesuffix("; run more rounds")
         return f"{found}, and its search cannot go on from there; {first}try restarts=3 or engine='sampled'"
     if asked is None and (verdict.converged is None or rounds < MOST):
         return after  # draws cannot tell, or a callback ended it
@@ -147,7 +150,7 @@ def advice(run: Run) -> str | None:
     if not verdict.upwards and verdict.nats < WARNED:
         return None
     how = f"rounds={2 * rounds}" + (" with resume=True in the same folder" if run.folder is not None else "")
-    return f"{after}: {how}, or leave rounds out"
+    return f"{after}: {first}{how}, or leave rounds out"
 
 
 def _held_back(run: Run) -> str | None:
@@ -158,5 +161,10 @@ def _held_back(run: Run) -> str | None:
     prior = hierarchy.within(published).prior
     if prior.bounds is None or prior.scales(published["beta"])[1] < 0.9999 * prior.bounds[1]:
         return None
-    own = "leave scale out" if hierarchy.prior.bounds is None else "leave bounds out, or raise the upper one"
+    if hierarchy.prior.bounds is not None:
+        own = "leave bounds out, or raise the upper one"
+    elif hierarchy.prior.scale is not None:
+        own = "leave scale out"
+    else:
+        own = "standardise the data, or give bounds=(..., ...) that reach further"
     return f"the prior's scale is at its upper bound, {prior.bounds[1]:.3g}; {own}"

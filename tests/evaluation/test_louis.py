@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
+from fedpop.errors import EstimateError
 from fedpop.evaluation.convergence import landing
 from fedpop.evaluation.louis import louis
 from fedpop.priors.normal import Normal
@@ -90,3 +91,12 @@ def test_curvature_within_its_noise_bends_neither_way() -> None:
     assert open_.upwards == 0
     assert open_.converged
     assert landing(slope, curvature, 1e-9 * one, none, errors / 10).distance.upwards == 1
+
+
+def test_one_draw_of_each_chain_tells_nothing_of_noise() -> None:
+    data = counts(3, 0.5)
+    theta = torch.tensor([0.4, -1.0], dtype=WIDE)
+    model = fp.Composition(None, nn.Linear(1, 1, bias=False), "poisson")
+    hierarchy = fp.FedSOUL(model, prior=Normal()).hierarchy
+    with pytest.raises(EstimateError, match=r"one draw per chain: final=Final\(draws"):
+        louis(hierarchy, theta[:0], theta, cohort_of(model, data), draws_at(theta, data, each=1))
