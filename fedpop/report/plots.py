@@ -85,7 +85,7 @@ def spread(
     a line."""
     with styled():
         figure, axes = new_axes(9.4, 3.2)
-        methods = list(dict.fromkeys(m for g in groups.values() for m in g))
+        methods = list(dict.fromkeys(m for g in groups.values() for m, numbers in g.items() if numbers))
         width = 0.8 / max(len(methods), 1)
         named: set[str] = set()
         everything = [v for g in groups.values() for numbers in g.values() for v in numbers]
