@@ -60,7 +60,7 @@ def test_small_image_clients_are_ahead_of_fedrep_and_stay_calibrated(share: floa
     assert mean([eces[seed] / rival[seed] for seed in both]) < 0.2
     for other in ("FedAvg-FT", "APFL"):
         scores = per_seed("small-data", other, "accuracy", **cell)
-        assert all(ours[seed] > scores[seed] + 0.04 for seed in ours.keys() & scores.keys())
+        assert all(ours[seed] > scores[seed] + 0.02 for seed in ours.keys() & scores.keys())
 
 
 @pytest.mark.parametrize("images", ["cifar10", "mnist"])
