@@ -161,6 +161,8 @@ def _held_back(run: Run) -> str | None:
     prior = hierarchy.within(published).prior
     if prior.bounds is None or prior.scales(published["beta"])[1] < 0.9999 * prior.bounds[1]:
         return None
+    if run.round < WORTH_IT[hierarchy.closed_form] and not run.algorithm.over(run.server):
+        return None  # a few rounds may be anywhere
     if hierarchy.prior.bounds is not None:
         own = "leave bounds out, or raise the upper one"
     elif hierarchy.prior.scale is not None:
