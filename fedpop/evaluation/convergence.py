@@ -148,8 +148,8 @@ def landing(
     white = s / v.sqrt()
     nats = 0.5 * float(white.square().sum() - ratio.diagonal().sum())
     # A slope where nothing curves, as on a plateau, gains no less than it would at the largest curvature.
-    idle = along[~curved].square() - spread.diagonal()[~curved]
-    idle = idle[values[~curved].abs() <= FLAT * largest]
+    flat = ~curved & (values.abs() <= FLAT * largest)
+    idle = along[flat].square() - spread.diagonal()[flat]
     nats += 0.5 * float(idle.clamp(min=0).sum() / largest.clamp(min=1e-300))
     variance = float((white @ ratio @ white).clamp(min=0) + 0.5 * ratio.square().sum())
     ahead = directions[:, curved]

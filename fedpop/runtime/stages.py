@@ -132,10 +132,8 @@ def advice(run: Run) -> str | None:
         return f"{run.algorithm.label} after {rounds} rounds: {held}"
     if verdict is None or verdict.converged:
         return None
-    after, hierarchy = (
-        f"{run.algorithm.label} after {rounds} rounds: {verdict.words}",
-        run.algorithm.hierarchy,
-    )
+    after = f"{run.algorithm.label} after {rounds} rounds: {verdict.words}"
+    hierarchy = run.algorithm.hierarchy
     told = hierarchy is not None and hierarchy.prior.scale is not None and hierarchy.prior.learns_scale
     first = "leave out the prior's scale, or " if told else ""
     if run.algorithm.over(run.server):
