@@ -68,7 +68,7 @@ class Hierarchical(Algorithm):
 
     @property
     def final_draws(self) -> int:
-        return self.final.total
+        return self.final.chains * self.final.each(self.model.z_layout.size)
 
     def looked_at(self) -> Self:
         return replace(self, final=SHORT)
@@ -152,8 +152,8 @@ class Hierarchical(Algorithm):
     def without_data(self, published: Tensors, cohort: Cohort, key: Key) -> Tensors:
         """Draws from the prior."""
         beta, states, prior = published["beta"], published.get("states"), self.hierarchy.prior
-        z = prior_chains.final_draws(prior, beta, cohort.units, key, self.final.total, states)
-        return {"draws": z.unflatten(1, (self.final.chains, self.final.draws))}
+        z = prior_chains.final_draws(prior, beta, cohort.units, key, self.final_draws, states)
+        return {"draws": z.unflatten(1, (self.final.chains, -1))}
 
     def predict(self, published: Tensors, personal: Tensors, x: Inputs, key: Key) -> Predictive:
         """The posterior predictive: the average of p(y | x, z) over the draws of z."""

@@ -11,6 +11,7 @@ from fedpop.checked import Few, Whole
 from fedpop.client.sampler import Sampler
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels import resolve_kernel, run
+from fedpop.kernels.follow import first_place, follows
 from fedpop.kernels.prior_chains import draw
 from fedpop.keys import Key
 from fedpop.settings import Setting
@@ -22,22 +23,30 @@ class Final(Setting):
 
     Args:
         chains: How many for each client, 4 unless told; R-hat compares them.
-        draws: Of each chain, 250 unless told; more make intervals smoother.
-        burn_in: Transitions before them, which adapt; 300 unless told, none where draws are exact.
+        draws: Of each chain; unless told 250, or 140 where z has more than 100 entries, as a network's head
+            has: nobody looks at them one by one, and probabilities need no more. More make intervals
+            smoother.
+        burn_in: Transitions before them, which adapt; unless told 60 where chains start about the mode of a
+            linear head, 300 elsewhere. There are none where draws are exact.
 
-    >>> Final(draws=100).total
-    400
+    >>> Final().each(d=2), Final().each(d=650), Final(draws=40).each(d=650)
+    (250, 140, 40)
     """
 
     chains: Few = 4
-    draws: Few = 250
-    burn_in: Whole = 300
+    draws: Few | None = None
+    burn_in: Whole | None = None
 
-    @property
-    def total(self) -> int:
-        return self.chains * self.draws
+    def each(self, d: int) -> int:
+        """Draws of a chain where z has so many entries."""
+        if self.draws is not None:
+            return self.draws
+        return DRAWS if d <= WIDE else FEWER
 
 
+DRAWS, FEWER, WIDE = 250, 140, 100
+NEAR, FAR = 60, 300
+"""Transitions of a burn-in from about the mode, and from anywhere."""
 SHORT = Final(chains=1, draws=50, burn_in=50)
 """A pass for looks between rounds: means over clients do not need more."""
 JUDGING = Final(chains=2, draws=100, burn_in=100)
@@ -60,12 +69,17 @@ def final_pass(
         kernel = resolve_kernel(None, hierarchy.model, hierarchy.prior)
     with torch.no_grad():
         target = hierarchy.target_at(phi, beta, cohort)
-        z = draw(hierarchy.prior, beta, cohort.units, key.at(purpose="start"), final.chains, states)
+        start, near = key.at(purpose="start"), follows(kernel, target)
+        if near:  # there is one mode, which no start can miss
+            z, _, _ = first_place(target, cohort.units, final.chains, start)
+        else:
+            z = draw(hierarchy.prior, beta, cohort.units, start, final.chains, states)
         tuning = sampler.first_tuning(kernel, len(cohort), beta)
+        burn_in = final.burn_in if final.burn_in is not None else NEAR if near else FAR
         if not kernel.independent(target):
-            for part in range(final.burn_in // 10):
+            for part in range(burn_in // 10):
                 warm = key.at(purpose=f"warm-{part}")
                 done = run(kernel, target, z, tuning, 10, warm, cohort.units, adapt=True)
                 z, tuning = done.state.z, done.tuning
-        done = run(kernel, target, z, tuning, final.draws, key, cohort.units, adapt=False)
+        done = run(kernel, target, z, tuning, final.each(z.shape[-1]), key, cohort.units, adapt=False)
     return done.draws.transpose(1, 2)

@@ -49,7 +49,7 @@ def mode_from(target: Target, start: Tensor, steps: int) -> tuple[Tensor, int]:
     mode, ahead, t = start, start, start.new_ones((len(start), 1))
     moving = torch.ones_like(t, dtype=torch.bool)
     for k in range(steps):
-        slope = target.value_and_grad(ahead.unsqueeze(1))[1].squeeze(1)
+        slope = target.grad(ahead.unsqueeze(1)).squeeze(1)
         step = factor.solve(slope.unsqueeze(1)).squeeze(1)
         arrived = moving & ((slope * step).sum(1, keepdim=True) <= TOLERANCE * d)
         mode, moving = torch.where(arrived, ahead, mode), moving & ~arrived

@@ -60,11 +60,11 @@ class HMC(Kernel):
         e = largest[:, None] * (1 + 2 * uniform[..., 0]) / 3
         e = e.unsqueeze(-1)
         start = state.value - 0.5 * r.square().sum(-1)
-        new = state
+        z, r = state.z, r + 0.5 * e * precision.root(state.grad)
+        for _ in range(self.leapfrog - 1):
+            z = z + e * precision.root_transposed(r)
+            r = r + e * precision.root(target.grad(z))
+        new = State.at(target, z + e * precision.root_transposed(r))
         r = r + 0.5 * e * precision.root(new.grad)
-        for j in range(self.leapfrog):
-            new = State.at(target, new.z + e * precision.root_transposed(r))
-            last = j == self.leapfrog - 1
-            r = r + (0.5 if last else 1.0) * e * precision.root(new.grad)
         change = new.value - 0.5 * r.square().sum(-1) - start
         return metropolis(new, state, change, uniform[..., 1])

@@ -140,6 +140,10 @@ class Target:
         prior_value, prior_grad = self.prior.value_and_grad(self.beta, z)
         return value + prior_value, grad + prior_grad
 
+    def grad(self, z: Tensor) -> Tensor:
+        """The gradient alone: what steps between two points of a chain need."""
+        return self.likelihood.grad(z) + self.prior.value_and_grad(self.beta, z)[1]
+
     def likelihood_grad(self, z: Tensor, grad: Tensor) -> Tensor:
         """grad_z log p(D | z) from the log-posterior's gradient at the same z."""
         return grad - self.prior.value_and_grad(self.beta, z)[1]

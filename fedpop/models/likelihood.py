@@ -111,6 +111,11 @@ class Likelihood(Checked, ABC):
     def value_and_grad(self, eta: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor]:
         """The log-density and its derivative in eta."""
 
+    def slope_across(self, eta: Tensor, y: Tensor, params: Params) -> Tensor:
+        """The derivative alone, with outputs on the last axis but one: ``[..., o, N]``. Rows as long as the
+        examples are many are quicker than rows of a few outputs, where a family has a way of its own."""
+        return self.value_and_grad(eta.mT, y.mT, params)[1].mT
+
     @abstractmethod
     def bound(self, params: Params) -> Tensor | float | None:
         """c with -d2 log p / d eta2 <= c I everywhere; ``None`` where there is no such bound."""

@@ -151,6 +151,9 @@ class Categorical(Likelihood):
         total = weight.sum(-1, keepdim=True)
         return (y * (shifted - total.log())).sum(-1), y - weight / total
 
+    def slope_across(self, eta: Tensor, y: Tensor, params: Params) -> Tensor:
+        return y - torch.softmax(eta, -2)
+
     def bound(self, params: Params) -> float:
         return 0.5  # Boehning (1992): the Hessian is below (I - 11'/K) / 2
 

@@ -197,12 +197,16 @@ def test_draws_do_not_depend_on_who_else_is_there(kernel, case, ids):
 @cases
 def test_gradient_evaluations_are_what_is_reported(kernel, case, monkeypatch):
     calls, products = [], []
-    plain, pull_back = Target.value_and_grad, torch.func.vjp
+    plain, slope, pull_back = Target.value_and_grad, Target.grad, torch.func.vjp
     of_data, of_mean = LinearLikelihood.value_and_slope, LinearLikelihood.grad
 
     def counted(self, z):
         calls.append(z.shape)
         return plain(self, z)
+
+    def counted_slope(self, z):
+        calls.append(z.shape)
+        return slope(self, z)
 
     def counted_data(self, z, *rows):
         calls.append(z.shape)
@@ -217,6 +221,7 @@ def test_gradient_evaluations_are_what_is_reported(kernel, case, monkeypatch):
         return out, lambda v: (products.append(v.shape), product(v))[1]
 
     monkeypatch.setattr(Target, "value_and_grad", counted)
+    monkeypatch.setattr(Target, "grad", counted_slope)
     monkeypatch.setattr(torch.func, "vjp", counted_products)
     if kernel.independent(case.target()):
         # All seven draws of both chains at once, and before them their mean, one point for each client.

@@ -45,6 +45,7 @@ def test_value_and_gradient(case):
     exact = torch.stack([torch.stack([log_posterior(case, i, one) for one in z[i]]) for i in range(3)])
     torch.testing.assert_close(value, exact)
     torch.testing.assert_close(grad, torch.autograd.grad(exact.sum(), z)[0])
+    torch.testing.assert_close(case.target().grad(z), grad)
     torch.testing.assert_close(case.target().likelihood.value(z) + case.prior.log_prob(case.beta, z), exact)
 
 

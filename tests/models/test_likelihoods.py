@@ -61,6 +61,8 @@ def test_gradient(name: str) -> None:
     value, grad = family.value_and_grad(eta, encoded, params)
     torch.testing.assert_close(value, reference(name, eta).log_prob(y))
     torch.testing.assert_close(grad, free.grad)
+    across = family.slope_across(eta.mT, encoded.mT, params)
+    torch.testing.assert_close(across, grad.mT)
 
 
 def test_gradient_in_the_learned_log_variance() -> None:

@@ -37,7 +37,7 @@ def test_blocks_add_up_to_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) 
 
     def seen() -> list[Tensor]:
         bound = model.bind(phi, model.features(phi, cohort), cohort, None)
-        out = [bound.value(z), *bound.value_and_grad(z)]
+        out = [bound.value(z), *bound.value_and_grad(z), bound.grad(z)]
         if isinstance(bound, local.LinearLikelihood):
             out.append(bound.curvature_at(z[:, 0]))
         return [t.detach() for t in out]
