@@ -49,6 +49,8 @@ class APFL(FedAvg):
         newcomer: How a client that took part in no round trains; ``fp.LocalSGD(epochs=10)`` unless told.
         server_rate: How much of the clients' mean move the server makes; 1 unless told. Above 1 it goes
             beyond it.
+        schedule: What the rates of local steps are multiplied by over the rounds, such as
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
         compressor: Stays "identity": no compressed form of the method was published.
         clip: The largest norm of n_i (w_i - w), which clients send; longer ones are shortened, which biases
             their mean. None (the default) does not.

@@ -15,6 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Round
+from fedpop.algorithms.paced import Paced
 from fedpop.algorithms.whole import WholeModel
 from fedpop.channel import Answer, Tensors, Total
 from fedpop.checked import Positive
@@ -25,7 +26,7 @@ from fedpop.keys import Key
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvg(WholeModel):
+class FedAvg(Paced, WholeModel):
     """One model for all, phi and head alike.
 
     Args:
@@ -34,6 +35,8 @@ class FedAvg(WholeModel):
             batch.
         server_rate: How much of the clients' mean move the server makes; 1 unless told. Above 1 it goes
             beyond it.
+        schedule: What the rates of local steps are multiplied by over the rounds, such as
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
         compressor: Of n_i (w_i - w), which clients send: one of ``fp.compressors`` or its name, or a
             mapping from clients' names to them. "identity" (the default) sends it as it is.
         clip: The largest norm of it; longer ones are shortened, which biases their mean. None (the

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Round
+from fedpop.algorithms.paced import Paced
 from fedpop.algorithms.samples import Ensemble
 from fedpop.algorithms.whole import split_w
 from fedpop.channel import Answer, Tensors, Total
@@ -62,7 +63,7 @@ class Distillation(Setting):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedBE(Ensemble):
+class FedBE(Paced, Ensemble):
     """An ensemble of global models.
 
     Args:
@@ -74,6 +75,8 @@ class FedBE(Ensemble):
         distil: ``fedpop.algorithms.Distillation(x)`` with unlabelled examples on the server, on which
             the next model learns from the ensemble; None (the default) goes on from the mean of the
             clients' models.
+        schedule: What the rates of local steps are multiplied by over the rounds, such as
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
         compressor: Stays "identity": what clients send holds squares, which a compressor would bias.
         clip: Stays None, for the same reason.
         guard: How many times the usual norm makes a client's message absurd, so that it is left out;

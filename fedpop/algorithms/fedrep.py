@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Round
+from fedpop.algorithms.paced import Paced
 from fedpop.algorithms.whole import WholeModel, require_data
 from fedpop.channel import Answer, Tensors, Total
 from fedpop.checked import OneOf
@@ -38,7 +39,7 @@ STARTS = ("random", "spectral")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedRep(WholeModel):
+class FedRep(Paced, WholeModel):
     """A shared representation with private heads.
 
     Args:
@@ -53,6 +54,8 @@ class FedRep(WholeModel):
         start: Where the body starts: "random" (the default) as the model was given, "spectral" or
             ``fp.steps.Spectral()`` from second moments of the data, for a linear body and a linear head
             with one output, both without bias.
+        schedule: What the rates of local steps are multiplied by over the rounds, such as
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
         compressor: Of n_i (phi_i - phi), which clients send: one of ``fp.compressors`` or its name, or a
             mapping from clients' names to them. "identity" (the default) sends it as it is.
         clip: The largest norm of it; longer ones are shortened, which biases their mean. None (the

@@ -34,6 +34,8 @@ class LGFedAvg(SharedPart):
             batch.
         newcomer: How a client that took part in no round trains its body; ``fp.LocalSGD(epochs=10)``
             unless told.
+        schedule: What the rates of local steps are multiplied by over the rounds, such as
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
         compressor: Of n_i (z_i - z), which clients send: one of ``fp.compressors`` or its name, or a
             mapping from clients' names to them. "identity" (the default) sends it as it is.
         clip: The largest norm of it; longer ones are shortened, which biases their mean. None (the

@@ -14,6 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Round
+from fedpop.algorithms.paced import Paced
 from fedpop.algorithms.whole import WholeModel, published_w, require_data, split_w
 from fedpop.channel import Answer, Tensors, Total
 from fedpop.client.cost import finite, training_cost
@@ -23,7 +24,7 @@ from fedpop.keys import Key
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalOnly(WholeModel):
+class LocalOnly(Paced, WholeModel):
     """A model of its own for every client, trained alone.
 
     Args:
@@ -31,6 +32,8 @@ class LocalOnly(WholeModel):
         local: How clients train in a round; ``fp.LocalSGD()`` unless told: one epoch, rate 0.01, one
             batch.
         newcomer: How a client that took part in no round trains; ``fp.LocalSGD(epochs=10)`` unless told.
+        schedule: What the rates of local steps are multiplied by over the rounds, such as
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
         compressor: Stays "identity": nothing is sent.
         clip: Stays None, for the same reason.
         guard: Does nothing here, for the same reason.

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Round
+from fedpop.algorithms.paced import Paced
 from fedpop.algorithms.whole import WholeModel, published_w, split_w
 from fedpop.channel import Answer, Tensors, Total
 from fedpop.checked import Count, OneOf, Positive
@@ -47,7 +48,7 @@ WEIGHTS = ("equal", "examples")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerFedAvg(WholeModel):
+class PerFedAvg(Paced, WholeModel):
     """A shared start that every client adapts by a step of its own.
 
     Args:
@@ -63,6 +64,8 @@ class PerFedAvg(WholeModel):
         weights: How clients count in the server's mean: "equal" (the default, as published), or
             "examples" by how many they have.
         adapt_steps: Steps of adaptation before a client predicts, on all of its data; 1 unless told.
+        schedule: What the rates of local steps are multiplied by over the rounds, such as
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
         compressor: Of w_i - w (times n_i with weights="examples"), which clients send: one of
             ``fp.compressors`` or its name, or a mapping from clients' names to them. "identity" (the
             default) sends it as it is.

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Round
+from fedpop.algorithms.paced import Paced
 from fedpop.algorithms.whole import WholeModel, published_w, split_w
 from fedpop.channel import Answer, Tensors, Total
 from fedpop.checked import Count, OneOf, Positive
@@ -44,7 +45,7 @@ WEIGHTS = ("equal", "examples")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PFedMe(WholeModel):
+class PFedMe(Paced, WholeModel):
     """Personal models near a shared one, which follows them.
 
     Args:
@@ -59,6 +60,8 @@ class PFedMe(WholeModel):
         beta: The server's step, above 0; 1 unless told, and above 1 it goes beyond the mean.
         weights: How clients count in the server's mean: "equal" (the default, as published), or
             "examples" by how many they have.
+        schedule: What the rates of local steps are multiplied by over the rounds, such as
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
         compressor: Of w_i - w (times n_i with weights="examples"), which clients send: one of
             ``fp.compressors`` or its name, or a mapping from clients' names to them. "identity" (the
             default) sends it as it is.

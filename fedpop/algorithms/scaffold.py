@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import About, Facts, Round
+from fedpop.algorithms.paced import Paced
 from fedpop.algorithms.whole import WholeModel
 from fedpop.channel import Answer, Tensors, Total
 from fedpop.checked import Positive
@@ -31,7 +32,7 @@ from fedpop.keys import Key
 
 
 @dataclass(frozen=True, kw_only=True)
-class SCAFFOLD(WholeModel):
+class SCAFFOLD(Paced, WholeModel):
     """One model for all, without the drift of local steps.
 
     Args:
@@ -40,6 +41,8 @@ class SCAFFOLD(WholeModel):
             rate 0.01, one batch.
         server_rate: How much of the clients' mean move the server makes; 1 unless told. Above 1 it goes
             beyond it.
+        schedule: What the rates of local steps are multiplied by over the rounds, such as
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
         compressor: Stays "identity": no compressed form of the method was published.
         clip: The largest norm of y_i - w, and of c_i+ - c_i; longer ones are shortened, which biases their
             mean. A client keeps the c_i that the server knows of, so that c stays the mean of them. None

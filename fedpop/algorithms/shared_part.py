@@ -16,6 +16,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedpop.algorithms.base import Facts, Round
+from fedpop.algorithms.paced import Paced
 from fedpop.algorithms.whole import WholeModel, join_w, split_w
 from fedpop.channel import Answer, Tensors, Total
 from fedpop.client.cost import finite, training_cost
@@ -25,7 +26,7 @@ from fedpop.keys import Key
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedPart(WholeModel):
+class SharedPart(Paced, WholeModel):
     """One of phi and z is ``shared``, the other is each client's ``own``; both are trained together."""
 
     local: LocalSGD = field(default_factory=LocalSGD)

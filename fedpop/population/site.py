@@ -50,7 +50,7 @@ def site_round(
     now, said = replace(round, coefficients=None, omega=channel.omega), SiteSum()
     for group, cohort in sites.cohorts(ids, plan):
         local = sites.states(method, group, round.broadcast, round.key)
-        done = method.local_round(now, cohort, local)
+        done = method.at_pace(round.broadcast).local_round(now, cohort, local)
         answer = done if isinstance(done, Answer) else joined(list(done), len(cohort))
         said.add(answer)
         parts.append((group, local, replace(answer, rows=None, vectors={}, sums={}, named={})))

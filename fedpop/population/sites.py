@@ -178,12 +178,13 @@ class Sites:
         """One cohort's round; gives who was not heard, and whose message was absurd."""
         sites = None if self.sites is None else self.sites[ids].to(self.device)
         lost = None if self.lost is None else self.lost(round.number, cohort.units)
-        done = method.local_round(round, cohort, local)
+        paced = method.at_pace(round.broadcast)
+        done = paced.local_round(round, cohort, local)
         answers: Iterable[Answer] = [done] if isinstance(done, Answer) else done
         if guard is not None and round.coefficients is not None:
             sound = _in_proportion(answers, guard, cohort.sizes)
             if sound is None:  # made again, each unit by itself
-                done = method.local_round(replace(round, coefficients=None), cohort, local)
+                done = paced.local_round(replace(round, coefficients=None), cohort, local)
                 sound = [done] if isinstance(done, Answer) else done
             answers = sound
         if sites is not None and not isinstance(done, Answer):

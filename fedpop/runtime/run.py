@@ -287,7 +287,7 @@ class Run:
             self.inverse = None
         active = self.members.active(self.settings.participation, self.key, self.round)
         facts = self.facts
-        broadcast = method.broadcast(self.server) | self.usual
+        broadcast = method.broadcast(self.server) | method.pace(self.round, facts) | self.usual
         now = Round(self.round, broadcast, secret, shared)
         done = self.members.round(method, now, active)
         self.server = method.server_round(self.server, done.total, facts, shared)

@@ -55,6 +55,13 @@ def test_compressed_vectors_arrive_as_in_the_simulator(name: str, compressor: st
     assert elsewhere.totals["bytes_up"] == simulated.totals["bytes_up"]
 
 
+def test_rates_change_over_the_rounds_as_in_the_simulator(tmp_path: Path) -> None:
+    """A site does not know how many rounds there are."""
+    method = made("FedAvg", "softmax", schedule=fp.steps.Cosine())
+    elsewhere, _ = across(method, four("softmax"), tmp_path, rounds=4)
+    same_bits(elsewhere.published, here(method, four("softmax"), rounds=4).published)
+
+
 def test_weights_of_unequal_probabilities(tmp_path: Path) -> None:
     rule = fp.participation.Bernoulli([0.9, 0.5, 0.8, 0.7])
     method = made("FedSOUL", "softmax")
