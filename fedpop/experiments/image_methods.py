@@ -18,6 +18,7 @@ from fedpop.experiments.methods import Entry, entry_from, in_line
 from fedpop.federation.clients import Federation
 from fedpop.models.base import Model
 from fedpop.report.html import Sheet
+from fedpop.server.schedules import Cosine
 
 MEMBERS = 20
 """Models that chains on the whole network keep: every one costs a pass over all test images."""
@@ -60,7 +61,7 @@ def bayesian(own: LocalSGD, federation: Federation) -> dict[str, Build]:
     examples, plain = len(federation.train.y), 5 * own.rate
     step = plain * len(federation) / examples
     return {
-        "FedBE": lambda model: FedBE(model, local=own),
+        "FedBE": lambda model: FedBE(model, local=own, schedule=Cosine()),
         "QLSD": lambda model: QLSD(model, step=plain / examples, batch=own.batch, samples=MEMBERS),
         "DG-LMC": lambda model: DGLMC(model, step=step, rho=4 * step, batch=own.batch, samples=MEMBERS),
     }
