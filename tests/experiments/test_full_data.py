@@ -16,7 +16,7 @@ from fedpop.report.results import Results
 from tests.data.files import mnist
 from tests.experiments.quick import shorten
 
-PASSES = 80
+PASSES = 160
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert "not run" not in text
         assert "nan" not in text
         assert text.endswith("The command is: fedpop experiment full-data\n")
-        assert text.startswith("## mnist, 2 classes per client, 5 clients, 80 passes\n\n| method |")
+        assert text.startswith(f"## mnist, 2 classes per client, 5 clients, {PASSES} passes\n\n| method |")
     return out
 
 

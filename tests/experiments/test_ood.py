@@ -15,7 +15,7 @@ from fedpop.report.results import Results
 from tests.data.files import mnist
 from tests.experiments.quick import shorten
 
-PAIR = ood.Pair(FullImageTask("mnist", 2, b=5), "fashionmnist", 120)
+PAIR = ood.Pair(FullImageTask("mnist", 2, b=5), "fashionmnist", 160)
 
 
 def test_entropies_are_told_client_by_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_nobody_sees_an_image_twice(tmp_path: Path) -> None:
 def test_a_set_that_is_missing_is_told_with_what_can_be_run_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = ood.Pair(PAIR.task, "mnist", 120)
+    other = ood.Pair(PAIR.task, "mnist", 160)
     monkeypatch.setattr(ood, "PAIRS", (PAIR, other))
     monkeypatch.setattr("fedpop.data.images.fetch", _refused)
     monkeypatch.setattr("fedpop.data.lookup.cache_folder", lambda: tmp_path / "cache")
