@@ -71,8 +71,11 @@ class Dataset:
     package: str = ""
 
 
-def _parquet(name: str, split: str) -> Form:
-    return Form((name,), (f"{split}.parquet",), lambda paths, watch: parquet.read_parquet(paths[0], watch))
+def _parquet(name: str, split: str, classes: tuple[str, ...]) -> Form:
+    def read(paths: Sequence[Path], watch: Watch) -> Decoded:
+        return parquet.read_parquet(paths[0], watch, classes)
+
+    return Form((name,), (f"{split}.parquet",), read)
 
 
 def _cifar(name: str, inside: str, members: tuple[str, ...], labels: int, archive: str) -> tuple[Form, ...]:
@@ -114,7 +117,11 @@ def _svhn(split: str) -> Form:
 
 _DIGITS = tuple(map(str, range(10)))
 _TEN = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-_FINE = (
+_CLOTHES = (
+    *("T-shirt/top", "trouser", "pullover", "dress", "coat"),
+    *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
+)
+_HUNDRED = (
     "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel "
     "can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur "
     "dolphin elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion "
@@ -124,6 +131,7 @@ _FINE = (
     "tank telephone television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman "
     "worm"
 )
+_FINE = tuple(_HUNDRED.split())
 _TORONTO = ("https://www.cs.toronto.edu/~kriz/",)
 _BATCHES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 _CIFAR10 = partial(_cifar, "cifar10", "cifar-10-batches-bin", labels=1, archive="cifar-10-binary.tar.gz")
@@ -151,20 +159,20 @@ DATASETS: dict[str, Dataset] = {
             mean=(0.49140, 0.48216, 0.44653),
             sd=(0.24703, 0.24349, 0.26159),
             forms={
-                "train": (_parquet("cifar10", "train"), *_CIFAR10(_BATCHES)),
-                "test": (_parquet("cifar10", "test"), *_CIFAR10(("test_batch.bin",))),
+                "train": (_parquet("cifar10", "train", _TEN), *_CIFAR10(_BATCHES)),
+                "test": (_parquet("cifar10", "test", _TEN), *_CIFAR10(("test_batch.bin",))),
             },
             remotes={"train": (_CIFAR10_ARCHIVE,), "test": (_CIFAR10_ARCHIVE,)},
         ),
         Dataset(
             name="cifar100",
             title="CIFAR-100: photographs with a hundred fine labels",
-            classes=tuple(_FINE.split()),
+            classes=_FINE,
             shape=(3, 32, 32),
             mean=(0.50708, 0.48655, 0.44092),
             sd=(0.26733, 0.25644, 0.27615),
             forms={
-                split: (_parquet("cifar100", split), *_CIFAR100((f"{split}.bin",)))
+                split: (_parquet("cifar100", split, _FINE), *_CIFAR100((f"{split}.bin",)))
                 for split in ("train", "test")
             },
             remotes={"train": (_CIFAR100_ARCHIVE,), "test": (_CIFAR100_ARCHIVE,)},
@@ -176,7 +184,9 @@ DATASETS: dict[str, Dataset] = {
             shape=(1, 28, 28),
             mean=(0.1307,),
             sd=(0.3081,),
-            forms={s: (*_idx("mnist", s, "MNIST/raw"), _parquet("mnist", s)) for s in ("train", "test")},
+            forms={
+                s: (*_idx("mnist", s, "MNIST/raw"), _parquet("mnist", s, _DIGITS)) for s in ("train", "test")
+            },
             remotes=_idx_remotes(
                 (
                     "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -191,15 +201,12 @@ DATASETS: dict[str, Dataset] = {
         Dataset(
             name="fashionmnist",
             title="FashionMNIST: pieces of clothing",
-            classes=(
-                *("T-shirt/top", "trouser", "pullover", "dress", "coat"),
-                *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
-            ),
+            classes=_CLOTHES,
             shape=(1, 28, 28),
             mean=(0.2860,),
             sd=(0.3530,),
             forms={
-                s: (*_idx("fashionmnist", s, "FashionMNIST/raw"), _parquet("fashionmnist", s))
+                s: (*_idx("fashionmnist", s, "FashionMNIST/raw"), _parquet("fashionmnist", s, _CLOTHES))
                 for s in ("train", "test")
             },
             remotes=_idx_remotes(
@@ -222,7 +229,7 @@ DATASETS: dict[str, Dataset] = {
             shape=(3, 32, 32),
             mean=(0.4377, 0.4438, 0.4728),
             sd=(0.1980, 0.2010, 0.1970),
-            forms={s: (_parquet("svhn", s), _svhn(s)) for s in ("train", "test")},
+            forms={s: (_parquet("svhn", s, _DIGITS), _svhn(s)) for s in ("train", "test")},
             remotes={
                 "train": (Remote("train_32x32.mat", _STANFORD, "md5:e26dedcc434d2e4c54c9b2d4a06d8373"),),
                 "test": (Remote("test_32x32.mat", _STANFORD, "md5:eb5a983be6a315427106f1b164d9cef3"),),

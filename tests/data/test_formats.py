@@ -1,6 +1,7 @@
 """Readers of image files: what is written comes back to the byte; what is broken is named."""
 
 import gzip
+import json
 import zlib
 from pathlib import Path
 
@@ -84,6 +85,51 @@ def test_labels_that_are_no_numbers_are_named(tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", pixels(2), [0, None])
     with pytest.raises(DataError, match="row 1: label None"):
         read_parquet(path)
+
+
+@pytest.mark.parametrize("label", [True, 2**64 - 1, 1.0, "cat"])
+def test_labels_of_other_kinds_are_named(tmp_path: Path, label: object) -> None:
+    kind = pa.uint64() if label == 2**64 - 1 else None
+    path = parquet(tmp_path / "a.parquet", pixels(1), [0])
+    pq.write_table(pq.read_table(path).set_column(1, "label", pa.array([label], kind)), path)
+    with pytest.raises(DataError, match=r"a\.parquet, row 0: label .* is not the number of a class"):
+        read_parquet(path)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = pq.read_table(parquet(tmp_path / "a.parquet", pixels(1), [0]))
+    pq.write_table(table.append_column("img", table["img"]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="several columns 'img'"):
+        read_parquet(tmp_path / "a.parquet")
+
+
+def test_grey_images_of_sixteen_bits_keep_their_shades(tmp_path: Path) -> None:
+    shades = np.arange(256, dtype=np.uint16).reshape(1, 1, 16, 16)
+    same(read_parquet(parquet(tmp_path / "a.parquet", shades * 257, [0])), shades, np.array([0]))
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["dog", "cat", "ant"], r"class 0 is called 'dog', where 'cat' belongs"),
+        (["cat", "dog"], r"its 2 classes \(cat, dog, \.\.\.\) are not the 3 of this set"),
+        (["0", "1", "2"], r"its 3 classes \(0, 1, 2, \.\.\.\) are not the 3"),
+        (["Cat", "dog", "an t"], None),
+        (["cat", "dog", "emmet"], None),  # another word for it, and nobody else's
+        (None, None),
+    ],
+)
+def test_classes_that_the_file_names_are_those_of_the_set(
+    tmp_path: Path, names: list[str] | None, told: str | None
+) -> None:
+    path = parquet(tmp_path / "a.parquet", pixels(2), [0, 1])
+    about = json.dumps({"info": {"features": {"label": {"names": names}}}})
+    pq.write_table(pq.read_table(path).replace_schema_metadata({"huggingface": about}), path)
+    if told is None:
+        assert len(read_parquet(path, classes=("cat", "dog", "ant")).labels) == 2
+        return
+    with pytest.raises(DataError, match=told):
+        read_parquet(path, classes=("cat", "dog", "ant"))
 
 
 # --- IDX ---------------------------------------------------------------------------------------
