@@ -241,6 +241,6 @@ DATASETS: dict[str, Dataset] = {
 
 def dataset(name: str) -> Dataset:
     """The set of this name."""
-    if name not in DATASETS:
+    if not isinstance(name, str) or name not in DATASETS:
         raise DataError(f"unknown images {name!r}; known are {', '.join(DATASETS)}")
     return DATASETS[name]

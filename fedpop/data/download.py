@@ -25,8 +25,11 @@ PATIENCE = 30.0
 
 def digest_of(path: Path, kind: str = "sha256") -> str:
     """``kind:`` and the digest of a file in hexadecimal digits."""
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False))
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     return f"{kind}:{found.hexdigest()}"
 
 
