@@ -49,6 +49,7 @@ class Dataset:
         shape: Channels, height and width of an image.
         mean: Of the training pixels between 0 and 1, for each channel.
         sd: The standard deviation of the same, for each channel.
+        rows: How many images each split of the release has.
         forms: For each split ("train", "test") the ways in which it may lie on a disk, tried in this
             order.
         remotes: For each split the published files that hold it.
@@ -65,6 +66,7 @@ class Dataset:
     shape: tuple[int, int, int]
     mean: tuple[float, ...]
     sd: tuple[float, ...]
+    rows: Mapping[str, int]
     forms: Mapping[str, tuple[Form, ...]]
     remotes: Mapping[str, tuple[Remote, ...]]
     system: tuple[str, ...] = ()
@@ -158,6 +160,7 @@ DATASETS: dict[str, Dataset] = {
             shape=(3, 32, 32),
             mean=(0.49140, 0.48216, 0.44653),
             sd=(0.24703, 0.24349, 0.26159),
+            rows={"train": 50_000, "test": 10_000},
             forms={
                 "train": (_parquet("cifar10", "train", _TEN), *_CIFAR10(_BATCHES)),
                 "test": (_parquet("cifar10", "test", _TEN), *_CIFAR10(("test_batch.bin",))),
@@ -171,6 +174,7 @@ DATASETS: dict[str, Dataset] = {
             shape=(3, 32, 32),
             mean=(0.50708, 0.48655, 0.44092),
             sd=(0.26733, 0.25644, 0.27615),
+            rows={"train": 50_000, "test": 10_000},
             forms={
                 split: (_parquet("cifar100", split, _FINE), *_CIFAR100((f"{split}.bin",)))
                 for split in ("train", "test")
@@ -184,6 +188,7 @@ DATASETS: dict[str, Dataset] = {
             shape=(1, 28, 28),
             mean=(0.1307,),
             sd=(0.3081,),
+            rows={"train": 60_000, "test": 10_000},
             forms={
                 s: (*_idx("mnist", s, "MNIST/raw"), _parquet("mnist", s, _DIGITS)) for s in ("train", "test")
             },
@@ -205,6 +210,7 @@ DATASETS: dict[str, Dataset] = {
             shape=(1, 28, 28),
             mean=(0.2860,),
             sd=(0.3530,),
+            rows={"train": 60_000, "test": 10_000},
             forms={
                 s: (*_idx("fashionmnist", s, "FashionMNIST/raw"), _parquet("fashionmnist", s, _CLOTHES))
                 for s in ("train", "test")
@@ -229,6 +235,7 @@ DATASETS: dict[str, Dataset] = {
             shape=(3, 32, 32),
             mean=(0.4377, 0.4438, 0.4728),
             sd=(0.1980, 0.2010, 0.1970),
+            rows={"train": 73_257, "test": 26_032},
             forms={s: (_parquet("svhn", s, _DIGITS), _svhn(s)) for s in ("train", "test")},
             remotes={
                 "train": (Remote("train_32x32.mat", _STANFORD, "md5:e26dedcc434d2e4c54c9b2d4a06d8373"),),

@@ -21,6 +21,10 @@ from fedpop.errors import DataError, FedpopError, SettingsError, warn_user
 
 SPLITS = ("train", "test")
 SUMS = "SHA256SUMS"
+SAMPLE = 1000
+"""Images below which a set is taken for somebody's own sample."""
+BRIGHTNESS = 0.05
+"""How far the mean pixel may be from that of the training images; other sets' are further."""
 REMEDY = "Remove or replace the file, or name another folder with --data-dir"
 
 
@@ -133,7 +137,7 @@ class ImageSet:
         """From the first place that has the files; from fetched ones, and told, where those are damaged."""
         found = self.find(split)
         try:
-            return self._read(found, split)
+            images = self._read(found, split)
         except DataError as error:
             home = published(self.about, split)
             if home is None or home.files == found.files or not all(file.is_file() for file in home.files):
@@ -142,6 +146,12 @@ class ImageSet:
             images = self._read(home, split)
             warn_user(f"{error}. What was fetched to {home.files[0].parent} is used in its stead. {REMEDY}")
             return images
+        if strange := _strange(images, self.about, split):
+            warn_user(
+                f"{found.told}: {'; '.join(strange)}. If these are meant to be the {split} images of "
+                f"{self.about.title.partition(':')[0]}, replace them"
+            )
+        return images
 
     def _read(self, found: Found, split: str) -> Images:
         about = self.about
@@ -192,6 +202,24 @@ def prepare(name: str, folder: str | Path | None = None, splits: Sequence[str] =
     source = open_images(name, folder)
     for split in splits:
         getattr(source, split)
+
+
+def _strange(images: Images, about: Dataset, split: str) -> list[str]:
+    """How images of the right form differ from the published ones; a small sample may, and is let be."""
+    if len(images) < SAMPLE:
+        return []
+    told = []
+    if len(images) != about.rows[split]:
+        told.append(f"there are {len(images):,} images, where the release has {about.rows[split]:,}")
+    held = int((torch.bincount(images.y, minlength=len(about.classes)) > 0).sum())
+    if held < len(about.classes):
+        told.append(f"there are images of {held} classes, where the release has {len(about.classes)}")
+    some = images.x[:: len(images) // SAMPLE].double().mean((0, 2, 3)) / 255
+    if float((some - torch.tensor(about.mean)).abs().max()) > BRIGHTNESS:
+        means = ", ".join(f"{float(m):.2f}" for m in some)
+        usual = ", ".join(f"{m:.2f}" for m in about.mean)
+        told.append(f"pixels are {means} on average, where the release has {usual}")
+    return told
 
 
 def _compare(found: Found, digests: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from fedpop.data.catalogue import DATASETS, Remote
 from fedpop.data.folder_task import FolderTask
 from fedpop.data.images import open_images
 from fedpop.errors import CheckpointError, DataError, FedpopWarning, SettingsError
-from tests.data.files import archive, labels, mnist, parquet, pixels, records
+from tests.data.files import archive, idx, labels, mnist, parquet, pixels, records
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +93,35 @@ def test_a_damaged_file_and_no_network_say_what_to_do(home: Path, cache: Path) -
     path.write_bytes(b"PAR1junk")
     with pytest.raises(DataError, match=r"train\.parquet cannot be read.*no network.*Remove or replace"):
         open_images("cifar10").get("train")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"n": 1100}, r"there are 1,100 images, where the release has 60,000\."),
+        ({"classes": 3}, r"images of 3 classes, where the release has 10\."),
+        (
+            {"name": "fashionmnist"},
+            r"pixels are 0\.13 on average, where the release has 0\.29\. .*FashionMNIST",
+        ),
+        ({}, None),
+        ({"n": 900, "classes": 3, "name": "fashionmnist"}, None),  # somebody's own sample
+    ],
+)
+def test_images_that_are_not_those_of_the_release_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], told: str | None
+) -> None:
+    about = {"n": 1000, "classes": 10, "name": "mnist"} | change
+    name, n = about["name"], about["n"]
+    idx(tmp_path / name / "train-images-idx3-ubyte", np.full((n, 28, 28), 33))
+    idx(tmp_path / name / "train-labels-idx1-ubyte", labels(n, about["classes"]))
+    if n == 1000:
+        monkeypatch.setitem(DATASETS, name, replace(DATASETS[name], rows={"train": 1000}))
+    if told is None:
+        assert len(opened(tmp_path, name)) == n
+        return
+    with pytest.warns(FedpopWarning, match=told):
+        assert len(opened(tmp_path, name)) == n
 
 
 # --- digests beside the data --------------------------------------------------------------------
