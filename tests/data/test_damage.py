@@ -120,8 +120,9 @@ def test_images_that_are_not_those_of_the_release_are_warned_of(
     if told is None:
         assert len(opened(tmp_path, name)) == n
         return
-    with pytest.warns(FedpopWarning, match=told):
+    with pytest.warns(FedpopWarning, match=told) as warned:
         assert len(opened(tmp_path, name)) == n
+    assert warned[0].filename == __file__
 
 
 # --- digests beside the data --------------------------------------------------------------------
