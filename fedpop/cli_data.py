@@ -55,7 +55,9 @@ class Get:
             told = []
             for split in SPLITS:
                 files, images = source.get(split), getattr(source, split)
-                told.append(f"{split}: {len(images):,} images from {files[0].parent}")
+                rows = source.about.rows[split]
+                of = "" if len(images) == rows else f" (the release has {rows:,})"
+                told.append(f"{split}: {len(images):,} images{of} from {files[0].parent}")
         sys.stdout.write("\n".join([source.about.title, *told]) + "\n")
 
 
@@ -147,9 +149,10 @@ class Show:
     @property
     def told(self) -> str:
         """The partition in words."""
+        most = "at most " if min(self.n_small, self.n_large) < self.classes else ""  # of one image one class
         return {
             "shards": f"{self.b} clients with shards of {self.classes} classes",
-            "small": f"{self.b} clients with few images of {self.classes} classes",
+            "small": f"{self.b} clients with few images of {most}{self.classes} classes",
             "dirichlet": f"{self.b} clients, Dirichlet({self.alpha:g})",
             "iid": f"{self.b} clients alike",
         }[self.partition]

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from fedpop.cli import main
+from fedpop.report.holdings import draw_holdings
 from tests.data.files import labels, mat, mnist, pixels
 
 
@@ -21,8 +23,8 @@ def test_get_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[st
     main(["data", "get", "mnist", "--data-dir", str(mnist(tmp_path))])
     assert capsys.readouterr().out.splitlines() == [
         "MNIST: handwritten digits",
-        f"train: 40 images from {tmp_path / 'mnist'}",
-        f"test: 20 images from {tmp_path / 'mnist'}",
+        f"train: 40 images (the release has 60,000) from {tmp_path / 'mnist'}",
+        f"test: 20 images (the release has 10,000) from {tmp_path / 'mnist'}",
     ]
 
 
@@ -59,6 +61,10 @@ def test_list_says_where_each_split_is(tmp_path: Path, capsys: pytest.CaptureFix
             ("--partition", "small", "--b", "4", "--classes", "2", "--n-small", "2", "--n-large", "4"),
             "2 to 4 images and 2 classes per client, 28 images left over",
         ),
+        (
+            ("--partition", "small", "--b", "2", "--n-small", "2", "--n-large", "5"),
+            "few images of at most 5 classes, seed 0: 2 to 5 images and 2 to 5 classes per client",
+        ),
     ],
 )
 def test_show_draws_who_has_what(
@@ -72,6 +78,18 @@ def test_show_draws_who_has_what(
     with Image.open(out) as image:
         assert min(image.size) > 400
         assert len(np.unique(np.asarray(image.convert("L")))) > 10  # shades, not a blank page
+
+
+@pytest.mark.parametrize("b", [3, 300, 20_000])
+def test_pictures_of_few_and_of_very_many_clients(b: int, tmp_path: Path) -> None:
+    """Bars of one size are one stripe of blue where there is no room for gaps between them."""
+    draw_holdings(torch.ones(b, 10, dtype=torch.int64), list("abcdefghij"), "alike", tmp_path / "who.png")
+    with Image.open(tmp_path / "who.png") as image:
+        pixels = np.asarray(image.convert("RGB")).astype(int)
+    blue = (pixels[..., 2] - pixels[..., 0] > 100)[: len(pixels) // 4]
+    there = np.flatnonzero(max(blue, key=lambda row: int(row.sum())))
+    assert len(there) > 200
+    assert (np.diff(there).max() == 1) == (b > 120)
 
 
 @pytest.mark.parametrize(("ending", "start"), [("svg", b"<?xml"), ("pdf", b"%PDF")])
@@ -94,6 +112,10 @@ def test_deals_that_cannot_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixtur
     wrong = refused(capsys, "show", "mnist", "--b", "4", *where[:2], "--out", str(tmp_path / "x.jpeg"))
     assert "ends in .png, .svg, .pdf, not 'x.jpeg'" in wrong
     assert not (tmp_path / "x.png").exists()
+    (tmp_path / "folder.png").mkdir()
+    for folder in (tmp_path, tmp_path / "folder.png"):
+        into = refused(capsys, "show", "mnist", "--b", "4", *where[:2], "--out", str(folder))
+        assert "is a folder; name a file in it" in into
     (tmp_path / "file").write_text("")
     nowhere = str(tmp_path / "file" / "x.png")
     assert "cannot write to" in refused(capsys, "show", "mnist", "--b", "4", *where[:2], "--out", nowhere)

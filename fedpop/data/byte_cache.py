@@ -1,7 +1,7 @@
 """Decoded images kept as bytes in the user's cache, memory-mapped: decoding is done once, not at every start.
 
-An entry is a folder named by the digest of its source files. A note by their paths, sizes and times spares
-the digest as long as nobody touched them.
+An entry is a folder named by the digest of its source files, and says itself what is in it: what does not fit
+is decoded anew. A note by the files' paths, sizes and times spares the digest as long as nobody touched them.
 """
 
 from __future__ import annotations
@@ -11,46 +11,69 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tokenize import TokenError
+from typing import Any
 
 import numpy as np
 
 from fedpop.data.download import digest_of
 from fedpop.data.formats.decoded import Decoded
-from fedpop.errors import CheckpointError
+from fedpop.errors import CheckpointError, DataError
 from fedpop.files import cache_folder, read_json, write_bytes
 
 VERSION = 1
 """Of the entries' form."""
+ABOUT = "about.json"
+"""In an entry: how many images of which shape it has, and the digest of their labels."""
+ABANDONED = 86_400.0
+"""Seconds after which a folder that is still being written is what a killed process left."""
+_BROKEN = (OSError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError, EOFError, SyntaxError)
+"""What numpy raises on a file that is not its own, and TokenError."""
 
 
-def cached(label: str, files: Sequence[Path], decode: Callable[[Sequence[str]], Decoded]) -> Decoded:
-    """The images of these files: from the cache, or decoded (given the files' digests) and put there.
+def known_digests(files: Sequence[Path]) -> tuple[str, ...]:
+    """The digest of each file: a remembered one where it has not been touched since."""
+    root = cache_folder()
+    if root is None:
+        return _digests(files)
+    note = root / "images" / _note(files)
+    remembered = _remembered(note, len(files))
+    if remembered is not None:
+        return remembered
+    digests = _digests(files)
+    with suppress(OSError, CheckpointError):  # it only spares time
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(note, json.dumps(list(digests)).encode())
+    return digests
+
+
+def cached(
+    label: str, digests: Sequence[str], shape: tuple[int, int, int], decode: Callable[[], Decoded]
+) -> Decoded:
+    """Images of this shape from files with these digests: from the cache, or decoded and put there.
 
     Without a cache folder that can be written to they are decoded every time.
     """
     root = cache_folder()
     if root is None:
-        return _in_memory(decode(_digests(files)))
-    folder, note = root / "images", _note(files)
-    digests = _remembered(folder / note, len(files)) or _digests(files)
+        return _in_memory(decode())
     name = hashlib.sha256("\n".join((str(VERSION), label, *digests)).encode()).hexdigest()[:16]
-    entry = folder / f"{label}-{name}"
-    found = _opened(entry)
-    if found is None:
-        found = decode(digests)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            _write(entry, found)
-        except OSError:
-            return _in_memory(found)
-        found = _opened(entry) or _in_memory(found)
-    with suppress(OSError):
-        if not (folder / note).exists():
-            write_bytes(folder / note, json.dumps(list(digests)).encode())
-    return found
+    entry = root / "images" / f"{label}-{name}"
+    found = _opened(entry, shape)
+    if found is not None:
+        return found
+    decoded = decode()
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        _tidy(entry.parent)
+        _write(entry, decoded)
+    except OSError:
+        return _in_memory(decoded)
+    return _opened(entry, shape) or _in_memory(decoded)
 
 
 def _in_memory(decoded: Decoded) -> Decoded:
@@ -63,7 +86,13 @@ def _digests(files: Sequence[Path]) -> tuple[str, ...]:
 
 
 def _note(files: Sequence[Path]) -> str:
-    told = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    told = []
+    for file in files:
+        try:
+            seen = file.stat()
+            told.append((str(file.resolve()), seen.st_size, seen.st_mtime_ns))
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
     return f"seen-{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]}.json"
 
 
@@ -76,16 +105,26 @@ def _remembered(note: Path, count: int) -> tuple[str, ...] | None:
     return tuple(held) if known else None
 
 
-def _opened(entry: Path) -> Decoded | None:
-    """An entry, mapped and not read; None if it is not there or not whole."""
+def _about(decoded: Decoded) -> dict[str, Any]:
+    labels = np.ascontiguousarray(decoded.labels, dtype="<i8")
+    return {"images": list(decoded.images.shape), "labels": hashlib.sha256(labels.tobytes()).hexdigest()}
+
+
+def _opened(entry: Path, shape: tuple[int, ...]) -> Decoded | None:
+    """An entry, its images mapped and not read; None if it is not there, or not what was written."""
     try:
+        about = read_json(entry / ABOUT)
         # Copy on write: torch wants memory that may be written to, and nobody writes to the file.
-        images = np.load(entry / "images.npy", mmap_mode="c", allow_pickle=False)
-        labels = np.load(entry / "labels.npy", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+        images = np.lib.format.open_memmap(entry / "images.npy", mode="c")
+        with (entry / "labels.npy").open("rb") as file:
+            labels = np.lib.format.read_array(file, allow_pickle=False)
+    except (*_BROKEN, TokenError, CheckpointError):
         return None
-    whole = images.ndim == 4 and images.dtype == np.uint8 and labels.dtype == np.int64
-    return Decoded(images, labels) if whole and labels.shape == images.shape[:1] else None
+    whole = images.dtype == np.uint8 and images.shape[1:] == shape and images.flags.c_contiguous
+    if not whole or labels.dtype != np.int64 or labels.shape != images.shape[:1]:
+        return None
+    found = Decoded(images, labels)
+    return found if about == _about(found) else None
 
 
 def _write(entry: Path, decoded: Decoded) -> None:
@@ -97,10 +136,21 @@ def _write(entry: Path, decoded: Decoded) -> None:
                 np.save(file, np.ascontiguousarray(array), allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
+        (temporary / ABOUT).write_text(json.dumps(_about(decoded)))
         temporary.chmod(0o755)
-        if entry.exists() and _opened(entry) is None:
+        if entry.is_dir() and _opened(entry, decoded.images.shape[1:]) is None:
             shutil.rmtree(entry)  # what is left of a broken one
+        elif entry.is_file():
+            entry.unlink()
         with suppress(OSError):  # another process was faster
             os.replace(temporary, entry)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what processes that were killed have left half-written."""
+    for path in folder.glob(".*"):
+        with suppress(OSError):
+            if path.is_dir() and path.stat().st_mtime < time.time() - ABANDONED:
+                shutil.rmtree(path, ignore_errors=True)

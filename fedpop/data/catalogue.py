@@ -49,6 +49,7 @@ class Dataset:
         shape: Channels, height and width of an image.
         mean: Of the training pixels between 0 and 1, for each channel.
         sd: The standard deviation of the same, for each channel.
+        rows: How many images each split of the release has.
         forms: For each split ("train", "test") the ways in which it may lie on a disk, tried in this
             order.
         remotes: For each split the published files that hold it.
@@ -65,14 +66,18 @@ class Dataset:
     shape: tuple[int, int, int]
     mean: tuple[float, ...]
     sd: tuple[float, ...]
+    rows: Mapping[str, int]
     forms: Mapping[str, tuple[Form, ...]]
     remotes: Mapping[str, tuple[Remote, ...]]
     system: tuple[str, ...] = ()
     package: str = ""
 
 
-def _parquet(name: str, split: str) -> Form:
-    return Form((name,), (f"{split}.parquet",), lambda paths, watch: parquet.read_parquet(paths[0], watch))
+def _parquet(name: str, split: str, classes: tuple[str, ...]) -> Form:
+    def read(paths: Sequence[Path], watch: Watch) -> Decoded:
+        return parquet.read_parquet(paths[0], watch, classes)
+
+    return Form((name,), (f"{split}.parquet",), read)
 
 
 def _cifar(name: str, inside: str, members: tuple[str, ...], labels: int, archive: str) -> tuple[Form, ...]:
@@ -114,7 +119,11 @@ def _svhn(split: str) -> Form:
 
 _DIGITS = tuple(map(str, range(10)))
 _TEN = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-_FINE = (
+_CLOTHES = (
+    *("T-shirt/top", "trouser", "pullover", "dress", "coat"),
+    *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
+)
+_HUNDRED = (
     "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel "
     "can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur "
     "dolphin elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion "
@@ -124,6 +133,7 @@ _FINE = (
     "tank telephone television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman "
     "worm"
 )
+_FINE = tuple(_HUNDRED.split())
 _TORONTO = ("https://www.cs.toronto.edu/~kriz/",)
 _BATCHES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 _CIFAR10 = partial(_cifar, "cifar10", "cifar-10-batches-bin", labels=1, archive="cifar-10-binary.tar.gz")
@@ -150,21 +160,23 @@ DATASETS: dict[str, Dataset] = {
             shape=(3, 32, 32),
             mean=(0.49140, 0.48216, 0.44653),
             sd=(0.24703, 0.24349, 0.26159),
+            rows={"train": 50_000, "test": 10_000},
             forms={
-                "train": (_parquet("cifar10", "train"), *_CIFAR10(_BATCHES)),
-                "test": (_parquet("cifar10", "test"), *_CIFAR10(("test_batch.bin",))),
+                "train": (_parquet("cifar10", "train", _TEN), *_CIFAR10(_BATCHES)),
+                "test": (_parquet("cifar10", "test", _TEN), *_CIFAR10(("test_batch.bin",))),
             },
             remotes={"train": (_CIFAR10_ARCHIVE,), "test": (_CIFAR10_ARCHIVE,)},
         ),
         Dataset(
             name="cifar100",
             title="CIFAR-100: photographs with a hundred fine labels",
-            classes=tuple(_FINE.split()),
+            classes=_FINE,
             shape=(3, 32, 32),
             mean=(0.50708, 0.48655, 0.44092),
             sd=(0.26733, 0.25644, 0.27615),
+            rows={"train": 50_000, "test": 10_000},
             forms={
-                split: (_parquet("cifar100", split), *_CIFAR100((f"{split}.bin",)))
+                split: (_parquet("cifar100", split, _FINE), *_CIFAR100((f"{split}.bin",)))
                 for split in ("train", "test")
             },
             remotes={"train": (_CIFAR100_ARCHIVE,), "test": (_CIFAR100_ARCHIVE,)},
@@ -176,7 +188,10 @@ DATASETS: dict[str, Dataset] = {
             shape=(1, 28, 28),
             mean=(0.1307,),
             sd=(0.3081,),
-            forms={s: (*_idx("mnist", s, "MNIST/raw"), _parquet("mnist", s)) for s in ("train", "test")},
+            rows={"train": 60_000, "test": 10_000},
+            forms={
+                s: (*_idx("mnist", s, "MNIST/raw"), _parquet("mnist", s, _DIGITS)) for s in ("train", "test")
+            },
             remotes=_idx_remotes(
                 (
                     "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -191,15 +206,13 @@ DATASETS: dict[str, Dataset] = {
         Dataset(
             name="fashionmnist",
             title="FashionMNIST: pieces of clothing",
-            classes=(
-                *("T-shirt/top", "trouser", "pullover", "dress", "coat"),
-                *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
-            ),
+            classes=_CLOTHES,
             shape=(1, 28, 28),
             mean=(0.2860,),
             sd=(0.3530,),
+            rows={"train": 60_000, "test": 10_000},
             forms={
-                s: (*_idx("fashionmnist", s, "FashionMNIST/raw"), _parquet("fashionmnist", s))
+                s: (*_idx("fashionmnist", s, "FashionMNIST/raw"), _parquet("fashionmnist", s, _CLOTHES))
                 for s in ("train", "test")
             },
             remotes=_idx_remotes(
@@ -222,7 +235,8 @@ DATASETS: dict[str, Dataset] = {
             shape=(3, 32, 32),
             mean=(0.4377, 0.4438, 0.4728),
             sd=(0.1980, 0.2010, 0.1970),
-            forms={s: (_parquet("svhn", s), _svhn(s)) for s in ("train", "test")},
+            rows={"train": 73_257, "test": 26_032},
+            forms={s: (_parquet("svhn", s, _DIGITS), _svhn(s)) for s in ("train", "test")},
             remotes={
                 "train": (Remote("train_32x32.mat", _STANFORD, "md5:e26dedcc434d2e4c54c9b2d4a06d8373"),),
                 "test": (Remote("test_32x32.mat", _STANFORD, "md5:eb5a983be6a315427106f1b164d9cef3"),),
@@ -234,6 +248,6 @@ DATASETS: dict[str, Dataset] = {
 
 def dataset(name: str) -> Dataset:
     """The set of this name."""
-    if name not in DATASETS:
+    if not isinstance(name, str) or name not in DATASETS:
         raise DataError(f"unknown images {name!r}; known are {', '.join(DATASETS)}")
     return DATASETS[name]

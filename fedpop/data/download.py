@@ -7,60 +7,120 @@ import hashlib
 import http.client
 import os
 import re
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from fedpop.data.catalogue import Remote
 from fedpop.data.formats.decoded import Watch, unwatched
-from fedpop.errors import DataError
+from fedpop.errors import CheckpointError, DataError
 from fedpop.files import writable_folder
+from fedpop.runtime.lock import held
 from fedpop.version import __version__
 
 CHUNK = 1 << 20
 PATIENCE = 30.0
 """Seconds of silence after which a server is given up."""
+PAUSE = 0.2
+"""Seconds between two looks at whether another process has done."""
 
 
 def digest_of(path: Path, kind: str = "sha256") -> str:
     """``kind:`` and the digest of a file in hexadecimal digits."""
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False))
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     return f"{kind}:{found.hexdigest()}"
 
 
 def fetch(remote: Remote, folder: Path, watch: Watch = unwatched) -> Path:
-    """The file in this folder, fetched from the first of its homes that has it, unless it is there whole."""
+    """The file in this folder, fetched from the first of its homes that has it, unless it is there whole.
+
+    Processes that want files of one folder take turns, so that later ones find what the first has fetched.
+    """
     target = folder / remote.file
-    if target.is_file() and digest_of(target, remote.kind) == remote.digest:
+    if _whole(target, remote):
         return target
+    for path in (target, _part(target)):
+        if path.is_dir():
+            raise DataError(f"{path} is a folder, where a file should be; remove it")
     writable_folder(folder)
     failures = []
-    for home in remote.homes:
-        try:
-            return _from(home + remote.file, target, remote, watch)
-        except DataError as error:
-            failures.append(str(error))
+    with _turn(folder, watch):
+        if _whole(target, remote):
+            return target
+        for home in remote.homes:
+            try:
+                return _from(home + remote.file, target, remote, watch)
+            except DataError as error:
+                failures.append(str(error))
     raise DataError("; ".join(failures))
 
 
+def _whole(target: Path, remote: Remote) -> bool:
+    return target.is_file() and digest_of(target, remote.kind) == remote.digest
+
+
+def _part(target: Path) -> Path:
+    return target.with_name(f".{target.name}.part")
+
+
+@contextmanager
+def _turn(folder: Path, watch: Watch) -> Iterator[None]:
+    """The folder is this process's alone, once others have done with it."""
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(held(folder))
+                break
+            except CheckpointError as error:
+                if isinstance(error.__cause__, OSError):  # the lock itself cannot be written
+                    raise DataError(str(error)) from error
+            watch(f"waiting for another process that fetches into {folder}", 0, 0)
+            time.sleep(PAUSE)
+        yield
+
+
 def _from(url: str, target: Path, remote: Remote, watch: Watch) -> Path:
-    part = target.with_name(f".{target.name}.part")
-    resumed = part.is_file() and part.stat().st_size > 0
-    _receive(url, part, watch)
-    if digest_of(part, remote.kind) != remote.digest and resumed:
-        part.unlink()  # the beginning may have been another file's: once more from the start
+    part = _part(target)
+    try:
+        resumed = part.is_file() and part.stat().st_size > 0
         _receive(url, part, watch)
-    if digest_of(part, remote.kind) != remote.digest:
-        part.unlink()
-        raise DataError(f"{url} is not the published file: its {remote.kind} is another one")
-    os.replace(part, target)
+        if digest_of(part, remote.kind) != remote.digest and resumed:
+            part.unlink()  # the beginning may have been another file's: once more from the start
+            _receive(url, part, watch)
+        if digest_of(part, remote.kind) != remote.digest:
+            part.unlink()
+            raise DataError(f"{url} is not the published file: its {remote.kind} is another one")
+        os.replace(part, target)
+    except OSError as error:
+        raise DataError(f"cannot write {target}: {error.strerror or error}") from error
     return target
+
+
+class _OtherPart(Exception):
+    """The server's answer begins elsewhere than where it was asked to."""
 
 
 def _receive(url: str, part: Path, watch: Watch) -> None:
     """Bytes of a file after those that are there; what came stays, so that the next try goes on."""
+    try:
+        _ask(url, part, watch)
+    except _OtherPart:
+        part.unlink()  # this server cannot go on from there: from the start
+        try:
+            _ask(url, part, watch)
+        except _OtherPart as error:
+            raise DataError(f"{url} sent another part of the file than the whole") from error
+
+
+def _ask(url: str, part: Path, watch: Watch) -> None:
     have = part.stat().st_size if part.is_file() else 0
     asked = {"User-Agent": f"fedpop/{__version__}"} | ({"Range": f"bytes={have}-"} if have else {})
     request = urllib.request.Request(url, headers=asked)
@@ -74,7 +134,7 @@ def _receive(url: str, part: Path, watch: Watch) -> None:
     except urllib.error.HTTPError as error:
         if error.code == 416 and have:  # all of it is there already, or it is not this file
             return
-        raise DataError(f"{url} answered {error.code} {error.reason}") from error
+        raise DataError(f"{url} answered {error.code} {_one_line(error.reason)}".rstrip()) from error
     except (OSError, http.client.HTTPException) as error:
         raise DataError(f"{url} could not be fetched ({_reason(error)})") from error
     if total and got != total:
@@ -83,12 +143,13 @@ def _receive(url: str, part: Path, watch: Watch) -> None:
 
 def _span(status: int, headers: http.client.HTTPMessage, have: int) -> tuple[int, int]:
     """Where the answer begins, and how long the whole file is (0: not said)."""
-    match = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", headers.get("Content-Range", ""))
-    if status == 206 and match and int(match[1]) == have:
-        return have, int(match[2])
     if status == 206:
-        raise OSError(f"the server sent another part than the one from byte {have}")
-    return 0, int(headers.get("Content-Length", 0))
+        match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", headers.get("Content-Range", "").strip())
+        if not match or int(match[1]) != have:
+            raise _OtherPart
+        return have, 0 if match[2] == "*" else int(match[2])
+    length = headers.get("Content-Length", "").strip()
+    return 0, int(length) if re.fullmatch("[0-9]+", length) else 0
 
 
 def _copy(
@@ -104,4 +165,8 @@ def _copy(
 
 def _reason(error: Exception) -> str:
     inner = getattr(error, "reason", None)
-    return str(inner or error or type(error).__name__)
+    return _one_line(inner or error) or type(error).__name__
+
+
+def _one_line(words: object) -> str:
+    return " ".join(str(words).split())

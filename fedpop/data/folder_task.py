@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fedpop.checked import Checked, Factor, OneOf, Range, Whole, require
-from fedpop.data.byte_cache import cached
+from fedpop.data.byte_cache import cached, known_digests
 from fedpop.data.download import digest_of
 from fedpop.data.formats.decoded import Bytes, Decoded
 from fedpop.data.own import OwnData
@@ -129,8 +129,9 @@ class FolderTask(Checked, OwnData):
     def _pixels(self, files: Sequence[Path]) -> Bytes:
         """All images as bytes; decoded once, and kept in the user's cache."""
         first = read_image(files[0], self.channels, self.size)
+        channels, height, width = first.shape
 
-        def decode(digests: Sequence[str]) -> Decoded:
+        def decode() -> Decoded:
             out = np.empty((len(files), *first.shape), dtype=np.uint8)
             for i, file in enumerate(files):
                 pixels = read_image(file, self.channels, self.size)
@@ -143,7 +144,9 @@ class FolderTask(Checked, OwnData):
                 out[i] = pixels
             return Decoded(out, np.zeros(len(files), dtype=np.int64))
 
-        return cached(f"folder-{'x'.join(map(str, first.shape))}", files, decode).images
+        # Scaled ones are other images than those that have this size themselves.
+        label = f"folder-{'' if self.size is None else 'to-'}{channels}x{height}x{width}"
+        return cached(label, known_digests(files), (channels, height, width), decode).images
 
     def federation(self, seed: int) -> Federation:
         files, classes, owners = self.files()
@@ -174,8 +177,9 @@ class FolderTask(Checked, OwnData):
             if owner.setdefault(name, who) != who:
                 raise columns.wrong(path, i, "", f"which belongs to {owner[name]} in a row above")
         there = [f.relative_to(self.folder).as_posix() for f in files]
+        known = set(there)
         for i, name in enumerate(columns[path]):
-            if Path(name).as_posix() not in set(there):
+            if Path(name).as_posix() not in known:
                 raise columns.wrong(path, i, "", f"which is no image in {self.folder}")
         missing = [name for name in there if name not in owner]
         if missing:

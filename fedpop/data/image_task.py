@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 from torch import nn
 
-from fedpop.checked import Checked, Count, OneOf, Whole, require
+from fedpop.checked import Checked, Count, Factor, OneOf, Whole, require
 from fedpop.data.catalogue import DATASETS
 from fedpop.data.images import Images, ImageSet, open_images
 from fedpop.errors import SettingsError
@@ -118,7 +118,7 @@ class ImageTask(Checked, PictureTask):
 
 
 @dataclass(frozen=True)
-class FullImageTask(PictureTask):
+class FullImageTask(Checked, PictureTask):
     """All images of a set dealt out FedRep's way, in equal shards of every class.
 
     Training and test images are dealt alike.
@@ -135,15 +135,13 @@ class FullImageTask(PictureTask):
     """
 
     images: str = "cifar10"
-    classes: int = 5
-    b: int = 100
-    validation: float = 0.0
+    classes: Count = 5
+    b: Count = 100
+    validation: Factor = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(Annotated[str, OneOf(*NETWORKS)], images=self.images)
-        require(Count, b=self.b, classes=self.classes)
-        if not 0 <= self.validation < 1:
-            raise SettingsError(f"the share held out as validation lies in [0, 1), not {self.validation}")
 
     def split(self, folder: str | Path | None, seed: int, new: int = 0) -> tuple[Federation, list[Client]]:
         """Clients, and the last ``new`` of the b, which are kept apart."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,15 +12,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedpop.data.byte_cache import cached
+from fedpop.data.byte_cache import cached, known_digests
 from fedpop.data.catalogue import Dataset, dataset
 from fedpop.data.download import fetch
 from fedpop.data.formats.decoded import Decoded, Watch, unwatched
-from fedpop.data.lookup import Found, downloads, find, looked
-from fedpop.errors import DataError
+from fedpop.data.lookup import Found, downloads, find, looked, published
+from fedpop.errors import DataError, FedpopError, SettingsError, warn_user
 
 SPLITS = ("train", "test")
 SUMS = "SHA256SUMS"
+SAMPLE = 1000
+"""Images below which a set is taken for somebody's own sample."""
+BRIGHTNESS = 0.05
+"""How far the mean pixel may be from that of the training images; other sets' are further."""
+REMEDY = "Remove or replace the file, or name another folder with --data-dir"
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class ImageSet:
         found = find(self.about, split, self.folder)
         if found is not None:
             return found
-        failure = self._fetched(split) if self.download else "downloads were not asked for"
+        failure = self._fetched(split)
         found = find(self.about, split, self.folder)
         if found is not None:
             return found
@@ -93,44 +100,72 @@ class ImageSet:
         )
 
     def get(self, split: str) -> tuple[Path, ...]:
-        """The files of a split; those that were fetched are compared with their digests once more, and
-        fetched anew where they differ."""
-        found = find(self.about, split, self.folder)
-        if found is not None and found.root == downloads() and (failure := self._fetched(split)):
-            raise DataError(f"{found.files[0]} is damaged, and {failure}")
-        return self.find(split).files
+        """The files of a split, proved to be sound: those that were fetched are compared with their digests
+        once more and fetched anew where they differ, all are decoded, and where that fails the published ones
+        are fetched."""
+        found, home = find(self.about, split, self.folder), published(self.about, split)
+        if found is None:
+            return self.find(split).files
+        failure = self._fetched(split) if home is not None and found.files == home.files else ""
+        try:
+            self._read(found, split)
+        except DataError as error:
+            failure = failure or self._fetched(split)
+            if failure or home is None:
+                raise DataError(
+                    f"{error}; the published files cannot be had ({failure}). {REMEDY}"
+                ) from error
+            self._read(home, split)
+            return home.files
+        return found.files
 
     def _fetched(self, split: str) -> str:
         """What went wrong with it, if anything."""
         folder = downloads()
+        if not self.download:
+            return "downloads were not asked for"
         if folder is None:
             return "there is no home folder to fetch them into"
         try:
             for remote in self.about.remotes[split]:
                 fetch(remote, folder / self.about.name, self.watch)
-        except DataError as error:
+        except FedpopError as error:
             return str(error)
         return ""
 
     def _open(self, split: str) -> Images:
+        """From the first place that has the files; from fetched ones, and told, where those are damaged."""
         found = self.find(split)
+        try:
+            images = self._read(found, split)
+        except DataError as error:
+            home = published(self.about, split)
+            if home is None or home.files == found.files or not all(file.is_file() for file in home.files):
+                get = f"`fedpop data get {self.about.name}`"
+                raise DataError(f"{error}. {REMEDY}, or fetch it anew with {get}") from error
+            images = self._read(home, split)
+            warn_user(f"{error}. What was fetched to {home.files[0].parent} is used in its stead. {REMEDY}")
+            return images
+        if strange := _strange(images, self.about, split):
+            warn_user(
+                f"{found.told}: {'; '.join(strange)}. If these are meant to be the {split} images of "
+                f"{self.about.title.partition(':')[0]}, replace them"
+            )
+        return images
 
-        def decode(digests: Sequence[str]) -> Decoded:
-            _compare(found, digests)
-            told = ", ".join(map(str, found.files[:2])) + (", ..." if len(found.files) > 2 else "")
+    def _read(self, found: Found, split: str) -> Images:
+        about = self.about
+
+        def decode() -> Decoded:
             try:
                 decoded = found.form.read(found.files, self.watch)
-                return decoded.checked(told, self.about.shape, self.classes)
             except OSError as error:
-                raise DataError(f"{told} cannot be read: {error.strerror or error}") from error
+                raise DataError(f"{found.told} cannot be read: {error.strerror or error}") from error
+            return decoded.checked(found.told, about.shape, self.classes)
 
-        try:
-            decoded = cached(f"{self.about.name}-{split}", found.files, decode)
-        except DataError as error:
-            raise DataError(
-                f"{error}. Remove or replace the file, name another folder with --data-dir, or fetch it "
-                f"anew with `fedpop data get {self.about.name}`"
-            ) from error
+        digests = known_digests(found.files)
+        _compare(found, digests)
+        decoded = cached(f"{about.name}-{split}", digests, about.shape, decode)
         return Images(torch.from_numpy(decoded.images), torch.from_numpy(decoded.labels))
 
 
@@ -156,6 +191,8 @@ def open_images(
     >>> images.about.shape, images.classes
     ((1, 28, 28), 10)
     """
+    if folder is not None and not isinstance(folder, str | os.PathLike):
+        raise SettingsError(f"a folder is given by its path, not by {folder!r}")
     return ImageSet(dataset(name), None if folder is None else Path(folder), download, watch)
 
 
@@ -167,15 +204,37 @@ def prepare(name: str, folder: str | Path | None = None, splits: Sequence[str] =
         getattr(source, split)
 
 
+def _strange(images: Images, about: Dataset, split: str) -> list[str]:
+    """How images of the right form differ from the published ones; a small sample may, and is let be."""
+    if len(images) < SAMPLE:
+        return []
+    told = []
+    if len(images) != about.rows[split]:
+        told.append(f"there are {len(images):,} images, where the release has {about.rows[split]:,}")
+    held = int((torch.bincount(images.y, minlength=len(about.classes)) > 0).sum())
+    if held < len(about.classes):
+        told.append(f"there are images of {held} classes, where the release has {len(about.classes)}")
+    some = images.x[:: len(images) // SAMPLE].double().mean((0, 2, 3)) / 255
+    if float((some - torch.tensor(about.mean)).abs().max()) > BRIGHTNESS:
+        means = ", ".join(f"{float(m):.2f}" for m in some)
+        usual = ", ".join(f"{m:.2f}" for m in about.mean)
+        told.append(f"pixels are {means} on average, where the release has {usual}")
+    return told
+
+
 def _compare(found: Found, digests: Sequence[str]) -> None:
     """Raise where a list of digests in the folder of data says that a file should be another one."""
     sums = found.root / SUMS
-    if not sums.is_file():
-        return
+    try:
+        listed = sums.read_text(errors="replace") if sums.is_file() else ""
+    except OSError as error:
+        raise DataError(f"{sums} cannot be read: {error.strerror or error}") from error
     known = {}
-    for line in sums.read_text(errors="replace").splitlines():
-        digest, _, name = line.partition("  ")
-        known[name.strip().removeprefix("./")] = digest
+    for line in listed.splitlines():
+        if entry := re.fullmatch(
+            r"([0-9A-Fa-f]{64}) [ *](?:\./)?(.+)", line.strip()
+        ):  # * is for binary files
+            known[entry[2]] = entry[1].lower()
     for file, digest in zip(found.files, digests, strict=True):
         name = file.relative_to(found.root).as_posix()
         if name in known and f"sha256:{known[name]}" != digest:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedpop.data.catalogue import Dataset, Form
+from fedpop.errors import DataError
 from fedpop.files import cache_folder
 
 VARIABLE = "FEDPOP_DATA"
@@ -28,14 +31,29 @@ class Found:
     files: tuple[Path, ...]
     root: Path
 
+    @property
+    def told(self) -> str:
+        """The files in a few words."""
+        return ", ".join(map(str, self.files[:2])) + (", ..." if len(self.files) > 2 else "")
+
 
 def roots(given: str | Path | None) -> list[Root]:
     """Folders that may hold a sub-folder for each set, in the order in which they are tried."""
-    out = [] if given is None else [Root(Path(given).expanduser(), "the folder given")]
+    out = [] if given is None else [Root(_home(given, "the folder given"), "the folder given")]
     if os.environ.get(VARIABLE):
-        out.append(Root(Path(os.environ[VARIABLE]).expanduser(), VARIABLE))
+        out.append(Root(_home(os.environ[VARIABLE], VARIABLE), VARIABLE))
     own = downloads()
     return out if own is None else [*out, Root(own, "the user's cache")]
+
+
+def _home(folder: str | Path, why: str) -> Path:
+    """A path in which ~ is somebody's home."""
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:
+        raise DataError(
+            f"{folder} ({why}): there is no home folder of such a user; write the path in full"
+        ) from error
 
 
 def downloads() -> Path | None:
@@ -46,27 +64,59 @@ def downloads() -> Path | None:
 
 def find(about: Dataset, split: str, given: str | Path | None) -> Found | None:
     """The first place that has every file of a form; None where there is none."""
-    for root in roots(given):
-        for form in about.forms[split]:
-            for below in form.folders:
-                files = tuple(root.folder / below / name for name in form.files)
-                if all(file.is_file() for file in files):
-                    return Found(form, files, root.folder)
-    for folder in map(Path, about.system):
-        for form in about.forms[split]:
-            files = tuple(folder / name for name in form.files)
-            if all(file.is_file() for file in files):
-                return Found(form, files, folder)
+    for found in _places(about, split, given):
+        if all(_is_file(file) for file in found.files):
+            return found
     return None
 
 
+def published(about: Dataset, split: str) -> Found | None:
+    """Where the files of a split lie, or would lie, when they are fetched; None where there is no home."""
+    own, files = downloads(), tuple(remote.file for remote in about.remotes[split])
+    form = next((form for form in about.forms[split] if form.files == files), None)
+    if own is None or form is None:
+        return None
+    return Found(form, tuple(own / about.name / name for name in files), own)
+
+
 def looked(about: Dataset, split: str, given: str | Path | None) -> str:
-    """Which files were looked for, and where, for the error."""
+    """Which files were looked for, where, and what else was there in their stead, for the error."""
     wanted = " or ".join(dict.fromkeys(_told(form.files) for form in about.forms[split]))
     places = [f"{root.folder / about.name} ({root.why})" for root in roots(given)]
     if not os.environ.get(VARIABLE):
         places.append(f"{VARIABLE} (not set)")
-    return f"looked for {wanted} in {', '.join([*places, *about.system])}"
+    odd = [
+        f"{file} is {'a folder' if file.is_dir() else 'a link to nothing, or no plain file'}"
+        for found in _places(about, split, given)
+        for file in found.files
+        if os.path.lexists(file) and not _is_file(file)
+    ]
+    told = f"looked for {wanted} in {', '.join([*places, *about.system])}"
+    return f"{told} ({', '.join(odd)})" if odd else told
+
+
+def _places(about: Dataset, split: str, given: str | Path | None) -> Iterator[Found]:
+    """Every form in every place, in the order in which they are tried."""
+    for root in roots(given):
+        for form in about.forms[split]:
+            for below in form.folders:
+                yield Found(form, tuple(root.folder / below / name for name in form.files), root.folder)
+    for folder in map(Path, about.system):
+        for form in about.forms[split]:
+            yield Found(form, tuple(folder / name for name in form.files), folder)
+
+
+def _is_file(path: Path) -> bool:
+    """Whether it is there; a folder that one may not look into does not say so."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    except OSError as error:
+        raise DataError(
+            f"cannot look for {path}: {error.strerror or error}; make it readable, or name another folder "
+            "with --data-dir or FEDPOP_DATA"
+        ) from error
 
 
 def _told(files: tuple[str, ...]) -> str:

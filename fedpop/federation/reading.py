@@ -28,6 +28,7 @@ from fedpop.entries import called, entry_named
 from fedpop.errors import DataError, SchemaError, SettingsError
 from fedpop.extras import library
 from fedpop.federation.clients import SPLITS, Client, Federation
+from fedpop.federation.pixels import Bytes, image_bytes
 from fedpop.files import csv_text
 from fedpop.kinds import did_you_mean
 
@@ -198,14 +199,14 @@ def _csv(path: Path, wanted: Sequence[str], who: str, own: bool) -> Texts:
 
 
 def _parquet(path: Path, wanted: Sequence[str], who: str, own: bool) -> Texts:
-    parquet = library("pyarrow.parquet", "data", "Parquet files")
+    arrow, parquet = (library(name, "data", "Parquet files") for name in ("pyarrow", "pyarrow.parquet"))
     try:
         _require_columns(parquet.read_schema(path).names, wanted, who, own)
         table = parquet.read_table(path, columns=list(dict.fromkeys(wanted)))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, arrow.ArrowException) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"cannot read {path}: {error}") from error
+        raise DataError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     texts = {c: ["" if v is None else str(v) for v in table[c].to_pylist()] for c in wanted}
     return texts, [f"row {i + 1}" for i in range(table.num_rows)]
 
@@ -270,18 +271,9 @@ def image_files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.suffix.lower() in IMAGES and not p.name.startswith("."))
 
 
-def read_image(file: Path, channels: int, size: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
+def read_image(file: Path, channels: int, size: tuple[int, int] | None = None) -> Bytes:
     """An image as bytes, channels first; scaled to ``size`` (height, width) where one is given."""
-    pillow = library("PIL.Image", "data", "images")
-    try:
-        with pillow.open(file) as image:
-            plain = image.convert("L" if channels == 1 else "RGB")
-            if size is not None and plain.size != size[::-1]:
-                plain = plain.resize(size[::-1], pillow.Resampling.BILINEAR)
-            pixels = np.asarray(plain, dtype=np.uint8)
-    except (OSError, SyntaxError, ValueError, EOFError, MemoryError, pillow.DecompressionBombError) as error:
-        raise DataError(f"cannot read the image {file} ({error})") from error
-    return pixels.reshape(*pixels.shape[:2], channels).transpose(2, 0, 1)
+    return image_bytes(file, f"cannot read the image {file}", channels, size).transpose(2, 0, 1)
 
 
 def from_images(folder: Path, form: Mapping[str, Any], site: str) -> Federation:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
+    from matplotlib.ticker import Locator
 
 STYLE: Any = {
     "font.size": 9.5,
@@ -66,6 +67,13 @@ def root_scale(most: float) -> Normalize:
     from matplotlib.colors import PowerNorm
 
     return PowerNorm(0.5, 0, most)
+
+
+def whole_numbers() -> Locator:
+    """Marks of an axis of counts: few, and at whole numbers alone."""
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(6, integer=True, steps=[1, 2, 5, 10])
 
 
 def image_of(figure: Figure, form: str) -> bytes:

@@ -2,8 +2,14 @@
 
 import hashlib
 import socket
+import subprocess
+import sys
 import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +21,7 @@ from fedpop.data.catalogue import DATASETS, Remote
 from fedpop.data.download import digest_of, fetch
 from fedpop.data.images import open_images
 from fedpop.errors import DataError
+from fedpop.runtime.lock import held
 from tests.data.files import mnist
 
 CONTENT = bytes(range(256)) * 500
@@ -29,6 +36,10 @@ class Server:
     breaks: list[int] = field(default_factory=list)
     """After how many bytes of an answer the connection is closed."""
     ranges: bool = True
+    pause: float = 0.0
+    """Seconds before each answer's content."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """In place of its own."""
     asked: list[str] = field(default_factory=list)
 
 
@@ -51,10 +62,13 @@ def server() -> Iterator[Server]:
                 self.send_error(416)
                 return
             self.send_response(206 if start else 200)
+            own = {"Content-Length": str(len(content) - start)}
             if start:
-                self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-            self.send_header("Content-Length", str(len(content) - start))
+                own["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            for name, value in (own | told.headers).items():
+                self.send_header(name, value.format(start=start, last=len(content) - 1))
             self.end_headers()
+            time.sleep(told.pause)
             end = start + told.breaks.pop(0) if told.breaks else len(content)
             self.wfile.write(content[start:end])
 
@@ -151,6 +165,79 @@ def test_a_silent_server_is_given_up(server: Server, tmp_path: Path, monkeypatch
             fetch(silent, tmp_path)
 
 
+@pytest.mark.parametrize("length", ["abc", "-5", ""])
+def test_a_length_that_is_no_number_is_not_said(server: Server, tmp_path: Path, length: str) -> None:
+    server.files["a.gz"], server.headers = CONTENT, {"Content-Length": length}
+    assert fetch(remote(server), tmp_path).read_bytes() == CONTENT
+
+
+def test_a_part_of_a_file_whose_length_is_not_said(server: Server, tmp_path: Path) -> None:
+    server.files["a.gz"] = CONTENT
+    server.headers = {"Content-Range": "bytes {start}-{last}/*"}
+    (tmp_path / ".a.gz.part").write_bytes(CONTENT[:500])
+    assert fetch(remote(server), tmp_path).read_bytes() == CONTENT
+    assert server.asked == ["/a.gz bytes=500-"]
+
+
+@pytest.mark.parametrize("span", ["bytes 0-9/10", "junk", ""])
+def test_a_server_that_sends_another_part_is_asked_for_all_of_it(
+    server: Server, tmp_path: Path, span: str
+) -> None:
+    server.files["a.gz"], server.headers = CONTENT, {"Content-Range": span}
+    (tmp_path / ".a.gz.part").write_bytes(CONTENT[:500])
+    assert fetch(remote(server), tmp_path).read_bytes() == CONTENT
+    assert server.asked == ["/a.gz bytes=500-", "/a.gz"]
+
+
+def test_two_that_want_one_file_fetch_it_once(server: Server, tmp_path: Path) -> None:
+    server.files["a.gz"], server.pause = CONTENT, 0.5
+    script = (
+        "import sys; from pathlib import Path; from fedpop.data.catalogue import Remote; "
+        "from fedpop.data.download import fetch; "
+        "fetch(Remote('a.gz', (sys.argv[1],), sys.argv[2]), Path(sys.argv[3]))"
+    )
+    command = [sys.executable, "-c", script, server.home, remote(server).digest, str(tmp_path)]
+    both = [subprocess.Popen(command) for _ in range(2)]
+    assert [one.wait(60) for one in both] == [0, 0]
+    assert (tmp_path / "a.gz").read_bytes() == CONTENT
+    assert server.asked == ["/a.gz"]
+    assert names(tmp_path) == ["a.gz"]
+
+
+def test_one_that_waits_says_so_and_goes_on_when_the_other_has_done(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.files["a.gz"] = CONTENT
+    seen: list[str] = []
+    other = ExitStack()
+    other.enter_context(held(tmp_path))
+    monkeypatch.setattr(download.time, "sleep", lambda seconds: other.close())
+    fetch(remote(server), tmp_path, lambda what, done, total: seen.append(what))
+    assert seen[0] == f"waiting for another process that fetches into {tmp_path}"
+    assert seen[-1] == "fetching a.gz"
+
+
+@pytest.mark.parametrize("name", ["a.gz", ".a.gz.part"])
+def test_a_folder_where_the_file_should_be_is_told_before_the_download(
+    server: Server, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(DataError, match=rf"{name} is a folder, where a file should be"):
+        fetch(remote(server), tmp_path)
+    assert not server.asked
+
+
+def test_an_answer_of_several_lines_is_one_line(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise urllib.error.URLError("no\n  such\r\nhost")
+
+    monkeypatch.setattr(urllib.request, "urlopen", fails)
+    with pytest.raises(DataError, match=r"\(no such host\)$"):
+        fetch(remote(server), tmp_path)
+
+
 # --- a whole set --------------------------------------------------------------------------------
 
 
@@ -198,5 +285,5 @@ def test_a_fetched_file_that_was_damaged_is_fetched_anew(server: Server, publish
     assert damaged.read_bytes() == whole
     damaged.write_bytes(whole[:-1])
     server.files.clear()
-    with pytest.raises(DataError, match=r"is damaged, and .*404"):
+    with pytest.raises(DataError, match=r"cannot be unpacked.*cannot be had .*404.*Remove or replace"):
         open_images("mnist").get("train")

@@ -1,6 +1,8 @@
 """Readers of image files: what is written comes back to the byte; what is broken is named."""
 
 import gzip
+import json
+import struct
 import zlib
 from pathlib import Path
 
@@ -86,6 +88,51 @@ def test_labels_that_are_no_numbers_are_named(tmp_path: Path) -> None:
         read_parquet(path)
 
 
+@pytest.mark.parametrize("label", [True, 2**64 - 1, 1.0, "cat"])
+def test_labels_of_other_kinds_are_named(tmp_path: Path, label: object) -> None:
+    kind = pa.uint64() if label == 2**64 - 1 else None
+    path = parquet(tmp_path / "a.parquet", pixels(1), [0])
+    pq.write_table(pq.read_table(path).set_column(1, "label", pa.array([label], kind)), path)
+    with pytest.raises(DataError, match=r"a\.parquet, row 0: label .* is not the number of a class"):
+        read_parquet(path)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = pq.read_table(parquet(tmp_path / "a.parquet", pixels(1), [0]))
+    pq.write_table(table.append_column("img", table["img"]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="several columns 'img'"):
+        read_parquet(tmp_path / "a.parquet")
+
+
+def test_grey_images_of_sixteen_bits_keep_their_shades(tmp_path: Path) -> None:
+    shades = np.arange(256, dtype=np.uint16).reshape(1, 1, 16, 16)
+    same(read_parquet(parquet(tmp_path / "a.parquet", shades * 257, [0])), shades, np.array([0]))
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["dog", "cat", "ant"], r"class 0 is called 'dog', where 'cat' belongs"),
+        (["cat", "dog"], r"its 2 classes \(cat, dog, \.\.\.\) are not the 3 of this set"),
+        (["0", "1", "2"], r"its 3 classes \(0, 1, 2, \.\.\.\) are not the 3"),
+        (["Cat", "dog", "an t"], None),
+        (["cat", "dog", "emmet"], None),  # another word for it, and nobody else's
+        (None, None),
+    ],
+)
+def test_classes_that_the_file_names_are_those_of_the_set(
+    tmp_path: Path, names: list[str] | None, told: str | None
+) -> None:
+    path = parquet(tmp_path / "a.parquet", pixels(2), [0, 1])
+    about = json.dumps({"info": {"features": {"label": {"names": names}}}})
+    pq.write_table(pq.read_table(path).replace_schema_metadata({"huggingface": about}), path)
+    if told is None:
+        assert len(read_parquet(path, classes=("cat", "dog", "ant")).labels) == 2
+        return
+    with pytest.raises(DataError, match=told):
+        read_parquet(path, classes=("cat", "dog", "ant"))
+
+
 # --- IDX ---------------------------------------------------------------------------------------
 
 
@@ -116,12 +163,28 @@ def test_broken_idx_files_are_named(tmp_path: Path) -> None:
         read_idx_pair(y, x)
 
 
+@pytest.mark.parametrize(
+    ("dims", "told"),
+    [
+        ((2**31, 2**31, 4), "asks for"),
+        ((2**32 - 1,) * 3, "asks for"),
+        ((1,) * 255, "255 dimensions"),
+        ((), "0 d"),
+    ],
+)
+def test_headers_that_cannot_be_are_refused(tmp_path: Path, dims: tuple[int, ...], told: str) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(struct.pack(f">BBBB{len(dims)}I", 0, 0, 8, len(dims), *dims) + b"\0")
+    with pytest.raises(DataError, match=told):
+        read_idx(path)
+
+
 # --- CIFAR's binary version --------------------------------------------------------------------
 
 
 def test_records_in_files_and_in_the_archive(tmp_path: Path) -> None:
-    x, y = pixels(7), labels(7)
-    for name, part in (("a.bin", slice(0, 4)), ("b.bin", slice(4, 7))):
+    x, y = pixels(8), labels(8)
+    for name, part in (("a.bin", slice(0, 4)), ("b.bin", slice(4, 8))):
         (tmp_path / name).write_bytes(records(x[part], y[part]))
     same(read_files([tmp_path / "a.bin", tmp_path / "b.bin"], 1), x, y)
     content = {f"cifar/{n}": (tmp_path / n).read_bytes() for n in ("b.bin", "a.bin")} | {
@@ -129,6 +192,14 @@ def test_records_in_files_and_in_the_archive(tmp_path: Path) -> None:
     }
     packed = archive(tmp_path / "all.tar.gz", content)
     same(read_archive(packed, ("a.bin", "b.bin"), 1), x, y)
+
+
+def test_a_file_that_ends_early_between_two_records_is_refused(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{i}.bin" for i in range(3)]
+    for path, n in zip(paths, (4, 2, 4), strict=True):
+        path.write_bytes(records(pixels(n), labels(n)))
+    with pytest.raises(DataError, match=r"1\.bin has 2 images, the first file 4; .* cut short"):
+        read_files(paths, 1)
 
 
 def test_of_two_labels_the_fine_one_is_read(tmp_path: Path) -> None:
@@ -200,6 +271,11 @@ def test_broken_mat_files_are_named(tmp_path: Path) -> None:
     scipy.io.savemat(path, {"X": np.zeros((2, 2, 3, 4)), "y": np.zeros((4, 1))})
     with pytest.raises(DataError, match="X holds float64, not bytes"):
         read_svhn(path)
+    for wrong in (1.7, -1.0, 11.0, np.nan, np.inf):
+        y = np.array([[1.0], [wrong]])
+        scipy.io.savemat(path, {"X": np.zeros((32, 32, 3, 2), np.uint8), "y": y})
+        with pytest.raises(DataError, match=r"a\.mat, row 1: label .* none of the digits"):
+            read_svhn(path)
 
 
 # --- what all have in common -------------------------------------------------------------------

@@ -113,8 +113,11 @@ def test_a_fit_on_bytes(tmp_path) -> None:
 def test_tasks_that_cannot_be(tmp_path) -> None:
     with pytest.raises(SettingsError, match="images must be one of cifar10"):
         ImageTask("imagenet")
-    with pytest.raises(SettingsError, match="validation"):
-        FullImageTask(validation=1.0)
+    for wrong in (1.0, -0.1, "a", None, float("nan")):
+        with pytest.raises(SettingsError, match="FullImageTask: validation must be"):
+            FullImageTask(validation=wrong)
+    with pytest.raises(SettingsError, match="FullImageTask has no setting 'nope'"):
+        FullImageTask(nope=1)
     with pytest.raises(SettingsError, match="only 10"):
         FullImageTask("mnist", classes=11).make(mnist(tmp_path), 0)
     with pytest.raises(SettingsError, match=r"class \d has 4 examples, fewer than its clients ask for"):

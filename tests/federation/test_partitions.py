@@ -173,8 +173,12 @@ def test_shards_that_cannot_be() -> None:
             Shards(1, 1).deal(wrong, 0)
     with pytest.raises(SettingsError, match="7 classes per client asked for, but there are only 6"):
         Shards(3, 7).deal(LABELS, 0)
-    with pytest.raises(SettingsError, match=r"class \d has 1 examples for the 3 clients that hold it"):
+    with pytest.raises(
+        SettingsError, match=r"3 clients with 2 classes each need 6 .* there are 2; use fewer"
+    ):
         Shards(3, 2).deal(torch.tensor([0, 1]), 0)
+    with pytest.raises(SettingsError, match=r"class 1 has 1 examples for the 3 clients that hold it"):
+        Shards(3, 2).deal(torch.tensor([0] * 9 + [1]), 0)
     for wrong in ((0, 2), (2, 0), (2.5, 2)):
         with pytest.raises(SettingsError):
             Shards(*wrong)

@@ -24,6 +24,11 @@ def read_records(parts: Iterable[tuple[str, bytes]], labels: int) -> Decoded:
         if not raw or len(raw) % record:
             raise DataError(f"{name} has {len(raw)} bytes, which is no whole number of records of {record}")
         tables.append(np.frombuffer(raw, np.uint8).reshape(-1, record))
+        if len(tables[-1]) != len(tables[0]):
+            raise DataError(
+                f"{name} has {len(tables[-1])} images, the first file {len(tables[0])}; all have equally "
+                "many, so one of them is cut short"
+            )
     table = np.concatenate(tables)
     return Decoded(table[:, labels:].reshape(-1, *SHAPE), table[:, labels - 1].astype(np.int64))
 

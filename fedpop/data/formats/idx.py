@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 import struct
 import zlib
 from pathlib import Path
@@ -13,6 +14,7 @@ from fedpop.data.formats.decoded import Bytes, Decoded
 from fedpop.errors import DataError
 
 _UINT8 = 0x08
+MOST_DIMS = 3
 
 
 def read_idx(path: Path) -> Bytes:
@@ -24,10 +26,12 @@ def read_idx(path: Path) -> Bytes:
     if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] != _UINT8:
         raise DataError(f"{path} is not an IDX file of unsigned bytes")
     dims = raw[3]
+    if not 1 <= dims <= MOST_DIMS:
+        raise DataError(f"{path} has {dims} dimensions, where images have 3 and labels 1")
     if len(raw) < 4 + 4 * dims:
         raise DataError(f"{path} is cut short: no room for the sizes of {dims} dimensions")
     shape = struct.unpack(f">{dims}I", raw[4 : 4 + 4 * dims])
-    expected = 4 + 4 * dims + int(np.prod(shape))
+    expected = 4 + 4 * dims + math.prod(shape)
     if len(raw) != expected:
         raise DataError(f"{path} has {len(raw)} bytes where its header {shape} asks for {expected}")
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).reshape(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Iterator
@@ -31,7 +32,11 @@ def read_svhn(path: Path) -> Decoded:
         if name not in arrays or arrays[name].ndim != dims:
             told = ", ".join(f"{n} {a.shape}" for n, a in arrays.items()) or "nothing"
             raise DataError(f"{path} has no array {name} of {dims} dimensions; it has {told}")
-    x, y = arrays["X"], arrays["y"].reshape(-1).astype(np.int64)
+    x, digits = arrays["X"], arrays["y"].reshape(-1)
+    wrong = np.flatnonzero(~((digits >= 0) & (digits <= 10) & (digits == np.floor(digits))))
+    if len(wrong):
+        raise DataError(f"{path}, row {wrong[0]}: label {digits[wrong[0]]:g} is none of the digits 1 to 10")
+    y = digits.astype(np.int64)
     if x.dtype != np.uint8:
         raise DataError(f"{path}: X holds {x.dtype}, not bytes")
     return Decoded(x.transpose(3, 2, 0, 1), np.where(y == 10, 0, y))
@@ -81,6 +86,6 @@ def _matrix(raw: memoryview, order: str) -> dict[str, Array]:
     (_, dims), (_, name), (kind, content) = next(parts), next(parts), next(parts)
     shape = np.frombuffer(dims, f"{order}i4")
     values = np.frombuffer(content, f"{order}{_KINDS[kind]}")
-    if len(values) != int(np.prod(shape)):
+    if len(values) != math.prod(shape.tolist()):
         raise ValueError(f"{len(values)} numbers for an array of {tuple(shape.tolist())}")
     return {bytes(name).decode("ascii", "replace"): values.reshape(shape, order="F")}

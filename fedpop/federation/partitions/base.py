@@ -11,18 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedpop.checked import Count, Proportion, Seed, Whole, checked, require
+from fedpop.checked import Factor, Few, Proportion, Seed, Whole, checked, require
 from fedpop.errors import DataError, SettingsError
 from fedpop.federation.inputs import as_tensor
 from fedpop.keys import Key
 
+LARGEST_LABEL = 2.0**53
+"""From which on not every whole number is a number."""
+MOST_COUNTS = 500_000_000
+"""Cells of a table of clients and classes."""
+
 
 @checked
-def share_sizes(b: Count, share_small: Proportion, n_small: Whole, n_large: Whole) -> tuple[int, ...]:
+def share_sizes(b: Few, share_small: Proportion, n_small: Whole, n_large: Whole) -> tuple[int, ...]:
     """The paper's sizes: a share of the clients has few examples, the others have more.
 
     Args:
-        b: How many clients there are.
+        b: How many clients there are, a million at most.
         share_small: The share of them with few examples, 0 to 1; rounded to whole clients, who come
             first.
         n_small: How many examples each of those has.
@@ -57,10 +62,7 @@ def _given_labels(deal: Deal) -> Deal:
     @functools.wraps(deal)
     def call(self: Any, labels: Any, seed: int) -> Partition:
         require(Seed, seed=seed)
-        read = as_tensor(labels, "labels")
-        if read.dim() != 1:
-            raise DataError(f"labels: one for each example, [n], not shape {tuple(read.shape)}")
-        return deal(self, read, seed)
+        return deal(self, as_labels(labels), seed)
 
     return call
 
@@ -88,7 +90,7 @@ class Partition:
         """From each client's rows; its classes are those that it has examples of."""
         held = tuple(r.sort().values for r in rows)
         taken = torch.zeros(len(labels), dtype=torch.bool)
-        taken[torch.cat(held)] = True
+        taken[joined(held)] = True
         classes = tuple(tuple(labels[r].unique().tolist()) for r in held)
         return cls(held, classes, (~taken).nonzero().squeeze(1))
 
@@ -98,14 +100,37 @@ class Partition:
 
     def counts(self, labels: Tensor) -> Tensor:
         """How many examples of each class each client holds, ``[b, classes]``."""
-        kinds = int(labels.max()) + 1
-        return torch.stack([torch.bincount(labels[r], minlength=kinds) for r in self.rows])
+        own = self._own(labels)
+        kinds = int(own.max()) + 1
+        if kinds * len(self.rows) > MOST_COUNTS:
+            raise SettingsError(
+                f"labels up to {kinds - 1} make a table of {kinds} classes for each of {len(self.rows)} "
+                "clients, too large for memory; number the classes 0, 1, 2, ..."
+            )
+        return self._table(own, kinds)
+
+    def _table(self, codes: Tensor, kinds: int) -> Tensor:
+        return torch.stack([torch.bincount(codes[r], minlength=kinds) for r in self.rows])
+
+    def _own(self, labels: Tensor) -> Tensor:
+        """Labels of the examples that were dealt here."""
+        own = as_labels(labels)
+        last = max((int(r.max()) for r in self.rows if len(r)), default=-1)
+        if last >= len(own):
+            raise SettingsError(
+                f"a client holds row {last}, but there are {len(own)} labels; give those that were dealt"
+            )
+        return own
 
     def draw(
         self, labels: Tensor, size: int, seed: int, purpose: str, among: Tensor | None = None
     ) -> Partition:
         """For each client ``size`` rows of its own classes, evenly: a test set from other examples, or a
-        validation set ``among`` those that no client holds. Clients may share rows."""
+        validation set ``among`` those that no client holds. Clients may share rows; one without classes gets
+        none."""
+        require(Whole, size=size)
+        require(Seed, seed=seed)
+        labels = as_labels(labels)
         pool = torch.arange(len(labels)) if among is None else among
         key = Key(seed, purpose=f"partition.{purpose}")
         pools: dict[int, Tensor] = {}
@@ -116,34 +141,43 @@ class Partition:
                 rows = pools.setdefault(c, pool[labels[pool] == c])
                 take = size // len(classes) + (j < size % len(classes))
                 if take > len(rows):
-                    raise SettingsError(f"class {c} has {len(rows)} examples to draw from, not {take}")
+                    raise SettingsError(
+                        f"class {c} has {len(rows)} examples to draw from, but {size} examples for {purpose} "
+                        f"take {take} of them; ask for a smaller {purpose} set"
+                    )
                 u = key.at(purpose=str(c)).uniform(torch.tensor([i]), (len(rows),))[0]
                 mine.append(rows[torch.topk(u, take, largest=False).indices])
-            out.append(torch.cat(mine).sort().values)
+            out.append(joined(mine).sort().values)
         return Partition(tuple(out), self.classes, self.rest)
 
     def alike(self, labels: Tensor, others: Tensor, seed: int, purpose: str = "test") -> Partition:
         """All of ``others`` dealt among the same clients: each class in proportion to how many examples of
         it a client holds here, where ``labels`` are those of the examples that were dealt here."""
+        require(Seed, seed=seed)
+        own, others = self._own(labels), as_labels(others)
         key = Key(seed, purpose=f"partition.{purpose}")
-        counts = self.counts(labels)
+        kinds, codes = own.unique(return_inverse=True)
+        place = {c: k for k, c in enumerate(kinds.tolist())}
+        counts = self._table(codes, len(kinds))
         decks = shuffled_by_class(others, key.at(purpose="rows"))
-        if len(decks) > counts.shape[1]:
-            raise SettingsError(f"these examples have {len(decks)} classes, those dealt {counts.shape[1]}")
+        most, known = max(decks) + 1, int(own.max()) + 1
+        if most > known:
+            raise SettingsError(f"these examples have {most} classes, those dealt {known}")
         mine: list[list[Tensor]] = [[] for _ in self.rows]
-        for c, deck in enumerate(decks):
-            if int(counts[:, c].sum()):
-                shares = apportioned(len(deck), counts[:, c], key.at(purpose=f"ties-{c}"))
+        for c, deck in decks.items():
+            if c in place and int(counts[:, place[c]].sum()):
+                shares = apportioned(len(deck), counts[:, place[c]], key.at(purpose=f"ties-{c}"))
                 for held, part in zip(mine, deck.split(shares), strict=True):
                     held.append(part)
-        dealt = Partition.of([torch.cat(held) for held in mine], others)
+        dealt = Partition.of([joined(held) for held in mine], others)
         return Partition(dealt.rows, self.classes, dealt.rest)
 
     def held_out(self, labels: Tensor, share: float, seed: int) -> tuple[Partition, Partition]:
         """This partition without a share of each client's examples, and those: of every class as many as
         it has examples; a client keeps at least one."""
-        if not 0 <= share < 1:
-            raise SettingsError(f"the share that is held out lies in [0, 1), not {share}")
+        require(Factor, share=share)
+        require(Seed, seed=seed)
+        labels = self._own(labels)
         key = Key(seed, purpose="partition.held-out")
         kept, out = [], []
         for i, rows in enumerate(self.rows):
@@ -162,30 +196,40 @@ class Partition:
         return Partition(tuple(kept), self.classes, self.rest), Partition(tuple(out), self.classes, self.rest)
 
 
-def require_classes(labels: Tensor) -> None:
-    """Raise unless labels are whole numbers from 0 on."""
-    numbers = labels.double()
-    wrong = ((numbers != numbers.round()) | (numbers < 0)).nonzero().flatten()
-    if not len(labels) or len(wrong):
-        told = f": that of row {int(wrong[0])} is {labels[wrong[0]].item():g}" if len(wrong) else ""
+def as_labels(labels: Any) -> Tensor:
+    """Classes of examples as whole numbers from 0 on, ``[n]``; anything else is refused by its row."""
+    read = as_tensor(labels, "labels")
+    if read.dim() != 1:
+        raise DataError(f"labels: one for each example, [n], not shape {tuple(read.shape)}")
+    numbers = read.double()
+    wrong = ~((numbers == numbers.round()) & (numbers >= 0) & (numbers < LARGEST_LABEL))
+    if not len(read) or bool(wrong.any()):
+        row = int(wrong.nonzero()[0]) if len(read) else 0
+        told = f": that of row {row} is {float(numbers[row]):g}" if len(read) else ""
         raise SettingsError(f"there must be examples to deal, with labels from 0 on, in whole numbers{told}")
+    return read.to(torch.int64)
 
 
-def kinds_for(classes: int, labels: Tensor) -> int:
-    """How many classes there are, if a client can hold so many different ones."""
-    require_classes(labels)
-    kinds = int(labels.max()) + 1
-    if classes > kinds:
-        raise SettingsError(f"{classes} classes per client asked for, but there are only {kinds}")
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of several parts, which may be none."""
+    return torch.cat(list(parts)) if len(parts) else torch.empty(0, dtype=torch.int64)
+
+
+def kinds_for(classes: int, labels: Tensor) -> list[int]:
+    """The classes that there are, if a client can hold so many different ones."""
+    kinds: list[int] = labels.unique().tolist()
+    if classes > len(kinds):
+        raise SettingsError(f"{classes} classes per client asked for, but there are only {len(kinds)}")
     return kinds
 
 
-def shuffled_by_class(labels: Tensor, key: Key) -> list[Tensor]:
-    """The rows of each class, in random order."""
-    require_classes(labels)
+def shuffled_by_class(labels: Tensor, key: Key) -> dict[int, Tensor]:
+    """The rows of each class that there is, in random order."""
     u = key.uniform(key.server(), (len(labels),), torch.float64)[0]
     order = u.argsort()
-    return [order[labels[order] == c] for c in range(int(labels.max()) + 1)]
+    order = order[labels[order].argsort(stable=True)]
+    kinds, counts = labels.unique(return_counts=True)
+    return dict(zip(kinds.tolist(), order.split(counts.tolist()), strict=True))
 
 
 def apportioned(total: int, weights: Tensor, key: Key) -> list[int]:

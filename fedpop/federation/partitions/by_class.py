@@ -22,7 +22,8 @@ class ByClass(Checked, Scheme):
     two clients, and what is left over goes to none.
 
     Args:
-        classes: How many different classes each client holds.
+        classes: How many different classes each client is dealt. One with fewer examples than that has
+            one of each of the first of them; its test set is of all.
         sizes: How many examples each client holds, one number (0 or more) for each; ``share_sizes``
             makes the paper's.
 
@@ -45,9 +46,9 @@ class ByClass(Checked, Scheme):
         """What is left over goes to no client."""
         key = Key(seed, purpose="partition")
         kinds = kinds_for(self.classes, labels)
-        held = self._hands(kinds, key)
+        held = [tuple(kinds[k] for k in hand) for hand in self._hands(len(kinds), key)]
         decks = shuffled_by_class(labels, key.at(purpose="rows"))
-        used = [0] * kinds
+        used = dict.fromkeys(kinds, 0)
         rows = []
         for classes, size in zip(held, self.sizes, strict=True):
             mine = []
@@ -61,7 +62,7 @@ class ByClass(Checked, Scheme):
                 mine.append(decks[c][used[c] : used[c] + take])
                 used[c] += take
             rows.append(torch.cat(mine).sort().values)
-        rest = torch.cat([deck[n:] for deck, n in zip(decks, used, strict=True)])
+        rest = torch.cat([deck[used[c] :] for c, deck in decks.items()])
         return Partition(tuple(rows), tuple(held), rest.sort().values)
 
     def _hands(self, kinds: int, key: Key) -> list[tuple[int, ...]]:

@@ -21,7 +21,7 @@ class ByKey(Checked, Scheme):
 
     Args:
         keys: One for every example, in the order of the labels: a name or a number that says whose it
-            is. Clients come in the order in which their keys are first met.
+            is; 1 and "1" are one client. Clients come in the order in which their keys are first met.
 
     >>> import torch
     >>> scheme = ByKey(["anna", "ben", "anna"])
@@ -41,12 +41,13 @@ class ByKey(Checked, Scheme):
     @property
     def names(self) -> tuple[str, ...]:
         """The clients' names, in their order."""
-        return tuple(map(str, dict.fromkeys(self.keys)))
+        return tuple(dict.fromkeys(map(str, dict.fromkeys(self.keys))))
 
     def deal(self, labels: Tensor, seed: int) -> Partition:
         if len(self.keys) != len(labels):
             raise SettingsError(f"there are {len(labels)} examples but {len(self.keys)} keys")
-        known = {key: i for i, key in enumerate(dict.fromkeys(self.keys))}
+        place = {name: i for i, name in enumerate(self.names)}
+        known = {key: place[str(key)] for key in dict.fromkeys(self.keys)}
         owner = torch.tensor([known[key] for key in self.keys])
         rows = torch.argsort(owner, stable=True)
         return Partition.of(rows.split(torch.bincount(owner).tolist()), labels)

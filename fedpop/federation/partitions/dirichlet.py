@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedpop.checked import Checked, Count, Positive, Whole
+from fedpop.checked import Checked, Few, Positive, Whole
 from fedpop.errors import SettingsError
 from fedpop.federation.partitions.base import Partition, Scheme, apportioned, shuffled_by_class
 from fedpop.keys import Key
@@ -15,13 +15,16 @@ from fedpop.keys import Key
 ATTEMPTS = 100
 """Draws after which it is given up that every client gets enough examples."""
 
+SMALLEST = 1e-300
+"""An alpha by which each class goes to one client, as by any smaller one; logarithms are finite by it."""
+
 
 @dataclass(frozen=True)
 class Dirichlet(Checked, Scheme):
     """The examples of each class go to clients in proportions drawn from Dirichlet(alpha, ..., alpha).
 
     Args:
-        b: How many clients there are.
+        b: How many clients there are, a million at most.
         alpha: How even proportions are, above 0: a small one such as 0.1 gives each class to few
             clients, a large one such as 100 to all about equally.
         least: How many examples everybody must have, 1 unless told. Proportions are drawn anew until
@@ -34,7 +37,7 @@ class Dirichlet(Checked, Scheme):
     (120, 0)
     """
 
-    b: Count
+    b: Few
     alpha: Positive
     least: Whole = 1
 
@@ -48,9 +51,9 @@ class Dirichlet(Checked, Scheme):
         decks = shuffled_by_class(labels, key.at(purpose="rows"))
         for attempt in range(ATTEMPTS):
             now = key.at(purpose=f"attempt-{attempt}")
-            shares = [self._shares(deck, now.at(purpose=str(c))) for c, deck in enumerate(decks)]
+            shares = [self._shares(deck, now.at(purpose=str(c))) for c, deck in decks.items()]
             if int(torch.tensor(shares).sum(0).min()) >= self.least:
-                parts = [deck.split(own) for deck, own in zip(decks, shares, strict=True)]
+                parts = [deck.split(own) for deck, own in zip(decks.values(), shares, strict=True)]
                 return Partition.of([torch.cat(mine) for mine in zip(*parts, strict=True)], labels)
         raise SettingsError(
             f"in {ATTEMPTS} draws with alpha={self.alpha:g} some client of {self.b} always had fewer than "
@@ -58,7 +61,7 @@ class Dirichlet(Checked, Scheme):
         )
 
     def _shares(self, deck: Tensor, key: Key) -> list[int]:
-        weights = (log_gamma_draws(self.alpha, self.b, key)).softmax(0)
+        weights = log_gamma_draws(max(self.alpha, SMALLEST), self.b, key).softmax(0)
         return apportioned(len(deck), weights, key.at(purpose="ties"))
 
 

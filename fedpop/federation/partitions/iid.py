@@ -38,12 +38,10 @@ class IID(Checked, Scheme):
     def deal(self, labels: Tensor, seed: int) -> Partition:
         key = Key(seed, purpose="partition.iid")
         n = len(labels)
-        sizes = (
-            apportioned(n, torch.ones(self.b), key.at(purpose="ties")) if self.sizes is None else self.sizes
-        )
+        if self.sizes is None and self.b > n:
+            raise SettingsError(f"{n} examples are too few for {self.b} clients")
+        sizes = self.sizes or apportioned(n, torch.ones(self.b), key.at(purpose="ties"))
         if sum(sizes) > n:
             raise SettingsError(f"clients ask for {sum(sizes)} examples, but there are {n}")
-        if self.b > n:
-            raise SettingsError(f"{n} examples are too few for {self.b} clients")
         order = key.uniform(key.server(), (n,), torch.float64)[0].argsort()
         return Partition.of(order[: sum(sizes)].split(list(sizes)), labels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import torch
@@ -36,51 +37,68 @@ class Shards(Checked, Scheme):
     classes: Count
 
     def deal(self, labels: Tensor, seed: int) -> Partition:
-        key = Key(seed, purpose="partition.shards")
         kinds = kinds_for(self.classes, labels)
-        hands = self._hands(kinds, key)
+        cards = self.b * self.classes
+        if cards > len(labels):
+            raise SettingsError(
+                f"{self.b} clients with {self.classes} classes each need {cards} examples at least, but "
+                f"there are {len(labels)}; use fewer clients or fewer classes per client"
+            )
+        key = Key(seed, purpose="partition.shards")
+        hands = [[kinds[k] for k in hand] for hand in self._hands(len(kinds), key)]
         decks = shuffled_by_class(labels, key.at(purpose="rows"))
+        holders: dict[int, list[int]] = {}
+        for i, hand in enumerate(hands):
+            for c in hand:
+                holders.setdefault(c, []).append(i)
         mine: list[list[Tensor]] = [[] for _ in hands]
-        for c, deck in enumerate(decks):
-            holders = [i for i, hand in enumerate(hands) if c in hand]
-            if len(holders) > len(deck):
+        for c, own in sorted(holders.items()):
+            deck = decks[c]
+            if len(own) > len(deck):
                 raise SettingsError(
-                    f"class {c} has {len(deck)} examples for the {len(holders)} clients that hold it; use "
+                    f"class {c} has {len(deck)} examples for the {len(own)} clients that hold it; use "
                     "fewer clients or fewer classes per client"
                 )
-            if holders:
-                shares = apportioned(len(deck), torch.ones(len(holders)), key.at(purpose=f"ties-{c}"))
-                for i, part in zip(holders, deck.split(shares), strict=True):
-                    mine[i].append(part)
+            shares = apportioned(len(deck), torch.ones(len(own)), key.at(purpose=f"ties-{c}"))
+            for i, part in zip(own, deck.split(shares), strict=True):
+                mine[i].append(part)
         dealt = Partition.of([torch.cat(parts) for parts in mine], labels)
         return Partition(dealt.rows, tuple(tuple(sorted(hand)) for hand in hands), dealt.rest)
 
     def _hands(self, kinds: int, key: Key) -> list[list[int]]:
         """Each client's classes: cards are shuffled and dealt, then those that are twice in a hand change
-        places with others."""
+        places with others, beginning with the hands that have the fewest classes."""
         cards = self.b * self.classes
         copies = apportioned(cards, torch.ones(kinds), key.at(purpose="copies"))
         deck = torch.repeat_interleave(torch.arange(kinds), torch.tensor(copies))
         order = key.at(purpose="cards").uniform(key.server(), (cards,), torch.float64)[0].argsort()
-        hands: list[list[int]] = deck[order].reshape(self.b, self.classes).tolist()
+        hands = deck[order].reshape(self.b, self.classes)
+        poor = [(n, i) for i, hand in enumerate(hands.tolist()) if (n := len(set(hand))) < self.classes]
+        heapq.heapify(poor)
         swaps = 0
-        while True:
-            poor = min(hands, key=lambda hand: len(set(hand)))
-            if len(set(poor)) == self.classes:
-                return hands
-            self._swap(poor, hands, key.at(purpose=f"swap-{swaps}"))
+        while poor:
+            n, i = heapq.heappop(poor)
+            if n < len(set(hands[i].tolist())):
+                continue  # it has got more since
+            for changed in (i, self._swap(i, hands, key.at(purpose=f"swap-{swaps}"))):
+                if (n := len(set(hands[changed].tolist()))) < self.classes:
+                    heapq.heappush(poor, (n, changed))
             swaps += 1
+        out: list[list[int]] = hands.tolist()
+        return out
 
-    def _swap(self, poor: list[int], hands: list[list[int]], key: Key) -> None:
-        """One card that the hand with the fewest classes has twice, for one that it lacks.
+    def _swap(self, i: int, hands: Tensor, key: Key) -> int:
+        """One card that the hand with the fewest classes has twice, for one that it lacks; gives whose.
 
         No class has more cards than there are clients, so somebody lacks the card that is too many here; with
         at least as many classes, none of them this one, they hold a class that this hand lacks. They lose no
         class by the swap, and this hand gains one: swaps come to an end.
         """
+        poor = hands[i].tolist()
         twice = next(c for c in poor if poor.count(c) > 1)
-        order = key.uniform(key.server(), (len(hands),), torch.float64)[0].argsort().tolist()
-        other = next(hands[i] for i in order if twice not in hands[i])
-        lacking = [c for c in other if c not in poor]
-        wanted = max(lacking, key=other.count)
-        poor[poor.index(twice)], other[other.index(wanted)] = wanted, twice
+        u = key.uniform(key.server(), (self.b,), torch.float64)[0]
+        j = int(u.masked_fill_((hands == twice).any(1), torch.inf).argmin())
+        other = hands[j].tolist()
+        wanted = max((c for c in other if c not in poor), key=other.count)
+        hands[i, poor.index(twice)], hands[j, other.index(wanted)] = wanted, twice
+        return j
