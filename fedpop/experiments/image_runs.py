@@ -17,7 +17,7 @@ import torch
 
 from fedpop.algorithms.base import Algorithm
 from fedpop.data.image_task import PictureTask
-from fedpop.errors import TrainingError
+from fedpop.errors import CheckpointError, TrainingError, warn_user
 from fedpop.evaluation.scores import Evaluation
 from fedpop.experiments.budget import rounds_within
 from fedpop.experiments.experiment import Asked
@@ -81,16 +81,25 @@ def trained(
     """A run of as many rounds as the budget pays for; some methods need everybody in each."""
     rule = Everyone() if method.participation == "full" else Uniform(min(active, len(federation)))
     rounds = rounds_within(method, federation, passes, seed, rule)
-    return fit(
-        method,
-        federation,
-        rounds=rounds,
-        seed=seed,
-        participation=rule,
-        out=out,
-        resume=True,
-        progress=False,
-    )
+
+    def go_on() -> Population:
+        return fit(
+            method,
+            federation,
+            rounds=rounds,
+            seed=seed,
+            participation=rule,
+            out=out,
+            resume=True,
+            progress=False,
+        )
+
+    try:
+        return go_on()
+    except CheckpointError as error:  # of other settings, or another version: nobody else's to keep
+        warn_user(f"the run in {out} was left by another and is begun anew ({error})")
+        shutil.rmtree(out)
+        return go_on()
 
 
 def told(found: Evaluation) -> dict[str, float]:

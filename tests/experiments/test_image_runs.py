@@ -2,10 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+import torch
+
 from fedpop.algorithms.fedavg import FedAvg
 from fedpop.algorithms.l2gd import L2GD
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.data.image_task import FullImageTask
+from fedpop.errors import FedpopWarning
 from fedpop.experiments.image_runs import COLUMNS, measured, rows, trained
 from fedpop.report.results import Results
 from tests.data.files import mnist
@@ -32,3 +36,12 @@ def test_a_method_that_needs_everybody_has_everybody(tmp_path: Path) -> None:
     assert {m["active"] for m in everyone.history} == {5}
     some = trained(FedAvg(model), federation, 100, 0, tmp_path / "two", active=2)
     assert {m["active"] for m in some.history} == {2}
+
+
+def test_a_run_that_others_settings_left_behind_is_begun_anew(tmp_path: Path) -> None:
+    federation, model, out = TASK.make(mnist(tmp_path), 0), TASK.model(0, "mlp"), tmp_path / "run"
+    trained(FedAvg(model, local=LocalSGD(rate=0.02)), federation, 100, 0, out, active=2)
+    with pytest.warns(FedpopWarning, match="begun anew"):
+        found = trained(FedAvg(model), federation, 100, 0, out, active=2)
+    clean = trained(FedAvg(model), federation, 100, 0, tmp_path / "clean", active=2)
+    assert all(torch.equal(found.published[k], v) for k, v in clean.published.items())
