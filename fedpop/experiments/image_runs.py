@@ -174,7 +174,7 @@ LEGEND = (
     "accuracy: mean over clients of the share of their test images that is right, with its standard "
     "deviation over clients and the mean of the worst tenth of them; NLL, Brier, ECE (15 bins): over all "
     "test images; passes: backbone example-passes in training (a forward alone is a third); sec.: of one "
-    "core."
+    "core, of whatever machine a run was made on."
 )
 
 

@@ -50,17 +50,18 @@ SMALL = [(share, n) for n in (5, 10) for share in (0.1, 0.5, 0.9)]
 
 @pytest.mark.parametrize(("share", "n"), SMALL)
 def test_small_image_clients_are_ahead_of_fedrep_and_stay_calibrated(share: float, n: int) -> None:
-    """Tuned rivals; in every setting and seed that is there, and there is one at least of each."""
+    """Tuned rivals, three seeds of every setting."""
     cell = {"dataset": "cifar10", "classes_per_client": 5, "share_small": share, "n_small": n}
     ours, theirs = (per_seed("small-data", name, "accuracy", **cell) for name in ("FedSOUL", "FedRep"))
     eces, rival = (per_seed("small-data", name, "ece", **cell) for name in ("FedSOUL", "FedRep"))
     both = ours.keys() & theirs.keys()
-    assert len(both) >= (3 if (share, n) == (0.5, 5) else 1)
+    assert len(both) >= 3
     assert all(ours[seed] > theirs[seed] + 0.08 for seed in both)
     assert mean([eces[seed] / rival[seed] for seed in both]) < 0.2
     for other in ("FedAvg-FT", "APFL"):
         scores = per_seed("small-data", other, "accuracy", **cell)
-        assert all(ours[seed] > scores[seed] + 0.02 for seed in ours.keys() & scores.keys())
+        gains = [ours[seed] - scores[seed] for seed in ours.keys() & scores.keys()]
+        assert not gains or (min(gains) > 0 and mean(gains) > 0.02)
 
 
 @pytest.mark.parametrize("images", ["cifar10", "mnist"])
