@@ -229,9 +229,12 @@ def page(results: Results) -> Page:
     lead = (
         "All training images over 100 clients with equal shards of the same number of classes, ten of them "
         f"active per round, test images alike. Every method may spend {PASSES:,} backbone passes and shifts "
-        "and mirrors its images. FedSOUL has its default settings; those of the others, which stand at the "
-        f"end, were tuned neither on test images nor on others yet. '{LIMIT}' is the same network on all "
-        "images at once, told each client's classes. L2GD has everybody in every round."
+        "and mirrors its images. FedSOUL has its default settings; those of the others stand at the end. "
+        "FedRep, FedAvg-FT and Ditto were searched for with fedpop tune examples/tune-full-data.toml, on "
+        "images held out of training; the others' were not. Methods with a whole model of each client's own "
+        "(Ditto, APFL, Local) see a client's images but a few times within this budget, and are far from "
+        f"where they would end. '{LIMIT}' is the same network on all images at once, told each client's "
+        "classes. L2GD has everybody in every round."
     )
     sections.append(Section("Settings", sheet=settings_of(NAME)))
     return Page("fedpop: all of CIFAR-10 and CIFAR-100", lead, sections)

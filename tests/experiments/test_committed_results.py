@@ -116,3 +116,32 @@ def test_the_readme_has_the_synthetic_table() -> None:
         covered, by_exact, theta_too = found[setting, "FedSOUL"][5:8]
         row = f"| ({setting.replace(',', ', ')}) | {exact} | **{ours}** | {same} | {rep} | {avg} | "
         assert row + f"{covered} ({by_exact}) | {theta_too} |" in readme
+
+
+def in_readme(text: str) -> None:
+    assert text in " ".join((ROOT.parent / "README.md").read_text().split()), text
+
+
+def percent(method: str, classes: int, passes: int) -> str:
+    cell = {"dataset": "cifar10", "classes_per_client": classes, "passes": passes}
+    return f"{100 * mean(list(per_seed('full-data', method, 'accuracy', **cell).values())):.1f}"
+
+
+def test_the_readme_tells_the_main_tables_numbers() -> None:
+    ours, theirs = (percent(name, 5, 500_000) for name in ("FedSOUL", "FedRep"))
+    in_readme(f"after 500,000 passes, {ours} and {theirs} %")
+    in_readme(f"{percent('FedSOUL', 5, 1_000_000)} % after a million passes")
+    in_readme(f"**{percent('FedSOUL', 5, 3_000_000)} %** after three million")
+    in_readme(f"told each client's classes, has {percent('pooled', 5, 500_000)} %")
+    in_readme(f"With two classes per client it has {percent('FedSOUL', 2, 1_000_000)} % after a million")
+
+
+def test_the_readme_tells_small_clients_numbers() -> None:
+    cell = {"dataset": "cifar10", "classes_per_client": 5, "share_small": 0.5, "n_small": 5}
+    told = []
+    for name in ("FedSOUL", "FedRep", "FedAvg-FT"):
+        scores = per_seed("small-data", name, "accuracy", **cell)
+        assert len(scores) == 3
+        told.append(f"{100 * mean(list(scores.values())):.1f} %")
+    for text in (f"FedSOUL {told[0]} with", f"FedRep {told[1]}", f"fine-tuning {told[2]}"):
+        in_readme(text)
