@@ -145,3 +145,20 @@ def test_the_readme_tells_small_clients_numbers() -> None:
         told.append(f"{100 * mean(list(scores.values())):.1f} %")
     for text in (f"FedSOUL {told[0]} with", f"FedRep {told[1]}", f"fine-tuning {told[2]}"):
         in_readme(text)
+
+
+def test_the_readme_tells_of_new_clients_and_of_images_of_another_kind() -> None:
+    def of_new(method: str, images: int) -> float:
+        cell = {"classes_per_client": 5, "examples": images}
+        return 100 * mean(list(per_seed("new-clients", method, "accuracy", **cell).values()))
+
+    in_readme(f"{of_new('FedSOUL', 0):.1f} % right")
+    in_readme(f"five labelled images {of_new('FedSOUL', 5):.1f} %")
+    in_readme(f"has {of_new('FedRep', 5):.1f} %")
+    for classes, told in (
+        (2, "an AUROC of {} (two classes per client; FedRep {})"),
+        (5, "{} (five; FedRep {})"),
+    ):
+        cell = {"dataset": "mnist", "classes_per_client": classes}
+        both = (per_seed("ood", name, "auroc", **cell)[0] for name in ("FedSOUL", "FedRep"))
+        in_readme(told.format(*(f"{auroc:.3f}".lstrip("0") for auroc in both)))
