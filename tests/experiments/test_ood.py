@@ -1,11 +1,13 @@
 """Images of another kind, on two sets of a few small images: areas by client, curves and a page."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from fedpop.data.catalogue import DATASETS
 from fedpop.data.image_task import FullImageTask
 from fedpop.errors import DataError
 from fedpop.experiments import ood
@@ -65,7 +67,9 @@ def test_a_set_that_is_missing_is_told_with_what_can_be_run_without_it(
     monkeypatch.setattr(ood, "PAIRS", (PAIR, other))
     monkeypatch.setattr("fedpop.data.images.fetch", _refused)
     monkeypatch.setattr("fedpop.data.lookup.cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr("fedpop.data.lookup.Path.is_file", _only_below(tmp_path))
+    # Whatever packages this machine has.
+    elsewhere = replace(DATASETS["fashionmnist"], system=(str(tmp_path / "no-package"),))
+    monkeypatch.setitem(DATASETS, "fashionmnist", elsewhere)
     with pytest.raises(
         DataError, match=r"no test images of fashionmnist.*dataset-fashion-mnist.*--only, such as 'mnist in"
     ):
@@ -74,9 +78,3 @@ def test_a_set_that_is_missing_is_told_with_what_can_be_run_without_it(
 
 def _refused(*_: object) -> None:
     raise DataError("there is no network")
-
-
-def _only_below(folder: Path) -> object:
-    """Files of an operating system's package are not seen."""
-    there = Path.is_file
-    return lambda path: path.is_relative_to(folder) and there(path)
