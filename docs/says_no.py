@@ -48,6 +48,7 @@ FIRST = {
     "ModelError": "The model, its head or its likelihood do not fit together: the words name the part.",
     "SettingsError": "Change the setting that is named; nothing has run yet.",
     "CheckpointError": "A folder is not what it should be: give another one, or make it again.",
+    "OtherSettingsError": "Go on with the settings that the run was begun with, or begin in another folder.",
     "PayloadError": "A message cannot be sent or read: finite numbers, and one version on both sides.",
     "TrainingError": "Training broke down at the round and client that are named: look at those data first.",
     "EstimateError": "What was asked for cannot be had from what is there; the words say what would help.",

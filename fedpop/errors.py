@@ -33,6 +33,10 @@ class CheckpointError(FedpopError):
     """A checkpoint or a saved population cannot be used."""
 
 
+class OtherSettingsError(CheckpointError):
+    """A checkpoint is whole, but of a run with other settings."""
+
+
 class PayloadError(FedpopError, ValueError):
     """A vector cannot be encoded, or an encoded one cannot be read."""
 

@@ -17,7 +17,7 @@ import torch
 
 from fedpop.algorithms.base import Algorithm
 from fedpop.data.image_task import PictureTask
-from fedpop.errors import CheckpointError, TrainingError, warn_user
+from fedpop.errors import OtherSettingsError, TrainingError, warn_user
 from fedpop.evaluation.scores import Evaluation
 from fedpop.experiments.budget import rounds_within
 from fedpop.experiments.experiment import Asked
@@ -26,7 +26,6 @@ from fedpop.experiments.runner import Job
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Everyone, Uniform
 from fedpop.population import Population, evaluate
-from fedpop.report.html import Sheet
 from fedpop.report.results import Record, Results, mean, record, values
 from fedpop.runtime.simulate import fit
 
@@ -96,8 +95,8 @@ def trained(
 
     try:
         return go_on()
-    except CheckpointError as error:  # of other settings, or another version: nobody else's to keep
-        warn_user(f"the run in {out} was left by another and is begun anew ({error})")
+    except OtherSettingsError as error:  # a run that is in use, or a full disk, is another matter
+        warn_user(f"the run in {out} was left by other settings and is begun anew ({error})")
         shutil.rmtree(out)
         return go_on()
 
@@ -210,11 +209,6 @@ def rows(results: Results, setting: dict[str, Any], names: Iterable[str]) -> lis
             )
         )
     return out
-
-
-def table(results: Results, setting: dict[str, Any], names: Iterable[str]) -> Sheet:
-    found = rows(results, setting, names)
-    return Sheet(COLUMNS, found, frozenset(i for i, r in enumerate(found) if r[0] == "FedSOUL"))
 
 
 def shown(found: Sequence[Record], score: str) -> str:

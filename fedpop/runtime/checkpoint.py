@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fedpop.checked import Count, Whole, require
-from fedpop.errors import CheckpointError, warn_user
+from fedpop.errors import CheckpointError, OtherSettingsError, warn_user
 from fedpop.files import read_sealed, read_tensors, reading, write_sealed, write_tensors, writing
 from fedpop.version import __version__
 
@@ -135,7 +135,7 @@ def require_same(config: dict[str, Any], saved: dict[str, Any]) -> None:
     config = json.loads(json.dumps(config))
     different = _differences("", saved | {"rounds": None}, config | {"rounds": None})
     if different:
-        raise CheckpointError(
+        raise OtherSettingsError(
             "cannot resume: settings differ from those of the saved run ("
             + "; ".join(different[:5])
             + "). Use the same settings, or another output folder"

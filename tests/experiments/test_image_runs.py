@@ -9,9 +9,10 @@ from fedpop.algorithms.fedavg import FedAvg
 from fedpop.algorithms.l2gd import L2GD
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.data.image_task import FullImageTask
-from fedpop.errors import FedpopWarning
+from fedpop.errors import CheckpointError, FedpopWarning
 from fedpop.experiments.image_runs import COLUMNS, measured, rows, trained
 from fedpop.report.results import Results
+from fedpop.runtime.lock import held
 from tests.data.files import mnist
 
 TASK = FullImageTask("mnist", 2, b=5)
@@ -45,3 +46,12 @@ def test_a_run_that_others_settings_left_behind_is_begun_anew(tmp_path: Path) ->
         found = trained(FedAvg(model), federation, 100, 0, out, active=2)
     clean = trained(FedAvg(model), federation, 100, 0, tmp_path / "clean", active=2)
     assert all(torch.equal(found.published[k], v) for k, v in clean.published.items())
+
+
+def test_a_run_that_is_in_use_stays(tmp_path: Path) -> None:
+    federation, model, out = TASK.make(mnist(tmp_path), 0), TASK.model(0, "mlp"), tmp_path / "run"
+    trained(FedAvg(model), federation, 100, 0, out, active=2)
+    before = sorted(out.rglob("*"))
+    with held(out), pytest.raises(CheckpointError, match="process"):
+        trained(FedAvg(model, local=LocalSGD(rate=0.02)), federation, 100, 0, out, active=2)
+    assert sorted(p for p in out.rglob("*") if p.name != ".lock") == [p for p in before if p.name != ".lock"]
