@@ -57,12 +57,16 @@ class FedpopWarning(UserWarning):
     """A result that should be read with care."""
 
 
-def warn_user(words: str) -> None:
+class ConvergenceWarning(FedpopWarning):
+    """A run is known to have ended too soon, or where it could not go on."""
+
+
+def warn_user(words: str, kind: type[FedpopWarning] = FedpopWarning) -> None:
     """Warn, at the line outside of fedpop that led here."""
     frame, depth = sys._getframe(1), 2
     while frame.f_back is not None and _ours(str(frame.f_globals.get("__name__"))):
         frame, depth = frame.f_back, depth + 1
-    warnings.warn(words, FedpopWarning, stacklevel=depth)
+    warnings.warn(words, kind, stacklevel=depth)
 
 
 def _ours(module: str) -> bool:

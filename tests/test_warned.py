@@ -12,7 +12,7 @@ from torch import nn
 
 import fedpop as fp
 from fedpop.cli import main
-from fedpop.errors import FedpopWarning, plain_warnings
+from fedpop.errors import ConvergenceWarning, FedpopWarning, plain_warnings
 
 
 def clients() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -39,6 +39,7 @@ def test_a_warning_points_at_the_line_that_led_to_it(name: str, monkeypatch: pyt
         FITS[name]()
     ours = [w for w in caught if issubclass(w.category, FedpopWarning)]
     assert ours
+    assert all(issubclass(w.category, ConvergenceWarning) == ("ended too soon" in str(w.message)) for w in ours)
     assert all(Path(w.filename) == Path(__file__) for w in ours)
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from fedpop.errors import SettingsError, plain_warnings
+from fedpop.errors import ConvergenceWarning, SettingsError, plain_warnings
 from fedpop.files import writable_folder
 from fedpop.report.results import Record, Results
 from fedpop.runtime.lock import held
@@ -164,6 +165,13 @@ def _in_worker(number: int, call: Callable[..., list[Record]], arguments: tuple[
 
     _told.set(None if line is None else told)
     with plain_warnings():
+        return _called(call, arguments)
+
+
+def _called(call: Callable[..., list[Record]], arguments: tuple[Any, ...]) -> list[Record]:
+    """Rounds are the experiment's to choose, and where they end is what it measures: no advice on them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
         return call(*arguments)
 
 
@@ -191,7 +199,7 @@ def run_jobs(
                 board.at(number, 0.0, "")
                 before = _told.set(partial(board.at, number))
                 try:
-                    results.add(job.call(*job.arguments))
+                    results.add(_called(job.call, job.arguments))
                 finally:
                     _told.reset(before)
                 board.at(number, 1.0, "done")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from fedpop.algorithms.base import Algorithm
 from fedpop.checked import Bytes, Count, OneOf, Seed, Whole, checked
-from fedpop.errors import SettingsError, warn_user
+from fedpop.errors import ConvergenceWarning, SettingsError, warn_user
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Said
 from fedpop.federation.participation import resolve as resolve_participation
@@ -115,7 +115,7 @@ def fit(
 def _told(population: Population, run: Run) -> Population:
     """The population, with a warning where it is known to have ended too soon."""
     if words := advice(run):
-        warn_user(words)
+        warn_user(words, ConvergenceWarning)
     return population
 
 

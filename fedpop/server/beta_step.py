@@ -24,12 +24,12 @@ FEW, MANY = 10, 100
 """EM takes its full step where a round has all units, or ``MANY`` of them. Otherwise the prior's mean would
 carry their chance, and keep it in directions of which data say little, where units' own z follow the mean;
 the scale would grow by it. So with fewer the rate falls from their share in ``FEW`` to that in all."""
-SCALE = Adam(0.15, Constant(), beta1=0.8, beta2=0.95)
+SCALE = Adam(0.15, Constant(), beta1=0.8, beta2=0.9)
 """Steps on the logarithm of the scale where posteriors are not closed-form and features stay as they are.
 EM's are as short as data say little of z, far too short for a handful of examples; and what a score of the
 scale is worth cannot be told from its variance over units far from the optimum. These are at most so long,
 so that no round changes the scale by more than a sixth, and shorter where scores of successive rounds
-disagree.
+disagree. The memory of squares is short: scores from far away would slow the last rounds down.
 
 While a backbone learns, EM's stay: heads on features that say nothing yet are best all alike, these steps
 would soon make them so, and features would learn from one head instead of many."""

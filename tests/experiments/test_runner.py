@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 
+from fedpop.errors import ConvergenceWarning, FedpopWarning, warn_user
 from fedpop.experiments.runner import Board, Job, run_jobs, tell
 from fedpop.report.results import Record, Results, record
 from fedpop.version import __version__
@@ -36,6 +38,29 @@ def test_only_what_is_missing_is_run(tmp_path: Path) -> None:
     run_jobs(jobs(tmp_path), results, 2, "test")
     assert sorted(p.name for p in tmp_path.glob("*-0")) == ["a-0", "c-0"]
     assert sorted(r["method"] for r in Results.open(tmp_path / "results").records) == ["a", "b", "c"]
+
+
+def warned(method: str) -> list[Record]:
+    warn_user("run more rounds", ConvergenceWarning)
+    warn_user("read with care")
+    return [record("synthetic", {"b": 1}, method, 0, {"angle": 1.0}, {}, {})]
+
+
+def test_nobody_is_told_to_change_an_experiments_rounds(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def told(processes: int) -> None:
+        found = Results.open(tmp_path / str(processes))
+        run_jobs([Job(warned, ("a",), "a", {"b": 1}, 0, ("a",))], found, processes, "test")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        told(0)
+    assert [str(w.message) for w in caught if issubclass(w.category, FedpopWarning)] == ["read with care"]
+    told(1)
+    error = capfd.readouterr().err
+    assert "read with care" in error
+    assert "run more rounds" not in error
 
 
 def test_what_another_version_made_is_made_again_on_request(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def angle(variance: float | str, split: int, anneal: fp.steps.Anneal) -> float:
     return float(principal_angle(shared.double(), population.phi["backbone.weight"].mT.double()))
 
 
-@pytest.mark.filterwarnings("ignore:FedSOUL after 300 rounds. not converged")  # a trapped run says so
+@pytest.mark.filterwarnings("ignore::fedpop.errors.ConvergenceWarning")  # a trapped run says so
 def test_a_fixed_small_noise_variance_is_a_trap_unless_it_is_annealed_or_learned() -> None:
     """Over five splits: which of them has a trap on the way is chance, most have."""
     plain, usual = fp.steps.Anneal(rounds=0), fp.steps.Anneal()

@@ -104,7 +104,7 @@ def identified(method, phi, beta, data):
     return torch.cat((matrix @ prior.mu(beta), (matrix @ prior.sigma(beta) @ matrix.mT).reshape(-1)))
 
 
-@pytest.mark.filterwarnings("ignore:FedSOUL-paper after .* not converged")  # plain steps, a nat or two short
+@pytest.mark.filterwarnings("ignore::fedpop.errors.ConvergenceWarning")  # plain steps, a nat or two short
 def test_stateless_paper_preset_with_fifty_steps_equals_stateful_with_ten():
     task, kept, fresh = SyntheticTask(), [], []
     for seed in range(10):

@@ -16,7 +16,7 @@ from fedpop.report.results import Results, values
 pytestmark = [
     pytest.mark.slow,
     # How far runs end from the optimum is what is measured.
-    pytest.mark.filterwarnings("ignore:FedSOUL-paper after .* not converged"),
+    pytest.mark.filterwarnings("ignore::fedpop.errors.ConvergenceWarning"),
 ]
 LAST_ERROR = f"error@{theory.NOISE_MARKS[-1]}"
 COMMITTED = Path(__file__).parents[2] / "results" / "theory"
