@@ -1,8 +1,9 @@
 """Clients never seen: a fifth of them takes no part in training and comes with 0 to 100 labelled images.
 
 FedSOUL draws a newcomer's z from the population prior, or from its posterior given the few images, with theta
-fixed. FedRep fits a head, FedAvg-FT tunes the whole network, each by its own rule and as in training; without
-any image FedRep has no model, and FedAvg-FT the shared one.
+fixed; a second row has the prior as wide as the clients in training would have it for newcomers
+(``Population.for_newcomers``). FedRep fits a head, FedAvg-FT tunes the whole network, each by its own rule
+and as in training; without any image FedRep has no model, and FedAvg-FT the shared one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ SHARE = 0.2
 EXAMPLES = (0, 1, 5, 25, 100)
 """Labelled images that a new client has."""
 TASKS = (FullImageTask("cifar10", 5), FullImageTask("cifar10", 2))
-METHODS = {n: build for n, build in methods("full-data").items() if n in ("FedSOUL", "FedRep", "FedAvg-FT")}
+WIDTH = "FedSOUL-width"
+"""Clients in training are asked how wide the prior should be for newcomers."""
+BUILDS = methods("full-data")
+METHODS = {n: BUILDS["FedSOUL" if n == WIDTH else n] for n in ("FedSOUL", WIDTH, "FedRep", "FedAvg-FT")}
 
 
 def newcomers_of(task: FullImageTask) -> int:
@@ -64,12 +68,18 @@ def job(index: int, name: str, seed: int, data: str | None, folder: str) -> list
     newcomers = [shuffled(client, i, seed) for i, client in enumerate(held)]
 
     def more(population: Population) -> dict[str, float]:
+        told: dict[str, float] = {}
+        if name == WIDTH:
+            start = time.perf_counter()
+            population = population.for_newcomers(EXAMPLES)
+            told = {f"width_{n}": factor for n, factor in population.newcomers.items()}
+            told["seconds_to_ask"] = time.perf_counter() - start
         for examples in EXAMPLES:
             scores = few(population, newcomers, examples)
             if scores is not None:
                 config = population.algorithm.describe()
                 out.append(record(NAME, setting_of(task, examples), name, seed, scores, {}, config))
-        return {}
+        return told
 
     method = METHODS[name](task.model(seed))
     return measured(NAME, setting_of(task), name, method, federation, seed, Path(folder), more) + out
@@ -104,6 +114,7 @@ LEGEND = (
     "theirs. Accuracy: mean over clients, and over the worst tenth of them; NLL and ECE (15 bins) over all "
     "their test images; seconds of one core from a new client's images to predictions of its test images. "
     "'No model': a method that has nothing to offer without data. "
+    f"{WIDTH}: the clients in training were asked once how wide the prior should be for newcomers. "
 )
 
 
@@ -129,7 +140,7 @@ def row(results: Results, task: FullImageTask, examples: int | None, name: str) 
 def table(results: Results, task: FullImageTask) -> Sheet:
     """A row for every number of images and every method."""
     rows = [row(results, task, n, name) for n in (*EXAMPLES, None) for name in METHODS]
-    return Sheet(COLUMNS, rows, frozenset(i for i, r in enumerate(rows) if r[1] == "FedSOUL"))
+    return Sheet(COLUMNS, rows, frozenset(i for i, r in enumerate(rows) if r[1] in ("FedSOUL", WIDTH)))
 
 
 def figures(results: Results, task: FullImageTask) -> list[Figure]:

@@ -14,25 +14,23 @@ from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm
 from fedpop.channel import Tensors
-from fedpop.checked import Count, OneOf, checked
-from fedpop.client.plan import Plan
+from fedpop.checked import Count, OneOf, Whole, checked
 from fedpop.client.store import LocalStore
 from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
 from fedpop.evaluation.convergence import ToTheOptimum, small
 from fedpop.evaluation.diagnostics import ChainsAndGradient, Diagnostics, rhat_and_ess
 from fedpop.evaluation.information import Information, require_small, theta_draws
 from fedpop.evaluation.marginal import LogLikelihood, MarginalLikelihood
+from fedpop.evaluation.newcomers import PUBLISHED, NewcomerWidth
 from fedpop.evaluation.verdict import Verdict, loss_trend
-from fedpop.federation.clients import SPLITS, Federation, position
-from fedpop.federation.cohort import Cohort
+from fedpop.federation.clients import SPLITS, Federation
 from fedpop.kernels import Hierarchy
 from fedpop.keys import PUBLIC, Key
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
-from fedpop.population.final_pass import own_models, planned
+from fedpop.population.client_models import ClientModels
 from fedpop.population.posterior import Newcomer, Posterior, checked_inputs, finite, in_pieces, newcomer
 from fedpop.population.saving import save
-from fedpop.population.sites import Sites
 from fedpop.population.summary import summary
 from fedpop.population.theta import GROUP, ThetaDraws
 from fedpop.questions import Question
@@ -44,7 +42,7 @@ Kept = Annotated[str, OneOf("auto", "all", "computed")]
 
 
 @dataclass(repr=False)
-class Population:
+class Population(ClientModels):
     """What was learned, and every client's own model; ``fit`` and ``fp.load`` make it.
 
     Args:
@@ -211,13 +209,45 @@ class Population:
         """A client never seen before: nothing is trained or sent.
 
         Without data its z is drawn from the population prior; with a few examples, from its posterior
-        with theta fixed.
+        with theta fixed. ``for_newcomers`` asks clients how wide that prior should be.
 
         Args:
             x: Its examples, as in training; None (the default) where it has none.
             y: Their targets; None where there are none.
         """
         return newcomer(self.algorithm, self.published, x, y, PUBLIC.at(purpose="newcomer"))
+
+    @checked
+    def for_newcomers(
+        self, examples: tuple[Whole, ...] = (0, 1, 5, 25), *, split: Split = "train", limit: Count = 1000
+    ) -> Population:
+        """This population with a prior that is as wide for new clients as predicts best.
+
+        Clients are asked once: each plays a newcomer with so many of its own examples and scores others of
+        them, under priors of several widths. ``new_client`` then has the width for its number of examples;
+        clients of the federation are as they were. It is for heads of networks, where the learned prior is
+        often too wide for a client with few examples or none, whose predictions are too modest then.
+
+        Args:
+            examples: Numbers of examples, (0, 1, 5, 25) unless told. In between widths are interpolated; with
+                more than the most of them the last one stays.
+            split: Which examples are scored, those of "train" unless told, that a client has not given
+                itself. Give "validation" where clients have such: where theta has learned its few examples by
+                heart, it is too sure of them.
+            limit: Clients that are asked at most, 1000 unless told.
+        """
+        self._hierarchy("population prior").prior.widened(self.published["beta"], 1.0)  # or raises
+        if not examples:
+            raise SettingsError("Population.for_newcomers: examples are numbers of them, such as (0, 5)")
+        question = NewcomerWidth(self.algorithm, tuple(sorted(set(examples))), self.learned_from, split)
+        return replace(self, published=self.published | {PUBLISHED: self.ask(question, self._some(limit))})
+
+    @property
+    def newcomers(self) -> dict[int, float]:
+        """What the prior's standard deviations are multiplied by for a new client, by its number of examples;
+        empty unless clients were asked (``for_newcomers``)."""
+        known = self.published.get(PUBLISHED)
+        return {} if known is None else {int(count): factor for count, factor in known.tolist()}
 
     def sample_all(self) -> Population:
         """Run the final pass for every client now, many at a time, rather than when one is asked for."""
@@ -271,6 +301,10 @@ class Population:
         personal = self._models_of
         return self.sites.ask(question, self.published, self.key, self._final_plan, personal, among)[0]
 
+    def _some(self, limit: int) -> Tensor | None:
+        """Positions of so many clients, evenly spaced; None where there are no more."""
+        return torch.linspace(0, len(self) - 1, limit).long() if len(self) > limit else None
+
     def log_likelihood(self) -> LogLikelihood:
         """The marginal log-likelihood of all clients at the returned theta, with its error."""
         return self.ask(MarginalLikelihood(self._hierarchy("marginal likelihood")))
@@ -282,9 +316,7 @@ class Population:
         Args:
             limit: Clients at most, 1000 unless told; with more of them nothing is said of theta.
         """
-        hierarchy, among = self._hierarchy("chains"), None
-        if len(self) > limit:
-            among = torch.linspace(0, len(self) - 1, limit).long()
+        hierarchy, among = self._hierarchy("chains"), self._some(limit)
         question = ChainsAndGradient(hierarchy, self.drift, tuple(self.at_bound), among is None)
         found, verdict = self.ask(question, among), self._judged() if among is None else self.convergence
         return replace(found, theta=replace(found.theta, verdict=verdict))
@@ -339,55 +371,3 @@ class Population:
         own = {"seed": self.key.seed, "purpose": self.key.purpose}
         private = None if self.key == PUBLIC else own
         return save(path, self.algorithm, self.published, self._personal, about, private, self.history)
-
-    # --- where clients' models come from -----------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        return self.published["phi"].device
-
-    @cached_property
-    def sites(self) -> Sites | None:
-        """Those who hold the data, where they are here."""
-        return None if self.federation is None else Sites(self.federation, self.device, self.store)
-
-    def _index(self, client: str | int) -> int:
-        here = self.federation
-        return position(client, self._places, "population") if here is None else here.index(client)
-
-    @cached_property
-    def _places(self) -> dict[str, int]:
-        return {name: i for i, name in enumerate(self.names)}
-
-    def _model_of(self, i: int) -> Tensors:
-        self._personalise(torch.tensor([i]))
-        return self._personal[i]
-
-    def _models_of(self, ids: Tensor) -> Tensors:
-        self._personalise(ids)
-        each = [self._personal[i] for i in ids.tolist()]
-        return {n: torch.cat([own[n] for own in each]) for n in each[0]}
-
-    def _personalise(self, ids: Tensor) -> None:
-        """The final pass for these clients, as few cohorts as fit."""
-        missing = torch.tensor([i for i in ids.tolist() if i not in self._personal], dtype=torch.int64)
-        if not len(missing):
-            return
-        if self.sites is None:
-            name = self.names[int(missing[0])]
-            raise CheckpointError(
-                f"nothing was saved for client {name!r} and there are no data to sample from; load the "
-                "population with clients=..."
-            )
-        plan, key = self._final_plan, self.key
-        self._personal |= own_models(self.algorithm, self.published, self.sites, plan, missing, key)
-
-    def _cohort(self, ids: Tensor) -> Cohort:
-        if self.federation is None:
-            raise CheckpointError("this needs the clients' data; load the population with clients=...")
-        return self.federation.cohort(ids, self.device)
-
-    @cached_property
-    def _final_plan(self) -> Plan:
-        assert self.federation is not None
-        return planned(self.algorithm, self.federation)

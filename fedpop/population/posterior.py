@@ -13,6 +13,7 @@ from fedpop.algorithms.base import Algorithm
 from fedpop.channel import Tensors
 from fedpop.checked import Level, checked
 from fedpop.errors import DataError, SettingsError, TrainingError
+from fedpop.evaluation.newcomers import for_newcomer
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, as_inputs, map_inputs, narrowed, require_finite
@@ -110,6 +111,7 @@ def newcomer(method: Algorithm, published: Tensors, x: Any, y: Any, key: Key) ->
     model, phi = method.model, published["phi"]
     unit = torch.tensor([NEWCOMER], device=phi.device)
     if x is None:
+        published = _as_wide(method, published, 0)
         none, rows = torch.zeros_like(unit), phi.new_zeros(0)
         personal = method.without_data(published, Cohort(unit, none, rows, rows, 0), key)
         return Newcomer(method, published, personal, key)
@@ -117,7 +119,14 @@ def newcomer(method: Algorithm, published: Tensors, x: Any, y: Any, key: Key) ->
     one = model.prepared(own.example).checked(own)  # raises where they do not fit the model
     c = one.cohort(torch.tensor([0]), phi.device)
     cohort = Cohort(unit, c.sizes, c.x, c.y, c.longest, c.embedded)
+    published = _as_wide(method, published, c.examples)
     return Newcomer(method, published, method.personalise(published, cohort, None, key), key)
+
+
+def _as_wide(method: Algorithm, published: Tensors, examples: int) -> Tensors:
+    """theta with the prior that suits a newcomer with so many examples, where clients were asked."""
+    hierarchy = method.hierarchy
+    return published if hierarchy is None else for_newcomer(hierarchy.prior, published, examples)
 
 
 def in_pieces(x: Inputs, y: Tensor, each: int) -> Iterator[tuple[Inputs, Tensor]]:

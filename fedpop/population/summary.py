@@ -24,6 +24,9 @@ def summary(population: Population) -> str:
     rows = [("model", repr(model)), *method.lines(population.published)]
     if isinstance(model.z_layout, LinkedLayout) and method.hierarchy is not None:
         rows += _named(population, model.z_layout)
+    if population.newcomers:
+        each = ", ".join(f"{factor:.2g} ({count})" for count, factor in population.newcomers.items())
+        rows.append(("new", f"clients have the prior's sd times {each}, by their examples"))
     if population.totals:
         up, down, seconds = (population.totals.get(n, 0.0) for n in ("bytes_up", "bytes_down", "seconds"))
         rows.append(("cost", f"{up / 1e6:.2f} MB up, {down / 1e6:.2f} MB down, {seconds:.1f} s"))

@@ -9,6 +9,7 @@ both (``kernels.prior_chains``).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -144,6 +145,20 @@ class Prior(Setting, ABC):
         """A starting beta with these standard deviations ``[d]``, or with one that stands for them; where
         covariances are full and a ``shape [q, q]`` is known, blocks of it."""
         return self.rescaled(beta, float(sd.log().mean().exp()))
+
+    def widened(self, beta: Tensor, factor: float) -> Tensor:
+        """beta with all standard deviations about its centre, or its centres, multiplied by this."""
+        parts = self.parts(beta)
+        if parts is None:
+            raise SettingsError(f"{self.name} priors are not made of Normals, whose width can be changed")
+        betas = []
+        for _, normal, own in parts:
+            mu = normal.mu(own)
+            if normal.covariance == "full":
+                betas.append(normal.pack(mu, factor * normal.factor(own)))
+            else:
+                betas.append(torch.cat((mu, own[len(mu) :] + math.log(factor))))
+        return self.replaced(beta, betas)
 
     @abstractmethod
     def mu(self, beta: Tensor) -> Tensor:

@@ -1,0 +1,81 @@
+"""Where clients' models come from: the final pass, run when one is asked for, and kept."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedpop.algorithms.base import Algorithm
+from fedpop.channel import Tensors
+from fedpop.client.plan import Plan
+from fedpop.client.store import LocalStore
+from fedpop.errors import CheckpointError
+from fedpop.federation.clients import Federation, position
+from fedpop.federation.cohort import Cohort
+from fedpop.keys import Key
+from fedpop.population.final_pass import own_models, planned
+from fedpop.population.sites import Sites
+
+
+class ClientModels:
+    """What ``Population`` has of clients' own models; its fields are there."""
+
+    algorithm: Algorithm
+    published: Tensors
+    key: Key
+    federation: Federation | None
+    store: LocalStore | None
+    names: list[str]
+    _personal: dict[int, Tensors]
+
+    @property
+    def device(self) -> torch.device:
+        return self.published["phi"].device
+
+    @cached_property
+    def sites(self) -> Sites | None:
+        """Those who hold the data, where they are here."""
+        return None if self.federation is None else Sites(self.federation, self.device, self.store)
+
+    def _index(self, client: str | int) -> int:
+        here = self.federation
+        return position(client, self._places, "population") if here is None else here.index(client)
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
+
+    def _model_of(self, i: int) -> Tensors:
+        self._personalise(torch.tensor([i]))
+        return self._personal[i]
+
+    def _models_of(self, ids: Tensor) -> Tensors:
+        self._personalise(ids)
+        each = [self._personal[i] for i in ids.tolist()]
+        return {n: torch.cat([own[n] for own in each]) for n in each[0]}
+
+    def _personalise(self, ids: Tensor) -> None:
+        """The final pass for these clients, as few cohorts as fit."""
+        missing = torch.tensor([i for i in ids.tolist() if i not in self._personal], dtype=torch.int64)
+        if not len(missing):
+            return
+        if self.sites is None:
+            name = self.names[int(missing[0])]
+            raise CheckpointError(
+                f"nothing was saved for client {name!r} and there are no data to sample from; load the "
+                "population with clients=..."
+            )
+        plan, key = self._final_plan, self.key
+        self._personal |= own_models(self.algorithm, self.published, self.sites, plan, missing, key)
+
+    def _cohort(self, ids: Tensor) -> Cohort:
+        if self.federation is None:
+            raise CheckpointError("this needs the clients' data; load the population with clients=...")
+        return self.federation.cohort(ids, self.device)
+
+    @cached_property
+    def _final_plan(self) -> Plan:
+        assert self.federation is not None
+        return planned(self.algorithm, self.federation)
