@@ -24,10 +24,12 @@ from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm
 from fedpop.channel import Answer, Tensors, Total
-from fedpop.errors import EstimateError
+from fedpop.errors import EstimateError, warn_user
+from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.keys import Key
+from fedpop.models.base import Model
 from fedpop.models.predictive import mixture_score
 from fedpop.priors import Prior
 from fedpop.questions import Question, Units
@@ -122,6 +124,22 @@ class NewcomerWidth(Question[Tensor]):
                 else f"nobody has {self.split} examples to play the newcomer with"
             )
         return torch.tensor(found, dtype=torch.float64)
+
+
+def judges(model: Model, federation: Federation | None) -> str:
+    """Which examples are scored unless told: those of "validation" where there are any, else of "train", with
+    a warning where phi may know these by heart."""
+    held = None if federation is None else federation.splits.get("validation")
+    if held is not None and len(held.y):
+        return "validation"
+    examples = 0 if federation is None else len(federation.train.y)
+    if model.network and model.weights > examples:
+        warn_user(
+            "newcomers' prior: clients judge it by examples that phi was trained on, and a network may know "
+            "few of them by heart, which makes newcomers too sure; keep some for validation "
+            "(fedpop.hold_out(clients, validation=0.1)), or give split='train' where they are many"
+        )
+    return "train"
 
 
 def shuffled(cohort: Cohort, key: Key) -> Tensor:

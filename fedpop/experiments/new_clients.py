@@ -71,7 +71,7 @@ def job(index: int, name: str, seed: int, data: str | None, folder: str) -> list
         told: dict[str, float] = {}
         if name == WIDTH:
             start = time.perf_counter()
-            population = population.for_newcomers(EXAMPLES)
+            population = population.for_newcomers(EXAMPLES, split="train")
             told = {f"width_{n}": factor for n, factor in population.newcomers.items()}
             told["seconds_to_ask"] = time.perf_counter() - start
         for examples in EXAMPLES:

@@ -21,7 +21,7 @@ from fedpop.evaluation.convergence import ToTheOptimum, small
 from fedpop.evaluation.diagnostics import ChainsAndGradient, Diagnostics, rhat_and_ess
 from fedpop.evaluation.information import Information, require_small, theta_draws
 from fedpop.evaluation.marginal import LogLikelihood, MarginalLikelihood
-from fedpop.evaluation.newcomers import PUBLISHED, NewcomerWidth
+from fedpop.evaluation.newcomers import PUBLISHED, NewcomerWidth, judges
 from fedpop.evaluation.verdict import Verdict, loss_trend
 from fedpop.federation.clients import SPLITS, Federation
 from fedpop.kernels import Hierarchy
@@ -219,7 +219,7 @@ class Population(ClientModels):
 
     @checked
     def for_newcomers(
-        self, examples: tuple[Whole, ...] = (0, 1, 5, 25), *, split: Split = "train", limit: Count = 1000
+        self, examples: tuple[Whole, ...] = (0, 1, 5, 25), *, split: Split | None = None, limit: Count = 1000
     ) -> Population:
         """This population with a prior that is as wide for new clients as predicts best.
 
@@ -231,14 +231,15 @@ class Population(ClientModels):
         Args:
             examples: Numbers of examples, (0, 1, 5, 25) unless told. In between widths are interpolated; with
                 more than the most of them the last one stays.
-            split: Which examples are scored, those of "train" unless told, that a client has not given
-                itself. Give "validation" where clients have such: where theta has learned its few examples by
-                heart, it is too sure of them.
+            split: Which examples are scored: unless told "validation" where clients have such, else "train",
+                those that a client has not given itself. A network that knows its few training examples by
+                heart is too sure of them, and newcomers would be, too.
             limit: Clients that are asked at most, 1000 unless told.
         """
         self._hierarchy("population prior").prior.widened(self.published["beta"], 1.0)  # or raises
         if not examples:
             raise SettingsError("Population.for_newcomers: examples are numbers of them, such as (0, 5)")
+        split = judges(self.model, self.federation) if split is None else split
         question = NewcomerWidth(self.algorithm, tuple(sorted(set(examples))), self.learned_from, split)
         return replace(self, published=self.published | {PUBLISHED: self.ask(question, self._some(limit))})
 

@@ -138,10 +138,22 @@ def test_validation_examples_can_be_the_judges() -> None:
     method = fp.FedSOUL(fp.Composition(None, nn.Linear(1, 1, bias=False), fp.likelihoods.Normal(NOISE)))
     theta = {"phi": method.model.initial_phi(), "beta": torch.tensor([1.0, 0.0])}
     here = Population(method, theta, Key(0), method.model.checked(fp.Federation.of(clients)))
-    assert here.for_newcomers((0,)).newcomers[0] == FACTORS[0]
-    assert here.for_newcomers((0,), split="validation").newcomers[0] > 1.2
+    assert here.for_newcomers((0,), split="train").newcomers[0] == FACTORS[0]
+    found = here.for_newcomers((0,)).newcomers  # where there are any, they are
+    assert found[0] > 1.2
+    assert found == here.for_newcomers((0,), split="validation").newcomers
     with pytest.raises(EstimateError, match="nobody has test examples"):
         here.for_newcomers((0,), split="test")
+
+
+def test_examples_that_a_network_may_know_by_heart_are_no_judges_without_a_word() -> None:
+    clients = [(x, (y > 0).long()) for x, y in ragged((5, 6))]
+    backbone = nn.Sequential(nn.Linear(3, 8), nn.ReLU())
+    method = fp.FedSOUL(fp.Composition(backbone, nn.Linear(8, 2), "categorical"))
+    here = method.fit(clients, rounds=1)
+    with pytest.warns(fp.errors.FedpopWarning, match="by heart.*validation"):
+        here.for_newcomers((0,))
+    assert here.for_newcomers((0,), split="train").newcomers  # who says so knows
 
 
 # --- what becomes of it -----------------------------------------------------------------------
