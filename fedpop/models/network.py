@@ -14,9 +14,9 @@ from fedpop.models.modules import RowKeys, dropout_rows, is_convolutional
 from fedpop.precision import check, choose
 
 BLOCK = 50
-"""Images that go through a convolutional network at a time on a CPU: the buffers of a larger batch
-are handed back to the operating system after every use, and page faults cost up to a quarter of the
-time."""
+"""Images that go through a convolutional network at a time on a CPU, for each of its threads: the buffers of
+a larger batch are handed back to the operating system after every use, and page faults cost up to a quarter
+of the time; of a smaller one threads have too little each."""
 LARGE = 100_000
 """Parameters from which a network without convolutions is worth rounding."""
 
@@ -58,7 +58,8 @@ class NetworkPass:
     def __call__(self, forward: Callable[[Inputs], Tensor], x: Inputs, rows: RowKeys | None) -> Tensor:
         """``forward(x)`` block by block; dropout is on when ``rows`` name the examples."""
         count = rows_of(x)
-        block = BLOCK if self.convolutional and leaves(x)[0].device.type == "cpu" else max(count, 1)
+        on_cpu = leaves(x)[0].device.type == "cpu"
+        block = BLOCK * torch.get_num_threads() if self.convolutional and on_cpu else max(count, 1)
         if count <= block:
             return self._block(forward, x, rows)
         parts = []
