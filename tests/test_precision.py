@@ -184,10 +184,15 @@ def test_bfloat16_on_request_rounds_the_backbone_and_nothing_else() -> None:
     assert not torch.equal(one, other)
 
 
+@pytest.mark.parametrize(("threads", "blocks"), [(1, (3, 3, 1)), (2, (6, 1))])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_a_split_runs_its_network_as_a_composition_does(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Same type, same memory format, same blocks: the same bits, forward and backward."""
+def test_a_split_runs_its_network_as_a_composition_does(
+    monkeypatch: pytest.MonkeyPatch, kind: str, threads: int, blocks: tuple[int, ...]
+) -> None:
+    """Same type, same memory format, same blocks, so many images for each thread: the same bits, forward and
+    backward."""
     monkeypatch.setattr(network, "BLOCK", 3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     layers = seeded(nn.Sequential(QuietConv(1, 4, 3), nn.Dropout(0.5), nn.Flatten(), nn.Linear(16, 2)), 4)
     x = images(7)
     rows = RowKeys(train_key(), torch.zeros(7, dtype=torch.int64), torch.arange(7))
@@ -200,7 +205,7 @@ def test_a_split_runs_its_network_as_a_composition_does(monkeypatch: pytest.Monk
         conv.seen.clear()
         features = model.embed(phi, x, rows)
         rounded = torch.bfloat16 if kind == "bfloat16" else None
-        assert conv.seen == [(n, True, rounded) for n in (3, 3, 1)]
+        assert conv.seen == [(n, True, rounded) for n in blocks]
         assert isinstance(features, Tensor)
         results.append((features.detach(), *torch.autograd.grad(features.square().sum(), phi)))
     for one, other in zip(*results, strict=True):
