@@ -4,18 +4,22 @@ The prior's scale is that under which all of a client's data are most probable. 
 law of z (heads of clients that hold some of the classes each are no Normal cloud), the scale that suits
 clients with hundreds of examples is too wide for one with none: its predictions are too modest. Every client
 can tell, since it can play the newcomer whose answers are known: it forgets all but a few of its examples and
-scores the others, with the prior's standard deviations multiplied by one factor after the other. Sums of
-these scores are all that is sent; the factor with the best sum is for newcomers with as few.
+scores others, with the prior's standard deviations multiplied by one factor after the other. Sums over
+clients are all that is sent; the factor with the best sum is for newcomers with as few.
 
-The prior's mean knows the client, though. At an optimum it is the mean of all posterior means, of which a
-client can take its own away: mu_{-i} = mu - (E[z_i | D_i] - mu) / (b - 1). Without it a client with no
-examples would find its own classes in the population's head, and call for a prior that is too narrow.
+The prior's mean knows the client, though, and would call for a prior that is too narrow. At an optimum
+sum_j (m_j - mu) = 0 with m_j = mu + W_j (z_j - mu), where m_j is a posterior mean, W_j the share of z that
+data and not the prior decide, and z_j what the data alone would say. Without client i this is solved by
+
+    mu_{-i} = mu - (m_i - mu) / sum_{j != i} W_j,
+
+W taken as one number for each client, that in the direction of m_j - mu. It is first-order: phi and the
+scale know the client, too. Mixtures go without it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,6 +32,7 @@ from fedpop.errors import EstimateError, warn_user
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
+from fedpop.kernels import Hierarchy
 from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.predictive import mixture_score
@@ -36,9 +41,46 @@ from fedpop.questions import Question, Units
 
 PUBLISHED = "newcomers"
 """Goes with theta: rows of (examples, factor)."""
-FACTORS = tuple(2.0**power for power in range(-4, 2))
+FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
+ONE = FACTORS.index(1.0)
 ROWS = 100
-"""Examples at most that a client scores: a few numbers are asked for."""
+"""Examples that a client scores, about: a few numbers are asked for."""
+LEAST = 0.05
+"""The share of z that data decide, on average, below which it is not believed: it is made of draws."""
+IMPOSSIBLE = -1e9
+"""The score of what cannot be; its sum has to be finite."""
+
+
+@dataclass(frozen=True)
+class DataShare(Question[float]):
+    """The sum of W over everyone; 0 where the prior's mean is not the mean of all."""
+
+    hierarchy: Hierarchy
+    name: ClassVar[str] = "data's share of z"
+
+    def ask(self, known: Tensors) -> Tensors:
+        return {n: known[n] for n in ("phi", "beta")}
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        own = data_share(self.hierarchy.prior, asked["beta"], units)[1].double()
+        return Answer(torch.isfinite(own), {"share": own.unsqueeze(1)})
+
+    def finish(self, known: Tensors, total: Total) -> float:
+        return float(total.plain_sum("share", known["phi"].new_zeros(1, dtype=torch.float64)))
+
+
+def data_share(prior: Prior, beta: Tensor, units: Units) -> tuple[Tensor, Tensor]:
+    """m - mu of each unit, ``[C, d]``, and its W along that, ``[C]``: one less the share of the prior's
+    variance that is left."""
+    draws = units.personal()["draws"].flatten(1, 2)
+    normal = prior.component
+    if normal is not prior or not normal.learn_mean:
+        return torch.zeros_like(draws[:, 0]), torch.zeros_like(draws[:, 0, 0])
+    white = normal.whiten(beta, draws - normal.mu(beta))
+    moved = white.mean(1)
+    along = (white @ moved.unsqueeze(2)).squeeze(2) / moved.norm(dim=1, keepdim=True).clamp(min=1e-12)
+    share = (1 - along.var(1)).clamp(0, 1) * (units.cohort.sizes > 0)
+    return normal.colour(beta, moved), share
 
 
 @dataclass(frozen=True)
@@ -46,94 +88,107 @@ class NewcomerWidth(Question[Tensor]):
     """For each of these numbers of examples, the factor of the prior's width that predicts best: rows of
     (examples, factor). Clients with too few examples to play the newcomer say nothing.
 
-    ``split`` says which examples are scored: of "train", those that a client has not been given.
+    ``split`` says which examples are scored: of "train", those that a client has not been given. ``shares``
+    is what ``DataShare`` found, 0 where the prior does not know the clients.
     """
 
     method: Algorithm
-    examples: Sequence[int]
-    clients: int
+    examples: tuple[int, ...]
     split: str = "train"
+    shares: float = 0.0
+    clients: int = 0
     name: ClassVar[str] = "newcomers' prior"
-    quorum: ClassVar[float] = 0.0  # what is made of it is a mean
+    quorum: ClassVar[float] = 0.0  # a choice can be made without those who are away
 
     def ask(self, known: Tensors) -> Tensors:
         return {n: v for n, v in known.items() if n != PUBLISHED}
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         own = units.cohort.thinned(ROWS + max(self.examples))
-        order = shuffled(own, key)
-        judged = own if self.split == "train" else units.split(self.split).thinned(ROWS)
+        order, given_away = shuffled(own, key), self.split == "train"
+        judged = own if given_away else units.split(self.split).thinned(ROWS)
+        out = own.sizes.new_zeros((len(own), len(self.examples), 1 + len(FACTORS)), dtype=torch.float64)
         with torch.no_grad():
-            shift = self._left_out(asked, units) if 0 in self.examples else None
             features = self.method.model.features(asked["phi"], judged)
-            parts = []
-            for count in self.examples:
-                given = own.take(order < count, own.units, own.sizes.clamp(max=count))
-                rest, at = judged, features
-                if self.split == "train":
-                    rest = own.take(order >= count, own.units, own.sizes - given.sizes)
-                    at = map_inputs(lambda v, rows=order >= count: v[rows], features)
-                there = (given.sizes == count) & (rest.sizes > 0)
-                mine = self._scores(asked, given, None if count else shift, rest, at, key)
-                parts.append(mine * there.unsqueeze(1))
-        scores = torch.cat(parts, 1)
-        return Answer(torch.isfinite(scores).all(1), {"scores": scores})
+            shift = self._left_out(asked, units) if 0 in self.examples else None
+            for row, count in enumerate(self.examples):
+                left = own.sizes - count if given_away else judged.sizes
+                there = ((own.sizes >= count) & (left > 0)).nonzero().squeeze(1)
+                if not len(there):
+                    continue
+                given = picked(own, chosen(own, there) & (order < count), there)
+                rows = chosen(judged, there)
+                rows = rows & (order >= count) if given_away else rows
+                at = map_inputs(lambda v, r=rows: v[r], features)
+                moved = None if count or shift is None else shift[there]
+                rest = picked(judged, rows, there)
+                out[there, row] = self._scores(asked, given, count, moved, rest, at, key)
+        differences = (out[:, :, 1:] - out[:, :, 1 + ONE, None]).square()
+        vector = torch.cat((out, differences), 2).flatten(1)
+        return Answer(torch.isfinite(vector).all(1), {"scores": vector})
 
-    def _left_out(self, asked: Tensors, units: Units) -> Tensor:
+    def _left_out(self, asked: Tensors, units: Units) -> Tensor | None:
         """Where the prior's mean would be without each unit, less where it is, ``[C, d]``."""
-        hierarchy = self.method.hierarchy
-        assert hierarchy is not None
-        mean, own = hierarchy.prior.mu(asked["beta"]), units.personal()["draws"].mean((1, 2))
-        normal = hierarchy.prior.component
-        if normal is not hierarchy.prior or not normal.learn_mean or self.clients < 2:
-            return torch.zeros_like(own)
-        return (mean - own) / (self.clients - 1)
+        if self.shares <= 0 or self.clients < 2:
+            return None
+        assert self.method.hierarchy is not None
+        moved, share = data_share(self.method.hierarchy.prior, asked["beta"], units)
+        return -moved / (self.shares - share).clamp(min=LEAST * (self.clients - 1)).unsqueeze(1)
 
     def _scores(
-        self, asked: Tensors, given: Cohort, shift: Tensor | None, rest: Cohort, features: Inputs, key: Key
+        self,
+        asked: Tensors,
+        given: Cohort,
+        count: int,
+        shift: Tensor | None,
+        rest: Cohort,
+        features: Inputs,
+        key: Key,
     ) -> Tensor:
         """The number of examples that were judged, and their log-probability for each factor, ``[C, 1 + F]``;
-        all factors with the same random numbers. Without examples draws are the prior's, moved by
-        ``shift``."""
+        all factors with the same random numbers."""
         method, out = self.method.judged(), [rest.sizes.double()]
-        assert method.hierarchy is not None
+        hierarchy = method.hierarchy
+        assert hierarchy is not None
+        gaussian = hierarchy.closed_form and hierarchy.prior.component is hierarchy.prior
         for factor in FACTORS:
-            beta = method.hierarchy.prior.widened(asked["beta"], factor)
-            theta = asked | {"beta": beta}
-            if shift is None:
-                drawn = method.personalise(theta, given, None, key)["draws"].flatten(1, 2)
-            else:
-                drawn = method.without_data(theta, given, key)["draws"].flatten(1, 2) + shift.unsqueeze(1)
-            out.append(mixture_score(method.model, theta["phi"], drawn, features, rest)[0])
+            theta = asked | {"beta": hierarchy.prior.widened(asked["beta"], factor)}
+            made = method.personalise(theta, given, None, key) if count else None
+            drawn = (made or method.without_data(theta, given, key))["draws"].flatten(1, 2)
+            drawn = drawn if shift is None else drawn + shift.unsqueeze(1)
+            score = gaussian_score if gaussian else mixture_score
+            out.append(score(method.model, asked["phi"], drawn, features, rest)[0].clamp(min=IMPOSSIBLE))
         return torch.stack(out, 1)
 
     def finish(self, known: Tensors, total: Total) -> Tensor:
-        size = len(self.examples) * (1 + len(FACTORS))
-        sums = total.plain_sum("scores", known["phi"].new_zeros(size, dtype=torch.float64))
+        width = 1 + 2 * len(FACTORS)
+        if not total.count:
+            raise EstimateError(f"{self.name}: nobody answered")
+        zeros = known["phi"].new_zeros(len(self.examples) * width, dtype=torch.float64)
+        sums = total.plain_sum("scores", zeros).double().cpu().unflatten(0, (-1, width))
         found = [
-            (count, best_of(row[1:]))
-            for count, row in zip(
-                self.examples, sums.double().cpu().unflatten(0, (-1, 1 + len(FACTORS))), strict=True
-            )
+            (count, best_of(row[1 : 1 + len(FACTORS)], row[1 + len(FACTORS) :].sqrt()))
+            for count, row in zip(self.examples, sums, strict=True)
             if float(row[0])
         ]
         if not found:
+            more = "another" if self.split == "train" else f"a {self.split} example"
             raise EstimateError(
-                f"nobody has more than {min(self.examples)} example(s) to play the newcomer with"
-                if self.split == "train"
-                else f"nobody has {self.split} examples to play the newcomer with"
+                f"{self.name}: nobody has {min(self.examples)} training example(s) and {more} to be judged "
+                "by; ask about fewer examples"
             )
         return torch.tensor(found, dtype=torch.float64)
 
 
 def judges(model: Model, federation: Federation | None) -> str:
-    """Which examples are scored unless told: those of "validation" where there are any, else of "train", with
-    a warning where phi may know these by heart."""
-    held = None if federation is None else federation.splits.get("validation")
-    if held is not None and len(held.y):
+    """Which examples are scored unless told: those of "validation" where half of the clients have any, else
+    of "train", with a warning where phi may know these by heart."""
+    if federation is None:  # they are elsewhere
+        return "train"
+    held = federation.splits.get("validation")
+    if held is not None and 2 * int((held.sizes > 0).sum()) >= len(federation):
         return "validation"
-    examples = 0 if federation is None else len(federation.train.y)
-    if model.network and model.weights > examples:
+    if model.network and model.weights > len(federation.train.y):
         warn_user(
             "newcomers' prior: clients judge it by examples that phi was trained on, and a network may know "
             "few of them by heart, which makes newcomers too sure; keep some for validation "
@@ -150,14 +205,48 @@ def shuffled(cohort: Cohort, key: Key) -> Tensor:
     return cohort.packed(draws.argsort(1).argsort(1))
 
 
-def best_of(scores: Tensor) -> float:
-    """The factor with the highest score, between those that were tried: on the parabola through the best of
-    them and its neighbours.
+def chosen(cohort: Cohort, index: Tensor) -> Tensor:
+    """The rows of the units at these positions, as flags."""
+    mine = torch.zeros(len(cohort), dtype=torch.bool, device=cohort.device)
+    mine[index] = True
+    return mine[cohort.owner]
 
-    >>> best_of(-(torch.tensor(FACTORS).log2() + 1.25).square())
+
+def picked(cohort: Cohort, rows: Tensor, index: Tensor) -> Cohort:
+    """Rows with a flag, all of them of the units at these positions."""
+    sizes = torch.zeros_like(cohort.sizes).index_add(0, cohort.owner, rows.to(cohort.sizes.dtype))
+    return cohort.take(rows, cohort.units[index], sizes[index])
+
+
+def gaussian_score(
+    model: Model, phi: Tensor, draws: Tensor, features: Inputs, cohort: Cohort
+) -> tuple[Tensor, Tensor]:
+    """``mixture_score`` of a linear head with normal targets and Gaussian z, from moments of its outputs: a
+    mean of densities would rest on the few draws that hit an example where there is little noise."""
+    out, start, params = [], 0, model.params(phi)
+    for c, n in enumerate(cohort.sizes.tolist()):
+        rows = slice(start, start + n)
+        start += n
+        own = map_inputs(lambda v, r=rows: v[r], features)
+        eta = model.head_outputs(phi, draws[c], own).double()
+        y = model.likelihood.encode(cohort.y[rows], model.outputs, phi.dtype).double()
+        variance = eta.var(0) + model.likelihood.variance_at(eta, params).mean(0)
+        square = (y.reshape(eta.shape[1:]) - eta.mean(0)).square() / variance
+        out.append(-0.5 * (square + variance.log() + math.log(2 * math.pi)).sum())
+    return torch.stack(out), cohort.sizes.double()
+
+
+def best_of(scores: Tensor, errors: Tensor) -> float:
+    """The factor with the highest score, or one: where the best is not above it by more than its error
+    (``errors`` are those of differences), nothing is known against the prior as it is. Between factors that
+    were tried it is on the parabola through the best of them and its neighbours.
+
+    >>> best_of(-10 * (torch.tensor(FACTORS).log2() + 1.25).square(), torch.ones(6))
     0.42...
     """
     best = int(scores.argmax())
+    if float(scores[best] - scores[ONE]) <= float(errors[best]):
+        return 1.0
     shift = 0.0
     if 0 < best < len(FACTORS) - 1:
         low, high = float(scores[best] - scores[best - 1]), float(scores[best] - scores[best + 1])

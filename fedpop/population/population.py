@@ -21,7 +21,7 @@ from fedpop.evaluation.convergence import ToTheOptimum, small
 from fedpop.evaluation.diagnostics import ChainsAndGradient, Diagnostics, rhat_and_ess
 from fedpop.evaluation.information import Information, require_small, theta_draws
 from fedpop.evaluation.marginal import LogLikelihood, MarginalLikelihood
-from fedpop.evaluation.newcomers import PUBLISHED, NewcomerWidth, judges
+from fedpop.evaluation.newcomers import PUBLISHED, DataShare, NewcomerWidth, judges
 from fedpop.evaluation.verdict import Verdict, loss_trend
 from fedpop.federation.clients import SPLITS, Federation
 from fedpop.kernels import Hierarchy
@@ -223,25 +223,30 @@ class Population(ClientModels):
     ) -> Population:
         """This population with a prior that is as wide for new clients as predicts best.
 
-        Clients are asked once: each plays a newcomer with so many of its own examples and scores others of
-        them, under priors of several widths. ``new_client`` then has the width for its number of examples;
-        clients of the federation are as they were. It is for heads of networks, where the learned prior is
-        often too wide for a client with few examples or none, whose predictions are too modest then.
+        Clients are asked once: each plays a newcomer with so many of its own examples and scores others,
+        under priors of a sixteenth to twice the width. ``new_client`` then has the width for its number of
+        examples; clients of the federation are as they were. It is for heads of networks, where the learned
+        prior is often too wide for a client with few examples or none, whose predictions are too modest then.
 
         Args:
             examples: Numbers of examples, (0, 1, 5, 25) unless told. In between widths are interpolated; with
                 more than the most of them the last one stays.
-            split: Which examples are scored: unless told "validation" where clients have such, else "train",
-                those that a client has not given itself. A network that knows its few training examples by
-                heart is too sure of them, and newcomers would be, too.
-            limit: Clients that are asked at most, 1000 unless told.
+            split: Which examples are scored: unless told "validation" where half of the clients have such,
+                else "train" (across machines always), those that a client has not given itself. A network
+                that knows its few training examples by heart is too sure of them, and newcomers would be.
+            limit: Clients that are asked at most, 1000 unless told; across machines all of them are.
         """
-        self._hierarchy("population prior").prior.widened(self.published["beta"], 1.0)  # or raises
+        hierarchy = self._hierarchy("population prior")
+        hierarchy.prior.widened(self.published["beta"], 1.0)  # or raises
         if not examples:
             raise SettingsError("Population.for_newcomers: examples are numbers of them, such as (0, 5)")
         split = judges(self.model, self.federation) if split is None else split
-        question = NewcomerWidth(self.algorithm, tuple(sorted(set(examples))), self.learned_from, split)
-        return replace(self, published=self.published | {PUBLISHED: self.ask(question, self._some(limit))})
+        among, shares = self._some(limit), 0.0
+        if 0 in examples and self.key != PUBLIC:  # those of a public population are all new to it
+            shares = self.ask(DataShare(hierarchy), among) * (1 if among is None else len(self) / limit)
+        asked = tuple(sorted(set(examples)))
+        question = NewcomerWidth(self.algorithm, asked, split, shares, self.learned_from)
+        return replace(self, published=self.published | {PUBLISHED: self.ask(question, among)})
 
     @property
     def newcomers(self) -> dict[int, float]:

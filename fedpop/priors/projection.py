@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fedpop.priors.normal import Normal
 
 
+FARTHEST = 1e12
 REMEDY = "set by the prior's bounds, or by the scale it was told to start at"
 
 
@@ -36,13 +37,18 @@ def project(prior: Normal, beta: Tensor) -> Tensor:
     low, high = prior.bounds
     if prior.covariance != "full":
         return torch.cat((mu, beta[d:].clamp(math.log(low), math.log(high))))
-    factor = prior.factor(beta.double())
+    # What is so far outside that it would overflow is as far inside afterwards as what is not.
+    rows, cols = torch.tril_indices(d, d, device=beta.device)
+    edge, free = high * FARTHEST, beta[d:].double()
+    free = torch.where(rows == cols, free.clamp(max=math.log(edge)), free.clamp(-edge, edge))
+    factor = prior.factor(torch.cat((mu.double(), free)))
     values = torch.linalg.svdvals(factor)
     if bool((values >= low).all() & (values <= high).all()):
         return torch.cat((mu, beta[d:]))
     left, values, _ = torch.linalg.svd(factor)
-    square = left * values.clamp(low, high).square() @ left.mT
-    return prior.pack(mu.double(), torch.linalg.cholesky(square)).to(beta.dtype)
+    # The triangular factor by QR: Sigma itself would lose what is a millionth of its largest entry.
+    upper = torch.linalg.qr((left * values.clamp(low, high)).mT).R
+    return prior.pack(mu.double(), upper.mT * upper.diagonal().sign()).to(beta.dtype)
 
 
 def boxed(prior: Normal, beta: Tensor) -> Tensor:

@@ -279,6 +279,17 @@ def test_projection_on_bounds_and_ball(covariance):
         assert "ball" in said
 
 
+@pytest.mark.parametrize("far", [30.0, 300.0, 1e4])
+def test_projection_of_what_would_overflow(far: float) -> None:
+    """As draws of theta can be where a scale is hardly known."""
+    prior = fp.priors.Normal("full", bounds=(1e-3, 1e3), ball=10.0)
+    for seed in range(20):
+        beta = far * torch.randn(prior.size(3), generator=torch.Generator().manual_seed(seed))
+        inside = torch.linalg.svdvals(prior.factor(prior.project(beta).double()))
+        assert bool(torch.isfinite(inside).all())
+        assert 0.99e-3 < float(inside.min()) <= float(inside.max()) < 1.01e3
+
+
 def test_projection_of_a_full_covariance_clips_its_spectrum():
     prior = fp.priors.Normal("full", bounds=(0.5, 2.0))
     values, vectors = torch.tensor([0.01, 1.0, 9.0]).double(), torch.linalg.qr(gaussian_noise(9, D, D))[0]

@@ -33,11 +33,21 @@ def _errors(population: Population, hierarchy: Hierarchy) -> dict[str, Any]:
     return {"words": "; ".join(told), "of": found}
 
 
+def _newcomers(population: Population, hierarchy: Hierarchy) -> dict[str, Any]:
+    found = population.newcomers
+    told = ", ".join(f"{factor:.2g} with {count} example(s)" for count, factor in found.items())
+    return {"words": f"the prior's sd times {told}", "of": found}
+
+
+NEWCOMERS = "newcomers"
+"""Changes what newcomers are given, and so it is asked only where it is wanted."""
 ASKED: dict[str, Callable[[Population, Hierarchy], dict[str, Any]]] = {
     "diagnostics": _diagnostics,
     "log_likelihood": _likelihood,
     "standard_errors": _errors,
+    NEWCOMERS: _newcomers,
 }
+USUAL = tuple(name for name in ASKED if name != NEWCOMERS)
 
 
 def check_asked(names: Sequence[str]) -> tuple[str, ...]:
@@ -47,13 +57,15 @@ def check_asked(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def answers(population: Population, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What was found, by name; of a method without a population prior nothing."""
+def answers(population: Population, names: Sequence[str]) -> tuple[dict[str, dict[str, Any]], Population]:
+    """What was found, by name, and the population with what newcomers need; of a method without a population
+    prior nothing."""
     hierarchy, found = population.algorithm.hierarchy, dict[str, dict[str, Any]]()
     for name in names if hierarchy is not None else ():
         assert hierarchy is not None
         try:
+            population = population.for_newcomers() if name == NEWCOMERS else population
             found[name] = ASKED[name](population, hierarchy)
         except FedpopError as error:
             found[name] = {"words": f"not computed: {error}"}
-    return found
+    return found, population

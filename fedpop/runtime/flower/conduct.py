@@ -82,7 +82,8 @@ def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> P
     run = Run(method, members, deployment.settings, folder, deployment.callbacks)
     population = run.execute(resume=saved is not None, progress=False)
     if folder is not None and deployment.afterwards:
-        write_json(folder / AFTERWARDS, answers(population, deployment.afterwards))
+        found, population = answers(population, deployment.afterwards)
+        write_json(folder / AFTERWARDS, found)
     have = members.finish(population.published, population.rounds)
     log.info("theta after %d rounds is at %s", population.rounds, ", ".join(have) or "no site")
     if folder is not None:

@@ -28,7 +28,7 @@ from fedpop.files import read_json, read_sealed, writable_folder, write_sealed
 from fedpop.models.entry import model_named
 from fedpop.questions.forms import check_form
 from fedpop.runtime.callbacks import Callback, EarlyStop
-from fedpop.runtime.flower.afterwards import ASKED, check_asked
+from fedpop.runtime.flower.afterwards import USUAL, check_asked
 from fedpop.runtime.flower.certificates import split_address
 from fedpop.runtime.flower.conduct import Deployment
 from fedpop.runtime.flower.elsewhere import RoundTerms
@@ -158,7 +158,7 @@ class Folder:
             checkpoint_every=1,  # sites keep the two sides of their last round, and can go back no further
             precision=run.get("precision", "auto"),
         )
-        after = check_asked(run.get("afterwards", tuple(ASKED)))
+        after = check_asked(run.get("afterwards", USUAL))
         return Deployment(self.experiment(), make, settings, terms, data, entry, callbacks, after)
 
 

@@ -15,6 +15,7 @@ import fedpop as fp
 from fedpop.algorithms.asking import question_from, question_told
 from fedpop.channel import Answer, Tensors, Total
 from fedpop.errors import CheckpointError, EstimateError, SettingsError
+from fedpop.files import read_json
 from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.population.sites import asked_of
@@ -55,6 +56,27 @@ class SquaresAbout(Question[float]):
 
     def finish(self, known: Tensors, total: Total) -> float:
         return float(total.plain["squares"])
+
+
+def test_newcomers_have_the_prior_that_sites_were_asked_for(tmp_path: Path) -> None:
+    """The simulator's widths, and theta goes out with them."""
+    g = torch.Generator().manual_seed(0)
+    data = {}
+    for i in range(6):
+        x, z = torch.randn(12, 2, generator=g), 0.2 * torch.randn(2, generator=g)
+        data[f"site-{i}"] = (x, x @ z + 0.5 * torch.randn(12, generator=g))
+    prior = fp.priors.Normal(scale=2.0, learn_scale=False)  # ten times too wide
+    model = fp.Composition(None, nn.Linear(2, 1, bias=False), fp.likelihoods.Normal(0.25))
+    method = fp.FedSOUL(model, prior=prior, engine="sampled")
+    grid = LocalGrid(app, enrol(tmp_path, data))
+    told = deployment(method, 3, terms=RoundTerms(sites=6), afterwards=("newcomers",))
+    population = conduct(told, post_on(grid), tmp_path / "run")
+    alone = here(method, data, rounds=3).for_newcomers()
+    assert set(population.newcomers) == {0, 1, 5}
+    assert population.newcomers[0] < 0.2
+    assert population.newcomers == pytest.approx(alone.newcomers, rel=1e-4)
+    assert fp.load(tmp_path / "run" / "population").newcomers == population.newcomers
+    assert "prior's sd times" in read_json(tmp_path / "run" / "afterwards.json")["newcomers"]["words"]
 
 
 def test_a_question_of_ones_own_is_answered_across_machines(tmp_path: Path) -> None:
