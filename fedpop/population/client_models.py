@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property
 
 import torch
@@ -11,12 +13,18 @@ from fedpop.algorithms.base import Algorithm
 from fedpop.channel import Tensors
 from fedpop.client.plan import Plan
 from fedpop.client.store import LocalStore
-from fedpop.errors import CheckpointError
+from fedpop.errors import CheckpointError, DataError
 from fedpop.federation.clients import Federation, position
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.population.final_pass import own_models, planned
 from fedpop.population.sites import Sites
+
+AT_ONCE = 256
+"""Clients whose models are made together."""
+MOST = 2**29
+"""Bytes that models of clients may take while all of them are gone through: 100 heads of 100 classes, 560
+draws each, would take three gigabytes."""
 
 
 class ClientModels:
@@ -69,6 +77,20 @@ class ClientModels:
             )
         plan, key = self._final_plan, self.key
         self._personal |= own_models(self.algorithm, self.published, self.sites, plan, missing, key)
+
+    def _one_by_one(self, ids: Tensor) -> Iterator[int]:
+        """These clients one after the other, their models made for many at a time, and forgotten where all of
+        them would take too much; made when they are asked for where somebody cannot be served."""
+        model = self.algorithm.model
+        each = 4 * (self.algorithm.final_draws * model.z_layout.size + model.phi_layout.size)
+        for group in ids.split(max(1, min(AT_ONCE, MOST // max(each, 1)))):
+            new = [i for i in group.tolist() if i not in self._personal]
+            with suppress(DataError):
+                self._personalise(group)
+            yield from group.tolist()
+            if each * len(self._personal) > MOST:
+                for i in new:
+                    self._personal.pop(i, None)
 
     def _cohort(self, ids: Tensor) -> Cohort:
         if self.federation is None:

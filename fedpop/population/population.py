@@ -28,11 +28,11 @@ from fedpop.kernels import Hierarchy
 from fedpop.keys import PUBLIC, Key
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
-from fedpop.population.client_models import ClientModels
+from fedpop.population.client_models import AT_ONCE, ClientModels
 from fedpop.population.posterior import Newcomer, Posterior, checked_inputs, finite, in_pieces, newcomer
 from fedpop.population.saving import save
 from fedpop.population.summary import summary
-from fedpop.population.theta import GROUP, ThetaDraws
+from fedpop.population.theta import ThetaDraws
 from fedpop.questions import Question
 
 R = TypeVar("R")
@@ -257,7 +257,7 @@ class Population(ClientModels):
 
     def sample_all(self) -> Population:
         """Run the final pass for every client now, many at a time, rather than when one is asked for."""
-        for ids in torch.arange(len(self)).split(GROUP):
+        for ids in torch.arange(len(self)).split(AT_ONCE):
             self._personalise(ids)
         return self
 
@@ -276,9 +276,7 @@ class Population(ClientModels):
         sizes, method = self.federation.splits[split].sizes, self.algorithm
         if self.federation.embedded:  # what is held are features already
             method = method.with_model(self.model.on_features())
-        with suppress(DataError):  # somebody cannot be served: one at a time tells who
-            self.sample_all()
-        for i in (sizes > 0).nonzero().squeeze(1).tolist():
+        for i in self._one_by_one((sizes > 0).nonzero().squeeze(1)):
             own = self.federation.cohort(torch.tensor([i]), self.device, split)
             try:
                 for x, y in in_pieces(own.x, own.y, method.final_draws * self.model.outputs):

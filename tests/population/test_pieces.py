@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fedpop as fp
-from fedpop.population import posterior
+from fedpop.population import client_models, posterior
 from fedpop.population.outside import evaluate_outside
 
 SIZES = (9, 4, 7, 9, 5, 8)
@@ -45,3 +45,27 @@ def test_entropies_do_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch) 
     assert [own.name for own in parts] == [own.name for own in whole]
     for one, other in zip(parts, whole, strict=True):
         assert one.auroc == pytest.approx(other.auroc)
+
+
+@pytest.mark.parametrize("method", [fp.FedSOUL, fp.FedPer])
+def test_models_that_would_not_fit_are_made_again_where_they_are_needed(
+    monkeypatch: pytest.MonkeyPatch, method: type[fp.FedSOUL]
+) -> None:
+    """Room for two of six: the scores are the same, and no more than three are ever there."""
+    model = fp.Composition(nn.Linear(2, 2), nn.Linear(2, 1), fp.likelihoods.Normal(0.1))
+    g = torch.Generator().manual_seed(0)
+    rows = [(torch.randn(n, 2, generator=g), torch.randn(n, generator=g)) for n in SIZES]
+    population = method(model).fit([fp.Client(*own, test=own) for own in rows], rounds=2)
+    whole = fp.evaluate(population)
+    each = 4 * (population.algorithm.final_draws * 3 + 6)
+    population._personal.clear()
+    first = population.predict(4, torch.ones(1, 2)).mean  # asked for by its user, and kept
+    monkeypatch.setattr(client_models, "MOST", 2 * each)
+    held = [len(population._personal) for _ in population.held_out("test")]
+    assert max(held) <= 3
+    assert set(population._personal) >= {4}
+    parts = fp.evaluate(population)
+    assert parts.names == whole.names
+    for name, values in whole.scores.items():
+        torch.testing.assert_close(parts.scores[name], values, rtol=1e-5, atol=1e-6)
+    assert torch.equal(population.predict(4, torch.ones(1, 2)).mean, first)
