@@ -47,6 +47,9 @@ ROWS = 100
 """Examples that a client scores, about: a few numbers are asked for."""
 LEAST = 0.05
 """The share of z that data decide, on average, below which it is not believed: it is made of draws."""
+SURE = 2.0
+"""Errors by which a factor has to be better than one: a few clients whose examples are all of one class can
+make a difference by chance."""
 IMPOSSIBLE = -1e9
 """The score of what cannot be; its sum has to be finite."""
 
@@ -237,7 +240,7 @@ def gaussian_score(
 
 
 def best_of(scores: Tensor, errors: Tensor) -> float:
-    """The factor with the highest score, or one: where the best is not above it by more than its error
+    """The factor with the highest score, or one: where the best is not above it by more than twice its error
     (``errors`` are those of differences), nothing is known against the prior as it is. Between factors that
     were tried it is on the parabola through the best of them and its neighbours.
 
@@ -245,7 +248,7 @@ def best_of(scores: Tensor, errors: Tensor) -> float:
     0.42...
     """
     best = int(scores.argmax())
-    if float(scores[best] - scores[ONE]) <= float(errors[best]):
+    if float(scores[best] - scores[ONE]) <= SURE * float(errors[best]):
         return 1.0
     shift = 0.0
     if 0 < best < len(FACTORS) - 1:

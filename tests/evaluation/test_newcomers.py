@@ -148,7 +148,7 @@ def test_few_clients_change_nothing_by_chance() -> None:
     kept = [
         population_of(drawn(3, 6, seed), TRUE_SD).for_newcomers((0,)).newcomers[0] == 1 for seed in range(20)
     ]
-    assert sum(kept) >= 10
+    assert sum(kept) >= 18
 
 
 def test_clients_of_a_public_population_are_new_to_it(tmp_path: Path) -> None:
@@ -309,7 +309,8 @@ def test_the_best_factor_lies_between_those_that_were_tried() -> None:
     assert best_of(at, none) == FACTORS[-1]
     assert best_of(-at, none) == FACTORS[0]
     assert best_of(none, none) == 1
-    assert best_of(-(at + 1.25).square(), none + 2) == 1  # a gain of 1.5 within an error of 2
+    assert best_of(-(at + 1.25).square(), none + 0.8) == 1  # a gain of 1.5, not twice its error
+    assert best_of(-(at + 1.25).square(), none + 0.7) < 0.5
 
 
 # --- what cannot be asked ---------------------------------------------------------------------

@@ -120,12 +120,20 @@ def test_the_readme_has_the_synthetic_table() -> None:
         assert row + f"{covered} ({by_exact}) | {theta_too} |" in readme
 
 
-def in_readme(text: str) -> None:
-    assert text in " ".join((ROOT.parent / "README.md").read_text().split()), text
+def in_readme(text: str, page: str = "README.md") -> None:
+    assert text in " ".join((ROOT.parent / page).read_text().split()), text
 
 
-def percent(method: str, classes: int, passes: int) -> str:
-    cell = {"dataset": "cifar10", "classes_per_client": classes, "passes": passes}
+def in_docs(text: str) -> None:
+    in_readme(text, "docs/experiments.md")
+
+
+def short(number: float, digits: int = 3) -> str:
+    return f"{number:.{digits}f}".lstrip("0")
+
+
+def percent(method: str, classes: int, passes: int, dataset: str = "cifar10") -> str:
+    cell = {"dataset": dataset, "classes_per_client": classes, "passes": passes}
     return f"{100 * mean(list(per_seed('full-data', method, 'accuracy', **cell).values())):.1f}"
 
 
@@ -138,6 +146,58 @@ def test_the_readme_tells_the_main_tables_numbers() -> None:
     two = [percent("FedSOUL", 2, passes) for passes in (1_000_000, 3_000_000)]
     in_readme(f"With two classes per client it has {two[0]} % after a million and **{two[1]} %** after three")
     in_readme(f"with local epochs {percent('FedSOUL-local', 2, 3_000_000)} %")
+
+
+def test_the_docs_tell_what_came_out() -> None:
+    three = 3_000_000
+    in_docs(f"{percent('FedSOUL', 5, three)} and {percent('FedSOUL', 2, three)} % |")
+    hundred = [percent("FedSOUL", classes, three, "cifar100") for classes in (5, 20)]
+    in_docs(f"{hundred[0]} and {hundred[1]} % |")
+    in_readme(f"{hundred[0]} % with five classes per client and {hundred[1]} % with 20")
+    for method, passes in (("FedSOUL", three), ("FedRep", 500_000)):
+        cell = {"dataset": "cifar100", "passes": passes}
+        eces = [per_seed("full-data", method, "ece", classes_per_client=c, **cell)[0] for c in (5, 20)]
+        in_docs(f"{short(eces[0])} and {short(eces[1])})")
+    for rival, told in (("FedRep", "{:.1f} to {:.1f} |"), ("FedAvg-FT", "by {:.1f} to {:.1f} and")):
+        gains = [mean(list(gains_over(rival, share, n))) for share, n in SMALL]
+        in_docs(told.format(100 * min(gains), 100 * max(gains)))
+    for classes, told in ((2, "{} with two classes"), (5, "{} with five |")):
+        in_docs(
+            told.format(
+                short(per_seed("ood", "FedSOUL", "auroc", dataset="mnist", classes_per_client=classes)[0])
+            )
+        )
+    eces = [per_seed("defaults", "default", "test_ece", images="mnist")]
+    in_docs(f"ECE {short(mean(list(eces[0].values())))} for .005")
+
+
+def gains_over(rival: str, share: float, n: int) -> list[float]:
+    cell = {"dataset": "cifar10", "classes_per_client": 5, "share_small": share, "n_small": n}
+    ours, theirs = (per_seed("small-data", name, "accuracy", **cell) for name in ("FedSOUL", rival))
+    return [ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()]
+
+
+def test_newcomers_are_calibrated_without_data() -> None:
+    """By the width that clients in training were asked for."""
+    told = {0: [], 5: []}
+    for classes, images in ((5, 0), (2, 0), (5, 5), (2, 5)):
+        cell = {"classes_per_client": classes, "examples": images}
+        accuracy = per_seed("new-clients", "FedSOUL-width", "accuracy", **cell)[0]
+        told[images].append(
+            (f"{100 * accuracy:.1f}", per_seed("new-clients", "FedSOUL-width", "ece", **cell)[0])
+        )
+        rival = per_seed("new-clients", "FedRep", "accuracy", **cell)
+        assert not rival or accuracy > rival[0] + 0.1
+    (five, ece), (two, other) = told[0]
+    assert ece < 0.05
+    assert other < 0.05
+    in_docs(
+        f"{five} % of ten classes, ECE {short(ece)}, with five classes each; {two} %, ECE {short(other)}, with two"
+    )
+    in_docs(f"{told[5][0][0]} against")
+    in_docs(f"with five classes, {told[5][1][0]} against")
+    in_readme(f"{five} % right")
+    in_readme(f"calibration error of {short(ece)}")
 
 
 def test_the_readme_tells_small_clients_numbers() -> None:
@@ -156,10 +216,9 @@ def test_the_readme_tells_of_new_clients_and_of_images_of_another_kind() -> None
         cell = {"classes_per_client": classes, "examples": images}
         return 100 * mean(list(per_seed("new-clients", method, "accuracy", **cell).values()))
 
-    in_readme(f"{of_new('FedSOUL', 0):.1f} % right")
-    in_readme(f"five labelled images {of_new('FedSOUL', 5):.1f} %")
+    in_readme(f"five labelled images {of_new('FedSOUL-width', 5):.1f} %")
     in_readme(f"has {of_new('FedRep', 5):.1f} %")
-    in_readme(f"two classes each: {of_new('FedSOUL', 5, 2):.1f} % against {of_new('FedRep', 5, 2):.1f}")
+    in_readme(f"two classes each: {of_new('FedSOUL-width', 5, 2):.1f} % against {of_new('FedRep', 5, 2):.1f}")
     for classes, told in (
         (2, "an AUROC of {} (two classes per client; FedRep {})"),
         (5, "{} (five; FedRep {})"),
