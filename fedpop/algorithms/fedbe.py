@@ -31,6 +31,7 @@ from fedpop.channel import Answer, Tensors, Total
 from fedpop.checked import Few
 from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
+from fedpop.client.losses import mean_where
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
@@ -145,11 +146,13 @@ class FedBE(Paced, Ensemble):
         params = self.model.params(w[:size])
         taught = likelihood.mean(self.outputs(members, x), self.likelihood_params(members)).mean(0)
 
-        def loss(w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None) -> Tensor:
+        def loss(
+            w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor | None, rows: RowKeys | None
+        ) -> Tensor:
             phi, z = w[:size], w[size:]
             eta = self.model.head_at(phi, z, self.model.embed(phi, x, rows), rows)
             value = likelihood.log_prob(eta, y, params)
-            return -torch.where(mask > 0, value, torch.zeros_like(value)).sum() / mask.sum().clamp(min=1)
+            return -mean_where(value, mask)
 
         key = key.at(purpose="distil")
         one = key.server(w.device)

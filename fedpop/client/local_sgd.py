@@ -19,7 +19,8 @@ from fedpop.models.modules import RowKeys
 from fedpop.settings import Setting
 
 Loss = Callable[..., Tensor]
-"""``loss(w, aux, x, y, mask, rows)``: one client's mean loss over the examples where mask is one; ``rows``
+"""``loss(w, aux, x, y, mask, rows)``: one client's mean loss over the examples where mask is one, or over all
+where it is None; ``rows``
 name the examples, for layers that draw, such as dropout."""
 Direction = Callable[..., tuple[Tensor, Tensor]]
 """The same arguments; what to step along in place of the loss's gradient, and the loss."""
@@ -165,9 +166,11 @@ class LocalSGD(Setting):
         out, total = torch.empty_like(w), w.new_zeros(len(cohort))
         starts = torch.cumsum(cohort.sizes, 0) - cohort.sizes
         weights = w.shape[1] - way.plain
+        # Vectors may be long and batches small: what is not asked for is not computed.
+        pulled, held = way.pull is not _no_pull, way.project is not _anywhere
         for c, one in enumerate(cohort.one_by_one()):
-            out[c] = w[c]
-            n, velocity = int(one.sizes[0]), torch.zeros_like(out[c])
+            now_at = out[c].copy_(w[c])
+            n, velocity = int(one.sizes[0]), torch.zeros_like(now_at)
             mine = slice(int(starts[c]), int(starts[c]) + n)
             own = map_inputs(lambda v, m=mine: v[m], x)
             every = velocity.new_ones((1, n))
@@ -176,12 +179,19 @@ class LocalSGD(Setting):
                 for pick in self._order(every, one, now)[0].split(self._size(one)):
                     rows = RowKeys(now, one.units.expand(len(pick)), pick) if way.dropout else None
                     batch = map_inputs(lambda v, p=pick: v[p], own)
-                    g, value = way.at(out[c], aux[c], batch, one.y[pick], every[0, pick], rows)
+                    g, value = way.at(now_at, aux[c], batch, one.y[pick], every[0, : len(pick)], rows)
                     total[c] += value * len(pick)
-                    way.weights(velocity.mul_(self.momentum)).add_(g).add_(way.pull(out[c], aux[c]))
+                    if self.momentum:
+                        g = way.weights(velocity.mul_(self.momentum)).add_(g)
+                    elif pulled or self.decay:
+                        g = velocity.copy_(g)
+                    if pulled:
+                        g.add_(way.pull(now_at, aux[c]))
                     if self.decay:
-                        velocity[:weights].add_(out[c, :weights], alpha=self.decay)
-                    out[c] = way.project(out[c].sub_(velocity, alpha=way.rate))
+                        g[:weights].add_(now_at[:weights], alpha=self.decay)
+                    now_at.sub_(g, alpha=way.rate)
+                    if held:
+                        now_at.copy_(way.project(now_at))
         return Trained(out, total / (self.epochs * cohort.sizes.clamp(min=1)))
 
     def _size(self, cohort: Cohort) -> int:
@@ -263,7 +273,7 @@ class _Way:
         if self.direction is not None:
             return self.direction(w.clone(), aux, x, y, mask, rows)
         assert self.loss is not None
-        leaf = w.detach().clone().requires_grad_()
+        leaf = w.detach().requires_grad_()
         with torch.enable_grad():
-            value = self.loss(leaf, aux, x, y, mask, rows)
-        return gradient([value], leaf, [torch.ones_like(value)]), value.detach()
+            value = self.loss(leaf, aux, x, y, None, rows)
+        return gradient([value], leaf), value.detach()

@@ -17,21 +17,36 @@ from fedpop.models.predictive import Predictive
 Loss = Callable[..., Tensor]
 
 
+def mean_where(value: Tensor, mask: Tensor | None) -> Tensor:
+    """The mean over examples where ``mask`` is one; over all of them where there is none."""
+    if mask is None:
+        return value.mean()
+    return torch.where(mask > 0, value, torch.zeros_like(value)).sum() / mask.sum().clamp(min=1)
+
+
 def _mean_loss(
-    model: Model, phi: Tensor, z: Tensor, features: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None
+    model: Model,
+    phi: Tensor,
+    z: Tensor,
+    features: Inputs,
+    y: Tensor,
+    mask: Tensor | None,
+    rows: RowKeys | None,
 ) -> Tensor:
     """Mean over examples of -log p(y | z), averaged over values of z ``[S, d]``."""
-    value = model.log_prob(phi, z, features, y, rows).mean(0)
-    return -torch.where(mask > 0, value, torch.zeros_like(value)).sum() / mask.sum().clamp(min=1)
+    return -mean_where(model.log_prob(phi, z, features, y, rows).mean(0), mask)
 
 
 def joint_loss(model: Model, embedded: bool) -> Loss:
     """Mean loss of one client in w = (phi, z) together; ``embedded``: x already holds features."""
-    size = model.phi_layout.size
+    sizes = [model.phi_layout.size, model.z_layout.size]
 
-    def loss(w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None) -> Tensor:
-        features = x if embedded else model.embed(w[:size], x, rows)
-        return _mean_loss(model, w[:size], w[size:].unsqueeze(0), features, y, mask, rows)
+    def loss(
+        w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor | None, rows: RowKeys | None
+    ) -> Tensor:
+        phi, z = torch.split_with_sizes(w, sizes)  # the backward pass of every slice fills a whole w
+        features = x if embedded else model.embed(phi, x, rows)
+        return _mean_loss(model, phi, z.unsqueeze(0), features, y, mask, rows)
 
     return loss
 
@@ -40,7 +55,9 @@ def body_loss(model: Model, embedded: bool) -> Loss:
     """Mean loss of one client in phi, averaged over fixed heads z ``[S, d]``; ``embedded``: x already
     holds features."""
 
-    def loss(phi: Tensor, z: Tensor, x: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None) -> Tensor:
+    def loss(
+        phi: Tensor, z: Tensor, x: Inputs, y: Tensor, mask: Tensor | None, rows: RowKeys | None
+    ) -> Tensor:
         features = x if embedded else model.embed(phi, x, rows)
         return _mean_loss(model, phi, z, features, y, mask, rows)
 
@@ -51,7 +68,7 @@ def head_loss(model: Model, phi: Tensor) -> Loss:
     """Mean loss of one client in z, on features that do not change."""
 
     def loss(
-        z: Tensor, aux: Tensor, features: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None
+        z: Tensor, aux: Tensor, features: Inputs, y: Tensor, mask: Tensor | None, rows: RowKeys | None
     ) -> Tensor:
         return _mean_loss(model, phi, z.unsqueeze(0), features, y, mask, rows)
 

@@ -264,11 +264,15 @@ def expected_normal(local: LinearLikelihood, mean: Tensor, cov: Tensor) -> Tenso
     return at_mean - 0.5 * precision * spread
 
 
-def gradient(values: Sequence[Tensor], phi: Tensor, slopes: Sequence[Tensor]) -> Tensor:
-    """The derivative in phi of what has these slopes in some values; zero where phi does not matter."""
+def gradient(values: Sequence[Tensor], phi: Tensor, slopes: Sequence[Tensor] | None = None) -> Tensor:
+    """The derivative in phi of what has these slopes in some values, or of numbers themselves; zero where phi
+    does not matter."""
     with torch.enable_grad():
         # One number whose gradient it is: given slopes, torch would import sympy, half a second per process.
-        parts = [(v * s).sum() for v, s in zip(values, slopes, strict=True) if v.requires_grad]
+        parts = (
+            list(values) if slopes is None else [(v * s).sum() for v, s in zip(values, slopes, strict=True)]
+        )
+        parts = [part for part in parts if part.requires_grad]
     if not phi.requires_grad or not parts:
         return torch.zeros_like(phi, requires_grad=False)
     (grad,) = torch.autograd.grad(sum(parts[1:], parts[0]), phi, allow_unused=True)

@@ -377,6 +377,8 @@ def linear_outputs(z: Tensor, features: Tensor, outputs: int, bias: bool) -> Ten
     """``[L, n, o]`` outputs of a linear head for z ``[L, d]``."""
     if bias:
         features = with_ones(features)
+    if z.shape[0] == 1:  # a point estimate, in every step of local training: einsum takes its time to plan
+        return (features @ z.reshape(outputs, -1).mT).unsqueeze(0)
     return torch.einsum("nq,loq->lno", features, z.unflatten(-1, (outputs, -1)))
 
 
