@@ -26,8 +26,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         shorten(patch, full_data.METHODS)
         patch.setattr(full_data, "PASSES", PASSES)
-        patch.setattr(full_data, "OTHERS", (2 * PASSES,))
-        patch.setattr(full_data, "TASKS", (FullImageTask("mnist", 2, b=5),))
+        task = FullImageTask("mnist", 2, b=5)
+        patch.setattr(full_data, "OTHERS", {task: (2 * PASSES,)})
+        patch.setattr(full_data, "TASKS", (task,))
         full_data.EXPERIMENT.run(out=out, processes=1, data=data)
         text = (out / "results.md").read_text()
         assert "not run" not in text
@@ -54,7 +55,9 @@ def test_the_first_stage_comes_first() -> None:
     assert {dataset for dataset, _, _ in early} == {"cifar10"}
     assert {name for _, name, _ in early} == {*full_data.FIRST_METHODS, full_data.LIMIT}
     assert {seed for _, _, seed in early} == {0, 1}
-    assert len(jobs) == 2 * (4 * len(full_data.ALL) + 2 * 2 * len(full_data.OTHERS))
+    others = sum(len(passes) for passes in full_data.OTHERS.values())
+    assert others == 2 * 3 + 2
+    assert len(jobs) == 2 * (4 * len(full_data.ALL) + 2 * others)
     assert len({j.label for j in jobs}) == len(jobs)
     assert jobs[0].needs == (("cifar10", "train"), ("cifar10", "test"))
 
