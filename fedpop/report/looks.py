@@ -20,6 +20,7 @@ METHODS: dict[str, Look] = {
     "FedSOUL-paper": ("#56B4E9", "-"),
     "FedSOUL-sampled": ("#009E73", "-"),
     "FedSOUL-local": ("#00A6A6", "--"),
+    "FedSOUL-width": ("#6BAED6", "-."),
     "FedAvg": ("#999999", "-"),
     "FedAvg-FT": ("#8C6D31", "-"),
     "FedProx": ("#6E6E6E", "--"),
