@@ -22,7 +22,7 @@ from fedpop.population.sites import Sites
 
 AT_ONCE = 256
 """Clients whose models are made together."""
-MOST = 2**29
+MOST = 2**28
 """Bytes that models of clients may take while all of them are gone through: 100 heads of 100 classes, 560
 draws each, would take three gigabytes."""
 
@@ -81,9 +81,13 @@ class ClientModels:
     def _one_by_one(self, ids: Tensor) -> Iterator[int]:
         """These clients one after the other, their models made for many at a time, and forgotten where all of
         them would take too much; made when they are asked for where somebody cannot be served."""
-        model = self.algorithm.model
-        each = 4 * (self.algorithm.final_draws * model.z_layout.size + model.phi_layout.size)
-        for group in ids.split(max(1, min(AT_ONCE, MOST // max(each, 1)))):
+        method, z, phi = (
+            self.algorithm,
+            self.algorithm.model.z_layout.size,
+            self.algorithm.model.phi_layout.size,
+        )
+        each = 4 * (z + phi if method.hierarchy is None else method.final_draws * z)
+        for group in ids.split(max(1, min(AT_ONCE, MOST // each))):
             new = [i for i in group.tolist() if i not in self._personal]
             with suppress(DataError):
                 self._personalise(group)
