@@ -149,7 +149,7 @@ class FedBE(Paced, Ensemble):
         def loss(
             w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor | None, rows: RowKeys | None
         ) -> Tensor:
-            phi, z = w[:size], w[size:]
+            phi, z = torch.split_with_sizes(w, [size, len(w) - size])
             eta = self.model.head_at(phi, z, self.model.embed(phi, x, rows), rows)
             value = likelihood.log_prob(eta, y, params)
             return -mean_where(value, mask)

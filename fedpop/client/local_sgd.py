@@ -20,8 +20,7 @@ from fedpop.settings import Setting
 
 Loss = Callable[..., Tensor]
 """``loss(w, aux, x, y, mask, rows)``: one client's mean loss over the examples where mask is one, or over all
-where it is None; ``rows``
-name the examples, for layers that draw, such as dropout."""
+where it is None; ``rows`` name the examples, for layers that draw, such as dropout."""
 Direction = Callable[..., tuple[Tensor, Tensor]]
 """The same arguments; what to step along in place of the loss's gradient, and the loss."""
 Pull = Callable[[Tensor, Tensor], Tensor]

@@ -269,10 +269,9 @@ def gradient(values: Sequence[Tensor], phi: Tensor, slopes: Sequence[Tensor] | N
     does not matter."""
     with torch.enable_grad():
         # One number whose gradient it is: given slopes, torch would import sympy, half a second per process.
-        parts = (
-            list(values) if slopes is None else [(v * s).sum() for v, s in zip(values, slopes, strict=True)]
-        )
-        parts = [part for part in parts if part.requires_grad]
+        given = [None] * len(values) if slopes is None else slopes
+        pairs = [(v, s) for v, s in zip(values, given, strict=True) if v.requires_grad]
+        parts = [v if s is None else (v * s).sum() for v, s in pairs]
     if not phi.requires_grad or not parts:
         return torch.zeros_like(phi, requires_grad=False)
     (grad,) = torch.autograd.grad(sum(parts[1:], parts[0]), phi, allow_unused=True)

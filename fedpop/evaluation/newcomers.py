@@ -20,6 +20,7 @@ scale know the client, too. Mixtures go without it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,7 +36,7 @@ from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.kernels import Hierarchy
 from fedpop.keys import Key
 from fedpop.models.base import Model
-from fedpop.models.predictive import mixture_score
+from fedpop.models.predictive import mixture_score, unit_by_unit
 from fedpop.priors import Prior
 from fedpop.questions import Question, Units
 
@@ -156,8 +157,12 @@ class NewcomerWidth(Question[Tensor]):
         gaussian = hierarchy.closed_form and hierarchy.prior.component is hierarchy.prior
         for factor in FACTORS:
             theta = asked | {"beta": hierarchy.prior.widened(asked["beta"], factor)}
-            made = method.personalise(theta, given, None, key) if count else None
-            drawn = (made or method.without_data(theta, given, key))["draws"].flatten(1, 2)
+            made = (
+                method.personalise(theta, given, None, key)
+                if count
+                else method.without_data(theta, given, key)
+            )
+            drawn = made["draws"].flatten(1, 2)
             drawn = drawn if shift is None else drawn + shift.unsqueeze(1)
             score = gaussian_score if gaussian else mixture_score
             out.append(score(method.model, asked["phi"], drawn, features, rest)[0].clamp(min=IMPOSSIBLE))
@@ -181,6 +186,16 @@ class NewcomerWidth(Question[Tensor]):
                 "by; ask about fewer examples"
             )
         return torch.tensor(found, dtype=torch.float64)
+
+
+def widths_in_words(newcomers: Mapping[int, float]) -> str:
+    """What was found, for people.
+
+    >>> widths_in_words({0: 0.183, 5: 1.0})
+    "the prior's sd times 0.18 with 0 example(s), 1 with 5 example(s)"
+    """
+    told = (f"{factor:.2g} with {count} example(s)" for count, factor in newcomers.items())
+    return f"the prior's sd times {', '.join(told)}"
 
 
 def judges(model: Model, federation: Federation | None) -> str:
@@ -226,13 +241,10 @@ def gaussian_score(
 ) -> tuple[Tensor, Tensor]:
     """``mixture_score`` of a linear head with normal targets and Gaussian z, from moments of its outputs: a
     mean of densities would rest on the few draws that hit an example where there is little noise."""
-    out, start, params = [], 0, model.params(phi)
-    for c, n in enumerate(cohort.sizes.tolist()):
-        rows = slice(start, start + n)
-        start += n
-        own = map_inputs(lambda v, r=rows: v[r], features)
-        eta = model.head_outputs(phi, draws[c], own).double()
-        y = model.likelihood.encode(cohort.y[rows], model.outputs, phi.dtype).double()
+    out, params = [], model.params(phi)
+    for z, own, targets in unit_by_unit(draws, features, cohort):
+        eta = model.head_outputs(phi, z, own).double()
+        y = model.likelihood.encode(targets, model.outputs, phi.dtype).double()
         variance = eta.var(0) + model.likelihood.variance_at(eta, params).mean(0)
         square = (y.reshape(eta.shape[1:]) - eta.mean(0)).square() / variance
         out.append(-0.5 * (square + variance.log() + math.log(2 * math.pi)).sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -199,16 +200,22 @@ def _categorical_entropy(p: Tensor) -> Tensor:
     return -torch.xlogy(p, p).sum(-1)
 
 
+def unit_by_unit(draws: Tensor, features: Inputs, cohort: Cohort) -> Iterator[tuple[Tensor, Inputs, Tensor]]:
+    """Each unit's draws of z ``[S, d]``, the features of its examples, and their targets."""
+    start = 0
+    for c, n in enumerate(cohort.sizes.tolist()):
+        rows = slice(start, start + n)
+        start += n
+        yield draws[c], map_inputs(lambda v, r=rows: v[r], features), cohort.y[rows]
+
+
 def mixture_score(
     model: Model, phi: Tensor, draws: Tensor, features: Inputs, cohort: Cohort
 ) -> tuple[Tensor, Tensor]:
     """Summed log of the mean over draws ``[C, S, d]`` of p(y_j | x_j, z), and examples, of each unit
     ``[C]``."""
-    out, start = [], 0
-    for c, n in enumerate(cohort.sizes.tolist()):
-        rows = slice(start, start + n)
-        start += n
-        own = map_inputs(lambda v, r=rows: v[r], features)
-        each = model.log_prob(phi, draws[c], own, cohort.y[rows])
+    out = []
+    for z, own, y in unit_by_unit(draws, features, cohort):
+        each = model.log_prob(phi, z, own, y)
         out.append((torch.logsumexp(each, 0) - math.log(each.shape[0])).sum())
     return torch.stack(out).double(), cohort.sizes.double()

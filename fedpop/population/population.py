@@ -235,6 +235,15 @@ class Population(ClientModels):
                 else "train" (across machines always), those that a client has not given itself. A network
                 that knows its few training examples by heart is too sure of them, and newcomers would be.
             limit: Clients that are asked at most, 1000 unless told; across machines all of them are.
+
+        >>> import torch, fedpop as fp
+        >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
+        >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(0.01))
+        >>> wide = fp.priors.Normal(scale=20.0, learn_scale=False)
+        >>> clients = [(x, slope * x[:, 0]) for slope in (1, 2, 3, 4, 5, 6)]
+        >>> population = fp.FedSOUL(model, prior=wide).fit(clients, rounds=5).for_newcomers((0,))
+        >>> population.newcomers[0] < 0.5
+        True
         """
         hierarchy = self._hierarchy("population prior")
         hierarchy.prior.widened(self.published["beta"], 1.0)  # or raises

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from fedpop.evaluation.newcomers import widths_in_words
 from fedpop.models.flat import Layout
 from fedpop.models.links import LinkedLayout
 
@@ -25,8 +26,7 @@ def summary(population: Population) -> str:
     if isinstance(model.z_layout, LinkedLayout) and method.hierarchy is not None:
         rows += _named(population, model.z_layout)
     if population.newcomers:
-        each = ", ".join(f"{factor:.2g} ({count})" for count, factor in population.newcomers.items())
-        rows.append(("new", f"clients have the prior's sd times {each}, by their examples"))
+        rows.append(("new", f"clients have {widths_in_words(population.newcomers)}"))
     if population.totals:
         up, down, seconds = (population.totals.get(n, 0.0) for n in ("bytes_up", "bytes_down", "seconds"))
         rows.append(("cost", f"{up / 1e6:.2f} MB up, {down / 1e6:.2f} MB down, {seconds:.1f} s"))

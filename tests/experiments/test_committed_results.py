@@ -158,7 +158,12 @@ def test_the_docs_tell_what_came_out() -> None:
         cell = {"dataset": "cifar100", "passes": passes}
         eces = [per_seed("full-data", method, "ece", classes_per_client=c, **cell)[0] for c in (5, 20)]
         in_docs(f"{short(eces[0])} and {short(eces[1])})")
-    for rival, told in (("FedRep", "{:.1f} to {:.1f} |"), ("FedAvg-FT", "by {:.1f} to {:.1f} and")):
+    sayings = (
+        ("FedRep", "{:.1f} to {:.1f} |"),
+        ("FedAvg-FT", "by {:.1f} to {:.1f} and"),
+        ("APFL", "and by {:.1f} to {:.1f} points"),
+    )
+    for rival, told in sayings:
         gains = [mean(list(gains_over(rival, share, n))) for share, n in SMALL]
         in_docs(told.format(100 * min(gains), 100 * max(gains)))
     for classes, told in ((2, "{} with two classes"), (5, "{} with five |")):
@@ -167,8 +172,23 @@ def test_the_docs_tell_what_came_out() -> None:
                 short(per_seed("ood", "FedSOUL", "auroc", dataset="mnist", classes_per_client=classes)[0])
             )
         )
-    eces = [per_seed("defaults", "default", "test_ece", images="mnist")]
-    in_docs(f"ECE {short(mean(list(eces[0].values())))} for .005")
+    ratios = [mean(ece_ratios(share, n)) for share, n in SMALL]
+    in_docs(f"{short(min(ratios), 2)} to {short(max(ratios), 2)} of it")
+    rows = [{"dataset": "mnist", "classes_per_client": classes} for classes in (2, 5)]
+    rivals = [short(per_seed("ood", "FedRep", "auroc", **row)[0]) for row in rows]
+    in_docs(f"above FedRep | {rivals[0]} and {rivals[1]} |")
+    digits = [
+        f"{100 * per_seed('ood', name, 'accuracy', **rows[1])[0]:.1f}" for name in ("FedSOUL", "FedRep")
+    ]
+    in_docs(f"{digits[0]} % of digits are right, and {digits[1]} of FedRep's")
+    mnist = per_seed("defaults", "default", "test_ece", images="mnist")
+    in_docs(f"ECE {short(mean(list(mnist.values())))} for .005")
+
+
+def ece_ratios(share: float, n: int) -> list[float]:
+    cell = {"dataset": "cifar10", "classes_per_client": 5, "share_small": share, "n_small": n}
+    ours, theirs = (per_seed("small-data", name, "ece", **cell) for name in ("FedSOUL", "FedRep"))
+    return [ours[seed] / theirs[seed] for seed in ours.keys() & theirs.keys()]
 
 
 def gains_over(rival: str, share: float, n: int) -> list[float]:
@@ -193,8 +213,16 @@ def test_newcomers_are_calibrated_without_data() -> None:
     assert other < 0.05
     in_docs(f"{five} % of ten classes, ECE {short(ece)}, with five classes each;")
     in_docs(f"; {two} %, ECE {short(other)}, with two")
-    in_docs(f"{told[5][0][0]} against")
-    in_docs(f"with five classes, {told[5][1][0]} against")
+    heads, before = [], []
+    for classes in (5, 2):
+        cell = {"classes_per_client": classes, "examples": 5}
+        heads.append(f"{100 * per_seed('new-clients', 'FedRep', 'accuracy', **cell)[0]:.1f} %")
+        cell |= {"examples": 0}
+        before.append(short(per_seed("new-clients", "FedSOUL", "ece", **cell)[0]))
+    (few, _), (other_few, _) = told[5]
+    in_docs(f"{few} against {heads[0]} with five classes, {other_few} against {heads[1]} with two")
+    in_docs(f"with the prior as it was learned {before[0]} and {before[1]}")
+    in_readme(f"{before[0]} before")
     in_readme(f"{five} % right")
     in_readme(f"calibration error of {short(ece)}")
 

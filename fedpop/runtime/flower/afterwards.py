@@ -11,6 +11,7 @@ from typing import Any
 
 from fedpop.errors import FedpopError, SettingsError
 from fedpop.evaluation.information import Information, require_small, standard_errors
+from fedpop.evaluation.newcomers import widths_in_words
 from fedpop.kernels.hierarchy import Hierarchy
 from fedpop.population import Population
 
@@ -34,9 +35,7 @@ def _errors(population: Population, hierarchy: Hierarchy) -> dict[str, Any]:
 
 
 def _newcomers(population: Population, hierarchy: Hierarchy) -> dict[str, Any]:
-    found = population.newcomers
-    told = ", ".join(f"{factor:.2g} with {count} example(s)" for count, factor in found.items())
-    return {"words": f"the prior's sd times {told}", "of": found}
+    return {"words": widths_in_words(population.newcomers), "of": population.newcomers}
 
 
 NEWCOMERS = "newcomers"
