@@ -19,7 +19,7 @@ from fedpop.algorithms.base import Algorithm, Facts, Round
 from fedpop.channel import Answer, Channel, Payload, Tally, Tensors, Total
 from fedpop.federation.participation import Participation, Roster
 from fedpop.keys import Key, units_of
-from fedpop.population.sites import Sites, settled
+from fedpop.site.sites import Sites, settled
 from fedpop.questions import Question, Units
 from fedpop.runtime.members import active_units
 

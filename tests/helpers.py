@@ -12,12 +12,12 @@ from torch import Tensor, nn
 import fedpop as fp
 from fedpop.algorithms.base import Algorithm, Facts, Round
 from fedpop.channel import Answer, Channel, Tally, Tensors, Total
-from fedpop.client.plan import Plan, plan_for
+from fedpop.site.plan import Plan, plan_for
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.participation import Participation
 from fedpop.keys import Key
 from fedpop.models.base import Model
-from fedpop.population.sites import settled
+from fedpop.site.sites import settled
 from fedpop.questions import Question, Units
 from fedpop.runtime.run import Run, Settings
 

@@ -29,6 +29,7 @@ from fedpop.algorithms.facts import About as About
 from fedpop.algorithms.facts import Facts as Facts
 from fedpop.algorithms.facts import Round as Round
 from fedpop.channel import Answer, Channel, Choice, Guard, Tensors, Total
+from fedpop.channel.declared import Sent
 from fedpop.checked import Positive, Range, checked
 from fedpop.errors import SettingsError
 from fedpop.federation.clients import Federation
@@ -82,6 +83,10 @@ class Algorithm(Setting, ABC):
     """Vectors that may be compressed without bias; a method that names none refuses a compressor."""
     clipped: ClassVar[tuple[str, ...]] = ()
     """Moves and gradients that ``clip`` bounds; those that may be compressed where there are none here."""
+    plain_sums: ClassVar[tuple[str, ...]] = ()
+    """Vectors whose sum without participation weights is needed beside the weighted one."""
+    sends: ClassVar[Mapping[str, Sent]] = {}
+    """Vectors and numbers that are not among those of ``fedpop.channel.declared``, by name."""
     as_it_is: ClassVar[str] = "its update is not linear in it, or no form of it was published"
     """Why what clients send is neither compressed nor clipped, where that is so."""
 

@@ -59,6 +59,8 @@ class Round:
     """Where only sums are wanted, what each unit's vector counts, ``[C]``: the answer may be one sum."""
     omega: Callable[[Tensor, int], Tensor] | None = None
     """The relative variance that the channel adds to vectors of a length, for each unit."""
+    weigh: bool = False
+    """Participation weights act at the site, before a message is compressed; else when it is decoded."""
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ class SCAFFOLD(Paced, WholeModel):
 
     name: ClassVar[str] = "SCAFFOLD"
     guarded: ClassVar[tuple[str, ...]] = ("dw", "dc")
+    plain_sums: ClassVar[tuple[str, ...]] = ("dc",)
     clipped: ClassVar[tuple[str, ...]] = ("dw", "dc")
     remembers: ClassVar[tuple[str, ...]] = ("dc",)
     as_it_is: ClassVar[str] = "no such form of it was published"

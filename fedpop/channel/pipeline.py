@@ -1,20 +1,29 @@
-"""The way of a site's vectors to the server: clip, compress, encode; decode, sum.
+"""The way of messages to the server: clip, weight, compress, encode; decode.
 
-One object serves the simulator and a deployment. Between machines a site calls ``encode`` and the server
-``decode``; in the simulator ``carry`` gives what would arrive, to the bit, without making the bytes, and
-counts them. No method knows which compressor its vectors meet on the way.
+One object serves the simulator and a deployment. ``send`` is what a site does with its message: between
+machines it makes the bytes, in the simulator it gives what would arrive, to the bit, and counts them.
+``receive`` is what the server does with bytes. No method knows which compressor its vectors meet on the way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from fedpop.channel.compressors import Compressor, Identity
+from fedpop.channel.message import (
+    Message,
+    Payload,
+    Tensors,
+    base_name,
+    finite_rows,
+    only,
+    weighed,
+)
 from fedpop.checked import Checked, Positive
 from fedpop.errors import PayloadError, SettingsError
 from fedpop.keys import Key, unit_of
@@ -38,15 +47,6 @@ def resolve_compressor(compressor: Compressor | str) -> Compressor:
         "a compressor is fedpop.compressors.QSGD() or its like, a name, or a mapping from clients to them, "
         f"not {compressor!r}"
     )
-
-
-@dataclass(frozen=True)
-class Payload:
-    """An encoded vector as it travels: which codec made it, of how many entries, and the bytes."""
-
-    codec: str
-    length: int
-    data: bytes
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,132 @@ class Channel(Checked):
         each = [self.of(s).omega(length) for s in (sites.tolist() if isinstance(self._each, dict) else [0])]
         return torch.tensor(each, dtype=torch.float64, device=sites.device).expand(len(sites))
 
-    # --- between machines --------------------------------------------------------------------
+    # --- at a site ---------------------------------------------------------------------------
+
+    def send(
+        self,
+        message: Message,
+        key: Key,
+        weights: Tensor | None = None,
+        plain: tuple[str, ...] = (),
+        encode: bool = False,
+    ) -> Message:
+        """A message as the server sees it: clipped, with participation ``weights`` ``[S]`` where they act at
+        the site (vectors in ``plain`` are then sent without, too), compressed; a row that cannot be sent
+        speaks for nobody. ``encode`` makes the bytes, of one row.
+        """
+        some = message.received
+        everyone = bool(some.all())
+        if not everyone:
+            message = replace(message, vectors={n: only(some, v) for n, v in message.vectors.items()})
+        if self.clip is not None:
+            message = replace(message, vectors={n: self._clipped(n, v) for n, v in message.vectors.items()})
+        if weights is not None:
+            message = weighed(message, weights, plain)
+        size = _fused_bytes(message)
+        if encode:
+            message, more = self._encoded(message, key)
+        elif not everyone:
+            message, more = self._carried_some(message, some, key)
+        else:
+            message, more = self._carried(message, key)
+        finite = finite_rows(message.vectors)
+        if finite is not None:
+            message = message.without(~finite)
+        changed = weights is not None or not self.transparent
+        return replace(message, changed=changed, checked=True, bytes=size + more)
+
+    def _carried(self, message: Message, key: Key) -> tuple[Message, int]:
+        if self.transparent:
+            return message, sum(plain_bytes(v) for v in message.vectors.values())
+        seen, size = Tensors(), 0
+        for name, v in message.vectors.items():
+            seen[name], more = self._compressed(base_name(message, name), v, message.sites, key)
+            size += more
+        return replace(message, vectors=seen), size
+
+    def _carried_some(self, message: Message, some: Tensor, key: Key) -> tuple[Message, int]:
+        """Sites that have nothing to say send nothing."""
+        part = replace(
+            message,
+            sites=message.sites[some],
+            vectors={n: v[some] for n, v in message.vectors.items()},
+        )
+        part, size = self._carried(part, key)
+        seen = {n: torch.zeros_like(v) for n, v in message.vectors.items()}
+        for name, v in part.vectors.items():
+            seen[name][some] = v
+        return replace(message, vectors=seen), size
+
+    def carry(self, name: str, vectors: Tensor, sites: Tensor, key: Key) -> tuple[Tensor, int]:
+        """What the server would see of the vectors ``[S, D]`` of these sites, and how many bytes that takes.
+
+        A vector that cannot be sent comes back as NaN, and costs nothing.
+        """
+        return self._compressed(name, self._clipped(name, vectors), sites, key)
+
+    def _compressed(self, name: str, vectors: Tensor, sites: Tensor, key: Key) -> tuple[Tensor, int]:
+        if self.transparent or name not in self.compressed:
+            return vectors, plain_bytes(vectors)
+        key = key.at(purpose=f"compress.{name}")
+        if isinstance(self._each, Compressor):
+            return _through(self._each, vectors, key, sites)
+        seen, size = torch.empty_like(vectors), 0
+        groups: dict[Compressor, list[int]] = {}
+        for position, site in enumerate(sites.tolist()):
+            groups.setdefault(self.of(site), []).append(position)
+        for compressor, positions in groups.items():
+            rows = torch.tensor(positions, device=sites.device)
+            seen[rows], more = _through(compressor, vectors[rows], key, sites[rows])
+            size += more
+        return seen, size
+
+    def _encoded(self, message: Message, key: Key) -> tuple[Message, int]:
+        """With its bytes, and its vectors as they decode from them."""
+        if not bool(message.received.all()):
+            return message.without(torch.ones_like(message.received)), 0
+        (site,) = message.sites.tolist()
+        try:
+            payloads = {
+                n: self._payload(base_name(message, n), v[0], site, key) for n, v in message.vectors.items()
+            }
+        except PayloadError:
+            return message.without(torch.ones_like(message.received)), 0
+        like = next(iter(message.vectors.values())) if message.vectors else torch.zeros(0)
+        seen = self.receive(replace(message, payloads=payloads), like.dtype).vectors
+        seen = {n: v.to(like.device) for n, v in seen.items()}
+        return replace(message, payloads=payloads, vectors=seen), sum(len(p.data) for p in payloads.values())
 
     def encode(self, name: str, vector: Tensor, site: int, key: Key) -> Payload:
         """What a site sends of its vector ``[D]``; a PayloadError where it cannot be sent."""
+        return self._payload(name, self._clipped(name, vector.unsqueeze(0))[0], site, key)
+
+    def _payload(self, name: str, vector: Tensor, site: int, key: Key) -> Payload:
         compressor = self._for(name, site)
-        vector = self._clipped(name, vector.unsqueeze(0))[0]
         data = compressor.encode(vector, key.at(purpose=f"compress.{name}"), site)
         return Payload(compressor.name, vector.shape[0], data)
+
+    def _clipped(self, name: str, vectors: Tensor) -> Tensor:
+        """Vectors ``[S, D]`` of this name, none longer than ``clip``."""
+        if self.clip is None or name not in (self.clipped or self.compressed):
+            return vectors
+        norm = torch.linalg.vector_norm(vectors, dim=1, keepdim=True, dtype=torch.float64)
+        out: Tensor = vectors * (self.clip / norm.clamp(min=self.clip)).to(vectors.dtype)
+        return out
+
+    # --- at the server -----------------------------------------------------------------------
+
+    def receive(self, message: Message, kind: torch.dtype) -> Message:
+        """A message with its vectors decoded; those that were compressed in the type that the model computes
+        in. A PayloadError where bytes are not what was agreed on."""
+        (site,) = message.sites.tolist()
+        seen = Tensors()
+        for name, payload in message.payloads.items():
+            base = base_name(message, name)
+            vector = self.decode(base, payload, site)
+            seen[name] = (vector.to(kind) if base in self.compressed else vector).unsqueeze(0)
+        size = sum(len(payload.data) for payload in message.payloads.values())
+        return replace(message, vectors=seen, bytes=size)
 
     def decode(self, name: str, payload: Payload, site: int) -> Tensor:
         """The vector as the server sees it, in float32 or the type it was sent in."""
@@ -126,38 +244,16 @@ class Channel(Checked):
     def _for(self, name: str, site: int) -> Compressor:
         return self.of(site) if name in self.compressed else Identity()
 
-    # --- in one process ----------------------------------------------------------------------
 
-    def carry(self, name: str, vectors: Tensor, sites: Tensor, key: Key) -> tuple[Tensor, int]:
-        """What the server would see of the vectors ``[S, D]`` of these sites, and how many bytes that took.
-
-        A vector that cannot be sent comes back as NaN, and costs nothing.
-        """
-        vectors = self._clipped(name, vectors)
-        if self.transparent or name not in self.compressed:
-            return vectors, plain_bytes(vectors)
-        key = key.at(purpose=f"compress.{name}")
-        if isinstance(self._each, Compressor):
-            return _compressed(self._each, vectors, key, sites)
-        seen, size = torch.empty_like(vectors), 0
-        groups: dict[Compressor, list[int]] = {}
-        for position, site in enumerate(sites.tolist()):
-            groups.setdefault(self.of(site), []).append(position)
-        for compressor, positions in groups.items():
-            rows = torch.tensor(positions, device=sites.device)
-            seen[rows], more = _compressed(compressor, vectors[rows], key, sites[rows])
-            size += more
-        return seen, size
-
-    def _clipped(self, name: str, vectors: Tensor) -> Tensor:
-        if self.clip is None or name not in (self.clipped or self.compressed):
-            return vectors
-        norm = torch.linalg.vector_norm(vectors, dim=1, keepdim=True, dtype=torch.float64)
-        out: Tensor = vectors * (self.clip / norm.clamp(min=self.clip)).to(vectors.dtype)
-        return out
+def _fused_bytes(message: Message) -> int:
+    """What sums over rows would have taken if each row had sent its own."""
+    if not message.sums:
+        return 0
+    rows = int(message.received.sum())
+    return rows * sum(plain_bytes(total.reshape(1, -1)) for total in message.sums.values())
 
 
-def _compressed(compressor: Compressor, vectors: Tensor, key: Key, sites: Tensor) -> tuple[Tensor, int]:
+def _through(compressor: Compressor, vectors: Tensor, key: Key, sites: Tensor) -> tuple[Tensor, int]:
     if compressor.identity:
         return vectors, plain_bytes(vectors)
     seen = compressor.compress(vectors, key, sites)

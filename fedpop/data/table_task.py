@@ -20,9 +20,9 @@ from fedpop.keys import Key
 from fedpop.models.blank import blank
 from fedpop.models.composition import Composition
 from fedpop.models.networks import redraw
-from fedpop.population.sites import asked_of
 from fedpop.questions.forms import agreed, check_form, table_of
 from fedpop.questions.schema import Moments, sorted_levels
+from fedpop.site.sites import asked_of
 
 CLASSES = ("categorical", "bernoulli")
 """Likelihoods whose y may be names."""

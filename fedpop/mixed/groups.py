@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fedpop.channel import Answer, Tensors, Total
-from fedpop.client.plan import Plan
 from fedpop.errors import DataError
 from fedpop.federation.clients import Federation, Packed
 from fedpop.federation.cohort import Cohort
@@ -21,9 +20,10 @@ from fedpop.keys import Key
 from fedpop.mixed.design import INTERCEPT, Design
 from fedpop.mixed.response import Family, Response
 from fedpop.mixed.table import Rows
-from fedpop.population.sites import Sites
 from fedpop.questions import Question, Units
 from fedpop.questions.schema import sorted_levels
+from fedpop.site.plan import Plan
+from fedpop.site.sites import Sites
 
 R = TypeVar("R")
 
@@ -76,10 +76,10 @@ class Groups:
         """What is made of everyone's answers, or of those at these positions; such a question takes so many
         bytes for each row, and unit."""
         plan = Plan(per_row, per_unit, BUDGET)
-        found, outcome = self.sites.ask(question, known, Key(0, purpose="mixed"), plan, among=among)
-        self.sites.keep(outcome.updates, entered=False)
+        found, total = self.sites.ask(question, known, Key(0, purpose="mixed"), plan, among=among)
+        self.sites.commit(entered=False)
         self.rounds += 1
-        self.bytes_up += outcome.bytes_up
+        self.bytes_up += total.bytes_up
         return found
 
     @property

@@ -25,9 +25,9 @@ from fedpop.mixed.response import Family, family_named, response_of
 from fedpop.mixed.search import SearchResult
 from fedpop.mixed.summary import rank_deficient
 from fedpop.mixed.table import MISSING, Rows, as_frame, pandas, rows_of
-from fedpop.population.sites import asked_of
 from fedpop.questions import Table
 from fedpop.questions.schema import MINIMUM
+from fedpop.site.sites import asked_of
 
 METHODS = ("ML", "REML")
 ENGINES = ("auto", "exact", "sampled")

@@ -4,15 +4,12 @@ from fedpop.population.evaluate import NewClients, evaluate, evaluate_few, evalu
 from fedpop.population.loading import load
 from fedpop.population.population import Population
 from fedpop.population.posterior import Newcomer, Posterior
-from fedpop.population.sites import Outcome, Sites
 
 __all__ = [
     "NewClients",
     "Newcomer",
-    "Outcome",
     "Population",
     "Posterior",
-    "Sites",
     "evaluate",
     "evaluate_few",
     "evaluate_new",

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm
 from fedpop.channel import Tensors
-from fedpop.client.plan import Plan
-from fedpop.client.store import LocalStore
 from fedpop.errors import CheckpointError, DataError
 from fedpop.federation.clients import Federation, position
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.population.final_pass import own_models, planned
-from fedpop.population.sites import Sites
+from fedpop.site.plan import Plan
+from fedpop.site.sites import Sites
+from fedpop.site.store import LocalStore
 
 AT_ONCE = 256
 """Clients whose models are made together."""

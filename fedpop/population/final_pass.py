@@ -8,10 +8,10 @@ from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm
 from fedpop.channel import Tensors
-from fedpop.client.plan import Plan, final_plan, parse_bytes, plan_for
 from fedpop.federation.clients import Federation
 from fedpop.keys import Key
-from fedpop.population.sites import Sites
+from fedpop.site.plan import Plan, final_plan, parse_bytes, plan_for
+from fedpop.site.sites import Sites
 
 MEMORY = "1GiB"
 """What the final pass may take, about."""

@@ -15,7 +15,6 @@ from torch import Tensor
 from fedpop.algorithms.base import Algorithm
 from fedpop.channel import Tensors
 from fedpop.checked import Count, OneOf, Whole, checked
-from fedpop.client.store import LocalStore
 from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
 from fedpop.evaluation.convergence import ToTheOptimum, small
 from fedpop.evaluation.diagnostics import ChainsAndGradient, Diagnostics, rhat_and_ess
@@ -34,6 +33,7 @@ from fedpop.population.saving import save
 from fedpop.population.summary import summary
 from fedpop.population.theta import ThetaDraws
 from fedpop.questions import Question
+from fedpop.site.store import LocalStore
 
 R = TypeVar("R")
 Split = Annotated[str, OneOf(*SPLITS)]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fedpop.channel import Answer, Tensors, Total
+from fedpop.channel.declared import Sent
 from fedpop.errors import DataError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
@@ -57,6 +58,8 @@ class Question(ABC, Generic[R]):
     """Of a question before the rounds: its result says where a learned variance of noise starts."""
     varied: ClassVar[bool] = False
     """Not everyone has the same vectors to send: a level of a column, say, that only some have."""
+    sends: ClassVar[Mapping[str, Sent]] = {}
+    """Vectors and numbers that are not among those of ``fedpop.channel.declared``, by name."""
 
     @property
     def shows_rows(self) -> int | None:

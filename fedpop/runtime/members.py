@@ -1,8 +1,8 @@
 """Those whom a run works with, wherever they are: who asks whom is all that differs between one machine and
 many.
 
-A run tells its members of a round or a question and gets back what the server would see: sums. ``Here`` has
-all clients on this machine; ``fedpop.runtime.flower`` has members at other sites, whom messages go to.
+A run sends its members a broadcast or a question and gets back what the server would see: a total. ``Here``
+has all clients on this machine; ``fedpop.runtime.flower`` has members at other sites.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm, Round
-from fedpop.channel import Tensors
-from fedpop.client.plan import Plan, parse_bytes, plan_for
-from fedpop.client.store import LocalStore
+from fedpop.channel import Tensors, Total
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active, Participation, Roster
 from fedpop.files import digest_of
 from fedpop.keys import Key
-from fedpop.population import Sites
-from fedpop.population.sites import Outcome, Update, site_of_each
 from fedpop.questions import Question
 from fedpop.runtime.own_models import OwnModels
+from fedpop.site.plan import Plan, parse_bytes, plan_for
+from fedpop.site.sites import Sites, site_of_each
+from fedpop.site.store import LocalStore
 
 R = TypeVar("R")
 
@@ -132,16 +131,16 @@ class Members(ABC):
         """Who is to take part in a round."""
 
     @abstractmethod
-    def round(self, method: Algorithm, round: Round, active: Active) -> Outcome:
-        """The active ones' work; nobody's state changes before ``keep``."""
+    def round(self, method: Algorithm, round: Round, active: Active) -> Total:
+        """The active ones' work, added up; nobody's state changes before ``commit``."""
 
     @abstractmethod
-    def ask(self, asking: Asking[R]) -> tuple[R, Outcome]:
+    def ask(self, asking: Asking[R]) -> tuple[R, Total]:
         """What is made of everyone's answers."""
 
     @abstractmethod
-    def keep(self, updates: Iterable[Update], entered: bool = True) -> None:
-        """A round, or a question, has counted."""
+    def commit(self, entered: bool = True) -> None:
+        """The last round, or question (``entered`` False), counts: states follow from it."""
 
     @abstractmethod
     def bytes_down(self, told: Tensors, ids: Tensor) -> int:
@@ -220,18 +219,18 @@ class Here(Members):
     def active(self, rule: Participation, key: Key, round: int) -> Active:
         return active_units(rule, self, key, round)
 
-    def round(self, method: Algorithm, round: Round, active: Active) -> Outcome:
+    def round(self, method: Algorithm, round: Round, active: Active) -> Total:
         return self.sites.round(method, round, active, self.plan)
 
-    def ask(self, asking: Asking[R]) -> tuple[R, Outcome]:
+    def ask(self, asking: Asking[R]) -> tuple[R, Total]:
         among = None
         if asking.split is not None:
             among = (self.federation.splits[asking.split].sizes > 0).nonzero().squeeze(1)
         plan, personal = asking.models_at(self.sites, self.plan)
         return self.sites.ask(asking.question, asking.known, asking.key, plan, personal, among)
 
-    def keep(self, updates: Iterable[Update], entered: bool = True) -> None:
-        self.sites.keep(updates, entered)
+    def commit(self, entered: bool = True) -> None:
+        self.sites.commit(entered)
 
     def bytes_down(self, told: Tensors, ids: Tensor) -> int:
         return self.sites.bytes_down(told, ids)

@@ -36,8 +36,8 @@ def welcome(run: Run) -> None:
 
 def _asked(run: Run, question: Question[Tensors], known: Tensors, late: Sequence[str] = ()) -> Tensors:
     key = run.secret.at(round=0, purpose=question.name)
-    result, outcome = run.members.ask(Asking(question, known, key, run.algorithm, late=tuple(late)))
-    run.members.keep(outcome.updates, entered=False)
-    run.spend({name: outcome.cost.get(name, 0.0) for name in (*WORK, "bytes_down")})
-    run.spend({"bytes_up": outcome.bytes_up})
+    result, total = run.members.ask(Asking(question, known, key, run.algorithm, late=tuple(late)))
+    run.members.commit(entered=False)
+    run.spend({name: total.numbers.get(name, 0.0) for name in (*WORK, "bytes_down")})
+    run.spend({"bytes_up": total.bytes_up})
     return result

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm
 from fedpop.channel import Tensors
-from fedpop.client.plan import Plan, final_plan
 from fedpop.keys import Key
-from fedpop.population import Sites
 from fedpop.settings import Setting
+from fedpop.site.plan import Plan, final_plan
+from fedpop.site.sites import Sites
 
 
 class OwnModels(Setting, ABC):

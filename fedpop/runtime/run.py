@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 
 from fedpop.algorithms.base import Algorithm, Facts, Round
-from fedpop.channel import Tensors
+from fedpop.channel import Tensors, Total
 from fedpop.client.cost import WORK
-from fedpop.client.plan import Plan
 from fedpop.errors import CheckpointError, SettingsError
 from fedpop.evaluation.validation import ValidationScore
 from fedpop.evaluation.verdict import Verdict
 from fedpop.federation.clients import Federation
 from fedpop.files import reading, writable_folder, write_json
 from fedpop.keys import Key
-from fedpop.population import Population, Sites
-from fedpop.population.sites import Outcome
+from fedpop.population import Population
 from fedpop.questions import Question
 from fedpop.runtime import checkpoint as checkpoints
 from fedpop.runtime.breakdown import nobody, require_finite_theta, require_somebody
@@ -38,6 +36,8 @@ from fedpop.runtime.progress import progress_bar
 from fedpop.runtime.settings import Settings
 from fedpop.runtime.stages import at_the_end, further, inverse_information, planned, stage_at
 from fedpop.runtime.trial import likelihoods_of
+from fedpop.site.plan import Plan
+from fedpop.site.sites import Sites
 
 R = TypeVar("R")
 
@@ -244,7 +244,7 @@ class Run:
         key: Key,
         models: OwnModels | None = None,
         split: str | None = None,
-    ) -> tuple[R, Outcome]:
+    ) -> tuple[R, Total]:
         """Ask everyone, or those who have examples in this split, to answer from these models."""
         told = self.algorithm.broadcast(self.server) if models is not None and models.as_in_rounds else {}
         return self.members.ask(Asking(question, known, key, self.algorithm, models, told, split))
@@ -265,6 +265,8 @@ class Run:
             "sites": self.settings.sites and {k: list(v) for k, v in self.settings.sites.items()},
             "restart": self.restart,
         } | self.members.describe()
+        if self.settings.weigh != "server":
+            config["weigh"] = self.settings.weigh
         return json.loads(json.dumps(config))  # type: ignore[no-any-return]
 
     def _trial(self, algorithm: Algorithm, rounds: int) -> list[float]:
@@ -288,20 +290,20 @@ class Run:
         active = self.members.active(self.settings.participation, self.key, self.round)
         facts = self.facts
         broadcast = method.broadcast(self.server) | method.pace(self.round, facts) | self.usual
-        now = Round(self.round, broadcast, secret, shared)
-        done = self.members.round(method, now, active)
-        self.server = method.server_round(self.server, done.total, facts, shared)
-        self.members.keep(done.updates)
-        self.usual = dict(done.usual)
+        now = Round(self.round, broadcast, secret, shared, weigh=self.settings.weigh == "site")
+        total = self.members.round(method, now, active)
+        self.server = method.server_round(self.server, total, facts, shared)
+        self.members.commit()
+        self.usual = dict(total.usual)
         self.round += 1
-        self.spend({"bytes_up": done.bytes_up, "bytes_down": self.members.bytes_down(broadcast, active.ids)})
-        self.spend({name: done.cost.get(name, 0.0) for name in WORK})
+        self.spend({"bytes_up": total.bytes_up, "bytes_down": self.members.bytes_down(broadcast, active.ids)})
+        self.spend({name: total.numbers.get(name, 0.0) for name in WORK})
         metrics: dict[str, Any] = {"round": self.round, "active": len(active.ids)}
-        metrics |= method.metrics(self.server, done.cost)
-        metrics["left_out"] = self.members.called(done.left_out)
+        metrics |= method.metrics(self.server, total.numbers)
+        metrics["left_out"] = self.members.called(total.left_out)
         metrics |= self.members.metrics()
-        if done.suspects:
-            absurd = self.members.called(done.suspects)
+        if total.suspects:
+            absurd = self.members.called(total.suspects)
             metrics |= {"out_of_proportion": absurd, "unbiased": False}
             self.spend({"out_of_proportion": len(absurd)})
         metrics |= {name: self.totals[name] for name in ("bytes_up", "bytes_down")}

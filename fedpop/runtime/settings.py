@@ -23,3 +23,6 @@ class Settings(Checked):
     checkpoint_every: Count = 50
     precision: Annotated[str, OneOf(*PRECISIONS)] = "auto"
     sites: Mapping[str, Sequence[str]] | None = None
+    weigh: Annotated[str, OneOf("server", "site")] = "server"
+    """Where participation weights act: when messages are decoded, or before they are compressed (a server
+    that sees nothing but sums cannot weight them)."""

@@ -18,7 +18,7 @@ from fedpop.algorithms import METHODS
 from fedpop.algorithms.base import Algorithm, Round
 from fedpop.channel import Tensors
 from fedpop.federation.participation import Active, Participation
-from fedpop.population.sites import Outcome
+from fedpop.site.sites import Outcome
 from fedpop.runtime.run import Run, Settings
 from tests.helpers import generator, seeded
 

@@ -8,7 +8,7 @@ that never meet.
 import pytest
 import torch
 
-from fedpop.client.store import LocalStore
+from fedpop.site.store import LocalStore
 from fedpop.errors import SettingsError
 from fedpop.kernels import (
     HMC,

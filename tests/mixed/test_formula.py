@@ -9,7 +9,7 @@ from fedpop.errors import DataError, SettingsError
 from fedpop.mixed.design import Design, Wanted
 from fedpop.mixed.formula import parse, shown
 from fedpop.mixed.table import rows_of
-from fedpop.population.sites import asked_of
+from fedpop.site.sites import asked_of
 
 
 def built(frame, text, levels=None):

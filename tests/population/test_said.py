@@ -10,7 +10,8 @@ from fedpop.evaluation.diagnostics import rhat_and_ess
 from fedpop.evaluation.oracle import exact_optimum
 from fedpop.federation.clients import Federation
 from fedpop.keys import Key, unit_of
-from fedpop.population import Population, Sites
+from fedpop.population import Population
+from fedpop.site.sites import Sites
 from tests.helpers import linear_model, ragged
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fedpop.errors import DataError, SettingsError
-from fedpop.population.sites import asked_of
+from fedpop.site.sites import asked_of
 from fedpop.questions.schema import Levels, Moments, Schema
 
 ROWS = {

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flwr.app import Context, Message
+from flwr.app import Context
+from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 
+from fedpop.channel import Message
 from fedpop.errors import FedpopError, PayloadError
 from fedpop.runtime.flower.folder import log_to, open_site
-from fedpop.runtime.flower.letters import Reply, refusal
-from fedpop.runtime.flower.records import letter_from_record, reply_to_record
+from fedpop.runtime.flower.letters import Code, refusal
+from fedpop.runtime.flower.records import letter_from_record, message_to_record
 
 app = ClientApp()
 
@@ -18,16 +20,16 @@ app = ClientApp()
 @app.query()
 @app.train()
 @app.evaluate()
-def handle(message: Message, context: Context) -> Message:
+def handle(message: FlowerMessage, context: Context) -> FlowerMessage:
     """What the node's site answers; its folder is in the node's configuration, ``site="..."``."""
-    return Message(reply_to_record(_reply(message, context)), reply_to=message)
+    return FlowerMessage(message_to_record(_reply(message, context)), reply_to=message)
 
 
-def _reply(message: Message, context: Context) -> Reply:
+def _reply(message: FlowerMessage, context: Context) -> Message:
     try:
         letter = letter_from_record(message.content)
     except PayloadError as error:
-        return refusal(str(error))
+        return refusal(str(error), Code.UNREADABLE)
     try:
         site = open_site(_folder(context))
     except FedpopError as error:
@@ -35,7 +37,7 @@ def _reply(message: Message, context: Context) -> Reply:
     try:
         log_to(site.folder / "site.log")
     except OSError:
-        return refusal("the site cannot write its log")
+        return refusal("the site cannot write its log", Code.DISK)
     return site.answer(letter)
 
 

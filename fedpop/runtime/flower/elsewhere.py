@@ -16,19 +16,18 @@ from fedpop.algorithms.asking import question_told
 from fedpop.algorithms.base import Algorithm, Round
 from fedpop.channel import Channel, Tensors, Total
 from fedpop.checked import Count, OneOf, Positive, require
-from fedpop.client.store import LocalStore
 from fedpop.errors import EstimateError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active, Participation, Roster
 from fedpop.keys import Key
-from fedpop.population.sites import Outcome, Update
-from fedpop.runtime.flower.gathering import Gathering, Sums
+from fedpop.runtime.flower.gathering import Gathered, Gathering
 from fedpop.runtime.flower.holdings import Member, examples_in, places, roster_of_sites, taking_part
 from fedpop.runtime.flower.letters import TRIAL, Letter, digest_for, digest_of
 from fedpop.runtime.flower.post import Post
 from fedpop.runtime.members import Asking, Members
 from fedpop.runtime.settings import Settings
 from fedpop.settings import describe
+from fedpop.site.store import LocalStore
 from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.server")
@@ -98,11 +97,13 @@ class Elsewhere(Members):
         self._begun = False
         self._refused: dict[str, str] = {}
         """Sites that the settings have no place for, and why."""
-        self._sums = Gathering(self.device)
+        self._messages = Gathering(self.device)
         self._lasting: dict[str, Total] = {}
         """Sums of everyone's answers to questions that whoever comes later is asked, too."""
         self._again: dict[str, float] = {}
         """When a site that did not answer them is asked again."""
+        self._part: dict[str, int] = {}
+        """Sites that are in the last total, and how many units of theirs."""
         self._drawn_among: tuple[list[Any], Roster] = ([], Roster(torch.zeros(0, dtype=torch.int64)))
         self._round, self._best, self._recall, self._trials = -1, -1, False, 0
         self._metrics: dict[str, Any] = {}
@@ -230,12 +231,13 @@ class Elsewhere(Members):
         own = {"heard": site.heard, "noted": site.noted, "best": self._best, "seed": self._settings.seed}
         return {"version": __version__, "experiment": self.experiment} | own | more
 
-    def round(self, method: Algorithm, round: Round, active: Active) -> Outcome:
+    def round(self, method: Algorithm, round: Round, active: Active) -> Total:
         parts, digest = taking_part(self.sites, active), digest_of(round.broadcast)
         told = {"round": round.number, "active": len(parts)}
         letters = {}
         for name, part in parts.items():
-            own = {"units": part.units, "digest": digest_for(digest, part.units)}
+            own: dict[str, Any] = {"units": part.units, "digest": digest_for(digest, part.units)}
+            own |= {"weight": part.weight} if round.weigh else {}
             letters[name] = Letter("train", self._about(name, **told, **own), round.broadcast)
         weights = {name: part.weight for name, part in parts.items()}
         timeout = None if self._everyone else self._terms.timeout
@@ -246,15 +248,24 @@ class Elsewhere(Members):
         self._round = round.number
         guard = method.guard_for(round.broadcast, len(letters))
         kind = method.model.initial_phi().dtype
-        rows = {n: examples_in(self.sites[n], part) for n, part in parts.items()}
-        sums = self._sums.sums(
-            "train", method.channel, kind, letters, replies, weights, self.units, active.ratio, guard, rows
+        gathered = self._messages.gathered(
+            "train",
+            method.channel,
+            kind,
+            letters,
+            replies,
+            of=self.units,
+            weights=weights,
+            ratio=active.ratio,
+            guard=guard,
+            examples={n: examples_in(self.sites[n], part) for n, part in parts.items()},
+            sends=method.sends,
         )
-        return self._outcome({name: part.ids for name, part in parts.items()}, sums)
+        return self._located({name: part.ids for name, part in parts.items()}, gathered)
 
-    def _outcome(self, asked: Mapping[str, Tensor], sums: Sums) -> Outcome:
-        """Sums with the positions of those who are in them, and of those who are not."""
-        reasons = dict(sorted((self._post.reasons | sums.reasons).items()))
+    def _located(self, asked: Mapping[str, Tensor], gathered: Gathered) -> Total:
+        """A total with the positions of units that were asked and are not in it."""
+        reasons = dict(sorted((self._post.reasons | gathered.reasons).items()))
         for name, why in reasons.items():
             log.warning("%s was left out: %s", name, why)
         heard = [n for n in asked if n not in reasons]
@@ -262,20 +273,19 @@ class Elsewhere(Members):
         if self._post.late:
             self._metrics["late_from"] = dict(sorted(self._post.late.items()))
         left_out = tuple(i for n in asked if n in reasons for i in asked[n].tolist())
-        suspects = tuple(i for n in sums.suspects for i in asked[n].tolist())
+        suspects = tuple(i for n in gathered.suspects for i in asked[n].tolist())
         self._metrics |= {"asked": len(asked), "units_left_out": len(left_out)}
-        updates: list[Update] = [(asked[n], {}) for n in heard]
-        return Outcome(sums.total, sums.cost, left_out, sums.size, updates, suspects, sums.usual)
+        self._part = {n: len(asked[n]) for n in heard}
+        return replace(gathered.total, left_out=left_out, suspects=suspects)
 
-    def keep(self, updates: Iterable[Update], entered: bool = True) -> None:
-        """A round has counted: the sites that were heard are told so in their next letter."""
+    def commit(self, entered: bool = True) -> None:
+        """A round counts: the sites that are in it are told so in their next letter."""
         if not entered:
             return
-        heard = {self.roster.names[int(ids[0])]: len(ids) for ids, _ in updates}
         for name, site in self.sites.items():
             site.rounds += 1
-            site.times += heard.get(name, 0) / max(1, site.units)
-            site.heard = self._round if name in heard else site.heard
+            site.times += self._part.get(name, 0) / max(1, site.units)
+            site.heard = self._round if name in self._part else site.heard
 
     def bytes_down(self, told: Tensors, ids: Tensor) -> int:
         return len(self.called(ids.tolist())) * sum(t.numel() * t.element_size() for t in told.values())
@@ -285,7 +295,7 @@ class Elsewhere(Members):
 
     # --- questions ---------------------------------------------------------------------------
 
-    def ask(self, asking: Asking[R]) -> tuple[R, Outcome]:
+    def ask(self, asking: Asking[R]) -> tuple[R, Total]:
         question, known = asking.question, asking.known
         names = [n for n in self.names if asking.split is None or asking.split in self.sites[n].splits]
         names = list(asking.late) or names
@@ -311,14 +321,21 @@ class Elsewhere(Members):
             patience = self._terms.timeout
             back = lambda lost: set(lost) <= set(self.wait(lost, patience))  # noqa: E731
             replies = self._post.insist(letters, replies, patience, back)
-        kind, ones = asking.method.model.initial_phi().dtype, dict.fromkeys(names, 1.0)
+        kind = asking.method.model.initial_phi().dtype
         everyone = self.units + sum(self.sites[n].units for n in asking.late)
-        sums = self._sums.sums(
-            question.name, Channel(), kind, letters, replies, ones, everyone, varied=question.varied
+        gathered = self._messages.gathered(
+            question.name,
+            Channel(),
+            kind,
+            letters,
+            replies,
+            of=everyone,
+            varied=question.varied,
+            sends=question.sends,
         )
         place = places(self.sites)
-        done, total = self._outcome({name: place[name] for name in names}, sums), sums.total
-        reasons = self._post.reasons | sums.reasons
+        total = self._located({name: place[name] for name in names}, gathered)
+        reasons = self._post.reasons | gathered.reasons
         of = sum(self.sites[n].units for n in names)
         if not asking.late and total.count < question.quorum * of:
             whose = "; ".join(f"{n}: {why}" for n, why in sorted(reasons.items())[:5])
@@ -326,12 +343,11 @@ class Elsewhere(Members):
                 f"{question.name}: {total.count} of {of} units could be heard, not enough ({whose})"
             )
         for name in names:
-            self.sites[name].answer(question.name, counted=name not in reasons, read=name in sums.read)
+            self.sites[name].answer(question.name, counted=name not in reasons, read=name in gathered.read)
         if question.lasting:
             total = self._lasting[question.name] = _together(self._lasting.get(question.name), total)
-        cost = dict(done.cost) | {"bytes_down": float(len(names) * _size(asked))}
-        outcome = Outcome(total, cost, done.left_out, done.bytes_up, [])
-        return question.finish(known, total), outcome
+        numbers = {**total.numbers, "bytes_down": float(len(names) * _size(asked))}
+        return question.finish(known, total), replace(total, numbers=numbers)
 
     def newcomers(self) -> list[str]:
         """Who is here and has not answered what lasts of the questions before the rounds; one that could not
@@ -357,7 +373,7 @@ class Elsewhere(Members):
     def state(self) -> Tensors:
         plain = {
             "sites": {n: asdict(s) for n, s in self.sites.items()},
-            "forms": self._sums.forms,
+            "forms": self._messages.forms,
             "best": self._best,
             "late": self._post.late,
             "lasting": {question: total.count for question, total in self._lasting.items()},
@@ -368,7 +384,7 @@ class Elsewhere(Members):
     def restore(self, state: Tensors) -> None:
         plain, known = json.loads(bytes(state["elsewhere"].tolist())), members_of(state)
         self.sites = known | {n: s for n, s in self.sites.items() if n not in known}
-        self._sums.forms, self._best, self._post.late = plain["forms"], plain["best"], plain["late"]
+        self._messages.forms, self._best, self._post.late = plain["forms"], plain["best"], plain["late"]
         for question, count in plain["lasting"].items():
             begin = f"lasting.{question}."
             sums = {n.removeprefix(begin): v.to(self.device) for n, v in state.items() if n.startswith(begin)}

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from fedpop.checked import Count, Whole, require
-from fedpop.client.plan import parse_bytes
 from fedpop.entries import module_named
 from fedpop.errors import SettingsError
 from fedpop.federation.reading import read_data, read_table
 from fedpop.files import write_bytes
 from fedpop.runtime.flower.site import Site
+from fedpop.site.plan import parse_bytes
 
 SETTINGS = "site.toml"
 SECRET = "secret"

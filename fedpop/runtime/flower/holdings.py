@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedpop.channel.tally import require_alike
 from fedpop.federation.participation import Active, Roster
 from fedpop.keys import units_of
+from fedpop.site.sites import alike
 
 
 @dataclass
@@ -75,14 +75,14 @@ def taking_part(sites: Mapping[str, Member], active: Active) -> dict[str, Taking
     place = places(sites)
     sizes = torch.tensor([len(own) for own in place.values()])
     at = torch.repeat_interleave(torch.arange(len(place)), sizes)[active.ids]
-    require_alike(active.weights, at, len(place), "take part with different probabilities")
     parts = {}
     for i, (name, own) in enumerate(place.items()):
         here = at == i
         ids = active.ids[here]
         if len(ids):
             some = None if len(ids) == len(own) else (ids - own[0]).tolist()
-            parts[name] = TakingPart(ids, some, float(active.weights[here][0]))
+            weight = alike(active.weights[here], "take part with different probabilities")
+            parts[name] = TakingPart(ids, some, float(weight))
     return parts
 
 

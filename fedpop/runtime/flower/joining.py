@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from fedpop.channel import Tensors
-from fedpop.client.store import LocalStore
 from fedpop.errors import CheckpointError, SchemaError, SettingsError
 from fedpop.federation.reading import (
     encoded,
@@ -33,6 +32,7 @@ from fedpop.runtime.flower.folder import SETTINGS, SiteSettings, check_name, mak
 from fedpop.runtime.flower.processes import Kept, Told, environment, free_port, program, require_free
 from fedpop.runtime.flower.serving import INSECURE
 from fedpop.runtime.flower.site import SEALED, THETA, SiteExperiment, read_theta
+from fedpop.site.store import LocalStore
 
 Say = Callable[[str], None]
 WHOLE = ("model.safetensors", "method.json", THETA, SEALED)

@@ -1,15 +1,20 @@
-"""What goes between the server and a site: letters, and replies to them."""
+"""What goes between the server and a site: letters down, messages up, refusals by code."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
+import torch
+
 from fedpop.algorithms.base import Algorithm
-from fedpop.channel import Message, Payload, Tensors
-from fedpop.errors import FedpopError, PayloadError
+from fedpop.channel import Message, Tensors
+from fedpop.channel.declared import HEADER
+from fedpop.errors import FedpopError, PayloadError, SettingsError
+from fedpop.keys import unit_of
 from fedpop.models.base import Model
 from fedpop.models.spec import model_spec
 from fedpop.version import __version__
@@ -19,9 +24,38 @@ TRIAL = ".trial-"
 KINDS = ("hello", "train", "ask", "finish")
 
 
+class Code(StrEnum):
+    """Why a site does not do what it is asked; what the server does about it goes by this, not by words."""
+
+    VERSION = "version"
+    STRANGER = "stranger"
+    """The site does not know the experiment, or its units: it has to be greeted first."""
+    DAMAGED = "damaged"
+    """What was sent did not arrive as it was sent."""
+    MODEL = "model"
+    QUESTION = "question"
+    FEW_ROWS = "few-rows"
+    DISK = "disk"
+    DATA = "data"
+    FAILED = "failed"
+    """Anything else; the site's log says what."""
+    UNREADABLE = "unreadable"
+    GONE = "gone"
+    """The site's node went away."""
+
+    @property
+    def greet(self) -> bool:
+        """The site is to be greeted again before it is asked for anything else."""
+        return self in (Code.STRANGER, Code.GONE)
+
+
 class Refusal(FedpopError):
     """A site cannot do what it is asked, for a reason that the server may know: it holds nothing of the
     site's data. Any other error stays at the site, in its log."""
+
+    def __init__(self, words: str, code: Code = Code.FAILED) -> None:
+        super().__init__(words)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -33,46 +67,44 @@ class Letter:
     tensors: Tensors = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Reply:
-    """From a site to the server: plain values and encoded vectors; nothing else ever leaves."""
-
-    about: Mapping[str, Any]
-    payloads: Mapping[str, Payload] = field(default_factory=dict)
-
-    @property
-    def refused(self) -> str | None:
-        """Why nothing came of it, where nothing did."""
-        return self.about.get("refused")
+def headed(header: Mapping[str, Any], message: Message | None = None) -> Message:
+    """A message with this header, or nothing but that; every word of it is declared."""
+    unknown = header.keys() - HEADER.keys()
+    if unknown:
+        raise SettingsError(f"a header's {sorted(unknown)[0]!r} is not declared in fedpop.channel.declared")
+    if message is None:
+        message = Message(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    return replace(message, header={"version": __version__} | dict(header))
 
 
-def refusal(reason: str, **about: Any) -> Reply:
-    return Reply({"version": __version__, "refused": reason} | about)
+def refusal(words: str, code: Code = Code.FAILED, **header: Any) -> Message:
+    return headed({"refused": [str(code), words]} | header)
 
 
-def reply_of(message: Message, about: Mapping[str, Any]) -> Reply:
-    """A message on its way."""
-    told = {"version": __version__, "units": message.units, "cost": dict(message.cost)}
-    return Reply({**about, **told, "named": {n: list(v) for n, v in message.named.items()}}, message.payloads)
+def refused(message: Message) -> str | None:
+    """Why nothing came of a letter, where nothing did, in words."""
+    found = message.header.get("refused")
+    return None if found is None else str(found[1] if isinstance(found, list) and len(found) == 2 else found)
 
 
-def message_in(reply: Reply, letter: Letter) -> Message:
-    """The message that a reply to this letter holds; a PayloadError where it is not one."""
-    about = reply.about
-    if about.get("version") != __version__:
-        raise PayloadError(f"it came from fedpop {about.get('version')}, this is {__version__}")
-    for word in ("experiment", "round", "digest", "question"):
-        if about.get(word) != letter.about.get(word):
-            raise PayloadError(f"it answers another letter ({word} {about.get(word)!r})")
+def code_of(message: Message) -> Code:
+    """The same by its code."""
+    found = message.header.get("refused")
     try:
-        named = {str(n): (str(of), float(c)) for n, (of, c) in about["named"].items()}
-        cost = {str(n): float(v) for n, v in about["cost"].items()}
-        units = int(about["units"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PayloadError(f"it is not readable ({type(error).__name__})") from error
-    if units < 0:
-        raise PayloadError(f"it speaks for {units} units")
-    return Message(reply.payloads, units, named, cost)
+        return Code(found[0]) if isinstance(found, list) else Code.FAILED
+    except (ValueError, IndexError):
+        return Code.FAILED
+
+
+def require_answer(message: Message, letter: Letter, site: str) -> Message:
+    """The message, as one of this site; a PayloadError where it does not answer this letter."""
+    header = message.header
+    if header.get("version") != __version__:
+        raise PayloadError(f"it came from fedpop {header.get('version')}, this is {__version__}")
+    for word in ("experiment", "round", "digest", "question"):
+        if header.get(word) != letter.about.get(word):
+            raise PayloadError(f"it answers another letter ({word} {header.get(word)!r})")
+    return replace(message, sites=torch.tensor([unit_of(site)]))
 
 
 def digest_of(tensors: Tensors) -> str:
@@ -122,6 +154,8 @@ def with_values(model: Model, values: Tensors) -> Model:
         own = {n.removeprefix(f"{i}."): t for n, t in values.items() if n.startswith(f"{i}.")}
         here = {n: tuple(t.shape) for n, t in module.state_dict().items()}
         if here != {n: tuple(t.shape) for n, t in own.items()}:
-            raise Refusal("the site's model is not the server's: its parameters have other names or shapes")
+            raise Refusal(
+                "the site's model is not the server's: its parameters have other names or shapes", Code.MODEL
+            )
         module.load_state_dict(own)
     return model

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 
 from fedpop.algorithms.base import Algorithm
-from fedpop.channel import Payload, Tensors
-from fedpop.client.store import LocalStore
-from fedpop.errors import CheckpointError
+from fedpop.channel import Message, Payload, Tensors
+from fedpop.errors import CheckpointError, PayloadError
 from fedpop.files import read_tensors, write_tensors
-from fedpop.population.site import unheard
-from fedpop.runtime.flower.letters import Refusal, Reply
+from fedpop.runtime.flower.letters import Code, Refusal
+from fedpop.runtime.flower.records import message_of_plain, plain_message
+from fedpop.site.sites import unheard
+from fedpop.site.store import LocalStore
 
 log = logging.getLogger("fedpop.site")
 
@@ -41,7 +42,7 @@ class Memory:
     digest: str = ""
     units: list[int] | None = None
     """Positions of those that took part in it; None: all of them."""
-    reply: Reply | None = None
+    reply: Message | None = None
     noted: dict[str, list[str]] = field(default_factory=dict)
     """Questions that left something with the units, and the names of what they left."""
     best: LocalStore | None = None
@@ -94,7 +95,7 @@ class Memory:
             "names": self.names,
         }
         if self.reply is not None:
-            plain["about"] = dict(self.reply.about)
+            plain["message"] = plain_message(self.reply)
             plain["payloads"] = {n: [p.codec, p.length] for n, p in self.reply.payloads.items()}
             tensors |= {f"reply.{n}": _bytes(p.data) for n, p in self.reply.payloads.items()}
         try:
@@ -102,7 +103,7 @@ class Memory:
         except CheckpointError as error:
             log.error("%s", error)
             why = error.__cause__.strerror if isinstance(error.__cause__, OSError) else "its log says more"
-            raise Refusal(f"the site cannot write its state ({why})") from error
+            raise Refusal(f"the site cannot write its state ({why})", Code.DISK) from error
 
     @classmethod
     def read(cls, path: Path, names: list[int] | None = None) -> Memory:
@@ -113,12 +114,12 @@ class Memory:
             before, after = (LocalStore.restore(_part(side, tensors)) for side in ("before.", "after."))
             best = _part("best.", tensors)
             reply = None
-            if "about" in plain:
+            if "message" in plain:
                 payloads = {
                     n: Payload(codec, length, tensors[f"reply.{n}"].numpy().tobytes())
                     for n, (codec, length) in plain["payloads"].items()
                 }
-                reply = Reply(plain["about"], payloads)
+                reply = message_of_plain(plain["message"], payloads)
             memory = cls(
                 before,
                 after,
@@ -131,7 +132,7 @@ class Memory:
                 best_round=plain["best_round"],
                 names=plain["names"],
             )
-        except (KeyError, ValueError, TypeError) as error:
+        except (KeyError, ValueError, TypeError, PayloadError) as error:
             raise CheckpointError(f"{path} is not a site's state of this version ({error})") from error
         if names is not None and memory.names != names:
             told = "in another order" if set(memory.names) == set(names) else "not all of them the same"

@@ -18,9 +18,10 @@ from flwr.app import Message as FlowerMessage
 from flwr.app import MessageType
 from flwr.serverapp import Grid
 
+from fedpop.channel import Message
 from fedpop.errors import PayloadError
-from fedpop.runtime.flower.letters import Letter, Reply, refusal
-from fedpop.runtime.flower.records import letter_to_record, reply_from_record
+from fedpop.runtime.flower.letters import Code, Letter, code_of, refusal, refused
+from fedpop.runtime.flower.records import letter_to_record, message_from_record
 from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.server")
@@ -99,7 +100,7 @@ class Post:
             n.node_id: n.name for n in self._grid.get_nodes() if not n.online_until or n.online_until > now
         }
 
-    def survey(self, letter: Letter, least: int) -> dict[str, Reply]:
+    def survey(self, letter: Letter, least: int) -> dict[str, Message]:
         """What the first ``least`` sites or more answer to a letter, by their names."""
         told = -math.inf
         while True:
@@ -113,8 +114,8 @@ class Post:
             found = self._exchange(asked, patience, enough) if len(nodes) >= least else {}
             good = {}
             for node, reply in found.items():
-                name, registered = str(reply.about.get("site", "")), nodes[asked[node][0]]
-                why = reply.refused or _misnamed(name, registered)
+                name, registered = str(reply.header.get("site", "")), nodes[asked[node][0]]
+                why = refused(reply) or _misnamed(name, registered)
                 if why is None:
                     good[name] = reply
                 else:
@@ -146,8 +147,8 @@ class Post:
                     self._meet(node, nodes.get(node, ""), _opened(message))
         return sorted(name for name, site in self.sites.items() if site.node in nodes)
 
-    def _meet(self, node: int, registered: str, reply: Reply) -> None:
-        name = str(reply.about.get("site", ""))
+    def _meet(self, node: int, registered: str, reply: Message) -> None:
+        name = str(reply.header.get("site", ""))
         why = self._doubt(reply, name, registered)
         if why is not None:
             log.warning("node %d (%s) cannot take part: %s", node, name or registered or "no name", why)
@@ -155,17 +156,17 @@ class Post:
             return
         log.info("site %s is here", name)
         self._met.add(node)
-        self.sites[name] = Enrolled(node, reply.about)
+        self.sites[name] = Enrolled(node, reply.header)
 
-    def _doubt(self, reply: Reply, name: str, registered: str) -> str | None:
+    def _doubt(self, reply: Message, name: str, registered: str) -> str | None:
         """Why a node cannot be taken for a site of this name."""
-        if reply.refused is not None:
-            return reply.refused
-        if reply.about.get("version") != __version__:
-            return f"it has fedpop {reply.about.get('version')}, this is {__version__}"
-        if reply.about.get("method") != self.hello.about["method_digest"]:
+        if refused(reply) is not None:
+            return refused(reply)
+        if reply.header.get("version") != __version__:
+            return f"it has fedpop {reply.header.get('version')}, this is {__version__}"
+        if reply.header.get("method") != self.hello.about["method_digest"]:
             return "it has another method"
-        if self.hello.about.get("drawn") and len(reply.about.get("hashes", ())) != reply.about.get("units"):
+        if self.hello.about.get("drawn") and len(reply.header.get("hashes", ())) != reply.header.get("units"):
             return "it does not tell its units apart"
         return _misnamed(name, registered)
 
@@ -185,7 +186,7 @@ class Post:
 
     def deliver(
         self, letters: Mapping[str, Letter], timeout: float | None, enough: Callable[[int], bool]
-    ) -> dict[str, Reply]:
+    ) -> dict[str, Message]:
         """Replies to these letters, by site, as soon as there are ``enough`` of them or time is up (None:
         until everyone has answered). Refusals are in ``reasons``."""
         there = {name: letter for name, letter in letters.items() if name in self.sites}
@@ -196,11 +197,11 @@ class Post:
         )
         heard = {}
         for name, reply in found.items():
-            if reply.refused is None:
+            if (why := refused(reply)) is None:
                 heard[name] = reply
                 continue
-            self.reasons[name] = reply.refused
-            if reply.about.get("gone") or "greet it first" in reply.refused:
+            self.reasons[name] = why
+            if code_of(reply).greet:
                 self._met.discard(self.sites.pop(name).node)  # greeted again when it is back
                 self.lost.add(name)
                 self._greeted = {}
@@ -211,10 +212,10 @@ class Post:
     def insist(
         self,
         letters: Mapping[str, Letter],
-        replies: Mapping[str, Reply],
+        replies: Mapping[str, Message],
         timeout: float | None,
         back: Callable[[list[str]], bool],
-    ) -> dict[str, Reply]:
+    ) -> dict[str, Message]:
         """Replies of those, too, whose node went away meanwhile, once they are ``back``: the same letter
         again, to which a site that had worked on it gives the same reply."""
         heard, reasons = dict(replies), dict(self.reasons)
@@ -232,17 +233,17 @@ class Post:
         letters: Mapping[str, tuple[int, Letter]],
         timeout: float | None,
         enough: Callable[[int], bool],
-    ) -> dict[str, Reply]:
+    ) -> dict[str, Message]:
         start, patience = self._clock(), timeout or 24 * 3600.0
         # A letter outlives its round: what a slow site answers is then known to be late, not lost.
         ids = self._push(list(letters.values()), 2 * patience)
         waiting = {i: name for i, name in zip(ids, letters, strict=True) if i is not None}
-        found: dict[str, Reply] = {}
+        found: dict[str, Message] = {}
         told = start
         while waiting:
             for message in self._grid.pull_messages([*waiting, *self._open()]):
                 self._sort(message, waiting, found)
-            if not waiting or enough(sum(r.refused is None for r in found.values())):
+            if not waiting or enough(sum(refused(r) is None for r in found.values())):
                 break
             now = self._clock()
             if timeout is not None and now - start >= timeout:
@@ -274,7 +275,7 @@ class Post:
         self._pending = {i: p for i, p in self._pending.items() if p.until > now}
         return list(self._pending)
 
-    def _sort(self, message: Any, waiting: dict[str, str], found: dict[str, Reply]) -> None:
+    def _sort(self, message: Any, waiting: dict[str, str], found: dict[str, Message]) -> None:
         """A reply goes by the letter that it answers: an error's sender is not the site."""
         letter = message.metadata.reply_to_message_id
         if letter in waiting:
@@ -294,12 +295,12 @@ def _misnamed(name: str, registered: str) -> str | None:
     return None
 
 
-def _opened(message: Any) -> Reply:
+def _opened(message: Any) -> Message:
     """What a reply says; what cannot be read is a refusal."""
     if message.has_error():
-        gone = message.error.code == NODE_GONE
-        return refusal(f"its node failed (Flower's error {message.error.code})", gone=gone)
+        code = Code.GONE if message.error.code == NODE_GONE else Code.FAILED
+        return refusal(f"its node failed (Flower's error {message.error.code})", code)
     try:
-        return reply_from_record(message.content)
+        return message_from_record(message.content)
     except PayloadError as error:
-        return refusal(f"its reply could not be read: {error}")
+        return refusal(f"its reply could not be read: {error}", Code.UNREADABLE)

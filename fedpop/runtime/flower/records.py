@@ -1,4 +1,4 @@
-"""Letters and replies as Flower's records: plain values as JSON, tensors as flat arrays of bytes."""
+"""Letters and messages as Flower's records: plain values as JSON, tensors as flat arrays of bytes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
-from fedpop.channel import Payload
+from fedpop.channel import Message, Payload
 from fedpop.errors import PayloadError
-from fedpop.runtime.flower.letters import KINDS, Letter, Reply
+from fedpop.runtime.flower.letters import KINDS, Letter
 
 _KINDS = {name: getattr(torch, name) for name in ("float32", "float64", "int64", "int32", "uint8", "bool")}
 
@@ -29,31 +29,75 @@ def letter_from_record(record: RecordDict) -> Letter:
     return Letter(plain["kind"], plain["about"], {n: _tensor(n, a) for n, a in arrays.items()})
 
 
-def reply_to_record(reply: Reply) -> RecordDict:
-    """Vectors as the bytes that encode them, with the codec's name."""
+def message_to_record(message: Message) -> RecordDict:
+    """Vectors as the bytes that encode them, with the codec's name; all else as plain values."""
     arrays = {}
-    for name, payload in reply.payloads.items():
+    for name, payload in message.payloads.items():
         arrays[name] = Array(
             dtype="uint8",
             shape=(len(payload.data),),
             stype=f"fedpop.{payload.codec}",
             data=payload.data,
         )
-    lengths = {name: payload.length for name, payload in reply.payloads.items()}
-    return _record({"about": dict(reply.about), "lengths": lengths}, arrays)
+    lengths = {name: payload.length for name, payload in message.payloads.items()}
+    return _record(plain_message(message) | {"lengths": lengths}, arrays)
 
 
-def reply_from_record(record: RecordDict) -> Reply:
+def message_from_record(record: RecordDict) -> Message:
     plain, arrays = _parts(record)
-    about, lengths = plain.get("about"), plain.get("lengths", {})
-    if not isinstance(about, dict) or not isinstance(lengths, dict) or lengths.keys() != arrays.keys():
-        raise PayloadError("this is not a reply of fedpop's")
+    lengths = plain.get("lengths", {})
+    if not isinstance(lengths, dict) or lengths.keys() != arrays.keys():
+        raise PayloadError("this is not a message of fedpop's")
     payloads = {}
     for name, array in arrays.items():
         if not array.stype.startswith("fedpop.") or not isinstance(lengths[name], int) or lengths[name] < 0:
             raise PayloadError(f"{name} came in a form that is not known ({array.stype!r})")
         payloads[name] = Payload(array.stype.removeprefix("fedpop."), lengths[name], array.data)
-    return Reply(about, payloads)
+    return message_of_plain(plain, payloads)
+
+
+def plain_message(message: Message) -> dict[str, Any]:
+    """A site's message without its vectors, in plain values."""
+    return {
+        "header": dict(message.header),
+        "units": int(message.units.sum()),
+        "numbers": dict(message.numbers),
+        "named": {name: [of, float(by)] for name, (of, by) in message.named.items()},
+        "weighted": message.weighted,
+        "withheld": message.withheld is not None and bool(message.withheld.any()),
+    }
+
+
+def message_of_plain(plain: dict[str, Any], payloads: dict[str, Payload]) -> Message:
+    """A message of one row, whose site is not known yet; a PayloadError where it is none."""
+    header = plain.get("header")
+    if not isinstance(header, dict):
+        raise PayloadError("this is not a message of fedpop's")
+    try:
+        numbers = {str(n): float(v) for n, v in plain["numbers"].items()}
+        named = {
+            str(n): (str(of), torch.tensor([float(by)], dtype=torch.float64))
+            for n, (of, by) in plain["named"].items()
+        }
+        units, weighted, withheld = int(plain["units"]), bool(plain["weighted"]), bool(plain["withheld"])
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise PayloadError(f"it is not readable ({type(error).__name__})") from error
+    if units < 0:
+        raise PayloadError(f"it speaks for {units} units")
+    if any(not math.isfinite(v) for v in numbers.values()):
+        raise PayloadError("a number beside its vectors is not finite")
+    if any(of not in payloads for of, _ in named.values()) and units:
+        raise PayloadError("it names a vector that it does not hold")
+    return Message(
+        torch.zeros(1, dtype=torch.int64),
+        torch.tensor([units]),
+        numbers=numbers,
+        named=named,
+        weighted=weighted,
+        withheld=torch.tensor([withheld]),
+        header=header,
+        payloads=payloads,
+    )
 
 
 def _record(plain: dict[str, Any], arrays: dict[str, Array]) -> RecordDict:

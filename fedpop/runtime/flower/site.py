@@ -6,7 +6,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,36 +16,37 @@ import torch
 from fedpop.algorithms import rebuild
 from fedpop.algorithms.asking import question_from
 from fedpop.algorithms.base import Algorithm, Round
-from fedpop.channel import Tensors
-from fedpop.client.plan import Plan, parse_bytes, plan_for
-from fedpop.client.store import LocalStore
+from fedpop.channel import Message, Tensors
 from fedpop.errors import CheckpointError, FedpopError, SchemaError, SettingsError
 from fedpop.federation.clients import Federation
+from fedpop.federation.participation import Active
 from fedpop.federation.reading import Columns
 from fedpop.files import read_sealed, read_tensors, writable_folder, write_sealed, write_tensors
 from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.entry import model_named
 from fedpop.models.spec import model_from
-from fedpop.population import Population, Sites
-from fedpop.population.site import site_answer, site_round
+from fedpop.population import Population
 from fedpop.questions import Question
 from fedpop.questions.forms import example_from, table_of
 from fedpop.runtime.flower.letters import (
     TRIAL,
+    Code,
     Letter,
     Refusal,
-    Reply,
     digest_for,
     digest_of,
+    headed,
     refusal,
-    reply_of,
     with_values,
 )
 from fedpop.runtime.flower.memory import Memory, locked
 from fedpop.runtime.guards import threads
 from fedpop.runtime.members import Asking
 from fedpop.settings import rebuilt
+from fedpop.site.plan import Plan, parse_bytes, plan_for
+from fedpop.site.sites import WHOLE, Sites, Work, table_units
+from fedpop.site.store import LocalStore
 from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.site")
@@ -53,9 +54,6 @@ log = logging.getLogger("fedpop.site")
 THETA, SEALED = "theta.safetensors", "theta.json"
 """What the federation learned, at a site or for one that comes later."""
 HELD_BACK = "the message is out of all proportion to what is usual and is not sent: look at the data's scale"
-WHOLE = Plan(0.0, 0.0, 1)
-"""All units together."""
-STRANGER = "this site does not know the experiment: greet it first"
 
 
 @dataclass(frozen=True)
@@ -76,19 +74,20 @@ class Site:
     spectral_rows: int = 10
     """With fewer rows than these it refuses the spectral start."""
 
-    def answer(self, letter: Letter) -> Reply:
+    def answer(self, letter: Letter) -> Message:
         """The reply to a letter. Errors that are not meant for the server stay here, in the log."""
         try:
             if letter.about.get("version") != __version__:
-                raise Refusal(f"the site has fedpop {__version__}, the server {letter.about.get('version')}")
+                told = f"the site has fedpop {__version__}, the server {letter.about.get('version')}"
+                raise Refusal(told, Code.VERSION)
             with threads(self.threads):
                 return self._answer(letter)
         except Refusal as error:
             log.warning("%s refused: %s", letter.kind, error)
-            return refusal(str(error), site=self.name)
+            return refusal(str(error), error.code, site=self.name)
         except SchemaError as error:  # it is written for the server, too
             log.error("%s failed: %s", letter.kind, error)
-            return refusal(str(error), site=self.name)
+            return refusal(str(error), Code.DATA, site=self.name)
         except FedpopError as error:
             log.error("%s failed: %s", letter.kind, error)
             return refusal(f"{type(error).__name__}; the site's log says more", site=self.name)
@@ -96,7 +95,7 @@ class Site:
             log.exception("%s failed", letter.kind)
             return refusal(f"{type(error).__name__}; the site's log says more", site=self.name)
 
-    def _answer(self, letter: Letter) -> Reply:
+    def _answer(self, letter: Letter) -> Message:
         if letter.kind == "ask" and "data" in letter.about:
             return self._asked_before(letter)
         experiment = SiteExperiment(self, str(letter.about["experiment"]))
@@ -107,20 +106,22 @@ class Site:
                 letter.kind
             ](letter)
 
-    def _asked_before(self, letter: Letter) -> Reply:
+    def _asked_before(self, letter: Letter) -> Message:
         """An answer from rows as they are, while it is not agreed what examples look like: of their values no
         more than sums over columns."""
         data, about = letter.about["data"], letter.about
+        cpu = torch.device("cpu")
         if "x" in data:
-            sites = Sites.of_tables({self.name: table_of(self.table(data), data)})
+            table = table_of(self.table(data), data)
+            sites = Sites.one(self.name, table_units({self.name: table}), cpu, tables=[table])
         else:
-            sites = Sites(self.data(data), torch.device("cpu"))
+            sites = Sites.one(self.name, self.data(data), cpu)
         question = _question(about["told"], letter.tensors, None)
         key = Key(self.secret, int(about["key"][0]), str(about["key"][1]))
         asked = _part("asked.", letter.tensors)
-        message, _ = site_answer(sites, question, asked, key, self.name, WHOLE)
-        told = {"site": self.name, "experiment": about["experiment"], "question": question.name}
-        return reply_of(message, told)
+        (work,) = sites.question_work(question, asked, key, WHOLE, encode=True)
+        header = {"site": self.name, "experiment": about["experiment"], "question": question.name}
+        return headed(header, work.message)
 
 
 @dataclass(frozen=True)
@@ -143,12 +144,11 @@ class SiteExperiment:
 
     # --- hello -------------------------------------------------------------------------------
 
-    def hello(self, letter: Letter) -> Reply:
+    def hello(self, letter: Letter) -> Message:
         """Keep what the server tells of the method; say who is here. No data are told of but their form."""
         keep_hello(self.folder, letter)
         federation = self.federation
         about = {
-            "version": __version__,
             "experiment": self.name,
             "site": self.site.name,
             "units": len(federation),
@@ -157,12 +157,12 @@ class SiteExperiment:
             "method": letter.about["method_digest"],
         }
         # Draws go by the hashes of units' names; where everyone takes part nobody has to know them.
-        return Reply(about | ({"hashes": federation.units.tolist()} if letter.about["drawn"] else {}))
+        return headed(about | ({"hashes": federation.units.tolist()} if letter.about["drawn"] else {}))
 
     @cached_property
     def _told(self) -> dict[str, Any]:
         if not (self.folder / "method.json").exists():
-            raise Refusal(STRANGER)
+            raise Refusal("this site does not know the experiment: greet it first", Code.STRANGER)
         return read_sealed(self.folder / "method.json", "what a federation told of its method")
 
     @property
@@ -185,7 +185,9 @@ class SiteExperiment:
         found = self.site.data(self.form)
         own = self.method.model.prepared(found.example)
         if own.known() != self.method.model.known():
-            raise Refusal("the site's examples do not fit the model: their shape is not the federation's")
+            raise Refusal(
+                "the site's examples do not fit the model: their shape is not the federation's", Code.DATA
+            )
         checked = own.checked(found)
         self.method.check_data(checked)
         return checked
@@ -211,23 +213,24 @@ class SiteExperiment:
         return plan_for(method.model, self.federation, budget, method.draws, method.phi_copies)
 
     def sites(self, store: LocalStore) -> Sites:
-        return Sites(self.federation, self.method.model.initial_phi().device, store)
+        return Sites.one(self.site.name, self.federation, self.method.model.initial_phi().device, store)
 
     def key(self, round: int, purpose: str) -> Key:
         """This site's own, at the address that the server names."""
         return Key(self.site.secret, round, purpose)
 
-    def train(self, letter: Letter) -> Reply:
+    def train(self, letter: Letter) -> Message:
         """One round: the same reply to the same letter, whatever happened in between."""
         number, heard = int(letter.about["round"]), int(letter.about["heard"])
         units = letter.about["units"]
         here = range(len(self.federation))
         if units is not None and not (units and set(units) <= set(here) and len(set(units)) == len(units)):
-            raise Refusal("the server asks for units that are not at this site: greet it first")
+            told = "the server asks for units that are not at this site: greet it first"
+            raise Refusal(told, Code.STRANGER)
         ids = torch.tensor(here if units is None else units, dtype=torch.int64)
         digest = digest_for(digest_of(letter.tensors), units)
         if digest != letter.about["digest"]:
-            raise Refusal("theta did not arrive as it was sent")
+            raise Refusal("theta did not arrive as it was sent", Code.DAMAGED)
         memory = self.memory(heard)
         if memory.round == number and memory.digest == digest and memory.reply is not None:
             log.info("%s: round %d again, the same reply", self.name, number)
@@ -237,24 +240,37 @@ class SiteExperiment:
         self._remember(memory, letter, heard)
         store = memory.start_of(self.method, number, heard)
         _forget(store, memory.noted, letter.about["noted"])
-        shared = Key(int(letter.about["seed"]), number, "/train")
+        shared, weight = Key(int(letter.about["seed"]), number, "/train"), letter.about.get("weight")
         key = self.key(number, "site/train")
-        now = Round(number, letter.tensors, key, shared)
-        sites, messages = self.sites(store), int(letter.about["active"])
-        done = site_round(sites, self.method, now, self.site.name, self.plan, ids, messages)
-        told: dict[str, Any] = {"site": self.site.name, "experiment": self.name}
-        told |= {"round": number, "digest": digest}
-        if done.withheld:
-            told["withheld"] = dict(done.withheld)
+        now = Round(number, letter.tensors, key, shared, weigh=weight is not None)
+        sites = self.sites(store)
+        active = Active(ids, torch.full((len(ids),), 1.0 if weight is None else float(weight)), ratio=False)
+        messages = int(letter.about["active"])
+        (work,) = sites.round_work(self.method, now, active, self.plan, messages, encode=True)
+        message = work.message
+        if message.withheld is not None:
+            message = replace(message, payloads={})
             log.warning("%s: round %d: %s", self.name, number, HELD_BACK)
-        reply = reply_of(done.message, told)
-        memory.before, memory.after, memory.reply = done.before, done.after, reply
-        memory.round, memory.digest, memory.units = number, digest, units
+        header = {"site": self.site.name, "experiment": self.name, "round": number, "digest": digest}
+        reply = headed(header, message)
+        memory.before, memory.after = self._both_sides(sites, work, now)
+        memory.round, memory.digest, memory.units, memory.reply = number, digest, units, reply
         memory.write(self.state_file)
-        log.info(
-            "%s: round %d, %d unit(s), %d bytes", self.name, number, done.message.units, done.message.size
-        )
+        sent = int(message.units), message.bytes
+        log.info("%s: round %d, %d unit(s), %d bytes", self.name, number, *sent)
         return reply
+
+    def _both_sides(self, sites: Sites, work: Work, now: Round) -> tuple[LocalStore, LocalStore]:
+        """States before a round (which hold what units enter with, as long as they have not) and after it,
+        if its message counts."""
+        before, after = sites.snapshot(), sites.snapshot()
+        entered = before.entered.clone()
+        before.put(work.ids, sites.states(self.method, work.ids, now.broadcast, now.key))
+        before.entered = entered  # what units enter with is theirs once they have taken part
+        work.settle(work.message.received)
+        for ids, states in sites.updates:
+            after.put(ids, states)
+        return before, after
 
     def _remember(self, memory: Memory, letter: Letter, heard: int) -> None:
         """Keep the present state where validation data chose the round that led to it."""
@@ -263,7 +279,7 @@ class SiteExperiment:
             memory.best = LocalStore.restore(memory.settled(self.method, heard).state())
             memory.best_round = best
 
-    def ask(self, letter: Letter) -> Reply:
+    def ask(self, letter: Letter) -> Message:
         """An answer to a question; what it leaves with units is noted under its name."""
         about, heard = letter.about, int(letter.about["heard"])
         question = _question(about["told"], letter.tensors, self.method)
@@ -277,14 +293,16 @@ class SiteExperiment:
         asking = Asking(question, known, key, self.method, models, broadcast)
         plan, personal = asking.models_at(sites, self.plan)
         asked = question.ask(known) if models is not None else _part("asked.", letter.tensors)
-        message, kept = site_answer(sites, question, asked, key, self.site.name, plan, personal)
-        if kept:
+        (work,) = sites.question_work(question, asked, key, plan, personal, encode=True)
+        work.settle(work.message.received)
+        if sites.updates:
             for side in {id(s): s for s in (memory.before, memory.after)}.values():
-                side.put(torch.arange(len(self.federation)), kept, entered=False)
-            memory.noted[question.name] = sorted(kept)
+                for ids, states in sites.updates:
+                    side.put(ids, states, entered=False)
+            memory.noted[question.name] = sorted(sites.updates[0][1])
             memory.write(self.state_file)
-        told = {"site": self.site.name, "experiment": self.name, "question": question.name}
-        return reply_of(message, told)
+        header = {"site": self.site.name, "experiment": self.name, "question": question.name}
+        return headed(header, work.message)
 
     def _require_rows(self, question: Question[Any]) -> None:
         """Cross products of a few rows tell what the rows are: they are not sent."""
@@ -294,11 +312,14 @@ class SiteExperiment:
         if question.quorum:
             raise Refusal(
                 f'the spectral start is refused with fewer than {least} rows; use start = "random", or '
-                f'start = {{kind = "Spectral", minimum = {least}}}, under which such a site sends zeros'
+                f'start = {{kind = "Spectral", minimum = {least}}}, under which such a site sends zeros',
+                Code.FEW_ROWS,
             )
-        raise Refusal(f"{question.name}: products of fewer than {least} rows are not sent; the others do")
+        raise Refusal(
+            f"{question.name}: products of fewer than {least} rows are not sent; the others do", Code.FEW_ROWS
+        )
 
-    def finish(self, letter: Letter) -> Reply:
+    def finish(self, letter: Letter) -> Message:
         """Keep the theta that was learned, and the states to predict with."""
         about, heard = letter.about, int(letter.about["heard"])
         memory = self.memory(heard)
@@ -319,8 +340,7 @@ class SiteExperiment:
         keep_theta(self.folder, population.published)
         for trial in self.folder.parent.glob(f"{self.name}{TRIAL}*"):
             shutil.rmtree(trial)
-        told = {"version": __version__, "site": self.site.name, "experiment": self.name, "units": 0}
-        return Reply(told | {"cost": {}, "named": {}})
+        return headed({"site": self.site.name, "experiment": self.name})
 
 
 def keep_hello(folder: Path, letter: Letter) -> None:
@@ -344,7 +364,7 @@ def _question(told: dict[str, Any], sent: Tensors, method: Algorithm | None) -> 
     try:
         return question_from(told, sent, method)
     except (CheckpointError, SettingsError) as error:
-        raise Refusal(f"the site cannot make the question: {error}") from error
+        raise Refusal(f"the site cannot make the question: {error}", Code.QUESTION) from error
 
 
 def _model(told: Mapping[str, Any]) -> Model:
@@ -354,7 +374,8 @@ def _model(told: Mapping[str, Any]) -> Model:
         return model_named(str(told["entry"]), example_from(told["example"]))
     except SettingsError as error:
         log.error("the model %r: %s", told["entry"], error)
-        raise Refusal(f"the site cannot make the model {told['entry']!r}; its log says more") from error
+        words = f"the site cannot make the model {told['entry']!r}; its log says more"
+        raise Refusal(words, Code.MODEL) from error
 
 
 def _forget(store: LocalStore, noted: Mapping[str, Sequence[str]], counted: Sequence[str]) -> None:

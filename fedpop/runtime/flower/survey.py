@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from fedpop.algorithms.asking import question_told
-from fedpop.channel import Channel, Tensors
+from fedpop.channel import Channel, Message, Tensors
 from fedpop.errors import EstimateError, SettingsError
 from fedpop.questions import Question
 from fedpop.runtime.flower.gathering import Gathering
-from fedpop.runtime.flower.letters import Letter, Reply
+from fedpop.runtime.flower.letters import Letter
 from fedpop.runtime.flower.post import Post
 from fedpop.version import __version__
 
@@ -46,29 +46,28 @@ class Survey:
         replies = self.post.survey(letter, self.least)
         for name, reply in sorted(replies.items()):  # whose vectors are not everyone's
             log.info("%s, %s: %s", name, question.name, "; ".join(reply.payloads))
-        letters, ones = dict.fromkeys(replies, letter), dict.fromkeys(replies, 1.0)
-        sums = Gathering(torch.device("cpu")).sums(
+        gathered = Gathering(torch.device("cpu")).gathered(
             question.name,
             Channel(),
             torch.float64,
-            letters,
+            dict.fromkeys(replies, letter),
             replies,
-            ones,
-            len(replies),
+            of=len(replies),
             varied=question.varied,
+            sends=question.sends,
         )
-        why = "; ".join(f"{name}: {reason}" for name, reason in sorted(sums.reasons.items()))
-        if len(sums.reasons) > (1 - question.quorum) * len(replies):
+        why = "; ".join(f"{name}: {reason}" for name, reason in sorted(gathered.reasons.items()))
+        if len(gathered.reasons) > (1 - question.quorum) * len(replies):
             raise EstimateError(f"{question.name}: not enough of {len(replies)} sites could be heard ({why})")
         if why:
             log.warning("%s: left out were %s", question.name, why)
         try:
-            return question.finish(known, sums.total)
+            return question.finish(known, gathered.total)
         except SettingsError as error:
             raise SettingsError(f"{error}{_unlike(replies)}") from error
 
 
-def _unlike(replies: Mapping[str, Reply]) -> str:
+def _unlike(replies: Mapping[str, Message]) -> str:
     """Which sites answered with other vectors than most."""
     kinds = Counter(tuple(sorted(reply.payloads)) for reply in replies.values())
     usual = kinds.most_common(1)[0][0]

@@ -13,7 +13,7 @@ from flwr.app import Message
 
 import fedpop as fp
 from fedpop.federation.participation import Active
-from fedpop.population.sites import Sites
+from fedpop.site.sites import Sites
 from fedpop.runtime.flower import memory as memories
 from fedpop.runtime.flower import site as at_site
 from fedpop.runtime.flower.folder import open_site

@@ -10,7 +10,7 @@ import torch
 
 import fedpop as fp
 from fedpop.algorithms import METHODS
-from fedpop.client.store import LocalStore
+from fedpop.site.store import LocalStore
 from fedpop.evaluation.information import Information
 from fedpop.files import read_tensors
 from fedpop.runtime.flower.elsewhere import RoundTerms

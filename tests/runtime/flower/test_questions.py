@@ -18,7 +18,7 @@ from fedpop.errors import CheckpointError, EstimateError, SettingsError
 from fedpop.files import read_json
 from fedpop.keys import Key
 from fedpop.models.base import Model
-from fedpop.population.sites import asked_of
+from fedpop.site.sites import asked_of
 from fedpop.questions import Question, Units
 from fedpop.questions.forms import ExampleShape
 from fedpop.questions.schema import Schema

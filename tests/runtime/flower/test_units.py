@@ -13,7 +13,7 @@ import fedpop as fp
 from fedpop.algorithms.base import Algorithm
 from fedpop.errors import SettingsError
 from fedpop.keys import Key, unit_of
-from fedpop.population.sites import Sites
+from fedpop.site.sites import Sites
 from fedpop.runtime.flower.client import app
 from fedpop.runtime.flower.conduct import conduct
 from fedpop.runtime.flower.elsewhere import RoundTerms

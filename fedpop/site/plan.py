@@ -44,12 +44,13 @@ class Plan:
     """Bytes that a head through vmap keeps of an example for each draw of z, to be differentiated."""
 
     def cut(self, ids: Tensor, sizes: Tensor, sites: Tensor | None = None) -> list[Tensor]:
-        """Consecutive units in groups whose padded blocks fit the budget, never fewer than one; units of
-        one of the ``sites`` ``[b]`` stay together, which may take more."""
+        """Consecutive units in groups whose padded blocks fit the budget, never fewer than one; each of units
+        of one of the ``sites`` ``[b]``, and those of a site one after the other."""
         if sites is not None:
             ids = ids[sites[ids].argsort(stable=True)]
             starts = [0, *(sites[ids].diff().nonzero().squeeze(1) + 1).tolist(), len(ids)]
-            return [ids[a:b] for a, b in pairwise(starts) if b > a]
+            each = [ids[a:b] for a, b in pairwise(starts) if b > a]
+            return [group for own in each for group in self.cut(own, sizes)]
         mine = sizes[ids]
         if len(ids) == 0:
             return []
