@@ -7,7 +7,7 @@ gets to see is decoded from them, or, with ``exposed=3``, sums of that over at l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +16,12 @@ from torch import Tensor
 
 import fedpop as fp
 from fedpop.algorithms.base import Algorithm, Facts, Round
-from fedpop.channel import Answer, Channel, Payload, Tally, Tensors, Total
-from fedpop.federation.participation import Participation, Roster
+from fedpop.channel import Aggregate, Channel, Message, Payload, Tensors, Total
+from fedpop.federation.participation import Active, Participation, Roster
 from fedpop.keys import Key, units_of
-from fedpop.site.sites import Sites, settled
-from fedpop.questions import Question, Units
+from fedpop.questions import Question
 from fedpop.runtime.members import active_units
+from fedpop.site.sites import WHOLE, Sites, Work
 
 CPU = torch.device("cpu")
 ONE = torch.ones(1)
@@ -38,6 +38,7 @@ class Apart:
         seed: int = 0,
         rule: Participation | None = None,
         exposed: int = 1,
+        weigh: bool = False,
     ) -> None:
         self.names = list(clients)
         federations = {name: fp.Federation.of({name: data}) for name, data in clients.items()}
@@ -47,12 +48,12 @@ class Apart:
             own = method.prepared(federation.example)
             assert own.describe() == self.method.describe()
             federations[name] = own.model.checked(federation)
-        self.sites = {name: Sites(federation, CPU) for name, federation in federations.items()}
+        self.sites = {name: Sites.one(name, federation, CPU) for name, federation in federations.items()}
         self.roster = Roster(units_of(self.names))
         self.rule = method.usual_participation() if rule is None else rule
         self.facts = Facts(len(self.names), rounds, active=self.rule.expected(self.roster))
         self.key, self.secret = Key(seed), Key(seed, purpose="site")
-        self.exposed, self.round = exposed, 0
+        self.exposed, self.weigh, self.round = exposed, weigh, 0
         self.traffic: list[tuple[str, str, Payload, Tensor]] = []
         """Site, name of the vector, what was sent, and what the server makes of it."""
         known: Tensors = {}
@@ -71,45 +72,38 @@ class Apart:
 
     # --- messages ----------------------------------------------------------------------------
 
-    def _sent(self, name: str, answer: Answer, channel: Channel, key: Key) -> Answer:
-        """The answer of a site of one, after every vector went through bytes."""
-        assert len(answer.good) == 1
-        unit = int(units_of([name])[0])
-        if not bool(answer.good):
-            return replace(
-                answer, vectors={n: torch.zeros_like(v) for n, v in answer.vectors.items()}, sums={}
-            )
-        vectors = dict(answer.vectors) | {n: v.unsqueeze(0) for n, v in answer.sums.items()}
-        arrived = {}
-        for n, v in vectors.items():
-            payload = channel.encode(n, v[0], unit, key)
-            seen = channel.decode(n, payload, unit).to(v.dtype)
-            self.traffic.append((name, n, payload, seen))
-            arrived[n] = seen.unsqueeze(0)
-        return replace(answer, vectors=arrived, sums={})
+    def _received(self, name: str, work: Work, channel: Channel) -> Message:
+        """A site's message after every vector went through bytes."""
+        message = replace(work.message, vectors={}, checked=False)
+        if not bool(message.received):
+            return message
+        received = channel.receive(message, torch.float64 if self.wide else torch.float32)
+        for vector, payload in message.payloads.items():
+            self.traffic.append((name, vector, payload, received.vectors[vector][0]))
+        return received
+
+    @property
+    def wide(self) -> bool:
+        return self.method.model.initial_phi().dtype == torch.float64
 
     def _asked(self, question: Question[Tensors], known: Tensors) -> Tensors:
         key = self.secret.at(round=0, purpose=question.name)
-        asked = question.ask(known)
-        answers = []
+        asked, messages = question.ask(known), []
         for name, site in self.sites.items():
-            cohort = site.federation.cohort(torch.tensor([0]), CPU)
-            units = Units(cohort, {}, dict, lambda split, own=cohort: own)
-            answer = self._sent(name, question.answer(asked, units, key), Channel(), key)
-            if bool(answer.good) and answer.local:
-                site.keep([(torch.tensor([0]), answer.local)], entered=False)
-            answers.append((name, answer, 1.0))
-        return question.finish(known, self._total(answers, ratio=False)[0])
+            (work,) = site.question_work(question, asked, key, WHOLE, encode=True)
+            message = self._received(name, work, Channel())
+            work.settle(message.received)
+            site.commit(entered=False)
+            messages.append((message, 1.0))
+        return question.finish(known, self._total(messages, ratio=False))
 
-    def _total(
-        self, answers: Iterable[tuple[str, Answer, float]], ratio: bool, remembered: tuple[str, ...] = ()
-    ) -> tuple[Total, dict[str, Any]]:
+    def _total(self, messages: list[tuple[Message, float]], ratio: bool) -> Total:
         """Sums of what was decoded; the server sees nothing smaller than a sum over ``exposed`` sites."""
-        heard, groups, answers = {}, [Tally(Channel(), Key(0), remembered)], list(answers)
-        for i, (name, answer, weight) in enumerate(answers):
-            if i % self.exposed == 0 and 0 < i <= len(answers) - self.exposed:
-                groups.append(Tally(Channel(), Key(0), remembered))
-            heard[name] = groups[-1].add(answer, units_of([name]), weight * ONE)
+        groups = [Aggregate()]
+        for i, (message, weight) in enumerate(messages):
+            if i % self.exposed == 0 and 0 < i <= len(messages) - self.exposed:
+                groups.append(Aggregate())
+            groups[-1].add(message, weight * ONE)
         totals = [g.total(len(self.names), ratio) for g in groups]
         assert all(t.count >= self.exposed or t.count == 0 for t in totals)
 
@@ -119,7 +113,7 @@ class Apart:
 
         count, weight = sum(t.count for t in totals), sum(t.weight for t in totals)
         sums = {which: added(which) for which in ("weighted", "plain", "named")}
-        return Total(**sums, count=count, weight=weight, of=len(self.names), ratio=ratio), heard
+        return Total(**sums, count=count, weight=weight, of=len(self.names), ratio=ratio)
 
     # --- a round -----------------------------------------------------------------------------
 
@@ -131,20 +125,18 @@ class Apart:
             roster = self.roster
 
         active = active_units(self.rule, Everybody(), self.key, self.round)  # type: ignore[arg-type]
-        now = Round(self.round, method.broadcast(self.server), key, shared, omega=method.channel.omega)
-        answers, before = [], {}
+        now = Round(self.round, method.broadcast(self.server), key, shared, weigh=self.weigh)
+        messages, works = [], []
         for i, weight in zip(active.ids.tolist(), active.weights.tolist(), strict=True):
             name = self.names[i]
-            site = self.sites[name]
-            cohort = site.federation.cohort(torch.tensor([0]), CPU)
-            before[name] = site.states(method, torch.tensor([0]), now.broadcast, key)
-            done = method.local_round(now, cohort, before[name])
-            (answer,) = [done] if isinstance(done, Answer) else list(done)
-            answers.append((name, self._sent(name, replace(answer, rows=None), method.channel, key), weight))
-        total, heard = self._total(answers, active.ratio, method.remembers)
+            own = Active(torch.tensor([0]), weight * ONE, active.ratio)
+            (work,) = self.sites[name].round_work(method, now, own, WHOLE, len(active.ids), encode=True)
+            messages.append((self._received(name, work, method.channel), weight))
+            works.append((name, work))
+        total = self._total(messages, active.ratio)
         self.server = method.server_round(self.server, total, self.facts, shared)
-        for name, answer, _ in answers:
-            new = settled(method, answer, heard[name], before[name])
-            self.sites[name].keep([(torch.tensor([0]), before[name] | new)])
+        for (name, work), (message, _) in zip(works, messages, strict=True):
+            work.settle(message.received)
+            self.sites[name].commit()
         self.round += 1
         return total

@@ -11,15 +11,16 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.algorithms.base import Algorithm, Facts, Round
-from fedpop.channel import Answer, Channel, Tally, Tensors, Total
-from fedpop.site.plan import Plan, plan_for
+from fedpop.channel import Answer, Channel, Tensors, Total
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.participation import Participation
 from fedpop.keys import Key
 from fedpop.models.base import Model
-from fedpop.site.sites import settled
 from fedpop.questions import Question, Units
 from fedpop.runtime.run import Run, Settings
+from fedpop.site.plan import Plan, plan_for
+from fedpop.site.sites import settled_states
+from tests.tally import Tally
 
 FRAME = 12 + 1
 """Bytes of an uncompressed vector beside its numbers: the frame, and how wide they are."""
@@ -144,7 +145,7 @@ def answers(
         rows = everyone if answer.rows is None else answer.rows
         told = tally.add(answer, cohort.units[rows], weights[rows])
         heard[rows] = told.heard
-        for name, value in settled(method, answer, told, local).items():
+        for name, value in settled_states(method, answer, local, told.heard, told.seen).items():
             base = new.get(name, value.new_zeros((len(cohort), *value.shape[1:])))
             new[name] = base.index_copy(0, rows, value)
         for name, number in answer.cost.items():

@@ -40,6 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("client",),
     ("questions",),
     ("algorithms",),
+    ("site",),
     ("evaluation",),
     ("population",),
     ("runtime",),

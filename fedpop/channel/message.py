@@ -92,10 +92,24 @@ class Message:
     bytes: int = 0
     """Of its vectors, each in its frame."""
 
+    @classmethod
+    def of(cls, answer: Answer, units: Tensor) -> Message:
+        """That of units ``[C]`` each of which is a site."""
+        good = answer.good.long()
+        return cls(units, good, answer.vectors, answer.cost, answer.named, answer.sums)
+
     @property
     def received(self) -> Tensor:
         """Rows that say something, ``[S]``."""
         return self.units > 0
+
+    @property
+    def refused(self) -> str | None:
+        """Between machines: why a site does not answer, where it does not."""
+        found = self.header.get("refused")
+        return (
+            None if found is None else str(found[1] if isinstance(found, list) and len(found) == 2 else found)
+        )
 
     def to(self, device: torch.device) -> Message:
         """The same on this device."""

@@ -256,11 +256,11 @@ class Sites:
         for site, groups in groupby(
             plan.cut(ids, self.federation.train.sizes, sites), key=lambda group: int(sites[group[0]])
         ):
-            whole = _SiteSum(site, settled, remembered, self.updates)
+            whole = SiteSum(site, settled, remembered, self.updates)
             for group in groups:
                 cohort, weights = self._cohort(group), weights_of(group).to(self.device)
                 local, found = answers(group, cohort, weights)
-                whole.add(group, cohort, weights, local, joined(list(found), len(cohort)))
+                whole.add(group, cohort.sizes, weights, local, joined(list(found), len(cohort)))
             yield whole.work(sending)
 
     # --- the simulator: many sites in one process ----------------------------------------------
@@ -349,7 +349,7 @@ class _States:
         rows, units, sizes, ids = answer.rows, cohort.units, cohort.sizes, self.group
         if rows is not None:
             units, sizes, weights, ids = units[rows], sizes[rows], weights[rows], ids[rows.cpu()]
-        message = Message(units, answer.good.long(), answer.vectors, answer.cost, answer.named, answer.sums)
+        message = Message.of(answer, units)
         message = sending.sent(message, weights, sizes)
 
         def settle(received: Tensor) -> None:
@@ -379,7 +379,7 @@ class _States:
             self.updates.append((self.group, self.new))
 
 
-class _SiteSum:
+class SiteSum:
     """One site's message, added up cohort by cohort: no more than one cohort's vectors are ever there."""
 
     def __init__(
@@ -397,7 +397,8 @@ class _SiteSum:
         self.weights: list[Tensor] = []
         self.examples = 0
 
-    def add(self, group: Tensor, cohort: Cohort, weights: Tensor, local: Tensors, answer: Answer) -> None:
+    def add(self, group: Tensor, sizes: Tensor, weights: Tensor, local: Tensors, answer: Answer) -> None:
+        """One cohort's answer; who is not good is left out."""
         good = answer.good
         for name, vectors in answer.vectors.items():
             # One unit after the other: where cohorts are cut changes no bit of a sum.
@@ -410,7 +411,7 @@ class _SiteSum:
             self.named.setdefault(name, (of, []))[1].append(coefficients[good])
         self.numbers = _added(self.numbers, answer.cost)
         self.weights.append(weights)
-        self.examples += int(cohort.sizes.sum())
+        self.examples += int(sizes.sum())
         self.parts.append((group, local, replace(answer, vectors={}, sums={}, named={})))
 
     def work(self, sending: Sending) -> Work:

@@ -7,7 +7,7 @@ clients with tiny models in double precision.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import fedpop as fp
 from fedpop.algorithms import METHODS
 from fedpop.algorithms.base import Algorithm, Round
-from fedpop.channel import Tensors
+from fedpop.channel import Tensors, Total
 from fedpop.federation.participation import Active, Participation
-from fedpop.site.sites import Outcome
 from fedpop.runtime.run import Run, Settings
+from fedpop.site.sites import Update
 from tests.helpers import generator, seeded
 
 WIDE = torch.float64
@@ -109,6 +109,14 @@ def fitted(name: str, kind: str, rounds: int = 3, seed: int = 0) -> fp.Populatio
     return fit(name, kind, rounds, seed)
 
 
+class Done(NamedTuple):
+    """A round's total, its bytes, and what units would keep."""
+
+    total: Total
+    bytes_up: int
+    updates: list[Update]
+
+
 class Stage:
     """A method in the middle of a run."""
 
@@ -135,13 +143,14 @@ class Stage:
             n: t.clone() for n, t in self.run.sites.states(self.method, ids, now.broadcast, now.key).items()
         }
 
-    def work(self, ids: Tensor, weights: Tensor | None = None, ratio: bool = True) -> Outcome:
+    def work(self, ids: Tensor, weights: Tensor | None = None, ratio: bool = True) -> Done:
         """The next round's work of these clients; the run itself stays where it is."""
         active = Active(ids, torch.ones(len(ids)) if weights is None else weights, ratio)
-        return self.run.sites.round(self.method, self.now(), active, self.run.plan)
+        total = self.run.sites.round(self.method, self.now(), active, self.run.plan)
+        return Done(total, total.bytes_up, self.run.sites.updates)
 
-    def after(self, done: Outcome) -> Tensors:
-        """What the clients of an outcome would keep."""
+    def after(self, done: Done) -> Tensors:
+        """What the clients of a round would keep."""
         return joined([state for _, state in done.updates])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fedpop as fp
 from fedpop.algorithms import METHODS
-from fedpop.channel import Answer, Channel, Tally, Tensors
+from fedpop.channel import Aggregate, Channel, Message, Tensors
 from fedpop.channel.guard import Guard
 from fedpop.runtime.run import Run
 from tests.algorithms.conformance import (
@@ -118,24 +118,25 @@ def refusing(stage: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.rand(count, generator=g) < 0.34
 
     if stage == "unfit":
-        add = Tally.add
+        send = Channel.send
 
-        def fewer(self: Tally, answer: Answer, *rest: Any, **more: Any) -> Any:
-            return add(self, replace(answer, good=answer.good & ~unlucky(len(answer.good))), *rest, **more)
+        def fewer(self: Channel, message: Message, *rest: Any, **more: Any) -> Any:
+            return send(self, message.without(unlucky(len(message.units))), *rest, **more)
 
-        monkeypatch.setattr(Tally, "add", fewer)
+        monkeypatch.setattr(Channel, "send", fewer)
     elif stage == "refused":
-        carry = Channel.carry
+        add = Aggregate.add
 
-        def refused(self: Channel, name: str, vectors: Tensor, sites: Tensor, key: Any) -> Any:
-            seen, size = carry(self, name, vectors, sites, key)
-            return torch.where(unlucky(len(seen)).unsqueeze(1), torch.nan, seen), size
+        def refused(self: Aggregate, message: Message, *rest: Any) -> Any:
+            bad = unlucky(len(message.units)).unsqueeze(1)
+            vectors = {n: torch.where(bad, torch.nan, v) for n, v in message.vectors.items()}
+            return add(self, replace(message, vectors=vectors, checked=False), *rest)
 
-        monkeypatch.setattr(Channel, "carry", refused)
+        monkeypatch.setattr(Aggregate, "add", refused)
     elif stage == "suspected":
 
-        def suspects(self: Guard, name: str, vectors: Tensor, examples: Tensor, there: Tensor) -> Tensor:
-            return there & unlucky(len(there))
+        def suspects(self: Guard, message: Message, examples: Tensor, numbers: Any) -> Tensor:
+            return message.received & unlucky(len(message.units))
 
         monkeypatch.setattr(Guard, "suspects", suspects)
     else:

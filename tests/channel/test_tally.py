@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 import fedpop as fp
-from fedpop.channel import Answer, Channel, Heard, Tally
+from fedpop.channel import Answer, Channel
 from fedpop.errors import SettingsError
 from fedpop.keys import Key, units_of
 from tests.helpers import FRAME
 from tests.oracles import gaussian_noise
+from tests.tally import Heard, Tally
 
 KEY = Key(1, round=3, purpose="site")
 NAMES = ["anna", "ben", "cara", "dora", "emil"]

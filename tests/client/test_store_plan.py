@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fedpop as fp
+from fedpop.errors import SettingsError
 from fedpop.site.plan import Plan, parse_bytes
 from fedpop.site.store import LocalStore
-from fedpop.errors import SettingsError
 from tests.helpers import federation_of, linear_model, plan_of, ragged
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.channel import Channel, Tally
+from fedpop.channel import Channel
 from fedpop.evaluation.convergence import ToTheOptimum, held_directions, landing, small
 from fedpop.evaluation.diagnostics import gradient_ratio
 from fedpop.evaluation.information import gauge_directions, score_and_information
@@ -18,6 +18,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.questions import Units
 from tests.helpers import cohort_of, federation_of, generator, linear_model, population_data, ragged
+from tests.tally import Tally
 
 WIDE = torch.float64
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fedpop as fp
-from fedpop.channel import Channel, Tally
+from fedpop.channel import Channel
 from fedpop.evaluation.diagnostics import (
     ESS,
     RHAT,
@@ -19,6 +19,7 @@ from fedpop.evaluation.verdict import Distance, LossTrend
 from fedpop.keys import Key
 from fedpop.questions import Units
 from tests.helpers import cohort_of, generator, linear_model, ragged
+from tests.tally import Tally
 
 
 def test_independent_draws_have_mixed() -> None:

@@ -8,7 +8,6 @@ that never meet.
 import pytest
 import torch
 
-from fedpop.site.store import LocalStore
 from fedpop.errors import SettingsError
 from fedpop.kernels import (
     HMC,
@@ -25,6 +24,7 @@ from fedpop.kernels import (
 )
 from fedpop.kernels.base import Noise
 from fedpop.models.local import LinearLikelihood
+from fedpop.site.store import LocalStore
 from tests.kernels.every_kernel import (
     CASES,
     KERNELS,

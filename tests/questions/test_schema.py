@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from fedpop.errors import DataError, SettingsError
-from fedpop.site.sites import asked_of
 from fedpop.questions.schema import Levels, Moments, Schema
+from fedpop.site.sites import asked_of
 
 ROWS = {
     "age": np.array([30.0, 41.0, 52.5, 60.0, 71.0, 1e6]),

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import fedpop as fp
-from fedpop.channel import Answer, Channel, Tally
+from fedpop.channel import Answer, Channel
 from fedpop.errors import DataError, SettingsError
 from fedpop.keys import Key, unit_of
 from fedpop.runtime.run import Run, Settings
 from tests.helpers import FRAME, federation_of, linear_model, ragged, seeded
+from tests.tally import Tally
 
 SITES = {
     "north": ["client-0", "client-3", "client-4"],

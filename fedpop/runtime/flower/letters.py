@@ -81,14 +81,8 @@ def refusal(words: str, code: Code = Code.FAILED, **header: Any) -> Message:
     return headed({"refused": [str(code), words]} | header)
 
 
-def refused(message: Message) -> str | None:
-    """Why nothing came of a letter, where nothing did, in words."""
-    found = message.header.get("refused")
-    return None if found is None else str(found[1] if isinstance(found, list) and len(found) == 2 else found)
-
-
 def code_of(message: Message) -> Code:
-    """The same by its code."""
+    """Why a message is a refusal, by its code."""
     found = message.header.get("refused")
     try:
         return Code(found[0]) if isinstance(found, list) else Code.FAILED

@@ -20,7 +20,7 @@ from flwr.serverapp import Grid
 
 from fedpop.channel import Message
 from fedpop.errors import PayloadError
-from fedpop.runtime.flower.letters import Code, Letter, code_of, refusal, refused
+from fedpop.runtime.flower.letters import Code, Letter, code_of, refusal
 from fedpop.runtime.flower.records import letter_to_record, message_from_record
 from fedpop.version import __version__
 
@@ -115,7 +115,7 @@ class Post:
             good = {}
             for node, reply in found.items():
                 name, registered = str(reply.header.get("site", "")), nodes[asked[node][0]]
-                why = refused(reply) or _misnamed(name, registered)
+                why = reply.refused or _misnamed(name, registered)
                 if why is None:
                     good[name] = reply
                 else:
@@ -160,8 +160,8 @@ class Post:
 
     def _doubt(self, reply: Message, name: str, registered: str) -> str | None:
         """Why a node cannot be taken for a site of this name."""
-        if refused(reply) is not None:
-            return refused(reply)
+        if reply.refused is not None:
+            return reply.refused
         if reply.header.get("version") != __version__:
             return f"it has fedpop {reply.header.get('version')}, this is {__version__}"
         if reply.header.get("method") != self.hello.about["method_digest"]:
@@ -197,7 +197,7 @@ class Post:
         )
         heard = {}
         for name, reply in found.items():
-            if (why := refused(reply)) is None:
+            if (why := reply.refused) is None:
                 heard[name] = reply
                 continue
             self.reasons[name] = why
@@ -243,7 +243,7 @@ class Post:
         while waiting:
             for message in self._grid.pull_messages([*waiting, *self._open()]):
                 self._sort(message, waiting, found)
-            if not waiting or enough(sum(refused(r) is None for r in found.values())):
+            if not waiting or enough(sum(r.refused is None for r in found.values())):
                 break
             now = self._clock()
             if timeout is not None and now - start >= timeout:

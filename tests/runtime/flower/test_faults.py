@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,12 @@ from fedpop.channel.compressors.base import sealed
 from fedpop.runtime.flower.client import app
 from fedpop.runtime.flower.conduct import conduct
 from fedpop.runtime.flower.elsewhere import RoundTerms
-from fedpop.runtime.flower.letters import Letter, Reply
+from fedpop.runtime.flower.letters import Letter
 from fedpop.runtime.flower.records import (
     letter_from_record,
     letter_to_record,
-    reply_from_record,
-    reply_to_record,
+    message_from_record,
+    message_to_record,
 )
 from tests.algorithms.conformance import four, made
 from tests.runtime.flower.faulty import TERMS, run, train, with_lost
@@ -92,8 +93,8 @@ def test_a_doubled_reply_counts_once(tmp_path: Path) -> None:
 
 def spoiled(reply: Message, how: str) -> Message:
     """A reply as something between the site and the server may have changed it."""
-    old = reply_from_record(reply.content)
-    record = reply_to_record(old)
+    old = message_from_record(reply.content)
+    record = message_to_record(old)
     arrays = record.array_records["arrays"]
     first = next(iter(arrays))
     array = arrays[first]
@@ -106,23 +107,30 @@ def spoiled(reply: Message, how: str) -> Message:
     elif how == "no JSON":
         record.config_records["fedpop"]["json"] = "{"
     elif how == "a vector too few":
-        record = reply_to_record(Reply(old.about, dict(list(old.payloads.items())[1:])))
+        record = message_to_record(replace(old, payloads=dict(list(old.payloads.items())[1:])))
     elif how == "longer":
         short = dict(old.payloads)
         p = short[first]
         short[first] = type(p)(p.codec, p.length + 1, p.data + p.data[:8])
-        record = reply_to_record(Reply(old.about, short))
+        record = message_to_record(replace(old, payloads=short))
     elif how == "not finite":
         nan = torch.full((old.payloads[first].length,), math.nan, dtype=torch.float64)
         p = old.payloads[first]
         own = dict(old.payloads) | {
             first: type(p)(p.codec, p.length, sealed(0, p.length, bytes([8]), nan.numpy().tobytes()))
         }
-        record = reply_to_record(Reply(old.about, own))
+        record = message_to_record(replace(old, payloads=own))
     else:
         changes = {"another round": {"round": 99}, "another theta": {"digest": "x"}}
-        changes |= {"another version": {"version": "0.0.0"}, "units below zero": {"units": -2}}
-        record = reply_to_record(Reply(dict(old.about) | changes[how], old.payloads))
+        changes |= {"another version": {"version": "0.0.0"}, "a word of its own": {"word": 1}}
+        if how == "units below zero":
+            record = message_to_record(replace(old, units=torch.tensor([-2])))
+        elif how == "an undeclared number":
+            record = message_to_record(replace(old, numbers={**old.numbers, "age": 1.0}))
+        elif how == "an undeclared vector":
+            record = message_to_record(replace(old, payloads={**old.payloads, "age": old.payloads[first]}))
+        else:
+            record = message_to_record(replace(old, header={**old.header, **changes[how]}))
     reply.content = record
     return reply
 
@@ -141,6 +149,9 @@ def spoiled(reply: Message, how: str) -> Message:
         "another theta",
         "another version",
         "units below zero",
+        "a word of its own",
+        "an undeclared number",
+        "an undeclared vector",
     ],
 )
 def test_a_spoiled_reply_is_left_out_and_named(how: str, tmp_path: Path) -> None:

@@ -13,15 +13,15 @@ from flwr.app import Message
 
 import fedpop as fp
 from fedpop.federation.participation import Active
-from fedpop.site.sites import Sites
+from fedpop.keys import unit_of
 from fedpop.runtime.flower import memory as memories
-from fedpop.runtime.flower import site as at_site
 from fedpop.runtime.flower.folder import open_site
 from fedpop.runtime.flower.letters import Letter, digest_of
 from fedpop.runtime.flower.records import (
-    reply_from_record,
+    message_from_record,
 )
 from fedpop.runtime.run import Run, Settings
+from fedpop.site.sites import Sites
 from tests.algorithms.conformance import four, made
 from tests.runtime.flower.faulty import letters_to, run, train
 from tests.runtime.flower.local_grid import LocalGrid
@@ -32,14 +32,14 @@ from tests.runtime.flower.sites import across, same_bits
 
 def test_what_goes_wrong_at_a_site_stays_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server hears what kind of error it was, never its words, which may hold data."""
-    work = at_site.site_round
+    work = Sites.round_work
 
-    def failing(sites: Sites, method: Any, round: Any, name: str, *more: Any) -> Any:
-        if name == "bea" and round.number == 2:
+    def failing(self: Sites, method: Any, round: Any, *more: Any, **named: Any) -> Any:
+        if self.sites is not None and int(self.sites[0]) == unit_of("bea") and round.number == 2:
             raise RuntimeError("row 17 of patient Jane Doe is odd")
-        return work(sites, method, round, name, *more)
+        return work(self, method, round, *more, **named)
 
-    monkeypatch.setattr(at_site, "site_round", failing)
+    monkeypatch.setattr(Sites, "round_work", failing)
     found, grid = run(tmp_path, lambda grid: None)
     assert found.history[2]["reasons"] == {"bea": "RuntimeError; the site's log says more"}
     sent = json.dumps([str(m.content.config_records) for _, _, m in grid.traffic])
@@ -134,7 +134,7 @@ def test_a_repeated_round_gives_the_same_reply_and_another_theta_starts_from_bef
     again = site.answer(last)
     assert (
         again.payloads
-        == [reply_from_record(r.content) for s, m, r in grid.traffic if s == "ada"][-2].payloads
+        == [message_from_record(r.content) for s, m, r in grid.traffic if s == "ada"][-2].payloads
     )
     assert chain.read_bytes() == held
     moved = {n: t + 0.25 if t.is_floating_point() else t for n, t in last.tensors.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from fedpop.keys import Key
 from fedpop.runtime.flower.client import app
 from fedpop.runtime.flower.conduct import conduct
 from fedpop.runtime.flower.elsewhere import RoundTerms
-from fedpop.runtime.flower.letters import Reply
-from fedpop.runtime.flower.records import letter_from_record, reply_from_record, reply_to_record
+from fedpop.runtime.flower.records import letter_from_record, message_from_record, message_to_record
 from tests.helpers import generator
 from tests.runtime.flower.local_grid import LocalGrid
 from tests.runtime.flower.sites import across, deployment, enrol, here, post_on, same_bits
@@ -37,12 +37,12 @@ def data(scale: float = 1.0, who: str = "cem") -> dict[str, Any]:
 
 def grown(reply: Message, factor: float) -> Message:
     """A reply whose vectors are so many times as long."""
-    old = reply_from_record(reply.content)
+    old = message_from_record(reply.content)
     longer = {}
     for name, p in old.payloads.items():
         vector = Channel().decode(name, p, 0) * factor
         longer[name] = Channel().encode(name, vector, 0, Key(0))
-    reply.content = reply_to_record(Reply(old.about, longer))
+    reply.content = message_to_record(replace(old, payloads=longer))
     return reply
 
 
@@ -90,12 +90,15 @@ def test_a_site_judges_itself_as_the_simulator_does(
         assert one["unbiased"] is other["unbiased"] is False
     same_bits(elsewhere.published, simulated.published)
     replies = [
-        reply_from_record(r.content)
+        message_from_record(r.content)
         for s, m, r in grid.traffic
         if s == who and letter_from_record(m.content).kind == "train"
     ]
     assert replies[0].payloads  # nothing is known to be usual yet
-    assert all(not r.payloads and set(r.about["withheld"]) == {"dw"} for r in replies[1:])
+    for held_back in replies[1:]:  # the counts of its norms leave it, and nothing else
+        assert not held_back.payloads
+        assert {n.split(".")[1] for n in held_back.numbers} == {"dw"}
+        assert all(n.startswith("norms.") for n in held_back.numbers)
     assert json.dumps(elsewhere.history[1]["reasons"]).count("held it back") == 1
     assert "is not sent: look at the data's scale" in caplog.text
 

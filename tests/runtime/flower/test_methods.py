@@ -10,12 +10,12 @@ import torch
 
 import fedpop as fp
 from fedpop.algorithms import METHODS
-from fedpop.site.store import LocalStore
 from fedpop.evaluation.information import Information
 from fedpop.files import read_tensors
 from fedpop.runtime.flower.elsewhere import RoundTerms
 from fedpop.runtime.flower.memory import Memory
 from fedpop.runtime.flower.records import letter_from_record
+from fedpop.site.store import LocalStore
 from tests.algorithms.conformance import FOUR, four, made, partial
 from tests.helpers import generator, linear_model
 from tests.runtime.flower.sites import across, here, same_bits

@@ -20,7 +20,7 @@ from fedpop.runtime.flower.conduct import conduct
 from fedpop.runtime.flower.elsewhere import RoundTerms
 from fedpop.runtime.flower.letters import Letter
 from fedpop.runtime.flower.memory import Memory
-from fedpop.runtime.flower.records import letter_from_record, reply_from_record
+from fedpop.runtime.flower.records import letter_from_record, message_from_record
 from fedpop.runtime.run import Run, Settings
 from tests.algorithms.conformance import four, made
 from tests.runtime.flower.local_grid import LocalGrid
@@ -204,7 +204,7 @@ def test_a_newcomer_is_held_to_what_was_agreed_on(
     heard = ["south" in m["heard"] for m in found.history]
     assert not any(heard[:4])
     assert heard[-1]
-    replies = [reply_from_record(r.content) for s, _, r in grid.traffic if s == "south"]
+    replies = [message_from_record(r.content) for s, _, r in grid.traffic if s == "south"]
     assert replies[0].refused is not None
 
 

@@ -18,7 +18,6 @@ from fedpop.errors import CheckpointError, EstimateError, SettingsError
 from fedpop.files import read_json
 from fedpop.keys import Key
 from fedpop.models.base import Model
-from fedpop.site.sites import asked_of
 from fedpop.questions import Question, Units
 from fedpop.questions.forms import ExampleShape
 from fedpop.questions.schema import Schema
@@ -28,6 +27,7 @@ from fedpop.runtime.flower.elsewhere import RoundTerms
 from fedpop.runtime.flower.folder import open_site
 from fedpop.runtime.flower.records import letter_from_record
 from fedpop.runtime.flower.survey import Survey
+from fedpop.site.sites import asked_of
 from tests.algorithms.conformance import four, made
 from tests.helpers import linear_model
 from tests.runtime.flower.local_grid import LocalGrid

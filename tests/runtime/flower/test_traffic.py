@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.channel import Channel, Payload, Tensors
+from fedpop.channel import Channel, Message, Payload, Tensors
 from fedpop.errors import EstimateError
 from fedpop.questions.spectral import Spectral
 from fedpop.runtime.flower.afterwards import ASKED
 from fedpop.runtime.flower.client import app
 from fedpop.runtime.flower.conduct import conduct
 from fedpop.runtime.flower.elsewhere import RoundTerms
-from fedpop.runtime.flower.letters import Letter, Reply
+from fedpop.runtime.flower.letters import Letter
 from fedpop.runtime.flower.memory import Memory
-from fedpop.runtime.flower.records import letter_from_record, reply_from_record
+from fedpop.runtime.flower.records import letter_from_record, message_from_record
 from tests.algorithms.conformance import four, made
 from tests.algorithms.test_conformance import holds
 from tests.helpers import generator, seeded
@@ -36,9 +36,9 @@ COSTS = {"log_likelihood", "examples", "acceptance", "clients", "divergences"}
 COSTS |= {"gradient_evaluations", "head_steps", "backbone_passes"}
 
 
-def opened(grid: LocalGrid) -> list[tuple[str, Letter, Reply]]:
+def opened(grid: LocalGrid) -> list[tuple[str, Letter, Message]]:
     return [
-        (site, letter_from_record(m.content), reply_from_record(r.content)) for site, m, r in grid.traffic
+        (site, letter_from_record(m.content), message_from_record(r.content)) for site, m, r in grid.traffic
     ]
 
 
@@ -81,9 +81,9 @@ def test_neither_rows_nor_draws_leave(name: str, kind: str, tmp_path: Path) -> N
             vector = plain(payload)
             assert not any(holds(vector, secret) for secret in secrets if secret.numel() > 1)
         allowed = HELLO if letter.kind == "hello" else ABOUT
-        assert set(reply.about) <= allowed
-        assert set(reply.about.get("cost", {})) <= COSTS
-        assert reply.about.get("named", {}) == {}
+        assert set(reply.header) <= allowed
+        assert {n for n in reply.numbers if not n.startswith("norms.")} <= COSTS
+        assert reply.named == {}
     assert kinds >= {"ask", "hello", "train", "finish", "validation score"}
     assert name != "FedSOUL" or kinds >= {"marginal likelihood", "information", "diagnostics"}
     assert any(method.private and set(method.private) & set(s) for own in states.values() for s in own) or (
@@ -98,7 +98,7 @@ def test_a_sites_secret_is_in_no_message(tmp_path: Path) -> None:
         (folder / "secret").write_text(f"{1234567890123 + k}\n")
     grid = LocalGrid(app, folders)
     conduct(deployment(made("FedSOUL", "softmax"), 2, terms=RoundTerms(sites=4)), post_on(grid))
-    said = json.dumps([dict(reply.about) for _, _, reply in opened(grid)])
+    said = json.dumps([dict(reply.header) for _, _, reply in opened(grid)])
     assert "12345678901" not in said
     assert all(b"12345678901" not in p.data for _, _, r in opened(grid) for p in r.payloads.values())
 
@@ -134,7 +134,7 @@ def test_what_the_pre_round_tells_of_columns(tmp_path: Path) -> None:
         "schema": {'["age"]': [11, sum(ages)]} | {f'["sex", {s}]': [n] for s, n in LEVELS.items()},
         "standardisation": {'["age"]': [11, pytest.approx(squares, rel=1e-12)]},
     }
-    said = json.dumps([[dict(r.about), list(r.payloads)] for _, _, r in opened(grid)])
+    said = json.dumps([[dict(r.header), list(r.payloads)] for _, _, r in opened(grid)])
     assert "rare" not in said
 
 
@@ -160,7 +160,7 @@ def others(k: int = 4) -> dict[str, tuple[Tensor, Tensor]]:
     return {n: (torch.randn(12, k, generator=g), torch.randn(12, generator=g)) for n in ("bea", "cem")}
 
 
-def first_round(grid: LocalGrid, site: str) -> tuple[Letter, Reply]:
+def first_round(grid: LocalGrid, site: str) -> tuple[Letter, Message]:
     return next((m, r) for s, m, r in opened(grid) if s == site and m.kind == "train")
 
 
@@ -231,7 +231,7 @@ def test_both_rows_of_two_from_the_moments_of_a_linear_model(tmp_path: Path) -> 
     own = fp.Composition(None, seeded(nn.Linear(4, 1), 2), fp.likelihoods.Normal())
     _, grid = across(fp.FedSOUL(own), data, tmp_path / "allowed", rounds=1)
 
-    def moments(grid: LocalGrid) -> list[Reply]:
+    def moments(grid: LocalGrid) -> list[Message]:
         every = [(s, m, r) for s, m, r in opened(grid) if s == "ada" and m.kind == "ask"]
         return [r for _, m, r in every if m.about["question"] == "least squares"]
 

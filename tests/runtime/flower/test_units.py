@@ -13,15 +13,15 @@ import fedpop as fp
 from fedpop.algorithms.base import Algorithm
 from fedpop.errors import SettingsError
 from fedpop.keys import Key, unit_of
-from fedpop.site.sites import Sites
 from fedpop.runtime.flower.client import app
 from fedpop.runtime.flower.conduct import conduct
 from fedpop.runtime.flower.elsewhere import RoundTerms
 from fedpop.runtime.flower.holdings import Member, roster_of_sites, taking_part
 from fedpop.runtime.flower.memory import Memory
-from fedpop.runtime.flower.records import letter_from_record, reply_from_record
+from fedpop.runtime.flower.records import letter_from_record, message_from_record
 from fedpop.runtime.run import Run
 from fedpop.runtime.settings import Settings
+from fedpop.site.sites import Sites
 from tests.algorithms.conformance import four, made
 from tests.runtime.flower.local_grid import LocalGrid
 from tests.runtime.flower.sites import across, deployment, enrol, post_on, same_bits
@@ -41,7 +41,7 @@ def units(kind: str = "softmax") -> dict[str, Any]:
 
 
 def letters(grid: LocalGrid, kind: str = "train") -> list[tuple[str, Any, Any]]:
-    each = [(s, letter_from_record(m.content), reply_from_record(r.content)) for s, m, r in grid.traffic]
+    each = [(s, letter_from_record(m.content), message_from_record(r.content)) for s, m, r in grid.traffic]
     return [(s, m, r) for s, m, r in each if m.kind == kind]
 
 
@@ -72,8 +72,8 @@ def test_the_same_units_take_part_as_in_the_simulator(name: str, rule: str, tmp_
     asked = Counter[int]()
     for _, letter, reply in letters(grid):
         some = letter.about["units"]
-        assert reply.about["units"] == (reply.about["units"] if some is None else len(some))
-        asked[letter.about["round"]] += reply.about["units"]
+        assert int(reply.units) == (int(reply.units) if some is None else len(some))
+        asked[letter.about["round"]] += int(reply.units)
     assert [asked[k] for k in range(6)] == [m["active"] for m in here.history]
     assert here.store is not None
     place = {n: i for i, n in enumerate(units())}
@@ -100,9 +100,9 @@ def test_hashes_of_units_are_told_where_some_are_drawn(tmp_path: Path) -> None:
         _, grid = across(method, data(), tmp_path / rule, rounds=1, rule=RULES[rule])
         for site, _, reply in letters(grid, "hello"):
             hashes = [unit_of(n) for n in SITES[site]] if rule == "two" else None
-            assert reply.about.get("hashes") == hashes
+            assert reply.header.get("hashes") == hashes
         for _, _, reply in [r for kind in ("hello", "ask", "train") for r in letters(grid, kind)]:
-            assert "ada" not in str(reply.about)
+            assert "ada" not in str(reply.header)
 
 
 @pytest.mark.parametrize("name", ["FedSOUL", "SCAFFOLD"])
