@@ -31,7 +31,7 @@ class Tally:
         weigh: bool = False,
         plain: tuple[str, ...] = (),
     ) -> None:
-        self.sending = Sending(channel, key, weigh=weigh, plain=plain, varied=True)
+        self.sending = Sending(channel, key, weigh=weigh, plain=plain)
         self.remembered, self.aggregate = remembered, Aggregate()
 
     def add(
@@ -42,7 +42,7 @@ class Tally:
         sites: Tensor | None = None,
         lost: Tensor | None = None,
     ) -> Heard:
-        """Units that are sites of their own, or at ``sites`` ``[C]``; those that are ``lost`` do not arrive."""
+        """Units that are sites of their own, or at ``sites`` ``[C]``; ``lost`` ones do not arrive."""
         if sites is None:
             message = self.sending.sent(Message.of(answer, units), weights, torch.ones_like(units))
             heard = self.aggregate.add(message, weights, lost)

@@ -46,10 +46,13 @@ VECTORS: Mapping[str, Sent] = {
     "dphi": Sent("move of the backbone, times n"),
     "dbody": Sent("move of the shared layers, times n"),
     "dhead": Sent("move of the shared head, times n"),
+    "dz": Sent("move of the shared head (LG-FedAvg), times n"),
     "dy": Sent("move of the shared weights (SCAFFOLD)"),
     "dc": Sent("change of the control variate (SCAFFOLD)"),
     "x": Sent("the client's own weights (L2GD's average)"),
     "w": Sent("state of the travelling chain (FSGLD), or weights; the relay needs it as it is", clear=True),
+    "precision": Sent("precision of the client's Gaussian surrogate (FSGLD)"),
+    "shift": Sent("the same, times its mean"),
     "z/rho": Sent("the client's auxiliary variable over its tolerance (DG-LMC)"),
     "1/rho": Sent("one over the tolerance"),
     "U": Sent("gradient of the potential, less what the server remembers (QLSD)"),
@@ -71,6 +74,9 @@ VECTORS: Mapping[str, Sent] = {
     "share": Sent("how much of z the data decide"),
     "information": Sent("observed information of theta"),
     "slope": Sent("gradient of the log marginal likelihood"),
+    "noise": Sent("covariance of the score that is due to a finite number of draws"),
+    "errors": Sent("the score of each part of the chains"),
+    "counts": Sent("units by R-hat and effective draws"),
     "value": Sent("log marginal likelihood"),
     "log_det": Sent("log-determinants of the groups' covariances"),
     "explained": Sent("what random effects explain of the products W'W"),
@@ -78,8 +84,11 @@ VECTORS: Mapping[str, Sent] = {
     "n_sum": Sent("the same"),
     "nk": Sent("products that the Hessian in it is made of"),
     "nn": Sent("the same"),
+    "[*": Sent("rows, sums and squares of a column, or rows of a level, by their names as a JSON list"),
+    "{*": Sent("a one for the form of its examples, which the name is"),
 }
-"""Vectors of the library's own methods and questions."""
+"""Vectors of the library's own methods and questions; a name that ends with a star stands for all that begin
+so."""
 
 NUMBERS: Mapping[str, Sent] = {
     "log_likelihood": Sent("training log-likelihood, for the progress line"),
@@ -91,9 +100,9 @@ NUMBERS: Mapping[str, Sent] = {
     "head_steps": Sent("work: examples through heads"),
     "backbone_passes": Sent("work: forward and backward passes of one example"),
     "weight": Sent("participation weights, summed over units"),
-    COUNTS: Sent("messages by the power of two of their norms", bound=1.0),
+    COUNTS + "*": Sent("messages by the power of two of their norms", bound=1.0),
 }
-"""What travels beside the vectors; a name that ends with a dot stands for all that begin so."""
+"""What travels beside the vectors."""
 
 HEADER: Mapping[str, Sent] = {
     "site": Sent("the site's name", clear=True),
@@ -115,21 +124,25 @@ HEADER: Mapping[str, Sent] = {
 """What a message between machines says of itself; none of it depends on values in the data."""
 
 
-def require_declared(
-    vectors: Iterable[str], numbers: Iterable[str], own: Mapping[str, object], varied: bool = False
-) -> None:
+def require_declared(vectors: Iterable[str], numbers: Iterable[str], own: Mapping[str, object]) -> None:
     """Raise where something would leave a site that neither this page nor the sender's ``sends`` (``own``)
-    declares. Where names are ``varied`` they are those of columns and levels."""
+    declares."""
     for name in vectors:
-        base = name.removeprefix(PLAIN)
-        if base not in VECTORS and base not in own and not varied and not base.startswith(NAMED):
-            raise SettingsError(
-                f"a vector {name!r} would leave a site that is not declared: name it in sends, as in "
-                f'sends = {{"{name}": Sent("what it is")}}'
-            )
+        if not name.startswith(NAMED) and not _listed(name.removeprefix(PLAIN), VECTORS, own):
+            raise _undeclared("vector", name)
     for name in numbers:
-        if name not in NUMBERS and name not in own and not name.startswith(COUNTS):
-            raise SettingsError(
-                f"a number {name!r} would leave a site that is not declared: name it in sends, as in "
-                f'sends = {{"{name}": Sent("what it is")}}'
-            )
+        if not _listed(name, NUMBERS, own):
+            raise _undeclared("number", name)
+
+
+def _listed(name: str, *lists: Mapping[str, object]) -> bool:
+    return any(name in known for known in lists) or any(
+        name.startswith(entry[:-1]) for known in lists for entry in known if entry.endswith("*")
+    )
+
+
+def _undeclared(what: str, name: str) -> SettingsError:
+    return SettingsError(
+        f"a {what} {name!r} would leave a site that is not declared: name it in sends, as in "
+        f'sends = {{"{name}": Sent("what it is")}}'
+    )

@@ -138,6 +138,8 @@ class Channel(Checked):
             message, more = self._carried(message, key)
         finite = finite_rows(message.vectors)
         if finite is not None:
+            if message.sums and not bool(finite.all()):
+                raise SettingsError("a unit was refused after its vectors had been added to a sum")
             message = message.without(~finite)
         changed = weights is not None or not self.transparent
         return replace(message, changed=changed, checked=True, bytes=size + more)

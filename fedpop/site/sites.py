@@ -78,11 +78,10 @@ class Sending:
     """Vectors that are wanted without weights, too."""
     encode: bool = False
     sends: Mapping[str, Any] = field(default_factory=dict)
-    varied: bool = False
 
     def sent(self, message: Message, weights: Tensor, examples: Tensor) -> Message:
         """What becomes of a message on its way."""
-        require_declared(chain(message.vectors, message.sums), message.numbers, self.sends, self.varied)
+        require_declared(chain(message.vectors, message.sums), message.numbers, self.sends)
         own = weights if self.weigh else None
         message = self.channel.send(message, self.key, own, self.plain, self.encode)
         return message if self.guard is None else self.guard.held_back(message, examples)
@@ -223,7 +222,7 @@ class Sites:
     ) -> Iterator[Work]:
         """Answers to a question of everyone, or of those at these positions, as the server sees them."""
         ids = torch.arange(len(self.federation)) if among is None else among
-        sending = Sending(Channel(), key, encode=encode, sends=question.sends, varied=question.varied)
+        sending = Sending(Channel(), key, encode=encode, sends=question.sends)
 
         def answers(group: Tensor, cohort: Cohort, weights: Tensor) -> tuple[Tensors, Iterable[Answer]]:
             return {}, [question.answer(asked, self.units(group, cohort, personal, question.name), key)]

@@ -116,6 +116,10 @@ class Done(NamedTuple):
     bytes_up: int
     updates: list[Update]
 
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        return self.total.left_out
+
 
 class Stage:
     """A method in the middle of a run."""

@@ -131,8 +131,8 @@ def test_a_client_that_is_not_finite_is_left_out_and_named(name: str, kind: str)
         same(total.weighted, rest.total.weighted)
         same({n: t[others] for n, t in after.items()}, stage.after(rest))
         for n in ("log_likelihood", "examples"):
-            if n in rest.cost:
-                assert done.cost[n] == pytest.approx(rest.cost[n], rel=1e-9)
+            if n in rest.total.numbers:
+                assert done.total.numbers[n] == pytest.approx(rest.total.numbers[n], rel=1e-9)
 
 
 @every("linear", participation=("any", "full"))

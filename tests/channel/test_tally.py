@@ -95,7 +95,7 @@ def test_one_answer_or_many_it_is_the_same(channel: Channel, weights: Tensor) ->
 def test_the_short_way_and_the_long_way_are_the_same(weights: Tensor) -> None:
     """Nobody lost is said in words here, which takes the long way."""
     short, long = Tally(Channel(), KEY), Tally(Channel(), KEY)
-    sums = {"G": torch.arange(3.0)}
+    sums = {"gradient": torch.arange(3.0)}
     first, second = (
         t.add(answer(sums=sums), UNITS, weights, None, lost) for t, lost in ((short, None), (long, NOBODY))
     )
@@ -231,12 +231,12 @@ def test_a_fused_sum_with_weights_of_one_is_a_plain_one_too() -> None:
 
 
 def test_a_sum_cannot_lose_a_unit_afterwards() -> None:
-    given = answer(sums={"G": torch.ones(2)})
+    given = answer(sums={"gradient": torch.ones(2)})
     given.vectors["n"][3] = float("inf")
     with pytest.raises(SettingsError, match="refused after its vectors had been added to a sum"):
         Tally(Channel(), KEY).add(given, UNITS, ONES)
     with pytest.raises(SettingsError, match="refused after its vectors had been added to a sum"):
-        Tally(Channel(), KEY).add(answer(sums={"G": torch.ones(2)}), UNITS, ONES, lost=~NOBODY)
+        Tally(Channel(), KEY).add(answer(sums={"gradient": torch.ones(2)}), UNITS, ONES, lost=~NOBODY)
 
 
 # --- units of one site ------------------------------------------------------------------------------
@@ -355,6 +355,6 @@ def test_a_sum_that_cannot_be_sent_leaves_all_of_its_site_out() -> None:
 
 def test_fused_sums_of_sites_take_the_bytes_of_those_that_speak() -> None:
     tally = Tally(Channel(), KEY)
-    tally.add(Answer(EVERYONE, sums={"G": torch.ones(3)}), UNITS, ONES, SITES)
+    tally.add(Answer(EVERYONE, sums={"gradient": torch.ones(3)}), UNITS, ONES, SITES)
     assert tally.bytes_up == 2 * (FRAME + 3 * 4)
-    assert torch.equal(tally.total(5, False).plain["G"], torch.ones(3))
+    assert torch.equal(tally.total(5, False).plain["gradient"], torch.ones(3))

@@ -85,7 +85,7 @@ def summed(here: Population, question: NewcomerWidth) -> Tensor:
     """What the server has of a question about one number of examples: judged, scores, squared differences."""
     assert here.sites is not None
     told = here.sites.ask(question, here.published, here.key, here._final_plan, here._models_of)
-    return told[1].total.plain["scores"].double()
+    return told[1].plain["scores"].double()
 
 
 # --- what clients answer ----------------------------------------------------------------------

@@ -47,9 +47,7 @@ def test_a_cohort_of_everyone_is_kept_for_the_next_round():
     federation = federation_of(model, ragged((3, 2, 5)))
     run = Run(fp.FedSOUL(model), federation, Settings(2, 0, fp.participation.Everyone(), "1GiB"))
     active = fp.participation.Everyone().draw(federation.roster, Key(0))
-    ((_, first),) = run.sites.cohorts(active.ids, run.plan)
-    ((_, second),) = run.sites.cohorts(active.ids, run.plan)
-    assert first is second
+    assert run.sites._cohort(active.ids) is run.sites._cohort(active.ids)
 
 
 @pytest.mark.parametrize(

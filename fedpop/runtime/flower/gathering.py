@@ -61,7 +61,7 @@ class Gathering:
         for name in sorted(messages, key=unit_of):
             try:
                 message = require_answer(messages[name], letters[name], name)
-                _require_declared(message, sends or {}, varied)
+                _require_declared(message, sends or {})
                 seen[name] = _finite(channel.receive(message, kind))
             except PayloadError as error:
                 reasons[name] = str(error)
@@ -122,9 +122,9 @@ def _finite(message: Message) -> Message:
     return message
 
 
-def _require_declared(message: Message, sends: Mapping[str, object], varied: bool) -> None:
+def _require_declared(message: Message, sends: Mapping[str, object]) -> None:
     try:
-        require_declared(message.payloads, message.numbers, sends, varied)
+        require_declared(message.payloads, message.numbers, sends)
     except SettingsError as error:
         raise PayloadError(str(error)) from error
     if unknown := message.header.keys() - HEADER.keys():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,21 @@ def data(scale: float = 1.0, who: str = "cem") -> dict[str, Any]:
 
 
 def grown(reply: Message, factor: float) -> Message:
-    """A reply whose vectors are so many times as long."""
+    """A reply whose vectors, if it has any, are so many times as long."""
     old = message_from_record(reply.content)
     longer = {}
     for name, p in old.payloads.items():
         vector = Channel().decode(name, p, 0) * factor
         longer[name] = Channel().encode(name, vector, 0, Key(0))
-    reply.content = message_to_record(replace(old, payloads=longer))
+    counts = {_shifted(n, factor if longer else 1.0): number for n, number in old.numbers.items()}
+    reply.content = message_to_record(replace(old, payloads=longer, numbers=counts))
     return reply
+
+
+def _shifted(name: str, factor: float) -> str:
+    """The name of a count of norms that are so many times as long."""
+    *begin, last = name.split(".")
+    return ".".join([*begin, str(int(last) + round(math.log2(factor)))]) if begin[:1] == ["norms"] else name
 
 
 @pytest.mark.parametrize("at", [0, 2], ids=["in the first round", "later"])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fedpop as fp
 from fedpop.algorithms.asking import question_from, question_told
 from fedpop.channel import Answer, Tensors, Total
+from fedpop.channel.declared import Sent
 from fedpop.errors import CheckpointError, EstimateError, SettingsError
 from fedpop.files import read_json
 from fedpop.keys import Key
@@ -43,6 +44,7 @@ class SquaresAbout(Question[float]):
     at: Tensor
     above: float
     name: ClassVar[str] = "squares about"
+    sends: ClassVar[dict[str, Sent]] = {"squares": Sent("squares about a value")}
 
     def ask(self, known: Tensors) -> Tensors:
         return {"phi": known["phi"]}
@@ -120,6 +122,7 @@ OWN = """
 from dataclasses import dataclass
 from typing import ClassVar
 import torch
+from fedpop.channel.declared import Sent
 from fedpop.channel import Answer
 from fedpop.questions import Question
 

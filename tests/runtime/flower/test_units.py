@@ -21,7 +21,7 @@ from fedpop.runtime.flower.memory import Memory
 from fedpop.runtime.flower.records import letter_from_record, message_from_record
 from fedpop.runtime.run import Run
 from fedpop.runtime.settings import Settings
-from fedpop.site.sites import Sites
+from fedpop.site.plan import Plan
 from tests.algorithms.conformance import four, made
 from tests.runtime.flower.local_grid import LocalGrid
 from tests.runtime.flower.sites import across, deployment, enrol, post_on, same_bits
@@ -156,15 +156,15 @@ def test_a_site_with_little_memory_finds_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method, sizes = made(name, "softmax"), list[int]()
-    cohorts, simulation = Sites.cohorts, simulated(method, method.usual_participation(), 2)
+    simulation, cut_up = simulated(method, method.usual_participation(), 2), Plan.cut
 
-    def watched(self: Sites, ids: Any, plan: Any) -> Any:
-        for group, cohort in cohorts(self, ids, plan):
-            if plan.per_row:  # not those that are asked before there is a model
-                sizes.append(len(group))
-            yield group, cohort
+    def watched(self: Plan, *ids: Any) -> Any:
+        groups = cut_up(self, *ids)
+        if self.per_row:  # not those that are asked before there is a model
+            sizes.extend(map(len, groups))
+        return groups
 
-    monkeypatch.setattr(Sites, "cohorts", watched)
+    monkeypatch.setattr(Plan, "cut", watched)
     whole, _ = across(method, data(), tmp_path / "much", rounds=2)
     assert max(sizes) == 3
     sizes.clear()
