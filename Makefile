@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 .DELETE_ON_ERROR:
 OLDEST := .venv-oldest
 # Flower asks for newer versions of the others; the oldest of it is what every other environment has.
-FLOWER := fedpop/runtime/flower tests/runtime/flower
+FLOWER := fedpop/flower tests/flower
 # Where bytecode may not be kept, every worker and every child compiles the package and the tests again.
 export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help demo test test-slow test-flower test-oldest lint docs pictures bench clean
@@ -25,7 +25,7 @@ test-slow: $(STAMP) ## Run the slow statistical tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow tests
 
 test-flower: $(STAMP) ## Run federations of real processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m flower tests/runtime/flower
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m flower tests/flower
 
 test-oldest: $(STAMP) ## Run the tests with the oldest versions that are allowed
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(OLDEST)

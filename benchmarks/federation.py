@@ -22,13 +22,13 @@ from torch import nn
 import fedpop as fp
 from benchmarks.timing import Advance, Spread, shown
 from benchmarks.turns_client import NOTHING
-from fedpop.algorithms.base import Facts
+from fedpop.flower import joining, serving
+from fedpop.flower.folder import open_site
+from fedpop.flower.letters import Letter, digest_of
+from fedpop.flower.processes import free_port
 from fedpop.keys import Key
+from fedpop.methods.base import Facts
 from fedpop.report.results import Record, record
-from fedpop.runtime.flower import joining, serving
-from fedpop.runtime.flower.folder import open_site
-from fedpop.runtime.flower.letters import Letter, digest_of
-from fedpop.runtime.flower.processes import free_port
 
 NAME = "federation"
 SITES, ROUNDS, TARGET = ("a", "b", "c"), 10, 1.1
@@ -75,7 +75,7 @@ def parts_of(folder: Path) -> dict[str, float]:
     steps = {
         "a client process that imports flwr": "import flwr.clientapp",
         "importing torch": "import torch",
-        "importing fedpop": "import fedpop.runtime.flower.client",
+        "importing fedpop": "import fedpop.flower.client",
     }
     codes = ["\n".join(list(steps.values())[: k + 1]) for k in range(len(steps))]
     turns = [[_seconds_of(code) for code in codes] for _ in range(5)]
@@ -127,7 +127,7 @@ def rounds_of(folder: Path, advance: Advance) -> tuple[list[float], list[float]]
     )
     project = server / "app" / "pyproject.toml"
     client = "benchmarks.turns_client:app"
-    project.write_text(project.read_text().replace("fedpop.runtime.flower.client:app", client))
+    project.write_text(project.read_text().replace("fedpop.flower.client:app", client))
     (folder / "rows.csv").write_text("x,y\n" + "".join(f"{i},{2 * i}\n" for i in range(20)))
     for name in SITES:
         own = folder / f"site-{name}"

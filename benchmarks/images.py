@@ -26,7 +26,7 @@ from benchmarks.timing import Advance, Lap, Spread, in_turns, lap
 from fedpop.data.image_task import ImageTask
 from fedpop.keys import Key
 from fedpop.report.results import Record, record
-from fedpop.runtime.run import Run, Settings
+from fedpop.run.run import Run, Settings
 
 NAME = "images"
 ACTIVE, ALL, TEST = 4, 100, 100

@@ -15,7 +15,7 @@ from fedpop.client.losses import joint_loss
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.keys import Key
 from fedpop.report.results import Record, record
-from fedpop.runtime.run import Run, Settings
+from fedpop.run.run import Run, Settings
 
 NAME = "local training"
 CLIENTS, EPOCHS = 1_000, 5

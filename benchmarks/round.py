@@ -16,7 +16,7 @@ from benchmarks.timing import Advance, Lap, Spread, in_turns, ratio, shown
 from fedpop.kernels import Kernel
 from fedpop.keys import Key
 from fedpop.report.results import Record, record
-from fedpop.runtime.run import Run, Settings
+from fedpop.run.run import Run, Settings
 
 NAME = "round"
 CLIENTS, ACTIVE, IMAGES, CLASSES = 8, 4, 500, 10

@@ -8,10 +8,10 @@ from rich.table import Table
 
 import fedpop as fp
 from benchmarks.timing import Advance, Spread, in_turns, ratio, shown
-from fedpop.algorithms.base import Algorithm
 from fedpop.data.synthetic import SyntheticTask
+from fedpop.methods.base import Algorithm
 from fedpop.report.results import Record, record
-from fedpop.runtime.run import Run, Settings
+from fedpop.run.run import Run, Settings
 from fedpop.settings import describe
 
 NAME = "rounds per second"

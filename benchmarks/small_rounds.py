@@ -20,7 +20,7 @@ from benchmarks.timing import Advance, Spread, in_turns, ratio, shown
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.keys import Key
 from fedpop.report.results import Record, record
-from fedpop.runtime.run import Run, Settings
+from fedpop.run.run import Run, Settings
 
 NAME = "small rounds"
 BLOCK, SECONDS, LEAST = 25, 20.0, 8

@@ -27,7 +27,7 @@ def handle(message: Message, context: Context) -> Message:
     told = json.loads(str(message.content.config_records["fedpop"]["json"]))
     if told["kind"] == "train" and told["about"]["round"] % 2:
         return _nothing(message, told["about"], Path(str(context.node_config["site"])))
-    from fedpop.runtime.flower.client import app as ours
+    from fedpop.flower.client import app as ours
 
     return ours(message, context)
 

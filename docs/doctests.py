@@ -33,7 +33,7 @@ class Doctests(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """A method's model may be given by position, which dataclasses say field by field."""
-        for module in pkg["algorithms"].modules.values():
+        for module in pkg["methods"].modules.values():
             for cls in module.classes.values():
                 init = cls.members.get("__init__")
                 if isinstance(init, griffe.Function) and "model" in init.parameters:

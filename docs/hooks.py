@@ -25,7 +25,7 @@ from fedpop.report.html import Sheet, markdown
 ROOT = Path(__file__).parents[1]
 GROUPS = {
     "models": ("Models", "What is learned: p(D | phi, z)."),
-    "algorithms": ("Methods", "Federated methods, under one contract; `fit` runs them on one machine."),
+    "methods": ("Methods", "Federated methods, under one contract; `fit` runs them on one machine."),
     "priors": ("Priors", "The population p(z | beta), and the hyperprior on theta."),
     "kernels": ("Markov kernels", "How a client draws z."),
     "chains": ("Chains", "How many draws of z there are, in a round and after training."),
@@ -35,7 +35,7 @@ GROUPS = {
     "federation": ("Clients", "Data, by client."),
     "participation": ("Participation", "Who takes part in a round."),
     "layers": ("Layers", "Layers that keep clients apart, and do without a global generator."),
-    "runtime": ("Running", "The simulator."),
+    "run": ("Running", "The simulator."),
     "callbacks": ("Between rounds", "What may happen between two rounds."),
     "population": ("Populations", "What `fit` returns, and scores of every client under one protocol."),
     "experiments": ("Comparisons", "Methods side by side."),

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from fedpop import chains, compressors, kernels, layers, participation, priors, steps
-from fedpop.algorithms import (
+from fedpop.client.local_sgd import LocalSGD
+from fedpop.federation.clients import Client, Federation, Table
+from fedpop.federation.held_out import hold_out
+from fedpop.methods import (
     APFL,
     DGLMC,
     FSGLD,
@@ -31,10 +34,7 @@ from fedpop.algorithms import (
     PerFedAvg,
     PFedMe,
 )
-from fedpop.algorithms.base import Algorithm as _Algorithm
-from fedpop.client.local_sgd import LocalSGD
-from fedpop.federation.clients import Client, Federation, Table
-from fedpop.federation.held_out import hold_out
+from fedpop.methods.base import Algorithm as _Algorithm
 from fedpop.models import likelihoods, links, networks
 from fedpop.models.composition import Composition
 from fedpop.models.custom import CustomModel
@@ -46,7 +46,7 @@ if _TYPE_CHECKING:
     from fedpop import callbacks, data
     from fedpop.experiments.comparison import compare
     from fedpop.mixed.model import mixed_model
-    from fedpop.runtime.simulate import fit
+    from fedpop.run.simulate import fit
 else:
     # What no site of a federation needs is imported when it is asked for: there, every message starts a
     # process.
@@ -54,7 +54,7 @@ else:
         "callbacks": "fedpop",
         "compare": "fedpop.experiments.comparison",
         "data": "fedpop",
-        "fit": "fedpop.runtime.simulate",
+        "fit": "fedpop.run.simulate",
         "mixed_model": "fedpop.mixed.model",
     }
 
@@ -72,7 +72,7 @@ else:
 
 
 def _fit(*given: _Any, **more: _Any) -> _Any:
-    return _import_module("fedpop.runtime.simulate").fit(*given, **more)
+    return _import_module("fedpop.run.simulate").fit(*given, **more)
 
 
 _Algorithm.runs_on = _fit

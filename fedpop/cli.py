@@ -233,7 +233,7 @@ def site() -> None:
 
 def _federated(who: str, arguments: list[str]) -> None:
     """The commands of a server or a site, which have options of their own."""
-    commands: SubcommandApp = getattr(import_module("fedpop.runtime.flower.commands"), who)
+    commands: SubcommandApp = getattr(import_module("fedpop.flower.commands"), who)
     commands.cli(prog=f"fedpop {who}", args=arguments)
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 import fedpop as fp
-from fedpop.algorithms.base import Algorithm, Facts, Round
-from fedpop.channel import Aggregate, Channel, Message, Payload, Tensors, Total
 from fedpop.federation.participation import Active, Participation, Roster
 from fedpop.keys import Key, units_of
+from fedpop.message import Aggregate, Channel, Message, Payload, Tensors, Total
+from fedpop.methods.base import Algorithm, Facts, Round
 from fedpop.questions import Question
-from fedpop.runtime.members import active_units
+from fedpop.run.members import active_units
 from fedpop.site.sites import WHOLE, Sites, Work
 
 CPU = torch.device("cpu")

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms.base import Algorithm, Facts, Round
-from fedpop.channel import Answer, Channel, Tensors, Total
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.participation import Participation
 from fedpop.keys import Key
+from fedpop.message import Answer, Channel, Tensors, Total
+from fedpop.methods.base import Algorithm, Facts, Round
 from fedpop.models.base import Model
 from fedpop.questions import Question, Units
-from fedpop.runtime.run import Run, Settings
+from fedpop.run.run import Run, Settings
 from fedpop.site.plan import Plan, plan_for
 from fedpop.site.sites import settled_states
 from tests.tally import Tally

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedpop.channel import Aggregate, Answer, Channel, Message, Tensors, Total
 from fedpop.keys import Key
+from fedpop.message import Aggregate, Answer, Channel, Message, Tensors, Total
 from fedpop.site.sites import Sending, SiteSum, Update, _seen
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import fedpop as fp
-from fedpop.algorithms.base import Facts
-from fedpop.channel import Total
+from fedpop.message import Total
+from fedpop.methods.base import Facts
 from tests.helpers import answers, begun, by_name, cohort_of, linear_model, ragged, seeded, train_key
 
 PACKAGE = str(Path(fp.__file__).parent)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import fedpop as fp
-from fedpop.algorithms.base import Algorithm
+from fedpop.methods.base import Algorithm
 from fedpop.mixed.fit import MixedFit
 from fedpop.models.predictive import Predictive
 from fedpop.population import Newcomer, Posterior

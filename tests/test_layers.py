@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import fedpop
-from fedpop.algorithms.base import Algorithm
-from fedpop.channel.compressors import Compressor
 from fedpop.federation.participation import Participation
+from fedpop.message.compressors import Compressor
+from fedpop.methods.base import Algorithm
 from fedpop.questions import Question
 
 ROOT = Path(fedpop.__file__).parent
@@ -32,21 +32,22 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "settings",
     ),
     ("federation",),
-    ("channel",),
+    ("message",),
     ("models",),
     ("priors",),
     ("kernels",),
     ("server",),
     ("client",),
     ("questions",),
-    ("algorithms",),
+    ("methods",),
     ("site",),
     ("evaluation",),
     ("population",),
-    ("runtime",),
+    ("run",),
     ("data",),
     ("report",),
     ("mixed",),
+    ("flower",),
     ("experiments",),
     # What users import: public names by kind, then all of them, then the command line.
     ("steps", "chains", "compressors", "participation", "layers", "callbacks"),
@@ -54,7 +55,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "cli_data"),
 )
 RANK = {name: i for i, names in enumerate(LAYERS) for name in names}
-ABOVE = {("fedpop.algorithms.base", "fedpop.population")}
+ABOVE = {("fedpop.methods.base", "fedpop.population")}
 """The one type from above: what ``Algorithm.fit`` returns."""
 
 
@@ -138,8 +139,8 @@ def test_nothing_of_our_own_is_imported_in_functions() -> None:
     known = {name: path for name, path in modules().items() if not layer(name).startswith("cli")}
     found = {name: hidden(ast.parse(path.read_text()), set(known)) for name, path in known.items()}
     assert not {name: others for name, others in found.items() if others}
-    function = "def f():\n    from fedpop.runtime import run\n"
-    assert hidden(ast.parse(function), {"fedpop.runtime.run"}) == ["fedpop.runtime.run"]
+    function = "def f():\n    from fedpop.run import run\n"
+    assert hidden(ast.parse(function), {"fedpop.run.run"}) == ["fedpop.run.run"]
 
 
 def test_a_lower_room_is_not_told_of_a_higher_one() -> None:
@@ -158,13 +159,13 @@ def test_flower_is_imported_in_one_place() -> None:
         return plain | {n.module.split(".")[0] for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
 
     users = {name for name, path in modules().items() if "flwr" in named(path)}
-    assert users == {f"fedpop.runtime.flower.{m}" for m in ("client", "post", "records", "server")}
+    assert users == {f"fedpop.flower.{m}" for m in ("client", "post", "records", "server")}
 
 
 def test_the_check_can_fail() -> None:
-    known = {"fedpop.runtime", "fedpop.runtime.run"}
-    hidden = "def f():\n    from fedpop.runtime import run\n"
-    assert list(imports(ast.parse(hidden), known)) == ["fedpop.runtime.run"]
+    known = {"fedpop.run", "fedpop.run.run"}
+    hidden = "def f():\n    from fedpop.run import run\n"
+    assert list(imports(ast.parse(hidden), known)) == ["fedpop.run.run"]
 
 
 def test_no_file_is_long() -> None:
@@ -176,7 +177,7 @@ def test_no_file_is_long() -> None:
 
 
 def test_fedsouk_can_be_read_beside_the_paper() -> None:
-    assert len((ROOT / "algorithms" / "fedsouk.py").read_text().splitlines()) < 250
+    assert len((ROOT / "methods" / "fedsouk.py").read_text().splitlines()) < 250
 
 
 # --- who may look at what ------------------------------------------------------------------------
@@ -201,7 +202,7 @@ def kinds_told_apart(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, "likelihood.name"
 
 
-@pytest.mark.parametrize("room", ["runtime", "population"])
+@pytest.mark.parametrize("room", ["run", "flower", "population"])
 def test_what_runs_a_method_does_not_look_at_its_class(room: str) -> None:
     found = [
         f"{file.relative_to(ROOT)}:{line}: {what}"

@@ -69,7 +69,7 @@ def test_nothing_else_is_at_the_top() -> None:
 
 
 def test_every_method_is_at_the_top() -> None:
-    from fedpop.algorithms.base import Algorithm
+    from fedpop.methods.base import Algorithm
     from fedpop.settings import known
 
     ours = {

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms import METHODS, rebuild
-from fedpop.algorithms.base import Algorithm
-from fedpop.channel.compressors import Compressor
 from fedpop.errors import CheckpointError, SettingsError
 from fedpop.kernels import Kernel
+from fedpop.message.compressors import Compressor
+from fedpop.methods import METHODS, rebuild
+from fedpop.methods.base import Algorithm
 from fedpop.priors import Prior
 from fedpop.settings import (
     Setting,

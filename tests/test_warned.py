@@ -33,7 +33,7 @@ FITS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", FITS)
 def test_a_warning_points_at_the_line_that_led_to_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedpop.runtime.simulate.advice", lambda run: "ended too soon")
+    monkeypatch.setattr("fedpop.run.simulate.advice", lambda run: "ended too soon")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         FITS[name]()

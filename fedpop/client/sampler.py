@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedpop.channel import Tensors
 from fedpop.checked import Few, Whole
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
@@ -15,6 +14,7 @@ from fedpop.kernels import Hierarchy, Kernel, Pass, Target, Tuning, resolve_kern
 from fedpop.kernels.follow import carried, first_place, follows
 from fedpop.kernels.prior_chains import draw
 from fedpop.keys import Key
+from fedpop.message import Tensors
 from fedpop.settings import Setting
 
 BURN_IN, SETTLE = 100, 30

@@ -19,7 +19,7 @@ from fedpop.data.catalogue import Remote
 from fedpop.data.formats.decoded import Watch, unwatched
 from fedpop.errors import CheckpointError, DataError
 from fedpop.files import writable_folder
-from fedpop.runtime.lock import held
+from fedpop.run.lock import held
 from fedpop.version import __version__
 
 CHUNK = 1 << 20

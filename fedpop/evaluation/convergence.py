@@ -19,7 +19,6 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fedpop.channel import Answer, Tensors, Total
 from fedpop.errors import EstimateError
 from fedpop.evaluation.information import (
     free_directions,
@@ -30,6 +29,7 @@ from fedpop.evaluation.louis import louis
 from fedpop.evaluation.verdict import CONVERGED, Distance
 from fedpop.kernels import Hierarchy
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
 from fedpop.questions import Question, Units
 
 LARGEST_EXACT = 500

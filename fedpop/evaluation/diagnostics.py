@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpop.channel import Answer, Tensors, Total
 from fedpop.client.phi_gradient import PhiGradient
 from fedpop.evaluation.verdict import Verdict
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Hierarchy, prior_chains
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
 from fedpop.questions import Question, Units
 
 WORST_RHAT = 1.05

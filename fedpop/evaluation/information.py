@@ -16,13 +16,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.channel import Answer, Tensors, Total
 from fedpop.errors import EstimateError
 from fedpop.evaluation.louis import in_double, louis, require_double
 from fedpop.evaluation.marginal import closed_form
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Hierarchy
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
 from fedpop.priors.normal import Normal
 from fedpop.questions import Question, Units
 from fedpop.server.gauge import Gauge

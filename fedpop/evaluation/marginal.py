@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpop.channel import Answer, Tensors, Total
 from fedpop.errors import EstimateError
 from fedpop.evaluation import quadrature
 from fedpop.kernels import Hierarchy, Target
 from fedpop.kernels.evidence import runs_in_double
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
 from fedpop.questions import Question, Units
 
 DEGREES = 5.0

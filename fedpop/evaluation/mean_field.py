@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.hierarchical import Hierarchical
 from fedpop.client.phi_gradient import expected_normal
 from fedpop.errors import EstimateError
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels.target import Target
+from fedpop.methods.hierarchical import Hierarchical
 from fedpop.models.local import LinearLikelihood
 from fedpop.priors.normal import Normal
 

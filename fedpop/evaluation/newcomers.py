@@ -27,14 +27,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import Algorithm
-from fedpop.channel import Answer, Tensors, Total
 from fedpop.errors import EstimateError, warn_user
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.kernels import Hierarchy
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
+from fedpop.methods.base import Algorithm
 from fedpop.models.base import Model
 from fedpop.models.predictive import mixture_score, unit_by_unit
 from fedpop.priors import Prior

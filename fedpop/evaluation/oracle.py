@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.hierarchical import Hierarchical
 from fedpop.evaluation.marginal import closed_form
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import map_inputs
+from fedpop.methods.hierarchical import Hierarchical
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 
-from fedpop.algorithms.base import Algorithm
-from fedpop.channel import Answer, Tensors, Total
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
+from fedpop.methods.base import Algorithm
 from fedpop.questions import Question, Units
 
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedpop.algorithms.base import Algorithm
 from fedpop.errors import SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation.rules import Participation
 from fedpop.keys import Key
-from fedpop.runtime.callbacks import Callback
-from fedpop.runtime.members import active_units
-from fedpop.runtime.simulate import fit
+from fedpop.methods.base import Algorithm
+from fedpop.run.callbacks import Callback
+from fedpop.run.members import active_units
+from fedpop.run.simulate import fit
 
 TRIAL = 3
 LONG_TRIAL = 40

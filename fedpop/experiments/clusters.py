@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedpop.algorithms import FedSOUL
-from fedpop.algorithms.hierarchical import Hierarchical
 from fedpop.data.clusters import ClusterTask
 from fedpop.data.synthetic import Synthetic
 from fedpop.experiments.experiment import Asked, Experiment
@@ -27,6 +25,8 @@ from fedpop.experiments.synthetic.run import held_out
 from fedpop.federation.clients import Client, Federation
 from fedpop.files import read_tensors
 from fedpop.keys import Key
+from fedpop.methods import FedSOUL
+from fedpop.methods.hierarchical import Hierarchical
 from fedpop.population import Population
 from fedpop.priors.base import Prior
 from fedpop.priors.energy import Energy

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from fedpop.algorithms.fedsoul import FedSOUL
-from fedpop.channel.compressors import QSGD, Compressor, Identity, Natural, RandK
 from fedpop.client.final import Final
 from fedpop.data.image_task import ImageTask
 from fedpop.experiments import small_data
 from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.image_runs import average, jobs_of, measured, missing
 from fedpop.experiments.runner import Job
+from fedpop.message.compressors import QSGD, Compressor, Identity, Natural, RandK
+from fedpop.methods.fedsoul import FedSOUL
 from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.looks import BLACK, BLUE, ORANGE, Look

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from fedpop.algorithms.base import Algorithm
-from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.client.final import Final
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.client.phi_step import PhiStep
@@ -23,6 +21,8 @@ from fedpop.data.image_task import ImageTask
 from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.runner import Job
 from fedpop.kernels import HMC, Exponential
+from fedpop.methods.base import Algorithm
+from fedpop.methods.fedsoul import FedSOUL
 from fedpop.models.base import Model
 from fedpop.population import Population, evaluate
 from fedpop.priors.normal import Normal

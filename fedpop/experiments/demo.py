@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fedpop.algorithms.engine import CHOSEN, WithEngine
 from fedpop.data.synthetic import Synthetic, SyntheticTask
 from fedpop.experiments.comparison import Comparison
 from fedpop.experiments.comparison.page import on_the_way
@@ -20,12 +19,13 @@ from fedpop.experiments.methods import entry_from
 from fedpop.experiments.synthetic.run import TaskOutcome, run_task
 from fedpop.experiments.tasks import Task
 from fedpop.files import read_json, writable_folder, write_json
+from fedpop.methods.engine import CHOSEN, WithEngine
 from fedpop.models.predictive import Predictive
 from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.records import Report
 from fedpop.report.results import Record, Results
-from fedpop.runtime.progress import human_bytes
+from fedpop.run.progress import human_bytes
 
 NAME = "demo"
 METHODS = ("FedSOUL", "FedRep-spectral", "FedRep", "FedAvg")

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.client.phi_step import PhiStep
 from fedpop.data.synthetic import SyntheticTask
@@ -19,6 +18,7 @@ from fedpop.evaluation.subspace import principal_angle
 from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.runner import Job
 from fedpop.experiments.synthetic.run import as_matrix, exact
+from fedpop.methods.fedsoul import FedSOUL
 from fedpop.models.base import Model
 from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet

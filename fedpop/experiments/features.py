@@ -10,11 +10,11 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from fedpop.algorithms import METHODS
-from fedpop.algorithms.base import Algorithm
-from fedpop.channel import Tensors
 from fedpop.client.final import Final
 from fedpop.keys import Key
+from fedpop.message import Tensors
+from fedpop.methods import METHODS
+from fedpop.methods.base import Algorithm
 from fedpop.models.composition import Composition
 from fedpop.models.likelihoods import Normal
 from fedpop.population import Population

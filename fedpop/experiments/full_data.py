@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.fedavg import FedAvg
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.data.image_task import FullImageTask
 from fedpop.evaluation.scores import scored
@@ -25,11 +24,12 @@ from fedpop.experiments.image_methods import methods, settings_of
 from fedpop.experiments.image_runs import COLUMNS, LEGEND, jobs_of, measured, rows, told
 from fedpop.experiments.runner import Job
 from fedpop.federation.clients import Client, Federation, Packed
+from fedpop.methods.fedavg import FedAvg
 from fedpop.models.predictive import Predictive
 from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.results import Record, Results, record, values
-from fedpop.runtime.simulate import fit
+from fedpop.run.simulate import fit
 from fedpop.server.schedules import Cosine
 
 NAME = "full-data"

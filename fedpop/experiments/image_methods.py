@@ -9,13 +9,13 @@ import tomllib
 from collections.abc import Callable
 from importlib import resources
 
-from fedpop.algorithms.base import Algorithm
-from fedpop.algorithms.dg_lmc import DGLMC
-from fedpop.algorithms.fedbe import FedBE
-from fedpop.algorithms.qlsd import QLSD
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.experiments.methods import Entry, entry_from, in_line
 from fedpop.federation.clients import Federation
+from fedpop.methods.base import Algorithm
+from fedpop.methods.dg_lmc import DGLMC
+from fedpop.methods.fedbe import FedBE
+from fedpop.methods.qlsd import QLSD
 from fedpop.models.base import Model
 from fedpop.report.html import Sheet
 from fedpop.server.schedules import Cosine

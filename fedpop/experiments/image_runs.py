@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from fedpop.algorithms.base import Algorithm
 from fedpop.data.image_task import PictureTask
 from fedpop.errors import OtherSettingsError, TrainingError, warn_user
 from fedpop.evaluation.scores import Evaluation
@@ -25,9 +24,10 @@ from fedpop.experiments.image_methods import Build
 from fedpop.experiments.runner import Job
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Everyone, Uniform
+from fedpop.methods.base import Algorithm
 from fedpop.population import Population, evaluate
 from fedpop.report.results import Record, Results, mean, record, values
-from fedpop.runtime.simulate import fit
+from fedpop.run.simulate import fit
 
 ACTIVE = 10
 """Clients of a round, as in the paper."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedpop.algorithms import known_methods
-from fedpop.algorithms.base import Algorithm
-from fedpop.algorithms.tables import known_method, method_from
 from fedpop.errors import SettingsError
+from fedpop.methods import known_methods
+from fedpop.methods.base import Algorithm
+from fedpop.methods.tables import known_method, method_from
 from fedpop.models.base import Model
 
 RESERVED = ("name", "label", "search")

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from fedpop.errors import ConvergenceWarning, SettingsError, plain_warnings
 from fedpop.files import writable_folder
 from fedpop.report.results import Record, Results
-from fedpop.runtime.lock import held
+from fedpop.run.lock import held
 from fedpop.version import __version__
 
 SELDOM = 0.2

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from fedpop.algorithms.fedsoul import FedSOUL
 from fedpop.client.final import Final
 from fedpop.client.sampler import Chain
 from fedpop.data.image_task import ImageTask
@@ -20,6 +19,7 @@ from fedpop.experiments import small_data
 from fedpop.experiments.experiment import Asked, Experiment
 from fedpop.experiments.image_runs import average, jobs_of, measured, missing
 from fedpop.experiments.runner import Job
+from fedpop.methods.fedsoul import FedSOUL
 from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.results import Record, Results, values

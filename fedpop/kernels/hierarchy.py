@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from fedpop.channel import Tensors
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.kernels.target import Target
+from fedpop.message import Tensors
 from fedpop.models.base import Model
 from fedpop.models.modules import RowKeys
 from fedpop.priors import Hyperprior, Prior

@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedpop.channel import Tensors
 from fedpop.kernels.base import Pass, Tuning, run
 from fedpop.kernels.jumps import JumpHMC
 from fedpop.kernels.target import Target
 from fedpop.keys import Key
+from fedpop.message import Tensors
 from fedpop.models.local import NoData
 from fedpop.priors.base import Prior
 

@@ -19,11 +19,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.channel import Answer, Tensors, Total
 from fedpop.errors import EstimateError
 from fedpop.evaluation.information import rows_of_jacobian
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
 from fedpop.mixed.factor import Factor
 from fedpop.mixed.groups import Coordinates, columns, everyone
 from fedpop.questions import Question, Units

@@ -10,10 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.channel import Answer, Tensors, Total
 from fedpop.errors import DataError, EstimateError
 from fedpop.evaluation.information import rows_of_jacobian
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
 from fedpop.mixed.factor import Factor
 from fedpop.mixed.gaussian import Criterion, GroupMoments, Profile, Profiles, WholeProfile, shrunk
 from fedpop.mixed.groups import Coordinates, Groups, everyone

@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.channel import Answer, Tensors, Total
 from fedpop.errors import EstimateError
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
 from fedpop.mixed.factor import Factor
 from fedpop.mixed.gaussian_fit import information_root
 from fedpop.mixed.groups import Coordinates, Groups, everyone

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpop.channel import Answer, Tensors, Total
 from fedpop.errors import DataError
 from fedpop.federation.clients import Federation, Packed
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
 from fedpop.mixed.design import INTERCEPT, Design
 from fedpop.mixed.response import Family, Response
 from fedpop.mixed.table import Rows

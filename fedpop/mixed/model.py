@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import torch
 
-from fedpop.channel import Choice
 from fedpop.checked import OneOf, Seed, Whole, require
 from fedpop.errors import DataError, SettingsError, warn_user
 from fedpop.federation.participation import Said
+from fedpop.message import Choice
 from fedpop.mixed import sampled
 from fedpop.mixed.design import Design, Wanted
 from fedpop.mixed.fit import MixedFit

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpop.channel import Answer, Tensors, Total
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
 from fedpop.mixed.factor import Factor
 from fedpop.mixed.groups import Coordinates, columns
 from fedpop.mixed.response import Family

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fedpop.algorithms import FedSOUL
-from fedpop.channel import Choice
 from fedpop.errors import FedpopWarning, SettingsError
 from fedpop.evaluation.convergence import landing
 from fedpop.evaluation.verdict import Distance
@@ -26,6 +24,8 @@ from fedpop.federation.clients import Federation, Packed
 from fedpop.federation.participation import Participation, Said
 from fedpop.federation.participation import resolve as resolve_participation
 from fedpop.keys import Key
+from fedpop.message import Choice
+from fedpop.methods import FedSOUL
 from fedpop.mixed.factor import canonical
 from fedpop.mixed.gaussian_fit import GaussianEngine
 from fedpop.mixed.glm_fit import QuadratureEngine, nodes_for
@@ -39,7 +39,7 @@ from fedpop.models.likelihoods import Normal as NormalNoise
 from fedpop.models.weighted import Weighted
 from fedpop.population import Population
 from fedpop.priors import Normal
-from fedpop.runtime.simulate import fit as run
+from fedpop.run.simulate import fit as run
 from fedpop.server import scoring
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import Algorithm
-from fedpop.channel import Tensors
 from fedpop.errors import CheckpointError, DataError
 from fedpop.federation.clients import Federation, position
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
+from fedpop.message import Tensors
+from fedpop.methods.base import Algorithm
 from fedpop.population.final_pass import own_models, planned
 from fedpop.site.plan import Plan
 from fedpop.site.sites import Sites

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from fedpop.algorithms.base import Algorithm
-from fedpop.channel import Tensors
 from fedpop.federation.clients import Federation
 from fedpop.keys import Key
+from fedpop.message import Tensors
+from fedpop.methods.base import Algorithm
 from fedpop.site.plan import Plan, final_plan, parse_bytes, plan_for
 from fedpop.site.sites import Sites
 

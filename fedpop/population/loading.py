@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 
-from fedpop.algorithms import rebuild
-from fedpop.algorithms.base import Algorithm
-from fedpop.channel import Tensors
 from fedpop.checked import Seed, Whole, checked, require
 from fedpop.errors import CheckpointError
 from fedpop.evaluation.verdict import verdict_of
@@ -26,6 +23,9 @@ from fedpop.files import (
     reading,
 )
 from fedpop.keys import PUBLIC, Key
+from fedpop.message import Tensors
+from fedpop.methods import rebuild
+from fedpop.methods.base import Algorithm
 from fedpop.models.base import Model
 from fedpop.models.spec import model_from, require_same
 from fedpop.population.population import Population

@@ -12,8 +12,6 @@ from typing import Annotated, Any, TypeVar
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import Algorithm
-from fedpop.channel import Tensors
 from fedpop.checked import Count, OneOf, Whole, checked
 from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
 from fedpop.evaluation.convergence import ToTheOptimum, small
@@ -25,6 +23,8 @@ from fedpop.evaluation.verdict import Verdict, loss_trend
 from fedpop.federation.clients import SPLITS, Federation
 from fedpop.kernels import Hierarchy
 from fedpop.keys import PUBLIC, Key
+from fedpop.message import Tensors
+from fedpop.methods.base import Algorithm
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
 from fedpop.population.client_models import AT_ONCE, ClientModels

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import Algorithm
-from fedpop.channel import Tensors
 from fedpop.checked import Level, checked
 from fedpop.errors import DataError, SettingsError, TrainingError
 from fedpop.evaluation.newcomers import for_newcomer
@@ -18,6 +16,8 @@ from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, as_inputs, map_inputs, narrowed, require_finite
 from fedpop.keys import NEWCOMER, Key
+from fedpop.message import Tensors
+from fedpop.methods.base import Algorithm
 from fedpop.models.base import Model
 from fedpop.models.flat import Layout
 from fedpop.models.predictive import Predictive

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from fedpop.algorithms.base import Algorithm
-from fedpop.channel import Tensors
 from fedpop.files import NewFiles, tensor_bytes, writable_folder, write_sealed
+from fedpop.message import Tensors
+from fedpop.methods.base import Algorithm
 from fedpop.models.spec import model_spec
 from fedpop.version import __version__
 

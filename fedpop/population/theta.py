@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fedpop.channel import Tensors
 from fedpop.errors import EstimateError
 from fedpop.evaluation.information import reweighted
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.kernels import Hierarchy
 from fedpop.keys import Key
+from fedpop.message import Tensors
 from fedpop.models.predictive import Predictive
 
 DRAWS_PER_THETA = 10

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from fedpop.channel import Tensors
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
+from fedpop.message import Tensors
 from fedpop.priors.declared import check_declared
 from fedpop.settings import Setting
 

@@ -30,10 +30,10 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedpop.channel import Tensors
 from fedpop.checked import Few, Positive, Range
 from fedpop.errors import EstimateError, ModelError, SettingsError
 from fedpop.keys import Key
+from fedpop.message import Tensors
 from fedpop.models.base import trainable
 from fedpop.models.flat import Layout
 from fedpop.models.modules import call, federated, has_dropout

@@ -24,10 +24,10 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.channel import Tensors
 from fedpop.checked import OneOf, Positive, Range
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
+from fedpop.message import Tensors
 from fedpop.priors.base import Guess, Part, Prior
 from fedpop.priors.normal import COVARIANCES, Normal
 

@@ -30,10 +30,10 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.channel import Tensors
 from fedpop.checked import OneOf, Positive
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
+from fedpop.message import Tensors
 from fedpop.priors import projection
 from fedpop.priors.base import Guess, Part, Prior, check_scale, in_words, positive
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from fedpop.channel import Answer, Tensors, Total
-from fedpop.channel.declared import Sent
 from fedpop.errors import DataError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
+from fedpop.message.declared import Sent
 
 R = TypeVar("R", covariant=True)
 Table = Mapping[str, Any]
@@ -45,7 +45,7 @@ class Question(ABC, Generic[R]):
     """Asked once of everyone, or of as many as will do.
 
     Across machines a site makes the same question from its class, which is known by its name once it is
-    defined, and from its fields (``fedpop.algorithms.asking``).
+    defined, and from its fields (``fedpop.methods.asking``).
     """
 
     name: ClassVar[str]
@@ -59,7 +59,7 @@ class Question(ABC, Generic[R]):
     varied: ClassVar[bool] = False
     """Not everyone has the same vectors to send: a level of a column, say, that only some have."""
     sends: ClassVar[Mapping[str, Sent]] = {}
-    """Vectors and numbers that are not among those of ``fedpop.channel.declared``, by name."""
+    """Vectors and numbers that are not among those of ``fedpop.message.declared``, by name."""
 
     @property
     def shows_rows(self) -> int | None:

@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.channel import Answer, Tensors, Total
 from fedpop.client.cost import finite
 from fedpop.client.potential import Potential
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
 from fedpop.models.base import Model
 from fedpop.questions.base import Question, Units
 

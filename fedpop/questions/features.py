@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.channel import Answer, Tensors, Total
 from fedpop.errors import ModelError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import leaves
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
 from fedpop.models.base import LinearLayout, Model, with_ones
 from fedpop.questions.base import Question, Units
 

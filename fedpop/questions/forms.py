@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from fedpop.channel import Answer, Tensors, Total
 from fedpop.checked import Count, Whole, require
 from fedpop.errors import SettingsError
 from fedpop.federation.inputs import Example
 from fedpop.federation.reading import OTHER, Columns, width
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
 from fedpop.questions.base import Question, Table, Units
 from fedpop.questions.schema import Ask, Levels, Moments, Schema
 

@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.channel import Answer, Tensors, Total
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
 from fedpop.models.base import LinearLayout, Model
 from fedpop.questions.base import Question, Units
 from fedpop.questions.features import LEAST, head_features, head_layout, shapes

@@ -21,10 +21,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.channel import Answer, Tensors, Total
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
 from fedpop.models.base import Model
 from fedpop.questions.base import Question, Units
 from fedpop.questions.features import LEAST

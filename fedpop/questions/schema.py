@@ -21,10 +21,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedpop.channel import Answer, Tensors, Total
 from fedpop.checked import Whole, require
 from fedpop.errors import DataError
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
 from fedpop.questions.base import Question, Table, Units
 
 MINIMUM = 5

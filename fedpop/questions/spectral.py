@@ -20,11 +20,11 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedpop.channel import Answer, Tensors, Total
 from fedpop.checked import Range
 from fedpop.errors import ModelError, SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
 from fedpop.models.base import LinearLayout, Model
 from fedpop.models.composition import Composition
 from fedpop.questions.base import Question, Units

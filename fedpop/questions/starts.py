@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fedpop.channel import Tensors
 from fedpop.keys import Key
+from fedpop.message import Tensors
 from fedpop.models.base import Model
 from fedpop.priors import Prior
 from fedpop.questions import least_squares, pooled, spectral

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from fedpop.channel import Answer, Tensors, Total
 from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
 from fedpop.models.base import Model
 from fedpop.questions.base import Question, Units
 

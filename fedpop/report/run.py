@@ -9,7 +9,7 @@ from fedpop.errors import CheckpointError
 from fedpop.files import DAMAGED, json_lines, read_bytes, read_json, reading
 from fedpop.report import plots, terminal
 from fedpop.report.html import Figure, Page, Section, Sheet, write_page
-from fedpop.runtime.progress import human_bytes
+from fedpop.run.progress import human_bytes
 
 CURVES = {
     "loss": "mean negative log-likelihood per example",

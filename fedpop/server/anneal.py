@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedpop.channel import Tensors
 from fedpop.checked import Count, Whole
+from fedpop.message import Tensors
 from fedpop.models.base import Model
 from fedpop.settings import Setting
 

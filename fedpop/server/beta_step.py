@@ -9,10 +9,10 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from fedpop.channel import Tensors, Total
 from fedpop.checked import OneOf
 from fedpop.errors import SettingsError
 from fedpop.kernels.hierarchy import Hierarchy
+from fedpop.message import Tensors, Total
 from fedpop.priors import Hyperprior, Prior
 from fedpop.server.em import EM
 from fedpop.server.optimisers import Adam, Optimiser

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from fedpop.channel import Tensors
+from fedpop.message import Tensors
 
 ARMIJO, WOLFE = 1e-4, 0.9
 LONGEST = 5.0

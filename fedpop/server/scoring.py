@@ -26,7 +26,7 @@ import math
 
 from torch import Tensor
 
-from fedpop.channel import Tensors
+from fedpop.message import Tensors
 
 LONGEST = 2.0
 """Nats, half of the squared length of a step in units of the information."""

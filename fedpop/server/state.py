@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedpop.channel import Tensors
+from fedpop.message import Tensors
 
 
 def prefixed(prefix: str, tensors: Tensors) -> Tensors:

@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fedpop.algorithms.base import Algorithm, Round
-from fedpop.channel import Aggregate, Answer, Channel, Guard, Message, Tensors, Total
-from fedpop.channel.declared import require_declared
-from fedpop.channel.message import NAMED, PLAIN, only
 from fedpop.errors import EstimateError, SettingsError
 from fedpop.federation.clients import Federation, Packed
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.participation import Active, Everyone
 from fedpop.keys import Key, unit_of
+from fedpop.message import Aggregate, Answer, Channel, Guard, Message, Tensors, Total
+from fedpop.message.declared import require_declared
+from fedpop.message.message import NAMED, PLAIN, only
+from fedpop.methods.base import Algorithm, Round
 from fedpop.questions import Question, Table, Units
 from fedpop.questions.schema import Ask
 from fedpop.site.plan import Plan

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms import METHODS
-from fedpop.algorithms.base import Algorithm, Round
-from fedpop.channel import Answer, Tensors
 from fedpop.errors import FedpopError, SettingsError, TrainingError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import unit_of
+from fedpop.message import Answer, Tensors
+from fedpop.methods import METHODS
+from fedpop.methods.base import Algorithm, Round
 from tests.crash import Crash, CrashAt
 from tests.helpers import seeded
 

@@ -19,8 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedpop as fp
-from fedpop.algorithms import METHODS
-from fedpop.algorithms.base import Algorithm
 from fedpop.checked import Checked, Count, Factor, Fraction, OneOf, Positive
 from fedpop.data.clusters import ClusterTask
 from fedpop.data.image_task import ImageTask
@@ -30,6 +28,8 @@ from fedpop.errors import FedpopError, SettingsError
 from fedpop.experiments.comparison.terms import Terms
 from fedpop.federation.partitions import ByClass
 from fedpop.kinds import LARGEST, Wrong, kind_of
+from fedpop.methods import METHODS
+from fedpop.methods.base import Algorithm
 from fedpop.settings import Setting, known
 from tests.helpers import linear_model
 

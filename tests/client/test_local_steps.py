@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms.base import Facts
 from fedpop.client.local_steps import most_steps, steps_of
 from fedpop.errors import SettingsError
+from fedpop.methods.base import Facts
 from tests.crash import Crash, CrashAt
 from tests.helpers import (
     Answered,

@@ -21,7 +21,7 @@ from fedpop.data.catalogue import DATASETS, Remote
 from fedpop.data.download import digest_of, fetch
 from fedpop.data.images import open_images
 from fedpop.errors import DataError
-from fedpop.runtime.lock import held
+from fedpop.run.lock import held
 from tests.data.files import mnist
 
 CONTENT = bytes(range(256)) * 500

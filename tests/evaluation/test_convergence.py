@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.channel import Channel
 from fedpop.evaluation.convergence import ToTheOptimum, held_directions, landing, small
 from fedpop.evaluation.diagnostics import gradient_ratio
 from fedpop.evaluation.information import gauge_directions, score_and_information
@@ -16,6 +15,7 @@ from fedpop.evaluation.oracle import exact_optimum
 from fedpop.evaluation.verdict import Distance, LossTrend, loss_trend, verdict_of
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
+from fedpop.message import Channel
 from fedpop.questions import Units
 from tests.helpers import cohort_of, federation_of, generator, linear_model, population_data, ragged
 from tests.tally import Tally

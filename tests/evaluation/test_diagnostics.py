@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import fedpop as fp
-from fedpop.channel import Channel
 from fedpop.evaluation.diagnostics import (
     ESS,
     RHAT,
@@ -17,6 +16,7 @@ from fedpop.evaluation.diagnostics import (
 )
 from fedpop.evaluation.verdict import Distance, LossTrend
 from fedpop.keys import Key
+from fedpop.message import Channel
 from fedpop.questions import Units
 from tests.helpers import cohort_of, generator, linear_model, ragged
 from tests.tally import Tally

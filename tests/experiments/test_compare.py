@@ -17,7 +17,7 @@ from fedpop.experiments.comparison.terms import Terms
 from fedpop.federation.participation.rules import Uniform
 from fedpop.keys import Key
 from fedpop.report.results import BESIDE, COSTS, Results
-from fedpop.runtime.members import active_units
+from fedpop.run.members import active_units
 from tests.helpers import generator, linear_model, population_data
 
 ROUNDS = 12

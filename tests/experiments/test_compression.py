@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from fedpop.channel.compressors import Identity, RandK
 from fedpop.data.image_task import ImageTask
 from fedpop.experiments import compression
+from fedpop.message.compressors import Identity, RandK
 from fedpop.report.results import Results, record
 from tests.data.files import mnist
 from tests.experiments.quick import FEW

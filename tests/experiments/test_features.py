@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import fedpop as fp
-from fedpop.algorithms import METHODS
 from fedpop.errors import SettingsError
 from fedpop.experiments.features import (
     COLUMNS,
@@ -18,6 +17,7 @@ from fedpop.experiments.features import (
     live,
     small_model,
 )
+from fedpop.methods import METHODS
 
 
 @functools.cache

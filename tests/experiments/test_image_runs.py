@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedpop.algorithms.fedavg import FedAvg
-from fedpop.algorithms.l2gd import L2GD
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.data.image_task import FullImageTask
 from fedpop.errors import CheckpointError, FedpopWarning
 from fedpop.experiments.image_runs import COLUMNS, measured, rows, trained
+from fedpop.methods.fedavg import FedAvg
+from fedpop.methods.l2gd import L2GD
 from fedpop.report.results import Results
-from fedpop.runtime.lock import held
+from fedpop.run.lock import held
 from tests.data.files import mnist
 
 TASK = FullImageTask("mnist", 2, b=5)

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import fedpop as fp
-from fedpop.algorithms import METHODS
-from fedpop.algorithms.tables import method_from
 from fedpop.cli import main
 from fedpop.data.image_task import ImageTask
 from fedpop.errors import DataError
 from fedpop.experiments.comparison.run import fitted
 from fedpop.experiments.config import config_from, read_config, to_toml
+from fedpop.methods import METHODS
+from fedpop.methods.tables import method_from
 from fedpop.report.results import Results
 from tests.data.files import mnist, real
 from tests.experiments.small_settings import SMALL, changed

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 import fedpop as fp
-from fedpop.algorithms import METHODS
-from fedpop.algorithms.tables import method_from
 from fedpop.cli import main
 from fedpop.errors import SettingsError
 from fedpop.experiments.config import config_from, read_config, to_toml
+from fedpop.methods import METHODS
+from fedpop.methods.tables import method_from
 from fedpop.report.results import Results
 from tests.experiments.small_settings import changed, expect_mistake
 from tests.helpers import linear_model

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms.base import Facts
+from fedpop.methods.base import Facts
 from tests.helpers import generator, seeded
 
 WIDE = torch.float64

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms import rebuild
-from fedpop.algorithms.base import Facts
 from fedpop.errors import CheckpointError, EstimateError, ModelError, SettingsError
 from fedpop.kernels import prior_chains
+from fedpop.methods import rebuild
+from fedpop.methods.base import Facts
 from fedpop.priors import resolve
 from tests.crash import Crash, CrashAt
 from tests.helpers import FRAME, answers, begun, linear_model, population_data

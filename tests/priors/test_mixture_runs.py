@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import fedpop as fp
-from fedpop.algorithms import rebuild
-from fedpop.algorithms.base import Facts
 from fedpop.errors import EstimateError, SettingsError
 from fedpop.evaluation.oracle import exact_optimum
 from fedpop.keys import Key
+from fedpop.methods import rebuild
+from fedpop.methods.base import Facts
 from fedpop.priors import resolve
 from fedpop.server.gauge import aligner
 from tests.crash import Crash, CrashAt

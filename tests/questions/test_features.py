@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms.asking import question_from, question_told
-from fedpop.channel import Tensors
 from fedpop.keys import Key
+from fedpop.message import Tensors
+from fedpop.methods.asking import question_from, question_told
 from fedpop.priors import Normal
 from fedpop.questions import features, starts
 from tests.helpers import asked, cohort_of, generator

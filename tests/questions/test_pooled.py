@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import fedpop as fp
-from fedpop.channel import Tensors
 from fedpop.keys import Key
+from fedpop.message import Tensors
 from fedpop.questions import pooled
 from fedpop.questions.least_squares import LEAST
 from tests.helpers import asked, cohort_of, generator

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.algorithms.base import Facts
-from fedpop.channel import Total
 from fedpop.errors import ModelError, SettingsError
 from fedpop.evaluation.subspace import principal_angle
 from fedpop.keys import Key
+from fedpop.message import Total
+from fedpop.methods.base import Facts
 from fedpop.questions import Question
 from fedpop.questions.spectral import CrossProducts, SecondMoments, Spectral, applies
 from tests.helpers import FRAME, asked, cohort_of, generator, linear_model, population_data, run_of, seeded

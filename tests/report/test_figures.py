@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from fedpop.algorithms import METHODS as ALGORITHMS
+from fedpop.methods import METHODS as ALGORITHMS
 from fedpop.report import plots, side_by_side
 from fedpop.report.looks import METHODS, known_look, looks
 from fedpop.report.marks import swarm

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.channel import Total
 from fedpop.errors import SettingsError
 from fedpop.evaluation.oracle import everyone, log_likelihood
 from fedpop.keys import Key
+from fedpop.message import Total
 from fedpop.questions.targets import TargetSize
-from fedpop.runtime.run import Run
+from fedpop.run.run import Run
 from fedpop.server.schedules import Stage
 from tests.crash import Crash, CrashAt
 from tests.helpers import answers, asked, cohort_of, linear_model, population_data, ragged, run_of, train_key

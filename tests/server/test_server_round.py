@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import fedpop as fp
-from fedpop.algorithms.base import Facts
-from fedpop.channel import Total
 from fedpop.errors import SettingsError
+from fedpop.message import Total
+from fedpop.methods.base import Facts
 from fedpop.priors.normal import Normal
 from tests.helpers import generator, linear_model, train_key
 

@@ -21,10 +21,10 @@ import pytest
 import torch
 
 import fedpop as fp
-from fedpop.algorithms import METHODS
 from fedpop.errors import FedpopWarning
-from tests.algorithms.conformance import four, made
-from tests.runtime.test_resume import same_runs
+from fedpop.methods import METHODS
+from tests.methods.conformance import four, made
+from tests.run.test_resume import same_runs
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = 60

@@ -4,7 +4,7 @@ Whole runs through ``fit``, partial participation, compression and mini-batches 
 them. Tolerances: five standard errors from the chain's own correlation, plus the bias of the step: a factor
 of 1 / (1 - gamma L / 2) of a variance, 8/7 at the default step of 1/4 over L, and less than gamma L / 2 of a
 standard deviation for the mean of a law as little skewed as this. How much mini-batches and compression
-widen a law is checked against closed forms in tests/algorithms.
+widen a law is checked against closed forms in tests/methods.
 """
 
 from typing import Any

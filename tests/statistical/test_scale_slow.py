@@ -1,6 +1,6 @@
 """The prior's scale from starts five times too small and too large, over examples and participation.
 
-The oracle is that of ``tests/algorithms/test_scale.py``. Heads of 28 weights in all cells; those of 650, as a
+The oracle is that of ``tests/methods/test_scale.py``. Heads of 28 weights in all cells; those of 650, as a
 network has them, meet with many examples only. With 5 or 25 of them the likelihood itself does not tell
 scales above the truth apart, which is measured here too; there the scale stays within bounds, no more.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, softplus
 
-from tests.algorithms.test_scale import TRUTH, bounded, ends_at_one_place, path, population
+from tests.methods.test_scale import TRUTH, bounded, ends_at_one_place, path, population
 
 pytestmark = pytest.mark.slow
 

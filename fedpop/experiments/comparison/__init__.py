@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedpop.algorithms.base import Algorithm
 from fedpop.checked import Count, Few, Positive, Seed, Whole, checked
 from fedpop.errors import CheckpointError, SettingsError
 from fedpop.experiments.comparison import page, run, sheets
@@ -25,6 +24,7 @@ from fedpop.experiments.comparison.terms import Given, Subject, Terms, entries_o
 from fedpop.federation.clients import Client, Federation
 from fedpop.federation.participation.rules import Said
 from fedpop.files import DAMAGED, folder_named, read_json, reading
+from fedpop.methods.base import Algorithm
 from fedpop.report.html import write_page
 from fedpop.report.records import Report
 from fedpop.report.results import Record, Results, mean, values

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from fedpop.algorithms.base import Algorithm
 from fedpop.checked import Whole
 from fedpop.errors import CheckpointError, EstimateError
 from fedpop.evaluation.scores import Evaluation
@@ -24,11 +23,12 @@ from fedpop.experiments.methods import Entry
 from fedpop.experiments.runner import Job, run_jobs, tell
 from fedpop.federation.clients import Federation
 from fedpop.files import writable_folder, write_json
+from fedpop.methods.base import Algorithm
 from fedpop.population import Population, evaluate, evaluate_new
 from fedpop.report.results import Record, Results, record
-from fedpop.runtime.callbacks import Callback
-from fedpop.runtime.run import Run
-from fedpop.runtime.watch import Watch
+from fedpop.run.callbacks import Callback
+from fedpop.run.run import Run
+from fedpop.run.watch import Watch
 
 NAME = "compare"
 LOOKS = 20

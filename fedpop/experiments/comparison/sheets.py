@@ -11,7 +11,7 @@ from rich.console import Console
 from fedpop.report.html import Sheet, markdown
 from fedpop.report.results import Record, mean, values
 from fedpop.report.terminal import fitted, rich_table
-from fedpop.runtime.progress import human_bytes
+from fedpop.run.progress import human_bytes
 
 REFERENCE = "FedSOUL"
 NAMES = {

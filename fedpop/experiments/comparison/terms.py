@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fedpop.algorithms.base import Algorithm
 from fedpop.checked import Checked, Count, Few, OneOf, Positive, Seed, Whole, require
 from fedpop.errors import DataError, SettingsError
 from fedpop.experiments.methods import Entry
 from fedpop.federation.clients import Client, Federation
 from fedpop.federation.participation.rules import Participation, Said
 from fedpop.federation.participation.rules import resolve as resolve_participation
+from fedpop.methods.base import Algorithm
 from fedpop.models.base import Model
 from fedpop.population.evaluate import check_newcomers
 from fedpop.precision import PRECISIONS

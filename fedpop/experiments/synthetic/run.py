@@ -11,9 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedpop.algorithms import FedAvg, FedRep, FedSOUL
-from fedpop.algorithms.base import Algorithm
-from fedpop.algorithms.hierarchical import Hierarchical
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.data.synthetic import Synthetic, SyntheticTask
 from fedpop.errors import EstimateError
@@ -23,11 +20,14 @@ from fedpop.experiments.experiment import Asked
 from fedpop.experiments.runner import Job
 from fedpop.federation.clients import Federation
 from fedpop.keys import Key
+from fedpop.methods import FedAvg, FedRep, FedSOUL
+from fedpop.methods.base import Algorithm
+from fedpop.methods.hierarchical import Hierarchical
 from fedpop.models.composition import Composition
 from fedpop.models.predictive import Predictive
 from fedpop.population import Population
 from fedpop.report.results import Record, record
-from fedpop.runtime.callbacks import Callback
+from fedpop.run.callbacks import Callback
 from fedpop.server.optimisers import Adam
 
 NAME = "synthetic"

@@ -16,10 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedpop.algorithms import FedAvg, FedSOUL
-from fedpop.algorithms.base import Algorithm
-from fedpop.algorithms.hierarchical import Hierarchical
-from fedpop.channel.compressors import RandK
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.client.sampler import Chain
 from fedpop.data.synthetic import SyntheticTask
@@ -32,13 +28,17 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.participation.rules import Bernoulli
 from fedpop.kernels import ULA
 from fedpop.keys import Key
+from fedpop.message.compressors import RandK
+from fedpop.methods import FedAvg, FedSOUL
+from fedpop.methods.base import Algorithm
+from fedpop.methods.hierarchical import Hierarchical
 from fedpop.models import likelihoods
 from fedpop.models.blank import blank
 from fedpop.models.composition import Composition
 from fedpop.population import Population
 from fedpop.priors.normal import Normal
 from fedpop.report.results import Record, mean, record
-from fedpop.runtime.callbacks import Callback
+from fedpop.run.callbacks import Callback
 from fedpop.server.averaging import Averaging
 
 NAME = "theory"

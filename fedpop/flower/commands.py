@@ -1,0 +1,169 @@
+"""``fedpop server ...`` and ``fedpop site ...``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+from tyro.extras import SubcommandApp
+
+from fedpop.flower import joining, serving, standing
+from fedpop.flower.processes import Stopped, stop_on_signals
+
+server, site = SubcommandApp(), SubcommandApp()
+Text = Annotated[str | None, arg(metavar="TEXT")]
+File = Annotated[Path | None, arg(metavar="PATH")]
+
+
+def _say(words: str) -> None:
+    sys.stdout.write(f"{words}\n")
+    sys.stdout.flush()
+
+
+# --- the server's ------------------------------------------------------------------------------
+
+
+@server.command
+def init(
+    folder: Positional[Path],
+    name: str = "federation",
+    address: str = "127.0.0.1:8000",
+    hosts: tuple[str, ...] = (),
+    insecure: bool = False,
+) -> None:
+    """Make a federation's folder: an app of Flower's, settings, an authority and the server's certificate.
+
+    Args:
+        folder: Where to make it.
+        name: What the federation is called.
+        address: host:port under which sites reach the server.
+        hosts: Further names or addresses of the server, for its certificate.
+        insecure: Neither TLS nor keys; for trials on one machine.
+    """
+    serving.init(folder, name, address, list(hosts), insecure, _say)
+
+
+@server.command
+def admit(folder: Positional[Path], name: Positional[str], key: Positional[Path]) -> None:
+    """Let a site take part.
+
+    Args:
+        folder: The federation's folder.
+        name: What the site is called.
+        key: Its public key, node.pub.
+    """
+    serving.admit(folder, name, key, _say)
+
+
+@server.command
+def run(folder: Positional[Path], insecure: bool = False) -> None:
+    """Run the federation, or go on with it; ends when the run is over.
+
+    Args:
+        folder: The federation's folder.
+        insecure: Neither TLS nor keys.
+    """
+    stop_on_signals()
+    try:
+        serving.run(folder, insecure, _say)
+    except Stopped:
+        _say("stopped; fedpop server run goes on from the last round")
+        raise SystemExit(130) from None
+
+
+@server.command
+def status(folder: Positional[Path]) -> None:
+    """How a run stands: rounds, sites, who is late, bytes, metrics.
+
+    Args:
+        folder: The federation's folder.
+    """
+    standing.status(folder, _say)
+
+
+@server.command
+def certificate(folder: Positional[Path], hosts: tuple[str, ...] = (), days: int = 365) -> None:
+    """A new certificate for the server, from the same authority.
+
+    Args:
+        folder: The federation's folder.
+        hosts: Names or addresses of the server beside that of its settings.
+        days: How long it is valid.
+    """
+    serving.certificate(folder, list(hosts), days, _say)
+
+
+# --- a site's ------------------------------------------------------------------------------------
+
+
+@site.command
+def enrol(
+    folder: Positional[Path],
+    name: str,
+    server: str,
+    data: str,
+    ca: File = None,
+    insecure: bool = False,
+) -> None:
+    """Make a site's folder: its settings, its secret and its key pair.
+
+    Args:
+        folder: Where to make it.
+        name: What the site is called.
+        server: host:port of the server.
+        data: A CSV or Parquet file, a folder of images, or module:function.
+        ca: The federation's ca.crt.
+        insecure: Neither TLS nor keys; for trials on one machine.
+    """
+    joining.enrol(folder, name, server, data, ca, insecure, _say)
+
+
+@site.command
+def join(folder: Positional[Path], data: Text = None, insecure: bool = False) -> None:
+    """Take part until stopped; the site's node is started again whatever ends it.
+
+    Args:
+        folder: The site's folder.
+        data: In place of what the site was enrolled with.
+        insecure: Neither TLS nor keys.
+    """
+    stop_on_signals()
+    try:
+        joining.join(folder, data, insecure, _say)
+    except Stopped:
+        _say("stopped; fedpop site join goes on")
+
+
+@site.command
+def predict(
+    folder: Positional[Path], data: str, out: File = None, level: float = 0.9, experiment: Text = None
+) -> None:
+    """Predictions with credible intervals from the site's own model; nothing is sent.
+
+    Args:
+        folder: The site's folder.
+        data: Rows to predict for: the columns of x, and the group where there is one.
+        out: A CSV file; the terminal unless told.
+        level: Of the intervals.
+        experiment: Which one; the last unless told.
+    """
+    joining.predict(folder, data, out, level, experiment, _say)
+
+
+@site.command
+def personalise(
+    folder: Positional[Path], theta: Path, data: str, at: Text = None, out: File = None, level: float = 0.9
+) -> None:
+    """A model for a brand-new site from theta and its own data; nothing is sent.
+
+    Args:
+        folder: The site's folder; made where there is none.
+        theta: The folder run/theta of the federation's server.
+        data: The site's data.
+        at: Rows to predict for.
+        out: A CSV file for the predictions; the terminal unless told.
+        level: Of the intervals.
+    """
+    joining.personalise(folder, theta, data, at, out, level, _say)

@@ -1,0 +1,124 @@
+"""A run across sites, from the first look at who is there to the theta that everyone gets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fedpop.federation.inputs import Example
+from fedpop.files import read_sealed, read_tensors, writable_folder, write_json, write_sealed, write_tensors
+from fedpop.flower.afterwards import answers
+from fedpop.flower.elsewhere import Elsewhere, RoundTerms, members_of
+from fedpop.flower.holdings import Member
+from fedpop.flower.letters import Letter, method_told, values_of, with_values
+from fedpop.flower.post import Post
+from fedpop.flower.site import keep_hello, keep_theta
+from fedpop.flower.survey import Survey
+from fedpop.methods.base import Algorithm
+from fedpop.population import Population
+from fedpop.questions.forms import agreed, example_from, plain_example
+from fedpop.run import checkpoint as checkpoints
+from fedpop.run.callbacks import Callback
+from fedpop.run.run import Run
+from fedpop.run.settings import Settings
+from fedpop.version import __version__
+
+AFTERWARDS = "afterwards.json"
+log = logging.getLogger("fedpop.server")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What is run across sites: the same method and settings as in the simulator, and when rounds close."""
+
+    experiment: str
+    """The name under which sites keep their chains: another one is another run."""
+    method: Callable[[Example], Algorithm]
+    """The method for examples of this form; before that is agreed on, a model may not know its inputs."""
+    settings: Settings
+    terms: RoundTerms = field(default_factory=RoundTerms)
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    """What sites' data must look like."""
+    entry: str = ""
+    """``module:name`` that makes the model, where it is not made of torch's own layers."""
+    callbacks: Sequence[Callback] = ()
+    afterwards: Sequence[str] = ()
+    """What everyone is asked once theta is there."""
+
+    def prepared(self, example: Example) -> Algorithm:
+        """The method for examples of this kind. What a site computes in does not depend on its processor."""
+        method = self.method(example)
+        if method.model.precision == "auto":
+            method = method.replace(model=method.model.asking_for("float32"))
+        method = method.prepared(example).for_rule(self.settings.participation)
+        if self.terms.quorum < 1:
+            method = method.without_waiting()
+        return method
+
+    def hello(
+        self, example: Example, schema: Mapping[str, Any], method: Algorithm, experiment: str
+    ) -> Letter:
+        """What a site is told of an experiment: this one, or trial rounds before it."""
+        described = method_told(method, method.model.chosen_precision(), self.entry)
+        described["example"] = plain_example(example)
+        about = {"version": __version__, "experiment": experiment, "method": described}
+        digest = hashlib.sha256(json.dumps([described, schema], sort_keys=True).encode()).hexdigest()[:32]
+        values = values_of(method.model)
+        about |= {"schema": dict(schema), "method_digest": digest}
+        return Letter("hello", about | {"drawn": not self.settings.participation.everyone}, values)
+
+
+def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> Population:
+    """Run it, or go on with it; at the end every site has theta."""
+    saved = None if folder is None else checkpoints.read(folder / "checkpoints")
+    before = None if saved is None else members_of(saved.tensors)
+    members, method = enrolled(deployment, post, folder, before)
+    run = Run(method, members, deployment.settings, folder, deployment.callbacks)
+    population = run.execute(resume=saved is not None, progress=False)
+    if folder is not None and deployment.afterwards:
+        found, population = answers(population, deployment.afterwards)
+        write_json(folder / AFTERWARDS, found)
+    have = members.finish(population.published, population.rounds)
+    log.info("theta after %d rounds is at %s", population.rounds, ", ".join(have) or "no site")
+    if folder is not None:
+        population.public().save(folder / "population")
+        theta = writable_folder(folder / "theta")  # for sites that come later
+        keep_hello(theta, post.hello)
+        keep_theta(theta, population.published)
+    return population
+
+
+def enrolled(
+    deployment: Deployment,
+    post: Post,
+    folder: Path | None = None,
+    before: Mapping[str, Member] | None = None,
+) -> tuple[Elsewhere, Algorithm]:
+    """The sites that are there, once they are enough, and the method as they are told of it.
+
+    What was agreed on, and where the model starts, is kept in the folder: a run that goes on has the same.
+    """
+    file = None if folder is None else writable_folder(folder) / "agreed.json"
+    if file is not None and file.exists():
+        kept = read_sealed(file, "what sites agreed on")
+        form, example = kept["form"], example_from(kept["example"])
+        method = deployment.prepared(example)
+        with_values(method.model, read_tensors(file.with_name("model.safetensors"), kept["digest"]))
+    else:
+        survey = Survey(post, deployment.experiment, deployment.schema, deployment.terms.first)
+        form, example = agreed(deployment.schema, survey)
+        method = deployment.prepared(example)
+        if file is not None:
+            digest = write_tensors(file.with_name("model.safetensors"), values_of(method.model))
+            write_sealed(file, {"form": form, "example": plain_example(example), "digest": digest})
+    hello = partial(deployment.hello, example, form)
+    told = (deployment.experiment, deployment.terms, deployment.settings)
+    members = Elsewhere(method, post, hello, *told, before=before)
+    members.wait()
+    return members, method

@@ -1,0 +1,416 @@
+"""Members of a run at other sites: the rounds and questions of a ``Run``, by letter."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedpop.checked import Count, OneOf, Positive, require
+from fedpop.errors import EstimateError, SettingsError
+from fedpop.federation.clients import Federation
+from fedpop.federation.participation import Active, Participation, Roster
+from fedpop.flower.gathering import Gathered, Gathering
+from fedpop.flower.holdings import Member, examples_in, places, roster_of_sites, taking_part
+from fedpop.flower.letters import TRIAL, Letter, digest_for, digest_of
+from fedpop.flower.post import Post
+from fedpop.keys import Key
+from fedpop.message import Channel, Tensors, Total
+from fedpop.methods.asking import question_told
+from fedpop.methods.base import Algorithm, Round
+from fedpop.run.members import Asking, Members
+from fedpop.run.settings import Settings
+from fedpop.settings import describe
+from fedpop.site.store import LocalStore
+from fedpop.version import __version__
+
+log = logging.getLogger("fedpop.server")
+
+R = TypeVar("R")
+WEIGHTS = ("rule", "observed")
+Hello = Callable[[Algorithm, str], Letter]
+"""What sites are told of a method, and of the experiment that it is run in."""
+
+
+@dataclass(frozen=True)
+class RoundTerms:
+    """When a round is over, and how sites count.
+
+    >>> RoundTerms(quorum=0.5, timeout=120.0).enough(4)(2)
+    True
+    """
+
+    sites: int = 1
+    """Sites that must be there before a round is begun; with fewer the server waits."""
+    begin: int | None = None
+    """Sites that must be there when the run begins, or goes on; as many as ``sites`` unless told."""
+    quorum: float = 1.0
+    """The share of those asked whose replies close a round."""
+    timeout: float = 600.0
+    """Seconds after which it is closed in any case, unless the method needs everyone."""
+    weights: str = "rule"
+    """``observed``: each site counts one over the share of rounds in which it was heard."""
+
+    def __post_init__(self) -> None:
+        require(Count, sites=self.sites, begin=self.first)
+        require(Positive, quorum=self.quorum, timeout=self.timeout)
+        require(Annotated[str, OneOf(*WEIGHTS)], weights=self.weights)
+        if self.quorum > 1:
+            raise SettingsError(f"quorum is a share of the sites asked, at most 1, not {self.quorum}")
+
+    @property
+    def first(self) -> int:
+        """Sites of the first round, at least."""
+        return self.sites if self.begin is None else self.begin
+
+    def enough(self, asked: int) -> Callable[[int], bool]:
+        return lambda heard: heard >= self.quorum * asked
+
+
+class Elsewhere(Members):
+    """Sites that letters go to."""
+
+    def __init__(
+        self,
+        method: Algorithm,
+        post: Post,
+        hello: Hello,
+        experiment: str,
+        terms: RoundTerms,
+        settings: Settings,
+        *,
+        before: Mapping[str, Member] | None = None,
+    ) -> None:
+        self._before = dict(before or {})
+        """Sites of the run that this one goes on with: who else comes is new to it."""
+        self._post, self._hello, self._terms, self._settings = post, hello, terms, settings
+        self._method, self._everyone = method, method.needs_everyone
+        self.experiment, self.device = experiment, method.model.initial_phi().device
+        post.hello = hello(method, experiment)
+        self.sites: dict[str, Member] = {}
+        self._begun = False
+        self._refused: dict[str, str] = {}
+        """Sites that the settings have no place for, and why."""
+        self._messages = Gathering(self.device)
+        self._lasting: dict[str, Total] = {}
+        """Sums of everyone's answers to questions that whoever comes later is asked, too."""
+        self._again: dict[str, float] = {}
+        """When a site that did not answer them is asked again."""
+        self._part: dict[str, int] = {}
+        """Sites that are in the last total, and how many units of theirs."""
+        self._drawn_among: tuple[list[Any], Roster] = ([], Roster(torch.zeros(0, dtype=torch.int64)))
+        self._round, self._best, self._recall, self._trials = -1, -1, False, 0
+        self._metrics: dict[str, Any] = {}
+
+    # --- who there is ------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:  # type: ignore[override]
+        return sorted(self.sites)
+
+    @property
+    def units(self) -> int:
+        return sum(site.units for name, site in self.sites.items() if self._ready(name))
+
+    @property
+    def roster(self) -> Roster:
+        """Units of all sites, in the order of the sites' names."""
+        now = [(n, self.sites[n].units, self.sites[n].hashes) for n in self.names]
+        if now != self._drawn_among[0]:
+            self._drawn_among = (now, roster_of_sites(self.sites))
+        return self._drawn_among[1]
+
+    def called(self, ids: Iterable[int]) -> list[str]:
+        whose = self.roster.names
+        return list(dict.fromkeys(whose[i] for i in ids))
+
+    @property
+    def examples(self) -> int:
+        return sum(site.examples for site in self.sites.values())
+
+    @property
+    def _needed(self) -> list[str]:
+        """Sites without whom there is no round."""
+        return self.names if self._everyone else []
+
+    @property
+    def federation(self) -> Federation | None:
+        return None
+
+    @property
+    def splits(self) -> Collection[str]:
+        return {split for site in self.sites.values() for split in site.splits}
+
+    @property
+    def store(self) -> LocalStore | None:
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        return {"experiment": self.experiment}
+
+    def fresh(self, method: Algorithm) -> Members:
+        """The same sites in an experiment beside this one, which they forget when this one is over. All who
+        are here are waited for: likelihoods of different sites cannot be compared."""
+        self._trials += 1
+        log.info("trial rounds, %d: they take as long as any rounds", self._trials)
+        name, terms = (
+            f"{self.experiment}{TRIAL}{self._trials}",
+            replace(self._terms, sites=len(self.sites), begin=None),
+        )
+        beside = Elsewhere(method, self._post.beside(), self._hello, name, terms, self._settings)
+        beside.wait()
+        return beside
+
+    def settle(self, method: Algorithm) -> None:
+        """Everyone is greeted anew: what a method left open has been found."""
+        self._method = method
+        here = list(self._post.sites)
+        self._post.greet_again(self._hello(method, self.experiment))
+        self.wait(here, patience=self._terms.timeout)
+
+    def wait(self, whom: Collection[str] = (), patience: float = math.inf) -> list[str]:
+        """Who is there, once it is enough of them and these are among them, or patience is at its end; says
+        for whom it waits."""
+        least, told = self._terms.sites if self._begun else self._terms.first, -math.inf
+        end = self._post.now() + patience
+        while True:
+            here = [name for name in self._post.present() if self._admitted(name)]
+            for name in here:
+                self.sites.setdefault(name, Member()).greeted(self._post.sites[name].about)
+            missing = sorted(set(whom) - set(here))
+            if (len(here) >= least and not missing) or self._post.now() > end:
+                self._begun = True
+                return here
+            if self._post.now() - told >= 30:
+                lacking = ", ".join(missing) or f"{least - len(here)} more site(s)"
+                log.info("waiting for %s; here: %s", lacking, ", ".join(here) or "nobody")
+                told = self._post.now()
+            self._post.pause()
+
+    def _admitted(self, name: str) -> bool:
+        """Whether settings that are given by site have one for a site that comes after the start."""
+        if not (self._begun or self._before) or name in self.sites or name in self._before:
+            return True
+        if name not in self._refused:
+            new = Member()
+            new.greeted(self._post.sites[name].about)
+            try:
+                every = self._before | self.sites | {name: new}
+                self._settings.participation.check(roster_of_sites(every))
+                self._method.check(sorted(every))
+            except SettingsError as error:
+                self._refused[name] = str(error)
+                log.warning("%s cannot take part: %s", name, error)
+        return name not in self._refused
+
+    def active(self, rule: Participation, key: Key, round: int) -> Active:
+        """As in the simulator, by units' names, among those whose sites are there and not busy with another
+        round."""
+        here = self.wait(self._needed)
+        free = [n for n in here if not self._post.busy(n)] or here
+        roster, key = self.roster, key.at(round=round, purpose="participation")
+        ready = {n: n in free and self._ready(n) for n in self.names}
+        active = rule.draw_among(roster, torch.tensor([ready[n] for n in roster.names]), key)
+        if self._terms.weights == "rule":
+            return active
+        each = [self.sites[roster.names[i]] for i in active.ids.tolist()]
+        weights = torch.tensor([(s.rounds + 1) / (s.times + 1) for s in each], dtype=torch.float32)
+        return Active(active.ids, weights, ratio=False)
+
+    # --- rounds ------------------------------------------------------------------------------
+
+    def _about(self, name: str, **more: Any) -> dict[str, Any]:
+        """What every letter says: which round of the site's counted last, among others."""
+        site = self.sites[name]
+        own = {"heard": site.heard, "noted": site.noted, "best": self._best, "seed": self._settings.seed}
+        return {"version": __version__, "experiment": self.experiment} | own | more
+
+    def round(self, method: Algorithm, round: Round, active: Active) -> Total:
+        parts, digest = taking_part(self.sites, active), digest_of(round.broadcast)
+        told = {"round": round.number, "active": len(parts)}
+        letters = {}
+        for name, part in parts.items():
+            own: dict[str, Any] = {"units": part.units, "digest": digest_for(digest, part.units)}
+            own |= {"weight": part.weight} if round.weigh else {}
+            letters[name] = Letter("train", self._about(name, **told, **own), round.broadcast)
+        weights = {name: part.weight for name, part in parts.items()}
+        timeout = None if self._everyone else self._terms.timeout
+        enough = (lambda heard: False) if self._everyone else self._terms.enough(len(letters))
+        replies = self._post.deliver(letters, timeout, enough)
+        if self._everyone:
+            replies = self._post.insist(letters, replies, timeout, lambda lost: bool(self.wait(lost)))
+        self._round = round.number
+        guard = method.guard_for(round.broadcast, len(letters))
+        kind = method.model.initial_phi().dtype
+        gathered = self._messages.gathered(
+            "train",
+            method.channel,
+            kind,
+            letters,
+            replies,
+            of=self.units,
+            weights=weights,
+            ratio=active.ratio,
+            guard=guard,
+            examples={n: examples_in(self.sites[n], part) for n, part in parts.items()},
+            sends=method.sends,
+        )
+        return self._located({name: part.ids for name, part in parts.items()}, gathered)
+
+    def _located(self, asked: Mapping[str, Tensor], gathered: Gathered) -> Total:
+        """A total with the positions of units that were asked and are not in it."""
+        reasons = dict(sorted((self._post.reasons | gathered.reasons).items()))
+        for name, why in reasons.items():
+            log.warning("%s was left out: %s", name, why)
+        heard = [n for n in asked if n not in reasons]
+        self._metrics = {"heard": heard, "reasons": reasons, "late": sum(self._post.late.values())}
+        if self._post.late:
+            self._metrics["late_from"] = dict(sorted(self._post.late.items()))
+        left_out = tuple(i for n in asked if n in reasons for i in asked[n].tolist())
+        suspects = tuple(i for n in gathered.suspects for i in asked[n].tolist())
+        self._metrics |= {"asked": len(asked), "units_left_out": len(left_out)}
+        self._part = {n: len(asked[n]) for n in heard}
+        return replace(gathered.total, left_out=left_out, suspects=suspects)
+
+    def commit(self, entered: bool = True) -> None:
+        """A round counts: the sites that are in it are told so in their next letter."""
+        if not entered:
+            return
+        for name, site in self.sites.items():
+            site.rounds += 1
+            site.times += self._part.get(name, 0) / max(1, site.units)
+            site.heard = self._round if name in self._part else site.heard
+
+    def bytes_down(self, told: Tensors, ids: Tensor) -> int:
+        return len(self.called(ids.tolist())) * sum(t.numel() * t.element_size() for t in told.values())
+
+    def metrics(self) -> dict[str, Any]:
+        return self._metrics
+
+    # --- questions ---------------------------------------------------------------------------
+
+    def ask(self, asking: Asking[R]) -> tuple[R, Total]:
+        question, known = asking.question, asking.known
+        names = [n for n in self.names if asking.split is None or asking.split in self.sites[n].splits]
+        names = list(asking.late) or names
+        asked = {f"known.{n}": t for n, t in known.items()} if asking.models else {}
+        asked |= {} if asking.models else {f"asked.{n}": t for n, t in question.ask(known).items()}
+        asked |= {f"broadcast.{n}": t for n, t in asking.broadcast.items()}
+        told, more = question_told(question, asked)
+        asked |= more
+        about = {
+            "question": question.name,
+            "told": told,
+            "key": [asking.key.round, asking.key.purpose],
+            "models": describe(asking.models),
+        }
+        if question.quorum == 1.0 and not asking.late:
+            self.wait(self.names, patience=self._terms.timeout)
+        elif not asking.late:
+            here = self._post.present()
+            names = [n for n in names if n in here] or names
+        letters = {name: Letter("ask", self._about(name, **about), asked) for name in names}
+        replies = self._post.deliver(letters, self._terms.timeout, lambda heard: False)
+        if question.quorum == 1.0 and not asking.late:
+            patience = self._terms.timeout
+            back = lambda lost: set(lost) <= set(self.wait(lost, patience))  # noqa: E731
+            replies = self._post.insist(letters, replies, patience, back)
+        kind = asking.method.model.initial_phi().dtype
+        everyone = self.units + sum(self.sites[n].units for n in asking.late)
+        gathered = self._messages.gathered(
+            question.name,
+            Channel(),
+            kind,
+            letters,
+            replies,
+            of=everyone,
+            varied=question.varied,
+            sends=question.sends,
+        )
+        place = places(self.sites)
+        total = self._located({name: place[name] for name in names}, gathered)
+        reasons = self._post.reasons | gathered.reasons
+        of = sum(self.sites[n].units for n in names)
+        if not asking.late and total.count < question.quorum * of:
+            whose = "; ".join(f"{n}: {why}" for n, why in sorted(reasons.items())[:5])
+            raise EstimateError(
+                f"{question.name}: {total.count} of {of} units could be heard, not enough ({whose})"
+            )
+        for name in names:
+            self.sites[name].answer(question.name, counted=name not in reasons, read=name in gathered.read)
+        if question.lasting:
+            total = self._lasting[question.name] = _together(self._lasting.get(question.name), total)
+        numbers = {**total.numbers, "bytes_down": float(len(names) * _size(asked))}
+        return question.finish(known, total), replace(total, numbers=numbers)
+
+    def newcomers(self) -> list[str]:
+        """Who is here and has not answered what lasts of the questions before the rounds; one that could not
+        is asked again when a round's time is over."""
+        here, now = self.wait(self._needed), self._post.now()
+        due = [n for n in here if not self._ready(n) and self._again.get(n, -math.inf) <= now]
+        self._again |= dict.fromkeys(due, now + self._terms.timeout)
+        return due
+
+    def _ready(self, name: str) -> bool:
+        """It may take part in rounds."""
+        return self._lasting.keys() <= set(self.sites[name].answered)
+
+    def finish(self, published: Tensors, rounds: int) -> list[str]:
+        """Give everyone who is there the theta that was learned; says who has it."""
+        here = self._post.present()
+        told = {"recall": self._recall, "rounds": rounds, "learned_from": self.units}
+        letters = {n: Letter("finish", self._about(n, **told), published) for n in here if n in self.sites}
+        return sorted(self._post.deliver(letters, self._terms.timeout, lambda heard: False))
+
+    # --- checkpoints -------------------------------------------------------------------------
+
+    def state(self) -> Tensors:
+        plain = {
+            "sites": {n: asdict(s) for n, s in self.sites.items()},
+            "forms": self._messages.forms,
+            "best": self._best,
+            "late": self._post.late,
+            "lasting": {question: total.count for question, total in self._lasting.items()},
+        }
+        sums = {f"lasting.{q}.{n}": v for q, total in self._lasting.items() for n, v in total.plain.items()}
+        return sums | {"elsewhere": torch.tensor(list(json.dumps(plain).encode()), dtype=torch.uint8)}
+
+    def restore(self, state: Tensors) -> None:
+        plain, known = json.loads(bytes(state["elsewhere"].tolist())), members_of(state)
+        self.sites = known | {n: s for n, s in self.sites.items() if n not in known}
+        self._messages.forms, self._best, self._post.late = plain["forms"], plain["best"], plain["late"]
+        for question, count in plain["lasting"].items():
+            begin = f"lasting.{question}."
+            sums = {n.removeprefix(begin): v.to(self.device) for n, v in state.items() if n.startswith(begin)}
+            self._lasting[question] = Total(sums, sums, {}, count, float(count), count, False)
+
+    def remember(self) -> Tensors:
+        self._best = self._round
+        return {"round": torch.tensor(self._best)}
+
+    def recall(self, remembered: Tensors) -> None:
+        self._best, self._recall = int(remembered["round"]), True
+
+
+def members_of(state: Tensors) -> dict[str, Member]:
+    """The sites of a checkpoint."""
+    return {n: Member(**s) for n, s in json.loads(bytes(state["elsewhere"].tolist()))["sites"].items()}
+
+
+def _together(earlier: Total | None, new: Total) -> Total:
+    """Answers of those who were asked first and of those who came later."""
+    if earlier is None or not new.count:
+        return new if earlier is None else earlier
+    sums = {n: earlier.plain[n] + v if n in earlier.plain else v for n, v in new.plain.items()}
+    count = earlier.count + new.count
+    return replace(new, weighted=earlier.plain | sums, plain=earlier.plain | sums, count=count)
+
+
+def _size(tensors: Tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors.values())

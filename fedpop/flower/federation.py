@@ -1,0 +1,204 @@
+"""A federation's folder and its settings file, ``app/federation.toml``.
+
+name                          what the experiment is called
+[data]                        what sites' data look like: ``questions.forms`` has the words
+[model]  entry                ``module:name`` of a model, or of a function that makes one
+[method] name, settings       as in the files of ``fedpop compare``
+[run]    rounds, seed, participation, precision, early_stop, afterwards
+[sites]  sites, begin, quorum, timeout, weights
+[server] address, listen
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fedpop.errors import FedpopError, SettingsError
+from fedpop.federation.inputs import Example
+from fedpop.federation.participation import resolve
+from fedpop.files import read_json, read_sealed, writable_folder, write_sealed
+from fedpop.flower.afterwards import USUAL, check_asked
+from fedpop.flower.certificates import split_address
+from fedpop.flower.conduct import Deployment
+from fedpop.flower.elsewhere import RoundTerms
+from fedpop.flower.folder import check_name, read_toml
+from fedpop.methods.base import Algorithm
+from fedpop.methods.tables import known_method, method_from
+from fedpop.models.entry import model_named
+from fedpop.questions.forms import check_form
+from fedpop.run.callbacks import Callback, EarlyStop
+from fedpop.run.settings import Settings
+from fedpop.version import __version__
+
+TABLES = ("name", "data", "model", "method", "run", "sites", "server")
+ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+"""Who listens everywhere is found here."""
+RUN = ("rounds", "seed", "participation", "precision", "early_stop", "afterwards")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Where a federation's server keeps things."""
+
+    root: Path
+
+    @property
+    def app(self) -> Path:
+        return self.root / "app"
+
+    @property
+    def tls(self) -> Path:
+        return self.root / "tls"
+
+    @property
+    def admitted(self) -> Path:
+        """Public keys of sites, NAME.pub."""
+        return self.root / "sites"
+
+    @property
+    def run(self) -> Path:
+        return self.root / "run"
+
+    @property
+    def flower(self) -> Path:
+        """Flower's own home, so that no other one is touched."""
+        return self.root / "flower"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings file, checked as far as it can be without any data."""
+        path = self.app / "federation.toml"
+        plain = read_toml(path, "is this a federation's folder? fedpop server init makes one")
+        _only(plain, TABLES, str(path))
+        for key in TABLES[1:]:
+            if not isinstance(plain.get(key, {}), dict):
+                raise SettingsError(f"{path}: {key} is a table, [{key}], not {plain[key]!r}")
+        found = read_json(self.root / "version.json") if self._versioned else {}
+        version = found.get("version") if isinstance(found, dict) else None
+        if version != __version__:
+            raise SettingsError(
+                f"{self.root} was made by fedpop {version or '(unknown)'}, this is {__version__}: use that "
+                "version, or make a new folder with fedpop server init"
+            )
+        return plain
+
+    @property
+    def _versioned(self) -> bool:
+        return (self.root / "version.json").exists()
+
+    @property
+    def address(self) -> str:
+        """Under which sites reach the server."""
+        return str(self.settings.get("server", {}).get("address", "127.0.0.1:8000"))
+
+    @property
+    def listen(self) -> str:
+        """Where the server listens: the same, unless it stands behind another machine's address."""
+        return str(self.settings.get("server", {}).get("listen", self.address))
+
+    @property
+    def nearby(self) -> str:
+        """Under which this machine's own processes reach it."""
+        host, port = split_address(self.listen)
+        return f"{ANYWHERE.get(host, host)}:{port}"
+
+    @property
+    def insecure(self) -> bool:
+        return not (self.tls / "server.crt").exists()
+
+    def experiment(self) -> str:
+        """The name under which sites keep their chains; drawn once for each run folder."""
+        file = writable_folder(self.run) / "experiment.json"
+        if not file.exists():
+            name = f"{str(self.settings.get('name', 'federation')).lower()}-{secrets.token_hex(4)}"
+            write_sealed(file, {"experiment": name})
+        return str(read_sealed(file, "an experiment's name")["experiment"])
+
+    def deployment(self) -> Deployment:
+        """What the settings file says is to be run."""
+        path = self.app / "federation.toml"
+        plain = self.settings
+        check_name(str(plain.get("name", "federation")))
+        data, model, method = (plain.get(name, {}) for name in ("data", "model", "method"))
+        check_form(data)
+        entry = str(_only(model, ("entry",), f"{path}, [model]").get("entry", "model:model"))
+        _check_entry(path, entry)
+        _only(plain.get("server", {}), ("address", "listen"), f"{path}, [server]")
+        name = method.get("name", "FedSOUL")
+        known_method(name, f"{path}, [method]")
+        own = {k: v for k, v in method.items() if k != "name"}
+        run = _only(plain.get("run", {}), RUN, f"{path}, [run]")
+        make = _maker(path, entry, str(name), own, run.get("precision"))
+        stop = run.pop("early_stop", None)
+        callbacks: list[Callback] = []
+        if stop is not None:
+            if not isinstance(stop, dict):
+                raise SettingsError(
+                    f"{path}, [run]: early_stop is a table such as {{every = 10, patience = 5}}"
+                )
+            callbacks = [EarlyStop(**_only(stop, ("every", "patience"), f"{path}, early_stop"))]
+        words = tuple(f.name for f in fields(RoundTerms))
+        terms = RoundTerms(**_only(plain.get("sites", {}), words, f"{path}, [sites]"))
+        part = run.get("participation")
+        usual = known_method(name, str(path)).usual_participation()
+        settings = Settings(
+            rounds=run.get("rounds"),
+            seed=run.get("seed", 0),
+            participation=usual if part is None else resolve(part),
+            checkpoint_every=1,  # sites keep the two sides of their last round, and can go back no further
+            precision=run.get("precision", "auto"),
+        )
+        after = check_asked(run.get("afterwards", USUAL))
+        return Deployment(self.experiment(), make, settings, terms, data, entry, callbacks, after)
+
+
+def _maker(
+    path: Path, entry: str, name: str, settings: Mapping[str, Any], precision: str | None
+) -> Callable[[Example], Algorithm]:
+    """Makes the method once it is known what examples look like; its backbone runs in this precision, or in
+    the model's own."""
+
+    def make(example: Example) -> Algorithm:
+        try:
+            model = model_named(entry, example, path.parent)
+        except SettingsError as error:
+            raise SettingsError(f"{path}: cannot make the model: {error}") from error
+        if precision is not None:
+            model = model.asking_for(precision)
+        return method_from(name, settings, model, f"{path}: method {name}")
+
+    return make
+
+
+def _check_entry(path: Path, entry: str) -> None:
+    """Raise where it can be seen, before any site is asked, that no model will come of it."""
+    module, _, name = entry.partition(":")
+    if not module or not name:
+        raise SettingsError(f"{path}: entry is module:name, such as model:model, not {entry!r}")
+    file = path.parent / f"{module}.py"
+    try:
+        if file.exists():
+            compile(file.read_bytes(), str(file), "exec")
+        elif find_spec(module.partition(".")[0]) is None:
+            raise SettingsError(f"{path}: there is no module {module!r}: {file} is not there")
+    except (SyntaxError, ValueError) as error:
+        if isinstance(error, FedpopError):
+            raise
+        raise SettingsError(f"{file} is not Python: {error}") from error
+
+
+def _only(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> dict[str, Any]:
+    for key in table:
+        if key not in known:
+            raise SettingsError(f"{where}: unknown setting {key!r}; known are {', '.join(known)}")
+    return dict(table)

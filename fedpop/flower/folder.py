@@ -1,0 +1,151 @@
+"""A site's folder: who it is, where its data are, its secret, and what it keeps."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedpop.checked import Count, Whole, require
+from fedpop.entries import module_named
+from fedpop.errors import SettingsError
+from fedpop.federation.reading import read_data, read_table
+from fedpop.files import write_bytes
+from fedpop.flower.site import Site
+from fedpop.site.plan import parse_bytes
+
+SETTINGS = "site.toml"
+SECRET = "secret"
+KNOWN = ("name", "data", "server", "threads", "memory", "insecure", "port", "spectral_rows", "modules")
+
+
+@dataclass(frozen=True)
+class SiteSettings:
+    """``site.toml``: what a site is called, where its data are, and which server it belongs to."""
+
+    folder: Path
+    name: str
+    data: str
+    """A CSV or Parquet file, a folder of images, or ``module:function``."""
+    server: str = ""
+    """host:port of the SuperLink."""
+    threads: int = 1
+    memory: str = "1GiB"
+    insecure: bool = False
+    port: int = 0
+    """Of this machine, for the node's own processes; 0 takes a free one."""
+    spectral_rows: int = 10
+    """With fewer rows the site refuses the spectral start, whose message would tell of single rows."""
+    modules: Sequence[str] = ()
+    """Modules that are imported before anything is answered, those beside this file first: they may define
+    methods, priors, kernels, compressors or questions of one's own, which are known by their names."""
+
+    def __post_init__(self) -> None:
+        where = self.folder / SETTINGS
+        for word in ("name", "data", "server", "memory"):
+            if not isinstance(getattr(self, word), str):
+                raise SettingsError(f"{where}: {word} is a text, not {getattr(self, word)!r}")
+        check_name(self.name)
+        require(Count, threads=self.threads, spectral_rows=self.spectral_rows)
+        require(Whole, port=self.port)
+        require(Sequence[str], modules=self.modules)
+        parse_bytes(self.memory)
+        if self.port >= 2**16:
+            raise SettingsError(f"{where}: port is below 65536, not {self.port}")
+        if not self.data:
+            raise SettingsError(f"{where}: data is missing: where the site's data are")
+
+    @property
+    def where(self) -> str:
+        """The data's place, beside the settings file unless it is somewhere else altogether."""
+        return self.data if ":" in self.data else str(self.folder / self.data)
+
+
+def check_name(name: str) -> None:
+    """Raise unless a site, or a federation, can be called so: its name is a folder's, too."""
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}", name):
+        raise SettingsError(
+            f"a name has letters, digits, '-', '_' and '.', at most 64 and no dot first, not {name!r}"
+        )
+
+
+def read_site(folder: Path) -> SiteSettings:
+    """The settings of a site's folder."""
+    path = folder / SETTINGS
+    plain = read_toml(path, "is this a site's folder? fedpop site enrol makes one")
+    unknown = [key for key in plain if key not in KNOWN]
+    if unknown:
+        raise SettingsError(f"{path}: unknown setting {unknown[0]!r}; known are {', '.join(KNOWN)}")
+    try:
+        return SiteSettings(folder, **plain)
+    except TypeError as error:
+        raise SettingsError(f"{path}: name and data must be there ({error})") from error
+
+
+def read_toml(path: Path, hint: str = "") -> dict[str, Any]:
+    """A settings file."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        more = f"; {hint}" if hint else ""
+        raise SettingsError(f"cannot read {path}: {error.strerror or error}{more}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is not readable TOML: {error}") from error
+
+
+def make_secret(folder: Path) -> int:
+    """The site's secret, made once: 64 bits that key its random numbers and never leave it."""
+    path = folder / SECRET
+    if not path.exists():
+        write_bytes(path, f"{secrets.randbits(64)}\n".encode(), 0o600)
+    return read_secret(folder)
+
+
+def read_secret(folder: Path) -> int:
+    path = folder / SECRET
+    try:
+        return int(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"cannot read the site's secret {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise SettingsError(f"{path} does not hold a site's secret; enrol the site again") from error
+
+
+def open_site(folder: str | Path) -> Site:
+    """The site whose folder this is."""
+    if not str(folder):
+        raise SettingsError("this node was started without its site's folder: --node-config 'site=\"...\"'")
+    settings = read_site(Path(folder))
+    for module in settings.modules:
+        module_named(module, settings.folder, f"{settings.folder / SETTINGS}: {module}")
+    return Site(
+        name=settings.name,
+        secret=read_secret(settings.folder),
+        folder=settings.folder,
+        data=lambda form: read_data(settings.where, form, settings.name, settings.folder),
+        table=lambda form: read_table(Path(settings.where), form, settings.name),
+        threads=settings.threads,
+        memory=settings.memory,
+        spectral_rows=settings.spectral_rows,
+    )
+
+
+def log_to(file: Path) -> None:
+    """What fedpop has to say, to this file alone: Flower's own log has other things in it, and a process of
+    its simulation speaks for one site after the other."""
+    log = logging.getLogger("fedpop")
+    ours = [h for h in log.handlers if isinstance(h, logging.FileHandler)]
+    if any(h.baseFilename == str(file.absolute()) for h in ours):
+        return
+    for other in ours:
+        log.removeHandler(other)
+        other.close()
+    handler = logging.FileHandler(file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)

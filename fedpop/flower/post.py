@@ -1,0 +1,306 @@
+"""Flower's Grid as a post office: sites by their names, letters with a deadline, late replies dropped.
+
+Flower knows nodes by numbers that are new for every key, so each node is asked for its site's name first.
+``send_and_receive`` waits for the slowest and looks every three seconds: this has a poll loop of its own.
+What comes after its letter's deadline is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import Message as FlowerMessage
+from flwr.app import MessageType
+from flwr.serverapp import Grid
+
+from fedpop.errors import PayloadError
+from fedpop.flower.letters import Code, Letter, code_of, refusal
+from fedpop.flower.records import letter_to_record, message_from_record
+from fedpop.message import Message
+from fedpop.version import __version__
+
+log = logging.getLogger("fedpop.server")
+
+TYPES = {"hello": MessageType.QUERY, "train": MessageType.TRAIN}
+"""Flower's words for kinds of letters; questions, and the end, are evaluations."""
+PATIENT = 5
+"""How many times as long as a refusal a greeting without an answer is waited for."""
+NODE_GONE = 5
+"""Flower's error code for a node whose heartbeat has stopped."""
+
+
+@dataclass(frozen=True)
+class Enrolled:
+    """A site that has told its name: the node it is at, and what it said of itself."""
+
+    node: int
+    about: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A letter that has not been answered."""
+
+    site: str
+    until: float
+
+
+class Post:
+    """Who is there, and what goes to and fro."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        *,
+        poll: float = 0.25,
+        greeting: float = 60.0,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._grid = grid
+        self.hello = Letter("hello", {})
+        """What a new node is told."""
+        self._poll, self._greeting, self._clock, self._sleep = poll, greeting, clock, sleep
+        self.sites: dict[str, Enrolled] = {}
+        self._met: set[int] = set()
+        """Nodes that belong to a site, or did."""
+        self._greeted: dict[int, float] = {}
+        """When a node that has not answered is to be greeted again."""
+        self._hellos: dict[str, int] = {}
+        self._pending: dict[str, Pending] = {}
+        self.late: dict[str, int] = {}
+        """Replies that came after their deadline, or twice, by site."""
+        self.reasons: dict[str, str] = {}
+        """Why sites were not heard in the last delivery."""
+        self.lost: set[str] = set()
+        """Those of them whose node went away."""
+
+    def beside(self) -> Post:
+        """Another one on the same Grid, to whom nobody has spoken yet."""
+        return Post(
+            self._grid, poll=self._poll, greeting=self._greeting, clock=self._clock, sleep=self._sleep
+        )
+
+    def greet_again(self, hello: Letter) -> None:
+        """Everyone is to hear something new, and counts as there once it has."""
+        self.hello, self.sites = hello, {}
+        self._met, self._greeted, self._hellos = set(), {}, {}
+
+    # --- who is there ------------------------------------------------------------------------
+
+    def _online(self) -> dict[int, str]:
+        """Nodes whose heartbeat is fresh, and the names that their keys were registered for."""
+        now = self._clock()
+        return {
+            n.node_id: n.name for n in self._grid.get_nodes() if not n.online_until or n.online_until > now
+        }
+
+    def survey(self, letter: Letter, least: int) -> dict[str, Message]:
+        """What the first ``least`` sites or more answer to a letter, by their names."""
+        told = -math.inf
+        while True:
+            nodes, begun = self._online(), self._clock()
+            asked = {f"node {node}": (node, letter) for node in nodes}
+
+            def enough(heard: int, begun: float = begun) -> bool:
+                return heard >= least and self._clock() - begun >= self._greeting
+
+            patience = PATIENT * self._greeting  # large data take long to read
+            found = self._exchange(asked, patience, enough) if len(nodes) >= least else {}
+            good = {}
+            for node, reply in found.items():
+                name, registered = str(reply.header.get("site", "")), nodes[asked[node][0]]
+                why = reply.refused or _misnamed(name, registered)
+                if why is None:
+                    good[name] = reply
+                else:
+                    log.warning("%s (%s): %s", node, name or registered or "no name", why)
+            if len(good) >= least:
+                return good
+            if self._clock() - told >= 30:
+                log.info("waiting for %d more site(s)", least - len(good))
+                told = self._clock()
+            self.pause()
+
+    def present(self) -> list[str]:
+        """Sites whose heartbeat is fresh, in the order of their names; new nodes are greeted, and belong to
+        them once they have answered. Nobody waits for that."""
+        now, nodes = self._clock(), self._online()
+        due = [n for n in nodes if n not in self._met and self._greeted.get(n, -math.inf) <= now]
+        if due:
+            for node, letter in zip(
+                due, self._push([(n, self.hello) for n in due], PATIENT * self._greeting), strict=True
+            ):
+                self._greeted[node] = now + PATIENT * self._greeting  # a slow one is not asked twice
+                if letter is not None:
+                    self._hellos[letter] = node
+        if self._hellos:
+            for message in self._grid.pull_messages(list(self._hellos)):
+                letter = message.metadata.reply_to_message_id
+                if letter in self._hellos:
+                    node = self._hellos.pop(letter)
+                    self._meet(node, nodes.get(node, ""), _opened(message))
+        return sorted(name for name, site in self.sites.items() if site.node in nodes)
+
+    def _meet(self, node: int, registered: str, reply: Message) -> None:
+        name = str(reply.header.get("site", ""))
+        why = self._doubt(reply, name, registered)
+        if why is not None:
+            log.warning("node %d (%s) cannot take part: %s", node, name or registered or "no name", why)
+            self._greeted[node] = self._clock() + self._greeting  # then again: it may have been mended
+            return
+        log.info("site %s is here", name)
+        self._met.add(node)
+        self.sites[name] = Enrolled(node, reply.header)
+
+    def _doubt(self, reply: Message, name: str, registered: str) -> str | None:
+        """Why a node cannot be taken for a site of this name."""
+        if reply.refused is not None:
+            return reply.refused
+        if reply.header.get("version") != __version__:
+            return f"it has fedpop {reply.header.get('version')}, this is {__version__}"
+        if reply.header.get("method") != self.hello.about["method_digest"]:
+            return "it has another method"
+        if self.hello.about.get("drawn") and len(reply.header.get("hashes", ())) != reply.header.get("units"):
+            return "it does not tell its units apart"
+        return _misnamed(name, registered)
+
+    def busy(self, site: str) -> bool:
+        """It still works on a letter that may yet be answered."""
+        now = self._clock()
+        return any(p.site == site and p.until > now for p in self._pending.values())
+
+    def now(self) -> float:
+        return self._clock()
+
+    def pause(self) -> None:
+        """A moment, before somebody looks again who is there."""
+        self._sleep(4 * self._poll)
+
+    # --- to and fro --------------------------------------------------------------------------
+
+    def deliver(
+        self, letters: Mapping[str, Letter], timeout: float | None, enough: Callable[[int], bool]
+    ) -> dict[str, Message]:
+        """Replies to these letters, by site, as soon as there are ``enough`` of them or time is up (None:
+        until everyone has answered). Refusals are in ``reasons``."""
+        there = {name: letter for name, letter in letters.items() if name in self.sites}
+        self.reasons = {name: "it is not there" for name in letters if name not in there}
+        self.lost = set(self.reasons)
+        found = self._exchange(
+            {name: (self.sites[name].node, letter) for name, letter in there.items()}, timeout, enough
+        )
+        heard = {}
+        for name, reply in found.items():
+            if (why := reply.refused) is None:
+                heard[name] = reply
+                continue
+            self.reasons[name] = why
+            if code_of(reply).greet:
+                self._met.discard(self.sites.pop(name).node)  # greeted again when it is back
+                self.lost.add(name)
+                self._greeted = {}
+        for name in there.keys() - found.keys():
+            self.reasons[name] = "it did not answer in time"
+        return heard
+
+    def insist(
+        self,
+        letters: Mapping[str, Letter],
+        replies: Mapping[str, Message],
+        timeout: float | None,
+        back: Callable[[list[str]], bool],
+    ) -> dict[str, Message]:
+        """Replies of those, too, whose node went away meanwhile, once they are ``back``: the same letter
+        again, to which a site that had worked on it gives the same reply."""
+        heard, reasons = dict(replies), dict(self.reasons)
+        while lost := sorted(self.lost & letters.keys()):
+            log.info("%s went away, and must answer", ", ".join(lost))
+            if not back(lost):
+                break
+            heard |= self.deliver({n: letters[n] for n in lost}, timeout, lambda heard: False)
+            reasons = {n: why for n, why in reasons.items() if n not in lost} | self.reasons
+        self.reasons = reasons
+        return heard
+
+    def _exchange(
+        self,
+        letters: Mapping[str, tuple[int, Letter]],
+        timeout: float | None,
+        enough: Callable[[int], bool],
+    ) -> dict[str, Message]:
+        start, patience = self._clock(), timeout or 24 * 3600.0
+        # A letter outlives its round: what a slow site answers is then known to be late, not lost.
+        ids = self._push(list(letters.values()), 2 * patience)
+        waiting = {i: name for i, name in zip(ids, letters, strict=True) if i is not None}
+        found: dict[str, Message] = {}
+        told = start
+        while waiting:
+            for message in self._grid.pull_messages([*waiting, *self._open()]):
+                self._sort(message, waiting, found)
+            if not waiting or enough(sum(r.refused is None for r in found.values())):
+                break
+            now = self._clock()
+            if timeout is not None and now - start >= timeout:
+                break
+            if now - told >= 60:
+                log.info("waiting for %s", ", ".join(sorted(waiting.values())))
+                told = now
+            self._sleep(self._poll)
+        until = start + 2 * patience
+        self._pending |= {i: Pending(name, until) for i, name in waiting.items()}
+        return found
+
+    def _push(self, letters: Sequence[tuple[int, Letter]], ttl: float) -> list[str | None]:
+        messages = [
+            FlowerMessage(
+                content=letter_to_record(letter),
+                dst_node_id=node,
+                message_type=TYPES.get(letter.kind, MessageType.EVALUATE),
+                ttl=ttl,
+                group_id=str(letter.about.get("round", letter.kind)),
+            )
+            for node, letter in letters
+        ]
+        return list(self._grid.push_messages(messages))
+
+    def _open(self) -> list[str]:
+        """Letters of earlier rounds that may yet be answered."""
+        now = self._clock()
+        self._pending = {i: p for i, p in self._pending.items() if p.until > now}
+        return list(self._pending)
+
+    def _sort(self, message: Any, waiting: dict[str, str], found: dict[str, Message]) -> None:
+        """A reply goes by the letter that it answers: an error's sender is not the site."""
+        letter = message.metadata.reply_to_message_id
+        if letter in waiting:
+            found[waiting.pop(letter)] = _opened(message)
+        elif letter in self._pending:
+            site = self._pending.pop(letter).site
+            self.late[site] = self.late.get(site, 0) + 1
+            log.info("a late reply of %s was dropped", site)
+
+
+def _misnamed(name: str, registered: str) -> str | None:
+    """What is wrong with the name that a site tells of itself."""
+    if not name:
+        return "it told no name"
+    if registered and registered != name:
+        return f"it says that it is {name!r}, but its key was registered for {registered!r}"
+    return None
+
+
+def _opened(message: Any) -> Message:
+    """What a reply says; what cannot be read is a refusal."""
+    if message.has_error():
+        code = Code.GONE if message.error.code == NODE_GONE else Code.FAILED
+        return refusal(f"its node failed (Flower's error {message.error.code})", code)
+    try:
+        return message_from_record(message.content)
+    except PayloadError as error:
+        return refusal(f"its reply could not be read: {error}", Code.UNREADABLE)

@@ -1,0 +1,392 @@
+"""What a site does with a letter: its own data, its own chains, one message back."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedpop.errors import CheckpointError, FedpopError, SchemaError, SettingsError
+from fedpop.federation.clients import Federation
+from fedpop.federation.participation import Active
+from fedpop.federation.reading import Columns
+from fedpop.files import read_sealed, read_tensors, writable_folder, write_sealed, write_tensors
+from fedpop.flower.letters import (
+    TRIAL,
+    Code,
+    Letter,
+    Refusal,
+    digest_for,
+    digest_of,
+    headed,
+    refusal,
+    with_values,
+)
+from fedpop.flower.memory import Memory, locked
+from fedpop.keys import Key
+from fedpop.message import Message, Tensors
+from fedpop.methods import rebuild
+from fedpop.methods.asking import question_from
+from fedpop.methods.base import Algorithm, Round
+from fedpop.models.base import Model
+from fedpop.models.entry import model_named
+from fedpop.models.spec import model_from
+from fedpop.population import Population
+from fedpop.questions import Question
+from fedpop.questions.forms import example_from, table_of
+from fedpop.run.guards import threads
+from fedpop.run.members import Asking
+from fedpop.settings import rebuilt
+from fedpop.site.plan import Plan, parse_bytes, plan_for
+from fedpop.site.sites import WHOLE, Sites, Work, table_units
+from fedpop.site.store import LocalStore
+from fedpop.version import __version__
+
+log = logging.getLogger("fedpop.site")
+
+THETA, SEALED = "theta.safetensors", "theta.json"
+"""What the federation learned, at a site or for one that comes later."""
+HELD_BACK = "the message is out of all proportion to what is usual and is not sent: look at the data's scale"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A site: its name, its secret, where it keeps things, and how it reads its data, which are checked
+    against the federation's schema."""
+
+    name: str
+    secret: int
+    """What its random numbers are keyed by, in the place of the run's seed: nobody else knows it."""
+    folder: Path
+    data: Callable[[Mapping[str, Any]], Federation]
+    """Reads the data, given the form that sites agreed on."""
+    table: Callable[[Mapping[str, Any]], Columns]
+    """Reads the columns of a table as they are."""
+    threads: int = 1
+    memory: str = "1GiB"
+    spectral_rows: int = 10
+    """With fewer rows than these it refuses the spectral start."""
+
+    def answer(self, letter: Letter) -> Message:
+        """The reply to a letter. Errors that are not meant for the server stay here, in the log."""
+        try:
+            if letter.about.get("version") != __version__:
+                told = f"the site has fedpop {__version__}, the server {letter.about.get('version')}"
+                raise Refusal(told, Code.VERSION)
+            with threads(self.threads):
+                return self._answer(letter)
+        except Refusal as error:
+            log.warning("%s refused: %s", letter.kind, error)
+            return refusal(str(error), error.code, site=self.name)
+        except SchemaError as error:  # it is written for the server, too
+            log.error("%s failed: %s", letter.kind, error)
+            return refusal(str(error), Code.DATA, site=self.name)
+        except FedpopError as error:
+            log.error("%s failed: %s", letter.kind, error)
+            return refusal(f"{type(error).__name__}; the site's log says more", site=self.name)
+        except Exception as error:
+            log.exception("%s failed", letter.kind)
+            return refusal(f"{type(error).__name__}; the site's log says more", site=self.name)
+
+    def _answer(self, letter: Letter) -> Message:
+        if letter.kind == "ask" and "data" in letter.about:
+            return self._asked_before(letter)
+        experiment = SiteExperiment(self, str(letter.about["experiment"]))
+        if letter.kind == "hello":
+            return experiment.hello(letter)
+        with locked(experiment.state_file):
+            return {"train": experiment.train, "ask": experiment.ask, "finish": experiment.finish}[
+                letter.kind
+            ](letter)
+
+    def _asked_before(self, letter: Letter) -> Message:
+        """An answer from rows as they are, while it is not agreed what examples look like: of their values no
+        more than sums over columns."""
+        data, about = letter.about["data"], letter.about
+        cpu = torch.device("cpu")
+        if "x" in data:
+            table = table_of(self.table(data), data)
+            sites = Sites.one(self.name, table_units({self.name: table}), cpu, tables=[table])
+        else:
+            sites = Sites.one(self.name, self.data(data), cpu)
+        question = _question(about["told"], letter.tensors, None)
+        key = Key(self.secret, int(about["key"][0]), str(about["key"][1]))
+        asked = _part("asked.", letter.tensors)
+        (work,) = sites.question_work(question, asked, key, WHOLE, encode=True)
+        header = {"site": self.name, "experiment": about["experiment"], "question": question.name}
+        return headed(header, work.message)
+
+
+@dataclass(frozen=True)
+class SiteExperiment:
+    """One experiment at a site: the method that it was told of, and the states of its units."""
+
+    site: Site
+    name: str
+
+    @cached_property
+    def folder(self) -> Path:
+        # It becomes a folder's name, and comes from elsewhere.
+        if not re.fullmatch(r"[a-z0-9_-][a-z0-9_.-]{0,99}", self.name):
+            raise Refusal("an experiment's name has small letters, digits, '-', '_' and '.', no dot first")
+        return writable_folder(self.site.folder / "experiments" / self.name)
+
+    @property
+    def state_file(self) -> Path:
+        return self.folder / "chain.safetensors"
+
+    # --- hello -------------------------------------------------------------------------------
+
+    def hello(self, letter: Letter) -> Message:
+        """Keep what the server tells of the method; say who is here. No data are told of but their form."""
+        keep_hello(self.folder, letter)
+        federation = self.federation
+        about = {
+            "experiment": self.name,
+            "site": self.site.name,
+            "units": len(federation),
+            "examples": int(federation.train.sizes.sum()),
+            "splits": sorted(federation.splits),
+            "method": letter.about["method_digest"],
+        }
+        # Draws go by the hashes of units' names; where everyone takes part nobody has to know them.
+        return headed(about | ({"hashes": federation.units.tolist()} if letter.about["drawn"] else {}))
+
+    @cached_property
+    def _told(self) -> dict[str, Any]:
+        if not (self.folder / "method.json").exists():
+            raise Refusal("this site does not know the experiment: greet it first", Code.STRANGER)
+        return read_sealed(self.folder / "method.json", "what a federation told of its method")
+
+    @property
+    def form(self) -> Mapping[str, Any]:
+        """What the sites' data look like."""
+        form: Mapping[str, Any] = self._told["schema"]
+        return form
+
+    @cached_property
+    def method(self) -> Algorithm:
+        """The server's method on this site's copy of the model."""
+        told = self._told["method"]
+        values = read_tensors(self.folder / "model.safetensors", self._told["digest"])
+        model = with_values(_model(told), values).knowing(told["known"]).at_precision(told["precision"])
+        return rebuild(told["algorithm"], told["class"], model)
+
+    @cached_property
+    def federation(self) -> Federation:
+        """This site's data, checked against the schema and the model."""
+        found = self.site.data(self.form)
+        own = self.method.model.prepared(found.example)
+        if own.known() != self.method.model.known():
+            raise Refusal(
+                "the site's examples do not fit the model: their shape is not the federation's", Code.DATA
+            )
+        checked = own.checked(found)
+        self.method.check_data(checked)
+        return checked
+
+    # --- work --------------------------------------------------------------------------------
+
+    def memory(self, heard: int) -> Memory:
+        units = self.federation.units.tolist()
+        if not self.state_file.exists():
+            if heard >= 0:
+                log.warning("%s: no state here, though round %d counted: a stateless start", self.name, heard)
+            return Memory.empty(units)
+        try:
+            return Memory.read(self.state_file, units)
+        except CheckpointError as error:
+            log.warning("%s: %s: a stateless start", self.name, error)
+            return Memory.empty(units)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Which units are worked on together, for the site's memory."""
+        method, budget = self.method, parse_bytes(self.site.memory)
+        return plan_for(method.model, self.federation, budget, method.draws, method.phi_copies)
+
+    def sites(self, store: LocalStore) -> Sites:
+        return Sites.one(self.site.name, self.federation, self.method.model.initial_phi().device, store)
+
+    def key(self, round: int, purpose: str) -> Key:
+        """This site's own, at the address that the server names."""
+        return Key(self.site.secret, round, purpose)
+
+    def train(self, letter: Letter) -> Message:
+        """One round: the same reply to the same letter, whatever happened in between."""
+        number, heard = int(letter.about["round"]), int(letter.about["heard"])
+        units = letter.about["units"]
+        here = range(len(self.federation))
+        if units is not None and not (units and set(units) <= set(here) and len(set(units)) == len(units)):
+            told = "the server asks for units that are not at this site: greet it first"
+            raise Refusal(told, Code.STRANGER)
+        ids = torch.tensor(here if units is None else units, dtype=torch.int64)
+        digest = digest_for(digest_of(letter.tensors), units)
+        if digest != letter.about["digest"]:
+            raise Refusal("theta did not arrive as it was sent", Code.DAMAGED)
+        memory = self.memory(heard)
+        if memory.round == number and memory.digest == digest and memory.reply is not None:
+            log.info("%s: round %d again, the same reply", self.name, number)
+            return memory.reply
+        if number < memory.round:
+            log.warning("%s: round %d after round %d: the server went back", self.name, number, memory.round)
+        self._remember(memory, letter, heard)
+        store = memory.start_of(self.method, number, heard)
+        _forget(store, memory.noted, letter.about["noted"])
+        shared, weight = Key(int(letter.about["seed"]), number, "/train"), letter.about.get("weight")
+        key = self.key(number, "site/train")
+        now = Round(number, letter.tensors, key, shared, weigh=weight is not None)
+        sites = self.sites(store)
+        active = Active(ids, torch.full((len(ids),), 1.0 if weight is None else float(weight)), ratio=False)
+        messages = int(letter.about["active"])
+        (work,) = sites.round_work(self.method, now, active, self.plan, messages, encode=True)
+        message = work.message
+        if message.withheld is not None:
+            message = replace(message, payloads={})
+            log.warning("%s: round %d: %s", self.name, number, HELD_BACK)
+        header = {"site": self.site.name, "experiment": self.name, "round": number, "digest": digest}
+        reply = headed(header, message)
+        memory.before, memory.after = self._both_sides(sites, work, now)
+        memory.round, memory.digest, memory.units, memory.reply = number, digest, units, reply
+        memory.write(self.state_file)
+        sent = int(message.units), message.bytes
+        log.info("%s: round %d, %d unit(s), %d bytes", self.name, number, *sent)
+        return reply
+
+    def _both_sides(self, sites: Sites, work: Work, now: Round) -> tuple[LocalStore, LocalStore]:
+        """States before a round (which hold what units enter with, as long as they have not) and after it,
+        if its message counts."""
+        before, after = sites.snapshot(), sites.snapshot()
+        entered = before.entered.clone()
+        before.put(work.ids, sites.states(self.method, work.ids, now.broadcast, now.key))
+        before.entered = entered  # what units enter with is theirs once they have taken part
+        work.settle(work.message.received)
+        for ids, states in sites.updates:
+            after.put(ids, states)
+        return before, after
+
+    def _remember(self, memory: Memory, letter: Letter, heard: int) -> None:
+        """Keep the present state where validation data chose the round that led to it."""
+        best = int(letter.about["best"])
+        if best >= 0 and best != memory.best_round and heard <= best:
+            memory.best = LocalStore.restore(memory.settled(self.method, heard).state())
+            memory.best_round = best
+
+    def ask(self, letter: Letter) -> Message:
+        """An answer to a question; what it leaves with units is noted under its name."""
+        about, heard = letter.about, int(letter.about["heard"])
+        question = _question(about["told"], letter.tensors, self.method)
+        self._require_rows(question)
+        memory = self.memory(heard)
+        store = memory.settled(self.method, heard)
+        sites, key = self.sites(store), self.key(int(about["key"][0]), str(about["key"][1]))
+        known = _part("known.", letter.tensors)
+        broadcast = _part("broadcast.", letter.tensors)
+        models = rebuilt(about["models"], {})
+        asking = Asking(question, known, key, self.method, models, broadcast)
+        plan, personal = asking.models_at(sites, self.plan)
+        asked = question.ask(known) if models is not None else _part("asked.", letter.tensors)
+        (work,) = sites.question_work(question, asked, key, plan, personal, encode=True)
+        work.settle(work.message.received)
+        if sites.updates:
+            for side in {id(s): s for s in (memory.before, memory.after)}.values():
+                for ids, states in sites.updates:
+                    side.put(ids, states, entered=False)
+            memory.noted[question.name] = sorted(sites.updates[0][1])
+            memory.write(self.state_file)
+        header = {"site": self.site.name, "experiment": self.name, "question": question.name}
+        return headed(header, work.message)
+
+    def _require_rows(self, question: Question[Any]) -> None:
+        """Cross products of a few rows tell what the rows are: they are not sent."""
+        rows, least = int(self.federation.train.sizes.sum()), self.site.spectral_rows
+        if question.shows_rows is None or rows >= least or question.shows_rows >= least:
+            return
+        if question.quorum:
+            raise Refusal(
+                f'the spectral start is refused with fewer than {least} rows; use start = "random", or '
+                f'start = {{kind = "Spectral", minimum = {least}}}, under which such a site sends zeros',
+                Code.FEW_ROWS,
+            )
+        raise Refusal(
+            f"{question.name}: products of fewer than {least} rows are not sent; the others do", Code.FEW_ROWS
+        )
+
+    def finish(self, letter: Letter) -> Message:
+        """Keep the theta that was learned, and the states to predict with."""
+        about, heard = letter.about, int(letter.about["heard"])
+        memory = self.memory(heard)
+        self._remember(memory, letter, heard)
+        store = memory.settled(self.method, heard)
+        if about["recall"] and memory.best is not None:
+            store = memory.best
+        write_tensors(self.folder / "final.safetensors", store.state())
+        population = Population(
+            self.method,
+            dict(letter.tensors),
+            Key(self.site.secret, purpose="site"),
+            None,
+            rounds=int(about["rounds"]),
+            learned_from=int(about["learned_from"]),
+        )
+        population.save(self.folder / "population")
+        keep_theta(self.folder, population.published)
+        for trial in self.folder.parent.glob(f"{self.name}{TRIAL}*"):
+            shutil.rmtree(trial)
+        return headed({"site": self.site.name, "experiment": self.name})
+
+
+def keep_hello(folder: Path, letter: Letter) -> None:
+    """Write what a letter tells of an experiment: method, form of data, and where the model starts."""
+    about = {name: letter.about[name] for name in ("experiment", "method", "schema")}
+    about["digest"] = write_tensors(folder / "model.safetensors", letter.tensors)
+    write_sealed(folder / "method.json", about)
+
+
+def keep_theta(folder: Path, published: Tensors) -> None:
+    """Write theta, and the digest by which it is known again."""
+    write_sealed(folder / SEALED, {"digest": write_tensors(folder / THETA, published)})
+
+
+def read_theta(folder: Path) -> Tensors:
+    """Theta as it was written."""
+    return read_tensors(folder / THETA, str(read_sealed(folder / SEALED, "a theta's digest").get("digest")))
+
+
+def _question(told: dict[str, Any], sent: Tensors, method: Algorithm | None) -> Question[Any]:
+    try:
+        return question_from(told, sent, method)
+    except (CheckpointError, SettingsError) as error:
+        raise Refusal(f"the site cannot make the question: {error}", Code.QUESTION) from error
+
+
+def _model(told: Mapping[str, Any]) -> Model:
+    if not told["entry"]:
+        return model_from(told["model"])
+    try:
+        return model_named(str(told["entry"]), example_from(told["example"]))
+    except SettingsError as error:
+        log.error("the model %r: %s", told["entry"], error)
+        words = f"the site cannot make the model {told['entry']!r}; its log says more"
+        raise Refusal(words, Code.MODEL) from error
+
+
+def _forget(store: LocalStore, noted: Mapping[str, Sequence[str]], counted: Sequence[str]) -> None:
+    """Drop what questions left whose answer from here did not count."""
+    for question, names in noted.items():
+        if question not in counted:
+            for name in names:
+                store.noted.discard(name)
+                if not bool(store.entered.any()):
+                    store.tensors.pop(name, None)
+
+
+def _part(prefix: str, tensors: Tensors) -> Tensors:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

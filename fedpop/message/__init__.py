@@ -1,0 +1,18 @@
+"""What happens to a message between a site and the server."""
+
+from fedpop.message.channel import Channel, Choice, resolve_compressor
+from fedpop.message.guard import Guard
+from fedpop.message.message import Aggregate, Answer, Message, Payload, Tensors, Total
+
+__all__ = [
+    "Aggregate",
+    "Answer",
+    "Channel",
+    "Choice",
+    "Guard",
+    "Message",
+    "Payload",
+    "Tensors",
+    "Total",
+    "resolve_compressor",
+]

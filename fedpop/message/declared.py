@@ -1,0 +1,148 @@
+"""What may leave a site, by name: what each number is, and who needs to see it.
+
+A message holds vectors and numbers beside them. Those of fedpop's own methods and questions are listed here;
+a method or question of a user's own lists its further ones in ``sends``. What is not declared does not leave
+(``require_declared``). Of all of them a sum over sites is wanted and nothing else, unless ``clear`` says that
+single values are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from fedpop.errors import SettingsError
+from fedpop.message.guard import COUNTS
+from fedpop.message.message import NAMED, PLAIN
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One name in a message.
+
+    Args:
+        what: What the numbers are.
+        bound: The largest absolute value of an entry that one unit adds, where there is one.
+        clear: The server needs each site's value by itself, not only the sum.
+    """
+
+    what: str
+    bound: float | None = None
+    clear: bool = False
+
+
+VECTORS: Mapping[str, Sent] = {
+    # Rounds.
+    "I": Sent("mean score of the population prior along the chain (Algorithm 1, line 16)"),
+    "J": Sent("mean gradient of the log-likelihood in phi (line 17), or the local move that takes its place"),
+    "curvature": Sent("trace of a bound on the likelihood's curvature in z; or its largest eigenvalue"),
+    "examples": Sent("number of training examples"),
+    "evidence": Sent("log marginal likelihood, and its parts"),
+    "gradient": Sent("gradient of the log marginal likelihood in theta"),
+    "hessian": Sent("lower triangle of its Hessian"),
+    "n": Sent("number of training examples"),
+    "dw": Sent("move of the shared weights, times n"),
+    "dw^2": Sent("squares of that move, times n"),
+    "dphi": Sent("move of the backbone, times n"),
+    "dbody": Sent("move of the shared layers, times n"),
+    "dhead": Sent("move of the shared head, times n"),
+    "dz": Sent("move of the shared head (LG-FedAvg), times n"),
+    "dy": Sent("move of the shared weights (SCAFFOLD)"),
+    "dc": Sent("change of the control variate (SCAFFOLD)"),
+    "x": Sent("the client's own weights (L2GD's average)"),
+    "w": Sent("state of the travelling chain (FSGLD), or weights; the relay needs it as it is", clear=True),
+    "precision": Sent("precision of the client's Gaussian surrogate (FSGLD)"),
+    "shift": Sent("the same, times its mean"),
+    "z/rho": Sent("the client's auxiliary variable over its tolerance (DG-LMC)"),
+    "1/rho": Sent("one over the tolerance"),
+    "U": Sent("gradient of the potential, less what the server remembers (QLSD)"),
+    "reference": Sent("gradient of the potential at w* (QLSD*)"),
+    # Questions.
+    "second": Sent("second moments of inputs"),
+    "count": Sent("number of rows, or of units"),
+    "cross": Sent("cross products of inputs and targets (spectral start)"),
+    "even": Sent("their part with equal indices"),
+    "pairs": Sent("number of pairs of rows"),
+    "size": Sent("sum of squares, of features or of targets, and how many"),
+    "moments": Sent("products of features and targets"),
+    "sums": Sent("sums of columns, or of their products"),
+    "gram": Sent("products of centred columns"),
+    "ww": Sent("products of fixed-effect columns and response"),
+    "rows": Sent("number of rows"),
+    "score": Sent("gradient of the log marginal likelihood; of validation, summed log-probability and count"),
+    "scores": Sent("held-out log-probabilities by width of the prior"),
+    "share": Sent("how much of z the data decide"),
+    "information": Sent("observed information of theta"),
+    "slope": Sent("gradient of the log marginal likelihood"),
+    "noise": Sent("covariance of the score that is due to a finite number of draws"),
+    "errors": Sent("the score of each part of the chains"),
+    "counts": Sent("units by R-hat and effective draws"),
+    "value": Sent("log marginal likelihood"),
+    "log_det": Sent("log-determinants of the groups' covariances"),
+    "explained": Sent("what random effects explain of the products W'W"),
+    "k": Sent("products that the gradient in the covariance of random effects is made of"),
+    "n_sum": Sent("the same"),
+    "nk": Sent("products that the Hessian in it is made of"),
+    "nn": Sent("the same"),
+    "[*": Sent("rows, sums and squares of a column, or rows of a level, by their names as a JSON list"),
+    "{*": Sent("a one for the form of its examples, which the name is"),
+}
+"""Vectors of the library's own methods and questions; a name that ends with a star stands for all that begin
+so."""
+
+NUMBERS: Mapping[str, Sent] = {
+    "log_likelihood": Sent("training log-likelihood, for the progress line"),
+    "examples": Sent("examples that it is of"),
+    "acceptance": Sent("acceptance rates, summed over units", bound=1.0),
+    "clients": Sent("units that they are of", bound=1.0),
+    "divergences": Sent("chains that diverged"),
+    "gradient_evaluations": Sent("work: gradients in z"),
+    "head_steps": Sent("work: examples through heads"),
+    "backbone_passes": Sent("work: forward and backward passes of one example"),
+    "weight": Sent("participation weights, summed over units"),
+    COUNTS + "*": Sent("messages by the power of two of their norms", bound=1.0),
+}
+"""What travels beside the vectors."""
+
+HEADER: Mapping[str, Sent] = {
+    "site": Sent("the site's name", clear=True),
+    "version": Sent("of fedpop", clear=True),
+    "experiment": Sent("which run the message belongs to", clear=True),
+    "round": Sent("its number", clear=True),
+    "question": Sent("its name", clear=True),
+    "digest": Sent("of the broadcast that the message answers", clear=True),
+    "method": Sent("digest of the method", clear=True),
+    "units": Sent("how many units the site has, or speaks for", clear=True),
+    "examples": Sent("how many training examples it has", clear=True),
+    "splits": Sent("kinds of examples that it has", clear=True),
+    "hashes": Sent("of its units' names, where a rule draws among them", clear=True),
+    "withheld": Sent("the message was held back: out of all proportion", clear=True),
+    "weighted": Sent("participation weights were applied at the site", clear=True),
+    "refused": Sent("code and words of a refusal", clear=True),
+    "gone": Sent("the site's node does not answer", clear=True),
+}
+"""What a message between machines says of itself; none of it depends on values in the data."""
+
+
+def require_declared(vectors: Iterable[str], numbers: Iterable[str], own: Mapping[str, object]) -> None:
+    """Raise where something would leave a site that neither this page nor the sender's ``sends`` (``own``)
+    declares."""
+    for name in vectors:
+        if not name.startswith(NAMED) and not _listed(name.removeprefix(PLAIN), VECTORS, own):
+            raise _undeclared("vector", name)
+    for name in numbers:
+        if not _listed(name, NUMBERS, own):
+            raise _undeclared("number", name)
+
+
+def _listed(name: str, *lists: Mapping[str, object]) -> bool:
+    return any(name in known for known in lists) or any(
+        name.startswith(entry[:-1]) for known in lists for entry in known if entry.endswith("*")
+    )
+
+
+def _undeclared(what: str, name: str) -> SettingsError:
+    return SettingsError(
+        f"a {what} {name!r} would leave a site that is not declared: name it in sends, as in "
+        f'sends = {{"{name}": Sent("what it is")}}'
+    )

@@ -1,0 +1,79 @@
+"""A question on its way: its class and its fields in plain values, made again beside a site's own method.
+
+A class is known once it is defined, a user's own as well as fedpop's. Of its fields plain values, settings
+and tensors travel; a method, a model and a hierarchy do not: whoever answers has one, and takes that.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fedpop.errors import CheckpointError, SettingsError
+from fedpop.kernels.hierarchy import Hierarchy
+from fedpop.message import Tensors
+from fedpop.methods.base import Algorithm
+from fedpop.models.base import Model
+from fedpop.models.spec import described_module
+from fedpop.questions import Question
+from fedpop.settings import describe, known, rebuilt
+
+OWN, SENT = "own", "sent"
+"""What stands in a field's place: the site's own, or a tensor that goes with the question."""
+
+
+def question_told(question: Question[Any], sent: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """A question in plain values, and tensors that have to go with it beside those that are ``sent``
+    already.
+
+    >>> from fedpop.questions.spectral import SecondMoments
+    >>> question_told(SecondMoments(minimum=5), {})
+    ({'kind': 'SecondMoments', 'fields': {'minimum': 5}}, {})
+    """
+    held, more = dict[str, Any](), Tensors()
+    every: list[str] = [f.name for f in fields(question)] if is_dataclass(question) else []
+    for name in every:
+        value = getattr(question, name)
+        if isinstance(value, Tensor):
+            place = next((n for n, tensor in sent.items() if tensor is value), f"own.{name}")
+            more |= {} if place in sent else {place: value}
+            held[name] = {"kind": SENT, "name": place}
+        else:
+            held[name] = _role(value) or describe(value)
+    told = {"kind": type(question).__name__, "fields": held}
+    try:
+        json.dumps(told)
+    except TypeError as error:
+        raise SettingsError(
+            f"{question.name} cannot be asked across machines ({error}): fields of a question are plain "
+            "values, settings, tensors, the model or the method"
+        ) from error
+    return told, more
+
+
+def _role(value: Any) -> dict[str, str] | None:
+    roles = {"method": Algorithm, "model": Model, "hierarchy": Hierarchy}
+    found = next((role for role, kind in roles.items() if isinstance(value, kind)), None)
+    return None if found is None else {"kind": OWN, "what": found}
+
+
+def question_from(told: dict[str, Any], sent: Tensors, method: Algorithm | None) -> Question[Any]:
+    """The question that was told, on this side's own method; there is none before an experiment began."""
+    classes = known(Question)
+    if told["kind"] not in classes:
+        raise CheckpointError(
+            f"unknown question {told['kind']!r} (one of your own is known once the module that defines it is "
+            "imported)"
+        )
+
+    def own(plain: dict[str, Any]) -> Any:
+        if method is None:
+            raise CheckpointError(f"{told['kind']} needs a method, and there is none yet")
+        return method if plain["what"] == "method" else getattr(method, plain["what"])
+
+    builders = {OWN: own, SENT: lambda plain: sent[plain["name"]], "Module": described_module}
+    held = {name: rebuilt(value, builders) for name, value in told["fields"].items()}
+    return classes[told["kind"]](**held)

@@ -1,0 +1,244 @@
+"""FedSOUK: federated stochastic optimisation with Markov kernels (the paper's Algorithm 1).
+
+Round k, with theta = (phi, beta), for every active client i:
+
+    Z_0   its last chain state (stateful), or a draw from p(. | beta_k) (stateless)
+    Z_m   ~ Q(Z_{m-1}, .)                                     m = 1, ..., M
+    I_i   = 1/M sum_m grad_beta log p(Z_m | beta_k)           (or its other form, see priors.normal)
+    J_i   = 1/M sum_m grad_phi  log p(D_i | Z_m, phi_k)       sent as C(J_i), C an unbiased compressor
+
+and on the server, with b/|A| or 1/p_i weights,
+
+    beta_{k+1} = Proj(beta_k + eta1 [grad log p(beta_k) + sum I_i])
+    phi_{k+1}  = Proj(phi_k  + eta2 [grad log p(phi_k)  + sum C(J_i)]).
+
+phi is frozen while a chain runs, so features are computed once, and J is one backward pass through the
+backbone whatever M. FedSOUL is FedSOUK with Langevin steps; ``FedSOUL.paper()`` is Algorithm 1 to the
+letter, the default chooses the kernel by the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedpop.client.cost import chain_cost
+from fedpop.client.local_steps import LocalSteps, describe_steps, groups_of, most_steps
+from fedpop.client.phi_step import PhiWork
+from fedpop.errors import SettingsError
+from fedpop.federation.cohort import Cohort
+from fedpop.federation.inputs import map_inputs
+from fedpop.kernels import prior_chains
+from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
+from fedpop.methods.base import About, Facts, Round
+from fedpop.methods.starting import WithStart
+from fedpop.priors.base import into_ball
+from fedpop.server import scoring
+from fedpop.server.gauge import aligner
+from fedpop.server.schedules import Stage
+from fedpop.server.state import prefixed, unprefixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedSOUK(WithStart):
+    """The paper's Algorithm 1 with any kernel.
+
+    Args:
+        model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
+        local_steps: The paper's M, steps of a chain in a round: one number (10 unless told), a
+            ``fp.chains.Steps`` schedule, or one for each client by name. More cost more, with less noise.
+        start: Where phi starts: "spectral", "random", or "auto" (the default) for what suits the data.
+        engine: What finds theta: "sampled" is Algorithm 1, "exact" a quasi-Newton method for closed-form
+            posteriors; "auto" (the default) is the exact one where it applies and nothing was said of how.
+        prior: The population's, of ``fp.priors`` or by name; "normal" unless told.
+        kernel: What chains step by, of ``fp.kernels`` or by name; what suits head and prior unless told.
+        chain: How chains are run, ``fp.chains.Chain()`` unless told.
+        phi_step: How phi moves: a ``PhiStep`` or an optimiser of ``fp.steps``; Adam unless told,
+            for networks with a weight decay.
+        beta_step: How the prior moves: a ``BetaStep``, ``EM()`` or an optimiser; EM or Adam unless told.
+        hyperprior: Of phi and the prior's parameters; flat unless told.
+        anneal: How a normal likelihood's noise variance falls to its own value, against local optima.
+        average: Which average of theta is published; that over the last quarter unless told.
+        final: The pass that gives the draws users see; ``fp.chains.Final()`` unless told.
+        compressor: Of the gradients J, of ``fp.compressors`` or by name; "identity" unless told, for none.
+        clip: The largest norm of a client's J, and of its I; None (the default) shortens none.
+        guard: How many times the usual norm makes a message absurd; 1000 unless told, None for never.
+
+    >>> from torch import nn
+    >>> import fedpop as fp
+    >>> model = fp.Composition(nn.Linear(4, 2), nn.Linear(2, 3), "categorical")
+    >>> fp.FedSOUK(model, local_steps=5).sampler.kernel
+    HMC(leapfrog=5)
+    """
+
+    local_steps: LocalSteps = 10
+
+    name: ClassVar[str] = "FedSOUK"
+    about: ClassVar[About] = About(
+        "Kotelevskii et al., NeurIPS 2022", personalised=True, memory="M d + d_phi", instance="itself"
+    )
+    guarded: ClassVar[tuple[str, ...]] = ("I", "J")
+    compressed: ClassVar[tuple[str, ...]] = ("J",)
+    clipped: ClassVar[tuple[str, ...]] = guarded
+    sampling: ClassVar[tuple[str, ...]] = ("local_steps", *WithStart.sampling)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        prior = self.hierarchy.prior
+        self.sampler.check(self.on_beta.form)
+        self.on_beta.on(prior)
+        self.hyperprior.check(prior)
+        if self.on_phi.local is not None and self.chain.rao_blackwell:
+            raise SettingsError("local epochs on phi average over draws of z; they exclude rao_blackwell")
+
+    # --- settings, resolved where they are used ----------------------------------------------
+
+    @property
+    def draws(self) -> int:
+        return most_steps(self.local_steps) * self.chain.chains
+
+    # --- before the rounds -------------------------------------------------------------------
+
+    def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
+        server, prior = self.first_theta(facts, key, known), self.hierarchy.prior
+        phi, beta = server["phi"], server["beta"]
+        if self.exact is not None:
+            return self.exact.first(**server, left=known.get("left"))
+        if (rate := self.on_phi.rate(0, facts.stage, self.head_size(beta))) is not None:
+            server["phi_rate"] = phi.new_tensor(rate)
+        return (
+            server
+            | prefixed("phi.", self.on_phi.step(self.model).init(phi))
+            | prefixed("beta.", self.on_beta.init(self.hierarchy, beta))
+            | prefixed("prior.", prior_chains.first_states(prior, beta, key.at(purpose="negative")))
+            | prefixed("average.", self.average.init(torch.cat((phi, beta))))
+        )
+
+    def extended(self, server: Tensors, facts: Facts, inverse: Tensor | None = None) -> Tensors:
+        server = scoring.begun(server, self.publish(server), inverse)
+        rate = self.on_phi.rate(facts.start, facts.stage, self.head_size(server["beta"]))
+        return server if rate is None else server | {"phi_rate": server["phi"].new_tensor(rate)}
+
+    def broadcast(self, server: Tensors) -> Tensors:
+        theta = {n: server[n] for n in ("phi", "beta", "phi_rate", "curved", "noise") if n in server}
+        return theta | prior_chains.shipped(self.hierarchy.prior, unprefixed("prior.", server))
+
+    # --- a unit's round: lines 5 to 18 of Algorithm 1 ----------------------------------------
+
+    def enter(self, units: Tensor, broadcast: Tensors, key: Key) -> Tensors:
+        beta = broadcast["beta"].to(self.model.initial_z().dtype)
+        return self.sampler.enter(units, beta, key, broadcast.get("states"))
+
+    def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Iterator[Answer]:
+        if self.exact is not None:
+            yield self.exact.answer(round.broadcast, cohort, round.coefficients is not None)
+            return
+        now = self.at_noise(round.broadcast)
+        for steps, rows in groups_of(self.local_steps, cohort.units, round.number):
+            if rows is None:
+                yield from now._answers(round, cohort, local, steps)
+                continue
+            wanted = round.coefficients
+            part = round if wanted is None else replace(round, coefficients=wanted[rows])
+            held = {n: v[rows] for n, v in local.items()}
+            for answer in now._answers(part, cohort.select(rows), held, steps):
+                yield replace(answer, rows=rows if answer.rows is None else rows[answer.rows])
+
+    def _answers(self, round: Round, cohort: Cohort, local: Tensors, steps: int) -> Iterator[Answer]:
+        """Z_1, ..., Z_M, then I and J of everyone at once, or unit by unit where each J travels alone."""
+        told, key, wanted = round.broadcast, round.key, round.coefficients
+        drawn = not self.chain.rao_blackwell
+        work = PhiWork.of(self.model, self.on_phi, told["phi"], cohort, key, wanted is not None, drawn)
+        features = map_inputs(Tensor.detach, work.features)
+        target = self.hierarchy.target(told["phi"], told["beta"], features, cohort, work.keys)
+        done = self.sampler.run(target, local, cohort, steps, key, told.get("states"))
+        draws = done.draws.flatten(1, 2)
+        vectors = {"I": self.sampler.scores(target, done, draws, self.on_beta.form)}
+        good = self.sampler.fit_to_be_heard(target, done, vectors["I"])
+        curvature = target.likelihood_curvature()
+        if curvature is not None and self.on_beta.wants_curvature(self.hierarchy.prior):
+            vectors["curvature"] = curvature
+        if self.on_phi.local is not None:
+            vectors["examples"] = cohort.sizes.to(draws.dtype).unsqueeze(1)
+        new = self.sampler.kept(done, local, told["beta"], good)
+        moments = None if drawn else target.moments()
+        passes = self.on_phi.passes(cohort, work.once)
+        price = chain_cost(cohort, done, self.chain.chains, self.sampler.kernel.batch_size, passes)
+        if work.fused and wanted is not None:
+            good, value, j = work.summed(moments, draws, good, wanted, done.evaluated)
+            yield Answer(good, vectors, new, price(value, good, None), sums={"J": j})
+            return
+        for rows, value, j, whole in work.blocks(moments, draws, target, told.get("phi_rate")):
+            own = {n: v[rows] for n, v in vectors.items()} | {"J": j}
+            states, fit = {n: v[rows] for n, v in new.items()}, good[rows] & whole
+            yield Answer(fit, own, states, price(value, fit, rows), rows=rows)
+
+    # --- the server's step: lines 19 to 21 ---------------------------------------------------
+
+    def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
+        if self.exact is not None:
+            return self.exact.step(server, total)
+        k, warm = key.round, self.warm_up(facts.first_stage)
+        stage = Stage(max(facts.start, warm), facts.rounds)  # schedules and averages begin after it
+        if k < warm:
+            server = self.anneal.cooled(self.model, server, k + 1, facts.first_stage)
+        if total.silent:
+            return server
+        prior = self.hierarchy.within(server).prior
+        phi, beta = server["phi"], server["beta"]
+        i = self.hyperprior.plus_beta(prior, beta, total.estimate("I", beta))
+        j = self.hyperprior.plus_phi(phi, total.estimate("J", phi))
+        states: Tensors = {}
+        if not prior.normalised:  # as much of what its scores lack as there is of the clients' scores
+            lacking, states = prior_chains.normaliser(prior, beta, unprefixed("prior.", server), key)
+            i = i + lacking * (total.weight * total.scale)
+        optimiser = self.on_phi.step(self.model, facts.examples)
+        if optimiser.averages:  # the clients' mean move
+            j = j * server["phi_rate"] / total.estimate("examples", phi.new_zeros(())).clamp(min=1)
+        beta_state, phi_state = (unprefixed(f"{n}.", server) for n in ("beta", "phi"))
+        if "inverse" in server:
+            theta, slope = torch.cat((phi, beta)), torch.cat((j, prior.gradient(beta, i)))
+            crowd = facts.clients / facts.heard
+            theta = scoring.step(theta, slope, server["inverse"], k - facts.start, crowd)
+            new_phi, new_beta = theta[: len(phi)], theta[len(phi) :]
+        else:
+            new_beta, beta_state = self.on_beta.move(
+                self.hierarchy,
+                self.hyperprior,
+                beta,
+                i,
+                total,
+                beta_state,
+                k,
+                stage,
+                facts.clients,
+                facts.heard,
+            )
+            new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, stage)
+        new_phi, new_beta = into_ball(new_phi, float(server["ball"])), prior.project(new_beta)
+        eta, theta = optimiser.schedule.factor(k, stage), torch.cat((new_phi, new_beta))
+        align, average = aligner(self.model, prior), unprefixed("average.", server)
+        average = self.average.update(average, theta, eta, k, stage, align, warm)
+        if (rate := self.on_phi.rate(k + 1, stage, self.head_size(new_beta))) is not None:
+            server = server | {"phi_rate": phi.new_tensor(rate)}
+        moved = prefixed("phi.", phi_state) | prefixed("beta.", beta_state)
+        kept = prefixed("prior.", states) | prefixed("average.", average)
+        return server | {"phi": new_phi, "beta": new_beta} | moved | kept
+
+    def publish(self, server: Tensors) -> Tensors:
+        if self.exact is not None:
+            return self.exact.publish(server)
+        theta = self.average.value(unprefixed("average.", server), torch.cat((server["phi"], server["beta"])))
+        size, prior = server["phi"].shape[0], self.hierarchy.within(server).prior
+        states = prior_chains.published(prior, unprefixed("prior.", server))
+        sets = {n: server[n] for n in ("sets", "ball")}
+        return {"phi": theta[:size], "beta": prior.project(theta[size:])} | sets | states
+
+    def lines(self, published: Tensors) -> list[tuple[str, str]]:
+        kernel = f"{self.sampler.kernel}, {describe_steps(self.local_steps)}"
+        return super().lines(published) + ([("kernel", kernel)] if self.exact is None else [])

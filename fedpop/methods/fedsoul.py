@@ -1,0 +1,107 @@
+"""FedSOUL, the paper's name for FedSOUK with Langevin steps, in two presets.
+
+``FedSOUL(model)`` is what works best: the kernel that the head asks for, Adam on phi, EM steps on the prior,
+a spectral start where there is one. ``FedSOUL.paper(model)`` is Algorithm 1 to the letter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from fedpop.checked import OneOf
+from fedpop.client.sampler import Chain
+from fedpop.kernels import ULA
+from fedpop.methods.fedsouk import FedSOUK
+from fedpop.models.base import Model
+from fedpop.priors import Normal
+from fedpop.server.anneal import Anneal
+from fedpop.server.averaging import Averaging
+from fedpop.server.beta_step import BetaStep
+from fedpop.server.optimisers import SGD
+from fedpop.server.schedules import Polynomial
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedSOUL(FedSOUK):
+    """The paper's method, with the kernel that the head asks for.
+
+    Chains make exact steps where the posterior is Gaussian, and HMC's elsewhere. ``FedSOUL.paper()`` is
+    the paper's Algorithm 1 to the letter.
+
+    Args:
+        model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
+        local_steps: The paper's M, how many steps a chain makes in a round: one number (10 unless told),
+            a ``fp.chains.Steps`` schedule over rounds, or one for each client by name. More cost more
+            and lessen noise.
+        start: Where phi starts: "spectral", or ``Spectral()``, from second moments of the data; "random"
+            as the model was given; "auto" (the default) spectral where it applies, else as it was given
+            with a prior that suits the data.
+        engine: What finds theta: "sampled" is Algorithm 1; "exact" a quasi-Newton method for closed-form
+            posteriors, with everyone in every round, uncompressed; "auto" (the default) the exact one
+            where it applies, theta has 500 numbers at most, and nothing was said of chains or steps.
+        prior: The population's: a prior of ``fp.priors`` or its name. "normal" unless told, with the
+            covariance that suits the model; "diagonal", "full", "mixture" and "energy" are others.
+        kernel: What chains step by: a kernel of ``fp.kernels`` or its name; None (the default) the one
+            that suits head and prior.
+        chain: How chains are run, ``fp.chains.Chain()`` unless told.
+        phi_step: How phi moves: a ``PhiStep`` or an optimiser of ``fp.steps``; None is Adam, with the
+            rate, and for networks the weight decay, that suit backbone and data.
+        beta_step: How the prior moves: a ``BetaStep``, ``EM()`` or an optimiser of ``fp.steps``; None is
+            EM where the prior allows it, else Adam.
+        hyperprior: Of phi and the prior's parameters, flat unless told: ``fp.priors.Hyperprior(...)``.
+        anneal: How a normal likelihood's noise variance falls to its own value, against local optima;
+            ``Anneal()`` unless told, ``Anneal(rounds=0)`` for not.
+        average: Which average of theta is published; ``Averaging()`` unless told, over the last quarter.
+        final: The pass that gives the draws users see; ``fp.chains.Final()`` unless told.
+        compressor: Of the gradients J: one of ``fp.compressors`` or its name, or a mapping from clients'
+            names to them; "identity" (the default) sends them as they are.
+        clip: The largest norm of a client's J, and of its I; longer ones are shortened, which biases
+            their sums. None (the default) does not.
+        guard: How many times the usual norm makes a client's message absurd, so that it is left out;
+            1000 unless told, None for never.
+        preset: "default" or "paper": only a name for tables, which ``FedSOUL.paper()`` sets.
+
+    >>> from torch import nn
+    >>> import fedpop as fp
+    >>> model = fp.Composition(nn.Linear(4, 2), nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
+    >>> fp.FedSOUL(model).sampler.kernel, fp.FedSOUL.paper(model).sampler.kernel
+    (Exponential(h=1.0), ULA(step_size=0.8, decay=0.0))
+    """
+
+    preset: Annotated[str, OneOf("default", "paper")] = "default"
+    name: ClassVar[str] = "FedSOUL"
+
+    @property
+    def label(self) -> str:
+        return self.name if self.preset == "default" else f"{self.name}-{self.preset}"
+
+    @classmethod
+    def paper(
+        cls, model: Model, *, rate: float | None = None, power: float = 0.6, **settings: Any
+    ) -> FedSOUL:
+        """The paper's algorithm to the letter.
+
+        Unadjusted Langevin with gamma_i = 0.8 / L_i; eta1 = eta2 = rate (1 + k)^-power, plain steps, from
+        the modules' own values and N(0, 1); no averaging.
+
+        Args:
+            model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
+            rate: Of the first step; None (the default) finds the largest power of ten whose 20 trial rounds
+                do not lower the likelihood.
+            power: How fast steps shrink, 0.6 unless told.
+        """
+        step = SGD(rate, Polynomial(power))
+        defaults: dict[str, Any] = {
+            "preset": "paper",
+            "kernel": ULA(),
+            "chain": Chain(burn_in=0, follow=False),
+            "prior": Normal(scale=1.0),
+            "phi_step": step,
+            "beta_step": BetaStep(step, form="left"),
+            "start": "random",
+            "anneal": Anneal(rounds=0),
+            "average": Averaging("last"),
+            "guard": None,
+        }
+        return cls(model, **(defaults | settings))

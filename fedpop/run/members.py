@@ -1,0 +1,248 @@
+"""Those whom a run works with, wherever they are: who asks whom is all that differs between one machine and
+many.
+
+A run sends its members a broadcast or a question and gets back what the server would see: a total. ``Here``
+has all clients on this machine; ``fedpop.flower`` has members at other sites.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedpop.federation.clients import Federation
+from fedpop.federation.participation import Active, Participation, Roster
+from fedpop.files import digest_of
+from fedpop.keys import Key
+from fedpop.message import Tensors, Total
+from fedpop.methods.base import Algorithm, Round
+from fedpop.questions import Question
+from fedpop.run.own_models import OwnModels
+from fedpop.site.plan import Plan, parse_bytes, plan_for
+from fedpop.site.sites import Sites, site_of_each
+from fedpop.site.store import LocalStore
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Asking(Generic[R]):
+    """A question, with all that those who are asked need to know beside it."""
+
+    question: Question[R]
+    known: Tensors
+    key: Key
+    """Of the sites: elsewhere each one has a secret in the place of its seed."""
+    method: Algorithm
+    models: OwnModels | None = None
+    """Which models of its units a site answers from; None: from none."""
+    broadcast: Tensors = field(default_factory=dict)
+    """What sites would be told in a round, where models are made of that."""
+    split: str | None = None
+    """Only units that have examples in it are asked."""
+    late: tuple[str, ...] = ()
+    """Only these members are asked, who came when the others had been; what is made of it is everyone's."""
+
+    def models_at(self, sites: Sites, plan: Plan) -> tuple[Plan, Callable[[Tensor], Tensors] | None]:
+        """How many units fit together for it, and how their models are made."""
+        models, method = self.models, self.method
+        if models is None:
+            return plan, None
+        made = models.made
+        return models.plan(method, plan), lambda ids: made(
+            method, sites, ids, self.known, self.broadcast, self.key
+        )
+
+
+def active_units(rule: Participation, among: Federation | Here, key: Key, round: int) -> Active:
+    """Who takes part in a round: it depends on the rule, the seed and the round, never on the method."""
+    return rule.draw(among.roster, key.at(round=round, purpose="participation"))
+
+
+def roster_of(federation: Federation, sites: Mapping[str, Sequence[str]] | None) -> Roster:
+    """Who may take part, and at which site each one is."""
+    at = None if sites is None else site_of_each(sites, federation)
+    return replace(federation.roster, sites=at)
+
+
+class Members(ABC):
+    """The other side of a run."""
+
+    names: Sequence[str]
+    device: torch.device
+
+    @property
+    @abstractmethod
+    def units(self) -> int:
+        """How many units there are at present: the paper's b."""
+
+    @property
+    @abstractmethod
+    def roster(self) -> Roster:
+        """All units, among whom a rule draws."""
+
+    def called(self, ids: Iterable[int]) -> list[str]:
+        """The names of the members that the units at these positions are, or are at, each once."""
+        return [self.names[i] for i in ids]
+
+    @property
+    @abstractmethod
+    def examples(self) -> int:
+        """How many training examples they have together."""
+
+    @property
+    @abstractmethod
+    def federation(self) -> Federation | None:
+        """The data, where they are on this machine."""
+
+    @property
+    @abstractmethod
+    def splits(self) -> Collection[str]:
+        """Kinds of examples that there are."""
+
+    @property
+    @abstractmethod
+    def store(self) -> LocalStore | None:
+        """What units keep, where that is on this machine."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Enough to tell whether a resumed run has the same members."""
+
+    @abstractmethod
+    def fresh(self, method: Algorithm) -> Members:
+        """The same ones, for a run of this method beside this one."""
+
+    @abstractmethod
+    def settle(self, method: Algorithm) -> None:
+        """The run's method is this one from now on: trial rounds have found what it left open."""
+
+    def newcomers(self) -> Sequence[str]:
+        """Who came after the questions before the rounds, and is to be asked those that last."""
+        return ()
+
+    @abstractmethod
+    def active(self, rule: Participation, key: Key, round: int) -> Active:
+        """Who is to take part in a round."""
+
+    @abstractmethod
+    def round(self, method: Algorithm, round: Round, active: Active) -> Total:
+        """The active ones' work, added up; nobody's state changes before ``commit``."""
+
+    @abstractmethod
+    def ask(self, asking: Asking[R]) -> tuple[R, Total]:
+        """What is made of everyone's answers."""
+
+    @abstractmethod
+    def commit(self, entered: bool = True) -> None:
+        """The last round, or question (``entered`` False), counts: states follow from it."""
+
+    @abstractmethod
+    def bytes_down(self, told: Tensors, ids: Tensor) -> int:
+        """What it takes to tell this to these."""
+
+    def metrics(self) -> dict[str, Any]:
+        """What is to be told of the last round beside the method's own numbers."""
+        return {}
+
+    @abstractmethod
+    def state(self) -> Tensors:
+        """What a checkpoint has to hold of them."""
+
+    @abstractmethod
+    def restore(self, state: Tensors) -> None: ...
+
+    @abstractmethod
+    def remember(self) -> Tensors:
+        """Have everyone keep their present state as the best so far; gives what ``recall`` will need."""
+
+    @abstractmethod
+    def recall(self, remembered: Tensors) -> None: ...
+
+
+class Here(Members):
+    """All clients on this machine."""
+
+    def __init__(
+        self,
+        method: Algorithm,
+        federation: Federation,
+        memory: str | int,
+        sites: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        budget = parse_bytes(memory)
+        self._again = (method, federation, memory, sites)
+        self.names, self.device = federation.names, method.model.initial_phi().device
+        self.sites = Sites(federation, self.device, sites=sites)
+        self._roster = roster_of(federation, sites)
+        self.plan: Plan = plan_for(method.model, federation, budget, method.draws, method.phi_copies)
+
+    @property
+    def units(self) -> int:
+        return len(self.federation)
+
+    @property
+    def roster(self) -> Roster:
+        return self._roster
+
+    @property
+    def examples(self) -> int:
+        return int(self.federation.train.sizes.sum())
+
+    @property
+    def federation(self) -> Federation:
+        return self.sites.federation
+
+    @property
+    def splits(self) -> Collection[str]:
+        return self.federation.splits
+
+    @property
+    def store(self) -> LocalStore:
+        return self.sites.store
+
+    def describe(self) -> dict[str, Any]:
+        names = digest_of("\0".join(self.names).encode())[:32]
+        return {"clients": len(self.federation), "data": self.federation.fingerprint(), "names": names}
+
+    def fresh(self, method: Algorithm) -> Here:
+        return Here(*self._again)
+
+    def settle(self, method: Algorithm) -> None:
+        pass  # rounds and questions come with it
+
+    def active(self, rule: Participation, key: Key, round: int) -> Active:
+        return active_units(rule, self, key, round)
+
+    def round(self, method: Algorithm, round: Round, active: Active) -> Total:
+        return self.sites.round(method, round, active, self.plan)
+
+    def ask(self, asking: Asking[R]) -> tuple[R, Total]:
+        among = None
+        if asking.split is not None:
+            among = (self.federation.splits[asking.split].sizes > 0).nonzero().squeeze(1)
+        plan, personal = asking.models_at(self.sites, self.plan)
+        return self.sites.ask(asking.question, asking.known, asking.key, plan, personal, among)
+
+    def commit(self, entered: bool = True) -> None:
+        self.sites.commit(entered)
+
+    def bytes_down(self, told: Tensors, ids: Tensor) -> int:
+        return self.sites.bytes_down(told, ids)
+
+    def state(self) -> Tensors:
+        return self.sites.store.state()
+
+    def restore(self, state: Tensors) -> None:
+        self.sites.store = LocalStore.restore(state)
+
+    def remember(self) -> Tensors:
+        return self.sites.snapshot().state()
+
+    def recall(self, remembered: Tensors) -> None:
+        self.restore(remembered)

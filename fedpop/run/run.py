@@ -1,0 +1,400 @@
+"""One run: its server, those it works with, and where it stands."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedpop.client.cost import WORK
+from fedpop.errors import CheckpointError, SettingsError
+from fedpop.evaluation.validation import ValidationScore
+from fedpop.evaluation.verdict import Verdict
+from fedpop.federation.clients import Federation
+from fedpop.files import reading, writable_folder, write_json
+from fedpop.keys import Key
+from fedpop.message import Tensors, Total
+from fedpop.methods.base import Algorithm, Facts, Round
+from fedpop.population import Population
+from fedpop.questions import Question
+from fedpop.run import checkpoint as checkpoints
+from fedpop.run.breakdown import nobody, require_finite_theta, require_somebody
+from fedpop.run.callbacks import Callback
+from fedpop.run.guards import patient_interrupts, threads
+from fedpop.run.lock import held
+from fedpop.run.members import Asking, Here, Members, roster_of
+from fedpop.run.metrics import Metrics
+from fedpop.run.opening import ask_first, welcome
+from fedpop.run.own_models import AsTheyStand, FinalPass, OwnModels
+from fedpop.run.progress import progress_bar
+from fedpop.run.settings import Settings
+from fedpop.run.stages import at_the_end, further, inverse_information, planned, stage_at
+from fedpop.run.trial import likelihoods_of
+from fedpop.site.plan import Plan
+from fedpop.site.sites import Sites
+
+R = TypeVar("R")
+
+
+class Run:
+    """A server and the members it works with (a federation on this machine, or sites elsewhere), from the
+    first question to the last round."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        members: Federation | Members,
+        settings: Settings,
+        folder: Path | None = None,
+        callbacks: Sequence[Callback] = (),
+        restart: int = 0,
+    ) -> None:
+        roster = members.roster if isinstance(members, Members) else roster_of(members, settings.sites)
+        settings.participation.check(roster)
+        algorithm.check_participation(settings.participation)
+        algorithm = algorithm.for_rule(settings.participation)
+        algorithm.check(members.names)
+        if settings.sites is not None and not algorithm.channel.one_for_all:
+            raise SettingsError("a site of several clients has one compressor: give one for all")
+        if isinstance(members, Federation):
+            algorithm.check_data(members)
+        for callback in callbacks:
+            callback.check(members)
+        if isinstance(members, Federation):
+            members = Here(algorithm, members, settings.memory, settings.sites)
+        # Every setting is checked by now: nothing is created for a run that cannot be.
+        self.folder = None if folder is None else writable_folder(folder)
+        self.metrics = None if self.folder is None else Metrics(self.folder)
+        self.members, self.settings, self.callbacks = members, settings, list(callbacks)
+        self.ends = planned([], settings.rounds)
+        """Of its stages; schedules go by the present one."""
+        self.restart = restart
+        self.key = Key(settings.seed)
+        """The server's. Sites have one of their own, which in simulation derives from the seed too."""
+        self.secret = Key(settings.seed, purpose="site")
+        self.algorithm = algorithm
+        self.server: Tensors = {}
+        self.usual: Tensors = {}
+        """Norms of messages, which the guard goes by."""
+        self.round = 0
+        self.totals: dict[str, float] = {}
+        self.history: list[dict[str, Any]] = []
+        self.threads = torch.get_num_threads()
+        self.counted: int | None = None
+        """How many units the server's state is of."""
+        self.verdict: Verdict | None = None
+        self.inverse: Tensor | None = None
+        """Of the information at theta, where a verdict has found it."""
+        self.best_round: int | None = None
+        """The round whose theta is returned, where validation data choose it."""
+        self._best: tuple[Tensors, Tensors] | None = None
+        """The server's state, and what members need to go back to theirs."""
+
+    @property
+    def here(self) -> Here:
+        """The members, where they are on this machine."""
+        if not isinstance(self.members, Here):
+            raise SettingsError("this needs clients' data and states, which are at their sites")
+        return self.members
+
+    @property
+    def federation(self) -> Federation:
+        return self.here.federation
+
+    @property
+    def sites(self) -> Sites:
+        return self.here.sites
+
+    @property
+    def plan(self) -> Plan:
+        return self.here.plan
+
+    @property
+    def facts(self) -> Facts:
+        stage = stage_at(self.ends, self.round)
+        clients = self.members.units
+        active = self.settings.participation.expected(self.members.roster)
+        examples = self.members.examples
+        return Facts(clients, stage.end, self.restart, stage.start, self.ends[0], active, examples)
+
+    # --- a run from start to end -------------------------------------------------------------
+
+    def execute(self, *, resume: bool, progress: bool | None) -> Population:
+        """All rounds; nothing that was finished is lost to a crash or a Ctrl-C."""
+        with held(self.folder):
+            return self._execute(resume, progress)
+
+    def _execute(self, resume: bool, progress: bool | None) -> Population:
+        stopped = self.begin(resume)
+        with (
+            threads(self.threads),
+            nullcontext() if self.metrics is None else self.metrics.opened(),
+            patient_interrupts() as interrupted,
+            progress_bar(self.algorithm.label, self.ends[-1], self.round, progress) as bar,
+        ):
+            while not stopped and (self.round < self.ends[-1] or self._goes_on()):
+                metrics = self.train_round()
+                # All of them are to see the round.
+                stopped = any([c.after_round(self, metrics) for c in self.callbacks])  # noqa: C419
+                stopped |= self.algorithm.over(self.server)
+                self.history.append(metrics)
+                if nobody(metrics):  # what were they sent?
+                    require_finite_theta(self.algorithm.broadcast(self.server), self.history, self.round - 1)
+                    require_somebody(self.history, stopped or self.round == self.ends[-1])
+                if self.metrics is not None:
+                    self.metrics.add(metrics)
+                for callback in self.callbacks:
+                    callback.recorded(self, metrics)
+                last = stopped or self.round == self.ends[-1]
+                if last or interrupted.is_set() or self.round % self.settings.checkpoint_every == 0:
+                    self._write_checkpoint(stopped)
+                bar.update(self.round, self.round if last else self.ends[-1], metrics)
+                if interrupted.is_set():
+                    raise KeyboardInterrupt
+            require_finite_theta(self.algorithm.publish(self.server), self.history, self.round)
+            self.recall()  # to the best theta on validation data, where that was watched
+            self.verdict = at_the_end(self)
+            for callback in self.callbacks:
+                callback.finished(self)
+            bar.say(self.verdict)
+        if self.folder is not None:
+            verdict = None if self.verdict is None else self.verdict.plain()
+            result = {"rounds": self.round, "best_round": self.best_round, "convergence": verdict}
+            write_json(self.folder / "result.json", result)
+        return self.population()
+
+    def _goes_on(self) -> bool:
+        """At the end of a stage: whether there is another one, which there is until theta has converged."""
+        end = further(self)
+        if end is None:
+            return False
+        self.ends, self.verdict = [*self.ends, end], None
+        return True
+
+    def population(self) -> Population:
+        """What has been learned so far."""
+        return Population(
+            algorithm=self.algorithm,
+            published=self.algorithm.publish(self.server),
+            key=self.secret,
+            federation=self.members.federation,
+            store=self.members.store,
+            names=list(self.members.names),
+            learned_from=self.members.units,
+            elsewhere=None if isinstance(self.members, Here) else self._asked_at_the_end,
+            history=self.history,
+            totals=self.totals,
+            rounds=self.round,
+            drift=self.algorithm.drift(self.server),
+            convergence=self.verdict,
+            best_round=self.best_round,
+        )
+
+    def begin(self, resume: bool = False) -> bool:
+        """Ask what has to be asked before the first round, or go on from a checkpoint; True: it was over."""
+        saved = None
+        if self.folder is not None:
+            if resume:
+                saved = checkpoints.read(self._checkpoints)
+            elif any(self._checkpoints.glob("round-*.json")):
+                raise CheckpointError(
+                    f"{self.folder} already holds a run; use resume=True to go on with it, or another "
+                    "output folder"
+                )
+        self.requested = self._config()
+        if saved is not None:
+            checkpoints.require_same(self.requested, saved.config)
+            self.ends = planned(saved.ends, self.settings.rounds)
+            if self.metrics is not None:
+                self.history = self.metrics.read(saved.metrics_bytes, saved.metrics_digest)
+            if self.folder is not None and self.requested != saved.config:
+                write_json(self.folder / "config.json", self.requested)  # the same, with more rounds
+            return self._restore(saved)
+        started = time.perf_counter()
+        self._compute_in(self.algorithm.model.chosen_precision(), self.algorithm)
+        self._settle(self.algorithm.calibrated(self._trial))
+        known = ask_first(self)
+        self.server = self.algorithm.init(self.facts, self.key, known)
+        self.spend({"seconds": time.perf_counter() - started})
+        if self.folder is not None:
+            write_json(self.folder / "config.json", self.requested)
+        return False
+
+    def _compute_in(self, precision: str, algorithm: Algorithm) -> None:
+        """The type that the backbone runs in is chosen once, and stays: it is in the checkpoint."""
+        self.precision = precision
+        self.algorithm = algorithm.with_model(algorithm.model.at_precision(precision))
+
+    def _settle(self, algorithm: Algorithm) -> None:
+        """This method from now on, here and wherever members are."""
+        if algorithm is not self.algorithm:
+            self.algorithm = algorithm
+            self.members.settle(algorithm)
+
+    def ask(
+        self,
+        question: Question[R],
+        known: Tensors,
+        key: Key,
+        models: OwnModels | None = None,
+        split: str | None = None,
+    ) -> tuple[R, Total]:
+        """Ask everyone, or those who have examples in this split, to answer from these models."""
+        told = self.algorithm.broadcast(self.server) if models is not None and models.as_in_rounds else {}
+        return self.members.ask(Asking(question, known, key, self.algorithm, models, told, split))
+
+    def _asked_at_the_end(self, question: Question[R]) -> R:
+        return self.ask(question, self.algorithm.publish(self.server), self.secret, FinalPass())[0]
+
+    def _config(self) -> dict[str, Any]:
+        model = self.algorithm.model
+        config = {
+            "algorithm": self.algorithm.describe(),
+            "model": {"modules": [repr(m) for m in model.modules()], "likelihood": repr(model.likelihood)},
+            "rounds": self.settings.rounds,
+            "seed": self.settings.seed,
+            "participation": self.settings.participation.describe(),
+            "memory": self.settings.memory,
+            "precision": self.settings.precision,
+            "sites": self.settings.sites and {k: list(v) for k, v in self.settings.sites.items()},
+            "restart": self.restart,
+        } | self.members.describe()
+        if self.settings.weigh != "server":
+            config["weigh"] = self.settings.weigh
+        return json.loads(json.dumps(config))  # type: ignore[no-any-return]
+
+    def _trial(self, algorithm: Algorithm, rounds: int) -> list[float]:
+        """Trial rounds of a method with these members: a run of its own, which costs what any rounds cost."""
+        run = Run(algorithm, self.members.fresh(algorithm), self.settings, restart=self.restart)
+        path = likelihoods_of(run, rounds)
+        self.spend({k: v for k, v in run.totals.items() if k != "seconds"})
+        return path
+
+    # --- one round ---------------------------------------------------------------------------
+
+    def train_round(self) -> dict[str, Any]:
+        """One round; state changes only when all of it is done."""
+        started = time.perf_counter()
+        welcome(self)
+        method, shared = self.algorithm, self.key.at(round=self.round, purpose="train")
+        secret = self.secret.at(round=self.round, purpose="train")
+        if self.round == self.facts.start > 0:
+            self.server = method.extended(self.server, self.facts, inverse_information(self))
+            self.inverse = None
+        active = self.members.active(self.settings.participation, self.key, self.round)
+        facts = self.facts
+        broadcast = method.broadcast(self.server) | method.pace(self.round, facts) | self.usual
+        now = Round(self.round, broadcast, secret, shared, weigh=self.settings.weigh == "site")
+        total = self.members.round(method, now, active)
+        self.server = method.server_round(self.server, total, facts, shared)
+        self.members.commit()
+        self.usual = dict(total.usual)
+        self.round += 1
+        self.spend({"bytes_up": total.bytes_up, "bytes_down": self.members.bytes_down(broadcast, active.ids)})
+        self.spend({name: total.numbers.get(name, 0.0) for name in WORK})
+        metrics: dict[str, Any] = {"round": self.round, "active": len(active.ids)}
+        metrics |= method.metrics(self.server, total.numbers)
+        metrics["left_out"] = self.members.called(total.left_out)
+        metrics |= self.members.metrics()
+        if total.suspects:
+            absurd = self.members.called(total.suspects)
+            metrics |= {"out_of_proportion": absurd, "unbiased": False}
+            self.spend({"out_of_proportion": len(absurd)})
+        metrics |= {name: self.totals[name] for name in ("bytes_up", "bytes_down")}
+        self.spend({"seconds": time.perf_counter() - started})
+        metrics["seconds"] = self.totals["seconds"]
+        return metrics
+
+    def spend(self, more: Mapping[str, float]) -> None:
+        """Add to what the run has cost."""
+        for name, value in more.items():
+            self.totals[name] = self.totals.get(name, 0.0) + value
+
+    # --- between rounds, for callbacks -------------------------------------------------------
+
+    def validation_score(self) -> float:
+        """Mean predictive log-likelihood of all validation examples at the published theta."""
+        key = self.secret.at(round=self.round, purpose="validation")
+        question = ValidationScore(self.algorithm)
+        published = self.algorithm.publish(self.server)
+        return self.ask(question, published, key, AsTheyStand(), question.split)[0]
+
+    def remember(self) -> None:
+        """Keep the present state as the best so far: the server's own, and each site's on order."""
+        self._best, self.best_round = (dict(self.server), self.members.remember()), self.round
+
+    def recall(self) -> None:
+        """Go back to the best state so far, which stays remembered whatever comes after."""
+        if self._best is not None:
+            server, remembered = self._best
+            self.server = dict(server)
+            self.members.recall(remembered)
+
+    # --- checkpoints -------------------------------------------------------------------------
+
+    @property
+    def _checkpoints(self) -> Path:
+        assert self.folder is not None
+        return self.folder / "checkpoints"
+
+    def _write_checkpoint(self, stopped: bool) -> None:
+        if self.metrics is None:
+            return
+        self.metrics.settle()
+        tensors = {f"server.{n}": t for n, t in self.server.items()} | self.members.state()
+        tensors |= {f"guard.{n}": t for n, t in self.usual.items()}
+        if self._best is not None:
+            server, remembered = self._best
+            tensors |= {f"best.server.{n}": t for n, t in server.items()}
+            tensors |= {f"best.{n}": t for n, t in remembered.items()}
+        checkpoints.write(
+            self._checkpoints,
+            checkpoints.Checkpoint(
+                round=self.round,
+                tensors=tensors,
+                config=self.requested,
+                metrics_bytes=self.metrics.size,
+                metrics_digest=self.metrics.digest,
+                ends=self.ends,
+                best_round=self.best_round,
+                threads=self.threads,
+                precision=self.precision,
+                totals=self.totals,
+                rate=self.algorithm.rate(),
+                callbacks={str(i): c.state() for i, c in enumerate(self.callbacks)},
+                stopped=stopped,
+            ),
+        )
+
+    def _restore(self, saved: checkpoints.Checkpoint) -> bool:
+        tensors, asked, method, device = saved.tensors, self.algorithm, self.algorithm, self.members.device
+        with reading(self._checkpoints / f"round-{saved.round:08d}", "a checkpoint"):
+            self.server = _part("server.", tensors, device)
+            self.usual = _part("guard.", tensors, torch.device("cpu"))
+            others = ("server.", "best.", "guard.")
+            self.members.restore({n: t for n, t in tensors.items() if not n.startswith(others)})
+            best = _part("best.", tensors, torch.device("cpu"))
+            if best:
+                remembered = {n: t for n, t in best.items() if not n.startswith("server.")}
+                self._best = (_part("server.", best, device), remembered)
+            self.round, self.best_round, self.totals = saved.round, saved.best_round, dict(saved.totals)
+            if saved.rate is not None and method.rate() != saved.rate:
+                method = method.with_rate(saved.rate)
+        self._compute_in(saved.precision, method)
+        if method is not asked:
+            self.members.settle(self.algorithm)
+        self.threads = saved.threads
+        for i, callback in enumerate(self.callbacks):
+            if str(i) in saved.callbacks:
+                callback.restore(saved.callbacks[str(i)])
+        return saved.stopped
+
+
+def _part(prefix: str, tensors: Tensors, device: torch.device) -> Tensors:
+    return {n[len(prefix) :]: t.to(device) for n, t in tensors.items() if n.startswith(prefix)}

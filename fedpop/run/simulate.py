@@ -1,0 +1,131 @@
+"""The front door of the one-machine runtime: rounds of any method over cohorts of clients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from fedpop.checked import Bytes, Count, OneOf, Seed, Whole, checked
+from fedpop.errors import ConvergenceWarning, SettingsError, warn_user
+from fedpop.federation.clients import Federation
+from fedpop.federation.participation import Said
+from fedpop.federation.participation import resolve as resolve_participation
+from fedpop.files import folder_named, write_json
+from fedpop.methods.base import Algorithm
+from fedpop.population import Population
+from fedpop.precision import PRECISIONS
+from fedpop.run.callbacks import Callback
+from fedpop.run.run import Run
+from fedpop.run.settings import Settings
+from fedpop.run.stages import advice
+
+
+@checked
+def fit(
+    method: Algorithm,
+    clients: Any,
+    *,
+    rounds: Count | None = None,
+    seed: Seed = 0,
+    participation: Said = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
+    memory: str | Bytes = "1GiB",
+    checkpoint_every: Count = 50,
+    restarts: Whole = 0,
+    precision: Annotated[str, OneOf(*PRECISIONS)] | None = None,
+    sites: Mapping[str, Sequence[str]] | None = None,
+) -> Population:
+    """Run a method on one machine and return the population it learned.
+
+    Without ``rounds`` it runs until it has converged: in stages, each as long as all before it together,
+    until theta is within 0.05 nats of a local optimum (for networks: until the training loss has stopped
+    falling), 8,000 rounds at most. With ``rounds`` it runs so many. Either way the exact engine ends by
+    itself once it is at an optimum. ``population.convergence`` and ``print(population)`` say whether that was
+    enough, and a run of 100 rounds or more that stopped a nat or more too soon warns.
+
+    Args:
+        method: What to run, such as ``fp.FedSOUL(model)``; ``method.fit(clients, ...)`` is the same.
+        clients: Their data: a list of (x, y), a mapping of names to (x, y) or to ``fp.Client``s, a list of
+            torch Datasets, a ``fp.Table`` or a ``fp.Federation``.
+        rounds: How many rounds; None (the default) until it has converged. A finished run goes on with
+            ``out`` the same, ``resume=True`` and more of them: a further stage, in which steps start anew at
+            full size and decrease towards the new end.
+        seed: Of all random numbers, 0 to 2^64 - 1; the same one gives the same bits. 0 unless told.
+        participation: Who takes part in a round: None for everyone; a probability such as 0.1 for each
+            client by itself (1.0 is everyone); a whole number such as 10 for that many, drawn without
+            replacement; a mapping from names to probabilities; or a rule such as
+            ``participation.Bernoulli({"anna": 0.1, ...})``.
+        out: A folder for ``config.json``, ``metrics.jsonl``, ``result.json`` and checkpoints; None writes
+            nothing. One process at a time can use it.
+        resume: Go on from the checkpoints in ``out``, to the same bits; False refuses a folder with a run.
+        callbacks: What happens between rounds, such as ``callbacks.EarlyStop()``.
+        progress: Show a bar; None shows it on a terminal only.
+        memory: What a round, or the final pass, may take beside the data, about; more is faster.
+        checkpoint_every: Rounds between checkpoints, 50 unless told; what is lost to a crash.
+        restarts: Further runs from other random starts, of which the one with the best marginal likelihood is
+            returned. 0 unless told; try 3 where the likelihood has several optima.
+        precision: That of the backbone: "float32", "bfloat16", or "auto" for whichever this machine is
+            faster in; the model's own unless told.
+        sites: Names of sites, each with those of its clients, which then send one message together; None
+            has each client by itself.
+
+    >>> import torch, fedpop as fp
+    >>> from torch import nn
+    >>> x, y = torch.ones(4, 3), torch.zeros(4)
+    >>> model = fp.Composition(nn.Linear(3, 1), nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
+    >>> len(fp.fit(fp.FedSOUL(model), [(x, y), (x, y)], rounds=2))
+    2
+    """
+    rule = method.usual_participation() if participation is None else resolve_participation(participation)
+    if precision is not None:
+        method = method.replace(model=method.model.asking_for(precision))
+    settings = Settings(rounds, seed, rule, memory, checkpoint_every, method.model.precision, sites)
+    if restarts:
+        check_restarts(method)
+    federation = Federation.of(clients)
+    if not federation.embedded:
+        method = method.prepared(federation.example)
+    federation = method.model.checked(federation)
+    method.model.check_start(federation)
+    folder = None if out is None else folder_named(out)
+    best: tuple[float, Population, Run] | None = None
+    scores = []
+    for restart in range(restarts + 1):
+        where = folder / f"restart-{restart}" if folder is not None and restarts else folder
+        own = copy.deepcopy(list(callbacks)) if restarts else list(callbacks)
+        started = method if restart == 0 else method.restarted()
+        run = Run(started, federation, settings, where, own, restart)
+        population = run.execute(resume=resume, progress=progress)
+        if not restarts:
+            return _told(population, run)
+        scores.append(population.log_likelihood().value)
+        if best is None or scores[-1] > best[0]:
+            best = (scores[-1], population, run)
+    if folder is not None:
+        write_json(folder / "restarts.json", {"log_likelihood": scores})
+    assert best is not None
+    return _told(*best[1:])
+
+
+def _told(population: Population, run: Run) -> Population:
+    """The population, with a warning where it is known to have ended too soon."""
+    if words := advice(run):
+        warn_user(words, ConvergenceWarning)
+    return population
+
+
+def check_restarts(method: Algorithm) -> None:
+    """Raise unless runs of this method can be compared by their marginal likelihood."""
+    hierarchy = method.hierarchy
+    if hierarchy is None:
+        raise SettingsError(f"restarts are compared by marginal likelihood, which {method.label} has not")
+    if not hierarchy.prior.normalised and method.model.z_layout.size > 2:
+        raise SettingsError(
+            "restarts are compared by marginal likelihood, which is computed for "
+            f"{hierarchy.prior.name} priors when z has at most two dimensions"
+        )

@@ -1,0 +1,170 @@
+"""How many rounds a run has, and whether they were enough.
+
+A run is a row of stages, each with its own constant phase, decay and averaged tail (``server.schedules``).
+With ``rounds`` it has one; a finished run that is resumed with more gets a further one, up to the new number.
+Without ``rounds`` stages follow one another, each as long as all before it together, until the verdict at the
+end of one is that theta has converged, or 8,000 rounds are over. A method that knows itself to be at the end
+(``Algorithm.over``) ends a run in the midst of a stage, and is judged there. Which stages a run has had is in
+its checkpoints, so a run that was killed goes on to the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fedpop.errors import CheckpointError, EstimateError
+from fedpop.evaluation.convergence import ToTheOptimum, small
+from fedpop.evaluation.verdict import Distance, Verdict, loss_trend
+from fedpop.run.own_models import FinalPass
+from fedpop.server.schedules import Stage
+
+if TYPE_CHECKING:
+    from fedpop.run.run import Run
+
+FIRST = 250
+"""Rounds of the first stage of a run without ``rounds``."""
+MOST = 8000
+"""Rounds after which a run without ``rounds`` ends in any case."""
+UNJUDGED = 500
+"""Rounds of a run without ``rounds`` whose method reports nothing that a verdict could be made of."""
+WORTH_IT = {True: 20, False: 100}
+"""Rounds from which a run is judged when it ends, with closed-form posteriors and without: a verdict costs
+about as much as a few rounds with, some twenty without."""
+MANY = 1000
+"""Clients above which a distance is not computed from draws: each of them would be worked on by itself."""
+WARNED = 1.0
+"""Nats below a local optimum at which a run of so many rounds as were asked for ends with a warning."""
+
+
+def planned(saved: Sequence[int], rounds: int | None) -> list[int]:
+    """Ends of the stages of a run that has (or plans) these, and is to have so many rounds.
+
+    >>> planned([], 300), planned([300], 300), planned([300], 900), planned([], None)
+    ([300], [300], [300, 900], [250])
+    """
+    if not saved:
+        return [FIRST if rounds is None else rounds]
+    if rounds is None or rounds == saved[-1]:
+        return list(saved)
+    if rounds < saved[-1]:
+        raise CheckpointError(
+            f"cannot resume: the saved run has {saved[-1]} rounds, more than rounds={rounds}; give as many "
+            "or more, or another output folder"
+        )
+    return [*saved, rounds]
+
+
+def stage_at(ends: Sequence[int], round: int) -> Stage:
+    """The stage of a run in which it is after so many rounds; the last one at its end.
+
+    >>> stage_at([250, 500], 250), stage_at([250, 500], 500)
+    (Stage(start=250, end=500), Stage(start=250, end=500))
+    """
+    starts = [0, *ends[:-1]]
+    return next(
+        (Stage(s, e) for s, e in zip(starts, ends, strict=True) if round < e), Stage(starts[-1], ends[-1])
+    )
+
+
+def further(run: Run) -> int | None:
+    """The end of the next stage of a run without ``rounds``; None where it is over."""
+    if run.settings.rounds is not None:
+        return None
+    run.verdict = judged(run)
+    if run.verdict is not None and run.verdict.converged is None:
+        run.verdict = judged(run, thorough=True)
+        # A distance that all of a final pass cannot tell from nothing will not be told better by more rounds.
+        if isinstance(run.verdict, Distance) and run.verdict.converged is None:
+            return None
+    done = run.round >= UNJUDGED if run.verdict is None else bool(run.verdict.converged)
+    return None if done or run.round >= MOST else min(2 * run.round, MOST)
+
+
+def at_the_end(run: Run) -> Verdict | None:
+    """The verdict on the theta that a run returns: that of its last stage's end, where one was given.
+
+    None where the run was too short to be worth one, or where validation data chose theta.
+    """
+    if run.best_round is not None:
+        return None
+    if run.verdict is not None:
+        return run.verdict
+    hierarchy = run.algorithm.hierarchy
+    worth_it = WORTH_IT[hierarchy is not None and hierarchy.closed_form]
+    return judged(run) if run.round >= worth_it or run.algorithm.over(run.server) else None
+
+
+def judged(run: Run, thorough: bool = False) -> Verdict | None:
+    """Whether the theta that a run would publish now has converged: in nats for small models, by the training
+    loss of the present stage for others."""
+    started, method, hierarchy = time.perf_counter(), run.algorithm, run.algorithm.hierarchy
+    published = method.publish(run.server)
+    known = hierarchy is not None and small(hierarchy, published["phi"], published["beta"])
+    if hierarchy is not None and known and (hierarchy.closed_form or run.members.units <= MANY):
+        key = run.secret.at(round=run.round, purpose="verdict")
+        question = ToTheOptimum(hierarchy)
+        with suppress(EstimateError):  # somebody cannot be heard, or is not finite
+            found = run.ask(question, published, key, FinalPass(brief=not thorough, afresh=True))[0]
+            run.spend({"seconds": time.perf_counter() - started})
+            run.inverse = found.inverse
+            return found.distance
+    return loss_trend(run.history, stage_at(run.ends, run.round).start)
+
+
+def inverse_information(run: Run) -> Tensor | None:
+    """For scoring steps in the stage that begins: at the theta that the last one would have published."""
+    if not run.algorithm.wants_information:
+        return None
+    if run.inverse is None and run.settings.rounds is not None:  # a run that was extended: not yet judged
+        judged(run)
+    return run.inverse
+
+
+def advice(run: Run) -> str | None:
+    """One line for a run that is known to have ended too soon, or where it could not go on."""
+    verdict, rounds, asked = run.verdict, run.round, run.settings.rounds
+    if (held := _held_back(run)) is not None:
+        return f"{run.algorithm.label} after {rounds} rounds: {held}"
+    if verdict is None or verdict.converged:
+        return None
+    after = f"{run.algorithm.label} after {rounds} rounds: {verdict.words}"
+    hierarchy = run.algorithm.hierarchy
+    told = hierarchy is not None and hierarchy.prior.scale is not None and hierarchy.prior.learns_scale
+    first = "leave out the prior's scale, or " if told else ""
+    if run.algorithm.over(run.server):
+        found = after.removesuffix("; run more rounds")
+        return f"{found}, and its search cannot go on from there; {first}try restarts=3 or engine='sampled'"
+    if asked is None and (verdict.converged is None or rounds < MOST):
+        return after  # draws cannot tell, or a callback ended it
+    if asked is None:
+        return f"{after}. More than these are not run unless rounds=... says so"
+    if not isinstance(verdict, Distance) or verdict.converged is None or rounds < WORTH_IT[False]:
+        return None
+    if not verdict.upwards and verdict.nats < WARNED:
+        return None
+    how = f"rounds={2 * rounds}" + (" with resume=True in the same folder" if run.folder is not None else "")
+    return f"{after}: {first}{how}, or leave rounds out"
+
+
+def _held_back(run: Run) -> str | None:
+    """A scale of the prior that would be larger if it might; at its lower bound clients are all alike."""
+    hierarchy, published = run.algorithm.hierarchy, run.algorithm.publish(run.server)
+    if hierarchy is None or hierarchy.prior.component is None or not hierarchy.prior.learns_scale:
+        return None
+    prior = hierarchy.within(published).prior
+    if prior.bounds is None or prior.scales(published["beta"])[1] < 0.9999 * prior.bounds[1]:
+        return None
+    if run.round < WORTH_IT[hierarchy.closed_form] and not run.algorithm.over(run.server):
+        return None  # a few rounds may be anywhere
+    if hierarchy.prior.bounds is not None:
+        own = "leave bounds out, or raise the upper one"
+    elif hierarchy.prior.scale is not None:
+        own = "leave scale out"
+    else:
+        own = "standardise the data, or give bounds=(..., ...) that reach further"
+    return f"the prior's scale is at its upper bound, {prior.bounds[1]:.3g}; {own}"

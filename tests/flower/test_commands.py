@@ -1,0 +1,114 @@
+"""The commands of a server and its sites: what they make, and what they say of bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedpop as fp
+from fedpop.federation.inputs import Example
+from fedpop.files import read_json, read_tensors
+from fedpop.flower.federation import Folder
+from tests.flower.commands import Made, fedpop
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    return Made(tmp_path)
+
+
+# --- what they make ------------------------------------------------------------------------------
+
+
+def test_what_init_and_enrol_make(made: Made) -> None:
+    names = {str(p.relative_to(made.server)) for p in made.server.rglob("*") if p.is_file()}
+    app_files = {"app/pyproject.toml", "app/federation.toml", "app/model.py"}
+    assert names >= app_files | {"tls/ca.crt", "tls/server.crt", "version.json", "sites/north.pub"}
+    for private in ("server/tls/ca.key", "server/tls/server.key", "north/node.key", "north/secret"):
+        assert (made.root / private).stat().st_mode & 0o077 == 0
+    assert (made.root / "north" / "secret").read_text() != (made.root / "south" / "secret").read_text()
+    assert "federations" not in (made.server / "app" / "pyproject.toml").read_text()
+
+
+def test_a_run_and_what_sites_do_with_it(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    """Agreed levels and scales, rounds, predictions offline, a brand-new site from theta alone, a report."""
+    population = made.conduct()
+    agreed = read_json(made.server / "run" / "agreed.json")["form"]
+    assert agreed["levels"] == {"sex": ["f", "m"]}
+    ages = torch.arange(30.0, 42.0).repeat(2)
+    assert agreed["scale"]["age"] == pytest.approx([float(ages.mean()), float(ages.std())])
+    fedpop("server", "status", made.server)
+    said = capsys.readouterr().out
+    assert "3 of 3 rounds" in said
+    assert "north     last heard in round 3" in said
+    assert "log likelihood: " in said
+    after = read_json(made.server / "run" / "afterwards.json")
+    assert after["log_likelihood"]["value"] == pytest.approx(population.log_likelihood().value)
+    assert after["diagnostics"]["chains"]["units"] == 2
+    assert set(after) == {"diagnostics", "log_likelihood", "standard_errors"}
+    at = made.root / "at.csv"
+    at.write_text("sex,age\nf,30\nm,41\n")
+    fedpop("site", "predict", made.root / "south", "--data", at, "--out", made.root / "out.csv")
+    lines = (made.root / "out.csv").read_text().splitlines()
+    assert lines[0] == "unit,mean,low,high"
+    for line in lines[1:]:
+        unit, mean, low, high = line.split(",")
+        assert unit == "south"
+        assert float(low) < float(mean) < float(high)
+    fedpop(
+        "site", "personalise", made.root / "new", "--theta", made.server / "run" / "theta",
+        "--data", made.root / "north.csv", "--at", at, "--out", made.root / "new.csv",
+    )  # fmt: skip
+    assert len((made.root / "new.csv").read_text().splitlines()) == 3
+    same = read_tensors(made.server / "run" / "theta" / "theta.safetensors")
+    assert all(torch.equal(same[n], t) for n, t in population.published.items())
+    fedpop("report", made.server / "run")
+    assert (made.server / "run" / "report.html").exists()
+    again = fp.load(made.server / "run" / "population")
+    assert again.learned_from == 2
+
+
+def test_predictions_are_those_of_the_sites_own_model(made: Made) -> None:
+    """With the site's data, its secret and theta the same model comes out wherever it is made."""
+    from fedpop.flower.joining import experiment_of, population_at, predicted
+
+    made.conduct()
+    (made.root / "at.csv").write_text("sex,age\nf,30\n")
+    experiment = experiment_of(made.root / "south", None)
+    found = [predicted(population_at(experiment), experiment, str(made.root / "at.csv")) for _ in range(2)]
+    assert torch.equal(found[0][0][2].eta, found[1][0][2].eta)
+
+
+NETWORK = """
+import fedpop as fp
+from torch import nn
+
+def model(inputs):
+    return fp.Composition(nn.Linear(inputs, 2), nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
+"""
+
+
+@pytest.mark.parametrize("said", [None, "float32", "bfloat16", "auto"])
+def test_precision_is_a_word_of_the_settings(made: Made, said: str | None) -> None:
+    """Sites are told what to compute in; ``auto`` is no matter of a site's processor."""
+    (made.server / "app" / "model.py").write_text(NETWORK)
+    file = made.server / "app" / "federation.toml"
+    if said is not None:
+        file.write_text(file.read_text().replace("[run]\n", f"[run]\nprecision = '{said}'\n"))
+    deployment = Folder(made.server).deployment()
+    example = Example(None, ((2,),), (torch.float32,))
+    method = deployment.prepared(example)
+    meant = "bfloat16" if said == "bfloat16" else "float32"
+    assert method.model.precision == meant
+    letter = deployment.hello(example, {}, method, "test")
+    assert letter.about["method"]["precision"] == meant
+
+
+def test_probabilities_by_site_are_a_table_of_the_settings(made: Made) -> None:
+    file = made.server / "app" / "federation.toml"
+    told = "[run]\nparticipation = {north = 0.5, south = 1.0}\n"
+    file.write_text(file.read_text().replace("[run]\n", told))
+    rule = Folder(made.server).deployment().settings.participation
+    assert rule == fp.participation.Bernoulli({"north": 0.5, "south": 1.0})

@@ -1,0 +1,232 @@
+"""Federations of real processes on loopback, with TLS and keys."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedpop as fp
+from fedpop.federation.reading import read_data
+from fedpop.files import read_json, read_tensors
+from fedpop.flower import joining
+from fedpop.flower.certificates import split_address
+from fedpop.flower.processes import environment, free_port, healthy, program
+from fedpop.run.run import Run
+from fedpop.run.settings import Settings
+from tests.flower.cluster import MODEL, Cluster
+from tests.flower.sites import here, same_bits
+from tests.helpers import generator
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+FORM = {"x": ["a", "b", "c"], "y": "y", "standardise": False}
+FEDAVG = 'name = "FedAvg"\nlocal = {epochs = 2, rate = 0.05, batch = 2}'
+SCAFFOLD = FEDAVG.replace("FedAvg", "SCAFFOLD")
+FEDSOUL = (
+    'name = "FedSOUL"\nengine = "sampled"\nlocal_steps = 3\nfinal = {chains = 2, draws = 20, burn_in = 20}'
+)
+
+
+def tables(*sizes: int) -> dict[str, str]:
+    g = generator(0)
+    out = {}
+    for name, n in zip(("north", "south", "east"), sizes, strict=False):
+        rows = torch.randn(n, 4, generator=g).tolist()
+        out[name] = "a,b,c,y\n" + "".join(",".join(f"{v:.4f}" for v in row) + "\n" for row in rows)
+    return out
+
+
+def read(cluster: Cluster) -> dict[str, Any]:
+    names = sorted(p.stem for p in cluster.root.glob("*.csv"))
+    federations = {n: read_data(str(cluster.root / f"{n}.csv"), FORM, n) for n in names}
+    return {n: (f.train.x, f.train.y) for n, f in federations.items()}
+
+
+def model() -> Any:
+    space: dict[str, Any] = {}
+    exec(MODEL, space)
+    return space["model"](3)
+
+
+def simulated(cluster: Cluster, method: Any, rounds: int) -> fp.Population:
+    """The same on one machine, from the same files."""
+    return here(method(model()), read(cluster), rounds=rounds)  # type: ignore[no-any-return]
+
+
+def learned(cluster: Cluster) -> dict[str, torch.Tensor]:
+    return read_tensors(cluster.server / "run" / "theta" / "theta.safetensors")
+
+
+def fedavg(model: Any) -> fp.FedAvg:
+    return fp.FedAvg(model, local=fp.LocalSGD(epochs=2, rate=0.05, batch=2))
+
+
+def scaffold(model: Any) -> fp.SCAFFOLD:
+    return fp.SCAFFOLD(model, local=fp.LocalSGD(epochs=2, rate=0.05, batch=2))
+
+
+def fedsoul(model: Any) -> fp.FedSOUL:
+    return fp.FedSOUL(model, engine="sampled", local_steps=3, final=fp.chains.Final(2, 20, 20))
+
+
+def test_a_site_with_tls_and_keys(tmp_path: Path) -> None:
+    """Enrolled, admitted, run, stopped; theta is the simulator's to the bit. One site and one round, as every
+    message starts a process: more of both, and what goes wrong, is for ``make test-flower``."""
+    with Cluster(tmp_path, tables(6), FEDAVG, rounds=1) as cluster:
+        cluster.start_server("site north may take part")
+        cluster.start_site("north")
+        assert cluster.finish(300) == 0, cluster.heard("server")
+        assert cluster.strangers == set()
+        same_bits(learned(cluster), simulated(cluster, fedavg, 1).published)
+        assert (tmp_path / "north" / "experiments").exists()
+
+
+@pytest.mark.flower
+def test_ten_rounds_of_fedsoul_to_the_bit(tmp_path: Path) -> None:
+    """And who has no admitted key, or speaks plain HTTP, is not heard."""
+    with Cluster(tmp_path, tables(6, 4, 5), FEDSOUL, rounds=10) as cluster:
+        cluster.enrol("rogue", str(tmp_path / "north.csv"))
+        cluster.start_server()
+        for name in ("north", "south", "east", "rogue"):
+            cluster.start_site(name)
+        joining.enrol(
+            tmp_path / "plain", "plain", cluster.address, str(tmp_path / "north.csv"), None, True, print
+        )
+        cluster.start("plain", "site", "join", str(tmp_path / "plain"), "--insecure")
+        _start_plain_node(cluster)
+        assert cluster.finish(1800) == 0, cluster.heard("server")
+        assert all(set(m["heard"]) == {"north", "south", "east"} for m in cluster.rounds())
+        assert "does not know this site's key" in cluster.heard("rogue")
+        assert "speaks TLS" in cluster.heard("plain")
+        assert cluster.children["plain"].wait() == 2
+        assert "Starting insecure channel" in cluster.heard("node")
+        assert "FileNotFoundError" not in cluster.heard("node")  # it had all that it needs to take part
+        for outside in ("rogue", "plain"):
+            assert not (tmp_path / outside / "experiments").exists()
+        assert cluster.strangers == set()
+        same_bits(learned(cluster), simulated(cluster, fedsoul, 10).published)
+
+
+def _start_plain_node(cluster: Cluster) -> None:
+    """A node of Flower's own that would take part without TLS and a key."""
+    where = ("--insecure", "--superlink", cluster.address, "--host", "127.0.0.1", "--port", str(free_port()))
+    site = f'site="{cluster.root / "plain"}"'
+    flags = (*where, "--max-retries", "3", "--node-config", site)
+    own = {
+        n: v for n, v in environment(cluster.root / "home").items() if n.startswith("FLWR_") or n == "PATH"
+    }
+    cluster.start_program("node", program("flower-supernode"), *flags, **own)
+
+
+@pytest.mark.flower
+@pytest.mark.parametrize("victim", ["flwr-serverapp", "flower-superlink"])
+def test_a_killed_server_goes_on(victim: str, tmp_path: Path) -> None:
+    with Cluster(tmp_path, tables(6, 4), FEDAVG, rounds=4) as cluster:
+        cluster.start_server()
+        for name in ("north", "south"):
+            cluster.start_site(name)
+        cluster.until(lambda: len(cluster.rounds()) >= 2, 900, "two rounds")
+        cluster.kill(cluster.server, victim)
+        assert cluster.finish(1800) == 0, cluster.heard("server")
+        assert "it goes on from its last round" in cluster.heard("server")
+        assert [m["round"] for m in cluster.rounds()] == [1, 2, 3, 4]
+        same_bits(learned(cluster), simulated(cluster, fedavg, 4).published)
+
+
+@pytest.mark.flower
+def test_the_whole_server_is_killed_and_started_again(tmp_path: Path) -> None:
+    with Cluster(tmp_path, tables(6, 4), FEDAVG, rounds=4) as cluster:
+        cluster.start_server()
+        for name in ("north", "south"):
+            cluster.start_site(name)
+        cluster.until(lambda: len(cluster.rounds()) >= 2, 900, "two rounds")
+        cluster.children["server"].kill()
+        cluster.children["server"].wait()
+        cluster.until(lambda: not cluster.of(cluster.server), 120, "orphans")
+        cluster.start_server()
+        assert cluster.finish(1800) == 0, cluster.heard("server")
+        same_bits(learned(cluster), simulated(cluster, fedavg, 4).published)
+
+
+@pytest.mark.flower
+def test_a_site_is_killed_in_a_round(tmp_path: Path) -> None:
+    """The others go on; it is started again, takes part again with its chain, and theta is what the simulator
+    finds where the same replies are lost."""
+    with Cluster(tmp_path, tables(6, 4, 5), SCAFFOLD, 1000, "sites = 2\nbegin = 3") as cluster:
+        cluster.start_server()
+        for name in ("north", "south", "east"):
+            cluster.start_site(name)
+        east = tmp_path / "east"
+        cluster.until(lambda: len(cluster.rounds()) >= 1, 900, "a round")
+        working = cluster.of(east, "flwr-clientapp")
+        cluster.until(lambda: bool(cluster.of(east, "flwr-clientapp") - working), 300, "east does not work")
+        cluster.kill(east)
+        cluster.until(lambda: _is_back(cluster, "east"), 1800, "east is not back")
+        assert "it is started again" in cluster.heard("east")
+        assert "stateless" not in (east / "site.log").read_text()
+        cluster.children["server"].terminate()
+        cluster.children["server"].wait()
+        lines = cluster.rounds()
+        assert all(len(m["heard"]) >= 2 for m in lines)
+        kept = sorted((cluster.server / "run" / "checkpoints").glob("round-*.safetensors"))[-1]
+        rounds = int(kept.stem.removeprefix("round-"))
+        found = {n: t for n, t in read_tensors(kept).items() if n.startswith("server.")}
+        same_bits(found, _with_lost(cluster, lines[:rounds]))
+
+
+def _is_back(cluster: Cluster, site: str) -> bool:
+    """It was heard, was not, and was heard again, twice."""
+    heard = [site in m["heard"] for m in cluster.rounds()]
+    return False in heard and sum(heard[heard.index(False) :]) > 1
+
+
+def _with_lost(cluster: Cluster, lines: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The server's state in the simulator's run of so many rounds with the same replies."""
+    method, data = scaffold(model()), read(cluster)
+    federation = fp.Federation.of(data)
+    settings = Settings(len(lines), 0, fp.participation.Everyone(), sites={n: [n] for n in data})
+    method = method.prepared(federation.example)
+    run = Run(method, method.model.checked(federation), settings, cluster.root / "simulated")
+    names = {int(u): n for u, n in zip(federation.units, federation.names, strict=True)}
+    run.sites.lost = lambda k, units: torch.tensor([names[int(u)] not in lines[k]["heard"] for u in units])
+    run.execute(resume=False, progress=False)
+    kept = sorted((cluster.root / "simulated" / "checkpoints").glob("round-*.safetensors"))[-1]
+    return {n: t for n, t in read_tensors(kept).items() if n.startswith("server.")}
+
+
+DOCS = Path(__file__).parents[3] / "docs" / "deployment.md"
+
+
+@pytest.mark.flower
+def test_flowers_own_commands_as_documented(tmp_path: Path) -> None:
+    """The blocks of the documentation, as they are but for addresses and names."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", DOCS.read_text(), re.MULTILINE | re.DOTALL)
+    link, run, node = (
+        next(b for b in blocks if word in b) for word in ("flower-superlink", "register", "9094")
+    )
+    with Cluster(tmp_path, tables(6), FEDAVG, rounds=2) as cluster:
+        host, port = split_address(cluster.address)
+        given = {"DIR": str(cluster.server), "SITE": str(tmp_path / "north"), "HOST": host}
+        given["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+        def start(name: str, block: str) -> None:
+            own = block.replace("8000", str(port)).replace("city", "north").replace("9094", str(free_port()))
+            cluster.start_program(name, "bash", "-ec", own, **given)
+
+        start("link", link)
+        ca = cluster.server / "tls" / "ca.crt"
+        cluster.until(lambda: healthy(cluster.address, ca), 300, "the SuperLink does not answer")
+        start("server", run)
+        status = cluster.server / "run" / "status.json"
+        cluster.until(status.exists, 600, "the run does not begin")  # its keys are registered by then
+        start("north", node)
+        cluster.until(lambda: read_json(status)["state"] != "running", 900, "the run does not end")
+        assert read_json(status) == {"state": "finished", "rounds": 2}
+        assert cluster.strangers == set()
+        same_bits(learned(cluster), simulated(cluster, fedavg, 2).published)

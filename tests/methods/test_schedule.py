@@ -1,0 +1,102 @@
+"""Rates of local steps that change over the rounds."""
+
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import nn
+
+import fedpop as fp
+from fedpop.client.local_sgd import LocalSGD
+from fedpop.methods.paced import Paced
+from tests.helpers import linear_model, ragged
+
+SLOW = 0.02
+"""Twice this is the rate that a warm-up of two rounds halves in the first."""
+PACED = {
+    "FedAvg": lambda sgd, **more: fp.FedAvg(linear_model(), local=sgd, **more),
+    "FedAvgFT": lambda sgd, **more: fp.FedAvgFT(linear_model(), local=sgd, **more),
+    "FedProx": lambda sgd, **more: fp.FedProx(linear_model(), local=sgd, **more),
+    "SCAFFOLD": lambda sgd, **more: fp.SCAFFOLD(linear_model(), local=sgd, **more),
+    "Ditto": lambda sgd, **more: fp.Ditto(linear_model(), local=sgd, personal=sgd, **more),
+    "APFL": lambda sgd, **more: fp.APFL(linear_model(), local=sgd, **more),
+    "FedRep": lambda sgd, **more: fp.FedRep(linear_model(), head=sgd, body=sgd, **more),
+    "FedPer": lambda sgd, **more: fp.FedPer(linear_model(), local=sgd, **more),
+    "LGFedAvg": lambda sgd, **more: fp.LGFedAvg(linear_model(), local=sgd, **more),
+    "LocalOnly": lambda sgd, **more: fp.LocalOnly(linear_model(), local=sgd, **more),
+    "PerFedAvg": lambda sgd, **more: fp.PerFedAvg(linear_model(), local=sgd, **more),
+    "PFedMe": lambda sgd, **more: fp.PFedMe(linear_model(), local=sgd, **more),
+    "FedBE": lambda sgd, **more: fp.FedBE(linear_model(), local=sgd, **more),
+}
+
+
+def below(kind: type) -> set[str]:
+    """The library's own: other tests make some, too."""
+    own = {kind.__name__} if kind.__module__.startswith("fedpop.") else set()
+    return own.union(*map(below, kind.__subclasses__()))
+
+
+def test_every_method_with_a_schedule_is_tried() -> None:
+    assert set(PACED) == below(Paced) - {"Paced", "SharedPart"}
+
+
+@pytest.mark.parametrize("name", PACED)
+def test_a_round_has_the_rates_that_the_schedule_says(name: str) -> None:
+    """The first of two rounds of warm-up, at twice the rate, is a round at the rate itself, to the bit."""
+    clients, build = ragged((3, 5, 2)), PACED[name]
+    fast, slow = (LocalSGD(epochs=2, rate=rate) for rate in (2 * SLOW, SLOW))
+    plain = build(slow).fit(clients, rounds=1, seed=3)
+    warm = build(fast, schedule=fp.steps.Cosine(warm_up=2)).fit(clients, rounds=1, seed=3)
+    for key, value in plain.published.items():
+        assert torch.equal(warm.published[key], value), key
+    assert plain.history[0]["loss"] == warm.history[0]["loss"]
+    full = build(fast).fit(clients, rounds=1, seed=3)
+    states = [p.store.state() for p in (plain, warm, full)]
+    assert all(torch.equal(states[0][k], v) for k, v in states[1].items())
+    changed = any(not torch.equal(plain.published[k], v) for k, v in full.published.items())
+    assert changed or any(not torch.equal(states[0][k], v) for k, v in states[2].items())
+
+
+def test_gradient_descent_with_decreasing_steps() -> None:
+    """One client, all of its examples at once, a quadratic: every step by hand."""
+    x, rate, rounds = torch.tensor([[1.0], [2.0]]), 0.1, 7
+    y = torch.tensor([1.0, 4.0])
+    head = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(head.weight)
+    model = fp.Composition(None, head, fp.likelihoods.Normal(1.0))
+    method = fp.FedAvg(model, local=LocalSGD(rate=rate), schedule=fp.steps.Cosine(end=0.1))
+    found = method.fit([(x, y)], rounds=rounds).published["z"]
+    w = 0.0
+    for k in range(rounds):
+        factor = 0.1 + 0.9 * (1 + math.cos(math.pi * k / rounds)) / 2
+        w -= rate * factor * float((x[:, 0] * (x[:, 0] * w - y)).mean())
+    torch.testing.assert_close(found, torch.tensor([w]))
+
+
+def test_what_follows_training_has_the_rates_given() -> None:
+    method = PACED["Ditto"](LocalSGD(rate=0.5), schedule=fp.steps.Decay())
+    told = {"pace": torch.tensor(0.25, dtype=torch.float64)}
+    paced = method.at_pace(told)
+    assert (paced.local.rate, paced.personal.rate) == (0.125, 0.125)
+    assert paced.schedule == method.schedule
+    same = [f.name for f in fields(method) if f.name not in ("local", "personal", "newcomer")]
+    assert all(getattr(paced, n) is getattr(method, n) for n in same)
+    assert method.at_pace({}) is method
+
+
+def test_a_schedule_goes_on_after_a_stop(tmp_path) -> None:
+    """Interrupted half-way and resumed: the same bits as a run that was not."""
+    clients = ragged((3, 5, 2))
+    method = PACED["FedRep"](LocalSGD(rate=SLOW), schedule=fp.steps.Cosine())
+    whole = method.fit(clients, rounds=6, seed=1)
+
+    class Stop(fp.callbacks.Callback):
+        def after_round(self, run, metrics):
+            if metrics["round"] == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        method.fit(clients, rounds=6, seed=1, out=tmp_path, callbacks=[Stop()])
+    again = method.fit(clients, rounds=6, seed=1, out=tmp_path, resume=True)
+    assert all(torch.equal(again.published[k], v) for k, v in whole.published.items())

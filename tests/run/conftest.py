@@ -1,0 +1,10 @@
+"""What holds for runs: trials of a step size are short, as they are not what is tested here."""
+
+import pytest
+
+from fedpop.methods import hierarchical
+
+
+@pytest.fixture(autouse=True)
+def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hierarchical, "ROUNDS", 3)
