@@ -203,9 +203,7 @@ def test_settings_come_back_from_a_file(name: str) -> None:
 
 def test_data_among_settings_is_told_by_its_digest() -> None:
     """Enough to tell whether it is the same, not to read it back."""
-    first, same, other = (
-        describe(fp.algorithms.Distillation(torch.full((4, 3), v))) for v in (1.0, 1.0, 2.0)
-    )
+    first, same, other = (describe(fp.methods.Distillation(torch.full((4, 3), v))) for v in (1.0, 1.0, 2.0))
     assert first == same != other
     assert first["x"].startswith("torch.float32 (4, 3) sha256 ")
 

@@ -172,7 +172,7 @@ def test_a_learned_variance_starts_at_the_size_of_y_and_is_free() -> None:
     ids=["classes", "paper", "none", "none, learned"],
 )
 def test_who_does_not_anneal_does_not_ask(method: fp.FedSOUL) -> None:
-    names = [q.name for q in method.questions(fp.algorithms.base.Facts(6, 500), Key(0))]
+    names = [q.name for q in method.questions(fp.methods.base.Facts(6, 500), Key(0))]
     assert "target size" not in names
     assert method.warm_up(500) == 0
 
