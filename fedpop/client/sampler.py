@@ -45,6 +45,13 @@ class Chain(Setting):
     rao_blackwell: bool = False
 
 
+def first_tuning(hierarchy: Hierarchy, kernel: Kernel, units: int, beta: Tensor) -> Tuning:
+    """Of units whose chains nothing is known of."""
+    return kernel.first_tuning(
+        units, beta, None if hierarchy.model.linear else hierarchy.prior.dimension(beta)
+    )
+
+
 @dataclass(frozen=True)
 class Sampler:
     """Chains on the posteriors of a hierarchy by one kernel."""
@@ -68,15 +75,11 @@ class Sampler:
         usual = BURN_IN if not self.hierarchy.model.linear else SETTLE if self.follows else 0
         return usual if self.chain.burn_in is None else self.chain.burn_in
 
-    def first_tuning(self, kernel: Kernel, units: int, beta: Tensor) -> Tuning:
-        linear = self.hierarchy.model.linear
-        return kernel.first_tuning(units, beta, None if linear else self.hierarchy.prior.dimension(beta))
-
     def enter(self, units: Tensor, beta: Tensor, key: Key, states: Tensor | None) -> Tensors:
         """A unit's first state: a draw from the prior, and nothing learned about steps yet."""
         prior = self.hierarchy.prior
         z = draw(prior, beta, units, key.at(purpose="enter"), self.chain.chains, states)
-        out = {"z": z} | self.first_tuning(self.kernel, len(units), beta).to_local()
+        out = {"z": z} | first_tuning(self.hierarchy, self.kernel, len(units), beta).to_local()
         rows = (len(units), 1)
         if self.follows:
             out |= {"mode": prior.mu(beta).repeat(rows), "width": prior.unit(beta).repeat(rows)}

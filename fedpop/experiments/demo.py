@@ -19,7 +19,6 @@ from fedpop.experiments.methods import entry_from
 from fedpop.experiments.synthetic.run import TaskOutcome, run_task
 from fedpop.experiments.tasks import Task
 from fedpop.files import read_json, writable_folder, write_json
-from fedpop.methods.engine import CHOSEN, WithEngine
 from fedpop.models.predictive import Predictive
 from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
@@ -123,9 +122,8 @@ def keep(folder: Path, outcomes: Sequence[TaskOutcome], data: Synthetic) -> Resu
 
 
 def _engine(outcome: TaskOutcome) -> str:
-    population = outcome.population
-    method = population.algorithm if population is not None and "kernel" in outcome.record["config"] else None
-    return method.engine.removeprefix(CHOSEN) if isinstance(method, WithEngine) else "-"
+    engine = "" if outcome.population is None else outcome.population.engine
+    return engine.split(":")[0] or "-"
 
 
 def _test(data: Synthetic, i: int) -> Any:

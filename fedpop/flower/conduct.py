@@ -20,7 +20,7 @@ from fedpop.flower.letters import Letter, method_told, values_of, with_values
 from fedpop.flower.post import Post
 from fedpop.flower.site import keep_hello, keep_theta
 from fedpop.flower.survey import Survey
-from fedpop.methods.base import Algorithm
+from fedpop.methods.base import Algorithm, chosen
 from fedpop.population import Population
 from fedpop.questions.forms import agreed, example_from, plain_example
 from fedpop.run import checkpoint as checkpoints
@@ -56,10 +56,7 @@ class Deployment:
         method = self.method(example)
         if method.model.precision == "auto":
             method = method.replace(model=method.model.asking_for("float32"))
-        method = method.prepared(example).for_rule(self.settings.participation)
-        if self.terms.quorum < 1:
-            method = method.without_waiting()
-        return method
+        return method.prepared(example)
 
     def hello(
         self, example: Example, schema: Mapping[str, Any], method: Algorithm, experiment: str
@@ -84,7 +81,7 @@ def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> P
     if folder is not None and deployment.afterwards:
         found, population = answers(population, deployment.afterwards)
         write_json(folder / AFTERWARDS, found)
-    have = members.finish(population.published, population.rounds)
+    have = members.finish(population.published, population.rounds, population.how)
     log.info("theta after %d rounds is at %s", population.rounds, ", ".join(have) or "no site")
     if folder is not None:
         population.public().save(folder / "population")
@@ -100,7 +97,8 @@ def enrolled(
     folder: Path | None = None,
     before: Mapping[str, Member] | None = None,
 ) -> tuple[Elsewhere, Algorithm]:
-    """The sites that are there, once they are enough, and the method as they are told of it.
+    """The sites that are there, once they are enough, and the method as it was given: they are told of what
+    runs.
 
     What was agreed on, and where the model starts, is kept in the folder: a run that goes on has the same.
     """
@@ -119,6 +117,7 @@ def enrolled(
             write_sealed(file, {"form": form, "example": plain_example(example), "digest": digest})
     hello = partial(deployment.hello, example, form)
     told = (deployment.experiment, deployment.terms, deployment.settings)
-    members = Elsewhere(method, post, hello, *told, before=before)
+    runs = chosen(method, deployment.settings.participation, deployment.terms.waits).method
+    members = Elsewhere(runs, post, hello, *told, before=before)
     members.wait()
     return members, method

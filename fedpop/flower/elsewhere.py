@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, TypeVar
 
@@ -69,6 +69,11 @@ class RoundTerms:
         """Sites of the first round, at least."""
         return self.sites if self.begin is None else self.begin
 
+    @property
+    def waits(self) -> bool:
+        """Rounds wait for everyone who was asked."""
+        return self.quorum >= 1
+
     def enough(self, asked: int) -> Callable[[int], bool]:
         return lambda heard: heard >= self.quorum * asked
 
@@ -90,7 +95,7 @@ class Elsewhere(Members):
         self._before = dict(before or {})
         """Sites of the run that this one goes on with: who else comes is new to it."""
         self._post, self._hello, self._terms, self._settings = post, hello, terms, settings
-        self._method, self._everyone = method, method.needs_everyone
+        self._method, self._everyone, self.waits = method, method.needs_everyone, terms.waits
         self.experiment, self.device = experiment, method.model.initial_phi().device
         post.hello = hello(method, experiment)
         self.sites: dict[str, Member] = {}
@@ -361,10 +366,11 @@ class Elsewhere(Members):
         """It may take part in rounds."""
         return self._lasting.keys() <= set(self.sites[name].answered)
 
-    def finish(self, published: Tensors, rounds: int) -> list[str]:
+    def finish(self, published: Tensors, rounds: int, how: Sequence[tuple[str, str]] = ()) -> list[str]:
         """Give everyone who is there the theta that was learned; says who has it."""
         here = self._post.present()
-        told = {"recall": self._recall, "rounds": rounds, "learned_from": self.units}
+        told: dict[str, Any] = {"recall": self._recall, "rounds": rounds, "learned_from": self.units}
+        told["how"] = [list(row) for row in how]
         letters = {n: Letter("finish", self._about(n, **told), published) for n in here if n in self.sites}
         return sorted(self._post.deliver(letters, self._terms.timeout, lambda heard: False))
 

@@ -335,6 +335,7 @@ class SiteExperiment:
             None,
             rounds=int(about["rounds"]),
             learned_from=int(about["learned_from"]),
+            how=[(str(title), str(words)) for title, words in about["how"]],
         )
         population.save(self.folder / "population")
         keep_theta(self.folder, population.published)

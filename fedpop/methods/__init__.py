@@ -21,6 +21,7 @@ from fedpop.methods.fsgld import FSGLD
 from fedpop.methods.l2gd import L2GD
 from fedpop.methods.lg_fedavg import LGFedAvg
 from fedpop.methods.local_only import LocalOnly
+from fedpop.methods.marginal_ml import MaximumMarginalLikelihood
 from fedpop.methods.per_fedavg import PerFedAvg
 from fedpop.methods.pfedme import PFedMe
 from fedpop.methods.qlsd import QLSD
@@ -52,6 +53,7 @@ __all__ = [
     "FedSOUL",
     "LGFedAvg",
     "LocalOnly",
+    "MaximumMarginalLikelihood",
     "PFedMe",
     "PerFedAvg",
     "Round",
@@ -63,6 +65,7 @@ METHODS: dict[str, type[Algorithm]] = {
     for m in (
         FedSOUL,
         FedSOUK,
+        MaximumMarginalLikelihood,
         LocalOnly,
         FedAvg,
         FedAvgFT,

@@ -1,7 +1,7 @@
 """The exact engine in lme4's coordinates: one question to everyone for each evaluation, over when nothing is
 to be gained.
 
-It is the search of FedSOUK's exact engine (``algorithms.exact``): the same objective and the same
+It is the search of FedSOUL's exact engine (``methods.marginal_ml``): the same objective and the same
 quasi-Newton method, which is told value and gradient, twice or so the Hessian, and ends by the same rule in
 nats. Three things are other than there, and are why a mixed model does not go through that engine itself. A
 prior's factor has logarithms on its diagonal there, so that a variance of zero lies at infinity; entries

@@ -99,6 +99,7 @@ def load(
             learned_from=saved["learned_from"],
             convergence=verdict_of(saved["convergence"]),
             best_round=None if saved["best_round"] is None else int(saved["best_round"]),
+            how=[(str(title), str(words)) for title, words in saved["how"]],
         )
         _ = population.convergence and population.convergence.words  # of numbers, or an error
         here = {name: i for i, name in enumerate(population.names)}  # they may come back in another order

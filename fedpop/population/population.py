@@ -25,6 +25,7 @@ from fedpop.kernels import Hierarchy
 from fedpop.keys import PUBLIC, Key
 from fedpop.message import Tensors
 from fedpop.methods.base import Algorithm
+from fedpop.methods.hierarchical import how
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
 from fedpop.population.client_models import AT_ONCE, ClientModels
@@ -59,6 +60,7 @@ class Population(ClientModels):
         learned_from: How many clients theta was learned from, also where they are not here.
         convergence: Whether theta had converged when the run ended, where the run looked.
         best_round: The round whose theta this is, where validation data chose it (``callbacks.EarlyStop``).
+        how: How theta was found, in words under short titles, as ``print`` tells it.
         elsewhere: Asks clients that are at their sites, as long as the run goes on.
 
     >>> import torch, fedpop as fp
@@ -90,6 +92,7 @@ class Population(ClientModels):
     learned_from: int = 0
     convergence: Verdict | None = None
     best_round: int | None = None
+    how: list[tuple[str, str]] = field(default_factory=list)
     elsewhere: Callable[[Question[Any]], Any] | None = field(default=None, repr=False)
     _personal: dict[int, Tensors] = field(default_factory=dict, repr=False)
 
@@ -97,6 +100,7 @@ class Population(ClientModels):
         if self.federation is not None:
             self.names = list(self.federation.names)
         self.learned_from = self.learned_from or len(self.names)
+        self.how = self.how or how(self.algorithm)
 
     def __repr__(self) -> str:
         return f"Population({self.algorithm.label}, {self.whose}, {self.rounds} rounds)"
@@ -106,6 +110,11 @@ class Population(ClientModels):
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @property
+    def engine(self) -> str:
+        """Which engine found theta, and why that one, where the method had more than one."""
+        return dict(self.how).get("engine", "")
 
     @property
     def whose(self) -> str:
@@ -381,6 +390,7 @@ class Population(ClientModels):
             self.sample_all()
         about = {n: getattr(self, n) for n in ("learned_from", "rounds", "best_round", "drift", "totals")}
         about |= {"clients": self.names, "convergence": self.convergence and self.convergence.plain()}
+        about |= {"how": [list(row) for row in self.how]}
         own = {"seed": self.key.seed, "purpose": self.key.purpose}
         private = None if self.key == PUBLIC else own
         return save(path, self.algorithm, self.published, self._personal, about, private, self.history)

@@ -75,6 +75,8 @@ class Members(ABC):
 
     names: Sequence[str]
     device: torch.device
+    waits: bool = True
+    """A round waits for everyone who was asked; else it closes on a quorum."""
 
     @property
     @abstractmethod

@@ -20,7 +20,8 @@ from fedpop.federation.clients import Federation
 from fedpop.files import reading, writable_folder, write_json
 from fedpop.keys import Key
 from fedpop.message import Tensors, Total
-from fedpop.methods.base import Algorithm, Facts, Round
+from fedpop.methods.base import Algorithm, Facts, Round, chosen
+from fedpop.methods.hierarchical import how
 from fedpop.population import Population
 from fedpop.questions import Question
 from fedpop.run import checkpoint as checkpoints
@@ -58,7 +59,9 @@ class Run:
         roster = members.roster if isinstance(members, Members) else roster_of(members, settings.sites)
         settings.participation.check(roster)
         algorithm.check_participation(settings.participation)
-        algorithm = algorithm.for_rule(settings.participation)
+        waits = members.waits if isinstance(members, Members) else True
+        choice = chosen(algorithm, settings.participation, waits)
+        asked, algorithm = algorithm, choice.method
         algorithm.check(members.names)
         if settings.sites is not None and not algorithm.channel.one_for_all:
             raise SettingsError("a site of several clients has one compressor: give one for all")
@@ -79,6 +82,11 @@ class Run:
         """The server's. Sites have one of their own, which in simulation derives from the seed too."""
         self.secret = Key(settings.seed, purpose="site")
         self.algorithm = algorithm
+        """What runs."""
+        self.asked = None if asked is algorithm else asked
+        """What was given, where that left open what runs."""
+        self.engine = choice.reason
+        """And why it is this."""
         self.server: Tensors = {}
         self.usual: Tensors = {}
         """Norms of messages, which the guard goes by."""
@@ -136,7 +144,7 @@ class Run:
             threads(self.threads),
             nullcontext() if self.metrics is None else self.metrics.opened(),
             patient_interrupts() as interrupted,
-            progress_bar(self.algorithm.label, self.ends[-1], self.round, progress) as bar,
+            progress_bar(self.label, self.ends[-1], self.round, progress, self.engine) as bar,
         ):
             while not stopped and (self.round < self.ends[-1] or self._goes_on()):
                 metrics = self.train_round()
@@ -177,10 +185,15 @@ class Run:
         self.ends, self.verdict = [*self.ends, end], None
         return True
 
+    @property
+    def label(self) -> str:
+        return (self.asked or self.algorithm).label
+
     def population(self) -> Population:
-        """What has been learned so far."""
+        """What has been learned so far; by which engine makes no difference to what is asked of it."""
+        method = self.algorithm
         return Population(
-            algorithm=self.algorithm,
+            algorithm=method if self.asked is None else self.asked.with_model(method.model),
             published=self.algorithm.publish(self.server),
             key=self.secret,
             federation=self.members.federation,
@@ -194,6 +207,7 @@ class Run:
             drift=self.algorithm.drift(self.server),
             convergence=self.verdict,
             best_round=self.best_round,
+            how=[*([("engine", self.engine)] if self.engine else []), *how(method)],
         )
 
     def begin(self, resume: bool = False) -> bool:
@@ -255,7 +269,7 @@ class Run:
     def _config(self) -> dict[str, Any]:
         model = self.algorithm.model
         config = {
-            "algorithm": self.algorithm.describe(),
+            "algorithm": (self.asked or self.algorithm).describe(),
             "model": {"modules": [repr(m) for m in model.modules()], "likelihood": repr(model.likelihood)},
             "rounds": self.settings.rounds,
             "seed": self.settings.seed,
@@ -265,6 +279,8 @@ class Run:
             "sites": self.settings.sites and {k: list(v) for k, v in self.settings.sites.items()},
             "restart": self.restart,
         } | self.members.describe()
+        if self.engine:
+            config["engine"] = self.engine
         if self.settings.weigh != "server":
             config["weigh"] = self.settings.weigh
         return json.loads(json.dumps(config))  # type: ignore[no-any-return]

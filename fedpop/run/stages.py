@@ -129,16 +129,17 @@ def advice(run: Run) -> str | None:
     """One line for a run that is known to have ended too soon, or where it could not go on."""
     verdict, rounds, asked = run.verdict, run.round, run.settings.rounds
     if (held := _held_back(run)) is not None:
-        return f"{run.algorithm.label} after {rounds} rounds: {held}"
+        return f"{run.label} after {rounds} rounds: {held}"
     if verdict is None or verdict.converged:
         return None
-    after = f"{run.algorithm.label} after {rounds} rounds: {verdict.words}"
+    after = f"{run.label} after {rounds} rounds: {verdict.words}"
     hierarchy = run.algorithm.hierarchy
     told = hierarchy is not None and hierarchy.prior.scale is not None and hierarchy.prior.learns_scale
     first = "leave out the prior's scale, or " if told else ""
     if run.algorithm.over(run.server):
         found = after.removesuffix("; run more rounds")
-        return f"{found}, and its search cannot go on from there; {first}try restarts=3 or engine='sampled'"
+        other = "fedpop.FedSOUL(engine='sampled')" if run.asked is None else "engine='sampled'"
+        return f"{found}, and its search cannot go on from there; {first}try restarts=3 or {other}"
     if asked is None and (verdict.converged is None or rounds < MOST):
         return after  # draws cannot tell, or a callback ended it
     if asked is None:

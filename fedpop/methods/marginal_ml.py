@@ -1,27 +1,41 @@
-"""The exact engine of FedSOUK: where conditional expectations are closed-form, nothing has to be sampled.
+"""Maximum marginal likelihood (empirical Bayes): where nothing has to be sampled.
 
-With a normal likelihood, a linear head and a Normal prior the marginal likelihood and its gradient are sums
-over units. With everyone answering, uncompressed and in double precision, the server runs a quasi-Newton
-method on theta = (phi, beta): the same optimum as Algorithm 1's, in tens of rounds, each of them one
-evaluation. Units keep no chain and send value and gradient, twice or so the Hessian as well.
+With a normal likelihood, a linear head and a Normal prior the marginal likelihood
+
+    log p(D | theta) = sum_i log N(y_i; F_i mu, F_i Sigma F_i' + s2 I),    F_i the features at phi,
+
+its gradient and its Hessian are sums over units. With everyone answering, uncompressed and in double
+precision, the server runs a quasi-Newton method on theta = (phi, beta):
+
+    unit     log p(D_i | theta) at the trial theta, and its gradient; twice or so the Hessian as well
+    server   BFGS with a line search: one evaluation a round, all of its state in the open
+
+The same optimum as that of Algorithm 1 (``fedsouk``), in tens of rounds. Units keep nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from fedpop.checked import Positive
 from fedpop.client.cost import finite
+from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Hierarchy
 from fedpop.kernels.evidence import Evidence, evidence, runs_in_double
+from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
+from fedpop.methods.base import About, Facts, Round
+from fedpop.methods.hierarchical import Hierarchical
 from fedpop.models.modules import has_dropout
 from fedpop.priors.base import into_ball
+from fedpop.questions import Question
 from fedpop.server.quasi_newton import SearchState, begun_again, tell
 from fedpop.server.state import prefixed, unprefixed
 
@@ -33,6 +47,24 @@ SMALL = 100
 """Parameters up to which each stage asks for the Hessian: a third of the rounds, for as many bytes."""
 STAGES = 5
 """Variances of the noise that are gone through before its own, from half the variance of y, geometrically."""
+KEPT = ("unit", "sets", "ball", "missing", "heard", "noises")
+"""What the server keeps from trial to trial, beside the search itself."""
+
+
+def obstacle(hierarchy: Hierarchy) -> str | None:
+    """What keeps this method from a model and a prior, in words; None where nothing does."""
+    model, prior = hierarchy.model, hierarchy.prior
+    if not model.linear:
+        return "posteriors are not closed-form (the head is not linear)"
+    if not model.likelihood.quadratic:
+        return f"posteriors are not closed-form (the likelihood is {model.likelihood.name})"
+    if prior.component is not prior:
+        return f"posteriors are not closed-form (the prior is {prior.name})"
+    if any(has_dropout(m) for m in model.modules()):
+        return "dropout and augmentation make the likelihood random"
+    if not runs_in_double(hierarchy):
+        return "frozen weights, or the model's precision, are not double"
+    return None
 
 
 def annealed(hierarchy: Hierarchy, left: Tensor | None) -> Tensor:
@@ -50,43 +82,77 @@ def annealed(hierarchy: Hierarchy, left: Tensor | None) -> Tensor:
     return none if first <= last else first ** (1 - share) * last**share
 
 
-def obstacle(hierarchy: Hierarchy) -> str | None:
-    """What keeps the exact engine from this model and prior, in words; None where nothing does."""
-    model, prior = hierarchy.model, hierarchy.prior
-    if not hierarchy.closed_form or prior.component is not prior:
-        return "it needs closed-form posteriors: a normal likelihood, a linear head and a Normal prior"
-    if any(has_dropout(m) for m in model.modules()):
-        return "dropout and augmentation make the likelihood random"
-    if not runs_in_double(hierarchy):
-        return "it computes in double precision, and this model's frozen weights or precision do not"
-    return None
+@dataclass(frozen=True, kw_only=True)
+class MaximumMarginalLikelihood(Hierarchical):
+    """theta by quasi-Newton steps on the marginal likelihood; every z by exact draws from its posterior.
 
+    ``fp.FedSOUL(model)`` takes this method by itself where it applies; see its ``engine``.
 
-KEPT = ("unit", "sets", "ball", "missing", "heard", "noises")
-"""What the server keeps from trial to trial, beside the search itself."""
+    Args:
+        model: What is fitted: a linear head with a normal likelihood, on any backbone without dropout.
+        prior: The population's: a Normal one, of ``fp.priors`` or by name; "normal" unless told.
+        hyperprior: Of phi and the prior's parameters; flat unless told.
+        start: Where phi starts: "spectral", "random", or "auto" (the default) for what suits the data.
+        final: The pass that gives the draws users see; ``fp.chains.Final()`` unless told.
+        ball: The largest norm of phi; None (the default) is a million times that of its start, or of one.
+        compressor: Stays "identity": a search for an optimum wants sums as they are.
+        clip: Stays None, for the same reason.
+        guard: Does nothing here: values and gradients have no usual size.
 
+    >>> import torch, fedpop as fp
+    >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
+    >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(0.01))
+    >>> method = fp.MaximumMarginalLikelihood(model, prior="diagonal")
+    >>> population = method.fit([(x, 2 * x[:, 0]), (x, 4 * x[:, 0])])
+    >>> round(population.prior_mean[0].item(), 2), population.convergence.converged
+    (3.0, True)
+    """
 
-@dataclass(frozen=True)
-class ExactEngine:
-    """Rounds of the exact engine on a hierarchy."""
+    ball: Positive | None = None
 
-    hierarchy: Hierarchy
+    name: ClassVar[str] = "Marginal-ML"
+    about: ClassVar[About] = About(
+        "Lindstrom and Bates, JASA 1988",
+        personalised=True,
+        local_steps=False,
+        bounds=False,
+        memory="M d + d_phi",
+        instance="itself, with posteriors in closed form",
+    )
+    participation: ClassVar[str] = "full"
+    as_it_is: ClassVar[str] = "a search for an optimum wants sums as they are"
 
-    # --- what a round asks, and what units answer --------------------------------------------
+    def check(self, names: Sequence[str]) -> None:
+        super().check(names)
+        if (why := obstacle(self.hierarchy)) is not None:
+            raise SettingsError(f"{self.label} cannot be used here: {why}; fedpop.FedSOUL samples instead")
 
-    def first(
-        self, phi: Tensor, beta: Tensor, unit: Tensor, sets: Tensor, ball: Tensor, left: Tensor | None = None
-    ) -> Tensors:
+    @property
+    def size(self) -> int:
+        """Parameters in all."""
+        return self.model.phi_layout.size + self.hierarchy.prior.size(self.model.z_layout.size)
+
+    @property
+    def own_type(self) -> torch.dtype:
+        return self.model.initial_z().dtype
+
+    # --- what a round asks -------------------------------------------------------------------
+
+    def questions(self, facts: Facts, key: Key) -> tuple[Question[Tensors], ...]:
+        return tuple(self.start_questions(self.first_phi(facts, key), facts.restart, anneals=True))
+
+    def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
         """The server's state before the first round: the first trial is the start itself."""
-        x = torch.cat((phi, beta)).double()
-        units = torch.cat((unit, self.hierarchy.prior.units(beta))).double()
-        missing, noises = x.new_zeros(()), annealed(self.hierarchy, left)
-        server = {"unit": units, "sets": sets, "ball": ball, "missing": missing, "noises": noises}
+        phi, beta = self.first_theta(facts, key, known)
+        server, x = self.first_sets(phi, beta, self.ball), torch.cat((phi, beta)).double()
+        units = torch.cat((server["unit"], self.hierarchy.prior.units(beta))).double()
+        noises = annealed(self.hierarchy, known.get("left"))
+        server |= {"unit": units, "missing": x.new_zeros(()), "noises": noises}
         return self._asking(server, SearchState.at(x))
 
     def _asking(self, server: Tensors, state: SearchState) -> Tensors:
         """The server's state with the next trial in it, as sites are told."""
-        size = self.hierarchy.model.phi_layout.size
+        size = self.model.phi_layout.size
         server = {n: t for n, t in server.items() if n in KEPT}
         if len(server["noises"]):
             server["noise"] = server["noises"][0]
@@ -95,40 +161,38 @@ class ExactEngine:
         trial = {"phi": state.trial[:size], "beta": state.trial[size:]}
         return server | trial | prefixed("search.", state.tensors())
 
-    def answer(self, told: Tensors, cohort: Cohort, summed: bool) -> Answer:
+    def broadcast(self, server: Tensors) -> Tensors:
+        return {n: server[n] for n in ("phi", "beta", "curved", "noise") if n in server}
+
+    # --- what units answer -------------------------------------------------------------------
+
+    def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
         """log p(D_i | theta), its gradient, and its Hessian where it is asked for: as one sum, or each."""
-        theta, curved, hierarchy = torch.cat((told["phi"], told["beta"])), "curved" in told, self.hierarchy
+        told, hierarchy = round.broadcast, self.hierarchy
+        theta, curved = torch.cat((told["phi"], told["beta"])), "curved" in told
         if "noise" in told:
             hierarchy = hierarchy.at_noise(float(told["noise"]))
-        if summed:
+        if round.coefficients is not None:
             whole = evidence(hierarchy, theta, cohort, curved)
             good = self._fit(whole.values) & self._fit(whole.sizes)
             if bool(good.all()) and all(bool(self._fit(v).all()) for v in _sent(whole).values()):
-                cost = self._cost(cohort, whole.values, curved)
-                return Answer(good, sums=_sent(whole), cost=cost)
+                return Answer(good, sums=_sent(whole), cost=self._cost(cohort, whole.values, curved))
         # Somebody is not finite, or each message travels alone.
         each = [evidence(hierarchy, theta, one, curved) for one in cohort.one_by_one()]
         sent = [_sent(own) for own in each]
         vectors = {n: torch.stack([own[n] for own in sent]) for n in sent[0]}
-        good = finite(*[v.to(self._own_type) for v in vectors.values()])
+        good = finite(*[v.to(self.own_type) for v in vectors.values()])
         good = good & self._fit(torch.cat([own.sizes for own in each]))
         values = vectors["evidence"].squeeze(1)
         return Answer(good, vectors, cost=self._cost(cohort, values[good], curved))
 
-    @property
-    def _own_type(self) -> torch.dtype:
-        return self.hierarchy.model.initial_z().dtype
-
     def _fit(self, numbers: Tensor) -> Tensor:
         """What the model's own type could hold: a unit whose numbers overflow there is left out here too."""
-        return torch.isfinite(numbers.to(self._own_type))
+        return torch.isfinite(numbers.to(self.own_type))
 
     def _cost(self, cohort: Cohort, values: Tensor, curved: bool) -> Mapping[str, float]:
         """A backward pass for each parameter beside the first one, where the Hessian is wanted."""
-        p = self.hierarchy.model.phi_layout.size + self.hierarchy.prior.size(
-            self.hierarchy.model.z_layout.size
-        )
-        times = 1.0 + p if curved else 1.0
+        times = 1.0 + self.size if curved else 1.0
         return {
             "log_likelihood": float(values.sum()),
             "examples": float(cohort.examples),
@@ -139,7 +203,7 @@ class ExactEngine:
 
     # --- what the server makes of it ---------------------------------------------------------
 
-    def step(self, server: Tensors, total: Total) -> Tensors:
+    def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
         """The next trial of the search."""
         state = SearchState.of(unprefixed("search.", server))
         heard = int(server.get("heard", torch.tensor(total.count)))
@@ -148,15 +212,18 @@ class ExactEngine:
         if total.count < heard and not int(server["missing"]):
             # A message may have been lost: ask again, once, before the point counts as outside.
             return server | {"missing": torch.ones_like(server["missing"])}
-        theta, hyper, prior = state.trial, self.hierarchy.hyperprior, self.hierarchy.prior
-        size = self.hierarchy.model.phi_layout.size
+        theta, hyper, prior = state.trial, self.hyperprior, self.hierarchy.prior
+        size = self.model.phi_layout.size
         phi, beta = theta[:size], theta[size:]
         value = float(total.estimate("evidence", theta.new_zeros(1))) + hyper.value(prior, phi, beta)
         f = -value if total.count >= heard else float("inf")
         slope = total.estimate("gradient", theta)
         slope = slope + torch.cat((hyper.phi_grad(phi), hyper.beta_grad(prior, beta)))
         inside = partial(self._project, server)
-        free = self._free(theta, slope, inside)
+        learned = torch.cat((torch.ones_like(phi), prior.mask(torch.ones_like(beta)))) > 0
+        # What a small step upwards would carry across a bound is held there.
+        step = 1e-9 * theta.abs().clamp(min=1.0) * slope.sign()
+        free = learned & ~((inside(theta + step) == theta) & (slope != 0))
         curvature = None
         if state.wants_curvature:
             curvature = hyper.curvature(prior, phi, beta)
@@ -176,36 +243,31 @@ class ExactEngine:
         return self._asking(server, state.moved(inside(state.x), inside(state.trial)))
 
     def _project(self, server: Tensors, theta: Tensor) -> Tensor:
-        size, prior = self.hierarchy.model.phi_layout.size, self.hierarchy.within(server).prior
+        size, prior = self.model.phi_layout.size, self.hierarchy.within(server).prior
         return torch.cat((into_ball(theta[:size], float(server["ball"])), prior.boxed(theta[size:])))
 
-    def _free(self, theta: Tensor, slope: Tensor, inside: Callable[[Tensor], Tensor]) -> Tensor:
-        """Coordinates that are learned, and that a small step upwards does not carry across a bound."""
-        size, prior = self.hierarchy.model.phi_layout.size, self.hierarchy.prior
-        learned = torch.cat((torch.ones_like(theta[:size]), prior.mask(torch.ones_like(theta[size:])))) > 0
-        step = 1e-9 * theta.abs().clamp(min=1.0) * slope.sign()
-        held = (inside(theta + step) == theta) & (slope != 0)
-        return learned & ~held
+    def over(self, server: Tensors) -> bool:
+        return SearchState.of(unprefixed("search.", server)).over
 
     # --- afterwards --------------------------------------------------------------------------
 
     def publish(self, server: Tensors) -> Tensors:
         """The best point so far, in the model's own type."""
         state = SearchState.of(unprefixed("search.", server))
-        size, theta = self.hierarchy.model.phi_layout.size, state.x.to(self._own_type)
+        size, theta = self.model.phi_layout.size, state.x.to(self.own_type)
         prior = self.hierarchy.within(server).prior
         sets = {n: server[n] for n in ("sets", "ball")}
         return {"phi": theta[:size], "beta": prior.project(theta[size:])} | sets
 
-    def metrics(self, server: Tensors) -> dict[str, float | None]:
-        """Where the search stands: the objective at its best point, and what a Newton step promises there."""
+    def metrics(self, server: Tensors, cost: Mapping[str, float]) -> dict[str, float | None]:
+        """And where the search stands: the objective at its best point, what a Newton step promises there."""
         search = unprefixed("search.", server)
         f, gain = float(search["f"]), float(search["gain"])
-        finite = abs(f) < float("inf") and not len(server["noises"])  # of annealed noise it says little
-        return {"log_posterior": -f if finite else None, "promised": gain if gain < float("inf") else None}
-
-    def over(self, server: Tensors) -> bool:
-        return SearchState.of(unprefixed("search.", server)).over
+        told = abs(f) < float("inf") and not len(server["noises"])  # of annealed noise it says little
+        return super().metrics(server, cost) | {
+            "log_posterior": -f if told else None,
+            "promised": gain if gain < float("inf") else None,
+        }
 
 
 def _triangle(matrix: Tensor) -> tuple[Tensor, Tensor]:
