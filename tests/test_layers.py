@@ -168,18 +168,6 @@ def test_the_check_can_fail() -> None:
     assert list(imports(ast.parse(hidden), known)) == ["fedpop.run.run"]
 
 
-def test_no_file_is_long() -> None:
-    """Here, and in what holds it to its word."""
-    folders = (ROOT, HERE, HERE.parent / "benchmarks")
-    every = [path for folder in folders for path in folder.rglob("*.py")]
-    assert len(every) > 400
-    assert not {str(p): n for p in every if (n := len(p.read_text().splitlines())) > 400}
-
-
-def test_fedsouk_can_be_read_beside_the_paper() -> None:
-    assert len((ROOT / "methods" / "fedsouk.py").read_text().splitlines()) < 250
-
-
 # --- who may look at what ------------------------------------------------------------------------
 
 
