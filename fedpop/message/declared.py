@@ -128,16 +128,20 @@ def require_declared(vectors: Iterable[str], numbers: Iterable[str], own: Mappin
     """Raise where something would leave a site that neither this page nor the sender's ``sends`` (``own``)
     declares."""
     for name in vectors:
-        if not name.startswith(NAMED) and not _listed(name.removeprefix(PLAIN), VECTORS, own):
+        if name in VECTORS or name in own or name.startswith(NAMED):
+            continue
+        if not _listed(name.removeprefix(PLAIN), VECTORS, own):
             raise _undeclared("vector", name)
     for name in numbers:
-        if not _listed(name, NUMBERS, own):
+        if name not in NUMBERS and not _listed(name, NUMBERS, own):
             raise _undeclared("number", name)
 
 
 def _listed(name: str, *lists: Mapping[str, object]) -> bool:
-    return any(name in known for known in lists) or any(
-        name.startswith(entry[:-1]) for known in lists for entry in known if entry.endswith("*")
+    return any(
+        name == entry or (entry.endswith("*") and name.startswith(entry[:-1]))
+        for entries in lists
+        for entry in entries
     )
 
 

@@ -233,12 +233,14 @@ class Aggregate:
         """
         self._bytes += message.bytes
         self.number(message.numbers)
-        heard = message.received if lost is None else message.received & ~lost
+        sent = heard = message.received
+        if lost is not None:
+            heard = heard & ~lost
         if not message.checked:
             for v in message.vectors.values():
                 heard = heard & torch.isfinite(v).all(1)
         everyone = bool(heard.all())
-        if message.sums and (not torch.equal(heard, message.received)):
+        if message.sums and heard is not sent and not torch.equal(heard, sent):
             raise SettingsError("a unit was refused after its vectors had been added to a sum")
         ones = bool((weights == 1).all())
         for name, v in message.vectors.items():

@@ -178,10 +178,9 @@ class Sites:
     def round(self, method: Algorithm, round: Round, active: Active, plan: Plan) -> Total:
         """The active units' work, added up; nobody's state changes before ``commit``."""
         messages = len(active.ids if self.sites is None else torch.unique(self.sites[active.ids]))
-        guard = method.guard_for(round.broadcast, messages)
-        work = self.round_work(method, round, active, plan, messages)
+        exchange = _RoundExchange(self, method, round, active, messages, encode=False)
         lost = None if self.lost is None else lambda ids: self._lost(round.number, ids)
-        return self._total(work, guard, active.ratio, lost)
+        return self._total(self._work(active.ids, plan, exchange), exchange.guard, active.ratio, lost)
 
     def _lost(self, number: int, ids: Tensor) -> Tensor:
         assert self.lost is not None
