@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedpop.keys import Key
 from fedpop.message import Aggregate, Answer, Channel, Message, Tensors, Total
-from fedpop.site.sites import Sending, SiteSum, Update, _seen
+from fedpop.site.work import Exchange, Sending, SiteMessage, Update, seen_by_server
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,19 @@ class Heard:
 
     heard: Tensor
     seen: Tensors
+
+
+class _Seen(Exchange):
+    """Units keep what the server saw of them."""
+
+    def __init__(self, sending: Sending, remembered: tuple[str, ...]) -> None:
+        self.sending, self.remembered = sending, remembered
+
+    def answers(self, group: Tensor, cohort: Any, weights: Tensor) -> Any:
+        raise NotImplementedError  # there are answers already
+
+    def settled(self, answer: Answer, local: Tensors, received: Tensor, seen: Tensors) -> Tensors:
+        return dict(seen)
 
 
 class Tally:
@@ -46,12 +60,12 @@ class Tally:
         if sites is None:
             message = self.sending.sent(Message.of(answer, units), weights, torch.ones_like(units))
             heard = self.aggregate.add(message, weights, lost)
-            return Heard(heard, _seen(message, self.remembered))
+            return Heard(heard, seen_by_server(message, self.remembered))
         heard, seen = torch.zeros_like(answer.good), Tensors()
         for site in torch.unique(sites).tolist():
             at = (sites == site).nonzero().squeeze(1)
             updates: list[Update] = []
-            whole = SiteSum(site, lambda answer, local, good, own: dict(own), self.remembered, updates)
+            whole = SiteMessage(site, _Seen(self.sending, self.remembered), updates)
             part = Answer(
                 answer.good[at],
                 {n: v[at] for n, v in answer.vectors.items()},
@@ -59,7 +73,7 @@ class Tally:
                 sums=answer.sums if site == int(sites[0]) else {n: 0 * v for n, v in answer.sums.items()},
             )
             whole.add(at, torch.ones_like(at), weights[at], {}, part)
-            work = whole.work(self.sending)
+            work = whole.work()
             gone = None if lost is None else lost[at].any().expand(1)
             received = self.aggregate.add(work.message, work.weights, gone)
             heard[at] = work.settled(received)

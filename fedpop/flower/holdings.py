@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedpop.federation.participation import Active, Roster
 from fedpop.keys import units_of
-from fedpop.site.sites import alike
+from fedpop.site.work import alike
 
 
 @dataclass

@@ -45,8 +45,9 @@ from fedpop.run.guards import threads
 from fedpop.run.members import Asking
 from fedpop.settings import rebuilt
 from fedpop.site.plan import Plan, parse_bytes, plan_for
-from fedpop.site.sites import WHOLE, Sites, Work, table_units
+from fedpop.site.sites import WHOLE, Sites, table_units
 from fedpop.site.store import LocalStore
+from fedpop.site.work import Work
 from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.site")

@@ -248,7 +248,7 @@ class Channel(Checked):
 
 
 def _fused_bytes(message: Message) -> int:
-    """What sums over rows would have taken if each row had sent its own."""
+    """What sums over rows would have taken if each row had sent one."""
     if not message.sums:
         return 0
     rows = int(message.received.sum())

@@ -1,7 +1,7 @@
 """What may leave a site, by name: what each number is, and who needs to see it.
 
-A message holds vectors and numbers beside them. Those of fedpop's own methods and questions are listed here;
-a method or question of a user's own lists its further ones in ``sends``. What is not declared does not leave
+A message holds vectors and numbers beside them. Those of fedpop's methods and questions are listed here;
+a user's method or question lists further ones in ``sends``. What is not declared does not leave
 (``require_declared``). Of all of them a sum over sites is wanted and nothing else, unless ``clear`` says that
 single values are needed.
 """
@@ -87,7 +87,7 @@ VECTORS: Mapping[str, Sent] = {
     "[*": Sent("rows, sums and squares of a column, or rows of a level, by their names as a JSON list"),
     "{*": Sent("a one for the form of its examples, which the name is"),
 }
-"""Vectors of the library's own methods and questions; a name that ends with a star stands for all that begin
+"""Vectors of the library's methods and questions; a name that ends with a star stands for all that begin
 so."""
 
 NUMBERS: Mapping[str, Sent] = {
@@ -116,7 +116,7 @@ HEADER: Mapping[str, Sent] = {
     "examples": Sent("how many training examples it has", clear=True),
     "splits": Sent("kinds of examples that it has", clear=True),
     "hashes": Sent("of its units' names, where a rule draws among them", clear=True),
-    "withheld": Sent("the message was held back: out of all proportion", clear=True),
+    "withheld": Sent("the site withheld its message: it was out of all proportion", clear=True),
     "weighted": Sent("participation weights were applied at the site", clear=True),
     "refused": Sent("code and words of a refusal", clear=True),
     "gone": Sent("the site's node does not answer", clear=True),
@@ -124,20 +124,23 @@ HEADER: Mapping[str, Sent] = {
 """What a message between machines says of itself; none of it depends on values in the data."""
 
 
-def require_declared(vectors: Iterable[str], numbers: Iterable[str], own: Mapping[str, object]) -> None:
-    """Raise where something would leave a site that neither this page nor the sender's ``sends`` (``own``)
-    declares."""
+def require_declared(vectors: Iterable[str], numbers: Iterable[str], sends: Mapping[str, object]) -> None:
+    """Raise where something would leave a site that neither this page nor the sender's ``sends`` declares."""
     for name in vectors:
-        if not name.startswith(NAMED) and not _listed(name.removeprefix(PLAIN), VECTORS, own):
+        if name in VECTORS or name in sends or name.startswith(NAMED):
+            continue
+        if not _listed(name.removeprefix(PLAIN), VECTORS, sends):
             raise _undeclared("vector", name)
     for name in numbers:
-        if not _listed(name, NUMBERS, own):
+        if name not in NUMBERS and not _listed(name, NUMBERS, sends):
             raise _undeclared("number", name)
 
 
 def _listed(name: str, *lists: Mapping[str, object]) -> bool:
-    return any(name in known for known in lists) or any(
-        name.startswith(entry[:-1]) for known in lists for entry in known if entry.endswith("*")
+    return any(
+        name == entry or (entry.endswith("*") and name.startswith(entry[:-1]))
+        for entries in lists
+        for entry in entries
     )
 
 

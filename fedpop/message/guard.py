@@ -35,7 +35,7 @@ COUNTS = "norms."
 (and more than 4), ``norms.J.whole.3`` the same of norms as they are."""
 KINDS = ("each", "whole")
 LOWEST, HIGHEST = -160, 1023
-"""Powers of two that are told apart."""
+"""Powers of two that are distinguished."""
 
 
 class Guard:
@@ -55,18 +55,17 @@ class Guard:
     def held_back(self, message: Message, examples: Tensor) -> Message:
         """The message, made of so many ``examples`` ``[S]``, with counts of its norms; without rows that are
         far longer than what was broadcast as usual."""
+        seen = [n for n in self.names if n in message.vectors and not self._quiet(n, message.vectors[n])]
+        if not seen:
+            return message
         numbers, norms, out = dict(message.numbers), Tensors(), torch.zeros_like(message.received)
-        for name in self.names:
-            if name not in message.vectors or self._quiet(name, message.vectors[name]):
-                continue
+        for name in seen:
             both = norms[name] = _norms(message.vectors[name], examples)
             some = message.received & (both[1] > 0)
             numbers |= _counts(name, both[:, some])
             usual = self._now(name, numbers)  # of the round only where this process sees enough of it
             if usual is not None:
                 out = out | self._absurd(both, usual.to(both), message.received)
-        if not norms:
-            return message
         message = replace(message, numbers=numbers, norms=norms)
         if not bool(out.any()):
             return message

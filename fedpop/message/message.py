@@ -29,9 +29,9 @@ weights, and with coefficients of the method's."""
 class Answer:
     """A cohort's work, or that of the units at ``rows`` of it: each unit's vectors, and what it cost.
 
-    ``vectors`` are each unit's own, by name, ``[C, D]``. ``sums`` are sums over the good units that were made
-    by one backward pass, where the round gave coefficients for them. ``local`` is provisional: a unit keeps
-    it once its message was received (what the method ``keeps`` in any case excepted).
+    ``vectors`` has a row for each unit, by name, ``[C, D]``. ``sums`` are sums over the good units that were
+    made by one backward pass, where the round gave coefficients for them. ``local`` is provisional: a unit
+    keeps it once its message was received (what the method ``keeps`` in any case excepted).
     """
 
     good: Tensor
@@ -84,7 +84,7 @@ class Message:
     norms: Mapping[str, Tensor] = field(default_factory=dict)
     """What the guard looked at, ``[2, S]`` for each vector: norms per example, and as they are."""
     withheld: Tensor | None = None
-    """Sites that held their message back, ``[S]``: it was out of all proportion."""
+    """Sites that withheld their message, ``[S]``: it was out of all proportion."""
     header: Mapping[str, Any] = field(default_factory=dict)
     """Between machines: what the message answers, and who sends it."""
     payloads: Mapping[str, Payload] = field(default_factory=dict)
@@ -177,7 +177,7 @@ class Total:
 
     @property
     def silent(self) -> bool:
-        """No step is to be made: nobody was heard, and b/|A| is undefined."""
+        """No step is to be made: no message was received, and b/|A| is undefined."""
         return self.count == 0 and self.ratio
 
     @property
@@ -191,7 +191,7 @@ class Total:
         return total if scale == 1 else total * scale
 
     def plain_sum(self, name: str, like: Tensor) -> Tensor:
-        """The sum over those who were heard, each counted once."""
+        """The sum over units whose messages were received, each counted once."""
         if name not in self.plain and self.count and name in self.weighted:
             raise SettingsError(
                 f"the plain sum of {name!r} was not formed: it came as one weighted sum (name it in the "
@@ -200,7 +200,7 @@ class Total:
         return self._sum(self.plain, name, like)
 
     def named_sum(self, name: str, like: Tensor) -> Tensor:
-        """A sum with the method's own coefficients."""
+        """A sum with coefficients of the method's."""
         return self._sum(self.named, name, like)
 
     def mean(self, name: str, by: str) -> Tensor | None:
@@ -233,50 +233,54 @@ class Aggregate:
         """
         self._bytes += message.bytes
         self.number(message.numbers)
-        heard = message.received if lost is None else message.received & ~lost
+        sent = received = message.received
+        if lost is not None:
+            received = received & ~lost
         if not message.checked:
             for v in message.vectors.values():
-                heard = heard & torch.isfinite(v).all(1)
-        everyone = bool(heard.all())
-        if message.sums and (not torch.equal(heard, message.received)):
+                received = received & torch.isfinite(v).all(1)
+        everyone = bool(received.all())
+        if message.sums and received is not sent and not torch.equal(received, sent):
             raise SettingsError("a unit was refused after its vectors had been added to a sum")
         ones = bool((weights == 1).all())
         for name, v in message.vectors.items():
-            self._vector(message, name, v, heard, weights, everyone, ones)
+            v = v if everyone else only(received, v)
+            if message.weighted:
+                self._add_weighted(name, v.sum(0), ones and PLAIN + name not in message.vectors)
+            elif everyone and not message.changed:
+                plain = v.sum(0)
+                _grow(self._plain, name, plain)
+                _grow(self._weighted, name, plain if ones else weights.to(v.dtype) @ v)
+            else:
+                total = torch.where(received, weights, 0).to(v.dtype) @ v
+                _grow(self._weighted, name, total)
+                _grow(self._plain, name, total if ones else received.to(v.dtype) @ v)
         for name, total in message.sums.items():
             _grow(self._weighted, name, total)
             if ones:
                 _grow(self._plain, name, total)
         for name, (of, coefficients) in message.named.items() if not message.weighted else ():
-            v, factor = message.vectors[of], torch.where(heard, coefficients, 0).to(message.vectors[of].dtype)
+            v, factor = (
+                message.vectors[of],
+                torch.where(received, coefficients, 0).to(message.vectors[of].dtype),
+            )
             _grow(self._named, name, factor @ only(factor != 0, v))
-        units = message.units if everyone else torch.where(heard, message.units, 0)
+        units = message.units if everyone else torch.where(received, message.units, 0)
         count = int(units.sum())
         self._count += count
         self._weight += count if ones else float((weights.double() * units).sum())
-        return heard
+        return received
 
-    def _vector(
-        self, message: Message, name: str, v: Tensor, heard: Tensor, weights: Tensor, all_: bool, ones: bool
-    ) -> None:
-        if not all_:
-            v = only(heard, v)
-        if not message.weighted and all_ and not message.changed:
-            plain = v.sum(0)
-            _grow(self._plain, name, plain)
-            _grow(self._weighted, name, plain if ones else weights.to(v.dtype) @ v)
-        elif not message.weighted:
-            total = torch.where(heard, weights, 0).to(v.dtype) @ v
-            _grow(self._weighted, name, total)
-            _grow(self._plain, name, total if ones else heard.to(v.dtype) @ v)
-        elif name.startswith(NAMED):
-            _grow(self._named, name.removeprefix(NAMED), v.sum(0))
+    def _add_weighted(self, name: str, total: Tensor, plain: bool) -> None:
+        """A sum to which participation weights were applied at the sites; without them it is the ``plain``
+        one too."""
+        if name.startswith(NAMED):
+            _grow(self._named, name.removeprefix(NAMED), total)
         elif name.startswith(PLAIN):
-            _grow(self._plain, name.removeprefix(PLAIN), v.sum(0))
+            _grow(self._plain, name.removeprefix(PLAIN), total)
         else:
-            total = v.sum(0)
             _grow(self._weighted, name, total)
-            if ones and PLAIN + name not in message.vectors:
+            if plain:
                 _grow(self._plain, name, total)
 
     def number(self, numbers: Mapping[str, float]) -> None:
@@ -299,7 +303,7 @@ def _grow(sums: Tensors, name: str, more: Tensor) -> None:
 
 
 def only(keep: Tensor, vectors: Tensor) -> Tensor:
-    """Zeros in the rows that are not kept; no copy where all are."""
+    """Zeros in all other rows; no copy where there are none."""
     if bool(keep.all()):
         return vectors
     return torch.where(keep.unsqueeze(1), vectors, torch.zeros_like(vectors))

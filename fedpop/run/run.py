@@ -25,17 +25,16 @@ from fedpop.methods.hierarchical import how
 from fedpop.population import Population
 from fedpop.questions import Question
 from fedpop.run import checkpoint as checkpoints
+from fedpop.run import stages
 from fedpop.run.breakdown import nobody, require_finite_theta, require_somebody
 from fedpop.run.callbacks import Callback
 from fedpop.run.guards import patient_interrupts, threads
 from fedpop.run.lock import held
 from fedpop.run.members import Asking, Here, Members, roster_of
 from fedpop.run.metrics import Metrics
-from fedpop.run.opening import ask_first, welcome
 from fedpop.run.own_models import AsTheyStand, FinalPass, OwnModels
 from fedpop.run.progress import progress_bar
 from fedpop.run.settings import Settings
-from fedpop.run.stages import at_the_end, further, inverse_information, planned, stage_at
 from fedpop.run.trial import likelihoods_of
 from fedpop.site.plan import Plan
 from fedpop.site.sites import Sites
@@ -75,7 +74,7 @@ class Run:
         self.folder = None if folder is None else writable_folder(folder)
         self.metrics = None if self.folder is None else Metrics(self.folder)
         self.members, self.settings, self.callbacks = members, settings, list(callbacks)
-        self.ends = planned([], settings.rounds)
+        self.ends = stages.planned([], settings.rounds)
         """Of its stages; schedules go by the present one."""
         self.restart = restart
         self.key = Key(settings.seed)
@@ -125,7 +124,7 @@ class Run:
 
     @property
     def facts(self) -> Facts:
-        stage = stage_at(self.ends, self.round)
+        stage = stages.stage_at(self.ends, self.round)
         clients = self.members.units
         active = self.settings.participation.expected(self.members.roster)
         examples = self.members.examples
@@ -167,7 +166,10 @@ class Run:
                     raise KeyboardInterrupt
             require_finite_theta(self.algorithm.publish(self.server), self.history, self.round)
             self.recall()  # to the best theta on validation data, where that was watched
-            self.verdict = at_the_end(self)
+            if self.best_round is not None:
+                self.verdict = None
+            elif self.verdict is None and stages.worth_judging(self):
+                self.verdict = self._judge()
             for callback in self.callbacks:
                 callback.finished(self)
             bar.say(self.verdict)
@@ -179,7 +181,12 @@ class Run:
 
     def _goes_on(self) -> bool:
         """At the end of a stage: whether there is another one, which there is until theta has converged."""
-        end = further(self)
+        if self.settings.rounds is not None:
+            return False
+        self.verdict = self._judge()
+        if stages.undecided(self.verdict):
+            self.verdict = self._judge(thorough=True)
+        end = stages.next_end(self.round, self.verdict)
         if end is None:
             return False
         self.ends, self.verdict = [*self.ends, end], None
@@ -188,6 +195,13 @@ class Run:
     @property
     def label(self) -> str:
         return (self.asked or self.algorithm).label
+
+    def _judge(self, thorough: bool = False) -> Verdict | None:
+        """A verdict on the present theta; the inverse information that it finds serves further stages."""
+        found = stages.judged(self, thorough)
+        self.inverse = self.inverse if found.inverse is None else found.inverse
+        self.spend({"seconds": found.seconds})
+        return found.verdict
 
     def population(self) -> Population:
         """What has been learned so far; by which engine makes no difference to what is asked of it."""
@@ -224,7 +238,7 @@ class Run:
         self.requested = self._config()
         if saved is not None:
             checkpoints.require_same(self.requested, saved.config)
-            self.ends = planned(saved.ends, self.settings.rounds)
+            self.ends = stages.planned(saved.ends, self.settings.rounds)
             if self.metrics is not None:
                 self.history = self.metrics.read(saved.metrics_bytes, saved.metrics_digest)
             if self.folder is not None and self.requested != saved.config:
@@ -233,7 +247,9 @@ class Run:
         started = time.perf_counter()
         self._compute_in(self.algorithm.model.chosen_precision(), self.algorithm)
         self._settle(self.algorithm.calibrated(self._trial))
-        known = ask_first(self)
+        known: Tensors = {}
+        for question in self.algorithm.questions(self.facts, self.key):
+            known |= self._asked(question, known)
         self.server = self.algorithm.init(self.facts, self.key, known)
         self.spend({"seconds": time.perf_counter() - started})
         if self.folder is not None:
@@ -262,6 +278,15 @@ class Run:
         """Ask everyone, or those who have examples in this split, to answer from these models."""
         told = self.algorithm.broadcast(self.server) if models is not None and models.as_in_rounds else {}
         return self.members.ask(Asking(question, known, key, self.algorithm, models, told, split))
+
+    def _asked(self, question: Question[Tensors], known: Tensors, late: tuple[str, ...] = ()) -> Tensors:
+        """One of the questions before the rounds, which may leave something with units."""
+        key = self.secret.at(round=0, purpose=question.name)
+        result, total = self.members.ask(Asking(question, known, key, self.algorithm, late=late))
+        self.members.commit(entered=False)
+        self.spend({name: total.numbers.get(name, 0.0) for name in (*WORK, "bytes_down")})
+        self.spend({"bytes_up": total.bytes_up})
+        return result
 
     def _asked_at_the_end(self, question: Question[R]) -> R:
         return self.ask(question, self.algorithm.publish(self.server), self.secret, FinalPass())[0]
@@ -297,11 +322,11 @@ class Run:
     def train_round(self) -> dict[str, Any]:
         """One round; state changes only when all of it is done."""
         started = time.perf_counter()
-        welcome(self)
+        self._welcome()
         method, shared = self.algorithm, self.key.at(round=self.round, purpose="train")
         secret = self.secret.at(round=self.round, purpose="train")
         if self.round == self.facts.start > 0:
-            self.server = method.extended(self.server, self.facts, inverse_information(self))
+            self.server = method.extended(self.server, self.facts, self._inverse_information())
             self.inverse = None
         active = self.members.active(self.settings.participation, self.key, self.round)
         facts = self.facts
@@ -326,6 +351,25 @@ class Run:
         self.spend({"seconds": time.perf_counter() - started})
         metrics["seconds"] = self.totals["seconds"]
         return metrics
+
+    def _welcome(self) -> None:
+        """Whoever came after the questions is asked those that last, and the server counts who is there. All
+        else about them is as of a client that takes part for the first time."""
+        known: Tensors = {}
+        if late := tuple(self.members.newcomers()):
+            for question in self.algorithm.questions(self.facts, self.key):
+                known |= self._asked(question, known, late) if question.lasting else {}
+        if known or self.members.units != self.counted:
+            self.server = self.algorithm.grown(self.server, self.facts, known)
+        self.counted = self.members.units
+
+    def _inverse_information(self) -> Tensor | None:
+        """For scoring steps in the stage that begins: at the theta that the last one would have published."""
+        if not self.algorithm.wants_information:
+            return None
+        if self.inverse is None and self.settings.rounds is not None:  # it was extended: not yet judged
+            self._judge()
+        return self.inverse
 
     def spend(self, more: Mapping[str, float]) -> None:
         """Add to what the run has cost."""

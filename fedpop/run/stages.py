@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -71,35 +72,17 @@ def stage_at(ends: Sequence[int], round: int) -> Stage:
     )
 
 
-def further(run: Run) -> int | None:
-    """The end of the next stage of a run without ``rounds``; None where it is over."""
-    if run.settings.rounds is not None:
-        return None
-    run.verdict = judged(run)
-    if run.verdict is not None and run.verdict.converged is None:
-        run.verdict = judged(run, thorough=True)
-        # A distance that all of a final pass cannot tell from nothing will not be told better by more rounds.
-        if isinstance(run.verdict, Distance) and run.verdict.converged is None:
-            return None
-    done = run.round >= UNJUDGED if run.verdict is None else bool(run.verdict.converged)
-    return None if done or run.round >= MOST else min(2 * run.round, MOST)
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict on theta, and what finding it gave and cost."""
+
+    verdict: Verdict | None = None
+    inverse: Tensor | None = None
+    """Of the information at theta, where the verdict is by distance."""
+    seconds: float = 0.0
 
 
-def at_the_end(run: Run) -> Verdict | None:
-    """The verdict on the theta that a run returns: that of its last stage's end, where one was given.
-
-    None where the run was too short to be worth one, or where validation data chose theta.
-    """
-    if run.best_round is not None:
-        return None
-    if run.verdict is not None:
-        return run.verdict
-    hierarchy = run.algorithm.hierarchy
-    worth_it = WORTH_IT[hierarchy is not None and hierarchy.closed_form]
-    return judged(run) if run.round >= worth_it or run.algorithm.over(run.server) else None
-
-
-def judged(run: Run, thorough: bool = False) -> Verdict | None:
+def judged(run: Run, thorough: bool = False) -> Judgement:
     """Whether the theta that a run would publish now has converged: in nats for small models, by the training
     loss of the present stage for others."""
     started, method, hierarchy = time.perf_counter(), run.algorithm, run.algorithm.hierarchy
@@ -110,19 +93,33 @@ def judged(run: Run, thorough: bool = False) -> Verdict | None:
         question = ToTheOptimum(hierarchy)
         with suppress(EstimateError):  # somebody cannot be heard, or is not finite
             found = run.ask(question, published, key, FinalPass(brief=not thorough, afresh=True))[0]
-            run.spend({"seconds": time.perf_counter() - started})
-            run.inverse = found.inverse
-            return found.distance
-    return loss_trend(run.history, stage_at(run.ends, run.round).start)
+            return Judgement(found.distance, found.inverse, time.perf_counter() - started)
+    return Judgement(loss_trend(run.history, stage_at(run.ends, run.round).start))
 
 
-def inverse_information(run: Run) -> Tensor | None:
-    """For scoring steps in the stage that begins: at the theta that the last one would have published."""
-    if not run.algorithm.wants_information:
+def undecided(verdict: Verdict | None) -> bool:
+    """A brief look did not tell."""
+    return verdict is not None and verdict.converged is None
+
+
+def next_end(round: int, verdict: Verdict | None) -> int | None:
+    """The end of the next stage of a run without ``rounds`` after this one's verdict; None where it is
+    over."""
+    # A distance that all of a final pass cannot tell from nothing will not be told better by more rounds.
+    if isinstance(verdict, Distance) and undecided(verdict):
         return None
-    if run.inverse is None and run.settings.rounds is not None:  # a run that was extended: not yet judged
-        judged(run)
-    return run.inverse
+    done = round >= UNJUDGED if verdict is None else bool(verdict.converged)
+    return None if done or round >= MOST else min(2 * round, MOST)
+
+
+def worth_judging(run: Run) -> bool:
+    """Whether the theta that a run returns is worth a verdict: not where the run was too short, or where
+    validation data chose theta."""
+    if run.best_round is not None:
+        return False
+    hierarchy = run.algorithm.hierarchy
+    least = WORTH_IT[hierarchy is not None and hierarchy.closed_form]
+    return run.round >= least or run.algorithm.over(run.server)
 
 
 def advice(run: Run) -> str | None:

@@ -8,7 +8,7 @@ message has one row. Fusing a backward pass over units is an optimisation behind
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain, groupby
 from typing import Any, TypeVar
 
@@ -20,71 +20,20 @@ from fedpop.federation.clients import Federation, Packed
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.participation import Active, Everyone
 from fedpop.keys import Key, unit_of
-from fedpop.message import Aggregate, Answer, Channel, Guard, Message, Tensors, Total
-from fedpop.message.declared import require_declared
-from fedpop.message.message import NAMED, PLAIN, only
+from fedpop.message import Aggregate, Answer, Channel, Guard, Tensors, Total
 from fedpop.methods.base import Algorithm, Round
 from fedpop.questions import Question, Table, Units
 from fedpop.questions.schema import Ask
 from fedpop.site.plan import Plan
 from fedpop.site.store import LocalStore
+from fedpop.site.work import Exchange, Sending, SiteMessage, UnitMessages, Update, Work, added, joined
 
 R = TypeVar("R")
 
 Lost = Callable[[int, Tensor], Tensor]
 """Which of these units' messages never arrive in a round: ``lost(round, units)`` is ``[C]``."""
-Update = tuple[Tensor, Tensors]
-"""Positions of units, and what they keep from now on."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """A message as the server sees it, and the units that it is of."""
-
-    message: Message
-    ids: Tensor
-    """Positions of the units behind it, ``[C]``."""
-    row: Tensor | None
-    """Of each unit, the row of the message that it is in; None: each unit is a row."""
-    good: Tensor
-    """Which of them are in it, ``[C]``."""
-    weights: Tensor
-    """Participation weights of the rows, ``[S]``."""
-    examples: Tensor
-    """How many examples the rows are made of, ``[S]``."""
-    settle: Callable[[Tensor], None]
-    """To be called with the rows that the server received, ``[S]``: units' states follow from that."""
-
-    def settled(self, received: Tensor) -> Tensor:
-        """Settle; which units are in what was received, ``[C]``."""
-        self.settle(received)
-        return self.good & self.of_units(received)
-
-    def of_units(self, rows: Tensor) -> Tensor:
-        """Of each unit what its row has."""
-        return rows if self.row is None else rows[self.row]
-
-
-@dataclass(frozen=True)
-class Sending:
-    """How messages of a round, or of a question, are made."""
-
-    channel: Channel
-    key: Key
-    guard: Guard | None = None
-    weigh: bool = False
-    """Participation weights act at the site."""
-    plain: tuple[str, ...] = ()
-    """Vectors that are wanted without weights, too."""
-    encode: bool = False
-    sends: Mapping[str, Any] = field(default_factory=dict)
-
-    def sent(self, message: Message, weights: Tensor, examples: Tensor) -> Message:
-        """What becomes of a message on its way."""
-        require_declared(chain(message.vectors, message.sums), message.numbers, self.sends)
-        own = weights if self.weigh else None
-        message = self.channel.send(message, self.key, own, self.plain, self.encode)
-        return message if self.guard is None else self.guard.held_back(message, examples)
+OwnModels = Callable[[Tensor], Tensors] | None
+"""Makes the models of the units at some positions, where there are any yet."""
 
 
 class Sites:
@@ -147,9 +96,7 @@ class Sites:
             fresh[name][known.to(self.device)] = value[known[holding].to(self.device)]
         return fresh
 
-    def units(
-        self, ids: Tensor, cohort: Cohort, personal: Callable[[Tensor], Tensors] | None, what: str
-    ) -> Units:
+    def units(self, ids: Tensor, cohort: Cohort, personal: OwnModels, what: str) -> Units:
         """The units at these positions as a question sees them."""
 
         def models() -> Tensors:
@@ -185,30 +132,8 @@ class Sites:
         self, method: Algorithm, round: Round, active: Active, plan: Plan, messages: int, encode: bool = False
     ) -> Iterator[Work]:
         """The active units' work in a round of so many ``messages``, as the server sees it."""
-        channel = method.channel
-        fused = channel.transparent and self.sites is None and self.lost is None
-        guard = method.guard_for(round.broadcast, messages)
-        sending = Sending(channel, round.key, guard, round.weigh, method.plain_sums, encode, method.sends)
-        paced = method.at_pace(round.broadcast)
-
-        def answers(group: Tensor, cohort: Cohort, weights: Tensor) -> tuple[Tensors, Iterable[Answer]]:
-            local = self.states(method, group, round.broadcast, round.key)
-            now = replace(round, coefficients=weights if fused else None, omega=channel.omega)
-            done = paced.local_round(now, cohort, local)
-            found: Iterable[Answer] = [done] if isinstance(done, Answer) else done
-            if guard is not None and fused:
-                sound = _in_proportion(found, guard, cohort.sizes)
-                if sound is None:  # made again, each unit by itself
-                    done = paced.local_round(replace(now, coefficients=None), cohort, local)
-                    sound = [done] if isinstance(done, Answer) else done
-                found = sound
-            return local, found
-
-        def settled(answer: Answer, local: Tensors, good: Tensor, seen: Tensors) -> Tensors:
-            return settled_states(method, answer, local, good, seen)
-
-        remembered = method.remembered
-        yield from self._work(active.ids, active.weights_of, plan, sending, answers, settled, remembered)
+        exchange = _RoundExchange(self, method, round, active, messages, encode)
+        yield from self._work(active.ids, plan, exchange)
 
     def question_work(
         self,
@@ -216,61 +141,46 @@ class Sites:
         asked: Tensors,
         key: Key,
         plan: Plan,
-        personal: Callable[[Tensor], Tensors] | None = None,
+        personal: OwnModels = None,
         among: Tensor | None = None,
         encode: bool = False,
     ) -> Iterator[Work]:
         """Answers to a question of everyone, or of those at these positions, as the server sees them."""
         ids = torch.arange(len(self.federation)) if among is None else among
         sending = Sending(Channel(), key, encode=encode, sends=question.sends)
+        yield from self._work(ids, plan, _QuestionExchange(self, question, asked, personal, sending))
 
-        def answers(group: Tensor, cohort: Cohort, weights: Tensor) -> tuple[Tensors, Iterable[Answer]]:
-            return {}, [question.answer(asked, self.units(group, cohort, personal, question.name), key)]
-
-        yield from self._work(ids, lambda group: torch.ones(len(group)), plan, sending, answers, None, ())
-
-    def _work(
-        self,
-        ids: Tensor,
-        weights_of: Callable[[Tensor], Tensor],
-        plan: Plan,
-        sending: Sending,
-        answers: Callable[[Tensor, Cohort, Tensor], tuple[Tensors, Iterable[Answer]]],
-        settled: Callable[[Answer, Tensors, Tensor, Tensors], Tensors] | None,
-        remembered: tuple[str, ...],
-    ) -> Iterator[Work]:
-        """Messages as they are ready; what follows for states is in ``updates`` once all were settled. Of a
-        question (``settled`` is None) only units that were received keep anything."""
+    def _work(self, ids: Tensor, plan: Plan, exchange: Exchange) -> Iterator[Work]:
+        """Messages as they are ready; what follows for states is in ``updates`` once all were settled."""
         self.updates = []
         if self.sites is None:
             for group in plan.cut(ids, self.federation.train.sizes):
-                cohort, weights = self._cohort(group), weights_of(group).to(self.device)
-                local, found = answers(group, cohort, weights)
-                states = _States(group, local, settled, remembered, self.updates)
+                cohort, weights = self._cohort(group), exchange.weights_of(group).to(self.device)
+                local, found = exchange.answers(group, cohort, weights)
+                states = UnitMessages(group, local, exchange, self.updates)
                 for answer in found:
-                    yield states.work(answer, cohort, weights, sending)
+                    yield states.work(answer, cohort, weights)
                 states.done()
             return
         sites = self.sites
         for site, groups in groupby(
             plan.cut(ids, self.federation.train.sizes, sites), key=lambda group: int(sites[group[0]])
         ):
-            whole = SiteSum(site, settled, remembered, self.updates)
+            whole = SiteMessage(site, exchange, self.updates)
             for group in groups:
-                cohort, weights = self._cohort(group), weights_of(group).to(self.device)
-                local, found = answers(group, cohort, weights)
+                cohort, weights = self._cohort(group), exchange.weights_of(group).to(self.device)
+                local, found = exchange.answers(group, cohort, weights)
                 whole.add(group, cohort.sizes, weights, local, joined(list(found), len(cohort)))
-            yield whole.work(sending)
+            yield whole.work()
 
     # --- the simulator: many sites in one process ----------------------------------------------
 
     def round(self, method: Algorithm, round: Round, active: Active, plan: Plan) -> Total:
         """The active units' work, added up; nobody's state changes before ``commit``."""
         messages = len(active.ids if self.sites is None else torch.unique(self.sites[active.ids]))
-        guard = method.guard_for(round.broadcast, messages)
-        work = self.round_work(method, round, active, plan, messages)
+        exchange = _RoundExchange(self, method, round, active, messages, encode=False)
         lost = None if self.lost is None else lambda ids: self._lost(round.number, ids)
-        return self._total(work, guard, active.ratio, lost)
+        return self._total(self._work(active.ids, plan, exchange), exchange.guard, active.ratio, lost)
 
     def _lost(self, number: int, ids: Tensor) -> Tensor:
         assert self.lost is not None
@@ -282,7 +192,7 @@ class Sites:
         known: Tensors,
         key: Key,
         plan: Plan,
-        personal: Callable[[Tensor], Tensors] | None = None,
+        personal: OwnModels = None,
         among: Tensor | None = None,
     ) -> tuple[R, Total]:
         """Ask everyone (or those at these positions) and make of the sum what the question makes of it."""
@@ -314,7 +224,7 @@ class Sites:
                 gone = units if work.row is None else units.any().expand(1)
             absurd = message.withheld
             if guard is not None and guard.names and not message.sums:
-                counts = _added(aggregate.numbers, message.numbers)
+                counts = added(aggregate.numbers, message.numbers)
                 found = guard.suspects(message, work.examples, counts)
                 if bool(found.any()):
                     message = message.without(found)
@@ -330,140 +240,56 @@ class Sites:
         return aggregate.total(of, ratio, left_out=tuple(left_out), suspects=tuple(suspects), usual=usual)
 
 
-class _States:
-    """A cohort in which every unit is a site: its answers as messages, and the states that follow."""
+class _RoundExchange(Exchange):
+    """Units' work in a round of so many messages; fused over units where each is a site of its own and
+    messages arrive as they were sent."""
 
     def __init__(
-        self,
-        group: Tensor,
-        local: Tensors,
-        settled: Callable[[Answer, Tensors, Tensor, Tensors], Tensors] | None,
-        remembered: tuple[str, ...],
-        updates: list[Update],
+        self, sites: Sites, method: Algorithm, round: Round, active: Active, messages: int, encode: bool
     ) -> None:
-        self.group, self.local, self.settled, self.remembered = group, local, settled, remembered
-        self.new, self.updates = dict(local), updates
-
-    def work(self, answer: Answer, cohort: Cohort, weights: Tensor, sending: Sending) -> Work:
-        rows, units, sizes, ids = answer.rows, cohort.units, cohort.sizes, self.group
-        if rows is not None:
-            units, sizes, weights, ids = units[rows], sizes[rows], weights[rows], ids[rows.cpu()]
-        message = Message.of(answer, units)
-        message = sending.sent(message, weights, sizes)
-
-        def settle(received: Tensor) -> None:
-            self._settle(answer, received, message)
-
-        return Work(message, ids, None, answer.good, weights, sizes, settle)
-
-    def _settle(self, answer: Answer, received: Tensor, message: Message) -> None:
-        if self.settled is None:
-            if answer.local:
-                some = received.cpu()
-                self.updates.append((self.group[some], {n: v[received] for n, v in answer.local.items()}))
-            return
-        states = self.settled(answer, self.local, received, _seen(message, self.remembered))
-        if answer.rows is None:
-            self.new = self.new | states
-            return
-        for name, value in states.items():
-            if name not in self.new:
-                self.new[name] = value.new_zeros((len(self.group), *value.shape[1:]))
-            elif self.new[name] is self.local.get(name):
-                self.new[name] = self.local[name].clone()  # once, for all blocks
-            self.new[name].index_copy_(0, answer.rows, value)
-
-    def done(self) -> None:
-        if self.settled is not None:
-            self.updates.append((self.group, self.new))
-
-
-class SiteSum:
-    """One site's message, added up cohort by cohort: no more than one cohort's vectors are ever there."""
-
-    def __init__(
-        self,
-        site: int,
-        settled: Callable[[Answer, Tensors, Tensor, Tensors], Tensors] | None,
-        remembered: tuple[str, ...],
-        updates: list[Update],
-    ) -> None:
-        self.site, self.settled, self.remembered, self.updates = site, settled, remembered, updates
-        self.sums: Tensors = {}
-        self.numbers: dict[str, float] = {}
-        self.named: dict[str, tuple[str, list[Tensor]]] = {}
-        self.parts: list[tuple[Tensor, Tensors, Answer]] = []
-        self.weights: list[Tensor] = []
-        self.examples = 0
-
-    def add(self, group: Tensor, sizes: Tensor, weights: Tensor, local: Tensors, answer: Answer) -> None:
-        """One cohort's answer; who is not good is left out."""
-        good = answer.good
-        for name, vectors in answer.vectors.items():
-            # One unit after the other: where cohorts are cut changes no bit of a sum.
-            so_far = self.sums[name] if name in self.sums else vectors.new_zeros(vectors.shape[1])
-            one = torch.zeros(len(good), dtype=torch.int64, device=vectors.device)
-            self.sums[name] = so_far.unsqueeze(0).index_add(0, one, only(good, vectors))[0]
-        for name, total in answer.sums.items():
-            self.sums[name] = self.sums[name] + total if name in self.sums else total
-        for name, (of, coefficients) in answer.named.items():
-            self.named.setdefault(name, (of, []))[1].append(coefficients[good])
-        self.numbers = _added(self.numbers, answer.cost)
-        self.weights.append(weights)
-        self.examples += int(sizes.sum())
-        self.parts.append((group, local, replace(answer, vectors={}, sums={}, named={})))
-
-    def work(self, sending: Sending) -> Work:
-        good = torch.cat([answer.good for _, _, answer in self.parts])
-        weights = torch.cat(self.weights)
-        weight = alike(weights, "take part with different probabilities")
-        count, device = int(good.sum()), good.device
-        named = {}
-        for name, (of, each) in self.named.items():
-            own = torch.cat(each)
-            named[name] = (of, alike(own, f"count differently in {name!r}") if count else own.new_zeros(1))
-        message = Message(
-            torch.tensor([self.site], device=device),
-            torch.tensor([count], device=device),
-            {n: v.unsqueeze(0) for n, v in self.sums.items()},
-            self.numbers,
-            named,
+        self.sites, self.method, self.round, self.active = sites, method, round, active
+        self.guard, channel = method.guard_for(round.broadcast, messages), method.channel
+        self.fused = channel.transparent and sites.sites is None and sites.lost is None
+        self.remembered, self.paced = method.remembered, method.at_pace(round.broadcast)
+        self.sending = Sending(
+            channel, round.key, self.guard, round.weigh, method.plain_sums, encode, method.sends
         )
-        examples = torch.tensor([self.examples], device=device)
-        message = sending.sent(message, weight, examples)
 
-        def settle(received: Tensor) -> None:
-            self._settle(received, message, count)
+    def weights_of(self, group: Tensor) -> Tensor:
+        return self.active.weights_of(group)
 
-        ids = torch.cat([group for group, _, _ in self.parts])
-        return Work(message, ids, torch.zeros_like(good, dtype=torch.int64), good, weight, examples, settle)
+    def answers(self, group: Tensor, cohort: Cohort, weights: Tensor) -> tuple[Tensors, Iterable[Answer]]:
+        round, guard = self.round, self.guard
+        local = self.sites.states(self.method, group, round.broadcast, round.key)
+        now = replace(round, coefficients=weights if self.fused else None, omega=self.method.channel.omega)
+        found = self._worked(now, cohort, local)
+        if guard is not None and self.fused:
+            sound = _in_proportion(found, guard, cohort.sizes)
+            if sound is None:  # made again, each unit by itself
+                sound = self._worked(replace(now, coefficients=None), cohort, local)
+            found = sound
+        return local, found
 
-    def _settle(self, received: Tensor, message: Message, count: int) -> None:
-        spoke, shares = bool(received.all()), {}
-        if spoke:  # units of one site share evenly what the server saw of it
-            shares = {n: v[0] / max(count, 1) for n, v in _seen(message, self.remembered).items()}
-        for group, local, answer in self.parts:
-            good = answer.good & spoke
-            if self.settled is None:
-                some = good.cpu()
-                if answer.local and bool(some.any()):
-                    self.updates.append((group[some], {n: v[good] for n, v in answer.local.items()}))
-                continue
-            own = {n: v.expand(len(group), -1) for n, v in shares.items()}
-            self.updates.append((group, local | self.settled(answer, local, good, own)))
+    def _worked(self, now: Round, cohort: Cohort, local: Tensors) -> Iterable[Answer]:
+        done = self.paced.local_round(now, cohort, local)
+        return [done] if isinstance(done, Answer) else done
+
+    def settled(self, answer: Answer, local: Tensors, received: Tensor, seen: Tensors) -> Tensors:
+        return settled_states(self.method, answer, local, received, seen)
 
 
-def _seen(message: Message, remembered: tuple[str, ...]) -> Tensors:
-    """What the server saw of vectors that units remember, without participation weights."""
-    if not message.weighted:
-        return {n: message.vectors[n] for n in remembered if n in message.vectors}
-    seen = {n: message.vectors[PLAIN + n] for n in remembered if PLAIN + n in message.vectors}
-    for name, (of, coefficients) in message.named.items():
-        if of in remembered:
-            v = message.vectors[NAMED + name]
-            by = torch.where(coefficients == 0, 1.0, coefficients).to(v.dtype)
-            seen[of] = v / by.unsqueeze(1)
-    return seen
+class _QuestionExchange(Exchange):
+    """Units' answers to a question."""
+
+    def __init__(
+        self, sites: Sites, question: Question[Any], asked: Tensors, personal: OwnModels, sending: Sending
+    ) -> None:
+        self.sites, self.question, self.asked = sites, question, asked
+        self.personal, self.sending = personal, sending
+
+    def answers(self, group: Tensor, cohort: Cohort, weights: Tensor) -> tuple[Tensors, Iterable[Answer]]:
+        units = self.sites.units(group, cohort, self.personal, self.question.name)
+        return {}, [self.question.answer(self.asked, units, self.sending.key)]
 
 
 def _in_proportion(answers: Iterable[Answer], guard: Guard, sizes: Tensor) -> Iterable[Answer] | None:
@@ -511,43 +337,6 @@ def unheard(method: Algorithm, before: LocalStore, after: LocalStore, ids: Tenso
     lost = {n: torch.zeros_like(t) for n, t in new.items() if n not in method.keeps and n not in old}
     store.put(ids, kept | lost)
     return store
-
-
-def joined(answers: Sequence[Answer], units: int) -> Answer:
-    """Blocks of one cohort as one answer."""
-    if len(answers) == 1 and answers[0].rows is None:
-        return answers[0]
-    rows = torch.cat([torch.arange(units) if a.rows is None else a.rows for a in answers])
-
-    def whole(pieces: list[Tensor]) -> Tensor:
-        """Rows of all blocks, in the cohort's order."""
-        stacked = torch.cat(pieces)
-        return torch.zeros_like(stacked).index_copy(0, rows, stacked)
-
-    cost: dict[str, float] = {}
-    for answer in answers:
-        cost = _added(cost, answer.cost)
-    return Answer(
-        good=whole([a.good for a in answers]),
-        vectors={n: whole([a.vectors[n] for a in answers]) for n in answers[0].vectors},
-        local={n: whole([a.local[n] for a in answers]) for n in answers[0].local},
-        cost=cost,
-    )
-
-
-def _added(numbers: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
-    """Numbers and those of the same names, added up."""
-    return {**numbers, **{name: numbers.get(name, 0.0) + number for name, number in more.items()}}
-
-
-def alike(values: Tensor, otherwise: str) -> Tensor:
-    """The one value that units of a site have in common, ``[1]``."""
-    if not bool((values == values[0]).all()):
-        raise SettingsError(
-            f"units of one site {otherwise}: a site sends one sum, which can have one weight only; give its "
-            "units the same"
-        )
-    return values[:1]
 
 
 def site_of_each(sites: Mapping[str, Sequence[str]], federation: Federation) -> Tensor:

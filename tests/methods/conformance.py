@@ -19,7 +19,7 @@ from fedpop.message import Tensors, Total
 from fedpop.methods import METHODS
 from fedpop.methods.base import Algorithm, Round
 from fedpop.run.run import Run, Settings
-from fedpop.site.sites import Update
+from fedpop.site.work import Update
 from tests.helpers import generator, seeded
 
 WIDE = torch.float64

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,13 @@ def test_a_search_that_is_over_ends_the_run_in_the_midst_of_a_stage(tmp_path: Pa
     assert (limited.rounds, limited.convergence) == (population.rounds, population.convergence)
 
 
+def judge(monkeypatch: pytest.MonkeyPatch, verdict: Callable[[Any], Distance]) -> None:
+    """Every verdict on a run is this one."""
+    monkeypatch.setattr(stages, "judged", lambda run, thorough=False: stages.Judgement(verdict(run)))
+
+
 def test_a_search_that_ends_before_a_maximum_is_not_told_to_run_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "judged", lambda run, thorough=False: Distance(3.0, 0.0, 0, True))
+    judge(monkeypatch, lambda run: Distance(3.0, 0.0, 0, True))
     with pytest.warns(
         FedpopWarning, match=r"nats below a local optimum, and its search.*restarts=3 or"
     ) as told:
@@ -80,7 +86,7 @@ def test_a_search_that_ends_before_a_maximum_is_not_told_to_run_more(monkeypatch
 def test_a_run_that_a_callback_ends_is_judged_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not by the verdict of the stage before."""
     monkeypatch.setattr(stages, "FIRST", 20)
-    monkeypatch.setattr(stages, "judged", lambda run, thorough=False: Distance(run.round, 0.0, 0, True))
+    judge(monkeypatch, lambda run: Distance(run.round, 0.0, 0, True))
 
     class Stop(fp.callbacks.Callback):
         def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
@@ -94,7 +100,7 @@ def test_a_run_that_a_callback_ends_is_judged_where_it_ends(monkeypatch: pytest.
 def test_stages_double_until_the_verdict_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "FIRST", 4)
     said = {4: Distance(3.0, 0.0, 0, True), 8: Distance(0.0, 0.0, 1, True), 16: Distance(0.01, 0.0, 0, True)}
-    monkeypatch.setattr(stages, "judged", lambda run, thorough=False: said[run.round])
+    judge(monkeypatch, lambda run: said[run.round])
     population = sampled().fit(ragged())
     assert population.rounds == 16
     assert population.convergence == said[16]
@@ -103,7 +109,7 @@ def test_stages_double_until_the_verdict_is_good(monkeypatch: pytest.MonkeyPatch
 def test_a_run_that_never_converges_ends_and_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "FIRST", 3)
     monkeypatch.setattr(stages, "MOST", 10)
-    monkeypatch.setattr(stages, "judged", lambda run, thorough=False: Distance(3.0, 0.0, 0, True))
+    judge(monkeypatch, lambda run: Distance(3.0, 0.0, 0, True))
     with pytest.warns(FedpopWarning, match="after 10 rounds: not converged: about 3 nats below") as caught:
         population = sampled().fit(ragged())
     assert len(caught) == 1
@@ -115,9 +121,9 @@ def test_a_distance_that_draws_cannot_tell_is_looked_at_closely_once(monkeypatch
     monkeypatch.setattr(stages, "FIRST", 4)
     seen: list[tuple[int, bool]] = []
 
-    def judged(run: Any, thorough: bool = False) -> Distance:
+    def judged(run: Any, thorough: bool = False) -> stages.Judgement:
         seen.append((run.round, thorough))
-        return Distance(0.01, 0.2, 0, False)
+        return stages.Judgement(Distance(0.01, 0.2, 0, False))
 
     monkeypatch.setattr(stages, "judged", judged)
     with pytest.warns(FedpopWarning, match="cannot be told"):
@@ -252,7 +258,9 @@ def test_a_run_until_convergence_is_resumed_to_the_same_bits(
 ) -> None:
     monkeypatch.setattr(stages, "FIRST", 4)
     verdict = {True: Distance(0.0, 0.0, 0, True), False: Distance(3.0, 0.0, 0, True)}
-    monkeypatch.setattr(stages, "judged", lambda run, thorough=False: verdict[run.round >= 16])
+    monkeypatch.setattr(
+        stages, "judged", lambda run, thorough=False: stages.Judgement(verdict[run.round >= 16])
+    )
 
     def run(folder: str, crash: int | None = None, **more: Any) -> fp.Population:
         callbacks = [CrashAt(crash)] if crash else []
@@ -275,7 +283,9 @@ def test_a_run_of_so_many_rounds_goes_on_until_it_has_converged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verdict = {True: Distance(0.0, 0.0, 0, True), False: Distance(3.0, 0.0, 0, True)}
-    monkeypatch.setattr(stages, "judged", lambda run, thorough=False: verdict[run.round >= 20])
+    monkeypatch.setattr(
+        stages, "judged", lambda run, thorough=False: stages.Judgement(verdict[run.round >= 20])
+    )
     method = sampled()
     method.fit(ragged(), rounds=5, out=tmp_path)
     assert method.fit(ragged(), out=tmp_path, resume=True).rounds == 20

@@ -5,7 +5,7 @@ of it. ``compress`` says what the server will see of a cohort's vectors, ``encod
 so, and ``decode`` needs nothing but those bytes: no key, no state.
 
 The frame: magic, version, kind, number of entries and a CRC-32 of all the rest, twelve bytes; then the kind's
-own numbers, then packed codes. Anything that is not exactly so is one PayloadError.
+parameters, then packed codes. Anything that is not exactly so is one PayloadError.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def opened(compressor: Compressor, payload: bytes, length: int | None) -> tuple[
 
 
 def parameters(form: struct.Struct, inside: memoryview, packed: int) -> tuple[int | float, ...]:
-    """The kind's own numbers, after which so many bytes must follow."""
+    """The kind's parameters, after which so many bytes must follow."""
     if len(inside) != form.size + packed:
         raise PayloadError(f"the payload holds {len(inside)} bytes where {form.size + packed} were expected")
     return form.unpack_from(inside)

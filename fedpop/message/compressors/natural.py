@@ -88,9 +88,9 @@ class Natural(Compressor):
     def decode(self, payload: bytes, length: int | None = None) -> Tensor:
         count, inside = opened(self, payload, length)
         width = 9 if len(inside) == _FORM.size + packed_bytes(count, 9) else 10
-        (told,) = parameters(_FORM, inside, packed_bytes(count, width))
-        if count and told != width:
-            raise PayloadError(f"codes of {told} bits where {width} were expected")
+        (stated,) = parameters(_FORM, inside, packed_bytes(count, width))
+        if count and stated != width:
+            raise PayloadError(f"codes of {stated} bits where {width} were expected")
         codes = unpack(inside[_FORM.size :], count, width)
         if count and int(np.frombuffer(inside[_FORM.size :], np.uint8, count).max()) == 255:
             raise PayloadError("the payload holds an entry that is infinite")

@@ -32,7 +32,7 @@ SHARE = 0.1
 
 @dataclass(frozen=True)
 class RandK(Compressor):
-    """A few entries, drawn at random and scaled up; a tenth of them unless told.
+    """A few entries, drawn at random and scaled up; a tenth of them by default.
 
     Args:
         k: How many entries are sent; give this or ``share``.
