@@ -17,6 +17,7 @@ from fedpop.message.declared import HEADER
 from fedpop.methods.base import Algorithm
 from fedpop.models.base import Model
 from fedpop.models.spec import model_spec
+from fedpop.settings import name_of
 from fedpop.version import __version__
 
 TRIAL = ".trial-"
@@ -124,7 +125,7 @@ def method_told(method: Algorithm, precision: str, entry: str) -> dict[str, Any]
     spec = model_spec(method.model)
     known = spec is not None and spec["kind"] != "CustomModel"
     return {
-        "class": type(method).__name__,
+        "class": name_of(type(method)),
         "algorithm": method.describe(),
         "model": spec,
         "known": method.model.known(),

@@ -19,7 +19,7 @@ from fedpop.methods.base import Algorithm
 from fedpop.models.base import Model
 from fedpop.models.spec import described_module
 from fedpop.questions import Question
-from fedpop.settings import describe, known, rebuilt
+from fedpop.settings import class_of, describe, name_of, rebuilt
 
 OWN, SENT = "own", "sent"
 """What stands in a field's place: the site's own, or a tensor that goes with the question."""
@@ -43,7 +43,7 @@ def question_told(question: Question[Any], sent: Tensors) -> tuple[dict[str, Any
             held[name] = {"kind": SENT, "name": place}
         else:
             held[name] = _role(value) or describe(value)
-    told = {"kind": type(question).__name__, "fields": held}
+    told = {"kind": name_of(type(question)), "fields": held}
     try:
         json.dumps(told)
     except TypeError as error:
@@ -62,8 +62,8 @@ def _role(value: Any) -> dict[str, str] | None:
 
 def question_from(told: dict[str, Any], sent: Tensors, method: Algorithm | None) -> Question[Any]:
     """The question that was told, on this side's own method; there is none before an experiment began."""
-    classes = known(Question)
-    if told["kind"] not in classes:
+    cls = class_of(Question, told["kind"])
+    if cls is None:
         raise CheckpointError(
             f"unknown question {told['kind']!r} (one of your own is known once the module that defines it is "
             "imported)"
@@ -76,4 +76,4 @@ def question_from(told: dict[str, Any], sent: Tensors, method: Algorithm | None)
 
     builders = {OWN: own, SENT: lambda plain: sent[plain["name"]], "Module": described_module}
     held = {name: rebuilt(value, builders) for name, value in told["fields"].items()}
-    return classes[told["kind"]](**held)
+    return cls(**held)

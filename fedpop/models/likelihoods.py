@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -14,6 +13,7 @@ from fedpop.checked import OneOf, Positive
 from fedpop.errors import DataError, ModelError, SettingsError
 from fedpop.models.likelihood import Likelihood as Likelihood  # a family of one's own derives from it
 from fedpop.models.likelihood import Params, require_rows
+from fedpop.settings import all_of, by_name
 
 
 @dataclass(frozen=True)
@@ -268,19 +268,12 @@ class Poisson(Likelihood):
 
 
 def families() -> dict[str, type[Likelihood]]:
-    """Every family by its name, those of users' own among them.
+    """Every family by its name, those of users' own among them, where the name is not one of fedpop's.
 
     >>> sorted(families())[:2]
     ['bernoulli', 'categorical']
     """
-    found: dict[str, type[Likelihood]] = {}
-    ahead = [Likelihood]
-    while ahead:
-        cls = ahead.pop()
-        ahead += cls.__subclasses__()
-        if not inspect.isabstract(cls):
-            found[cls.name] = cls
-    return found
+    return by_name(all_of(Likelihood), lambda cls: cls.name)
 
 
 def resolve(likelihood: Likelihood | str) -> Likelihood:

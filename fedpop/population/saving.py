@@ -17,6 +17,7 @@ from fedpop.files import NewFiles, tensor_bytes, writable_folder, write_sealed
 from fedpop.message import Tensors
 from fedpop.methods.base import Algorithm
 from fedpop.models.spec import model_spec
+from fedpop.settings import name_of
 from fedpop.version import __version__
 
 FORMAT = 3
@@ -51,7 +52,7 @@ def save(
         described = {
             "format": FORMAT,
             "version": __version__,
-            "method": type(method).__name__,
+            "method": name_of(type(method)),
             "algorithm": method.describe(),
             "model": model_spec(method.model),
             "known": method.model.known(),
