@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, ClassVar
 
 import torch
@@ -102,6 +103,11 @@ class FedRep(Paced, WholeModel):
     def compressed_size(self) -> int:
         return self.model.phi_layout.size
 
+    @cached_property
+    def _moves_phi(self) -> dict[float, Optimiser]:
+        """``phi_step`` where everyone has so many examples together; made once."""
+        return {}
+
     def _spectral(self) -> Sequence[Question[Tensors]]:
         if self.start == "random":
             return ()
@@ -154,7 +160,9 @@ class FedRep(Paced, WholeModel):
         if self.phi_step is None:
             return server | {"phi": server["phi"] + step}
         state = unprefixed("phi.", server)
-        phi, state = self.phi_step.for_weights(self.model.weights).step(
+        if facts.examples not in self._moves_phi:
+            self._moves_phi[facts.examples] = self.phi_step.for_weights(self.model.weights, facts.examples)
+        phi, state = self._moves_phi[facts.examples].step(
             server["phi"], step / self.body.rate, state, server["unit"], key.round, facts.stage
         )
         return server | {"phi": phi} | prefixed("phi.", state)

@@ -45,9 +45,8 @@ from fedpop.questions.targets import TargetSize
 from fedpop.server import scoring
 from fedpop.server.anneal import Anneal
 from fedpop.server.averaging import Averaging
-from fedpop.server.beta_step import BetaStep
+from fedpop.server.beta_step import EM, BetaStep, EMAdam, Turn
 from fedpop.server.calibration import ROUNDS, largest_rate
-from fedpop.server.em import EM
 from fedpop.server.gauge import aligner
 from fedpop.server.optimisers import SGD, Optimiser
 from fedpop.server.schedules import Stage
@@ -68,7 +67,8 @@ class FedSOUK(Hierarchical):
         chain: How chains are run, ``fp.chains.Chain()`` unless told.
         phi_step: How phi moves: a ``PhiStep`` or an optimiser of ``fp.steps``; Adam unless told,
             for networks with a weight decay.
-        beta_step: How the prior moves: a ``BetaStep``, ``EM()`` or an optimiser; EM or Adam unless told.
+        beta_step: How the prior moves: a ``BetaStep``, ``EM()``, ``EMAdam()`` or an optimiser; what suits
+            model and prior unless told.
         hyperprior: Of phi and the prior's parameters; flat unless told.
         anneal: How a normal likelihood's noise variance falls to its own value, against local optima.
         average: Which average of theta is published; that over the last quarter unless told.
@@ -88,7 +88,7 @@ class FedSOUK(Hierarchical):
     kernel: Kernel | str | None = None
     chain: Chain = field(default_factory=Chain)
     phi_step: PhiStep | Optimiser | None = None
-    beta_step: BetaStep | EM | Optimiser | None = None
+    beta_step: BetaStep | EM | EMAdam | Optimiser | None = None
     anneal: Anneal = field(default_factory=Anneal)
     average: Averaging = field(default_factory=Averaging)
 
@@ -107,7 +107,7 @@ class FedSOUK(Hierarchical):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.sampler.check(self.on_beta.form)
-        self.on_beta.on(self.hierarchy.prior)
+        self.on_beta.on(self.hierarchy)
         if self.on_phi.local is not None and self.chain.rao_blackwell:
             raise SettingsError("local epochs on phi average over draws of z; they exclude rao_blackwell")
 
@@ -217,7 +217,7 @@ class FedSOUK(Hierarchical):
         vectors = {"I": self.sampler.scores(target, done, draws, self.on_beta.form)}
         good = self.sampler.fit_to_be_heard(target, done, vectors["I"])
         curvature = target.likelihood_curvature()
-        if curvature is not None and self.on_beta.wants_curvature(self.hierarchy.prior):
+        if curvature is not None and self.on_beta.wants_curvature(self.hierarchy):
             vectors["curvature"] = curvature
         if self.on_phi.local is not None:
             vectors["examples"] = cohort.sizes.to(draws.dtype).unsqueeze(1)
@@ -267,18 +267,9 @@ class FedSOUK(Hierarchical):
             theta = scoring.step(theta, slope, server["inverse"], k - facts.start, crowd)
             new_phi, new_beta = theta[: len(phi)], theta[len(phi) :]
         else:
-            new_beta, beta_state = self.on_beta.move(
-                self.hierarchy,
-                self.hyperprior,
-                beta,
-                i,
-                total,
-                beta_state,
-                k,
-                stage,
-                facts.clients,
-                facts.heard,
-            )
+            curvature = float(total.estimate("curvature", beta.new_zeros(()))) / facts.clients
+            turn = Turn(k, stage, facts.clients, facts.heard, curvature)
+            new_beta, beta_state = self.on_beta.move(self.hierarchy, beta, i, beta_state, turn)
             new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, stage)
         new_phi, new_beta = into_ball(new_phi, float(server["ball"])), prior.project(new_beta)
         eta, theta = optimiser.schedule.factor(k, stage), torch.cat((new_phi, new_beta))

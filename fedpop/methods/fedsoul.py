@@ -58,8 +58,8 @@ class FedSOUL(FedSOUK, Chooses):
         chain: How chains are run, ``fp.chains.Chain()`` unless told.
         phi_step: How phi moves: a ``PhiStep`` or an optimiser of ``fp.steps``; None is Adam, with the
             rate, and for networks the weight decay, that suit backbone and data.
-        beta_step: How the prior moves: a ``BetaStep``, ``EM()`` or an optimiser of ``fp.steps``; None is
-            EM where the prior allows it, else Adam.
+        beta_step: How the prior moves: a ``BetaStep``, ``EM()``, ``EMAdam()`` or an optimiser of
+            ``fp.steps``; None is what suits model and prior, as ``fp.steps.BetaStep`` says.
         hyperprior: Of phi and the prior's parameters, flat unless told: ``fp.priors.Hyperprior(...)``.
         anneal: How a normal likelihood's noise variance falls to its own value, against local optima;
             ``Anneal()`` unless told, ``Anneal(rounds=0)`` for not.
