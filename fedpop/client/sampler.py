@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from fedpop.kernels.follow import carried, first_place, follows
 from fedpop.kernels.prior_chains import draw
 from fedpop.keys import Key
 from fedpop.message import Tensors
+from fedpop.priors.base import normals_of
 from fedpop.settings import Setting
 
 BURN_IN, SETTLE = 100, 30
@@ -60,7 +62,7 @@ class Sampler:
     kernel: Kernel
     chain: Chain
 
-    @property
+    @cached_property
     def follows(self) -> bool:
         """Chains are carried along with the modes of their posteriors; see ``kernels.follow``."""
         prior, kernel = self.hierarchy.prior, self.kernel
@@ -151,9 +153,9 @@ class Sampler:
     def scores(self, target: Target, done: Pass, draws: Tensor, form: str) -> Tensor:
         """I of every unit, ``[C, size]``, from its draws ``[C, S, d]`` or in closed form; see
         priors.normal."""
-        prior = self.hierarchy.prior
-        if self.chain.rao_blackwell:
-            return prior.expected_score(target.beta, *target.mixture())
+        prior, normals = self.hierarchy.prior, normals_of(self.hierarchy.prior)
+        if self.chain.rao_blackwell and normals is not None:
+            return normals.expected_score(target.beta, *target.mixture())
         g = done.likelihood_grads
         g = (
             target.likelihood_grad(draws, done.grads.reshape(draws.shape))

@@ -30,6 +30,7 @@ from fedpop.evaluation.verdict import CONVERGED, Distance
 from fedpop.kernels import Hierarchy
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
+from fedpop.priors.base import Prior, Sets
 from fedpop.questions import Question, Units
 
 LARGEST_EXACT = 500
@@ -110,7 +111,7 @@ class ToTheOptimum(Question[Landing]):
         learned = torch.cat((torch.ones_like(phi), prior.mask(torch.ones_like(beta)))).bool()
         fixed = torch.eye(p, dtype=theta.dtype, device=theta.device)[:, ~learned]
         ball = float(known.get("ball", math.inf))
-        held = held_directions(self.hierarchy.within(known), phi, beta, score, ball)
+        held = held_directions(self.hierarchy.prior, Sets.told(known), phi, beta, score, ball)
         gauge = gauge_directions(self.hierarchy, phi, beta)
         errors = sums["errors"].double().reshape(-1, p, p) if "errors" in sums else None
         return landing(score, curvature, noise, torch.cat((fixed, held, gauge), dim=1), errors)
@@ -164,9 +165,11 @@ def _left_open(errors: Tensor) -> Tensor:
     return 2 * (rows.square().sum(2).sum(0) / (len(rows) - 1)).sqrt()
 
 
-def held_directions(hierarchy: Hierarchy, phi: Tensor, beta: Tensor, score: Tensor, ball: float) -> Tensor:
+def held_directions(
+    prior: Prior, sets: Sets | None, phi: Tensor, beta: Tensor, score: Tensor, ball: float
+) -> Tensor:
     """Directions ``[p, h]`` in which theta would leave its projection sets if it followed the gradient."""
-    size, prior, p = phi.shape[0], hierarchy.prior, score.shape[0]
+    size, p = phi.shape[0], score.shape[0]
     out = []
     if size and float(phi.norm()) >= (1 - EDGE) * ball and float(phi @ score[:size]) > 0:
         out.append(torch.cat((phi / phi.norm(), torch.zeros_like(beta))))
@@ -175,7 +178,7 @@ def held_directions(hierarchy: Hierarchy, phi: Tensor, beta: Tensor, score: Tens
     for j in range(len(beta)):
         step = torch.zeros_like(beta)
         step[j] = pushed[j]
-        moved = prior.project(beta + step) - prior.project(beta)
+        moved = prior.project(beta + step, sets) - prior.project(beta, sets)
         if float(step.norm()) > 0 and float(moved.norm()) < 0.5 * float(step.norm()):
             out.append(torch.cat((torch.zeros_like(phi), step / step.norm())))
     if not out:

@@ -254,10 +254,6 @@ class Algorithm(Setting, ABC):
         """What the sites of round k are told of their rates, beside ``broadcast``."""
         return {}
 
-    def at_pace(self, told: Tensors) -> Self:
-        """This method in a round that was told so."""
-        return self
-
     @abstractmethod
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer | Iterable[Answer]:
         """A cohort's work, in one answer or in blocks of its units as they are ready."""

@@ -130,10 +130,11 @@ class FedRep(Paced, WholeModel):
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
         phi, key = round.broadcast["phi"], round.key
-        z = self.fit_head(phi, cohort, local["z"], key, dropout=True)
+        z = self.fit_head(phi, cohort, local["z"], key, dropout=True, pace=round.pace)
         start = phi.expand(len(cohort), -1)
         loss = body_loss(self.model, cohort.embedded)
-        body = self.train(self.body, start, cohort, key.at(purpose="body"), aux=z.unsqueeze(1), loss=loss)
+        now, heads = key.at(purpose="body"), z.unsqueeze(1)
+        body = self.train(self.body, start, cohort, now, aux=heads, loss=loss, pace=round.pace)
         n, good = cohort.sizes.to(phi.dtype).unsqueeze(1), finite(body.w, z)
         examples, steps = cohort.examples, self.body.steps(cohort)
         head_steps = examples * (1 if self.heads == "exact" else self.head.epochs)
@@ -141,10 +142,12 @@ class FedRep(Paced, WholeModel):
         cost = training_cost(cohort, body.loss, good, examples / 3 + steps, head_steps + steps)
         return Answer(good, {"dphi": n * (body.w - start), "n": n}, {"z": z}, cost)
 
-    def fit_head(self, phi: Tensor, cohort: Cohort, z: Tensor, key: Key, dropout: bool = False) -> Tensor:
+    def fit_head(
+        self, phi: Tensor, cohort: Cohort, z: Tensor, key: Key, dropout: bool = False, pace: float = 1.0
+    ) -> Tensor:
         """Heads ``[C, d]`` at this body: least squares (of least norm), or epochs of SGD."""
         if self.heads == "sgd":
-            return self.train_head(self.head, phi, z, cohort, key, dropout=dropout)
+            return self.train_head(self.head, phi, z, cohort, key, dropout=dropout, pace=pace)
         with torch.no_grad():
             rows = self.model.dropout_keys(cohort, key) if dropout else None
             local = self.model.bind(phi, self.model.features(phi, cohort, rows), cohort)

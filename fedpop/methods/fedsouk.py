@@ -39,7 +39,7 @@ from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.methods.base import About, Facts, Round, Trial
 from fedpop.methods.hierarchical import Hierarchical
-from fedpop.priors.base import into_ball
+from fedpop.priors.base import Sets, Unnormalised, into_ball, normals_of
 from fedpop.questions import Question
 from fedpop.questions.targets import TargetSize
 from fedpop.server import scoring
@@ -163,7 +163,7 @@ class FedSOUK(Hierarchical):
 
     def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
         phi, beta = self.first_theta(facts, key, known)
-        server, prior = {"phi": phi}, self.hierarchy.prior
+        server = {"phi": phi}
         if "target_size" in known:
             server = self.anneal.begun(self.model, phi, known["target_size"], facts.first_stage)
             phi = server["phi"]
@@ -174,9 +174,16 @@ class FedSOUK(Hierarchical):
             server
             | prefixed("phi.", self.on_phi.step(self.model).init(phi))
             | prefixed("beta.", self.on_beta.init(self.hierarchy, beta))
-            | prefixed("prior.", prior_chains.first_states(prior, beta, key.at(purpose="negative")))
+            | prefixed("prior.", self._first_chains(beta, key))
             | prefixed("average.", self.average.init(torch.cat((phi, beta))))
         )
+
+    def _first_chains(self, beta: Tensor, key: Key) -> Tensors:
+        """The server's own on a prior whose constant is not known."""
+        prior = self.hierarchy.prior
+        if not isinstance(prior, Unnormalised):
+            return {}
+        return prior_chains.first_states(prior, beta, key.at(purpose="negative"))
 
     def extended(self, server: Tensors, facts: Facts, inverse: Tensor | None = None) -> Tensors:
         server = scoring.begun(server, self.publish(server), inverse)
@@ -184,8 +191,11 @@ class FedSOUK(Hierarchical):
         return server if rate is None else server | {"phi_rate": server["phi"].new_tensor(rate)}
 
     def broadcast(self, server: Tensors) -> Tensors:
-        theta = {n: server[n] for n in ("phi", "beta", "phi_rate", "noise") if n in server}
-        return theta | prior_chains.shipped(self.hierarchy.prior, unprefixed("prior.", server))
+        told: Tensors = {n: server[n] for n in ("phi", "beta", "phi_rate", "noise") if n in server}
+        prior = self.hierarchy.prior
+        if isinstance(prior, Unnormalised):
+            told |= prior_chains.shipped(prior, unprefixed("prior.", server))
+        return told
 
     # --- a unit's round: lines 5 to 18 of Algorithm 1 ----------------------------------------
 
@@ -194,24 +204,25 @@ class FedSOUK(Hierarchical):
         return self.sampler.enter(units, beta, key, broadcast.get("states"))
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Iterator[Answer]:
-        now = self.at_noise(round.broadcast)
         for steps, rows in groups_of(self.local_steps, cohort.units, round.number):
             if rows is None:
-                yield from now._answers(round, cohort, local, steps)
+                yield from self._answers(round, cohort, local, steps)
                 continue
             wanted = round.coefficients
             part = round if wanted is None else replace(round, coefficients=wanted[rows])
             held = {n: v[rows] for n, v in local.items()}
-            for answer in now._answers(part, cohort.select(rows), held, steps):
+            for answer in self._answers(part, cohort.select(rows), held, steps):
                 yield replace(answer, rows=rows if answer.rows is None else rows[answer.rows])
 
     def _answers(self, round: Round, cohort: Cohort, local: Tensors, steps: int) -> Iterator[Answer]:
         """Z_1, ..., Z_M, then I and J of everyone at once, or unit by unit where each J travels alone."""
         told, key, wanted = round.broadcast, round.key, round.coefficients
         drawn = not self.chain.rao_blackwell
-        work = PhiWork.of(self.model, self.on_phi, told["phi"], cohort, key, wanted is not None, drawn)
+        noise = float(told["noise"]) if "noise" in told else None  # while it is annealed
+        model = self.model.at_noise(noise)
+        work = PhiWork.of(model, self.on_phi, told["phi"], cohort, key, wanted is not None, drawn)
         features = map_inputs(Tensor.detach, work.features)
-        target = self.hierarchy.target(told["phi"], told["beta"], features, cohort, work.keys)
+        target = self.hierarchy.target(told["phi"], told["beta"], features, cohort, work.keys, noise)
         done = self.sampler.run(target, local, cohort, steps, key, told.get("states"))
         draws = done.draws.flatten(1, 2)
         vectors = {"I": self.sampler.scores(target, done, draws, self.on_beta.form)}
@@ -234,12 +245,6 @@ class FedSOUK(Hierarchical):
             states, fit = {n: v[rows] for n, v in new.items()}, good[rows] & whole
             yield Answer(fit, own, states, price(value, fit, rows), rows=rows)
 
-    def at_noise(self, told: Tensors) -> Self:
-        """This method in a round for which a noise variance was sent, or itself."""
-        if "noise" not in told:
-            return self
-        return self.with_model(self.model.with_noise(float(told["noise"])))
-
     # --- the server's step: lines 19 to 21 ---------------------------------------------------
 
     def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
@@ -249,12 +254,11 @@ class FedSOUK(Hierarchical):
             server = self.anneal.cooled(self.model, server, k + 1, facts.first_stage)
         if total.silent:
             return server
-        prior = self.hierarchy.within(server).prior
-        phi, beta = server["phi"], server["beta"]
+        prior, phi, beta = self.hierarchy.prior, server["phi"], server["beta"]
         i = self.hyperprior.plus_beta(prior, beta, total.estimate("I", beta))
         j = self.hyperprior.plus_phi(phi, total.estimate("J", phi))
         states: Tensors = {}
-        if not prior.normalised:  # as much of what its scores lack as there is of the clients' scores
+        if isinstance(prior, Unnormalised):  # as much of what scores lack as there is of the clients' scores
             lacking, states = prior_chains.normaliser(prior, beta, unprefixed("prior.", server), key)
             i = i + lacking * (total.weight * total.scale)
         optimiser = self.on_phi.step(self.model, facts.examples)
@@ -271,7 +275,8 @@ class FedSOUK(Hierarchical):
             turn = Turn(k, stage, facts.clients, facts.heard, curvature)
             new_beta, beta_state = self.on_beta.move(self.hierarchy, beta, i, beta_state, turn)
             new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, stage)
-        new_phi, new_beta = into_ball(new_phi, float(server["ball"])), prior.project(new_beta)
+        new_phi = into_ball(new_phi, float(server["ball"]))
+        new_beta = prior.project(new_beta, Sets.told(server))
         eta, theta = optimiser.schedule.factor(k, stage), torch.cat((new_phi, new_beta))
         align, average = aligner(self.model, prior), unprefixed("average.", server)
         average = self.average.update(average, theta, eta, k, stage, align, warm)
@@ -283,12 +288,12 @@ class FedSOUK(Hierarchical):
 
     def head_size(self, beta: Tensor) -> float:
         """The root mean square of z under the prior, where it is the head of a network."""
-        normal = self.hierarchy.prior.component
-        if not self.model.network or normal is None:
+        normals = normals_of(self.hierarchy.prior)
+        if not self.model.network or normals is None:
             return 0.0
-        parts = self.hierarchy.prior.parts(beta) or []
         return max(
-            float((p.normal.mu(p.beta).square() + p.normal.sd(p.beta).square()).mean().sqrt()) for p in parts
+            float((p.normal.mu(p.beta).square() + p.normal.sd(p.beta).square()).mean().sqrt())
+            for p in normals.parts(beta)
         )
 
     def warm_up(self, rounds: int) -> int:
@@ -296,10 +301,10 @@ class FedSOUK(Hierarchical):
 
     def publish(self, server: Tensors) -> Tensors:
         theta = self.average.value(unprefixed("average.", server), torch.cat((server["phi"], server["beta"])))
-        size, prior = server["phi"].shape[0], self.hierarchy.within(server).prior
-        states = prior_chains.published(prior, unprefixed("prior.", server))
+        size, prior = server["phi"].shape[0], self.hierarchy.prior
+        states = {"states": server["prior.states"]} if "prior.states" in server else {}
         sets = {n: server[n] for n in ("sets", "ball")}
-        return {"phi": theta[:size], "beta": prior.project(theta[size:])} | sets | states
+        return {"phi": theta[:size], "beta": prior.project(theta[size:], Sets.told(server))} | sets | states
 
     # --- eta_0 by trial ----------------------------------------------------------------------
 

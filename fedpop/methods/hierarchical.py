@@ -27,7 +27,7 @@ from fedpop.methods.base import Algorithm, Facts, mean_loss
 from fedpop.models.predictive import Predictive, mixture_score
 from fedpop.priors import Hyperprior, Prior
 from fedpop.priors import resolve as resolve_prior
-from fedpop.priors.base import FAR
+from fedpop.priors.base import FAR, Sets, moments
 from fedpop.questions import Question, starts
 from fedpop.questions.spectral import Spectral
 from fedpop.server.state import unprefixed
@@ -140,7 +140,7 @@ class Hierarchical(Algorithm):
     # --- in words and numbers ----------------------------------------------------------------
 
     def metrics(self, server: Tensors, cost: Mapping[str, float]) -> dict[str, float | None]:
-        mean, sd = self.hierarchy.prior.summary(server["beta"], unprefixed("prior.", server))
+        mean, sd = moments(self.hierarchy.prior, server["beta"], unprefixed("prior.", server))
         return {
             "loss": mean_loss(cost),
             "gradient_evaluations": cost.get("gradient_evaluations", 0.0),
@@ -149,7 +149,7 @@ class Hierarchical(Algorithm):
         }
 
     def at_bound(self, published: Tensors) -> list[str]:
-        words = self.hierarchy.within(published).prior.at_bound(published["beta"])
+        words = self.hierarchy.prior.at_bound(published["beta"], Sets.told(published))
         phi, ball = published["phi"], float(published.get("ball", math.inf))
         at_edge = phi.numel() > 0 and float(phi.norm()) >= 0.9999 * ball
         return [*words, f"phi is at the edge of its ball, {ball:g}"] if at_edge else words

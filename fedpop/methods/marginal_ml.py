@@ -34,7 +34,7 @@ from fedpop.message import Answer, Tensors, Total
 from fedpop.methods.base import About, Facts, Round
 from fedpop.methods.hierarchical import Hierarchical
 from fedpop.models.modules import has_dropout
-from fedpop.priors.base import into_ball
+from fedpop.priors.base import Sets, into_ball
 from fedpop.questions import Question
 from fedpop.server.quasi_newton import SearchState, begun_again, tell
 from fedpop.server.state import prefixed, unprefixed
@@ -170,32 +170,31 @@ class MaximumMarginalLikelihood(Hierarchical):
         """log p(D_i | theta), its gradient, and its Hessian where it is asked for: as one sum, or each."""
         told, hierarchy = round.broadcast, self.hierarchy
         theta, curved = torch.cat((told["phi"], told["beta"])), "curved" in told
-        if "noise" in told:
-            hierarchy = hierarchy.at_noise(float(told["noise"]))
+        noise = float(told["noise"]) if "noise" in told else None
         if round.coefficients is not None:
-            whole = evidence(hierarchy, theta, cohort, curved)
+            whole = evidence(hierarchy, theta, cohort, curved, noise)
             good = self._fit(whole.values) & self._fit(whole.sizes)
             if bool(good.all()) and all(bool(self._fit(v).all()) for v in _sent(whole).values()):
-                return Answer(good, sums=_sent(whole), cost=self._cost(cohort, whole.values, curved))
+                return Answer(good, sums=_sent(whole), cost=self._cost(cohort, whole.values, good, curved))
         # Somebody is not finite, or each message travels alone.
-        each = [evidence(hierarchy, theta, one, curved) for one in cohort.one_by_one()]
+        each = [evidence(hierarchy, theta, one, curved, noise) for one in cohort.one_by_one()]
         sent = [_sent(own) for own in each]
         vectors = {n: torch.stack([own[n] for own in sent]) for n in sent[0]}
         good = finite(*[v.to(self.own_type) for v in vectors.values()])
         good = good & self._fit(torch.cat([own.sizes for own in each]))
         values = vectors["evidence"].squeeze(1)
-        return Answer(good, vectors, cost=self._cost(cohort, values[good], curved))
+        return Answer(good, vectors, cost=self._cost(cohort, values, good, curved))
 
     def _fit(self, numbers: Tensor) -> Tensor:
         """What the model's own type could hold: a unit whose numbers overflow there is left out here too."""
         return torch.isfinite(numbers.to(self.own_type))
 
-    def _cost(self, cohort: Cohort, values: Tensor, curved: bool) -> Mapping[str, float]:
+    def _cost(self, cohort: Cohort, values: Tensor, good: Tensor, curved: bool) -> Mapping[str, float]:
         """A backward pass for each parameter beside the first one, where the Hessian is wanted."""
         times = 1.0 + self.size if curved else 1.0
         return {
-            "log_likelihood": float(values.sum()),
-            "examples": float(cohort.examples),
+            "log_likelihood": float(values[good].sum()),
+            "examples": float(cohort.sizes[good].sum()),
             "gradient_evaluations": times * len(cohort),
             "head_steps": times * cohort.examples,
             "backbone_passes": 0.0 if cohort.embedded else times * cohort.examples,
@@ -243,8 +242,9 @@ class MaximumMarginalLikelihood(Hierarchical):
         return self._asking(server, state.moved(inside(state.x), inside(state.trial)))
 
     def _project(self, server: Tensors, theta: Tensor) -> Tensor:
-        size, prior = self.model.phi_layout.size, self.hierarchy.within(server).prior
-        return torch.cat((into_ball(theta[:size], float(server["ball"])), prior.boxed(theta[size:])))
+        size, prior, sets = self.model.phi_layout.size, self.hierarchy.prior.component, Sets.told(server)
+        assert prior is not None
+        return torch.cat((into_ball(theta[:size], float(server["ball"])), prior.boxed(theta[size:], sets)))
 
     def over(self, server: Tensors) -> bool:
         return SearchState.of(unprefixed("search.", server)).over
@@ -255,9 +255,8 @@ class MaximumMarginalLikelihood(Hierarchical):
         """The best point so far, in the model's own type."""
         state = SearchState.of(unprefixed("search.", server))
         size, theta = self.model.phi_layout.size, state.x.to(self.own_type)
-        prior = self.hierarchy.within(server).prior
-        sets = {n: server[n] for n in ("sets", "ball")}
-        return {"phi": theta[:size], "beta": prior.project(theta[size:])} | sets
+        beta = self.hierarchy.prior.project(theta[size:], Sets.told(server))
+        return {"phi": theta[:size], "beta": beta} | {n: server[n] for n in ("sets", "ball")}
 
     def metrics(self, server: Tensors, cost: Mapping[str, float]) -> dict[str, float | None]:
         """And where the search stands: the objective at its best point, what a Newton step promises there."""

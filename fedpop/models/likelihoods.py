@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -40,7 +41,9 @@ class Normal(Likelihood):
         return None if isinstance(self.variance, str) else self.variance
 
     def with_noise(self, variance: float) -> Likelihood:
-        return Normal(variance)
+        out = copy.copy(self)  # in every round while the noise is annealed: not checked again
+        object.__setattr__(out, "variance", variance)
+        return out
 
     def params_at(self, variance: float) -> dict[str, float]:
         return {} if self.given_noise else {"log_variance": math.log(variance)}

@@ -31,6 +31,7 @@ from fedpop.models.spec import model_from, require_same
 from fedpop.population.population import Population
 from fedpop.population.saving import FORMAT, KEYS
 from fedpop.priors import Prior
+from fedpop.priors.base import moments
 from fedpop.version import __version__
 
 WHAT = "a saved population"
@@ -171,7 +172,7 @@ def _require_fits(published: Tensors, algorithm: Algorithm) -> None:
             f"the saved phi has {phi.numel()} entries, the model {layout.size}: it does not fit this model"
         )
     if algorithm.hierarchy is not None:
-        algorithm.hierarchy.prior.summary(published["beta"], published)
+        moments(algorithm.hierarchy.prior, published["beta"], published)
     if any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in published.values()):
         raise ValueError("theta is not finite")
 

@@ -33,6 +33,7 @@ from fedpop.population.posterior import Newcomer, Posterior, checked_inputs, fin
 from fedpop.population.saving import save
 from fedpop.population.summary import summary
 from fedpop.population.theta import ThetaDraws
+from fedpop.priors.base import moments, widened
 from fedpop.questions import Question
 from fedpop.site.store import LocalStore
 
@@ -139,12 +140,16 @@ class Population(ClientModels):
 
     @property
     def prior_mean(self) -> Tensor:
-        return self._hierarchy("population prior").prior.summary(self.published["beta"], self.published)[0]
+        return self._moments[0]
 
     @property
     def prior_sd(self) -> Tensor:
         """Marginal standard deviations of the population prior."""
-        return self._hierarchy("population prior").prior.summary(self.published["beta"], self.published)[1]
+        return self._moments[1]
+
+    @property
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        return moments(self._hierarchy("population prior").prior, self.published["beta"], self.published)
 
     @property
     def at_bound(self) -> list[str]:
@@ -255,7 +260,7 @@ class Population(ClientModels):
         True
         """
         hierarchy = self._hierarchy("population prior")
-        hierarchy.prior.widened(self.published["beta"], 1.0)  # or raises
+        widened(hierarchy.prior, self.published["beta"], 1.0)  # or raises
         if not examples:
             raise SettingsError("Population.for_newcomers: examples are numbers of them, such as (0, 5)")
         split = judges(self.model, self.federation) if split is None else split

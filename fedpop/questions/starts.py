@@ -10,6 +10,7 @@ from fedpop.keys import Key
 from fedpop.message import Tensors
 from fedpop.models.base import Model
 from fedpop.priors import Prior
+from fedpop.priors.base import normals_of
 from fedpop.questions import least_squares, pooled, spectral
 from fedpop.questions.base import Question
 from fedpop.questions.features import FeatureMoments, FeatureScale
@@ -66,6 +67,10 @@ def theta(model: Model, prior: Prior, phi: Tensor, known: Tensors, key: Key) -> 
     if "scale" in known:
         beta = prior.rescaled(beta, float(known["scale"]))
     if "spread" in known and not spectral_start and prior.scale is None:
-        spread = prior.spread_out(beta.double(), known["spread"].double(), known.get("shape"))
+        sd, normals = known["spread"].double(), normals_of(prior)
+        if normals is None:  # one scale that stands for them
+            spread = prior.rescaled(beta.double(), float(sd.log().mean().exp()))
+        else:
+            spread = normals.spread_out(beta.double(), sd, known.get("shape"))
         beta = prior.project(spread.to(beta.dtype))
     return phi, beta

@@ -21,6 +21,7 @@ from torch import Tensor
 from fedpop.errors import CheckpointError, EstimateError
 from fedpop.evaluation.convergence import ToTheOptimum, small
 from fedpop.evaluation.verdict import Distance, Verdict, loss_trend
+from fedpop.priors.base import Sets, normals_of
 from fedpop.run.own_models import FinalPass
 from fedpop.server.schedules import Stage
 
@@ -131,7 +132,8 @@ def advice(run: Run) -> str | None:
         return None
     after = f"{run.label} after {rounds} rounds: {verdict.words}"
     hierarchy = run.algorithm.hierarchy
-    told = hierarchy is not None and hierarchy.prior.scale is not None and hierarchy.prior.learns_scale
+    normals = None if hierarchy is None else normals_of(hierarchy.prior)
+    told = normals is not None and normals.scale is not None and normals.learns_scale
     first = "leave out the prior's scale, or " if told else ""
     if run.algorithm.over(run.server):
         found = after.removesuffix("; run more rounds")
@@ -152,10 +154,11 @@ def advice(run: Run) -> str | None:
 def _held_back(run: Run) -> str | None:
     """A scale of the prior that would be larger if it might; at its lower bound clients are all alike."""
     hierarchy, published = run.algorithm.hierarchy, run.algorithm.publish(run.server)
-    if hierarchy is None or hierarchy.prior.component is None or not hierarchy.prior.learns_scale:
+    normals = None if hierarchy is None else normals_of(hierarchy.prior)
+    if hierarchy is None or normals is None or not normals.learns_scale:
         return None
-    prior = hierarchy.within(published).prior
-    if prior.bounds is None or prior.scales(published["beta"])[1] < 0.9999 * prior.bounds[1]:
+    bounds, _ = Sets.told(published) or (normals.bounds, None)
+    if bounds is None or normals.scales(published["beta"])[1] < 0.9999 * bounds[1]:
         return None
     if run.round < WORTH_IT[hierarchy.closed_form] and not run.algorithm.over(run.server):
         return None  # a few rounds may be anywhere
@@ -165,4 +168,4 @@ def _held_back(run: Run) -> str | None:
         own = "leave scale out"
     else:
         own = "standardise the data, or give bounds=(..., ...) that reach further"
-    return f"the prior's scale is at its upper bound, {prior.bounds[1]:.3g}; {own}"
+    return f"the prior's scale is at its upper bound, {bounds[1]:.3g}; {own}"

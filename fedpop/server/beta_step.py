@@ -13,7 +13,7 @@ from fedpop.checked import Count, Fraction, OneOf
 from fedpop.errors import SettingsError
 from fedpop.kernels.hierarchy import Hierarchy
 from fedpop.message import Tensors
-from fedpop.priors import Prior
+from fedpop.priors import Normal, Prior
 from fedpop.server.optimisers import Adam, Optimiser
 from fedpop.server.schedules import Constant, Rounds, Stage
 from fedpop.settings import Setting
@@ -120,25 +120,30 @@ class EMAdam(Setting):
     scale: Adam = field(default_factory=lambda: Adam(0.15, Constant(), beta1=0.8, beta2=0.9))
 
     def init(self, prior: Prior, beta: Tensor) -> Tensors:
-        return self.scale.init(_scale(prior, beta))
+        return self.scale.init(_alone(prior).log_scale(beta))
 
     def move(
         self, hierarchy: Hierarchy, beta: Tensor, score: Tensor, state: Tensors, turn: Turn
     ) -> tuple[Tensor, Tensors]:
-        prior, new = hierarchy.prior, self.em.move(hierarchy, beta, score, turn)
-        old, grad = _scale(prior, beta), _scale(prior, score)
+        normal, new = _alone(hierarchy.prior), self.em.move(hierarchy, beta, score, turn)
+        old, grad = normal.log_scale(beta), normal.log_scale(score)
         rate = self.scale.rate * math.sqrt(min(1.0, turn.heard / self.em.few))
         rate *= self.em.at(turn.k, turn.stage) * self.scale.schedule.factor(turn.k, turn.stage)
         scale, state = self.scale.moved(old, grad, state, torch.ones_like(old), rate)
-        return torch.cat((new[: len(beta) - len(old)], scale if prior.learns_scale else old)), state
+        return torch.cat((new[: len(beta) - len(old)], scale if normal.learn_scale else old)), state
 
 
-def _scale(prior: Prior, v: Tensor) -> Tensor:
-    """The coordinates of beta, or of a score, that are logarithms of the scale."""
-    found = prior.scale_score(v)
-    if found is None:
-        raise SettingsError("EMAdam moves the scale of an isotropic or diagonal Normal prior; use EM()")
-    return found
+def _stands_alone(prior: Prior) -> bool:
+    """Whether coordinates of beta are logarithms of the scale, each by itself."""
+    return prior.component is prior and prior.covariance != "full"
+
+
+def _alone(prior: Prior) -> Normal:
+    if not _stands_alone(prior) or prior.component is None:
+        raise SettingsError(
+            "EMAdam moves the scale of one Normal with an isotropic or diagonal covariance; use EM()"
+        )
+    return prior.component
 
 
 USUAL, QUICK, PLAIN = EM(), EMAdam(), Adam(0.02)
@@ -174,15 +179,13 @@ class BetaStep(Setting):
             if not prior.em:
                 return PLAIN
             slow = hierarchy.closed_form or hierarchy.model.learns_features
-            return USUAL if slow or not _alone(prior) else QUICK
+            return USUAL if slow or not _stands_alone(prior) else QUICK
         if isinstance(self.step, EM | EMAdam) and not prior.em:
             raise SettingsError(
                 f"EM steps cannot be made for {prior.name} priors; use beta_step=fedpop.steps.Adam()"
             )
-        if isinstance(self.step, EMAdam) and not _alone(prior):
-            raise SettingsError(
-                "EMAdam moves the scale of one Normal with an isotropic or diagonal covariance; use EM()"
-            )
+        if isinstance(self.step, EMAdam):
+            _alone(prior)  # raises
         return self.step
 
     def wants_curvature(self, hierarchy: Hierarchy) -> bool:
@@ -206,8 +209,3 @@ class BetaStep(Setting):
             return step.move(hierarchy, beta, score / turn.clients, state, turn)
         gradient, units = prior.gradient(beta, score), prior.units(beta)
         return step.step(beta, gradient, state, units, turn.k, turn.stage)
-
-
-def _alone(prior: Prior) -> bool:
-    """Whether coordinates of beta are logarithms of the scale, each by itself."""
-    return prior.component is prior and prior.covariance != "full"
