@@ -62,9 +62,9 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
     for old in sorted(folder.glob("round-*.json"))[:-KEEP]:
         old.unlink()
         old.with_suffix(".safetensors").unlink(missing_ok=True)
-    kept = {p.stem for p in folder.glob("round-*.json")}
+    complete = {p.stem for p in folder.glob("round-*.json")}
     for stray in folder.glob("round-*.safetensors"):
-        if stray.stem not in kept:
+        if stray.stem not in complete:
             stray.unlink()
 
 
@@ -95,7 +95,7 @@ def _read_one(path: Path) -> Checkpoint:
     written = (meta.pop("format", None), meta.pop("version", "0.2.0 or before"))
     if written[0] != FORMAT:
         raise CheckpointError(
-            f"{path} was written by fedpop {written[1]} in its own layout, which {__version__} does not read "
+            f"{path} was written by fedpop {written[1]} in a layout that {__version__} does not read "
             "and does not migrate: finish the run with that version, or start it again in another folder"
         )
     tensors = path.with_suffix(".safetensors")

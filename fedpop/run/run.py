@@ -28,7 +28,7 @@ from fedpop.run import stages
 from fedpop.run.breakdown import nobody, require_finite_theta, require_somebody
 from fedpop.run.callbacks import Callback
 from fedpop.run.guards import patient_interrupts, threads
-from fedpop.run.lock import held
+from fedpop.run.lock import locked_folder
 from fedpop.run.members import Asking, Here, Members, roster_of
 from fedpop.run.metrics import Metrics
 from fedpop.run.own_models import AsTheyStand, FinalPass, OwnModels
@@ -75,7 +75,7 @@ class Run:
         """Of its stages; schedules go by the present one."""
         self.restart = restart
         self.key = Key(settings.seed)
-        """The server's. Sites have one of their own, which in simulation derives from the seed too."""
+        """The server's. Sites have others, which in simulation derive from the seed too."""
         self.secret = Key(settings.seed, purpose="site")
         self.algorithm = algorithm
         self.server: Tensors = {}
@@ -126,7 +126,7 @@ class Run:
 
     def execute(self, *, resume: bool, progress: bool | None) -> Population:
         """All rounds; nothing that was finished is lost to a crash or a Ctrl-C."""
-        with held(self.folder):
+        with locked_folder(self.folder):
             return self._execute(resume, progress)
 
     def _execute(self, resume: bool, progress: bool | None) -> Population:
@@ -262,8 +262,10 @@ class Run:
         split: str | None = None,
     ) -> tuple[R, Total]:
         """Ask everyone, or those who have examples in this split, to answer from these models."""
-        told = self.algorithm.broadcast(self.server) if models is not None and models.as_in_rounds else {}
-        return self.members.ask(Asking(question, known, key, self.algorithm, models, told, split))
+        broadcast = (
+            self.algorithm.broadcast(self.server) if models is not None and models.as_in_rounds else {}
+        )
+        return self.members.ask(Asking(question, known, key, self.algorithm, models, broadcast, split))
 
     def _asked(self, question: Question[Tensors], known: Tensors, late: tuple[str, ...] = ()) -> Tensors:
         """One of the questions before the rounds, which may leave something with units."""
@@ -295,7 +297,7 @@ class Run:
         return json.loads(json.dumps(config))  # type: ignore[no-any-return]
 
     def _trial(self, algorithm: Algorithm, rounds: int) -> list[float]:
-        """Trial rounds of a method with these members: a run of its own, which costs what any rounds cost."""
+        """Trial rounds of a method with these members: a separate run, which costs what any rounds cost."""
         run = Run(algorithm, self.members.fresh(algorithm), self.settings, restart=self.restart)
         path = likelihoods_of(run, rounds)
         self.spend({k: v for k, v in run.totals.items() if k != "seconds"})
@@ -370,7 +372,7 @@ class Run:
         return self.ask(question, published, key, AsTheyStand(), question.split)[0]
 
     def remember(self) -> None:
-        """Keep the present state as the best so far: the server's own, and each site's on order."""
+        """Keep the present state as the best so far: the server's, and on request each site's."""
         self._best, self.best_round = (dict(self.server), self.members.remember()), self.round
 
     def recall(self) -> None:
