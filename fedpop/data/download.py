@@ -19,7 +19,7 @@ from fedpop.data.catalogue import Remote
 from fedpop.data.formats.decoded import Watch, unwatched
 from fedpop.errors import CheckpointError, DataError
 from fedpop.files import writable_folder
-from fedpop.run.lock import held
+from fedpop.run.lock import locked_folder
 from fedpop.version import __version__
 
 CHUNK = 1 << 20
@@ -77,7 +77,7 @@ def _turn(folder: Path, watch: Watch) -> Iterator[None]:
     with ExitStack() as stack:
         while True:
             try:
-                stack.enter_context(held(folder))
+                stack.enter_context(locked_folder(folder))
                 break
             except CheckpointError as error:
                 if isinstance(error.__cause__, OSError):  # the lock itself cannot be written

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from fedpop.errors import ConvergenceWarning, SettingsError, plain_warnings
 from fedpop.files import writable_folder
 from fedpop.report.results import Record, Results
-from fedpop.run.lock import held
+from fedpop.run.lock import locked_folder
 from fedpop.version import __version__
 
 SELDOM = 0.2
@@ -191,7 +191,7 @@ def run_jobs(
     todo = [job for job in jobs if not job.done(results, again)]
     many = max(1, min(processes or os.cpu_count() or 1, len(todo) or 1))
     board = Board(todo, len(jobs), title, show)
-    with held(writable_folder(results.folder)), board.progress:
+    with locked_folder(writable_folder(results.folder)), board.progress:
         if not todo:
             return
         if processes == 0:

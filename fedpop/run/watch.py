@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Watch(Checked, Callback):
     """Evaluates all clients every so many rounds, and after each of the last ones.
 
-    The run goes on as if it had not been evaluated: nothing is drawn, stored or counted. Methods that sample in a final
-    pass take a shorter one here; the final model is evaluated with the method's settings.
+    The run goes on as if it had not been evaluated: nothing is drawn, stored or counted. Methods that sample
+    in a final pass take a shorter one here; the final model is evaluated with the method's settings.
 
     Args:
         every: Rounds between looks; None (the default) looks at the last rounds only.
