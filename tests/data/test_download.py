@@ -21,7 +21,7 @@ from fedpop.data.catalogue import DATASETS, Remote
 from fedpop.data.download import digest_of, fetch
 from fedpop.data.images import open_images
 from fedpop.errors import DataError
-from fedpop.run.lock import held
+from fedpop.run.lock import locked_folder
 from tests.data.files import mnist
 
 CONTENT = bytes(range(256)) * 500
@@ -210,7 +210,7 @@ def test_one_that_waits_says_so_and_goes_on_when_the_other_has_done(
     server.files["a.gz"] = CONTENT
     seen: list[str] = []
     other = ExitStack()
-    other.enter_context(held(tmp_path))
+    other.enter_context(locked_folder(tmp_path))
     monkeypatch.setattr(download.time, "sleep", lambda seconds: other.close())
     fetch(remote(server), tmp_path, lambda what, done, total: seen.append(what))
     assert seen[0] == f"waiting for another process that fetches into {tmp_path}"
