@@ -20,7 +20,7 @@ from fedpop.flower.letters import with_values
 from tests.flower.local_grid import LocalGrid
 from tests.flower.sites import here, post_on, same_bits
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "hospitals"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "hospitals"
 SITES = ("city", "hill", "port", "lake")
 
 

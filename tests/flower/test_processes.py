@@ -200,7 +200,7 @@ def _with_lost(cluster: Cluster, lines: list[dict[str, Any]]) -> dict[str, torch
     return {n: t for n, t in read_tensors(kept).items() if n.startswith("server.")}
 
 
-DOCS = Path(__file__).parents[3] / "docs" / "deployment.md"
+DOCS = Path(__file__).parents[2] / "docs" / "deployment.md"
 
 
 @pytest.mark.flower
