@@ -2,8 +2,8 @@
 
 The reference is made from ``fedpop.__all__``; a line ``<!-- bench: name -->`` becomes the table of that
 benchmark from ``results/bench/results.json``, ``<!-- tables: name -->`` all that the benchmark prints, a line
-``<!-- features -->`` what ``fedpop methods`` prints, a line ``<!-- example: name -->`` an example of the
-gallery with what it prints and its picture.
+``<!-- features -->`` what ``fedpop methods`` prints, a line ``<!-- declared: what -->`` the names that may
+leave a site, a line ``<!-- example: name -->`` an example of the gallery with what it prints and its picture.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import fedpop
+from fedpop.message import declared
 from fedpop.report.html import Sheet, markdown
 
 ROOT = Path(__file__).parents[1]
@@ -116,6 +117,18 @@ def feature_table() -> str:
     return f"{markdown(table)}\n{note}\n\n{markdown(references)}"
 
 
+def declared_table(what: str) -> str:
+    """Everything that may leave a site, by name: "vectors", "numbers" or "header"."""
+    sent = {"vectors": declared.VECTORS, "numbers": declared.NUMBERS, "header": declared.HEADER}[what]
+    clear = what == "vectors" and any(s.clear for s in sent.values())
+    rows = ["| name | what it is |" + (" the server needs |" if clear else "")]
+    rows.append("|---|---|" + ("---|" if clear else ""))
+    for name, s in sent.items():
+        need = f" {'single values' if s.clear else 'the sum'} |" if clear else ""
+        rows.append(f"| `{name}` | {s.what} |{need}")
+    return "\n".join(rows)
+
+
 def gallery(name: str) -> str:
     """An example's code, the lines that it printed when its picture was drawn, and the picture."""
     code = (ROOT / "examples" / "gallery" / f"{name}.py").read_text()
@@ -128,7 +141,12 @@ def gallery(name: str) -> str:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     if "<!-- features -->" in markdown:
         markdown = markdown.replace("<!-- features -->", feature_table())
-    for what, made in (("bench", bench), ("tables", printed), ("example", gallery)):
+    for what, made in (
+        ("bench", bench),
+        ("tables", printed),
+        ("declared", declared_table),
+        ("example", gallery),
+    ):
         markdown = re.sub(
             rf"^<!-- {what}: (.+) -->$", lambda m, made=made: made(m[1]), markdown, flags=re.MULTILINE
         )

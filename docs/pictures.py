@@ -323,10 +323,10 @@ def bias() -> str:
 
 def defaults() -> str:
     """Out of the committed results: settings changed one at a time."""
-    from fedpop.experiments.defaults import page as told
+    from fedpop.experiments.defaults import page as written
     from fedpop.report.results import Results
 
-    sections = told(Results.open(ROOT / "results" / "defaults")).sections
+    sections = written(Results.open(ROOT / "results" / "defaults")).sections
     return next(s for s in sections if s.figures).figures[1].svg
 
 

@@ -1,7 +1,7 @@
-"""Settings as frozen dataclasses: checked where they are given, told in plain values, read back from them.
+"""Settings as frozen dataclasses: checked where they are given, written as plain values, read back from them.
 
 Whatever a run can be configured with derives from ``Setting``: methods, kernels, priors, compressors,
-steps. A class is known by its name once it is defined, a user's own as well as fedpop's: there is no list
+steps. A class is known by its name once it is defined, a user's as well as fedpop's: there is no list
 to add it to.
 """
 
@@ -54,8 +54,10 @@ def named(base: type[S], name: str, what: str) -> type[S]:
     """
     classes = {_spelled(n): c for n, c in known(base).items()}
     if _spelled(name) not in classes:
-        told = sorted(n.lower() for n in known(base))
-        raise SettingsError(f"unknown {what} {name!r}; known are {', '.join(told)}{did_you_mean(name, told)}")
+        names = sorted(n.lower() for n in known(base))
+        raise SettingsError(
+            f"unknown {what} {name!r}; known are {', '.join(names)}{did_you_mean(name, names)}"
+        )
     return classes[_spelled(name)]
 
 

@@ -1,4 +1,5 @@
-"""Packages form layers: each imports only from those below it, in functions too; no rings of modules."""
+"""Packages form layers, from the ground up: each imports only from those above it in the list (``LAYERS``,
+and ``docs/design.md``), in functions too; no rings of modules."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli", "cli_data"),
 )
 RANK = {name: i for i, names in enumerate(LAYERS) for name in names}
-ABOVE = {("fedpop.methods.base", "fedpop.population")}
-"""The one type from above: what ``Algorithm.fit`` returns."""
+LATER = {("fedpop.methods.base", "fedpop.population")}
+"""The one type from further down the list: what ``Algorithm.fit`` returns."""
 
 
 def modules() -> dict[str, Path]:
@@ -93,13 +94,13 @@ def test_every_module_is_in_a_layer() -> None:
     assert {layer(m) for m in modules()} == set(RANK)
 
 
-def test_imports_point_down() -> None:
+def test_a_package_imports_only_from_those_above_it_in_the_list() -> None:
     wrong = [
-        f"{module} imports {other} from above"
+        f"{module} imports {other}, which is further down the list"
         for module, others in graph().items()
         if not layer(module).startswith("cli")
         for other in others
-        if RANK[layer(other)] > RANK[layer(module)] and (module, other) not in ABOVE
+        if RANK[layer(other)] > RANK[layer(module)] and (module, other) not in LATER
     ]
     assert not wrong
 
@@ -144,7 +145,7 @@ def test_nothing_of_our_own_is_imported_in_functions() -> None:
     assert hidden(ast.parse(function), {"fedpop.run.run"}) == ["fedpop.run.run"]
 
 
-def test_a_lower_room_is_not_told_of_a_higher_one() -> None:
+def test_a_package_does_not_know_those_further_down_the_list() -> None:
     """That methods run on the simulator is said where both are known, in ``fedpop`` itself."""
     said = {name for name, path in modules().items() if ".runs_on = " in path.read_text()}
     assert said == {"fedpop.__init__"}

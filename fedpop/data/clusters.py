@@ -15,7 +15,7 @@ from fedpop.keys import Key
 
 @dataclass(frozen=True)
 class ClusterTask(SyntheticTask):
-    """y = x' phi z + noise with z from a mixture of Normals; ``new`` further clients are kept apart.
+    """y = x' phi z + noise with z from a mixture of Normals; ``new`` further clients are set aside.
 
     >>> data, new = ClusterTask(b=4, new=2, k=3).split(seed=0)
     >>> len(data.clients), len(new.clients)

@@ -59,7 +59,7 @@ def _weights(hierarchy: Hierarchy) -> list[torch.nn.Parameter]:
 
 
 class Landing(NamedTuple):
-    """How far theta is from a local optimum, and the inverse of the information there ``[p, p]`` off held
+    """How far theta is from a local optimum, and the inverse of the information there ``[p, p]`` off excluded
     directions: what a Newton step goes by. None where the information is not positive."""
 
     distance: Distance
@@ -110,16 +110,16 @@ class ToTheOptimum(Question[Landing]):
         learned = torch.cat((torch.ones_like(phi), prior.mask(torch.ones_like(beta)))).bool()
         fixed = torch.eye(p, dtype=theta.dtype, device=theta.device)[:, ~learned]
         ball = float(known.get("ball", math.inf))
-        held = held_directions(self.hierarchy.within(known), phi, beta, score, ball)
+        at_bounds = directions_at_bounds(self.hierarchy.within(known), phi, beta, score, ball)
         gauge = gauge_directions(self.hierarchy, phi, beta)
         errors = sums["errors"].double().reshape(-1, p, p) if "errors" in sums else None
-        return landing(score, curvature, noise, torch.cat((fixed, held, gauge), dim=1), errors)
+        return landing(score, curvature, noise, torch.cat((fixed, at_bounds, gauge), dim=1), errors)
 
 
 def landing(
-    score: Tensor, curvature: Tensor, noise: Tensor, held: Tensor, errors: Tensor | None = None
+    score: Tensor, curvature: Tensor, noise: Tensor, excluded: Tensor, errors: Tensor | None = None
 ) -> Landing:
-    """Half of s' I^-1 s off the held directions ``[p, h]``, its Monte-Carlo part subtracted.
+    """Half of s' I^-1 s off the excluded directions ``[p, h]``, its Monte-Carlo part subtracted.
 
     Along a scale that is all but zero scores are pure noise, and so is their curvature: one that is less than
     the ``errors`` of it ``[K, p, p]`` leave open bends neither way, and is taken to be as large as they are.
@@ -130,7 +130,7 @@ def landing(
     >>> found.distance.nats, found.inverse.abs().tolist()
     (0.5, [[0.25, 0.0], [0.0, 0.0]])
     """
-    basis = free_directions(curvature, held)
+    basis = free_directions(curvature, excluded)
     inner = basis.mT @ curvature @ basis
     values, vectors = torch.linalg.eigh(0.5 * (inner + inner.mT))
     if len(values) == 0:
@@ -164,7 +164,9 @@ def _left_open(errors: Tensor) -> Tensor:
     return 2 * (rows.square().sum(2).sum(0) / (len(rows) - 1)).sqrt()
 
 
-def held_directions(hierarchy: Hierarchy, phi: Tensor, beta: Tensor, score: Tensor, ball: float) -> Tensor:
+def directions_at_bounds(
+    hierarchy: Hierarchy, phi: Tensor, beta: Tensor, score: Tensor, ball: float
+) -> Tensor:
     """Directions ``[p, h]`` in which theta would leave its projection sets if it followed the gradient."""
     size, prior, p = phi.shape[0], hierarchy.prior, score.shape[0]
     out = []

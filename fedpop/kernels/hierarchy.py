@@ -30,9 +30,9 @@ class Hierarchy:
         """Posteriors and the marginal likelihood are: a linear head, a quadratic log-likelihood, Normals."""
         return self.model.linear and self.model.likelihood.quadratic and self.prior.component is not None
 
-    def within(self, told: Tensors) -> Hierarchy:
-        """The same with the projection sets of a run, where it tells them."""
-        return replace(self, prior=self.prior.within(told["sets"])) if "sets" in told else self
+    def within(self, state: Tensors) -> Hierarchy:
+        """The same with the projection sets that a server's state, or what it published, has."""
+        return replace(self, prior=self.prior.within(state["sets"])) if "sets" in state else self
 
     def at_noise(self, variance: float) -> Hierarchy:
         """The same with normal noise of this variance, whatever phi says of it."""

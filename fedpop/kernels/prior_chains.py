@@ -59,7 +59,7 @@ def final_draws(
 
 
 def first_states(prior: Prior, beta: Tensor, key: Key) -> Tensors:
-    """What the server keeps for a prior besides beta: chains from the base, taken to this beta, and their
+    """What the server stores for a prior besides beta: chains from the base, taken to this beta, and their
     step."""
     if prior.normalised:
         return {}
@@ -87,8 +87,8 @@ def normaliser_batches(prior: Prior, beta: Tensor, states: Tensors, key: Key, co
     """Independent estimates of what one unit's score lacks, ``[count, size]``."""
     if prior.normalised:
         return beta.new_zeros((count, beta.shape[0]))
-    units, held = key.server(beta.device), states.get("states")
-    z = _base(prior, beta, units, key, prior.chains) if held is None else held.unsqueeze(0)
+    units, stored = key.server(beta.device), states.get("states")
+    z = _base(prior, beta, units, key, prior.chains) if stored is None else stored.unsqueeze(0)
     z, tuning = _warmed(prior, beta, z, key, units)
     out = _run(prior, beta, z, tuning, BATCHES, key.at(purpose="batches"), units, adapt=False)
     each = z.shape[1] // count

@@ -48,7 +48,7 @@ def evaluate_outside(population: Population, examples: Sequence[Any], split: str
     Args:
         population: What ``fit`` returned.
         examples: For each client of the federation, in its order, inputs x from elsewhere.
-        split: Which of the clients' own sets is told apart from them, "test" unless told.
+        split: Which of the clients' sets is told apart from them (default: "test").
 
     >>> import torch, fedpop as fp
     >>> x, y = torch.tensor([[-4.0], [4.0]]), torch.tensor([0, 1])

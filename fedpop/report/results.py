@@ -85,10 +85,10 @@ def made_by(records: Iterable[Record]) -> str:
     True
     """
     versions = sorted({r["version"] for r in records})
-    told = f"Made by fedpop {' and '.join(versions)}."
+    made_by = f"Made by fedpop {' and '.join(versions)}."
     if versions == [__version__]:
-        return told
-    return f"{told} The present version is {__version__}; numbers of another one are to be made again."
+        return made_by
+    return f"{made_by} The present version is {__version__}; numbers of another one are to be made again."
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active, Participation, Roster
-from fedpop.files import digest_of
+from fedpop.files import digest_of_bytes
 from fedpop.keys import Key
 from fedpop.message import Tensors, Total
 from fedpop.methods.base import Algorithm, Round
@@ -207,7 +207,7 @@ class Here(Members):
         return self.sites.store
 
     def describe(self) -> dict[str, Any]:
-        names = digest_of("\0".join(self.names).encode())[:32]
+        names = digest_of_bytes("\0".join(self.names).encode())[:32]
         return {"clients": len(self.federation), "data": self.federation.fingerprint(), "names": names}
 
     def fresh(self, method: Algorithm) -> Here:

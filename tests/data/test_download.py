@@ -18,7 +18,7 @@ import pytest
 
 from fedpop.data import download
 from fedpop.data.catalogue import DATASETS, Remote
-from fedpop.data.download import digest_of, fetch
+from fedpop.data.download import digest_of_file, fetch
 from fedpop.data.images import open_images
 from fedpop.errors import DataError
 from fedpop.run.lock import locked_folder
@@ -246,7 +246,7 @@ def published(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """MNIST at our own server; gives the cache that it goes to."""
     folder = mnist(tmp_path / "server") / "mnist"
     server.files = {f.name: f.read_bytes() for f in folder.iterdir()}
-    digests = {f.name: digest_of(f, "md5") for f in folder.iterdir()}
+    digests = {f.name: digest_of_file(f, "md5") for f in folder.iterdir()}
     remotes = {
         split: tuple(replace(r, homes=(server.home,), digest=digests[r.file]) for r in files)
         for split, files in DATASETS["mnist"].remotes.items()

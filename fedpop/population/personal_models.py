@@ -1,4 +1,4 @@
-"""The final pass: clients' own models at the returned theta, as few cohorts at a time as fit."""
+"""Clients' personal models at the returned theta, made in cohorts that fit the memory budget."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fedpop.site.plan import Plan, final_plan, parse_bytes, plan_for
 from fedpop.site.sites import Sites
 
 MEMORY = "1GiB"
-"""What the final pass may take, about."""
+"""What making them may take, about."""
 
 
 def planned(method: Algorithm, federation: Federation) -> Plan:
-    """Groups of clients whose final pass, or diagnostics, fit the memory budget together."""
+    """Cohorts of clients whose personal models, or diagnostics, fit the memory budget together."""
     base = plan_for(method.model, federation, parse_bytes(MEMORY), method.draws, method.phi_copies)
     return final_plan(base, method.model, method.final_draws)
 
 
-def own_models(
+def personal_models(
     method: Algorithm, published: Tensors, sites: Sites, plan: Plan, ids: Tensor, key: Key
 ) -> Iterator[tuple[int, Tensors]]:
     """The models of these clients, each with its position."""
