@@ -1,9 +1,10 @@
 """What pages are made of that nobody should type twice: public names, and measured numbers.
 
 The reference is made from ``fedpop.__all__``; a line ``<!-- bench: name -->`` becomes the table of that
-benchmark from ``results/bench/results.json``, ``<!-- tables: name -->`` all that the benchmark prints, a line
+benchmark from ``benchmarks/results``, ``<!-- tables: name -->`` all that the benchmark prints, a line
 ``<!-- features -->`` what ``fedpop methods`` prints, a line ``<!-- declared: what -->`` the names that may
 leave a site, a line ``<!-- example: name -->`` an example of the gallery with what it prints and its picture.
+The page on experiments is ``research/README.md``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ GROUPS = {
     "run": ("Running", "The simulator."),
     "callbacks": ("Between rounds", "What may happen between two rounds."),
     "population": ("Populations", "What `fit` returns, and scores of every client under one protocol."),
-    "experiments": ("Comparisons", "Methods side by side."),
+    "comparison": ("Comparisons", "Methods side by side."),
     "errors": ("Errors", ""),
 }
 """Parts of fedpop that define public names: packages, and modules that are public themselves."""
@@ -49,18 +50,18 @@ ANSWERS = [
     "fedpop.population.Newcomer",
     "fedpop.evaluation.diagnostics.Diagnostics",
     "fedpop.evaluation.scores.Evaluation",
-    "fedpop.experiments.comparison.Comparison",
+    "fedpop.comparison.Comparison",
     "fedpop.mixed.fit.MixedFit",
 ]
 """What a population answers with: nobody makes one, everybody reads them."""
 
 
-MISSING = "*Not in `results/bench` yet: run `make bench`.*"
+MISSING = "*Not in `benchmarks/results` yet: run `make bench`.*"
 
 
 def measured(name: str) -> list[dict[str, Any]]:
     """The records of a benchmark."""
-    path = ROOT / "results" / "bench" / "results.json"
+    path = ROOT / "benchmarks" / "results" / "results.json"
     records = json.loads(path.read_text()) if path.exists() else []
     return [r for r in records if r["setting"].get("benchmark") == name]
 
@@ -111,7 +112,7 @@ def _number(value: Any) -> str:
 
 def feature_table() -> str:
     """What ``fedpop methods`` prints."""
-    from fedpop.experiments.features import feature_sheets
+    from fedpop.report.features import feature_sheets
 
     table, references, note = feature_sheets()
     return f"{markdown(table)}\n{note}\n\n{markdown(references)}"
@@ -187,6 +188,12 @@ def page(part: str, names: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
+def experiments() -> str:
+    """The experiments' own README; of its links those to pages are kept, the site has no other files."""
+    text = (ROOT / "research" / "README.md").read_text().replace("](../docs/", "](")
+    return re.sub(r"\[([^]]+)\]\((?![\w-]+\.md\b|https?:|#)[^)]*\)", r"\1", text)
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     nav: list[Any] = list(config.nav or [])
     nav.append({"Reference": [{GROUPS[part][0]: f"reference/{part}.md"} for part in groups()]})
@@ -197,4 +204,5 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for part, names in groups().items():
         files.append(File.generated(config, f"reference/{part}.md", content=page(part, names)))
+    files.append(File.generated(config, "experiments.md", content=experiments()))
     return files

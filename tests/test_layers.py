@@ -4,6 +4,7 @@ and ``docs/design.md``), in functions too; no rings of modules."""
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -49,7 +50,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("mixed",),
     ("flower",),
-    ("experiments",),
+    ("comparison",),
     # What users import: public names by kind, then all of them, then the command line.
     ("steps", "chains", "compressors", "participation", "layers", "callbacks"),
     ("__init__",),
@@ -150,6 +151,37 @@ def test_a_package_does_not_know_those_further_down_the_list() -> None:
     said = {name for name, path in modules().items() if ".runs_on = " in path.read_text()}
     assert said == {"fedpop.__init__"}
     assert Algorithm.runs_on is fedpop._fit  # ``fit``, which is imported once a method is fitted
+
+
+def test_the_package_knows_nothing_of_the_papers_experiments() -> None:
+    """They may import all of it; whoever installs the wheel does not have them."""
+
+    def named(source: str) -> set[str]:
+        nodes = list(ast.walk(ast.parse(source)))
+        plain = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+        plain |= {n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
+        plain |= {  # of import_module(...)
+            ast.unparse(a).lstrip("f'\"")
+            for n in nodes
+            if isinstance(n, ast.Call) and ast.unparse(n.func).endswith("import_module")
+            for a in n.args[:1]
+        }
+        return {name for name in plain if name.split(".")[0] == "research"}
+
+    assert not {name for name, path in modules().items() if named(path.read_text())}
+    assert named("from research.drift import job") == {"research.drift"}
+    assert named("import_module(f'research.{name}')")
+    assert any(named(path.read_text()) for path in (ROOT.parent / "research").rglob("*.py"))
+    others = {path for path in HERE.rglob("*.py") if "research" not in path.relative_to(HERE).parts}
+    assert not {path for path in others if named(path.read_text())}
+
+
+def test_the_wheel_is_the_package_alone() -> None:
+    """And what is made of it otherwise holds no tests of what it has not."""
+    built = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    assert built["wheel"] == {"packages": ["fedpop"]}
+    assert "/research" not in built["sdist"]["include"]
+    assert "/tests/research" in built["sdist"]["exclude"]
 
 
 def test_flower_is_imported_in_one_place() -> None:

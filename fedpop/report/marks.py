@@ -62,14 +62,6 @@ def legend(axes: Axes, lines: int, below: bool = False) -> None:
     )
 
 
-def legend_above(axes: Axes, lines: int, columns: int) -> None:
-    """The same above the axes."""
-    if lines > 1:
-        axes.legend(
-            frameon=False, fontsize=8, ncols=min(columns, lines), loc="lower center", bbox_to_anchor=(0.5, 1)
-        )
-
-
 def drawable(line: Line, log_y: bool) -> Line:
     """The points that an axis can show."""
     return [(x, y) for x, y in line if math.isfinite(x) and math.isfinite(y) and (y > 0 or not log_y)]

@@ -28,7 +28,7 @@ def run_report(folder: Path) -> Path:
     if not source.exists():
         raise CheckpointError(
             f"{folder} holds neither metrics.jsonl nor results.json, nor a population with its history; give "
-            "the folder of a run, of an experiment or of a saved population"
+            "the folder of a run, of a comparison or of a saved population"
         )
     history = json_lines(read_bytes(source), source)
     if not history:
