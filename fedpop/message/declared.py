@@ -84,7 +84,11 @@ VECTORS: Mapping[str, Sent] = {
     "n_sum": Sent("the same"),
     "nk": Sent("products that the Hessian in it is made of"),
     "nn": Sent("the same"),
-    "[*": Sent("rows, sums and squares of a column, or rows of a level, by their names as a JSON list"),
+    "left out": Sent("rows of tables that were left out because something is missing in them"),
+    "[*": Sent(
+        "rows, sums and squares of a column, rows of a level, or sites by what a column holds, by their names "
+        "as a JSON list"
+    ),
     "{*": Sent("a one for the form of its examples, which the name is"),
 }
 """Vectors of the library's own methods and questions; a name that ends with a star stands for all that begin

@@ -16,7 +16,7 @@ from fedpop.mixed.sampled import layout_of, scored
 @pytest.mark.parametrize("formula", ["y ~ x + w + s + (w | g)", "y ~ w + (w || g)", "y ~ x + (0 + w | g)"])
 def test_fedsouks_exact_engine_ends_at_the_same_optimum(formula, simulated):
     fit = fp.mixed_model(formula, simulated([6] * 10))
-    layout = layout_of(fit.groups, fit.units, fit.family, 0.0)
+    layout = layout_of(fit.groups, fit.units, 0.0)
     federation, weighted = layout.federation(fit.groups)
     method = fp.FedSOUL(layout.model(weighted), prior=layout.prior(), engine="exact")
     population = method.fit(federation, progress=False)

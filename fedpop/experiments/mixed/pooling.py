@@ -16,7 +16,7 @@ import torch
 
 from fedpop.experiments.mixed.tables import RADON
 from fedpop.keys import Key
-from fedpop.mixed.intervals import normal_quantile
+from fedpop.mixed.inference import normal_quantile
 from fedpop.mixed.model import mixed_model
 
 HOW = ("no pooling", "complete pooling", "partial pooling")
