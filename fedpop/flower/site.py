@@ -23,6 +23,8 @@ from fedpop.keys import Key
 from fedpop.message import Message, Tensors
 from fedpop.methods.asking import question_from
 from fedpop.methods.base import Algorithm, Round
+from fedpop.mixed import gaussian, groups, quadrature
+from fedpop.mixed.study import FormulaStudy
 from fedpop.population import Population
 from fedpop.questions import Question
 from fedpop.run.guards import threads
@@ -38,8 +40,10 @@ from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.site")
 
-STUDIES: Mapping[str, type[Study]] = {kind.__name__: kind for kind in (Survey, Training)}
+STUDIES: Mapping[str, type[Study]] = {kind.__name__: kind for kind in (Survey, Training, FormulaStudy)}
 """What an experiment may be about."""
+FORMULAS = (groups, gaussian, quadrature)
+"""Whose questions a site knows, because they are imported."""
 TOLD, MODEL = "method.json", "model.safetensors"
 """What a site was told of it, and the tensors that belong to that."""
 THETA, SEALED = "theta.safetensors", "theta.json"

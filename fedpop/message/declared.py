@@ -86,7 +86,7 @@ VECTORS: Mapping[str, Sent] = {
     "nn": Sent("the same"),
     "left out": Sent("rows of tables that were left out because something is missing in them"),
     "[*": Sent(
-        "rows, sums and squares of a column, rows of a level, or sites by what a column holds, by their names "
+        "rows, sums and squares of a column, rows of a level, or sites by what a column holds, by names "
         "as a JSON list"
     ),
     "{*": Sent("a one for the form of its examples, which the name is"),

@@ -1,12 +1,14 @@
 """Linear mixed models, exactly: the likelihood in the relative factor alone, all else in closed form.
- With y = X b + Z u + e, u ~ N(0, s2 Lambda Lambda') in each group, b and s2 have a closed form for any
+
+With y = X b + Z u + e, u ~ N(0, s2 Lambda Lambda') in each group, b and s2 have a closed form for any
 Lambda (Bates et al., 2015): of W = (X, y) the server needs S = sum W_i' V_i^-1 W_i and D = sum log det
 V_i, with V_i = I + Z_i Lambda Lambda' Z_i'. Both are sums over groups, as are their derivatives:
 
     P = (Sigma^-1 + M)^-1,  M = Z'Z,  R = Z'W:   S_i = W'W - R'P R,      D_i = log det(I + Lambda' M Lambda)
     K = (I - M P) R,        N = M - M P M:       dS_i = -K' dSigma K,    dD_i = tr(N dSigma)
     dK = -N dSigma K,       dN = -N dSigma N
- A site keeps M and R of its groups; nothing here needs Sigma to be invertible. REML adds log det of the
+
+A site keeps M and R of its groups; nothing here needs Sigma to be invertible. REML adds log det of the
 part of S that belongs to X.
 """
 

@@ -1,5 +1,6 @@
 """Generalised linear mixed models: each group's likelihood by adaptive Gauss-Hermite quadrature.
- With u ~ N(0, I) and eta = X b + offset + Z Lambda u, a group's likelihood is an integral over u, of as
+
+With u ~ N(0, I) and eta = X b + offset + Z Lambda u, a group's likelihood is an integral over u, of as
 many dimensions as there are random effects. Nodes are laid around the mode, in units of the curvature
 there; with one node that is Laplace's approximation. At a node eta is linear in (b, Lambda), with rows d
 = (x, z u'): gradient and curvature there are those of a generalised linear model, and Louis' identity

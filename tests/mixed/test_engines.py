@@ -26,9 +26,9 @@ def test_fedsouks_exact_engine_ends_at_the_same_optimum(formula, simulated):
 
 
 @pytest.mark.parametrize(("y", "family"), [("y", "gaussian"), ("count", "poisson")])
-def test_scores_of_some_add_up_to_everyones(y, family, simulated):
+def test_scores_of_some_add_up_to_everyones(y, family, simulated, fitted):
     """And are the gradient of the likelihood: by differences."""
-    fit = fp.mixed_model(f"{y} ~ w + (w | g)", simulated([6] * 12), family)
+    fit = fitted(f"{y} ~ w + (w | g)", simulated([6] * 12), family).fit
     engine, x = fit.engine, fit.engine.vector(fit.outcome.point) + 0.05
     whole, information = engine.score_and_information(x)
     parts = [engine.score(x, ids) for ids in torch.arange(12).split(5)]
