@@ -34,7 +34,7 @@ from fedpop.site.plan import Plan, parse_bytes
 from fedpop.site.refusal import Code, Refusal
 from fedpop.site.sites import Sites
 from fedpop.site.store import LocalStore
-from fedpop.site.study import Held, Source, Study, Survey, Training
+from fedpop.site.study import Held, SiteData, Study, Survey, Training
 from fedpop.site.work import Work
 from fedpop.version import __version__
 
@@ -67,8 +67,8 @@ class Site:
     """With fewer rows than these it refuses the spectral start."""
 
     @property
-    def source(self) -> Source:
-        return Source(self.name, self.where, self.folder)
+    def data(self) -> SiteData:
+        return SiteData(self.name, self.where, self.folder)
 
     def answer(self, letter: Letter) -> Message:
         """The reply to a letter. Errors that are not meant for the server stay here, in the log."""
@@ -148,7 +148,7 @@ class SiteExperiment:
     def method(self) -> Algorithm:
         """The server's method on this site's copy of the model."""
         if self.study.method is None:
-            raise Refusal("there are no rounds: the experiment is not about a method", Code.STRANGER)
+            raise Refusal("there are no rounds: the experiment is not about a method", Code.STUDY)
         return self.study.method
 
     @property
@@ -159,7 +159,7 @@ class SiteExperiment:
     @cached_property
     def held(self) -> Held:
         """This site's data as the study has them."""
-        return self.study.held(self.study.read(self.site.source))
+        return self.study.held(self.study.read(self.site.data))
 
     @property
     def federation(self) -> Federation:

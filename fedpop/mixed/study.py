@@ -32,7 +32,7 @@ from fedpop.mixed.table import Rows, as_frame, rows_of
 from fedpop.questions import Question, Table, Units
 from fedpop.questions.schema import Moments, sorted_levels
 from fedpop.site.plan import Plan
-from fedpop.site.study import Held, Source, Study, table_units
+from fedpop.site.study import Held, SiteData, Study, table_units
 
 BUDGET = 2**27
 """Bytes that work on a cohort may take at most, about; data and what sites keep aside."""
@@ -121,9 +121,9 @@ class FormulaStudy(Study):
         """The rows of a table that miss nothing."""
         return rows_of(frame, self.formula, columns=self.columns, sites=sites, missing=self.missing)
 
-    def read(self, source: Source) -> Rows:
+    def read(self, place: SiteData) -> Rows:
         """Errors that the server may see name columns, and no value."""
-        who, frame = f"site {source.site!r}", _frame(source)
+        who, frame = f"site {place.site!r}", _frame(place)
         for name in dict.fromkeys([*self.columns, self.formula.group]):
             if name not in frame.columns:
                 raise SchemaError(f"{who} has no column {name!r}, which the federation needs")
@@ -180,11 +180,11 @@ def _weight(text: str | None) -> FormulaPart | None:
     return FormulaPart(shown(tokens), tokens)
 
 
-def _frame(source: Source) -> Any:
+def _frame(place: SiteData) -> Any:
     """A site's table as a data frame."""
-    if ":" in source.where:
-        return as_frame(called(source.where, entry_named(source.where, source.folder), source.site))
-    return as_frame(Path(source.where))
+    if ":" in place.where:
+        return as_frame(called(place.where, entry_named(place.where, place.folder), place.site))
+    return as_frame(Path(place.where))
 
 
 def groups_of_sites(rows: Rows) -> Mapping[str, Sequence[str]] | None:

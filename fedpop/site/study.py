@@ -37,7 +37,7 @@ log = logging.getLogger("fedpop.site")
 
 
 @dataclass(frozen=True)
-class Source:
+class SiteData:
     """Where a site's data are: a file, a folder of images, or ``module:function``."""
 
     site: str
@@ -112,7 +112,7 @@ class Study(ABC):
     # --- what a site makes of it ---------------------------------------------------------------
 
     @abstractmethod
-    def read(self, source: Source) -> Any:
+    def read(self, place: SiteData) -> Any:
         """A site's own data, or the error that says what does not fit."""
 
     @abstractmethod
@@ -142,10 +142,10 @@ class Survey(Study):
     def of(cls, told: Mapping[str, Any], tensors: Tensors) -> Survey:
         return cls(told["form"])
 
-    def read(self, source: Source) -> Any:
+    def read(self, place: SiteData) -> Any:
         if "x" not in self.form:
-            return read_data(source.where, self.form, source.site, source.folder)
-        return {source.site: table_of(read_table(Path(source.where), self.form, source.site), self.form)}
+            return read_data(place.where, self.form, place.site, place.folder)
+        return {place.site: table_of(read_table(Path(place.where), self.form, place.site), self.form)}
 
     def held(self, data: Any) -> Held:
         """Of examples, or of tables by the names of sites."""
@@ -221,9 +221,9 @@ class Training(Study):
         made = rebuild(method["algorithm"], method["class"], model)
         return cls(made, example, told["form"], method["entry"])
 
-    def read(self, source: Source) -> Federation:
+    def read(self, place: SiteData) -> Federation:
         """A site's examples, checked against the form and the model."""
-        found = read_data(source.where, self.form, source.site, source.folder)
+        found = read_data(place.where, self.form, place.site, place.folder)
         own = self.method.model.prepared(found.example)
         if own.known() != self.method.model.known():
             raise Refusal(

@@ -15,7 +15,10 @@ import torch
 
 import fedpop as fp
 from fedpop.errors import DataError, EstimateError, FedpopWarning, SettingsError
+from fedpop.flower.folder import open_site
+from fedpop.flower.letters import Letter, code_of
 from fedpop.flower.records import letter_from_record, message_from_record
+from fedpop.flower.site import read_theta
 from fedpop.keys import Key
 from fedpop.message import Total
 from fedpop.mixed import gaussian, groups, quadrature, study
@@ -25,6 +28,7 @@ from fedpop.mixed.study import FormulaStudy
 from fedpop.questions import Question
 from fedpop.questions.schema import ColumnSquares, ColumnTotals
 from fedpop.run.members import Asking, Here
+from fedpop.site.refusal import Code
 from tests.flower.formulas import Alone, by_site, grid_of, members_on, over, states_at
 from tests.mixed.conftest import alike
 
@@ -409,3 +413,38 @@ def test_a_site_refuses_what_it_was_not_told_of(tmp_path: Path, frame: Any) -> N
         members.ask(Asking(gaussian.Profile(units), known, Key(0)))
     with pytest.raises(SettingsError, match="no rounds"):
         members.settle(fp.FedAvg(fp.Composition(None, torch.nn.Linear(1, 1), "normal")))
+
+
+def test_refusals_of_a_formulas_site_have_codes(tmp_path: Path, frame: Any) -> None:
+    """What it does not know it is told again; what it is not about it does not do; columns are named."""
+    frames = by_site(frame, "g", 3)
+    grid = grid_of(tmp_path, frames)
+    over(grid, "y ~ w + (1 | g)")
+    letters = [letter_from_record(m.content) for site, m, _ in grid.traffic if site == "south"]
+    site = open_site(tmp_path / "south")
+    ask = next(x for x in letters if x.kind == "ask" and x.about["question"] == "profile")
+    hello = next(x for x in letters if x.kind == "hello")
+
+    def code(letter: Letter, **about: Any) -> Code:
+        return code_of(site.answer(Letter(letter.kind, dict(letter.about) | about, letter.tensors)))
+
+    assert code(ask, experiment="another") == Code.STRANGER
+    assert code(ask, units=[99]) == Code.STRANGER
+    assert code(ask, told={"kind": "Nonsense", "fields": {}}) == Code.QUESTION
+    train = Letter("train", dict(ask.about) | {"round": 0, "units": None}, ask.tensors)
+    assert code(train) == Code.STUDY
+    assert code(hello, study=dict(hello.about["study"]) | {"kind": "Nonsense"}) == Code.STUDY
+    assert code(hello, study=dict(hello.about["study"]) | {"formula": "y ~ z + (1 | g)"}) == Code.DATA
+
+
+def test_theta_is_given_to_sites_at_the_end(tmp_path: Path, frame: Any) -> None:
+    frames = by_site(frame, "g", 3)
+    about = FormulaStudy.said("y ~ w + (w | g)")
+    members = members_on(grid_of(tmp_path, frames), about)
+    fit = fitted_over(members, about)
+    theta = {"b": fit.outcome.point.b, "factor": fit.outcome.point.factor}
+    assert members.finish(theta, fit.rounds) == list(frames)
+    for name in frames:
+        folder = tmp_path / name / "experiments" / "test"
+        assert torch.equal(read_theta(folder)["b"], theta["b"])
+        assert (folder / "final.safetensors").exists()

@@ -205,9 +205,9 @@ def test_a_function_beside_the_sites_settings(tmp_path: Path) -> None:
     (folder / "secret").write_text("1\n")
     site = joining.open_site(folder)
     try:
-        assert len(Survey().read(site.source)) == 1
+        assert len(Survey().read(site.data)) == 1
         with pytest.raises(fp.DataError if hasattr(fp, "DataError") else ValueError, match="has a function"):
-            Survey({"x": ["a"], "y": "b"}).read(site.source)
+            Survey({"x": ["a"], "y": "b"}).read(site.data)
     finally:
         sys.path.remove(str(folder))
 
