@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fedpop.keys import Key
-from fedpop.mixed.intervals import normal_quantile
+from fedpop.mixed.inference import normal_quantile
 from fedpop.mixed.model import mixed_model
 
 HOW = ("no pooling", "complete pooling", "partial pooling")
