@@ -35,19 +35,19 @@ test-oldest: $(STAMP) ## Run the tests with the oldest versions that are allowed
 lint: $(STAMP) ## Check style, format, types and documentation
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy --strict fedpop
+	$(BIN)/mypy --strict fedpop research
 	@$(MAKE) --no-print-directory docs
 
 docs: $(STAMP) ## Build the documentation into site/; every warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 pictures: $(STAMP) ## Draw the documentation's pictures again, from small runs
-	$(BIN)/python docs/pictures.py
+	PYTHONPATH=. $(BIN)/python docs/pictures.py
 
 bench: $(STAMP) ## Run the benchmarks
 	$(BIN)/python -m benchmarks
 
-clean: ## Remove caches and build output; keeps the environment, runs/ and results/
+clean: ## Remove caches and build output; keeps the environment, runs/ and records
 	rm -rf $(OLDEST) build dist site .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 

@@ -1,4 +1,4 @@
-"""Run all benchmarks, or those named, print their tables and write ``results/bench/results.json``.
+"""Run all benchmarks, or those named, print their tables and write ``results/results.json`` beside them.
 
 ``python -m benchmarks "small rounds" kernels`` runs two of them; the others' records stay.
 """
@@ -26,7 +26,7 @@ from benchmarks import (
 )
 from fedpop.report.results import Results
 
-FOLDER = Path("results/bench")
+FOLDER = Path(__file__).parent / "results"
 BENCHMARKS = (
     small_rounds,
     rounds_per_second,

@@ -1,9 +1,10 @@
 """What pages are made of that nobody should type twice: public names, and measured numbers.
 
 The reference is made from ``fedpop.__all__``; a line ``<!-- bench: name -->`` becomes the table of that
-benchmark from ``results/bench/results.json``, ``<!-- tables: name -->`` all that the benchmark prints, a line
-``<!-- features -->`` what ``fedpop methods`` prints, a line ``<!-- example: name -->`` an example of the
-gallery with what it prints and its picture.
+benchmark from ``benchmarks/results``, ``<!-- tables: name -->`` all that the benchmark prints, a line
+``<!-- features -->`` what ``fedpop methods`` prints, a line ``<!-- declared: what -->`` the names that may
+leave a site, a line ``<!-- example: name -->`` an example of the gallery with what it prints and its picture.
+The page on experiments is ``research/README.md``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import fedpop
+from fedpop.message import declared
 from fedpop.report.html import Sheet, markdown
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +40,7 @@ GROUPS = {
     "run": ("Running", "The simulator."),
     "callbacks": ("Between rounds", "What may happen between two rounds."),
     "population": ("Populations", "What `fit` returns, and scores of every client under one protocol."),
-    "experiments": ("Comparisons", "Methods side by side."),
+    "comparison": ("Comparisons", "Methods side by side."),
     "errors": ("Errors", ""),
 }
 """Parts of fedpop that define public names: packages, and modules that are public themselves."""
@@ -48,18 +50,18 @@ ANSWERS = [
     "fedpop.population.Newcomer",
     "fedpop.evaluation.diagnostics.Diagnostics",
     "fedpop.evaluation.scores.Evaluation",
-    "fedpop.experiments.comparison.Comparison",
+    "fedpop.comparison.Comparison",
     "fedpop.mixed.fit.MixedFit",
 ]
 """What a population answers with: nobody makes one, everybody reads them."""
 
 
-MISSING = "*Not in `results/bench` yet: run `make bench`.*"
+MISSING = "*Not in `benchmarks/results` yet: run `make bench`.*"
 
 
 def measured(name: str) -> list[dict[str, Any]]:
     """The records of a benchmark."""
-    path = ROOT / "results" / "bench" / "results.json"
+    path = ROOT / "benchmarks" / "results" / "results.json"
     records = json.loads(path.read_text()) if path.exists() else []
     return [r for r in records if r["setting"].get("benchmark") == name]
 
@@ -110,10 +112,22 @@ def _number(value: Any) -> str:
 
 def feature_table() -> str:
     """What ``fedpop methods`` prints."""
-    from fedpop.experiments.features import feature_sheets
+    from fedpop.report.features import feature_sheets
 
     table, references, note = feature_sheets()
     return f"{markdown(table)}\n{note}\n\n{markdown(references)}"
+
+
+def declared_table(what: str) -> str:
+    """Everything that may leave a site, by name: "vectors", "numbers" or "header"."""
+    sent = {"vectors": declared.VECTORS, "numbers": declared.NUMBERS, "header": declared.HEADER}[what]
+    clear = what == "vectors" and any(s.clear for s in sent.values())
+    rows = ["| name | what it is |" + (" the server needs |" if clear else "")]
+    rows.append("|---|---|" + ("---|" if clear else ""))
+    for name, s in sent.items():
+        need = f" {'single values' if s.clear else 'the sum'} |" if clear else ""
+        rows.append(f"| `{name}` | {s.what} |{need}")
+    return "\n".join(rows)
 
 
 def gallery(name: str) -> str:
@@ -128,7 +142,12 @@ def gallery(name: str) -> str:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     if "<!-- features -->" in markdown:
         markdown = markdown.replace("<!-- features -->", feature_table())
-    for what, made in (("bench", bench), ("tables", printed), ("example", gallery)):
+    for what, made in (
+        ("bench", bench),
+        ("tables", printed),
+        ("declared", declared_table),
+        ("example", gallery),
+    ):
         markdown = re.sub(
             rf"^<!-- {what}: (.+) -->$", lambda m, made=made: made(m[1]), markdown, flags=re.MULTILINE
         )
@@ -169,6 +188,12 @@ def page(part: str, names: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
+def experiments() -> str:
+    """The experiments' own README; of its links those to pages are kept, the site has no other files."""
+    text = (ROOT / "research" / "README.md").read_text().replace("](../docs/", "](")
+    return re.sub(r"\[([^]]+)\]\((?![\w-]+\.md\b|https?:|#)[^)]*\)", r"\1", text)
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     nav: list[Any] = list(config.nav or [])
     nav.append({"Reference": [{GROUPS[part][0]: f"reference/{part}.md"} for part in groups()]})
@@ -179,4 +204,5 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for part, names in groups().items():
         files.append(File.generated(config, f"reference/{part}.md", content=page(part, names)))
+    files.append(File.generated(config, "experiments.md", content=experiments()))
     return files

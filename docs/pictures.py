@@ -1,4 +1,5 @@
-"""The pictures of the documentation, each from a real run: ``make pictures``, or this file with their names.
+"""The pictures of the documentation, each from a real run: ``make pictures``, or this file with their names
+where the root of the checkout is on Python's path.
 
 Those of the gallery are drawn from the variables that its examples leave behind, those of the tutorials from
 the code on the pages; the rest are small runs of their own, or the committed results.
@@ -21,6 +22,7 @@ from torch import nn
 import fedpop as fp
 from fedpop.report import side_by_side
 from fedpop.report.looks import BLACK, BLUE, GREY, METHODS, ORANGE, looks
+from fedpop.report.results import Results
 from fedpop.report.style import new_axes, new_figure, styled, svg_of
 
 ROOT = Path(__file__).parents[1]
@@ -315,27 +317,26 @@ def calibration() -> str:
 
 def bias() -> str:
     """Out of the committed results: the bias of Langevin steps."""
-    from fedpop.experiments.theory.page import bias_section
-    from fedpop.report.results import Results
+    from research.theory import EXPERIMENT
+    from research.theory.page import bias_section
 
-    return bias_section(Results.open(ROOT / "results" / "theory")).figures[0].svg
+    return bias_section(Results.open(EXPERIMENT.folder)).figures[0].svg
 
 
 def defaults() -> str:
     """Out of the committed results: settings changed one at a time."""
-    from fedpop.experiments.defaults import page as told
-    from fedpop.report.results import Results
+    from research.defaults import EXPERIMENT
 
-    sections = told(Results.open(ROOT / "results" / "defaults")).sections
+    sections = EXPERIMENT.page(Results.open(EXPERIMENT.folder)).sections
     return next(s for s in sections if s.figures).figures[1].svg
 
 
 def pooling() -> str:
     """Out of the committed results: radon in counties, pooled and not."""
-    from fedpop.experiments.mixed.page import pooling_figure
-    from fedpop.report.results import Results
+    from research.mixed import EXPERIMENT
+    from research.mixed.page import pooling_figure
 
-    figure = pooling_figure(Results.open(ROOT / "results" / "mixed"))
+    figure = pooling_figure(Results.open(EXPERIMENT.folder))
     assert figure is not None
     return figure.svg
 

@@ -37,7 +37,7 @@ AREAS = {
     "evaluation": ("Estimates and diagnostics", "What is computed after training."),
     "population": ("Populations", "Asking, saving and loading."),
     "mixed": ("Mixed models", "`mixed_model` and `fedpop fit`."),
-    "experiments": ("Comparisons and experiments", "`compare`, `fedpop compare`, `tune` and `experiment`."),
+    "comparison": ("Comparisons", "`compare`, `fedpop compare` and `fedpop tune`."),
     "report": ("Reports", "Pages and pictures."),
     "": ("Everywhere", "Settings, files and optional packages."),
 }

@@ -45,7 +45,7 @@ from fedpop.version import __version__ as __version__
 
 if _TYPE_CHECKING:
     from fedpop import callbacks, data
-    from fedpop.experiments.comparison import compare
+    from fedpop.comparison import compare
     from fedpop.mixed.model import mixed_model
     from fedpop.run.simulate import fit
 else:
@@ -53,7 +53,7 @@ else:
     # process.
     _LATER = {
         "callbacks": "fedpop",
-        "compare": "fedpop.experiments.comparison",
+        "compare": "fedpop.comparison",
         "data": "fedpop",
         "fit": "fedpop.run.simulate",
         "mixed_model": "fedpop.mixed.model",

@@ -48,9 +48,9 @@ def _refused(
     ]
     for one in given:
         if one not in known:
-            told = f"{name} has no setting {one!r}{did_you_mean(one, known)}"
-            told += " It has" if told.endswith("?") else "; it has"
-            return SettingsError(f"{told} {', '.join(known)}")
+            words = f"{name} has no setting {one!r}{did_you_mean(one, known)}"
+            words += " It has" if words.endswith("?") else "; it has"
+            return SettingsError(f"{words} {', '.join(known)}")
     return SettingsError(f"{name}: {error}")
 
 
@@ -58,13 +58,13 @@ def _refused(
 
 
 def _once_per_class(make: Callable[[type], R]) -> Callable[[type], R]:
-    """A function of a class, kept as long as the class is there (a notebook's cell defines it again)."""
-    kept: weakref.WeakKeyDictionary[type, R] = weakref.WeakKeyDictionary()
+    """A function of a class, cached as long as the class is there (a notebook's cell defines it again)."""
+    cache: weakref.WeakKeyDictionary[type, R] = weakref.WeakKeyDictionary()
 
     def found(cls: type) -> R:
-        if cls not in kept:
-            kept[cls] = make(cls)
-        return kept[cls]
+        if cls not in cache:
+            cache[cls] = make(cls)
+        return cache[cls]
 
     return found
 
@@ -104,8 +104,8 @@ class Checked:
             try:
                 read = kind.read(value)
             except Wrong as wrong:
-                told = wrong.told(f"{type(self).__name__}: {name}", kind.among)
-                raise SettingsError(told) from None
+                words = wrong.message(f"{type(self).__name__}: {name}", kind.among)
+                raise SettingsError(words) from None
             if read is not value:
                 object.__setattr__(self, name, read)
 
@@ -128,7 +128,7 @@ def _kinds(cls: type) -> tuple[tuple[str, Kind], ...]:
 
 
 def hints_of(cls: type) -> dict[str, Any]:
-    """The types of a class's fields, those that can be told."""
+    """The types of a class's fields, those that are known."""
     hints: dict[str, Any] = {}
     for owner in reversed(cls.__mro__):
         hints |= _annotations(owner)
@@ -155,7 +155,7 @@ def require(hint: Any, **values: Any) -> None:
         try:
             kind.read(value)
         except Wrong as wrong:
-            raise SettingsError(wrong.told(name, kind.among)) from None
+            raise SettingsError(wrong.message(name, kind.among)) from None
 
 
 # --- functions -------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
                 try:
                     bound.arguments[setting] = kind.read(value)
                 except Wrong as wrong:
-                    raise SettingsError(wrong.told(f"{name}: {setting}", kind.among)) from None
+                    raise SettingsError(wrong.message(f"{name}: {setting}", kind.among)) from None
         return function(*bound.args, **bound.kwargs)
 
     return call

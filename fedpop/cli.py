@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import (
-    FlagCreatePairsOff,
     OmitArgPrefixes,
     OmitSubcommandPrefixes,
     Positional,
@@ -20,7 +20,6 @@ from tyro.extras import SubcommandApp
 
 from fedpop.cli_data import DataDir, Get, Listing, Show
 from fedpop.errors import CheckpointError, FedpopError, SettingsError, plain_warnings
-from fedpop.experiments.names import EXPERIMENTS, FROM_FILES, listed
 from fedpop.version import __version__
 
 if TYPE_CHECKING:
@@ -28,28 +27,20 @@ if TYPE_CHECKING:
     from fedpop.report.results import Results
 
 app = SubcommandApp()
-ABOUT_EXPERIMENTS = (
-    f"Run an experiment: {', '.join(EXPERIMENTS)}; what is there already is not run again. Without a name, "
-    "list them with what they show."
-)
-
-
-def _module(name: str) -> Any:
-    """A module of the experiments; all of them together would take long to import."""
-    return import_module(f"fedpop.experiments.{name.replace('-', '_')}")
+REPORTS = {"compare": "fedpop.comparison", "demo": "fedpop.comparison.demo", "tune": "fedpop.comparison.tune"}
+"""By what records say under "experiment": where the ``REPORT`` of them is."""
 
 
 def _report_of(results: Results) -> Report:
     """What tells of these records."""
     kinds = {r["experiment"] for r in results.records}
-    known = (*EXPERIMENTS, *FROM_FILES)
-    if len(kinds) != 1 or not kinds <= set(known):
+    if len(kinds) != 1 or not kinds <= set(REPORTS):
         raise CheckpointError(
             f"{results.folder / 'results.json'} holds records of {', '.join(sorted(kinds)) or 'nothing'}; "
-            f"there are reports of {', '.join(known)}"
+            f"there are reports of {', '.join(REPORTS)}, and in a checkout python -m research report FOLDER "
+            "makes those of the paper's experiments"
         )
-    kind = kinds.pop()
-    found: Report = _module(kind).EXPERIMENT if kind in EXPERIMENTS else _module(FROM_FILES[kind]).REPORT
+    found: Report = import_module(REPORTS[kinds.pop()]).REPORT
     return found
 
 
@@ -61,7 +52,7 @@ def demo(out: Path = Path("runs/demo"), seed: int = 0) -> None:
         out: Folder for the report and the results.
         seed: Which data to draw.
     """
-    from fedpop.experiments.demo import run_demo
+    from fedpop.comparison.demo import run_demo
 
     run_demo(out, seed)
 
@@ -83,7 +74,7 @@ def compare(
         seeds: How many seeds, in place of what the file says.
         processes: Worker processes; one per core unless told.
     """
-    from fedpop.experiments.comparison.command import compare_file
+    from fedpop.comparison.config import compare_file
 
     compare_file(config, out, data_dir, seeds, processes)
 
@@ -103,37 +94,9 @@ def tune(
         data_dir: Folder in which images are looked for first, in place of what the file says.
         processes: Worker processes; one per core unless told.
     """
-    from fedpop.experiments.tune import tune_file
+    from fedpop.comparison.tune import tune_file
 
     tune_file(config, out, data_dir, processes)
-
-
-def experiment(
-    name: Annotated[str, Positional, arg(metavar="NAME")] = "",
-    out: Annotated[Path | None, arg(metavar="PATH")] = None,
-    seeds: Annotated[int | None, arg(metavar="INT")] = None,
-    processes: Annotated[int | None, arg(metavar="INT")] = None,
-    data_dir: DataDir = None,
-    only: Annotated[str, arg(metavar="TEXT")] = "",
-    again: Annotated[bool, FlagCreatePairsOff] = False,
-) -> None:
-    """Run an experiment by its name.
-
-    Args:
-        name: Which one.
-        out: Folder for results.json, results.md and report.html; results/NAME unless told.
-        seeds: How many seeds; the experiment's own number unless told.
-        processes: Worker processes; one per core unless told.
-        data_dir: Folder in which data are looked for first, for an experiment that needs them.
-        only: Run only jobs with this text in their label, such as "main" or "seed 0".
-        again: Make anew what another version of fedpop made.
-    """
-    if not name:
-        sys.stdout.write(f"fedpop experiment NAME runs one of\n{listed()}\n")
-        return
-    if name not in EXPERIMENTS:
-        raise SettingsError(f"there is no experiment {name!r}; there are\n{listed()}")
-    _module(name).EXPERIMENT.run(out, seeds, processes, data_dir, only, again)
 
 
 @app.command
@@ -176,27 +139,23 @@ def fit(
         rounds: Rounds of the sampled engine; until it has converged unless told.
         min_count: The smallest cell of a predictor's level that is told to others.
     """
-    from fedpop.mixed.command import fit_file
+    from fedpop.mixed.model import fit_file
 
     settings = {"method": method, "weights": weights, "sites": sites, "engine": engine, "rounds": rounds}
     sys.stdout.write(fit_file(data, formula, family, json, seed=seed, min_count=min_count, **settings))
 
 
-experiment.__doc__ = (experiment.__doc__ or "").replace("Run an experiment by its name.", ABOUT_EXPERIMENTS)
-app.command(experiment)
-
-
 @app.command
 def methods() -> None:
     """List every method with what it supports, a live client's memory, and its reference."""
-    from fedpop.experiments.features import show
+    from fedpop.report.features import show
 
     show()
 
 
 @app.command
 def report(folder: Positional[Path]) -> None:
-    """Write report.html into a run folder or an experiment's results folder.
+    """Write report.html into the folder of a run or of a comparison.
 
     Args:
         folder: A folder that holds metrics.jsonl or results.json.
@@ -207,7 +166,7 @@ def report(folder: Positional[Path]) -> None:
 
     if (folder / "results.json").exists():
         results = Results.open(folder)
-        with reading(folder / "results.json", "an experiment's results"):
+        with reading(folder / "results.json", "a comparison's results"):
             _report_of(results).tell(results)
     else:
         tell_run(folder)
@@ -239,30 +198,39 @@ def _federated(who: str, arguments: list[str]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``fedpop``."""
+
+    def answer(given: list[str]) -> None:
+        if given[:1] in (["server"], ["site"]):
+            _federated(given[0], given[1:] or ["--help"])
+            return
+        app.cli(
+            prog="fedpop",
+            description="Personalised federated learning that knows what it does not know.",
+            args=given,
+        )
+
     given = sys.argv[1:] if arguments is None else arguments
     given = {(): ["--help"], ("--version",): ["version"], ("-V",): ["version"]}.get(tuple(given), given)
+    answered(answer, given)
+
+
+def answered(answer: Callable[[list[str]], None], given: list[str], name: str = "fedpop") -> None:
+    """Answer a command line; what went wrong is a line for people, which begins with the command's name."""
     try:
         with plain_warnings():
             if "" in given:  # paths take it for the current folder
                 raise SettingsError(
-                    f"argument {list(given).index('') + 1} is empty: is a variable of the shell not set?"
+                    f"argument {given.index('') + 1} is empty: is a variable of the shell not set?"
                 )
-            if given[:1] in (["server"], ["site"]):
-                _federated(given[0], given[1:] or ["--help"])
-                return
-            app.cli(
-                prog="fedpop",
-                description="Personalised federated learning that knows what it does not know.",
-                args=given,
-            )
+            answer(given)
     except FedpopError as error:
-        sys.stderr.write(f"fedpop: {error}\n")
+        sys.stderr.write(f"{name}: {error}\n")
         raise SystemExit(2) from None
     except ModuleNotFoundError as error:
         if error.name not in ("flwr", "cryptography"):
             raise
-        sys.stderr.write(f"fedpop: {error.name} is not installed: pip install 'fedpop[flower]'\n")
+        sys.stderr.write(f"{name}: {error.name} is not installed: pip install 'fedpop[flower]'\n")
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        sys.stderr.write("fedpop: interrupted; what was finished is saved\n")
+        sys.stderr.write(f"{name}: interrupted; what was finished is saved\n")
         raise SystemExit(130) from None

@@ -42,7 +42,7 @@ class PayloadError(FedpopError, ValueError):
 
 
 class TrainingError(FedpopError):
-    """Training broke down: nobody could be heard, or theta is not finite; names the round and the client."""
+    """Training broke down: no message was usable, or theta is not finite; names the round and the client."""
 
 
 class EstimateError(FedpopError):
@@ -79,14 +79,14 @@ def plain_warnings() -> Iterator[None]:
     """Warnings of ours in one line, as commands tell errors: the place in the code is not the user's."""
     before = warnings.formatwarning
 
-    def told(
+    def one_line(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
         if issubclass(category, FedpopWarning):
             return f"fedpop: warning: {message}\n"
         return before(message, category, filename, lineno, line)
 
-    warnings.formatwarning = told
+    warnings.formatwarning = one_line
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Files that are either whole or not there: temporary name, fsync, rename. Never pickle.
 
-What is read back was written by this module and says so itself: every file has a digest, kept in a JSON file
-that has a seal of its own. Whatever else is found is one CheckpointError that names the file.
+What is read back was written by this module and says so itself: every file has a digest, stored in a JSON
+file that is sealed. Whatever else is found is one CheckpointError that names the file.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write tensors as safetensors; gives the digest of the file."""
     data = tensor_bytes(tensors)
     write_bytes(path, data)
-    return digest_of(data)
+    return digest_of_bytes(data)
 
 
 class NewFiles:
@@ -148,7 +148,7 @@ class NewFiles:
 
     def add(self, stem: str, suffix: str, data: bytes) -> str:
         """Write a file; gives its name."""
-        digest = digest_of(data)
+        digest = digest_of_bytes(data)
         path = self.folder / f"{stem}.{digest[:16]}.{suffix}"
         if not path.exists() or path.read_bytes() != data:
             self._fresh.append(path)
@@ -174,12 +174,12 @@ class NewFiles:
 # --- reading ---------------------------------------------------------------------------------
 
 
-def digest_of(data: bytes) -> str:
+def digest_of_bytes(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
 def _seal(plain: Mapping[str, Any]) -> str:
-    return digest_of(json.dumps(plain, sort_keys=True).encode())
+    return digest_of_bytes(json.dumps(plain, sort_keys=True).encode())
 
 
 def _reason(error: BaseException) -> str:
@@ -204,8 +204,8 @@ def reading(path: Path, what: str, remedy: str = DAMAGED) -> Iterator[None]:
         FedpopError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError,
         TypeError, ValueError, OSError,
     ) as error:  # fmt: skip
-        told = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise CheckpointError(f"{path} is not {what} of this version ({told}); {remedy}") from error
+        detail = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise CheckpointError(f"{path} is not {what} of this version ({detail}); {remedy}") from error
 
 
 def read_bytes(path: Path, digest: str | None = None) -> bytes:
@@ -214,7 +214,7 @@ def read_bytes(path: Path, digest: str | None = None) -> bytes:
         data = path.read_bytes()
     except (OSError, MemoryError) as error:
         raise CheckpointError(f"cannot read {path}: {_reason(error)}; {DAMAGED}") from error
-    if digest is not None and digest_of(data) != digest:
+    if digest is not None and digest_of_bytes(data) != digest:
         raise CheckpointError(f"{path} was truncated or edited: its digest does not match; {DAMAGED}")
     return data
 

@@ -144,8 +144,8 @@ class Key:
 
     @property
     def _cipher(self) -> tuple[int, int]:
-        told = f"{self.seed}|{self.round}|{self.purpose}".encode()
-        both = int.from_bytes(blake2b(told, digest_size=8).digest(), "little")
+        address = f"{self.seed}|{self.round}|{self.purpose}".encode()
+        both = int.from_bytes(blake2b(address, digest_size=8).digest(), "little")
         return both & _MASK, both >> 32
 
     def bits(self, units: Tensor, count: int, start: Tensor | int = 0) -> Tensor:

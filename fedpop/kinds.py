@@ -1,4 +1,4 @@
-"""What an annotation takes, and how it is told: types, ranges and words, each with its reader.
+"""What an annotation takes, and how it is described: types, ranges and words, each with its reader.
 
 A truth value is no number; NumPy's scalars are as good as Python's; every number is finite; lists stand for
 tuples. A reader gives a value in the form that is wanted, or raises ``Wrong``.
@@ -79,7 +79,7 @@ class Wrong(Exception):
     def __init__(self, words: str, value: Any, path: str = "", why: str = "") -> None:
         self.words, self.value, self.path, self.why = words, value, path, why
 
-    def told(self, name: str, among: Iterable[str] = ()) -> str:
+    def message(self, name: str, among: Iterable[str] = ()) -> str:
         value = self.value
         shown = " ".join(_SHORT.repr(value).split())  # a tensor's or a model's words go over many lines
         out = f"{name}{self.path} must be {self.words}, not {shown}"

@@ -1,8 +1,8 @@
-"""Settings as frozen dataclasses: checked where they are given, told in plain values, read back from them.
+"""Settings as frozen dataclasses: checked where they are given, written as plain values, read back from them.
 
 Whatever a run can be configured with derives from ``Setting``: methods, kernels, priors, compressors,
-steps. A class is known by its name once it is defined, a user's own as well as fedpop's: there is no list
-to add it to. A bare name that fedpop has is fedpop's; files hold a user's own as ``module:Name``.
+steps. A class is known by its name once it is defined, a user's as well as fedpop's: there is no list
+to add it to. A bare name that fedpop has is fedpop's; files hold a user's as ``module:Name``.
 """
 
 from __future__ import annotations
@@ -97,8 +97,10 @@ def named(base: type[S], name: str, what: str) -> type[S]:
     spelled = by_name(known(base).values(), lambda cls: _spelled(cls.__name__))
     found = class_of(base, name) if ":" in name else spelled.get(_spelled(name))
     if found is None:
-        told = sorted(n.lower() for n in known(base))
-        raise SettingsError(f"unknown {what} {name!r}; known are {', '.join(told)}{did_you_mean(name, told)}")
+        names = sorted(n.lower() for n in known(base))
+        raise SettingsError(
+            f"unknown {what} {name!r}; known are {', '.join(names)}{did_you_mean(name, names)}"
+        )
     return found
 
 

@@ -30,7 +30,7 @@ def test_get_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_what_cannot_be_got_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = refused(capsys, "get", "cifar10", "--data-dir", str(tmp_path))
-    assert told.startswith("fedpop: there are no train images of cifar10: looked for")
+    assert told.startswith("fedpop: there are no train images of cifar10: searched for")
     assert told.count("\n") == 1
     assert "known are cifar10" in refused(capsys, "get", "imagenet")
 

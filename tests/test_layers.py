@@ -1,8 +1,10 @@
-"""Packages form layers: each imports only from those below it, in functions too; no rings of modules."""
+"""Packages form layers, from the ground up: each imports only from those above it in the list (``LAYERS``,
+and ``docs/design.md``), in functions too; no rings of modules."""
 
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -48,15 +50,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("mixed",),
     ("flower",),
-    ("experiments",),
+    ("comparison",),
     # What users import: public names by kind, then all of them, then the command line.
     ("steps", "chains", "compressors", "participation", "layers", "callbacks"),
     ("__init__",),
     ("cli", "cli_data"),
 )
 RANK = {name: i for i, names in enumerate(LAYERS) for name in names}
-ABOVE = {("fedpop.methods.base", "fedpop.population")}
-"""The one type from above: what ``Algorithm.fit`` returns."""
+LATER = {("fedpop.methods.base", "fedpop.population")}
+"""The one type from further down the list: what ``Algorithm.fit`` returns."""
 
 
 def modules() -> dict[str, Path]:
@@ -93,13 +95,13 @@ def test_every_module_is_in_a_layer() -> None:
     assert {layer(m) for m in modules()} == set(RANK)
 
 
-def test_imports_point_down() -> None:
+def test_a_package_imports_only_from_those_above_it_in_the_list() -> None:
     wrong = [
-        f"{module} imports {other} from above"
+        f"{module} imports {other}, which is further down the list"
         for module, others in graph().items()
         if not layer(module).startswith("cli")
         for other in others
-        if RANK[layer(other)] > RANK[layer(module)] and (module, other) not in ABOVE
+        if RANK[layer(other)] > RANK[layer(module)] and (module, other) not in LATER
     ]
     assert not wrong
 
@@ -144,11 +146,42 @@ def test_nothing_of_our_own_is_imported_in_functions() -> None:
     assert hidden(ast.parse(function), {"fedpop.run.run"}) == ["fedpop.run.run"]
 
 
-def test_a_lower_room_is_not_told_of_a_higher_one() -> None:
+def test_a_package_does_not_know_those_further_down_the_list() -> None:
     """That methods run on the simulator is said where both are known, in ``fedpop`` itself."""
     said = {name for name, path in modules().items() if ".runs_on = " in path.read_text()}
     assert said == {"fedpop.__init__"}
     assert Algorithm.runs_on is fedpop._fit  # ``fit``, which is imported once a method is fitted
+
+
+def test_the_package_knows_nothing_of_the_papers_experiments() -> None:
+    """They may import all of it; whoever installs the wheel does not have them."""
+
+    def named(source: str) -> set[str]:
+        nodes = list(ast.walk(ast.parse(source)))
+        plain = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+        plain |= {n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
+        plain |= {  # of import_module(...)
+            ast.unparse(a).lstrip("f'\"")
+            for n in nodes
+            if isinstance(n, ast.Call) and ast.unparse(n.func).endswith("import_module")
+            for a in n.args[:1]
+        }
+        return {name for name in plain if name.split(".")[0] == "research"}
+
+    assert not {name for name, path in modules().items() if named(path.read_text())}
+    assert named("from research.drift import job") == {"research.drift"}
+    assert named("import_module(f'research.{name}')")
+    assert any(named(path.read_text()) for path in (ROOT.parent / "research").rglob("*.py"))
+    others = {path for path in HERE.rglob("*.py") if "research" not in path.relative_to(HERE).parts}
+    assert not {path for path in others if named(path.read_text())}
+
+
+def test_the_wheel_is_the_package_alone() -> None:
+    """And what is made of it otherwise holds no tests of what it has not."""
+    built = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    assert built["wheel"] == {"packages": ["fedpop"]}
+    assert "/research" not in built["sdist"]["include"]
+    assert "/tests/research" in built["sdist"]["exclude"]
 
 
 def test_flower_is_imported_in_one_place() -> None:

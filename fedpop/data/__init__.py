@@ -1,4 +1,4 @@
-"""Data: sets of images by name, tasks on them and on data of one's own, and partitions."""
+"""Data: sets of images by name, tasks on them and on user data, and partitions."""
 
 from fedpop.data.catalogue import DATASETS, Dataset
 from fedpop.data.folder_task import FolderTask

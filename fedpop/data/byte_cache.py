@@ -1,4 +1,4 @@
-"""Decoded images kept as bytes in the user's cache, memory-mapped: decoding is done once, not at every start.
+"""Decoded images in the user's cache, as memory-mapped bytes: decoding is done once, not at every start.
 
 An entry is a folder named by the digest of its source files, and says itself what is in it: what does not fit
 is decoded anew. A note by the files' paths, sizes and times spares the digest as long as nobody touched them.
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpop.data.download import digest_of
+from fedpop.data.download import digest_of_file
 from fedpop.data.formats.decoded import Decoded
 from fedpop.errors import CheckpointError, DataError
 from fedpop.files import cache_folder, read_json, write_bytes
@@ -82,27 +82,27 @@ def _in_memory(decoded: Decoded) -> Decoded:
 
 
 def _digests(files: Sequence[Path]) -> tuple[str, ...]:
-    return tuple(digest_of(file) for file in files)
+    return tuple(digest_of_file(file) for file in files)
 
 
 def _note(files: Sequence[Path]) -> str:
-    told = []
+    versions = []
     for file in files:
         try:
             seen = file.stat()
-            told.append((str(file.resolve()), seen.st_size, seen.st_mtime_ns))
+            versions.append((str(file.resolve()), seen.st_size, seen.st_mtime_ns))
         except OSError as error:
             raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
-    return f"seen-{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]}.json"
+    return f"seen-{hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:16]}.json"
 
 
 def _remembered(note: Path, count: int) -> tuple[str, ...] | None:
     try:
-        held = read_json(note)
+        digests = read_json(note)
     except CheckpointError:
         return None
-    known = isinstance(held, list) and len(held) == count and all(isinstance(d, str) for d in held)
-    return tuple(held) if known else None
+    known = isinstance(digests, list) and len(digests) == count and all(isinstance(d, str) for d in digests)
+    return tuple(digests) if known else None
 
 
 def _about(decoded: Decoded) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The sets of images that are known by name: what is in them, which files hold them, where they come from."""
+"""The sets of images that are known by name: what is in them, in which files, where they come from."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Dataset:
         rows: How many images each split of the release has.
         forms: For each split ("train", "test") the ways in which it may lie on a disk, tried in this
             order.
-        remotes: For each split the published files that hold it.
-        system: Folders in which an operating system's package puts them; none unless told.
-        package: What Debian calls that package; none unless told.
+        remotes: For each split the published files that it is in.
+        system: Folders in which an operating system's package puts them (default: none).
+        package: What Debian calls that package (default: none).
 
     >>> DATASETS["fashionmnist"].classes[9]
     'ankle boot'

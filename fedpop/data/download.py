@@ -19,17 +19,17 @@ from fedpop.data.catalogue import Remote
 from fedpop.data.formats.decoded import Watch, unwatched
 from fedpop.errors import CheckpointError, DataError
 from fedpop.files import writable_folder
-from fedpop.run.lock import held
+from fedpop.run.lock import locked_folder
 from fedpop.version import __version__
 
 CHUNK = 1 << 20
 PATIENCE = 30.0
 """Seconds of silence after which a server is given up."""
 PAUSE = 0.2
-"""Seconds between two looks at whether another process has done."""
+"""Seconds between two checks of whether another process is done."""
 
 
-def digest_of(path: Path, kind: str = "sha256") -> str:
+def digest_of_file(path: Path, kind: str = "sha256") -> str:
     """``kind:`` and the digest of a file in hexadecimal digits."""
     try:
         with path.open("rb") as file:
@@ -64,7 +64,7 @@ def fetch(remote: Remote, folder: Path, watch: Watch = unwatched) -> Path:
 
 
 def _whole(target: Path, remote: Remote) -> bool:
-    return target.is_file() and digest_of(target, remote.kind) == remote.digest
+    return target.is_file() and digest_of_file(target, remote.kind) == remote.digest
 
 
 def _part(target: Path) -> Path:
@@ -77,7 +77,7 @@ def _turn(folder: Path, watch: Watch) -> Iterator[None]:
     with ExitStack() as stack:
         while True:
             try:
-                stack.enter_context(held(folder))
+                stack.enter_context(locked_folder(folder))
                 break
             except CheckpointError as error:
                 if isinstance(error.__cause__, OSError):  # the lock itself cannot be written
@@ -92,10 +92,10 @@ def _from(url: str, target: Path, remote: Remote, watch: Watch) -> Path:
     try:
         resumed = part.is_file() and part.stat().st_size > 0
         _receive(url, part, watch)
-        if digest_of(part, remote.kind) != remote.digest and resumed:
+        if digest_of_file(part, remote.kind) != remote.digest and resumed:
             part.unlink()  # the beginning may have been another file's: once more from the start
             _receive(url, part, watch)
-        if digest_of(part, remote.kind) != remote.digest:
+        if digest_of_file(part, remote.kind) != remote.digest:
             part.unlink()
             raise DataError(f"{url} is not the published file: its {remote.kind} is another one")
         os.replace(part, target)

@@ -1,4 +1,4 @@
-"""Images of one's own in a folder, with a sub-folder for each class, dealt out to clients.
+"""User images in a folder, with a sub-folder for each class, dealt out to clients.
 
 Whose an image is may be said by sub-folders above the classes, by a table that names files, or by a partition
 (``fedpop.federation.partitions``).
@@ -17,7 +17,7 @@ import torch
 
 from fedpop.checked import Checked, Factor, OneOf, Range, Whole, require
 from fedpop.data.byte_cache import cached, known_digests
-from fedpop.data.download import digest_of
+from fedpop.data.download import digest_of_file
 from fedpop.data.formats.decoded import Bytes, Decoded
 from fedpop.data.own import OwnData
 from fedpop.errors import DataError, SettingsError
@@ -43,16 +43,16 @@ class FolderTask(Checked, OwnData):
         clients: Whose an image is. "folders": the sub-folders above the classes say it. A table with
             ``kind``: a partition, ``{kind = "Dirichlet", b = 20, alpha = 0.3}``, or ``IID``, ``Shards`` or
             ``ByClass``. A table with ``file``: a CSV or Parquet file with a column of file names below the
-            folder and one of clients, ``{file = "who.csv", path = "image", client = "photographer"}``;
-            the columns are called path and client unless told.
+            folder and one of clients, ``{file = "who.csv", path = "image", client = "photographer"}``; by
+            default the columns are called path and client.
         size: Height and width that images are scaled to; None (the default) takes them as they are,
             all alike.
         channels: 3 for colours (the default), 1 for grey.
         network: The backbone: "cnn-cifar10" (the default), "cnn-cifar100", "cnn-mnist", "lenet" or "mlp".
         shift: The largest shift of an image in training, in pixels; 0 (the default) for none.
-        flip: Whether images are mirrored at random in training; False unless told.
-        test: The share of each client's images that it is judged on, 0.2 unless told.
-        validation: The share that settings are chosen by, 0.2 unless told.
+        flip: Whether images are mirrored at random in training (default: False).
+        test: The share of each client's images that it is judged on (default: 0.2).
+        validation: The share that settings are chosen by (default: 0.2).
 
     >>> FolderTask("photos", clients={"kind": "IID", "b": 10}).channels
     3
@@ -86,12 +86,12 @@ class FolderTask(Checked, OwnData):
             )
 
     @staticmethod
-    def _scheme(told: Mapping[str, Any]) -> Scheme:
+    def _scheme(table: Mapping[str, Any]) -> Scheme:
         """The partition that a table of settings names."""
-        cls = SCHEMES.get(told["kind"]) if isinstance(told["kind"], str) else None
+        cls = SCHEMES.get(table["kind"]) if isinstance(table["kind"], str) else None
         if cls is None:
-            raise SettingsError(f"clients: kind is one of {', '.join(SCHEMES)}, not {told['kind']!r}")
-        given = {k: tuple(v) if isinstance(v, list) else v for k, v in told.items() if k != "kind"}
+            raise SettingsError(f"clients: kind is one of {', '.join(SCHEMES)}, not {table['kind']!r}")
+        given = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items() if k != "kind"}
         known = [f.name for f in fields(cls)]
         strange = [name for name in given if name not in known]
         if strange:
@@ -127,7 +127,7 @@ class FolderTask(Checked, OwnData):
         return f"Images lie in {self.folder}/{more}CLASS/"
 
     def _pixels(self, files: Sequence[Path]) -> Bytes:
-        """All images as bytes; decoded once, and kept in the user's cache."""
+        """All images as bytes; decoded once, then cached."""
         first = read_image(files[0], self.channels, self.size)
         channels, height, width = first.shape
 
@@ -189,13 +189,16 @@ class FolderTask(Checked, OwnData):
     def contents(self) -> dict[str, Any]:
         digest = hashlib.sha256()
         for file in self.files()[0]:
-            digest.update(f"{file.relative_to(self.folder).as_posix()} {digest_of(file)}\n".encode())
-        told: dict[str, Any] = {"folder": Path(self.folder).name, "digest": f"sha256:{digest.hexdigest()}"}
+            digest.update(f"{file.relative_to(self.folder).as_posix()} {digest_of_file(file)}\n".encode())
+        contents: dict[str, Any] = {
+            "folder": Path(self.folder).name,
+            "digest": f"sha256:{digest.hexdigest()}",
+        }
         by = self.clients
         if isinstance(by, Mapping) and "file" in by:
             file = Path(by["file"])
-            told["clients"] = dict(by) | {"file": file.name, "digest": digest_of(file)}
-        return told
+            contents["clients"] = dict(by) | {"file": file.name, "digest": digest_of_file(file)}
+        return contents
 
     def model(self, seed: int, clients: Federation) -> Composition:
         """The network that was asked for, on pixels standardised by those that clients train on."""

@@ -1,4 +1,4 @@
-"""Clients that a user's own function returns."""
+"""Clients that a user's function returns."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class FunctionTask(Checked, OwnData):
 
     Args:
         entry: The function; one with an argument is given the seed.
-        path: The folder in which its module is looked for first; that of the settings file unless told.
-        test: The share of each client's examples that it is judged on, where clients come without sets of
-            their own; 0.2 unless told.
-        validation: The share that settings are chosen by, likewise; 0.2 unless told.
+        path: The folder in which its module is searched for first (default: that of the settings file).
+        test: The share of each client's examples that it is judged on, where clients come without test sets
+            (default: 0.2).
+        validation: The share that settings are chosen by, likewise (default: 0.2).
 
     >>> FunctionTask("mydata:clients").test
     0.2

@@ -29,7 +29,7 @@ NETWORKS = {
     "fashionmnist": "cnn-mnist",
     "svhn": "cnn-cifar10",
 }
-"""The network of each set unless told."""
+"""The default network of each set."""
 SHIFTS = {
     "cifar10": CropFlip(4),
     "cifar100": CropFlip(4),
@@ -59,7 +59,7 @@ class PictureTask(ABC):
 
     @abstractmethod
     def split(self, folder: str | Path | None, seed: int, new: int = 0) -> tuple[Federation, list[Client]]:
-        """Clients, and ``new`` ones that are kept apart."""
+        """Clients, and ``new`` ones that are set aside."""
 
     @abstractmethod
     def partitions(self, source: ImageSet, seed: int, new: int = 0) -> dict[str, Partition]:
@@ -72,15 +72,15 @@ class ImageTask(Checked, PictureTask):
 
     Args:
         images: Which set: "cifar10" (the default), "cifar100", "mnist", "fashionmnist" or "svhn".
-        classes: How many different classes each client holds, 5 unless told.
-        small: How many clients have few images, 50 unless told; they come first.
-        n_small: How many training images each of those has, 5 unless told.
-        large: How many clients have more, 50 unless told.
-        n_large: How many training images each of those has, 25 unless told.
-        validation: How many images of its own classes each client has to choose settings by, 40 unless
-            told. They are training images that no client holds, so that choosing costs no client an
-            example; clients may share them.
-        test: How many test images of its own classes each client is judged on, 100 unless told.
+        classes: How many different classes each client has (default: 5).
+        small: How many clients have few images (default: 50); they come first.
+        n_small: How many training images each of those has (default: 5).
+        large: How many clients have more (default: 50).
+        n_large: How many training images each of those has (default: 25).
+        validation: How many images of its own classes each client has to choose settings by (default: 40).
+            They are training images that no client has, so that choosing costs no client an example; clients
+            may share them.
+        test: How many test images of its own classes each client is judged on (default: 100).
 
     >>> ImageTask("mnist", small=2, large=1).sizes
     (5, 5, 25)
@@ -104,8 +104,8 @@ class ImageTask(Checked, PictureTask):
         return (self.n_small,) * self.small + (self.n_large,) * self.large
 
     def split(self, folder: str | Path | None, seed: int, new: int = 0) -> tuple[Federation, list[Client]]:
-        """Clients, and ``new`` further ones with ``n_small`` images each that are kept apart: nobody else
-        holds their images, nor are they among anybody's validation images."""
+        """Clients, and ``new`` further ones with ``n_small`` images each that are set aside: nobody else
+        has their images, nor are they among anybody's validation images."""
         source = open_images(self.images, folder)
         return _packed(source, self.partitions(source, seed, new), len(self.sizes))
 
@@ -125,10 +125,10 @@ class FullImageTask(Checked, PictureTask):
 
     Args:
         images: Which set: "cifar10" (the default), "cifar100", "mnist", "fashionmnist" or "svhn".
-        classes: How many different classes each client holds, exactly; 5 unless told.
-        b: How many clients there are, 100 unless told.
-        validation: The share of each client's training images that is held out to choose settings by, in
-            [0, 1); 0 unless told, for no validation set.
+        classes: How many different classes each client has, exactly (default: 5).
+        b: How many clients there are (default: 100).
+        validation: The share of each client's training images that is held out to choose settings by,
+            in [0, 1) (default: 0, for no validation set).
 
     >>> FullImageTask("cifar100", classes=20).b
     100
@@ -144,7 +144,7 @@ class FullImageTask(Checked, PictureTask):
         require(Annotated[str, OneOf(*NETWORKS)], images=self.images)
 
     def split(self, folder: str | Path | None, seed: int, new: int = 0) -> tuple[Federation, list[Client]]:
-        """Clients, and the last ``new`` of the b, which are kept apart."""
+        """Clients, and the last ``new`` of the b, which are set aside."""
         if not 0 <= new < self.b:
             raise SettingsError(f"{new} new clients asked for, but there are {self.b} in all")
         source = open_images(self.images, folder)

@@ -1,4 +1,4 @@
-"""Labelled images by name: found or fetched, decoded once, held as bytes."""
+"""Labelled images by name: found or fetched, decoded once, cached as bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedpop.data.byte_cache import cached, known_digests
 from fedpop.data.catalogue import Dataset, dataset
 from fedpop.data.download import fetch
 from fedpop.data.formats.decoded import Decoded, Watch, unwatched
-from fedpop.data.lookup import Found, downloads, find, looked, published
+from fedpop.data.lookup import Found, downloads, find, published, searched
 from fedpop.errors import DataError, FedpopError, SettingsError, warn_user
 
 SPLITS = ("train", "test")
@@ -54,11 +54,11 @@ class ImageSet:
 
     Args:
         about: What is known of the set, such as ``DATASETS["mnist"]``.
-        folder: Where its files are looked for first, or None.
-        download: Fetch files that are not found from their public home. True unless told; without it
-            they are an error.
-        watch: Called as ``watch(what, done, total)`` while files are fetched and decoded, for a bar;
-            does nothing unless told.
+        folder: Where its files are searched for first, or None.
+        download: Fetch files that are not found from their public home (default: True); without it they are
+            an error.
+        watch: Called as ``watch(what, done, total)`` while files are fetched and decoded, for a bar (default:
+            nothing).
 
     >>> from fedpop.data.catalogue import dataset
     >>> ImageSet(dataset("cifar100")).classes
@@ -94,7 +94,7 @@ class ImageSet:
         package = f", install Debian's package {self.about.package}" if self.about.package else ""
         homes = " and ".join(r.homes[0] + r.file for r in self.about.remotes[split])
         raise DataError(
-            f"there are no {split} images of {self.about.name}: {looked(self.about, split, self.folder)}; "
+            f"there are no {split} images of {self.about.name}: {searched(self.about, split, self.folder)}; "
             f"{failure}. Put {homes} into one of these folders, name another one with --data-dir or "
             f"FEDPOP_DATA{package}, or run `fedpop data get {self.about.name}` where there is a network"
         )
@@ -134,7 +134,7 @@ class ImageSet:
         return ""
 
     def _open(self, split: str) -> Images:
-        """From the first place that has the files; from fetched ones, and told, where those are damaged."""
+        """From the first place that has the files; where those are damaged, fetched ones, with a warning."""
         found = self.find(split)
         try:
             images = self._read(found, split)
@@ -148,7 +148,7 @@ class ImageSet:
             return images
         if strange := _strange(images, self.about, split):
             warn_user(
-                f"{found.told}: {'; '.join(strange)}. If these are meant to be the {split} images of "
+                f"{found.names}: {'; '.join(strange)}. If these are meant to be the {split} images of "
                 f"{self.about.title.partition(':')[0]}, replace them"
             )
         return images
@@ -160,8 +160,8 @@ class ImageSet:
             try:
                 decoded = found.form.read(found.files, self.watch)
             except OSError as error:
-                raise DataError(f"{found.told} cannot be read: {error.strerror or error}") from error
-            return decoded.checked(found.told, about.shape, self.classes)
+                raise DataError(f"{found.names} cannot be read: {error.strerror or error}") from error
+            return decoded.checked(found.names, about.shape, self.classes)
 
         digests = known_digests(found.files)
         _compare(found, digests)
@@ -174,18 +174,18 @@ def open_images(
 ) -> ImageSet:
     """One of the known sets of images, by name; no file is opened yet.
 
-    Files are looked for in ``folder``, in FEDPOP_DATA, in the user's cache and where a system's package
-    puts them. A folder holds a sub-folder for each set: ``cifar10/train.parquet``,
-    ``svhn/test_32x32.mat``; docs/data.md lists the forms.
+    Files are searched for in ``folder``, in FEDPOP_DATA, in the user's cache and where a system's package
+    puts them. A folder holds a sub-folder for each set: ``cifar10/train.parquet``, ``svhn/test_32x32.mat``;
+    docs/data.md lists the forms.
 
     Args:
         name: That of the set, a key of ``DATASETS``: "cifar10", "cifar100", "mnist", "fashionmnist",
             "svhn".
-        folder: Where its files are looked for first; None (the default) looks in the other places only.
-        download: Fetch files that are in none of these places from their public home into the user's
-            cache. True unless told; without it they are an error.
-        watch: Called as ``watch(what, done, total)`` while files are fetched and decoded, for a bar;
-            does nothing unless told.
+        folder: Where its files are searched for first; None (the default) searches the other places only.
+        download: Fetch files that are in none of these places from their public home into the user's cache
+            (default: True); without it they are an error.
+        watch: Called as ``watch(what, done, total)`` while files are fetched and decoded, for a bar (default:
+            nothing).
 
     >>> images = open_images("mnist")
     >>> images.about.shape, images.classes
@@ -197,8 +197,8 @@ def open_images(
 
 
 def prepare(name: str, folder: str | Path | None = None, splits: Sequence[str] = SPLITS) -> None:
-    """Find or fetch these splits and decode them, so that what is missing is told before hours of work, and
-    worker processes find bytes."""
+    """Find or fetch these splits and decode them, so that what is missing is reported before hours of work,
+    and worker processes find bytes."""
     source = open_images(name, folder)
     for split in splits:
         getattr(source, split)
@@ -208,18 +208,18 @@ def _strange(images: Images, about: Dataset, split: str) -> list[str]:
     """How images of the right form differ from the published ones; a small sample may, and is let be."""
     if len(images) < SAMPLE:
         return []
-    told = []
+    found = []
     if len(images) != about.rows[split]:
-        told.append(f"there are {len(images):,} images, where the release has {about.rows[split]:,}")
-    held = int((torch.bincount(images.y, minlength=len(about.classes)) > 0).sum())
-    if held < len(about.classes):
-        told.append(f"there are images of {held} classes, where the release has {len(about.classes)}")
+        found.append(f"there are {len(images):,} images, where the release has {about.rows[split]:,}")
+    present = int((torch.bincount(images.y, minlength=len(about.classes)) > 0).sum())
+    if present < len(about.classes):
+        found.append(f"there are images of {present} classes, where the release has {len(about.classes)}")
     some = images.x[:: len(images) // SAMPLE].double().mean((0, 2, 3)) / 255
     if float((some - torch.tensor(about.mean)).abs().max()) > BRIGHTNESS:
         means = ", ".join(f"{float(m):.2f}" for m in some)
         usual = ", ".join(f"{m:.2f}" for m in about.mean)
-        told.append(f"pixels are {means} on average, where the release has {usual}")
-    return told
+        found.append(f"pixels are {means} on average, where the release has {usual}")
+    return found
 
 
 def _compare(found: Found, digests: Sequence[str]) -> None:

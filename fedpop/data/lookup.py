@@ -17,7 +17,7 @@ VARIABLE = "FEDPOP_DATA"
 
 @dataclass(frozen=True)
 class Root:
-    """A folder of data, and why it is looked into."""
+    """A folder of data, and why it is searched."""
 
     folder: Path
     why: str
@@ -32,13 +32,13 @@ class Found:
     root: Path
 
     @property
-    def told(self) -> str:
+    def names(self) -> str:
         """The files in a few words."""
         return ", ".join(map(str, self.files[:2])) + (", ..." if len(self.files) > 2 else "")
 
 
 def roots(given: str | Path | None) -> list[Root]:
-    """Folders that may hold a sub-folder for each set, in the order in which they are tried."""
+    """Folders that may have a sub-folder for each set, in the order in which they are tried."""
     out = [] if given is None else [Root(_home(given, "the folder given"), "the folder given")]
     if os.environ.get(VARIABLE):
         out.append(Root(_home(os.environ[VARIABLE], VARIABLE), VARIABLE))
@@ -79,9 +79,9 @@ def published(about: Dataset, split: str) -> Found | None:
     return Found(form, tuple(own / about.name / name for name in files), own)
 
 
-def looked(about: Dataset, split: str, given: str | Path | None) -> str:
-    """Which files were looked for, where, and what else was there in their stead, for the error."""
-    wanted = " or ".join(dict.fromkeys(_told(form.files) for form in about.forms[split]))
+def searched(about: Dataset, split: str, given: str | Path | None) -> str:
+    """Which files were searched for, where, and what else was there instead, for the error."""
+    wanted = " or ".join(dict.fromkeys(_listed(form.files) for form in about.forms[split]))
     places = [f"{root.folder / about.name} ({root.why})" for root in roots(given)]
     if not os.environ.get(VARIABLE):
         places.append(f"{VARIABLE} (not set)")
@@ -91,8 +91,8 @@ def looked(about: Dataset, split: str, given: str | Path | None) -> str:
         for file in found.files
         if os.path.lexists(file) and not _is_file(file)
     ]
-    told = f"looked for {wanted} in {', '.join([*places, *about.system])}"
-    return f"{told} ({', '.join(odd)})" if odd else told
+    words = f"searched for {wanted} in {', '.join([*places, *about.system])}"
+    return f"{words} ({', '.join(odd)})" if odd else words
 
 
 def _places(about: Dataset, split: str, given: str | Path | None) -> Iterator[Found]:
@@ -119,7 +119,7 @@ def _is_file(path: Path) -> bool:
         ) from error
 
 
-def _told(files: tuple[str, ...]) -> str:
+def _listed(files: tuple[str, ...]) -> str:
     return (
         files[0]
         if len(files) == 1

@@ -1,4 +1,4 @@
-"""Data of one's own as a task: read once, examples set aside, some clients kept apart as new ones."""
+"""User data as a task: read once, examples set aside, some clients set aside as new ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedpop.models.base import Model
 
 
 class OwnData(ABC):
-    """What tasks on a user's own data share; each is a dataclass of settings with these two among them."""
+    """What tasks on user data share; each is a dataclass of settings with these two among them."""
 
     test: Factor
     """The share of each client's examples that it is judged on, where it has no test set."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpop.checked import Checked, Factor, Range
-from fedpop.data.download import digest_of
+from fedpop.data.download import digest_of_file
 from fedpop.data.own import OwnData
 from fedpop.errors import DataError, SettingsError
 from fedpop.federation.clients import Client, Federation
@@ -22,7 +22,8 @@ from fedpop.models.composition import Composition
 from fedpop.models.networks import redraw
 from fedpop.questions.forms import agreed, check_form, table_of
 from fedpop.questions.schema import Moments, sorted_levels
-from fedpop.site.sites import asked_of
+from fedpop.run.members import Here
+from fedpop.site.study import Survey
 
 CLASSES = ("categorical", "bernoulli")
 """Likelihoods whose y may be names."""
@@ -44,13 +45,13 @@ class TableTask(Checked, OwnData):
             "poisson".
         features: The width of a hidden layer that all clients share; 0 (the default) is a linear model,
             all of it private.
-        classes: How many classes y has; as many as are in the table unless told.
-        test: The share of each client's rows that it is judged on, 0.2 unless told.
-        validation: The share that settings are chosen by, 0.2 unless told.
-        categories: Those columns of x that hold names; all others must be numbers. None unless told.
-        levels: Names in order, the first being the baseline, of columns that hold some; those that are
-            in the table, sorted, unless told.
-        sets: A column that says train, validation or test in each row; shares are drawn unless told.
+        classes: How many classes y has (default: as many as are in the table).
+        test: The share of each client's rows that it is judged on (default: 0.2).
+        validation: The share that settings are chosen by (default: 0.2).
+        categories: Those columns of x that have names; all others must be numbers (default: none).
+        levels: Names in order, the first being the baseline, of columns that have some (default: those in the
+            table, sorted).
+        sets: A column that says train, validation or test in each row (default: shares are drawn).
 
     >>> TableTask("rows.csv", x=("age",), y="dose", client="hospital").likelihood
     'normal'
@@ -96,7 +97,7 @@ class TableTask(Checked, OwnData):
                 where = f"{columns.who}, {columns.rows[list(columns[column]).index('')]}"
                 what = "client" if column == self.client else column
                 raise DataError(f"{where}: no {what}; drop the row or give it one in {column!r}")
-        form, _ = agreed(asked, asked_of({"here": table_of(columns, asked)}))
+        form, _ = agreed(asked, Here(Survey(asked), {"here": table_of(columns, asked)}).asks)
         if not width(form):
             raise DataError(f"{columns.who}: every row says the same in {', '.join(self.x)}")
         names = self._names(columns)
@@ -145,7 +146,7 @@ class TableTask(Checked, OwnData):
         return lambda v: (v - centre) / scale
 
     def contents(self) -> dict[str, Any]:
-        return {"file": Path(self.file).name, "digest": digest_of(Path(self.file))}
+        return {"file": Path(self.file).name, "digest": digest_of_file(Path(self.file))}
 
     def model(self, seed: int, clients: Federation) -> Composition:
         """A linear model, or one hidden layer, with a keyed random start."""
@@ -163,6 +164,6 @@ class TableTask(Checked, OwnData):
         return Composition(backbone, head, self.likelihood)
 
     def _classes(self, clients: Federation) -> int:
-        """As many as were told, as have names, or as the largest number says."""
+        """As many as were given, as have names, or as the largest number says."""
         largest = max(int(p.y.max()) for p in clients.splits.values() if len(p.y))
         return self.classes or len(clients.labels) or max(largest + 1, 2)

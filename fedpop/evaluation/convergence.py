@@ -60,7 +60,7 @@ def _weights(hierarchy: Hierarchy) -> list[torch.nn.Parameter]:
 
 
 class Landing(NamedTuple):
-    """How far theta is from a local optimum, and the inverse of the information there ``[p, p]`` off held
+    """How far theta is from a local optimum, and the inverse of the information there ``[p, p]`` off excluded
     directions: what a Newton step goes by. None where the information is not positive."""
 
     distance: Distance
@@ -111,16 +111,16 @@ class ToTheOptimum(Question[Landing]):
         learned = torch.cat((torch.ones_like(phi), prior.mask(torch.ones_like(beta)))).bool()
         fixed = torch.eye(p, dtype=theta.dtype, device=theta.device)[:, ~learned]
         ball = float(known.get("ball", math.inf))
-        held = held_directions(self.hierarchy.prior, Sets.told(known), phi, beta, score, ball)
+        at_bounds = directions_at_bounds(self.hierarchy.prior, phi, beta, score, ball, Sets.told(known))
         gauge = gauge_directions(self.hierarchy, phi, beta)
         errors = sums["errors"].double().reshape(-1, p, p) if "errors" in sums else None
-        return landing(score, curvature, noise, torch.cat((fixed, held, gauge), dim=1), errors)
+        return landing(score, curvature, noise, torch.cat((fixed, at_bounds, gauge), dim=1), errors)
 
 
 def landing(
-    score: Tensor, curvature: Tensor, noise: Tensor, held: Tensor, errors: Tensor | None = None
+    score: Tensor, curvature: Tensor, noise: Tensor, excluded: Tensor, errors: Tensor | None = None
 ) -> Landing:
-    """Half of s' I^-1 s off the held directions ``[p, h]``, its Monte-Carlo part subtracted.
+    """Half of s' I^-1 s off the excluded directions ``[p, h]``, its Monte-Carlo part subtracted.
 
     Along a scale that is all but zero scores are pure noise, and so is their curvature: one that is less than
     the ``errors`` of it ``[K, p, p]`` leave open bends neither way, and is taken to be as large as they are.
@@ -131,7 +131,7 @@ def landing(
     >>> found.distance.nats, found.inverse.abs().tolist()
     (0.5, [[0.25, 0.0], [0.0, 0.0]])
     """
-    basis = free_directions(curvature, held)
+    basis = free_directions(curvature, excluded)
     inner = basis.mT @ curvature @ basis
     values, vectors = torch.linalg.eigh(0.5 * (inner + inner.mT))
     if len(values) == 0:
@@ -165,8 +165,8 @@ def _left_open(errors: Tensor) -> Tensor:
     return 2 * (rows.square().sum(2).sum(0) / (len(rows) - 1)).sqrt()
 
 
-def held_directions(
-    prior: Prior, sets: Sets | None, phi: Tensor, beta: Tensor, score: Tensor, ball: float
+def directions_at_bounds(
+    prior: Prior, phi: Tensor, beta: Tensor, score: Tensor, ball: float, sets: Sets | None = None
 ) -> Tensor:
     """Directions ``[p, h]`` in which theta would leave its projection sets if it followed the gradient."""
     size, p = phi.shape[0], score.shape[0]

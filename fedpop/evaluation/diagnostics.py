@@ -1,7 +1,7 @@
 """Have the chains mixed, and has theta converged? Both answered at the returned theta.
 
 Whether theta has converged is a ``Verdict``: in nats where the model is small (``convergence``), by the
-training loss elsewhere. The ratio of the gradient to its Monte-Carlo error is told beside it but judges
+training loss elsewhere. The ratio of the gradient to its Monte-Carlo error is shown beside it but decides
 nothing: it depends on how many draws there are, passes a flat direction in which nats are missing and fails
 a steep one where none are.
 """
@@ -77,7 +77,7 @@ class ThetaDiagnostics:
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """Chains of the clients looked at, and theta."""
+    """Chains of the clients asked, and theta."""
 
     chains: ChainDiagnostics
     theta: ThetaDiagnostics
@@ -105,7 +105,7 @@ class Diagnostics:
         lines = [
             f"chains   {c}",
             *said,
-            f"{'' if said else 'theta':<8} {'; '.join(theta) or 'not looked at'}",
+            f"{'' if said else 'theta':<8} {'; '.join(theta) or 'not computed'}",
         ]
         return "\n".join(lines + [f"warning  {w}" for w in self.warnings])
 

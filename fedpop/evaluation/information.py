@@ -230,16 +230,16 @@ def _names(hierarchy: Hierarchy) -> list[str]:
     return [n for n, s in zip(layout.names, layout.sizes, strict=True) for _ in range(s)]
 
 
-def free_directions(information: Tensor, held: Tensor) -> Tensor:
-    """A basis ``[p, q]`` of what is orthogonal to held directions ``[p, h]``.
+def free_directions(information: Tensor, excluded: Tensor) -> Tensor:
+    """A basis ``[p, q]`` of what is orthogonal to excluded directions ``[p, h]``.
 
     In units of each parameter's own information: it must not matter what data are counted in, and rounding
     is judged alike for all.
     """
     unit = information.diagonal().abs()
     unit = torch.where(unit > 0, unit, torch.ones_like(unit)).rsqrt()
-    held = held * unit[:, None]
-    return complement(held / torch.linalg.vector_norm(held, dim=0), len(unit)) * unit[:, None]
+    excluded = excluded * unit[:, None]
+    return complement(excluded / torch.linalg.vector_norm(excluded, dim=0), len(unit)) * unit[:, None]
 
 
 def complement(vectors: Tensor, p: int) -> Tensor:

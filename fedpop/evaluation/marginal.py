@@ -46,7 +46,7 @@ class LogLikelihood:
 
 @dataclass(frozen=True)
 class MarginalLikelihood(Question[LogLikelihood]):
-    """log p(D | theta), summed over everyone; who is hard to estimate is told as a number, not by name."""
+    """log p(D | theta), summed over everyone; those hard to estimate are counted, not named."""
 
     hierarchy: Hierarchy
     name: ClassVar[str] = "marginal likelihood"

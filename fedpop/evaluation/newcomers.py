@@ -1,9 +1,9 @@
 """How wide the population prior should be for a client never seen, asked of those who were.
 
-The prior's scale is that under which all of a client's data are most probable. Where the prior is not the
-law of z (heads of clients that hold some of the classes each are no Normal cloud), the scale that suits
-clients with hundreds of examples is too wide for one with none: its predictions are too modest. Every client
-can tell, since it can play the newcomer whose answers are known: it forgets all but a few of its examples and
+The prior's scale is that under which all of a client's data are most probable. Where the prior is not the law
+of z (heads of clients that have some of the classes each are no Normal cloud), the scale that suits clients
+with hundreds of examples is too wide for one with none: its predictions are too modest. Every client can
+tell, since it can play the newcomer whose answers are known: it leaves out all but a few of its examples and
 scores others, with the prior's standard deviations multiplied by one factor after the other. Sums over
 clients are all that is sent; the factor with the best sum is for newcomers with as few.
 
@@ -195,17 +195,17 @@ def widths_in_words(newcomers: Mapping[int, float]) -> str:
     >>> widths_in_words({0: 0.183, 5: 1.0})
     "the prior's sd times 0.18 with 0 example(s), 1 with 5 example(s)"
     """
-    told = (f"{factor:.2g} with {count} example(s)" for count, factor in newcomers.items())
-    return f"the prior's sd times {', '.join(told)}"
+    words = (f"{factor:.2g} with {count} example(s)" for count, factor in newcomers.items())
+    return f"the prior's sd times {', '.join(words)}"
 
 
 def judges(model: Model, federation: Federation | None) -> str:
-    """Which examples are scored unless told: those of "validation" where half of the clients have any, else
-    of "train", with a warning where phi may know these by heart."""
+    """Which examples are scored by default: those of "validation" where half of the clients have any, else of
+    "train", with a warning where phi may have memorised these."""
     if federation is None:  # they are elsewhere
         return "train"
-    held = federation.splits.get("validation")
-    if held is not None and 2 * int((held.sizes > 0).sum()) >= len(federation):
+    validation = federation.splits.get("validation")
+    if validation is not None and 2 * int((validation.sizes > 0).sum()) >= len(federation):
         return "validation"
     if model.network and model.weights > len(federation.train.y):
         warn_user(

@@ -82,7 +82,7 @@ def integral(log_density: LogDensity, prior: Prior, beta: Tensor, clients: int, 
 
 def _closer(points: Tensor, values: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
     """The box, two cells wider, of the points that are not negligible."""
-    kept = (values > values.amax(1, keepdim=True) - NEGLIGIBLE).unsqueeze(-1)
-    low = torch.where(kept, points, math.inf).amin(1)
-    high = torch.where(kept, points, -math.inf).amax(1)
+    mask = (values > values.amax(1, keepdim=True) - NEGLIGIBLE).unsqueeze(-1)
+    low = torch.where(mask, points, math.inf).amin(1)
+    high = torch.where(mask, points, -math.inf).amax(1)
     return low - 2 * cell, high + 2 * cell

@@ -16,13 +16,13 @@ from fedpop.questions import Question, Units
 
 @dataclass(frozen=True)
 class ValidationScore(Question[float]):
-    """Mean predictive log-likelihood of validation examples, nan where nobody told of any; units' models are
+    """Mean predictive log-likelihood of validation examples, nan where nobody has any; units' models are
     their states as they would enter a round."""
 
     method: Algorithm
     split: str = "validation"
     name: ClassVar[str] = "validation score"
-    quorum: ClassVar[float] = 0.0  # a look is worth taking without a site that is away
+    quorum: ClassVar[float] = 0.0  # worth knowing without a site that is away
 
     def ask(self, known: Tensors) -> Tensors:
         return known

@@ -1,4 +1,4 @@
-"""What is said of theta at the end of a run: converged or not, by how much, and from what that is known."""
+"""The verdict on theta at the end of a run: converged or not, by how much, and from what that is known."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 CONVERGED = 0.05
-"""Nats below a local optimum at which theta counts as converged: a twentieth of what one standard error of
-one parameter costs, ten times over."""
+"""Nats below a local optimum at which theta counts as converged: a tenth of the half nat that one standard
+error of one parameter costs."""
 SETTLED = (0.005, 0.02)
 """What a network's training loss may still fall by over the last quarter, in nats per example: a hundredth of
 what it has fallen by in all, but at least and at most so much."""
 
 
 class Verdict(ABC):
-    """Whether theta has converged (None: cannot be told), and a sentence about it."""
+    """Whether theta has converged (None: not known), and a sentence about it."""
 
     @property
     @abstractmethod

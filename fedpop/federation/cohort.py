@@ -144,10 +144,10 @@ class Cohort:
         if self.longest <= most:
             return self
         sizes = self.sizes.clamp(max=most)
-        # floor(place m / n) takes m values as a unit's n rows go by: the first row of each is kept.
+        # floor(place m / n) takes m values as a unit's n rows go by: the first row of each is in.
         place, n, m = self.position, self.sizes[self.owner], sizes[self.owner]
-        kept = place * m % n < m
-        return self.take(kept.nonzero().squeeze(1), self.units, sizes)
+        mask = place * m % n < m
+        return self.take(mask.nonzero().squeeze(1), self.units, sizes)
 
     def take(self, rows: Tensor | slice, units: Tensor, sizes: Tensor) -> Cohort:
         """A cohort of these rows, which must lie unit by unit."""

@@ -60,8 +60,8 @@ def read_dataset(dataset: Any, where: str) -> tuple[Any, Any]:
         try:
             items.append(dataset[j])
         except (IndexError, KeyError) as error:
-            told = f"says it has {len(dataset)} items, but has no item {j}"
-            raise DataError(f"{where}: the Dataset {told}") from error
+            detail = f"says it has {len(dataset)} items, but has no item {j}"
+            raise DataError(f"{where}: the Dataset {detail}") from error
     if not items:
         raise DataError(
             f"{where}: an empty Dataset does not say what its examples look like; give empty tensors "

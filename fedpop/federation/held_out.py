@@ -1,4 +1,4 @@
-"""Validation and test examples set aside, client by client, and whole clients, before anything else looks at
+"""Validation and test examples set aside, client by client, and whole clients, before anything else reads
 the data."""
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def hold_out(clients: Any, *, test: Factor = 0.2, validation: Factor = 0.0, seed
     A client keeps at least one example to train on; shares are rounded to whole examples.
 
     Args:
-        clients: As for ``fp.fit``, without validation or test sets of their own.
-        test: The share of each client's examples to be judged on, 0.2 unless told.
-        validation: The share to choose settings by; none unless told.
-        seed: Which examples are set aside, 0 unless told; a client's do not depend on the others.
+        clients: As for ``fp.fit``, without validation or test sets.
+        test: The share of each client's examples to be judged on (default: 0.2).
+        validation: The share to choose settings by (default: none).
+        seed: Which examples are set aside (default: 0); a client's do not depend on the others.
 
     >>> import torch, fedpop as fp
     >>> federation = fp.hold_out([(torch.ones(10, 2), torch.zeros(10))], test=0.3, validation=0.2)
@@ -78,15 +78,15 @@ def set_apart(clients: Federation, new: int, seed: int) -> tuple[Federation, lis
         return clients, []
     key = Key(seed, purpose="new-clients")
     order = key.uniform(clients.units, (1,), torch.float64)[:, 0].argsort()
-    chosen, kept = order[:new].sort().values, order[new:].sort().values
+    chosen, remaining = order[:new].sort().values, order[new:].sort().values
     here = torch.device("cpu")
     splits, apart = {}, [dict[str, Any]() for _ in range(new)]
     for split, packed in clients.splits.items():
-        cohort = clients.cohort(kept, here, split)
-        sizes = packed.sizes[kept]
+        cohort = clients.cohort(remaining, here, split)
+        sizes = packed.sizes[remaining]
         splits[split] = Packed(cohort.x, cohort.y, torch.cumsum(sizes, 0) - sizes, sizes)
         for own, i in zip(apart, chosen.tolist(), strict=True):
             alone = clients.cohort(torch.tensor([i]), here, split)
             own[split] = (alone.x, alone.y)
-    known = replace(clients, names=[clients.names[i] for i in kept.tolist()], splits=splits, _index={})
+    known = replace(clients, names=[clients.names[i] for i in remaining.tolist()], splits=splits, _index={})
     return known, [Client(*own.pop("train"), **{s: p for s, p in own.items() if len(p[1])}) for own in apart]

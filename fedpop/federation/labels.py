@@ -1,4 +1,4 @@
-"""Targets that are words: numbered for the model, and told again in predictions."""
+"""Targets that are words: numbered for the model, and restored in predictions."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def numbered(y: Targets, labels: Sequence[str], where: str) -> Tensor:
     at = {label: i for i, label in enumerate(labels)}
     for row, word in enumerate(y.tolist()):
         if word not in at:
-            told = (
+            known = (
                 ", ".join(map(repr, labels[:8])) + (", ..." if len(labels) > 8 else "")
                 if labels
                 else "numbers"
             )
             raise DataError(
-                f"{where}, row {row}: the label {word!r} was not there in training; known are {told}"
+                f"{where}, row {row}: the label {word!r} was not there in training; known are {known}"
                 f"{did_you_mean(word, labels)}"
             )
     return torch.tensor([at[word] for word in y.tolist()], dtype=torch.int64)

@@ -43,8 +43,8 @@ def image_bytes(
     except (
         OSError, SyntaxError, TypeError, ValueError, EOFError, MemoryError, pillow.DecompressionBombError,
     ) as error:  # fmt: skip
-        told = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
-        raise DataError(f"{where}: {told.rstrip('.') or type(error).__name__}") from error
+        detail = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
+        raise DataError(f"{where}: {detail.rstrip('.') or type(error).__name__}") from error
     return pixels.reshape(*pixels.shape[:2], -1)
 
 

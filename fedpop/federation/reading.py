@@ -33,7 +33,7 @@ from fedpop.files import csv_text
 from fedpop.kinds import did_you_mean
 
 OTHER = "(other)"
-"""The level of all names that were too rare to be told of."""
+"""The level of all names that were too rare to be sent."""
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 LARGEST = float(np.finfo(np.float32).max)
 TABLES = (".csv", ".txt", ".parquet", ".pq")
@@ -93,10 +93,10 @@ class Columns:
     def __getitem__(self, column: str) -> Sequence[str]:
         return self.texts[column]
 
-    def wrong(self, column: str, row: int, what: str, told: str) -> DataError:
-        """The error for a cell: ``what`` it holds in words without its value, or ``told`` after its value."""
+    def wrong(self, column: str, row: int, what: str, problem: str) -> DataError:
+        """The error for a cell: ``what`` is in it without its value, or its value and the ``problem``."""
         if self.own:
-            return DataError(f"{self.who}, {self.rows[row]}: {column} is {self[column][row]!r}, {told}")
+            return DataError(f"{self.who}, {self.rows[row]}: {column} is {self[column][row]!r}, {problem}")
         return SchemaError(f"{self.who}, column {column!r}, {self.rows[row]}: {what}")
 
     def numbers(self, column: str) -> Numbers:
@@ -112,8 +112,8 @@ class Columns:
                 what = "nothing" if not value else "something that is no number"
                 raise self.wrong(column, i, f"{what} is there", "not a number")
             if abs(out[i]) > LARGEST:
-                told = f"too large for float32, which ends at {LARGEST:.2g}; rescale the column"
-                raise self.wrong(column, i, f"a number {told}", told)
+                problem = f"too large for float32, which ends at {LARGEST:.2g}; rescale the column"
+                raise self.wrong(column, i, f"a number {problem}", problem)
         return out
 
     def codes(self, column: str, levels: Sequence[str]) -> npt.NDArray[np.int64]:
@@ -124,12 +124,12 @@ class Columns:
         unknown = found.count(None)
         if not unknown:
             return np.array(found, dtype=np.int64)
-        row, told = found.index(None), ", ".join(levels)
+        row, agreed = found.index(None), ", ".join(levels)
         if self.own:
-            raise self.wrong(column, row, "", f"none of {told}")
+            raise self.wrong(column, row, "", f"none of {agreed}")
         raise SchemaError(
             f"{self.who}, column {column!r}: {unknown} row(s), the first of them {self.rows[row]}, hold "
-            f"levels that are not agreed on ({told}); the federation may list more of them"
+            f"levels that are not agreed on ({agreed}); the federation may list more of them"
         )
 
 
@@ -152,7 +152,7 @@ def read_table(path: Path, form: Mapping[str, Any], site: str) -> Columns:
 
 
 def read_columns(path: Path, wanted: Sequence[str], site: str | None = None) -> Columns:
-    """These columns of a CSV or Parquet file, as texts: of a site's, or of a file of one's own."""
+    """These columns of a CSV or Parquet file, as texts: of a site's, or of a user's file."""
     kind = path.suffix.lower()
     if kind not in TABLES:
         more = "" if site is None else ", a folder of images, or module:function"
@@ -171,8 +171,8 @@ def _error(own: bool, words: str) -> DataError:
 def _require_columns(there: Sequence[str], wanted: Sequence[str], who: str, own: bool) -> None:
     for column in wanted:
         if column not in there:
-            told = f"; it has {', '.join(there) or 'nothing'}{did_you_mean(column, there)}"
-            more = told if own else ", which the federation needs"
+            present = f"; it has {', '.join(there) or 'nothing'}{did_you_mean(column, there)}"
+            more = present if own else ", which the federation needs"
             raise _error(own, f"{who} has no column {column!r}{more}")
         if list(there).count(column) > 1:
             raise _error(own, f"{who} has several columns {column!r}; give each a name of its own")
@@ -193,8 +193,8 @@ def _csv(path: Path, wanted: Sequence[str], who: str, own: bool) -> Texts:
             rows.append(f"line {reader.line_num}")
             if None in row:
                 raise _error(own, f"{who}, {rows[-1]}: more values than the {len(names)} columns")
-            for column, held in texts.items():
-                held.append((row[column] or "").strip())
+            for column, cells in texts.items():
+                cells.append((row[column] or "").strip())
     return texts, rows
 
 
@@ -249,17 +249,17 @@ def from_table(columns: Columns, form: Mapping[str, Any], site: str = "") -> Fed
     splits = [s or "train" for s in columns[form["split"]]] if form.get("split") else ["train"] * len(y)
     wrong = next((i for i, s in enumerate(splits) if s not in SPLITS), None)
     if wrong is not None:
-        told = f"one of {', '.join(SPLITS)}"
-        raise columns.wrong(form["split"], wrong, f"it says {told}", f"not {told}")
+        allowed = f"one of {', '.join(SPLITS)}"
+        raise columns.wrong(form["split"], wrong, f"it says {allowed}", f"not {allowed}")
     rows: dict[str, dict[str, list[int]]] = {}
     for i, (group, split) in enumerate(zip(groups, splits, strict=True)):
         rows.setdefault(group, {}).setdefault(split, []).append(i)
     clients = {}
     for group, own in rows.items():
-        held = {s: (x[own[s]], y[own[s]]) for s in ("validation", "test") if s in own}
+        others = {s: (x[own[s]], y[own[s]]) for s in ("validation", "test") if s in own}
         train = own.get("train", [])
         name = (f"{site}/{group}" if site else group) if form.get("group") else site
-        clients[name] = Client(x[train], y[train], **held)
+        clients[name] = Client(x[train], y[train], **others)
     return Federation.of(clients)
 
 
@@ -279,14 +279,14 @@ def read_image(file: Path, channels: int, size: tuple[int, int] | None = None) -
 def from_images(folder: Path, form: Mapping[str, Any], site: str) -> Federation:
     """``class/image.png``; the form has ``size`` (channels, height, width) and ``classes``."""
     if not form.get("size") or not form.get("classes"):
-        raise SchemaError(f"site {site!r} has images, but the federation tells no size and classes")
+        raise SchemaError(f"site {site!r} has images, but the federation gives no size and classes")
     channels, height, breadth = form["size"]
     place = {name: k for k, name in enumerate(form["classes"])}
     found, labels = [], []
     for sub in sorted(p for p in folder.iterdir() if p.is_dir()):
         if sub.name not in place:
-            told = ", ".join(place)
-            raise SchemaError(f"site {site!r}: a folder's name is not one of the classes ({told})")
+            classes = ", ".join(place)
+            raise SchemaError(f"site {site!r}: a folder's name is not one of the classes ({classes})")
         for file in image_files(sub):
             try:
                 pixels = read_image(file, channels)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpop.errors import SettingsError
-from fedpop.files import digest_of, writable_folder, write_bytes, write_json
+from fedpop.files import digest_of_bytes, writable_folder, write_bytes, write_json
 from fedpop.flower import certificates
 from fedpop.flower.federation import Folder
 from fedpop.flower.folder import check_name
@@ -268,7 +268,7 @@ class _Watch:
         if self._ca is None:
             return
         for key in sorted(self._folder.admitted.glob("*.pub")):
-            known = (key.stem, digest_of(key.read_bytes()))
+            known = (key.stem, digest_of_bytes(key.read_bytes()))
             if known in self._registered or self._again.get(key.stem, 0.0) > time.monotonic():
                 continue
             found = self._flwr("supernode", "register", str(key), CONNECTION, "--name", key.stem)

@@ -37,12 +37,12 @@ class State:
     def at(cls, target: Target, z: Tensor) -> State:
         return cls(z, *target.value_and_grad(z))
 
-    def where(self, keep: Tensor, other: State) -> State:
-        """This state where ``keep`` ``[C, K]`` holds, the other one elsewhere."""
-        wide = keep.unsqueeze(-1)
+    def where(self, mask: Tensor, other: State) -> State:
+        """This state where ``mask`` ``[C, K]`` holds, the other one elsewhere."""
+        wide = mask.unsqueeze(-1)
         return State(
             torch.where(wide, self.z, other.z),
-            torch.where(keep, self.value, other.value),
+            torch.where(mask, self.value, other.value),
             torch.where(wide, self.grad, other.grad),
         )
 
@@ -67,7 +67,7 @@ class Tuning:
         return cls(like.new_full((clients,), log_step), like.new_zeros((clients,)), mass)
 
     def to_local(self) -> dict[str, Tensor]:
-        """As named tensors, to be kept with a client's chains."""
+        """As named tensors, to be stored with a client's chains."""
         local = {"log_step": self.log_step, "updates": self.updates}
         if self.mass is not None:
             local |= {f"mass_{name}": getattr(self.mass, name) for name in _MASS}
@@ -82,10 +82,10 @@ class Tuning:
         mass = Mass(mean, variance, weight, local.get("mass_covariance"))
         return cls(local["log_step"], local["updates"], mass)
 
-    def where(self, keep: Tensor, other: Tuning) -> Tuning:
-        """This tuning for the clients where ``keep`` ``[C]`` holds, the other one elsewhere."""
+    def where(self, mask: Tensor, other: Tuning) -> Tuning:
+        """This tuning for the clients where ``mask`` ``[C]`` holds, the other one elsewhere."""
         mine, theirs = self.to_local(), other.to_local()
-        wide = {n: keep.reshape(-1, *(1,) * (v.dim() - 1)) for n, v in mine.items()}
+        wide = {n: mask.reshape(-1, *(1,) * (v.dim() - 1)) for n, v in mine.items()}
         return Tuning.from_local({n: torch.where(wide[n], v, theirs[n]) for n, v in mine.items()})
 
 
@@ -114,7 +114,7 @@ class Pass:
     gradient_evaluations: int
     """Per client and chain."""
     batched: int = 0
-    """How many of these looked at a mini-batch only."""
+    """How many of these used a mini-batch only."""
     likelihood_grads: Tensor | None = None
     """The likelihood's part of ``grads``, where it is at hand."""
     evaluated: Evaluated | None = None
@@ -134,7 +134,7 @@ class Noise:
         self._key, self._units, self._dtype, self._steps = key, units, z.dtype, steps
         self._shape = tuple(z.shape[1:])
         self._chunk = max(1, min(steps, self.CHUNK // max(z.numel(), 1)))
-        self._held: dict[str, tuple[int, Tensor]] = {}
+        self._cached: dict[str, tuple[int, Tensor]] = {}
         self._like, self._nested = z, {}  # type: Tensor, dict[str, Noise]
 
     def at(self, purpose: str) -> Noise:
@@ -149,7 +149,7 @@ class Noise:
         return self._fetch("noise", m, self._shape, self._key.at(purpose="noise").normal)[:, 0]
 
     def all_normal(self) -> Tensor | None:
-        """Those of all transitions, ``[C, M, K, d]``; None where they are too many to be held at once."""
+        """Those of all transitions, ``[C, M, K, d]``; None where they are too many for memory."""
         if self._chunk < self._steps:
             return None
         return self._fetch("noise", 0, self._shape, self._key.at(purpose="noise").normal, self._steps)
@@ -176,13 +176,13 @@ class Noise:
     def _fetch(
         self, name: str, m: int, shape: tuple[int, ...], draw: Callable[..., Tensor], count: int = 1
     ) -> Tensor:
-        start, held = self._held.get(name, (-1, None))
-        if held is None or not start <= m < start + held.shape[1]:
+        start, cached = self._cached.get(name, (-1, None))
+        if cached is None or not start <= m < start + cached.shape[1]:
             start = m - m % self._chunk
             steps = min(self._chunk, self._steps - start)
-            held = draw(self._units, shape, self._dtype, start, steps)
-            self._held[name] = (start, held)
-        return held[:, m - start : m - start + count]
+            cached = draw(self._units, shape, self._dtype, start, steps)
+            self._cached[name] = (start, cached)
+        return cached[:, m - start : m - start + count]
 
 
 class Kernel(Setting, ABC):
@@ -204,7 +204,7 @@ class Kernel(Setting, ABC):
 
     @property
     def batch_size(self) -> int | None:
-        """How many of a client's examples a step looks at; None: all of them."""
+        """How many of a client's examples a step uses; None: all of them."""
         return None
 
     of_normals: ClassVar[bool] = False
@@ -295,8 +295,8 @@ def guarded(new: State, old: State, slack: Tensor | float = 1.0) -> tuple[State,
     plausible = new.value > old.value - slack * (1e3 + 10 * new.z.shape[-1])
     good = plausible & torch.isfinite(new.value) & torch.isfinite(new.grad).all(-1)
     started = torch.isfinite(old.value)
-    keep = good | (~started & torch.isfinite(new.value))
-    return new.where(keep, old), ~keep
+    mask = good | (~started & torch.isfinite(new.value))
+    return new.where(mask, old), ~mask
 
 
 def run(

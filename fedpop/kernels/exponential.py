@@ -21,8 +21,7 @@ class Exponential(Kernel):
     two, and drags a learned prior scale down: use HMC there.
 
     Args:
-        h: The step size, above 0 and at most 1; 1 unless told. Smaller ones make draws depend on each
-            other.
+        h: The step size, above 0 and at most 1 (default: 1). Smaller ones make draws depend on each other.
 
     >>> Exponential(h=0.5)
     Exponential(h=0.5)

@@ -6,8 +6,8 @@ chain is carried with the mode of its log-posterior, and with its width:
 
     z <- new mode + L_new^-T L_old' (z - old mode),
 
-L L' being the curvature at the mode under the prior; the old mode, and the prior's scale of then, are kept
-with the chain. The map is a function of theta, the data and what was kept, never of z, so the chain keeps
+L L' being the curvature at the mode under the prior; the old mode, and the prior's scale of then, are stored
+with the chain. The map is a function of theta, the data and what was stored, never of z, so the chain keeps
 what it has found of the posterior's shape; with theta at rest it is the identity. The posterior is that of
 the round: features with their dropout or shifted images, where there are such, since a second pass without
 would cost a third of a round.
@@ -15,7 +15,7 @@ would cost a third of a round.
 The mode is found by steps Q^-1 slope from the stored one, with Nesterov's extrapolation and restarts; Q
 bounds the curvature, so none of them overshoots. A client stands still once slope' Q^-1 slope is below
 ``TOLERANCE`` for each dimension. Where Q is far above the curvature a looser one leaves the mode far behind,
-and the learned scale swings. A client's first chain, or one that keeps no state, starts at the mode reached
+and the learned scale swings. A client's first chain, or one that stores no state, starts at the mode reached
 from the prior's mean plus noise of the curvature there.
 """
 

@@ -18,7 +18,7 @@ class HMC(Kernel):
     """Hamiltonian Monte Carlo: leapfrog steps with mass matrix Q, then accept or reject.
 
     Args:
-        leapfrog: Steps of a transition, 5 unless told; each costs a gradient.
+        leapfrog: Steps of a transition (default: 5); each costs a gradient.
 
     Q is the curvature bound plus the prior's precision (a linear head), or a matrix that adapts to each
     client's draws, from the prior's precision on (any other head: dense up to 20 dimensions of z, diagonal

@@ -24,8 +24,7 @@ class JumpHMC(HMC):
     rare.
 
     Args:
-        leapfrog: Steps of a transition after its jump, 5 unless told; each costs a gradient, as the jump
-            does.
+        leapfrog: Steps of a transition after its jump (default: 5); each costs a gradient, as the jump does.
 
     >>> JumpHMC().gradients_per_step
     6

@@ -59,7 +59,7 @@ def final_draws(
 
 
 def first_states(prior: Unnormalised, beta: Tensor, key: Key) -> Tensors:
-    """What the server keeps besides beta: chains from the base, taken to this beta, and their step."""
+    """What the server stores besides beta: chains from the base, taken to this beta, and their step."""
     units = key.server(beta.device)
     z, tuning = _warmed(prior, beta, _base(prior, beta, units, key, prior.chains), key, units)
     return {"states": z[0], "log_step": tuning.log_step, "updates": tuning.updates}
@@ -82,8 +82,8 @@ def normaliser_batches(prior: Prior, beta: Tensor, states: Tensors, key: Key, co
     """Independent estimates of what one unit's score lacks, ``[count, size]``."""
     if not isinstance(prior, Unnormalised):
         return beta.new_zeros((count, beta.shape[0]))
-    units, held = key.server(beta.device), states.get("states")
-    z = _base(prior, beta, units, key, prior.chains) if held is None else held.unsqueeze(0)
+    units, stored = key.server(beta.device), states.get("states")
+    z = _base(prior, beta, units, key, prior.chains) if stored is None else stored.unsqueeze(0)
     z, tuning = _warmed(prior, beta, z, key, units)
     out = _run(prior, beta, z, tuning, BATCHES, key.at(purpose="batches"), units, adapt=False)
     each = z.shape[1] // count

@@ -33,12 +33,10 @@ class SGLD(Kernel):
     (Teh, Thiery and Vollmer, 2016). The draws that users see come from an adjusted kernel.
 
     Args:
-        batch: How many of a client's examples a step looks at, 32 unless told.
-        step_size: In units of 1/L_i; ``step_size * offset^-decay`` lies between 0 and 2. 0.5 unless
-            told.
-        offset: Rounds by which the fall of steps is put off, above 0; 1 unless told.
-        decay: How fast steps fall over rounds, 0 or more; 1/3 unless told, 0 for steps that stay as they
-            are.
+        batch: How many of a client's examples a step uses (default: 32).
+        step_size: In units of 1/L_i; ``step_size * offset^-decay`` lies between 0 and 2 (default: 0.5).
+        offset: Rounds by which the fall of steps is put off, above 0 (default: 1).
+        decay: How fast steps fall over rounds, 0 or more (default: 1/3); 0 for steps that stay as they are.
 
     >>> SGLD(batch=16).gradients_per_step
     1

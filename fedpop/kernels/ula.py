@@ -25,10 +25,9 @@ class ULA(Kernel):
     is Q^-1 (I - gamma Q / 2)^-1.
 
     Args:
-        step_size: c_0, in units of 1/L_i, between 0 and 2; 0.8 unless told. Smaller steps have less bias
-            and mix more slowly.
-        decay: How fast steps fall over rounds, 0 or more; 0 unless told, for steps that stay as they
-            are.
+        step_size: c_0, in units of 1/L_i, between 0 and 2 (default: 0.8). Smaller steps have less bias and
+            mix more slowly.
+        decay: How fast steps fall over rounds, 0 or more (default: 0, for steps that stay as they are).
 
     >>> ULA(step_size=0.5, decay=0.3)
     ULA(step_size=0.5, decay=0.3)

@@ -19,9 +19,9 @@ class CropFlip(KeyedLayer):
     every round, and the same way whenever a run is repeated or resumed.
 
     Args:
-        padding: The largest shift in each direction, in pixels; 4 unless told.
-        flip: Whether half of the images are mirrored, left to right; True unless told. False for digits
-            and letters.
+        padding: The largest shift in each direction, in pixels (default: 4).
+        flip: Whether half of the images are mirrored, left to right (default: True). False for digits and
+            letters.
 
     >>> import torch
     >>> from torch import nn

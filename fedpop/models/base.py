@@ -331,12 +331,12 @@ class Model(ABC):
         return federation.map_targets(check, phi.dtype)
 
     def _check_labels(self, labels: tuple[str, ...]) -> None:
-        told = ", ".join(map(repr, labels[:5])) + (", ..." if len(labels) > 5 else "")
+        shown = ", ".join(map(repr, labels[:5])) + (", ..." if len(labels) > 5 else "")
         if not self.likelihood.discrete or self.likelihood.ordered:
-            raise DataError(f"y holds words ({told}), but a {self.likelihood.name} target is a number")
+            raise DataError(f"y holds words ({shown}), but a {self.likelihood.name} target is a number")
         most = self.outputs if self.likelihood.shifts else 2
         if len(labels) > most:
-            raise DataError(f"y holds {len(labels)} labels ({told}), but the model has {most} classes")
+            raise DataError(f"y holds {len(labels)} labels ({shown}), but the model has {most} classes")
 
     def _embed_all(self, phi: Tensor, x: Inputs, chunk: int = 1024) -> Inputs:
         rows = leaves(x)[0].shape[0]

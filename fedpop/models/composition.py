@@ -33,7 +33,7 @@ from fedpop.models.modules import (
 from fedpop.models.network import NetworkPass
 
 FEW = 8
-"""Dimensions of z up to which a head on features that stand still has a full covariance unless told."""
+"""Dimensions of z up to which a head on fixed features has a full covariance by default."""
 
 
 class Composition(Model):

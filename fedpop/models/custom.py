@@ -24,7 +24,7 @@ from fedpop.models.probe import global_generator
 
 Named = dict[str, Tensor]
 CHECKED = 256
-"""Clients whose likelihood at the start is looked at together."""
+"""Clients whose likelihood at the start is computed together."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class CustomModel(Model):
             or, beside ``log_likelihood``, the mean of y, for predictions of means.
         likelihood: One of ``fedpop.likelihoods``, or its name, of which outputs are the linear
             predictor.
-        dtype: What is computed in, double precision unless told.
-        device: Where it is computed, the CPU unless told.
+        dtype: What is computed in (default: double precision).
+        device: Where it is computed (default: the CPU).
 
     >>> import torch, fedpop as fp
     >>> def decay(phi, z, x):

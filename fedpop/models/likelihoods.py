@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedpop.checked import OneOf, Positive
 from fedpop.errors import DataError, ModelError, SettingsError
-from fedpop.models.likelihood import Likelihood as Likelihood  # a family of one's own derives from it
+from fedpop.models.likelihood import Likelihood as Likelihood  # a user-defined family derives from it
 from fedpop.models.likelihood import Params, require_rows
 from fedpop.settings import all_of, by_name
 
@@ -141,7 +141,7 @@ class Categorical(Likelihood):
         return labels
 
     def encode(self, y: Tensor, outputs: int, dtype: torch.dtype) -> Tensor:
-        # By comparison: one_hot looks at its values, which vmap does not allow.
+        # By comparison: one_hot reads its values, which vmap does not allow.
         return (y.unsqueeze(-1) == torch.arange(outputs, device=y.device)).to(dtype)
 
     def log_prob(self, eta: Tensor, y: Tensor, params: Params) -> Tensor:
@@ -283,8 +283,8 @@ def resolve(likelihood: Likelihood | str) -> Likelihood:
     """A likelihood from itself or from its name.
 
     Args:
-        likelihood: A likelihood, or "normal", "categorical", "bernoulli" or "poisson", or the name of one
-            of your own.
+        likelihood: A likelihood, or "normal", "categorical", "bernoulli" or "poisson", or the name of a
+            user-defined one.
 
     >>> resolve("poisson")
     Poisson()

@@ -22,7 +22,7 @@ from fedpop.models.likelihood import Likelihood, Params
 
 ALL = slice(None)
 LONG = 2**14
-"""Examples of one client that are looked at together; those of a client with more come in blocks, since a
+"""Examples of one client that are processed together; those of a client with more come in blocks, since a
 plan can cut a cohort between clients but not within one."""
 
 
@@ -39,7 +39,7 @@ class LocalLikelihood(ABC):
     """The likelihoods of a cohort's clients, side by side."""
 
     examples: int
-    """Examples that one evaluation looks at."""
+    """Examples that one evaluation uses."""
 
     @property
     def sizes(self) -> Tensor:

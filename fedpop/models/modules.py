@@ -62,10 +62,10 @@ class KeyedDropout(KeyedLayer):
         if self.rows is None or self.p == 0:
             return x
         shape = x.shape[1:2] if self.channels else x.shape[1:]
-        keep = (self.words(math.prod(shape)) >= int(self.p * 2**32)).to(x.dtype).reshape(x.shape[0], *shape)
+        mask = (self.words(math.prod(shape)) >= int(self.p * 2**32)).to(x.dtype).reshape(x.shape[0], *shape)
         if self.channels:
-            keep = keep.reshape(*keep.shape, *(1,) * (x.dim() - 2))
-        return x * keep / (1 - self.p)
+            mask = mask.reshape(*mask.shape, *(1,) * (x.dim() - 2))
+        return x * mask / (1 - self.p)
 
 
 _ELEMENTWISE = (nn.Dropout,)
@@ -121,9 +121,9 @@ def require_together(*modules: nn.Module) -> None:
                     f"{name} is a parameter of two modules: it would be shared and private; give each its own"
                 )
     if len(kinds) > 1:
-        told = ", ".join(f"{name} {dtype} on {device}" for (dtype, device), name in kinds.items())
+        present = ", ".join(f"{name} {dtype} on {device}" for (dtype, device), name in kinds.items())
         raise ModelError(
-            f"a model's parameters are of one type on one device, not {told}; use module.to(...)"
+            f"a model's parameters are of one type on one device, not {present}; use module.to(...)"
         )
 
 
@@ -163,8 +163,8 @@ def replace_batchnorm(module: nn.Module, groups: Count = 8) -> nn.Module:
 
     Args:
         module: The network, which stays as it is; weights and biases of its layers are copied.
-        groups: Into how many groups channels are put, 8 unless told; where they do not come out even,
-            the largest number that divides both.
+        groups: Into how many groups channels are put (default: 8); where they do not come out even, the
+            largest number that divides both.
 
     >>> from torch import nn
     >>> replace_batchnorm(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)))[1]

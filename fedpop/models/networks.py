@@ -32,12 +32,12 @@ def cnn(
     With two linear layers, and the head counted, it is the paper's five-layer network.
 
     Args:
-        shape: Channels, height and width of an image; (3, 32, 32) unless told, 16 pixels a side or more.
-        filters: How many filters each convolution has, (64, 64) unless told.
-        widths: How many units each linear layer has, (120, 64) unless told; the last is the number of
-            features that a head is put on.
-        dropout: The probability with which a feature is set to zero in training, after the last layer; 0
-            unless told, for none.
+        shape: Channels, height and width of an image (default: (3, 32, 32)), 16 pixels a side or more.
+        filters: How many filters each convolution has (default: (64, 64)).
+        widths: How many units each linear layer has (default: (120, 64)); the last is the number of features
+            that a head is put on.
+        dropout: The probability with which a feature is set to zero in training, after the last layer
+            (default: 0, for none).
 
     >>> from torch import nn
     >>> sum(p.numel() for p in nn.Sequential(*cnn()).parameters())
@@ -62,7 +62,7 @@ def lenet(shape: Shape = (3, 32, 32)) -> list[nn.Module]:
     """LeNet-5 with rectifiers and maximum pooling: 6 and 16 filters, 120 and 84 units.
 
     Args:
-        shape: Channels, height and width of an image; (3, 32, 32) unless told, 16 pixels a side or more.
+        shape: Channels, height and width of an image (default: (3, 32, 32)), 16 pixels a side or more.
 
     >>> from torch import nn
     >>> sum(p.numel() for p in nn.Sequential(*lenet((1, 28, 28))).parameters())
@@ -76,8 +76,8 @@ def mlp(shape: Shape = (1, 28, 28), widths: Sequence[Few] = (200, 200)) -> list[
     """Linear layers with rectifiers on the pixels: McMahan et al.'s 2NN.
 
     Args:
-        shape: Channels, height and width of an image; (1, 28, 28) unless told.
-        widths: How many units each layer has, (200, 200) unless told; at least one number.
+        shape: Channels, height and width of an image (default: (1, 28, 28)).
+        widths: How many units each layer has (default: (200, 200)); at least one number.
 
     >>> from torch import nn
     >>> sum(p.numel() for p in nn.Sequential(*mlp()).parameters())
@@ -114,9 +114,9 @@ def build(
             or "mlp".
         shape: Channels, height and width of an image.
         classes: How many classes there are: the outputs of a head.
-        seed: Of the first weights, which it alone decides; 0 unless told.
-        first: Layers before the network, such as ``Standardise`` and ``CropFlip``; none unless told.
-            They do not change the first weights of the network itself.
+        seed: Of the first weights, which it alone decides (default: 0).
+        first: Layers before the network, such as ``Standardise`` and ``CropFlip`` (default: none). They do
+            not change the first weights of the network itself.
 
     >>> build("lenet", shape=(1, 28, 28), classes=10)
     Composition(phi: 43576, z: 850, likelihood: categorical, linear head)

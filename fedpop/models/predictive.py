@@ -118,7 +118,7 @@ class Predictive:
 
         Args:
             y: One for each example.
-            level: Of the intervals, 0.9 unless told.
+            level: Of the intervals (default: 0.9).
         """
         tail = (1 - level) / 2
         at = self.cdf(y)
@@ -129,7 +129,7 @@ class Predictive:
         """Equal-tailed credible interval (low, high).
 
         Args:
-            level: The probability that it holds, 0.9 unless told.
+            level: Its probability (default: 0.9).
             of: ``"y"`` for that of a new observation, the default for normal and poisson targets; ``"mean"``
                 for that of E[y | z], the default for classes (an interval of each probability).
         """

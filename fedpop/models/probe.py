@@ -40,15 +40,15 @@ def global_generator(names: str = "") -> ModelError:
 def not_accepted(x: Inputs, error: Exception) -> DataError:
     """What may help, beside what torch says."""
     shapes = [tuple(v.shape[1:]) for v in leaves(x)]
-    told = f"the model does not accept examples of shape {shapes}: {error}"
+    message = f"the model does not accept examples of shape {shapes}: {error}"
     if () in shapes:
-        told += "; x has one number per example: where the model wants columns, use x[:, None]"
+        message += "; x has one number per example: where the model wants columns, use x[:, None]"
     if any(not v.is_floating_point() for v in leaves(x)):
-        told += "; x holds whole numbers: where the model wants others, use x.float()"
+        message += "; x holds whole numbers: where the model wants others, use x.float()"
     if isinstance(x, tuple | dict):
         how = "forward(x[0], x[1], ...)" if isinstance(x, tuple) else "forward(**x), by its names"
-        told += f"; a {type(x).__name__} of inputs reaches the module as {how}"
-    return DataError(told)
+        message += f"; a {type(x).__name__} of inputs reaches the module as {how}"
+    return DataError(message)
 
 
 def outputs_at(model: Model, x: Inputs, phi: Tensor) -> int:
@@ -150,9 +150,9 @@ def check_rows(model: Model, example: Example) -> None:
             given = map_inputs(torch.clone, x)
             features = model.embed(phi, x)
             _unchanged(x, given, "its input")
-            kept = map_inputs(torch.clone, features)
+            before = map_inputs(torch.clone, features)
             together = model.head_outputs(phi, z.unsqueeze(0), features)[0]
-            _unchanged(features, kept, "the features that it gets from the backbone")
+            _unchanged(features, before, "the features that it gets from the backbone")
             own = [model.embed(phi, map_inputs(lambda v, i=i: v[i : i + 1], x)) for i in range(TOGETHER)]
             alone = [model.head_outputs(phi, z.unsqueeze(0), one) for one in own]
         except USERS as error:
@@ -160,7 +160,7 @@ def check_rows(model: Model, example: Example) -> None:
                 raise
             return  # made-up values that this model does not take: real ones will tell
     # Features, too: a head that is all but zero hides what they do.
-    pairs = zip(leaves(kept), *(leaves(one) for one in own), strict=True)
+    pairs = zip(leaves(before), *(leaves(one) for one in own), strict=True)
     apart = [(torch.cat(parts), whole, 1e-2) for whole, *parts in pairs if whole.is_floating_point()]
     apart.append((torch.cat(alone, 1)[0], together, 1.0))
     near = NEAR.get(phi.dtype, 1e-3) if model.autocast is None else 5e-2

@@ -87,11 +87,11 @@ def require_same(spec: dict[str, Any] | None, model: Model) -> None:
     for part, mine in _parameters(model).items():
         if mine != spec[part]:
             raise CheckpointError(
-                f"the model's {part} is not the saved one: {_told(mine)} now, {_told(spec[part])} then"
+                f"the model's {part} is not the saved one: {_shown(mine)} now, {_shown(spec[part])} then"
             )
 
 
-def _told(parameters: list[Any]) -> str:
+def _shown(parameters: list[Any]) -> str:
     return ", ".join(f"{n}{s or ''} ({link})" for n, s, link in parameters) or "nothing"
 
 
@@ -108,8 +108,8 @@ def model_from(spec: dict[str, Any] | None) -> Model:
         )
     if spec["kind"] == "CustomModel":
         raise CheckpointError(
-            f"this model is a function, which a file without code cannot hold (phi: {_told(spec['phi'])}; z: "
-            f"{_told(spec['z'])}); give it again: fedpop.load(path, model=CustomModel(...))"
+            f"this model is a function, which a file without code cannot hold (phi: {_shown(spec['phi'])}; "
+            f"z: {_shown(spec['z'])}); give it again: fedpop.load(path, model=CustomModel(...))"
         )
     settings = dict(spec["likelihood"])
     likelihood = _family(settings.pop("name"))(**settings)

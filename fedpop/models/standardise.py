@@ -1,4 +1,4 @@
-"""Images are held as bytes; this layer, the first of a network, makes standardised numbers of them."""
+"""Images are stored as bytes; this layer, the first of a network, makes standardised numbers of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where clients' models come from: the final pass, run when one is asked for, and kept."""
+"""Where clients' models come from: the final pass, run when one is asked for, and cached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Tensors
 from fedpop.methods.base import Algorithm
-from fedpop.population.final_pass import own_models, planned
+from fedpop.population.personal_models import personal_models, planned
 from fedpop.site.plan import Plan
 from fedpop.site.sites import Sites
 from fedpop.site.store import LocalStore
@@ -28,7 +28,7 @@ draws each, would take three gigabytes."""
 
 
 class ClientModels:
-    """What ``Population`` has of clients' own models; its fields are there."""
+    """What ``Population`` has of clients' personal models; its fields are there."""
 
     algorithm: Algorithm
     published: Tensors
@@ -44,7 +44,7 @@ class ClientModels:
 
     @cached_property
     def sites(self) -> Sites | None:
-        """Those who hold the data, where they are here."""
+        """Those who have the data, where they are here."""
         return None if self.federation is None else Sites(self.federation, self.device, self.store)
 
     def _index(self, client: str | int) -> int:
@@ -76,7 +76,7 @@ class ClientModels:
                 "population with clients=..."
             )
         plan, key = self._final_plan, self.key
-        self._personal |= own_models(self.algorithm, self.published, self.sites, plan, missing, key)
+        self._personal |= personal_models(self.algorithm, self.published, self.sites, plan, missing, key)
 
     def _one_by_one(self, ids: Tensor) -> Iterator[int]:
         """These clients one after the other, their models made for many at a time, and forgotten where all of

@@ -35,7 +35,7 @@ def evaluate(
 
     Args:
         population: What ``fit`` returned, or ``load`` with ``clients``.
-        split: Which of the clients' sets, "test" unless told.
+        split: Which of the clients' sets (default: "test").
         widths: False leaves out the mean width of intervals, which costs more than all other scores together.
         theta_uncertainty: True has predictions that do not take theta for granted (``Population.predict``);
             it takes longer, and matters where clients are few.

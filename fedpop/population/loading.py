@@ -43,12 +43,12 @@ def load(
 ) -> Population:
     """Read a saved population back.
 
-    A method, kernel or prior of your own is found by its name once the module that defines it is imported.
+    A user-defined method, kernel or prior is found by its name once the module that defines it is imported.
 
     Args:
         path: The folder that ``Population.save`` was given.
         model: The model again, where its modules are not torch's own layers or it is a function
-            (``CustomModel``): neither can be kept in a file without code.
+            (``CustomModel``): neither can be saved in a file without code.
         clients: The data again, to sample clients whose draws were not saved. Each must be one of the
             population's by name; of a public population, which has no names, all are new to it.
         prior: An energy prior again, where its network is not made of torch's own layers.
@@ -146,10 +146,14 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def _names(told: Any) -> list[str]:
-    if not isinstance(told, list) or any(not isinstance(n, str) for n in told) or len(set(told)) < len(told):
+def _names(names: Any) -> list[str]:
+    if (
+        not isinstance(names, list)
+        or any(not isinstance(n, str) for n in names)
+        or len(set(names)) < len(names)
+    ):
         raise TypeError("clients are a list of different names")
-    return told
+    return names
 
 
 def _method(saved: dict[str, Any], about: Path, model: Model | None, prior: Prior | None) -> Algorithm:
@@ -195,9 +199,9 @@ def _key(folder: Path, name: str | None, digests: dict[str, str]) -> Key:
     private = folder / name
     read_bytes(private, digests[private.name])
     with reading(private, "a sites' key"):
-        held = read_json(private)
-        require(Seed, seed=held["seed"])
-        return Key(held["seed"], purpose=str(held["purpose"]))
+        plain = read_json(private)
+        require(Seed, seed=plain["seed"])
+        return Key(plain["seed"], purpose=str(plain["purpose"]))
 
 
 def _models(path: Path, digest: str, clients: int) -> list[tuple[int, Tensors]]:

@@ -52,14 +52,14 @@ class Population(ClientModels):
         published: theta, as tensors: what predictions use.
         key: What the sites draw with; draws of z are theirs.
         federation: The clients' data, or None where they are not here.
-        store: What clients keep from one round to the next.
+        store: What clients store from one round to the next.
         history: A dictionary of numbers for each round, as in ``metrics.jsonl``.
         totals: What the run cost: bytes, passes, steps, seconds.
         rounds: How many there were.
         drift: The relative change of theta between the halves of the averaged rounds.
         names: The clients'; those of the data where they are here.
         learned_from: How many clients theta was learned from, also where they are not here.
-        convergence: Whether theta had converged when the run ended, where the run looked.
+        convergence: Whether theta had converged when the run ended, where that was checked.
         best_round: The round whose theta this is, where validation data chose it (``callbacks.EarlyStop``).
         how: How theta was found, in words under short titles, as ``print`` tells it.
         elsewhere: Asks clients that are at their sites, as long as the run goes on.
@@ -169,13 +169,13 @@ class Population(ClientModels):
 
         Intervals are conditional on theta unless ``theta_uncertainty``, which draws theta from its asymptotic
         law (in closed form for linear heads with a normal likelihood, else from posterior draws, for models
-        of up to 200 parameters). All draws are held, 4 GB for 1,000 of a million rows: give such x in parts,
-        since what is said of a row does not depend on the others.
+        of up to 200 parameters). All draws are in memory, 4 GB for 1,000 of a million rows: give such x in
+        parts, since what is said of a row does not depend on the others.
 
         Args:
             client: Its name, or its number in the order in which clients were given.
             x: Rows to predict for, as in training: a row for each, whatever a row is.
-            theta_uncertainty: Draw theta, too; off unless told. Give it where clients are few.
+            theta_uncertainty: Draw theta, too (default: False). Give it where clients are few.
         """
         i = self._index(client)
         inputs, key = checked_inputs(self.model, x), self._predict_key(i)
@@ -243,12 +243,12 @@ class Population(ClientModels):
         prior is often too wide for a client with few examples or none, whose predictions are too modest then.
 
         Args:
-            examples: Numbers of examples, (0, 1, 5, 25) unless told. In between widths are interpolated; with
+            examples: Numbers of examples (default: (0, 1, 5, 25)). In between widths are interpolated; with
                 more than the most of them the last one stays.
-            split: Which examples are scored: unless told "validation" where half of the clients have such,
+            split: Which examples are scored: by default "validation" where half of the clients have such,
                 else "train" (across machines always), those that a client has not given itself. A network
-                that knows its few training examples by heart is too sure of them, and newcomers would be.
-            limit: Clients that are asked at most, 1000 unless told; across machines all of them are.
+                that memorised its few training examples is too sure of them, and newcomers would be.
+            limit: Clients that are asked at most (default: 1000); across machines all of them are.
 
         >>> import torch, fedpop as fp
         >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
@@ -317,7 +317,7 @@ class Population(ClientModels):
         """What is made of everyone's answers at the returned theta.
 
         Args:
-            question: One of ``fedpop.questions``, of ``fedpop.evaluation`` or of your own.
+            question: One of ``fedpop.questions``, of ``fedpop.evaluation`` or user-defined.
             among: Positions of the clients that are asked; None (the default) for everyone.
         """
         if self.sites is None and self.elsewhere is not None:
@@ -341,7 +341,7 @@ class Population(ClientModels):
         """R-hat and ESS of the final pass; theta's gradient and, of a small model, distance from an optimum.
 
         Args:
-            limit: Clients at most, 1000 unless told; with more of them nothing is said of theta.
+            limit: Clients at most (default: 1000); with more of them nothing is said of theta.
         """
         hierarchy, among = self._hierarchy("chains"), self._some(limit)
         question = ChainsAndGradient(hierarchy, self.drift, tuple(self.at_bound), among is None)

@@ -55,7 +55,7 @@ class Posterior:
         """Equal-tailed credible interval of every coordinate.
 
         Args:
-            level: The probability that it holds, 0.9 unless told.
+            level: Its probability (default: 0.9).
         """
         tail = (1 - level) / 2
         wanted = torch.tensor([tail, 1 - tail], dtype=self.draws.dtype, device=self.draws.device)

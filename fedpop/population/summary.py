@@ -30,7 +30,7 @@ def summary(population: Population) -> str:
     if population.totals:
         up, down, seconds = (population.totals.get(n, 0.0) for n in ("bytes_up", "bytes_down", "seconds"))
         rows.append(("cost", f"{up / 1e6:.2f} MB up, {down / 1e6:.2f} MB down, {seconds:.1f} s"))
-    rows += _kept(population)
+    rows += _stored(population)
     left_out = sorted({name for m in population.history for name in m.get("left_out", [])})
     if left_out:
         shown = ", ".join(left_out[:5]) + (", ..." if len(left_out) > 5 else "")
@@ -45,21 +45,23 @@ def summary(population: Population) -> str:
         drift = f"moved by {100 * population.drift:.2f} % over the tail of the run"
         rows.append(("theta", f"{drift}; diagnostics() tells whether it and the chains have settled"))
     if population.best_round is not None:
-        chosen = f"theta of round {population.best_round} kept, the best on validation data"
+        chosen = f"theta of round {population.best_round} returned, the best on validation data"
         rows.append(("rounds", f"{population.rounds} run, {chosen}"))
     lines = [f"{first}, {population.rounds} rounds"]
     return "\n".join(lines + [f"  {title:<8} {words}" for title, words in rows])
 
 
-def _kept(population: Population) -> list[tuple[str, str]]:
-    """What clients hold between rounds, for methods where that is a model."""
+def _stored(population: Population) -> list[tuple[str, str]]:
+    """What clients store between rounds, for methods where that is a model."""
     store = None if population.sites is None else population.sites.store
     if store is None or not store.used or population.algorithm.hierarchy is not None:
         return []
     each = sum(t[0].numel() * t.element_size() for t in store.tensors.values())
     together = each * store.used / 1e6
-    words = f"{store.used} client(s) that took part hold {each / 1e6:.3g} MB each, {together:.3g} MB together"
-    return [("kept", words)]
+    words = (
+        f"{store.used} client(s) that took part store {each / 1e6:.3g} MB each, {together:.3g} MB together"
+    )
+    return [("stored", words)]
 
 
 def _named(population: Population, layout: LinkedLayout) -> list[tuple[str, str]]:

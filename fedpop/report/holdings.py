@@ -44,12 +44,12 @@ def draw_holdings(counts: Tensor, classes: Sequence[str], title: str, path: Path
         top.set_ylabel("examples")
         top.grid(axis="x", visible=False)
         top.set_title(title, loc="left", fontsize=10)
-        held, together = _columns(counts)
+        own, together = _columns(counts)
         shades = table.imshow(
-            np.ma.masked_equal(held, 0),  # nothing is white
+            np.ma.masked_equal(own, 0),  # nothing is white
             aspect="auto",
             cmap="Blues",
-            norm=root_scale(float(held.max())),
+            norm=root_scale(float(own.max())),
             interpolation="none",
             extent=(-0.5, b - 0.5, kinds - 0.5, -0.5),
         )

@@ -62,14 +62,6 @@ def legend(axes: Axes, lines: int, below: bool = False) -> None:
     )
 
 
-def legend_above(axes: Axes, lines: int, columns: int) -> None:
-    """The same above the axes."""
-    if lines > 1:
-        axes.legend(
-            frameon=False, fontsize=8, ncols=min(columns, lines), loc="lower center", bbox_to_anchor=(0.5, 1)
-        )
-
-
 def drawable(line: Line, log_y: bool) -> Line:
     """The points that an axis can show."""
     return [(x, y) for x, y in line if math.isfinite(x) and math.isfinite(y) and (y > 0 or not log_y)]
@@ -78,23 +70,23 @@ def drawable(line: Line, log_y: bool) -> Line:
 def tell_what_is_missing(axes: Axes, lines: Mapping[str, Line], log_y: bool) -> None:
     """Name the lines with values that are not there to be seen: outside the axes, or no numbers at all."""
     low, high = axes.get_ylim()
-    told = []
+    notes = []
     for name, line in lines.items():
         finite = [y for _, y in line if math.isfinite(y)]
         shown = drawable(line, log_y)
         above = max((y for _, y in shown), default=-math.inf)
         below = min((y for _, y in shown), default=math.inf)
         if above > high:
-            told.append(f"{name} leaves above (up to {above:.3g})")
+            notes.append(f"{name} leaves above (up to {above:.3g})")
             _arrow(axes, name, shown, high)
         if below < low:
-            told.append(f"{name} leaves below (down to {below:.3g})")
+            notes.append(f"{name} leaves below (down to {below:.3g})")
         if len(finite) < len(line):
-            told.append(f"{name} diverged")
+            notes.append(f"{name} diverged")
         elif len(shown) < len(finite):
-            told.append(f"{name} has values of zero or less, which a logarithmic axis has not")
-    if told:
-        axes.set_title(textwrap.fill("; ".join(told), 84), loc="left", fontsize=7, color="#555555")
+            notes.append(f"{name} has values of zero or less, which a logarithmic axis has not")
+    if notes:
+        axes.set_title(textwrap.fill("; ".join(notes), 84), loc="left", fontsize=7, color="#555555")
 
 
 def _arrow(axes: Axes, name: str, line: Line, high: float) -> None:

@@ -16,7 +16,7 @@ from fedpop.report.results import Results, made_by
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """How the records of one experiment are read."""
+    """How the records of one kind are read."""
 
     name: str
     """What the records say under "experiment"."""
@@ -39,15 +39,13 @@ class Report:
         console.print(f"The report is in [bold]{path}[/bold].")
         return path
 
-    def command(self, results: Results) -> str:
-        """What one types for these records, where one command makes them all."""
-        return ""
+    def made(self, results: Results) -> str:
+        """What made these records, in words that stand below the tables."""
+        return made_by(results.records)
 
     def write(self, results: Results) -> Path:
-        """``results.md`` and ``report.html`` beside ``results.json``; both say which version and which
-        command made them."""
-        made, command = made_by(results.records), self.command(results)
-        made += f" The command is: {command}" if command else ""
+        """``results.md`` and ``report.html`` beside ``results.json``; both say what made them."""
+        made = self.made(results)
         text, page = f"{self.markdown(results)}\n{made}\n", replace(self.page(results), made=made)
         write_bytes(results.folder / "results.md", text.encode())  # not before both could be made
         return write_page(results.folder / "report.html", page)

@@ -1,4 +1,5 @@
-"""One results format for every experiment: a list of records in ``results/<experiment>/results.json``.
+"""One format of results for comparisons, searches, benchmarks and experiments: a list of records in
+``results.json``.
 
 A record is ``{"experiment", "setting", "method", "seed", "metrics", "cost", "config", "version"}``.
 Tables and figures are made from it, never by hand.
@@ -11,7 +12,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median, stdev
 from typing import Any
 
 from fedpop.errors import CheckpointError
@@ -85,15 +85,15 @@ def made_by(records: Iterable[Record]) -> str:
     True
     """
     versions = sorted({r["version"] for r in records})
-    told = f"Made by fedpop {' and '.join(versions)}."
+    made_by = f"Made by fedpop {' and '.join(versions)}."
     if versions == [__version__]:
-        return told
-    return f"{told} The present version is {__version__}; numbers of another one are to be made again."
+        return made_by
+    return f"{made_by} The present version is {__version__}; numbers of another one are to be made again."
 
 
 @dataclass
 class Results:
-    """Records of one experiment, in a file that is rewritten whole whenever one is added."""
+    """Records of one kind, in a file that is rewritten whole whenever one is added."""
 
     folder: Path
     records: list[Record] = field(default_factory=list)
@@ -137,25 +137,5 @@ def values(records: Sequence[Record], metric: str, of: str = "metrics") -> list[
     return [r[of][metric] for r in records if r[of].get(metric) is not None]
 
 
-def middle(numbers: Sequence[float]) -> float:
-    """The median, or NaN of nothing."""
-    return median(numbers) if numbers else math.nan
-
-
 def mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers) if numbers else math.nan
-
-
-def interval95(numbers: Sequence[float]) -> tuple[float, float, float]:
-    """Mean, and Student's 95 % interval of it; of paired differences over seeds, say.
-
-    >>> interval95([1.0, 2.0, 3.0])
-    (2.0, -0.48..., 4.48...)
-    """
-    if len(numbers) < 2:
-        return mean(numbers), math.nan, math.nan
-    from scipy import stats
-
-    centre = mean(numbers)
-    half = float(stats.t.ppf(0.975, len(numbers) - 1)) * stdev(numbers) / len(numbers) ** 0.5
-    return centre, centre - half, centre + half

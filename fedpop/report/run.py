@@ -28,7 +28,7 @@ def run_report(folder: Path) -> Path:
     if not source.exists():
         raise CheckpointError(
             f"{folder} holds neither metrics.jsonl nor results.json, nor a population with its history; give "
-            "the folder of a run, of an experiment or of a saved population"
+            "the folder of a run, of a comparison or of a saved population"
         )
     history = json_lines(read_bytes(source), source)
     if not history:
@@ -56,10 +56,10 @@ def run_report(folder: Path) -> Path:
 
 def _rows(folder: Path, history: list[dict[str, Any]]) -> list[tuple[str, str]]:
     last, result, after = history[-1], _result(folder), _first(folder, "afterwards.json")
-    kept, verdict = result.get("best_round"), result.get("convergence")
+    best, verdict = result.get("best_round"), result.get("convergence")
     return [
         ("rounds run", str(last["round"])),
-        *([] if kept is None else [("round kept", f"{kept}, the best on validation data")]),
+        *([] if best is None else [("round returned", f"{best}, the best on validation data")]),
         *([] if verdict is None else [("theta", str(verdict["words"]))]),
         *((name.replace("_", " "), str(found["words"])) for name, found in after.items()),
         ("sent up", human_bytes(last["bytes_up"])),

@@ -161,28 +161,3 @@ def _usual_range(numbers: Sequence[float]) -> tuple[float, float]:
     high = min(high, low + 1.5 * (most - low)) if most > low else high
     gap = 0.04 * (high - low or 1.0)
     return low - gap, high + gap
-
-
-def densities(
-    groups: Mapping[str, Sequence[Sequence[float]]], looks: Mapping[str, Look], most: float, x_label: str
-) -> str:
-    """One thin line for each row of counts over equal parts of [0, most], as shares; the mean of a group is a
-    thick one."""
-    with styled():
-        figure, axes = new_axes(4.6, 2.7)
-        for name, rows in groups.items():
-            shade, dash = looks[name]
-            shares = [[n / sum(row) for n in row] for row in rows if sum(row)]
-            if not shares:
-                continue
-            width = most / len(shares[0])
-            at = [(i + 0.5) * width for i in range(len(shares[0]))]
-            for row in shares:
-                axes.plot(at, [round(v, 4) for v in row], dash, color=shade, alpha=0.15, linewidth=0.6)
-            mean = [sum(column) / len(shares) for column in zip(*shares, strict=True)]
-            axes.plot(at, mean, dash, color=shade, linewidth=2, label=name)
-        axes.set_xlim(0, most)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel("share of examples")
-        legend(axes, len(groups))
-        return svg_of(figure)

@@ -1,4 +1,4 @@
-"""A run that breaks down says so: nobody can be heard any more, or theta is not finite."""
+"""A run that breaks down says so: no message is received any more, or theta is not finite."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def require_somebody(history: Sequence[Mapping[str, Any]], over: bool) -> None:
         silent += 1
         if silent >= PATIENCE:
             break
-    heard = any(_silent(m) < m["active"] for m in history) if over and silent else True
-    if silent < PATIENCE and heard:
+    received = any(_silent(m) < m["active"] for m in history) if over and silent else True
+    if silent < PATIENCE and received:
         return
     first = _first_silent(history)
     who, rounds = first["left_out"][0], "round" if silent == 1 else f"{silent} rounds in a row"
@@ -58,7 +58,7 @@ def _silent(metrics: Mapping[str, Any]) -> int:
 
 
 def _first_silent(history: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The first of the rounds in a row at the end in which nobody was heard."""
+    """The first of the rounds in a row at the end in which no message was received."""
     found = history[-1]
     for metrics in reversed(history):
         if metrics["active"] > 0 and not nobody(metrics):

@@ -65,11 +65,11 @@ class EarlyStop(Checked, Callback):
     """Stop when the clients' validation log-likelihood has not risen for some looks.
 
     The published theta goes back to the one with the best score. Rounds in which the noise variance is
-    annealed (``steps.Anneal``) are not looked at; the one in which a method ends by itself always is.
+    annealed (``steps.Anneal``) are not evaluated; the one in which a method ends by itself always is.
 
     Args:
-        every: Rounds between looks, 10 unless told.
-        patience: How many looks in a row without a better score end the run, 5 unless told. Raise it
+        every: Rounds between evaluations, 10 by default.
+        patience: How many evaluations in a row without a better score end the run, 5 by default. Raise it
             where scores are noisy.
 
     >>> import torch, fedpop as fp

@@ -62,9 +62,9 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
     for old in sorted(folder.glob("round-*.json"))[:-KEEP]:
         old.unlink()
         old.with_suffix(".safetensors").unlink(missing_ok=True)
-    kept = {p.stem for p in folder.glob("round-*.json")}
+    complete = {p.stem for p in folder.glob("round-*.json")}
     for stray in folder.glob("round-*.safetensors"):
-        if stray.stem not in kept:
+        if stray.stem not in complete:
             stray.unlink()
 
 

@@ -28,7 +28,7 @@ else:
 
 
 @contextmanager
-def held(folder: Path | None) -> Iterator[None]:
+def locked_folder(folder: Path | None) -> Iterator[None]:
     """The folder is this block's alone, or a CheckpointError says whose it is."""
     if folder is None:
         yield
@@ -39,7 +39,7 @@ def held(folder: Path | None) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            path.unlink()  # while it is still held: nobody can have another's file removed
+            path.unlink()  # while it is still locked: nobody can have another's file removed
         os.close(handle)
 
 
@@ -85,10 +85,10 @@ def _same(handle: int, path: Path) -> bool:
 
 def _sign(handle: int, path: Path) -> None:
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    told = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
     with writing(path):
         os.ftruncate(handle, 0)
-        os.write(handle, json.dumps(told).encode())
+        os.write(handle, json.dumps(owner).encode())
 
 
 def _holder(path: Path) -> dict[str, Any]:

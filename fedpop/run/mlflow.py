@@ -27,10 +27,10 @@ class MLflow(Checked, Callback):
     after its checkpoint are shown once more, at the same steps and with the same numbers.
 
     Args:
-        experiment: That of MLflow in which the run is; made where it is not there. "fedpop" unless told.
+        experiment: That of MLflow in which the run is; made where it is not there. "fedpop" by default.
         tracking: Where MLflow keeps it, such as the address of a server; None (the default) leaves it to
-            MLflow's own settings, ``MLFLOW_TRACKING_URI`` among them.
-        run_name: What the run is called; the method's name unless told.
+            MLflow's settings, ``MLFLOW_TRACKING_URI`` among them.
+        run_name: What the run is called; the method's name by default.
 
     >>> import fedpop as fp
     >>> live = fp.callbacks.MLflow(run_name="first")  # method.fit(clients, callbacks=[live])
@@ -70,8 +70,10 @@ class MLflow(Checked, Callback):
             self._client.log_param(self._id, "method", run.label)
             self._client.log_param(self._id, "seed", run.settings.seed)
         except mlflow.exceptions.MlflowException as error:
-            told = " ".join(str(error).split())[:300]
-            raise SettingsError(f"MLflow cannot be written to; is tracking right? It says: {told}") from error
+            reason = " ".join(str(error).split())[:300]
+            raise SettingsError(
+                f"MLflow cannot be written to; is tracking right? It says: {reason}"
+            ) from error
 
     def finished(self, run: Run) -> None:
         if self._client is not None:

@@ -17,10 +17,10 @@ from fedpop.site.sites import Sites
 
 
 class OwnModels(Setting, ABC):
-    """How the models that a question is answered from are made; across machines it is told by its name."""
+    """How the models that a question is answered from are made; across machines it is sent by its name."""
 
     as_in_rounds: ClassVar[bool] = False
-    """They are made of what sites would be told in a round."""
+    """They are made of a round's broadcast."""
 
     def plan(self, method: Algorithm, plan: Plan) -> Plan:
         """How many units fit together for it."""
@@ -47,7 +47,7 @@ class AsTheyStand(OwnModels):
 
 @dataclass(frozen=True)
 class FinalPass(OwnModels):
-    """A pass with theta fixed: the method's own, or a ``brief`` one; from where units' chains stand, or
+    """A pass with theta fixed: that of the method, or a ``brief`` one; from where units' chains stand, or
     ``afresh``, which forgets that.
 
     >>> FinalPass(brief=True)

@@ -29,7 +29,7 @@ from fedpop.run import stages
 from fedpop.run.breakdown import nobody, require_finite_theta, require_somebody
 from fedpop.run.callbacks import Callback
 from fedpop.run.guards import patient_interrupts, threads
-from fedpop.run.lock import held
+from fedpop.run.lock import locked_folder
 from fedpop.run.members import Asking, Here, Members, roster_of
 from fedpop.run.metrics import Metrics
 from fedpop.run.own_models import AsTheyStand, FinalPass, OwnModels
@@ -38,6 +38,7 @@ from fedpop.run.settings import Settings
 from fedpop.run.trial import likelihoods_of
 from fedpop.site.plan import Plan
 from fedpop.site.sites import Sites
+from fedpop.site.study import Training
 
 R = TypeVar("R")
 
@@ -69,7 +70,7 @@ class Run:
         for callback in callbacks:
             callback.check(members)
         if isinstance(members, Federation):
-            members = Here(algorithm, members, settings.memory, settings.sites)
+            members = Here(Training(algorithm), members, settings.memory, settings.sites)
         # Every setting is checked by now: nothing is created for a run that cannot be.
         self.folder = None if folder is None else writable_folder(folder)
         self.metrics = None if self.folder is None else Metrics(self.folder)
@@ -78,7 +79,7 @@ class Run:
         """Of its stages; schedules go by the present one."""
         self.restart = restart
         self.key = Key(settings.seed)
-        """The server's. Sites have one of their own, which in simulation derives from the seed too."""
+        """The server's. Sites have others, which in simulation derive from the seed too."""
         self.secret = Key(settings.seed, purpose="site")
         self.algorithm = algorithm
         """What runs."""
@@ -134,7 +135,7 @@ class Run:
 
     def execute(self, *, resume: bool, progress: bool | None) -> Population:
         """All rounds; nothing that was finished is lost to a crash or a Ctrl-C."""
-        with held(self.folder):
+        with locked_folder(self.folder):
             return self._execute(resume, progress)
 
     def _execute(self, resume: bool, progress: bool | None) -> Population:
@@ -276,8 +277,10 @@ class Run:
         split: str | None = None,
     ) -> tuple[R, Total]:
         """Ask everyone, or those who have examples in this split, to answer from these models."""
-        told = self.algorithm.broadcast(self.server) if models is not None and models.as_in_rounds else {}
-        return self.members.ask(Asking(question, known, key, self.algorithm, models, told, split))
+        broadcast = (
+            self.algorithm.broadcast(self.server) if models is not None and models.as_in_rounds else {}
+        )
+        return self.members.ask(Asking(question, known, key, self.algorithm, models, broadcast, split))
 
     def _asked(self, question: Question[Tensors], known: Tensors, late: tuple[str, ...] = ()) -> Tensors:
         """One of the questions before the rounds, which may leave something with units."""
@@ -311,7 +314,7 @@ class Run:
         return json.loads(json.dumps(config))  # type: ignore[no-any-return]
 
     def _trial(self, algorithm: Algorithm, rounds: int) -> list[float]:
-        """Trial rounds of a method with these members: a run of its own, which costs what any rounds cost."""
+        """Trial rounds of a method with these members: a separate run, which costs what any rounds cost."""
         run = Run(algorithm, self.members.fresh(algorithm), self.settings, restart=self.restart)
         path = likelihoods_of(run, rounds)
         self.spend({k: v for k, v in run.totals.items() if k != "seconds"})
@@ -386,7 +389,7 @@ class Run:
         return self.ask(question, published, key, AsTheyStand(), question.split)[0]
 
     def remember(self) -> None:
-        """Keep the present state as the best so far: the server's own, and each site's on order."""
+        """Keep the present state as the best so far: the server's, and on request each site's."""
         self._best, self.best_round = (dict(self.server), self.members.remember()), self.round
 
     def recall(self) -> None:

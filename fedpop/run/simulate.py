@@ -55,7 +55,7 @@ def fit(
         rounds: How many rounds; None (the default) until it has converged. A finished run goes on with
             ``out`` the same, ``resume=True`` and more of them: a further stage, in which steps start anew at
             full size and decrease towards the new end.
-        seed: Of all random numbers, 0 to 2^64 - 1; the same one gives the same bits. 0 unless told.
+        seed: Of all random numbers, 0 to 2^64 - 1; the same one gives the same bits. 0 by default.
         participation: Who takes part in a round: None for everyone; a probability such as 0.1 for each
             client by itself (1.0 is everyone); a whole number such as 10 for that many, drawn without
             replacement; a mapping from names to probabilities; or a rule such as
@@ -66,11 +66,11 @@ def fit(
         callbacks: What happens between rounds, such as ``callbacks.EarlyStop()``.
         progress: Show a bar; None shows it on a terminal only.
         memory: What a round, or the final pass, may take beside the data, about; more is faster.
-        checkpoint_every: Rounds between checkpoints, 50 unless told; what is lost to a crash.
+        checkpoint_every: Rounds between checkpoints, 50 by default; what is lost to a crash.
         restarts: Further runs from other random starts, of which the one with the best marginal likelihood is
-            returned. 0 unless told; try 3 where the likelihood has several optima.
+            returned. 0 by default; try 3 where the likelihood has several optima.
         precision: That of the backbone: "float32", "bfloat16", or "auto" for whichever this machine is
-            faster in; the model's own unless told.
+            faster in; that of the model by default.
         sites: Names of sites, each with those of its clients, which then send one message together; None
             has each client by itself.
 

@@ -92,7 +92,7 @@ def judged(run: Run, thorough: bool = False) -> Judgement:
     if hierarchy is not None and known and (hierarchy.closed_form or run.members.units <= MANY):
         key = run.secret.at(round=run.round, purpose="verdict")
         question = ToTheOptimum(hierarchy)
-        with suppress(EstimateError):  # somebody cannot be heard, or is not finite
+        with suppress(EstimateError):  # somebody does not answer, or is not finite
             found = run.ask(question, published, key, FinalPass(brief=not thorough, afresh=True))[0]
             return Judgement(found.distance, found.inverse, time.perf_counter() - started)
     return Judgement(loss_trend(run.history, stage_at(run.ends, run.round).start))
@@ -106,7 +106,7 @@ def undecided(verdict: Verdict | None) -> bool:
 def next_end(round: int, verdict: Verdict | None) -> int | None:
     """The end of the next stage of a run without ``rounds`` after this one's verdict; None where it is
     over."""
-    # A distance that all of a final pass cannot tell from nothing will not be told better by more rounds.
+    # A distance that all of a final pass cannot tell from nothing will not be known better after more rounds.
     if isinstance(verdict, Distance) and undecided(verdict):
         return None
     done = round >= UNJUDGED if verdict is None else bool(verdict.converged)
@@ -126,15 +126,15 @@ def worth_judging(run: Run) -> bool:
 def advice(run: Run) -> str | None:
     """One line for a run that is known to have ended too soon, or where it could not go on."""
     verdict, rounds, asked = run.verdict, run.round, run.settings.rounds
-    if (held := _held_back(run)) is not None:
-        return f"{run.label} after {rounds} rounds: {held}"
+    if (bound := _at_upper_bound(run)) is not None:
+        return f"{run.label} after {rounds} rounds: {bound}"
     if verdict is None or verdict.converged:
         return None
     after = f"{run.label} after {rounds} rounds: {verdict.words}"
     hierarchy = run.algorithm.hierarchy
     normals = None if hierarchy is None else normals_of(hierarchy.prior)
-    told = normals is not None and normals.scale is not None and normals.learns_scale
-    first = "leave out the prior's scale, or " if told else ""
+    given = normals is not None and normals.scale is not None and normals.learns_scale
+    first = "leave out the prior's scale, or " if given else ""
     if run.algorithm.over(run.server):
         found = after.removesuffix("; run more rounds")
         other = "fedpop.FedSOUL(engine='sampled')" if run.asked is None else "engine='sampled'"
@@ -151,7 +151,7 @@ def advice(run: Run) -> str | None:
     return f"{after}: {first}{how}, or leave rounds out"
 
 
-def _held_back(run: Run) -> str | None:
+def _at_upper_bound(run: Run) -> str | None:
     """A scale of the prior that would be larger if it might; at its lower bound clients are all alike."""
     hierarchy, published = run.algorithm.hierarchy, run.algorithm.publish(run.server)
     normals = None if hierarchy is None else normals_of(hierarchy.prior)
@@ -163,9 +163,9 @@ def _held_back(run: Run) -> str | None:
     if run.round < WORTH_IT[hierarchy.closed_form] and not run.algorithm.over(run.server):
         return None  # a few rounds may be anywhere
     if hierarchy.prior.bounds is not None:
-        own = "leave bounds out, or raise the upper one"
+        advice = "leave bounds out, or raise the upper one"
     elif hierarchy.prior.scale is not None:
-        own = "leave scale out"
+        advice = "leave scale out"
     else:
-        own = "standardise the data, or give bounds=(..., ...) that reach further"
-    return f"the prior's scale is at its upper bound, {bounds[1]:.3g}; {own}"
+        advice = "standardise the data, or give bounds=(..., ...) that reach further"
+    return f"the prior's scale is at its upper bound, {bounds[1]:.3g}; {advice}"

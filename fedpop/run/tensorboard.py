@@ -41,8 +41,8 @@ class TensorBoard(Checked, Callback):
 
     def recorded(self, run: Run, metrics: dict[str, Any]) -> None:
         if self._writer is None:
-            own = f"restart-{run.restart}" if run.restart else ""
-            place = writable_folder(Path(self.folder) / own)
+            sub = f"restart-{run.restart}" if run.restart else ""
+            place = writable_folder(Path(self.folder) / sub)
             boards = library("torch.utils.tensorboard", "tensorboard", "curves in TensorBoard")
             # Rounds after the checkpoint that a resumed run starts from were shown before: they go.
             self._writer = boards.SummaryWriter(str(place), purge_step=run.round)

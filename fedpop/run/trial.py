@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def likelihoods_of(run: Run, rounds: int) -> list[float]:
-    """The likelihood before and after each of the rounds of a fresh run, which has states of its own; falling
+    """The likelihood before and after each of the rounds of a fresh run, which has separate states; falling
     without end where the run breaks down.
 
     It is the marginal one where that is closed-form, else the expected complete-data one that the rounds

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 class Watch(Checked, Callback):
     """Evaluates all clients every so many rounds, and after each of the last ones.
 
-    The run goes on as if nobody had looked: nothing is drawn, kept or counted. Methods that sample in a final
-    pass take a shorter one here; the final model is judged with the method's own.
+    The run goes on as if it had not been evaluated: nothing is drawn, stored or counted. Methods that sample
+    in a final pass take a shorter one here; the final model is evaluated with the method's settings.
 
     Args:
         every: Rounds between looks; None (the default) looks at the last rounds only.
-        last: How many rounds at the end (of each stage) are all looked at, 10 unless told;
+        last: How many rounds at the end (of each stage) are all evaluated, 10 by default;
             ``mean_of_last`` averages over them.
         split: Which of the clients' sets they are judged on: "test" (the default), "validation" or
             "train".

@@ -28,7 +28,7 @@ class LocalStore:
         return bool((self.entered if everyone else self.seen(ids)).all())
 
     def get(self, ids: Tensor, device: torch.device) -> dict[str, Tensor]:
-        """What units hold that were all heard before."""
+        """States of units all of which have taken part before."""
         if self._all(ids):
             return {name: t.to(device) for name, t in self.tensors.items()}
         rows = self.slots[ids]
@@ -36,7 +36,7 @@ class LocalStore:
         return {name: t[rows].to(device) for name, t in known.items()}
 
     def _all(self, ids: Tensor) -> bool:
-        """These are all units, in the order in which they are held."""
+        """These are all units, in the order in which they are stored."""
         return len(ids) == self.used == len(self.slots) and torch.equal(self.slots, ids)
 
     def put(self, ids: Tensor, states: dict[str, Tensor], entered: bool = True) -> None:
@@ -60,22 +60,22 @@ class LocalStore:
         rows = self.slots[ids]
         for name, value in states.items():
             value = value.detach().to("cpu")
-            held = self.tensors.get(name)
-            if held is None or held.shape[0] < self.used:
+            stored = self.tensors.get(name)
+            if stored is None or stored.shape[0] < self.used:
                 # Doubling keeps the total cost of growing linear.
-                room = min(len(self.slots), max(self.used, 2 * (0 if held is None else len(held))))
+                room = min(len(self.slots), max(self.used, 2 * (0 if stored is None else len(stored))))
                 grown = value.new_zeros((room, *value.shape[1:]))
-                if held is not None:
-                    grown[: held.shape[0]] = held
-                self.tensors[name] = held = grown
-            held[rows] = value
+                if stored is not None:
+                    grown[: stored.shape[0]] = stored
+                self.tensors[name] = stored = grown
+            stored[rows] = value
 
     def state(self) -> dict[str, Tensor]:
         """Everything, for a checkpoint."""
-        told = {f"noted.{name}": torch.zeros(0) for name in self.noted}
+        noted = {f"noted.{name}": torch.zeros(0) for name in self.noted}
         return (
             {"slots": self.slots, "entered": self.entered}
-            | told
+            | noted
             | {f"local.{n}": t[: self.used] for n, t in self.tensors.items()}
         )
 

@@ -20,12 +20,11 @@ from hypothesis import strategies as st
 
 import fedpop as fp
 from fedpop.checked import Checked, Count, Factor, Fraction, OneOf, Positive
-from fedpop.data.clusters import ClusterTask
+from fedpop.comparison.terms import Terms
 from fedpop.data.image_task import ImageTask
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.data.table_task import TableTask
 from fedpop.errors import FedpopError, SettingsError
-from fedpop.experiments.comparison.terms import Terms
 from fedpop.federation.partitions import ByClass
 from fedpop.kinds import LARGEST, Wrong, kind_of
 from fedpop.methods import METHODS
@@ -53,7 +52,6 @@ OTHERS: tuple[type, ...] = (
     fp.callbacks.EarlyStop,
     fp.callbacks.Watch,
     SyntheticTask,
-    ClusterTask,
     TableTask,
     ImageTask,
     ByClass,

@@ -278,7 +278,7 @@ def test_a_home_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cache_that_cannot_be_written_to_is_told_with_the_places(tmp_path: Path, cache: Path) -> None:
     cache.parent.write_text("a file")
     with pytest.raises(
-        DataError, match=r"no train images of mnist: looked for .*cannot write to.*--data-dir"
+        DataError, match=r"no train images of mnist: searched for .*cannot write to.*--data-dir"
     ):
         _ = open_images("mnist", tmp_path / "given").train
 

@@ -18,10 +18,10 @@ import pytest
 
 from fedpop.data import download
 from fedpop.data.catalogue import DATASETS, Remote
-from fedpop.data.download import digest_of, fetch
+from fedpop.data.download import digest_of_file, fetch
 from fedpop.data.images import open_images
 from fedpop.errors import DataError
-from fedpop.run.lock import held
+from fedpop.run.lock import locked_folder
 from tests.data.files import mnist
 
 CONTENT = bytes(range(256)) * 500
@@ -210,7 +210,7 @@ def test_one_that_waits_says_so_and_goes_on_when_the_other_has_done(
     server.files["a.gz"] = CONTENT
     seen: list[str] = []
     other = ExitStack()
-    other.enter_context(held(tmp_path))
+    other.enter_context(locked_folder(tmp_path))
     monkeypatch.setattr(download.time, "sleep", lambda seconds: other.close())
     fetch(remote(server), tmp_path, lambda what, done, total: seen.append(what))
     assert seen[0] == f"waiting for another process that fetches into {tmp_path}"
@@ -246,7 +246,7 @@ def published(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """MNIST at our own server; gives the cache that it goes to."""
     folder = mnist(tmp_path / "server") / "mnist"
     server.files = {f.name: f.read_bytes() for f in folder.iterdir()}
-    digests = {f.name: digest_of(f, "md5") for f in folder.iterdir()}
+    digests = {f.name: digest_of_file(f, "md5") for f in folder.iterdir()}
     remotes = {
         split: tuple(replace(r, homes=(server.home,), digest=digests[r.file]) for r in files)
         for split, files in DATASETS["mnist"].remotes.items()

@@ -214,7 +214,7 @@ def test_files_that_are_as_they_were_are_not_read_at_all(
 ) -> None:
     mnist(tmp_path)
     first = open_images("mnist", tmp_path, download=False).train
-    monkeypatch.setattr(byte_cache, "digest_of", None)
+    monkeypatch.setattr(byte_cache, "digest_of_file", None)
     assert torch.equal(open_images("mnist", tmp_path, download=False).train.x, first.x)
 
 

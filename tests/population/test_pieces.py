@@ -8,7 +8,6 @@ from torch import nn
 
 import fedpop as fp
 from fedpop.population import client_models, posterior
-from fedpop.population.outside import evaluate_outside
 
 SIZES = (9, 4, 7, 9, 5, 8)
 
@@ -32,19 +31,6 @@ def test_scores_do_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch, unc
     assert torch.equal(parts.examples, whole.examples)
     for name, values in whole.scores.items():
         torch.testing.assert_close(parts.scores[name], values, rtol=1e-5, atol=1e-6)
-
-
-def test_entropies_do_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = torch.linspace(-4, 4, 9).unsqueeze(1), torch.tensor([0, 1, 0, 1, 1, 1, 0, 1, 1])
-    model = fp.Composition(None, nn.Linear(1, 2), "categorical")
-    population = fp.FedSOUL(model).fit([fp.Client(x, y, test=(x, y))] * 2, rounds=2)
-    elsewhere = [x[:2], x[2:5]]
-    whole = evaluate_outside(population, elsewhere)
-    monkeypatch.setattr(posterior, "ENTRIES", 1)
-    parts = evaluate_outside(population, elsewhere)
-    assert [own.name for own in parts] == [own.name for own in whole]
-    for one, other in zip(parts, whole, strict=True):
-        assert one.auroc == pytest.approx(other.auroc)
 
 
 @pytest.mark.parametrize("method", [fp.FedSOUL, fp.FedPer])

@@ -294,4 +294,4 @@ def test_what_clients_keep_is_told_and_paid_for_those_who_took_part_only() -> No
     assert population.store is not None
     assert population.store.used == 2
     assert sum(t.numel() for t in population.store.tensors.values()) <= 5 * 8
-    assert "2 client(s) that took part hold 3.2e-05 MB each" in str(population)  # eight floats
+    assert "2 client(s) that took part store 3.2e-05 MB each" in str(population)  # eight floats

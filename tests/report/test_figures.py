@@ -73,14 +73,10 @@ LINE = [(1.0, 1.0), (2.0, 0.5)]
 FIGURES = {
     "curves": lambda: plots.curves({"a": LINE}, "first", "second"),
     "bars": lambda: plots.bars({"a": 1.0}, "second"),
-    "spread": lambda: plots.spread({"g": {"a": [1.0, 2.0]}}, "first", "second"),
-    "points": lambda: plots.points({"a": {1.0: [1.0, 2.0]}}, {}, "first", "second"),
     "dots": lambda: plots.dots({"a": [1.0, 2.0]}, "first"),
-    "contours": lambda: plots.contours("a", [[0.1, 0.2], [0.3, 0.4]], [0, 1], [0, 1], [(0, 1)]),
     "intervals": lambda: plots.intervals([(1.0, 0.0, 2.0, 1.0)], "first", "second"),
     "paths": lambda: side_by_side.paths({"a": LINE}, looks(["a"]), "first", "second"),
     "reliabilities": lambda: side_by_side.reliabilities({"a": [(0.5, 0.5, 9)]}, looks(["a"])),
-    "densities": lambda: side_by_side.densities({"a": [[1, 2]]}, looks(["a"]), 1.0, "first"),
     "ranked": lambda: side_by_side.ranked({"a": 1.0}, looks(["a"]), "first"),
 }
 
@@ -88,7 +84,7 @@ FIGURES = {
 @pytest.mark.parametrize("name", FIGURES)
 def test_axes_have_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    module = side_by_side if name in ("paths", "reliabilities", "ranked", "densities") else plots
+    module = side_by_side if name in ("paths", "reliabilities", "ranked") else plots
     drawn = module.svg_of
     monkeypatch.setattr(module, "svg_of", lambda figure: (seen.append(figure), drawn(figure))[1])
     FIGURES[name]()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fedpop.errors import CheckpointError
-from fedpop.report.results import COSTS, FIELDS, Results, middle, record, values
+from fedpop.report.results import COSTS, FIELDS, Results, mean, record, values
 
 
 def one(method="FedSOUL", seed=0, angle=0.1):
@@ -31,7 +31,7 @@ def test_adding_replaces_records_of_the_same_identity(tmp_path):
     again = Results.open(tmp_path)
     assert len(again.records) == 2
     assert sorted(values(again.records, "angle")) == [0.1, 0.2]
-    assert middle(values(again.of(method="FedSOUL"), "angle")) == pytest.approx(0.15)
+    assert mean(values(again.of(method="FedSOUL"), "angle")) == pytest.approx(0.15)
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path):

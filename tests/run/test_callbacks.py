@@ -50,7 +50,7 @@ def test_what_early_stopping_chose_is_printed_kept_and_reported(tmp_path: Path) 
     stop = fp.callbacks.EarlyStop(every=2, patience=3)
     population = method.fit(clients, rounds=100, callbacks=[stop], out=tmp_path / "run")
     assert (population.rounds, population.best_round) == (8, 2)
-    assert "rounds   8 run, theta of round 2 kept, the best on validation data" in str(population)
+    assert "rounds   8 run, theta of round 2 returned, the best on validation data" in str(population)
     assert fp.load(population.save(tmp_path / "saved")).best_round == 2
     again = method.fit(
         clients, rounds=100, callbacks=[fp.callbacks.EarlyStop(2, 3)], out=tmp_path / "run", resume=True
@@ -62,7 +62,7 @@ def test_what_early_stopping_chose_is_printed_kept_and_reported(tmp_path: Path) 
         assert "2, the best on validation data" in page
     plain = method.fit(clients, rounds=3, out=tmp_path / "plain")
     assert plain.best_round is None
-    assert "round kept" not in run_report(tmp_path / "plain").read_text()
+    assert "round returned" not in run_report(tmp_path / "plain").read_text()
 
 
 def test_early_stopping_goes_on_while_validation_improves() -> None:

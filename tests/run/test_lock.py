@@ -15,7 +15,7 @@ import torch
 import fedpop as fp
 from fedpop.errors import CheckpointError
 from fedpop.run import lock
-from fedpop.run.lock import held
+from fedpop.run.lock import locked_folder
 from tests.helpers import linear_model, ragged
 from tests.run.test_resume import ROOT, one_thread, same_runs
 
@@ -24,8 +24,8 @@ __all__ = ["one_thread"]  # a fixture for these tests too
 HOLD = """
 import sys, time
 from pathlib import Path
-from fedpop.run.lock import held
-with held(Path(sys.argv[1])):
+from fedpop.run.lock import locked_folder
+with locked_folder(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -107,12 +107,12 @@ def test_where_files_cannot_be_locked_the_holder_counts_as_long_as_it_lives(
     (tmp_path / ".lock").write_text(json.dumps(holder) if holder is not None else "\xff{")
     if not free:
         with pytest.raises(CheckpointError, match=f"in use by process {holder['pid']} on {holder['host']}"):
-            held(tmp_path).__enter__()
+            locked_folder(tmp_path).__enter__()
         return
-    with held(tmp_path):
+    with locked_folder(tmp_path):
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
         with pytest.raises(CheckpointError, match="in use by process"):
-            held(tmp_path).__enter__()
+            locked_folder(tmp_path).__enter__()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -29,8 +29,10 @@ class Decoded:
     def checked(self, where: str, shape: tuple[int, int, int], classes: int) -> Decoded:
         """Itself, or the error that says what about these images cannot be."""
         if self.images.shape[1:] != shape:
-            told = " x ".join(map(str, self.images.shape[1:]))
-            raise DataError(f"{where}: images of {told} bytes, where {' x '.join(map(str, shape))} belong")
+            shape_found = " x ".join(map(str, self.images.shape[1:]))
+            raise DataError(
+                f"{where}: images of {shape_found} bytes, where {' x '.join(map(str, shape))} belong"
+            )
         if len(self.images) != len(self.labels):
             raise DataError(f"{where}: {len(self.images)} images but {len(self.labels)} labels")
         if not len(self.labels):

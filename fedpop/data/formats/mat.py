@@ -30,8 +30,8 @@ def read_svhn(path: Path) -> Decoded:
     arrays = read_mat(path)
     for name, dims in (("X", 4), ("y", 2)):
         if name not in arrays or arrays[name].ndim != dims:
-            told = ", ".join(f"{n} {a.shape}" for n, a in arrays.items()) or "nothing"
-            raise DataError(f"{path} has no array {name} of {dims} dimensions; it has {told}")
+            found = ", ".join(f"{n} {a.shape}" for n, a in arrays.items()) or "nothing"
+            raise DataError(f"{path} has no array {name} of {dims} dimensions; it has {found}")
     x, digits = arrays["X"], arrays["y"].reshape(-1)
     wrong = np.flatnonzero(~((digits >= 0) & (digits <= 10) & (digits == np.floor(digits))))
     if len(wrong):

@@ -43,8 +43,8 @@ def read_parquet(path: Path, watch: Watch = unwatched, classes: Sequence[str] = 
     except DataError:
         raise
     except (OSError, ValueError, arrow.ArrowException) as error:
-        told = " ".join(str(error).split()).rstrip(".")
-        raise DataError(f"{path} cannot be read as Parquet: {told}") from error
+        detail = " ".join(str(error).split()).rstrip(".")
+        raise DataError(f"{path} cannot be read as Parquet: {detail}") from error
     wrong = next((i for i, v in enumerate(labels) if not _is_class(v)), None)
     if wrong is not None:
         raise DataError(f"{path}, row {wrong}: label {labels[wrong]!r} is not the number of a class")

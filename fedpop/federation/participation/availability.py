@@ -166,8 +166,8 @@ def _rows(path: Path) -> Iterator[tuple[int, int, str, bool]]:
         reader = csv.reader(file)
         header = [name.strip().lower() for name in next(reader, [])]
         if not {"round", "client"} <= set(header):
-            told = f"found {', '.join(header)}" if header else "the file is empty"
-            raise DataError(f"{path}: a trace begins with a line 'round,client[,available]'; {told}")
+            there = f"found {', '.join(header)}" if header else "the file is empty"
+            raise DataError(f"{path}: a trace begins with a line 'round,client[,available]'; {there}")
         at = {name: header.index(name) for name in ("round", "client", "available") if name in header}
         for row in reader:
             if not row:
@@ -178,7 +178,7 @@ def _rows(path: Path) -> Iterator[tuple[int, int, str, bool]]:
             number, name = row[at["round"]].strip(), row[at["client"]].strip()
             if not re.fullmatch("-?[0-9]{1,18}", number):
                 raise DataError(f"{path}, line {line}: round {number!r} is not a whole number")
-            told = row[at["available"]].strip().lower() if "available" in at else "1"
-            if told not in AVAILABLE:
-                raise DataError(f"{path}, line {line}: available is 1 or 0, not {told!r}")
-            yield line, int(number), name, AVAILABLE[told]
+            available = row[at["available"]].strip().lower() if "available" in at else "1"
+            if available not in AVAILABLE:
+                raise DataError(f"{path}, line {line}: available is 1 or 0, not {available!r}")
+            yield line, int(number), name, AVAILABLE[available]

@@ -88,8 +88,8 @@ class Participation(Checked, ABC):
     def draw_among(self, roster: Roster, there: Tensor, key: Key) -> Active:
         """Those of a round who are there, ``[b]``: the others are drawn and missed."""
         drawn = self.draw(roster, key)
-        kept = there[drawn.ids]
-        return Active(drawn.ids[kept], drawn.weights[kept], drawn.ratio)
+        present = there[drawn.ids]
+        return Active(drawn.ids[present], drawn.weights[present], drawn.ratio)
 
     @property
     def everyone(self) -> bool:

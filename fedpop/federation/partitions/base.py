@@ -88,11 +88,11 @@ class Partition:
     @classmethod
     def of(cls, rows: Sequence[Tensor], labels: Tensor) -> Partition:
         """From each client's rows; its classes are those that it has examples of."""
-        held = tuple(r.sort().values for r in rows)
+        dealt = tuple(r.sort().values for r in rows)
         taken = torch.zeros(len(labels), dtype=torch.bool)
-        taken[joined(held)] = True
-        classes = tuple(tuple(labels[r].unique().tolist()) for r in held)
-        return cls(held, classes, (~taken).nonzero().squeeze(1))
+        taken[joined(dealt)] = True
+        classes = tuple(tuple(labels[r].unique().tolist()) for r in dealt)
+        return cls(dealt, classes, (~taken).nonzero().squeeze(1))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -167,9 +167,9 @@ class Partition:
         for c, deck in decks.items():
             if c in place and int(counts[:, place[c]].sum()):
                 shares = apportioned(len(deck), counts[:, place[c]], key.at(purpose=f"ties-{c}"))
-                for held, part in zip(mine, deck.split(shares), strict=True):
-                    held.append(part)
-        dealt = Partition.of([joined(held) for held in mine], others)
+                for hand, part in zip(mine, deck.split(shares), strict=True):
+                    hand.append(part)
+        dealt = Partition.of([joined(hand) for hand in mine], others)
         return Partition(dealt.rows, self.classes, dealt.rest)
 
     def held_out(self, labels: Tensor, share: float, seed: int) -> tuple[Partition, Partition]:
@@ -179,7 +179,7 @@ class Partition:
         require(Seed, seed=seed)
         labels = self._own(labels)
         key = Key(seed, purpose="partition.held-out")
-        kept, out = [], []
+        remaining, out = [], []
         for i, rows in enumerate(self.rows):
             wanted = min(round(share * len(rows)), max(len(rows) - 1, 0))
             decks = [rows[labels[rows] == c] for c in labels[rows].unique().tolist()]
@@ -191,9 +191,11 @@ class Partition:
             for deck, take in zip(decks, takes, strict=True):
                 places = torch.searchsorted(rows, deck)
                 gone[places[torch.topk(u[places], take, largest=False).indices]] = True
-            kept.append(rows[~gone])
+            remaining.append(rows[~gone])
             out.append(rows[gone])
-        return Partition(tuple(kept), self.classes, self.rest), Partition(tuple(out), self.classes, self.rest)
+        return Partition(tuple(remaining), self.classes, self.rest), Partition(
+            tuple(out), self.classes, self.rest
+        )
 
 
 def as_labels(labels: Any) -> Tensor:
@@ -205,8 +207,10 @@ def as_labels(labels: Any) -> Tensor:
     wrong = ~((numbers == numbers.round()) & (numbers >= 0) & (numbers < LARGEST_LABEL))
     if not len(read) or bool(wrong.any()):
         row = int(wrong.nonzero()[0]) if len(read) else 0
-        told = f": that of row {row} is {float(numbers[row]):g}" if len(read) else ""
-        raise SettingsError(f"there must be examples to deal, with labels from 0 on, in whole numbers{told}")
+        detail = f": that of row {row} is {float(numbers[row]):g}" if len(read) else ""
+        raise SettingsError(
+            f"there must be examples to deal, with labels from 0 on, in whole numbers{detail}"
+        )
     return read.to(torch.int64)
 
 

@@ -1,4 +1,4 @@
-"""Classes spread over clients in Dirichlet proportions: uneven in sizes and in what clients hold."""
+"""Classes spread over clients in Dirichlet proportions: uneven in sizes and in what clients have."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Dirichlet(Checked, Scheme):
         b: How many clients there are, a million at most.
         alpha: How even proportions are, above 0: a small one such as 0.1 gives each class to few
             clients, a large one such as 100 to all about equally.
-        least: How many examples everybody must have, 1 unless told. Proportions are drawn anew until
-            that is so, 100 times at most.
+        least: How many examples everybody must have (default: 1). Proportions are drawn anew until that is
+            so, 100 times at most.
 
     >>> import torch
     >>> labels = torch.arange(3).repeat(40)

@@ -1,0 +1,161 @@
+"""What an experiment is: jobs that make records, and tables and a page that are made of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from fedpop.comparison import runner
+from fedpop.comparison.runner import run_jobs, workers
+from fedpop.data.images import prepare
+from fedpop.errors import CheckpointError, DataError, SettingsError, warn_user
+from fedpop.extras import require_report
+from fedpop.files import reading, writable_folder
+from fedpop.report.records import Report
+from fedpop.report.results import Record, Results
+from fedpop.version import __version__
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Job(runner.Job):
+    """A job that says which images it reads, and may do again what another version of fedpop did."""
+
+    needs: tuple[tuple[str, str], ...] = ()
+    """Sets of images, with the split: ("cifar10", "train")."""
+    again: bool = False
+    """Records count only if this version made them."""
+
+    def done(self, results: Results) -> bool:
+        records = [r for r in results.records if not self.again or r["version"] == __version__]
+        return super().done(Results(results.folder, records))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the jobs of an experiment depend on."""
+
+    folder: Path
+    """Where the records go."""
+    seeds: int = 0
+    data: Path | None = None
+    """The folder in which data are looked for first."""
+    passes: int | None = None
+    """A budget of backbone passes in place of the experiment's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment(Report):
+    """A report, and the jobs that make its records; all experiments are run with the same words."""
+
+    jobs: Callable[[Asked], Sequence[Job]]
+    seeds: int | None
+    """How many by default; None where the experiment has seeds of its own."""
+    data: str = ""
+    """Which data it needs, where it does not draw its own."""
+    budgets: Callable[[Results], Sequence[int]] | None = None
+    """Budgets of backbone passes that records are distinguished by, its own where there are none; None where
+    rounds are counted instead."""
+    per_seed: Callable[[Record], bool] = lambda r: True
+    """Which records there is one of for each seed; others count splits, say, by their own number."""
+
+    @property
+    def folder(self) -> Path:
+        """Where its records are by default."""
+        return HERE / self.name.replace("-", "_") / "results"
+
+    def asked(
+        self,
+        out: Path | None = None,
+        seeds: int | None = None,
+        data: Path | None = None,
+        passes: int | None = None,
+    ) -> Asked:
+        """The words, checked, with this experiment's defaults."""
+        if self.seeds is None and seeds is not None:
+            raise SettingsError(f"{self.name} knows its seeds by itself: leave out --seeds")
+        if seeds is not None and seeds < 1:
+            raise SettingsError(f"--seeds must be at least 1, not {seeds}")
+        if data is not None and not self.data:
+            raise SettingsError(f"{self.name} draws its own data: leave out --data-dir")
+        if passes is not None and self.budgets is None:
+            raise SettingsError(f"{self.name} counts rounds, not backbone passes: leave out --passes")
+        if passes is not None and passes < 1:
+            raise SettingsError(f"--passes must be at least 1, not {passes}")
+        chosen = (self.seeds or 0) if seeds is None else seeds
+        return Asked(out or self.folder, chosen, data, passes)
+
+    def run(
+        self,
+        *,
+        out: Path | None = None,
+        seeds: int | None = None,
+        passes: int | None = None,
+        data: Path | None = None,
+        processes: int | None = None,
+        only: str = "",
+        again: bool = False,
+    ) -> Path:
+        """Run the jobs that are missing, those whose label has ``only`` in it, and write the report.
+
+        With ``again``, what another version of fedpop made is made anew.
+        """
+        require_report()
+        asked = self.asked(out, seeds, data, passes)
+        many = workers(processes)
+        jobs = self.jobs(asked)
+        chosen = [replace(job, again=again) for job in jobs if only in job.label]
+        if not chosen:
+            raise SettingsError(
+                f"--only {only}: no job of {self.name} is called so; the first is {jobs[0].label!r}"
+            )
+        results = Results.open(writable_folder(asked.folder))
+        others = sorted({r["experiment"] for r in results.records} - {self.name})
+        if others:
+            raise CheckpointError(
+                f"{asked.folder / 'results.json'} holds records of {', '.join(others)}; use another --out"
+            )
+        old = [r for r in results.records if any(job.overrules(r) for job in chosen)]
+        if old:
+            of = ", ".join(sorted({r["method"] for r in old}))
+            warn_user(f"{len(old)} records of {of} were made with other settings and give way to new ones")
+            results.records = [r for r in results.records if r not in old]
+        prepare_all([job for job in chosen if not job.done(results)], data)
+        torch.set_num_threads(1)  # as workers have: numbers do not depend on how many there are
+        run_jobs(chosen, results, many, self.name)
+        return self.tell(results)
+
+    def tell_of(self, folder: Path) -> Path:
+        """The report again, from a folder's records."""
+        results = Results.open(folder)
+        with reading(folder / "results.json", "an experiment's results"):
+            return self.tell(results)
+
+    def made(self, results: Results) -> str:
+        command = self.command(results)
+        return super().made(results) + (f" The command is: {command}" if command else "")
+
+    def command(self, results: Results) -> str:
+        """What one types for these records, where one command makes them all."""
+        there = 1 + max((r["seed"] for r in results.records if self.per_seed(r)), default=-1)
+        words = f" --seeds {there}" if self.seeds is not None and there > self.seeds else ""
+        if self.budgets is not None and (passes := self.budgets(results)) != self.budgets(Results(HERE)):
+            if len(passes) > 1:
+                return ""
+            words += f" --passes {passes[0]}"
+        return f"python -m research {self.name}{words}"
+
+
+def prepare_all(jobs: Sequence[Job], folder: Path | None) -> None:
+    """Find or fetch and decode what these jobs read: missing files are reported before hours of work."""
+    for images, split in sorted({need for job in jobs for need in job.needs}):
+        try:
+            prepare(images, folder, (split,))
+        except DataError as error:
+            without = next((job.label for job in jobs if images not in {name for name, _ in job.needs}), None)
+            hint = f". Jobs that do without {images} can be run with --only, such as {without!r}"
+            raise DataError(f"{error}{hint if without else ''}") from error
