@@ -17,6 +17,7 @@ BLACK, GREY, BLUE, ORANGE = "#000000", "#777777", "#0072B2", "#D55E00"
 METHODS: dict[str, Look] = {
     "FedSOUL": (BLUE, "-"),
     "FedSOUK": ("#003F6B", "--"),
+    "Marginal-ML": ("#003F6B", ":"),
     "FedSOUL-paper": ("#56B4E9", "-"),
     "FedSOUL-sampled": ("#009E73", "-"),
     "FedSOUL-local": ("#00A6A6", "--"),
