@@ -26,7 +26,7 @@ LONGEST_MEMORY = 0.98
 """The largest share of the past that survives a pass."""
 PRIOR_DRAWS = 5.0
 """The prior's scale counts as so many draws, on the scale of logarithms."""
-LARGEST_DENSE = 20
+LARGEST_DENSE_MASS = 20
 """Dimensions of z up to which the matrix is dense."""
 
 
@@ -56,7 +56,7 @@ class Mass:
     def fresh(cls, clients: int, dimension: int, like: Tensor) -> Mass:
         # Two tensors, not one twice: a client's state is written into place.
         mean, variance = (like.new_zeros((clients, 2, dimension)) for _ in range(2))
-        dense = 2 <= dimension <= LARGEST_DENSE
+        dense = 2 <= dimension <= LARGEST_DENSE_MASS
         covariance = like.new_zeros((clients, 2, dimension, dimension)) if dense else None
         return cls(mean, variance, like.new_zeros((clients,)), covariance)
 

@@ -34,7 +34,7 @@ COUNTS = "norms."
 """Before the names of counts: ``norms.J.each.3`` counts messages whose J has a norm per example of at most 8
 (and more than 4), ``norms.J.whole.3`` the same of norms as they are."""
 KINDS = ("each", "whole")
-LOWEST, HIGHEST = -160, 1023
+LOWEST_POWER, HIGHEST_POWER = -160, 1023
 """Powers of two that are distinguished."""
 
 
@@ -148,7 +148,7 @@ def _norms(vectors: Tensor, examples: Tensor) -> Tensor:
 
 def _counts(name: str, both: Tensor) -> dict[str, float]:
     """How many of the norms ``[2, S]`` lie below which power of two."""
-    powers = torch.log2(both).ceil().clamp(LOWEST, HIGHEST).long().tolist()
+    powers = torch.log2(both).ceil().clamp(LOWEST_POWER, HIGHEST_POWER).long().tolist()
     out: dict[str, float] = {}
     for kind, row in zip(KINDS, powers, strict=True):
         for power in row:

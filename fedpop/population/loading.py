@@ -29,7 +29,7 @@ from fedpop.methods.base import Algorithm
 from fedpop.models.base import Model
 from fedpop.models.spec import model_from, require_same
 from fedpop.population.population import Population
-from fedpop.population.saving import FORMAT, KEYS
+from fedpop.population.saving import KEYS, POPULATION_FORMAT
 from fedpop.priors import Prior
 from fedpop.version import __version__
 
@@ -124,10 +124,10 @@ def _described(folder: Path) -> dict[str, Any]:
             "read and does not migrate: fit it again, or load it with that version"
         )
     saved = read_sealed(about, WHAT)
-    if saved.get("format") != FORMAT:
+    if saved.get("format") != POPULATION_FORMAT:
         raise CheckpointError(
             f"{about} has layout {saved.get('format')!r}, made by fedpop {saved.get('version')}; "
-            f"{__version__} reads layout {FORMAT}: load it with that version, or fit it again"
+            f"{__version__} reads layout {POPULATION_FORMAT}: load it with that version, or fit it again"
         )
     if odd := sorted(KEYS ^ saved.keys()):
         raise CheckpointError(

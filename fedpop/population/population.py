@@ -12,7 +12,8 @@ from typing import Annotated, Any, TypeVar
 import torch
 from torch import Tensor
 
-from fedpop.checked import Count, OneOf, Whole, checked
+from fedpop.blocks import CLIENTS_AT_ONCE
+from fedpop.checked import Count, Few, OneOf, Whole, checked
 from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
 from fedpop.evaluation.convergence import ToTheOptimum, small
 from fedpop.evaluation.diagnostics import ChainsAndGradient, Diagnostics, rhat_and_ess
@@ -27,7 +28,7 @@ from fedpop.message import Tensors
 from fedpop.methods.base import Algorithm
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
-from fedpop.population.client_models import AT_ONCE, ClientModels
+from fedpop.population.client_models import ClientModels
 from fedpop.population.posterior import Newcomer, Posterior, checked_inputs, finite, in_pieces, newcomer
 from fedpop.population.saving import save
 from fedpop.population.summary import summary
@@ -266,7 +267,7 @@ class Population(ClientModels):
 
     def sample_all(self) -> Population:
         """Run the final pass for every client now, many at a time, rather than when one is asked for."""
-        for ids in torch.arange(len(self)).split(AT_ONCE):
+        for ids in torch.arange(len(self)).split(CLIENTS_AT_ONCE):
             self._personalise(ids)
         return self
 
@@ -318,9 +319,15 @@ class Population(ClientModels):
         """Positions of so many clients, evenly spaced; None where there are no more."""
         return torch.linspace(0, len(self) - 1, limit).long() if len(self) > limit else None
 
-    def log_likelihood(self) -> LogLikelihood:
-        """The marginal log-likelihood of all clients at the returned theta, with its error."""
-        return self.ask(MarginalLikelihood(self._hierarchy("marginal likelihood")))
+    @checked
+    def log_likelihood(self, proposals: Few = 1000) -> LogLikelihood:
+        """The marginal log-likelihood of all clients at the returned theta, with its error.
+
+        Args:
+            proposals: Importance draws for each client, where nothing is closed-form (default: 1000). The
+                error falls with their root.
+        """
+        return self.ask(MarginalLikelihood(self._hierarchy("marginal likelihood"), proposals))
 
     @checked
     def diagnostics(self, limit: Count = 1000) -> Diagnostics:

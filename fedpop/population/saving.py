@@ -19,9 +19,9 @@ from fedpop.methods.base import Algorithm
 from fedpop.models.spec import model_spec
 from fedpop.version import __version__
 
-FORMAT = 2
+POPULATION_FORMAT = 2
 """Of the layout; 1 was a file for each client (fedpop 0.2.0 and before)."""
-PIECE = 2**27
+PIECE_BYTES = 2**27
 """Bytes of clients' models in one file, about."""
 KEYS = {
     "format", "version", "method", "algorithm", "model", "known", "theta", "models", "private", "history",
@@ -48,7 +48,7 @@ def save(
     new = NewFiles(folder)
     try:
         described = {
-            "format": FORMAT,
+            "format": POPULATION_FORMAT,
             "version": __version__,
             "method": type(method).__name__,
             "algorithm": method.describe(),
@@ -82,7 +82,7 @@ def _pieces(models: Mapping[int, Tensors]) -> Iterator[Tensors]:
         alike.setdefault(form, []).append(i)
     for form, ids in alike.items():
         each = sum(shape.numel() * dtype.itemsize for _, dtype, shape in form)
-        most = max(1, PIECE // max(each, 1))
+        most = max(1, PIECE_BYTES // max(each, 1))
         for start in range(0, len(ids), most):
             some = ids[start : start + most]
             stacked = {f"model.{n}": torch.cat([models[i][n] for i in some]) for n, _, _ in form}

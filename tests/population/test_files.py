@@ -65,7 +65,7 @@ def test_many_clients_are_cut_into_pieces(
     population: fp.Population, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draws = population.posterior(0).draws
-    monkeypatch.setattr(saving, "PIECE", 2 * draws.numel() * draws.element_size())
+    monkeypatch.setattr(saving, "PIECE_BYTES", 2 * draws.numel() * draws.element_size())
     population.save(tmp_path)
     assert len(files_of(tmp_path, "clients-*")) == 5  # nine clients, two in each
     again = fp.load(tmp_path)
