@@ -51,6 +51,15 @@ def choose(precision: str, device: torch.device, worth: bool) -> str:
     return "bfloat16" if worth and _better(device) else "float32"
 
 
+def reason(device: torch.device, worth: bool) -> str:
+    """What ``auto`` goes by."""
+    if not worth:
+        return "nothing is large enough to be worth rounding"
+    if device.type == "cuda":
+        return f"the device {'has' if _better(device) else 'does not have'} bfloat16"
+    return probed().why if device.type == "cpu" else "rounding was not tried on this kind of device"
+
+
 def _better(device: torch.device) -> bool:
     if device.type == "cuda":
         out: bool = torch.cuda.is_bf16_supported(including_emulation=False)

@@ -48,12 +48,18 @@ AT_BOUND_SHARE = 0.01
 
 def small(hierarchy: Hierarchy, phi: Tensor, beta: Tensor) -> bool:
     """Whether theta's distance from a local optimum can be computed."""
-    if not hierarchy.prior.normalised:
-        return False  # the information of a prior without a constant is not an average over posteriors
+    return obstacle(hierarchy, phi, beta) is None
+
+
+def obstacle(hierarchy: Hierarchy, phi: Tensor, beta: Tensor) -> str | None:
+    """Why it cannot be, or None."""
+    if not hierarchy.prior.normalised:  # its information is not an average over posteriors
+        return f"the constant of {hierarchy.prior.name} priors is not known"
     if any(not q.requires_grad and q.dtype != torch.float64 for q in _weights(hierarchy)):
-        return False  # frozen weights in single precision
+        return "frozen weights are in single precision"
     most = LARGEST_EXACT_VERDICT if hierarchy.closed_form else LARGEST_SAMPLED_INFORMATION
-    return 0 < phi.numel() + beta.numel() <= most
+    size = phi.numel() + beta.numel()
+    return None if 0 < size <= most else f"theta has {size} parameters, more than {most}"
 
 
 def _weights(hierarchy: Hierarchy) -> list[torch.nn.Parameter]:

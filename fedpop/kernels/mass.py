@@ -22,12 +22,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedpop.decisions import Decision
+
 LONGEST_MEMORY = 0.98
 """The largest share of the past that survives a pass."""
 PRIOR_DRAWS = 5.0
 """The prior's scale counts as so many draws, on the scale of logarithms."""
 LARGEST_DENSE_MASS = 20
 """Dimensions of z up to which the matrix is dense."""
+
+
+def decision(linear: bool, d: int) -> Decision:
+    """Which mass matrix chains step by, on a ``linear`` head or another one, with so many dimensions of z."""
+    if linear:
+        return Decision("mass matrix", "curvature", "the head is linear, so that its curvature is known")
+    if 2 <= d <= LARGEST_DENSE_MASS:
+        return Decision("mass matrix", "dense", f"z has {d} dimensions, {LARGEST_DENSE_MASS} at most")
+    size = "one dimension" if d == 1 else f"{d} dimensions, more than {LARGEST_DENSE_MASS}"
+    return Decision("mass matrix", "diagonal", f"z has {size}")
 
 
 @dataclass(frozen=True)

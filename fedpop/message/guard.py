@@ -22,6 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fedpop.decisions import Decision
 from fedpop.message.message import Answer, Message, Tensors
 
 MESSAGES_FOR_A_MEDIAN = 5
@@ -36,6 +37,14 @@ COUNTS = "norms."
 KINDS = ("each", "whole")
 LOWEST_POWER, HIGHEST_POWER = -160, 1023
 """Powers of two that are distinguished."""
+
+
+def decision(multiple: float, messages: float) -> Decision:
+    """Whether messages are guarded, with so many of them in a round."""
+    if messages < MESSAGES_FOR_A_MEDIAN:
+        few = f"{messages:g} message(s) in a round, and a median needs {MESSAGES_FOR_A_MEDIAN}"
+        return Decision("guard", "off", few, unusual=True)
+    return Decision("guard", f"at {multiple:g} times the median", "there are enough messages for a median")
 
 
 class Guard:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedpop.errors import ModelError
 from fedpop.federation.inputs import Inputs, leaves, map_inputs, rows_of
 from fedpop.models.modules import RowKeys, dropout_rows, is_convolutional
-from fedpop.precision import check, choose
+from fedpop.precision import check, choose, reason
 
 IMAGES_PER_THREAD = 50
 """Images that go through a convolutional network at a time on a CPU, for each of its threads: the buffers of
@@ -50,6 +50,11 @@ class NetworkPass:
     def chosen(self, device: torch.device) -> str:
         """``float32`` or ``bfloat16``, found out where it was left open."""
         return choose(self.precision, device, self.worth)
+
+    def because(self, device: torch.device) -> str:
+        """Why it runs in what it runs in, where that was left open."""
+        same = choose("auto", device, self.worth) == self.precision
+        return reason(device, self.worth) if same else "as when the run began"
 
     def at(self, precision: str) -> NetworkPass:
         check(precision)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fedpop.checked import Seed, Whole, checked, require
+from fedpop.decisions import Decision
 from fedpop.errors import CheckpointError
 from fedpop.evaluation.verdict import verdict_of
 from fedpop.federation.clients import Federation
@@ -98,6 +99,7 @@ def load(
             names=names,
             learned_from=saved["learned_from"],
             convergence=verdict_of(saved["convergence"]),
+            decisions=[Decision.read(plain) for plain in saved["decisions"]],
             best_round=None if saved["best_round"] is None else int(saved["best_round"]),
         )
         _ = population.convergence and population.convergence.words  # of numbers, or an error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedpop.blocks import CLIENTS_AT_ONCE
 from fedpop.checked import Count, Few, OneOf, Whole, checked
+from fedpop.decisions import Decision
 from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
 from fedpop.evaluation.convergence import ToTheOptimum, small
 from fedpop.evaluation.diagnostics import ChainsAndGradient, Diagnostics, rhat_and_ess
@@ -60,6 +61,7 @@ class Population(ClientModels):
         learned_from: How many clients theta was learned from, also where they are not here.
         convergence: Whether theta had converged when the run ended, where that was checked.
         best_round: The round whose theta this is, where validation data chose it (``callbacks.EarlyStop``).
+        decisions: What the run decided where a setting left it open, and why.
         elsewhere: Asks clients that are at their sites, as long as the run goes on.
 
     >>> import torch, fedpop as fp
@@ -91,6 +93,7 @@ class Population(ClientModels):
     learned_from: int = 0
     convergence: Verdict | None = None
     best_round: int | None = None
+    decisions: Sequence[Decision] = ()
     elsewhere: Callable[[Question[Any]], Any] | None = field(default=None, repr=False)
     _personal: dict[int, Tensors] = field(default_factory=dict, repr=False)
 
@@ -388,6 +391,7 @@ class Population(ClientModels):
             self.sample_all()
         about = {n: getattr(self, n) for n in ("learned_from", "rounds", "best_round", "drift", "totals")}
         about |= {"clients": self.names, "convergence": self.convergence and self.convergence.plain()}
+        about |= {"decisions": [decision.plain() for decision in self.decisions]}
         own = {"seed": self.key.seed, "purpose": self.key.purpose}
         private = None if self.key == PUBLIC else own
         return save(path, self.algorithm, self.published, self._personal, about, private, self.history)

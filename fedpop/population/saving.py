@@ -19,13 +19,13 @@ from fedpop.methods.base import Algorithm
 from fedpop.models.spec import model_spec
 from fedpop.version import __version__
 
-POPULATION_FORMAT = 2
-"""Of the layout; 1 was a file for each client (fedpop 0.2.0 and before)."""
+POPULATION_FORMAT = 3
+"""Of the layout; 1 was a file for each client (fedpop 0.2.0 and before), 2 did not say what a run decided."""
 PIECE_BYTES = 2**27
 """Bytes of clients' models in one file, about."""
 KEYS = {
     "format", "version", "method", "algorithm", "model", "known", "theta", "models", "private", "history",
-    "clients", "learned_from", "rounds", "best_round", "drift", "convergence", "totals", "files",
+    "clients", "learned_from", "rounds", "best_round", "drift", "convergence", "decisions", "totals", "files",
 }  # fmt: skip
 """What ``population.json`` holds, beside its seal."""
 STEMS = "theta|clients-[0-9]+|private|history"

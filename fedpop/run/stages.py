@@ -11,15 +11,16 @@ its checkpoints, so a run that was killed goes on to the same bits.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from fedpop.decisions import Decision
 from fedpop.errors import CheckpointError, EstimateError
-from fedpop.evaluation.convergence import ToTheOptimum, small
+from fedpop.evaluation.convergence import ToTheOptimum, obstacle, small
 from fedpop.evaluation.verdict import Distance, Verdict, loss_trend
 from fedpop.run.own_models import FinalPass
 from fedpop.server.schedules import Stage
@@ -96,6 +97,29 @@ def judged(run: Run, thorough: bool = False) -> Judgement:
             found = run.ask(question, published, key, FinalPass(brief=not thorough, afresh=True))[0]
             return Judgement(found.distance, found.inverse, time.perf_counter() - started)
     return Judgement(loss_trend(run.history, stage_at(run.ends, run.round).start))
+
+
+def decisions(run: Run) -> Iterator[Decision]:
+    """How long the run is, where that was left open, and by what its theta is judged."""
+    rounds, hierarchy, clients = run.settings.rounds, run.algorithm.hierarchy, run.members.units
+    if rounds is None:
+        first = f"{FIRST_STAGE}, {FIRST_STAGE}, {2 * FIRST_STAGE}, ..."
+        yield Decision("rounds", f"{first} until converged, {LONGEST_RUN:,} at most", "none were given")
+    exact, published = hierarchy is not None and hierarchy.closed_form, run.algorithm.publish(run.server)
+    why = f"{run.algorithm.label} has no marginal likelihood"
+    if hierarchy is not None:
+        why = obstacle(hierarchy, published["phi"], published["beta"]) or ""
+    if rounds is not None and rounds < JUDGED_FROM[exact]:
+        yield Decision("verdict", "none", f"{rounds} rounds, fewer than {JUDGED_FROM[exact]}")
+    elif why:
+        yield Decision("verdict", "by the training loss", why)
+    elif exact:
+        yield Decision("verdict", "in nats, exact", "posteriors are closed-form, and theta is small")
+    elif clients <= MOST_JUDGED_CLIENTS:
+        yield Decision("verdict", "in nats, from draws", "posteriors are not closed-form, and theta is small")
+    else:
+        many = f"{clients} clients, more than {MOST_JUDGED_CLIENTS}, would each be worked on by itself"
+        yield Decision("verdict", "by the training loss", many, unusual=True)
 
 
 def undecided(verdict: Verdict | None) -> bool:
