@@ -139,7 +139,7 @@ def fit(
         rounds: Rounds of the sampled engine; until it has converged unless told.
         min_count: The smallest cell of a predictor's level that is told to others.
     """
-    from fedpop.mixed.command import fit_file
+    from fedpop.mixed.model import fit_file
 
     settings = {"method": method, "weights": weights, "sites": sites, "engine": engine, "rounds": rounds}
     sys.stdout.write(fit_file(data, formula, family, json, seed=seed, min_count=min_count, **settings))

@@ -34,13 +34,13 @@ def run(
 
     Args:
         name: Which one.
-        out: Folder for results.json, results.md and report.html; the experiment's own unless told.
-        seeds: How many seeds; the experiment's own number unless told.
+        out: Folder for results.json, results.md and report.html; the experiment's own by default.
+        seeds: How many seeds; the experiment's own number by default.
         passes: Backbone passes that every method may spend, in place of the experiment's own budget.
         only: Run only jobs with this text in their label, such as "main" or "seed 0".
         data_dir: Folder in which data are looked for first, for an experiment that needs them.
         again: Make anew what another version of fedpop made.
-        processes: Worker processes; one per core unless told.
+        processes: Worker processes; one per core by default.
     """
     if name not in EXPERIMENTS:
         raise SettingsError(f"there is no experiment {name!r}; there are\n{listed()}")

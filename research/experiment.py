@@ -54,18 +54,18 @@ class Experiment(Report):
 
     jobs: Callable[[Asked], Sequence[Job]]
     seeds: int | None
-    """How many unless told; None where the experiment has seeds of its own."""
+    """How many by default; None where the experiment has seeds of its own."""
     data: str = ""
     """Which data it needs, where it does not draw its own."""
     budgets: Callable[[Results], Sequence[int]] | None = None
-    """The budgets of backbone passes that records are told by, its own where there are none; None where
+    """Budgets of backbone passes that records are distinguished by, its own where there are none; None where
     rounds are counted instead."""
     per_seed: Callable[[Record], bool] = lambda r: True
     """Which records there is one of for each seed; others count splits, say, by their own number."""
 
     @property
     def folder(self) -> Path:
-        """Where its records are unless told."""
+        """Where its records are by default."""
         return HERE / self.name.replace("-", "_") / "results"
 
     def asked(
@@ -143,15 +143,15 @@ class Experiment(Report):
         """What one types for these records, where one command makes them all."""
         there = 1 + max((r["seed"] for r in results.records if self.per_seed(r)), default=-1)
         words = f" --seeds {there}" if self.seeds is not None and there > self.seeds else ""
-        if self.budgets is not None and (told := self.budgets(results)) != self.budgets(Results(HERE)):
-            if len(told) > 1:
+        if self.budgets is not None and (passes := self.budgets(results)) != self.budgets(Results(HERE)):
+            if len(passes) > 1:
                 return ""
-            words += f" --passes {told[0]}"
+            words += f" --passes {passes[0]}"
         return f"python -m research {self.name}{words}"
 
 
 def prepare_all(jobs: Sequence[Job], folder: Path | None) -> None:
-    """Find or fetch and decode what these jobs read: missing files are told before hours of work."""
+    """Find or fetch and decode what these jobs read: missing files are reported before hours of work."""
     for images, split in sorted({need for job in jobs for need in job.needs}):
         try:
             prepare(images, folder, (split,))

@@ -126,11 +126,11 @@ def _levels(density: Sequence[Sequence[float]], shares: Sequence[float]) -> list
     """Heights above which the density holds these shares of its mass, lowest first."""
     ordered = sorted((v for row in density for v in row), reverse=True)
     whole = sum(ordered)
-    levels, held = [], 0.0
+    levels, mass = [], 0.0
     wanted = sorted(shares)
     for value in ordered:
-        held += value
-        while wanted and held >= wanted[0] * whole:
+        mass += value
+        while wanted and mass >= wanted[0] * whole:
             levels.append(value)
             wanted.pop(0)
     return sorted(set(levels))

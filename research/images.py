@@ -79,7 +79,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Run:
-    """A cell with a seed, where data are looked for, and where records go: all that a worker is told."""
+    """A cell with a seed, where data are looked for, and where records go: all that a worker is given."""
 
     experiment: str
     cell: Cell
@@ -106,15 +106,15 @@ class Run:
         more: Callable[[Population], Mapping[str, float]] | None = None,
         active: int = ACTIVE,
     ) -> list[Record]:
-        """The record of this run, which has ``more`` scores than the usual ones if told; its folder goes once
-        the record is there. A run that broke down has a record without scores."""
+        """The record of this run, which has ``more`` scores than the usual ones where given; its folder goes
+        once the record is there. A run that broke down has a record without scores."""
         try:
             passes = self.cell.setting["passes"]
             population = trained(method, federation, passes, self.seed, self.kept, active)
         except TrainingError:
             shutil.rmtree(self.kept, ignore_errors=True)
             return [self.record({"accuracy": None}, {}, method.describe())]
-        scores = told(evaluate(population, "test", widths=False))
+        scores = scores_of(evaluate(population, "test", widths=False))
         scores |= more(population) if more else {}
         last: Mapping[str, Any] = population.history[-1]
         scores |= {n: last[n] for n in ("loss", "prior_sd") if last.get(n) is not None}
@@ -156,8 +156,8 @@ def jobs_of(
 
 def settings_in(method: Algorithm) -> dict[str, Any]:
     """What a record tells of the method before it has run: not which engine ran."""
-    told: dict[str, Any] = json.loads(json.dumps(method.describe()))
-    return {k: v for k, v in told.items() if k != "engine"}
+    settings: dict[str, Any] = json.loads(json.dumps(method.describe()))
+    return {k: v for k, v in settings.items() if k != "engine"}
 
 
 def trained(
@@ -187,7 +187,7 @@ def trained(
         return go_on()
 
 
-def told(found: Evaluation) -> dict[str, float]:
+def scores_of(found: Evaluation) -> dict[str, float]:
     """The scores that records of images have: accuracy over clients, the others over all test images."""
     summary = found.summary()
     out = {
@@ -202,7 +202,7 @@ def told(found: Evaluation) -> dict[str, float]:
     return out
 
 
-# --- what is told of them --------------------------------------------------------------------
+# --- the report ----------------------------------------------------------------------------------
 
 NOT_RUN, BROKE = "not run", "broke down"
 COLUMNS = (
@@ -228,7 +228,7 @@ LEGEND = (
 
 
 def budgets_of(results: Results, own: Sequence[int]) -> list[int]:
-    """The budgets of passes that records are told by: an experiment's own, unless there are others.
+    """The budgets of passes that records are distinguished by: an experiment's own, unless there are others.
 
     >>> budgets_of(Results(Path()), [60_000])
     [60000]

@@ -21,7 +21,8 @@ from fedpop.message import Aggregate, Channel, Message, Payload, Tensors, Total
 from fedpop.methods.base import Algorithm, Facts, Round
 from fedpop.questions import Question
 from fedpop.run.members import active_units
-from fedpop.site.sites import WHOLE, Sites
+from fedpop.site.plan import WHOLE
+from fedpop.site.sites import Sites
 from fedpop.site.work import Work
 
 CPU = torch.device("cpu")

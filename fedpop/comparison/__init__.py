@@ -128,18 +128,18 @@ def compare(
     Args:
         methods: A list of them, or a mapping of labels to them.
         clients: As for ``fp.fit``, with ``test`` sets (``fp.hold_out`` sets some aside).
-        rounds: The budget of every method, 500 unless told; or
+        rounds: The budget of every method, 500 by default; or
         passes: the budget in backbone example-passes, for which each method gets the rounds that its own
             price allows.
         seeds: How many, or which; every method is run on each.
         participation: Who takes part in a round, as for ``fp.fit``; the same clients for all methods.
         newcomers: Clients (with ``test`` sets) that take no part and are scored afterwards.
         every: All clients are evaluated after every so many rounds; None does so at the end only.
-        last: They are evaluated after each of so many last rounds as well, 10 unless told.
+        last: They are evaluated after each of so many last rounds as well, 10 by default.
         out: A folder for ``results.json``, ``results.md`` and ``report.html`` (which needs the extra
             "report"); None keeps nothing.
         resume: Runs that are there already are not run again.
-        processes: So many methods run side by side, 1 unless told.
+        processes: So many methods run side by side, 1 by default.
         progress: Show a bar; None shows it on a terminal only.
 
     >>> import torch, fedpop as fp

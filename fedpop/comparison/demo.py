@@ -135,7 +135,7 @@ def _intervals(p: Predictive, test: Any) -> list[tuple[float, ...]]:
     return list(zip(p.mean.tolist(), low.tolist(), high.tolist(), y.tolist(), strict=True))
 
 
-# --- what is told of it ----------------------------------------------------------------------
+# --- the report ----------------------------------------------------------------------------------
 
 
 def reached(results: Results) -> Sheet:

@@ -29,7 +29,7 @@ from fedpop.report.results import made_by, mean, values
 
 
 def _curves(comparison: Compared, x: Callable[[dict[str, Any]], float], score: str) -> dict[str, Any]:
-    """For each method the mean over seeds of a score on the way; where seeds looked at different rounds, the
+    """For each method the mean over seeds of a score on the way; where seeds evaluated different rounds, the
     first seed's."""
     scale = 100 if score in PERCENT else 1
     lines = {}
@@ -52,9 +52,9 @@ def _reliability(comparison: Compared, method: str) -> list[tuple[float, float, 
     for (m, _), d in comparison.details.items():
         if m == method:
             for confidence, accuracy, count in d["reliability"]:
-                held = sums.setdefault(int(15 * confidence + 1e-9), [0.0, 0.0, 0.0])
+                cell = sums.setdefault(int(15 * confidence + 1e-9), [0.0, 0.0, 0.0])
                 for j, v in enumerate((confidence * count, accuracy * count, count)):
-                    held[j] += v
+                    cell[j] += v
     return [(c / n, a / n, int(n)) for _, (c, a, n) in sorted(sums.items())]
 
 

@@ -29,7 +29,7 @@ from fedpop.run.watch import Watch
 
 NAME = "compare"
 EVALUATIONS_ON_THE_WAY = 20
-"""Evaluations on the way, unless told."""
+"""Evaluations on the way, by default."""
 
 
 def fitted(
@@ -73,7 +73,7 @@ class Looks(Watch):
 
     def _share(self, run: Run) -> float:
         rounds, every = run.facts.rounds, self.every
-        first = max(rounds - self.last, 0)  # after it every round is looked at
+        first = max(rounds - self.last, 0)  # after it every round is evaluated
         looks = rounds - first + (first // every if every else 0)
         return (run.round + len(self.points)) / (rounds + looks + self.after)
 

@@ -69,16 +69,16 @@ def workers(processes: int | None) -> int | None:
 
 
 Tell = Callable[[float, str], None]
-_told: ContextVar[Tell | None] = ContextVar("told", default=None)
+_report: ContextVar[Tell | None] = ContextVar("report", default=None)
 _line: Any = None
 """In a worker process: the way to the bar, if there is one."""
 
 
 def tell(share: float, doing: str) -> None:
     """How much of the present job is done, 0 to 1, and what it is doing now: for the bar, if there is one."""
-    told = _told.get()
-    if told is not None:
-        told(share, doing)
+    report = _report.get()
+    if report is not None:
+        report(share, doing)
 
 
 class Board:
@@ -150,13 +150,13 @@ def _begin(line: Any) -> None:
 def _in_worker(number: int, call: Callable[..., list[Record]], arguments: tuple[Any, ...]) -> list[Record]:
     line, last = _line, 0.0
 
-    def told(share: float, doing: str) -> None:
+    def report(share: float, doing: str) -> None:
         nonlocal last
         if time.monotonic() - last >= 0.2:  # a screen need not change more often
             last = time.monotonic()
             line.put((number, min(share, 0.999), doing))  # the end is the parent's to say
 
-    _told.set(None if line is None else told)
+    _report.set(None if line is None else report)
     with plain_warnings():
         return _called(call, arguments)
 
@@ -188,11 +188,11 @@ def run_jobs(
         if processes == 0:
             for number, job in enumerate(todo):
                 board.at(number, 0.0, "")
-                before = _told.set(partial(board.at, number))
+                before = _report.set(partial(board.at, number))
                 try:
                     results.add(_called(job.call, job.arguments))
                 finally:
-                    _told.reset(before)
+                    _report.reset(before)
                 board.at(number, 1.0, "done")
             return
         context = multiprocessing.get_context("spawn")

@@ -33,7 +33,7 @@ PROTOCOL = (
     "information cannot be had). ECE: over all clients' predictions pooled. plug-in: no uncertainty about "
     "parameters. diverged: a prediction was not finite."
 )
-TOLD = {
+NOTED = {
     "unserved": "client(s) for whom it has no model, in none of its scores",
     "new_unserved": "new client(s) for whom it has no model, in none of its scores",
     "left_out": "update(s) that were not finite, left out of their rounds",
@@ -146,10 +146,10 @@ def notes(comparison: Compared) -> list[str]:
         records = comparison.of_method(method)
         if len(records) < seeds:
             found.append(f"{method}: {len(records)} of {seeds} seeds only; the rest is not run yet")
-        for metric, told in TOLD.items():
+        for metric, words in NOTED.items():
             count = sum(values(records, metric))
             if count:
-                found.append(f"{method}: {count:.0f} {told}")
+                found.append(f"{method}: {count:.0f} {words}")
     return found
 
 
@@ -223,8 +223,8 @@ def time_spent(comparison: Compared) -> str:
     costs = {"training": "seconds", "evaluation": "evaluation_seconds", "the rest": "rest_seconds"}
     spent = {name: sum(r["cost"][cost] for r in comparison.records) for name, cost in costs.items()}
     total = sum(spent.values()) or 1.0
-    told = ", ".join(f"{name} {s:,.1f} s ({s / total:.0%})" for name, s in spent.items())
-    return f"Time of all runs together: {told}"
+    shares = ", ".join(f"{name} {s:,.1f} s ({s / total:.0%})" for name, s in spent.items())
+    return f"Time of all runs together: {shares}"
 
 
 def cost_sheet(comparison: Compared) -> Sheet:

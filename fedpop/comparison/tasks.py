@@ -83,17 +83,17 @@ class Task(Source):
         own = self.task.contents() if isinstance(self.task, OwnData) else {}
         more = {k: v for k, v in self.more.items() if k != "data"} | own
         more |= {"model": self.entry} if self.entry else {}
-        told = {"kind": self.kind} | asdict(self.task) | more
-        plain: dict[str, Any] = json.loads(json.dumps({k: v for k, v in told.items() if k != "path"}))
+        described = {"kind": self.kind} | asdict(self.task) | more
+        plain: dict[str, Any] = json.loads(json.dumps({k: v for k, v in described.items() if k != "path"}))
         return plain  # without places: a folder may move
 
     def places(self) -> dict[str, dict[str, Any]]:
         """Settings that hold places, with these in full: for a file that lies elsewhere."""
         out: dict[str, dict[str, Any]] = {"task": {}, "model": {}}
         for name in ("data", "file", "folder", "path"):
-            held = self.more.get(name) or getattr(self.task, name, None)
-            if held:
-                out["task"][name] = str(Path(held).resolve())
+            given = self.more.get(name) or getattr(self.task, name, None)
+            if given:
+                out["task"][name] = str(Path(given).resolve())
         by = getattr(self.task, "clients", None)
         if isinstance(by, Mapping) and "file" in by:
             out["task"]["clients"] = dict(by) | {"file": str(Path(by["file"]).resolve())}
@@ -106,10 +106,10 @@ def task_from(raw: Mapping[str, Any], path: Path, data: str | Path | None) -> Ta
     """``[task]`` and ``[model]`` of a settings file; images are in ``data`` rather than where it says."""
     where = f"{path}, [task]"
     table = raw.get("task")
-    told = table.get("kind") if isinstance(table, Mapping) else None
-    kind = SAME.get(told, told) if isinstance(told, str) else None
+    given = table.get("kind") if isinstance(table, Mapping) else None
+    kind = SAME.get(given, given) if isinstance(given, str) else None
     if not isinstance(table, Mapping) or kind not in KINDS:
-        raise SettingsError(f"{where}: kind is one of {', '.join(KINDS)}, not {told!r}")
+        raise SettingsError(f"{where}: kind is one of {', '.join(KINDS)}, not {given!r}")
     own = {f.name for f in fields(KINDS[kind])}
     only(table, ("kind", *sorted(own), *MORE[kind]), where)
     more = {k: table.get(k, default) for k, default in MORE[kind].items()}
@@ -150,17 +150,17 @@ def _model(raw: Mapping[str, Any], path: Path, kind: str) -> dict[str, str]:
 
 
 def _folder(path: Path, table: Mapping[str, Any], where: str) -> str:
-    """The folder of modules: beside the settings file unless told."""
-    told = table.get("path", ".")
-    if not isinstance(told, str):
-        raise SettingsError(f"{where}: path is a folder, not {told!r}")
-    return str(path.parent / told)
+    """The folder of modules: beside the settings file by default."""
+    given = table.get("path", ".")
+    if not isinstance(given, str):
+        raise SettingsError(f"{where}: path is a folder, not {given!r}")
+    return str(path.parent / given)
 
 
-def _beside(path: Path, told: str) -> Path:
+def _beside(path: Path, given: str) -> Path:
     """Beside the settings file, unless there is no such place but one from here."""
-    beside = path.parent / told
-    return beside if os.path.exists(beside) else Path(told)  # a name that is too long exists nowhere
+    beside = path.parent / given
+    return beside if os.path.exists(beside) else Path(given)  # a name that is too long exists nowhere
 
 
 def only(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:

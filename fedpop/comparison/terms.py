@@ -21,7 +21,7 @@ from fedpop.population.evaluate import check_newcomers
 from fedpop.precision import PRECISIONS
 
 BUDGET_ROUNDS = 500
-"""The budget of every method unless told."""
+"""The budget of every method, by default."""
 RESERVED = ("name", "label", "search")
 """Words of a ``[[method]]`` table that are no settings of the method."""
 
@@ -124,7 +124,7 @@ class Terms(Checked):
     every: Count | None = None
     last: Whole = 10
     precision: Annotated[str, OneOf(*PRECISIONS)] | None = None
-    """What backbones run in; the model's own setting unless told."""
+    """What backbones run in; the model's setting by default."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -199,7 +199,7 @@ def check(subject: Subject, entries: Sequence[Entry], terms: Terms) -> None:
     for entry in entries:
         model = check_entry(entry, subject, terms).model
         models[id(model)] = model
-    for model in models.values():  # data that do not fit are told of before anything is written
+    for model in models.values():  # data that do not fit are reported before anything is written
         model.prepared(subject.clients.example).with_targets(subject.clients)
 
 

@@ -35,7 +35,7 @@ from fedpop.report.results import Record, Results, mean, record, values
 
 NAME = "tune"
 METRIC = "nll"
-"""What is to be best unless told: the log-score, which both kinds of targets have."""
+"""What is maximised by default: the log-score, which both kinds of targets have."""
 
 
 def draw(space: Any, key: Key, where: str) -> Any:
@@ -196,7 +196,7 @@ def write_tuned(config: Config, choices: Sequence[Choice], folder: Path) -> Path
     return path
 
 
-# --- what is told of it ----------------------------------------------------------------------
+# --- the report ----------------------------------------------------------------------------------
 
 
 def metric_of(results: Results) -> str:
@@ -218,9 +218,9 @@ def chosen_sheet(results: Results) -> Sheet:
         except SettingsError:
             rows.append((method, "none", "-", str(len(trials)), str(lost), "-", written))
             continue
-        told = in_line(dict(best.settings)) or "as they are"
+        settings = in_line(dict(best.settings)) or "as they are"
         rows.append(
-            (method, told, str(best.trial), str(len(trials)), str(lost), f"{best.score:.4g}", written)
+            (method, settings, str(best.trial), str(len(trials)), str(lost), f"{best.score:.4g}", written)
         )
     return Sheet(columns, rows)
 
@@ -241,8 +241,8 @@ def trials_sheet(results: Results) -> Sheet:
     for method in results.methods():
         for t, score in _scores(results, method, metric).items():
             own = next(r for r in results.of(method=method) if r["setting"]["trial"] == t)
-            told = in_line(own["config"]["settings"]) or "as they are"
-            rows.append((method, told, str(t), "-" if score is None else f"{score:.4g}"))
+            settings = in_line(own["config"]["settings"]) or "as they are"
+            rows.append((method, settings, str(t), "-" if score is None else f"{score:.4g}"))
     return Sheet(("method", "settings", "trial", f"validation {metric}"), rows)
 
 
@@ -291,12 +291,12 @@ REPORT = Report(name=NAME, sheets=sheets, page=page, show=show)
 def tune_file(
     path: Path, out: Path | None = None, data: Path | None = None, processes: int | None = None
 ) -> None:
-    """``fedpop tune``: a settings file's search, told and written."""
+    """``fedpop tune``: a settings file's search, printed and written."""
     require_report()
     many = workers(processes)
     config = read_config(path, data)
     folder = out or Path("runs") / f"{config.name}-tune"
     tune(config, folder, many)
     REPORT.tell(Results.open(folder))
-    told = f"The chosen settings: fedpop compare {folder / 'tuned.toml'}"
-    terminal.console().print(told, soft_wrap=True)
+    line = f"The chosen settings: fedpop compare {folder / 'tuned.toml'}"
+    terminal.console().print(line, soft_wrap=True)

@@ -22,7 +22,8 @@ from fedpop.models.composition import Composition
 from fedpop.models.networks import redraw
 from fedpop.questions.forms import agreed, check_form, table_of
 from fedpop.questions.schema import Moments, sorted_levels
-from fedpop.site.sites import asked_of
+from fedpop.run.members import Here
+from fedpop.site.study import Survey
 
 CLASSES = ("categorical", "bernoulli")
 """Likelihoods whose y may be names."""
@@ -96,7 +97,7 @@ class TableTask(Checked, OwnData):
                 where = f"{columns.who}, {columns.rows[list(columns[column]).index('')]}"
                 what = "client" if column == self.client else column
                 raise DataError(f"{where}: no {what}; drop the row or give it one in {column!r}")
-        form, _ = agreed(asked, asked_of({"here": table_of(columns, asked)}))
+        form, _ = agreed(asked, Here(Survey(asked), {"here": table_of(columns, asked)}).asks)
         if not width(form):
             raise DataError(f"{columns.who}: every row says the same in {', '.join(self.x)}")
         names = self._names(columns)

@@ -10,9 +10,10 @@ from flwr.clientapp import ClientApp
 
 from fedpop.errors import FedpopError, PayloadError
 from fedpop.flower.folder import log_to, open_site
-from fedpop.flower.letters import Code, refusal
+from fedpop.flower.letters import refusal
 from fedpop.flower.records import letter_from_record, message_to_record
 from fedpop.message import Message
+from fedpop.site.refusal import Code
 
 app = ClientApp()
 

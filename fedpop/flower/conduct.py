@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +13,8 @@ from fedpop.files import read_sealed, read_tensors, writable_folder, write_json,
 from fedpop.flower.afterwards import answers
 from fedpop.flower.elsewhere import Elsewhere, RoundTerms, members_of
 from fedpop.flower.holdings import Member
-from fedpop.flower.letters import Letter, method_told, values_of, with_values
 from fedpop.flower.post import Post
 from fedpop.flower.site import keep_hello, keep_theta
-from fedpop.flower.survey import Survey
 from fedpop.methods.base import Algorithm
 from fedpop.population import Population
 from fedpop.questions.forms import agreed, example_from, plain_example
@@ -27,7 +22,7 @@ from fedpop.run import checkpoint as checkpoints
 from fedpop.run.callbacks import Callback
 from fedpop.run.run import Run
 from fedpop.run.settings import Settings
-from fedpop.version import __version__
+from fedpop.site.study import Survey, Training, values_of, with_values
 
 AFTERWARDS = "afterwards.json"
 log = logging.getLogger("fedpop.server")
@@ -61,18 +56,6 @@ class Deployment:
             method = method.without_waiting()
         return method
 
-    def hello(
-        self, example: Example, schema: Mapping[str, Any], method: Algorithm, experiment: str
-    ) -> Letter:
-        """What a site is told of an experiment: this one, or trial rounds before it."""
-        described = method_told(method, method.model.chosen_precision(), self.entry)
-        described["example"] = plain_example(example)
-        about = {"version": __version__, "experiment": experiment, "method": described}
-        digest = hashlib.sha256(json.dumps([described, schema], sort_keys=True).encode()).hexdigest()[:32]
-        values = values_of(method.model)
-        about |= {"schema": dict(schema), "method_digest": digest}
-        return Letter("hello", about | {"drawn": not self.settings.participation.everyone}, values)
-
 
 def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> Population:
     """Run it, or go on with it; at the end every site has theta."""
@@ -105,20 +88,24 @@ def enrolled(
     What was agreed on, and where the model starts, is kept in the folder: a run that goes on has the same.
     """
     file = None if folder is None else writable_folder(folder) / "agreed.json"
+    told = (deployment.experiment, deployment.terms, deployment.settings)
+    members: Elsewhere | None = None
     if file is not None and file.exists():
         kept = read_sealed(file, "what sites agreed on")
         form, example = kept["form"], example_from(kept["example"])
         method = deployment.prepared(example)
         with_values(method.model, read_tensors(file.with_name("model.safetensors"), kept["digest"]))
     else:
-        survey = Survey(post, deployment.experiment, deployment.schema, deployment.terms.first)
-        form, example = agreed(deployment.schema, survey)
+        members = Elsewhere(Survey(deployment.schema), post, *told)
+        form, example = agreed(deployment.schema, members.asks)
         method = deployment.prepared(example)
         if file is not None:
             digest = write_tensors(file.with_name("model.safetensors"), values_of(method.model))
             write_sealed(file, {"form": form, "example": plain_example(example), "digest": digest})
-    hello = partial(deployment.hello, example, form)
-    told = (deployment.experiment, deployment.terms, deployment.settings)
-    members = Elsewhere(method, post, hello, *told, before=before)
-    members.wait()
+    study = Training(method, example, form, deployment.entry)
+    if members is None:
+        members = Elsewhere(study, post, *told, before=before)
+        members.wait()
+    else:
+        members.tell(study)
     return members, method

@@ -1,10 +1,12 @@
-"""Members of a run at other sites: the rounds and questions of a ``Run``, by letter."""
+"""Members at other sites: what they are told, rounds and questions, by letter."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, TypeVar
@@ -13,29 +15,35 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Count, OneOf, Positive, require
-from fedpop.errors import EstimateError, SettingsError
+from fedpop.errors import DataError, EstimateError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active, Participation, Roster
 from fedpop.flower.gathering import Gathered, Gathering
-from fedpop.flower.holdings import Member, examples_in, places, roster_of_sites, taking_part
+from fedpop.flower.holdings import (
+    Member,
+    TakingPart,
+    examples_in,
+    places,
+    roster_of_sites,
+    taking_part,
+)
 from fedpop.flower.letters import TRIAL, Letter, digest_for, digest_of
 from fedpop.flower.post import Post
 from fedpop.keys import Key
-from fedpop.message import Channel, Tensors, Total
+from fedpop.message import Channel, Message, Tensors, Total
 from fedpop.methods.asking import question_told
 from fedpop.methods.base import Algorithm, Round
 from fedpop.run.members import Asking, Members
 from fedpop.run.settings import Settings
 from fedpop.settings import describe
 from fedpop.site.store import LocalStore
+from fedpop.site.study import Study
 from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.server")
 
 R = TypeVar("R")
 WEIGHTS = ("rule", "observed")
-Hello = Callable[[Algorithm, str], Letter]
-"""What sites are told of a method, and of the experiment that it is run in."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +86,8 @@ class Elsewhere(Members):
 
     def __init__(
         self,
-        method: Algorithm,
+        study: Study,
         post: Post,
-        hello: Hello,
         experiment: str,
         terms: RoundTerms,
         settings: Settings,
@@ -89,10 +96,9 @@ class Elsewhere(Members):
     ) -> None:
         self._before = dict(before or {})
         """Sites of the run that this one goes on with: who else comes is new to it."""
-        self._post, self._hello, self._terms, self._settings = post, hello, terms, settings
-        self._method, self._everyone = method, method.needs_everyone
-        self.experiment, self.device = experiment, method.model.initial_phi().device
-        post.hello = hello(method, experiment)
+        self._post, self._terms, self._settings = post, terms, settings
+        self._study, self.experiment = study, experiment
+        post.hello = self._hello()
         self.sites: dict[str, Member] = {}
         self._begun = False
         self._refused: dict[str, str] = {}
@@ -108,10 +114,41 @@ class Elsewhere(Members):
         self._round, self._best, self._recall, self._trials = -1, -1, False, 0
         self._metrics: dict[str, Any] = {}
 
+    # --- what sites are told -------------------------------------------------------------------
+
+    def _hello(self) -> Letter:
+        """What the experiment is about."""
+        plain, tensors = self._study.told()
+        told = {"kind": type(self._study).__name__} | plain
+        words = json.dumps([told, digest_of(tensors)], sort_keys=True)
+        about: dict[str, Any] = {"version": __version__, "experiment": self.experiment, "study": told}
+        about |= {"study_digest": hashlib.sha256(words.encode()).hexdigest()[:32]}
+        about["drawn"] = self._study.drawn(self._settings.participation)
+        return Letter("hello", about, tensors)
+
+    def tell(self, study: Study) -> None:
+        """Everyone is greeted anew, and says anew how many units there are."""
+        here = list(self._post.sites)
+        self._study, self.sites, self._begun, self._refused = study, {}, False, {}
+        self._messages = Gathering(self.device)
+        self._post.greet_again(self._hello())
+        self.wait(here if study.fixed else (), self._terms.timeout if study.fixed else math.inf)
+
+    def settle(self, method: Algorithm) -> None:
+        """Everyone is greeted anew: what a method left open has been found."""
+        self._study = self._study.by(method)
+        here = list(self._post.sites)
+        self._post.greet_again(self._hello())
+        self.wait(here, patience=self._terms.timeout)
+
     # --- who there is ------------------------------------------------------------------------
 
     @property
-    def names(self) -> list[str]:  # type: ignore[override]
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._study.device
+
+    @property
+    def names(self) -> list[str]:
         return sorted(self.sites)
 
     @property
@@ -137,7 +174,7 @@ class Elsewhere(Members):
     @property
     def _needed(self) -> list[str]:
         """Sites without whom there is no round."""
-        return self.names if self._everyone else []
+        return self.names if self._study.needs_everyone else []
 
     @property
     def federation(self) -> Federation | None:
@@ -163,16 +200,9 @@ class Elsewhere(Members):
             f"{self.experiment}{TRIAL}{self._trials}",
             replace(self._terms, sites=len(self.sites), begin=None),
         )
-        beside = Elsewhere(method, self._post.beside(), self._hello, name, terms, self._settings)
+        beside = Elsewhere(self._study.by(method), self._post.beside(), name, terms, self._settings)
         beside.wait()
         return beside
-
-    def settle(self, method: Algorithm) -> None:
-        """Everyone is greeted anew: what a method left open has been found."""
-        self._method = method
-        here = list(self._post.sites)
-        self._post.greet_again(self._hello(method, self.experiment))
-        self.wait(here, patience=self._terms.timeout)
 
     def wait(self, whom: Collection[str] = (), patience: float = math.inf) -> list[str]:
         """Who is there, once it is enough of them and these are among them, or patience is at its end; says
@@ -183,6 +213,7 @@ class Elsewhere(Members):
             here = [name for name in self._post.present() if self._admitted(name)]
             for name in here:
                 self.sites.setdefault(name, Member()).greeted(self._post.sites[name].about)
+            self._require_all(whom)
             missing = sorted(set(whom) - set(here))
             if (len(here) >= least and not missing) or self._post.now() > end:
                 self._begun = True
@@ -193,17 +224,29 @@ class Elsewhere(Members):
                 told = self._post.now()
             self._post.pause()
 
+    def _require_all(self, whom: Collection[str]) -> None:
+        """Raise where a site says that it cannot take part, of those without whom nothing makes sense."""
+        refused = sorted(self._post.refused.items()) if self._study.fixed else []
+        why = [f"{n}: {w}" for n, w in refused if not self._begun or n in {*self.sites, *whom}]
+        if why:
+            raise DataError(f"not every site can take part ({'; '.join(why)})")
+
     def _admitted(self, name: str) -> bool:
         """Whether settings that are given by site have one for a site that comes after the start."""
         if not (self._begun or self._before) or name in self.sites or name in self._before:
             return True
+        if self._study.fixed:
+            if name not in self._refused:
+                self._refused[name] = "it came after the start"
+                log.warning("%s cannot take part: %s", name, self._refused[name])
+            return False
         if name not in self._refused:
             new = Member()
             new.greeted(self._post.sites[name].about)
             try:
                 every = self._before | self.sites | {name: new}
                 self._settings.participation.check(roster_of_sites(every))
-                self._method.check(sorted(every))
+                self._study.check(sorted(every))
             except SettingsError as error:
                 self._refused[name] = str(error)
                 log.warning("%s cannot take part: %s", name, error)
@@ -240,10 +283,11 @@ class Elsewhere(Members):
             own |= {"weight": part.weight} if round.weigh else {}
             letters[name] = Letter("train", self._about(name, **told, **own), round.broadcast)
         weights = {name: part.weight for name, part in parts.items()}
-        timeout = None if self._everyone else self._terms.timeout
-        enough = (lambda heard: False) if self._everyone else self._terms.enough(len(letters))
+        everyone = self._study.needs_everyone
+        timeout = None if everyone else self._terms.timeout
+        enough = (lambda heard: False) if everyone else self._terms.enough(len(letters))
         replies = self._post.deliver(letters, timeout, enough)
-        if self._everyone:
+        if everyone:
             replies = self._post.insist(letters, replies, timeout, lambda lost: bool(self.wait(lost)))
         self._round = round.number
         guard = method.guard_for(round.broadcast, len(letters))
@@ -297,8 +341,15 @@ class Elsewhere(Members):
 
     def ask(self, asking: Asking[R]) -> tuple[R, Total]:
         question, known = asking.question, asking.known
+        if not self._begun:
+            self.wait()
         names = [n for n in self.names if asking.split is None or asking.split in self.sites[n].splits]
         names = list(asking.late) or names
+        parts = dict[str, TakingPart]()
+        if asking.among is not None:
+            some = Active(asking.among, torch.ones(len(asking.among)), ratio=False)
+            parts = taking_part(self.sites, some)
+            names = [n for n in names if n in parts]
         asked = {f"known.{n}": t for n, t in known.items()} if asking.models else {}
         asked |= {} if asking.models else {f"asked.{n}": t for n, t in question.ask(known).items()}
         asked |= {f"broadcast.{n}": t for n, t in asking.broadcast.items()}
@@ -315,28 +366,33 @@ class Elsewhere(Members):
         elif not asking.late:
             here = self._post.present()
             names = [n for n in names if n in here] or names
-        letters = {name: Letter("ask", self._about(name, **about), asked) for name in names}
+        letters = {}
+        for name in names:
+            own = about | ({"units": parts[name].units} if parts else {})
+            letters[name] = Letter("ask", self._about(name, **own), asked)
         replies = self._post.deliver(letters, self._terms.timeout, lambda heard: False)
         if question.quorum == 1.0 and not asking.late:
             patience = self._terms.timeout
             back = lambda lost: set(lost) <= set(self.wait(lost, patience))  # noqa: E731
             replies = self._post.insist(letters, replies, patience, back)
-        kind = asking.method.model.initial_phi().dtype
+        if question.varied:
+            for name, reply in sorted(replies.items()):  # whose vectors are not everyone's
+                log.info("%s, %s: %s", name, question.name, "; ".join(reply.payloads))
         everyone = self.units + sum(self.sites[n].units for n in asking.late)
         gathered = self._messages.gathered(
             question.name,
             Channel(),
-            kind,
+            torch.float64,
             letters,
             replies,
             of=everyone,
             varied=question.varied,
             sends=question.sends,
         )
-        place = places(self.sites)
+        place = places(self.sites) | {name: part.ids for name, part in parts.items()}
         total = self._located({name: place[name] for name in names}, gathered)
         reasons = self._post.reasons | gathered.reasons
-        of = sum(self.sites[n].units for n in names)
+        of = sum(len(place[n]) for n in names)
         if not asking.late and total.count < question.quorum * of:
             whose = "; ".join(f"{n}: {why}" for n, why in sorted(reasons.items())[:5])
             raise EstimateError(
@@ -347,7 +403,10 @@ class Elsewhere(Members):
         if question.lasting:
             total = self._lasting[question.name] = _together(self._lasting.get(question.name), total)
         numbers = {**total.numbers, "bytes_down": float(len(names) * _size(asked))}
-        return question.finish(known, total), replace(total, numbers=numbers)
+        try:
+            return question.finish(known, total), replace(total, numbers=numbers)
+        except (DataError, SettingsError) as error:
+            raise type(error)(f"{error}{_unlike(replies) if question.varied else ''}") from error
 
     def newcomers(self) -> list[str]:
         """Who is here and has not answered what lasts of the questions before the rounds; one that could not
@@ -414,3 +473,11 @@ def _together(earlier: Total | None, new: Total) -> Total:
 
 def _size(tensors: Tensors) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _unlike(replies: Mapping[str, Message]) -> str:
+    """Which sites answered with other vectors than most."""
+    kinds = Counter(tuple(sorted(reply.payloads)) for reply in replies.values())
+    usual = kinds.most_common(1)[0][0] if kinds else ()
+    odd = [name for name, reply in sorted(replies.items()) if tuple(sorted(reply.payloads)) != usual]
+    return f"; unlike the others: {', '.join(odd)}" if odd else ""

@@ -14,7 +14,6 @@ from typing import Any
 from fedpop.checked import Count, Whole, require
 from fedpop.entries import module_named
 from fedpop.errors import SettingsError
-from fedpop.federation.reading import read_data, read_table
 from fedpop.files import write_bytes
 from fedpop.flower.site import Site
 from fedpop.site.plan import parse_bytes
@@ -127,8 +126,7 @@ def open_site(folder: str | Path) -> Site:
         name=settings.name,
         secret=read_secret(settings.folder),
         folder=settings.folder,
-        data=lambda form: read_data(settings.where, form, settings.name, settings.folder),
-        table=lambda form: read_table(Path(settings.where), form, settings.name),
+        where=settings.where,
         threads=settings.threads,
         memory=settings.memory,
         spectral_rows=settings.spectral_rows,

@@ -260,7 +260,7 @@ def personalise(
     check_name(name)
     own = None if known is None else known.folder
     where = _checked_data(data, name, own)
-    read_data(where, told["schema"], name, own)  # what does not fit is said before anything is made
+    read_data(where, told["study"]["form"], name, own)  # what does not fit is said before anything is made
     if known is None:
         folder = writable_folder(root)
         make_secret(folder)

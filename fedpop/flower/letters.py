@@ -5,57 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any
 
 import torch
 
-from fedpop.errors import FedpopError, PayloadError, SettingsError
+from fedpop.errors import PayloadError, SettingsError
 from fedpop.keys import unit_of
 from fedpop.message import Message, Tensors
 from fedpop.message.declared import HEADER
-from fedpop.methods.base import Algorithm
-from fedpop.models.base import Model
-from fedpop.models.spec import model_spec
+from fedpop.site.refusal import Code
 from fedpop.version import __version__
 
 TRIAL = ".trial-"
 """Between an experiment's name and the number of trial rounds that are run before it."""
 KINDS = ("hello", "train", "ask", "finish")
-
-
-class Code(StrEnum):
-    """Why a site does not do what it is asked; what the server does about it goes by this, not by words."""
-
-    VERSION = "version"
-    STRANGER = "stranger"
-    """The site does not know the experiment, or its units: it has to be greeted first."""
-    DAMAGED = "damaged"
-    """What was sent did not arrive as it was sent."""
-    MODEL = "model"
-    QUESTION = "question"
-    FEW_ROWS = "few-rows"
-    DISK = "disk"
-    DATA = "data"
-    FAILED = "failed"
-    """Anything else; the site's log says what."""
-    UNREADABLE = "unreadable"
-    GONE = "gone"
-    """The site's node went away."""
-
-    @property
-    def greet(self) -> bool:
-        """The site is to be greeted again before it is asked for anything else."""
-        return self in (Code.STRANGER, Code.GONE)
-
-
-class Refusal(FedpopError):
-    """A site cannot do what it is asked, for a reason that the server may know: it holds nothing of the
-    site's data. Any other error stays at the site, in its log."""
-
-    def __init__(self, words: str, code: Code = Code.FAILED) -> None:
-        super().__init__(words)
-        self.code = code
 
 
 @dataclass(frozen=True)
@@ -114,42 +77,3 @@ def digest_of(tensors: Tensors) -> str:
 def digest_for(digest: str, units: Sequence[int] | None) -> str:
     """That of a round's broadcast, for a site of which these units take part; None: all of them."""
     return digest if units is None else hashlib.sha256(f"{digest}{list(units)}".encode()).hexdigest()[:32]
-
-
-# --- the method, told to a site ---------------------------------------------------------------
-
-
-def method_told(method: Algorithm, precision: str, entry: str) -> dict[str, Any]:
-    """A method in plain values; ``entry`` (module:name) makes its model where a description cannot."""
-    spec = model_spec(method.model)
-    known = spec is not None and spec["kind"] != "CustomModel"
-    return {
-        "class": type(method).__name__,
-        "algorithm": method.describe(),
-        "model": spec,
-        "known": method.model.known(),
-        "precision": precision,
-        "entry": "" if known else entry,
-    }
-
-
-def values_of(model: Model) -> Tensors:
-    """What a model's modules hold: where phi and z start, and weights that do not learn."""
-    return {
-        f"{i}.{name}": value.detach()
-        for i, module in enumerate(model.modules())
-        for name, value in module.state_dict().items()
-    }
-
-
-def with_values(model: Model, values: Tensors) -> Model:
-    """Set what the modules hold; raises a Refusal where they are not the modules that the server has."""
-    for i, module in enumerate(model.modules()):
-        own = {n.removeprefix(f"{i}."): t for n, t in values.items() if n.startswith(f"{i}.")}
-        here = {n: tuple(t.shape) for n, t in module.state_dict().items()}
-        if here != {n: tuple(t.shape) for n, t in own.items()}:
-            raise Refusal(
-                "the site's model is not the server's: its parameters have other names or shapes", Code.MODEL
-            )
-        module.load_state_dict(own)
-    return model

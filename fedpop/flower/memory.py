@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fcntl import LOCK_EX, LOCK_NB, flock
@@ -21,10 +21,9 @@ import torch
 
 from fedpop.errors import CheckpointError, PayloadError
 from fedpop.files import read_tensors, write_tensors
-from fedpop.flower.letters import Code, Refusal
 from fedpop.flower.records import message_of_plain, plain_message
 from fedpop.message import Message, Payload, Tensors
-from fedpop.methods.base import Algorithm
+from fedpop.site.refusal import Code, Refusal
 from fedpop.site.sites import unheard
 from fedpop.site.store import LocalStore
 
@@ -54,21 +53,21 @@ class Memory:
     def empty(cls, names: list[int]) -> Memory:
         return cls(LocalStore(len(names)), LocalStore(len(names)), names=names)
 
-    def settled(self, method: Algorithm, heard: int) -> LocalStore:
+    def settled(self, keeps: Sequence[str], heard: int) -> LocalStore:
         """Where the units stand when ``heard`` was the last round of theirs that counted."""
         counted = heard == self.round or self.round < 0
         if counted:
             return self.after
         every = range(len(self.after.slots)) if self.units is None else self.units
-        return unheard(method, self.before, self.after, torch.tensor(every, dtype=torch.int64))
+        return unheard(keeps, self.before, self.after, torch.tensor(every, dtype=torch.int64))
 
-    def start_of(self, method: Algorithm, round: int, heard: int) -> LocalStore:
+    def start_of(self, keeps: Sequence[str], round: int, heard: int) -> LocalStore:
         """Where a round starts from: before it, if it was worked on already (or an earlier one is asked)."""
         if round < self.round and heard < 0:  # the server begins anew: as if no round had been
             return self._noted()
         if round <= self.round:
             return LocalStore.restore(self.before.state())
-        return LocalStore.restore(self.settled(method, heard).state())
+        return LocalStore.restore(self.settled(keeps, heard).state())
 
     def _noted(self) -> LocalStore:
         """What questions left with the units, and nothing else."""

@@ -19,9 +19,10 @@ from flwr.app import MessageType
 from flwr.serverapp import Grid
 
 from fedpop.errors import PayloadError
-from fedpop.flower.letters import Code, Letter, code_of, refusal
+from fedpop.flower.letters import Letter, code_of, refusal
 from fedpop.flower.records import letter_to_record, message_from_record
 from fedpop.message import Message
+from fedpop.site.refusal import Code
 from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.server")
@@ -73,6 +74,8 @@ class Post:
         """When a node that has not answered is to be greeted again."""
         self._hellos: dict[str, int] = {}
         self._pending: dict[str, Pending] = {}
+        self.refused: dict[str, str] = {}
+        """Sites that say that they cannot take part, and why."""
         self.late: dict[str, int] = {}
         """Replies that came after their deadline, or twice, by site."""
         self.reasons: dict[str, str] = {}
@@ -89,7 +92,7 @@ class Post:
     def greet_again(self, hello: Letter) -> None:
         """Everyone is to hear something new, and counts as there once it has."""
         self.hello, self.sites = hello, {}
-        self._met, self._greeted, self._hellos = set(), {}, {}
+        self._met, self._greeted, self._hellos, self.refused = set(), {}, {}, {}
 
     # --- who is there ------------------------------------------------------------------------
 
@@ -99,33 +102,6 @@ class Post:
         return {
             n.node_id: n.name for n in self._grid.get_nodes() if not n.online_until or n.online_until > now
         }
-
-    def survey(self, letter: Letter, least: int) -> dict[str, Message]:
-        """What the first ``least`` sites or more answer to a letter, by their names."""
-        told = -math.inf
-        while True:
-            nodes, begun = self._online(), self._clock()
-            asked = {f"node {node}": (node, letter) for node in nodes}
-
-            def enough(heard: int, begun: float = begun) -> bool:
-                return heard >= least and self._clock() - begun >= self._greeting
-
-            patience = PATIENT * self._greeting  # large data take long to read
-            found = self._exchange(asked, patience, enough) if len(nodes) >= least else {}
-            good = {}
-            for node, reply in found.items():
-                name, registered = str(reply.header.get("site", "")), nodes[asked[node][0]]
-                why = reply.refused or _misnamed(name, registered)
-                if why is None:
-                    good[name] = reply
-                else:
-                    log.warning("%s (%s): %s", node, name or registered or "no name", why)
-            if len(good) >= least:
-                return good
-            if self._clock() - told >= 30:
-                log.info("waiting for %d more site(s)", least - len(good))
-                told = self._clock()
-            self.pause()
 
     def present(self) -> list[str]:
         """Sites whose heartbeat is fresh, in the order of their names; new nodes are greeted, and belong to
@@ -153,9 +129,12 @@ class Post:
         if why is not None:
             log.warning("node %d (%s) cannot take part: %s", node, name or registered or "no name", why)
             self._greeted[node] = self._clock() + self._greeting  # then again: it may have been mended
+            if name and reply.refused is not None:
+                self.refused[name] = reply.refused
             return
         log.info("site %s is here", name)
         self._met.add(node)
+        self.refused.pop(name, None)
         self.sites[name] = Enrolled(node, reply.header)
 
     def _doubt(self, reply: Message, name: str, registered: str) -> str | None:
@@ -164,8 +143,8 @@ class Post:
             return reply.refused
         if reply.header.get("version") != __version__:
             return f"it has fedpop {reply.header.get('version')}, this is {__version__}"
-        if reply.header.get("method") != self.hello.about["method_digest"]:
-            return "it has another method"
+        if reply.header.get("study") != self.hello.about["study_digest"]:
+            return "it was told of another study"
         if self.hello.about.get("drawn") and len(reply.header.get("hashes", ())) != reply.header.get("units"):
             return "it does not tell its units apart"
         return _misnamed(name, registered)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,42 +16,36 @@ import torch
 from fedpop.errors import CheckpointError, FedpopError, SchemaError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active
-from fedpop.federation.reading import Columns
 from fedpop.files import read_sealed, read_tensors, writable_folder, write_sealed, write_tensors
-from fedpop.flower.letters import (
-    TRIAL,
-    Code,
-    Letter,
-    Refusal,
-    digest_for,
-    digest_of,
-    headed,
-    refusal,
-    with_values,
-)
+from fedpop.flower.letters import TRIAL, Letter, digest_for, digest_of, headed, refusal
 from fedpop.flower.memory import Memory, locked
 from fedpop.keys import Key
 from fedpop.message import Message, Tensors
-from fedpop.methods import rebuild
 from fedpop.methods.asking import question_from
 from fedpop.methods.base import Algorithm, Round
-from fedpop.models.base import Model
-from fedpop.models.entry import model_named
-from fedpop.models.spec import model_from
+from fedpop.mixed import gaussian, groups, quadrature
+from fedpop.mixed.study import FormulaStudy
 from fedpop.population import Population
 from fedpop.questions import Question
-from fedpop.questions.forms import example_from, table_of
 from fedpop.run.guards import threads
 from fedpop.run.members import Asking
 from fedpop.settings import rebuilt
-from fedpop.site.plan import Plan, parse_bytes, plan_for
-from fedpop.site.sites import WHOLE, Sites, table_units
+from fedpop.site.plan import Plan, parse_bytes
+from fedpop.site.refusal import Code, Refusal
+from fedpop.site.sites import Sites
 from fedpop.site.store import LocalStore
+from fedpop.site.study import Held, SiteData, Study, Survey, Training
 from fedpop.site.work import Work
 from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.site")
 
+STUDIES: Mapping[str, type[Study]] = {kind.__name__: kind for kind in (Survey, Training, FormulaStudy)}
+"""What an experiment may be about."""
+FORMULAS = (groups, gaussian, quadrature)
+"""Whose questions a site knows, because they are imported."""
+TOLD, MODEL = "method.json", "model.safetensors"
+"""What a site was told of it, and the tensors that belong to that."""
 THETA, SEALED = "theta.safetensors", "theta.json"
 """What the federation learned, at a site or for one that comes later."""
 HELD_BACK = "the message is out of all proportion to what is usual and is not sent: look at the data's scale"
@@ -59,21 +53,22 @@ HELD_BACK = "the message is out of all proportion to what is usual and is not se
 
 @dataclass(frozen=True)
 class Site:
-    """A site: its name, its secret, where it keeps things, and how it reads its data, which are checked
-    against the federation's schema."""
+    """A site: its name, its secret, where it keeps things, and where its data are."""
 
     name: str
     secret: int
     """What its random numbers are keyed by, in the place of the run's seed: nobody else knows it."""
     folder: Path
-    data: Callable[[Mapping[str, Any]], Federation]
-    """Reads the data, given the form that sites agreed on."""
-    table: Callable[[Mapping[str, Any]], Columns]
-    """Reads the columns of a table as they are."""
+    where: str
+    """Its data: a file, a folder of images, or ``module:function``."""
     threads: int = 1
     memory: str = "1GiB"
     spectral_rows: int = 10
     """With fewer rows than these it refuses the spectral start."""
+
+    @property
+    def data(self) -> SiteData:
+        return SiteData(self.name, self.where, self.folder)
 
     def answer(self, letter: Letter) -> Message:
         """The reply to a letter. Errors that are not meant for the server stay here, in the log."""
@@ -97,8 +92,6 @@ class Site:
             return refusal(f"{type(error).__name__}; the site's log says more", site=self.name)
 
     def _answer(self, letter: Letter) -> Message:
-        if letter.kind == "ask" and "data" in letter.about:
-            return self._asked_before(letter)
         experiment = SiteExperiment(self, str(letter.about["experiment"]))
         if letter.kind == "hello":
             return experiment.hello(letter)
@@ -107,27 +100,10 @@ class Site:
                 letter.kind
             ](letter)
 
-    def _asked_before(self, letter: Letter) -> Message:
-        """An answer from rows as they are, while it is not agreed what examples look like: of their values no
-        more than sums over columns."""
-        data, about = letter.about["data"], letter.about
-        cpu = torch.device("cpu")
-        if "x" in data:
-            table = table_of(self.table(data), data)
-            sites = Sites.one(self.name, table_units({self.name: table}), cpu, tables=[table])
-        else:
-            sites = Sites.one(self.name, self.data(data), cpu)
-        question = _question(about["told"], letter.tensors, None)
-        key = Key(self.secret, int(about["key"][0]), str(about["key"][1]))
-        asked = _part("asked.", letter.tensors)
-        (work,) = sites.question_work(question, asked, key, WHOLE, encode=True)
-        header = {"site": self.name, "experiment": about["experiment"], "question": question.name}
-        return headed(header, work.message)
-
 
 @dataclass(frozen=True)
 class SiteExperiment:
-    """One experiment at a site: the method that it was told of, and the states of its units."""
+    """One experiment at a site: the study that it was told of, and the states of its units."""
 
     site: Site
     name: str
@@ -146,7 +122,7 @@ class SiteExperiment:
     # --- hello -------------------------------------------------------------------------------
 
     def hello(self, letter: Letter) -> Message:
-        """Keep what the server tells of the method; say who is here. No data are told of but their form."""
+        """Keep what the server tells of the study; say who is here. No data are told of but their form."""
         keep_hello(self.folder, letter)
         federation = self.federation
         about = {
@@ -155,43 +131,39 @@ class SiteExperiment:
             "units": len(federation),
             "examples": int(federation.train.sizes.sum()),
             "splits": sorted(federation.splits),
-            "method": letter.about["method_digest"],
+            "study": letter.about["study_digest"],
         }
-        # Draws go by the hashes of units' names; where everyone takes part nobody has to know them.
+        # Units are told apart by hashes of their names where the study says so; else nobody has to know them.
         return headed(about | ({"hashes": federation.units.tolist()} if letter.about["drawn"] else {}))
 
     @cached_property
-    def _told(self) -> dict[str, Any]:
-        if not (self.folder / "method.json").exists():
+    def study(self) -> Study:
+        """What the federation is about."""
+        if not (self.folder / TOLD).exists():
             raise Refusal("this site does not know the experiment: greet it first", Code.STRANGER)
-        return read_sealed(self.folder / "method.json", "what a federation told of its method")
+        told = read_sealed(self.folder / TOLD, "what a federation told of its study")
+        return study_from(told["study"], read_tensors(self.folder / MODEL, told["digest"]))
+
+    @property
+    def method(self) -> Algorithm:
+        """The server's method on this site's copy of the model."""
+        if self.study.method is None:
+            raise Refusal("there are no rounds: the experiment is not about a method", Code.STUDY)
+        return self.study.method
 
     @property
     def form(self) -> Mapping[str, Any]:
         """What the sites' data look like."""
-        form: Mapping[str, Any] = self._told["schema"]
-        return form
+        return self.study.form if isinstance(self.study, Training) else {}
 
     @cached_property
-    def method(self) -> Algorithm:
-        """The server's method on this site's copy of the model."""
-        told = self._told["method"]
-        values = read_tensors(self.folder / "model.safetensors", self._told["digest"])
-        model = with_values(_model(told), values).knowing(told["known"]).at_precision(told["precision"])
-        return rebuild(told["algorithm"], told["class"], model)
+    def held(self) -> Held:
+        """This site's data as the study has them."""
+        return self.study.held(self.study.read(self.site.data))
 
-    @cached_property
+    @property
     def federation(self) -> Federation:
-        """This site's data, checked against the schema and the model."""
-        found = self.site.data(self.form)
-        own = self.method.model.prepared(found.example)
-        if own.known() != self.method.model.known():
-            raise Refusal(
-                "the site's examples do not fit the model: their shape is not the federation's", Code.DATA
-            )
-        checked = own.checked(found)
-        self.method.check_data(checked)
-        return checked
+        return self.held.federation
 
     # --- work --------------------------------------------------------------------------------
 
@@ -210,25 +182,28 @@ class SiteExperiment:
     @cached_property
     def plan(self) -> Plan:
         """Which units are worked on together, for the site's memory."""
-        method, budget = self.method, parse_bytes(self.site.memory)
-        return plan_for(method.model, self.federation, budget, method.draws, method.phi_copies)
+        return self.study.plan(self.federation, parse_bytes(self.site.memory))
 
     def sites(self, store: LocalStore) -> Sites:
-        return Sites.one(self.site.name, self.federation, self.method.model.initial_phi().device, store)
+        return Sites.one(self.site.name, self.federation, self.study.device, store, self.held.tables)
 
     def key(self, round: int, purpose: str) -> Key:
         """This site's own, at the address that the server names."""
         return Key(self.site.secret, round, purpose)
 
-    def train(self, letter: Letter) -> Message:
-        """One round: the same reply to the same letter, whatever happened in between."""
-        number, heard = int(letter.about["round"]), int(letter.about["heard"])
-        units = letter.about["units"]
+    def _ids(self, units: Sequence[int] | None) -> torch.Tensor:
+        """Positions of the units that are asked; None: all."""
         here = range(len(self.federation))
         if units is not None and not (units and set(units) <= set(here) and len(set(units)) == len(units)):
             told = "the server asks for units that are not at this site: greet it first"
             raise Refusal(told, Code.STRANGER)
-        ids = torch.tensor(here if units is None else units, dtype=torch.int64)
+        return torch.tensor(here if units is None else units, dtype=torch.int64)
+
+    def train(self, letter: Letter) -> Message:
+        """One round: the same reply to the same letter, whatever happened in between."""
+        number, heard = int(letter.about["round"]), int(letter.about["heard"])
+        method, units = self.method, letter.about["units"]
+        ids = self._ids(units)
         digest = digest_for(digest_of(letter.tensors), units)
         if digest != letter.about["digest"]:
             raise Refusal("theta did not arrive as it was sent", Code.DAMAGED)
@@ -239,7 +214,7 @@ class SiteExperiment:
         if number < memory.round:
             log.warning("%s: round %d after round %d: the server went back", self.name, number, memory.round)
         self._remember(memory, letter, heard)
-        store = memory.start_of(self.method, number, heard)
+        store = memory.start_of(self.study.keeps, number, heard)
         _forget(store, memory.noted, letter.about["noted"])
         shared, weight = Key(int(letter.about["seed"]), number, "/train"), letter.about.get("weight")
         key = self.key(number, "site/train")
@@ -247,7 +222,7 @@ class SiteExperiment:
         sites = self.sites(store)
         active = Active(ids, torch.full((len(ids),), 1.0 if weight is None else float(weight)), ratio=False)
         messages = int(letter.about["active"])
-        (work,) = sites.round_work(self.method, now, active, self.plan, messages, encode=True)
+        (work,) = sites.round_work(method, now, active, self.plan, messages, encode=True)
         message = work.message
         if message.withheld is not None:
             message = replace(message, payloads={})
@@ -277,24 +252,25 @@ class SiteExperiment:
         """Keep the present state where validation data chose the round that led to it."""
         best = int(letter.about["best"])
         if best >= 0 and best != memory.best_round and heard <= best:
-            memory.best = LocalStore.restore(memory.settled(self.method, heard).state())
+            memory.best = LocalStore.restore(memory.settled(self.study.keeps, heard).state())
             memory.best_round = best
 
     def ask(self, letter: Letter) -> Message:
         """An answer to a question; what it leaves with units is noted under its name."""
         about, heard = letter.about, int(letter.about["heard"])
-        question = _question(about["told"], letter.tensors, self.method)
+        question = _question(about["told"], letter.tensors, self.study)
         self._require_rows(question)
         memory = self.memory(heard)
-        store = memory.settled(self.method, heard)
+        store = memory.settled(self.study.keeps, heard)
         sites, key = self.sites(store), self.key(int(about["key"][0]), str(about["key"][1]))
         known = _part("known.", letter.tensors)
         broadcast = _part("broadcast.", letter.tensors)
         models = rebuilt(about["models"], {})
-        asking = Asking(question, known, key, self.method, models, broadcast)
+        asking = Asking(question, known, key, self.study.method, models, broadcast)
         plan, personal = asking.models_at(sites, self.plan)
         asked = question.ask(known) if models is not None else _part("asked.", letter.tensors)
-        (work,) = sites.question_work(question, asked, key, plan, personal, encode=True)
+        among = self._ids(about.get("units"))
+        (work,) = sites.question_work(question, asked, key, plan, personal, among, encode=True)
         work.settle(work.message.received)
         if sites.updates:
             for side in {id(s): s for s in (memory.before, memory.after)}.values():
@@ -325,30 +301,40 @@ class SiteExperiment:
         about, heard = letter.about, int(letter.about["heard"])
         memory = self.memory(heard)
         self._remember(memory, letter, heard)
-        store = memory.settled(self.method, heard)
+        store = memory.settled(self.study.keeps, heard)
         if about["recall"] and memory.best is not None:
             store = memory.best
         write_tensors(self.folder / "final.safetensors", store.state())
-        population = Population(
-            self.method,
-            dict(letter.tensors),
-            Key(self.site.secret, purpose="site"),
-            None,
-            rounds=int(about["rounds"]),
-            learned_from=int(about["learned_from"]),
-        )
-        population.save(self.folder / "population")
-        keep_theta(self.folder, population.published)
+        published = dict(letter.tensors)
+        if self.study.method is not None:
+            population = Population(
+                self.study.method,
+                published,
+                Key(self.site.secret, purpose="site"),
+                None,
+                rounds=int(about["rounds"]),
+                learned_from=int(about["learned_from"]),
+            )
+            population.save(self.folder / "population")
+            published = population.published
+        keep_theta(self.folder, published)
         for trial in self.folder.parent.glob(f"{self.name}{TRIAL}*"):
             shutil.rmtree(trial)
         return headed({"site": self.site.name, "experiment": self.name})
 
 
 def keep_hello(folder: Path, letter: Letter) -> None:
-    """Write what a letter tells of an experiment: method, form of data, and where the model starts."""
-    about = {name: letter.about[name] for name in ("experiment", "method", "schema")}
-    about["digest"] = write_tensors(folder / "model.safetensors", letter.tensors)
-    write_sealed(folder / "method.json", about)
+    """Write what a letter tells of an experiment: its study, and tensors such as where a model starts."""
+    about = {name: letter.about[name] for name in ("experiment", "study")}
+    about["digest"] = write_tensors(folder / MODEL, letter.tensors)
+    write_sealed(folder / TOLD, about)
+
+
+def study_from(told: Mapping[str, Any], tensors: Tensors) -> Study:
+    """The study that was told."""
+    if told["kind"] not in STUDIES:
+        raise Refusal(f"the site knows no study {told['kind']!r}", Code.STUDY)
+    return STUDIES[told["kind"]].of(told, tensors)
 
 
 def keep_theta(folder: Path, published: Tensors) -> None:
@@ -361,22 +347,11 @@ def read_theta(folder: Path) -> Tensors:
     return read_tensors(folder / THETA, str(read_sealed(folder / SEALED, "a theta's digest").get("digest")))
 
 
-def _question(told: dict[str, Any], sent: Tensors, method: Algorithm | None) -> Question[Any]:
+def _question(told: dict[str, Any], sent: Tensors, study: Study) -> Question[Any]:
     try:
-        return question_from(told, sent, method)
+        return question_from(told, sent, study.owner)
     except (CheckpointError, SettingsError) as error:
         raise Refusal(f"the site cannot make the question: {error}", Code.QUESTION) from error
-
-
-def _model(told: Mapping[str, Any]) -> Model:
-    if not told["entry"]:
-        return model_from(told["model"])
-    try:
-        return model_named(str(told["entry"]), example_from(told["example"]))
-    except SettingsError as error:
-        log.error("the model %r: %s", told["entry"], error)
-        words = f"the site cannot make the model {told['entry']!r}; its log says more"
-        raise Refusal(words, Code.MODEL) from error
 
 
 def _forget(store: LocalStore, noted: Mapping[str, Sequence[str]], counted: Sequence[str]) -> None:

@@ -84,7 +84,11 @@ VECTORS: Mapping[str, Sent] = {
     "n_sum": Sent("the same"),
     "nk": Sent("products that the Hessian in it is made of"),
     "nn": Sent("the same"),
-    "[*": Sent("rows, sums and squares of a column, or rows of a level, by their names as a JSON list"),
+    "left out": Sent("rows of tables that were left out because something is missing in them"),
+    "[*": Sent(
+        "rows, sums and squares of a column, rows of a level, or sites by what a column holds, by names "
+        "as a JSON list"
+    ),
     "{*": Sent("a one for the form of its examples, which the name is"),
 }
 """Vectors of the library's methods and questions; a name that ends with a star stands for all that begin
@@ -111,7 +115,7 @@ HEADER: Mapping[str, Sent] = {
     "round": Sent("its number", clear=True),
     "question": Sent("its name", clear=True),
     "digest": Sent("of the broadcast that the message answers", clear=True),
-    "method": Sent("digest of the method", clear=True),
+    "study": Sent("digest of what the site was told that the federation is about", clear=True),
     "units": Sent("how many units the site has, or speaks for", clear=True),
     "examples": Sent("how many training examples it has", clear=True),
     "splits": Sent("kinds of examples that it has", clear=True),

@@ -1,13 +1,15 @@
 """A question on its way: its class and its fields in plain values, made again beside a site's own method.
 
 A class is known once it is defined, a user's own as well as fedpop's. Of its fields plain values, settings
-and tensors travel; a method, a model and a hierarchy do not: whoever answers has one, and takes that.
+and tensors travel; a method, a model and a hierarchy do not: whoever answers has one, and takes that. What
+else every site has, because it was told of it, registers a ``role``.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import fields, is_dataclass
+from functools import singledispatch
 from typing import Any
 
 from torch import Tensor
@@ -42,7 +44,8 @@ def question_told(question: Question[Any], sent: Tensors) -> tuple[dict[str, Any
             more |= {} if place in sent else {place: value}
             held[name] = {"kind": SENT, "name": place}
         else:
-            held[name] = _role(value) or describe(value)
+            what = role(value)
+            held[name] = describe(value) if what is None else {"kind": OWN, "what": what}
     told = {"kind": type(question).__name__, "fields": held}
     try:
         json.dumps(told)
@@ -54,14 +57,30 @@ def question_told(question: Question[Any], sent: Tensors) -> tuple[dict[str, Any
     return told, more
 
 
-def _role(value: Any) -> dict[str, str] | None:
-    roles = {"method": Algorithm, "model": Model, "hierarchy": Hierarchy}
-    found = next((role for role, kind in roles.items() if isinstance(value, kind)), None)
-    return None if found is None else {"kind": OWN, "what": found}
+@singledispatch
+def role(value: Any) -> str | None:
+    """Under which name a site has its own, which does not travel; None: it travels."""
+    return None
 
 
-def question_from(told: dict[str, Any], sent: Tensors, method: Algorithm | None) -> Question[Any]:
-    """The question that was told, on this side's own method; there is none before an experiment began."""
+@role.register
+def _(value: Algorithm) -> str:
+    return "method"
+
+
+@role.register
+def _(value: Model) -> str:
+    return "model"
+
+
+@role.register
+def _(value: Hierarchy) -> str:
+    return "hierarchy"
+
+
+def question_from(told: dict[str, Any], sent: Tensors, owner: Any) -> Question[Any]:
+    """The question that was told; what does not travel are attributes of this side's ``owner``, such as its
+    method (or that itself), of which there is none before an experiment began."""
     classes = known(Question)
     if told["kind"] not in classes:
         raise CheckpointError(
@@ -70,9 +89,10 @@ def question_from(told: dict[str, Any], sent: Tensors, method: Algorithm | None)
         )
 
     def own(plain: dict[str, Any]) -> Any:
-        if method is None:
+        found = owner if role(owner) == plain["what"] else getattr(owner, plain["what"], None)
+        if found is None:
             raise CheckpointError(f"{told['kind']} needs a method, and there is none yet")
-        return method if plain["what"] == "method" else getattr(method, plain["what"])
+        return found
 
     builders = {OWN: own, SENT: lambda plain: sent[plain["name"]], "Module": described_module}
     held = {name: rebuilt(value, builders) for name, value in told["fields"].items()}

@@ -1,9 +1,11 @@
 """Columns of the design, row by row, in R's coding: what a site computes from its rows and an agreed
-schema."""
+schema. Expressions are arithmetic and a few functions, nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ast
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -12,8 +14,17 @@ from typing import Any
 import numpy as np
 
 from fedpop.errors import DataError, SettingsError
-from fedpop.mixed.expressions import evaluated, scaled_columns
-from fedpop.mixed.formula import Formula, FormulaPart, FormulaTerms, columns_of
+from fedpop.mixed.formula import (
+    WHOLE,
+    Formula,
+    FormulaPart,
+    FormulaTerms,
+    Tokens,
+    columns_of,
+    is_name,
+    shown,
+    unquoted,
+)
 from fedpop.mixed.table import Rows, as_categories
 from fedpop.questions.schema import Levels, Moments, Schema, Summary
 
@@ -29,14 +40,15 @@ class Wanted:
     scaled: tuple[str, ...]
 
     @classmethod
-    def of(cls, formula: Formula, rows: Rows) -> Wanted:
-        """Columns with categories, those inside ``factor()``, and those that are scaled by all rows."""
+    def of(cls, formula: Formula, named: Collection[str]) -> Wanted:
+        """Columns that hold names (``named``), those inside ``factor()``, and those that are scaled by all
+        rows."""
         categorical, scaled = [], []
         for part in formula.parts[1:]:
             column, made = part.column, part.factor_of
             if made is not None:
                 categorical.append(made)
-            elif column is not None and hasattr(rows.columns[column], "cat"):
+            elif column is not None and column in named:
                 categorical.append(column)
         for part in formula.parts:
             scaled += scaled_columns(part.tokens)
@@ -64,6 +76,8 @@ class Design:
     formula: Formula
     levels: Mapping[str, Sequence[str]]
     moments: Mapping[str, Moments]
+    outcomes: tuple[str, ...] = ()
+    """What the two outcomes of a yes or no are called, where sites had to agree on that."""
     dropped: tuple[str, ...] = ()
     """Fixed effects that are combinations of others, and are left out."""
 
@@ -234,3 +248,115 @@ def codes_of(values: Any, levels: Sequence[str], column: str, rows: Rows) -> np.
             f"training; there were {', '.join(levels[:10])}"
         )
     return codes
+
+
+# --- expressions -----------------------------------------------------------------------------------
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "I": lambda x: x,
+    "abs": np.abs,
+    "as.numeric": lambda x: x,
+    "ceiling": np.ceil,
+    "cos": np.cos,
+    "exp": np.exp,
+    "expm1": np.expm1,
+    "floor": np.floor,
+    "log": lambda x, base=None: np.log(x) if base is None else np.log(x) / np.log(base),
+    "log10": np.log10,
+    "log1p": np.log1p,
+    "log2": np.log2,
+    "sin": np.sin,
+    "sqrt": np.sqrt,
+    "tan": np.tan,
+    "tanh": np.tanh,
+}
+OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+
+
+def evaluated(part: FormulaPart, rows: Mapping[str, Any], moments: Mapping[str, Moments]) -> np.ndarray:
+    """Numbers ``[n]`` of an expression at these rows; ``moments`` are those of columns that it
+    scales."""
+    names: dict[str, str] = {}
+    source = []
+    for token in part.tokens:
+        if is_name(token):
+            names.setdefault(token, f"v{len(names)}")
+            source.append(names[token])
+        else:
+            source.append("**" if token == "^" else token)
+    own = {alias: unquoted(token) for token, alias in names.items()}
+    try:
+        tree = ast.parse(" ".join(source), mode="eval").body
+    except SyntaxError as error:
+        raise SettingsError(f"cannot read the expression {part.text!r} in the formula") from error
+
+    def value(node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+            return float(node.value)
+        if isinstance(node, ast.Name):
+            return _numbers(rows, own[node.id], part)
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](value(node.operand))
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in OPERATORS:
+            return OPERATORS[type(node.ops[0])](value(node.left), value(node.comparators[0])) * 1.0
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+            return call(own[node.func.id], node.args)
+        raise SettingsError(f"cannot read the expression {part.text!r} in the formula")
+
+    def call(name: str, arguments: list[ast.expr]) -> Any:
+        if name in WHOLE:
+            if len(arguments) != 1 or not isinstance(arguments[0], ast.Name):
+                raise SettingsError(f"{part.text}: {name}() takes the name of a column")
+            column = own[arguments[0].id]
+            known = moments[column]
+            centred = value(arguments[0]) - known.mean
+            return centred if name == "center" else centred / known.sd
+        if name not in FUNCTIONS:
+            raise SettingsError(
+                f"{part.text}: there is no function {name!r} for formulas; there are "
+                f"{', '.join(sorted((*FUNCTIONS, 'factor', *WHOLE)))}"
+            )
+        try:
+            return FUNCTIONS[name](*[value(a) for a in arguments])
+        except TypeError as error:
+            raise SettingsError(f"{part.text}: {name}() does not take {len(arguments)} arguments") from error
+
+    with np.errstate(all="ignore"):  # what is not finite is told with its row by whoever asked
+        found = np.asarray(value(tree), dtype=np.float64)
+    length = len(next(iter(rows.values())))
+    return np.broadcast_to(found, (length,))
+
+
+def _numbers(rows: Mapping[str, Any], column: str, part: FormulaPart) -> np.ndarray:
+    values = rows[column]
+    if hasattr(values, "cat"):
+        raise DataError(f"{part.text}: column {column!r} has categories, not numbers")
+    return np.asarray(values, dtype=np.float64)
+
+
+def scaled_columns(tokens: Tokens) -> list[str]:
+    """Columns inside ``scale()`` or ``center()``."""
+    out = []
+    for i, token in enumerate(tokens[:-2]):
+        if token in WHOLE and tokens[i + 1] == "(":
+            if not is_name(tokens[i + 2]) or tokens[i + 3 : i + 4] != (")",):
+                raise SettingsError(f"{shown(tokens)}: {token}() takes the name of a column")
+            out.append(unquoted(tokens[i + 2]))
+    return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,17 +14,16 @@ from torch import Tensor
 
 from fedpop.errors import DataError, SettingsError
 from fedpop.keys import Key
-from fedpop.mixed import export, figures, sampled
-from fedpop.mixed.comparison import LikelihoodRatio, compared
+from fedpop.mixed import figures, sampled
+from fedpop.mixed.coordinates import Coordinates
 from fedpop.mixed.design import Design
-from fedpop.mixed.factor import SINGULAR, canonical
+from fedpop.mixed.engine import SINGULAR, Engine, Estimates, ThetaPoint, canonical
 from fedpop.mixed.formula import FormulaPart
-from fedpop.mixed.groups import Coordinates, Groups, packed
-from fedpop.mixed.intervals import intervals, normal_quantile
-from fedpop.mixed.outcome import Estimates
-from fedpop.mixed.point import Engine, ThetaPoint, kept
+from fedpop.mixed.groups import Groups
+from fedpop.mixed.inference import LikelihoodRatio, compared, intervals, normal_quantile
 from fedpop.mixed.predictions import GROUPS, NewRows, Predictor
 from fedpop.mixed.response import Family, response_columns, response_of
+from fedpop.mixed.study import packed
 from fedpop.mixed.summary import summary
 from fedpop.mixed.table import Rows, as_frame, labels, pandas, rows_of
 from fedpop.population import Population
@@ -45,22 +44,18 @@ all."""
 class MixedFit:
     """What ``mixed_model`` returns. ``print(fit)`` looks like lme4's summary.
 
-    Names of effects are R's. Groups' own numbers (``random_effects``, ``draws``) are at their sites; on
-    one machine all of them are here.
+    Names of effects are R's. Groups' own numbers (``random_effects``, ``draws``, predictions for known
+    groups) are at their sites; on one machine all of them are here.
     """
 
     design: Design
-    family: Family
     units: Coordinates
     groups: Groups
     engine: Engine
     outcome: Estimates
     method: str
-    rows: Rows
-    weights: FormulaPart | None
     seed: int
     seconds: float = 0.0
-    _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
         return f"MixedFit({self.formula!r}, {self.family.name}, {self.n_obs} rows, {self.n_groups} groups)"
@@ -69,6 +64,19 @@ class MixedFit:
         return summary(self)
 
     # --- what was fitted ---------------------------------------------------------------------------
+
+    @property
+    def family(self) -> Family:
+        return self.groups.study.family
+
+    @property
+    def weights(self) -> FormulaPart | None:
+        return self.groups.study.weights
+
+    @property
+    def rows(self) -> Rows:
+        """The rows it was fitted to, where they are on this machine."""
+        return self.groups.rows
 
     @property
     def formula(self) -> str:
@@ -94,7 +102,7 @@ class MixedFit:
 
     @property
     def n_groups(self) -> int:
-        return len(self.groups.federation)
+        return len(self.groups)
 
     @property
     def converged(self) -> bool:
@@ -177,10 +185,11 @@ class MixedFit:
     @cached_property
     def _effects(self) -> tuple[Tensor, Tensor]:
         """Means ``[C, q]`` and covariances ``[C, q, q]`` on the user's scale."""
+        here = self.groups.here
         self.engine.effects(self.outcome.point)
+        kept = here.store.get(torch.arange(here.units), here.device)
         to = self.units.random_map
-        mean, cov = kept(self.groups, "mean"), kept(self.groups, "cov")
-        return mean @ to.mT, to @ cov @ to.mT
+        return kept["mean"] @ to.mT, to @ kept["cov"] @ to.mT
 
     def random_effects(self, level: float = 0.95) -> Any:
         """Posterior mean, standard deviation and interval of each group's effects.
@@ -253,14 +262,15 @@ class MixedFit:
         return pandas().DataFrame(rows)
 
     def plain(self) -> dict[str, Any]:
-        """Plain values, as ``fedpop fit --json`` writes them."""
-        mean, cov = self._effects
-        sd = cov.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
-        names = self.design.random_names
-        modes = {
-            level: {n: {"mean": m, "sd": s} for n, m, s in zip(names, own, wide, strict=True)}
-            for level, own, wide in zip(self.levels, mean.tolist(), sd.tolist(), strict=True)
-        }
+        """Plain values, as ``fedpop fit --json`` writes them; groups' own ones where these are here."""
+        names, modes = self.design.random_names, dict[str, dict[str, dict[str, float]]]()
+        if self.groups.members.federation is not None:
+            mean, cov = self._effects
+            sd = cov.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+            modes = {
+                level: {n: {"mean": m, "sd": s} for n, m, s in zip(names, own, wide, strict=True)}
+                for level, own, wide in zip(self.levels, mean.tolist(), sd.tolist(), strict=True)
+            }
         cor = [[v if math.isfinite(v) else None for v in row] for row in self.correlation.tolist()]
         return {
             "converged": self.converged,
@@ -351,8 +361,10 @@ class MixedFit:
         known = response_columns(self.design.formula, self.weights)
         columns = list(dict.fromkeys([*known, *self.design.predictors]))
         rows = rows_of(as_frame(observed), self.design.formula, columns=columns)
-        response = response_of(self.design.formula, self.family, self.design, rows, self.weights)
-        federation = packed(self.design, response, rows)
+        design = self.groups.study.design
+        assert design is not None
+        response = response_of(design.formula, self.family, design, rows, self.weights)
+        federation = packed(design, response, rows)
         place = {name: i for i, name in enumerate(federation.names)}
         owner = torch.tensor([place.get(n, -1) for n in names])
         cohort = federation.cohort(torch.arange(len(federation)), torch.device("cpu"))
@@ -395,4 +407,4 @@ class MixedFit:
         Args:
             path: The file to write.
         """
-        return export.to_netcdf(self, Path(path))
+        return figures.to_netcdf(self, Path(path))

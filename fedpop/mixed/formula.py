@@ -1,5 +1,6 @@
 """lme4's formulas: what they say, with the grouping factor taken out before anything is expanded.
- ``formulae`` expands the algebra of terms (``*``, ``:``, ``/``, powers, removals) of the fixed part and
+
+``formulae`` expands the algebra of terms (``*``, ``:``, ``/``, powers, removals) of the fixed part and
 of each random part; it never sees a function call, a quoted name or a group. Calls are parts of their
 own here (``log(x)``, ``I(x^2)``, ``factor(x)``), so that names come out as R prints them.
 """

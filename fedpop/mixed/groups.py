@@ -1,129 +1,137 @@
-"""Groups as units of a federation: their columns packed, and the first questions that everyone is
-asked."""
+"""The groups of a model, wherever they are: questions to them, and the first ones that everyone is asked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fedpop.errors import DataError
-from fedpop.federation.clients import Federation, Packed
-from fedpop.federation.cohort import Cohort
+from fedpop.errors import DataError, SettingsError
+from fedpop.federation.clients import Federation
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.mixed.design import INTERCEPT, Design
-from fedpop.mixed.response import Family, Response
+from fedpop.mixed.coordinates import Coordinates, columns, everyone
+from fedpop.mixed.design import INTERCEPT, Design, Wanted
+from fedpop.mixed.response import require_two
+from fedpop.mixed.study import ColumnKinds, FormulaStudy
 from fedpop.mixed.table import Rows
 from fedpop.questions import Question, Units
-from fedpop.questions.schema import sorted_levels
-from fedpop.site.plan import Plan
-from fedpop.site.sites import Sites
+from fedpop.questions.schema import Levels, Schema
+from fedpop.run.members import Asking, Here, Members
 
 R = TypeVar("R")
 
-BUDGET = 2**27
-"""Bytes that work on a cohort may take, about; data and what sites keep aside."""
 FLAT = 1e-12
 """The share of a column's variance that others must leave unexplained; rounding leaves 1e-15."""
 
 
 @dataclass
 class Groups:
-    """The federation of a model's groups, who may be asked questions, and what that has cost so far."""
+    """Members that hold a model's groups, what they were told, and what asking them has cost so far."""
 
-    federation: Federation
-    sites: Sites
-    holding: Mapping[str, Sequence[str]] | None
-    """Which groups a site holds, where sites hold many."""
+    members: Members
+    study: FormulaStudy
+    left_out: int = 0
+    """Rows in which something was missing."""
+    examples: int = 0
+    """Rows of all groups, once they were counted."""
     rounds: int = 0
     bytes_up: int = 0
 
-    @classmethod
-    def of(
-        cls,
-        design: Design,
-        response: Response,
-        rows: Rows,
-        sites: Mapping[str, Sequence[str]] | None,
-    ) -> Groups:
-        assert rows.groups is not None
-        federation = packed(design, response, rows)
-        return cls(federation, Sites(federation, torch.device("cpu"), sites=sites), sites)
+    def __len__(self) -> int:
+        return self.members.units
 
-    def only(self, kept: Sequence[int]) -> None:
-        """X has these of its columns left."""
-        train = self.federation.train
-        assert isinstance(train.x, dict)
-        x = train.x | {"fixed": train.x["fixed"][:, list(kept)]}
-        packed = Packed(x, train.y, train.starts, train.sizes)
-        self.federation = Federation(self.federation.names, {"train": packed})
-        self.sites = Sites(self.federation, torch.device("cpu"), sites=self.holding)
+    def tell(self, study: FormulaStudy) -> None:
+        """What is known now."""
+        self.study = study
+        self.members.tell(study)
 
-    def ask(
-        self,
-        question: Question[R],
-        known: Tensors,
-        per_row: float,
-        per_unit: float,
-        among: Tensor | None = None,
-    ) -> R:
-        """What is made of everyone's answers, or of those at these positions; such a question takes so many
-        bytes for each row, and unit."""
-        plan = Plan(per_row, per_unit, BUDGET)
-        found, total = self.sites.ask(question, known, Key(0, purpose="mixed"), plan, among=among)
-        self.sites.commit(entered=False)
+    def ask(self, question: Question[R], known: Tensors, among: Tensor | None = None) -> R:
+        """What is made of everyone's answers, or of those of the groups at these positions."""
+        found, total = self.members.ask(Asking(question, known, Key(0, purpose="mixed"), among=among))
+        self.members.commit(entered=False)
         self.rounds += 1
         self.bytes_up += total.bytes_up
         return found
 
+    # --- what only groups on this machine have --------------------------------------------------------
+
     @property
-    def examples(self) -> int:
-        return int(self.federation.train.sizes.sum())
+    def here(self) -> Here:
+        """The members, where their rows are on this machine."""
+        if not isinstance(self.members, Here):
+            raise SettingsError(
+                "this needs groups' rows, or their own posteriors, which are at their sites: ask for it there"
+            )
+        return self.members
+
+    @property
+    def rows(self) -> Rows:
+        assert isinstance(self.here.data, Rows)
+        return self.here.data
+
+    @property
+    def federation(self) -> Federation:
+        return self.here.federation
+
+    @property
+    def holding(self) -> Mapping[str, Sequence[str]] | None:
+        """Which groups a site holds, where sites hold several."""
+        return self.here.at
 
 
-def packed(design: Design, response: Response, rows: Rows) -> Federation:
-    """Rows of each group next to each other, groups in the order of their names."""
-    assert rows.groups is not None
-    names, owner = np.unique(rows.groups.astype(str), return_inverse=True)
-    order = sorted_levels(names.tolist())
-    place = {name: i for i, name in enumerate(order)}
-    rank = np.array([place[name] for name in names.tolist()], dtype=np.int64)
-    owner = rank[owner.reshape(-1)]
-    by_group = np.argsort(owner, kind="stable")
-    sizes = torch.from_numpy(np.bincount(owner, minlength=len(order)))
-
-    def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values[by_group], dtype=np.float64))
-
-    beside = np.stack((design.offset(rows), response.weight, response.constant), axis=1)
-    x = {"fixed": tensor(design.fixed(rows)), "random": tensor(design.random(rows)), "beside": tensor(beside)}
-    packed = Packed(x, tensor(response.y), torch.cumsum(sizes, 0) - sizes, sizes)
-    return Federation(order, {"train": packed})
+# --- columns and their levels ----------------------------------------------------------------------
 
 
-def columns(cohort: Cohort) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """X ``[n, p]``, Z ``[n, q]``, y, offset, weight and constant ``[n]``."""
-    x = cohort.x
-    assert isinstance(x, dict)
-    offset, weight, constant = x["beside"].unbind(1)
-    return x["fixed"], x["random"], cohort.y, offset, weight, constant
+def agreed(groups: Groups, levels: Mapping[str, Sequence[Any]], minimum: int) -> Design:
+    """The short rounds before: what of columns has to be known to all, and members are told. Without sites
+    the sum over groups is formed at once; it is the same."""
+    formula, members, binomial = groups.study.formula, groups.members, groups.study.family.binomial
+    bare = [part.column for part in formula.parts[0 if binomial else 1 :] if part.column is not None]
+    kinds = members.asks(ColumnKinds(tuple(dict.fromkeys(bare))), {})
+    groups.left_out = kinds.left_out
+    wanted = Wanted.of(formula, kinds.named)
+    many = members.roster.sites is not None
+    summary = wanted.schema(minimum, many).asked(members.asks)
+    design = Design.agreed(formula, summary, levels, minimum)
+    response = groups.study.response
+    if members.federation is None and binomial and response in kinds.named:
+        # However few rows an outcome has: sums of the response tell as much.
+        found = Schema((), (str(response),), 1).asked(members.asks)[str(response)]
+        assert isinstance(found, Levels)
+        require_two(str(response), found.names)
+        design = replace(design, outcomes=tuple(found.names))
+    groups.tell(replace(groups.study, design=design))
+    if members.federation is None:
+        _require_apart(members, formula.group)
+    return design
 
 
-def everyone(cohort: Cohort) -> Tensor:
-    return torch.ones(len(cohort), dtype=torch.bool)
+def _require_apart(members: Members, group: str) -> None:
+    """Raise where a group is at two sites: its rows would count as two groups'."""
+    roster = members.roster
+    order = roster.units.argsort(stable=True)
+    twice = (roster.units[order].diff() == 0).nonzero().squeeze(1)
+    if len(twice):
+        at = [roster.names[int(order[i])] for i in (int(twice[0]), int(twice[0]) + 1)]
+        raise DataError(
+            f"{len(twice)} group(s) of {group!r} are at two sites, the first of them at {at[0]} and {at[1]}: "
+            "each group is at one; give groups of their own names of their own, or move the rows together"
+        )
 
 
 @dataclass(frozen=True)
 class ColumnSums(Question[Tensors]):
     """How many rows, and sums of all columns: their means are where products are centred."""
 
+    columns: int
     name: ClassVar[str] = "means of columns"
+
+    def memory(self, asked: Tensors) -> tuple[float, float]:
+        return 24.0 * (self.columns + 3), 0.0
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         x, z, y, offset, weight, constant = columns(units.cohort)
@@ -142,6 +150,9 @@ class Gram(Question[Tensors]):
 
     name: ClassVar[str] = "products of columns"
 
+    def memory(self, asked: Tensors) -> tuple[float, float]:
+        return 24.0 * (len(asked["centre"]) + 2), 0.0
+
     def ask(self, known: Tensors) -> Tensors:
         return {"centre": known["centre"]}
 
@@ -155,65 +166,16 @@ class Gram(Question[Tensors]):
         return {"gram": total.plain["gram"].reshape(size, size)}
 
 
-@dataclass(frozen=True)
-class Coordinates:
-    """Internal coordinates: columns are centred where that is the same model, and scaled."""
-
-    x_centre: Tensor
-    x_scale: Tensor
-    z_centre: Tensor
-    z_scale: Tensor
-    y_centre: float
-    y_scale: float
-    """Of chains: exact engines leave y in its units."""
-    x_names: tuple[str, ...]
-    z_names: tuple[str, ...]
-    blocks: tuple[int, ...]
-
-    @property
-    def intercept(self) -> bool:
-        """There is a fixed intercept; it comes first."""
-        return INTERCEPT in self.x_names
-
-    def fixed(self, b: Tensor) -> Tensor:
-        """Coefficients on the user's scale ``[p]``."""
-        return self.fixed_map @ b + self.fixed_shift
-
-    @cached_property
-    def fixed_map(self) -> Tensor:
-        """Internal coefficients to the user's, ``[p, p]``."""
-        out = torch.diag(1 / self.x_scale)
-        if self.intercept:
-            out[0] -= self.x_centre / self.x_scale
-        return out
-
-    @property
-    def fixed_shift(self) -> Tensor:
-        out = torch.zeros_like(self.x_scale)
-        if self.intercept:
-            out[0] = self.y_centre
-        return out
-
-    @cached_property
-    def random_map(self) -> Tensor:
-        """The same for random effects, ``[q, q]``: within a block its intercept takes what was
-        centred."""
-        out = torch.diag(1 / self.z_scale)
-        for i, name in enumerate(self.z_names):
-            if name == INTERCEPT:
-                same = torch.tensor([b == self.blocks[i] for b in self.blocks])
-                out[i] -= torch.where(same, self.z_centre / self.z_scale, 0.0)
-        return out
-
-
-def coordinates(groups: Groups, design: Design, family: Family) -> tuple[Coordinates, Tensor, Design]:
+def coordinates(groups: Groups, design: Design) -> tuple[Coordinates, Tensor, Design]:
     """Means first, then products about them: which columns are constant or combinations of others is
-    found here, and in which units the rest is counted. Beside them the sums of the response's columns
-    (rows, y, weight, offset, constant), and the design without fixed effects that say nothing new."""
-    p, q = len(design.fixed_names), len(design.random_names)
-    per_row = 24.0 * (p + q + 3)
-    sums = groups.ask(ColumnSums(), {}, per_row, 0.0)["sums"]
+    found here, and in which units the rest is counted; members are told. Beside them the sums of the
+    response's columns (rows, y, weight, offset, constant), and the design without fixed effects that say
+    nothing new."""
+    p, q, family = len(design.fixed_names), len(design.random_names), groups.study.family
+    sums = groups.ask(ColumnSums(p + q), {})["sums"]
     n, y, weight, offset, _ = sums[p + q :].tolist()
+    groups.examples = round(n)
+    _require_groups(groups, design)
     mean = sums[: p + q] / n
     intercept = INTERCEPT in design.fixed_names
     with_intercept = {
@@ -226,7 +188,7 @@ def coordinates(groups: Groups, design: Design, family: Family) -> tuple[Coordin
     ]
     y_centre = (y - offset) / weight if family.gaussian and intercept else 0.0
     centre = torch.cat((torch.where(torch.tensor(free), mean, 0.0), mean.new_tensor([y_centre])))
-    gram = groups.ask(Gram(), {"centre": centre}, per_row, 0.0)["gram"] / n
+    gram = groups.ask(Gram(), {"centre": centre})["gram"] / n
     size = gram.diagonal().sqrt()
     if family.gaussian and not float(size[-1]) > 1e-12 * abs(y_centre):
         raise DataError(
@@ -235,7 +197,6 @@ def coordinates(groups: Groups, design: Design, family: Family) -> tuple[Coordin
     idle = _idle(design, gram, mean, size)
     kept = [j for j in range(p) if j not in idle]
     if idle:
-        groups.only(kept)
         design = replace(design, dropped=tuple(design.fixed_names[j] for j in idle))
     scale = torch.where(size > 0, size, 1.0)
     found = Coordinates(
@@ -248,8 +209,23 @@ def coordinates(groups: Groups, design: Design, family: Family) -> tuple[Coordin
         tuple(design.fixed_names),
         tuple(design.random_names),
         tuple(design.blocks),
+        tuple(kept) if idle else None,
     )
+    groups.tell(replace(groups.study, coordinates=found))
     return found, sums[p + q :], design
+
+
+def _require_groups(groups: Groups, design: Design) -> None:
+    count, q, n = len(groups), len(design.random_names), groups.examples
+    if count < 2:
+        raise DataError(f"{design.formula.group!r} has one group only; a population needs two or more")
+    if groups.study.family.gaussian and n <= count * q:
+        raise DataError(
+            f"there are {n} rows and {count * q} random effects ({count} groups of {q}): their "
+            "variances cannot be told from the residual's; use fewer random effects"
+        )
+    if not design.fixed_names:
+        raise SettingsError(f"{design.formula.text!r} has no fixed effect, not even an intercept")
 
 
 def _idle(design: Design, gram: Tensor, mean: Tensor, size: Tensor) -> list[int]:

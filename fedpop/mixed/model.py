@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -11,23 +13,20 @@ import torch
 from fedpop.checked import OneOf, Seed, Whole, require
 from fedpop.errors import DataError, SettingsError, warn_user
 from fedpop.federation.participation import Said
+from fedpop.files import write_json
 from fedpop.message import Choice
 from fedpop.mixed import sampled
-from fedpop.mixed.design import Design, Wanted
+from fedpop.mixed.coordinates import Coordinates
+from fedpop.mixed.engine import Engine, Estimates
 from fedpop.mixed.fit import MixedFit
-from fedpop.mixed.formula import Formula, FormulaPart, columns_of, parse, scanned, shown
-from fedpop.mixed.gaussian_fit import GaussianEngine
-from fedpop.mixed.glm_fit import QuadratureEngine, quadrature
-from fedpop.mixed.groups import Coordinates, Groups, coordinates
-from fedpop.mixed.outcome import Estimates
-from fedpop.mixed.point import Engine, ThetaPoint
-from fedpop.mixed.response import Family, family_named, response_of
-from fedpop.mixed.search import SearchResult
+from fedpop.mixed.gaussian import GaussianEngine
+from fedpop.mixed.groups import Groups, agreed, coordinates
+from fedpop.mixed.quadrature import quadrature
+from fedpop.mixed.study import FormulaStudy
 from fedpop.mixed.summary import rank_deficient
-from fedpop.mixed.table import MISSING, Rows, as_frame, pandas, rows_of
-from fedpop.questions import Table
+from fedpop.mixed.table import MISSING, Rows, as_frame, pandas, read_csv
 from fedpop.questions.schema import MINIMUM
-from fedpop.site.sites import asked_of
+from fedpop.run.members import Here, Members
 
 METHODS = ("ML", "REML")
 ENGINES = ("auto", "exact", "sampled")
@@ -96,146 +95,120 @@ def mixed_model(
     {'(Intercept)': 1.18, 'day': 0.863}
     """
     started = time.perf_counter()
-    require(Annotated[str, OneOf(*METHODS)], method=method)
-    require(Annotated[str, OneOf(*ENGINES)], engine=engine)
+    chains = sampled.SampledSettings(seed, rounds, participation, compressor)
+    settings = FitSettings(method, levels or {}, min_count, engine, chains)
     require(Annotated[str, OneOf(*MISSING)], missing=missing)
-    require(Whole, min_count=min_count)
-    require(Seed, seed=seed)
-    read, kind = parse(formula), family_named(family)
-    if method == "REML" and not kind.gaussian:
-        raise SettingsError(f"REML is for gaussian models; a {family} model is fitted by ML")
-    weight = None if weights is None else _weight(weights)
-    frame, sites = _with_sites(data, sites)
-    table = _rows(frame, read, weight, sites, missing)
-    design = _agreed(read, table, levels or {}, min_count)
-    response = response_of(read, kind, design, table, weight)
-    groups = Groups.of(design, response, table, _sites_of(sites, table))
-    _require_groups(groups, design, kind)
-    units, sums, design = coordinates(groups, design, kind)
+    study = FormulaStudy.said(formula, family, weights, missing)
+    settings.engine_for(study)
+    fit = fitted_over(Here(study, _rows(study, data, sites)), study, settings)
+    return replace(fit, seconds=time.perf_counter() - started)
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """How a formula is fitted, wherever its groups are; as ``mixed_model`` has these words."""
+
+    method: str = "ML"
+    levels: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    min_count: int = MINIMUM
+    engine: str = "auto"
+    chains: sampled.SampledSettings = field(default_factory=sampled.SampledSettings)
+
+    def __post_init__(self) -> None:
+        require(Annotated[str, OneOf(*METHODS)], method=self.method)
+        require(Annotated[str, OneOf(*ENGINES)], engine=self.engine)
+        require(Whole, min_count=self.min_count)
+        require(Seed, seed=self.chains.seed)
+
+    def engine_for(self, study: FormulaStudy) -> str:
+        """Which engine ``auto`` stands for, or why this formula cannot be fitted so."""
+        partial = self.chains.partial
+        if self.method == "REML" and not study.family.gaussian:
+            raise SettingsError(f"REML is for gaussian models; a {study.family.name} model is fitted by ML")
+        if self.engine == "exact" and partial:
+            raise SettingsError(
+                "engine='exact' cannot be used with partial participation or compression; use "
+                "engine='sampled'"
+            )
+        chosen = self.engine if self.engine != "auto" else "sampled" if partial else "exact"
+        if chosen == "sampled" and self.method == "REML":
+            raise SettingsError("REML needs the exact engine: everyone in every round, uncompressed")
+        if chosen == "exact" and self.chains.rounds is not None:
+            raise SettingsError("the exact engine ends by itself; rounds are for engine='sampled'")
+        return chosen
+
+
+def fitted_over(members: Members, study: FormulaStudy, settings: FitSettings | None = None) -> MixedFit:
+    """The fit of a formula over members who were told of it, be they here or at sites.
+
+    What all have to know is agreed on first; then everyone answers questions, and nothing else leaves a
+    site. Where members are at sites their groups' posteriors stay there, and the fit has what can be said
+    without them.
+    """
+    started = time.perf_counter()
+    settings = FitSettings() if settings is None else settings
+    chosen = settings.engine_for(study)
+    if chosen == "sampled" and members.federation is None:
+        raise SettingsError(
+            "chains of mixed models run where all rows are on one machine; over sites fit with "
+            "engine='exact', everyone and no compressor"
+        )
+    groups = Groups(members, study)
+    units, sums, design = coordinates(groups, agreed(groups, settings.levels, settings.min_count))
     if design.dropped:
         warn_user(rank_deficient(design.dropped))
-    constant, start = _level(sums, kind, read)
-    settings = sampled.SampledSettings(seed, rounds, participation, compressor)
-    chosen = _chosen(engine, method, settings)
-    outcome, used = _fitted(chosen, groups, units, kind, constant, start, method, settings)
+    constant, start = _level(sums, groups.study)
+    if chosen == "sampled":
+        outcome, engine = sampled.fitted(groups, units, constant, start, settings.chains)
+    else:
+        outcome, engine = _exact(groups, units, constant, start, settings.method == "REML")
+    if members.federation is None:
+        engine.effects(outcome.point)  # sites keep their groups' posteriors, for whoever is there
     seconds = time.perf_counter() - started
-    return MixedFit(design, kind, units, groups, used, outcome, method, table, weight, seed, seconds)
+    return MixedFit(design, units, groups, engine, outcome, settings.method, settings.chains.seed, seconds)
 
 
-def _weight(text: str) -> FormulaPart:
-    tokens = scanned(text)
-    return FormulaPart(shown(tokens), tokens)
-
-
-def _with_sites(data: Any, sites: Any) -> tuple[Any, Any]:
+def _rows(study: FormulaStudy, data: Any, sites: Any) -> Rows:
     """One table, and where its rows are: frames by site have a column for that."""
     pd = pandas()
     if isinstance(data, Mapping) and data and all(isinstance(v, pd.DataFrame) for v in data.values()):
         if sites is not None:
             raise SettingsError("frames by site say where rows are; leave sites out")
-        return pd.concat([f.assign(**{SITE: name}) for name, f in data.items()], ignore_index=True), SITE
-    return as_frame(data), sites
+        data = pd.concat([f.assign(**{SITE: name}) for name, f in data.items()], ignore_index=True)
+        sites = SITE
+    frame = as_frame(data)
+    if study.formula.group in study.columns:
+        raise SettingsError(f"the grouping factor {study.formula.group!r} is a predictor or the response too")
+    rows = study.rows(frame, sites if isinstance(sites, str) else None)
+    return replace(rows, holding=sites) if isinstance(sites, Mapping) else rows
 
 
-def _rows(frame: Any, read: Formula, weight: FormulaPart | None, sites: Any, missing: str) -> Rows:
-    parts = [*read.parts, *(() if weight is None else (weight,))]
-    columns = [column for part in parts for column in columns_of(part.tokens)]
-    if read.group in columns:
-        raise SettingsError(f"the grouping factor {read.group!r} is a predictor or the response too")
-    site = sites if isinstance(sites, str) else None
-    return rows_of(frame, read, columns=columns, sites=site, missing=missing)
-
-
-def _agreed(read: Formula, rows: Rows, levels: Mapping[str, Sequence[Any]], minimum: int) -> Design:
-    """The short rounds before: what of columns has to be known to all. Without sites the sum over clients
-    is formed at once; it is the same."""
-    wanted = Wanted.of(read, rows)
-    table, tables = wanted.table(rows), dict[str, Table]()
-    if rows.sites is None:
-        tables = {"here": table}
-    else:
-        for site in dict.fromkeys(rows.sites.tolist()):
-            at = rows.sites == site
-            tables[str(site)] = {n: v[at] for n, v in table.items()}
-    schema = wanted.schema(minimum, many=rows.sites is not None)
-    return Design.agreed(read, schema.asked(asked_of(tables)), levels, minimum)
-
-
-def _sites_of(sites: Any, rows: Rows) -> Mapping[str, Sequence[str]] | None:
-    if rows.sites is None:
-        return sites if isinstance(sites, Mapping) else None
-    assert rows.groups is not None
-    pairs = set(zip(rows.groups.tolist(), rows.sites.tolist(), strict=True))
-    out: dict[str, list[str]] = {}
-    for group, site in sorted(pairs):
-        out.setdefault(str(site), []).append(str(group))
-    return out
-
-
-def _require_groups(groups: Groups, design: Design, family: Family) -> None:
-    count, q, n = len(groups.federation), len(design.random_names), groups.examples
-    if count < 2:
-        raise DataError(f"{design.formula.group!r} has one group only; a population needs two or more")
-    if family.gaussian and n <= count * q:
-        raise DataError(
-            f"there are {n} rows and {count * q} random effects ({count} groups of {q}): their "
-            "variances cannot "
-            "be told from the residual's; use fewer random effects"
-        )
-    if not design.fixed_names:
-        raise SettingsError(f"{design.formula.text!r} has no fixed effect, not even an intercept")
-
-
-def _level(sums: torch.Tensor, family: Family, read: Formula) -> tuple[float, float]:
+def _level(sums: torch.Tensor, study: FormulaStudy) -> tuple[float, float]:
     """Constants of the log-density, and the linear predictor of the mean response."""
     _, y, weight, offset, constant = sums.tolist()
-    if family.gaussian:
+    if study.family.gaussian:
         return constant, 0.0
     mean = y / weight
-    if mean <= 0 or (family.binomial and mean >= 1):
+    if mean <= 0 or (study.family.binomial and mean >= 1):
         raise DataError(
-            f"the response {read.response.text} is {'all' if mean >= 1 else 'never more than'} "
+            f"the response {study.formula.response.text} is {'all' if mean >= 1 else 'never more than'} "
             f"{'one' if mean >= 1 else 'zero'}: there is nothing to explain"
         )
-    return constant, family.linked(mean) - offset / weight
+    return constant, study.family.linked(mean) - offset / weight
 
 
-def _chosen(engine: str, method: str, settings: sampled.SampledSettings) -> str:
-    """Which engine ``auto`` stands for, or why one cannot be had."""
-    partial = settings.partial
-    if engine == "exact" and partial:
-        raise SettingsError(
-            "engine='exact' cannot be used with partial participation or compression; use engine='sampled'"
-        )
-    chosen = engine if engine != "auto" else "sampled" if partial else "exact"
-    if chosen == "sampled" and method == "REML":
-        raise SettingsError("REML needs the exact engine: everyone in every round, uncompressed")
-    if chosen == "exact" and settings.rounds is not None:
-        raise SettingsError("the exact engine ends by itself; rounds are for engine='sampled'")
-    return chosen
-
-
-def _fitted(
-    chosen: str,
-    groups: Groups,
-    units: Coordinates,
-    family: Family,
-    constant: float,
-    start: float,
-    method: str,
-    settings: sampled.SampledSettings,
+def _exact(
+    groups: Groups, units: Coordinates, constant: float, start: float, reml: bool
 ) -> tuple[Estimates, Engine]:
+    """On everyone's sums, in every round."""
     engine: Engine
-    found: SearchResult | None
-    point: ThetaPoint
-    if chosen == "sampled":
-        return sampled.fitted(groups, units, family, constant, start, settings)
-    if family.gaussian:
-        engine = GaussianEngine(groups, units, constant, method == "REML")
+    if groups.study.family.gaussian:
+        engine = GaussianEngine(groups, units, constant, reml)
         found, point = engine.search()
+        likelihood = -found.value
     else:
-        engine, found, point = quadrature(groups, units, family, constant, start)
-    likelihood = constant - found.value if isinstance(engine, QuadratureEngine) else -found.value
+        engine, found, point = quadrature(groups, units, constant, start)
+        likelihood = constant - found.value
     outcome = Estimates(
         point,
         found,
@@ -248,3 +221,15 @@ def _fitted(
         "exact engine",
     )
     return outcome, engine
+
+
+def fit_file(
+    data: Path, formula: str, family: str = "gaussian", json: Path | None = None, **settings: Any
+) -> str:
+    """``fedpop fit``: the summary of a CSV file's fit in words; estimates go to ``json`` as plain values."""
+    if json is not None and (json.is_dir() or not json.parent.is_dir()):
+        raise SettingsError(f"cannot write {json}: it is a folder, or the folder it is to be in is not there")
+    fit = mixed_model(formula, read_csv(data), family, **settings)
+    if json is not None:
+        write_json(json, fit.plain())
+    return f"{fit}\n"

@@ -12,10 +12,9 @@ from torch import Tensor
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
-from fedpop.mixed.gaussian import moments
-from fedpop.mixed.gaussian_fit import posterior
-from fedpop.mixed.groups import Coordinates
-from fedpop.mixed.point import ThetaPoint
+from fedpop.mixed.coordinates import Coordinates
+from fedpop.mixed.engine import ThetaPoint
+from fedpop.mixed.gaussian import moments, posterior
 from fedpop.mixed.quadrature import Local, resampled
 from fedpop.mixed.response import Family
 from fedpop.models.likelihoods import Normal

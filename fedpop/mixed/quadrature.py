@@ -1,5 +1,6 @@
 """Generalised linear mixed models: each group's likelihood by adaptive Gauss-Hermite quadrature.
- With u ~ N(0, I) and eta = X b + offset + Z Lambda u, a group's likelihood is an integral over u, of as
+
+With u ~ N(0, I) and eta = X b + offset + Z Lambda u, a group's likelihood is an integral over u, of as
 many dimensions as there are random effects. Nodes are laid around the mode, in units of the curvature
 there; with one node that is Laplace's approximation. At a node eta is linear in (b, Lambda), with rows d
 = (x, z u'): gradient and curvature there are those of a generalised linear model, and Louis' identity
@@ -13,18 +14,21 @@ for every group and every theta, so that the likelihood stays a smooth function.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedpop.errors import EstimateError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.mixed.factor import Factor
-from fedpop.mixed.groups import Coordinates, columns
+from fedpop.mixed.coordinates import Coordinates, coded, everyone
+from fedpop.mixed.engine import Engine, Factor, SearchResult, ThetaPoint, information_root, minimised
+from fedpop.mixed.groups import Groups
 from fedpop.mixed.response import Family
 from fedpop.questions import Question, Units
 
@@ -87,8 +91,7 @@ class Local:
 
     @classmethod
     def of(cls, cohort: Cohort, units: Coordinates, family: Family) -> Local:
-        x, z, y, offset, weight, _ = columns(cohort)
-        x, z = (x - units.x_centre) / units.x_scale, (z - units.z_centre) / units.z_scale
+        x, z, y, offset, weight = coded(cohort, units)
         return cls(x, z, y.unsqueeze(1), offset.unsqueeze(1), weight.unsqueeze(1), cohort, family)
 
     def by_group(self, values: Tensor) -> Tensor:
@@ -172,18 +175,24 @@ class Marginal(Question[Tensors]):
 
     units: Coordinates
     family: Family
-    factor: Factor
-    rule: Rule
+    nodes: int
+    """As ``Rule.of`` counts them."""
     name: ClassVar[str] = "marginal likelihood by quadrature"
+
+    @cached_property
+    def rule(self) -> Rule:
+        return Rule.of(self.nodes, len(self.units.z_names))
+
+    @cached_property
+    def factor(self) -> Factor:
+        return Factor(self.units.blocks)
+
+    def memory(self, asked: Tensors) -> tuple[float, float]:
+        width = len(self.units.x_names) + self.factor.size + 8 + 2 * len(self.units.z_names)
+        return 8.0 * len(self.rule.nodes) * width, 0.0
 
     def ask(self, known: Tensors) -> Tensors:
         return {n: known[n] for n in ("b", "factor", "curved")}
-
-    @property
-    def per_row(self) -> float:
-        """Bytes that a row takes."""
-        width = len(self.units.x_names) + self.factor.size + 8 + 2 * len(self.units.z_names)
-        return 8.0 * len(self.rule.nodes) * width
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         local = Local.of(units.cohort, self.units, self.family)
@@ -241,3 +250,221 @@ def resampled(local: Local, point_b: Tensor, factor: Tensor, normal: Tensor, uni
     picked = torch.searchsorted(share.cumsum(1), uniform).clamp(max=share.shape[1] - 1)
     out: Tensor = proposals.gather(1, picked.unsqueeze(2).expand(-1, -1, proposals.shape[2]))
     return out
+
+
+# --- the engine ------------------------------------------------------------------------------------
+
+
+WIDE = 30.0
+"""A standard error of a coefficient in internal units above which the data say nothing about it."""
+UNBOUNDED = 15.0
+"""A standard deviation of random effects, on the scale of the link, at which groups are all yes or all no:
+flat there, or still on its way up at twice as much, it has no bound."""
+SEPARATED = (
+    "the groups are separated: within (almost) every group all responses are the same, or there is one row "
+    "of each, so that the spread of groups grows without bound and no estimate exists; use a model without "
+    "random effects, or collect more rows of each group"
+)
+AGREED = {True: 1e-3, False: 0.05}
+"""Nats by which more nodes may change the likelihood, of a grid and of scattered ones; the second is how far
+below a maximum a fit counts as converged."""
+ENOUGH, FEW = 0.01, 100
+"""Nats that a Newton step may promise where a search by scattered nodes is over, and evaluations after which
+it is: their gradient is that of their likelihood only as far as they are enough."""
+MOST = {True: 1500, False: 8192}
+"""Nodes at most."""
+
+
+def nodes_for(q: int) -> int:
+    """Nodes that a search begins with: in each direction of a grid, or scattered ones in all."""
+    return NODES.get(q, POINTS)
+
+
+@dataclass(frozen=True)
+class QuadratureEngine(Engine):
+    """Value, gradient and posteriors by adaptive Gauss-Hermite quadrature, in internal coordinates."""
+
+    groups: Groups
+    units: Coordinates
+    constant: float
+    start: float
+    """The linear predictor of the mean response."""
+    nodes: int
+
+    method: ClassVar[str] = "adaptive Gauss-Hermite quadrature"
+
+    @property
+    def family(self) -> Family:
+        return self.groups.study.family
+
+    @property
+    def level(self) -> float:
+        return self.start
+
+    @property
+    def grid(self) -> bool:
+        return len(self.units.z_names) <= GRID
+
+    @property
+    def words(self) -> str:
+        if not self.grid:
+            return f"importance sampling, {self.nodes} quasi-random nodes"
+        return f"{self.method}, {self.nodes} nodes for each random effect"
+
+    @cached_property
+    def factor(self) -> Factor:
+        return Factor(self.units.blocks)
+
+    @cached_property
+    def marginal(self) -> Marginal:
+        return Marginal(self.units, self.family, self.nodes)
+
+    def at(self, point: ThetaPoint, curved: bool, among: Tensor | None = None) -> Tensors:
+        known = {"b": point.b, "factor": point.factor, "curved": torch.tensor(curved)}
+        return self.groups.ask(self.marginal, known, among)
+
+    def refined(self) -> QuadratureEngine | None:
+        """The same with half as many nodes again, or twice as many scattered ones; None where that would be
+        too many."""
+        more = self.nodes * 3 // 2 + 1 if self.grid else 2 * self.nodes
+        count = more ** len(self.units.z_names) if self.grid else more
+        return replace(self, nodes=more) if count <= MOST[self.grid] else None
+
+    def _evaluate(self, x: Tensor, curved: bool) -> tuple[float, Tensor, Tensor | None]:
+        found = self.at(self.point(x), curved)
+        hessian = -found["hessian"].reshape(len(x), len(x)) if curved else None
+        return -float(found["value"]), -found["slope"], hessian
+
+    def search(self, start: Tensor | None = None) -> tuple[SearchResult, ThetaPoint]:
+        p = len(self.units.x_names)
+        if start is None:
+            b = torch.zeros(p, dtype=torch.float64)
+            b[: 1 if self.units.intercept else 0] = self.start
+            start = torch.cat((b, self.factor.start(0.5)))
+        if self.grid:
+            found = minimised(self._evaluate, start, watch=self._require_bound)
+        else:
+            found = minimised(self._evaluate, start, ENOUGH / 10, FEW, self._require_bound)
+            if not found.converged and found.promised < ENOUGH:
+                words = f"converged as far as {self.nodes} nodes can tell: a Newton step promises"
+                found = replace(found, converged=True, words=f"{words} {found.promised:.1g} nats")
+        self._require_information(found)
+        return found, self.point(found.x)
+
+    def _require_bound(self, x: Tensor, slope: Tensor) -> None:
+        """Raise where estimates run to infinity: the search would follow them for long."""
+        p = len(self.units.x_names)
+        b, first = x[:p], int(self.units.intercept)
+        if float(x[p:].abs().max()) > 2 * UNBOUNDED and float(x[p:] @ slope[p:]) < 0:
+            raise EstimateError(SEPARATED)
+        if bool((b[first:].abs() > 2 * UNBOUNDED).any()) and float(b[first:] @ slope[first:p]) < 0:
+            raise self._separated(b / b.norm())
+
+    def _require_information(self, found: SearchResult) -> None:
+        """Raise where a coefficient runs to infinity: the likelihood has no maximum there."""
+        p = len(self.units.x_names)
+        values, vectors = torch.linalg.eigh(found.hessian[:p, :p])
+        flat = values.abs() < WIDE**-2
+        if not bool(flat.any()):
+            return
+        factor = self.factor.matrix(found.x[p:])
+        if float(factor.abs().max()) > UNBOUNDED:
+            raise EstimateError(SEPARATED)
+        raise self._separated(vectors[:, int(values.argmin())])
+
+    def _separated(self, worst: Tensor) -> EstimateError:
+        """Along this direction of the fixed effects there is no maximum."""
+        names = [n for n, v in zip(self.units.x_names, worst.tolist(), strict=True) if abs(v) > 0.3]
+        told = ", ".join(map(repr, names))
+        if self.family.binomial:
+            return EstimateError(
+                f"the data are separated: some combination of {told} tells yes from no without "
+                "error, so that "
+                "its coefficient grows without bound and no estimate exists. Leave it out, merge categories, "
+                "or collect more data"
+            )
+        return EstimateError(
+            f"the data do not determine {told}: where all counts of a category are zero its "
+            "coefficient grows "
+            "without bound. Leave it out or merge categories"
+        )
+
+    def log_likelihood(self, point: ThetaPoint) -> float:
+        return float(self.at(point, False)["value"]) + self.constant
+
+    def score(self, x: Tensor, among: Tensor) -> Tensor:
+        return self.at(self.point(x), False, among)["slope"]
+
+    def score_and_information(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The information is by Louis' identity."""
+        found = self.at(self.point(x), True)
+        return found["slope"], -found["hessian"].reshape(len(x), len(x))
+
+    def covariance(self, point: ThetaPoint) -> Tensor:
+        p = len(point.b)
+        return self._inverse(point)[:p, :p]
+
+    def spread(self, point: ThetaPoint) -> Tensor:
+        p = len(point.b)
+        return self._inverse(point)[p:, p:]
+
+    def _inverse(self, point: ThetaPoint) -> Tensor:
+        root = information_root(self.score_and_information(self.vector(point))[1])
+        return root @ root.mT
+
+    def vector(self, point: ThetaPoint) -> Tensor:
+        return torch.cat((point.b, self.factor.entries(point.factor)))
+
+    def point(self, x: Tensor) -> ThetaPoint:
+        p = len(self.units.x_names)
+        return ThetaPoint(x[:p], self.factor.matrix(x[p:]))
+
+    def effects(self, point: ThetaPoint) -> None:
+        known = {"b": point.b, "factor": point.factor}
+        self.groups.ask(QuadratureEffects(self.units, self.family, self.nodes), known)
+
+    def theta_draws(self, point: ThetaPoint, noise: Tensor, wide: Tensor, count: int) -> list[ThetaPoint]:
+        """From the asymptotic law about the estimate."""
+        x = self.vector(point)
+        root = information_root(self.score_and_information(x)[1])
+        return [self.point(x + step) for step in noise[:count] @ root.mT]
+
+
+@dataclass(frozen=True)
+class QuadratureEffects(Marginal):
+    """Posterior mean and covariance of each group's effects, which stay at its site."""
+
+    name: ClassVar[str] = "posteriors of groups"
+
+    def ask(self, known: Tensors) -> Tensors:
+        return {n: known[n] for n in ("b", "factor")}
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        local = Local.of(units.cohort, self.units, self.family)
+        found = effects(local, asked["b"], asked["factor"], self.rule)
+        factor = asked["factor"]
+        kept = {"mean": found.mean @ factor.mT, "cov": factor @ found.covariance @ factor.mT}
+        return Answer(everyone(units.cohort), local=kept)
+
+    def finish(self, known: Tensors, total: Total) -> Tensors:
+        return {}
+
+
+def quadrature(
+    groups: Groups, units: Coordinates, constant: float, start: float
+) -> tuple[QuadratureEngine, SearchResult, ThetaPoint]:
+    """The maximum, with as many nodes as it takes for more of them not to matter."""
+    q = len(units.z_names)
+    engine = QuadratureEngine(groups, units, constant, start, nodes_for(q))
+    found, point = engine.search()
+    off = 0.0
+    while (finer := engine.refined()) is not None:
+        off = abs(finer.log_likelihood(point) - (constant - found.value))
+        if off < AGREED[engine.grid] or not math.isfinite(off):
+            return engine, found, point
+        engine = finer
+        found, point = engine.search(found.x)
+    if off > AGREED[False]:
+        words = f"not converged: half of the {engine.nodes} nodes gave a likelihood {off:.2g} nats away"
+        found = replace(found, converged=False, words=words)
+    return engine, found, point

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from fedpop.errors import DataError, SettingsError
-from fedpop.mixed.design import Design
+from fedpop.mixed.design import Design, codes_of
 from fedpop.mixed.formula import Formula, FormulaPart, columns_of
 from fedpop.mixed.table import Rows
 from fedpop.models.likelihoods import Bernoulli, Likelihood, Normal, Poisson
@@ -146,14 +146,20 @@ def _yes_or_no(part: FormulaPart, design: Design, rows: Rows) -> np.ndarray:
     if column is None or not hasattr(rows.columns[column], "cat"):
         return design.numbers(part, rows)
     values = rows.columns[column]
-    names = [str(c) for c in values.cat.categories]
+    if design.outcomes:
+        return codes_of(values, design.outcomes, column, rows).astype(np.float64)
+    require_two(column, [str(c) for c in values.cat.categories])
+    found: np.ndarray = values.cat.codes.to_numpy().astype(np.float64)
+    return found
+
+
+def require_two(column: str, names: Sequence[str]) -> None:
+    """Raise unless there are two outcomes."""
     if len(names) != 2:
         raise DataError(
             f"the response {column!r} has {len(names)} categories ({', '.join(names[:5])}); a "
             "yes or no has two"
         )
-    found: np.ndarray = values.cat.codes.to_numpy().astype(np.float64)
-    return found
 
 
 def _checked(

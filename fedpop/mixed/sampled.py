@@ -26,12 +26,11 @@ from fedpop.federation.participation import resolve as resolve_participation
 from fedpop.keys import Key
 from fedpop.message import Choice
 from fedpop.methods import FedSOUL
-from fedpop.mixed.factor import canonical
-from fedpop.mixed.gaussian_fit import GaussianEngine
-from fedpop.mixed.glm_fit import QuadratureEngine, nodes_for
-from fedpop.mixed.groups import Coordinates, Groups
-from fedpop.mixed.outcome import Estimates
-from fedpop.mixed.point import Engine, ThetaPoint
+from fedpop.mixed.coordinates import Coordinates
+from fedpop.mixed.engine import Engine, Estimates, ThetaPoint, canonical
+from fedpop.mixed.gaussian import GaussianEngine
+from fedpop.mixed.groups import Groups
+from fedpop.mixed.quadrature import QuadratureEngine, nodes_for
 from fedpop.mixed.response import Family
 from fedpop.models.blank import blank
 from fedpop.models.composition import Composition
@@ -143,7 +142,7 @@ class ThetaLayout:
         rows are weighted."""
         train, units = groups.federation.train, self.units
         assert isinstance(train.x, dict)
-        x = ((train.x["fixed"] - units.x_centre) / units.x_scale)[:, self.rest]
+        x = ((units.x(train.x["fixed"]) - units.x_centre) / units.x_scale)[:, self.rest]
         z = (train.x["random"] - units.z_centre) / units.z_scale
         offset, weight, _ = train.x["beside"].unbind(1)
         y = train.y.unsqueeze(1)
@@ -212,21 +211,17 @@ class ThetaLayout:
         return {"phi": phi, "beta": beta}
 
 
-def layout_of(groups: Groups, units: Coordinates, family: Family, start: float) -> ThetaLayout:
+def layout_of(groups: Groups, units: Coordinates, start: float) -> ThetaLayout:
+    family = groups.study.family
     return ThetaLayout(units, family, start if units.intercept and not family.gaussian else 0.0)
 
 
 def fitted(
-    groups: Groups,
-    units: Coordinates,
-    family: Family,
-    constant: float,
-    start: float,
-    settings: SampledSettings,
+    groups: Groups, units: Coordinates, constant: float, start: float, settings: SampledSettings
 ) -> tuple[Estimates, Engine]:
     """FedSOUL until it has converged; likelihood and standard errors at its theta by the exact
     engines."""
-    layout = layout_of(groups, units, family, start)
+    layout, family = layout_of(groups, units, start), groups.study.family
     federation, weighted = layout.federation(groups)
     method = FedSOUL(
         layout.model(weighted), prior=layout.prior(), engine="sampled", compressor=settings.compressor
@@ -254,7 +249,7 @@ def fitted(
     engine: Engine = (
         GaussianEngine(groups, units, constant)
         if family.gaussian
-        else QuadratureEngine(groups, units, family, constant, start, nodes_for(len(units.z_names)))
+        else QuadratureEngine(groups, units, constant, start, nodes_for(len(units.z_names)))
     )
     rounds, verdict = population.rounds, population.convergence
     if scores and rule is not None:
@@ -279,7 +274,7 @@ def fitted(
 def scored(engine: Engine, x: Tensor, rule: Participation, key: Key) -> tuple[Tensor, int, Distance]:
     """All parameters after stages of scoring steps with this participation, how many rounds these were, and
     how far below a maximum that is. Everyone is asked for score and information where a stage begins."""
-    roster = engine.groups.federation.roster
+    roster = engine.groups.members.roster
     units = len(roster)
     crowd = max(units / rule.expected(roster), 1.0)
     steps, rounds = scoring.long_enough(1 / crowd), 0
@@ -304,7 +299,7 @@ def scored(engine: Engine, x: Tensor, rule: Participation, key: Key) -> tuple[Te
 
 def population_at(fit: MixedFit) -> Population:
     """A population of FedSOUL at the fit's theta."""
-    layout = layout_of(fit.groups, fit.units, fit.family, fit.engine.level)
+    layout = layout_of(fit.groups, fit.units, fit.engine.level)
     federation, weighted = layout.federation(fit.groups)
     method = FedSOUL(layout.model(weighted), prior=layout.prior(fitting=False), engine="sampled")
     method = method.prepared(federation.example)

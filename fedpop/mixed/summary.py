@@ -28,8 +28,8 @@ def summary(fit: MixedFit) -> str:
     lines.append(f"Number of obs: {fit.n_obs}, groups:  {fit.group}, {fit.n_groups}")
     if fit.design.dropped:
         lines.append(rank_deficient(fit.design.dropped))
-    if fit.rows.dropped:
-        lines.append(f"{fit.rows.dropped} row(s) with missing values were left out")
+    if fit.groups.left_out:
+        lines.append(f"{fit.groups.left_out} row(s) with missing values were left out")
     lines += [
         "",
         "Fixed effects:",

@@ -65,6 +65,8 @@ class Rows:
     numbers: np.ndarray
     """Of each row its place in the table that was given, for errors."""
     dropped: int = 0
+    holding: Mapping[str, Sequence[str]] | None = None
+    """Which groups a site holds, where that was said and ``sites`` does not."""
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -67,6 +67,10 @@ class Question(ABC, Generic[R]):
         answers that are no such products."""
         return None
 
+    def memory(self, asked: Tensors) -> tuple[float, float] | None:
+        """Bytes that a row and a unit take while it is answered; None: as many as in a round."""
+        return None
+
     def ask(self, known: Tensors) -> Tensors:
         """What is sent, given what is known: theta, or the results of earlier questions."""
         return {}

@@ -20,9 +20,8 @@ from fedpop.questions.base import Question, Units
 from fedpop.questions.features import LEAST_EXAMPLES, head_features, head_layout, shapes
 
 RIDGE = 1e-6
-"""Of a feature's mean square: features that are multiples of each other share a coefficient."""
-PERFECT_FIT = 1e-6
-"""The share of y's squares that a fit leaves at least: no start may have a variance of zero."""
+"""Of a feature's mean square: features that are multiples of each other share a coefficient. A fit leaves as
+much of y's at least: no start may have a variance of zero."""
 SPREAD_SHARE, LEAST_SPREAD_SHARE = 0.5, 0.1
 """Of what a fit leaves of y: where z starts with it while the noise is learned too, and at least, where the
 noise that was given explains all of it."""
@@ -93,7 +92,7 @@ class LeastSquares(Question[Tensors]):
         size = size.clamp(min=1e-12 * float(size.max()))  # a column of zeros has a ridge as well
         weight = torch.linalg.solve(second + torch.diag(RIDGE * n * size), cross)
         explained = float((2 * weight * cross).sum() - (weight * (second @ weight)).sum())
-        left = max(square - explained, PERFECT_FIT * square) / (n * outputs)
+        left = max(square - explained, RIDGE * square) / (n * outputs)
         spread = spread_of(left, self.model.likelihood.given_noise)
         fixed = {"fixed": weight[columns:].mT} if c > columns else {}
         own = shapes(second[:columns, :columns] / n, spread, outputs)

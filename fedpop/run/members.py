@@ -1,8 +1,9 @@
 """Those whom a run works with, wherever they are: who asks whom is all that differs between one machine and
 many.
 
-A run sends its members a broadcast or a question and gets back what the server would see: a total. ``Here``
-has all clients on this machine; ``fedpop.flower`` has members at other sites.
+A run, or whoever else asks, sends members a broadcast or a question and gets back what the server would see:
+a total. ``Here`` has all units on this machine; ``fedpop.flower`` has members at other sites. What all of it
+is about is a ``Study``, which members are told.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from fedpop.message import Tensors, Total
 from fedpop.methods.base import Algorithm, Round
 from fedpop.questions import Question
 from fedpop.run.own_models import OwnModels
-from fedpop.site.plan import Plan, parse_bytes, plan_for
+from fedpop.site.plan import Plan, parse_bytes
 from fedpop.site.sites import Sites, site_of_each
 from fedpop.site.store import LocalStore
+from fedpop.site.study import Study
 
 R = TypeVar("R")
 
@@ -38,20 +40,22 @@ class Asking(Generic[R]):
     known: Tensors
     key: Key
     """Of the sites: elsewhere each one has a secret in the place of its seed."""
-    method: Algorithm
+    method: Algorithm | None = None
     models: OwnModels | None = None
-    """Which models of its units a site answers from; None: from none."""
+    """Which models of its units a site answers from, made by this method; None: from none."""
     broadcast: Tensors = field(default_factory=dict)
     """What sites would be told in a round, where models are made of that."""
     split: str | None = None
     """Only units that have examples in it are asked."""
     late: tuple[str, ...] = ()
     """Only these members are asked, who came when the others had been; what is made of it is everyone's."""
+    among: Tensor | None = None
+    """Only units at these positions of the roster are asked; None: all."""
 
     def models_at(self, sites: Sites, plan: Plan) -> tuple[Plan, Callable[[Tensor], Tensors] | None]:
         """How many units fit together for it, and how their models are made."""
         models, method = self.models, self.method
-        if models is None:
+        if models is None or method is None:
             return plan, None
         made = models.made
         return models.plan(method, plan), lambda ids: made(
@@ -73,8 +77,12 @@ def roster_of(federation: Federation, sites: Mapping[str, Sequence[str]] | None)
 class Members(ABC):
     """The other side of a run."""
 
-    names: Sequence[str]
     device: torch.device
+
+    @property
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """Of the members: units that are sites of their own, or sites."""
 
     @property
     @abstractmethod
@@ -115,6 +123,10 @@ class Members(ABC):
         """Enough to tell whether a resumed run has the same members."""
 
     @abstractmethod
+    def tell(self, study: Study) -> None:
+        """All of this is about another study from now on; units may be others, and begin anew."""
+
+    @abstractmethod
     def fresh(self, method: Algorithm) -> Members:
         """The same ones, for a run of this method beside this one."""
 
@@ -137,6 +149,10 @@ class Members(ABC):
     @abstractmethod
     def ask(self, asking: Asking[R]) -> tuple[R, Total]:
         """What is made of everyone's answers."""
+
+    def asks(self, question: Question[R], known: Tensors) -> R:
+        """The same, of a question that needs nothing beside what is known."""
+        return self.ask(Asking(question, known, Key(0, purpose=question.name)))[0]
 
     @abstractmethod
     def commit(self, entered: bool = True) -> None:
@@ -166,21 +182,31 @@ class Members(ABC):
 
 
 class Here(Members):
-    """All clients on this machine."""
+    """All units on this machine. What ``data`` are is the study's business; ``sites`` maps a site's name to
+    those of its units, where sites hold several and the data do not say so."""
 
     def __init__(
         self,
-        method: Algorithm,
-        federation: Federation,
-        memory: str | int,
+        study: Study,
+        data: Any,
+        memory: str | int = "1GiB",
         sites: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        budget = parse_bytes(memory)
-        self._again = (method, federation, memory, sites)
-        self.names, self.device = federation.names, method.model.initial_phi().device
-        self.sites = Sites(federation, self.device, sites=sites)
-        self._roster = roster_of(federation, sites)
-        self.plan: Plan = plan_for(method.model, federation, budget, method.draws, method.phi_copies)
+        self.data, self._memory, self._given = data, memory, sites
+        self._begin(study)
+
+    def _begin(self, study: Study) -> None:
+        held = study.held(self.data)
+        self.study, self.device = study, study.device
+        self.at = self._given if held.sites is None else held.sites
+        """Which units a site holds."""
+        self.sites = Sites(held.federation, self.device, sites=self.at, tables=held.tables)
+        self._roster = replace(held.federation.roster, sites=self.sites.sites)
+        self.plan: Plan = study.plan(held.federation, parse_bytes(self._memory))
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self.federation.names
 
     @property
     def units(self) -> int:
@@ -210,11 +236,17 @@ class Here(Members):
         names = digest_of_bytes("\0".join(self.names).encode())[:32]
         return {"clients": len(self.federation), "data": self.federation.fingerprint(), "names": names}
 
+    def tell(self, study: Study) -> None:
+        if study.same_rows(self.study):
+            self.study = study
+        else:
+            self._begin(study)
+
     def fresh(self, method: Algorithm) -> Here:
-        return Here(*self._again)
+        return Here(self.study, self.data, self._memory, self._given)
 
     def settle(self, method: Algorithm) -> None:
-        pass  # rounds and questions come with it
+        self.tell(self.study.by(method))
 
     def active(self, rule: Participation, key: Key, round: int) -> Active:
         return active_units(rule, self, key, round)
@@ -223,7 +255,7 @@ class Here(Members):
         return self.sites.round(method, round, active, self.plan)
 
     def ask(self, asking: Asking[R]) -> tuple[R, Total]:
-        among = None
+        among = asking.among
         if asking.split is not None:
             among = (self.federation.splits[asking.split].sizes > 0).nonzero().squeeze(1)
         plan, personal = asking.models_at(self.sites, self.plan)

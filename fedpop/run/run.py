@@ -39,6 +39,7 @@ from fedpop.run.settings import Settings
 from fedpop.run.trial import likelihoods_of
 from fedpop.site.plan import Plan
 from fedpop.site.sites import Sites
+from fedpop.site.study import Training
 
 R = TypeVar("R")
 
@@ -68,7 +69,7 @@ class Run:
         for callback in callbacks:
             callback.check(members)
         if isinstance(members, Federation):
-            members = Here(algorithm, members, settings.memory, settings.sites)
+            members = Here(Training(algorithm), members, settings.memory, settings.sites)
         # Every setting is checked by now: nothing is created for a run that cannot be.
         self.folder = None if folder is None else writable_folder(folder)
         self.metrics = None if self.folder is None else Metrics(self.folder)

@@ -7,7 +7,7 @@ run cuts its cohorts at the same places.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -42,6 +42,10 @@ class Plan:
     budget: int
     per_draw: float = 0.0
     """Bytes that a head through vmap keeps of an example for each draw of z, to be differentiated."""
+
+    def taking(self, memory: tuple[float, float] | None) -> Plan:
+        """The same budget where a row and a unit take so many bytes."""
+        return self if memory is None else replace(self, per_row=memory[0], per_client=memory[1])
 
     def cut(self, ids: Tensor, sizes: Tensor, sites: Tensor | None = None) -> list[Tensor]:
         """Consecutive units in groups whose padded blocks fit the budget, never fewer than one; each of units
@@ -115,3 +119,7 @@ def _kept(model: Model, federation: Federation, rows: int) -> tuple[int, int]:
     if not federation.embedded:
         backbone += sum(leaf.numel() * leaf.element_size() for leaf in leaves(features))
     return backbone + given, total
+
+
+WHOLE = Plan(0.0, 0.0, 1)
+"""All units together."""

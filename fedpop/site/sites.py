@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import EstimateError, SettingsError
-from fedpop.federation.clients import Federation, Packed
+from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.participation import Active, Everyone
 from fedpop.keys import Key, unit_of
 from fedpop.message import Aggregate, Answer, Channel, Guard, Tensors, Total
 from fedpop.methods.base import Algorithm, Round
 from fedpop.questions import Question, Table, Units
-from fedpop.questions.schema import Ask
 from fedpop.site.plan import Plan
 from fedpop.site.store import LocalStore
 from fedpop.site.work import Exchange, Sending, SiteMessage, UnitMessages, Update, Work, added, joined
@@ -148,6 +147,7 @@ class Sites:
         """Answers to a question of everyone, or of those at these positions, as the server sees them."""
         ids = torch.arange(len(self.federation)) if among is None else among
         sending = Sending(Channel(), key, encode=encode, sends=question.sends)
+        plan = plan.taking(question.memory(asked))
         yield from self._work(ids, plan, _QuestionExchange(self, question, asked, personal, sending))
 
     def _work(self, ids: Tensor, plan: Plan, exchange: Exchange) -> Iterator[Work]:
@@ -327,14 +327,14 @@ def settled_states(
     return out
 
 
-def unheard(method: Algorithm, before: LocalStore, after: LocalStore, ids: Tensor) -> LocalStore:
+def unheard(keeps: Sequence[str], before: LocalStore, after: LocalStore, ids: Tensor) -> LocalStore:
     """Where a site goes on whose message did not count: the units at these positions have taken part, and
     keep of the round what is right in any case, such as where a chain stands."""
     store = LocalStore.restore(before.state())
     cpu = torch.device("cpu")
     new, old = after.get(ids, cpu), before.get(ids, cpu)
-    kept = {n: t if n in method.keeps or n not in old else old[n] for n, t in new.items()}
-    lost = {n: torch.zeros_like(t) for n, t in new.items() if n not in method.keeps and n not in old}
+    kept = {n: t if n in keeps or n not in old else old[n] for n, t in new.items()}
+    lost = {n: torch.zeros_like(t) for n, t in new.items() if n not in keeps and n not in old}
     store.put(ids, kept | lost)
     return store
 
@@ -352,28 +352,3 @@ def site_of_each(sites: Mapping[str, Sequence[str]], federation: Federation) -> 
     if missing:
         raise SettingsError(f"client {federation.names[missing[0]]!r} is at no site; every unit is at one")
     return out
-
-
-# --- tables, before it is agreed what examples look like ---------------------------------------
-
-
-def table_units(tables: Mapping[str, Table]) -> Federation:
-    """Tables as units whose rows are not examples yet: it has to be asked first how they are coded."""
-    sizes = torch.tensor([len(next(iter(t.values()), ())) for t in tables.values()], dtype=torch.int64)
-    rows = torch.zeros(int(sizes.sum()))
-    packed = Packed(rows.unsqueeze(1)[:, :0], rows, torch.cumsum(sizes, 0) - sizes, sizes)
-    return Federation(list(tables), {"train": packed})
-
-
-def asked_of(tables: Mapping[str, Table]) -> Ask:
-    """Asks questions of tables at sites of these names, all on this machine."""
-    sites = Sites(table_units(tables), torch.device("cpu"), tables=list(tables.values()))
-
-    def ask(question: Question[Any], known: Tensors) -> Any:
-        return sites.ask(question, known, Key(0, purpose=question.name), WHOLE)[0]
-
-    return ask
-
-
-WHOLE = Plan(0.0, 0.0, 1)
-"""All units together."""

@@ -42,7 +42,7 @@ def bayesian(own: LocalSGD, federation: Federation) -> dict[str, Build]:
     """Methods with samples of the whole network, the same for all clients; none of them is personalised.
 
     Steps of chains are as long as those of SGD without momentum: asking all clients for the curvature, by
-    which they are chosen unless told, takes more passes than the whole budget. A client of DG-LMC is held to
+    which they are chosen by default, takes more passes than the whole budget. A client of DG-LMC is held to
     the server's model by a quarter of what its own step allows.
     """
     examples, plain = len(federation.train.y), 5 * own.rate
@@ -85,21 +85,21 @@ def beside(folder: Path) -> Path:
 def jobs(asked: Asked) -> list[Job]:
     """What full-data has of it, then the rivals."""
     found = Results.open(beside(asked.folder))
-    told = [
+    settings = [
         (task, full_data.setting_of(task, asked.passes), f"{task.images} S={task.classes}") for task in TASKS
     ]
     there = [
         Taken(taken, (r,), f"{label}, {name}, seed {r['seed']}", setting, r["seed"], (name,))
-        for _, setting, label in told
+        for _, setting, label in settings
         for name in TAKEN
         for r in found.of(setting, name)
         if r["seed"] < asked.seeds
     ]
-    cells = [Cell(task, setting, name, label) for name in BAYESIAN for task, setting, label in told]
+    cells = [Cell(task, setting, name, label) for name in BAYESIAN for task, setting, label in settings]
     return [*there, *jobs_of(NAME, asked, job, cells)]
 
 
-# --- what is told of it ----------------------------------------------------------------------
+# --- the report ----------------------------------------------------------------------------------
 
 COLUMNS = (
     "method", "seeds", "accuracy", "NLL", "Brier", "ECE", "ECE per client", "confidence less accuracy",

@@ -191,7 +191,7 @@ def density_in_true_coordinates(population: Population, phi: Tensor, points: Ten
     return (log_density - log_density.max()).exp()
 
 
-# --- what is told of it ----------------------------------------------------------------------
+# --- the report ----------------------------------------------------------------------------------
 
 PAIRS = (("Mixture", "Normal"), ("Energy", "Normal"), ("Energy", "Mixture"), ("Truth", "Mixture"))
 LEGEND = (

@@ -69,7 +69,7 @@ def jobs(asked: Asked) -> list[Job]:
     return jobs_of(NAME, asked, job, cells)
 
 
-# --- what is told of it ----------------------------------------------------------------------
+# --- the report ----------------------------------------------------------------------------------
 
 COLUMNS = (
     "compressor", "seeds", "omega", "rounds", "MB up", "of none", "accuracy", "less none", "95 % interval",

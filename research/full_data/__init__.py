@@ -1,7 +1,7 @@
 """The paper's main table: all images of CIFAR-10 and CIFAR-100 over 100 clients with some classes each.
 
 Beside the methods stands the network's own limit: the same one on all images at once, for as many passes,
-which is told each client's classes when it is scored. FedSOUL, with plain rounds and with local epochs, has
+which is given each client's classes when it is scored. FedSOUL, with plain rounds and with local epochs, has
 other budgets too: what pays when passes are few need not when they are many, and the published numbers are
 those of long runs.
 """
@@ -28,7 +28,18 @@ from fedpop.run.simulate import fit
 from fedpop.server.schedules import Cosine
 from research import figures
 from research.experiment import Asked, Experiment, Job
-from research.images import COLUMNS, LEGEND, Cell, Run, in_words, jobs_of, methods, rows, settings_of, told
+from research.images import (
+    COLUMNS,
+    LEGEND,
+    Cell,
+    Run,
+    in_words,
+    jobs_of,
+    methods,
+    rows,
+    scores_of,
+    settings_of,
+)
 
 NAME = "full-data"
 PASSES = 500_000
@@ -105,7 +116,7 @@ def limit(run: Run, federation: Federation) -> Record:
     for i, name in enumerate(federation.names):
         at, mine = _rows(test, i), _rows(train, i)
         found.append((name, among(population.predict(0, test.x[at]), train.y[mine].unique()), test.y[at]))
-    metrics = told(scored(found, widths=False)) | {"loss": population.history[-1]["loss"]}
+    metrics = scores_of(scored(found, widths=False)) | {"loss": population.history[-1]["loss"]}
     cost = population.totals | {"rounds": population.rounds}
     return run.record(metrics, cost, population.algorithm.describe())
 
@@ -137,7 +148,7 @@ def jobs(asked: Asked) -> list[Job]:
     return [j for cells in stages for j in jobs_of(NAME, asked, job, cells, METHODS)]
 
 
-# --- what is told of it ----------------------------------------------------------------------
+# --- the report ----------------------------------------------------------------------------------
 
 
 def budgets(results: Results) -> list[int]:

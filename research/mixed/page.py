@@ -1,4 +1,4 @@
-"""What is told of mixed models: how near they are to R's, coverage, and the figure on pooling."""
+"""The report on mixed models: how near they are to R's, coverage, and the figure on pooling."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fedpop.keys import Key
-from fedpop.mixed.intervals import normal_quantile
+from fedpop.mixed.inference import normal_quantile
 from fedpop.mixed.model import mixed_model
 
 HOW = ("no pooling", "complete pooling", "partial pooling")
@@ -49,7 +49,7 @@ def judged(frame: Any, formula: str, split: int) -> dict[str, Judged]:
     own, others = ((half.log_radon - slope * half.floor).groupby(half.county) for half in (train, test))
     mean, size = own.mean(), own.size().to_numpy()
     at = [mean.index.get_loc(county) for county in others.groups]
-    told, count = others.mean().to_numpy(), others.size().to_numpy()
+    means, count = others.mean().to_numpy(), others.size().to_numpy()
     effects = fit.random_effects(0.9).xs("(Intercept)", level=1).loc[[str(c) for c in mean.index]]
     whole, spread = len(train), float((train.log_radon - slope * train.floor).std())
     ways = {
@@ -68,7 +68,7 @@ def judged(frame: Any, formula: str, split: int) -> dict[str, Judged]:
     out = {}
     for how, (centre, sd, noise) in ways.items():
         # A held-out mean has noise of its own beside what is not known of the county.
-        away = told - centre[at]
+        away = means - centre[at]
         hit = np.abs(away) < Z * np.sqrt(sd[at] ** 2 + noise**2 / count)
         metrics: dict[str, float] = {}
         for where, seen, there in (

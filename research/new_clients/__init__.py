@@ -31,7 +31,7 @@ from research.images import (
     jobs_of,
     methods,
     missing,
-    told,
+    scores_of,
 )
 
 NAME = "new-clients"
@@ -72,22 +72,22 @@ def job(run: Run) -> list[Record]:
     images."""
     task, name, out = run.cell.task, run.cell.method, list[Record]()
     assert isinstance(task, FullImageTask)
-    federation, held = task.split(run.data, run.seed, newcomers_of(task))
-    newcomers = [shuffled(client, i, run.seed) for i, client in enumerate(held)]
+    federation, new = task.split(run.data, run.seed, newcomers_of(task))
+    newcomers = [shuffled(client, i, run.seed) for i, client in enumerate(new)]
 
     def more(population: Population) -> dict[str, float]:
-        told: dict[str, float] = {}
+        more: dict[str, float] = {}
         if name == WIDTH:
             start = time.perf_counter()
             population = population.for_newcomers(EXAMPLES, split="train")
-            told = {f"width_{n}": factor for n, factor in population.newcomers.items()}
-            told["seconds_to_ask"] = time.perf_counter() - start
+            more = {f"width_{n}": factor for n, factor in population.newcomers.items()}
+            more["seconds_to_ask"] = time.perf_counter() - start
         for examples in EXAMPLES:
             scores = few(population, newcomers, examples)
             if scores is not None:
                 setting, config = run.cell.setting | {"examples": examples}, population.algorithm.describe()
                 out.append(record(NAME, setting, name, run.seed, scores, {}, config))
-        return told
+        return more
 
     return run.measured(METHODS[name](task.model(run.seed)), federation, more) + out
 
@@ -104,7 +104,7 @@ def few(population: Population, newcomers: list[Client], examples: int) -> dict[
     start = time.perf_counter()
     found = evaluate_few(population, newcomers, examples)
     seconds = (time.perf_counter() - start) / len(newcomers)
-    return None if found is None else told(found) | {"seconds_per_client": seconds}
+    return None if found is None else scores_of(found) | {"seconds_per_client": seconds}
 
 
 def jobs(asked: Asked) -> list[Job]:
@@ -116,7 +116,7 @@ def jobs(asked: Asked) -> list[Job]:
     return jobs_of(NAME, asked, job, cells, METHODS)
 
 
-# --- what is told of it ----------------------------------------------------------------------
+# --- the report ----------------------------------------------------------------------------------
 
 COLUMNS = ("images", "method", "seeds", "accuracy", "worst tenth", "NLL", "ECE", "sec. per client")
 LEGEND = (

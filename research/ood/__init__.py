@@ -121,10 +121,10 @@ def most(setting: dict[str, Any]) -> float:
 def curves(found: Sequence[Outside], top: float) -> dict[str, list[str]]:
     """Histograms of every client's entropies."""
 
-    def told(entropies: Tensor) -> str:
+    def plain(entropies: Tensor) -> str:
         return " ".join(map(str, histogram(entropies, top, PARTS).tolist()))
 
-    return {side: [told(getattr(client, side)) for client in found] for side in SIDES}
+    return {side: [plain(getattr(client, side)) for client in found] for side in SIDES}
 
 
 def curves_file(folder: Path, setting: dict[str, Any], name: str, seed: int) -> Path:
@@ -176,7 +176,7 @@ def evaluate_outside(population: Population, examples: Sequence[Any], split: str
     Args:
         population: What ``fit`` returned.
         examples: For each client of the federation, in its order, inputs x from elsewhere.
-        split: Which of the clients' own sets is told apart from them, "test" unless told.
+        split: Which of the clients' own sets is distinguished from them, "test" by default.
 
     >>> import torch, fedpop as fp
     >>> x, y = torch.tensor([[-4.0], [4.0]]), torch.tensor([0, 1])
@@ -233,7 +233,7 @@ def histogram(values: Tensor, most: float, bins: int) -> Tensor:
     return torch.bincount(place, minlength=bins)
 
 
-# --- what is told of it ----------------------------------------------------------------------
+# --- the report ----------------------------------------------------------------------------------
 
 COLUMNS = (
     "method", "seeds", "AUROC", "over clients", "worst tenth", "AUROC, epistemic", "entropy in",

@@ -76,7 +76,7 @@ def jobs(asked: Asked) -> list[Job]:
     ]
 
 
-# --- what is told of it ----------------------------------------------------------------------
+# --- the report ----------------------------------------------------------------------------------
 
 TEXT = (
     "gap: log-likelihood below the exact optimum's, of the default run and of each restart from a random "

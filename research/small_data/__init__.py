@@ -89,7 +89,7 @@ def jobs(asked: Asked) -> list[Job]:
     return [j for cells in stages for j in jobs_of(NAME, asked, job, cells, METHODS)]
 
 
-# --- what is told of it ----------------------------------------------------------------------
+# --- the report ----------------------------------------------------------------------------------
 
 
 Settings = Sequence[dict[str, Any]]

@@ -63,7 +63,7 @@ def jobs(asked: Asked) -> list[Job]:
     return jobs_of(NAME, asked, job, cells)
 
 
-# --- what is told of it ----------------------------------------------------------------------
+# --- the report ----------------------------------------------------------------------------------
 
 COLUMNS = (
     "M", "participation", "chains", "seeds", "accuracy", "worst tenth", "NLL", "ECE", "prior sd", "rounds",

@@ -96,7 +96,7 @@ def jobs(asked: Asked) -> list[Job]:
     return out
 
 
-# --- what is told of it ----------------------------------------------------------------------
+# --- the report ----------------------------------------------------------------------------------
 
 LEGEND = (
     "setting: (b, d, k), with 90 % of the clients having N = 5 examples and the rest 10, unless another "

@@ -11,6 +11,7 @@ import fedpop as fp
 from fedpop.federation.inputs import Example
 from fedpop.files import read_json, read_tensors
 from fedpop.flower.federation import Folder
+from fedpop.site.study import Training
 from tests.flower.commands import Made, fedpop
 
 
@@ -102,8 +103,8 @@ def test_precision_is_a_word_of_the_settings(made: Made, said: str | None) -> No
     method = deployment.prepared(example)
     meant = "bfloat16" if said == "bfloat16" else "float32"
     assert method.model.precision == meant
-    letter = deployment.hello(example, {}, method, "test")
-    assert letter.about["method"]["precision"] == meant
+    told, _ = Training(method, example).told()
+    assert told["method"]["precision"] == meant
 
 
 def test_probabilities_by_site_are_a_table_of_the_settings(made: Made) -> None:

@@ -16,7 +16,7 @@ from fedpop.files import read_json, read_tensors
 from fedpop.flower.client import app
 from fedpop.flower.conduct import conduct
 from fedpop.flower.federation import Folder
-from fedpop.flower.letters import with_values
+from fedpop.site.study import with_values
 from tests.flower.local_grid import LocalGrid
 from tests.flower.sites import here, post_on, same_bits
 

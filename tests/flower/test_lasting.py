@@ -24,6 +24,7 @@ from fedpop.flower.federation import Folder
 from fedpop.flower.post import NODE_GONE
 from fedpop.flower.processes import free_port, require_free
 from fedpop.flower.records import letter_from_record
+from fedpop.site.study import Survey
 from tests.flower.commands import Made, fedpop, refused
 from tests.flower.faulty import TERMS, train
 from tests.flower.local_grid import LocalGrid
@@ -204,9 +205,9 @@ def test_a_function_beside_the_sites_settings(tmp_path: Path) -> None:
     (folder / "secret").write_text("1\n")
     site = joining.open_site(folder)
     try:
-        assert len(site.data({})) == 1
+        assert len(Survey().read(site.data)) == 1
         with pytest.raises(fp.DataError if hasattr(fp, "DataError") else ValueError, match="has a function"):
-            site.table({"x": ["a"], "y": "b"})
+            Survey({"x": ["a"], "y": "b"}).read(site.data)
     finally:
         sys.path.remove(str(folder))
 

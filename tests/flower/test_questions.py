@@ -16,10 +16,9 @@ from fedpop.errors import CheckpointError, EstimateError, SettingsError
 from fedpop.files import read_json
 from fedpop.flower.client import app
 from fedpop.flower.conduct import conduct
-from fedpop.flower.elsewhere import RoundTerms
+from fedpop.flower.elsewhere import Elsewhere, RoundTerms
 from fedpop.flower.folder import open_site
 from fedpop.flower.records import letter_from_record
-from fedpop.flower.survey import Survey
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.message.declared import Sent
@@ -28,7 +27,9 @@ from fedpop.models.base import Model
 from fedpop.questions import Question, Units
 from fedpop.questions.forms import ExampleShape
 from fedpop.questions.schema import Schema
-from fedpop.site.sites import asked_of
+from fedpop.run.members import Here, Members
+from fedpop.run.settings import Settings
+from fedpop.site.study import Survey
 from tests.flower.local_grid import LocalGrid
 from tests.flower.sites import across, deployment, enrol, here, post_on
 from tests.helpers import linear_model
@@ -159,6 +160,12 @@ def test_a_site_imports_the_modules_that_its_settings_name(
 # --- what is agreed on first -----------------------------------------------------------------------
 
 
+def surveyed(grid: LocalGrid, form: dict[str, Any], sites: int) -> Members:
+    """Sites of whose data nothing is agreed yet."""
+    settings = Settings(1, 0, fp.participation.Everyone())
+    return Elsewhere(Survey(form), post_on(grid), "test", RoundTerms(sites=sites), settings)
+
+
 def test_the_schema_is_one_question_for_tables_here_and_elsewhere(tmp_path: Path) -> None:
     """The same object, carried by letters or on this machine, finds the same."""
     folders, tables = {}, {}
@@ -174,8 +181,8 @@ def test_the_schema_is_one_question_for_tables_here_and_elsewhere(tmp_path: Path
     grid = LocalGrid(app, folders)
     data = {"x": ["age", "kind"], "y": "dose", "categories": ["kind"], "minimum": 3}
     schema = Schema(("age",), ("kind",), 3)
-    elsewhere = schema.asked(Survey(post_on(grid), "test", data, 3))
-    assert elsewhere == schema.asked(asked_of(tables))
+    elsewhere = schema.asked(surveyed(grid, data, 3).asks)
+    assert elsewhere == schema.asked(Here(Survey(), tables).asks)
     # Three, two and one rows of the second level: only one site tells of its own.
     assert elsewhere["kind"].counts == {"a": 18, "b": 3}  # type: ignore[union-attr]
     assert elsewhere["kind"].untold == 3  # type: ignore[union-attr]
@@ -203,7 +210,7 @@ def test_everyone_who_answered_must_be_readable(tmp_path: Path) -> None:
 
     grid.fault = other_question
     with pytest.raises(EstimateError, match="bea: it answers another letter"):
-        Survey(post_on(grid), "test", {}, 2)(ExampleShape(), {})
+        surveyed(grid, {}, 2).asks(ExampleShape(), {})
 
 
 def test_a_model_of_a_table_still_starts(tmp_path: Path) -> None:

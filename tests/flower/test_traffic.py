@@ -31,7 +31,7 @@ from tests.methods.test_conformance import holds
 CPU = torch.device("cpu")
 ABOUT = {"site", "experiment", "version", "round", "digest", "units", "cost", "named", "question"}
 """All that a reply to a round or a question says beside its vectors."""
-HELLO = {"site", "experiment", "version", "units", "examples", "splits", "method"}
+HELLO = {"site", "experiment", "version", "units", "examples", "splits", "study"}
 COSTS = {"log_likelihood", "examples", "acceptance", "clients", "divergences"}
 COSTS |= {"gradient_evaluations", "head_steps", "backbone_passes"}
 

@@ -98,8 +98,9 @@ def test_hashes_of_units_are_told_where_some_are_drawn(tmp_path: Path) -> None:
     method = made("FedAvg", "softmax")
     for rule in ("two", "everyone"):
         _, grid = across(method, data(), tmp_path / rule, rounds=1, rule=RULES[rule])
-        for site, _, reply in letters(grid, "hello"):
-            hashes = [unit_of(n) for n in SITES[site]] if rule == "two" else None
+        for site, letter, reply in letters(grid, "hello"):
+            draws = rule == "two" and letter.about["study"]["kind"] == "Training"
+            hashes = [unit_of(n) for n in SITES[site]] if draws else None
             assert reply.header.get("hashes") == hashes
         for _, _, reply in [r for kind in ("hello", "ask", "train") for r in letters(grid, kind)]:
             assert "ada" not in str(reply.header)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+
+import fedpop as fp
+from fedpop.mixed.formula import parse
 
 pd = pytest.importorskip("pandas", reason="mixed models need the extra 'formula'")
 pytest.importorskip("formulae", reason="mixed models need the extra 'formula'")
@@ -63,3 +68,55 @@ def simulated() -> Callable[..., Any]:
         return frame
 
     return made
+
+
+@dataclass
+class Placed:
+    """A fit, and the posteriors of its groups wherever they are kept."""
+
+    fit: Any
+    effects: Callable[[], Any]
+
+
+@pytest.fixture(params=["here", "one site", "three sites"])
+def fitted(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Placed]:
+    """A fit on this machine, or over the Grid in this process: at one site to the bit of the local fit in
+    which all groups are at one site, at three to rounding."""
+
+    def made(formula: str, frame: Any, family: str = "gaussian", **said: Any) -> Placed:
+        if request.param == "here":
+            fit = fp.mixed_model(formula, frame, family, **said)
+            return Placed(fit, fit.random_effects)
+        pytest.importorskip("flwr", reason="the Grid needs the extra 'flower'")
+        from tests.flower.formulas import by_site, effects_at, grid_of, over
+
+        group, one = parse(formula).group, request.param == "one site"
+        root, frames = tmp_path / str(len(list(tmp_path.iterdir()))), by_site(frame, group, 1 if one else 3)
+        fit = over(grid_of(root, frames), formula, family, **said)
+        here = fp.mixed_model(
+            formula, frame, family, sites={"all": list(map(str, frame[group].unique()))}, **said
+        )
+        alike(fit, here, None if one else 1e-9)
+        return Placed(fit, lambda: effects_at(root, frames, fit))
+
+    return made
+
+
+def alike(fit: Any, other: Any, rel: float | None) -> None:
+    """The same estimates; None: to the bit."""
+    numbers = [
+        {**f.coefficients, "log likelihood": f.log_likelihood, "sigma": f.sigma or 0.0}
+        | {f"sd {n}": v for n, v in f.sd.items()}
+        | {f"se {n}": v for n, v in f.standard_errors.items()}
+        for f in (fit, other)
+    ]
+    if rel is None:
+        assert numbers[0] == numbers[1]
+        assert (fit.rounds, fit.n_obs, fit.n_groups) == (other.rounds, other.n_obs, other.n_groups)
+        assert torch.equal(fit.vcov, other.vcov)
+        assert torch.equal(fit.covariance, other.covariance)
+        return
+    # A search ends where a step promises nothing more, within rounding; a variance at zero within more of it.
+    sizes = {n: fit.standard_errors.get(n, abs(v)) for n, v in numbers[1].items()}
+    for name, value in numbers[0].items():
+        assert value == pytest.approx(numbers[1][name], rel=rel, abs=max(rel * sizes[name], 1e-12)), name

@@ -16,7 +16,7 @@ from fedpop.mixed.sampled import layout_of, scored
 @pytest.mark.parametrize("formula", ["y ~ x + w + s + (w | g)", "y ~ w + (w || g)", "y ~ x + (0 + w | g)"])
 def test_fedsouks_exact_engine_ends_at_the_same_optimum(formula, simulated):
     fit = fp.mixed_model(formula, simulated([6] * 10))
-    layout = layout_of(fit.groups, fit.units, fit.family, 0.0)
+    layout = layout_of(fit.groups, fit.units, 0.0)
     federation, weighted = layout.federation(fit.groups)
     method = fp.FedSOUL(layout.model(weighted), prior=layout.prior(), engine="exact")
     population = method.fit(federation, progress=False)
@@ -26,9 +26,9 @@ def test_fedsouks_exact_engine_ends_at_the_same_optimum(formula, simulated):
 
 
 @pytest.mark.parametrize(("y", "family"), [("y", "gaussian"), ("count", "poisson")])
-def test_scores_of_some_add_up_to_everyones(y, family, simulated):
+def test_scores_of_some_add_up_to_everyones(y, family, simulated, fitted):
     """And are the gradient of the likelihood: by differences."""
-    fit = fp.mixed_model(f"{y} ~ w + (w | g)", simulated([6] * 12), family)
+    fit = fitted(f"{y} ~ w + (w | g)", simulated([6] * 12), family).fit
     engine, x = fit.engine, fit.engine.vector(fit.outcome.point) + 0.05
     whole, information = engine.score_and_information(x)
     parts = [engine.score(x, ids) for ids in torch.arange(12).split(5)]

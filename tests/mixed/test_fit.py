@@ -10,7 +10,7 @@ import pytest
 import fedpop as fp
 from fedpop.cli import main
 from fedpop.errors import SettingsError
-from fedpop.mixed.comparison import chi_square_tail
+from fedpop.mixed.inference import chi_square_tail
 
 
 @pytest.fixture

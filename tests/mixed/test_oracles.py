@@ -34,9 +34,9 @@ def dense(fit, frame, x, z, weight=None, offset=0.0):
     ],
 )
 @pytest.mark.parametrize("sizes", [[6] * 12, [120, *[3] * 15]], ids=["even", "one large"])
-def test_the_likelihood_is_the_density_and_is_stationary(formula, random, sizes, simulated):
+def test_the_likelihood_is_the_density_and_is_stationary(formula, random, sizes, simulated, fitted):
     frame = simulated(sizes, seed=4)
-    fit = fp.mixed_model(formula, frame)
+    fit = fitted(formula, frame).fit
     one = np.ones(len(frame))
     x = np.stack((one, frame.x), 1)
     z = {
@@ -61,9 +61,9 @@ def test_the_likelihood_is_the_density_and_is_stationary(formula, random, sizes,
     fit.__dict__["covariance"] = kept
 
 
-def test_weights_and_offsets_of_a_normal_response(simulated):
+def test_weights_and_offsets_of_a_normal_response(simulated, fitted):
     frame = simulated([6] * 12)
-    fit = fp.mixed_model("y ~ w + offset(0.3 * x) + (1 | g)", frame, weights="t")
+    fit = fitted("y ~ w + offset(0.3 * x) + (1 | g)", frame, weights="t").fit
     one = np.ones(len(frame))
     x = np.stack((one, frame.w), 1)
     expected = dense(fit, frame, x, x[:, :1], frame.t.to_numpy(), 0.3 * frame.x.to_numpy())
@@ -82,9 +82,9 @@ def grid(fit, frame, log_density, eta0, width=12.0, points=4001):
     return total
 
 
-def test_poisson_with_an_offset_by_a_fine_grid(simulated):
+def test_poisson_with_an_offset_by_a_fine_grid(simulated, fitted):
     frame = simulated([5] * 15)
-    fit = fp.mixed_model("count ~ w + offset(log(t)) + (1 | g)", frame, "poisson")
+    fit = fitted("count ~ w + offset(log(t)) + (1 | g)", frame, "poisson").fit
     b = list(fit.coefficients.values())
     eta = b[0] + b[1] * frame.w.to_numpy() + np.log(frame.t.to_numpy())
     y = frame["count"].to_numpy()
@@ -93,26 +93,26 @@ def test_poisson_with_an_offset_by_a_fine_grid(simulated):
     assert fit.converged
 
 
-def test_trials_are_rows_of_yes_and_no(simulated):
+def test_trials_are_rows_of_yes_and_no(simulated, fitted):
     """cbind(a, b) is a + b rows, but for the ways to choose them; so are weights of a share."""
     frame = simulated([4] * 10)
     frame["a"], frame["b"] = frame["count"] % 4, frame["count"] % 3 + 1
-    fit = fp.mixed_model("cbind(a, b) ~ w + (1 | g)", frame, "binomial")
+    fit = fitted("cbind(a, b) ~ w + (1 | g)", frame, "binomial").fit
     each = frame.loc[frame.index.repeat(frame.a + frame.b)].copy()
     each["hit"] = (each.groupby(level=0).cumcount() < each.a) * 1
-    rows = fp.mixed_model("hit ~ w + (1 | g)", each, "bernoulli")
+    rows = fitted("hit ~ w + (1 | g)", each, "bernoulli").fit
     ways = sum(math.log(math.comb(a + b, a)) for a, b in zip(frame.a, frame.b, strict=True))
     assert fit.log_likelihood == pytest.approx(rows.log_likelihood + ways, abs=1e-7)
     assert fit.coefficients == pytest.approx(rows.coefficients, abs=1e-6)
     frame["share"], frame["n"] = frame.a / (frame.a + frame.b), frame.a + frame.b
-    shares = fp.mixed_model("share ~ w + (1 | g)", frame, "binomial", weights="n")
+    shares = fitted("share ~ w + (1 | g)", frame, "binomial", weights="n").fit
     assert shares.log_likelihood == pytest.approx(fit.log_likelihood, abs=1e-9)
 
 
-def test_weights_of_counts_are_repeated_rows(simulated):
+def test_weights_of_counts_are_repeated_rows(simulated, fitted):
     frame = simulated([4] * 10)
     frame["k"] = np.arange(len(frame)) % 3 + 1
-    fit = fp.mixed_model("count ~ w + (1 | g)", frame, "poisson", weights="k")
+    fit = fitted("count ~ w + (1 | g)", frame, "poisson", weights="k").fit
     rows = fp.mixed_model("count ~ w + (1 | g)", frame.loc[frame.index.repeat(frame.k)], "poisson")
     assert fit.log_likelihood == pytest.approx(rows.log_likelihood, abs=1e-7)
 
@@ -126,7 +126,7 @@ def test_two_random_effects_do_not_depend_on_more_nodes(family, simulated):
     assert finer.log_likelihood(fit.outcome.point) == pytest.approx(fit.log_likelihood, abs=1e-3)
 
 
-def test_five_random_effects_are_five_integrals_where_they_do_not_meet(simulated):
+def test_five_random_effects_are_five_integrals_where_they_do_not_meet(simulated, fitted):
     """Each row belongs to one of five kinds, whose effects are independent: the likelihood is a product of
     integrals over one effect each, by a fine grid."""
     frame = simulated([15] * 8, seed=3)
@@ -134,7 +134,7 @@ def test_five_random_effects_are_five_integrals_where_they_do_not_meet(simulated
     dummies = " + ".join(f"d{j}" for j in range(5))
     for j in range(5):
         frame[f"d{j}"] = (frame.kind == f"k{j}") * 1.0
-    fit = fp.mixed_model(f"count ~ w + (0 + {dummies} || g)", frame, "poisson")
+    fit = fitted(f"count ~ w + (0 + {dummies} || g)", frame, "poisson").fit
     assert "importance sampling" in str(fit)
     assert fit.converged
     b, y = list(fit.coefficients.values()), frame["count"].to_numpy()

@@ -19,10 +19,11 @@ def listed(value):
 
 
 @pytest.mark.parametrize(("name", "model", "formula"), GAUSSIAN)
-def test_gaussian_models_agree_with_lme4(name, model, formula, table, reference):
+def test_gaussian_models_agree_with_lme4(name, model, formula, table, reference, fitted):
     """Tolerances of a tenth of a standard error and less would be enough; these are what the reference's own
     tightened tolerances leave."""
-    fit, truth = fp.mixed_model(formula, table(name)), reference(name, model)
+    placed, truth = fitted(formula, table(name)), reference(name, model)
+    fit = placed.fit
     assert fit.converged
     assert not fit.singular
     for term, value in truth["fixed"].items():
@@ -38,16 +39,16 @@ def test_gaussian_models_agree_with_lme4(name, model, formula, table, reference)
     assert fit.log_likelihood == pytest.approx(truth["logLik"], abs=1e-5)
     assert fit.df == truth["df"]
     modes = truth["conditional_modes"][fit.group]
-    found = fit.random_effects()
+    found = placed.effects()
     for level, own in zip(modes["levels"], modes["mode"], strict=True):
         for effect, value in zip(listed(modes["names"]), listed(own), strict=True):
             row = found.loc[(level, effect)]
             assert abs(row["mean"] - value) < 1e-3 * row["sd"]
 
 
-def test_binomial_agrees_with_adaptive_quadrature(table, reference):
+def test_binomial_agrees_with_adaptive_quadrature(table, reference, fitted):
     formula = "cbind(incidence, size - incidence) ~ factor(period) + (1 | herd)"
-    fit, truth = fp.mixed_model(formula, table("cbpp"), "binomial"), reference("cbpp", "agq25")
+    fit, truth = fitted(formula, table("cbpp"), "binomial", min_count=1).fit, reference("cbpp", "agq25")
     assert fit.converged
     for term, value in truth["fixed"].items():
         name = term.replace("period", "factor(period)")
@@ -76,8 +77,8 @@ def test_centring_is_another_model_where_effects_are_independent(table):
     assert centred.log_likelihood < raw.log_likelihood - 1
 
 
-def test_reml_is_lmers_default(table):
-    fit = fp.mixed_model(SLEEP, table("sleepstudy"), method="REML")
+def test_reml_is_lmers_default(table, fitted):
+    fit = fitted(SLEEP, table("sleepstudy"), method="REML").fit
     assert list(fit.sd.values()) == pytest.approx([24.74, 5.92], abs=0.005)
     assert fit.sigma == pytest.approx(25.59, abs=0.005)
     assert list(fit.standard_errors.values()) == pytest.approx([6.825, 1.546], abs=0.0005)
@@ -85,8 +86,8 @@ def test_reml_is_lmers_default(table):
     assert "REML criterion at convergence: 1743.6" in str(fit)
 
 
-def test_the_summary_is_lme4s(table):
-    text = str(fp.mixed_model(SLEEP, table("sleepstudy")))
+def test_the_summary_is_lme4s(table, fitted):
+    text = str(fitted(SLEEP, table("sleepstudy")).fit)
     for line in (
         "Linear mixed model fit by maximum likelihood",
         " Subject  (Intercept)  565.515   23.781",

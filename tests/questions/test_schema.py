@@ -5,7 +5,8 @@ import pytest
 
 from fedpop.errors import DataError, SettingsError
 from fedpop.questions.schema import Levels, Moments, Schema
-from fedpop.site.sites import asked_of
+from fedpop.run.members import Here
+from fedpop.site.study import Survey
 
 ROWS = {
     "age": np.array([30.0, 41.0, 52.5, 60.0, 71.0, 1e6]),
@@ -19,7 +20,7 @@ def parts(cuts, rows=ROWS):
 
 
 def found(schema, tables):
-    return schema.asked(asked_of(tables))
+    return schema.asked(Here(Survey(), tables).asks)
 
 
 @pytest.mark.parametrize("cuts", [[], [3], [1, 2, 3], [0, 6], [1, 2, 3, 4, 5]])

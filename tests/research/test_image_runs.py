@@ -11,7 +11,7 @@ from fedpop.errors import CheckpointError, FedpopWarning
 from fedpop.methods.fedavg import FedAvg
 from fedpop.methods.l2gd import L2GD
 from fedpop.report.results import Results
-from fedpop.run.lock import held
+from fedpop.run.lock import locked_folder
 from research.images import COLUMNS, Cell, Run, rows, trained
 from tests.data.files import mnist
 
@@ -53,6 +53,6 @@ def test_a_run_that_is_in_use_stays(tmp_path: Path) -> None:
     federation, model, out = TASK.make(mnist(tmp_path), 0), TASK.model(0, "mlp"), tmp_path / "run"
     trained(FedAvg(model), federation, 100, 0, out, active=2)
     before = sorted(out.rglob("*"))
-    with held(out), pytest.raises(CheckpointError, match="process"):
+    with locked_folder(out), pytest.raises(CheckpointError, match="process"):
         trained(FedAvg(model, local=LocalSGD(rate=0.02)), federation, 100, 0, out, active=2)
     assert sorted(p for p in out.rglob("*") if p.name != ".lock") == [p for p in before if p.name != ".lock"]

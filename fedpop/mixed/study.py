@@ -1,0 +1,259 @@
+"""A formula as what a federation is about: what a site is told of it, and what it makes of its table.
+
+A site learns the formula, reads its own table and says which columns hold names. Then levels are agreed on,
+the design is known, and its rows become groups with columns in double precision, by the same code wherever
+they are. Last come the coordinates that engines work in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedpop.entries import called, entry_named
+from fedpop.errors import DataError, SchemaError
+from fedpop.federation.clients import Federation, Packed
+from fedpop.federation.participation import Participation
+from fedpop.keys import Key
+from fedpop.message import Answer, Tensors, Total
+from fedpop.methods.asking import role
+from fedpop.mixed.coordinates import Coordinates, everyone
+from fedpop.mixed.design import Design, Wanted
+from fedpop.mixed.formula import Formula, FormulaPart, columns_of, parse, scanned, shown
+from fedpop.mixed.response import Family, Response, family_named, response_of
+from fedpop.mixed.table import Rows, as_frame, rows_of
+from fedpop.questions import Question, Table, Units
+from fedpop.questions.schema import Moments, sorted_levels
+from fedpop.site.plan import Plan
+from fedpop.site.study import Held, SiteData, Study, table_units
+
+BUDGET = 2**27
+"""Bytes that work on a cohort may take at most, about; data and what sites keep aside."""
+LEFT_OUT = "rows left out"
+"""A column of a site's table that is true for each row that was left out."""
+NAMES, NUMBERS = "names", "numbers"
+
+
+@dataclass(frozen=True)
+class FormulaStudy(Study):
+    """A mixed model over tables at sites; groups are the units."""
+
+    formula: Formula
+    family: Family
+    weights: FormulaPart | None = None
+    missing: str = "drop"
+    design: Design | None = None
+    """How rows are coded, once that is agreed on; before, sites are asked about their tables."""
+    coordinates: Coordinates | None = None
+
+    fixed: ClassVar[bool] = True
+
+    @classmethod
+    def said(
+        cls, formula: str, family: str = "gaussian", weights: str | None = None, missing: str = "drop"
+    ) -> FormulaStudy:
+        """In words, as ``mixed_model`` takes them."""
+        return cls(parse(formula), family_named(family), _weight(weights), missing)
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns that rows must have, beside the group."""
+        parts = [*self.formula.parts, *(() if self.weights is None else (self.weights,))]
+        return [column for part in parts for column in columns_of(part.tokens)]
+
+    @property
+    def response(self) -> str | None:
+        """The response's column, where it is one."""
+        return self.formula.response.column
+
+    def drawn(self, rule: Participation) -> bool:
+        return self.design is not None  # a group is at one site
+
+    # --- what a site is told -------------------------------------------------------------------
+
+    def told(self) -> tuple[dict[str, Any], Tensors]:
+        told: dict[str, Any] = {
+            "formula": self.formula.text,
+            "family": self.family.name,
+            "weights": None if self.weights is None else self.weights.text,
+            "missing": self.missing,
+        }
+        if self.design is not None:
+            moments = {n: [m.count, m.mean, m.squares] for n, m in self.design.moments.items()}
+            levels = {n: list(own) for n, own in self.design.levels.items()}
+            told["design"] = {
+                "levels": levels,
+                "moments": moments,
+                "outcomes": list(self.design.outcomes),
+            }
+        tensors: Tensors = {}
+        if (units := self.coordinates) is not None:
+            named = ("x_names", "z_names", "blocks", "y_centre", "y_scale", "kept")
+            told["coordinates"] = {name: getattr(units, name) for name in named}
+            tensors = {n: getattr(units, n) for n in ("x_centre", "x_scale", "z_centre", "z_scale")}
+        return told, tensors
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any], tensors: Tensors) -> FormulaStudy:
+        study = cls.said(told["formula"], told["family"], told["weights"], told["missing"])
+        if "design" in told:
+            levels = {n: tuple(own) for n, own in told["design"]["levels"].items()}
+            moments = {n: Moments(*own) for n, own in told["design"]["moments"].items()}
+            outcomes = tuple(told["design"]["outcomes"])
+            study = replace(study, design=Design(study.formula, levels, moments, outcomes))
+        if "coordinates" in told:
+            plain: dict[str, Any] = {
+                n: tuple(v) if isinstance(v, list) else v for n, v in told["coordinates"].items()
+            }
+            study = replace(study, coordinates=Coordinates(**{**tensors, **plain}))
+        return study
+
+    # --- what a site makes of it -----------------------------------------------------------------
+
+    def rows(self, frame: Any, sites: str | None = None) -> Rows:
+        """The rows of a table that miss nothing."""
+        return rows_of(frame, self.formula, columns=self.columns, sites=sites, missing=self.missing)
+
+    def read(self, place: SiteData) -> Rows:
+        """Errors that the server may see name columns, and no value."""
+        who, frame = f"site {place.site!r}", _frame(place)
+        for name in dict.fromkeys([*self.columns, self.formula.group]):
+            if name not in frame.columns:
+                raise SchemaError(f"{who} has no column {name!r}, which the federation needs")
+        if not len(frame):
+            raise SchemaError(f"{who} has no rows")
+        wanted = frame[list(dict.fromkeys([*self.columns, self.formula.group]))]
+        if self.missing == "drop" and bool(wanted.isna().any(axis=1).all()):
+            raise SchemaError(f"{who} has no row in which nothing is missing of {', '.join(wanted.columns)}")
+        return self.rows(frame)
+
+    def held(self, data: Any) -> Held:
+        assert isinstance(data, Rows)
+        if self.design is None:
+            tables = self._tables(data)
+            many = None if data.sites is None else {name: [name] for name in tables}
+            return Held(table_units(tables), list(tables.values()), many)
+        response = response_of(self.formula, self.family, self.design, data, self.weights)
+        return Held(packed(self.design, response, data), sites=groups_of_sites(data))
+
+    def _tables(self, rows: Rows) -> dict[str, Table]:
+        """Columns to be asked about, by site; ``here`` where none is named."""
+        named = [name for name, values in rows.columns.items() if hasattr(values, "cat")]
+        own = dict(rows.columns) | Wanted.of(self.formula, named).table(rows)
+        if rows.sites is None:
+            return {"here": own | {LEFT_OUT: np.ones(rows.dropped)}}
+        tables: dict[str, Table] = {}
+        for site in dict.fromkeys(rows.sites.tolist()):
+            at = rows.sites == site
+            left_out = np.ones(0 if tables else rows.dropped)  # whose they were is not known any more
+            tables[str(site)] = {n: v[at] for n, v in own.items()} | {LEFT_OUT: left_out}
+        return tables
+
+    def same_rows(self, other: Study) -> bool:
+        return isinstance(other, FormulaStudy) and self.design is not None and self.design is other.design
+
+    def plan(self, federation: Federation, budget: int) -> Plan:
+        return Plan(0.0, 0.0, min(budget, BUDGET))
+
+
+@role.register
+def _(value: Coordinates) -> str:
+    return "coordinates"
+
+
+@role.register
+def _(value: Family) -> str:
+    return "family"
+
+
+def _weight(text: str | None) -> FormulaPart | None:
+    if text is None:
+        return None
+    tokens = scanned(text)
+    return FormulaPart(shown(tokens), tokens)
+
+
+def _frame(place: SiteData) -> Any:
+    """A site's table as a data frame."""
+    if ":" in place.where:
+        return as_frame(called(place.where, entry_named(place.where, place.folder), place.site))
+    return as_frame(Path(place.where))
+
+
+def groups_of_sites(rows: Rows) -> Mapping[str, Sequence[str]] | None:
+    """Which groups a site holds, as the rows say; None where each group is by itself."""
+    if rows.sites is None:
+        return rows.holding
+    assert rows.groups is not None
+    pairs = set(zip(rows.groups.tolist(), rows.sites.tolist(), strict=True))
+    out: dict[str, list[str]] = {}
+    for group, site in sorted(pairs):
+        out.setdefault(str(site), []).append(str(group))
+    return out
+
+
+def packed(design: Design, response: Response, rows: Rows) -> Federation:
+    """Rows of each group next to each other, groups in the order of their names."""
+    assert rows.groups is not None
+    names, owner = np.unique(rows.groups.astype(str), return_inverse=True)
+    order = sorted_levels(names.tolist())
+    place = {name: i for i, name in enumerate(order)}
+    rank = np.array([place[name] for name in names.tolist()], dtype=np.int64)
+    owner = rank[owner.reshape(-1)]
+    by_group = np.argsort(owner, kind="stable")
+    sizes = torch.from_numpy(np.bincount(owner, minlength=len(order)))
+
+    def tensor(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values[by_group], dtype=np.float64))
+
+    beside = np.stack((design.offset(rows), response.weight, response.constant), axis=1)
+    x = {"fixed": tensor(design.fixed(rows)), "random": tensor(design.random(rows)), "beside": tensor(beside)}
+    packed = Packed(x, tensor(response.y), torch.cumsum(sizes, 0) - sizes, sizes)
+    return Federation(order, {"train": packed})
+
+
+# --- the first question ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Which columns hold names, not numbers; and how many rows were left out."""
+
+    named: frozenset[str]
+    left_out: int
+
+
+@dataclass(frozen=True)
+class ColumnKinds(Question[Kinds]):
+    """What columns hold, as sites read them: each is counted under the kind that it has there."""
+
+    columns: tuple[str, ...]
+    name: ClassVar[str] = "kinds of columns"
+    varied: ClassVar[bool] = True
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        sums = {"left out": torch.zeros(1, dtype=torch.float64)}
+        for table in units.tables():
+            sums["left out"] += len(table[LEFT_OUT])
+            for column in self.columns:
+                kind = json.dumps([column, NAMES if hasattr(table[column], "cat") else NUMBERS])
+                sums[kind] = sums.get(kind, torch.zeros(1, dtype=torch.float64)) + 1
+        return Answer(everyone(units.cohort), sums=sums)
+
+    def finish(self, known: Tensors, total: Total) -> Kinds:
+        left_out = round(float(total.plain["left out"]))
+        found = {tuple(json.loads(n)): round(float(v)) for n, v in total.plain.items() if n != "left out"}
+        for column in self.columns:
+            if (column, NAMES) in found and (column, NUMBERS) in found:
+                names, numbers = found[column, NAMES], found[column, NUMBERS]
+                raise DataError(
+                    f"column {column!r} holds names at {names} site(s) and numbers at {numbers}: mend it"
+                )
+        return Kinds(frozenset(column for column, kind in found if kind == NAMES), left_out)
