@@ -35,7 +35,6 @@ __all__ = [
     "Target",
     "Transition",
     "Tuning",
-    "kernel_decisions",
     "resolve_kernel",
     "run",
 ]
@@ -72,15 +71,11 @@ def resolve_kernel(kernel: Kernel | str | None, model: Model, prior: Prior) -> K
 def kernel_decisions(kernel: Kernel | str | None, model: Model, prior: Prior) -> Sequence[Decision]:
     """Which kernel it is, where ``kernel`` left that open, and which mass matrix, where one adapts.
 
-    Args:
-        kernel: What was given, as for ``resolve_kernel``.
-        model: Whose head and likelihood it suits.
-        prior: The population prior that it suits.
-
     >>> import fedpop as fp
     >>> from torch import nn
     >>> model = fp.Composition(None, nn.Linear(3, 1), "bernoulli")
-    >>> print(*kernel_decisions(None, model, fp.priors.Normal()), sep="\n")
+    >>> for decision in kernel_decisions(None, model, fp.priors.Normal()):
+    ...     print(decision)
     kernel: HMC(leapfrog=5) (posteriors are not closed-form)
     mass matrix: curvature (the head is linear, so that its curvature is known)
     """
