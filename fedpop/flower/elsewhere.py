@@ -144,7 +144,7 @@ class Elsewhere(Members):
     # --- who there is ------------------------------------------------------------------------
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         return self._study.device
 
     @property

@@ -147,9 +147,9 @@ class SiteExperiment:
     @property
     def method(self) -> Algorithm:
         """The server's method on this site's copy of the model."""
-        if self.study.method is None:
+        if self.study.algorithm is None:
             raise Refusal("there are no rounds: the experiment is not about a method", Code.STUDY)
-        return self.study.method
+        return self.study.algorithm
 
     @property
     def form(self) -> Mapping[str, Any]:
@@ -266,7 +266,7 @@ class SiteExperiment:
         known = _part("known.", letter.tensors)
         broadcast = _part("broadcast.", letter.tensors)
         models = rebuilt(about["models"], {})
-        asking = Asking(question, known, key, self.study.method, models, broadcast)
+        asking = Asking(question, known, key, self.study.algorithm, models, broadcast)
         plan, personal = asking.models_at(sites, self.plan)
         asked = question.ask(known) if models is not None else _part("asked.", letter.tensors)
         among = self._ids(about.get("units"))
@@ -306,9 +306,9 @@ class SiteExperiment:
             store = memory.best
         write_tensors(self.folder / "final.safetensors", store.state())
         published = dict(letter.tensors)
-        if self.study.method is not None:
+        if self.study.algorithm is not None:
             population = Population(
-                self.study.method,
+                self.study.algorithm,
                 published,
                 Key(self.site.secret, purpose="site"),
                 None,

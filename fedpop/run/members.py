@@ -77,7 +77,10 @@ def roster_of(federation: Federation, sites: Mapping[str, Sequence[str]] | None)
 class Members(ABC):
     """The other side of a run."""
 
-    device: torch.device
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """What they compute on."""
 
     @property
     @abstractmethod
@@ -197,12 +200,16 @@ class Here(Members):
 
     def _begin(self, study: Study) -> None:
         held = study.held(self.data)
-        self.study, self.device = study, study.device
+        self.study = study
         self.at = self._given if held.sites is None else held.sites
         """Which units a site holds."""
         self.sites = Sites(held.federation, self.device, sites=self.at, tables=held.tables)
         self._roster = replace(held.federation.roster, sites=self.sites.sites)
         self.plan: Plan = study.plan(held.federation, parse_bytes(self._memory))
+
+    @property
+    def device(self) -> torch.device:
+        return self.study.device
 
     @property
     def names(self) -> Sequence[str]:

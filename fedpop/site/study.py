@@ -60,11 +60,14 @@ class Held:
 class Study(ABC):
     """What a federation is about."""
 
-    method: Algorithm | None = None
-    """What rounds go by, where there are any."""
     fixed: ClassVar[bool] = False
     """Whoever is there at the start is needed to the end, and nobody else: one that cannot take part is an
     error, and one that comes later stays outside."""
+
+    @property
+    def algorithm(self) -> Algorithm | None:
+        """What rounds go by, where there are any."""
+        return None
 
     @property
     def needs_everyone(self) -> bool:
@@ -87,8 +90,8 @@ class Study(ABC):
 
     def check(self, sites: Sequence[str]) -> None:
         """Raise early where it does not fit members of these names."""
-        if self.method is not None:
-            self.method.check(sites)
+        if self.algorithm is not None:
+            self.algorithm.check(sites)
 
     def drawn(self, rule: Participation) -> bool:
         """Units have to be told apart by hashes of their names, because a rule draws some of them."""
@@ -173,6 +176,10 @@ class Training(Study):
     """The form of their data that sites agreed on."""
     entry: str = ""
     """``module:name`` that makes the model, where it is not made of torch's own layers."""
+
+    @property
+    def algorithm(self) -> Algorithm:
+        return self.method
 
     @property
     def needs_everyone(self) -> bool:
