@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from fedpop.decisions import Decision
 from fedpop.keys import Key
 from fedpop.message import Tensors
 from fedpop.models.base import Model
@@ -43,6 +44,22 @@ def questions(
         return (FeatureScale(model, phi, prior.bounds),)
     # One Normal of a full covariance takes the shape, others take what is in it of each coordinate.
     return (FeatureMoments(model, phi, whole=prior.covariance == "full" and prior.component is prior),)
+
+
+def decision(asked: Sequence[Question[Tensors]], prior: Prior) -> Decision:
+    """Where theta starts, by what everyone is asked for it."""
+    known = {
+        "second moments": ("spectral", "a linear backbone and a linear head with one output, without bias"),
+        "least squares": ("least squares", "normal targets of a linear head"),
+        "pooled fit": ("pooled least squares", "normal targets of a function of few parameters"),
+        "feature scale": ("scale of the features", "outputs are to have variance one"),
+        "feature moments": ("moments of the features", "outputs are to have variance one, in any units"),
+    }
+    found = [known[name] for name in dict.fromkeys(q.name for q in asked) if name in known]
+    if not found:
+        given = prior.scale is not None
+        return Decision("start", "as given", f"the {'prior has its scale' if given else 'model has a place'}")
+    return Decision("start", " and ".join(chosen for chosen, _ in found), found[0][1])
 
 
 def theta(model: Model, prior: Prior, phi: Tensor, known: Tensors, key: Key) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedpop.client.cost import WORK
+from fedpop.decisions import Decision
 from fedpop.errors import CheckpointError, SettingsError
 from fedpop.evaluation.validation import ValidationScore
 from fedpop.evaluation.verdict import Verdict
@@ -28,6 +29,7 @@ from fedpop.run import checkpoint as checkpoints
 from fedpop.run import stages
 from fedpop.run.breakdown import nobody, require_finite_theta, require_somebody
 from fedpop.run.callbacks import Callback
+from fedpop.run.deciding import decisions_of
 from fedpop.run.guards import patient_interrupts, threads
 from fedpop.run.lock import locked_folder
 from fedpop.run.members import Asking, Here, Members, roster_of
@@ -101,6 +103,8 @@ class Run:
         """Of the information at theta, where a verdict has found it."""
         self.best_round: int | None = None
         """The round whose theta is returned, where validation data choose it."""
+        self.decisions: tuple[Decision, ...] = ()
+        """What settings left open, and what it is here."""
         self._best: tuple[Tensors, Tensors] | None = None
         """The server's state, and what members need to go back to theirs."""
 
@@ -223,6 +227,7 @@ class Run:
             convergence=self.verdict,
             best_round=self.best_round,
             how=[*([("engine", self.engine)] if self.engine else []), *how(method)],
+            decisions=self.decisions,
         )
 
     def begin(self, resume: bool = False) -> bool:
@@ -242,9 +247,9 @@ class Run:
             self.ends = stages.planned(saved.ends, self.settings.rounds)
             if self.metrics is not None:
                 self.history = self.metrics.read(saved.metrics_bytes, saved.metrics_digest)
-            if self.folder is not None and self.requested != saved.config:
-                write_json(self.folder / "config.json", self.requested)  # the same, with more rounds
-            return self._restore(saved)
+            stopped = self._restore(saved)
+            self._decide(write=self.requested != saved.config)  # the same, with more rounds
+            return stopped
         started = time.perf_counter()
         self._compute_in(self.algorithm.model.chosen_precision(), self.algorithm)
         self._settle(self.algorithm.calibrated(self._trial))
@@ -253,9 +258,15 @@ class Run:
             known |= self._asked(question, known)
         self.server = self.algorithm.init(self.facts, self.key, known)
         self.spend({"seconds": time.perf_counter() - started})
-        if self.folder is not None:
-            write_json(self.folder / "config.json", self.requested)
+        self._decide(write=True)
         return False
+
+    def _decide(self, write: bool) -> None:
+        """Say what was decided, beside the settings: a run that is resumed may decide otherwise."""
+        self.decisions = decisions_of(self)
+        if self.folder is not None and write:
+            plain = [decision.plain() for decision in self.decisions]
+            write_json(self.folder / "config.json", self.requested | {"decisions": plain})
 
     def _compute_in(self, precision: str, algorithm: Algorithm) -> None:
         """The type that the backbone runs in is chosen once, and stays: it is in the checkpoint."""
