@@ -22,10 +22,10 @@ from torch import nn
 import fedpop as fp
 from benchmarks.timing import Advance, Spread, shown
 from benchmarks.turns_client import NOTHING
-from fedpop.flower import joining, serving
-from fedpop.flower.folder import open_site
-from fedpop.flower.letters import Letter, digest_of
+from fedpop.flower import server_commands, site_commands
 from fedpop.flower.processes import free_port
+from fedpop.flower.requests import Request, digest_of
+from fedpop.flower.site_folder import open_site
 from fedpop.keys import Key
 from fedpop.methods.base import Facts
 from fedpop.report.results import Record, record
@@ -81,7 +81,7 @@ def parts_of(folder: Path) -> dict[str, float]:
     turns = [[_seconds_of(code) for code in codes] for _ in range(5)]
     least = [0.0, *(min(laps) for laps in zip(*turns, strict=True))]
     out = {part: least[k + 1] - least[k] for k, part in enumerate(steps)}
-    experiment = joining.experiment_of(folder, None)
+    experiment = site_commands.experiment_of(folder, None)
     method, facts = experiment.method, Facts(len(SITES), ROUNDS + 1)
     told = method.broadcast(method.init(facts, Key(0), {}))
     laps = []
@@ -96,7 +96,7 @@ def parts_of(folder: Path) -> dict[str, float]:
             "digest": digest_of(told),
         }
         start = time.perf_counter()
-        reply = open_site(folder).answer(Letter("train", about, told))
+        reply = open_site(folder).answer(Request("train", about, told))
         laps.append(time.perf_counter() - start)
         if reply.refused is not None:
             raise RuntimeError(reply.refused)
@@ -121,7 +121,7 @@ def rounds_of(folder: Path, advance: Advance) -> tuple[list[float], list[float]]
     """Seconds of rounds of a federation of real processes: ours, and an empty client's between them."""
     address, server = f"127.0.0.1:{free_port()}", folder / "server"
     said: list[str] = []
-    serving.init(server, "bench", address, [], False, said.append)
+    server_commands.init(server, "bench", address, [], False, said.append)
     (server / "app" / "federation.toml").write_text(
         SETTINGS.format(rounds=2 * ROUNDS + 1, sites=len(SITES), address=address)
     )
@@ -132,9 +132,9 @@ def rounds_of(folder: Path, advance: Advance) -> tuple[list[float], list[float]]
     for name in SITES:
         own = folder / f"site-{name}"
         given = (address, str(folder / "rows.csv"), server / "tls" / "ca.crt", False, said.append)
-        joining.enrol(own, name, *given)
+        site_commands.enrol(own, name, *given)
         (own / NOTHING).write_text(json.dumps({"site": name, "vectors": nothing()}))
-        serving.admit(server, name, own / "node.pub", said.append)
+        server_commands.admit(server, name, own / "node.pub", said.append)
     code = [sys.executable, "-c", "from fedpop.cli import main; main()"]
     told = folder / "told.txt"
     with told.open("wb") as file:

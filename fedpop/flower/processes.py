@@ -99,7 +99,7 @@ def die_with_parent(how: signal.Signals = signal.SIGTERM) -> None:
         ctypes.CDLL(None).prctl(1, how)
 
 
-class Kept:
+class Supervised:
     """A process that is kept running: started again after any exit, whatever its code."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Kept:
         self._started, self._wait, self._due = 0.0, PATIENCE[0], 0.0
         self.starts = 0
 
-    def __enter__(self) -> Kept:
+    def __enter__(self) -> Supervised:
         self._start()
         return self
 
@@ -181,7 +181,7 @@ class Kept:
             os.killpg(self._child.pid, signal.SIGKILL)  # its own session: nobody else is in it
 
 
-class Told:
+class LogTail:
     """What is new in a log of fedpop's, line by line, without its times and tracebacks."""
 
     def __init__(self, file: Path, levels: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a site does with a letter: its own data, its own chains, one message back."""
+"""What a site does with a request: its own data, its own chains, one message back."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fedpop.errors import CheckpointError, FedpopError, SchemaError, SettingsErr
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active
 from fedpop.files import read_sealed, read_tensors, writable_folder, write_sealed, write_tensors
-from fedpop.flower.letters import TRIAL, Letter, digest_for, digest_of, headed, refusal
-from fedpop.flower.memory import Memory, locked
+from fedpop.flower.requests import TRIAL, Request, digest_for, digest_of, headed, refusal
+from fedpop.flower.site_state import SiteState, locked
 from fedpop.keys import Key
 from fedpop.message import Message, Tensors
-from fedpop.methods.asking import question_from
+from fedpop.methods.asking import question_from_description
 from fedpop.methods.base import Algorithm, Round
 from fedpop.mixed import gaussian, groups, quadrature
 from fedpop.mixed.study import FormulaStudy
@@ -34,7 +34,7 @@ from fedpop.site.plan import Plan, parse_bytes
 from fedpop.site.refusal import Code, Refusal
 from fedpop.site.sites import Sites
 from fedpop.site.store import LocalStore
-from fedpop.site.study import Held, SiteData, Study, Survey, Training
+from fedpop.site.study import SiteData, Study, Survey, Training, UnitData
 from fedpop.site.work import Work
 from fedpop.version import __version__
 
@@ -70,35 +70,35 @@ class Site:
     def data(self) -> SiteData:
         return SiteData(self.name, self.where, self.folder)
 
-    def answer(self, letter: Letter) -> Message:
-        """The reply to a letter. Errors that are not meant for the server stay here, in the log."""
+    def answer(self, request: Request) -> Message:
+        """The reply to a request. Errors that are not meant for the server stay here, in the log."""
         try:
-            if letter.about.get("version") != __version__:
-                told = f"the site has fedpop {__version__}, the server {letter.about.get('version')}"
+            if request.about.get("version") != __version__:
+                told = f"the site has fedpop {__version__}, the server {request.about.get('version')}"
                 raise Refusal(told, Code.VERSION)
             with threads(self.threads):
-                return self._answer(letter)
+                return self._answer(request)
         except Refusal as error:
-            log.warning("%s refused: %s", letter.kind, error)
+            log.warning("%s refused: %s", request.kind, error)
             return refusal(str(error), error.code, site=self.name)
         except SchemaError as error:  # it is written for the server, too
-            log.error("%s failed: %s", letter.kind, error)
+            log.error("%s failed: %s", request.kind, error)
             return refusal(str(error), Code.DATA, site=self.name)
         except FedpopError as error:
-            log.error("%s failed: %s", letter.kind, error)
+            log.error("%s failed: %s", request.kind, error)
             return refusal(f"{type(error).__name__}; the site's log says more", site=self.name)
         except Exception as error:
-            log.exception("%s failed", letter.kind)
+            log.exception("%s failed", request.kind)
             return refusal(f"{type(error).__name__}; the site's log says more", site=self.name)
 
-    def _answer(self, letter: Letter) -> Message:
-        experiment = SiteExperiment(self, str(letter.about["experiment"]))
-        if letter.kind == "hello":
-            return experiment.hello(letter)
+    def _answer(self, request: Request) -> Message:
+        experiment = SiteExperiment(self, str(request.about["experiment"]))
+        if request.kind == "hello":
+            return experiment.hello(request)
         with locked(experiment.state_file):
             return {"train": experiment.train, "ask": experiment.ask, "finish": experiment.finish}[
-                letter.kind
-            ](letter)
+                request.kind
+            ](request)
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,9 @@ class SiteExperiment:
 
     # --- hello -------------------------------------------------------------------------------
 
-    def hello(self, letter: Letter) -> Message:
+    def hello(self, request: Request) -> Message:
         """Keep what the server tells of the study; say who is here. No data are told of but their form."""
-        keep_hello(self.folder, letter)
+        keep_hello(self.folder, request)
         federation = self.federation
         about = {
             "experiment": self.name,
@@ -131,10 +131,10 @@ class SiteExperiment:
             "units": len(federation),
             "examples": int(federation.train.sizes.sum()),
             "splits": sorted(federation.splits),
-            "study": letter.about["study_digest"],
+            "study": request.about["study_digest"],
         }
         # Units are told apart by hashes of their names where the study says so; else nobody has to know them.
-        return headed(about | ({"hashes": federation.units.tolist()} if letter.about["drawn"] else {}))
+        return headed(about | ({"hashes": federation.units.tolist()} if request.about["drawn"] else {}))
 
     @cached_property
     def study(self) -> Study:
@@ -157,27 +157,27 @@ class SiteExperiment:
         return self.study.form if isinstance(self.study, Training) else {}
 
     @cached_property
-    def held(self) -> Held:
+    def unit_data(self) -> UnitData:
         """This site's data as the study has them."""
-        return self.study.held(self.study.read(self.site.data))
+        return self.study.unit_data(self.study.read(self.site.data))
 
     @property
     def federation(self) -> Federation:
-        return self.held.federation
+        return self.unit_data.federation
 
     # --- work --------------------------------------------------------------------------------
 
-    def memory(self, heard: int) -> Memory:
+    def memory(self, heard: int) -> SiteState:
         units = self.federation.units.tolist()
         if not self.state_file.exists():
             if heard >= 0:
                 log.warning("%s: no state here, though round %d counted: a stateless start", self.name, heard)
-            return Memory.empty(units)
+            return SiteState.empty(units)
         try:
-            return Memory.read(self.state_file, units)
+            return SiteState.read(self.state_file, units)
         except CheckpointError as error:
             log.warning("%s: %s: a stateless start", self.name, error)
-            return Memory.empty(units)
+            return SiteState.empty(units)
 
     @cached_property
     def plan(self) -> Plan:
@@ -185,7 +185,7 @@ class SiteExperiment:
         return self.study.plan(self.federation, parse_bytes(self.site.memory))
 
     def sites(self, store: LocalStore) -> Sites:
-        return Sites.one(self.site.name, self.federation, self.study.device, store, self.held.tables)
+        return Sites.one(self.site.name, self.federation, self.study.device, store, self.unit_data.tables)
 
     def key(self, round: int, purpose: str) -> Key:
         """This site's own, at the address that the server names."""
@@ -199,13 +199,13 @@ class SiteExperiment:
             raise Refusal(told, Code.STRANGER)
         return torch.tensor(here if units is None else units, dtype=torch.int64)
 
-    def train(self, letter: Letter) -> Message:
-        """One round: the same reply to the same letter, whatever happened in between."""
-        number, heard = int(letter.about["round"]), int(letter.about["heard"])
-        method, units = self.method, letter.about["units"]
+    def train(self, request: Request) -> Message:
+        """One round: the same reply to the same request, whatever happened in between."""
+        number, heard = int(request.about["round"]), int(request.about["heard"])
+        method, units = self.method, request.about["units"]
         ids = self._ids(units)
-        digest = digest_for(digest_of(letter.tensors), units)
-        if digest != letter.about["digest"]:
+        digest = digest_for(digest_of(request.tensors), units)
+        if digest != request.about["digest"]:
             raise Refusal("theta did not arrive as it was sent", Code.DAMAGED)
         memory = self.memory(heard)
         if memory.round == number and memory.digest == digest and memory.reply is not None:
@@ -213,15 +213,15 @@ class SiteExperiment:
             return memory.reply
         if number < memory.round:
             log.warning("%s: round %d after round %d: the server went back", self.name, number, memory.round)
-        self._remember(memory, letter, heard)
+        self._remember(memory, request, heard)
         store = memory.start_of(self.study.keeps, number, heard)
-        _forget(store, memory.noted, letter.about["noted"])
-        shared, weight = Key(int(letter.about["seed"]), number, "/train"), letter.about.get("weight")
+        _forget(store, memory.noted, request.about["noted"])
+        shared, weight = Key(int(request.about["seed"]), number, "/train"), request.about.get("weight")
         key = self.key(number, "site/train")
-        now = Round(number, letter.tensors, key, shared, weigh=weight is not None)
+        now = Round(number, request.tensors, key, shared, weigh=weight is not None)
         sites = self.sites(store)
         active = Active(ids, torch.full((len(ids),), 1.0 if weight is None else float(weight)), ratio=False)
-        messages = int(letter.about["active"])
+        messages = int(request.about["active"])
         (work,) = sites.round_work(method, now, active, self.plan, messages, encode=True)
         message = work.message
         if message.withheld is not None:
@@ -248,27 +248,27 @@ class SiteExperiment:
             after.put(ids, states)
         return before, after
 
-    def _remember(self, memory: Memory, letter: Letter, heard: int) -> None:
+    def _remember(self, memory: SiteState, request: Request, heard: int) -> None:
         """Keep the present state where validation data chose the round that led to it."""
-        best = int(letter.about["best"])
+        best = int(request.about["best"])
         if best >= 0 and best != memory.best_round and heard <= best:
             memory.best = LocalStore.restore(memory.settled(self.study.keeps, heard).state())
             memory.best_round = best
 
-    def ask(self, letter: Letter) -> Message:
+    def ask(self, request: Request) -> Message:
         """An answer to a question; what it leaves with units is noted under its name."""
-        about, heard = letter.about, int(letter.about["heard"])
-        question = _question(about["told"], letter.tensors, self.study)
+        about, heard = request.about, int(request.about["heard"])
+        question = _question(about["told"], request.tensors, self.study)
         self._require_rows(question)
         memory = self.memory(heard)
         store = memory.settled(self.study.keeps, heard)
         sites, key = self.sites(store), self.key(int(about["key"][0]), str(about["key"][1]))
-        known = _part("known.", letter.tensors)
-        broadcast = _part("broadcast.", letter.tensors)
+        known = _part("known.", request.tensors)
+        broadcast = _part("broadcast.", request.tensors)
         models = rebuilt(about["models"], {})
         asking = Asking(question, known, key, self.study.algorithm, models, broadcast)
         plan, personal = asking.models_at(sites, self.plan)
-        asked = question.ask(known) if models is not None else _part("asked.", letter.tensors)
+        asked = question.ask(known) if models is not None else _part("asked.", request.tensors)
         among = self._ids(about.get("units"))
         (work,) = sites.question_work(question, asked, key, plan, personal, among, encode=True)
         work.settle(work.message.received)
@@ -296,16 +296,16 @@ class SiteExperiment:
             f"{question.name}: products of fewer than {least} rows are not sent; the others do", Code.FEW_ROWS
         )
 
-    def finish(self, letter: Letter) -> Message:
+    def finish(self, request: Request) -> Message:
         """Keep the theta that was learned, and the states to predict with."""
-        about, heard = letter.about, int(letter.about["heard"])
+        about, heard = request.about, int(request.about["heard"])
         memory = self.memory(heard)
-        self._remember(memory, letter, heard)
+        self._remember(memory, request, heard)
         store = memory.settled(self.study.keeps, heard)
         if about["recall"] and memory.best is not None:
             store = memory.best
         write_tensors(self.folder / "final.safetensors", store.state())
-        published = dict(letter.tensors)
+        published = dict(request.tensors)
         if self.study.algorithm is not None:
             population = Population(
                 self.study.algorithm,
@@ -323,18 +323,18 @@ class SiteExperiment:
         return headed({"site": self.site.name, "experiment": self.name})
 
 
-def keep_hello(folder: Path, letter: Letter) -> None:
-    """Write what a letter tells of an experiment: its study, and tensors such as where a model starts."""
-    about = {name: letter.about[name] for name in ("experiment", "study")}
-    about["digest"] = write_tensors(folder / MODEL, letter.tensors)
+def keep_hello(folder: Path, request: Request) -> None:
+    """Write what a request tells of an experiment: its study, and tensors such as where a model starts."""
+    about = {name: request.about[name] for name in ("experiment", "study")}
+    about["digest"] = write_tensors(folder / MODEL, request.tensors)
     write_sealed(folder / TOLD, about)
 
 
-def study_from(told: Mapping[str, Any], tensors: Tensors) -> Study:
-    """The study that was told."""
-    if told["kind"] not in STUDIES:
-        raise Refusal(f"the site knows no study {told['kind']!r}", Code.STUDY)
-    return STUDIES[told["kind"]].of(told, tensors)
+def study_from(description: Mapping[str, Any], tensors: Tensors) -> Study:
+    """The study of this description."""
+    if description["kind"] not in STUDIES:
+        raise Refusal(f"the site knows no study {description['kind']!r}", Code.STUDY)
+    return STUDIES[description["kind"]].from_description(description, tensors)
 
 
 def keep_theta(folder: Path, published: Tensors) -> None:
@@ -349,7 +349,7 @@ def read_theta(folder: Path) -> Tensors:
 
 def _question(told: dict[str, Any], sent: Tensors, study: Study) -> Question[Any]:
     try:
-        return question_from(told, sent, study.owner)
+        return question_from_description(told, sent, study.owner)
     except (CheckpointError, SettingsError) as error:
         raise Refusal(f"the site cannot make the question: {error}", Code.QUESTION) from error
 

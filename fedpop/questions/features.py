@@ -23,7 +23,7 @@ NOTHING = 1e-10
 """Of the moments of features whose mean square is one: below it they are multiples of each other."""
 
 ROWS = 64
-"""Examples of a unit that are looked at: one number is asked for, and a pass over all images of many clients
+"""Examples of a unit that are used: one number is asked for, and a pass over all images of many clients
 would take as long as several rounds."""
 
 

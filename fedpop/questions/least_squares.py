@@ -31,7 +31,7 @@ def applies(model: Model) -> bool:
 @dataclass(frozen=True)
 class LeastSquares(Question[Tensors]):
     """Known are ``centre``, ``spread`` and ``shape`` of z, ``left``, the variance of y about the fit, and
-    ``fixed``, the map of fixed effects where there are any; nothing where too few examples were heard of."""
+    ``fixed``, the map of fixed effects where there are any; nothing where too few examples were received."""
 
     model: Model
     phi: Tensor
@@ -65,7 +65,7 @@ class LeastSquares(Question[Tensors]):
             ),
             dim=1,
         )
-        # One whose numbers the model's own type cannot hold is left out of rounds: it must not set the start.
+        # One whose numbers the model's type cannot hold is left out of rounds: it must not set the start.
         good = torch.isfinite(moments.to(phi.dtype)).all(1)
         return Answer(good, {"moments": moments * large.unsqueeze(1)})
 
@@ -86,5 +86,5 @@ class LeastSquares(Question[Tensors]):
         noise = self.model.likelihood.given_noise
         spread = 0.5 * left if noise is None else max(left - noise, 0.1 * left)
         fixed = {"fixed": weight[columns:].mT} if c > columns else {}
-        own = shapes(second[:columns, :columns] / n, spread, outputs)
-        return fixed | own | {"centre": weight[:columns].mT.reshape(-1), "left": second.new_tensor(left)}
+        found = shapes(second[:columns, :columns] / n, spread, outputs)
+        return fixed | found | {"centre": weight[:columns].mT.reshape(-1), "left": second.new_tensor(left)}

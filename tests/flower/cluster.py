@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import fedpop
-from fedpop.flower import joining, serving
-from fedpop.flower.folder import SECRET
+from fedpop.flower import server_commands, site_commands
 from fedpop.flower.processes import free_port
+from fedpop.flower.site_folder import SECRET
 
 ROOT = Path(fedpop.__file__).parent.parent
 WATCH = """import os, sys
@@ -73,14 +73,14 @@ class Cluster:
         self.root, self.said = root, list[str]()
         self.address = f"127.0.0.1:{free_port()}"
         self.server = root / "server"
-        serving.init(self.server, "test", self.address, [], False, self.said.append)
+        server_commands.init(self.server, "test", self.address, [], False, self.said.append)
         text = settings_of(method, rounds, sites or f"sites = {len(tables)}", self.address)
         (self.server / "app" / "federation.toml").write_text(text)
         (self.server / "app" / "model.py").write_text(MODEL)
         for name, table in tables.items():
             (root / f"{name}.csv").write_text(table)
             self.enrol(name)
-            serving.admit(self.server, name, root / name / "node.pub", self.said.append)
+            server_commands.admit(self.server, name, root / name / "node.pub", self.said.append)
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         (root / "watch").mkdir()
         (root / "watch" / "sitecustomize.py").write_text(WATCH)
@@ -90,7 +90,7 @@ class Cluster:
     def enrol(self, name: str, data: str = "") -> Path:
         folder = self.root / name
         where = data or str(self.root / f"{name}.csv")
-        joining.enrol(
+        site_commands.enrol(
             folder, name, self.address, where, self.server / "tls" / "ca.crt", False, self.said.append
         )
         (folder / SECRET).write_text("0\n")  # that of the simulator's clients

@@ -24,7 +24,7 @@ NAMES = [".", "..", "a/b", "x" * 65, "\u00e9", "a b", "$(x)"]
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """A federation whose run is over."""
     made = Made(tmp_path_factory.mktemp("made"))
-    made.conduct()
+    made.run_deployment()
     return made
 
 

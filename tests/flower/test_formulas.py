@@ -15,10 +15,10 @@ import torch
 
 import fedpop as fp
 from fedpop.errors import DataError, EstimateError, FedpopWarning, SettingsError
-from fedpop.flower.folder import open_site
-from fedpop.flower.letters import Letter, code_of
-from fedpop.flower.records import letter_from_record, message_from_record
+from fedpop.flower.records import message_from_record, request_from_record
+from fedpop.flower.requests import Request, code_of
 from fedpop.flower.site import read_theta
+from fedpop.flower.site_folder import open_site
 from fedpop.keys import Key
 from fedpop.message import Total
 from fedpop.mixed import gaussian, groups, quadrature, study
@@ -27,7 +27,7 @@ from fedpop.mixed.model import FitSettings, fitted_over
 from fedpop.mixed.study import FormulaStudy
 from fedpop.questions import Question
 from fedpop.questions.schema import ColumnSquares, ColumnTotals
-from fedpop.run.members import Asking, Here
+from fedpop.run.members import Asking, LocalMembers
 from fedpop.site.refusal import Code
 from tests.flower.formulas import Alone, by_site, grid_of, members_on, over, states_at
 from tests.mixed.conftest import alike
@@ -58,7 +58,7 @@ def here_of(frame: Any, formula: str, family: str = "gaussian", **said: Any) -> 
 # --- every question -------------------------------------------------------------------------------------
 
 
-class ThreeWays(Here):
+class ThreeWays(LocalMembers):
     """Members here; whatever they are asked is asked of groups that are each alone (before there are groups,
     of sites), and over the Grid, too, and they are to find the same."""
 
@@ -71,10 +71,10 @@ class ThreeWays(Here):
         self.elsewhere = members_on(grid_of(root, self.frames), about)
         self.asked: set[type[Question[Any]]] = set()
 
-    def tell(self, study: Any) -> None:
-        super().tell(study)
+    def update_study(self, study: Any) -> None:
+        super().update_study(study)
         self.alone = Alone(study, self.groups)
-        self.elsewhere.tell(study)
+        self.elsewhere.update_study(study)
 
     def ask(self, asking: Asking[Any]) -> tuple[Any, Total]:
         question, (found, total) = asking.question, super().ask(asking)
@@ -139,7 +139,7 @@ def test_every_question_of_mixed_models_is_answered_alike(tmp_path: Path, frame:
     the Grid; sums agree to 1e-12 of the sum of absolute values."""
     asked: set[type[Question[Any]]] = set()
     for formula, family, weights in MODELS:
-        asked |= asked_three_ways(tmp_path / family, frame, FormulaStudy.said(formula, family, weights))
+        asked |= asked_three_ways(tmp_path / family, frame, FormulaStudy.from_text(formula, family, weights))
     own = {
         kind
         for module in (study, groups, gaussian, quadrature)
@@ -156,7 +156,7 @@ def test_scores_of_some_are_asked_of_their_sites_alone(tmp_path: Path, frame: An
     x, before = fit.engine.vector(fit.outcome.point) + 0.1, len(grid.traffic)
     for ids in (torch.tensor([1, 2]), torch.tensor([0, 4, 5, 11])):
         torch.testing.assert_close(fit.engine.score(x, ids), here.engine.score(x, ids), rtol=1e-9, atol=1e-9)
-    asked = [(site, letter_from_record(m.content).about["units"]) for site, m, _ in grid.traffic[before:]]
+    asked = [(site, request_from_record(m.content).about["units"]) for site, m, _ in grid.traffic[before:]]
     assert asked == [("north", [1, 2]), ("north", [0]), ("south", [0, 1]), ("west", [3])]
 
 
@@ -229,8 +229,8 @@ def test_what_leaves_a_site_is_no_larger_for_more_rows_and_groups(tmp_path: Path
         grid = grid_of(tmp_path / str(times), by_site(more, "g", 3))
         over(grid, "y ~ s + w + (w | g)")
         shapes: dict[str, dict[str, int]] = {}
-        for _, letter, reply in grid.traffic:
-            about, message = letter_from_record(letter.content).about, message_from_record(reply.content)
+        for _, request, reply in grid.traffic:
+            about, message = request_from_record(request.content).about, message_from_record(reply.content)
             own = {name: payload.length for name, payload in message.payloads.items()}
             shapes.setdefault(str(about.get("question")), {}).update(own)
             assert "person" not in f"{message.header} {list(own)}"
@@ -351,8 +351,8 @@ def test_chains_stay_on_one_machine(tmp_path: Path, frame: Any) -> None:
 def test_a_site_that_does_not_answer_is_named(tmp_path: Path, frame: Any) -> None:
     grid = grid_of(tmp_path, by_site(frame, "g", 3))
 
-    def fault(site: str, letter: Any, reply: Any) -> list[Any] | None:
-        asks = letter_from_record(letter.content).about.get("question") == "profile"
+    def fault(site: str, request: Any, reply: Any) -> list[Any] | None:
+        asks = request_from_record(request.content).about.get("question") == "profile"
         return None if site == "west" and asks else [reply]
 
     grid.fault = fault
@@ -366,8 +366,8 @@ def test_a_site_that_loses_its_disk_meanwhile(what: str, tmp_path: Path, frame: 
     grid = grid_of(tmp_path, by_site(frame, "g", 3))
     told: list[str] = []
 
-    def fault(site: str, letter: Any, reply: Any) -> list[Any]:
-        question = letter_from_record(letter.content).about.get("question")
+    def fault(site: str, request: Any, reply: Any) -> list[Any]:
+        question = request_from_record(request.content).about.get("question")
         told.append(str(question))
         if site == "south" and told.count("profile") == 6:
             folder = tmp_path / "south" / "experiments" / "test"
@@ -388,13 +388,13 @@ def test_who_comes_after_the_start_stays_outside(tmp_path: Path, frame: Any) -> 
     late = grid_of(tmp_path / "late", {"late": frames.pop("west")})
     grid = grid_of(tmp_path, frames)
 
-    def fault(site: str, letter: Any, reply: Any) -> list[Any]:
-        if letter_from_record(letter.content).about.get("question") == "profile" and len(grid.nodes) == 2:
+    def fault(site: str, request: Any, reply: Any) -> list[Any]:
+        if request_from_record(request.content).about.get("question") == "profile" and len(grid.nodes) == 2:
             grid.join("late", late.nodes[late.first].node_config["site"])
         return [reply]
 
     grid.fault = fault
-    about = FormulaStudy.said("y ~ w + (1 | g)")
+    about = FormulaStudy.from_text("y ~ w + (1 | g)")
     fit = fitted_over(members_on(grid, about), about, FitSettings())
     assert "late" in {site for site, _, _ in grid.traffic}
     alike(fit, fp.mixed_model("y ~ w + (1 | g)", frames), 1e-9)
@@ -403,7 +403,7 @@ def test_who_comes_after_the_start_stays_outside(tmp_path: Path, frame: Any) -> 
 def test_a_site_refuses_what_it_was_not_told_of(tmp_path: Path, frame: Any) -> None:
     """Rounds, where there is no method; questions, before there are coordinates."""
     grid = grid_of(tmp_path, by_site(frame, "g", 3))
-    about = FormulaStudy.said("y ~ w + (1 | g)")
+    about = FormulaStudy.from_text("y ~ w + (1 | g)")
     members = members_on(grid, about)
     held = Groups(members, about)
     agreed(held, {}, 5)
@@ -412,7 +412,7 @@ def test_a_site_refuses_what_it_was_not_told_of(tmp_path: Path, frame: Any) -> N
     with pytest.raises(EstimateError, match=r"Profile needs .* there is none yet"):
         members.ask(Asking(gaussian.Profile(units), known, Key(0)))
     with pytest.raises(SettingsError, match="no rounds"):
-        members.settle(fp.FedAvg(fp.Composition(None, torch.nn.Linear(1, 1), "normal")))
+        members.update_method(fp.FedAvg(fp.Composition(None, torch.nn.Linear(1, 1), "normal")))
 
 
 def test_refusals_of_a_formulas_site_have_codes(tmp_path: Path, frame: Any) -> None:
@@ -420,18 +420,18 @@ def test_refusals_of_a_formulas_site_have_codes(tmp_path: Path, frame: Any) -> N
     frames = by_site(frame, "g", 3)
     grid = grid_of(tmp_path, frames)
     over(grid, "y ~ w + (1 | g)")
-    letters = [letter_from_record(m.content) for site, m, _ in grid.traffic if site == "south"]
+    requests = [request_from_record(m.content) for site, m, _ in grid.traffic if site == "south"]
     site = open_site(tmp_path / "south")
-    ask = next(x for x in letters if x.kind == "ask" and x.about["question"] == "profile")
-    hello = next(x for x in letters if x.kind == "hello")
+    ask = next(x for x in requests if x.kind == "ask" and x.about["question"] == "profile")
+    hello = next(x for x in requests if x.kind == "hello")
 
-    def code(letter: Letter, **about: Any) -> Code:
-        return code_of(site.answer(Letter(letter.kind, dict(letter.about) | about, letter.tensors)))
+    def code(request: Request, **about: Any) -> Code:
+        return code_of(site.answer(Request(request.kind, dict(request.about) | about, request.tensors)))
 
     assert code(ask, experiment="another") == Code.STRANGER
     assert code(ask, units=[99]) == Code.STRANGER
     assert code(ask, told={"kind": "Nonsense", "fields": {}}) == Code.QUESTION
-    train = Letter("train", dict(ask.about) | {"round": 0, "units": None}, ask.tensors)
+    train = Request("train", dict(ask.about) | {"round": 0, "units": None}, ask.tensors)
     assert code(train) == Code.STUDY
     assert code(hello, study=dict(hello.about["study"]) | {"kind": "Nonsense"}) == Code.STUDY
     assert code(hello, study=dict(hello.about["study"]) | {"formula": "y ~ z + (1 | g)"}) == Code.DATA
@@ -439,7 +439,7 @@ def test_refusals_of_a_formulas_site_have_codes(tmp_path: Path, frame: Any) -> N
 
 def test_theta_is_given_to_sites_at_the_end(tmp_path: Path, frame: Any) -> None:
     frames = by_site(frame, "g", 3)
-    about = FormulaStudy.said("y ~ w + (w | g)")
+    about = FormulaStudy.from_text("y ~ w + (w | g)")
     members = members_on(grid_of(tmp_path, frames), about)
     fit = fitted_over(members, about)
     theta = {"b": fit.outcome.point.b, "factor": fit.outcome.point.factor}

@@ -14,11 +14,11 @@ from fedpop.cli import main
 from fedpop.federation.reading import read_data
 from fedpop.files import read_json, read_tensors
 from fedpop.flower.client import app
-from fedpop.flower.conduct import conduct
-from fedpop.flower.federation import Folder
+from fedpop.flower.deployment import run_deployment
+from fedpop.flower.server_folder import ServerFolder
 from fedpop.site.study import with_values
 from tests.flower.local_grid import LocalGrid
-from tests.flower.sites import here, post_on, same_bits
+from tests.flower.sites import here, same_bits, transport_on
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hospitals"
 SITES = ("city", "hill", "port", "lake")
@@ -36,9 +36,9 @@ def test_the_walk_through(tmp_path: Path) -> None:
         ca, data = str(server / "tls" / "ca.crt"), str(tmp_path / "data" / f"{name}.csv")
         given = ["--name", name, "--server", "127.0.0.1:8000", "--ca", ca, "--data", data]
         main(["site", "enrol", str(tmp_path / name), *given])
-    folder = Folder(server)
+    folder = ServerFolder(server)
     grid = LocalGrid(app, {name: tmp_path / name for name in SITES})
-    population = conduct(folder.deployment(), post_on(grid), folder.run)
+    population = run_deployment(folder.deployment(), transport_on(grid), folder.run)
     assert population.convergence is not None
     assert population.convergence.converged
     # What the walk-through shows.

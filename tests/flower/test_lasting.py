@@ -16,31 +16,31 @@ from torch import nn
 
 import fedpop as fp
 from fedpop.errors import SettingsError
-from fedpop.flower import joining, serving
+from fedpop.flower import server_commands, site_commands
 from fedpop.flower.client import app
-from fedpop.flower.conduct import conduct
-from fedpop.flower.elsewhere import RoundTerms
-from fedpop.flower.federation import Folder
-from fedpop.flower.post import NODE_GONE
+from fedpop.flower.deployment import run_deployment
 from fedpop.flower.processes import free_port, require_free
-from fedpop.flower.records import letter_from_record
+from fedpop.flower.records import request_from_record
+from fedpop.flower.remote import RoundTerms
+from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.transport import NODE_GONE
 from fedpop.site.study import Survey
 from tests.flower.commands import Made, fedpop, refused
 from tests.flower.faulty import TERMS, train
 from tests.flower.local_grid import LocalGrid
-from tests.flower.sites import deployment, enrol, here, post_on, same_bits
+from tests.flower.sites import deployment, enrol, here, same_bits, transport_on
 from tests.methods.conformance import four, made
 
 
 def gone_once(grid: LocalGrid, name: str, at: int, kind: str = "train") -> list[str]:
-    """A node that dies on its way from a letter to the reply: Flower tells that it is unavailable."""
+    """A node that dies on its way from a request to the reply: Flower tells that it is unavailable."""
     met: list[str] = []
 
-    def fault(site: str, letter: Message, reply: Message) -> list[Message]:
-        told = letter_from_record(letter.content)
+    def fault(site: str, request: Message, reply: Message) -> list[Message]:
+        told = request_from_record(request.content)
         if site == name and told.kind == kind and not met and told.about.get("round", at) == at:
             met.append(site)
-            return [Message(Error(code=NODE_GONE, reason="gone"), reply_to=letter)]
+            return [Message(Error(code=NODE_GONE, reason="gone"), reply_to=request)]
         return [reply]
 
     grid.fault = fault
@@ -53,7 +53,7 @@ def test_who_needs_everyone_waits_for_a_node_that_comes_back(name: str, tmp_path
     data, method = four("softmax"), made(name, "softmax")
     grid = LocalGrid(app, enrol(tmp_path, data))
     met = gone_once(grid, "cem", 1)
-    found = conduct(deployment(method, 3, terms=TERMS), post_on(grid))
+    found = run_deployment(deployment(method, 3, terms=TERMS), transport_on(grid))
     assert met
     assert [line["reasons"] for line in found.history] == [{}, {}, {}]
     same_bits(found.published, here(method, data, rounds=3).published)
@@ -63,7 +63,7 @@ def test_a_question_to_everyone_waits_for_it_too(tmp_path: Path) -> None:
     data, method = four("softmax"), made("DGLMC", "softmax")
     grid = LocalGrid(app, enrol(tmp_path, data))
     met = gone_once(grid, "bea", -1, kind="ask")
-    found = conduct(deployment(method, 2, terms=TERMS), post_on(grid))
+    found = run_deployment(deployment(method, 2, terms=TERMS), transport_on(grid))
     assert met
     same_bits(found.published, here(method, data, rounds=2).published)
 
@@ -76,8 +76,8 @@ def test_early_stopping_does_without_a_site_that_is_away(tmp_path: Path) -> None
     }
     grid = LocalGrid(app, enrol(tmp_path, data))
 
-    def fault(site: str, letter: Message, reply: Message) -> list[Message]:
-        if train(site, letter) == 2:
+    def fault(site: str, request: Message, reply: Message) -> list[Message]:
+        if train(site, request) == 2:
             grid.offline.add("cem")
         return [reply]
 
@@ -85,7 +85,7 @@ def test_early_stopping_does_without_a_site_that_is_away(tmp_path: Path) -> None
     model = fp.Composition(None, nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
     stop = fp.callbacks.EarlyStop(every=1, patience=50)
     told = deployment(fp.FedAvg(model), 6, terms=RoundTerms(sites=2), callbacks=[stop])
-    found = conduct(told, post_on(grid), tmp_path / "run")
+    found = run_deployment(told, transport_on(grid), tmp_path / "run")
     assert [line["heard"] for line in found.history[3:]] == [["ada", "bea"]] * 3
     assert all("validation_log_likelihood" in line for line in found.history)
 
@@ -95,8 +95,8 @@ def test_a_server_that_begins_anew_hears_the_same(name: str, tmp_path: Path) -> 
     """As trial rounds do that were killed: the experiment is known at the site, no round of it counted."""
     data, method = four("softmax"), made(name, "softmax")
     grid = LocalGrid(app, enrol(tmp_path, data))
-    first = conduct(deployment(method, 3, terms=TERMS), post_on(grid))
-    again = conduct(deployment(method, 3, terms=TERMS), post_on(grid))
+    first = run_deployment(deployment(method, 3, terms=TERMS), transport_on(grid))
+    again = run_deployment(deployment(method, 3, terms=TERMS), transport_on(grid))
     same_bits(first.published, again.published)
 
 
@@ -109,8 +109,10 @@ def test_whom_the_settings_have_no_place_for_stays_outside_when_a_run_goes_on(
     method = made("FedAvg", "softmax", compressor=own)
     terms = RoundTerms(sites=3)
     few = {n: f for n, f in folders.items() if n != "cem"}
-    conduct(deployment(method, 2, terms=terms), post_on(LocalGrid(app, few)), tmp_path / "run")
-    found = conduct(deployment(method, 4, terms=terms), post_on(LocalGrid(app, folders)), tmp_path / "run")
+    run_deployment(deployment(method, 2, terms=terms), transport_on(LocalGrid(app, few)), tmp_path / "run")
+    found = run_deployment(
+        deployment(method, 4, terms=terms), transport_on(LocalGrid(app, folders)), tmp_path / "run"
+    )
     assert "cem cannot take part" in caplog.text
     assert found.rounds == 4
     assert found.history[-1]["heard"] == sorted(own)
@@ -125,12 +127,12 @@ def test_groups_in_another_order_do_not_swap_their_chains(
     model = fp.Composition(None, nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
     method = fp.Ditto(model, local=fp.LocalSGD(rate=0.1))
     told = deployment(method, 2, terms=RoundTerms(sites=2))
-    conduct(told, post_on(LocalGrid(app, folders)), tmp_path / "run")
+    run_deployment(told, transport_on(LocalGrid(app, folders)), tmp_path / "run")
     enrol(tmp_path / "again", {"ada": dict(reversed(groups.items())), "bea": groups})
     with caplog.at_level(logging.WARNING):
-        found = conduct(
+        found = run_deployment(
             deployment(method, 4, terms=RoundTerms(sites=2)),
-            post_on(LocalGrid(app, folders)),
+            transport_on(LocalGrid(app, folders)),
             tmp_path / "run",
         )
     assert found.rounds == 4
@@ -149,7 +151,7 @@ def test_personalise_takes_the_data_and_the_theta_it_is_given(
     made_by_command: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = made_by_command
-    own.conduct()
+    own.run_deployment()
     theta, new = own.server / "run" / "theta", own.root / "new"
     wrong = own.root / "wrong.csv"
     wrong.write_text("age,dose\n1,2\n")
@@ -181,15 +183,15 @@ def test_data_given_to_join_are_kept_however_the_file_is_written(
     own = made_by_command
     settings = own.root / "north" / "site.toml"
     settings.write_text(settings.read_text().replace("data = ", "data="))
-    monkeypatch.setattr(joining.certificates, "check_connection", lambda *_: True)
-    monkeypatch.setattr(joining.certificates, "check_clock", lambda *_: None)
+    monkeypatch.setattr(site_commands.certificates, "check_connection", lambda *_: True)
+    monkeypatch.setattr(site_commands.certificates, "check_clock", lambda *_: None)
 
     def started(*_: Any) -> None:
         raise SettingsError("started")
 
-    monkeypatch.setattr(joining, "Kept", started)
+    monkeypatch.setattr(site_commands, "Supervised", started)
     with pytest.raises(SettingsError, match="started"):
-        joining.join(own.root / "north", str(own.root / "south.csv"), False, print)
+        site_commands.join(own.root / "north", str(own.root / "south.csv"), False, print)
     assert 'south.csv"' in settings.read_text()
     assert settings.read_text().count("data =") == 1
 
@@ -203,7 +205,7 @@ def test_a_function_beside_the_sites_settings(tmp_path: Path) -> None:
     )
     (folder / "site.toml").write_text('name = "ada"\ndata = "ada_rows_of_mine:rows"\n')
     (folder / "secret").write_text("1\n")
-    site = joining.open_site(folder)
+    site = site_commands.open_site(folder)
     try:
         assert len(Survey().read(site.data)) == 1
         with pytest.raises(fp.DataError if hasattr(fp, "DataError") else ValueError, match="has a function"):
@@ -216,10 +218,10 @@ def test_the_server_listens_elsewhere_than_sites_reach_it(made_by_command: Made)
     own = made_by_command
     file = own.server / "app" / "federation.toml"
     text = file.read_text()
-    assert Folder(own.server).nearby == own.address
+    assert ServerFolder(own.server).nearby == own.address
     for listen, nearby in (("0.0.0.0:8000", "127.0.0.1:8000"), ("[::]:8000", "[::1]:8000"), ("h:1", "h:1")):
         file.write_text(text + f'listen = "{listen}"\n')
-        folder = Folder(own.server)
+        folder = ServerFolder(own.server)
         assert (folder.address, folder.listen, folder.nearby) == (own.address, listen, nearby)
     with pytest.raises(SettingsError, match="not an address of this machine"):
         require_free("192.0.2.7", free_port())
@@ -237,7 +239,9 @@ class Link:
 
 
 def watch(own: Made, alive: bool, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]) -> Any:
-    watch = serving._Watch(Folder(own.server), Link(alive), own.server / "tls" / "ca.crt", print)  # type: ignore[arg-type]
+    watch = server_commands._Watch(
+        ServerFolder(own.server), Link(alive), own.server / "tls" / "ca.crt", print
+    )  # type: ignore[arg-type]
     watch.asked = []
 
     def flwr(*arguments: str) -> dict[str, Any]:

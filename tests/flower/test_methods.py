@@ -11,9 +11,9 @@ import torch
 import fedpop as fp
 from fedpop.evaluation.information import Information
 from fedpop.files import read_tensors
-from fedpop.flower.elsewhere import RoundTerms
-from fedpop.flower.memory import Memory
-from fedpop.flower.records import letter_from_record
+from fedpop.flower.records import request_from_record
+from fedpop.flower.remote import RoundTerms
+from fedpop.flower.site_state import SiteState
 from fedpop.methods import METHODS
 from fedpop.site.store import LocalStore
 from tests.flower.sites import across, here, same_bits
@@ -39,7 +39,7 @@ def test_every_method_learns_the_same(name: str, kind: str, tmp_path: Path) -> N
             assert not bool(simulated.store.entered[i])
             assert int(simulated.store.slots[i]) < 0
             continue
-        own = Memory.read(file).after.get(torch.tensor([0]), CPU)
+        own = SiteState.read(file).after.get(torch.tensor([0]), CPU)
         theirs = simulated.store.get(torch.tensor([i]), CPU)
         for n in own:
             assert torch.equal(own[n], theirs[n]), (site, n)
@@ -150,8 +150,8 @@ def test_a_site_of_several_groups_sends_their_sum(name: str, tmp_path: Path) -> 
     simulated = method.fit(units, rounds=3, sites=sites, progress=False)
     assert elsewhere.learned_from == 4
     same_bits(elsewhere.published, simulated.published)
-    letters = [m for m in grid.traffic if m[1].metadata.message_type == "train"]
-    assert len(letters) == 2 * 3
+    requests = [m for m in grid.traffic if m[1].metadata.message_type == "train"]
+    assert len(requests) == 2 * 3
 
 
 # --- before the rounds ---------------------------------------------------------------------------
@@ -166,6 +166,6 @@ def test_trial_rounds_find_the_simulators_step(tmp_path: Path) -> None:
     assert elsewhere.algorithm.rate() == simulated.algorithm.rate()
     same_bits(elsewhere.published, simulated.published)
     assert elsewhere.totals["head_steps"] == simulated.totals["head_steps"]
-    names = {letter_from_record(m.content).about["experiment"] for _, m, _ in grid.traffic}
+    names = {request_from_record(m.content).about["experiment"] for _, m, _ in grid.traffic}
     assert {"test", "test.trial-1"} <= names
     assert [p.name for p in (tmp_path / "ada" / "experiments").iterdir()] == ["test"]

@@ -14,7 +14,7 @@ import torch
 import fedpop as fp
 from fedpop.federation.reading import read_data
 from fedpop.files import read_json, read_tensors
-from fedpop.flower import joining
+from fedpop.flower import site_commands
 from fedpop.flower.certificates import split_address
 from fedpop.flower.processes import environment, free_port, healthy, program
 from fedpop.run.run import Run
@@ -95,7 +95,7 @@ def test_ten_rounds_of_fedsoul_to_the_bit(tmp_path: Path) -> None:
         cluster.start_server()
         for name in ("north", "south", "east", "rogue"):
             cluster.start_site(name)
-        joining.enrol(
+        site_commands.enrol(
             tmp_path / "plain", "plain", cluster.address, str(tmp_path / "north.csv"), None, True, print
         )
         cluster.start("plain", "site", "join", str(tmp_path / "plain"), "--insecure")

@@ -211,5 +211,5 @@ def test_a_level_that_is_small_at_each_site_is_not_told(frame):
     frame["site"] = frame.g.str[-1]
     frame["s"] = np.where(frame.groupby("site").cumcount() == 0, "rare", "usual")
     assert "susual" in fp.mixed_model("y ~ s + (1 | g)", frame).coefficients  # ten rows in all
-    with pytest.raises(fp.mixed.model.DataError, match="not told"):
+    with pytest.raises(fp.mixed.model.DataError, match="suppressed"):
         fp.mixed_model("y ~ s + (1 | g)", frame, sites="site")

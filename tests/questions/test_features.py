@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import fedpop as fp
 from fedpop.keys import Key
 from fedpop.message import Tensors
-from fedpop.methods.asking import question_from, question_told
+from fedpop.methods.asking import describe_question, question_from_description
 from fedpop.priors import Normal
 from fedpop.questions import features, starts
 from tests.helpers import asked, cohort_of, generator
@@ -138,8 +138,8 @@ def test_the_question_is_the_same_at_a_site(prior: Normal) -> None:
     """Told in plain values, and made again beside the site's own method."""
     method = fp.FedSOUL(model(), prior=prior)
     (question,) = starts.questions("auto", method.model, prior, method.model.initial_phi())
-    told, sent = question_told(question, {})
-    again = question_from(json.loads(json.dumps(told)), sent, method)
+    told, sent = describe_question(question, {})
+    again = question_from_description(json.loads(json.dumps(told)), sent, method)
     cohort = cohort_of(method.model, counted())
     here, there = (asked(q, cohort, {}, Key(0))[0] for q in (question, again))
     assert here.keys() == there.keys()

@@ -12,11 +12,11 @@ from typing import Any
 from fedpop.errors import SettingsError
 from fedpop.files import digest_of_bytes, writable_folder, write_bytes, write_json
 from fedpop.flower import certificates
-from fedpop.flower.federation import Folder
-from fedpop.flower.folder import check_name
-from fedpop.flower.memory import held
-from fedpop.flower.processes import Kept, Told, environment, healthy, program, require_free
-from fedpop.flower.standing import read_rounds, read_state, round_words
+from fedpop.flower.processes import LogTail, Supervised, environment, healthy, program, require_free
+from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.site_folder import check_name
+from fedpop.flower.site_state import is_locked
+from fedpop.flower.status import read_rounds, read_state, round_words
 from fedpop.version import __version__
 
 Say = Callable[[str], None]
@@ -102,7 +102,7 @@ def init(root: Path, name: str, address: str, hosts: list[str], insecure: bool, 
         certificates.named_host(other)
     if (root / "version.json").exists():
         raise SettingsError(f"{root} is a federation's folder already; choose another one")
-    folder = Folder(writable_folder(root).absolute())
+    folder = ServerFolder(writable_folder(root).absolute())
     for sub in (folder.app, folder.admitted, folder.logs, folder.flower):
         writable_folder(sub)
     told = json.dumps(str(folder.root))
@@ -136,7 +136,7 @@ INSECURE = (
 
 def certificate(root: Path, hosts: list[str], days: int, say: Say) -> None:
     """A new server certificate, from the same authority: sites need nothing new."""
-    folder = Folder(root)
+    folder = ServerFolder(root)
     host, _ = certificates.split_address(folder.address)
     certificates.make_server_certificate(folder.tls, [host, *hosts], days)
     say(f"{folder.tls / 'server.crt'} is new; start the server again")
@@ -145,7 +145,7 @@ def certificate(root: Path, hosts: list[str], days: int, say: Say) -> None:
 def admit(root: Path, name: str, key: Path, say: Say) -> None:
     """Take a site's public key among those that may take part; a running server registers it."""
     check_name(name)
-    folder = Folder(root)
+    folder = ServerFolder(root)
     _ = folder.settings
     certificates.check_public_key(key)
     place = folder.admitted / f"{name}.pub"
@@ -160,7 +160,7 @@ def admit(root: Path, name: str, key: Path, say: Say) -> None:
 
 def run(root: Path, insecure: bool, say: Say) -> None:
     """Start the SuperLink and the run, and keep both going until the run is over."""
-    folder = Folder(root.absolute())
+    folder = ServerFolder(root.absolute())
     folder.deployment()  # what is wrong with the settings is said now
     certificates.split_address(folder.address)
     host, port = certificates.split_address(folder.listen)
@@ -177,7 +177,7 @@ def run(root: Path, insecure: bool, say: Say) -> None:
         writable_folder(sub)
     ca = None if insecure else folder.tls / "ca.crt"
     _connect(folder, ca)
-    link = Kept(
+    link = Supervised(
         lambda: _superlink(folder, host, port, insecure),
         environment(folder.flower),
         folder.logs / "superlink.log",
@@ -187,7 +187,7 @@ def run(root: Path, insecure: bool, say: Say) -> None:
         _Watch(folder, link, ca, say).to_the_end()
 
 
-def _superlink(folder: Folder, host: str, port: int, insecure: bool) -> list[str]:
+def _superlink(folder: ServerFolder, host: str, port: int, insecure: bool) -> list[str]:
     database = str(folder.flower / "superlink.db")
     begin = [program("flower-superlink"), "--host", host, "--port", str(port), "--database", database]
     if insecure:
@@ -197,7 +197,7 @@ def _superlink(folder: Folder, host: str, port: int, insecure: bool) -> list[str
     return [*begin, *named, "--enable-supernode-auth"]
 
 
-def _connect(folder: Folder, ca: Path | None) -> None:
+def _connect(folder: ServerFolder, ca: Path | None) -> None:
     how = "insecure = true" if ca is None else f"root-certificates = {json.dumps(str(ca))}"
     named = f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
     simulated = '[superlink.local]\naddress = ":local:"\n'
@@ -208,14 +208,14 @@ def _connect(folder: Folder, ca: Path | None) -> None:
 class _Watch:
     """A run that goes on, whichever of its processes ends."""
 
-    def __init__(self, folder: Folder, link: Kept, ca: Path | None, say: Say) -> None:
+    def __init__(self, folder: ServerFolder, link: Supervised, ca: Path | None, say: Say) -> None:
         self._folder, self._link, self._ca, self._say = folder, link, ca, say
         self._registered: set[tuple[str, str]] = set()
         """Names and digests of keys."""
         self._again: dict[str, float] = {}
         """When a key that could not be registered is tried again."""
         self._told = len(read_rounds(folder))
-        self._log = Told(folder.run / "server.log", ("INFO", "WARNING"))  # errors end it
+        self._log = LogTail(folder.run / "server.log", ("INFO", "WARNING"))  # errors end it
 
     def to_the_end(self) -> None:
         in_vain = 0
@@ -316,7 +316,7 @@ class _Watch:
                 return False
             elif status["state"] == "failed":
                 raise SettingsError(f"the run failed: {status['why']}")
-            elif not held(self._folder.run / "run"):
+            elif not is_locked(self._folder.run / "run"):
                 return False
             if not self._link.look() or self._link.starts != starts:
                 return False

@@ -9,9 +9,9 @@ from typing import Any
 
 from fedpop.errors import CheckpointError
 from fedpop.files import DAMAGED, read_bytes, read_json
-from fedpop.flower.conduct import AFTERWARDS
-from fedpop.flower.federation import Folder
-from fedpop.flower.memory import held
+from fedpop.flower.deployment import AFTERWARDS
+from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.site_state import is_locked
 from fedpop.run.progress import human_bytes
 
 NEEDED = {"round": int, "asked": int, "left_out": list, "bytes_up": int | float, "bytes_down": int | float}
@@ -21,7 +21,7 @@ TOLD = ("loss", "bytes_up", "bytes_down", "seconds")
 """Numbers of a round that are told by themselves."""
 
 
-def read_state(folder: Folder) -> dict[str, Any] | None:
+def read_state(folder: ServerFolder) -> dict[str, Any] | None:
     """``state``, and ``why`` it is that; None before a run has begun."""
     file = folder.run / "status.json"
     if not file.exists():
@@ -34,7 +34,7 @@ def read_state(folder: Folder) -> dict[str, Any] | None:
     return state
 
 
-def read_rounds(folder: Folder) -> list[dict[str, Any]]:
+def read_rounds(folder: ServerFolder) -> list[dict[str, Any]]:
     """The rounds so far: whole lines of a file that may be being written."""
     file = folder.run / "metrics.jsonl"
     if not file.exists():
@@ -67,11 +67,11 @@ def round_words(line: dict[str, Any]) -> str:
 
 def status(root: Path, say: Callable[[str], None]) -> None:
     """Tell how a run stands."""
-    folder = Folder(root)
+    folder = ServerFolder(root)
     settings = folder.settings
     lines, now, after = read_rounds(folder), read_state(folder), _afterwards(folder.run / AFTERWARDS)
     state = "not begun" if now is None else str(now["state"])
-    if now is not None and state == "running" and not held(folder.run / "run"):
+    if now is not None and state == "running" and not is_locked(folder.run / "run"):
         state = "stopped; fedpop server run goes on with it"
     rounds = settings.get("run", {}).get("rounds")
     planned = "as many as needed" if rounds is None else rounds

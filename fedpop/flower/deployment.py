@@ -10,11 +10,11 @@ from typing import Any
 
 from fedpop.federation.inputs import Example
 from fedpop.files import read_sealed, read_tensors, writable_folder, write_json, write_sealed, write_tensors
-from fedpop.flower.afterwards import answers
-from fedpop.flower.elsewhere import Elsewhere, RoundTerms, members_of
-from fedpop.flower.holdings import Member
-from fedpop.flower.post import Post
+from fedpop.flower.final_questions import answers
+from fedpop.flower.remote import RemoteMembers, RoundTerms, site_records_of
 from fedpop.flower.site import keep_hello, keep_theta
+from fedpop.flower.site_records import SiteRecord
+from fedpop.flower.transport import Transport
 from fedpop.methods.base import Algorithm
 from fedpop.population import Population
 from fedpop.questions.forms import agreed, example_from, plain_example
@@ -57,11 +57,11 @@ class Deployment:
         return method
 
 
-def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> Population:
+def run_deployment(deployment: Deployment, transport: Transport, folder: Path | None = None) -> Population:
     """Run it, or go on with it; at the end every site has theta."""
     saved = None if folder is None else checkpoints.read(folder / "checkpoints")
-    before = None if saved is None else members_of(saved.tensors)
-    members, method = enrolled(deployment, post, folder, before)
+    before = None if saved is None else site_records_of(saved.tensors)
+    members, method = enrolled_members(deployment, transport, folder, before)
     run = Run(method, members, deployment.settings, folder, deployment.callbacks)
     population = run.execute(resume=saved is not None, progress=False)
     if folder is not None and deployment.afterwards:
@@ -72,31 +72,31 @@ def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> P
     if folder is not None:
         population.public().save(folder / "population")
         theta = writable_folder(folder / "theta")  # for sites that come later
-        keep_hello(theta, post.hello)
+        keep_hello(theta, transport.hello)
         keep_theta(theta, population.published)
     return population
 
 
-def enrolled(
+def enrolled_members(
     deployment: Deployment,
-    post: Post,
+    transport: Transport,
     folder: Path | None = None,
-    before: Mapping[str, Member] | None = None,
-) -> tuple[Elsewhere, Algorithm]:
+    before: Mapping[str, SiteRecord] | None = None,
+) -> tuple[RemoteMembers, Algorithm]:
     """The sites that are there, once they are enough, and the method as they are told of it.
 
     What was agreed on, and where the model starts, is kept in the folder: a run that goes on has the same.
     """
     file = None if folder is None else writable_folder(folder) / "agreed.json"
     told = (deployment.experiment, deployment.terms, deployment.settings)
-    members: Elsewhere | None = None
+    members: RemoteMembers | None = None
     if file is not None and file.exists():
         kept = read_sealed(file, "what sites agreed on")
         form, example = kept["form"], example_from(kept["example"])
         method = deployment.prepared(example)
         with_values(method.model, read_tensors(file.with_name("model.safetensors"), kept["digest"]))
     else:
-        members = Elsewhere(Survey(deployment.schema), post, *told)
+        members = RemoteMembers(Survey(deployment.schema), transport, *told)
         form, example = agreed(deployment.schema, members.asks)
         method = deployment.prepared(example)
         if file is not None:
@@ -104,8 +104,8 @@ def enrolled(
             write_sealed(file, {"form": form, "example": plain_example(example), "digest": digest})
     study = Training(method, example, form, deployment.entry)
     if members is None:
-        members = Elsewhere(study, post, *told, before=before)
+        members = RemoteMembers(study, transport, *told, before=before)
         members.wait()
     else:
-        members.tell(study)
+        members.update_study(study)
     return members, method

@@ -15,7 +15,7 @@ from fedpop.site.work import alike
 
 
 @dataclass
-class Member:
+class SiteRecord:
     """What the server knows of a site."""
 
     units: int = 0
@@ -45,7 +45,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class TakingPart:
+class ActivePart:
     """A site's in a round."""
 
     ids: Tensor
@@ -55,7 +55,7 @@ class TakingPart:
     weight: float
 
 
-def roster_of_sites(sites: Mapping[str, Member]) -> Roster:
+def roster_of_sites(sites: Mapping[str, SiteRecord]) -> Roster:
     """Units by the hashes of their names; without these, which nothing is drawn by, in their order."""
     each = {name: sites[name] for name in sorted(sites)}
     hashes = [h for name, s in each.items() for h in s.hashes or range(s.units)]
@@ -63,16 +63,16 @@ def roster_of_sites(sites: Mapping[str, Member]) -> Roster:
     return Roster(torch.tensor(hashes, dtype=torch.int64), names, units_of(names), growing=True)
 
 
-def places(sites: Mapping[str, Member]) -> dict[str, Tensor]:
+def positions(sites: Mapping[str, SiteRecord]) -> dict[str, Tensor]:
     """Positions of each site's units in the roster."""
     names = sorted(sites)
     every = torch.arange(sum(sites[n].units for n in names)).split([sites[n].units for n in names])
     return dict(zip(names, every, strict=True))
 
 
-def taking_part(sites: Mapping[str, Member], active: Active) -> dict[str, TakingPart]:
+def active_parts(sites: Mapping[str, SiteRecord], active: Active) -> dict[str, ActivePart]:
     """Which units of each site take part in a round, and what its sum counts; a site without any does not."""
-    place = places(sites)
+    place = positions(sites)
     sizes = torch.tensor([len(own) for own in place.values()])
     at = torch.repeat_interleave(torch.arange(len(place)), sizes)[active.ids]
     parts = {}
@@ -82,10 +82,10 @@ def taking_part(sites: Mapping[str, Member], active: Active) -> dict[str, Taking
         if len(ids):
             some = None if len(ids) == len(own) else (ids - own[0]).tolist()
             weight = alike(active.weights[here], "take part with different probabilities")
-            parts[name] = TakingPart(ids, some, float(weight))
+            parts[name] = ActivePart(ids, some, float(weight))
     return parts
 
 
-def examples_in(site: Member, part: TakingPart) -> int:
+def examples_in(site: SiteRecord, part: ActivePart) -> int:
     """About how many examples a site's part of a round has: its units' sizes are its own."""
     return max(1, round(site.examples * len(part.ids) / max(1, site.units)))

@@ -25,10 +25,10 @@ from fedpop.federation.reading import (
 )
 from fedpop.files import DAMAGED, read_bytes, read_sealed, read_tensors, writable_folder, write_bytes
 from fedpop.flower import certificates
-from fedpop.flower.folder import SETTINGS, SiteSettings, check_name, make_secret, open_site, read_site
-from fedpop.flower.processes import Kept, Told, environment, free_port, program, require_free
-from fedpop.flower.serving import INSECURE
+from fedpop.flower.processes import LogTail, Supervised, environment, free_port, program, require_free
+from fedpop.flower.server_commands import INSECURE
 from fedpop.flower.site import SEALED, THETA, SiteExperiment, read_theta
+from fedpop.flower.site_folder import SETTINGS, SiteSettings, check_name, make_secret, open_site, read_site
 from fedpop.message import Tensors
 from fedpop.models.predictive import Predictive
 from fedpop.population import Population
@@ -123,14 +123,14 @@ def join(root: Path, data: str | None, insecure: bool, say: Say, seconds: float 
         files = {"--root-certificates": "ca.crt", "--auth-supernode-private-key": "node.key"}
         return begin + [part for flag, file in files.items() for part in (flag, str(settings.folder / file))]
 
-    node = Kept(
+    node = Supervised(
         arguments,
         environment(settings.folder / "flower"),
         settings.folder / "logs" / "node.log",
         lambda words: say(f"node: {words}{_reason(settings.folder / 'logs' / 'node.log')}"),
     )
     log = settings.folder / "site.log"
-    told = Told(log, ("WARNING", "ERROR"))
+    told = LogTail(log, ("WARNING", "ERROR"))
     say(f"site {site.name} takes part; what it does is told in {log}")
     end = None if seconds is None else time.monotonic() + seconds
     with node:

@@ -23,11 +23,11 @@ from fedpop.errors import FedpopError, SettingsError
 from fedpop.federation.inputs import Example
 from fedpop.federation.participation import resolve
 from fedpop.files import read_json, read_sealed, writable_folder, write_sealed
-from fedpop.flower.afterwards import USUAL, check_asked
 from fedpop.flower.certificates import split_address
-from fedpop.flower.conduct import Deployment
-from fedpop.flower.elsewhere import RoundTerms
-from fedpop.flower.folder import check_name, read_toml
+from fedpop.flower.deployment import Deployment
+from fedpop.flower.final_questions import USUAL, check_asked
+from fedpop.flower.remote import RoundTerms
+from fedpop.flower.site_folder import check_name, read_toml
 from fedpop.methods.base import Algorithm
 from fedpop.methods.tables import known_method, method_from
 from fedpop.models.entry import model_named
@@ -43,7 +43,7 @@ RUN = ("rounds", "seed", "participation", "precision", "early_stop", "afterwards
 
 
 @dataclass(frozen=True)
-class Folder:
+class ServerFolder:
     """Where a federation's server keeps things."""
 
     root: Path

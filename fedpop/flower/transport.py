@@ -1,8 +1,8 @@
-"""Flower's Grid as a post office: sites by their names, letters with a deadline, late replies dropped.
+"""Flower's Grid as a post office: sites by their names, requests with a deadline, late replies dropped.
 
 Flower knows nodes by numbers that are new for every key, so each node is asked for its site's name first.
 ``send_and_receive`` waits for the slowest and looks every three seconds: this has a poll loop of its own.
-What comes after its letter's deadline is dropped and counted.
+What comes after its request's deadline is dropped and counted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from flwr.app import MessageType
 from flwr.serverapp import Grid
 
 from fedpop.errors import PayloadError
-from fedpop.flower.letters import Letter, code_of, refusal
-from fedpop.flower.records import letter_to_record, message_from_record
+from fedpop.flower.records import message_from_record, request_to_record
+from fedpop.flower.requests import Request, code_of, refusal
 from fedpop.message import Message
 from fedpop.site.refusal import Code
 from fedpop.version import __version__
@@ -28,7 +28,7 @@ from fedpop.version import __version__
 log = logging.getLogger("fedpop.server")
 
 TYPES = {"hello": MessageType.QUERY, "train": MessageType.TRAIN}
-"""Flower's words for kinds of letters; questions, and the end, are evaluations."""
+"""Flower's words for kinds of requests; questions, and the end, are evaluations."""
 PATIENT = 5
 """How many times as long as a refusal a greeting without an answer is waited for."""
 NODE_GONE = 5
@@ -36,7 +36,7 @@ NODE_GONE = 5
 
 
 @dataclass(frozen=True)
-class Enrolled:
+class ConnectedSite:
     """A site that has told its name: the node it is at, and what it said of itself."""
 
     node: int
@@ -45,13 +45,13 @@ class Enrolled:
 
 @dataclass(frozen=True)
 class Pending:
-    """A letter that has not been answered."""
+    """A request that has not been answered."""
 
     site: str
     until: float
 
 
-class Post:
+class Transport:
     """Who is there, and what goes to and fro."""
 
     def __init__(
@@ -64,10 +64,10 @@ class Post:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._grid = grid
-        self.hello = Letter("hello", {})
+        self.hello = Request("hello", {})
         """What a new node is told."""
         self._poll, self._greeting, self._clock, self._sleep = poll, greeting, clock, sleep
-        self.sites: dict[str, Enrolled] = {}
+        self.sites: dict[str, ConnectedSite] = {}
         self._met: set[int] = set()
         """Nodes that belong to a site, or did."""
         self._greeted: dict[int, float] = {}
@@ -83,13 +83,13 @@ class Post:
         self.lost: set[str] = set()
         """Those of them whose node went away."""
 
-    def beside(self) -> Post:
+    def sibling(self) -> Transport:
         """Another one on the same Grid, to whom nobody has spoken yet."""
-        return Post(
+        return Transport(
             self._grid, poll=self._poll, greeting=self._greeting, clock=self._clock, sleep=self._sleep
         )
 
-    def greet_again(self, hello: Letter) -> None:
+    def greet_all(self, hello: Request) -> None:
         """Everyone is to hear something new, and counts as there once it has."""
         self.hello, self.sites = hello, {}
         self._met, self._greeted, self._hellos, self.refused = set(), {}, {}, {}
@@ -109,17 +109,17 @@ class Post:
         now, nodes = self._clock(), self._online()
         due = [n for n in nodes if n not in self._met and self._greeted.get(n, -math.inf) <= now]
         if due:
-            for node, letter in zip(
+            for node, request in zip(
                 due, self._push([(n, self.hello) for n in due], PATIENT * self._greeting), strict=True
             ):
                 self._greeted[node] = now + PATIENT * self._greeting  # a slow one is not asked twice
-                if letter is not None:
-                    self._hellos[letter] = node
+                if request is not None:
+                    self._hellos[request] = node
         if self._hellos:
             for message in self._grid.pull_messages(list(self._hellos)):
-                letter = message.metadata.reply_to_message_id
-                if letter in self._hellos:
-                    node = self._hellos.pop(letter)
+                request = message.metadata.reply_to_message_id
+                if request in self._hellos:
+                    node = self._hellos.pop(request)
                     self._meet(node, nodes.get(node, ""), _opened(message))
         return sorted(name for name, site in self.sites.items() if site.node in nodes)
 
@@ -135,7 +135,7 @@ class Post:
         log.info("site %s is here", name)
         self._met.add(node)
         self.refused.pop(name, None)
-        self.sites[name] = Enrolled(node, reply.header)
+        self.sites[name] = ConnectedSite(node, reply.header)
 
     def _doubt(self, reply: Message, name: str, registered: str) -> str | None:
         """Why a node cannot be taken for a site of this name."""
@@ -150,7 +150,7 @@ class Post:
         return _misnamed(name, registered)
 
     def busy(self, site: str) -> bool:
-        """It still works on a letter that may yet be answered."""
+        """It still works on a request that may yet be answered."""
         now = self._clock()
         return any(p.site == site and p.until > now for p in self._pending.values())
 
@@ -163,16 +163,16 @@ class Post:
 
     # --- to and fro --------------------------------------------------------------------------
 
-    def deliver(
-        self, letters: Mapping[str, Letter], timeout: float | None, enough: Callable[[int], bool]
+    def send(
+        self, requests: Mapping[str, Request], timeout: float | None, enough: Callable[[int], bool]
     ) -> dict[str, Message]:
-        """Replies to these letters, by site, as soon as there are ``enough`` of them or time is up (None:
+        """Replies to these requests, by site, as soon as there are ``enough`` of them or time is up (None:
         until everyone has answered). Refusals are in ``reasons``."""
-        there = {name: letter for name, letter in letters.items() if name in self.sites}
-        self.reasons = {name: "it is not there" for name in letters if name not in there}
+        there = {name: request for name, request in requests.items() if name in self.sites}
+        self.reasons = {name: "it is not there" for name in requests if name not in there}
         self.lost = set(self.reasons)
         found = self._exchange(
-            {name: (self.sites[name].node, letter) for name, letter in there.items()}, timeout, enough
+            {name: (self.sites[name].node, request) for name, request in there.items()}, timeout, enough
         )
         heard = {}
         for name, reply in found.items():
@@ -188,35 +188,35 @@ class Post:
             self.reasons[name] = "it did not answer in time"
         return heard
 
-    def insist(
+    def retry_lost(
         self,
-        letters: Mapping[str, Letter],
+        requests: Mapping[str, Request],
         replies: Mapping[str, Message],
         timeout: float | None,
         back: Callable[[list[str]], bool],
     ) -> dict[str, Message]:
-        """Replies of those, too, whose node went away meanwhile, once they are ``back``: the same letter
+        """Replies of those, too, whose node went away meanwhile, once they are ``back``: the same request
         again, to which a site that had worked on it gives the same reply."""
         heard, reasons = dict(replies), dict(self.reasons)
-        while lost := sorted(self.lost & letters.keys()):
+        while lost := sorted(self.lost & requests.keys()):
             log.info("%s went away, and must answer", ", ".join(lost))
             if not back(lost):
                 break
-            heard |= self.deliver({n: letters[n] for n in lost}, timeout, lambda heard: False)
+            heard |= self.send({n: requests[n] for n in lost}, timeout, lambda heard: False)
             reasons = {n: why for n, why in reasons.items() if n not in lost} | self.reasons
         self.reasons = reasons
         return heard
 
     def _exchange(
         self,
-        letters: Mapping[str, tuple[int, Letter]],
+        requests: Mapping[str, tuple[int, Request]],
         timeout: float | None,
         enough: Callable[[int], bool],
     ) -> dict[str, Message]:
         start, patience = self._clock(), timeout or 24 * 3600.0
-        # A letter outlives its round: what a slow site answers is then known to be late, not lost.
-        ids = self._push(list(letters.values()), 2 * patience)
-        waiting = {i: name for i, name in zip(ids, letters, strict=True) if i is not None}
+        # A request outlives its round: what a slow site answers is then known to be late, not lost.
+        ids = self._push(list(requests.values()), 2 * patience)
+        waiting = {i: name for i, name in zip(ids, requests, strict=True) if i is not None}
         found: dict[str, Message] = {}
         told = start
         while waiting:
@@ -235,32 +235,32 @@ class Post:
         self._pending |= {i: Pending(name, until) for i, name in waiting.items()}
         return found
 
-    def _push(self, letters: Sequence[tuple[int, Letter]], ttl: float) -> list[str | None]:
+    def _push(self, requests: Sequence[tuple[int, Request]], ttl: float) -> list[str | None]:
         messages = [
             FlowerMessage(
-                content=letter_to_record(letter),
+                content=request_to_record(request),
                 dst_node_id=node,
-                message_type=TYPES.get(letter.kind, MessageType.EVALUATE),
+                message_type=TYPES.get(request.kind, MessageType.EVALUATE),
                 ttl=ttl,
-                group_id=str(letter.about.get("round", letter.kind)),
+                group_id=str(request.about.get("round", request.kind)),
             )
-            for node, letter in letters
+            for node, request in requests
         ]
         return list(self._grid.push_messages(messages))
 
     def _open(self) -> list[str]:
-        """Letters of earlier rounds that may yet be answered."""
+        """Requests of earlier rounds that may yet be answered."""
         now = self._clock()
         self._pending = {i: p for i, p in self._pending.items() if p.until > now}
         return list(self._pending)
 
     def _sort(self, message: Any, waiting: dict[str, str], found: dict[str, Message]) -> None:
-        """A reply goes by the letter that it answers: an error's sender is not the site."""
-        letter = message.metadata.reply_to_message_id
-        if letter in waiting:
-            found[waiting.pop(letter)] = _opened(message)
-        elif letter in self._pending:
-            site = self._pending.pop(letter).site
+        """A reply goes by the request that it answers: an error's sender is not the site."""
+        request = message.metadata.reply_to_message_id
+        if request in waiting:
+            found[waiting.pop(request)] = _opened(message)
+        elif request in self._pending:
+            site = self._pending.pop(request).site
             self.late[site] = self.late.get(site, 0) + 1
             log.info("a late reply of %s was dropped", site)
 

@@ -24,14 +24,14 @@ from fedpop.files import read_tensors, write_tensors
 from fedpop.flower.records import message_of_plain, plain_message
 from fedpop.message import Message, Payload, Tensors
 from fedpop.site.refusal import Code, Refusal
-from fedpop.site.sites import unheard
+from fedpop.site.sites import states_if_lost
 from fedpop.site.store import LocalStore
 
 log = logging.getLogger("fedpop.site")
 
 
 @dataclass
-class Memory:
+class SiteState:
     """The states of a site's units in one experiment."""
 
     before: LocalStore
@@ -50,7 +50,7 @@ class Memory:
     """Hashes of the units' names, in the order of the states."""
 
     @classmethod
-    def empty(cls, names: list[int]) -> Memory:
+    def empty(cls, names: list[int]) -> SiteState:
         return cls(LocalStore(len(names)), LocalStore(len(names)), names=names)
 
     def settled(self, keeps: Sequence[str], heard: int) -> LocalStore:
@@ -59,7 +59,7 @@ class Memory:
         if counted:
             return self.after
         every = range(len(self.after.slots)) if self.units is None else self.units
-        return unheard(keeps, self.before, self.after, torch.tensor(every, dtype=torch.int64))
+        return states_if_lost(keeps, self.before, self.after, torch.tensor(every, dtype=torch.int64))
 
     def start_of(self, keeps: Sequence[str], round: int, heard: int) -> LocalStore:
         """Where a round starts from: before it, if it was worked on already (or an earlier one is asked)."""
@@ -105,7 +105,7 @@ class Memory:
             raise Refusal(f"the site cannot write its state ({why})", Code.DISK) from error
 
     @classmethod
-    def read(cls, path: Path, names: list[int] | None = None) -> Memory:
+    def read(cls, path: Path, names: list[int] | None = None) -> SiteState:
         """What was written. Of other units than these, or in another order, is a CheckpointError."""
         tensors = read_tensors(path)
         try:
@@ -149,7 +149,7 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether a living process has locked it; the lock of a killed one is gone with it."""
     lock = path.with_suffix(".lock")
     if not lock.exists():

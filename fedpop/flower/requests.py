@@ -1,4 +1,4 @@
-"""What goes between the server and a site: letters down, messages up, refusals by code."""
+"""What goes between the server and a site: requests down, messages up, refusals by code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = ("hello", "train", "ask", "finish")
 
 
 @dataclass(frozen=True)
-class Letter:
+class Request:
     """From the server to a site: what is to be done, in plain values, and tensors (theta, say)."""
 
     kind: str
@@ -53,14 +53,14 @@ def code_of(message: Message) -> Code:
         return Code.FAILED
 
 
-def require_answer(message: Message, letter: Letter, site: str) -> Message:
-    """The message, as one of this site; a PayloadError where it does not answer this letter."""
+def require_answer(message: Message, request: Request, site: str) -> Message:
+    """The message, as one of this site; a PayloadError where it does not answer this request."""
     header = message.header
     if header.get("version") != __version__:
         raise PayloadError(f"it came from fedpop {header.get('version')}, this is {__version__}")
     for word in ("experiment", "round", "digest", "question"):
-        if header.get(word) != letter.about.get(word):
-            raise PayloadError(f"it answers another letter ({word} {header.get(word)!r})")
+        if header.get(word) != request.about.get(word):
+            raise PayloadError(f"it answers another request ({word} {header.get(word)!r})")
     return replace(message, sites=torch.tensor([unit_of(site)]))
 
 

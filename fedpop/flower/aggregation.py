@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fedpop.errors import EstimateError, PayloadError, SettingsError
-from fedpop.flower.letters import Letter, require_answer
+from fedpop.flower.requests import Request, require_answer
 from fedpop.keys import unit_of
 from fedpop.message import Aggregate, Channel, Guard, Message, Tensors, Total
 from fedpop.message.declared import HEADER, require_declared
@@ -20,8 +20,8 @@ ABSURD = "its message was out of all proportion"
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """What came of letters: the total, and why sites are not in it."""
+class Aggregated:
+    """What came of requests: the total, and why sites are not in it."""
 
     total: Total
     reasons: dict[str, str]
@@ -32,19 +32,19 @@ class Gathered:
 
 
 @dataclass
-class Gathering:
+class Aggregator:
     """Adds up sites' messages; remembers the form that they had."""
 
     device: torch.device
     forms: dict[str, dict[str, int]] = field(default_factory=dict)
     """Lengths of vectors, by name, of rounds and of each question."""
 
-    def gathered(
+    def aggregate(
         self,
         what: str,
         channel: Channel,
         kind: torch.dtype,
-        letters: Mapping[str, Letter],
+        requests: Mapping[str, Request],
         messages: Mapping[str, Message],
         *,
         of: int,
@@ -54,13 +54,13 @@ class Gathering:
         examples: Mapping[str, int] | None = None,
         varied: bool = False,
         sends: Mapping[str, object] | None = None,
-    ) -> Gathered:
+    ) -> Aggregated:
         """The total of what arrived; ``guard`` looks at a round's messages together, by sites' ``examples``.
         Where names are ``varied`` a vector of a name that others do not send is nothing strange."""
         reasons, seen = dict[str, str](), dict[str, Message]()
         for name in sorted(messages, key=unit_of):
             try:
-                message = require_answer(messages[name], letters[name], name)
+                message = require_answer(messages[name], requests[name], name)
                 _require_declared(message, sends or {})
                 seen[name] = _finite(channel.receive(message, kind))
             except PayloadError as error:
@@ -87,7 +87,7 @@ class Gathering:
                 weight = torch.tensor([1.0 if weights is None else weights[name]], device=self.device)
                 aggregate.add(message.to(self.device), weight)
         total = aggregate.total(of, ratio, usual=usual)
-        return Gathered(total, reasons, frozenset(seen), tuple(sorted(suspects)))
+        return Aggregated(total, reasons, frozenset(seen), tuple(sorted(suspects)))
 
     def _misshapen(self, what: str, vectors: Mapping[str, Tensors]) -> dict[str, str]:
         """Who sends vectors of another form than was sent before, or, the first time, than most send."""
