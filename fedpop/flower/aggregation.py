@@ -1,4 +1,4 @@
-"""Sites' messages made into a total, in the order of sites: who cannot be added up is left out, and named."""
+"""Sites' messages added up to a total, in the order of sites; who cannot be added is left out, and named."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Aggregated:
 
 @dataclass
 class Aggregator:
-    """Adds up sites' messages; remembers the form that they had."""
+    """Adds up sites' messages; remembers their form."""
 
     device: torch.device
     forms: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -66,14 +66,14 @@ class Aggregator:
             except PayloadError as error:
                 reasons[name] = str(error)
         fit = {n: m for n, m in seen.items() if int(m.units)}
-        held_back = {n for n, m in seen.items() if m.withheld is not None and bool(m.withheld)}
+        withheld = {n for n, m in seen.items() if m.withheld is not None and bool(m.withheld)}
         reasons |= dict.fromkeys(seen.keys() - fit.keys(), "its numbers are not finite")
-        reasons |= dict.fromkeys(held_back, f"{ABSURD}; it held it back")
+        reasons |= dict.fromkeys(withheld, f"{ABSURD}; the site withheld it")
         reasons |= self._misshapen(what, {n: m.vectors for n, m in fit.items()}) if not varied else {}
-        suspects, usual = set(held_back), Tensors()
+        suspects, usual = set(withheld), Tensors()
         if guard is not None:
             counts = Aggregate()
-            for name in held_back | {n for n in fit if n not in reasons}:
+            for name in withheld | {n for n in fit if n not in reasons}:
                 counts.number(_counts(seen[name]))
             for name, message in fit.items():
                 rows = torch.tensor([(examples or {}).get(name, 1)])
@@ -91,15 +91,15 @@ class Aggregator:
 
     def _misshapen(self, what: str, vectors: Mapping[str, Tensors]) -> dict[str, str]:
         """Who sends vectors of another form than was sent before, or, the first time, than most send."""
-        forms = {name: {n: v.shape[1] for n, v in sorted(own.items())} for name, own in vectors.items()}
+        forms = {name: {n: v.shape[1] for n, v in sorted(each.items())} for name, each in vectors.items()}
         if not forms:
             return {}
         kinds = Counter(json.dumps(form) for form in forms.values()).most_common()
         usual = self.forms.get(what)
         if usual is None or not all(n in usual for form in forms.values() for n in form):
             if len(kinds) > 1 and kinds[0][1] == kinds[1][1]:
-                told = "; ".join(f"{name} {form}" for name, form in sorted(forms.items())[:4])
-                raise EstimateError(f"sites do not agree on what they send ({told}): check their models")
+                sent = "; ".join(f"{name} {form}" for name, form in sorted(forms.items())[:4])
+                raise EstimateError(f"sites do not agree on what they send ({sent}): check their models")
             usual = (usual or {}) | json.loads(kinds[0][0])
             self.forms[what] = usual
         names = set(json.loads(kinds[0][0]))

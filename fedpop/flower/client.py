@@ -44,10 +44,10 @@ def _reply(message: FlowerMessage, context: Context) -> Message:
 
 def _folder(context: Context) -> str:
     """The folder of this node's site; in a simulation of Flower's, of the one that its number stands for."""
-    own = str(context.node_config.get("site", ""))
+    folder = str(context.node_config.get("site", ""))
     every = str(context.run_config.get("sites", ""))
-    if own or not every or "partition-id" not in context.node_config:
-        return own
+    if folder or not every or "partition-id" not in context.node_config:
+        return folder
     folders = sorted(path.parent for path in Path(every).glob("*/site.toml"))
     number = int(context.node_config["partition-id"])
     return str(folders[number]) if number < len(folders) else ""

@@ -141,14 +141,14 @@ def join(folder: Positional[Path], data: Text = None, insecure: bool = False) ->
 def predict(
     folder: Positional[Path], data: str, out: File = None, level: float = 0.9, experiment: Text = None
 ) -> None:
-    """Predictions with credible intervals from the site's own model; nothing is sent.
+    """Predictions with credible intervals from the site's personal models; nothing is sent.
 
     Args:
         folder: The site's folder.
         data: Rows to predict for: the columns of x, and the group where there is one.
-        out: A CSV file; the terminal unless told.
+        out: A CSV file; the terminal by default.
         level: Of the intervals.
-        experiment: Which one; the last unless told.
+        experiment: Which one; the last by default.
     """
     site_commands.predict(folder, data, out, level, experiment, _say)
 
@@ -157,14 +157,14 @@ def predict(
 def personalise(
     folder: Positional[Path], theta: Path, data: str, at: Text = None, out: File = None, level: float = 0.9
 ) -> None:
-    """A model for a brand-new site from theta and its own data; nothing is sent.
+    """A model for a brand-new site from theta and its data; nothing is sent.
 
     Args:
         folder: The site's folder; made where there is none.
         theta: The folder run/theta of the federation's server.
         data: The site's data.
         at: Rows to predict for.
-        out: A CSV file for the predictions; the terminal unless told.
+        out: A CSV file for the predictions; the terminal by default.
         level: Of the intervals.
     """
     site_commands.personalise(folder, theta, data, at, out, level, _say)

@@ -1,4 +1,4 @@
-"""A run across sites, from the first look at who is there to the theta that everyone gets."""
+"""A run across sites, from the first greeting of sites to the theta that everyone gets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Deployment:
     """What is run across sites: the same method and settings as in the simulator, and when rounds close."""
 
     experiment: str
-    """The name under which sites keep their chains: another one is another run."""
+    """The name under which sites store their states: another one is another run."""
     method: Callable[[Example], Algorithm]
     """The method for examples of this form; before that is agreed on, a model may not know its inputs."""
     settings: Settings
@@ -41,7 +41,7 @@ class Deployment:
     schema: Mapping[str, Any] = field(default_factory=dict)
     """What sites' data must look like."""
     entry: str = ""
-    """``module:name`` that makes the model, where it is not made of torch's own layers."""
+    """``module:name`` that makes the model, where it is not made of torch's layers alone."""
     callbacks: Sequence[Callback] = ()
     afterwards: Sequence[str] = ()
     """What everyone is asked once theta is there."""
@@ -83,20 +83,20 @@ def enrolled_members(
     folder: Path | None = None,
     before: Mapping[str, SiteRecord] | None = None,
 ) -> tuple[RemoteMembers, Algorithm]:
-    """The sites that are there, once they are enough, and the method as they are told of it.
+    """The sites that are there, once they are enough, and the method that they receive.
 
-    What was agreed on, and where the model starts, is kept in the folder: a run that goes on has the same.
+    What was agreed on, and where the model starts, is stored in the folder: a run that goes on has the same.
     """
     file = None if folder is None else writable_folder(folder) / "agreed.json"
-    told = (deployment.experiment, deployment.terms, deployment.settings)
+    settings = (deployment.experiment, deployment.terms, deployment.settings)
     members: RemoteMembers | None = None
     if file is not None and file.exists():
-        kept = read_sealed(file, "what sites agreed on")
-        form, example = kept["form"], example_from(kept["example"])
+        stored = read_sealed(file, "what sites agreed on")
+        form, example = stored["form"], example_from(stored["example"])
         method = deployment.prepared(example)
-        with_values(method.model, read_tensors(file.with_name("model.safetensors"), kept["digest"]))
+        with_values(method.model, read_tensors(file.with_name("model.safetensors"), stored["digest"]))
     else:
-        members = RemoteMembers(Survey(deployment.schema), transport, *told)
+        members = RemoteMembers(Survey(deployment.schema), transport, *settings)
         form, example = agreed(deployment.schema, members.asks)
         method = deployment.prepared(example)
         if file is not None:
@@ -104,7 +104,7 @@ def enrolled_members(
             write_sealed(file, {"form": form, "example": plain_example(example), "digest": digest})
     study = Training(method, example, form, deployment.entry)
     if members is None:
-        members = RemoteMembers(study, transport, *told, before=before)
+        members = RemoteMembers(study, transport, *settings, before=before)
         members.wait()
     else:
         members.update_study(study)

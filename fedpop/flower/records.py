@@ -19,7 +19,7 @@ _KINDS = {name: getattr(torch, name) for name in ("float32", "float64", "int64",
 
 def request_to_record(request: Request) -> RecordDict:
     arrays = {name: _array(tensor) for name, tensor in request.tensors.items()}
-    return _record({"kind": request.kind, "about": dict(request.about)}, arrays)
+    return _record({"kind": request.kind, "about": dict(request.header)}, arrays)
 
 
 def request_from_record(record: RecordDict) -> Request:

@@ -1,4 +1,4 @@
-"""Members at other sites: what they are told, rounds and questions, by request."""
+"""Members at other sites: they receive the study, rounds and questions as requests."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class RoundTerms:
     sites: int = 1
     """Sites that must be there before a round is begun; with fewer the server waits."""
     begin: int | None = None
-    """Sites that must be there when the run begins, or goes on; as many as ``sites`` unless told."""
+    """Sites that must be there when the run begins, or goes on; as many as ``sites`` by default."""
     quorum: float = 1.0
     """The share of those asked whose replies close a round."""
     timeout: float = 600.0
     """Seconds after which it is closed in any case, unless the method needs everyone."""
     weights: str = "rule"
-    """``observed``: each site counts one over the share of rounds in which it was heard."""
+    """``observed``: each site counts one over the share of rounds in which its message was received."""
 
     def __post_init__(self) -> None:
         require(Count, sites=self.sites, begin=self.first)
@@ -78,11 +78,11 @@ class RoundTerms:
         return self.sites if self.begin is None else self.begin
 
     def enough(self, asked: int) -> Callable[[int], bool]:
-        return lambda heard: heard >= self.quorum * asked
+        return lambda received: received >= self.quorum * asked
 
 
 class RemoteMembers(Members):
-    """Sites that requests go to."""
+    """Sites that are reached by requests."""
 
     def __init__(
         self,
@@ -114,17 +114,18 @@ class RemoteMembers(Members):
         self._round, self._best, self._recall, self._trials = -1, -1, False, 0
         self._metrics: dict[str, Any] = {}
 
-    # --- what sites are told -------------------------------------------------------------------
+    # --- what sites receive first --------------------------------------------------------------
 
     def _hello(self) -> Request:
         """What the experiment is about."""
         plain, tensors = self._study.description()
-        told = {"kind": type(self._study).__name__} | plain
-        words = json.dumps([told, digest_of(tensors)], sort_keys=True)
-        about: dict[str, Any] = {"version": __version__, "experiment": self.experiment, "study": told}
-        about |= {"study_digest": hashlib.sha256(words.encode()).hexdigest()[:32]}
-        about["drawn"] = self._study.drawn(self._settings.participation)
-        return Request("hello", about, tensors)
+        description = {"kind": type(self._study).__name__} | plain
+        text = json.dumps([description, digest_of(tensors)], sort_keys=True)
+        header: dict[str, Any] = {"version": __version__, "experiment": self.experiment}
+        header["study"] = description
+        header |= {"study_digest": hashlib.sha256(text.encode()).hexdigest()[:32]}
+        header["drawn"] = self._study.drawn(self._settings.participation)
+        return Request("hello", header, tensors)
 
     def update_study(self, study: Study) -> None:
         """Everyone is greeted anew, and says anew how many units there are."""
@@ -200,28 +201,28 @@ class RemoteMembers(Members):
             f"{self.experiment}{TRIAL}{self._trials}",
             replace(self._terms, sites=len(self.sites), begin=None),
         )
-        beside = RemoteMembers(self._study.by(method), self._transport.sibling(), name, terms, self._settings)
-        beside.wait()
-        return beside
+        trial = RemoteMembers(self._study.by(method), self._transport.sibling(), name, terms, self._settings)
+        trial.wait()
+        return trial
 
     def wait(self, whom: Collection[str] = (), patience: float = math.inf) -> list[str]:
         """Who is there, once it is enough of them and these are among them, or patience is at its end; says
         for whom it waits."""
-        least, told = self._terms.sites if self._begun else self._terms.first, -math.inf
+        least, logged = self._terms.sites if self._begun else self._terms.first, -math.inf
         end = self._transport.now() + patience
         while True:
             here = [name for name in self._transport.present() if self._admitted(name)]
             for name in here:
-                self.sites.setdefault(name, SiteRecord()).greeted(self._transport.sites[name].about)
+                self.sites.setdefault(name, SiteRecord()).greeted(self._transport.sites[name].header)
             self._require_all(whom)
             missing = sorted(set(whom) - set(here))
             if (len(here) >= least and not missing) or self._transport.now() > end:
                 self._begun = True
                 return here
-            if self._transport.now() - told >= 30:
+            if self._transport.now() - logged >= 30:
                 lacking = ", ".join(missing) or f"{least - len(here)} more site(s)"
                 log.info("waiting for %s; here: %s", lacking, ", ".join(here) or "nobody")
-                told = self._transport.now()
+                logged = self._transport.now()
             self._transport.pause()
 
     def _require_all(self, whom: Collection[str]) -> None:
@@ -242,7 +243,7 @@ class RemoteMembers(Members):
             return False
         if name not in self._refused:
             new = SiteRecord()
-            new.greeted(self._transport.sites[name].about)
+            new.greeted(self._transport.sites[name].header)
             try:
                 every = self._before | self.sites | {name: new}
                 self._settings.participation.check(roster_of_sites(every))
@@ -268,24 +269,24 @@ class RemoteMembers(Members):
 
     # --- rounds ------------------------------------------------------------------------------
 
-    def _about(self, name: str, **more: Any) -> dict[str, Any]:
-        """What every request says: which round of the site's counted last, among others."""
+    def _header(self, name: str, **more: Any) -> dict[str, Any]:
+        """What every request has: which round of the site's counted last, among others."""
         site = self.sites[name]
-        own = {"heard": site.heard, "noted": site.noted, "best": self._best, "seed": self._settings.seed}
-        return {"version": __version__, "experiment": self.experiment} | own | more
+        common = {"heard": site.heard, "noted": site.noted, "best": self._best, "seed": self._settings.seed}
+        return {"version": __version__, "experiment": self.experiment} | common | more
 
     def round(self, method: Algorithm, round: Round, active: Active) -> Total:
         parts, digest = active_parts(self.sites, active), digest_of(round.broadcast)
-        told = {"round": round.number, "active": len(parts)}
+        shared = {"round": round.number, "active": len(parts)}
         requests = {}
         for name, part in parts.items():
-            own: dict[str, Any] = {"units": part.units, "digest": digest_for(digest, part.units)}
-            own |= {"weight": part.weight} if round.weigh else {}
-            requests[name] = Request("train", self._about(name, **told, **own), round.broadcast)
+            its: dict[str, Any] = {"units": part.units, "digest": digest_for(digest, part.units)}
+            its |= {"weight": part.weight} if round.weigh else {}
+            requests[name] = Request("train", self._header(name, **shared, **its), round.broadcast)
         weights = {name: part.weight for name, part in parts.items()}
         everyone = self._study.needs_everyone
         timeout = None if everyone else self._terms.timeout
-        enough = (lambda heard: False) if everyone else self._terms.enough(len(requests))
+        enough = (lambda received: False) if everyone else self._terms.enough(len(requests))
         replies = self._transport.send(requests, timeout, enough)
         if everyone:
             replies = self._transport.retry_lost(
@@ -314,18 +315,18 @@ class RemoteMembers(Members):
         reasons = dict(sorted((self._transport.reasons | aggregated.reasons).items()))
         for name, why in reasons.items():
             log.warning("%s was left out: %s", name, why)
-        heard = [n for n in asked if n not in reasons]
-        self._metrics = {"heard": heard, "reasons": reasons, "late": sum(self._transport.late.values())}
+        received = [n for n in asked if n not in reasons]
+        self._metrics = {"heard": received, "reasons": reasons, "late": sum(self._transport.late.values())}
         if self._transport.late:
             self._metrics["late_from"] = dict(sorted(self._transport.late.items()))
         left_out = tuple(i for n in asked if n in reasons for i in asked[n].tolist())
         suspects = tuple(i for n in aggregated.suspects for i in asked[n].tolist())
         self._metrics |= {"asked": len(asked), "units_left_out": len(left_out)}
-        self._part = {n: len(asked[n]) for n in heard}
+        self._part = {n: len(asked[n]) for n in received}
         return replace(aggregated.total, left_out=left_out, suspects=suspects)
 
     def commit(self, entered: bool = True) -> None:
-        """A round counts: the sites that are in it are told so in their next request."""
+        """A round counts: the next request to the sites that are in it says so."""
         if not entered:
             return
         for name, site in self.sites.items():
@@ -333,8 +334,10 @@ class RemoteMembers(Members):
             site.times += self._part.get(name, 0) / max(1, site.units)
             site.heard = self._round if name in self._part else site.heard
 
-    def bytes_down(self, told: Tensors, ids: Tensor) -> int:
-        return len(self.names_of(ids.tolist())) * sum(t.numel() * t.element_size() for t in told.values())
+    def bytes_down(self, broadcast: Tensors, ids: Tensor) -> int:
+        return len(self.names_of(ids.tolist())) * sum(
+            t.numel() * t.element_size() for t in broadcast.values()
+        )
 
     def metrics(self) -> dict[str, Any]:
         return self._metrics
@@ -355,11 +358,11 @@ class RemoteMembers(Members):
         asked = {f"known.{n}": t for n, t in known.items()} if asking.models else {}
         asked |= {} if asking.models else {f"asked.{n}": t for n, t in question.ask(known).items()}
         asked |= {f"broadcast.{n}": t for n, t in asking.broadcast.items()}
-        told, more = describe_question(question, asked)
+        description, more = describe_question(question, asked)
         asked |= more
-        about = {
+        header = {
             "question": question.name,
-            "told": told,
+            "told": description,
             "key": [asking.key.round, asking.key.purpose],
             "models": describe(asking.models),
         }
@@ -370,9 +373,9 @@ class RemoteMembers(Members):
             names = [n for n in names if n in here] or names
         requests = {}
         for name in names:
-            own = about | ({"units": parts[name].units} if parts else {})
-            requests[name] = Request("ask", self._about(name, **own), asked)
-        replies = self._transport.send(requests, self._terms.timeout, lambda heard: False)
+            its = header | ({"units": parts[name].units} if parts else {})
+            requests[name] = Request("ask", self._header(name, **its), asked)
+        replies = self._transport.send(requests, self._terms.timeout, lambda received: False)
         if question.quorum == 1.0 and not asking.late:
             patience = self._terms.timeout
             back = lambda lost: set(lost) <= set(self.wait(lost, patience))  # noqa: E731
@@ -398,7 +401,7 @@ class RemoteMembers(Members):
         if not asking.late and total.count < question.quorum * of:
             whose = "; ".join(f"{n}: {why}" for n, why in sorted(reasons.items())[:5])
             raise EstimateError(
-                f"{question.name}: {total.count} of {of} units could be heard, not enough ({whose})"
+                f"{question.name}: {total.count} of {of} units could answer, not enough ({whose})"
             )
         for name in names:
             self.sites[name].answer(question.name, counted=name not in reasons, read=name in aggregated.read)
@@ -425,9 +428,9 @@ class RemoteMembers(Members):
     def finish(self, published: Tensors, rounds: int) -> list[str]:
         """Give everyone who is there the theta that was learned; says who has it."""
         here = self._transport.present()
-        told = {"recall": self._recall, "rounds": rounds, "learned_from": self.units}
-        requests = {n: Request("finish", self._about(n, **told), published) for n in here if n in self.sites}
-        return sorted(self._transport.send(requests, self._terms.timeout, lambda heard: False))
+        last = {"recall": self._recall, "rounds": rounds, "learned_from": self.units}
+        requests = {n: Request("finish", self._header(n, **last), published) for n in here if n in self.sites}
+        return sorted(self._transport.send(requests, self._terms.timeout, lambda received: False))
 
     # --- checkpoints -------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ def main(grid: Grid, context: Context) -> None:
     where = str(context.run_config.get("folder", ""))
     if not where or not Path(where).is_dir():
         raise SettingsError(f"there is no federation's folder {where!r} here: flwr run . -c 'folder=\"...\"'")
-    # Flower's own processes outlive the SuperLink for a while; what is written is whole at any moment.
+    # Flower's processes outlive the SuperLink for a while; what is written is whole at any moment.
     die_with_parent(signal.SIGKILL)
     folder = ServerFolder(Path(where))
     folder.run.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a site does with a request: its own data, its own chains, one message back."""
+"""What a site does with a request: its data, its chains, one message back."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ STUDIES: Mapping[str, type[Study]] = {kind.__name__: kind for kind in (Survey, T
 """What an experiment may be about."""
 FORMULAS = (groups, gaussian, quadrature)
 """Whose questions a site knows, because they are imported."""
-TOLD, MODEL = "method.json", "model.safetensors"
-"""What a site was told of it, and the tensors that belong to that."""
+DESCRIPTION, MODEL = "method.json", "model.safetensors"
+"""The study's description as a site received it, and the tensors that belong to it."""
 THETA, SEALED = "theta.safetensors", "theta.json"
 """What the federation learned, at a site or for one that comes later."""
-HELD_BACK = "the message is out of all proportion to what is usual and is not sent: look at the data's scale"
+WITHHELD = "the message is out of all proportion to what is usual and is not sent: look at the data's scale"
 
 
 @dataclass(frozen=True)
 class Site:
-    """A site: its name, its secret, where it keeps things, and where its data are."""
+    """A site: its name, its secret, its folder, and where its data are."""
 
     name: str
     secret: int
@@ -73,9 +73,9 @@ class Site:
     def answer(self, request: Request) -> Message:
         """The reply to a request. Errors that are not meant for the server stay here, in the log."""
         try:
-            if request.about.get("version") != __version__:
-                told = f"the site has fedpop {__version__}, the server {request.about.get('version')}"
-                raise Refusal(told, Code.VERSION)
+            if request.header.get("version") != __version__:
+                why = f"the site has fedpop {__version__}, the server {request.header.get('version')}"
+                raise Refusal(why, Code.VERSION)
             with threads(self.threads):
                 return self._answer(request)
         except Refusal as error:
@@ -92,7 +92,7 @@ class Site:
             return refusal(f"{type(error).__name__}; the site's log says more", site=self.name)
 
     def _answer(self, request: Request) -> Message:
-        experiment = SiteExperiment(self, str(request.about["experiment"]))
+        experiment = SiteExperiment(self, str(request.header["experiment"]))
         if request.kind == "hello":
             return experiment.hello(request)
         with locked(experiment.state_file):
@@ -103,7 +103,7 @@ class Site:
 
 @dataclass(frozen=True)
 class SiteExperiment:
-    """One experiment at a site: the study that it was told of, and the states of its units."""
+    """One experiment at a site: the study, and the states of its units."""
 
     site: Site
     name: str
@@ -122,27 +122,27 @@ class SiteExperiment:
     # --- hello -------------------------------------------------------------------------------
 
     def hello(self, request: Request) -> Message:
-        """Keep what the server tells of the study; say who is here. No data are told of but their form."""
+        """Store the server's study; reply who is here. Of the data only sizes and splits are sent."""
         keep_hello(self.folder, request)
         federation = self.federation
-        about = {
+        header = {
             "experiment": self.name,
             "site": self.site.name,
             "units": len(federation),
             "examples": int(federation.train.sizes.sum()),
             "splits": sorted(federation.splits),
-            "study": request.about["study_digest"],
+            "study": request.header["study_digest"],
         }
-        # Units are told apart by hashes of their names where the study says so; else nobody has to know them.
-        return headed(about | ({"hashes": federation.units.tolist()} if request.about["drawn"] else {}))
+        # Units are identified by hashes of their names where the study says so; else nobody has to know them.
+        return headed(header | ({"hashes": federation.units.tolist()} if request.header["drawn"] else {}))
 
     @cached_property
     def study(self) -> Study:
         """What the federation is about."""
-        if not (self.folder / TOLD).exists():
+        if not (self.folder / DESCRIPTION).exists():
             raise Refusal("this site does not know the experiment: greet it first", Code.STRANGER)
-        told = read_sealed(self.folder / TOLD, "what a federation told of its study")
-        return study_from(told["study"], read_tensors(self.folder / MODEL, told["digest"]))
+        description = read_sealed(self.folder / DESCRIPTION, "a study's description")
+        return study_from(description["study"], read_tensors(self.folder / MODEL, description["digest"]))
 
     @property
     def method(self) -> Algorithm:
@@ -167,11 +167,13 @@ class SiteExperiment:
 
     # --- work --------------------------------------------------------------------------------
 
-    def memory(self, heard: int) -> SiteState:
+    def stored_state(self, last_counted: int) -> SiteState:
         units = self.federation.units.tolist()
         if not self.state_file.exists():
-            if heard >= 0:
-                log.warning("%s: no state here, though round %d counted: a stateless start", self.name, heard)
+            if last_counted >= 0:
+                log.warning(
+                    "%s: no state here, though round %d counted: a stateless start", self.name, last_counted
+                )
             return SiteState.empty(units)
         try:
             return SiteState.read(self.state_file, units)
@@ -188,50 +190,50 @@ class SiteExperiment:
         return Sites.one(self.site.name, self.federation, self.study.device, store, self.unit_data.tables)
 
     def key(self, round: int, purpose: str) -> Key:
-        """This site's own, at the address that the server names."""
+        """This site's key, at the address that the server names."""
         return Key(self.site.secret, round, purpose)
 
     def _ids(self, units: Sequence[int] | None) -> torch.Tensor:
         """Positions of the units that are asked; None: all."""
         here = range(len(self.federation))
         if units is not None and not (units and set(units) <= set(here) and len(set(units)) == len(units)):
-            told = "the server asks for units that are not at this site: greet it first"
-            raise Refusal(told, Code.STRANGER)
+            why = "the server asks for units that are not at this site: greet it first"
+            raise Refusal(why, Code.STRANGER)
         return torch.tensor(here if units is None else units, dtype=torch.int64)
 
     def train(self, request: Request) -> Message:
         """One round: the same reply to the same request, whatever happened in between."""
-        number, heard = int(request.about["round"]), int(request.about["heard"])
-        method, units = self.method, request.about["units"]
+        number, last_counted = int(request.header["round"]), int(request.header["heard"])
+        method, units = self.method, request.header["units"]
         ids = self._ids(units)
         digest = digest_for(digest_of(request.tensors), units)
-        if digest != request.about["digest"]:
+        if digest != request.header["digest"]:
             raise Refusal("theta did not arrive as it was sent", Code.DAMAGED)
-        memory = self.memory(heard)
-        if memory.round == number and memory.digest == digest and memory.reply is not None:
+        state = self.stored_state(last_counted)
+        if state.round == number and state.digest == digest and state.reply is not None:
             log.info("%s: round %d again, the same reply", self.name, number)
-            return memory.reply
-        if number < memory.round:
-            log.warning("%s: round %d after round %d: the server went back", self.name, number, memory.round)
-        self._remember(memory, request, heard)
-        store = memory.start_of(self.study.keeps, number, heard)
-        _forget(store, memory.noted, request.about["noted"])
-        shared, weight = Key(int(request.about["seed"]), number, "/train"), request.about.get("weight")
+            return state.reply
+        if number < state.round:
+            log.warning("%s: round %d after round %d: the server went back", self.name, number, state.round)
+        self._remember(state, request, last_counted)
+        store = state.start_of(self.study.keeps, number, last_counted)
+        _forget(store, state.noted, request.header["noted"])
+        shared, weight = Key(int(request.header["seed"]), number, "/train"), request.header.get("weight")
         key = self.key(number, "site/train")
         now = Round(number, request.tensors, key, shared, weigh=weight is not None)
         sites = self.sites(store)
         active = Active(ids, torch.full((len(ids),), 1.0 if weight is None else float(weight)), ratio=False)
-        messages = int(request.about["active"])
+        messages = int(request.header["active"])
         (work,) = sites.round_work(method, now, active, self.plan, messages, encode=True)
         message = work.message
         if message.withheld is not None:
             message = replace(message, payloads={})
-            log.warning("%s: round %d: %s", self.name, number, HELD_BACK)
+            log.warning("%s: round %d: %s", self.name, number, WITHHELD)
         header = {"site": self.site.name, "experiment": self.name, "round": number, "digest": digest}
         reply = headed(header, message)
-        memory.before, memory.after = self._both_sides(sites, work, now)
-        memory.round, memory.digest, memory.units, memory.reply = number, digest, units, reply
-        memory.write(self.state_file)
+        state.before, state.after = self._both_sides(sites, work, now)
+        state.round, state.digest, state.units, state.reply = number, digest, units, reply
+        state.write(self.state_file)
         sent = int(message.units), message.bytes
         log.info("%s: round %d, %d unit(s), %d bytes", self.name, number, *sent)
         return reply
@@ -248,41 +250,41 @@ class SiteExperiment:
             after.put(ids, states)
         return before, after
 
-    def _remember(self, memory: SiteState, request: Request, heard: int) -> None:
-        """Keep the present state where validation data chose the round that led to it."""
-        best = int(request.about["best"])
-        if best >= 0 and best != memory.best_round and heard <= best:
-            memory.best = LocalStore.restore(memory.settled(self.study.keeps, heard).state())
-            memory.best_round = best
+    def _remember(self, state: SiteState, request: Request, last_counted: int) -> None:
+        """Store the present state where validation data chose the round that led to it."""
+        best = int(request.header["best"])
+        if best >= 0 and best != state.best_round and last_counted <= best:
+            state.best = LocalStore.restore(state.current(self.study.keeps, last_counted).state())
+            state.best_round = best
 
     def ask(self, request: Request) -> Message:
         """An answer to a question; what it leaves with units is noted under its name."""
-        about, heard = request.about, int(request.about["heard"])
-        question = _question(about["told"], request.tensors, self.study)
+        header, last_counted = request.header, int(request.header["heard"])
+        question = _question(header["told"], request.tensors, self.study)
         self._require_rows(question)
-        memory = self.memory(heard)
-        store = memory.settled(self.study.keeps, heard)
-        sites, key = self.sites(store), self.key(int(about["key"][0]), str(about["key"][1]))
+        state = self.stored_state(last_counted)
+        store = state.current(self.study.keeps, last_counted)
+        sites, key = self.sites(store), self.key(int(header["key"][0]), str(header["key"][1]))
         known = _part("known.", request.tensors)
         broadcast = _part("broadcast.", request.tensors)
-        models = rebuilt(about["models"], {})
+        models = rebuilt(header["models"], {})
         asking = Asking(question, known, key, self.study.algorithm, models, broadcast)
         plan, personal = asking.models_at(sites, self.plan)
         asked = question.ask(known) if models is not None else _part("asked.", request.tensors)
-        among = self._ids(about.get("units"))
+        among = self._ids(header.get("units"))
         (work,) = sites.question_work(question, asked, key, plan, personal, among, encode=True)
         work.settle(work.message.received)
         if sites.updates:
-            for side in {id(s): s for s in (memory.before, memory.after)}.values():
+            for side in {id(s): s for s in (state.before, state.after)}.values():
                 for ids, states in sites.updates:
                     side.put(ids, states, entered=False)
-            memory.noted[question.name] = sorted(sites.updates[0][1])
-            memory.write(self.state_file)
-        header = {"site": self.site.name, "experiment": self.name, "question": question.name}
-        return headed(header, work.message)
+            state.noted[question.name] = sorted(sites.updates[0][1])
+            state.write(self.state_file)
+        about = {"site": self.site.name, "experiment": self.name, "question": question.name}
+        return headed(about, work.message)
 
     def _require_rows(self, question: Question[Any]) -> None:
-        """Cross products of a few rows tell what the rows are: they are not sent."""
+        """Cross products of a few rows reveal the rows: they are not sent."""
         rows, least = int(self.federation.train.sizes.sum()), self.site.spectral_rows
         if question.shows_rows is None or rows >= least or question.shows_rows >= least:
             return
@@ -297,13 +299,13 @@ class SiteExperiment:
         )
 
     def finish(self, request: Request) -> Message:
-        """Keep the theta that was learned, and the states to predict with."""
-        about, heard = request.about, int(request.about["heard"])
-        memory = self.memory(heard)
-        self._remember(memory, request, heard)
-        store = memory.settled(self.study.keeps, heard)
-        if about["recall"] and memory.best is not None:
-            store = memory.best
+        """Store the theta that was learned, and the states to predict with."""
+        header, last_counted = request.header, int(request.header["heard"])
+        state = self.stored_state(last_counted)
+        self._remember(state, request, last_counted)
+        store = state.current(self.study.keeps, last_counted)
+        if header["recall"] and state.best is not None:
+            store = state.best
         write_tensors(self.folder / "final.safetensors", store.state())
         published = dict(request.tensors)
         if self.study.algorithm is not None:
@@ -312,8 +314,8 @@ class SiteExperiment:
                 published,
                 Key(self.site.secret, purpose="site"),
                 None,
-                rounds=int(about["rounds"]),
-                learned_from=int(about["learned_from"]),
+                rounds=int(header["rounds"]),
+                learned_from=int(header["learned_from"]),
             )
             population.save(self.folder / "population")
             published = population.published
@@ -324,10 +326,10 @@ class SiteExperiment:
 
 
 def keep_hello(folder: Path, request: Request) -> None:
-    """Write what a request tells of an experiment: its study, and tensors such as where a model starts."""
-    about = {name: request.about[name] for name in ("experiment", "study")}
-    about["digest"] = write_tensors(folder / MODEL, request.tensors)
-    write_sealed(folder / TOLD, about)
+    """Store what a request says of an experiment: its study, and tensors such as where a model starts."""
+    description = {name: request.header[name] for name in ("experiment", "study")}
+    description["digest"] = write_tensors(folder / MODEL, request.tensors)
+    write_sealed(folder / DESCRIPTION, description)
 
 
 def study_from(description: Mapping[str, Any], tensors: Tensors) -> Study:
@@ -347,9 +349,9 @@ def read_theta(folder: Path) -> Tensors:
     return read_tensors(folder / THETA, str(read_sealed(folder / SEALED, "a theta's digest").get("digest")))
 
 
-def _question(told: dict[str, Any], sent: Tensors, study: Study) -> Question[Any]:
+def _question(description: dict[str, Any], sent: Tensors, study: Study) -> Question[Any]:
     try:
-        return question_from_description(told, sent, study.owner)
+        return question_from_description(description, sent, study.owner)
     except (CheckpointError, SettingsError) as error:
         raise Refusal(f"the site cannot make the question: {error}", Code.QUESTION) from error
 

@@ -1,7 +1,7 @@
-"""Flower's Grid as a post office: sites by their names, requests with a deadline, late replies dropped.
+"""Requests and replies over Flower's Grid: sites by their names, deadlines, late replies dropped.
 
 Flower knows nodes by numbers that are new for every key, so each node is asked for its site's name first.
-``send_and_receive`` waits for the slowest and looks every three seconds: this has a poll loop of its own.
+``send_and_receive`` waits for the slowest and polls every three seconds: this has another poll loop.
 What comes after its request's deadline is dropped and counted.
 """
 
@@ -28,7 +28,7 @@ from fedpop.version import __version__
 log = logging.getLogger("fedpop.server")
 
 TYPES = {"hello": MessageType.QUERY, "train": MessageType.TRAIN}
-"""Flower's words for kinds of requests; questions, and the end, are evaluations."""
+"""Flower's types for kinds of requests; questions, and the end, are evaluations."""
 PATIENT = 5
 """How many times as long as a refusal a greeting without an answer is waited for."""
 NODE_GONE = 5
@@ -37,10 +37,10 @@ NODE_GONE = 5
 
 @dataclass(frozen=True)
 class ConnectedSite:
-    """A site that has told its name: the node it is at, and what it said of itself."""
+    """A site that has replied with its name: its node, and the reply's header."""
 
     node: int
-    about: Mapping[str, Any]
+    header: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Pending:
 
 
 class Transport:
-    """Who is there, and what goes to and fro."""
+    """Who is there; requests to sites, and their replies."""
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class Transport:
     ) -> None:
         self._grid = grid
         self.hello = Request("hello", {})
-        """What a new node is told."""
+        """The first request to a new node."""
         self._poll, self._greeting, self._clock, self._sleep = poll, greeting, clock, sleep
         self.sites: dict[str, ConnectedSite] = {}
-        self._met: set[int] = set()
+        self._registered: set[int] = set()
         """Nodes that belong to a site, or did."""
         self._greeted: dict[int, float] = {}
         """When a node that has not answered is to be greeted again."""
@@ -79,20 +79,20 @@ class Transport:
         self.late: dict[str, int] = {}
         """Replies that came after their deadline, or twice, by site."""
         self.reasons: dict[str, str] = {}
-        """Why sites were not heard in the last delivery."""
+        """Why sites have no reply in the last ``send``."""
         self.lost: set[str] = set()
         """Those of them whose node went away."""
 
     def sibling(self) -> Transport:
-        """Another one on the same Grid, to whom nobody has spoken yet."""
+        """Another one on the same Grid, without any sites yet."""
         return Transport(
             self._grid, poll=self._poll, greeting=self._greeting, clock=self._clock, sleep=self._sleep
         )
 
     def greet_all(self, hello: Request) -> None:
-        """Everyone is to hear something new, and counts as there once it has."""
+        """Send everyone a new first request; a site is there once it has answered it."""
         self.hello, self.sites = hello, {}
-        self._met, self._greeted, self._hellos, self.refused = set(), {}, {}, {}
+        self._registered, self._greeted, self._hellos, self.refused = set(), {}, {}, {}
 
     # --- who is there ------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class Transport:
         """Sites whose heartbeat is fresh, in the order of their names; new nodes are greeted, and belong to
         them once they have answered. Nobody waits for that."""
         now, nodes = self._clock(), self._online()
-        due = [n for n in nodes if n not in self._met and self._greeted.get(n, -math.inf) <= now]
+        due = [n for n in nodes if n not in self._registered and self._greeted.get(n, -math.inf) <= now]
         if due:
             for node, request in zip(
                 due, self._push([(n, self.hello) for n in due], PATIENT * self._greeting), strict=True
@@ -120,12 +120,12 @@ class Transport:
                 request = message.metadata.reply_to_message_id
                 if request in self._hellos:
                     node = self._hellos.pop(request)
-                    self._meet(node, nodes.get(node, ""), _opened(message))
+                    self._register(node, nodes.get(node, ""), _message_of(message))
         return sorted(name for name, site in self.sites.items() if site.node in nodes)
 
-    def _meet(self, node: int, registered: str, reply: Message) -> None:
+    def _register(self, node: int, registered: str, reply: Message) -> None:
         name = str(reply.header.get("site", ""))
-        why = self._doubt(reply, name, registered)
+        why = self._why_not(reply, name, registered)
         if why is not None:
             log.warning("node %d (%s) cannot take part: %s", node, name or registered or "no name", why)
             self._greeted[node] = self._clock() + self._greeting  # then again: it may have been mended
@@ -133,20 +133,22 @@ class Transport:
                 self.refused[name] = reply.refused
             return
         log.info("site %s is here", name)
-        self._met.add(node)
+        self._registered.add(node)
         self.refused.pop(name, None)
         self.sites[name] = ConnectedSite(node, reply.header)
 
-    def _doubt(self, reply: Message, name: str, registered: str) -> str | None:
+    def _why_not(self, reply: Message, name: str, registered: str) -> str | None:
         """Why a node cannot be taken for a site of this name."""
         if reply.refused is not None:
             return reply.refused
         if reply.header.get("version") != __version__:
             return f"it has fedpop {reply.header.get('version')}, this is {__version__}"
-        if reply.header.get("study") != self.hello.about["study_digest"]:
-            return "it was told of another study"
-        if self.hello.about.get("drawn") and len(reply.header.get("hashes", ())) != reply.header.get("units"):
-            return "it does not tell its units apart"
+        if reply.header.get("study") != self.hello.header["study_digest"]:
+            return "it received another study"
+        if self.hello.header.get("drawn") and len(reply.header.get("hashes", ())) != reply.header.get(
+            "units"
+        ):
+            return "it sends no hashes of its units' names"
         return _misnamed(name, registered)
 
     def busy(self, site: str) -> bool:
@@ -158,10 +160,10 @@ class Transport:
         return self._clock()
 
     def pause(self) -> None:
-        """A moment, before somebody looks again who is there."""
+        """A moment, before it is checked again who is there."""
         self._sleep(4 * self._poll)
 
-    # --- to and fro --------------------------------------------------------------------------
+    # --- requests and replies ----------------------------------------------------------------
 
     def send(
         self, requests: Mapping[str, Request], timeout: float | None, enough: Callable[[int], bool]
@@ -174,19 +176,19 @@ class Transport:
         found = self._exchange(
             {name: (self.sites[name].node, request) for name, request in there.items()}, timeout, enough
         )
-        heard = {}
+        accepted = {}
         for name, reply in found.items():
             if (why := reply.refused) is None:
-                heard[name] = reply
+                accepted[name] = reply
                 continue
             self.reasons[name] = why
             if code_of(reply).greet:
-                self._met.discard(self.sites.pop(name).node)  # greeted again when it is back
+                self._registered.discard(self.sites.pop(name).node)  # greeted again when it is back
                 self.lost.add(name)
                 self._greeted = {}
         for name in there.keys() - found.keys():
             self.reasons[name] = "it did not answer in time"
-        return heard
+        return accepted
 
     def retry_lost(
         self,
@@ -197,15 +199,15 @@ class Transport:
     ) -> dict[str, Message]:
         """Replies of those, too, whose node went away meanwhile, once they are ``back``: the same request
         again, to which a site that had worked on it gives the same reply."""
-        heard, reasons = dict(replies), dict(self.reasons)
+        accepted, reasons = dict(replies), dict(self.reasons)
         while lost := sorted(self.lost & requests.keys()):
             log.info("%s went away, and must answer", ", ".join(lost))
             if not back(lost):
                 break
-            heard |= self.send({n: requests[n] for n in lost}, timeout, lambda heard: False)
+            accepted |= self.send({n: requests[n] for n in lost}, timeout, lambda received: False)
             reasons = {n: why for n, why in reasons.items() if n not in lost} | self.reasons
         self.reasons = reasons
-        return heard
+        return accepted
 
     def _exchange(
         self,
@@ -218,7 +220,7 @@ class Transport:
         ids = self._push(list(requests.values()), 2 * patience)
         waiting = {i: name for i, name in zip(ids, requests, strict=True) if i is not None}
         found: dict[str, Message] = {}
-        told = start
+        logged = start
         while waiting:
             for message in self._grid.pull_messages([*waiting, *self._open()]):
                 self._sort(message, waiting, found)
@@ -227,9 +229,9 @@ class Transport:
             now = self._clock()
             if timeout is not None and now - start >= timeout:
                 break
-            if now - told >= 60:
+            if now - logged >= 60:
                 log.info("waiting for %s", ", ".join(sorted(waiting.values())))
-                told = now
+                logged = now
             self._sleep(self._poll)
         until = start + 2 * patience
         self._pending |= {i: Pending(name, until) for i, name in waiting.items()}
@@ -242,7 +244,7 @@ class Transport:
                 dst_node_id=node,
                 message_type=TYPES.get(request.kind, MessageType.EVALUATE),
                 ttl=ttl,
-                group_id=str(request.about.get("round", request.kind)),
+                group_id=str(request.header.get("round", request.kind)),
             )
             for node, request in requests
         ]
@@ -258,7 +260,7 @@ class Transport:
         """A reply goes by the request that it answers: an error's sender is not the site."""
         request = message.metadata.reply_to_message_id
         if request in waiting:
-            found[waiting.pop(request)] = _opened(message)
+            found[waiting.pop(request)] = _message_of(message)
         elif request in self._pending:
             site = self._pending.pop(request).site
             self.late[site] = self.late.get(site, 0) + 1
@@ -266,16 +268,16 @@ class Transport:
 
 
 def _misnamed(name: str, registered: str) -> str | None:
-    """What is wrong with the name that a site tells of itself."""
+    """What is wrong with the name in a site's reply."""
     if not name:
-        return "it told no name"
+        return "its reply has no name"
     if registered and registered != name:
         return f"it says that it is {name!r}, but its key was registered for {registered!r}"
     return None
 
 
-def _opened(message: Any) -> Message:
-    """What a reply says; what cannot be read is a refusal."""
+def _message_of(message: Any) -> Message:
+    """The message of a reply; one that cannot be read is a refusal."""
     if message.has_error():
         code = Code.GONE if message.error.code == NODE_GONE else Code.FAILED
         return refusal(f"its node failed (Flower's error {message.error.code})", code)

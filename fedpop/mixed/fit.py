@@ -262,7 +262,7 @@ class MixedFit:
         return pandas().DataFrame(rows)
 
     def plain(self) -> dict[str, Any]:
-        """Plain values, as ``fedpop fit --json`` writes them; those of groups where these are on this machine."""
+        """Plain values, as ``fedpop fit --json`` writes them; groups' where these are on this machine."""
         names, modes = self.design.random_names, dict[str, dict[str, dict[str, float]]]()
         if self.groups.members.federation is not None:
             mean, cov = self._effects

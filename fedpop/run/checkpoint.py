@@ -95,7 +95,7 @@ def _read_one(path: Path) -> Checkpoint:
     written = (meta.pop("format", None), meta.pop("version", "0.2.0 or before"))
     if written[0] != FORMAT:
         raise CheckpointError(
-            f"{path} was written by fedpop {written[1]} in another layout, which {__version__} does not read "
+            f"{path} was written by fedpop {written[1]} in its own layout, which {__version__} does not read "
             "and does not migrate: finish the run with that version, or start it again in another folder"
         )
     tensors = path.with_suffix(".safetensors")

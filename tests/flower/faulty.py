@@ -27,7 +27,7 @@ TERMS = RoundTerms(sites=4, timeout=30.0)
 def train(name: str, message: Message) -> int | None:
     """The round that a request to this site asks for; None of any other request."""
     request = request_from_record(message.content)
-    return int(request.about["round"]) if request.kind == "train" else None
+    return int(request.header["round"]) if request.kind == "train" else None
 
 
 def run(

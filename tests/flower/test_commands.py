@@ -43,7 +43,7 @@ def test_a_run_and_what_sites_do_with_it(made: Made, capsys: pytest.CaptureFixtu
     fedpop("server", "status", made.server)
     said = capsys.readouterr().out
     assert "3 of 3 rounds" in said
-    assert "north     last heard in round 3" in said
+    assert "north     last message in round 3" in said
     assert "log likelihood: " in said
     after = read_json(made.server / "run" / "afterwards.json")
     assert after["log_likelihood"]["value"] == pytest.approx(population.log_likelihood().value)

@@ -213,7 +213,7 @@ def test_letters_and_replies_survive_their_records() -> None:
     tensors = {"a": torch.randn(2, 3, dtype=torch.float64), "b": torch.tensor(3), "c": torch.zeros(0)}
     request = Request("train", {"round": 1, "nested": {"x": [1, None]}}, tensors)
     again = request_from_record(request_to_record(request))
-    assert again.about == request.about
+    assert again.header == request.header
     for n, t in tensors.items():
         assert torch.equal(again.tensors[n], t)
         assert again.tensors[n].dtype == t.dtype

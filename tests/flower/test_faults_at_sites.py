@@ -138,7 +138,7 @@ def test_a_repeated_round_gives_the_same_reply_and_another_theta_starts_from_bef
     )
     assert chain.read_bytes() == held
     moved = {n: t + 0.25 if t.is_floating_point() else t for n, t in last.tensors.items()}
-    other = Request("train", dict(last.about) | {"digest": digest_of(moved)}, moved)
+    other = Request("train", dict(last.header) | {"digest": digest_of(moved)}, moved)
     first = site.answer(other)
     assert first.payloads != again.payloads
     assert site.answer(last).payloads == again.payloads  # from before the round, whatever came in between
@@ -149,21 +149,21 @@ def test_theta_that_did_not_arrive_as_sent_is_refused(tmp_path: Path) -> None:
     _, grid = across(made("FedSOUL", "softmax"), four("softmax"), tmp_path, rounds=1)
     last = [x for x in requests_to(grid, "ada") if x.kind == "train"][-1]
     bent = {n: t + 1 if t.is_floating_point() else t for n, t in last.tensors.items()}
-    assert open_site(tmp_path / "ada").answer(Request("train", last.about, bent)).refused is not None
+    assert open_site(tmp_path / "ada").answer(Request("train", last.header, bent)).refused is not None
 
 
 @pytest.mark.parametrize("name", ["..", ".hidden", "a/b", "", "A"])
 def test_an_experiment_cannot_leave_its_folder(name: str, tmp_path: Path) -> None:
     _, grid = across(made("FedAvg", "softmax"), four("softmax"), tmp_path, rounds=1)
     for request in requests_to(grid, "ada")[1:]:
-        other = Request(request.kind, dict(request.about) | {"experiment": name}, request.tensors)
+        other = Request(request.kind, dict(request.header) | {"experiment": name}, request.tensors)
         assert "no dot first" in str(open_site(tmp_path / "ada").answer(other).refused)
 
 
 def test_a_server_of_another_version_is_refused(tmp_path: Path) -> None:
     _, grid = across(made("FedAvg", "softmax"), four("softmax"), tmp_path, rounds=1)
     for request in requests_to(grid, "ada"):
-        other = Request(request.kind, dict(request.about) | {"version": "0.0.0"}, request.tensors)
+        other = Request(request.kind, dict(request.header) | {"version": "0.0.0"}, request.tensors)
         said = open_site(tmp_path / "ada").answer(other).refused
         assert said is not None
         assert said.endswith("the server 0.0.0")

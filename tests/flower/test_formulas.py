@@ -156,7 +156,7 @@ def test_scores_of_some_are_asked_of_their_sites_alone(tmp_path: Path, frame: An
     x, before = fit.engine.vector(fit.outcome.point) + 0.1, len(grid.traffic)
     for ids in (torch.tensor([1, 2]), torch.tensor([0, 4, 5, 11])):
         torch.testing.assert_close(fit.engine.score(x, ids), here.engine.score(x, ids), rtol=1e-9, atol=1e-9)
-    asked = [(site, request_from_record(m.content).about["units"]) for site, m, _ in grid.traffic[before:]]
+    asked = [(site, request_from_record(m.content).header["units"]) for site, m, _ in grid.traffic[before:]]
     assert asked == [("north", [1, 2]), ("north", [0]), ("south", [0, 1]), ("west", [3])]
 
 
@@ -230,7 +230,7 @@ def test_what_leaves_a_site_is_no_larger_for_more_rows_and_groups(tmp_path: Path
         over(grid, "y ~ s + w + (w | g)")
         shapes: dict[str, dict[str, int]] = {}
         for _, request, reply in grid.traffic:
-            about, message = request_from_record(request.content).about, message_from_record(reply.content)
+            about, message = request_from_record(request.content).header, message_from_record(reply.content)
             own = {name: payload.length for name, payload in message.payloads.items()}
             shapes.setdefault(str(about.get("question")), {}).update(own)
             assert "person" not in f"{message.header} {list(own)}"
@@ -352,7 +352,7 @@ def test_a_site_that_does_not_answer_is_named(tmp_path: Path, frame: Any) -> Non
     grid = grid_of(tmp_path, by_site(frame, "g", 3))
 
     def fault(site: str, request: Any, reply: Any) -> list[Any] | None:
-        asks = request_from_record(request.content).about.get("question") == "profile"
+        asks = request_from_record(request.content).header.get("question") == "profile"
         return None if site == "west" and asks else [reply]
 
     grid.fault = fault
@@ -367,7 +367,7 @@ def test_a_site_that_loses_its_disk_meanwhile(what: str, tmp_path: Path, frame: 
     told: list[str] = []
 
     def fault(site: str, request: Any, reply: Any) -> list[Any]:
-        question = request_from_record(request.content).about.get("question")
+        question = request_from_record(request.content).header.get("question")
         told.append(str(question))
         if site == "south" and told.count("profile") == 6:
             folder = tmp_path / "south" / "experiments" / "test"
@@ -389,7 +389,7 @@ def test_who_comes_after_the_start_stays_outside(tmp_path: Path, frame: Any) -> 
     grid = grid_of(tmp_path, frames)
 
     def fault(site: str, request: Any, reply: Any) -> list[Any]:
-        if request_from_record(request.content).about.get("question") == "profile" and len(grid.nodes) == 2:
+        if request_from_record(request.content).header.get("question") == "profile" and len(grid.nodes) == 2:
             grid.join("late", late.nodes[late.first].node_config["site"])
         return [reply]
 
@@ -422,19 +422,19 @@ def test_refusals_of_a_formulas_site_have_codes(tmp_path: Path, frame: Any) -> N
     over(grid, "y ~ w + (1 | g)")
     requests = [request_from_record(m.content) for site, m, _ in grid.traffic if site == "south"]
     site = open_site(tmp_path / "south")
-    ask = next(x for x in requests if x.kind == "ask" and x.about["question"] == "profile")
+    ask = next(x for x in requests if x.kind == "ask" and x.header["question"] == "profile")
     hello = next(x for x in requests if x.kind == "hello")
 
     def code(request: Request, **about: Any) -> Code:
-        return code_of(site.answer(Request(request.kind, dict(request.about) | about, request.tensors)))
+        return code_of(site.answer(Request(request.kind, dict(request.header) | about, request.tensors)))
 
     assert code(ask, experiment="another") == Code.STRANGER
     assert code(ask, units=[99]) == Code.STRANGER
     assert code(ask, told={"kind": "Nonsense", "fields": {}}) == Code.QUESTION
-    train = Request("train", dict(ask.about) | {"round": 0, "units": None}, ask.tensors)
+    train = Request("train", dict(ask.header) | {"round": 0, "units": None}, ask.tensors)
     assert code(train) == Code.STUDY
-    assert code(hello, study=dict(hello.about["study"]) | {"kind": "Nonsense"}) == Code.STUDY
-    assert code(hello, study=dict(hello.about["study"]) | {"formula": "y ~ z + (1 | g)"}) == Code.DATA
+    assert code(hello, study=dict(hello.header["study"]) | {"kind": "Nonsense"}) == Code.STUDY
+    assert code(hello, study=dict(hello.header["study"]) | {"formula": "y ~ z + (1 | g)"}) == Code.DATA
 
 
 def test_theta_is_given_to_sites_at_the_end(tmp_path: Path, frame: Any) -> None:

@@ -61,7 +61,7 @@ def test_the_server_leaves_out_what_is_out_of_proportion(at: int, tmp_path: Path
 
     def fault(site: str, request: Message, reply: Message) -> list[Message]:
         told = request_from_record(request.content)
-        absurd = told.kind == "train" and told.about["round"] == at and site == "cem"
+        absurd = told.kind == "train" and told.header["round"] == at and site == "cem"
         return [grown(reply, 1e7) if absurd else reply]
 
     grid.fault = fault
@@ -117,7 +117,7 @@ def test_everyone_cannot_be_shut_out(tmp_path: Path) -> None:
     told = deployment(fp.FedAvg(softmax(), local=SGD, guard=3.0), 5, terms=RoundTerms(sites=6))
 
     def fault(site: str, request: Message, reply: Message) -> list[Message]:
-        about = request_from_record(request.content).about
+        about = request_from_record(request.content).header
         return [grown(reply, 1e-6) if about.get("round") in (0, 1) else reply]
 
     grid.fault = fault

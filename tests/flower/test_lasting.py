@@ -38,7 +38,7 @@ def gone_once(grid: LocalGrid, name: str, at: int, kind: str = "train") -> list[
 
     def fault(site: str, request: Message, reply: Message) -> list[Message]:
         told = request_from_record(request.content)
-        if site == name and told.kind == kind and not met and told.about.get("round", at) == at:
+        if site == name and told.kind == kind and not met and told.header.get("round", at) == at:
             met.append(site)
             return [Message(Error(code=NODE_GONE, reason="gone"), reply_to=request)]
         return [reply]
@@ -239,7 +239,7 @@ class Link:
 
 
 def watch(own: Made, alive: bool, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]) -> Any:
-    watch = server_commands._Watch(
+    watch = server_commands._RunWatch(
         ServerFolder(own.server), Link(alive), own.server / "tls" / "ca.crt", print
     )  # type: ignore[arg-type]
     watch.asked = []

@@ -166,6 +166,6 @@ def test_trial_rounds_find_the_simulators_step(tmp_path: Path) -> None:
     assert elsewhere.algorithm.rate() == simulated.algorithm.rate()
     same_bits(elsewhere.published, simulated.published)
     assert elsewhere.totals["head_steps"] == simulated.totals["head_steps"]
-    names = {request_from_record(m.content).about["experiment"] for _, m, _ in grid.traffic}
+    names = {request_from_record(m.content).header["experiment"] for _, m, _ in grid.traffic}
     assert {"test", "test.trial-1"} <= names
     assert [p.name for p in (tmp_path / "ada" / "experiments").iterdir()] == ["test"]

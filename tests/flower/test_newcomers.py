@@ -42,7 +42,7 @@ class Joining:
 
         def fault(site: str, request: Message, reply: Message) -> list[Message]:
             told = request_from_record(request.content)
-            if told.kind == "train" and told.about["round"] == LATE - 1 and len(self.grid.nodes) < len(data):
+            if told.kind == "train" and told.header["round"] == LATE - 1 and len(self.grid.nodes) < len(data):
                 self.grid.join(self.last, folders[self.last])
             return [reply]
 
@@ -89,7 +89,7 @@ def test_the_chain_of_a_newcomer_starts_at_the_theta_of_its_round(tmp_path: Path
     joining = Joining(tmp_path, data)
     run_deployment(deployment(method, LATE + 1, terms=RoundTerms(sites=3)), transport_on(joining.grid))
     (request,) = joining.requests("train")
-    assert request.about["round"] == LATE
+    assert request.header["round"] == LATE
     own = SiteState.read(tmp_path / joining.last / "experiments" / "test" / "chain.safetensors")
     units = units_of([joining.last])
     entered = method.prepared(fp.Federation.of(data).example).enter(
@@ -119,7 +119,7 @@ def test_a_newcomer_is_asked_what_lasts_of_the_questions(name: str, tmp_path: Pa
     whole.begin()
     questions = [q.name for q in prepared.questions(whole.facts, whole.key) if q.lasting]
     assert questions
-    assert [x.about["question"] for x in joining.requests("ask")] == questions
+    assert [x.header["question"] for x in joining.requests("ask")] == questions
     assert found.learned_from == 4
     saved = sorted((run / "checkpoints").glob("*.safetensors"))[-1]
     server = read_tensors(saved)
@@ -189,9 +189,9 @@ def test_a_newcomer_is_held_to_what_was_agreed_on(
         told = request_from_record(request.content)
         grid.now += 10
         if told.kind == "train" and site == "north":
-            if told.about["round"] == 0:
+            if told.header["round"] == 0:
                 grid.join("south", folders["south"])
-            if told.about["round"] == 3:
+            if told.header["round"] == 3:
                 (folders["south"] / "rows.csv").write_text(rows("fm"))
         return [reply]
 

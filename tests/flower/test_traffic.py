@@ -72,7 +72,7 @@ def test_neither_rows_nor_draws_leave(name: str, kind: str, tmp_path: Path) -> N
     )
     kinds = set()
     for site, request, reply in opened(grid):
-        kinds |= {request.kind, request.about.get("question")}
+        kinds |= {request.kind, request.header.get("question")}
         secrets = [v for x, y in (four(kind)[site], held_out[site]) for v in (*x, y.double())]
         for state in states[site]:
             for secret in set(method.private) & set(state):
@@ -130,7 +130,7 @@ def test_what_the_pre_round_tells_of_columns(tmp_path: Path) -> None:
     for site, request, reply in opened(grid):
         if site == "north" and request.kind == "ask":
             sent = {n: plain(payload).tolist() for n, payload in reply.payloads.items()}
-            told[request.about["question"]] = sent
+            told[request.header["question"]] = sent
     ages = [*range(30, 40), 77]
     mean = sum(ages) / 11  # of both sites: they have the same rows
     squares = sum((age - mean) ** 2 for age in ages)
@@ -204,7 +204,7 @@ def test_both_rows_of_two_from_the_spectral_message(tmp_path: Path) -> None:
     data = {"ada": (x, y)} | others()
     _, grid = across(fp.FedSOUL(model(), engine="sampled"), data, tmp_path / "allowed", rounds=1)
     asked = [(m, r) for s, m, r in opened(grid) if s == "ada" and m.kind == "ask"]
-    request, reply = next((m, r) for m, r in asked if m.about["question"] == "cross products")
+    request, reply = next((m, r) for m, r in asked if m.header["question"] == "cross products")
     s = plain(reply.payloads["cross"]).double().reshape(4, 4)
     whitener = request.tensors["asked.whitener"]
     vectors = torch.linalg.eigh(s)
@@ -220,7 +220,7 @@ def test_both_rows_of_two_from_the_spectral_message(tmp_path: Path) -> None:
     grid = LocalGrid(app, folders)
     with pytest.raises(EstimateError, match="ada: the spectral start is refused with fewer than 10 rows"):
         run_deployment(told, transport_on(grid))
-    sent = {m.about["question"] for s, m, r in opened(grid) if s == "ada" and r.payloads}
+    sent = {m.header["question"] for s, m, r in opened(grid) if s == "ada" and r.payloads}
     assert sent == {"example"}  # the shape of one
     zeros = fp.FedSOUL(model(), engine="sampled", start=Spectral(minimum=10))
     run_deployment(deployment(zeros, 1, terms=RoundTerms(sites=3)), transport_on(LocalGrid(app, folders)))
@@ -237,7 +237,7 @@ def test_both_rows_of_two_from_the_moments_of_a_linear_model(tmp_path: Path) -> 
 
     def moments(grid: LocalGrid) -> list[Message]:
         every = [(s, m, r) for s, m, r in opened(grid) if s == "ada" and m.kind == "ask"]
-        return [r for _, m, r in every if m.about["question"] == "least squares"]
+        return [r for _, m, r in every if m.header["question"] == "least squares"]
 
     sent = plain(moments(grid)[0].payloads["moments"])
     second, cross = sent[:25].reshape(5, 5), sent[25:30]

@@ -71,9 +71,9 @@ def test_the_same_units_take_part_as_in_the_simulator(name: str, rule: str, tmp_
     assert [m["active"] for m in elsewhere.history] == [m["active"] for m in here.history]
     asked = Counter[int]()
     for _, request, reply in requests(grid):
-        some = request.about["units"]
+        some = request.header["units"]
         assert int(reply.units) == (int(reply.units) if some is None else len(some))
-        asked[request.about["round"]] += int(reply.units)
+        asked[request.header["round"]] += int(reply.units)
     assert [asked[k] for k in range(6)] == [m["active"] for m in here.history]
     assert here.store is not None
     place = {n: i for i, n in enumerate(units())}
@@ -89,7 +89,7 @@ def test_the_same_units_take_part_as_in_the_simulator(name: str, rule: str, tmp_
 
 def test_the_test_has_rounds_of_one_site_alone(tmp_path: Path) -> None:
     _, grid = across(made("FedAvg", "softmax"), data(), tmp_path, rounds=6, rule=RULES["two"])
-    each = Counter(m.about["round"] for _, m, _ in requests(grid))
+    each = Counter(m.header["round"] for _, m, _ in requests(grid))
     assert set(each.values()) == {1, 2}
 
 
@@ -99,7 +99,7 @@ def test_hashes_of_units_are_told_where_some_are_drawn(tmp_path: Path) -> None:
     for rule in ("two", "everyone"):
         _, grid = across(method, data(), tmp_path / rule, rounds=1, rule=RULES[rule])
         for site, request, reply in requests(grid, "hello"):
-            draws = rule == "two" and request.about["study"]["kind"] == "Training"
+            draws = rule == "two" and request.header["study"]["kind"] == "Training"
             hashes = [unit_of(n) for n in SITES[site]] if draws else None
             assert reply.header.get("hashes") == hashes
         for _, _, reply in [r for kind in ("hello", "ask", "train") for r in requests(grid, kind)]:
@@ -113,7 +113,7 @@ def test_a_lost_reply_did_not_happen_to_those_who_took_part(name: str, tmp_path:
     gone = (1, 2)
 
     def fault(site: str, request: Any, reply: Any) -> list[Any] | None:
-        about = request_from_record(request.content).about
+        about = request_from_record(request.content).header
         return None if site == "north" and about.get("round") in gone else [reply]
 
     grid = LocalGrid(app, enrol(tmp_path, data()))

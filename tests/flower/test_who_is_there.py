@@ -134,7 +134,7 @@ def test_a_question_that_needs_everyone_names_who_is_missing(tmp_path: Path) -> 
     def prepare(grid: LocalGrid) -> None:
         def fault(site: str, request: Message, reply: Message) -> list[Message] | None:
             told = request_from_record(request.content)
-            asks = told.kind == "ask" and told.about["question"] == "curvature"
+            asks = told.kind == "ask" and told.header["question"] == "curvature"
             return None if asks and site == "cem" else [reply]
 
         grid.fault = fault
