@@ -42,7 +42,9 @@ from fedpop.run.personal_models import AsTheyStand, FinalPass, PersonalModels
 from fedpop.run.run import Run
 from fedpop.run.settings import Settings
 from fedpop.settings import known as classes
-from fedpop.site.sites import WHOLE, Sites
+from fedpop.site.plan import WHOLE
+from fedpop.site.sites import Sites
+from fedpop.site.study import Training
 from tests.flower.local_grid import LocalGrid
 from tests.flower.sites import deployment, enrol, transport_on
 from tests.methods.conformance import four, made
@@ -200,7 +202,7 @@ def ways(request: pytest.FixtureRequest, tmp_path: Path) -> Ways:
         name: Sites.one(name, method.model.checked(fp.Federation.of({name: own})), torch.device("cpu"))
         for name, own in clients.items()
     }
-    return Ways(case, LocalMembers(method, federation, "1GiB"), members, method, run.server, apart)
+    return Ways(case, LocalMembers(Training(method), federation), members, method, run.server, apart)
 
 
 @pytest.mark.parametrize("ways", CASES, indirect=True, ids=lambda c: c.__name__)
