@@ -43,10 +43,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     with pytest.raises(SystemExit) as caught:
         fedpop(*arguments)
     assert caught.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("fedpop: ")
-    assert "Traceback" not in said
-    return said
+    output = capsys.readouterr().err
+    assert output.startswith("fedpop: ")
+    assert "Traceback" not in output
+    return output
 
 
 def rows(offset: float) -> str:

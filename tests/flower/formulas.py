@@ -46,11 +46,11 @@ def members_on(grid: LocalGrid, study: FormulaStudy, experiment: str = "test") -
     return RemoteMembers(study, transport_on(grid), experiment, replace(terms, timeout=60.0), settings)
 
 
-def over(grid: LocalGrid, formula: str, family: str = "gaussian", **said: Any) -> MixedFit:
+def over(grid: LocalGrid, formula: str, family: str = "gaussian", **settings: Any) -> MixedFit:
     """The fit of the tables of a grid's sites."""
-    about = {name: said.pop(name) for name in ("weights", "missing") if name in said}
+    about = {name: settings.pop(name) for name in ("weights", "missing") if name in settings}
     study = FormulaStudy.from_text(formula, family, **about)
-    return fitted_over(members_on(grid, study), study, FitSettings(**said))
+    return fitted_over(members_on(grid, study), study, FitSettings(**settings))
 
 
 def grid_of(root: Path, frames: Mapping[str, Any]) -> LocalGrid:
@@ -68,17 +68,17 @@ def effects_at(root: Path, frames: Mapping[str, Any], fit: MixedFit) -> Any:
     pd, to, names = pandas(), fit.units.random_map, fit.design.random_names
     every = []
     for site, frame in frames.items():
-        held, levels = states_at(root, site), sorted_levels({str(v) for v in frame[fit.group]})
-        sd = (to @ held["cov"] @ to.mT).diagonal(dim1=-2, dim2=-1).sqrt()
+        stored, levels = states_at(root, site), sorted_levels({str(v) for v in frame[fit.group]})
+        sd = (to @ stored["cov"] @ to.mT).diagonal(dim1=-2, dim2=-1).sqrt()
         index = pd.MultiIndex.from_product([levels, names], names=[fit.group, "effect"])
-        columns = {"mean": (held["mean"] @ to.mT).flatten().numpy(), "sd": sd.flatten().numpy()}
+        columns = {"mean": (stored["mean"] @ to.mT).flatten().numpy(), "sd": sd.flatten().numpy()}
         every.append(pd.DataFrame(columns, index=index))
     return pd.concat(every)
 
 
 @dataclass
 class Alone:
-    """Groups, or tables, each at a site of its own: what the server sees is decoded from bytes."""
+    """Groups, or tables, each at a separate site: what the server sees is decoded from bytes."""
 
     study: FormulaStudy
     frames: Mapping[str, Any]
@@ -88,8 +88,8 @@ class Alone:
         """Of the last question, sums over sites of absolute values."""
         self.sites = {}
         for name, frame in self.frames.items():
-            held = self.study.unit_data(self.study.rows(frame))
-            self.sites[name] = Sites.one(name, held.federation, CPU, tables=held.tables)
+            stored = self.study.unit_data(self.study.rows(frame))
+            self.sites[name] = Sites.one(name, stored.federation, CPU, tables=stored.tables)
 
     def ask(self, question: Question[Any], known: Tensors) -> tuple[Any, Total]:
         asked, aggregate, self.size = question.ask(known), Aggregate(), {}

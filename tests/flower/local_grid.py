@@ -84,8 +84,8 @@ class LocalGrid(Grid):
 
     def _push(self, message: Message) -> str:
         self.count += 1
-        own = message.metadata.__dict__
-        own["_message_id"], own["_run_id"], own["_src_node_id"] = f"m{self.count}", 1, 1
+        metadata = message.metadata.__dict__
+        metadata["_message_id"], metadata["_run_id"], metadata["_src_node_id"] = f"m{self.count}", 1, 1
         node = message.metadata.dst_node_id
         name = self.names[node]
         if name in self.offline:

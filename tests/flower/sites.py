@@ -1,4 +1,4 @@
-"""Small federations at sites of their own, for the Grid in this process."""
+"""Small federations at separate sites, for the Grid in this process."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def transport_on(grid: LocalGrid, **more: Any) -> Transport:
 def deployment(method: Algorithm, rounds: int, seed: int = 0, rule: Any = None, **more: Any) -> Deployment:
     rule = method.usual_participation() if rule is None else rule
     settings = Settings(rounds, seed, rule, checkpoint_every=1)
-    own = copy.deepcopy(method)
-    return Deployment("test", lambda example: own, settings, **{"terms": RoundTerms(sites=1)} | more)
+    copied = copy.deepcopy(method)
+    return Deployment("test", lambda example: copied, settings, **{"terms": RoundTerms(sites=1)} | more)
 
 
 def across(

@@ -201,9 +201,9 @@ def test_a_site_knows_its_server(
     for apart, words in ((-60, "ahead of"), (400, "behind")):
         there = now + dt.timedelta(seconds=apart)
         with listening(made.address, tls, f"Date: {there:%a, %d %b %Y %H:%M:%S} GMT"):
-            said = refused(capsys, "site", "join", made.root / "north")
-            assert words in said
-            assert "set both clocks" in said
+            output = refused(capsys, "site", "join", made.root / "north")
+            assert words in output
+            assert "set both clocks" in output
     assert not certificates.check_connection(made.address, tls / "ca.crt")
 
 
@@ -251,7 +251,7 @@ def test_data_that_are_not_there(made: Made, capsys: pytest.CaptureFixture[str])
 
 
 def test_data_without_a_row_or_an_image(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever the federation's form may be: told before a node is started, and nothing is changed."""
+    """Whatever the federation's form may be: an error before a node is started, and nothing is changed."""
     wrong = {
         "empty.csv": "has no rows",
         "header.csv": "has no rows",
@@ -273,9 +273,9 @@ def test_data_without_a_row_or_an_image(made: Made, capsys: pytest.CaptureFixtur
             capsys, "site", "enrol", made.root / "west", "--name", "west", "--server", made.address,
             "--ca", made.server / "tls" / "ca.crt", "--data", data,
         )  # fmt: skip
-        said = refused(capsys, "site", "join", made.root / "north", "--data", data)
-        assert words in said
-        assert "north" in said or str(data) in said
+        output = refused(capsys, "site", "join", made.root / "north", "--data", data)
+        assert words in output
+        assert "north" in output or str(data) in output
     assert not (made.root / "west").exists()
     assert (made.root / "north" / "site.toml").read_text() == before
     (made.root / "north.csv").write_text("age,sex,dose\n")

@@ -42,7 +42,7 @@ def test_a_lost_reply_did_not_happen(name: str, tmp_path: Path) -> None:
 
         grid.fault = fault
 
-    # A site is not asked while a request of its own may yet be answered: here it is lost for good, and known.
+    # A site is not asked while a request to it may yet be answered: here it is lost for good, and known.
     terms = RoundTerms(sites=4, timeout=0.1)
     found, _ = run(tmp_path, prepare, terms=terms, method=made(name, "softmax"))
     missed = [m["round"] - 1 for m in found.history if "bea" in m["left_out"]]
@@ -116,13 +116,13 @@ def spoiled(reply: Message, how: str) -> Message:
     elif how == "not finite":
         nan = torch.full((old.payloads[first].length,), math.nan, dtype=torch.float64)
         p = old.payloads[first]
-        own = dict(old.payloads) | {
+        payloads = dict(old.payloads) | {
             first: type(p)(p.codec, p.length, sealed(0, p.length, bytes([8]), nan.numpy().tobytes()))
         }
-        record = message_to_record(replace(old, payloads=own))
+        record = message_to_record(replace(old, payloads=payloads))
     else:
         changes = {"another round": {"round": 99}, "another theta": {"digest": "x"}}
-        changes |= {"another version": {"version": "0.0.0"}, "a word of its own": {"word": 1}}
+        changes |= {"another version": {"version": "0.0.0"}, "an unknown word": {"word": 1}}
         if how == "units below zero":
             record = message_to_record(replace(old, units=torch.tensor([-2])))
         elif how == "an undeclared number":
@@ -149,7 +149,7 @@ def spoiled(reply: Message, how: str) -> Message:
         "another theta",
         "another version",
         "units below zero",
-        "a word of its own",
+        "an unknown word",
         "an undeclared number",
         "an undeclared vector",
     ],
@@ -196,11 +196,11 @@ def test_a_killed_server_goes_on_to_the_same_theta(name: str, when: str, tmp_pat
         return [reply]
 
     grid.fault = fault
-    told = deployment(method, 4, terms=TERMS)
+    planned = deployment(method, 4, terms=TERMS)
     with pytest.raises(Killed):
-        run_deployment(told, transport_on(grid), tmp_path / "run")
+        run_deployment(planned, transport_on(grid), tmp_path / "run")
     grid.fault = None
-    found = run_deployment(told, transport_on(grid), tmp_path / "run")
+    found = run_deployment(planned, transport_on(grid), tmp_path / "run")
     same_bits(found.published, here(method, data, rounds=4).published)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [1, 2, 3, 4]

@@ -107,7 +107,7 @@ def test_a_wiped_disk_is_a_stateless_start(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_a_wiped_folder_is_greeted_again(tmp_path: Path) -> None:
-    """Without the method that it was told of a site cannot work; it is told of it anew."""
+    """Without the study that it received a site cannot work; it is sent again."""
 
     def prepare(grid: LocalGrid) -> None:
         def fault(site: str, request: Message, reply: Message) -> list[Message]:
@@ -130,13 +130,13 @@ def test_a_repeated_round_gives_the_same_reply_and_another_theta_starts_from_bef
     last = [x for x in requests_to(grid, "ada") if x.kind == "train"][-1]
     site = open_site(tmp_path / "ada")
     chain = tmp_path / "ada" / "experiments" / "test" / "chain.safetensors"
-    held = chain.read_bytes()
+    stored = chain.read_bytes()
     again = site.answer(last)
     assert (
         again.payloads
         == [message_from_record(r.content) for s, m, r in grid.traffic if s == "ada"][-2].payloads
     )
-    assert chain.read_bytes() == held
+    assert chain.read_bytes() == stored
     moved = {n: t + 0.25 if t.is_floating_point() else t for n, t in last.tensors.items()}
     other = Request("train", dict(last.header) | {"digest": digest_of(moved)}, moved)
     first = site.answer(other)
@@ -164,6 +164,6 @@ def test_a_server_of_another_version_is_refused(tmp_path: Path) -> None:
     _, grid = across(made("FedAvg", "softmax"), four("softmax"), tmp_path, rounds=1)
     for request in requests_to(grid, "ada"):
         other = Request(request.kind, dict(request.header) | {"version": "0.0.0"}, request.tensors)
-        said = open_site(tmp_path / "ada").answer(other).refused
-        assert said is not None
-        assert said.endswith("the server 0.0.0")
+        why = open_site(tmp_path / "ada").answer(other).refused
+        assert why is not None
+        assert why.endswith("the server 0.0.0")

@@ -50,9 +50,9 @@ def frame() -> Any:
     return table
 
 
-def here_of(frame: Any, formula: str, family: str = "gaussian", **said: Any) -> Any:
+def here_of(frame: Any, formula: str, family: str = "gaussian", **output: Any) -> Any:
     """The local fit in which groups are at the sites that ``by_site`` gives them."""
-    return fp.mixed_model(formula, by_site(frame, "g", 3), family, **said)
+    return fp.mixed_model(formula, by_site(frame, "g", 3), family, **output)
 
 
 # --- every question -------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class ThreeWays(LocalMembers):
 
     def __init__(self, root: Path, frame: Any, about: FormulaStudy) -> None:
         self.frames, self.root = by_site(frame, "g", 3), root
-        self.groups = {str(name): own for name, own in frame.groupby("g")}
+        self.groups = {str(name): rows for name, rows in frame.groupby("g")}
         whole = pd.concat([f.assign(site=name) for name, f in self.frames.items()], ignore_index=True)
         super().__init__(about, about.rows(whole, "site"))
         self.alone = Alone(about, self.frames)
@@ -92,37 +92,37 @@ class ThreeWays(LocalMembers):
         """What groups keep is the same, too."""
         first = torch.tensor([0])
         at = [states_at(self.root, site) for site in self.frames]
-        stores = [own.store.get(first, self.device) for own in self.alone.sites.values()]
+        stores = [rows.store.get(first, self.device) for rows in self.alone.sites.values()]
         here = self.store.get(torch.arange(self.units), self.device)
         for name in names:
             for other in (at, stores):
-                found = torch.cat([held[name] for held in other])
+                found = torch.cat([groups[name] for groups in other])
                 torch.testing.assert_close(found, here[name], rtol=1e-10, atol=1e-12)
 
 
 def asked_three_ways(root: Path, frame: Any, about: FormulaStudy) -> set[type[Question[Any]]]:
     """Which questions were asked."""
     ways = ThreeWays(root, frame, about)
-    held = Groups(ways, about)
-    units, _, _ = coordinates(held, agreed(held, {}, 0))
+    groups = Groups(ways, about)
+    units, _, _ = coordinates(groups, agreed(groups, {}, 0))
     factor = 0.5 * torch.eye(len(units.z_names), dtype=torch.float64)
     b, sigma = 0.1 * torch.ones(len(units.x_names), dtype=torch.float64), torch.tensor(1.5).double()
     point = {"b": b, "factor": factor, "sigma": sigma}
     if about.family.gaussian:
-        held.ask(gaussian.GroupMoments(units), {})
+        groups.ask(gaussian.GroupMoments(units), {})
         ways.kept_alike("zz", "zw")
     for curved in (False, True):
         known = point | {"curved": torch.tensor(curved)}
         if about.family.gaussian:
-            held.ask(gaussian.Profile(units), known)
-            held.ask(gaussian.WholeProfile(units), known)
+            groups.ask(gaussian.Profile(units), known)
+            groups.ask(gaussian.WholeProfile(units), known)
         else:
-            held.ask(quadrature.Marginal(units, about.family, 9), known)
+            groups.ask(quadrature.Marginal(units, about.family, 9), known)
     if about.family.gaussian:
-        held.ask(gaussian.Profiles(units), {"factors": torch.stack((factor, 2 * factor))})
-        held.ask(gaussian.GroupEffects(units), point)
+        groups.ask(gaussian.Profiles(units), {"factors": torch.stack((factor, 2 * factor))})
+        groups.ask(gaussian.GroupEffects(units), point)
     else:
-        held.ask(quadrature.QuadratureEffects(units, about.family, 9), point)
+        groups.ask(quadrature.QuadratureEffects(units, about.family, 9), point)
     ways.kept_alike("mean", "cov")
     return ways.asked
 
@@ -135,18 +135,18 @@ MODELS = (
 
 
 def test_every_question_of_mixed_models_is_answered_alike(tmp_path: Path, frame: Any) -> None:
-    """By many sites in one process, by groups each of which is a site of its own behind real bytes, and over
+    """By many sites in one process, by groups each of which is a site by itself behind real bytes, and over
     the Grid; sums agree to 1e-12 of the sum of absolute values."""
     asked: set[type[Question[Any]]] = set()
     for formula, family, weights in MODELS:
         asked |= asked_three_ways(tmp_path / family, frame, FormulaStudy.from_text(formula, family, weights))
-    own = {
+    rows = {
         kind
         for module in (study, groups, gaussian, quadrature)
         for _, kind in inspect.getmembers(module, inspect.isclass)
         if issubclass(kind, Question) and kind.__module__ == module.__name__
     }
-    assert asked == own | {ColumnTotals, ColumnSquares}
+    assert asked == rows | {ColumnTotals, ColumnSquares}
 
 
 def test_scores_of_some_are_asked_of_their_sites_alone(tmp_path: Path, frame: Any) -> None:
@@ -179,14 +179,14 @@ def test_what_is_said_of_a_model_is_told_to_sites(tmp_path: Path, frame: Any) ->
     """Weights, an order of levels, a factor of numbers, scales, expressions, restricted likelihood."""
     frame["k"] = np.arange(96) % 3 + 9
     formula = "log(t + 20) + y ~ s * scale(w) + factor(k) + I(w^2) + offset(0.1 * t) + (w || g)"
-    said: dict[str, Any] = {
+    output: dict[str, Any] = {
         "weights": "t",
         "method": "REML",
         "levels": {"s": ["c", "a", "b"]},
         "min_count": 1,
     }
-    fit = over(grid_of(tmp_path, by_site(frame, "g", 3)), formula, **said)
-    here = here_of(frame, formula, **said)
+    fit = over(grid_of(tmp_path, by_site(frame, "g", 3)), formula, **output)
+    here = here_of(frame, formula, **output)
     assert list(fit.coefficients) == list(here.coefficients)
     assert "sc" not in fit.coefficients
     alike(fit, here, 1e-8)
@@ -231,9 +231,9 @@ def test_what_leaves_a_site_is_no_larger_for_more_rows_and_groups(tmp_path: Path
         shapes: dict[str, dict[str, int]] = {}
         for _, request, reply in grid.traffic:
             about, message = request_from_record(request.content).header, message_from_record(reply.content)
-            own = {name: payload.length for name, payload in message.payloads.items()}
-            shapes.setdefault(str(about.get("question")), {}).update(own)
-            assert "person" not in f"{message.header} {list(own)}"
+            rows = {name: payload.length for name, payload in message.payloads.items()}
+            shapes.setdefault(str(about.get("question")), {}).update(rows)
+            assert "person" not in f"{message.header} {list(rows)}"
         sent.append(shapes)
     assert sent[0] == sent[1]
 
@@ -328,9 +328,9 @@ def test_what_is_wrong_at_a_site_is_told_with_its_name(
     with pytest.raises(error, match=words):
         over(grid, formula)
     assert grid.now < 60
-    said = str([message_from_record(reply.content).header for _, _, reply in grid.traffic])
-    assert "4.25" not in said
-    assert "rare" not in said
+    output = str([message_from_record(reply.content).header for _, _, reply in grid.traffic])
+    assert "4.25" not in output
+    assert "rare" not in output
 
 
 def test_outcomes_that_are_not_two_over_all_sites(tmp_path: Path, frame: Any) -> None:
@@ -362,14 +362,14 @@ def test_a_site_that_does_not_answer_is_named(tmp_path: Path, frame: Any) -> Non
 
 @pytest.mark.parametrize("what", ["chain.safetensors", "everything"])
 def test_a_site_that_loses_its_disk_meanwhile(what: str, tmp_path: Path, frame: Any) -> None:
-    """States of groups are made again, and a study that is not known any more is told again."""
+    """States of groups are made again, and a study that is not known any more is sent again."""
     grid = grid_of(tmp_path, by_site(frame, "g", 3))
-    told: list[str] = []
+    questions: list[str] = []
 
     def fault(site: str, request: Any, reply: Any) -> list[Any]:
         question = request_from_record(request.content).header.get("question")
-        told.append(str(question))
-        if site == "south" and told.count("profile") == 6:
+        questions.append(str(question))
+        if site == "south" and questions.count("profile") == 6:
             folder = tmp_path / "south" / "experiments" / "test"
             if what == "everything":
                 shutil.rmtree(folder)
@@ -379,7 +379,7 @@ def test_a_site_that_loses_its_disk_meanwhile(what: str, tmp_path: Path, frame: 
 
     grid.fault = fault
     fit = over(grid, "y ~ w + (w | g)")
-    assert told.count("profile") > 12
+    assert questions.count("profile") > 12
     alike(fit, here_of(frame, "y ~ w + (w | g)"), 1e-9)
 
 
@@ -405,8 +405,8 @@ def test_a_site_refuses_what_it_was_not_told_of(tmp_path: Path, frame: Any) -> N
     grid = grid_of(tmp_path, by_site(frame, "g", 3))
     about = FormulaStudy.from_text("y ~ w + (1 | g)")
     members = members_on(grid, about)
-    held = Groups(members, about)
-    agreed(held, {}, 5)
+    groups = Groups(members, about)
+    agreed(groups, {}, 5)
     units = fp.mixed_model("y ~ w + (1 | g)", frame).units
     known = {"factor": torch.eye(1, dtype=torch.float64), "curved": torch.tensor(False)}
     with pytest.raises(EstimateError, match=r"Profile needs .* there is none yet"):
@@ -416,7 +416,7 @@ def test_a_site_refuses_what_it_was_not_told_of(tmp_path: Path, frame: Any) -> N
 
 
 def test_refusals_of_a_formulas_site_have_codes(tmp_path: Path, frame: Any) -> None:
-    """What it does not know it is told again; what it is not about it does not do; columns are named."""
+    """What it does not know it is sent again; what it is not about it does not do; columns are named."""
     frames = by_site(frame, "g", 3)
     grid = grid_of(tmp_path, frames)
     over(grid, "y ~ w + (1 | g)")

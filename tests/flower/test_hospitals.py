@@ -47,11 +47,11 @@ def test_the_walk_through(tmp_path: Path) -> None:
         assert f"round {k + 1}: 4 of 4 sites, loss {population.history[k]['loss']:.4g}\n" in readme
     form = read_json(folder.run / "agreed.json")["form"]
     assert form["levels"] == {"smoker": ["no", "yes"], "ward": ["heart", "medicine", "surgery"]}
-    own = {n: read_data(str(tmp_path / "data" / f"{n}.csv"), form, n).train for n in SITES}
+    splits = {n: read_data(str(tmp_path / "data" / f"{n}.csv"), form, n).train for n in SITES}
     model = fp.Composition(None, nn.Linear(5, 1), fp.likelihoods.Normal())
     start = read_tensors(folder.run / "model.safetensors")
     method = fp.FedSOUL(with_values(model, start), prior="diagonal")
-    same_bits(population.published, here(method, {n: (d.x, d.y) for n, d in own.items()}, 30).published)
+    same_bits(population.published, here(method, {n: (d.x, d.y) for n, d in splits.items()}, 30).published)
     out = tmp_path / "out.csv"
     new = str(tmp_path / "data" / "lake-new.csv")
     main(["site", "predict", str(tmp_path / "lake"), "--data", new, "--out", str(out)])

@@ -41,8 +41,12 @@ class Joining:
         self.state: list[dict[str, torch.Tensor]] = []
 
         def fault(site: str, request: Message, reply: Message) -> list[Message]:
-            told = request_from_record(request.content)
-            if told.kind == "train" and told.header["round"] == LATE - 1 and len(self.grid.nodes) < len(data):
+            incoming = request_from_record(request.content)
+            if (
+                incoming.kind == "train"
+                and incoming.header["round"] == LATE - 1
+                and len(self.grid.nodes) < len(data)
+            ):
                 self.grid.join(self.last, folders[self.last])
             return [reply]
 
@@ -50,8 +54,8 @@ class Joining:
 
     def requests(self, kind: str) -> list[Request]:
         """Those that went to the one that joined."""
-        told = [request_from_record(m.content) for s, m, _ in self.grid.traffic if s == self.last]
-        return [request for request in told if request.kind == kind]
+        every = [request_from_record(m.content) for s, m, _ in self.grid.traffic if s == self.last]
+        return [request for request in every if request.kind == kind]
 
 
 def from_round(first: int, everyone: int) -> fp.participation.Participation:
@@ -67,7 +71,7 @@ def from_round(first: int, everyone: int) -> fp.participation.Participation:
 
 @pytest.mark.parametrize("name", ["FedAvg", "Ditto", "FedRep"])
 def test_a_newcomer_starts_as_a_client_that_enters_late(name: str, tmp_path: Path) -> None:
-    """Theta and the newcomer's own state, to the bit."""
+    """Theta and the newcomer's state, to the bit."""
     data, method = four("softmax"), made(name, "softmax")
     joining = Joining(tmp_path, data)
     rule = fp.participation.Bernoulli(1.0, weights="inverse")
@@ -79,9 +83,9 @@ def test_a_newcomer_starts_as_a_client_that_enters_late(name: str, tmp_path: Pat
     settings = Settings(5, 0, from_round(LATE, 4), sites={n: [n] for n in data})
     simulated = Run(method, method.model.checked(federation), settings).execute(resume=False, progress=False)
     same_bits(found.published, simulated.published)
-    own = SiteState.read(tmp_path / joining.last / "experiments" / "test" / "chain.safetensors")
+    stored = SiteState.read(tmp_path / joining.last / "experiments" / "test" / "chain.safetensors")
     assert simulated.store is not None
-    same_bits(own.after.get(torch.tensor([0]), CPU), simulated.store.get(torch.tensor([3]), CPU))
+    same_bits(stored.after.get(torch.tensor([0]), CPU), simulated.store.get(torch.tensor([3]), CPU))
 
 
 def test_the_chain_of_a_newcomer_starts_at_the_theta_of_its_round(tmp_path: Path) -> None:
@@ -90,12 +94,12 @@ def test_the_chain_of_a_newcomer_starts_at_the_theta_of_its_round(tmp_path: Path
     run_deployment(deployment(method, LATE + 1, terms=RoundTerms(sites=3)), transport_on(joining.grid))
     (request,) = joining.requests("train")
     assert request.header["round"] == LATE
-    own = SiteState.read(tmp_path / joining.last / "experiments" / "test" / "chain.safetensors")
+    stored = SiteState.read(tmp_path / joining.last / "experiments" / "test" / "chain.safetensors")
     units = units_of([joining.last])
     entered = method.prepared(fp.Federation.of(data).example).enter(
         units, request.tensors, Key(0, LATE, "site/train")
     )
-    same_bits(own.before.get(torch.tensor([0]), CPU), entered)
+    same_bits(stored.before.get(torch.tensor([0]), CPU), entered)
 
 
 LASTING: dict[str, Callable[[], Any]] = {
@@ -110,8 +114,8 @@ def test_a_newcomer_is_asked_what_lasts_of_the_questions(name: str, tmp_path: Pa
     """Once; and what the server made of the answers is that of everyone, as if all had been there."""
     data, method = four("softmax"), LASTING[name]()
     joining, run = Joining(tmp_path / "sites", data), tmp_path / "run"
-    told = deployment(method, LATE + 2, terms=RoundTerms(sites=3))
-    found = run_deployment(told, transport_on(joining.grid), run)
+    planned = deployment(method, LATE + 2, terms=RoundTerms(sites=3))
+    found = run_deployment(planned, transport_on(joining.grid), run)
     federation = fp.Federation.of(data)
     prepared = method.prepared(federation.example)
     settings = Settings(LATE + 2, 0, method.usual_participation(), sites={n: [n] for n in data})
@@ -142,8 +146,8 @@ def test_a_newcomer_that_does_not_answer_waits_outside(tmp_path: Path) -> None:
 
     def fault(site: str, request: Message, reply: Message) -> list[Message] | None:
         joining.grid.now += 1
-        told = request_from_record(request.content)
-        asked = told.kind == "ask" and site == joining.last
+        incoming = request_from_record(request.content)
+        asked = incoming.kind == "ask" and site == joining.last
         return None if asked and len(joining.requests("ask")) < 2 else inner(site, request, reply)
 
     joining.grid.fault = fault
@@ -174,7 +178,7 @@ def rows(levels: str, n: int = 12) -> str:
 def test_a_newcomer_is_held_to_what_was_agreed_on(
     text: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is told so, with its name and the column, the others go on, and once mended it takes part."""
+    """Its log has its name and the column, the others go on, and once mended it takes part."""
     folders = {}
     for name in ("east", "north", "south"):
         folder = tmp_path / name
@@ -186,23 +190,23 @@ def test_a_newcomer_is_held_to_what_was_agreed_on(
     grid = LocalGrid(app, {n: folders[n] for n in ("east", "north")})
 
     def fault(site: str, request: Message, reply: Message) -> list[Message]:
-        told = request_from_record(request.content)
+        incoming = request_from_record(request.content)
         grid.now += 10
-        if told.kind == "train" and site == "north":
-            if told.header["round"] == 0:
+        if incoming.kind == "train" and site == "north":
+            if incoming.header["round"] == 0:
                 grid.join("south", folders["south"])
-            if told.header["round"] == 3:
+            if incoming.header["round"] == 3:
                 (folders["south"] / "rows.csv").write_text(rows("fm"))
         return [reply]
 
     grid.fault = fault
     schema = {"x": ["age", "sex"], "y": "dose", "categories": ["sex"]}
     model = fp.Composition(None, nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
-    told = deployment(fp.FedAvg(model), 9, terms=RoundTerms(sites=2), schema=schema)
-    found = run_deployment(told, transport_on(grid, greeting=30.0))
-    said = [r.getMessage() for r in caplog.records if "cannot take part" in r.getMessage()]
-    assert said
-    assert all("site 'south'" in line and words in line for line in said)
+    incoming = deployment(fp.FedAvg(model), 9, terms=RoundTerms(sites=2), schema=schema)
+    found = run_deployment(incoming, transport_on(grid, greeting=30.0))
+    output = [r.getMessage() for r in caplog.records if "cannot take part" in r.getMessage()]
+    assert output
+    assert all("site 'south'" in line and words in line for line in output)
     heard = ["south" in m["heard"] for m in found.history]
     assert not any(heard[:4])
     assert heard[-1]

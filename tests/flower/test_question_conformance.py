@@ -196,11 +196,11 @@ def ways(request: pytest.FixtureRequest, tmp_path: Path) -> Ways:
     run = Run(method, federation, Settings(2, 0, method.usual_participation()))
     run.begin()
     grid = LocalGrid(app, enrol(tmp_path, clients))
-    told = deployment(method, 2, terms=RoundTerms(sites=4), entry=case.entry)
-    members, _ = enrolled_members(told, transport_on(grid))
+    planned = deployment(method, 2, terms=RoundTerms(sites=4), entry=case.entry)
+    members, _ = enrolled_members(planned, transport_on(grid))
     apart = {
-        name: Sites.one(name, method.model.checked(fp.Federation.of({name: own})), torch.device("cpu"))
-        for name, own in clients.items()
+        name: Sites.one(name, method.model.checked(fp.Federation.of({name: values})), torch.device("cpu"))
+        for name, values in clients.items()
     }
     return Ways(case, LocalMembers(Training(method), federation), members, method, run.server, apart)
 

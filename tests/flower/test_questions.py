@@ -1,4 +1,4 @@
-"""Questions of one's own work across machines, and what is agreed on first is asked as questions are."""
+"""Users' questions work across machines, and what is agreed on first is asked as questions are."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.methods.conformance import four, made
 
 @dataclass(frozen=True)
 class SquaresAbout(Question[float]):
-    """A user's own: the sum of (y - at)^2 of rows whose first column is above a threshold, times what the
+    """A user's: the sum of (y - at)^2 of rows whose first column is above a threshold, times what the
     model says its outputs are."""
 
     model: Model
@@ -72,8 +72,8 @@ def test_newcomers_have_the_prior_that_sites_were_asked_for(tmp_path: Path) -> N
     model = fp.Composition(None, nn.Linear(2, 1, bias=False), fp.likelihoods.Normal(0.25))
     method = fp.FedSOUL(model, prior=prior, engine="sampled")
     grid = LocalGrid(app, enrol(tmp_path, data))
-    told = deployment(method, 3, terms=RoundTerms(sites=6), afterwards=("newcomers",))
-    population = run_deployment(told, transport_on(grid), tmp_path / "run")
+    planned = deployment(method, 3, terms=RoundTerms(sites=6), afterwards=("newcomers",))
+    population = run_deployment(planned, transport_on(grid), tmp_path / "run")
     alone = here(method, data, rounds=3).for_newcomers()
     assert set(population.newcomers) == {0, 1, 5}
     assert population.newcomers[0] < 0.2
@@ -105,13 +105,13 @@ def test_a_question_of_ones_own_is_answered_across_machines(tmp_path: Path) -> N
 
 def test_a_tensor_that_is_sent_already_does_not_go_twice() -> None:
     model, at = linear_model(), torch.ones(3)
-    told, more = describe_question(SquaresAbout(model, at, 0.0), {"asked.phi": at})
+    description, more = describe_question(SquaresAbout(model, at, 0.0), {"asked.phi": at})
     assert not more
     method = fp.FedAvg(model)
-    again = question_from_description(told, {"asked.phi": at}, method)
+    again = question_from_description(description, {"asked.phi": at}, method)
     assert again == SquaresAbout(model, at, 0.0)
     with pytest.raises(CheckpointError, match="needs a method"):
-        question_from_description(told, {"asked.phi": at}, None)
+        question_from_description(description, {"asked.phi": at}, None)
     with pytest.raises(CheckpointError, match="unknown question 'Nonsense'"):
         question_from_description({"kind": "Nonsense", "fields": {}}, {}, method)
     strange: Any = object()
@@ -183,7 +183,7 @@ def test_the_schema_is_one_question_for_tables_here_and_elsewhere(tmp_path: Path
     schema = Schema(("age",), ("kind",), 3)
     elsewhere = schema.asked(surveyed(grid, data, 3).asks)
     assert elsewhere == schema.asked(LocalMembers(Survey(), tables).asks)
-    # Three, two and one rows of the second level: only one site tells of its own.
+    # Three, two and one rows of the second level: only one site sends its count.
     assert elsewhere["kind"].counts == {"a": 18, "b": 3}  # type: ignore[union-attr]
     assert elsewhere["kind"].suppressed == 3  # type: ignore[union-attr]
 
@@ -191,11 +191,11 @@ def test_the_schema_is_one_question_for_tables_here_and_elsewhere(tmp_path: Path
 def test_shapes_that_differ_are_counted_not_named(tmp_path: Path) -> None:
     data = {"ada": (torch.zeros(4, 3), torch.zeros(4)), "bea": (torch.zeros(4, 2), torch.zeros(4))}
     grid = LocalGrid(app, enrol(tmp_path, data))
-    told = deployment(made("FedAvg", "linear"), 1, terms=RoundTerms(sites=2))
+    planned = deployment(made("FedAvg", "linear"), 1, terms=RoundTerms(sites=2))
     with pytest.raises(
         SettingsError, match=r"different shapes, those of 1 unit\(s\) \[\[2\]\], of 1 .*\[\[3\]\]"
     ):
-        run_deployment(told, transport_on(grid))
+        run_deployment(planned, transport_on(grid))
 
 
 def test_everyone_who_answered_must_be_readable(tmp_path: Path) -> None:

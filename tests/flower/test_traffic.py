@@ -66,9 +66,9 @@ def test_neither_rows_nor_draws_leave(name: str, kind: str, tmp_path: Path) -> N
         return [reply]
 
     grid.fault = watch
-    told = {"callbacks": [fp.callbacks.EarlyStop(every=2)], "afterwards": tuple(ASKED)}
+    options = {"callbacks": [fp.callbacks.EarlyStop(every=2)], "afterwards": tuple(ASKED)}
     run_deployment(
-        deployment(method, 4, terms=RoundTerms(sites=4), **told), transport_on(grid), tmp_path / "run"
+        deployment(method, 4, terms=RoundTerms(sites=4), **options), transport_on(grid), tmp_path / "run"
     )
     kinds = set()
     for site, request, reply in opened(grid):
@@ -88,9 +88,9 @@ def test_neither_rows_nor_draws_leave(name: str, kind: str, tmp_path: Path) -> N
         assert reply.named == {}
     assert kinds >= {"ask", "hello", "train", "finish", "validation score"}
     assert name != "FedSOUL" or kinds >= {"marginal likelihood", "information", "diagnostics"}
-    assert any(method.private and set(method.private) & set(s) for own in states.values() for s in own) or (
-        not method.private
-    )
+    assert any(
+        method.private and set(method.private) & set(s) for model_here in states.values() for s in model_here
+    ) or (not method.private)
 
 
 def test_a_sites_secret_is_in_no_message(tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_a_sites_secret_is_in_no_message(tmp_path: Path) -> None:
         (folder / "secret").write_text(f"{1234567890123 + k}\n")
     grid = LocalGrid(app, folders)
     run_deployment(deployment(made("FedSOUL", "softmax"), 2, terms=RoundTerms(sites=4)), transport_on(grid))
-    said = json.dumps([dict(reply.header) for _, _, reply in opened(grid)])
-    assert "12345678901" not in said
+    output = json.dumps([dict(reply.header) for _, _, reply in opened(grid)])
+    assert "12345678901" not in output
     assert all(b"12345678901" not in p.data for _, _, r in opened(grid) for p in r.payloads.values())
 
 
@@ -126,20 +126,20 @@ def test_what_the_pre_round_tells_of_columns(tmp_path: Path) -> None:
     run_deployment(
         deployment(fp.FedAvg(model), 1, terms=RoundTerms(sites=2), schema=schema), transport_on(grid)
     )
-    told: dict[str, dict[str, list[float]]] = {}
+    sums: dict[str, dict[str, list[float]]] = {}
     for site, request, reply in opened(grid):
         if site == "north" and request.kind == "ask":
             sent = {n: plain(payload).tolist() for n, payload in reply.payloads.items()}
-            told[request.header["question"]] = sent
+            sums[request.header["question"]] = sent
     ages = [*range(30, 40), 77]
     mean = sum(ages) / 11  # of both sites: they have the same rows
     squares = sum((age - mean) ** 2 for age in ages)
-    assert told == {
+    assert sums == {
         "schema": {'["age"]': [11, sum(ages)]} | {f'["sex", {s}]': [n] for s, n in LEVELS.items()},
         "standardisation": {'["age"]': [11, pytest.approx(squares, rel=1e-12)]},
     }
-    said = json.dumps([[dict(r.header), list(r.payloads)] for _, _, r in opened(grid)])
-    assert "rare" not in said
+    output = json.dumps([[dict(r.header), list(r.payloads)] for _, _, r in opened(grid)])
+    assert "rare" not in output
 
 
 # --- what a curious server can compute -------------------------------------------------------------
@@ -216,10 +216,10 @@ def test_both_rows_of_two_from_the_spectral_message(tmp_path: Path) -> None:
     folders = enrol(tmp_path / "refused", data)
     settings = folders["ada"] / "site.toml"
     settings.write_text(settings.read_text().replace("spectral_rows = 2\n", ""))
-    told = deployment(fp.FedSOUL(model(), engine="sampled"), 1, terms=RoundTerms(sites=3))
+    planned = deployment(fp.FedSOUL(model(), engine="sampled"), 1, terms=RoundTerms(sites=3))
     grid = LocalGrid(app, folders)
     with pytest.raises(EstimateError, match="ada: the spectral start is refused with fewer than 10 rows"):
-        run_deployment(told, transport_on(grid))
+        run_deployment(planned, transport_on(grid))
     sent = {m.header["question"] for s, m, r in opened(grid) if s == "ada" and r.payloads}
     assert sent == {"example"}  # the shape of one
     zeros = fp.FedSOUL(model(), engine="sampled", start=Spectral(minimum=10))
@@ -232,8 +232,8 @@ def test_both_rows_of_two_from_the_moments_of_a_linear_model(tmp_path: Path) -> 
     run goes on with the others' moments."""
     x, y = linear_site(2)
     data = {"ada": (x, y)} | others()
-    own = fp.Composition(None, seeded(nn.Linear(4, 1), 2), fp.likelihoods.Normal())
-    _, grid = across(fp.FedSOUL(own), data, tmp_path / "allowed", rounds=1)
+    model_here = fp.Composition(None, seeded(nn.Linear(4, 1), 2), fp.likelihoods.Normal())
+    _, grid = across(fp.FedSOUL(model_here), data, tmp_path / "allowed", rounds=1)
 
     def moments(grid: LocalGrid) -> list[Message]:
         every = [(s, m, r) for s, m, r in opened(grid) if s == "ada" and m.kind == "ask"]
@@ -254,7 +254,9 @@ def test_both_rows_of_two_from_the_moments_of_a_linear_model(tmp_path: Path) -> 
     settings = folders["ada"] / "site.toml"
     settings.write_text(settings.read_text().replace("spectral_rows = 2\n", ""))
     grid = LocalGrid(app, folders)
-    found = run_deployment(deployment(fp.FedSOUL(own), 2, terms=RoundTerms(sites=3)), transport_on(grid))
+    found = run_deployment(
+        deployment(fp.FedSOUL(model_here), 2, terms=RoundTerms(sites=3)), transport_on(grid)
+    )
     assert found.history[-1]["heard"] == sorted(data)
     (refused,) = moments(grid)
     assert not refused.payloads

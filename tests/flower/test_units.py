@@ -32,12 +32,14 @@ SITES = {site: [f"{site}/{group}" for group in groups] for site, groups in TWO.i
 
 
 def data(kind: str = "softmax") -> dict[str, dict[str, Any]]:
-    own = four(kind) | {"eve": four(kind, seed=3)["ada"]}
-    return {site: {group: own[group] for group in groups} for site, groups in TWO.items()}
+    stored = four(kind) | {"eve": four(kind, seed=3)["ada"]}
+    return {site: {group: stored[group] for group in groups} for site, groups in TWO.items()}
 
 
 def units(kind: str = "softmax") -> dict[str, Any]:
-    return {f"{site}/{group}": own for site, groups in data(kind).items() for group, own in groups.items()}
+    return {
+        f"{site}/{group}": stored for site, groups in data(kind).items() for group, stored in groups.items()
+    }
 
 
 def requests(grid: LocalGrid, kind: str = "train") -> list[tuple[str, Any, Any]]:
@@ -79,12 +81,12 @@ def test_the_same_units_take_part_as_in_the_simulator(name: str, rule: str, tmp_
     place = {n: i for i, n in enumerate(units())}
     for site, names in SITES.items():
         file = tmp_path / site / "experiments" / "test" / "chain.safetensors"
-        own = SiteState.read(file).after
+        stored = SiteState.read(file).after
         for i, unit in enumerate(names):
-            assert bool(own.entered[i]) == bool(here.store.entered[place[unit]]), unit
-            if own.entered[i]:
+            assert bool(stored.entered[i]) == bool(here.store.entered[place[unit]]), unit
+            if stored.entered[i]:
                 theirs = here.store.get(torch.tensor([place[unit]]), CPU)
-                same_bits(own.get(torch.tensor([i]), CPU), theirs)
+                same_bits(stored.get(torch.tensor([i]), CPU), theirs)
 
 
 def test_the_test_has_rounds_of_one_site_alone(tmp_path: Path) -> None:
@@ -118,15 +120,15 @@ def test_a_lost_reply_did_not_happen_to_those_who_took_part(name: str, tmp_path:
 
     grid = LocalGrid(app, enrol(tmp_path, data()))
     grid.fault = fault
-    told = deployment(method, 6, rule=rule, terms=RoundTerms(sites=2, timeout=0.1))
-    elsewhere = run_deployment(told, transport_on(grid))
+    planned = deployment(method, 6, rule=rule, terms=RoundTerms(sites=2, timeout=0.1))
+    elsewhere = run_deployment(planned, transport_on(grid))
     missed = [m["round"] - 1 for m in elsewhere.history if "north" in m["left_out"]]
     assert missed
     federation = fp.Federation.of(units())
     prepared = method.prepared(federation.example)
     run = Run(prepared, prepared.model.checked(federation), Settings(6, 0, rule, sites=SITES))
     north = {unit_of(n) for n in SITES["north"]}
-    run.sites.lost = lambda k, own: torch.tensor([k in missed and int(u) in north for u in own])
+    run.sites.lost = lambda k, stored: torch.tensor([k in missed and int(u) in north for u in stored])
     same_bits(elsewhere.published, run.execute(resume=False, progress=False).published)
     assert all(m["units_left_out"] in (1, 2) for m in elsewhere.history if m["left_out"])
 

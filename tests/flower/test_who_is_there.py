@@ -133,8 +133,8 @@ def test_a_method_that_needs_everyone_waits_and_says_for_whom(
 def test_a_question_that_needs_everyone_names_who_is_missing(tmp_path: Path) -> None:
     def prepare(grid: LocalGrid) -> None:
         def fault(site: str, request: Message, reply: Message) -> list[Message] | None:
-            told = request_from_record(request.content)
-            asks = told.kind == "ask" and told.header["question"] == "curvature"
+            incoming = request_from_record(request.content)
+            asks = incoming.kind == "ask" and incoming.header["question"] == "curvature"
             return None if asks and site == "cem" else [reply]
 
         grid.fault = fault

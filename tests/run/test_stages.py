@@ -78,9 +78,9 @@ def test_a_search_that_ends_before_a_maximum_is_not_told_to_run_more(monkeypatch
     judge(monkeypatch, lambda run: Distance(3.0, 0.0, 0, True))
     with pytest.warns(
         FedpopWarning, match=r"nats below a local optimum, and its search.*restarts=3 or"
-    ) as told:
+    ) as caught:
         fp.FedSOUL(linear_model(3, 2, 0.3)).fit(small_task())
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
 def test_a_run_that_a_callback_ends_is_judged_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,11 +99,15 @@ def test_a_run_that_a_callback_ends_is_judged_where_it_ends(monkeypatch: pytest.
 
 def test_stages_double_until_the_verdict_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "FIRST", 4)
-    said = {4: Distance(3.0, 0.0, 0, True), 8: Distance(0.0, 0.0, 1, True), 16: Distance(0.01, 0.0, 0, True)}
-    judge(monkeypatch, lambda run: said[run.round])
+    distances = {
+        4: Distance(3.0, 0.0, 0, True),
+        8: Distance(0.0, 0.0, 1, True),
+        16: Distance(0.01, 0.0, 0, True),
+    }
+    judge(monkeypatch, lambda run: distances[run.round])
     population = sampled().fit(ragged())
     assert population.rounds == 16
-    assert population.convergence == said[16]
+    assert population.convergence == distances[16]
 
 
 def test_a_run_that_never_converges_ends_and_warns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +332,7 @@ def test_averages_of_a_further_stage(which: str) -> None:
 
 
 def test_sites_are_told_the_first_rate_again() -> None:
-    """Local epochs on phi: the rate that a site is told is that of the stage's first round."""
+    """Local epochs on phi: the rate that a site receives is that of the stage's first round."""
     step = fp.steps.PhiStep(local=fp.LocalSGD(rate=0.2), schedule=Cosine())
     method = fp.FedSOUL(linear_model(), phi_step=step)
     run = run_of(method, ragged(), rounds=4)
