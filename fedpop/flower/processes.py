@@ -27,7 +27,7 @@ STEADY = 60.0
 
 
 def environment(home: Path, *near: str) -> dict[str, str]:
-    """Flower in a home of its own, offline and quiet; this machine, and hosts that are near, are reached
+    """Flower in a separate home, offline and quiet; this machine, and hosts that are near, are reached
     without a proxy, whatever is set for others."""
     home.mkdir(parents=True, exist_ok=True)
     direct = ",".join(filter(None, [os.environ.get("no_proxy", ""), "127.0.0.1", "localhost", *near]))
@@ -99,8 +99,8 @@ def die_with_parent(how: signal.Signals = signal.SIGTERM) -> None:
         ctypes.CDLL(None).prctl(1, how)
 
 
-class Kept:
-    """A process that is kept running: started again after any exit, whatever its code."""
+class Supervised:
+    """A process under supervision: started again after any exit, whatever its code."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Kept:
         self._started, self._wait, self._due = 0.0, PATIENCE[0], 0.0
         self.starts = 0
 
-    def __enter__(self) -> Kept:
+    def __enter__(self) -> Supervised:
         self._start()
         return self
 
@@ -141,7 +141,7 @@ class Kept:
             )
         self._started, self.starts = time.monotonic(), self.starts + 1
 
-    def look(self) -> bool:
+    def check(self) -> bool:
         """Whether it runs; starts it again where it does not, with a pause that grows while it fails."""
         assert self._child is not None
         code = self._child.poll()
@@ -160,7 +160,7 @@ class Kept:
             return True
         return False
 
-    def said(self, characters: int = 4000) -> str:
+    def log_end(self, characters: int = 4000) -> str:
         """The end of its log."""
         return self._log.read_bytes()[-characters:].decode(errors="replace") if self._log.exists() else ""
 
@@ -178,10 +178,10 @@ class Kept:
     def _end_group(self) -> None:
         assert self._child is not None
         with suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)  # its own session: nobody else is in it
+            os.killpg(self._child.pid, signal.SIGKILL)  # a session of its own: nobody else is in it
 
 
-class Told:
+class LogTail:
     """What is new in a log of fedpop's, line by line, without its times and tracebacks."""
 
     def __init__(self, file: Path, levels: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """An engine: what is asked of everyone about points of a mixed model's parameters, and the search.
 
 It is the search of FedSOUL's exact engine (``methods.marginal_ml``): the same objective and the same
-quasi-Newton method, which is told value and gradient, twice or so the Hessian, and ends by the same rule in
+quasi-Newton method, which is given value and gradient, twice or so the Hessian, and ends by the same rule in
 nats. Three things are other than there, and are why a mixed model does not go through that engine itself. A
 prior's factor has logarithms on its diagonal there, so that a variance of zero lies at infinity; entries
 are free here, and a singular covariance is a point like others. Fixed effects and the residual's variance

@@ -44,9 +44,9 @@ def _effects(fit: MixedFit) -> Figure:
     order = np.argsort(first["mean"].to_numpy())
     place = np.arange(len(order))
     for axis, name in zip(axes, names, strict=True):
-        own = table.xs(name, level=1).iloc[order]
-        axis.hlines(place, own["lower"], own["upper"], color=BLUE, linewidth=1.0)
-        axis.plot(own["mean"], place, "o", color=BLUE, markersize=3)
+        rows = table.xs(name, level=1).iloc[order]
+        axis.hlines(place, rows["lower"], rows["upper"], color=BLUE, linewidth=1.0)
+        axis.plot(rows["mean"], place, "o", color=BLUE, markersize=3)
         axis.axvline(0, color=GREY, linewidth=0.8)
         axis.set_xlabel(name)
     axes[0].set_ylabel(fit.group)
@@ -146,8 +146,8 @@ def to_netcdf(fit: MixedFit, path: Path) -> Path:
         posterior.create_variable("chain", ("chain",), data=np.arange(chains))
         posterior.create_variable("draw", ("draw",), data=np.arange(draws))
         for dimension, labels in ((fit.group, levels), ("effect", names)):
-            own = np.array(labels, dtype=object)
-            posterior.create_variable(dimension, (dimension,), data=own, dtype=h5py.string_dtype())
+            values = np.array(labels, dtype=object)
+            posterior.create_variable(dimension, (dimension,), data=values, dtype=h5py.string_dtype())
         posterior.create_variable("random_effects", ("chain", "draw", fit.group, "effect"), data=effects)
         observed = file.create_group("observed_data")
         y = fit.groups.federation.train.y.numpy()

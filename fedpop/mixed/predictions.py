@@ -56,7 +56,7 @@ State = tuple[Tensor, Tensor] | Tensor | None
 
 @dataclass(frozen=True)
 class Predictor:
-    """What is to be told of rows: in which model, of what, and from how many draws."""
+    """What is to be predicted for rows: in which model, of what, and from how many draws."""
 
     units: Coordinates
     family: Family
@@ -121,9 +121,9 @@ class Predictor:
                 prior = point.factor @ point.factor.mT * point.sigma**2
                 spread = torch.einsum("ni,ij,nj->n", rows.z, prior, rows.z)
                 if isinstance(state, tuple):
-                    known, own = rows.owner >= 0, rows.owner.clamp(min=0)
-                    mean = mean + torch.where(known, (rows.z * state[0][own]).sum(1), 0.0)
-                    within = torch.einsum("ni,nij,nj->n", rows.z, state[1][own], rows.z)
+                    known, group = rows.owner >= 0, rows.owner.clamp(min=0)
+                    mean = mean + torch.where(known, (rows.z * state[0][group]).sum(1), 0.0)
+                    within = torch.einsum("ni,nij,nj->n", rows.z, state[1][group], rows.z)
                     spread = torch.where(known, within, spread)
             eta.append(mean)
             variance.append(spread + (0.0 if self.of == "mean" else point.sigma**2))
@@ -142,7 +142,7 @@ class Predictor:
             noise = self.key.at(round=i, purpose="new group").normal(draws, (q,), torch.float64)
             eta = base + (rows.z @ (point.factor @ noise.mT)).mT
             if isinstance(state, Tensor):
-                own = torch.einsum("nq,nlq->ln", rows.z @ point.factor, state[rows.owner.clamp(min=0)])
-                eta = torch.where(rows.owner >= 0, base + own, eta)
+                random = torch.einsum("nq,nlq->ln", rows.z @ point.factor, state[rows.owner.clamp(min=0)])
+                eta = torch.where(rows.owner >= 0, base + random, eta)
             out.append(eta)
         return Predictive(torch.cat(out).unsqueeze(2), self.family.likelihood, {}, self.key, False)

@@ -60,7 +60,7 @@ class Rule:
     @classmethod
     def scattered(cls, count: int, q: int) -> Rule:
         """Sobol's points and their mirror images, with the moments of the normal law up to the third."""
-        # Scrambled, by a seed of their own: else the first of them lies in a corner of all dimensions.
+        # Scrambled, by another seed: else the first of them lies in a corner of all dimensions.
         drawn = torch.quasirandom.SobolEngine(q, scramble=True, seed=0).draw(count // 2, dtype=torch.float64)
         half = torch.special.ndtri(drawn.clamp(min=1e-12))
         points = torch.cat((half, -half))
@@ -375,16 +375,16 @@ class QuadratureEngine(Engine):
     def _separated(self, worst: Tensor) -> EstimateError:
         """Along this direction of the fixed effects there is no maximum."""
         names = [n for n, v in zip(self.units.x_names, worst.tolist(), strict=True) if abs(v) > 0.3]
-        told = ", ".join(map(repr, names))
+        involved = ", ".join(map(repr, names))
         if self.family.binomial:
             return EstimateError(
-                f"the data are separated: some combination of {told} tells yes from no without "
+                f"the data are separated: some combination of {involved} tells yes from no without "
                 "error, so that "
                 "its coefficient grows without bound and no estimate exists. Leave it out, merge categories, "
                 "or collect more data"
             )
         return EstimateError(
-            f"the data do not determine {told}: where all counts of a category are zero its "
+            f"the data do not determine {involved}: where all counts of a category are zero its "
             "coefficient grows "
             "without bound. Leave it out or merge categories"
         )
@@ -443,8 +443,8 @@ class QuadratureEffects(Marginal):
         local = Local.of(units.cohort, self.units, self.family)
         found = effects(local, asked["b"], asked["factor"], self.rule)
         factor = asked["factor"]
-        kept = {"mean": found.mean @ factor.mT, "cov": factor @ found.covariance @ factor.mT}
-        return Answer(everyone(units.cohort), local=kept)
+        states = {"mean": found.mean @ factor.mT, "cov": factor @ found.covariance @ factor.mT}
+        return Answer(everyone(units.cohort), local=states)
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
         return {}

@@ -56,7 +56,7 @@ LEAST = 1e-6
 
 @dataclass(frozen=True)
 class SampledSettings:
-    """What is said of a run with chains."""
+    """Settings of a run with chains."""
 
     seed: int = 0
     rounds: int | None = None
@@ -69,7 +69,7 @@ class SampledSettings:
 
     @property
     def partial(self) -> bool:
-        """Not everyone is heard in every round, or not as it was said."""
+        """Not everyone takes part in every round, or messages are compressed."""
         whole = self.rule is None or self.rule.everyone
         return not whole or self.compressor != "identity"
 
@@ -231,7 +231,7 @@ def fitted(
         settings.rounds is not None or settings.compressor != "identity"
     )  # chains are all that was asked for
     scores = not (alone or rule is None or rule.everyone)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FedpopWarning)
         population = run(
             method,
@@ -240,9 +240,9 @@ def fitted(
             seed=settings.seed,
             participation=settings.participation,
             progress=False,
-            sites=groups.holding,
+            sites=groups.by_site,
         )
-    words = "; ".join(str(w.message) for w in told if issubclass(w.category, FedpopWarning))
+    words = "; ".join(str(w.message) for w in caught if issubclass(w.category, FedpopWarning))
     prior, beta = population.algorithm.hierarchy.prior, population.published["beta"]  # type: ignore[union-attr]
     assert isinstance(prior, Normal)
     point = layout.point(population.published["phi"], prior.mu(beta), prior.factor(beta))
@@ -289,7 +289,7 @@ def scored(engine: Engine, x: Tensor, rule: Participation, key: Key) -> tuple[Te
             active = rule.draw(roster, key.at(round=rounds))
             times = units / max(len(active.ids), 1) if active.ratio else 1.0
             change = torch.zeros_like(x)
-            for weight in active.weights.unique():  # one, unless clients join with probabilities of their own
+            for weight in active.weights.unique():  # one, unless clients join with different probabilities
                 ids = active.ids[active.weights == weight]
                 change += times * float(weight) * (engine.score(x, ids) - engine.score(start, ids))
             x = scoring.step(x, whole + change, there.inverse, k, crowd)

@@ -24,8 +24,8 @@ STARTS = ("auto", "spectral", "random")
 def questions(
     start: str | Spectral, model: Model, prior: Prior, phi: Tensor, restart: int = 0, anneals: bool = False
 ) -> Sequence[Question[Tensors]]:
-    """The spectral start where it is asked for or applies; else, for normal targets, one in their own units,
-    of a linear head in one question, of a user's own function in several;
+    """The spectral start where it is asked for or applies; else, for normal targets, one in their units,
+    of a linear head in one question, of a user's function in several;
     else the scale at which outputs have variance one, or the shape of a prior with more than one scale,
     unless it was given. A random start that was asked
     for is one; that of a restart is random in phi alone. After a spectral start the data's units are asked
@@ -35,10 +35,10 @@ def questions(
     if isinstance(start, Spectral) or start == "spectral" or (start == "auto" and spectral.applies(model)):
         asked = (start if isinstance(start, Spectral) else Spectral()).questions(model)
         return (*asked, *moments) if anneals or model.likelihood.given_noise is None else asked
-    own = () if start == "random" or prior.component is None else pooled.questions(model, phi)
+    pools = () if start == "random" or prior.component is None else pooled.questions(model, phi)
     known = prior.scale is not None or not model.scale_from_features
-    if moments or own or known:
-        return moments or own
+    if moments or pools or known:
+        return moments or pools
     shaped = prior.covariance != "isotropic" and model.linear and not model.learns_features
     if not shaped:
         return (FeatureScale(model, phi, prior.bounds),)
