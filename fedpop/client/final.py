@@ -41,11 +41,11 @@ class Final(Setting):
         """Draws of a chain where z has so many entries."""
         if self.draws is not None:
             return self.draws
-        return DRAWS if d <= WIDE else FEWER
+        return FINAL_DRAWS if d <= WIDE_Z else FINAL_DRAWS_OF_WIDE_Z
 
 
-DRAWS, FEWER, WIDE = 250, 140, 100
-NEAR, FAR = 60, 300
+FINAL_DRAWS, FINAL_DRAWS_OF_WIDE_Z, WIDE_Z = 250, 140, 100
+BURN_IN_FROM_MODE, BURN_IN_FROM_ANYWHERE = 60, 300
 """Transitions of a burn-in from about the mode, and from anywhere."""
 SHORT = Final(chains=1, draws=50, burn_in=50)
 """A pass for looks between rounds: means over clients do not need more."""
@@ -74,7 +74,13 @@ def final_pass(
         else:
             z = draw(hierarchy.prior, beta, cohort.units, start, final.chains, states)
         tuning = first_tuning(hierarchy, kernel, len(cohort), beta)
-        burn_in = final.burn_in if final.burn_in is not None else NEAR if near else FAR
+        burn_in = (
+            final.burn_in
+            if final.burn_in is not None
+            else BURN_IN_FROM_MODE
+            if near
+            else BURN_IN_FROM_ANYWHERE
+        )
         if not kernel.independent(target):
             for part in range(burn_in // 10):
                 warm = key.at(purpose=f"warm-{part}")

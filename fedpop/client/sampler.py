@@ -19,7 +19,7 @@ from fedpop.message import Tensors
 from fedpop.priors.base import normals_of
 from fedpop.settings import Setting
 
-BURN_IN, SETTLE = 100, 30
+FIRST_BURN_IN, SHORT_BURN_IN = 100, 30
 LARGEST_MIXED = 128
 """Dimensions of z up to which the mixed form of I, with a dense covariance, is the default."""
 
@@ -74,7 +74,7 @@ class Sampler:
     def burn_in(self) -> int:
         """A linear head's curvature is known, so its first step fits, and its chain starts by the mode: what
         is left to find is its width."""
-        usual = BURN_IN if not self.hierarchy.model.linear else SETTLE if self.follows else 0
+        usual = FIRST_BURN_IN if not self.hierarchy.model.linear else SHORT_BURN_IN if self.follows else 0
         return usual if self.chain.burn_in is None else self.chain.burn_in
 
     def enter(self, units: Tensor, beta: Tensor, key: Key, states: Tensor | None) -> Tensors:

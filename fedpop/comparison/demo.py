@@ -49,7 +49,7 @@ COMPARED: tuple[dict[str, Any], ...] = (
     },
 )
 """Under the protocol of ``fedpop compare``, in the form of its [[method]] tables."""
-ROUNDS = 100
+DEMO_ROUNDS = 100
 FIGURES, COMPARISON = "demo.json", "comparison"
 """Beside the records: what figures are drawn from, and the folder of the comparison."""
 COLUMNS = (
@@ -85,7 +85,7 @@ def run_demo(out: Path, seed: int) -> None:
     REPORT.tell(results)
 
 
-def compare_demo(task: SyntheticTask, seed: int, folder: Path, rounds: int = ROUNDS) -> Comparison:
+def compare_demo(task: SyntheticTask, seed: int, folder: Path, rounds: int = DEMO_ROUNDS) -> Comparison:
     """The demo's methods under one protocol, on the same task; an older demo's records go."""
     source = Task("synthetic", task, {"validation": 0, "new_clients": 10})
     entries = [entry_from(table, "the demo") for table in COMPARED]
@@ -167,7 +167,7 @@ def sheets(results: Results) -> dict[str, Sheet]:
     return {"Distance to the truth, and held-out predictions": reached(results)} | (
         {}
         if compared is None
-        else {f"Under one protocol: {ROUNDS} rounds each (* plug-in)": summary(compared)}
+        else {f"Under one protocol: {DEMO_ROUNDS} rounds each (* plug-in)": summary(compared)}
     )
 
 

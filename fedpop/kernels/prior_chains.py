@@ -20,10 +20,11 @@ from fedpop.message import Tensors
 from fedpop.models.local import NoData
 from fedpop.priors.base import Prior, Unnormalised
 
-WARM_UP = 50
+PRIOR_WARM_UP = 50
 """Transitions from the base, or from chains at another beta, to where draws can be used."""
-THIN = 5
-BATCHES = 40
+PRIOR_THINNING = 5
+"""Transitions for each draw that people see."""
+NORMALISER_TRANSITIONS = 40
 """Transitions behind independent estimates of log Z's gradient."""
 
 
@@ -51,8 +52,8 @@ def final_draws(
         z = states.expand(len(units), *states.shape)
     z, tuning = _warmed(prior, beta, z, key, units)
     needed = -(-count // z.shape[1])
-    out = _run(prior, beta, z, tuning, needed * THIN, key.at(purpose="final"), units, adapt=False)
-    return out.draws[:, THIN - 1 :: THIN].flatten(1, 2)[:, :count]
+    out = _run(prior, beta, z, tuning, needed * PRIOR_THINNING, key.at(purpose="final"), units, adapt=False)
+    return out.draws[:, PRIOR_THINNING - 1 :: PRIOR_THINNING].flatten(1, 2)[:, :count]
 
 
 # --- the server's share ----------------------------------------------------------------------
@@ -85,7 +86,7 @@ def normaliser_batches(prior: Prior, beta: Tensor, states: Tensors, key: Key, co
     units, stored = key.server(beta.device), states.get("states")
     z = _base(prior, beta, units, key, prior.chains) if stored is None else stored.unsqueeze(0)
     z, tuning = _warmed(prior, beta, z, key, units)
-    out = _run(prior, beta, z, tuning, BATCHES, key.at(purpose="batches"), units, adapt=False)
+    out = _run(prior, beta, z, tuning, NORMALISER_TRANSITIONS, key.at(purpose="batches"), units, adapt=False)
     each = z.shape[1] // count
     groups = out.draws[0, :, : each * count].unflatten(1, (count, each))
     return _energy_grad(prior, beta, groups.transpose(0, 1).flatten(1, 2))
@@ -108,7 +109,7 @@ def _base(prior: Prior, beta: Tensor, units: Tensor, key: Key, chains: int) -> T
 
 def _warmed(prior: Prior, beta: Tensor, z: Tensor, key: Key, units: Tensor) -> tuple[Tensor, Tuning]:
     tuning = Tuning.fresh(len(units), JumpHMC.initial_log_step, z)
-    for part in range(WARM_UP // 10):
+    for part in range(PRIOR_WARM_UP // 10):
         out = _run(prior, beta, z, tuning, 10, key.at(purpose=f"warm-{part}"), units, adapt=True)
         z, tuning = out.state.z, out.tuning
     return z, tuning

@@ -27,12 +27,12 @@ OWN, SENT = "own", "sent"
 """What stands in a field's place: the site's own, or a tensor that goes with the question."""
 
 
-def question_told(question: Question[Any], sent: Tensors) -> tuple[dict[str, Any], Tensors]:
+def describe_question(question: Question[Any], sent: Tensors) -> tuple[dict[str, Any], Tensors]:
     """A question in plain values, and tensors that have to go with it beside those that are ``sent``
     already.
 
     >>> from fedpop.questions.spectral import SecondMoments
-    >>> question_told(SecondMoments(minimum=5), {})
+    >>> describe_question(SecondMoments(minimum=5), {})
     ({'kind': 'SecondMoments', 'fields': {'minimum': 5}}, {})
     """
     held, more = dict[str, Any](), Tensors()
@@ -78,7 +78,7 @@ def _(value: Hierarchy) -> str:
     return "hierarchy"
 
 
-def question_from(told: dict[str, Any], sent: Tensors, owner: Any) -> Question[Any]:
+def question_from_description(told: dict[str, Any], sent: Tensors, owner: Any) -> Question[Any]:
     """The question that was told; what does not travel are attributes of this side's ``owner``, such as its
     method (or that itself), of which there is none before an experiment began."""
     cls = class_of(Question, told["kind"])

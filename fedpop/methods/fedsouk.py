@@ -46,7 +46,7 @@ from fedpop.server import scoring
 from fedpop.server.anneal import Anneal
 from fedpop.server.averaging import Averaging
 from fedpop.server.beta_step import EM, BetaStep, EMAdam, Turn
-from fedpop.server.calibration import ROUNDS, largest_rate
+from fedpop.server.calibration import RATE_TRIAL_ROUNDS, largest_rate
 from fedpop.server.gauge import aligner
 from fedpop.server.optimisers import SGD, Optimiser
 from fedpop.server.schedules import Stage
@@ -316,7 +316,9 @@ class FedSOUK(Hierarchical):
         # Judged by the likelihood, which has the noise that there is.
         plain = replace(self, anneal=Anneal(rounds=0))
         exact = self.hierarchy.closed_form
-        return self.with_rate(largest_rate(lambda rate: trial(plain.with_rate(rate), ROUNDS), exact))
+        return self.with_rate(
+            largest_rate(lambda rate: trial(plain.with_rate(rate), RATE_TRIAL_ROUNDS), exact)
+        )
 
     def rate(self) -> float | None:
         return step.rate if isinstance(step := self.on_phi.optimiser, SGD) else None

@@ -26,7 +26,7 @@ from fedpop.server.beta_step import BetaStep
 from fedpop.server.optimisers import SGD
 from fedpop.server.schedules import Polynomial
 
-LARGEST = 500
+LARGEST_EXACT_THETA = 500
 """Parameters up to which ``auto`` takes the exact engine: its messages hold their square, once or twice."""
 OF_CHAINS = ("local_steps", "kernel", "chain", "anneal", "phi_step", "beta_step", "average")
 """Settings of the sampled engine: where one is given it is obeyed."""
@@ -165,9 +165,9 @@ def choice(method: FedSOUL, rule: Participation, waits: bool) -> Chosen:
         why = told
     if why is None:
         exact = method.by_marginal_likelihood()
-        if exact.size <= LARGEST:
+        if exact.size <= LARGEST_EXACT_THETA:
             reason = f"closed-form posteriors, {exact.size} parameters, everyone takes part"
             return Chosen(exact, f"exact: {reason}")
-        why = f"{exact.size} parameters, more than {LARGEST}"
+        why = f"{exact.size} parameters, more than {LARGEST_EXACT_THETA}"
     then = ", then scoring steps on theta" if method.wants_information else ""
     return Chosen(method, f"sampled: {why}{then}")

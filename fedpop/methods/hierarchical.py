@@ -27,7 +27,7 @@ from fedpop.methods.base import Algorithm, Facts, mean_loss
 from fedpop.models.predictive import Predictive, mixture_score
 from fedpop.priors import Hyperprior, Prior
 from fedpop.priors import resolve as resolve_prior
-from fedpop.priors.base import FAR, Sets, moments
+from fedpop.priors.base import NORM_REACH, Sets, moments
 from fedpop.questions import Question, starts
 from fedpop.questions.spectral import Spectral
 from fedpop.server.state import unprefixed
@@ -95,7 +95,7 @@ class Hierarchical(Algorithm):
 
     def first_sets(self, phi: Tensor, beta: Tensor, ball: float | None) -> Tensors:
         """phi's natural units; the bounds and radii of the projection sets of a run that starts here."""
-        ball = ball or FAR * max(1.0, float(phi.norm()))
+        ball = ball or NORM_REACH * max(1.0, float(phi.norm()))
         unit, sets = natural_units(self.model, phi), self.hierarchy.prior.first_sets(beta)
         return {"unit": unit, "sets": sets, "ball": phi.new_tensor(ball, dtype=torch.float64)}
 

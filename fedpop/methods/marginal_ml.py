@@ -39,13 +39,13 @@ from fedpop.questions import Question
 from fedpop.server.quasi_newton import SearchState, begun_again, tell
 from fedpop.server.state import prefixed, unprefixed
 
-TOLERANCE = 1e-7
+SEARCH_NATS = 1e-7
 """Nats that a Newton step still promises where the search is over."""
-LOOSE = 0.1
+STAGE_NATS = 0.1
 """The same for a stage of annealing, which only has to find the next one's start."""
-SMALL = 100
+LARGEST_THETA_WITH_HESSIANS = 100
 """Parameters up to which each stage asks for the Hessian: a third of the rounds, for as many bytes."""
-STAGES = 5
+ANNEALING_STAGES = 5
 """Variances of the noise that are gone through before its own, from half the variance of y, geometrically."""
 KEPT = ("unit", "sets", "ball", "missing", "heard", "noises")
 """What the server keeps from trial to trial, beside the search itself."""
@@ -55,11 +55,11 @@ def obstacle(hierarchy: Hierarchy) -> str | None:
     """What keeps this method from a model and a prior, in words; None where nothing does."""
     model, prior = hierarchy.model, hierarchy.prior
     if not model.linear:
-        return "posteriors are not closed-form (the head is not linear)"
+        return "posteriors are not closed-form: the head is not linear"
     if not model.likelihood.quadratic:
-        return f"posteriors are not closed-form (the likelihood is {model.likelihood.name})"
+        return f"posteriors are not closed-form: the likelihood is {model.likelihood.name}"
     if prior.component is not prior:
-        return f"posteriors are not closed-form (the prior is {prior.name})"
+        return f"posteriors are not closed-form: the prior is {prior.name}"
     if any(has_dropout(m) for m in model.modules()):
         return "dropout and augmentation make the likelihood random"
     if not runs_in_double(hierarchy):
@@ -78,7 +78,7 @@ def annealed(hierarchy: Hierarchy, left: Tensor | None) -> Tensor:
     first, last = 0.5 * float(left), model.likelihood.given_noise
     if last is None:
         return none.new_tensor([first])
-    share = torch.arange(STAGES, dtype=none.dtype, device=none.device) / STAGES
+    share = torch.arange(ANNEALING_STAGES, dtype=none.dtype, device=none.device) / ANNEALING_STAGES
     return none if first <= last else first ** (1 - share) * last**share
 
 
@@ -233,10 +233,10 @@ class MaximumMarginalLikelihood(Hierarchical):
             # What is fixed, or held at a bound, has no part in it.
             curvature = torch.where(free.unsqueeze(1) & free, curvature, torch.diag((~free).to(theta.dtype)))
         noises = server["noises"]
-        tolerance = LOOSE if len(noises) else TOLERANCE
+        tolerance = STAGE_NATS if len(noises) else SEARCH_NATS
         state = tell(state, f, torch.where(free, -slope, 0.0), curvature, server["unit"], tolerance)
         if len(noises) and (state.over or state.wants_curvature):  # this stage is done
-            state = begun_again(state, curved=len(theta) <= SMALL)
+            state = begun_again(state, curved=len(theta) <= LARGEST_THETA_WITH_HESSIANS)
             server = server | {"noises": noises[1:]}
         server = server | {"missing": torch.zeros_like(server["missing"]), "heard": theta.new_tensor(heard)}
         return self._asking(server, state.moved(inside(state.x), inside(state.trial)))

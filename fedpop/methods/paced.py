@@ -10,7 +10,7 @@ from fedpop.message import Tensors
 from fedpop.methods.base import Algorithm, Facts
 from fedpop.server.schedules import Constant, Schedule
 
-SMALLEST = 1e-12
+SMALLEST_RATE = 1e-12
 """A rate is above 0, even where a schedule has come to its end."""
 
 
@@ -25,5 +25,5 @@ class Paced(Algorithm):
     def pace(self, k: int, facts: Facts) -> Tensors:
         if isinstance(self.schedule, Constant):
             return {}
-        factor = max(self.schedule.factor(k, facts.stage), SMALLEST)
+        factor = max(self.schedule.factor(k, facts.stage), SMALLEST_RATE)
         return {"pace": torch.tensor(factor, dtype=torch.float64)}

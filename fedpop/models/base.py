@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from fedpop.decisions import Decision
 from fedpop.errors import DataError, FedpopError, ModelError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
@@ -189,6 +190,14 @@ class Model(ABC):
         out.precision = precision
         return out
 
+    def decisions(self) -> Sequence[Decision]:
+        """What was decided on where settings left it open: the type that a network runs in."""
+        if not self.network or self._pass is None or self.precision != "auto":
+            return ()
+        rounded, like = self.autocast is not None, self.initial_z()
+        chosen = "bfloat16" if rounded else name_of(like.dtype)
+        return (Decision("precision", chosen, self._pass.because(like.device), unusual=rounded),)
+
     # --- where a population prior starts ------------------------------------------------------
 
     def prior_centre(self) -> Tensor:
@@ -198,6 +207,16 @@ class Model(ABC):
     def prior_covariance(self) -> str:
         """The covariance of a Normal prior that nothing more was said about."""
         return "isotropic"
+
+    def covariance_decision(self) -> Decision:
+        """The same, and why."""
+        found = self.prior_covariance()
+        because = {
+            "isotropic": "weights of a module, as in the paper",
+            "diagonal": "named parameters have no unit in common",
+            "full": "few weights of a linear head on columns that are not learned, with normal targets",
+        }
+        return Decision("prior covariance", found, because.get(found, "it suits the model"))
 
     @property
     def scale_from_features(self) -> bool:

@@ -28,7 +28,7 @@ from fedpop.settings import class_of, describe, name_of, ours
 
 OURS: dict[str, type[nn.Module]] = {"CropFlip": CropFlip, "Standardise": Standardise}
 """Layers of fedpop's own that a file can hold beside torch's."""
-LARGEST = 2**30
+LARGEST_LAYER = 2**30
 """Parameters of one layer that a file may ask for."""
 
 
@@ -180,7 +180,7 @@ def module_from(spec: dict[str, Any]) -> nn.Module:
         module: nn.Module = cls(**args)
         return module
     size = sum(p.numel() for p in cls(**args, device="meta").parameters())  # before any memory is asked for
-    if size > LARGEST:
+    if size > LARGEST_LAYER:
         raise CheckpointError(f"a layer {spec['class']} of {size:,} parameters is larger than any model")
     # Its values come from a file: random ones would only disturb the global generator.
     return blank(cls, **args)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fedpop.checked import Seed, Whole, checked, require
+from fedpop.decisions import Decision
 from fedpop.errors import CheckpointError
 from fedpop.evaluation.verdict import verdict_of
 from fedpop.federation.clients import Federation
@@ -29,7 +30,7 @@ from fedpop.methods.base import Algorithm
 from fedpop.models.base import Model
 from fedpop.models.spec import model_from, require_same
 from fedpop.population.population import Population
-from fedpop.population.saving import FORMAT, KEYS
+from fedpop.population.saving import KEYS, POPULATION_FORMAT
 from fedpop.priors import Prior
 from fedpop.priors.base import moments
 from fedpop.version import __version__
@@ -99,6 +100,7 @@ def load(
             names=names,
             learned_from=saved["learned_from"],
             convergence=verdict_of(saved["convergence"]),
+            decisions=[Decision.read(plain) for plain in saved["decisions"]],
             best_round=None if saved["best_round"] is None else int(saved["best_round"]),
             how=[(str(title), str(words)) for title, words in saved["how"]],
         )
@@ -126,10 +128,10 @@ def _described(folder: Path) -> dict[str, Any]:
             "read and does not migrate: fit it again, or load it with that version"
         )
     saved = read_sealed(about, WHAT)
-    if saved.get("format") != FORMAT:
+    if saved.get("format") != POPULATION_FORMAT:
         raise CheckpointError(
             f"{about} has layout {saved.get('format')!r}, made by fedpop {saved.get('version')}; "
-            f"{__version__} reads layout {FORMAT}: load it with that version, or fit it again"
+            f"{__version__} reads layout {POPULATION_FORMAT}: load it with that version, or fit it again"
         )
     if odd := sorted(KEYS ^ saved.keys()):
         raise CheckpointError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,7 +12,9 @@ from typing import Annotated, Any, TypeVar
 import torch
 from torch import Tensor
 
-from fedpop.checked import Count, OneOf, Whole, checked
+from fedpop.blocks import CLIENTS_AT_ONCE
+from fedpop.checked import Count, Few, OneOf, Whole, checked
+from fedpop.decisions import Decision
 from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
 from fedpop.evaluation.convergence import ToTheOptimum, small
 from fedpop.evaluation.diagnostics import ChainsAndGradient, Diagnostics, rhat_and_ess
@@ -28,7 +30,7 @@ from fedpop.methods.base import Algorithm
 from fedpop.methods.hierarchical import how
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
-from fedpop.population.client_models import AT_ONCE, ClientModels
+from fedpop.population.client_models import ClientModels
 from fedpop.population.posterior import Newcomer, Posterior, checked_inputs, finite, in_pieces, newcomer
 from fedpop.population.saving import save
 from fedpop.population.summary import summary
@@ -62,6 +64,7 @@ class Population(ClientModels):
         convergence: Whether theta had converged when the run ended, where that was checked.
         best_round: The round whose theta this is, where validation data chose it (``callbacks.EarlyStop``).
         how: How theta was found, in words under short titles, as ``print`` tells it.
+        decisions: What the run decided where a setting left it open, and why.
         elsewhere: Asks clients that are at their sites, as long as the run goes on.
 
     >>> import torch, fedpop as fp
@@ -94,6 +97,7 @@ class Population(ClientModels):
     convergence: Verdict | None = None
     best_round: int | None = None
     how: list[tuple[str, str]] = field(default_factory=list)
+    decisions: Sequence[Decision] = ()
     elsewhere: Callable[[Question[Any]], Any] | None = field(default=None, repr=False)
     _personal: dict[int, Tensors] = field(default_factory=dict, repr=False)
 
@@ -280,7 +284,7 @@ class Population(ClientModels):
 
     def sample_all(self) -> Population:
         """Run the final pass for every client now, many at a time, rather than when one is asked for."""
-        for ids in torch.arange(len(self)).split(AT_ONCE):
+        for ids in torch.arange(len(self)).split(CLIENTS_AT_ONCE):
             self._personalise(ids)
         return self
 
@@ -332,9 +336,15 @@ class Population(ClientModels):
         """Positions of so many clients, evenly spaced; None where there are no more."""
         return torch.linspace(0, len(self) - 1, limit).long() if len(self) > limit else None
 
-    def log_likelihood(self) -> LogLikelihood:
-        """The marginal log-likelihood of all clients at the returned theta, with its error."""
-        return self.ask(MarginalLikelihood(self._hierarchy("marginal likelihood")))
+    @checked
+    def log_likelihood(self, proposals: Few = 1000) -> LogLikelihood:
+        """The marginal log-likelihood of all clients at the returned theta, with its error.
+
+        Args:
+            proposals: Importance draws for each client, where nothing is closed-form (default: 1000). The
+                error falls with their root.
+        """
+        return self.ask(MarginalLikelihood(self._hierarchy("marginal likelihood"), proposals))
 
     @checked
     def diagnostics(self, limit: Count = 1000) -> Diagnostics:
@@ -396,6 +406,7 @@ class Population(ClientModels):
         about = {n: getattr(self, n) for n in ("learned_from", "rounds", "best_round", "drift", "totals")}
         about |= {"clients": self.names, "convergence": self.convergence and self.convergence.plain()}
         about |= {"how": [list(row) for row in self.how]}
+        about |= {"decisions": [decision.plain() for decision in self.decisions]}
         own = {"seed": self.key.seed, "purpose": self.key.purpose}
         private = None if self.key == PUBLIC else own
         return save(path, self.algorithm, self.published, self._personal, about, private, self.history)

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from fedpop.priors.normal import Normal
 
 
-REACH = 1e3
+SCALE_REACH = 1e3
 """How far scales may go from where they start, unless told: as many times below the smallest of them and
 above the largest. Where they start has the data's units, so that it does not matter which these are."""
-FAR = 1e6
+NORM_REACH = 1e6
 """The same of norms: so many times the largest scale, or what they start at."""
 
 
@@ -220,9 +220,11 @@ class Prior(Setting, ABC):
     def first_sets(self, beta: Tensor) -> Tensor:
         """Those of a run that starts from this beta: as given, or in units of the start."""
         least, most, norm = self.scales(beta)
-        reach = REACH if self.scale is None else FAR  # a scale that was given may be in other units
+        reach = (
+            SCALE_REACH if self.scale is None else NORM_REACH
+        )  # a scale that was given may be in other units
         low, high = self.bounds or (least / reach, most * reach)
-        ball = self.ball or FAR * max(most, norm / REACH)
+        ball = self.ball or NORM_REACH * max(most, norm / SCALE_REACH)
         return torch.tensor((low, high, ball), dtype=torch.float64, device=beta.device)
 
     @abstractmethod

@@ -39,7 +39,7 @@ from fedpop.models.flat import Layout
 from fedpop.models.modules import call, federated, has_dropout
 from fedpop.priors.base import Guess, Sets, Unnormalised, check_scale, into_ball, moments
 
-ESCAPED = 50.0
+ESCAPED_SCALES = 50.0
 """No state of a density on a Gaussian base is so many scales from its centre."""
 
 
@@ -275,7 +275,7 @@ class Energy(Unnormalised):
         with torch.no_grad():
             self._require_finite(self.energy(beta, z))
         farthest = float(((z - self.mu(beta)) / self.sd(beta)).abs().max())
-        if not farthest < ESCAPED:
+        if not farthest < ESCAPED_SCALES:
             raise EstimateError(
                 f"the chains of the energy prior escape ({farthest:.0f} scales from its centre): its network "
                 "falls faster than the Gaussian base rises, so there is no density; use a network whose "

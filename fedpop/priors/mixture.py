@@ -31,7 +31,7 @@ from fedpop.message import Tensors
 from fedpop.priors.base import Guess, OfNormals, Part, Sets
 from fedpop.priors.normal import COVARIANCES, Normal
 
-MOST = 8
+MOST_COMPONENTS = 8
 """Components, at most: labels are matched over all their orders."""
 
 
@@ -57,7 +57,7 @@ class Mixture(OfNormals):
     14
     """
 
-    components: Annotated[int, Range(least=1, most=MOST)] = 2
+    components: Annotated[int, Range(least=1, most=MOST_COMPONENTS)] = 2
     covariance: Annotated[str, OneOf(*COVARIANCES)] = "isotropic"
     mean: float = 0.0
     scale: Positive | None = None

@@ -37,7 +37,7 @@ from fedpop.message import Tensors
 from fedpop.priors.base import Guess, OfNormals, Part, Sets, check_scale, in_words, into_ball, positive
 
 COVARIANCES = ("isotropic", "diagonal", "full")
-FARTHEST = 1e12
+FARTHEST_FACTOR = 1e12
 """Entries of a factor beyond so many times the upper bound are projected as if they were there."""
 REMEDY = "set by the prior's bounds, or by the scale it was told to start at"
 
@@ -405,7 +405,7 @@ class Normal(OfNormals):
             return torch.cat((mu, beta[d:].clamp(math.log(low), math.log(high))))
         # What is so far outside that it would overflow is as far inside afterwards as what is not.
         rows, cols = torch.tril_indices(d, d, device=beta.device)
-        edge, free = high * FARTHEST, beta[d:].double()
+        edge, free = high * FARTHEST_FACTOR, beta[d:].double()
         free = torch.where(rows == cols, free.clamp(max=math.log(edge)), free.clamp(-edge, edge))
         factor = self.factor(torch.cat((mu.double(), free)))
         values = torch.linalg.svdvals(factor)

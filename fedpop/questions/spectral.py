@@ -30,6 +30,13 @@ from fedpop.models.composition import Composition
 from fedpop.questions.base import Question, Units
 from fedpop.settings import Setting
 
+LEAST_MOMENT = 1e-8
+"""Of the largest eigenvalue of x's moments: messages are in single precision, which has 6e-8, so less is
+nothing but rounding and is not blown up by whitening."""
+SHORTEST_DIRECTION = 1e-2
+"""Of the largest eigenvalue of the cross products: negative or tiny ones are noise, and such a direction
+still needs some length to move."""
+
 
 def applies(model: Model) -> bool:
     """A linear backbone and a linear head with one output, both without bias."""
@@ -52,7 +59,7 @@ class Spectral(Setting):
     It needs a linear backbone and a linear head with one output, both without bias.
 
     Args:
-        minimum: Clients with fewer examples send zeros; 2 unless told, the least. Raise it so that what
+        minimum: Clients with fewer examples send zeros; 2 by default, the least. Raise it so that what
             is sent does not reveal a handful of examples.
 
     >>> Spectral(minimum=5)
@@ -85,15 +92,15 @@ class SecondMoments(Question[Tensors]):
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         cohort = units.cohort
         x = _padded(units)
-        x, kept = _kept(x, cohort.sizes >= self.minimum, x.square().sum((1, 2)))
+        x, used = _used(x, cohort.sizes >= self.minimum, x.square().sum((1, 2)))
         second = torch.einsum("cni,cnj->ij", x, x)
-        return _summed(cohort, second=second, count=(kept * cohort.sizes).sum())
+        return _summed(cohort, second=second, count=(used * cohort.sizes).sum())
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
         second, count = (total.plain[n].double() for n in ("second", "count"))
         k = int(second.shape[0] ** 0.5 + 0.5)
         values, vectors = torch.linalg.eigh(second.reshape(k, k) / count.clamp(min=1))
-        floor = values.max() * 1e-8
+        floor = values.max() * LEAST_MOMENT
         return {"whitener": vectors * values.clamp(min=floor).rsqrt() @ vectors.mT}
 
 
@@ -117,9 +124,9 @@ class CrossProducts(Question[Tensors]):
         x = _padded(units) @ asked["whitener"]
         y = cohort.pad(self.model.likelihood.working_response(cohort.y)).to(torch.float64)
         size = x.square().sum((1, 2)) * y.square().sum((1, 2))  # no entry of S_i is larger
-        x, kept = _kept(x, cohort.sizes >= self.minimum, size)
-        y = torch.where(kept[:, None, None] > 0, y, torch.zeros_like(y))
-        pairs = (kept * cohort.sizes * (cohort.sizes - 1)).sum()
+        x, used = _used(x, cohort.sizes >= self.minimum, size)
+        y = torch.where(used[:, None, None] > 0, y, torch.zeros_like(y))
+        pairs = (used * cohort.sizes * (cohort.sizes - 1)).sum()
         squares = y.square().sum((1, 2)) / cohort.sizes.clamp(min=1)
         unit = y * squares.clamp(min=torch.finfo(y.dtype).tiny).rsqrt()[:, None, None]
         return _summed(cohort, cross=_cross(x, y), even=_cross(x, unit), pairs=pairs)
@@ -133,8 +140,7 @@ class CrossProducts(Question[Tensors]):
         k = whitener.shape[0]
         span = torch.linalg.eigh(even.reshape(k, k))[1][:, -width:]
         values, vectors = torch.linalg.eigh(span.mT @ cross.reshape(k, k) @ span / pairs)
-        # Negative or tiny eigenvalues are noise: such a direction still needs some length to move.
-        top = values.clamp(min=1e-2 * float(values.abs().max()))
+        top = values.clamp(min=SHORTEST_DIRECTION * float(values.abs().max()))
         weight = (span @ vectors * top.sqrt()).mT.flip(0) @ whitener  # the largest first
         return {"phi": torch.cat((weight.reshape(-1).to(phi.dtype), phi[weight.numel() :]))}
 
@@ -151,10 +157,10 @@ def _padded(units: Units) -> Tensor:
     return units.cohort.pad(units.cohort.x).to(torch.float64)
 
 
-def _kept(x: Tensor, large: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+def _used(x: Tensor, large: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
     """Units that are large enough and whose message, of this size, is finite; others' x is zero."""
-    kept = large & torch.isfinite(size.float())
-    return torch.where(kept[:, None, None], x, torch.zeros_like(x)), kept.to(x.dtype)
+    used = large & torch.isfinite(size.float())
+    return torch.where(used[:, None, None], x, torch.zeros_like(x)), used.to(x.dtype)
 
 
 def _summed(cohort: Cohort, **sums: Tensor) -> Answer:

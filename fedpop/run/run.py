@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedpop.client.cost import WORK
+from fedpop.decisions import Decision
 from fedpop.errors import CheckpointError, SettingsError
 from fedpop.evaluation.validation import ValidationScore
 from fedpop.evaluation.verdict import Verdict
@@ -28,11 +29,12 @@ from fedpop.run import checkpoint as checkpoints
 from fedpop.run import stages
 from fedpop.run.breakdown import nobody, require_finite_theta, require_somebody
 from fedpop.run.callbacks import Callback
+from fedpop.run.deciding import decisions_of
 from fedpop.run.guards import patient_interrupts, threads
 from fedpop.run.lock import locked_folder
-from fedpop.run.members import Asking, Here, Members, roster_of
+from fedpop.run.members import Asking, LocalMembers, Members, roster_of
 from fedpop.run.metrics import Metrics
-from fedpop.run.own_models import AsTheyStand, FinalPass, OwnModels
+from fedpop.run.personal_models import AsTheyStand, FinalPass, PersonalModels
 from fedpop.run.progress import progress_bar
 from fedpop.run.settings import Settings
 from fedpop.run.trial import likelihoods_of
@@ -44,7 +46,7 @@ R = TypeVar("R")
 
 
 class Run:
-    """A server and the members it works with (a federation on this machine, or sites elsewhere), from the
+    """A server and the members it works with (a federation on this machine, or remote sites), from the
     first question to the last round."""
 
     def __init__(
@@ -70,7 +72,7 @@ class Run:
         for callback in callbacks:
             callback.check(members)
         if isinstance(members, Federation):
-            members = Here(Training(algorithm), members, settings.memory, settings.sites)
+            members = LocalMembers(Training(algorithm), members, settings.memory, settings.sites)
         # Every setting is checked by now: nothing is created for a run that cannot be.
         self.folder = None if folder is None else writable_folder(folder)
         self.metrics = None if self.folder is None else Metrics(self.folder)
@@ -101,27 +103,29 @@ class Run:
         """Of the information at theta, where a verdict has found it."""
         self.best_round: int | None = None
         """The round whose theta is returned, where validation data choose it."""
+        self.decisions: tuple[Decision, ...] = ()
+        """What settings left open, and what it is here."""
         self._best: tuple[Tensors, Tensors] | None = None
         """The server's state, and what members need to go back to theirs."""
 
     @property
-    def here(self) -> Here:
+    def local_members(self) -> LocalMembers:
         """The members, where they are on this machine."""
-        if not isinstance(self.members, Here):
+        if not isinstance(self.members, LocalMembers):
             raise SettingsError("this needs clients' data and states, which are at their sites")
         return self.members
 
     @property
     def federation(self) -> Federation:
-        return self.here.federation
+        return self.local_members.federation
 
     @property
     def sites(self) -> Sites:
-        return self.here.sites
+        return self.local_members.sites
 
     @property
     def plan(self) -> Plan:
-        return self.here.plan
+        return self.local_members.plan
 
     @property
     def facts(self) -> Facts:
@@ -215,7 +219,7 @@ class Run:
             store=self.members.store,
             names=list(self.members.names),
             learned_from=self.members.units,
-            elsewhere=None if isinstance(self.members, Here) else self._asked_at_the_end,
+            elsewhere=None if isinstance(self.members, LocalMembers) else self._asked_at_the_end,
             history=self.history,
             totals=self.totals,
             rounds=self.round,
@@ -223,6 +227,7 @@ class Run:
             convergence=self.verdict,
             best_round=self.best_round,
             how=[*([("engine", self.engine)] if self.engine else []), *how(method)],
+            decisions=self.decisions,
         )
 
     def begin(self, resume: bool = False) -> bool:
@@ -242,38 +247,44 @@ class Run:
             self.ends = stages.planned(saved.ends, self.settings.rounds)
             if self.metrics is not None:
                 self.history = self.metrics.read(saved.metrics_bytes, saved.metrics_digest)
-            if self.folder is not None and self.requested != saved.config:
-                write_json(self.folder / "config.json", self.requested)  # the same, with more rounds
-            return self._restore(saved)
+            stopped = self._restore(saved)
+            self._decide(write=self.requested != saved.config)  # the same, with more rounds
+            return stopped
         started = time.perf_counter()
         self._compute_in(self.algorithm.model.chosen_precision(), self.algorithm)
-        self._settle(self.algorithm.calibrated(self._trial))
+        self._use(self.algorithm.calibrated(self._trial))
         known: Tensors = {}
         for question in self.algorithm.questions(self.facts, self.key):
             known |= self._asked(question, known)
         self.server = self.algorithm.init(self.facts, self.key, known)
         self.spend({"seconds": time.perf_counter() - started})
-        if self.folder is not None:
-            write_json(self.folder / "config.json", self.requested)
+        self._decide(write=True)
         return False
+
+    def _decide(self, write: bool) -> None:
+        """Say what was decided, beside the settings: a run that is resumed may decide otherwise."""
+        self.decisions = decisions_of(self)
+        if self.folder is not None and write:
+            plain = [decision.plain() for decision in self.decisions]
+            write_json(self.folder / "config.json", self.requested | {"decisions": plain})
 
     def _compute_in(self, precision: str, algorithm: Algorithm) -> None:
         """The type that the backbone runs in is chosen once, and stays: it is in the checkpoint."""
         self.precision = precision
         self.algorithm = algorithm.with_model(algorithm.model.at_precision(precision))
 
-    def _settle(self, algorithm: Algorithm) -> None:
+    def _use(self, algorithm: Algorithm) -> None:
         """This method from now on, here and wherever members are."""
         if algorithm is not self.algorithm:
             self.algorithm = algorithm
-            self.members.settle(algorithm)
+            self.members.update_method(algorithm)
 
     def ask(
         self,
         question: Question[R],
         known: Tensors,
         key: Key,
-        models: OwnModels | None = None,
+        models: PersonalModels | None = None,
         split: str | None = None,
     ) -> tuple[R, Total]:
         """Ask everyone, or those who have examples in this split, to answer from these models."""
@@ -325,7 +336,7 @@ class Run:
     def train_round(self) -> dict[str, Any]:
         """One round; state changes only when all of it is done."""
         started = time.perf_counter()
-        self._welcome()
+        self._ask_newcomers()
         method, shared = self.algorithm, self.key.at(round=self.round, purpose="train")
         secret = self.secret.at(round=self.round, purpose="train")
         if self.round == self.facts.start > 0:
@@ -344,10 +355,10 @@ class Run:
         self.spend({name: total.numbers.get(name, 0.0) for name in WORK})
         metrics: dict[str, Any] = {"round": self.round, "active": len(active.ids)}
         metrics |= method.metrics(self.server, total.numbers)
-        metrics["left_out"] = self.members.called(total.left_out)
+        metrics["left_out"] = self.members.names_of(total.left_out)
         metrics |= self.members.metrics()
         if total.suspects:
-            absurd = self.members.called(total.suspects)
+            absurd = self.members.names_of(total.suspects)
             metrics |= {"out_of_proportion": absurd, "unbiased": False}
             self.spend({"out_of_proportion": len(absurd)})
         metrics |= {name: self.totals[name] for name in ("bytes_up", "bytes_down")}
@@ -355,7 +366,7 @@ class Run:
         metrics["seconds"] = self.totals["seconds"]
         return metrics
 
-    def _welcome(self) -> None:
+    def _ask_newcomers(self) -> None:
         """Whoever came after the questions is asked those that last, and the server counts who is there. All
         else about them is as of a client that takes part for the first time."""
         known: Tensors = {}
@@ -451,7 +462,7 @@ class Run:
                 method = method.with_rate(saved.rate)
         self._compute_in(saved.precision, method)
         if method is not asked:
-            self.members.settle(self.algorithm)
+            self.members.update_method(self.algorithm)
         self.threads = saved.threads
         for i, callback in enumerate(self.callbacks):
             if str(i) in saved.callbacks:

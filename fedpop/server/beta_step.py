@@ -146,7 +146,7 @@ def _alone(prior: Prior) -> Normal:
     return prior.component
 
 
-USUAL, QUICK, PLAIN = EM(), EMAdam(), Adam(0.02)
+CLOSED_FORM_STEP, SAMPLED_STEP, STEP_WITHOUT_EM = EM(), EMAdam(), Adam(0.02)
 """What None stands for: where posteriors are closed-form or a backbone learns; elsewhere; and for priors that
 EM cannot move."""
 
@@ -177,9 +177,9 @@ class BetaStep(Setting):
         prior = hierarchy.prior
         if self.step is None:
             if not prior.em:
-                return PLAIN
+                return STEP_WITHOUT_EM
             slow = hierarchy.closed_form or hierarchy.model.learns_features
-            return USUAL if slow or not _stands_alone(prior) else QUICK
+            return CLOSED_FORM_STEP if slow or not _stands_alone(prior) else SAMPLED_STEP
         if isinstance(self.step, EM | EMAdam) and not prior.em:
             raise SettingsError(
                 f"EM steps cannot be made for {prior.name} priors; use beta_step=fedpop.steps.Adam()"

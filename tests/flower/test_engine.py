@@ -6,7 +6,7 @@ from pathlib import Path
 
 import fedpop as fp
 from fedpop.files import read_json
-from fedpop.flower.elsewhere import RoundTerms
+from fedpop.flower.remote import RoundTerms
 from tests.flower.sites import across, here, same_bits
 from tests.helpers import linear_model
 from tests.methods.conformance import FOUR, four, made

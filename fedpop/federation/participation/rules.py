@@ -22,7 +22,7 @@ WEIGHTS = ("inverse", "ratio")
 Chance = Annotated[
     float, Range(above=0, most=1, why="a client that never joins should be left out of the federation")
 ]
-MANY = 50_000
+LARGEST_DRAWN_EACH = 50_000
 """Clients up to which each draws a number of its own."""
 
 
@@ -270,7 +270,7 @@ class Uniform(Participation):
 
 def sparse(clients: int, active: float) -> bool:
     """Few enough of so many clients take part that only those should be drawn for."""
-    return clients > MANY and active <= clients / 8
+    return clients > LARGEST_DRAWN_EACH and active <= clients / 8
 
 
 def distinct(clients: int, size: int, key: Key) -> Tensor:
