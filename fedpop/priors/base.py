@@ -245,8 +245,11 @@ class Part(NamedTuple):
 
 
 class OfNormals(Prior):
-    """A mixture of Normals, or one of them: a posterior is a mixture of Gaussians where the log-likelihood is
-    quadratic in z. A class with another density says ``component = None``."""
+    """A mixture of Normals, or one of them.
+
+    Posteriors are mixtures of Gaussians where the log-likelihood is quadratic in z. A class with another
+    density says ``component = None``.
+    """
 
     @property
     @abstractmethod
@@ -280,8 +283,10 @@ class OfNormals(Prior):
 
 
 class Unnormalised(Prior):
-    """A density of which the constant is not known: the server runs chains on it, which estimate its gradient
-    and make draws."""
+    """A density of which the constant is not known.
+
+    The server runs chains on it, which estimate the constant's gradient and make draws.
+    """
 
     normalised: ClassVar[bool] = False
     chains: int

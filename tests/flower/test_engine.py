@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import fedpop as fp
+from fedpop.files import read_json
 from fedpop.flower.remote import RoundTerms
 from tests.flower.sites import across, here, same_bits
 from tests.helpers import linear_model
@@ -19,8 +19,9 @@ def test_sites_are_told_what_runs(tmp_path: Path) -> None:
     same_bits(elsewhere.published, simulated.published)
     assert elsewhere.engine == simulated.engine != ""
     for name in FOUR:
-        told = json.loads((tmp_path / name / "experiments" / "test" / "method.json").read_text())
-        assert told["method"]["class"] == "MaximumMarginalLikelihood"
+        told = read_json(tmp_path / name / "experiments" / "test" / "method.json")
+        assert told["study"]["method"]["class"] == "MaximumMarginalLikelihood"
+
         own = fp.load(tmp_path / name / "experiments" / "test" / "population")
         assert own.engine == simulated.engine
         assert type(own.algorithm) is fp.MaximumMarginalLikelihood
