@@ -35,11 +35,11 @@ def measure(advance: Advance) -> list[Record]:
     laps = in_turns(programs, seconds=SECONDS, least=LEAST, advance=advance)
     out = []
     for compressor in COMPRESSORS:
-        own = laps[repr(compressor)]
+        repeats = laps[repr(compressor)]
         sizes = {"bytes": compressor.encoded_bytes(ENTRIES), "omega": compressor.omega(ENTRIES)}
-        metrics = ratio(own, laps["bare"]) | sizes | {"target": TARGET, "repeats": len(own)}
+        metrics = ratio(repeats, laps["bare"]) | sizes | {"target": TARGET, "repeats": len(repeats)}
         setting = {"benchmark": NAME, "entries": ENTRIES}
-        cost = {"seconds": sum(lap.wall for lap in own) / len(own)}
+        cost = {"seconds": sum(lap.wall for lap in repeats) / len(repeats)}
         out.append(record("bench", setting, repr(compressor), 0, metrics, cost, {}))
     return out
 

@@ -22,10 +22,10 @@ from torch import nn
 import fedpop as fp
 from benchmarks.timing import Advance, Spread, shown
 from benchmarks.turns_client import NOTHING
-from fedpop.flower import joining, serving
-from fedpop.flower.folder import open_site
-from fedpop.flower.letters import Letter, digest_of
+from fedpop.flower import server_commands, site_commands
 from fedpop.flower.processes import free_port
+from fedpop.flower.requests import Request, digest_of
+from fedpop.flower.site_folder import open_site
 from fedpop.keys import Key
 from fedpop.methods.base import Facts
 from fedpop.report.results import Record, record
@@ -81,22 +81,27 @@ def parts_of(folder: Path) -> dict[str, float]:
     turns = [[_seconds_of(code) for code in codes] for _ in range(5)]
     least = [0.0, *(min(laps) for laps in zip(*turns, strict=True))]
     out = {part: least[k + 1] - least[k] for k, part in enumerate(steps)}
-    experiment = joining.experiment_of(folder, None)
+    experiment = site_commands.experiment_of(folder, None)
     method, facts = experiment.method, Facts(len(SITES), ROUNDS + 1)
-    told = method.broadcast(method.init(facts, Key(0), {}))
+    broadcast = method.broadcast(method.init(facts, Key(0), {}))
     laps = []
     for k in range(3):
-        about = {"version": fp.__version__, "experiment": experiment.name, "round": ROUNDS + 1 + k, "seed": 0}
-        about |= {
+        header = {
+            "version": fp.__version__,
+            "experiment": experiment.name,
+            "round": ROUNDS + 1 + k,
+            "seed": 0,
+        }
+        header |= {
             "heard": ROUNDS + k,
             "units": None,
             "noted": [],
             "best": -1,
             "active": len(SITES),
-            "digest": digest_of(told),
+            "digest": digest_of(broadcast),
         }
         start = time.perf_counter()
-        reply = open_site(folder).answer(Letter("train", about, told))
+        reply = open_site(folder).answer(Request("train", header, broadcast))
         laps.append(time.perf_counter() - start)
         if reply.refused is not None:
             raise RuntimeError(reply.refused)
@@ -113,15 +118,15 @@ def _seconds_of(code: str) -> float:
 
 def environment_of_children() -> dict[str, str]:
     """What is imported is compiled, as it is wherever it was installed."""
-    own = {"PYTHONPATH": str(Path(fp.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    return {n: v for n, v in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"} | own
+    added = {"PYTHONPATH": str(Path(fp.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    return {n: v for n, v in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"} | added
 
 
 def rounds_of(folder: Path, advance: Advance) -> tuple[list[float], list[float]]:
     """Seconds of rounds of a federation of real processes: ours, and an empty client's between them."""
     address, server = f"127.0.0.1:{free_port()}", folder / "server"
-    said: list[str] = []
-    serving.init(server, "bench", address, [], False, said.append)
+    lines: list[str] = []
+    server_commands.init(server, "bench", address, [], False, lines.append)
     (server / "app" / "federation.toml").write_text(
         SETTINGS.format(rounds=2 * ROUNDS + 1, sites=len(SITES), address=address)
     )
@@ -130,14 +135,14 @@ def rounds_of(folder: Path, advance: Advance) -> tuple[list[float], list[float]]
     project.write_text(project.read_text().replace("fedpop.flower.client:app", client))
     (folder / "rows.csv").write_text("x,y\n" + "".join(f"{i},{2 * i}\n" for i in range(20)))
     for name in SITES:
-        own = folder / f"site-{name}"
-        given = (address, str(folder / "rows.csv"), server / "tls" / "ca.crt", False, said.append)
-        joining.enrol(own, name, *given)
-        (own / NOTHING).write_text(json.dumps({"site": name, "vectors": nothing()}))
-        serving.admit(server, name, own / "node.pub", said.append)
+        site = folder / f"site-{name}"
+        given = (address, str(folder / "rows.csv"), server / "tls" / "ca.crt", False, lines.append)
+        site_commands.enrol(site, name, *given)
+        (site / NOTHING).write_text(json.dumps({"site": name, "vectors": nothing()}))
+        server_commands.admit(server, name, site / "node.pub", lines.append)
     code = [sys.executable, "-c", "from fedpop.cli import main; main()"]
-    told = folder / "told.txt"
-    with told.open("wb") as file:
+    output = folder / "output.txt"
+    with output.open("wb") as file:
         quiet = {"env": environment_of_children(), "stdout": file, "stderr": subprocess.STDOUT}
         children = [subprocess.Popen([*code, "server", "run", str(server)], **quiet)]
         metrics = server / "run" / "metrics.jsonl"
@@ -157,10 +162,10 @@ def rounds_of(folder: Path, advance: Advance) -> tuple[list[float], list[float]]
             for child in children:
                 child.wait()
     if children[0].returncode:
-        raise RuntimeError(f"the federation failed:\n{told.read_text()}")
+        raise RuntimeError(f"the federation failed:\n{output.read_text()}")
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     if short := [line["round"] for line in lines if len(line["heard"]) < len(SITES)]:
-        raise RuntimeError(f"sites were missing in rounds {short}:\n{told.read_text()}")
+        raise RuntimeError(f"sites were missing in rounds {short}:\n{output.read_text()}")
     laps = [(later, later["seconds"] - sooner["seconds"]) for sooner, later in pairwise(lines)]
     ours, empty = (
         [s for line, s in laps if (line.get("loss") is not None) == mine] for mine in (True, False)

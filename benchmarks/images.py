@@ -1,8 +1,8 @@
-"""Images from bytes to theta: what a run of FedSOUL costs beside the network's own passes.
+"""Images from bytes to theta: what a run of FedSOUL costs beside the network's passes.
 
 The network, its standardising and its shifts are those of the experiments on CIFAR-10; the bare pass gets
 floating-point images, laid out for it and not shifted. ``python -m benchmarks.images`` is the part that runs
-in a process of its own, to know its memory.
+in a separate process, to know its memory.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def pictures(clients: int, purpose: str, images: int) -> list[tuple[Tensor, Tens
 
 def federation(clients: int) -> fp.Federation:
     train, test = pictures(clients, "train", IMAGES), pictures(clients, "test", TEST)
-    held = [fp.Client(*a, test=b) for a, b in zip(train, test, strict=True)]
-    return fp.Federation.of(held)
+    clients = [fp.Client(*a, test=b) for a, b in zip(train, test, strict=True)]
+    return fp.Federation.of(clients)
 
 
 def begun(clients: fp.Federation, model: fp.Composition, active: int) -> Run:

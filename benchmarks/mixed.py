@@ -1,6 +1,6 @@
 """Random intercepts of up to 100,000 groups of ten rows, against statsmodels' ``MixedLM`` on pooled rows.
 
-``python -m benchmarks.mixed GROUPS`` is the part that runs in a process of its own, to know its memory.
+``python -m benchmarks.mixed GROUPS`` is the part that runs in a separate process, to know its memory.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def table(groups: int) -> Any:
 
 
 def alone(groups: int) -> dict[str, float]:
-    """In a process of its own: seconds of a second fit (the first one imports), memory, and statsmodels'."""
+    """In a separate process: seconds of a second fit (the first one imports), memory, and statsmodels'."""
     torch.set_num_threads(1)
     fp.mixed_model(FORMULA, table(100))
     frame, fits = table(groups), []
-    own = lap(lambda: fits.append(fp.mixed_model(FORMULA, frame)))
-    out = {"cpu": own.cpu, "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    second = lap(lambda: fits.append(fp.mixed_model(FORMULA, frame)))
+    out = {"cpu": second.cpu, "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
     out |= {"rounds": float(fits[0].rounds), "log_likelihood": fits[0].log_likelihood}
     if groups <= POOLED:
         import statsmodels.formula.api as smf

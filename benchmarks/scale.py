@@ -1,6 +1,6 @@
 """What a client costs when there are many, and what a million clients cost who mostly sleep.
 
-``python -m benchmarks.scale`` is the part that runs in a process of its own, to know its memory.
+``python -m benchmarks.scale`` is the part that runs in a separate process, to know its memory.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def measure(advance: Advance) -> list[Record]:
     laps = in_turns(programs, seconds=SECONDS, least=LEAST, advance=lambda share: advance(share / 2))
     out = []
     for active, run in runs.items():
-        own = laps[str(active)]
-        each = Spread.of([1e6 * lap.cpu / max(ACTIVE) for lap in own]).metrics("microseconds_per_client")
-        metrics = ratio(own, laps[str(ACTIVE[0])]) | each | {"target": FLAT, "repeats": len(own)}
+        each_lap = laps[str(active)]
+        each = Spread.of([1e6 * lap.cpu / max(ACTIVE) for lap in each_lap]).metrics("microseconds_per_client")
+        metrics = ratio(each_lap, laps[str(ACTIVE[0])]) | each | {"target": FLAT, "repeats": len(each_lap)}
         setting = {"benchmark": NAME, "clients": active, "active": active, "examples": EXAMPLES}
         out.append(record("bench", setting, "FedSOUL", 0, metrics, {"rounds": run.round}, {}))
     return [*out, million()]
@@ -81,7 +81,7 @@ def million() -> Record:
 
 
 def alone() -> dict[str, Any]:
-    """In a process of its own: what ``million`` reports."""
+    """In a separate process: what ``million`` reports."""
     torch.set_num_threads(1)
     large = begun(MILLION, fp.participation.Uniform(AWAKE))
     for _ in range(3):

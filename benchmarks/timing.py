@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import quantiles
 
 Advance = Callable[[float], None]
-"""Told the share of a benchmark that is done."""
+"""Called with the share of a benchmark that is done."""
 
 
 @dataclass(frozen=True)

@@ -24,19 +24,19 @@ app = ClientApp()
 @app.train()
 @app.evaluate()
 def handle(message: Message, context: Context) -> Message:
-    told = json.loads(str(message.content.config_records["fedpop"]["json"]))
-    if told["kind"] == "train" and told["about"]["round"] % 2:
-        return _nothing(message, told["about"], Path(str(context.node_config["site"])))
+    request = json.loads(str(message.content.config_records["fedpop"]["json"]))
+    if request["kind"] == "train" and request["about"]["round"] % 2:
+        return _nothing(message, request["about"], Path(str(context.node_config["site"])))
     from fedpop.flower.client import app as ours
 
     return ours(message, context)
 
 
 def _nothing(message: Message, about: dict[str, Any], folder: Path) -> Message:
-    kept = json.loads((folder / NOTHING).read_text())
+    stored = json.loads((folder / NOTHING).read_text())
     answer = {word: about[word] for word in ("version", "experiment", "round", "digest")}
-    answer |= {"site": kept["site"], "units": 1, "cost": {}, "named": {}}
-    vectors = {name: (length, bytes.fromhex(data)) for name, (length, data) in kept["vectors"].items()}
+    answer |= {"site": stored["site"], "units": 1, "cost": {}, "named": {}}
+    vectors = {name: (length, bytes.fromhex(data)) for name, (length, data) in stored["vectors"].items()}
     arrays = {
         name: Array(dtype="uint8", shape=(len(data),), stype="fedpop.identity", data=data)
         for name, (_, data) in vectors.items()

@@ -22,24 +22,27 @@ Rows = Mapping[str, Mapping[str, tuple[str, str]]]
 
 TABLES: Mapping[str, Rows] = {
     "engine": {
-        "methods/engine.py": {
-            "LARGEST": (
+        "methods/fedsoul.py": {
+            "LARGEST_EXACT_THETA": (
                 'parameters of θ up to which `engine="auto"` takes the exact engine; `engine=` overrides it',
                 "messages hold its square, in a few rounds. The number itself is not measured",
             ),
         },
-        "methods/exact.py": {
-            "TOLERANCE": (
+        "methods/marginal_ml.py": {
+            "SEARCH_NATS": (
                 "nats that a Newton step may still promise where the search is over",
                 "derived: 500,000 times below what counts as converged, at the price of one or two more "
                 "evaluations, since convergence is superlinear",
             ),
-            "LOOSE": (
+            "STAGE_NATS": (
                 "the same for a stage of annealing",
                 "a stage only has to find the next one's start; not measured",
             ),
-            "SMALL": ("parameters up to which each stage asks for the Hessian", NOT_MEASURED),
-            "STAGES": (
+            "LARGEST_THETA_WITH_HESSIANS": (
+                "parameters up to which each stage asks for the Hessian",
+                NOT_MEASURED,
+            ),
+            "ANNEALING_STAGES": (
                 "noise variances that are gone through before its own",
                 "[local optima](limits.md#local-optima) are avoided with them on the README's model "
                 "(`tests/statistical/test_anneal_slow.py`); other numbers are not measured",
@@ -47,25 +50,25 @@ TABLES: Mapping[str, Rows] = {
         },
         "server/quasi_newton.py": {
             "ARMIJO, WOLFE": ("when a line search ends", "convention (Nocedal and Wright, chapter 3)"),
-            "LONGEST": (
+            "LONGEST_FIRST_TRIAL": (
                 "units of a coordinate that the first trial of a search moves by at most",
                 NOT_MEASURED,
             ),
-            "TRIES": (
+            "MOST_EVALUATIONS": (
                 "evaluations of one search",
                 "derived: each bisects at least; 2^-20 of a step moves nothing",
             ),
-            "FLAT": (
+            "GAUGE_CURVATURE": (
                 "curvature, as a share of the largest, below which a direction has none",
                 "derived: rounding of sums in double precision, with room",
             ),
-            "SADDLE": (
+            "SADDLE_CURVATURE": (
                 "curvature in natural units below which a stationary point is no optimum",
                 "derived: a step of one unit gains 5e-4 nats",
             ),
         },
         "server/calibration.py": {
-            "ROUNDS": (
+            "RATE_TRIAL_ROUNDS": (
                 "trial rounds behind η₀ of `FedSOUL.paper()`",
                 "part of that preset's definition ([two presets](decisions.md#two-presets))",
             ),
@@ -157,7 +160,7 @@ TABLES: Mapping[str, Rows] = {
             ),
         },
         "client/sampler.py": {
-            "BURN_IN, SETTLE": (
+            "FIRST_BURN_IN, SHORT_BURN_IN": (
                 "transitions of a client's first round that do not count, on other heads and on linear ones "
                 "that start at the mode; `chain=Chain(burn_in=...)` overrides both",
                 "without any, Adam stood still for hundreds of rounds "
@@ -170,13 +173,13 @@ TABLES: Mapping[str, Rows] = {
             ),
         },
         "client/final.py": {
-            "DRAWS, FEWER, WIDE": (
+            "FINAL_DRAWS, FINAL_DRAWS_OF_WIDE_Z, WIDE_Z": (
                 "draws of each chain of the final pass, and entries of z above which they are fewer; "
                 "`final=Final(draws=...)` overrides them",
                 "derived: 1,000 and 560 in all; where two are worth an independent one, a probability is "
                 "known to .022 and .03 at worst",
             ),
-            "NEAR, FAR": (
+            "BURN_IN_FROM_MODE, BURN_IN_FROM_ANYWHERE": (
                 "its burn-in, from about the mode and from anywhere; `Final(burn_in=...)` overrides it",
                 "R-hat and effective draws are in `population.diagnostics()`; the numbers are not measured",
             ),
@@ -188,19 +191,21 @@ TABLES: Mapping[str, Rows] = {
         },
     },
     "phi": {
-        "client/phi_step.py": {
-            "RATE, SCHEDULE": (
+        "server/optimisers.py": {
+            "NetworkAdam.rate, NetworkAdam.schedule": (
                 "the server's step on φ of a network; `phi_step=` overrides it",
                 "[measured](defaults.md): .1 costs .112 nats on CIFAR-10 and gains .019 on MNIST; one full "
                 "step of .03 tripled the features at first, so the rate rises over ten rounds",
             ),
-            "WORTH, LARGE": (
+            "NetworkAdam.worth, NetworkAdam.least": (
                 "weight decay: examples that the prior on a network's weights is worth, and how many weights "
                 "there must be; `phi_step=AdamW(...)` overrides it",
                 "[measured](defaults.md#weight-decay): .035 and .009 nats, in six pairs of six; 150 left "
                 "mid-sized federations less sure than they should be. 500 is the verdict's own limit",
             ),
-            "HEAD": (
+        },
+        "client/phi_step.py": {
+            "PhiStep.head": (
                 "size of a head's weights above which local rates are shortened",
                 "derived up to the number: the loss curves in a layer as the square of the weights after it. "
                 "Local epochs from a scale of .5 had 72.7 % where the prior's own start had 67.2 %",
@@ -211,17 +216,17 @@ TABLES: Mapping[str, Rows] = {
                 "products that find the largest curvature of U",
                 "to a few per cent; not measured",
             ),
-            "LARGEST_EXACT": (
+            "LARGEST_HESSIAN_BY_COLUMNS": (
                 "parameters up to which QLSD's and FSGLD's Hessians are exact",
                 "derived: a product for each of them; not measured",
             ),
-            "PROBES": (
+            "HESSIAN_PROBES": (
                 "random signs that estimate the diagonal of a larger Hessian",
                 "derived: the relative error falls as 1/√32 of what lies off the diagonal",
             ),
         },
         "methods/paced.py": {
-            "SMALLEST": (
+            "SMALLEST_RATE": (
                 "rate of local steps at the very end of a schedule",
                 "derived: above 0, as rates are, and nothing moves by it",
             ),
@@ -229,43 +234,44 @@ TABLES: Mapping[str, Rows] = {
     },
     "prior": {
         "server/beta_step.py": {
-            "FEW, MANY": (
+            "EM.few, EM.many": (
                 "clients in a round below which EM takes less than a full step: at first, and in the end",
                 "scales that start five times too small and too large end within a fifth of each other "
                 "(`tests/methods/test_scale.py`, `tests/statistical/test_scale_slow.py`); other numbers "
                 "are not measured",
             ),
-            "SCALE": (
+            "EMAdam.scale": (
                 "steps on the scale's logarithm where posteriors are not closed-form and features are fixed",
                 "the same tests: 650 weights from both starts end within 15 % after 40 visits, 20.4 % with a "
                 "longer memory of squares",
             ),
+            "STEP_WITHOUT_EM": ("the step on priors that EM cannot move, such as energies", NOT_MEASURED),
         },
         "server/scoring.py": {
-            "LONGEST": ("nats of the longest scoring step", NOT_MEASURED),
-            "LEFT": (
+            "LONGEST_SCORING_STEP": ("nats of the longest scoring step", NOT_MEASURED),
+            "CHANCE_LEFT": (
                 "how long a stage of scoring steps is for the share of clients that take part",
                 "derived: √((1/p - 1)/K) of how far θ has gone is left; fifteen hundredths is not measured",
             ),
-            "MOST": ("steps of such a stage at most", NOT_MEASURED),
+            "MOST_SCORING_STEPS": ("steps of such a stage at most", NOT_MEASURED),
         },
         "priors/base.py": {
-            "REACH": (
+            "SCALE_REACH": (
                 "how far scales may go from their start; `bounds=` overrides it",
                 "runs in other units are the same run with it (`tests/methods/test_scaled_data.py`); bounds "
                 "in fixed units ended 130 nats short where times were in microseconds",
             ),
-            "FAR": ("how far norms may go; `ball=` overrides it", "the same tests"),
+            "NORM_REACH": ("how far norms may go; `ball=` overrides it", "the same tests"),
         },
         "priors/energy.py": {
-            "ESCAPED": (
+            "ESCAPED_SCALES": (
                 "scales from the centre at which a chain on the prior has escaped, which is an error",
                 "derived: a density on a Gaussian base has none there",
             ),
         },
-        "priors/projection.py": {
-            "FARTHEST": (
-                "norm up to which a prior's mean may go at all",
+        "priors/normal.py": {
+            "FARTHEST_FACTOR": (
+                "entries of a factor beyond so many times the upper bound are projected as if there",
                 "derived: far below overflow of squares",
             ),
         },
@@ -538,11 +544,11 @@ TABLES: Mapping[str, Rows] = {
             ),
         },
         "client/phi_gradient.py": {
-            "SMALL": (
+            "LARGEST_PHI_SIDE_BY_SIDE": (
                 "entries of φ up to which clients' gradients are made side by side; to rounding",
                 NOT_MEASURED,
             ),
-            "WORTH": ("clients from which that is worth a call of `vmap`", NOT_MEASURED),
+            "LEAST_CLIENTS_FOR_VMAP": ("clients from which that is worth a call of `vmap`", NOT_MEASURED),
         },
         "models/network.py": {
             "IMAGES_PER_THREAD": (
@@ -573,70 +579,82 @@ TABLES: Mapping[str, Rows] = {
     },
     "mixed": {
         "mixed/engine.py": {
-            "SINGULAR": ("entry of the relative factor at which a fit is singular", "lme4's own"),
-            "TOLERANCE": ("nats that a Newton step may promise at the end", "as in the exact engine"),
-            "MOST": ("evaluations after which a search is given up, which is an error", NOT_MEASURED),
-            "POLISH, EXACT": ("Newton steps after the search, and when they are over", "derived: rounding"),
+            "SINGULAR_FACTOR": ("entry of the relative factor at which a fit is singular", "lme4's own"),
+            "FIT_NATS": ("nats that a Newton step may promise at the end", "as in the exact engine"),
+            "MOST_FIT_EVALUATIONS": (
+                "evaluations after which a search is given up, which is an error",
+                NOT_MEASURED,
+            ),
+            "POLISHING_STEPS, POLISHED_NATS": (
+                "Newton steps after the search, and when they are over",
+                "derived: rounding",
+            ),
         },
         "mixed/gaussian.py": {
-            "PERFECT": ("when a fit leaves nothing, which is an error", "derived: rounding of squares"),
-            "WIDER": ("width of proposals for θ, in units of its information", NOT_MEASURED),
+            "PERFECT_FIT": ("when a fit leaves nothing, which is an error", "derived: rounding of squares"),
+            "THETA_PROPOSAL_WIDTH": ("width of proposals for θ, in units of its information", NOT_MEASURED),
         },
         "mixed/groups.py": {
-            "FLAT": (
+            "NEW_COLUMN_SHARE": (
                 "share of a column that others must leave unexplained, or it is dropped as R does",
                 "derived: rounding leaves 1e-15",
             ),
         },
         "mixed/inference.py": {
-            "EDGE": ("a correlation that is at one", NOT_MEASURED),
+            "BOUNDARY_VARIANCE": ("a correlation that is at one", NOT_MEASURED),
         },
         "mixed/fit.py": {
-            "THETAS": ("draws of θ behind intervals that include its uncertainty", NOT_MEASURED),
-            "PROPOSALS": ("values that these are chosen from", NOT_MEASURED),
-            "EACH": ("draws of a group's effects for each", NOT_MEASURED),
+            "INTERVAL_THETAS": ("draws of θ behind intervals that include its uncertainty", NOT_MEASURED),
+            "THETA_PROPOSALS": ("values that these are chosen from", NOT_MEASURED),
+            "EFFECT_DRAWS_PER_THETA": ("draws of a group's effects for each", NOT_MEASURED),
         },
         "mixed/predictions.py": {
-            "PROPOSALS": ("proposals that a group's effects are drawn from", NOT_MEASURED),
+            "PREDICTION_PROPOSALS": ("proposals that a group's effects are drawn from", NOT_MEASURED),
         },
         "mixed/quadrature.py": {
-            "NODES": (
+            "GRID_NODES": (
                 "nodes in each direction that a search begins with",
                 "more are taken until the likelihood agrees (`AGREED`), so only time depends on it",
             ),
-            "POINTS": ("scattered nodes that a search begins with", "the same"),
-            "APART": (
+            "SCATTERED_NODES": ("scattered nodes that a search begins with", "the same"),
+            "NODE_SPREAD": (
                 "how much further apart these are",
                 "derived: the tails of a normal law are thinner than posteriors'; not measured",
             ),
-            "STEPS, CLOSE": ("when a group's mode is found", "derived: Newton's steps, to rounding"),
-            "WIDER": ("width of proposals for a group's effects", NOT_MEASURED),
-            "WIDE": ("standard error at which data say nothing of a coefficient", NOT_MEASURED),
-            "UNBOUNDED": (
+            "GROUP_MODE_STEPS, GROUP_MODE_TOLERANCE": (
+                "when a group's mode is found",
+                "derived: Newton's steps, to rounding",
+            ),
+            "SCATTER_WIDTH": ("width of proposals for a group's effects", NOT_MEASURED),
+            "UNDETERMINED_ERROR": ("standard error at which data say nothing of a coefficient", NOT_MEASURED),
+            "SEPARATED_SD": (
                 "spread of groups on the scale of the link that has no bound",
                 "derived: at fifteen logits a group is all yes or all no",
             ),
-            "AGREED": (
+            "NODE_AGREEMENT_NATS": (
                 "nats by which more nodes may change the likelihood: of a grid (true), and of scattered ones",
                 "derived: the second is how far below a maximum a fit counts as converged",
             ),
-            "ENOUGH, FEW": (
+            "SCATTERED_SEARCH_NATS, SCATTERED_EVALUATIONS": (
                 "when a search by scattered nodes is over",
                 "derived: their gradient is no better",
             ),
-            "MOST": ("nodes at most, above which it is an error", NOT_MEASURED),
+            "MAX_NODES": ("nodes at most, above which it is an error", NOT_MEASURED),
         },
         "mixed/sampled.py": {
-            "FIRST": ("rounds with chains before scoring steps", "that of a run without `rounds`"),
-            "STAGES": ("stages of scoring steps at most", NOT_MEASURED),
-            "CLOSE": ("nats at which they are over", "derived: three hundredths of a standard error"),
-            "LEAST": (
+            "ROUNDS_WITH_CHAINS": (
+                "rounds with chains before scoring steps",
+                "that of a run without `rounds`",
+            ),
+            "SCORING_STAGES": ("stages of scoring steps at most", NOT_MEASURED),
+            "SCORED_NATS": ("nats at which they are over", "derived: three hundredths of a standard error"),
+            "LEAST_CHAIN_SD": (
                 "smallest standard deviation that chains work with",
                 "derived: nothing in a table's units is as small, and its logarithm is finite",
             ),
         },
         "mixed/table.py": {
-            "FEW": (
+            "FEW_BAD_CELLS": (
                 "different numbers up to which a column may be meant as levels, which is asked",
                 NOT_MEASURED,
             ),
@@ -685,8 +703,8 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "message/compressors/natural.py": "_MANTISSA, _MAGNITUDE, _LARGEST, _UP, _SUBNORMAL",
             "population/saving.py": "POPULATION_FORMAT, PIECE_BYTES",
             "run/checkpoint.py": "CHECKPOINT_FORMAT",
-            "flower/certificates.py": "OWN",
-            "flower/post.py": "NODE_GONE",
+            "flower/certificates.py": "CURVE_BITS",
+            "flower/transport.py": "NODE_GONE",
             "site/plan.py": "_UNITS",
         },
     ),
@@ -702,9 +720,9 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "federation/partitions/base.py": "LARGEST_LABEL, MOST_TABLE_CELLS",
             "kinds.py": "LARGEST_COUNT",
             "message/compressors/qsgd.py": "MOST_LEVELS",
-            "mixed/table.py": "LARGEST",
+            "mixed/table.py": "LARGEST_VALUE",
             "models/spec.py": "LARGEST_LAYER",
-            "priors/mixture.py": "MOST",
+            "priors/mixture.py": "MOST_COMPONENTS",
             "run/checkpoint.py": "MOST_THREADS",
             "comparison/budget.py": "MOST_ROUNDS_TRIED",
         },
@@ -713,12 +731,12 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
         "How much is done at once, and how speed is measured: values are the same to the rounding of sums.",
         {
             "blocks.py": "CLIENTS_AT_ONCE, ROWS_AT_ONCE, ENTRIES_AT_ONCE",
-            "client/phi_gradient.py": "TOGETHER",
+            "client/phi_gradient.py": "GRADIENT_NUMBERS_AT_ONCE",
             "evaluation/information.py": "ROWS_ONE_BY_ONE, HESSIAN_ROWS_AT_ONCE",
             "message/compressors/base.py": "_BLOCK",
-            "mixed/gaussian.py": "TOGETHER",
-            "mixed/predictions.py": "TOGETHER",
-            "mixed/study.py": "BUDGET",
+            "mixed/gaussian.py": "PROFILE_NUMBERS_AT_ONCE",
+            "mixed/predictions.py": "PREDICTED_NUMBERS_AT_ONCE",
+            "mixed/study.py": "GROUP_BYTES",
             "models/probe.py": "PROBED_ROWS",
             "population/client_models.py": "CACHED_MODEL_BYTES",
             "population/posterior.py": "PREDICTED_ENTRIES_AT_ONCE",
@@ -731,7 +749,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
         {
             "comparison/run.py": "EVALUATIONS_ON_THE_WAY",
             "mixed/design.py": "SHOWN",
-            "mixed/figures.py": "MOST, BLUE, GREY",
+            "mixed/figures.py": "MOST_GROUPS_SHOWN, BLUE, GREY",
             "report/features.py": "COUNTED_DRAWS, CLIENTS, EXAMPLES, INPUTS, FEATURES",
             "report/holdings.py": "MOST_NAMED_CLASSES, MOST_BARS, MOST_PIXELS",
             "report/style.py": "STYLE",
@@ -743,10 +761,10 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
         {
             "data/byte_cache.py": "ABANDONED_AFTER",
             "data/download.py": "LONGEST_SILENCE",
-            "flower/certificates.py": "YEARS, SKEW, AHEAD, BEHIND, LONGEST",
-            "flower/post.py": "PATIENT",
-            "flower/processes.py": "PATIENCE, STEADY",
-            "flower/serving.py": "TRIES, PATIENCE, SILENT",
+            "flower/certificates.py": "AUTHORITY_YEARS, CLOCK_SKEW, CLOCK_AHEAD, BEHIND, MOST_DAYS",
+            "flower/transport.py": "GREETINGS_WAITED",
+            "flower/processes.py": "RESTART_SECONDS, STEADY_SECONDS",
+            "flower/server_commands.py": "RUN_TRIES, COMMAND_SECONDS, SILENT_SECONDS",
             "precision.py": "LONGEST_PROBE",
         },
     ),

@@ -32,7 +32,7 @@ REPORTS = {"compare": "fedpop.comparison", "demo": "fedpop.comparison.demo", "tu
 
 
 def _report_of(results: Results) -> Report:
-    """What tells of these records."""
+    """What reports on these records."""
     kinds = {r["experiment"] for r in results.records}
     if len(kinds) != 1 or not kinds <= set(REPORTS):
         raise CheckpointError(
@@ -69,10 +69,10 @@ def compare(
 
     Args:
         config: A TOML file with a task, the terms and methods; see examples/.
-        out: Folder for the results; runs/NAME of the file unless told.
-        data_dir: Folder in which images are looked for first, in place of what the file says.
+        out: Folder for the results; runs/NAME of the file by default.
+        data_dir: Folder that is searched for images first, in place of what the file says.
         seeds: How many seeds, in place of what the file says.
-        processes: Worker processes; one per core unless told.
+        processes: Worker processes; one per core by default.
     """
     from fedpop.comparison.config import compare_file
 
@@ -90,9 +90,9 @@ def tune(
 
     Args:
         config: A TOML file as for fedpop compare, with [method.search] tables.
-        out: Folder for the trials; runs/NAME-tune of the file unless told.
-        data_dir: Folder in which images are looked for first, in place of what the file says.
-        processes: Worker processes; one per core unless told.
+        out: Folder for the trials; runs/NAME-tune of the file by default.
+        data_dir: Folder that is searched for images first, in place of what the file says.
+        processes: Worker processes; one per core by default.
     """
     from fedpop.comparison.tune import tune_file
 
@@ -136,8 +136,8 @@ def fit(
         json: Write estimates and groups' posteriors to this file.
         seed: Of chains and of intervals.
         engine: exact, sampled, or auto for whichever applies.
-        rounds: Rounds of the sampled engine; until it has converged unless told.
-        min_count: The smallest cell of a predictor's level that is told to others.
+        rounds: Rounds of the sampled engine; by default, until it has converged.
+        min_count: The smallest cell of a predictor's level that is not suppressed.
     """
     from fedpop.mixed.model import fit_file
 
@@ -191,7 +191,7 @@ def site() -> None:
 
 
 def _federated(who: str, arguments: list[str]) -> None:
-    """The commands of a server or a site, which have options of their own."""
+    """The commands of a server or a site, with their options."""
     commands: SubcommandApp = getattr(import_module("fedpop.flower.commands"), who)
     commands.cli(prog=f"fedpop {who}", args=arguments)
 

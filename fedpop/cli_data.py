@@ -45,20 +45,20 @@ class Get:
     name: Positional[str]
     """cifar10, cifar100, mnist, fashionmnist or svhn."""
     data_dir: DataDir = None
-    """Folder that is looked into first."""
+    """Folder that is searched first."""
 
     def run(self) -> None:
         from fedpop.data.images import SPLITS, open_images
 
         with _bar() as watch:
             source = open_images(self.name, self.data_dir, watch=watch)
-            told = []
+            lines = []
             for split in SPLITS:
                 files, images = source.get(split), getattr(source, split)
                 rows = source.about.rows[split]
                 of = "" if len(images) == rows else f" (the release has {rows:,})"
-                told.append(f"{split}: {len(images):,} images{of} from {files[0].parent}")
-        sys.stdout.write("\n".join([source.about.title, *told]) + "\n")
+                lines.append(f"{split}: {len(images):,} images{of} from {files[0].parent}")
+        sys.stdout.write("\n".join([source.about.title, *lines]) + "\n")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Listing:
     """List the sets, and where their files are on this machine."""
 
     data_dir: DataDir = None
-    """Folder that is looked into first."""
+    """Folder that is searched first."""
 
     def run(self) -> None:
         from fedpop.data.catalogue import DATASETS
@@ -111,9 +111,9 @@ class Show:
     seed: int = 0
     """Which deal."""
     out: Annotated[Path | None, arg(metavar="PATH")] = None
-    """File for the picture, .png, .svg or .pdf; NAME-PARTITION.png unless told."""
+    """File for the picture, .png, .svg or .pdf; NAME-PARTITION.png by default."""
     data_dir: DataDir = None
-    """Folder that is looked into first."""
+    """Folder that is searched first."""
 
     @property
     def scheme(self) -> Scheme:
@@ -137,17 +137,17 @@ class Show:
             labels = source.train.y
         dealt = self.scheme.deal(labels, self.seed)
         counts = dealt.counts(labels)
-        held = (counts > 0).sum(1)
+        classes = (counts > 0).sum(1)
         out = self.out or Path(f"{self.name}-{self.partition}.png")
-        title = f"{source.about.title.partition(':')[0]}, {self.told}, seed {self.seed}"
+        title = f"{source.about.title.partition(':')[0]}, {self.description}, seed {self.seed}"
         draw_holdings(counts, source.about.classes, title, out)
         sys.stdout.write(
-            f"{title}: {_span(dealt.sizes)} images and {_span(held.tolist())} classes per client, "
+            f"{title}: {_span(dealt.sizes)} images and {_span(classes.tolist())} classes per client, "
             f"{len(dealt.rest):,} images left over; {out}\n"
         )
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The partition in words."""
         most = "at most " if min(self.n_small, self.n_large) < self.classes else ""  # of one image one class
         return {

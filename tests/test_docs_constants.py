@@ -50,8 +50,6 @@ VAGUE = {
     *("WIDER", "WORTH"),
 }
 """What bounds something, and does not say what."""
-LATER = {"client", "methods", "mixed", "flower", "priors", "server"}
-"""Packages whose constants are still to be named by what they bound."""
 
 
 @pytest.mark.parametrize("path", FILES)
@@ -104,8 +102,7 @@ def test_the_pages_example_prints_what_it_shows() -> None:
 
 
 def test_constants_are_named_by_what_they_bound() -> None:
-    settled = [path for path in FILES if path.split("/")[0] not in LATER]
-    names = Counter(name for path in settled for name in DOCS.numbers_in(path))
+    names = Counter(name for path in FILES for name in DOCS.numbers_in(path))
     assert {name for name, times in names.items() if times > 1} == set()
     assert VAGUE & names.keys() == set()
 

@@ -18,7 +18,6 @@ from fedpop.comparison.terms import Terms, entry_from
 from fedpop.comparison.truth import METHODS, Outcome, run_beside_truth
 from fedpop.data.synthetic import Synthetic, SyntheticTask
 from fedpop.files import read_json, writable_folder, write_json
-from fedpop.methods.engine import CHOSEN, WithEngine
 from fedpop.models.predictive import Predictive
 from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
@@ -119,9 +118,8 @@ def keep(folder: Path, outcomes: Sequence[Outcome], data: Synthetic) -> Results:
 
 
 def _engine(outcome: Outcome) -> str:
-    method = outcome.population.algorithm
     learned = "kernel" in outcome.record["config"]  # which the exact optimum was not
-    return method.engine.removeprefix(CHOSEN) if learned and isinstance(method, WithEngine) else "-"
+    return outcome.population.engine.split(":")[0] if learned and outcome.population.engine else "-"
 
 
 def _test(data: Synthetic, i: int) -> Any:

@@ -22,7 +22,7 @@ from fedpop.models.composition import Composition
 from fedpop.models.networks import redraw
 from fedpop.questions.forms import agreed, check_form, table_of
 from fedpop.questions.schema import Moments, sorted_levels
-from fedpop.run.members import Here
+from fedpop.run.members import LocalMembers
 from fedpop.site.study import Survey
 
 CLASSES = ("categorical", "bernoulli")
@@ -97,7 +97,7 @@ class TableTask(Checked, OwnData):
                 where = f"{columns.who}, {columns.rows[list(columns[column]).index('')]}"
                 what = "client" if column == self.client else column
                 raise DataError(f"{where}: no {what}; drop the row or give it one in {column!r}")
-        form, _ = agreed(asked, Here(Survey(asked), {"here": table_of(columns, asked)}).asks)
+        form, _ = agreed(asked, LocalMembers(Survey(asked), {"here": table_of(columns, asked)}).asks)
         if not width(form):
             raise DataError(f"{columns.who}: every row says the same in {', '.join(self.x)}")
         names = self._names(columns)

@@ -31,6 +31,7 @@ from fedpop.evaluation.verdict import CONVERGED_NATS, Distance
 from fedpop.kernels import Hierarchy
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
+from fedpop.priors.base import Prior, Sets
 from fedpop.questions import Question, Units
 
 LARGEST_EXACT_VERDICT = 500
@@ -118,7 +119,7 @@ class ToTheOptimum(Question[Landing]):
         learned = torch.cat((torch.ones_like(phi), prior.mask(torch.ones_like(beta)))).bool()
         fixed = torch.eye(p, dtype=theta.dtype, device=theta.device)[:, ~learned]
         ball = float(known.get("ball", math.inf))
-        at_bounds = directions_at_bounds(self.hierarchy.within(known), phi, beta, score, ball)
+        at_bounds = directions_at_bounds(self.hierarchy.prior, phi, beta, score, ball, Sets.told(known))
         gauge = gauge_directions(self.hierarchy, phi, beta)
         errors = sums["errors"].double().reshape(-1, p, p) if "errors" in sums else None
         return landing(score, curvature, noise, torch.cat((fixed, at_bounds, gauge), dim=1), errors)
@@ -173,10 +174,10 @@ def _left_open(errors: Tensor) -> Tensor:
 
 
 def directions_at_bounds(
-    hierarchy: Hierarchy, phi: Tensor, beta: Tensor, score: Tensor, ball: float
+    prior: Prior, phi: Tensor, beta: Tensor, score: Tensor, ball: float, sets: Sets | None = None
 ) -> Tensor:
     """Directions ``[p, h]`` in which theta would leave its projection sets if it followed the gradient."""
-    size, prior, p = phi.shape[0], hierarchy.prior, score.shape[0]
+    size, p = phi.shape[0], score.shape[0]
     out = []
     if size and float(phi.norm()) >= (1 - AT_BOUND_SHARE) * ball and float(phi @ score[:size]) > 0:
         out.append(torch.cat((phi / phi.norm(), torch.zeros_like(beta))))
@@ -185,7 +186,7 @@ def directions_at_bounds(
     for j in range(len(beta)):
         step = torch.zeros_like(beta)
         step[j] = pushed[j]
-        moved = prior.project(beta + step) - prior.project(beta)
+        moved = prior.project(beta + step, sets) - prior.project(beta, sets)
         if float(step.norm()) > 0 and float(moved.norm()) < 0.5 * float(step.norm()):
             out.append(torch.cat((torch.zeros_like(phi), step / step.norm())))
     if not out:

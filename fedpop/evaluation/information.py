@@ -23,6 +23,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Hierarchy
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
+from fedpop.priors.base import Sets
 from fedpop.priors.normal import Normal
 from fedpop.questions import Question, Units
 from fedpop.server.gauge import Gauge
@@ -192,8 +193,8 @@ def theta_draws(
         torch.arange(THETA_DRAWS, device=phi.device), (len(values),), torch.float64
     )
     theta = torch.cat((phi, beta)).double() + (noise * values.rsqrt()) @ vectors.mT
-    size, prior = phi.shape[0], hierarchy.within(published).prior
-    return [(t[:size].to(phi.dtype), prior.project(t[size:].to(beta.dtype))) for t in theta]
+    size, prior, sets = phi.shape[0], hierarchy.prior, Sets.told(published)
+    return [(t[:size].to(phi.dtype), prior.project(t[size:].to(beta.dtype), sets)) for t in theta]
 
 
 def standard_errors(hierarchy: Hierarchy, published: Tensors, total: Tensor) -> dict[str, list[float]]:

@@ -38,6 +38,7 @@ from fedpop.methods.base import Algorithm
 from fedpop.models.base import Model
 from fedpop.models.predictive import mixture_score, unit_by_unit
 from fedpop.priors import Prior
+from fedpop.priors.base import widened
 from fedpop.questions import Question, Units
 
 PUBLISHED = "newcomers"
@@ -157,7 +158,7 @@ class NewcomerWidth(Question[Tensor]):
         assert hierarchy is not None
         gaussian = hierarchy.closed_form and hierarchy.prior.component is hierarchy.prior
         for factor in WIDTH_FACTORS:
-            theta = asked | {"beta": hierarchy.prior.widened(asked["beta"], factor)}
+            theta = asked | {"beta": widened(hierarchy.prior, asked["beta"], factor)}
             made = (
                 method.personalise(theta, given, None, key)
                 if count
@@ -282,4 +283,4 @@ def for_newcomer(prior: Prior, published: Tensors, examples: int) -> Tensors:
     left = max(right - 1, 0)
     share = (place - at[left]) / (at[right] - at[left]) if right > left else 0.0
     factor = math.exp(factors[left] + share * (factors[right] - factors[left]))
-    return published | {"beta": prior.widened(published["beta"], factor)}
+    return published | {"beta": widened(prior, published["beta"], factor)}

@@ -1,10 +1,13 @@
 """The same runs across machines, on Flower: the only package that imports flwr, and only where it must.
 
-letters, records   what goes to and fro, and its form as Flower's records
-site, memory       what a site does with a letter, and what it keeps in a file
+requests, records  requests, replies and refusals; their form as Flower's records
+site, site_state   what a site does with a request, and the file that stores its units' states
 client             the ClientApp
-post, elsewhere    a Grid as a post office with deadlines; the members of a run at other sites
-server             the ServerApp
-federation, folder, certificates, processes, commands
-                   the settings file, and the commands ``fedpop server`` and ``fedpop site``
+transport          requests and replies over a Grid, with deadlines
+remote             the members of a run at other sites
+aggregation, site_records
+                   messages made into a total; what the server knows of each site
+deployment, server a run across sites, and the ServerApp
+server_folder, site_folder, certificates, processes, commands
+                   the settings files, and the commands ``fedpop server`` and ``fedpop site``
 """

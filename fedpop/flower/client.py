@@ -1,4 +1,4 @@
-"""The ClientApp: a letter in, a reply out. Every message starts a new process, so imports are few."""
+"""The ClientApp: a request in, a reply out. Every message starts a new process, so imports are few."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 
 from fedpop.errors import FedpopError, PayloadError
-from fedpop.flower.folder import log_to, open_site
-from fedpop.flower.letters import refusal
-from fedpop.flower.records import letter_from_record, message_to_record
+from fedpop.flower.records import message_to_record, request_from_record
+from fedpop.flower.requests import refusal
+from fedpop.flower.site_folder import log_to, open_site
 from fedpop.message import Message
 from fedpop.site.refusal import Code
 
@@ -28,7 +28,7 @@ def handle(message: FlowerMessage, context: Context) -> FlowerMessage:
 
 def _reply(message: FlowerMessage, context: Context) -> Message:
     try:
-        letter = letter_from_record(message.content)
+        request = request_from_record(message.content)
     except PayloadError as error:
         return refusal(str(error), Code.UNREADABLE)
     try:
@@ -39,15 +39,15 @@ def _reply(message: FlowerMessage, context: Context) -> Message:
         log_to(site.folder / "site.log")
     except OSError:
         return refusal("the site cannot write its log", Code.DISK)
-    return site.answer(letter)
+    return site.answer(request)
 
 
 def _folder(context: Context) -> str:
     """The folder of this node's site; in a simulation of Flower's, of the one that its number stands for."""
-    own = str(context.node_config.get("site", ""))
+    folder = str(context.node_config.get("site", ""))
     every = str(context.run_config.get("sites", ""))
-    if own or not every or "partition-id" not in context.node_config:
-        return own
+    if folder or not every or "partition-id" not in context.node_config:
+        return folder
     folders = sorted(path.parent for path in Path(every).glob("*/site.toml"))
     number = int(context.node_config["partition-id"])
     return str(folders[number]) if number < len(folders) else ""

@@ -9,7 +9,8 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 from tyro.extras import SubcommandApp
 
-from fedpop.flower import joining, serving, standing
+from fedpop.flower import server_commands, site_commands
+from fedpop.flower import status as run_status
 from fedpop.flower.processes import Stopped, stop_on_signals
 
 server, site = SubcommandApp(), SubcommandApp()
@@ -42,7 +43,7 @@ def init(
         hosts: Further names or addresses of the server, for its certificate.
         insecure: Neither TLS nor keys; for trials on one machine.
     """
-    serving.init(folder, name, address, list(hosts), insecure, _say)
+    server_commands.init(folder, name, address, list(hosts), insecure, _say)
 
 
 @server.command
@@ -54,7 +55,7 @@ def admit(folder: Positional[Path], name: Positional[str], key: Positional[Path]
         name: What the site is called.
         key: Its public key, node.pub.
     """
-    serving.admit(folder, name, key, _say)
+    server_commands.admit(folder, name, key, _say)
 
 
 @server.command
@@ -67,7 +68,7 @@ def run(folder: Positional[Path], insecure: bool = False) -> None:
     """
     stop_on_signals()
     try:
-        serving.run(folder, insecure, _say)
+        server_commands.run(folder, insecure, _say)
     except Stopped:
         _say("stopped; fedpop server run goes on from the last round")
         raise SystemExit(130) from None
@@ -80,7 +81,7 @@ def status(folder: Positional[Path]) -> None:
     Args:
         folder: The federation's folder.
     """
-    standing.status(folder, _say)
+    run_status.status(folder, _say)
 
 
 @server.command
@@ -92,7 +93,7 @@ def certificate(folder: Positional[Path], hosts: tuple[str, ...] = (), days: int
         hosts: Names or addresses of the server beside that of its settings.
         days: How long it is valid.
     """
-    serving.certificate(folder, list(hosts), days, _say)
+    server_commands.certificate(folder, list(hosts), days, _say)
 
 
 # --- a site's ------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ def enrol(
         ca: The federation's ca.crt.
         insecure: Neither TLS nor keys; for trials on one machine.
     """
-    joining.enrol(folder, name, server, data, ca, insecure, _say)
+    site_commands.enrol(folder, name, server, data, ca, insecure, _say)
 
 
 @site.command
@@ -131,7 +132,7 @@ def join(folder: Positional[Path], data: Text = None, insecure: bool = False) ->
     """
     stop_on_signals()
     try:
-        joining.join(folder, data, insecure, _say)
+        site_commands.join(folder, data, insecure, _say)
     except Stopped:
         _say("stopped; fedpop site join goes on")
 
@@ -140,30 +141,30 @@ def join(folder: Positional[Path], data: Text = None, insecure: bool = False) ->
 def predict(
     folder: Positional[Path], data: str, out: File = None, level: float = 0.9, experiment: Text = None
 ) -> None:
-    """Predictions with credible intervals from the site's own model; nothing is sent.
+    """Predictions with credible intervals from the site's personal models; nothing is sent.
 
     Args:
         folder: The site's folder.
         data: Rows to predict for: the columns of x, and the group where there is one.
-        out: A CSV file; the terminal unless told.
+        out: A CSV file; the terminal by default.
         level: Of the intervals.
-        experiment: Which one; the last unless told.
+        experiment: Which one; the last by default.
     """
-    joining.predict(folder, data, out, level, experiment, _say)
+    site_commands.predict(folder, data, out, level, experiment, _say)
 
 
 @site.command
 def personalise(
     folder: Positional[Path], theta: Path, data: str, at: Text = None, out: File = None, level: float = 0.9
 ) -> None:
-    """A model for a brand-new site from theta and its own data; nothing is sent.
+    """A model for a brand-new site from theta and its data; nothing is sent.
 
     Args:
         folder: The site's folder; made where there is none.
         theta: The folder run/theta of the federation's server.
         data: The site's data.
         at: Rows to predict for.
-        out: A CSV file for the predictions; the terminal unless told.
+        out: A CSV file for the predictions; the terminal by default.
         level: Of the intervals.
     """
-    joining.personalise(folder, theta, data, at, out, level, _say)
+    site_commands.personalise(folder, theta, data, at, out, level, _say)

@@ -20,14 +20,14 @@ from types import TracebackType
 
 from fedpop.errors import SettingsError
 
-PATIENCE = (1.0, 30.0)
+RESTART_SECONDS = (1.0, 30.0)
 """Seconds before a process that ended is started again: the first time, and at most."""
-STEADY = 60.0
+STEADY_SECONDS = 60.0
 """A process that ran as long as this had started well."""
 
 
 def environment(home: Path, *near: str) -> dict[str, str]:
-    """Flower in a home of its own, offline and quiet; this machine, and hosts that are near, are reached
+    """Flower in a separate home, offline and quiet; this machine, and hosts that are near, are reached
     without a proxy, whatever is set for others."""
     home.mkdir(parents=True, exist_ok=True)
     direct = ",".join(filter(None, [os.environ.get("no_proxy", ""), "127.0.0.1", "localhost", *near]))
@@ -99,8 +99,8 @@ def die_with_parent(how: signal.Signals = signal.SIGTERM) -> None:
         ctypes.CDLL(None).prctl(1, how)
 
 
-class Kept:
-    """A process that is kept running: started again after any exit, whatever its code."""
+class Supervised:
+    """A process under supervision: started again after any exit, whatever its code."""
 
     def __init__(
         self,
@@ -111,10 +111,10 @@ class Kept:
     ) -> None:
         self._arguments, self._environment, self._log, self._say = arguments, dict(environment), log, say
         self._child: subprocess.Popen[bytes] | None = None
-        self._started, self._wait, self._due = 0.0, PATIENCE[0], 0.0
+        self._started, self._wait, self._due = 0.0, RESTART_SECONDS[0], 0.0
         self.starts = 0
 
-    def __enter__(self) -> Kept:
+    def __enter__(self) -> Supervised:
         self._start()
         return self
 
@@ -141,7 +141,7 @@ class Kept:
             )
         self._started, self.starts = time.monotonic(), self.starts + 1
 
-    def look(self) -> bool:
+    def check(self) -> bool:
         """Whether it runs; starts it again where it does not, with a pause that grows while it fails."""
         assert self._child is not None
         code = self._child.poll()
@@ -150,7 +150,9 @@ class Kept:
         now = time.monotonic()
         if not self._due:
             ran = now - self._started
-            self._wait = PATIENCE[0] if ran > STEADY else min(2 * self._wait, PATIENCE[1])
+            self._wait = (
+                RESTART_SECONDS[0] if ran > STEADY_SECONDS else min(2 * self._wait, RESTART_SECONDS[1])
+            )
             self._due = now + self._wait
             self._say(f"it ended with code {code} after {ran:.0f} s; it is started again")
             self._end_group()
@@ -160,7 +162,7 @@ class Kept:
             return True
         return False
 
-    def said(self, characters: int = 4000) -> str:
+    def log_end(self, characters: int = 4000) -> str:
         """The end of its log."""
         return self._log.read_bytes()[-characters:].decode(errors="replace") if self._log.exists() else ""
 
@@ -178,10 +180,10 @@ class Kept:
     def _end_group(self) -> None:
         assert self._child is not None
         with suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)  # its own session: nobody else is in it
+            os.killpg(self._child.pid, signal.SIGKILL)  # a session of its own: nobody else is in it
 
 
-class Told:
+class LogTail:
     """What is new in a log of fedpop's, line by line, without its times and tracebacks."""
 
     def __init__(self, file: Path, levels: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Letters and messages as Flower's records: plain values as JSON, tensors as flat arrays of bytes."""
+"""Requests and messages as Flower's records: plain values as JSON, tensors as flat arrays of bytes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
 from fedpop.errors import PayloadError
-from fedpop.flower.letters import KINDS, Letter
+from fedpop.flower.requests import KINDS, Request
 from fedpop.message import Message, Payload
 
 _KINDS = {name: getattr(torch, name) for name in ("float32", "float64", "int64", "int32", "uint8", "bool")}
 
 
-def letter_to_record(letter: Letter) -> RecordDict:
-    arrays = {name: _array(tensor) for name, tensor in letter.tensors.items()}
-    return _record({"kind": letter.kind, "about": dict(letter.about)}, arrays)
+def request_to_record(request: Request) -> RecordDict:
+    arrays = {name: _array(tensor) for name, tensor in request.tensors.items()}
+    return _record({"kind": request.kind, "about": dict(request.header)}, arrays)
 
 
-def letter_from_record(record: RecordDict) -> Letter:
+def request_from_record(record: RecordDict) -> Request:
     plain, arrays = _parts(record)
     if plain.get("kind") not in KINDS or not isinstance(plain.get("about"), dict):
-        raise PayloadError("this is not a letter of fedpop's")
-    return Letter(plain["kind"], plain["about"], {n: _tensor(n, a) for n, a in arrays.items()})
+        raise PayloadError("this is not a request of fedpop's")
+    return Request(plain["kind"], plain["about"], {n: _tensor(n, a) for n, a in arrays.items()})
 
 
 def message_to_record(message: Message) -> RecordDict:

@@ -11,12 +11,12 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedpop.errors import FedpopError, SettingsError
 from fedpop.files import write_json
-from fedpop.flower.conduct import conduct
-from fedpop.flower.federation import Folder
-from fedpop.flower.folder import log_to
-from fedpop.flower.memory import locked
-from fedpop.flower.post import Post
+from fedpop.flower.deployment import run_deployment
 from fedpop.flower.processes import die_with_parent
+from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.site_folder import log_to
+from fedpop.flower.site_state import locked
+from fedpop.flower.transport import Transport
 
 app = ServerApp()
 
@@ -27,9 +27,9 @@ def main(grid: Grid, context: Context) -> None:
     where = str(context.run_config.get("folder", ""))
     if not where or not Path(where).is_dir():
         raise SettingsError(f"there is no federation's folder {where!r} here: flwr run . -c 'folder=\"...\"'")
-    # Flower's own processes outlive the SuperLink for a while; what is written is whole at any moment.
+    # Flower's processes outlive the SuperLink for a while; what is written is whole at any moment.
     die_with_parent(signal.SIGKILL)
-    folder = Folder(Path(where))
+    folder = ServerFolder(Path(where))
     folder.run.mkdir(exist_ok=True)
     log_to(folder.run / "server.log")
     status = folder.run / "status.json"
@@ -38,7 +38,7 @@ def main(grid: Grid, context: Context) -> None:
     ):  # an earlier process may not have ended yet; it shows that this one lives
         write_json(status, {"state": "running"})
         try:
-            population = conduct(folder.deployment(), Post(grid), folder.run)
+            population = run_deployment(folder.deployment(), Transport(grid), folder.run)
         except FedpopError as error:
             logging.getLogger("fedpop.server").error("%s", error)
             write_json(status, {"state": "failed", "why": str(error)})

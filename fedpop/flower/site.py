@@ -1,4 +1,4 @@
-"""What a site does with a letter: its own data, its own chains, one message back."""
+"""What a site does with a request: its data, its chains, one message back."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fedpop.errors import CheckpointError, FedpopError, SchemaError, SettingsErr
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active
 from fedpop.files import read_sealed, read_tensors, writable_folder, write_sealed, write_tensors
-from fedpop.flower.letters import TRIAL, Letter, digest_for, digest_of, headed, refusal
-from fedpop.flower.memory import Memory, locked
+from fedpop.flower.requests import TRIAL, Request, digest_for, digest_of, headed, refusal
+from fedpop.flower.site_state import SiteState, locked
 from fedpop.keys import Key
 from fedpop.message import Message, Tensors
-from fedpop.methods.asking import question_from
+from fedpop.methods.asking import question_from_description
 from fedpop.methods.base import Algorithm, Round
 from fedpop.mixed import gaussian, groups, quadrature
 from fedpop.mixed.study import FormulaStudy
@@ -34,7 +34,7 @@ from fedpop.site.plan import Plan, parse_bytes
 from fedpop.site.refusal import Code, Refusal
 from fedpop.site.sites import Sites
 from fedpop.site.store import LocalStore
-from fedpop.site.study import Held, SiteData, Study, Survey, Training
+from fedpop.site.study import SiteData, Study, Survey, Training, UnitData
 from fedpop.site.work import Work
 from fedpop.version import __version__
 
@@ -44,16 +44,16 @@ STUDIES: Mapping[str, type[Study]] = {kind.__name__: kind for kind in (Survey, T
 """What an experiment may be about."""
 FORMULAS = (groups, gaussian, quadrature)
 """Whose questions a site knows, because they are imported."""
-TOLD, MODEL = "method.json", "model.safetensors"
-"""What a site was told of it, and the tensors that belong to that."""
+DESCRIPTION, MODEL = "method.json", "model.safetensors"
+"""The study's description as a site received it, and the tensors that belong to it."""
 THETA, SEALED = "theta.safetensors", "theta.json"
 """What the federation learned, at a site or for one that comes later."""
-HELD_BACK = "the message is out of all proportion to what is usual and is not sent: look at the data's scale"
+WITHHELD = "the message is out of all proportion to what is usual and is not sent: look at the data's scale"
 
 
 @dataclass(frozen=True)
 class Site:
-    """A site: its name, its secret, where it keeps things, and where its data are."""
+    """A site: its name, its secret, its folder, and where its data are."""
 
     name: str
     secret: int
@@ -70,40 +70,40 @@ class Site:
     def data(self) -> SiteData:
         return SiteData(self.name, self.where, self.folder)
 
-    def answer(self, letter: Letter) -> Message:
-        """The reply to a letter. Errors that are not meant for the server stay here, in the log."""
+    def answer(self, request: Request) -> Message:
+        """The reply to a request. Errors that are not meant for the server stay here, in the log."""
         try:
-            if letter.about.get("version") != __version__:
-                told = f"the site has fedpop {__version__}, the server {letter.about.get('version')}"
-                raise Refusal(told, Code.VERSION)
+            if request.header.get("version") != __version__:
+                why = f"the site has fedpop {__version__}, the server {request.header.get('version')}"
+                raise Refusal(why, Code.VERSION)
             with threads(self.threads):
-                return self._answer(letter)
+                return self._answer(request)
         except Refusal as error:
-            log.warning("%s refused: %s", letter.kind, error)
+            log.warning("%s refused: %s", request.kind, error)
             return refusal(str(error), error.code, site=self.name)
         except SchemaError as error:  # it is written for the server, too
-            log.error("%s failed: %s", letter.kind, error)
+            log.error("%s failed: %s", request.kind, error)
             return refusal(str(error), Code.DATA, site=self.name)
         except FedpopError as error:
-            log.error("%s failed: %s", letter.kind, error)
+            log.error("%s failed: %s", request.kind, error)
             return refusal(f"{type(error).__name__}; the site's log says more", site=self.name)
         except Exception as error:
-            log.exception("%s failed", letter.kind)
+            log.exception("%s failed", request.kind)
             return refusal(f"{type(error).__name__}; the site's log says more", site=self.name)
 
-    def _answer(self, letter: Letter) -> Message:
-        experiment = SiteExperiment(self, str(letter.about["experiment"]))
-        if letter.kind == "hello":
-            return experiment.hello(letter)
+    def _answer(self, request: Request) -> Message:
+        experiment = SiteExperiment(self, str(request.header["experiment"]))
+        if request.kind == "hello":
+            return experiment.hello(request)
         with locked(experiment.state_file):
             return {"train": experiment.train, "ask": experiment.ask, "finish": experiment.finish}[
-                letter.kind
-            ](letter)
+                request.kind
+            ](request)
 
 
 @dataclass(frozen=True)
 class SiteExperiment:
-    """One experiment at a site: the study that it was told of, and the states of its units."""
+    """One experiment at a site: the study, and the states of its units."""
 
     site: Site
     name: str
@@ -121,28 +121,28 @@ class SiteExperiment:
 
     # --- hello -------------------------------------------------------------------------------
 
-    def hello(self, letter: Letter) -> Message:
-        """Keep what the server tells of the study; say who is here. No data are told of but their form."""
-        keep_hello(self.folder, letter)
+    def hello(self, request: Request) -> Message:
+        """Store the server's study; reply who is here. Of the data only sizes and splits are sent."""
+        keep_hello(self.folder, request)
         federation = self.federation
-        about = {
+        header = {
             "experiment": self.name,
             "site": self.site.name,
             "units": len(federation),
             "examples": int(federation.train.sizes.sum()),
             "splits": sorted(federation.splits),
-            "study": letter.about["study_digest"],
+            "study": request.header["study_digest"],
         }
-        # Units are told apart by hashes of their names where the study says so; else nobody has to know them.
-        return headed(about | ({"hashes": federation.units.tolist()} if letter.about["drawn"] else {}))
+        # Units are identified by hashes of their names where the study says so; else nobody has to know them.
+        return headed(header | ({"hashes": federation.units.tolist()} if request.header["drawn"] else {}))
 
     @cached_property
     def study(self) -> Study:
         """What the federation is about."""
-        if not (self.folder / TOLD).exists():
+        if not (self.folder / DESCRIPTION).exists():
             raise Refusal("this site does not know the experiment: greet it first", Code.STRANGER)
-        told = read_sealed(self.folder / TOLD, "what a federation told of its study")
-        return study_from(told["study"], read_tensors(self.folder / MODEL, told["digest"]))
+        description = read_sealed(self.folder / DESCRIPTION, "a study's description")
+        return study_from(description["study"], read_tensors(self.folder / MODEL, description["digest"]))
 
     @property
     def method(self) -> Algorithm:
@@ -157,27 +157,29 @@ class SiteExperiment:
         return self.study.form if isinstance(self.study, Training) else {}
 
     @cached_property
-    def held(self) -> Held:
+    def unit_data(self) -> UnitData:
         """This site's data as the study has them."""
-        return self.study.held(self.study.read(self.site.data))
+        return self.study.unit_data(self.study.read(self.site.data))
 
     @property
     def federation(self) -> Federation:
-        return self.held.federation
+        return self.unit_data.federation
 
     # --- work --------------------------------------------------------------------------------
 
-    def memory(self, heard: int) -> Memory:
+    def stored_state(self, last_counted: int) -> SiteState:
         units = self.federation.units.tolist()
         if not self.state_file.exists():
-            if heard >= 0:
-                log.warning("%s: no state here, though round %d counted: a stateless start", self.name, heard)
-            return Memory.empty(units)
+            if last_counted >= 0:
+                log.warning(
+                    "%s: no state here, though round %d counted: a stateless start", self.name, last_counted
+                )
+            return SiteState.empty(units)
         try:
-            return Memory.read(self.state_file, units)
+            return SiteState.read(self.state_file, units)
         except CheckpointError as error:
             log.warning("%s: %s: a stateless start", self.name, error)
-            return Memory.empty(units)
+            return SiteState.empty(units)
 
     @cached_property
     def plan(self) -> Plan:
@@ -185,53 +187,53 @@ class SiteExperiment:
         return self.study.plan(self.federation, parse_bytes(self.site.memory))
 
     def sites(self, store: LocalStore) -> Sites:
-        return Sites.one(self.site.name, self.federation, self.study.device, store, self.held.tables)
+        return Sites.one(self.site.name, self.federation, self.study.device, store, self.unit_data.tables)
 
     def key(self, round: int, purpose: str) -> Key:
-        """This site's own, at the address that the server names."""
+        """This site's key, at the address that the server names."""
         return Key(self.site.secret, round, purpose)
 
     def _ids(self, units: Sequence[int] | None) -> torch.Tensor:
         """Positions of the units that are asked; None: all."""
         here = range(len(self.federation))
         if units is not None and not (units and set(units) <= set(here) and len(set(units)) == len(units)):
-            told = "the server asks for units that are not at this site: greet it first"
-            raise Refusal(told, Code.STRANGER)
+            why = "the server asks for units that are not at this site: greet it first"
+            raise Refusal(why, Code.STRANGER)
         return torch.tensor(here if units is None else units, dtype=torch.int64)
 
-    def train(self, letter: Letter) -> Message:
-        """One round: the same reply to the same letter, whatever happened in between."""
-        number, heard = int(letter.about["round"]), int(letter.about["heard"])
-        method, units = self.method, letter.about["units"]
+    def train(self, request: Request) -> Message:
+        """One round: the same reply to the same request, whatever happened in between."""
+        number, last_counted = int(request.header["round"]), int(request.header["heard"])
+        method, units = self.method, request.header["units"]
         ids = self._ids(units)
-        digest = digest_for(digest_of(letter.tensors), units)
-        if digest != letter.about["digest"]:
+        digest = digest_for(digest_of(request.tensors), units)
+        if digest != request.header["digest"]:
             raise Refusal("theta did not arrive as it was sent", Code.DAMAGED)
-        memory = self.memory(heard)
-        if memory.round == number and memory.digest == digest and memory.reply is not None:
+        state = self.stored_state(last_counted)
+        if state.round == number and state.digest == digest and state.reply is not None:
             log.info("%s: round %d again, the same reply", self.name, number)
-            return memory.reply
-        if number < memory.round:
-            log.warning("%s: round %d after round %d: the server went back", self.name, number, memory.round)
-        self._remember(memory, letter, heard)
-        store = memory.start_of(self.study.keeps, number, heard)
-        _forget(store, memory.noted, letter.about["noted"])
-        shared, weight = Key(int(letter.about["seed"]), number, "/train"), letter.about.get("weight")
+            return state.reply
+        if number < state.round:
+            log.warning("%s: round %d after round %d: the server went back", self.name, number, state.round)
+        self._remember(state, request, last_counted)
+        store = state.start_of(self.study.keeps, number, last_counted)
+        _forget(store, state.noted, request.header["noted"])
+        shared, weight = Key(int(request.header["seed"]), number, "/train"), request.header.get("weight")
         key = self.key(number, "site/train")
-        now = Round(number, letter.tensors, key, shared, weigh=weight is not None)
+        now = Round(number, request.tensors, key, shared, weigh=weight is not None)
         sites = self.sites(store)
         active = Active(ids, torch.full((len(ids),), 1.0 if weight is None else float(weight)), ratio=False)
-        messages = int(letter.about["active"])
+        messages = int(request.header["active"])
         (work,) = sites.round_work(method, now, active, self.plan, messages, encode=True)
         message = work.message
         if message.withheld is not None:
             message = replace(message, payloads={})
-            log.warning("%s: round %d: %s", self.name, number, HELD_BACK)
+            log.warning("%s: round %d: %s", self.name, number, WITHHELD)
         header = {"site": self.site.name, "experiment": self.name, "round": number, "digest": digest}
         reply = headed(header, message)
-        memory.before, memory.after = self._both_sides(sites, work, now)
-        memory.round, memory.digest, memory.units, memory.reply = number, digest, units, reply
-        memory.write(self.state_file)
+        state.before, state.after = self._both_sides(sites, work, now)
+        state.round, state.digest, state.units, state.reply = number, digest, units, reply
+        state.write(self.state_file)
         sent = int(message.units), message.bytes
         log.info("%s: round %d, %d unit(s), %d bytes", self.name, number, *sent)
         return reply
@@ -248,41 +250,41 @@ class SiteExperiment:
             after.put(ids, states)
         return before, after
 
-    def _remember(self, memory: Memory, letter: Letter, heard: int) -> None:
-        """Keep the present state where validation data chose the round that led to it."""
-        best = int(letter.about["best"])
-        if best >= 0 and best != memory.best_round and heard <= best:
-            memory.best = LocalStore.restore(memory.settled(self.study.keeps, heard).state())
-            memory.best_round = best
+    def _remember(self, state: SiteState, request: Request, last_counted: int) -> None:
+        """Store the present state where validation data chose the round that led to it."""
+        best = int(request.header["best"])
+        if best >= 0 and best != state.best_round and last_counted <= best:
+            state.best = LocalStore.restore(state.current(self.study.keeps, last_counted).state())
+            state.best_round = best
 
-    def ask(self, letter: Letter) -> Message:
+    def ask(self, request: Request) -> Message:
         """An answer to a question; what it leaves with units is noted under its name."""
-        about, heard = letter.about, int(letter.about["heard"])
-        question = _question(about["told"], letter.tensors, self.study)
+        header, last_counted = request.header, int(request.header["heard"])
+        question = _question(header["told"], request.tensors, self.study)
         self._require_rows(question)
-        memory = self.memory(heard)
-        store = memory.settled(self.study.keeps, heard)
-        sites, key = self.sites(store), self.key(int(about["key"][0]), str(about["key"][1]))
-        known = _part("known.", letter.tensors)
-        broadcast = _part("broadcast.", letter.tensors)
-        models = rebuilt(about["models"], {})
+        state = self.stored_state(last_counted)
+        store = state.current(self.study.keeps, last_counted)
+        sites, key = self.sites(store), self.key(int(header["key"][0]), str(header["key"][1]))
+        known = _part("known.", request.tensors)
+        broadcast = _part("broadcast.", request.tensors)
+        models = rebuilt(header["models"], {})
         asking = Asking(question, known, key, self.study.algorithm, models, broadcast)
         plan, personal = asking.models_at(sites, self.plan)
-        asked = question.ask(known) if models is not None else _part("asked.", letter.tensors)
-        among = self._ids(about.get("units"))
+        asked = question.ask(known) if models is not None else _part("asked.", request.tensors)
+        among = self._ids(header.get("units"))
         (work,) = sites.question_work(question, asked, key, plan, personal, among, encode=True)
         work.settle(work.message.received)
         if sites.updates:
-            for side in {id(s): s for s in (memory.before, memory.after)}.values():
+            for side in {id(s): s for s in (state.before, state.after)}.values():
                 for ids, states in sites.updates:
                     side.put(ids, states, entered=False)
-            memory.noted[question.name] = sorted(sites.updates[0][1])
-            memory.write(self.state_file)
-        header = {"site": self.site.name, "experiment": self.name, "question": question.name}
-        return headed(header, work.message)
+            state.noted[question.name] = sorted(sites.updates[0][1])
+            state.write(self.state_file)
+        about = {"site": self.site.name, "experiment": self.name, "question": question.name}
+        return headed(about, work.message)
 
     def _require_rows(self, question: Question[Any]) -> None:
-        """Cross products of a few rows tell what the rows are: they are not sent."""
+        """Cross products of a few rows reveal the rows: they are not sent."""
         rows, least = int(self.federation.train.sizes.sum()), self.site.spectral_rows
         if question.shows_rows is None or rows >= least or question.shows_rows >= least:
             return
@@ -296,24 +298,25 @@ class SiteExperiment:
             f"{question.name}: products of fewer than {least} rows are not sent; the others do", Code.FEW_ROWS
         )
 
-    def finish(self, letter: Letter) -> Message:
-        """Keep the theta that was learned, and the states to predict with."""
-        about, heard = letter.about, int(letter.about["heard"])
-        memory = self.memory(heard)
-        self._remember(memory, letter, heard)
-        store = memory.settled(self.study.keeps, heard)
-        if about["recall"] and memory.best is not None:
-            store = memory.best
+    def finish(self, request: Request) -> Message:
+        """Store the theta that was learned, and the states to predict with."""
+        header, last_counted = request.header, int(request.header["heard"])
+        state = self.stored_state(last_counted)
+        self._remember(state, request, last_counted)
+        store = state.current(self.study.keeps, last_counted)
+        if header["recall"] and state.best is not None:
+            store = state.best
         write_tensors(self.folder / "final.safetensors", store.state())
-        published = dict(letter.tensors)
+        published = dict(request.tensors)
         if self.study.algorithm is not None:
             population = Population(
                 self.study.algorithm,
                 published,
                 Key(self.site.secret, purpose="site"),
                 None,
-                rounds=int(about["rounds"]),
-                learned_from=int(about["learned_from"]),
+                rounds=int(header["rounds"]),
+                learned_from=int(header["learned_from"]),
+                how=[(str(title), str(words)) for title, words in header["how"]],
             )
             population.save(self.folder / "population")
             published = population.published
@@ -323,18 +326,18 @@ class SiteExperiment:
         return headed({"site": self.site.name, "experiment": self.name})
 
 
-def keep_hello(folder: Path, letter: Letter) -> None:
-    """Write what a letter tells of an experiment: its study, and tensors such as where a model starts."""
-    about = {name: letter.about[name] for name in ("experiment", "study")}
-    about["digest"] = write_tensors(folder / MODEL, letter.tensors)
-    write_sealed(folder / TOLD, about)
+def keep_hello(folder: Path, request: Request) -> None:
+    """Store what a request says of an experiment: its study, and tensors such as where a model starts."""
+    description = {name: request.header[name] for name in ("experiment", "study")}
+    description["digest"] = write_tensors(folder / MODEL, request.tensors)
+    write_sealed(folder / DESCRIPTION, description)
 
 
-def study_from(told: Mapping[str, Any], tensors: Tensors) -> Study:
-    """The study that was told."""
-    if told["kind"] not in STUDIES:
-        raise Refusal(f"the site knows no study {told['kind']!r}", Code.STUDY)
-    return STUDIES[told["kind"]].of(told, tensors)
+def study_from(description: Mapping[str, Any], tensors: Tensors) -> Study:
+    """The study of this description."""
+    if description["kind"] not in STUDIES:
+        raise Refusal(f"the site knows no study {description['kind']!r}", Code.STUDY)
+    return STUDIES[description["kind"]].from_description(description, tensors)
 
 
 def keep_theta(folder: Path, published: Tensors) -> None:
@@ -347,9 +350,9 @@ def read_theta(folder: Path) -> Tensors:
     return read_tensors(folder / THETA, str(read_sealed(folder / SEALED, "a theta's digest").get("digest")))
 
 
-def _question(told: dict[str, Any], sent: Tensors, study: Study) -> Question[Any]:
+def _question(description: dict[str, Any], sent: Tensors, study: Study) -> Question[Any]:
     try:
-        return question_from(told, sent, study.owner)
+        return question_from_description(description, sent, study.owner)
     except (CheckpointError, SettingsError) as error:
         raise Refusal(f"the site cannot make the question: {error}", Code.QUESTION) from error
 

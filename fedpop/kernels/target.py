@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedpop.keys import Key
 from fedpop.models.local import LinearLikelihood, LocalLikelihood
-from fedpop.priors.base import Guess, Prior
+from fedpop.priors.base import Guess, Prior, normals_of
 
 POWER_ITERATIONS = 20
 """Products with a Hessian that find its largest eigenvalue where a head is not linear."""
@@ -162,8 +162,9 @@ class Target:
 
     @cached_property
     def _components(self) -> list[Target]:
-        parts = self.prior.parts(self.beta)
-        return [] if parts is None else [Target(self.likelihood, p.normal, p.beta) for p in parts]
+        normals = normals_of(self.prior)
+        parts = [] if normals is None else normals.parts(self.beta)
+        return [Target(self.likelihood, p.normal, p.beta) for p in parts]
 
     @property
     def closed_form(self) -> bool:
@@ -349,9 +350,9 @@ class Target:
 
     def component_evidence(self) -> Tensor:
         """log w_k + log p(D_i | component k), ``[C, K]``."""
-        parts = self.prior.parts(self.beta)
-        assert parts is not None
-        pairs = zip(parts, self.components, strict=True)
+        normals = normals_of(self.prior)
+        assert normals is not None
+        pairs = zip(normals.parts(self.beta), self.components, strict=True)
         return torch.stack([p.log_weight + target.evidence() for p, target in pairs], 1)
 
     def evidence(self) -> Tensor:

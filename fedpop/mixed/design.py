@@ -83,22 +83,22 @@ class Design:
 
     @classmethod
     def agreed(
-        cls, formula: Formula, summary: Summary, told: Mapping[str, Sequence[Any]], minimum: int
+        cls, formula: Formula, summary: Summary, given: Mapping[str, Sequence[Any]], minimum: int
     ) -> Design:
-        """From the federation's summary; ``told`` are levels in an order that the user gave."""
+        """From the federation's summary; ``given`` are levels in the user's order."""
         levels = {}
         for name, found in summary.items():
             if not isinstance(found, Levels):
                 continue
-            if found.untold:
+            if found.suppressed:
                 raise DataError(
-                    f"column {name!r} has {found.untold} row(s) at levels of fewer than "
+                    f"column {name!r} has {found.suppressed} row(s) at levels of fewer than "
                     f"{minimum} rows, which are "
-                    "not told; merge these levels, leave the rows out, or allow smaller cells: min_count=1"
+                    "suppressed; merge these levels, leave the rows out, or allow smaller cells: min_count=1"
                 )
             names = found.names
-            if name in told:
-                order = [str(v) for v in told[name]]
+            if name in given:
+                order = [str(v) for v in given[name]]
                 unknown = sorted(set(names) - set(order))
                 if unknown:
                     raise SettingsError(
@@ -108,7 +108,7 @@ class Design:
             if len(names) < 2:
                 raise DataError(f"column {name!r} has one level only ({names[0]!r}): it is constant")
             levels[name] = tuple(names)
-        extra = sorted(set(told) - set(levels))
+        extra = sorted(set(given) - set(levels))
         if extra:
             raise SettingsError(f"levels were given for {extra[0]!r}, which is no categorical predictor here")
         moments = {n[6:-1]: v for n, v in summary.items() if isinstance(v, Moments)}
@@ -174,10 +174,10 @@ class Design:
             full = []
             for part in term:
                 categories = self._level_column(part) is not None
-                own = categories and frozenset(term) - {part} not in known
+                every = categories and frozenset(term) - {part} not in known
                 if categories and first:
-                    own, first = True, False
-                full.append(own)
+                    every, first = True, False
+                full.append(every)
             out.append(full)
         return out
 
@@ -208,8 +208,8 @@ class Design:
         if bad.any():
             i = int(bad.argmax())
             names = columns_of(part.tokens)
-            told = ", ".join(f"{n} = {rows.columns[n].iloc[i]}" for n in names[:SHOWN])
-            raise DataError(f"{part.text} is {values[i]} in row {int(rows.numbers[i])} ({told})")
+            values_there = ", ".join(f"{n} = {rows.columns[n].iloc[i]}" for n in names[:SHOWN])
+            raise DataError(f"{part.text} is {values[i]} in row {int(rows.numbers[i])} ({values_there})")
         return values
 
     def _matrix(self, terms: FormulaTerms, rows: Rows) -> np.ndarray:
@@ -299,7 +299,7 @@ def evaluated(part: FormulaPart, rows: Mapping[str, Any], moments: Mapping[str, 
             source.append(names[token])
         else:
             source.append("**" if token == "^" else token)
-    own = {alias: unquoted(token) for token, alias in names.items()}
+    columns = {alias: unquoted(token) for token, alias in names.items()}
     try:
         tree = ast.parse(" ".join(source), mode="eval").body
     except SyntaxError as error:
@@ -309,7 +309,7 @@ def evaluated(part: FormulaPart, rows: Mapping[str, Any], moments: Mapping[str, 
         if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
             return float(node.value)
         if isinstance(node, ast.Name):
-            return _numbers(rows, own[node.id], part)
+            return _numbers(rows, columns[node.id], part)
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
             return OPERATORS[type(node.op)](value(node.left), value(node.right))
         if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
@@ -317,14 +317,14 @@ def evaluated(part: FormulaPart, rows: Mapping[str, Any], moments: Mapping[str, 
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in OPERATORS:
             return OPERATORS[type(node.ops[0])](value(node.left), value(node.comparators[0])) * 1.0
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-            return call(own[node.func.id], node.args)
+            return call(columns[node.func.id], node.args)
         raise SettingsError(f"cannot read the expression {part.text!r} in the formula")
 
     def call(name: str, arguments: list[ast.expr]) -> Any:
         if name in WHOLE:
             if len(arguments) != 1 or not isinstance(arguments[0], ast.Name):
                 raise SettingsError(f"{part.text}: {name}() takes the name of a column")
-            column = own[arguments[0].id]
+            column = columns[arguments[0].id]
             known = moments[column]
             centred = value(arguments[0]) - known.mean
             return centred if name == "center" else centred / known.sd
@@ -338,7 +338,7 @@ def evaluated(part: FormulaPart, rows: Mapping[str, Any], moments: Mapping[str, 
         except TypeError as error:
             raise SettingsError(f"{part.text}: {name}() does not take {len(arguments)} arguments") from error
 
-    with np.errstate(all="ignore"):  # what is not finite is told with its row by whoever asked
+    with np.errstate(all="ignore"):  # whoever asked names the row that is not finite
         found = np.asarray(value(tree), dtype=np.float64)
     length = len(next(iter(rows.values())))
     return np.broadcast_to(found, (length,))

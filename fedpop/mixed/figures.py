@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fedpop.mixed.fit import MixedFit
 
 KINDS = ("effects", "lines", "trace")
-MOST = 60
+MOST_GROUPS_SHOWN = 60
 """Groups whose names are written, and whose lines are drawn."""
 BLUE = METHODS["FedSOUL"][0]
 GREY = METHODS["FedAvg"][0]
@@ -37,16 +37,16 @@ def _effects(fit: MixedFit) -> Figure:
     """The caterpillar: groups in the order of their first effect."""
     table = fit.random_effects(0.9)
     names = fit.design.random_names
-    few = fit.n_groups <= MOST
+    few = fit.n_groups <= MOST_GROUPS_SHOWN
     figure = new_figure(2.6 * len(names) + 1.2, min(max(2.4, 0.14 * fit.n_groups), 9.0))
     axes = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
     first = table.xs(names[0], level=1)
     order = np.argsort(first["mean"].to_numpy())
     place = np.arange(len(order))
     for axis, name in zip(axes, names, strict=True):
-        own = table.xs(name, level=1).iloc[order]
-        axis.hlines(place, own["lower"], own["upper"], color=BLUE, linewidth=1.0)
-        axis.plot(own["mean"], place, "o", color=BLUE, markersize=3)
+        rows = table.xs(name, level=1).iloc[order]
+        axis.hlines(place, rows["lower"], rows["upper"], color=BLUE, linewidth=1.0)
+        axis.plot(rows["mean"], place, "o", color=BLUE, markersize=3)
         axis.axvline(0, color=GREY, linewidth=0.8)
         axis.set_xlabel(name)
     axes[0].set_ylabel(fit.group)
@@ -81,7 +81,7 @@ def _lines(fit: MixedFit) -> Figure:
         if name in fit.design.levels and not hasattr(values, "cat"):
             typical[name] = float(fit.design.levels[name][0])
     figure, axes = new_axes(5.2, 3.4)
-    shown = fit.levels[:: max(1, -(-fit.n_groups // MOST))]
+    shown = fit.levels[:: max(1, -(-fit.n_groups // MOST_GROUPS_SHOWN))]
     for level in shown:
         rows = pd.DataFrame({**typical, column: ends, fit.group: level})
         found = fit.predict(rows, "known", theta_uncertainty=False, of="mean")
@@ -146,8 +146,8 @@ def to_netcdf(fit: MixedFit, path: Path) -> Path:
         posterior.create_variable("chain", ("chain",), data=np.arange(chains))
         posterior.create_variable("draw", ("draw",), data=np.arange(draws))
         for dimension, labels in ((fit.group, levels), ("effect", names)):
-            own = np.array(labels, dtype=object)
-            posterior.create_variable(dimension, (dimension,), data=own, dtype=h5py.string_dtype())
+            values = np.array(labels, dtype=object)
+            posterior.create_variable(dimension, (dimension,), data=values, dtype=h5py.string_dtype())
         posterior.create_variable("random_effects", ("chain", "draw", fit.group, "effect"), data=effects)
         observed = file.create_group("observed_data")
         y = fit.groups.federation.train.y.numpy()

@@ -17,7 +17,7 @@ from fedpop.keys import Key
 from fedpop.mixed import figures, sampled
 from fedpop.mixed.coordinates import Coordinates
 from fedpop.mixed.design import Design
-from fedpop.mixed.engine import SINGULAR, Engine, Estimates, ThetaPoint, canonical
+from fedpop.mixed.engine import SINGULAR_FACTOR, Engine, Estimates, ThetaPoint, canonical
 from fedpop.mixed.formula import FormulaPart
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.inference import LikelihoodRatio, compared, intervals, normal_quantile
@@ -31,11 +31,11 @@ from fedpop.population import Population
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-THETAS = 200
+INTERVAL_THETAS = 200
 """Draws of theta behind intervals that include its uncertainty."""
-PROPOSALS = 400
+THETA_PROPOSALS = 400
 """Values that these are chosen from, where they are."""
-EACH = 10
+EFFECT_DRAWS_PER_THETA = 10
 """Draws of a group's effects for each of them, where these are drawn; a plug-in interval has as many in
 all."""
 
@@ -44,7 +44,7 @@ all."""
 class MixedFit:
     """What ``mixed_model`` returns. ``print(fit)`` looks like lme4's summary.
 
-    Names of effects are R's. Groups' own numbers (``random_effects``, ``draws``, predictions for known
+    Names of effects are R's. Numbers of groups (``random_effects``, ``draws``, predictions for known
     groups) are at their sites; on one machine all of them are here.
     """
 
@@ -147,7 +147,7 @@ class MixedFit:
         whether the variance is needed.
 
         Args:
-            level: The probability that they hold, 0.95 unless told.
+            level: The probability that they hold, 0.95 by default.
         """
         return intervals(self, normal_quantile(level))
 
@@ -180,16 +180,16 @@ class MixedFit:
     def singular(self) -> bool:
         """The covariance of random effects is singular: a variance of zero, or a correlation of one."""
         factor = self.outcome.point.factor
-        return bool((canonical(factor @ factor.mT, self.units.blocks).diagonal() < SINGULAR).any())
+        return bool((canonical(factor @ factor.mT, self.units.blocks).diagonal() < SINGULAR_FACTOR).any())
 
     @cached_property
     def _effects(self) -> tuple[Tensor, Tensor]:
         """Means ``[C, q]`` and covariances ``[C, q, q]`` on the user's scale."""
-        here = self.groups.here
+        members = self.groups.local_members
         self.engine.effects(self.outcome.point)
-        kept = here.store.get(torch.arange(here.units), here.device)
+        states = members.store.get(torch.arange(members.units), members.device)
         to = self.units.random_map
-        return kept["mean"] @ to.mT, to @ kept["cov"] @ to.mT
+        return states["mean"] @ to.mT, to @ states["cov"] @ to.mT
 
     def random_effects(self, level: float = 0.95) -> Any:
         """Posterior mean, standard deviation and interval of each group's effects.
@@ -197,7 +197,7 @@ class MixedFit:
         A data frame with a row for each group and effect.
 
         Args:
-            level: Of the intervals, 0.95 unless told.
+            level: Of the intervals, 0.95 by default.
         """
         mean, cov = self._effects
         sd, z = cov.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt(), normal_quantile(level)
@@ -262,14 +262,14 @@ class MixedFit:
         return pandas().DataFrame(rows)
 
     def plain(self) -> dict[str, Any]:
-        """Plain values, as ``fedpop fit --json`` writes them; groups' own ones where these are here."""
+        """Plain values, as ``fedpop fit --json`` writes them; groups' where these are on this machine."""
         names, modes = self.design.random_names, dict[str, dict[str, dict[str, float]]]()
         if self.groups.members.federation is not None:
             mean, cov = self._effects
             sd = cov.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
             modes = {
-                level: {n: {"mean": m, "sd": s} for n, m, s in zip(names, own, wide, strict=True)}
-                for level, own, wide in zip(self.levels, mean.tolist(), sd.tolist(), strict=True)
+                level: {n: {"mean": m, "sd": s} for n, m, s in zip(names, means, wide, strict=True)}
+                for level, means, wide in zip(self.levels, mean.tolist(), sd.tolist(), strict=True)
             }
         cor = [[v if math.isfinite(v) else None for v in row] for row in self.correlation.tolist()]
         return {
@@ -303,12 +303,12 @@ class MixedFit:
             new_rows: A table with the formula's columns; the response may be missing.
             groups: ``"known"`` (the default) are those of training; ``"new"`` groups that were never there,
                 drawn from the population; ``"population"`` is a group whose effects are zero.
-            level: Of the intervals, 0.9 unless told.
-            of: ``"mean"`` for intervals of the mean; unless told, of a new observation (of the probability,
+            level: Of the intervals, 0.9 by default.
+            of: ``"mean"`` for intervals of the mean; by default, of a new observation (of the probability,
                 for yes or no).
             observed: Rows of new groups with their response, which update their posterior without
                 refitting; None (the default) where there are none.
-            theta_uncertainty: Intervals include the uncertainty about theta; they do unless told.
+            theta_uncertainty: Intervals include the uncertainty about theta; they do by default.
         """
         if groups not in GROUPS:
             raise SettingsError(f"groups is one of {', '.join(GROUPS)}, not {groups!r}")
@@ -327,7 +327,7 @@ class MixedFit:
             owner,
             cohort,
         )
-        each = EACH if theta_uncertainty else EACH * THETAS
+        each = EFFECT_DRAWS_PER_THETA if theta_uncertainty else EFFECT_DRAWS_PER_THETA * INTERVAL_THETAS
         key = self._key.at(purpose="predict")
         predictor = Predictor(units, self.family, groups != "population", of, each, key)
         points = self._thetas if theta_uncertainty else [self.outcome.point]
@@ -377,9 +377,9 @@ class MixedFit:
     @cached_property
     def _thetas(self) -> list[ThetaPoint]:
         size = self.engine.factor.size + len(self.coefficients)
-        ids = torch.arange(PROPOSALS)
+        ids = torch.arange(THETA_PROPOSALS)
         noise = self._key.at(purpose="theta").normal(ids, (size + 1,), torch.float64)
-        return self.engine.theta_draws(self.outcome.point, noise[:, :-1], noise[:, -1], THETAS)
+        return self.engine.theta_draws(self.outcome.point, noise[:, :-1], noise[:, -1], INTERVAL_THETAS)
 
     # --- for people --------------------------------------------------------------------------------
 

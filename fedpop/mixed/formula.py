@@ -86,8 +86,8 @@ class Formula:
     @property
     def columns(self) -> list[str]:
         """Names of all columns that it speaks of, the group last."""
-        own = [column for part in self.parts for column in columns_of(part.tokens)]
-        return list(dict.fromkeys([*own, self.group]))
+        columns = [column for part in self.parts for column in columns_of(part.tokens)]
+        return list(dict.fromkeys([*columns, self.group]))
 
 
 def parse(text: str) -> Formula:
@@ -283,9 +283,9 @@ def _expanded(tokens: Tokens) -> FormulaTerms:
         if is_name(token):
             if tokens[at + 1 : at + 2] == ("(",):
                 end = _closes(tokens, at + 1) + 1
-            own = tokens[at:end]
-            _check_call(own)
-            part = FormulaPart(shown(own), own)
+            inner = tokens[at:end]
+            _check_call(inner)
+            part = FormulaPart(shown(inner), inner)
             plain.append(parts.setdefault(part, f"v{len(parts)}"))
         elif token in ("|", "||"):
             raise SettingsError(f"cannot read {shown(tokens)!r}: a bar belongs into a random term")
@@ -302,7 +302,7 @@ def _expanded(tokens: Tokens) -> FormulaTerms:
     model_description = _formulae()
     try:
         found = model_description(f"y ~ {text}").common_terms
-    except Exception as error:  # formulae raises many kinds, its own parser's among them
+    except Exception as error:  # formulae raises many kinds, its parser's among them
         raise SettingsError(f"cannot read {shown(tokens)!r} as terms of a formula: {error}") from error
     terms = [tuple(named[c.name] for c in t.components) for t in found if getattr(t, "components", None)]
     intercept = any(type(t).__name__ == "Intercept" for t in found)

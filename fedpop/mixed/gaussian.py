@@ -32,7 +32,7 @@ from fedpop.mixed.engine import Engine, Factor, SearchResult, ThetaPoint, inform
 from fedpop.mixed.groups import Groups
 from fedpop.questions import Question, Units
 
-TOGETHER = 2**20
+PROFILE_NUMBERS_AT_ONCE = 2**20
 """Numbers of groups' moments that are worked on at once."""
 
 
@@ -64,13 +64,13 @@ def moments(cohort: Cohort, units: Coordinates) -> tuple[Tensor, Tensor, Tensor]
     w = torch.cat((x, (y - offset - units.y_centre).unsqueeze(1)), dim=1) * root
     q, m = z.shape[1], w.shape[1]
     products = (z.unsqueeze(2) * torch.cat((z, w), dim=1).unsqueeze(1)).flatten(1)
-    held = products.new_zeros((len(cohort), q * (q + m))).index_add(0, cohort.owner, products)
-    held = held.unflatten(1, (q, q + m))
-    return held[..., :q].contiguous(), held[..., q:].contiguous(), w.mT @ w
+    sums = products.new_zeros((len(cohort), q * (q + m))).index_add(0, cohort.owner, products)
+    sums = sums.unflatten(1, (q, q + m))
+    return sums[..., :q].contiguous(), sums[..., q:].contiguous(), w.mT @ w
 
 
-def held(units: Units, coordinates: Coordinates) -> tuple[Tensor, Tensor]:
-    """M and R of groups as they keep them; made again where a site has lost them."""
+def stored_moments(units: Units, coordinates: Coordinates) -> tuple[Tensor, Tensor]:
+    """M and R of groups as they store them; made again where a site has lost them."""
     if "zz" in units.local:
         return units.local["zz"], units.local["zw"]
     return moments(units.cohort, coordinates)[:2]
@@ -91,7 +91,7 @@ class Profile(Question[Tensors]):
         return {n: known[n] for n in ("factor", "curved")}
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        (m, r), factor = held(units, self.units), asked["factor"]
+        (m, r), factor = stored_moments(units, self.units), asked["factor"]
         p, log_det = shrunk(m, factor)
         pr = p @ r
         k = r - m @ pr
@@ -115,7 +115,7 @@ class Profile(Question[Tensors]):
 
 @dataclass(frozen=True)
 class WholeProfile(Profile):
-    """The profile of some groups with their own W'W and number of rows, made from their rows."""
+    """The profile of some groups with their W'W and number of rows, made from their rows."""
 
     name: ClassVar[str] = "profile of some"
 
@@ -146,11 +146,11 @@ class Profiles(Question[Tensors]):
         return {"factors": known["factors"]}
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        (m, r), explained, log_det = held(units, self.units), list[Tensor](), list[Tensor]()
-        for some in asked["factors"].split(max(1, TOGETHER // max(r.numel(), 1))):
-            p, own = shrunk(m, some.unsqueeze(1))
+        (m, r), explained, log_det = stored_moments(units, self.units), list[Tensor](), list[Tensor]()
+        for some in asked["factors"].split(max(1, PROFILE_NUMBERS_AT_ONCE // max(r.numel(), 1))):
+            p, log_dets = shrunk(m, some.unsqueeze(1))
             explained.append(torch.einsum("cqi,tcqj->tij", r, p @ r))
-            log_det.append(own.sum(1))
+            log_det.append(log_dets.sum(1))
         sums = {"explained": torch.cat(explained).flatten(), "log_det": torch.cat(log_det)}
         return Answer(everyone(units.cohort), sums=sums)
 
@@ -261,8 +261,8 @@ class Criterion:
 # --- the engine ------------------------------------------------------------------------------------
 
 
-PERFECT = 1e-14
-WIDER = 1.3
+PERFECT_FIT = 1e-14
+THETA_PROPOSAL_WIDTH = 1.3
 """Proposals for theta, in units of its information."""
 
 
@@ -311,7 +311,7 @@ class GaussianEngine(Engine):
         s = self.criterion.at(theta, self.sums(factor))[3]
         b = torch.linalg.solve(s[:-1, :-1], s[:-1, -1])
         left = float(s[-1, -1] - s[-1, :-1] @ b)
-        if not left > PERFECT * float(self.criterion.ww[-1, -1]):
+        if not left > PERFECT_FIT * float(self.criterion.ww[-1, -1]):
             raise DataError(
                 "the model explains the response without any residual; there is no noise to estimate"
             )
@@ -398,7 +398,7 @@ class GaussianEngine(Engine):
             return criterion.at(theta, self.sums(self.factor.matrix(theta), curved))[:3]
 
         centre = minimised(at, self.factor.start(0.5))
-        thetas = centre.x + WIDER * noise[:, :size] @ information_root(centre.hessian).mT
+        thetas = centre.x + THETA_PROPOSAL_WIDTH * noise[:, :size] @ information_root(centre.hessian).mT
         factors = torch.stack([self.factor.matrix(t) for t in thetas])
         m = len(criterion.ww)
         sums = self.groups.ask(Profiles(self.units), {"factors": factors})
@@ -446,7 +446,7 @@ class GroupEffects(Question[Tensors]):
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         point = ThetaPoint(asked["b"], asked["factor"], float(asked["sigma"]))
-        mean, cov = posterior(*held(units, self.units), point)
+        mean, cov = posterior(*stored_moments(units, self.units), point)
         return Answer(everyone(units.cohort), local={"mean": mean, "cov": cov})
 
     def finish(self, known: Tensors, total: Total) -> Tensors:

@@ -20,17 +20,17 @@ from fedpop.mixed.study import ColumnKinds, FormulaStudy
 from fedpop.mixed.table import Rows
 from fedpop.questions import Question, Units
 from fedpop.questions.schema import Levels, Schema
-from fedpop.run.members import Asking, Here, Members
+from fedpop.run.members import Asking, LocalMembers, Members
 
 R = TypeVar("R")
 
-FLAT = 1e-12
+NEW_COLUMN_SHARE = 1e-12
 """The share of a column's variance that others must leave unexplained; rounding leaves 1e-15."""
 
 
 @dataclass
 class Groups:
-    """Members that hold a model's groups, what they were told, and what asking them has cost so far."""
+    """Members that have a model's groups, the study that they received, and the cost of questions so far."""
 
     members: Members
     study: FormulaStudy
@@ -44,10 +44,10 @@ class Groups:
     def __len__(self) -> int:
         return self.members.units
 
-    def tell(self, study: FormulaStudy) -> None:
-        """What is known now."""
+    def update_study(self, study: FormulaStudy) -> None:
+        """What is known now, to members too."""
         self.study = study
-        self.members.tell(study)
+        self.members.update_study(study)
 
     def ask(self, question: Question[R], known: Tensors, among: Tensor | None = None) -> R:
         """What is made of everyone's answers, or of those of the groups at these positions."""
@@ -60,34 +60,34 @@ class Groups:
     # --- what only groups on this machine have --------------------------------------------------------
 
     @property
-    def here(self) -> Here:
+    def local_members(self) -> LocalMembers:
         """The members, where their rows are on this machine."""
-        if not isinstance(self.members, Here):
+        if not isinstance(self.members, LocalMembers):
             raise SettingsError(
-                "this needs groups' rows, or their own posteriors, which are at their sites: ask for it there"
+                "this needs groups' rows, or their posteriors, which are at their sites: ask for it there"
             )
         return self.members
 
     @property
     def rows(self) -> Rows:
-        assert isinstance(self.here.data, Rows)
-        return self.here.data
+        assert isinstance(self.local_members.data, Rows)
+        return self.local_members.data
 
     @property
     def federation(self) -> Federation:
-        return self.here.federation
+        return self.local_members.federation
 
     @property
-    def holding(self) -> Mapping[str, Sequence[str]] | None:
-        """Which groups a site holds, where sites hold several."""
-        return self.here.at
+    def by_site(self) -> Mapping[str, Sequence[str]] | None:
+        """Groups of each site, where sites have several."""
+        return self.local_members.at
 
 
 # --- columns and their levels ----------------------------------------------------------------------
 
 
 def agreed(groups: Groups, levels: Mapping[str, Sequence[Any]], minimum: int) -> Design:
-    """The short rounds before: what of columns has to be known to all, and members are told. Without sites
+    """The short rounds before: what of columns has to be known to all, and members receive it. Without sites
     the sum over groups is formed at once; it is the same."""
     formula, members, binomial = groups.study.formula, groups.members, groups.study.family.binomial
     bare = [part.column for part in formula.parts[0 if binomial else 1 :] if part.column is not None]
@@ -104,7 +104,7 @@ def agreed(groups: Groups, levels: Mapping[str, Sequence[Any]], minimum: int) ->
         assert isinstance(found, Levels)
         require_two(str(response), found.names)
         design = replace(design, outcomes=tuple(found.names))
-    groups.tell(replace(groups.study, design=design))
+    groups.update_study(replace(groups.study, design=design))
     if members.federation is None:
         _require_apart(members, formula.group)
     return design
@@ -119,7 +119,7 @@ def _require_apart(members: Members, group: str) -> None:
         at = [roster.names[int(order[i])] for i in (int(twice[0]), int(twice[0]) + 1)]
         raise DataError(
             f"{len(twice)} group(s) of {group!r} are at two sites, the first of them at {at[0]} and {at[1]}: "
-            "each group is at one; give groups of their own names of their own, or move the rows together"
+            "each group is at one; give different groups different names, or move the rows together"
         )
 
 
@@ -168,7 +168,7 @@ class Gram(Question[Tensors]):
 
 def coordinates(groups: Groups, design: Design) -> tuple[Coordinates, Tensor, Design]:
     """Means first, then products about them: which columns are constant or combinations of others is
-    found here, and in which units the rest is counted; members are told. Beside them the sums of the
+    found here, and in which units the rest is counted; members receive it. Beside them the sums of the
     response's columns (rows, y, weight, offset, constant), and the design without fixed effects that say
     nothing new."""
     p, q, family = len(design.fixed_names), len(design.random_names), groups.study.family
@@ -195,13 +195,13 @@ def coordinates(groups: Groups, design: Design) -> tuple[Coordinates, Tensor, De
             f"the response {design.formula.response.text} is constant; there is nothing to explain"
         )
     idle = _idle(design, gram, mean, size)
-    kept = [j for j in range(p) if j not in idle]
+    used = [j for j in range(p) if j not in idle]
     if idle:
         design = replace(design, dropped=tuple(design.fixed_names[j] for j in idle))
     scale = torch.where(size > 0, size, 1.0)
     found = Coordinates(
-        centre[kept],
-        scale[kept],
+        centre[used],
+        scale[used],
         centre[p:-1],
         scale[p:-1],
         y_centre,
@@ -209,9 +209,9 @@ def coordinates(groups: Groups, design: Design) -> tuple[Coordinates, Tensor, De
         tuple(design.fixed_names),
         tuple(design.random_names),
         tuple(design.blocks),
-        tuple(kept) if idle else None,
+        tuple(used) if idle else None,
     )
-    groups.tell(replace(groups.study, coordinates=found))
+    groups.update_study(replace(groups.study, coordinates=found))
     return found, sums[p + q :], design
 
 
@@ -222,7 +222,7 @@ def _require_groups(groups: Groups, design: Design) -> None:
     if groups.study.family.gaussian and n <= count * q:
         raise DataError(
             f"there are {n} rows and {count * q} random effects ({count} groups of {q}): their "
-            "variances cannot be told from the residual's; use fewer random effects"
+            "variances cannot be distinguished from the residual's; use fewer random effects"
         )
     if not design.fixed_names:
         raise SettingsError(f"{design.formula.text!r} has no fixed effect, not even an intercept")
@@ -230,33 +230,35 @@ def _require_groups(groups: Groups, design: Design) -> None:
 
 def _idle(design: Design, gram: Tensor, mean: Tensor, size: Tensor) -> list[int]:
     """Positions of fixed effects that are combinations of those before them, which R leaves out too. A
-    predictor that is constant is an error, and so is a random effect that its own block has already."""
+    predictor that is constant is an error, and so is a random effect that its block has already."""
     p, idle = len(design.fixed_names), list[int]()
     names, blocks = [*design.fixed_names, *design.random_names], [-1] * p + design.blocks
-    kept: list[int] = []
+    used: list[int] = []
     for j, (name, block) in enumerate(zip(names, blocks, strict=True)):
-        kept = [k for k in kept if blocks[k] == block]
+        used = [k for k in used if blocks[k] == block]
         constant = name != INTERCEPT and float(size[j]) <= 1e-9 * max(abs(float(mean[j])), 1e-300)
         if constant and ":" not in name:
-            raise DataError(f"the predictor {name!r} is constant: it cannot be told from the intercept")
-        if not constant and _new(gram, size, kept, j):
-            kept.append(j)
+            raise DataError(
+                f"the predictor {name!r} is constant: it cannot be distinguished from the intercept"
+            )
+        if not constant and _new(gram, size, used, j):
+            used.append(j)
         elif j < p:
             idle.append(j)
         else:
-            others = ", ".join(repr(names[k]) for k in kept)
+            others = ", ".join(repr(names[k]) for k in used)
             raise DataError(
                 f"the random effect {name!r} is a combination of others ({others}), so that neither can be "
-                "told from the other; leave it out"
+                "distinguished from the other; leave it out"
             )
     return idle
 
 
-def _new(gram: Tensor, size: Tensor, kept: Sequence[int], j: int) -> bool:
+def _new(gram: Tensor, size: Tensor, used: Sequence[int], j: int) -> bool:
     """Whether a column says something that these do not."""
-    if not kept:
+    if not used:
         return True
-    at = [*kept, j]
+    at = [*used, j]
     part = gram[at][:, at] / size[at] / size[at].unsqueeze(1)
     inner = torch.linalg.lstsq(part[:-1, :-1], part[:-1, -1:]).solution
-    return float(part[-1, -1] - part[-1, :-1] @ inner[:, 0]) >= FLAT
+    return float(part[-1, -1] - part[-1, :-1] @ inner[:, 0]) >= NEW_COLUMN_SHARE

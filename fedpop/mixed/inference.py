@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
-from fedpop.mixed.engine import SINGULAR
+from fedpop.mixed.engine import SINGULAR_FACTOR
 from fedpop.mixed.table import pandas
 
 if TYPE_CHECKING:
     from fedpop.mixed.fit import MixedFit
 
-EDGE = 1e-6
+BOUNDARY_VARIANCE = 1e-6
 """A correlation that is so close to one is there."""
 
 
@@ -45,26 +45,28 @@ def _spreads(fit: MixedFit, z: float) -> dict[str, tuple[float, float]]:
     """By the delta method, from the covariance of the factor's entries and log sigma."""
     engine, point, names = fit.engine, fit.outcome.point, fit.design.random_names
     theta = engine.factor.entries(point.factor)
-    own = [] if fit.sigma is None else [math.log(fit.sigma)]
-    least = (SINGULAR * point.sigma / fit.units.z_scale).tolist()
+    log_sigma = [] if fit.sigma is None else [math.log(fit.sigma)]
+    least = (SINGULAR_FACTOR * point.sigma / fit.units.z_scale).tolist()
     there = [sd > edge for sd, edge in zip(fit.sd.values(), least, strict=True)]
     spread, out = engine.spread(point), dict[str, tuple[float, float]]()
     for i, j in engine.factor.places:
         name = f"sd_{names[i]}" if i == j else f"cor_{names[i]}.{names[j]}"
-        inside = there[i] and there[j] and (i == j or abs(float(fit.correlation[i, j])) < 1 - EDGE)
+        inside = (
+            there[i] and there[j] and (i == j or abs(float(fit.correlation[i, j])) < 1 - BOUNDARY_VARIANCE)
+        )
         ends = (math.nan, math.nan)
         if inside:
             with torch.enable_grad():
-                at = torch.cat((theta, theta.new_tensor(own))).requires_grad_()
+                at = torch.cat((theta, theta.new_tensor(log_sigma))).requires_grad_()
                 root = fit.units.random_map @ engine.factor.matrix(at[: len(theta)])
-                sigma = root @ root.mT * (at[-1] * 2).exp() if own else root @ root.mT
+                sigma = root @ root.mT * (at[-1] * 2).exp() if log_sigma else root @ root.mT
                 sd = sigma.diagonal().sqrt()
                 free = sd[i].log() if i == j else (sigma[i, j] / sd[i] / sd[j]).atanh()
                 (slope,) = torch.autograd.grad(free, at)
             ends = _ends(free.detach(), slope @ spread @ slope, z, torch.exp if i == j else torch.tanh)
         out[f"{name}|{fit.group}"] = ends
-    if own:
-        out["sigma"] = _ends(theta.new_tensor(own[0]), spread[-1, -1], z, torch.exp)
+    if log_sigma:
+        out["sigma"] = _ends(theta.new_tensor(log_sigma[0]), spread[-1, -1], z, torch.exp)
     return out
 
 
@@ -96,11 +98,11 @@ class LikelihoodRatio:
     boundary: bool
 
     def __str__(self) -> str:
-        told = f"Chisq {self.statistic:.4f} on {self.degrees} degrees of freedom, p = {self.p_value:.4g}"
+        text = f"Chisq {self.statistic:.4f} on {self.degrees} degrees of freedom, p = {self.p_value:.4g}"
         if not self.boundary:
-            return told
+            return text
         return (
-            f"{told} (a variance is tested at its edge, zero; p = {self.p_chi_square:.4g} by "
+            f"{text} (a variance is tested at its edge, zero; p = {self.p_chi_square:.4g} by "
             "plain chi-square)"
         )
 

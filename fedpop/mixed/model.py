@@ -26,7 +26,7 @@ from fedpop.mixed.study import FormulaStudy
 from fedpop.mixed.summary import rank_deficient
 from fedpop.mixed.table import MISSING, Rows, as_frame, pandas, read_csv
 from fedpop.questions.schema import MINIMUM
-from fedpop.run.members import Here, Members
+from fedpop.run.members import LocalMembers, Members
 
 METHODS = ("ML", "REML")
 ENGINES = ("auto", "exact", "sampled")
@@ -69,15 +69,15 @@ def mixed_model(
             with data frames by site.
         levels: The levels of categorical predictors by column, in order, the baseline first; None finds
             them in the data.
-        min_count: Levels with fewer rows, at a site or in all, are not told to others, and a predictor
-            that has any is refused; 5 unless told. 1 allows any.
+        min_count: Levels with fewer rows, at a site or in all, are suppressed, and a predictor
+            that has any is refused; 5 by default. 1 allows any.
         missing: "drop" (the default) leaves rows with missing values out and counts them; "error"
             refuses.
         engine: "exact" searches on everyone's sums in every round: closed forms for gaussian models,
             quadrature for others (importance sampling with more than four random effects); "sampled" is
             FedSOUL with chains, which partial participation and a compressor need; "auto" (the default) is
             exact where it can be.
-        seed: Of all random numbers, 0 unless told.
+        seed: Of all random numbers, 0 by default.
         rounds: How many rounds of the sampled engine; None (the default) leaves it to the engine, and
             must be so with the exact one, which ends by itself.
         participation: Who takes part in a round, as in ``fp.fit``; None (the default) is everyone.
@@ -98,9 +98,9 @@ def mixed_model(
     chains = sampled.SampledSettings(seed, rounds, participation, compressor)
     settings = FitSettings(method, levels or {}, min_count, engine, chains)
     require(Annotated[str, OneOf(*MISSING)], missing=missing)
-    study = FormulaStudy.said(formula, family, weights, missing)
+    study = FormulaStudy.from_text(formula, family, weights, missing)
     settings.engine_for(study)
-    fit = fitted_over(Here(study, _rows(study, data, sites)), study, settings)
+    fit = fitted_over(LocalMembers(study, _rows(study, data, sites)), study, settings)
     return replace(fit, seconds=time.perf_counter() - started)
 
 
@@ -139,7 +139,7 @@ class FitSettings:
 
 
 def fitted_over(members: Members, study: FormulaStudy, settings: FitSettings | None = None) -> MixedFit:
-    """The fit of a formula over members who were told of it, be they here or at sites.
+    """The fit of a formula over members who have its study, be they on this machine or at sites.
 
     What all have to know is agreed on first; then everyone answers questions, and nothing else leaves a
     site. Where members are at sites their groups' posteriors stay there, and the fit has what can be said
@@ -180,7 +180,7 @@ def _rows(study: FormulaStudy, data: Any, sites: Any) -> Rows:
     if study.formula.group in study.columns:
         raise SettingsError(f"the grouping factor {study.formula.group!r} is a predictor or the response too")
     rows = study.rows(frame, sites if isinstance(sites, str) else None)
-    return replace(rows, holding=sites) if isinstance(sites, Mapping) else rows
+    return replace(rows, by_site=sites) if isinstance(sites, Mapping) else rows
 
 
 def _level(sums: torch.Tensor, study: FormulaStudy) -> tuple[float, float]:

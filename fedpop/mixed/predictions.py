@@ -21,8 +21,8 @@ from fedpop.models.likelihoods import Normal
 from fedpop.models.predictive import Predictive
 
 GROUPS = ("known", "new", "population")
-PROPOSALS = 400
-TOGETHER = 2**24
+PREDICTION_PROPOSALS = 400
+PREDICTED_NUMBERS_AT_ONCE = 2**24
 """Numbers that are worked on at once."""
 
 
@@ -56,7 +56,7 @@ State = tuple[Tensor, Tensor] | Tensor | None
 
 @dataclass(frozen=True)
 class Predictor:
-    """What is to be told of rows: in which model, of what, and from how many draws."""
+    """What is to be predicted for rows: in which model, of what, and from how many draws."""
 
     units: Coordinates
     family: Family
@@ -77,7 +77,7 @@ class Predictor:
         self, asked: NewRows, best: ThetaPoint, points: Sequence[ThetaPoint], level: float
     ) -> Predicted:
         """The mixture over these points. Of normal responses the mean is that at ``best``."""
-        step = max(1, TOGETHER // (len(points) * self.each * (len(self.units.z_names) + 4)))
+        step = max(1, PREDICTED_NUMBERS_AT_ONCE // (len(points) * self.each * (len(self.units.z_names) + 4)))
         states = [self._state(asked.cohort, point, i) for i, point in enumerate(points)]
         means, lows, highs = [], [], []
         for start in range(0, len(asked.x), step):
@@ -106,7 +106,7 @@ class Predictor:
         if self.family.gaussian:
             return posterior(*moments(cohort, self.units)[:2], point)
         here, q = self.key.at(round=i), len(self.units.z_names)
-        normal = here.at(purpose="effects").normal(cohort.units, (PROPOSALS, q), torch.float64)
+        normal = here.at(purpose="effects").normal(cohort.units, (PREDICTION_PROPOSALS, q), torch.float64)
         uniform = here.at(purpose="choice").uniform(cohort.units, (self.each,), torch.float64)
         local = Local.of(cohort, self.units, self.family)
         return resampled(local, point.b, point.factor, normal, uniform)
@@ -121,9 +121,9 @@ class Predictor:
                 prior = point.factor @ point.factor.mT * point.sigma**2
                 spread = torch.einsum("ni,ij,nj->n", rows.z, prior, rows.z)
                 if isinstance(state, tuple):
-                    known, own = rows.owner >= 0, rows.owner.clamp(min=0)
-                    mean = mean + torch.where(known, (rows.z * state[0][own]).sum(1), 0.0)
-                    within = torch.einsum("ni,nij,nj->n", rows.z, state[1][own], rows.z)
+                    known, group = rows.owner >= 0, rows.owner.clamp(min=0)
+                    mean = mean + torch.where(known, (rows.z * state[0][group]).sum(1), 0.0)
+                    within = torch.einsum("ni,nij,nj->n", rows.z, state[1][group], rows.z)
                     spread = torch.where(known, within, spread)
             eta.append(mean)
             variance.append(spread + (0.0 if self.of == "mean" else point.sigma**2))
@@ -142,7 +142,7 @@ class Predictor:
             noise = self.key.at(round=i, purpose="new group").normal(draws, (q,), torch.float64)
             eta = base + (rows.z @ (point.factor @ noise.mT)).mT
             if isinstance(state, Tensor):
-                own = torch.einsum("nq,nlq->ln", rows.z @ point.factor, state[rows.owner.clamp(min=0)])
-                eta = torch.where(rows.owner >= 0, base + own, eta)
+                random = torch.einsum("nq,nlq->ln", rows.z @ point.factor, state[rows.owner.clamp(min=0)])
+                eta = torch.where(rows.owner >= 0, base + random, eta)
             out.append(eta)
         return Predictive(torch.cat(out).unsqueeze(2), self.family.likelihood, {}, self.key, False)

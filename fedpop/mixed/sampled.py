@@ -44,19 +44,19 @@ from fedpop.server import scoring
 if TYPE_CHECKING:
     from fedpop.mixed.fit import MixedFit
 
-FIRST = 250
+ROUNDS_WITH_CHAINS = 250
 """Rounds with chains before scoring steps, where few take part."""
-STAGES = 20
+SCORING_STAGES = 20
 """Stages of scoring steps at most."""
-CLOSE = 5e-4
+SCORED_NATS = 5e-4
 """Nats below the maximum at which they are over: three hundredths of a standard error, in any direction."""
-LEAST = 1e-6
+LEAST_CHAIN_SD = 1e-6
 """The smallest standard deviation of a random effect that chains work with, in internal units."""
 
 
 @dataclass(frozen=True)
 class SampledSettings:
-    """What is said of a run with chains."""
+    """Settings of a run with chains."""
 
     seed: int = 0
     rounds: int | None = None
@@ -69,7 +69,7 @@ class SampledSettings:
 
     @property
     def partial(self) -> bool:
-        """Not everyone is heard in every round, or not as it was said."""
+        """Not everyone takes part in every round, or messages are compressed."""
         whole = self.rule is None or self.rule.everyone
         return not whole or self.compressor != "identity"
 
@@ -135,7 +135,7 @@ class ThetaLayout:
                 "use engine='exact'"
             )
         covariance = "diagonal" if alone and len(blocks) > 1 else "full"
-        return Normal(covariance=covariance, learn_mean=self.tied, bounds=(LEAST, 1e6), ball=1e9)
+        return Normal(covariance=covariance, learn_mean=self.tied, bounds=(LEAST_CHAIN_SD, 1e6), ball=1e9)
 
     def federation(self, groups: Groups) -> tuple[Federation, bool]:
         """Rows in internal coordinates, y of gaussian models in units of its own spread; and whether
@@ -202,7 +202,7 @@ class ThetaLayout:
         if self.family.gaussian:
             phi = torch.cat((phi, phi.new_tensor([2 * math.log(sigma)])))
         root = canonical(point.factor @ point.factor.mT, self.units.blocks) * sigma
-        root = root + torch.diag((2 * LEAST - root.diagonal()).clamp(min=0))
+        root = root + torch.diag((2 * LEAST_CHAIN_SD - root.diagonal()).clamp(min=0))
         prior = self.prior(fitting=False)
         if prior.covariance == "diagonal":
             beta = torch.cat((mu, root.square().sum(1).sqrt().log()))
@@ -231,18 +231,18 @@ def fitted(
         settings.rounds is not None or settings.compressor != "identity"
     )  # chains are all that was asked for
     scores = not (alone or rule is None or rule.everyone)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FedpopWarning)
         population = run(
             method,
             federation,
-            rounds=FIRST if scores else settings.rounds,
+            rounds=ROUNDS_WITH_CHAINS if scores else settings.rounds,
             seed=settings.seed,
             participation=settings.participation,
             progress=False,
-            sites=groups.holding,
+            sites=groups.by_site,
         )
-    words = "; ".join(str(w.message) for w in told if issubclass(w.category, FedpopWarning))
+    words = "; ".join(str(w.message) for w in caught if issubclass(w.category, FedpopWarning))
     prior, beta = population.algorithm.hierarchy.prior, population.published["beta"]  # type: ignore[union-attr]
     assert isinstance(prior, Normal)
     point = layout.point(population.published["phi"], prior.mu(beta), prior.factor(beta))
@@ -278,18 +278,18 @@ def scored(engine: Engine, x: Tensor, rule: Participation, key: Key) -> tuple[Te
     units = len(roster)
     crowd = max(units / rule.expected(roster), 1.0)
     steps, rounds = scoring.long_enough(1 / crowd), 0
-    for _ in range(STAGES):
+    for _ in range(SCORING_STAGES):
         whole, information = engine.score_and_information(x)
         there = landing(whole, information, torch.zeros_like(information), x.new_zeros((len(x), 0)))
         rounds += 1
-        if there.inverse is None or there.distance.nats < CLOSE:
+        if there.inverse is None or there.distance.nats < SCORED_NATS:
             break
         start = x
         for k in range(steps):
             active = rule.draw(roster, key.at(round=rounds))
             times = units / max(len(active.ids), 1) if active.ratio else 1.0
             change = torch.zeros_like(x)
-            for weight in active.weights.unique():  # one, unless clients join with probabilities of their own
+            for weight in active.weights.unique():  # one, unless clients join with different probabilities
                 ids = active.ids[active.weights == weight]
                 change += times * float(weight) * (engine.score(x, ids) - engine.score(start, ids))
             x = scoring.step(x, whole + change, there.inverse, k, crowd)

@@ -1,6 +1,6 @@
-"""A formula as what a federation is about: what a site is told of it, and what it makes of its table.
+"""A formula as what a federation is about: its description for sites, and what a site makes of its table.
 
-A site learns the formula, reads its own table and says which columns hold names. Then levels are agreed on,
+A site learns the formula, reads its table and says which columns hold names. Then levels are agreed on,
 the design is known, and its rows become groups with columns in double precision, by the same code wherever
 they are. Last come the coordinates that engines work in.
 """
@@ -32,10 +32,10 @@ from fedpop.mixed.table import Rows, as_frame, rows_of
 from fedpop.questions import Question, Table, Units
 from fedpop.questions.schema import Moments, sorted_levels
 from fedpop.site.plan import Plan
-from fedpop.site.study import Held, SiteData, Study, table_units
+from fedpop.site.study import SiteData, Study, UnitData, table_units
 
-BUDGET = 2**27
-"""Bytes that work on a cohort may take at most, about; data and what sites keep aside."""
+GROUP_BYTES = 2**27
+"""Bytes that work on a cohort may take at most, about; data and stored states aside."""
 LEFT_OUT = "rows left out"
 """A column of a site's table that is true for each row that was left out."""
 NAMES, NUMBERS = "names", "numbers"
@@ -56,10 +56,10 @@ class FormulaStudy(Study):
     fixed: ClassVar[bool] = True
 
     @classmethod
-    def said(
+    def from_text(
         cls, formula: str, family: str = "gaussian", weights: str | None = None, missing: str = "drop"
     ) -> FormulaStudy:
-        """In words, as ``mixed_model`` takes them."""
+        """From texts, as ``mixed_model`` takes them."""
         return cls(parse(formula), family_named(family), _weight(weights), missing)
 
     @property
@@ -76,10 +76,10 @@ class FormulaStudy(Study):
     def drawn(self, rule: Participation) -> bool:
         return self.design is not None  # a group is at one site
 
-    # --- what a site is told -------------------------------------------------------------------
+    # --- what a site receives ------------------------------------------------------------------
 
-    def told(self) -> tuple[dict[str, Any], Tensors]:
-        told: dict[str, Any] = {
+    def description(self) -> tuple[dict[str, Any], Tensors]:
+        description: dict[str, Any] = {
             "formula": self.formula.text,
             "family": self.family.name,
             "weights": None if self.weights is None else self.weights.text,
@@ -87,8 +87,8 @@ class FormulaStudy(Study):
         }
         if self.design is not None:
             moments = {n: [m.count, m.mean, m.squares] for n, m in self.design.moments.items()}
-            levels = {n: list(own) for n, own in self.design.levels.items()}
-            told["design"] = {
+            levels = {n: list(names) for n, names in self.design.levels.items()}
+            description["design"] = {
                 "levels": levels,
                 "moments": moments,
                 "outcomes": list(self.design.outcomes),
@@ -96,21 +96,23 @@ class FormulaStudy(Study):
         tensors: Tensors = {}
         if (units := self.coordinates) is not None:
             named = ("x_names", "z_names", "blocks", "y_centre", "y_scale", "kept")
-            told["coordinates"] = {name: getattr(units, name) for name in named}
+            description["coordinates"] = {name: getattr(units, name) for name in named}
             tensors = {n: getattr(units, n) for n in ("x_centre", "x_scale", "z_centre", "z_scale")}
-        return told, tensors
+        return description, tensors
 
     @classmethod
-    def of(cls, told: Mapping[str, Any], tensors: Tensors) -> FormulaStudy:
-        study = cls.said(told["formula"], told["family"], told["weights"], told["missing"])
-        if "design" in told:
-            levels = {n: tuple(own) for n, own in told["design"]["levels"].items()}
-            moments = {n: Moments(*own) for n, own in told["design"]["moments"].items()}
-            outcomes = tuple(told["design"]["outcomes"])
+    def from_description(cls, description: Mapping[str, Any], tensors: Tensors) -> FormulaStudy:
+        study = cls.from_text(
+            description["formula"], description["family"], description["weights"], description["missing"]
+        )
+        if "design" in description:
+            levels = {n: tuple(names) for n, names in description["design"]["levels"].items()}
+            moments = {n: Moments(*numbers) for n, numbers in description["design"]["moments"].items()}
+            outcomes = tuple(description["design"]["outcomes"])
             study = replace(study, design=Design(study.formula, levels, moments, outcomes))
-        if "coordinates" in told:
+        if "coordinates" in description:
             plain: dict[str, Any] = {
-                n: tuple(v) if isinstance(v, list) else v for n, v in told["coordinates"].items()
+                n: tuple(v) if isinstance(v, list) else v for n, v in description["coordinates"].items()
             }
             study = replace(study, coordinates=Coordinates(**{**tensors, **plain}))
         return study
@@ -134,33 +136,33 @@ class FormulaStudy(Study):
             raise SchemaError(f"{who} has no row in which nothing is missing of {', '.join(wanted.columns)}")
         return self.rows(frame)
 
-    def held(self, data: Any) -> Held:
+    def unit_data(self, data: Any) -> UnitData:
         assert isinstance(data, Rows)
         if self.design is None:
             tables = self._tables(data)
             many = None if data.sites is None else {name: [name] for name in tables}
-            return Held(table_units(tables), list(tables.values()), many)
+            return UnitData(table_units(tables), list(tables.values()), many)
         response = response_of(self.formula, self.family, self.design, data, self.weights)
-        return Held(packed(self.design, response, data), sites=groups_of_sites(data))
+        return UnitData(packed(self.design, response, data), sites=groups_of_sites(data))
 
     def _tables(self, rows: Rows) -> dict[str, Table]:
         """Columns to be asked about, by site; ``here`` where none is named."""
         named = [name for name, values in rows.columns.items() if hasattr(values, "cat")]
-        own = dict(rows.columns) | Wanted.of(self.formula, named).table(rows)
+        columns = dict(rows.columns) | Wanted.of(self.formula, named).table(rows)
         if rows.sites is None:
-            return {"here": own | {LEFT_OUT: np.ones(rows.dropped)}}
+            return {"here": columns | {LEFT_OUT: np.ones(rows.dropped)}}
         tables: dict[str, Table] = {}
         for site in dict.fromkeys(rows.sites.tolist()):
             at = rows.sites == site
             left_out = np.ones(0 if tables else rows.dropped)  # whose they were is not known any more
-            tables[str(site)] = {n: v[at] for n, v in own.items()} | {LEFT_OUT: left_out}
+            tables[str(site)] = {n: v[at] for n, v in columns.items()} | {LEFT_OUT: left_out}
         return tables
 
     def same_rows(self, other: Study) -> bool:
         return isinstance(other, FormulaStudy) and self.design is not None and self.design is other.design
 
     def plan(self, federation: Federation, budget: int) -> Plan:
-        return Plan(0.0, 0.0, min(budget, BUDGET))
+        return Plan(0.0, 0.0, min(budget, GROUP_BYTES))
 
 
 @role.register
@@ -188,9 +190,9 @@ def _frame(place: SiteData) -> Any:
 
 
 def groups_of_sites(rows: Rows) -> Mapping[str, Sequence[str]] | None:
-    """Which groups a site holds, as the rows say; None where each group is by itself."""
+    """Groups of each site, as the rows say; None where each group is by itself."""
     if rows.sites is None:
-        return rows.holding
+        return rows.by_site
     assert rows.groups is not None
     pairs = set(zip(rows.groups.tolist(), rows.sites.tolist(), strict=True))
     out: dict[str, list[str]] = {}

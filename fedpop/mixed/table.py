@@ -14,9 +14,9 @@ from fedpop.mixed.formula import Formula
 from fedpop.questions.schema import MINIMUM, sorted_levels
 
 MISSING = ("drop", "error")
-LARGEST = 1e150
+LARGEST_VALUE = 1e150
 """Of numbers whose squares, and sums of them, are finite."""
-FEW = 10
+FEW_BAD_CELLS = 10
 """Different numbers that may be names of levels."""
 
 
@@ -65,8 +65,8 @@ class Rows:
     numbers: np.ndarray
     """Of each row its place in the table that was given, for errors."""
     dropped: int = 0
-    holding: Mapping[str, Sequence[str]] | None = None
-    """Which groups a site holds, where that was said and ``sites`` does not."""
+    by_site: Mapping[str, Sequence[str]] | None = None
+    """Groups of each site, where they were given and ``sites`` does not say."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -100,8 +100,8 @@ def rows_of(
     wanted = [*columns, *([formula.group] if group else []), *([sites] if sites else [])]
     for name in dict.fromkeys(wanted):
         if name not in frame.columns:
-            told = ", ".join(map(str, list(frame.columns)[:20])) or "nothing"
-            raise DataError(f"there is no column {name!r} in the table; it has {told}")
+            names = ", ".join(map(str, list(frame.columns)[:20])) or "nothing"
+            raise DataError(f"there is no column {name!r} in the table; it has {names}")
         if (frame.columns == name).sum() > 1:
             raise DataError(f"there are several columns {name!r} in the table")
     if not len(frame):
@@ -127,14 +127,14 @@ def rows_of(
         raise DataError("every row misses something; there is nothing left to fit")
     if sites and bool(frame[sites].isna().any()):
         raise DataError(f"column {sites!r} has rows without a site")
-    kept = np.flatnonzero(there)
-    whole = len(kept) == len(frame)
+    whole_rows = np.flatnonzero(there)
+    whole = len(whole_rows) == len(frame)
     return Rows(
-        {n: v if whole else v.iloc[kept] for n, v in typed.items()},
-        labels(frame[formula.group])[kept] if group else None,
-        labels(frame[sites])[kept] if sites else None,
-        kept,
-        len(frame) - len(kept),
+        {n: v if whole else v.iloc[whole_rows] for n, v in typed.items()},
+        labels(frame[formula.group])[whole_rows] if group else None,
+        labels(frame[sites])[whole_rows] if sites else None,
+        whole_rows,
+        len(frame) - len(whole_rows),
     )
 
 
@@ -170,7 +170,7 @@ def _typed(values: Any, name: str) -> Any:
         bad = np.isinf(numbers.to_numpy())
         if bad.any():
             raise DataError(f"column {name!r} is infinite in row {int(bad.argmax())}")
-        large = np.abs(numbers.to_numpy()) > LARGEST
+        large = np.abs(numbers.to_numpy()) > LARGEST_VALUE
         if large.any():
             row = int(large.argmax())
             raise DataError(
@@ -204,7 +204,7 @@ def _measured(numbers: Any, odd: int) -> bool:
     """Whether a column that is mostly numbers was meant to be all of them, and not names such as 1, 2, 3+:
     many different ones, or broken ones, or too few others for a level."""
     distinct = numbers.unique()
-    return len(distinct) > FEW or bool((distinct != distinct.round()).any()) or odd < MINIMUM
+    return len(distinct) > FEW_BAD_CELLS or bool((distinct != distinct.round()).any()) or odd < MINIMUM
 
 
 def _word(value: Any) -> str:

@@ -249,8 +249,10 @@ class Model(ABC):
         of_backbone = any(name.startswith("backbone.") for name in self.phi_layout.names)
         return self.weights > 0 and (self.network or of_backbone)
 
-    def with_noise(self, variance: float) -> Self:
-        """This model with another noise variance in the place of the one that was given."""
+    def at_noise(self, variance: float | None) -> Self:
+        """This model in a round with this noise variance, whatever it says of it; itself for None."""
+        if variance is None:
+            return self
         out = copy.copy(self)
         out.likelihood = self.likelihood.with_noise(variance)
         return out

@@ -32,6 +32,7 @@ from fedpop.models.spec import model_from, require_same
 from fedpop.population.population import Population
 from fedpop.population.saving import KEYS, POPULATION_FORMAT
 from fedpop.priors import Prior
+from fedpop.priors.base import moments
 from fedpop.version import __version__
 
 WHAT = "a saved population"
@@ -101,6 +102,7 @@ def load(
             convergence=verdict_of(saved["convergence"]),
             decisions=[Decision.read(plain) for plain in saved["decisions"]],
             best_round=None if saved["best_round"] is None else int(saved["best_round"]),
+            how=[(str(title), str(words)) for title, words in saved["how"]],
         )
         _ = population.convergence and population.convergence.words  # of numbers, or an error
         here = {name: i for i, name in enumerate(population.names)}  # they may come back in another order
@@ -176,7 +178,7 @@ def _require_fits(published: Tensors, algorithm: Algorithm) -> None:
             f"the saved phi has {phi.numel()} entries, the model {layout.size}: it does not fit this model"
         )
     if algorithm.hierarchy is not None:
-        algorithm.hierarchy.prior.summary(published["beta"], published)
+        moments(algorithm.hierarchy.prior, published["beta"], published)
     if any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in published.values()):
         raise ValueError("theta is not finite")
 

@@ -23,7 +23,7 @@ def summary(population: Population) -> str:
     if population.federation is not None:
         sizes = population.federation.train.sizes
         first += f", {int(sizes.sum())} examples ({int(sizes.min())} to {int(sizes.max())} each)"
-    rows = [("model", repr(model)), *method.lines(population.published)]
+    rows = [("model", repr(model)), *method.lines(population.published), *population.how]
     if isinstance(model.z_layout, LinkedLayout) and method.hierarchy is not None:
         rows += _named(population, model.z_layout)
     if population.newcomers:

@@ -2,7 +2,7 @@
 
 Everything that is asked of all units beside the training rounds has this shape, before them (moments,
 scales, curvatures), between them (validation scores) and after them (marginal likelihood, information,
-diagnostics). Who carries a question from the server to the units and back is the runtime's business.
+diagnostics). ``fedpop.run.members`` carries a question from the server to the units and back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _no_tables() -> Sequence[Table]:
 
 @dataclass(frozen=True)
 class Units:
-    """Those who are asked, as they are at their site: data, what they keep, and their own models."""
+    """Those who are asked, as they are at their site: data, states, and personal models."""
 
     cohort: Cohort
     local: Tensors
@@ -50,7 +50,7 @@ class Question(ABC, Generic[R]):
 
     name: ClassVar[str]
     quorum: ClassVar[float] = 1.0
-    """The share of units that must be heard; below it there is no result."""
+    """The share of units that must answer; below it there is no result."""
     lasting: ClassVar[bool] = False
     """Of a question before the rounds: whoever comes later is asked it too, because of what it leaves with
     units or because its sum stays in use. It asks the same at any time."""
@@ -63,7 +63,7 @@ class Question(ABC, Generic[R]):
 
     @property
     def shows_rows(self) -> int | None:
-        """The fewest rows of which it sends products, which tell of a few rows what they are; None for
+        """The fewest rows of which it sends products, which reveal a few rows; None for
         answers that are no such products."""
         return None
 
@@ -77,7 +77,7 @@ class Question(ABC, Generic[R]):
 
     @abstractmethod
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        """What units answer; ``Answer.local`` is what they keep of it."""
+        """What units answer; ``Answer.local`` has the states that they store."""
 
     @abstractmethod
     def finish(self, known: Tensors, total: Total) -> R:

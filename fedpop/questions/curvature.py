@@ -29,7 +29,7 @@ def stable_step(largest: float, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Curvature(Question[Tensors]):
-    """Each unit finds its own L_i at w and keeps it as ``curvature``; nothing is sent."""
+    """Each unit finds its L_i at w and stores it as ``curvature``; nothing is sent."""
 
     model: Model
     w: Tensor

@@ -23,7 +23,7 @@ COLLINEAR = 1e-10
 """An eigenvalue of the moments of features whose mean square is one, below which they are multiples of each
 other: rounding leaves 1e-15 of sums in double precision, and (1e-7)^2 of columns in single precision."""
 FEATURE_ROWS = 64
-"""Examples of a unit that are looked at: one number is asked for, and a pass over all images of many clients
+"""Examples of a unit that are used: one number is asked for, and a pass over all images of many clients
 would take as long as several rounds."""
 
 

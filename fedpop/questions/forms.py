@@ -2,7 +2,7 @@
 
 A federation of tables names its columns in the settings (``[data]``); levels of columns with names, and means
 and deviations of columns of numbers, come from ``questions.schema``: sums and counts, in which cells of a few
-rows are not told. Other data (images, functions) are asked for the shape of an example alone.
+rows are suppressed. Other data (images, functions) are asked for the shape of an example alone.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def check_form(data: Mapping[str, Any], where: str = "[data]: ") -> None:
 
 
 def schema_of(data: Mapping[str, Any]) -> Schema:
-    """What has to be asked about the columns of x: not what the settings tell already."""
+    """What has to be asked about the columns of x: not what the settings give already."""
     given, named = data.get("levels", {}), (*data.get("categories", []), *data.get("levels", {}))
     numeric = tuple(c for c in data.get("x", []) if c not in named) if data.get("standardise", True) else ()
     asked = tuple(c for c in data.get("categories", []) if c not in given)
@@ -91,9 +91,9 @@ class ExampleShape(Question[Example]):
     def finish(self, known: Tensors, total: Total) -> Example:
         forms = [(json.loads(form), round(float(count))) for form, count in sorted(total.plain.items())]
         if len(forms) != 1:
-            told = ", ".join(f"of {count} unit(s) {form['shapes']}" for form, count in forms)
+            counts = ", ".join(f"of {count} unit(s) {form['shapes']}" for form, count in forms)
             raise SettingsError(
-                f"examples have different shapes, those {told}: check the size of images, or what the "
+                f"examples have different shapes, those {counts}: check the size of images, or what the "
                 "functions return; the server's log has what each site answered"
             )
         return example_from(forms[0][0])
@@ -106,10 +106,10 @@ def agreed(data: Mapping[str, Any], ask: Ask) -> tuple[dict[str, Any], Example]:
     levels, scale = dict(data.get("levels", {})), dict[str, list[float]]()
     for column, found in schema_of(data).asked(ask).items():
         if isinstance(found, Levels):
-            levels[column] = [*found.names, *([OTHER] if found.untold else [])]
+            levels[column] = [*found.names, *([OTHER] if found.suppressed else [])]
             if not found.names:
                 raise SettingsError(
-                    f"column {column!r}: no level has enough rows to be told; list its levels"
+                    f"column {column!r}: every level has too few rows and is suppressed; list its levels"
                 )
         elif isinstance(found, Moments):
             scale[column] = [found.mean, found.sd]

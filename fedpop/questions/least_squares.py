@@ -41,7 +41,7 @@ def spread_of(left: float, noise: float | None) -> float:
 @dataclass(frozen=True)
 class LeastSquares(Question[Tensors]):
     """Known are ``centre``, ``spread`` and ``shape`` of z, ``left``, the variance of y about the fit, and
-    ``fixed``, the map of fixed effects where there are any; nothing where too few examples were heard of."""
+    ``fixed``, the map of fixed effects where there are any; nothing where too few examples were received."""
 
     model: Model
     phi: Tensor
@@ -75,7 +75,7 @@ class LeastSquares(Question[Tensors]):
             ),
             dim=1,
         )
-        # One whose numbers the model's own type cannot hold is left out of rounds: it must not set the start.
+        # One whose numbers the model's type cannot hold is left out of rounds: it must not set the start.
         good = torch.isfinite(moments.to(phi.dtype)).all(1)
         return Answer(good, {"moments": moments * large.unsqueeze(1)})
 
@@ -95,5 +95,5 @@ class LeastSquares(Question[Tensors]):
         left = max(square - explained, RIDGE * square) / (n * outputs)
         spread = spread_of(left, self.model.likelihood.given_noise)
         fixed = {"fixed": weight[columns:].mT} if c > columns else {}
-        own = shapes(second[:columns, :columns] / n, spread, outputs)
-        return fixed | own | {"centre": weight[:columns].mT.reshape(-1), "left": second.new_tensor(left)}
+        found = shapes(second[:columns, :columns] / n, spread, outputs)
+        return fixed | found | {"centre": weight[:columns].mT.reshape(-1), "left": second.new_tensor(left)}

@@ -1,10 +1,10 @@
-"""Where theta starts for a function of the user's own: one z for everyone, by least squares.
+"""Where theta starts for a user's function: one z for everyone, by least squares.
 
 The prior's mean would otherwise start at the values that the user wrote down, and EM moves it slowly along
 directions of which a client's few rows say little: an intercept and a slope of x that is far from zero. So
 each unit sends, at a z that all of them share, the sums that Levenberg's and Marquardt's step needs: G'G and
 G'r of the outputs' derivatives G and residuals r, r'r and the number of examples, in double precision. Steps
-with several dampings are tried together, and the best is kept where it lowers r'r. Outputs that are linear
+with several dampings are tried together, and the best is taken where it lowers r'r. Outputs that are linear
 in z are fitted by the first one.
 
 What is left of y starts as noise and as spread of z, half each. The spread is that of (G'G)^-1, whatever z is
@@ -40,9 +40,9 @@ DAMPING = (0.0, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 
 def questions(model: Model, phi: Tensor) -> Sequence[Question[Tensors]]:
     """For a function of z whose targets are normal about it; none for other models."""
-    own = not model.linear and not model.scale_from_features and model.likelihood.quadratic
+    applies = not model.linear and not model.scale_from_features and model.likelihood.quadratic
     small = model.z_layout.size <= LARGEST_POOLED_FIT
-    return (PooledFit(model, phi),) * POOLED_STEPS if own and small else ()
+    return (PooledFit(model, phi),) * POOLED_STEPS if applies and small else ()
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class PooledFit(Question[Tensors]):
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         sums = torch.stack([self._sums(asked["phi"], z, units.cohort) for z in asked["z"]], 1)
-        # Where a trial leads out of what this unit can compute, it says so, and is heard on the others.
+        # Where a trial leads out of what this unit can compute, it says so, and counts in the others.
         lost = ~torch.isfinite(sums).all(2, keepdim=True)
         sums = torch.cat((torch.where(lost, torch.zeros_like(sums), sums), lost.double()), 2)
         small = (units.cohort.sizes < LEAST_EXAMPLES)[:, None, None]
@@ -77,7 +77,7 @@ class PooledFit(Question[Tensors]):
         y = cohort.fill(model.likelihood.encode(cohort.y, model.outputs, torch.float64))
 
         def at(rows: Inputs) -> tuple[Tensor, Tensor]:
-            """Outputs of one unit, and their derivatives: u -> G'u is linear, and has only d of its own."""
+            """Outputs of one unit, and their derivatives: u -> G'u is linear, and has only d entries."""
             eta, pull, *_ = torch.func.vjp(lambda one: model.head_at(phi, one, rows), z)
             return eta, torch.func.jacrev(lambda u: pull(u)[0])(torch.zeros_like(eta)).movedim(0, -1)
 
@@ -94,7 +94,7 @@ class PooledFit(Question[Tensors]):
         d, z = self.model.z_layout.size, self.ask(known)["z"].double()
         sums = total.plain.get("sums", z.new_zeros(len(z) * (d * d + d + 3))).reshape(len(z), -1)
         good = (sums[:, -1] == 0) & (sums[:, -2] > 0) & (sums[:, -3] > 0)
-        # Per example, since not everyone need have been heard both times.
+        # Per example, since not everyone's answer need have arrived both times.
         tried = torch.where(good, sums[:, -3] / sums[:, -2], torch.inf)
         best = int(tried.argmin())
         if not float(tried[best]) < float(known.get("square", z.new_tensor(torch.inf))):

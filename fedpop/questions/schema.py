@@ -3,9 +3,9 @@
 Two questions before a fit. The first asks for totals: of a numeric column how many rows and their sum, of a
 categorical one how many rows each level has, which is a sum under the level's name. The second asks for
 squares about the means that the first found: sums of squares themselves would lose every digit of a column
-whose mean is far from zero. Cells of fewer than ``minimum`` rows are not told: at sites that hold many units
-before the answer leaves, and in the total for everyone. (Where each unit is a site of its own its rows are
-its own few: the server that adds up sees its counts.)
+whose mean is far from zero. Cells of fewer than ``minimum`` rows are suppressed: at sites of many units
+before the answer leaves, and in the total for everyone. (Where each unit is a site by itself
+the server that adds up sees its counts.)
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class Moments:
 
 @dataclass(frozen=True)
 class Levels:
-    """Of a categorical column: rows of each level; and how many rows are of levels that are not told."""
+    """Of a categorical column: rows of each level; and how many rows are of suppressed levels."""
 
     counts: Mapping[str, int] = field(default_factory=dict)
-    untold: int = 0
+    suppressed: int = 0
 
-    def told(self, minimum: int) -> Levels:
+    def without_small(self, minimum: int) -> Levels:
         """Without cells below the minimum."""
-        kept = {n: c for n, c in self.counts.items() if c >= minimum}
-        return Levels(kept, self.untold + sum(self.counts.values()) - sum(kept.values()))
+        large = {n: c for n, c in self.counts.items() if c >= minimum}
+        return Levels(large, self.suppressed + sum(self.counts.values()) - sum(large.values()))
 
     @property
     def names(self) -> list[str]:
@@ -101,7 +101,7 @@ class Schema:
     Args:
         numeric: Columns of numbers, whose mean and deviation are wanted.
         categorical: Columns of names, whose levels are.
-        minimum: The smallest cell that is told of; 5 unless told.
+        minimum: The smallest cell that is not suppressed; 5 by default.
         many: Sites hold many units, and small cells do not leave them.
     """
 
@@ -114,7 +114,7 @@ class Schema:
         require(Whole, minimum=self.minimum)
 
     def asked(self, ask: Ask) -> Summary:
-        """What everyone is told of the sums."""
+        """What the sums say, as everyone receives it."""
         known: Tensors = {}
         for question in self.questions:
             known |= ask(question, known)
@@ -122,7 +122,9 @@ class Schema:
         for column in self.numeric:
             count, mean, squares = known[_moments(column)].tolist()
             out[column] = Moments(round(count), mean, squares)
-        return out | {column: _levels(column, known).told(self.minimum) for column in self.categorical}
+        return out | {
+            column: _levels(column, known).without_small(self.minimum) for column in self.categorical
+        }
 
     @property
     def questions(self) -> tuple[Question[Tensors], ...]:
@@ -154,9 +156,10 @@ class ColumnTotals(Question[Tensors]):
                 if len(values) >= least:
                     sums[_moments(column)] += _numbers(len(values), float(values.sum()))
             for column in self.categorical:
-                own = Levels(dict(zip(*counted(_column(table, column)), strict=True))).told(max(least, 1))
-                sums[_level(column, None)] += own.untold
-                for level, count in own.counts.items():
+                every = Levels(dict(zip(*counted(_column(table, column)), strict=True)))
+                levels = every.without_small(max(least, 1))
+                sums[_level(column, None)] += levels.suppressed
+                for level, count in levels.counts.items():
                     name = _level(column, level)
                     sums[name] = sums.get(name, _numbers(0)) + count
         return Answer(_everyone(units), sums=sums)
@@ -188,7 +191,7 @@ class ColumnSquares(Question[Tensors]):
                 values = _values(table, column)
                 if len(values) >= least:
                     sums[column] += _numbers(len(values), float(np.square(values - mean).sum()))
-        return Answer(_everyone(units), sums={_moments(column): own for column, own in sums.items()})
+        return Answer(_everyone(units), sums={_moments(column): value for column, value in sums.items()})
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
         found = {}
@@ -213,16 +216,16 @@ def _moments(column: str) -> str:
 
 
 def _level(column: str, level: str | None) -> str:
-    """Under which name rows of a level are; None: of those that are not told."""
+    """Under which name rows of a level are; None: of suppressed ones."""
     return json.dumps([column, level])
 
 
 def _levels(column: str, known: Tensors) -> Levels:
     read = {name: json.loads(name) for name in known}
-    own = {n: level for n, (first, *rest) in read.items() for level in rest if first == column}
-    counts = {level: round(float(known[n])) for n, level in own.items()}
-    untold = counts.pop(None, 0)
-    return Levels(counts, untold)
+    levels = {n: level for n, (first, *rest) in read.items() for level in rest if first == column}
+    counts = {level: round(float(known[n])) for n, level in levels.items()}
+    suppressed = counts.pop(None, 0)
+    return Levels(counts, suppressed)
 
 
 def _column(table: Table, column: str) -> Any:

@@ -59,7 +59,7 @@ class Spectral(Setting):
     It needs a linear backbone and a linear head with one output, both without bias.
 
     Args:
-        minimum: Clients with fewer examples send zeros; 2 unless told, the least. Raise it so that what
+        minimum: Clients with fewer examples send zeros; 2 by default, the least. Raise it so that what
             is sent does not reveal a handful of examples.
 
     >>> Spectral(minimum=5)
@@ -92,9 +92,9 @@ class SecondMoments(Question[Tensors]):
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         cohort = units.cohort
         x = _padded(units)
-        x, kept = _kept(x, cohort.sizes >= self.minimum, x.square().sum((1, 2)))
+        x, used = _used(x, cohort.sizes >= self.minimum, x.square().sum((1, 2)))
         second = torch.einsum("cni,cnj->ij", x, x)
-        return _summed(cohort, second=second, count=(kept * cohort.sizes).sum())
+        return _summed(cohort, second=second, count=(used * cohort.sizes).sum())
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
         second, count = (total.plain[n].double() for n in ("second", "count"))
@@ -124,9 +124,9 @@ class CrossProducts(Question[Tensors]):
         x = _padded(units) @ asked["whitener"]
         y = cohort.pad(self.model.likelihood.working_response(cohort.y)).to(torch.float64)
         size = x.square().sum((1, 2)) * y.square().sum((1, 2))  # no entry of S_i is larger
-        x, kept = _kept(x, cohort.sizes >= self.minimum, size)
-        y = torch.where(kept[:, None, None] > 0, y, torch.zeros_like(y))
-        pairs = (kept * cohort.sizes * (cohort.sizes - 1)).sum()
+        x, used = _used(x, cohort.sizes >= self.minimum, size)
+        y = torch.where(used[:, None, None] > 0, y, torch.zeros_like(y))
+        pairs = (used * cohort.sizes * (cohort.sizes - 1)).sum()
         squares = y.square().sum((1, 2)) / cohort.sizes.clamp(min=1)
         unit = y * squares.clamp(min=torch.finfo(y.dtype).tiny).rsqrt()[:, None, None]
         return _summed(cohort, cross=_cross(x, y), even=_cross(x, unit), pairs=pairs)
@@ -157,10 +157,10 @@ def _padded(units: Units) -> Tensor:
     return units.cohort.pad(units.cohort.x).to(torch.float64)
 
 
-def _kept(x: Tensor, large: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+def _used(x: Tensor, large: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
     """Units that are large enough and whose message, of this size, is finite; others' x is zero."""
-    kept = large & torch.isfinite(size.float())
-    return torch.where(kept[:, None, None], x, torch.zeros_like(x)), kept.to(x.dtype)
+    used = large & torch.isfinite(size.float())
+    return torch.where(used[:, None, None], x, torch.zeros_like(x)), used.to(x.dtype)
 
 
 def _summed(cohort: Cohort, **sums: Tensor) -> Answer:

@@ -11,6 +11,7 @@ from fedpop.keys import Key
 from fedpop.message import Tensors
 from fedpop.models.base import Model
 from fedpop.priors import Prior
+from fedpop.priors.base import normals_of
 from fedpop.questions import least_squares, pooled, spectral
 from fedpop.questions.base import Question
 from fedpop.questions.features import FeatureMoments, FeatureScale
@@ -23,8 +24,8 @@ STARTS = ("auto", "spectral", "random")
 def questions(
     start: str | Spectral, model: Model, prior: Prior, phi: Tensor, restart: int = 0, anneals: bool = False
 ) -> Sequence[Question[Tensors]]:
-    """The spectral start where it is asked for or applies; else, for normal targets, one in their own units,
-    of a linear head in one question, of a user's own function in several;
+    """The spectral start where it is asked for or applies; else, for normal targets, one in their units,
+    of a linear head in one question, of a user's function in several;
     else the scale at which outputs have variance one, or the shape of a prior with more than one scale,
     unless it was given. A random start that was asked
     for is one; that of a restart is random in phi alone. After a spectral start the data's units are asked
@@ -34,10 +35,10 @@ def questions(
     if isinstance(start, Spectral) or start == "spectral" or (start == "auto" and spectral.applies(model)):
         asked = (start if isinstance(start, Spectral) else Spectral()).questions(model)
         return (*asked, *moments) if anneals or model.likelihood.given_noise is None else asked
-    own = () if start == "random" or prior.component is None else pooled.questions(model, phi)
+    pools = () if start == "random" or prior.component is None else pooled.questions(model, phi)
     known = prior.scale is not None or not model.scale_from_features
-    if moments or own or known:
-        return moments or own
+    if moments or pools or known:
+        return moments or pools
     shaped = prior.covariance != "isotropic" and model.linear and not model.learns_features
     if not shaped:
         return (FeatureScale(model, phi, prior.bounds),)
@@ -83,6 +84,10 @@ def theta(model: Model, prior: Prior, phi: Tensor, known: Tensors, key: Key) -> 
     if "scale" in known:
         beta = prior.rescaled(beta, float(known["scale"]))
     if "spread" in known and not spectral_start and prior.scale is None:
-        spread = prior.spread_out(beta.double(), known["spread"].double(), known.get("shape"))
+        sd, normals = known["spread"].double(), normals_of(prior)
+        if normals is None:  # one scale that stands for them
+            spread = prior.rescaled(beta.double(), float(sd.log().mean().exp()))
+        else:
+            spread = normals.spread_out(beta.double(), sd, known.get("shape"))
         beta = prior.project(spread.to(beta.dtype))
     return phi, beta

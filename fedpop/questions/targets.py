@@ -29,10 +29,10 @@ class TargetSize(Question[Tensors]):
         cohort, model = units.cohort, self.model
         y = model.likelihood.encode(cohort.y, model.outputs, torch.float64)
         y = torch.where((cohort.sizes >= self.minimum)[cohort.owner].unsqueeze(1), y, torch.zeros_like(y))
-        heard = torch.where(cohort.sizes >= self.minimum, cohort.sizes, torch.zeros_like(cohort.sizes))
+        sizes = torch.where(cohort.sizes >= self.minimum, cohort.sizes, torch.zeros_like(cohort.sizes))
         rows = torch.cat((y.square(), y), 1) if model.intercept else y.square()
         sums = y.new_zeros((len(cohort), rows.shape[1])).index_add(0, cohort.owner, rows)
-        size = torch.cat((heard.double().unsqueeze(1), sums), 1)
+        size = torch.cat((sizes.double().unsqueeze(1), sums), 1)
         return Answer(torch.isfinite(size).all(1), {"size": size})
 
     def finish(self, known: Tensors, total: Total) -> Tensors:

@@ -16,8 +16,8 @@ from fedpop.version import __version__
 
 MOST_THREADS = 2**15
 """That a file may ask for."""
-CHECKPOINT_FORMAT = 3
-"""Of the layout; what fedpop 0.2.0 and before wrote had no number."""
+CHECKPOINT_FORMAT = 4
+"""Of the layout; what fedpop 0.2.0 and before wrote had no number, 3 had the engine among the settings."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,10 @@ def _name(round: int) -> str:
 
 def require_same(config: dict[str, Any], saved: dict[str, Any]) -> None:
     """Refuse to resume a run whose settings or data have changed; name what differs. More rounds are none of
-    them: the run is extended."""
+    them: the run is extended. Nor is why its engine is the one it is."""
     config = json.loads(json.dumps(config))
-    different = _differences("", saved | {"rounds": None}, config | {"rounds": None})
+    then, now = (c | {"rounds": None, "engine": str(c.get("engine")).split(":")[0]} for c in (saved, config))
+    different = _differences("", then, now)
     if different:
         raise OtherSettingsError(
             "cannot resume: settings differ from those of the saved run ("

@@ -28,9 +28,16 @@ def decisions_of(run: Run) -> tuple[Decision, ...]:
     found: dict[str, Decision] = {}
     own = () if hierarchy is None else _of_settings(run, hierarchy)
     parts = decided(method, method.model, None if hierarchy is None else hierarchy.prior)
-    for decision in (*parts, *own, *_of_rounds(run), *stages.decisions(run)):
+    for decision in (*_engine(run), *parts, *own, *_of_rounds(run), *stages.decisions(run)):
         found.setdefault(decision.what, decision)
     return tuple(found.values())
+
+
+def _engine(run: Run) -> Iterator[Decision]:
+    """What runs, where the method left that open."""
+    if run.engine:
+        chosen, because = run.engine.split(": ", 1)
+        yield Decision("engine", chosen, because)
 
 
 def _of_settings(run: Run, hierarchy: Hierarchy) -> Iterator[Decision]:

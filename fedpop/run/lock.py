@@ -49,7 +49,7 @@ def _taken(path: Path) -> int:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             if not _free(handle, path):
-                raise CheckpointError(_told(path))
+                raise CheckpointError(_in_use(path))
             # The one before may have removed the file between our opening and our locking it.
             if _same(handle, path):
                 _sign(handle, path)
@@ -109,7 +109,7 @@ def _alive(pid: Any) -> bool:
     return True
 
 
-def _told(path: Path) -> str:
+def _in_use(path: Path) -> str:
     holder = _holder(path)
     who = "another process"
     if {"pid", "host", "since"} <= holder.keys():

@@ -2,8 +2,8 @@
 many.
 
 A run, or whoever else asks, sends members a broadcast or a question and gets back what the server would see:
-a total. ``Here`` has all units on this machine; ``fedpop.flower`` has members at other sites. What all of it
-is about is a ``Study``, which members are told.
+a total. ``LocalMembers`` has all units on this machine; ``fedpop.flower.remote`` has members at other sites.
+What all of it is about is a ``Study``, which members receive.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedpop.keys import Key
 from fedpop.message import Tensors, Total
 from fedpop.methods.base import Algorithm, Round
 from fedpop.questions import Question
-from fedpop.run.own_models import OwnModels
+from fedpop.run.personal_models import PersonalModels
 from fedpop.site.plan import Plan, parse_bytes
 from fedpop.site.sites import Sites, site_of_each
 from fedpop.site.store import LocalStore
@@ -41,10 +41,10 @@ class Asking(Generic[R]):
     key: Key
     """Of the sites: elsewhere each one has a secret in the place of its seed."""
     method: Algorithm | None = None
-    models: OwnModels | None = None
+    models: PersonalModels | None = None
     """Which models of its units a site answers from, made by this method; None: from none."""
     broadcast: Tensors = field(default_factory=dict)
-    """What sites would be told in a round, where models are made of that."""
+    """A round's broadcast, where models are made of it."""
     split: str | None = None
     """Only units that have examples in it are asked."""
     late: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Asking(Generic[R]):
         )
 
 
-def active_units(rule: Participation, among: Federation | Here, key: Key, round: int) -> Active:
+def active_units(rule: Participation, among: Federation | LocalMembers, key: Key, round: int) -> Active:
     """Who takes part in a round: it depends on the rule, the seed and the round, never on the method."""
     return rule.draw(among.roster, key.at(round=round, purpose="participation"))
 
@@ -85,7 +85,12 @@ class Members(ABC):
     @property
     @abstractmethod
     def names(self) -> Sequence[str]:
-        """Of the members: units that are sites of their own, or sites."""
+        """Of the members: units that are sites by themselves, or sites."""
+
+    @property
+    def waits(self) -> bool:
+        """A round waits for everyone who was asked; else it closes on a quorum."""
+        return True
 
     @property
     @abstractmethod
@@ -97,8 +102,8 @@ class Members(ABC):
     def roster(self) -> Roster:
         """All units, among whom a rule draws."""
 
-    def called(self, ids: Iterable[int]) -> list[str]:
-        """The names of the members that the units at these positions are, or are at, each once."""
+    def names_of(self, ids: Iterable[int]) -> list[str]:
+        """Names of the members at which the units at these positions are, each once."""
         return [self.names[i] for i in ids]
 
     @property
@@ -119,23 +124,23 @@ class Members(ABC):
     @property
     @abstractmethod
     def store(self) -> LocalStore | None:
-        """What units keep, where that is on this machine."""
+        """Units' states, where they are on this machine."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Enough to tell whether a resumed run has the same members."""
+        """Enough to see whether a resumed run has the same members."""
 
     @abstractmethod
-    def tell(self, study: Study) -> None:
-        """All of this is about another study from now on; units may be others, and begin anew."""
+    def update_study(self, study: Study) -> None:
+        """Replace the study; units may be others, and begin anew."""
 
     @abstractmethod
     def fresh(self, method: Algorithm) -> Members:
         """The same ones, for a run of this method beside this one."""
 
     @abstractmethod
-    def settle(self, method: Algorithm) -> None:
-        """The run's method is this one from now on: trial rounds have found what it left open."""
+    def update_method(self, method: Algorithm) -> None:
+        """Replace the method: trial rounds have found what it left open."""
 
     def newcomers(self) -> Sequence[str]:
         """Who came after the questions before the rounds, and is to be asked those that last."""
@@ -162,11 +167,11 @@ class Members(ABC):
         """The last round, or question (``entered`` False), counts: states follow from it."""
 
     @abstractmethod
-    def bytes_down(self, told: Tensors, ids: Tensor) -> int:
-        """What it takes to tell this to these."""
+    def bytes_down(self, broadcast: Tensors, ids: Tensor) -> int:
+        """Bytes that it takes to send this to these units' members."""
 
     def metrics(self) -> dict[str, Any]:
-        """What is to be told of the last round beside the method's own numbers."""
+        """Numbers of the last round beside the method's."""
         return {}
 
     @abstractmethod
@@ -184,7 +189,7 @@ class Members(ABC):
     def recall(self, remembered: Tensors) -> None: ...
 
 
-class Here(Members):
+class LocalMembers(Members):
     """All units on this machine. What ``data`` are is the study's business; ``sites`` maps a site's name to
     those of its units, where sites hold several and the data do not say so."""
 
@@ -199,13 +204,14 @@ class Here(Members):
         self._begin(study)
 
     def _begin(self, study: Study) -> None:
-        held = study.held(self.data)
+        data = study.unit_data(self.data)
         self.study = study
-        self.at = self._given if held.sites is None else held.sites
-        """Which units a site holds."""
-        self.sites = Sites(held.federation, self.device, sites=self.at, tables=held.tables)
-        self._roster = replace(held.federation.roster, sites=self.sites.sites)
-        self.plan: Plan = study.plan(held.federation, parse_bytes(self._memory))
+        self.at = self._given if data.sites is None else data.sites
+        """Units of each site."""
+        self.sites = Sites(data.federation, self.device, sites=self.at, tables=data.tables)
+        self._examples: int | None = None
+        self._roster = replace(data.federation.roster, sites=self.sites.sites)
+        self.plan: Plan = study.plan(data.federation, parse_bytes(self._memory))
 
     @property
     def device(self) -> torch.device:
@@ -225,7 +231,9 @@ class Here(Members):
 
     @property
     def examples(self) -> int:
-        return int(self.federation.train.sizes.sum())
+        if self._examples is None:  # of a million clients it takes as long as a small round
+            self._examples = int(self.federation.train.sizes.sum())
+        return self._examples
 
     @property
     def federation(self) -> Federation:
@@ -243,17 +251,17 @@ class Here(Members):
         names = digest_of_bytes("\0".join(self.names).encode())[:32]
         return {"clients": len(self.federation), "data": self.federation.fingerprint(), "names": names}
 
-    def tell(self, study: Study) -> None:
+    def update_study(self, study: Study) -> None:
         if study.same_rows(self.study):
             self.study = study
         else:
             self._begin(study)
 
-    def fresh(self, method: Algorithm) -> Here:
-        return Here(self.study, self.data, self._memory, self._given)
+    def fresh(self, method: Algorithm) -> LocalMembers:
+        return LocalMembers(self.study, self.data, self._memory, self._given)
 
-    def settle(self, method: Algorithm) -> None:
-        self.tell(self.study.by(method))
+    def update_method(self, method: Algorithm) -> None:
+        self.update_study(self.study.by(method))
 
     def active(self, rule: Participation, key: Key, round: int) -> Active:
         return active_units(rule, self, key, round)
@@ -271,8 +279,8 @@ class Here(Members):
     def commit(self, entered: bool = True) -> None:
         self.sites.commit(entered)
 
-    def bytes_down(self, told: Tensors, ids: Tensor) -> int:
-        return self.sites.bytes_down(told, ids)
+    def bytes_down(self, broadcast: Tensors, ids: Tensor) -> int:
+        return self.sites.bytes_down(broadcast, ids)
 
     def state(self) -> Tensors:
         return self.sites.store.state()

@@ -21,7 +21,8 @@ from fedpop.federation.clients import Federation
 from fedpop.files import reading, writable_folder, write_json
 from fedpop.keys import Key
 from fedpop.message import Tensors, Total
-from fedpop.methods.base import Algorithm, Facts, Round
+from fedpop.methods.base import Algorithm, Facts, Round, chosen
+from fedpop.methods.hierarchical import how
 from fedpop.population import Population
 from fedpop.questions import Question
 from fedpop.run import checkpoint as checkpoints
@@ -31,9 +32,9 @@ from fedpop.run.callbacks import Callback
 from fedpop.run.deciding import decisions_of
 from fedpop.run.guards import patient_interrupts, threads
 from fedpop.run.lock import locked_folder
-from fedpop.run.members import Asking, Here, Members, roster_of
+from fedpop.run.members import Asking, LocalMembers, Members, roster_of
 from fedpop.run.metrics import Metrics
-from fedpop.run.own_models import AsTheyStand, FinalPass, OwnModels
+from fedpop.run.personal_models import AsTheyStand, FinalPass, PersonalModels
 from fedpop.run.progress import progress_bar
 from fedpop.run.settings import Settings
 from fedpop.run.trial import likelihoods_of
@@ -45,7 +46,7 @@ R = TypeVar("R")
 
 
 class Run:
-    """A server and the members it works with (a federation on this machine, or sites elsewhere), from the
+    """A server and the members it works with (a federation on this machine, or remote sites), from the
     first question to the last round."""
 
     def __init__(
@@ -60,7 +61,9 @@ class Run:
         roster = members.roster if isinstance(members, Members) else roster_of(members, settings.sites)
         settings.participation.check(roster)
         algorithm.check_participation(settings.participation)
-        algorithm = algorithm.for_rule(settings.participation)
+        waits = members.waits if isinstance(members, Members) else True
+        choice = chosen(algorithm, settings.participation, waits)
+        asked, algorithm = algorithm, choice.method
         algorithm.check(members.names)
         if settings.sites is not None and not algorithm.channel.one_for_all:
             raise SettingsError("a site of several clients has one compressor: give one for all")
@@ -69,7 +72,7 @@ class Run:
         for callback in callbacks:
             callback.check(members)
         if isinstance(members, Federation):
-            members = Here(Training(algorithm), members, settings.memory, settings.sites)
+            members = LocalMembers(Training(algorithm), members, settings.memory, settings.sites)
         # Every setting is checked by now: nothing is created for a run that cannot be.
         self.folder = None if folder is None else writable_folder(folder)
         self.metrics = None if self.folder is None else Metrics(self.folder)
@@ -81,6 +84,11 @@ class Run:
         """The server's. Sites have others, which in simulation derive from the seed too."""
         self.secret = Key(settings.seed, purpose="site")
         self.algorithm = algorithm
+        """What runs."""
+        self.asked = None if asked is algorithm else asked
+        """What was given, where that left open what runs."""
+        self.engine = choice.reason
+        """And why it is this."""
         self.server: Tensors = {}
         self.usual: Tensors = {}
         """Norms of messages, which the guard goes by."""
@@ -101,23 +109,23 @@ class Run:
         """The server's state, and what members need to go back to theirs."""
 
     @property
-    def here(self) -> Here:
+    def local_members(self) -> LocalMembers:
         """The members, where they are on this machine."""
-        if not isinstance(self.members, Here):
+        if not isinstance(self.members, LocalMembers):
             raise SettingsError("this needs clients' data and states, which are at their sites")
         return self.members
 
     @property
     def federation(self) -> Federation:
-        return self.here.federation
+        return self.local_members.federation
 
     @property
     def sites(self) -> Sites:
-        return self.here.sites
+        return self.local_members.sites
 
     @property
     def plan(self) -> Plan:
-        return self.here.plan
+        return self.local_members.plan
 
     @property
     def facts(self) -> Facts:
@@ -140,7 +148,7 @@ class Run:
             threads(self.threads),
             nullcontext() if self.metrics is None else self.metrics.opened(),
             patient_interrupts() as interrupted,
-            progress_bar(self.algorithm.label, self.ends[-1], self.round, progress) as bar,
+            progress_bar(self.label, self.ends[-1], self.round, progress, self.engine) as bar,
         ):
             while not stopped and (self.round < self.ends[-1] or self._goes_on()):
                 metrics = self.train_round()
@@ -189,6 +197,10 @@ class Run:
         self.ends, self.verdict = [*self.ends, end], None
         return True
 
+    @property
+    def label(self) -> str:
+        return (self.asked or self.algorithm).label
+
     def _judge(self, thorough: bool = False) -> Verdict | None:
         """A verdict on the present theta; the inverse information that it finds serves further stages."""
         found = stages.judged(self, thorough)
@@ -197,22 +209,24 @@ class Run:
         return found.verdict
 
     def population(self) -> Population:
-        """What has been learned so far."""
+        """What has been learned so far; by which engine makes no difference to what is asked of it."""
+        method = self.algorithm
         return Population(
-            algorithm=self.algorithm,
+            algorithm=method if self.asked is None else self.asked.with_model(method.model),
             published=self.algorithm.publish(self.server),
             key=self.secret,
             federation=self.members.federation,
             store=self.members.store,
             names=list(self.members.names),
             learned_from=self.members.units,
-            elsewhere=None if isinstance(self.members, Here) else self._asked_at_the_end,
+            elsewhere=None if isinstance(self.members, LocalMembers) else self._asked_at_the_end,
             history=self.history,
             totals=self.totals,
             rounds=self.round,
             drift=self.algorithm.drift(self.server),
             convergence=self.verdict,
             best_round=self.best_round,
+            how=[*([("engine", self.engine)] if self.engine else []), *how(method)],
             decisions=self.decisions,
         )
 
@@ -238,7 +252,7 @@ class Run:
             return stopped
         started = time.perf_counter()
         self._compute_in(self.algorithm.model.chosen_precision(), self.algorithm)
-        self._settle(self.algorithm.calibrated(self._trial))
+        self._use(self.algorithm.calibrated(self._trial))
         known: Tensors = {}
         for question in self.algorithm.questions(self.facts, self.key):
             known |= self._asked(question, known)
@@ -259,18 +273,18 @@ class Run:
         self.precision = precision
         self.algorithm = algorithm.with_model(algorithm.model.at_precision(precision))
 
-    def _settle(self, algorithm: Algorithm) -> None:
+    def _use(self, algorithm: Algorithm) -> None:
         """This method from now on, here and wherever members are."""
         if algorithm is not self.algorithm:
             self.algorithm = algorithm
-            self.members.settle(algorithm)
+            self.members.update_method(algorithm)
 
     def ask(
         self,
         question: Question[R],
         known: Tensors,
         key: Key,
-        models: OwnModels | None = None,
+        models: PersonalModels | None = None,
         split: str | None = None,
     ) -> tuple[R, Total]:
         """Ask everyone, or those who have examples in this split, to answer from these models."""
@@ -294,7 +308,7 @@ class Run:
     def _config(self) -> dict[str, Any]:
         model = self.algorithm.model
         config = {
-            "algorithm": self.algorithm.describe(),
+            "algorithm": (self.asked or self.algorithm).describe(),
             "model": {"modules": [repr(m) for m in model.modules()], "likelihood": repr(model.likelihood)},
             "rounds": self.settings.rounds,
             "seed": self.settings.seed,
@@ -304,6 +318,8 @@ class Run:
             "sites": self.settings.sites and {k: list(v) for k, v in self.settings.sites.items()},
             "restart": self.restart,
         } | self.members.describe()
+        if self.engine:
+            config["engine"] = self.engine
         if self.settings.weigh != "server":
             config["weigh"] = self.settings.weigh
         return json.loads(json.dumps(config))  # type: ignore[no-any-return]
@@ -320,7 +336,7 @@ class Run:
     def train_round(self) -> dict[str, Any]:
         """One round; state changes only when all of it is done."""
         started = time.perf_counter()
-        self._welcome()
+        self._ask_newcomers()
         method, shared = self.algorithm, self.key.at(round=self.round, purpose="train")
         secret = self.secret.at(round=self.round, purpose="train")
         if self.round == self.facts.start > 0:
@@ -339,10 +355,10 @@ class Run:
         self.spend({name: total.numbers.get(name, 0.0) for name in WORK})
         metrics: dict[str, Any] = {"round": self.round, "active": len(active.ids)}
         metrics |= method.metrics(self.server, total.numbers)
-        metrics["left_out"] = self.members.called(total.left_out)
+        metrics["left_out"] = self.members.names_of(total.left_out)
         metrics |= self.members.metrics()
         if total.suspects:
-            absurd = self.members.called(total.suspects)
+            absurd = self.members.names_of(total.suspects)
             metrics |= {"out_of_proportion": absurd, "unbiased": False}
             self.spend({"out_of_proportion": len(absurd)})
         metrics |= {name: self.totals[name] for name in ("bytes_up", "bytes_down")}
@@ -350,7 +366,7 @@ class Run:
         metrics["seconds"] = self.totals["seconds"]
         return metrics
 
-    def _welcome(self) -> None:
+    def _ask_newcomers(self) -> None:
         """Whoever came after the questions is asked those that last, and the server counts who is there. All
         else about them is as of a client that takes part for the first time."""
         known: Tensors = {}
@@ -446,7 +462,7 @@ class Run:
                 method = method.with_rate(saved.rate)
         self._compute_in(saved.precision, method)
         if method is not asked:
-            self.members.settle(self.algorithm)
+            self.members.update_method(self.algorithm)
         self.threads = saved.threads
         for i, callback in enumerate(self.callbacks):
             if str(i) in saved.callbacks:

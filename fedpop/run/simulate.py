@@ -97,9 +97,9 @@ def fit(
     scores = []
     for restart in range(restarts + 1):
         where = folder / f"restart-{restart}" if folder is not None and restarts else folder
-        own = copy.deepcopy(list(callbacks)) if restarts else list(callbacks)
+        called = copy.deepcopy(list(callbacks)) if restarts else list(callbacks)
         started = method if restart == 0 else method.restarted()
-        run = Run(started, federation, settings, where, own, restart)
+        run = Run(started, federation, settings, where, called, restart)
         population = run.execute(resume=resume, progress=progress)
         if not restarts:
             return _told(population, run)

@@ -1,6 +1,6 @@
 """How many rounds a run has, and whether they were enough.
 
-A run is a row of stages, each with its own constant phase, decay and averaged tail (``server.schedules``).
+A run is a row of stages, each with a constant phase, decay and averaged tail (``server.schedules``).
 With ``rounds`` it has one; a finished run that is resumed with more gets a further one, up to the new number.
 Without ``rounds`` stages follow one another, each as long as all before it together, until the verdict at the
 end of one is that theta has converged, or 8,000 rounds are over. A method that knows itself to be at the end
@@ -22,7 +22,8 @@ from fedpop.decisions import Decision
 from fedpop.errors import CheckpointError, EstimateError
 from fedpop.evaluation.convergence import ToTheOptimum, obstacle, small
 from fedpop.evaluation.verdict import Distance, Verdict, loss_trend
-from fedpop.run.own_models import FinalPass
+from fedpop.priors.base import Sets, normals_of
+from fedpop.run.personal_models import FinalPass
 from fedpop.server.schedules import Stage
 
 if TYPE_CHECKING:
@@ -151,16 +152,18 @@ def advice(run: Run) -> str | None:
     """One line for a run that is known to have ended too soon, or where it could not go on."""
     verdict, rounds, asked = run.verdict, run.round, run.settings.rounds
     if (bound := _at_upper_bound(run)) is not None:
-        return f"{run.algorithm.label} after {rounds} rounds: {bound}"
+        return f"{run.label} after {rounds} rounds: {bound}"
     if verdict is None or verdict.converged:
         return None
-    after = f"{run.algorithm.label} after {rounds} rounds: {verdict.words}"
+    after = f"{run.label} after {rounds} rounds: {verdict.words}"
     hierarchy = run.algorithm.hierarchy
-    given = hierarchy is not None and hierarchy.prior.scale is not None and hierarchy.prior.learns_scale
+    normals = None if hierarchy is None else normals_of(hierarchy.prior)
+    given = normals is not None and normals.scale is not None and normals.learns_scale
     first = "leave out the prior's scale, or " if given else ""
     if run.algorithm.over(run.server):
         found = after.removesuffix("; run more rounds")
-        return f"{found}, and its search cannot go on from there; {first}try restarts=3 or engine='sampled'"
+        other = "fedpop.FedSOUL(engine='sampled')" if run.asked is None else "engine='sampled'"
+        return f"{found}, and its search cannot go on from there; {first}try restarts=3 or {other}"
     if asked is None and (verdict.converged is None or rounds < LONGEST_RUN):
         return after  # draws cannot tell, or a callback ended it
     if asked is None:
@@ -176,10 +179,11 @@ def advice(run: Run) -> str | None:
 def _at_upper_bound(run: Run) -> str | None:
     """A scale of the prior that would be larger if it might; at its lower bound clients are all alike."""
     hierarchy, published = run.algorithm.hierarchy, run.algorithm.publish(run.server)
-    if hierarchy is None or hierarchy.prior.component is None or not hierarchy.prior.learns_scale:
+    normals = None if hierarchy is None else normals_of(hierarchy.prior)
+    if hierarchy is None or normals is None or not normals.learns_scale:
         return None
-    prior = hierarchy.within(published).prior
-    if prior.bounds is None or prior.scales(published["beta"])[1] < 0.9999 * prior.bounds[1]:
+    bounds, _ = Sets.told(published) or (normals.bounds, None)
+    if bounds is None or normals.scales(published["beta"])[1] < 0.9999 * bounds[1]:
         return None
     if run.round < JUDGED_FROM[hierarchy.closed_form] and not run.algorithm.over(run.server):
         return None  # a few rounds may be anywhere
@@ -189,4 +193,4 @@ def _at_upper_bound(run: Run) -> str | None:
         advice = "leave scale out"
     else:
         advice = "standardise the data, or give bounds=(..., ...) that reach further"
-    return f"the prior's scale is at its upper bound, {prior.bounds[1]:.3g}; {advice}"
+    return f"the prior's scale is at its upper bound, {bounds[1]:.3g}; {advice}"

@@ -54,7 +54,7 @@ class Plan:
             ids = ids[sites[ids].argsort(stable=True)]
             starts = [0, *(sites[ids].diff().nonzero().squeeze(1) + 1).tolist(), len(ids)]
             each = [ids[a:b] for a, b in pairwise(starts) if b > a]
-            return [group for own in each for group in self.cut(own, sizes)]
+            return [group for units in each for group in self.cut(units, sizes)]
         mine = sizes[ids]
         if len(ids) == 0:
             return []

@@ -1,7 +1,7 @@
 """Sites: units with their data and states, and what they do with a round or a question.
 
 This is the one place where a round or a question is worked on. In the simulator one of these holds the units
-of all sites, and messages have a row for each; across machines each site has one for its own units, and its
+of all sites, and messages have a row for each; across machines each site has one for its units, and its
 message has one row. Fusing a backward pass over units is an optimisation behind the same call.
 """
 
@@ -31,8 +31,8 @@ R = TypeVar("R")
 
 Lost = Callable[[int, Tensor], Tensor]
 """Which of these units' messages never arrive in a round: ``lost(round, units)`` is ``[C]``."""
-OwnModels = Callable[[Tensor], Tensors] | None
-"""Makes the models of the units at some positions, where there are any yet."""
+ModelMaker = Callable[[Tensor], Tensors] | None
+"""Makes the personal models of the units at some positions, where there are any yet."""
 
 
 class Sites:
@@ -53,7 +53,7 @@ class Sites:
         self.sites = None if sites is None else site_of_each(sites, federation)
         self._everyone: tuple[Tensor, Cohort] | None = None
         self.updates: list[Update] = []
-        """What units will keep once the last round, or question, counts."""
+        """States that replace units' present ones once the last round, or question, counts."""
 
     @classmethod
     def one(
@@ -70,7 +70,7 @@ class Sites:
     # --- states ------------------------------------------------------------------------------
 
     def commit(self, entered: bool = True) -> None:
-        """The last round, or question, counts: units keep what followed from it."""
+        """The last round, or question, counts: units store what followed from it."""
         for ids, states in self.updates:
             self.store.put(ids, states, entered)
         self.updates = []
@@ -95,12 +95,12 @@ class Sites:
             fresh[name][known.to(self.device)] = value[known[holding].to(self.device)]
         return fresh
 
-    def units(self, ids: Tensor, cohort: Cohort, personal: OwnModels, what: str) -> Units:
+    def units(self, ids: Tensor, cohort: Cohort, personal: ModelMaker, what: str) -> Units:
         """The units at these positions as a question sees them."""
 
         def models() -> Tensors:
             if personal is None:
-                raise EstimateError(f"{what} needs units' own models, which are made after training")
+                raise EstimateError(f"{what} needs personal models, which are made after training")
             return personal(ids)
 
         def split(which: str) -> Cohort:
@@ -140,7 +140,7 @@ class Sites:
         asked: Tensors,
         key: Key,
         plan: Plan,
-        personal: OwnModels = None,
+        personal: ModelMaker = None,
         among: Tensor | None = None,
         encode: bool = False,
     ) -> Iterator[Work]:
@@ -192,7 +192,7 @@ class Sites:
         known: Tensors,
         key: Key,
         plan: Plan,
-        personal: OwnModels = None,
+        personal: ModelMaker = None,
         among: Tensor | None = None,
     ) -> tuple[R, Total]:
         """Ask everyone (or those at these positions) and make of the sum what the question makes of it."""
@@ -202,7 +202,7 @@ class Sites:
         if total.count < question.quorum * len(ids):
             names = ", ".join(repr(self.federation.names[i]) for i in total.left_out[:5])
             raise EstimateError(
-                f"{question.name}: {total.count} of {len(ids)} clients could be heard, not enough; left out "
+                f"{question.name}: {total.count} of {len(ids)} clients could answer, not enough; left out "
                 f"were {names}{', ...' if len(total.left_out) > 5 else ''}"
             )
         down = {"bytes_down": float(self.bytes_down(asked, ids))}
@@ -215,7 +215,7 @@ class Sites:
         ratio: bool,
         lost: Callable[[Tensor], Tensor] | None = None,
     ) -> Total:
-        """The sum over messages; the server's own look at single ones included."""
+        """The sum over messages; the server's check of single ones included."""
         aggregate, left_out, suspects = Aggregate(), list[int](), list[int]()
         for work in works:
             message, gone = work.message, None
@@ -250,7 +250,7 @@ class _RoundExchange(Exchange):
         self.sites, self.method, self.round, self.active = sites, method, round, active
         self.guard, channel = method.guard_for(round.broadcast, messages), method.channel
         self.fused = channel.transparent and sites.sites is None and sites.lost is None
-        self.remembered, self.paced = method.remembered, method.at_pace(round.broadcast)
+        self.remembered = method.remembered
         self.sending = Sending(
             channel, round.key, self.guard, round.weigh, method.plain_sums, encode, method.sends
         )
@@ -271,7 +271,7 @@ class _RoundExchange(Exchange):
         return local, found
 
     def _worked(self, now: Round, cohort: Cohort, local: Tensors) -> Iterable[Answer]:
-        done = self.paced.local_round(now, cohort, local)
+        done = self.method.local_round(now, cohort, local)
         return [done] if isinstance(done, Answer) else done
 
     def settled(self, answer: Answer, local: Tensors, received: Tensor, seen: Tensors) -> Tensors:
@@ -282,7 +282,7 @@ class _QuestionExchange(Exchange):
     """Units' answers to a question."""
 
     def __init__(
-        self, sites: Sites, question: Question[Any], asked: Tensors, personal: OwnModels, sending: Sending
+        self, sites: Sites, question: Question[Any], asked: Tensors, personal: ModelMaker, sending: Sending
     ) -> None:
         self.sites, self.question, self.asked = sites, question, asked
         self.personal, self.sending = personal, sending
@@ -300,8 +300,8 @@ def _in_proportion(answers: Iterable[Answer], guard: Guard, sizes: Tensor) -> It
         return () if first is None else chain((first,), stream)
     fused = [first, *stream]
     for answer in fused:
-        own = sizes if answer.rows is None else sizes[answer.rows]
-        if guard.odd(answer, own):
+        rows = sizes if answer.rows is None else sizes[answer.rows]
+        if guard.odd(answer, rows):
             return None
     return fused
 
@@ -309,7 +309,7 @@ def _in_proportion(answers: Iterable[Answer], guard: Guard, sizes: Tensor) -> It
 def settled_states(
     method: Algorithm, answer: Answer, local: Tensors, received: Tensor, seen: Tensors
 ) -> Tensors:
-    """What units keep of an answer: all of it once it was received; else what is right in any case."""
+    """New states of an answer's units: all once it was received; else those that are right in any case."""
     new, rows = answer.local, answer.rows
     if method.remembered and seen:
         new = method.after_send(new, seen)
@@ -327,15 +327,15 @@ def settled_states(
     return out
 
 
-def unheard(keeps: Sequence[str], before: LocalStore, after: LocalStore, ids: Tensor) -> LocalStore:
-    """Where a site goes on whose message did not count: the units at these positions have taken part, and
+def states_if_lost(keeps: Sequence[str], before: LocalStore, after: LocalStore, ids: Tensor) -> LocalStore:
+    """States of a site whose message was not received: the units at these positions have taken part, and
     keep of the round what is right in any case, such as where a chain stands."""
     store = LocalStore.restore(before.state())
     cpu = torch.device("cpu")
     new, old = after.get(ids, cpu), before.get(ids, cpu)
-    kept = {n: t if n in keeps or n not in old else old[n] for n, t in new.items()}
+    valid = {n: t if n in keeps or n not in old else old[n] for n, t in new.items()}
     lost = {n: torch.zeros_like(t) for n, t in new.items() if n not in keeps and n not in old}
-    store.put(ids, kept | lost)
+    store.put(ids, valid | lost)
     return store
 
 

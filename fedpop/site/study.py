@@ -1,9 +1,9 @@
-"""What a federation is about, as everyone in it is told: a method on examples, or a formula on tables.
+"""What a federation is about, described to everyone in it: a method on examples, or a formula on tables.
 
 Members and sites hold a ``Study`` and ask it for all that depends on that: what goes to a site in plain
-values and tensors, how a site reads its own data, which units and rows these are, how many fit together. A
+values and tensors, how a site reads its data, which units and rows these are, how many fit together. A
 study may be followed by another: a ``Survey`` of what examples look like comes before ``Training``, and a
-formula (``fedpop.mixed.study``) is told again once levels, and then coordinates, are known.
+formula (``fedpop.mixed.study``) is sent again once levels, and then coordinates, are known.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from fedpop.models.entry import model_named
 from fedpop.models.spec import model_from, model_spec
 from fedpop.questions import Table
 from fedpop.questions.forms import example_from, plain_example, table_of
+from fedpop.settings import name_of
 from fedpop.site.plan import Plan, plan_for
 from fedpop.site.refusal import Code, Refusal
 
@@ -47,14 +48,14 @@ class SiteData:
 
 
 @dataclass(frozen=True)
-class Held:
-    """Units with their rows: those of a site, or of all sites on one machine."""
+class UnitData:
+    """Units with their rows: those of one site, or of all sites on one machine."""
 
     federation: Federation
     tables: Sequence[Table] | None = None
     """Each unit's columns, where it is not agreed yet what examples look like."""
     sites: Mapping[str, Sequence[str]] | None = None
-    """Which units a site holds, where these are many sites' and they hold several."""
+    """Units of each site, where there are many sites with several units."""
 
 
 class Study(ABC):
@@ -94,32 +95,32 @@ class Study(ABC):
             self.algorithm.check(sites)
 
     def drawn(self, rule: Participation) -> bool:
-        """Units have to be told apart by hashes of their names, because a rule draws some of them."""
+        """Units are identified by hashes of their names, because a rule draws some of them."""
         return False
 
     def by(self, method: Algorithm) -> Study:
         """The same with another method."""
         raise SettingsError(f"{type(self).__name__} has no rounds, and no method to change")
 
-    # --- what a site is told -------------------------------------------------------------------
+    # --- what a site receives ------------------------------------------------------------------
 
     @abstractmethod
-    def told(self) -> tuple[dict[str, Any], Tensors]:
-        """In plain values, and tensors beside them."""
+    def description(self) -> tuple[dict[str, Any], Tensors]:
+        """In plain values, and tensors beside them: what a site makes the study of."""
 
     @classmethod
     @abstractmethod
-    def of(cls, told: Mapping[str, Any], tensors: Tensors) -> Self:
-        """What was told, at a site."""
+    def from_description(cls, description: Mapping[str, Any], tensors: Tensors) -> Self:
+        """The study at a site, from what it received."""
 
     # --- what a site makes of it ---------------------------------------------------------------
 
     @abstractmethod
     def read(self, place: SiteData) -> Any:
-        """A site's own data, or the error that says what does not fit."""
+        """A site's data, or the error that says what does not fit."""
 
     @abstractmethod
-    def held(self, data: Any) -> Held:
+    def unit_data(self, data: Any) -> UnitData:
         """Units and rows of data that were read."""
 
     def same_rows(self, other: Study) -> bool:
@@ -138,23 +139,23 @@ class Survey(Study):
 
     form: Mapping[str, Any] = field(default_factory=dict)
 
-    def told(self) -> tuple[dict[str, Any], Tensors]:
+    def description(self) -> tuple[dict[str, Any], Tensors]:
         return {"form": dict(self.form)}, {}
 
     @classmethod
-    def of(cls, told: Mapping[str, Any], tensors: Tensors) -> Survey:
-        return cls(told["form"])
+    def from_description(cls, description: Mapping[str, Any], tensors: Tensors) -> Survey:
+        return cls(description["form"])
 
     def read(self, place: SiteData) -> Any:
         if "x" not in self.form:
             return read_data(place.where, self.form, place.site, place.folder)
         return {place.site: table_of(read_table(Path(place.where), self.form, place.site), self.form)}
 
-    def held(self, data: Any) -> Held:
+    def unit_data(self, data: Any) -> UnitData:
         """Of examples, or of tables by the names of sites."""
         if isinstance(data, Federation):
-            return Held(data)
-        return Held(table_units(data), list(data.values()))
+            return UnitData(data)
+        return UnitData(table_units(data), list(data.values()))
 
 
 def table_units(tables: Mapping[str, Table]) -> Federation:
@@ -171,11 +172,11 @@ class Training(Study):
 
     method: Algorithm
     example: Example | None = None
-    """What an example looks like; sites are told."""
+    """What an example looks like; sites receive it."""
     form: Mapping[str, Any] = field(default_factory=dict)
     """The form of their data that sites agreed on."""
     entry: str = ""
-    """``module:name`` that makes the model, where it is not made of torch's own layers."""
+    """``module:name`` that makes the model, where it is not made of torch's layers alone."""
 
     @property
     def algorithm(self) -> Algorithm:
@@ -203,12 +204,12 @@ class Training(Study):
     def by(self, method: Algorithm) -> Training:
         return replace(self, method=method)
 
-    def told(self) -> tuple[dict[str, Any], Tensors]:
+    def description(self) -> tuple[dict[str, Any], Tensors]:
         model, example = self.method.model, self.example
         spec = model_spec(model)
         known = spec is not None and spec["kind"] != "CustomModel"
         method = {
-            "class": type(self.method).__name__,
+            "class": name_of(type(self.method)),
             "algorithm": self.method.describe(),
             "model": spec,
             "known": model.known(),
@@ -219,29 +220,29 @@ class Training(Study):
         return {"method": method, "form": dict(self.form)}, values_of(model)
 
     @classmethod
-    def of(cls, told: Mapping[str, Any], tensors: Tensors) -> Training:
+    def from_description(cls, description: Mapping[str, Any], tensors: Tensors) -> Training:
         """The server's method on this site's copy of the model."""
-        method = told["method"]
+        method = description["method"]
         example = None if method["example"] is None else example_from(method["example"])
         model = with_values(_model(method, example), tensors).knowing(method["known"])
         model = model.at_precision(method["precision"])
         made = rebuild(method["algorithm"], method["class"], model)
-        return cls(made, example, told["form"], method["entry"])
+        return cls(made, example, description["form"], method["entry"])
 
     def read(self, place: SiteData) -> Federation:
         """A site's examples, checked against the form and the model."""
         found = read_data(place.where, self.form, place.site, place.folder)
-        own = self.method.model.prepared(found.example)
-        if own.known() != self.method.model.known():
+        model = self.method.model.prepared(found.example)
+        if model.known() != self.method.model.known():
             raise Refusal(
                 "the site's examples do not fit the model: their shape is not the federation's", Code.DATA
             )
-        checked = own.checked(found)
+        checked = model.checked(found)
         self.method.check_data(checked)
         return checked
 
-    def held(self, data: Any) -> Held:
-        return Held(data)
+    def unit_data(self, data: Any) -> UnitData:
+        return UnitData(data)
 
     def same_rows(self, other: Study) -> bool:
         return isinstance(other, Training)
@@ -251,15 +252,15 @@ class Training(Study):
         return plan_for(method.model, federation, budget, method.draws, method.phi_copies)
 
 
-def _model(told: Mapping[str, Any], example: Example | None) -> Model:
-    if not told["entry"]:
-        return model_from(told["model"])
+def _model(method: Mapping[str, Any], example: Example | None) -> Model:
+    if not method["entry"]:
+        return model_from(method["model"])
     assert example is not None
     try:
-        return model_named(str(told["entry"]), example)
+        return model_named(str(method["entry"]), example)
     except SettingsError as error:
-        log.error("the model %r: %s", told["entry"], error)
-        words = f"the site cannot make the model {told['entry']!r}; its log says more"
+        log.error("the model %r: %s", method["entry"], error)
+        words = f"the site cannot make the model {method['entry']!r}; its log says more"
         raise Refusal(words, Code.MODEL) from error
 
 
@@ -275,11 +276,11 @@ def values_of(model: Model) -> Tensors:
 def with_values(model: Model, values: Tensors) -> Model:
     """Set what the modules hold; raises a Refusal where they are not the modules that the server has."""
     for i, module in enumerate(model.modules()):
-        own = {n.removeprefix(f"{i}."): t for n, t in values.items() if n.startswith(f"{i}.")}
-        here = {n: tuple(t.shape) for n, t in module.state_dict().items()}
-        if here != {n: tuple(t.shape) for n, t in own.items()}:
+        received = {n.removeprefix(f"{i}."): t for n, t in values.items() if n.startswith(f"{i}.")}
+        expected = {n: tuple(t.shape) for n, t in module.state_dict().items()}
+        if expected != {n: tuple(t.shape) for n, t in received.items()}:
             raise Refusal(
                 "the site's model is not the server's: its parameters have other names or shapes", Code.MODEL
             )
-        module.load_state_dict(own)
+        module.load_state_dict(received)
     return model

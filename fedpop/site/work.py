@@ -1,8 +1,8 @@
 """From answers to a message, and from what became of it to units' states.
 
-A cohort's answer becomes messages here: one of each unit, where every unit is a site of its own, or one of
-all units of a site. Both go through the channel (``Sending.sent``), and both say what their units keep once
-the server has them.
+A cohort's answer becomes messages here: one of each unit, where every unit is a site by itself, or one of
+all units of a site. Both go through the channel (``Sending.sent``), and both say which states their units
+store once the server has received them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedpop.message.declared import require_declared
 from fedpop.message.message import NAMED, PLAIN, only
 
 Update = tuple[Tensor, Tensors]
-"""Positions of units, and what they keep from now on."""
+"""Positions of units, and the states that they store from now on."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ class Sending:
     def sent(self, message: Message, weights: Tensor, examples: Tensor) -> Message:
         """What becomes of a message on its way."""
         require_declared(chain(message.vectors, message.sums), message.numbers, self.sends)
-        own = weights if self.weigh else None
-        message = self.channel.send(message, self.key, own, self.plain, self.encode)
+        applied = weights if self.weigh else None
+        message = self.channel.send(message, self.key, applied, self.plain, self.encode)
         return message if self.guard is None else self.guard.held_back(message, examples)
 
 
 class Exchange(ABC):
-    """One round, or one question: what units answer, and what they keep of it."""
+    """One round, or one question: what units answer, and the states that follow."""
 
     sending: Sending
     remembered: tuple[str, ...] = ()
@@ -180,8 +180,9 @@ class SiteMessage:
         count, device = int(good.sum()), good.device
         named = {}
         for name, (of, each) in self.named.items():
-            own = torch.cat(each)
-            named[name] = (of, alike(own, f"count differently in {name!r}") if count else own.new_zeros(1))
+            values = torch.cat(each)
+            otherwise = f"count differently in {name!r}"
+            named[name] = (of, alike(values, otherwise) if count else values.new_zeros(1))
         message = Message(
             torch.tensor([self.site], device=device),
             torch.tensor([count], device=device),
@@ -199,13 +200,13 @@ class SiteMessage:
         return Work(message, ids, torch.zeros_like(good, dtype=torch.int64), good, weight, examples, settle)
 
     def _settle(self, received: Tensor, message: Message, count: int) -> None:
-        spoke, shares = bool(received.all()), Tensors()
-        if spoke:  # units of one site share evenly what the server saw of it
+        received_all, shares = bool(received.all()), Tensors()
+        if received_all:  # units of one site share evenly what the server saw of it
             seen = seen_by_server(message, self.exchange.remembered)
             shares = {n: v[0] / max(count, 1) for n, v in seen.items()}
         for group, local, answer in self.parts:
-            good, own = answer.good & spoke, {n: v.expand(len(group), -1) for n, v in shares.items()}
-            states = self.exchange.settled(answer, local, good, own)
+            good, seen = answer.good & received_all, {n: v.expand(len(group), -1) for n, v in shares.items()}
+            states = self.exchange.settled(answer, local, good, seen)
             if states is not None:
                 self.updates.append((group, local | states))
             elif answer.local and bool(good.any()):

@@ -24,6 +24,7 @@ from fedpop.evaluation.newcomers import (
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import PUBLIC, Key
 from fedpop.population import Population
+from fedpop.priors.base import widened
 from fedpop.questions import Units
 from tests.helpers import cohort_of, federation_of, generator, ragged
 
@@ -296,7 +297,7 @@ def test_clients_of_the_federation_are_as_they_were() -> None:
 @pytest.mark.parametrize("prior", PRIORS, ids=repr)
 def test_widened_multiplies_what_lies_about_the_centres(prior: fp.priors.Prior) -> None:
     beta = 0.3 * torch.randn(prior.size(3), generator=generator(1), dtype=torch.float64)
-    wider = prior.widened(beta, 2.5)
+    wider = widened(prior, beta, 2.5)
     for was, now in zip(prior.parts(beta) or [], prior.parts(wider) or [], strict=True):
         torch.testing.assert_close(now.log_weight, was.log_weight)
         torch.testing.assert_close(now.normal.mu(now.beta), was.normal.mu(was.beta))

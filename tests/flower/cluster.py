@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import fedpop
-from fedpop.flower import joining, serving
-from fedpop.flower.folder import SECRET
+from fedpop.flower import server_commands, site_commands
 from fedpop.flower.processes import free_port
+from fedpop.flower.site_folder import SECRET
 
 ROOT = Path(fedpop.__file__).parent.parent
 WATCH = """import os, sys
 
 
-def told(event, given):
+def watch(event, given):
     if event == "socket.connect" and isinstance(given[1], tuple):
         with open(os.environ["FEDPOP_TEST_CLUSTER"] + "/contacts.txt", "a") as file:
             file.write(f"{given[1][0]}\\n")
 
 
-sys.addaudithook(told)
+sys.addaudithook(watch)
 """
 """Every Python that is started writes down whom it connects to."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "::ffff:127.0.0.1")
@@ -70,17 +70,17 @@ class Cluster:
     def __init__(
         self, root: Path, tables: Mapping[str, str], method: str, rounds: int, sites: str = ""
     ) -> None:
-        self.root, self.said = root, list[str]()
+        self.root, self.lines = root, list[str]()
         self.address = f"127.0.0.1:{free_port()}"
         self.server = root / "server"
-        serving.init(self.server, "test", self.address, [], False, self.said.append)
+        server_commands.init(self.server, "test", self.address, [], False, self.lines.append)
         text = settings_of(method, rounds, sites or f"sites = {len(tables)}", self.address)
         (self.server / "app" / "federation.toml").write_text(text)
         (self.server / "app" / "model.py").write_text(MODEL)
         for name, table in tables.items():
             (root / f"{name}.csv").write_text(table)
             self.enrol(name)
-            serving.admit(self.server, name, root / name / "node.pub", self.said.append)
+            server_commands.admit(self.server, name, root / name / "node.pub", self.lines.append)
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         (root / "watch").mkdir()
         (root / "watch" / "sitecustomize.py").write_text(WATCH)
@@ -90,8 +90,8 @@ class Cluster:
     def enrol(self, name: str, data: str = "") -> Path:
         folder = self.root / name
         where = data or str(self.root / f"{name}.csv")
-        joining.enrol(
-            folder, name, self.address, where, self.server / "tls" / "ca.crt", False, self.said.append
+        site_commands.enrol(
+            folder, name, self.address, where, self.server / "tls" / "ca.crt", False, self.lines.append
         )
         (folder / SECRET).write_text("0\n")  # that of the simulator's clients
         with (folder / "site.toml").open("a") as file:
@@ -121,15 +121,15 @@ class Cluster:
         out.close()
 
     def start_server(self, words: str = "has begun") -> None:
-        """Returns once it has said so; a node that comes before its key is registered is refused."""
-        before = self.heard("server").count(words)
+        """Returns once it has printed so; a node that comes before its key is registered is refused."""
+        before = self.output("server").count(words)
         self.start("server", "server", "run", str(self.server))
-        self.until(lambda: self.heard("server").count(words) > before, 300, "the server did not start")
+        self.until(lambda: self.output("server").count(words) > before, 300, "the server did not start")
 
     def start_site(self, name: str) -> None:
         self.start(name, "site", "join", str(self.root / name))
 
-    def heard(self, name: str) -> str:
+    def output(self, name: str) -> str:
         file = self.root / f"{name}.out"
         return file.read_text(errors="replace") if file.exists() else ""
 
@@ -146,7 +146,7 @@ class Cluster:
             if time.monotonic() > end:
                 log = self.server / "logs" / "superlink.log"
                 tail = log.read_text(errors="replace")[-2000:] if log.exists() else ""
-                raise TimeoutError(f"{what}\n{self.heard('server')}\n{tail}")
+                raise TimeoutError(f"{what}\n{self.output('server')}\n{tail}")
             time.sleep(0.5)  # who looks more often takes from those who work
 
     def finish(self, seconds: float) -> int:
@@ -192,9 +192,9 @@ class Cluster:
     @property
     def strangers(self) -> set[str]:
         """Addresses beside loopback that any process was connected to, or Python connected to."""
-        told = set((self.root / "contacts.txt").read_text().split())
-        assert told & set(LOOPBACK), "nobody watches"
-        return (told | self._seen) - set(LOOPBACK)
+        found = set((self.root / "contacts.txt").read_text().split())
+        assert found & set(LOOPBACK), "nobody watches"
+        return (found | self._seen) - set(LOOPBACK)
 
     def _look_out(self) -> None:
         """Connections of our processes to anything but loopback, whoever made them."""

@@ -10,11 +10,11 @@ import pytest
 import fedpop as fp
 from fedpop.cli import main
 from fedpop.flower.client import app
-from fedpop.flower.conduct import conduct
-from fedpop.flower.federation import Folder
+from fedpop.flower.deployment import run_deployment
 from fedpop.flower.processes import free_port
+from fedpop.flower.server_folder import ServerFolder
 from tests.flower.local_grid import LocalGrid
-from tests.flower.sites import post_on
+from tests.flower.sites import transport_on
 
 SETTINGS = """name = "clinics"
 [data]
@@ -43,10 +43,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     with pytest.raises(SystemExit) as caught:
         fedpop(*arguments)
     assert caught.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("fedpop: ")
-    assert "Traceback" not in said
-    return said
+    output = capsys.readouterr().err
+    assert output.startswith("fedpop: ")
+    assert "Traceback" not in output
+    return output
 
 
 def rows(offset: float) -> str:
@@ -73,8 +73,8 @@ class Made:
         words = [part for key, value in given.items() for part in (f"--{key}", value)]
         fedpop("site", "enrol", self.root / name, *words)
 
-    def conduct(self) -> fp.Population:
+    def run_deployment(self) -> fp.Population:
         """The run itself, over the Grid in this process."""
-        folder = Folder(self.server)
+        folder = ServerFolder(self.server)
         grid = LocalGrid(app, {name: self.root / name for name in ("north", "south")})
-        return conduct(folder.deployment(), post_on(grid), folder.run)
+        return run_deployment(folder.deployment(), transport_on(grid), folder.run)

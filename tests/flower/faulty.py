@@ -10,24 +10,24 @@ from flwr.app import Message
 
 import fedpop as fp
 from fedpop.flower.client import app
-from fedpop.flower.conduct import conduct
-from fedpop.flower.elsewhere import RoundTerms
-from fedpop.flower.letters import Letter
+from fedpop.flower.deployment import run_deployment
 from fedpop.flower.records import (
-    letter_from_record,
+    request_from_record,
 )
+from fedpop.flower.remote import RoundTerms
+from fedpop.flower.requests import Request
 from fedpop.run.run import Run, Settings
 from tests.flower.local_grid import LocalGrid
-from tests.flower.sites import deployment, enrol, post_on
+from tests.flower.sites import deployment, enrol, transport_on
 from tests.methods.conformance import four, made
 
 TERMS = RoundTerms(sites=4, timeout=30.0)
 
 
 def train(name: str, message: Message) -> int | None:
-    """The round that a letter to this site asks for; None of any other letter."""
-    letter = letter_from_record(message.content)
-    return int(letter.about["round"]) if letter.kind == "train" else None
+    """The round that a request to this site asks for; None of any other request."""
+    request = request_from_record(message.content)
+    return int(request.header["round"]) if request.kind == "train" else None
 
 
 def run(
@@ -36,7 +36,7 @@ def run(
     grid = LocalGrid(app, enrol(tmp_path, four("softmax")))
     prepare(grid)
     method = more.pop("method", None) or made("FedSOUL", "softmax")
-    return conduct(deployment(method, rounds, terms=terms, **more), post_on(grid)), grid
+    return run_deployment(deployment(method, rounds, terms=terms, **more), transport_on(grid)), grid
 
 
 def with_lost(lost: Any, rounds: int = 4, name: str = "FedSOUL") -> fp.Population:
@@ -54,5 +54,5 @@ def with_lost(lost: Any, rounds: int = 4, name: str = "FedSOUL") -> fp.Populatio
 # --- the same round twice --------------------------------------------------------------------------
 
 
-def letters_to(grid: LocalGrid, site: str) -> list[Letter]:
-    return [letter_from_record(m.content) for s, m, _ in grid.traffic if s == site]
+def requests_to(grid: LocalGrid, site: str) -> list[Request]:
+    return [request_from_record(m.content) for s, m, _ in grid.traffic if s == site]

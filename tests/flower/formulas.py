@@ -13,8 +13,8 @@ from torch import Tensor
 
 import fedpop as fp
 from fedpop.flower.client import app
-from fedpop.flower.elsewhere import Elsewhere, RoundTerms
-from fedpop.flower.memory import Memory
+from fedpop.flower.remote import RemoteMembers, RoundTerms
+from fedpop.flower.site_state import SiteState
 from fedpop.keys import Key
 from fedpop.message import Aggregate, Channel, Tensors, Total
 from fedpop.mixed.fit import MixedFit
@@ -27,7 +27,7 @@ from fedpop.run.settings import Settings
 from fedpop.site.plan import WHOLE
 from fedpop.site.sites import Sites
 from tests.flower.local_grid import LocalGrid
-from tests.flower.sites import enrol, post_on
+from tests.flower.sites import enrol, transport_on
 
 SITES = ("north", "south", "west")
 CPU = torch.device("cpu")
@@ -41,16 +41,16 @@ def by_site(frame: Any, group: str, sites: int) -> dict[str, Any]:
     return {SITES[i]: frame[at == i].reset_index(drop=True) for i in range(sites)}
 
 
-def members_on(grid: LocalGrid, study: FormulaStudy, experiment: str = "test") -> Elsewhere:
+def members_on(grid: LocalGrid, study: FormulaStudy, experiment: str = "test") -> RemoteMembers:
     settings, terms = Settings(None, 0, fp.participation.Everyone()), RoundTerms(sites=len(grid.nodes))
-    return Elsewhere(study, post_on(grid), experiment, replace(terms, timeout=60.0), settings)
+    return RemoteMembers(study, transport_on(grid), experiment, replace(terms, timeout=60.0), settings)
 
 
-def over(grid: LocalGrid, formula: str, family: str = "gaussian", **said: Any) -> MixedFit:
+def over(grid: LocalGrid, formula: str, family: str = "gaussian", **settings: Any) -> MixedFit:
     """The fit of the tables of a grid's sites."""
-    about = {name: said.pop(name) for name in ("weights", "missing") if name in said}
-    study = FormulaStudy.said(formula, family, **about)
-    return fitted_over(members_on(grid, study), study, FitSettings(**said))
+    about = {name: settings.pop(name) for name in ("weights", "missing") if name in settings}
+    study = FormulaStudy.from_text(formula, family, **about)
+    return fitted_over(members_on(grid, study), study, FitSettings(**settings))
 
 
 def grid_of(root: Path, frames: Mapping[str, Any]) -> LocalGrid:
@@ -59,7 +59,7 @@ def grid_of(root: Path, frames: Mapping[str, Any]) -> LocalGrid:
 
 def states_at(root: Path, site: str) -> Tensors:
     """What the groups of a site keep."""
-    memory = Memory.read(root / site / "experiments" / "test" / "chain.safetensors")
+    memory = SiteState.read(root / site / "experiments" / "test" / "chain.safetensors")
     return memory.after.get(torch.arange(len(memory.after.slots)), CPU)
 
 
@@ -68,17 +68,17 @@ def effects_at(root: Path, frames: Mapping[str, Any], fit: MixedFit) -> Any:
     pd, to, names = pandas(), fit.units.random_map, fit.design.random_names
     every = []
     for site, frame in frames.items():
-        held, levels = states_at(root, site), sorted_levels({str(v) for v in frame[fit.group]})
-        sd = (to @ held["cov"] @ to.mT).diagonal(dim1=-2, dim2=-1).sqrt()
+        stored, levels = states_at(root, site), sorted_levels({str(v) for v in frame[fit.group]})
+        sd = (to @ stored["cov"] @ to.mT).diagonal(dim1=-2, dim2=-1).sqrt()
         index = pd.MultiIndex.from_product([levels, names], names=[fit.group, "effect"])
-        columns = {"mean": (held["mean"] @ to.mT).flatten().numpy(), "sd": sd.flatten().numpy()}
+        columns = {"mean": (stored["mean"] @ to.mT).flatten().numpy(), "sd": sd.flatten().numpy()}
         every.append(pd.DataFrame(columns, index=index))
     return pd.concat(every)
 
 
 @dataclass
 class Alone:
-    """Groups, or tables, each at a site of its own: what the server sees is decoded from bytes."""
+    """Groups, or tables, each at a separate site: what the server sees is decoded from bytes."""
 
     study: FormulaStudy
     frames: Mapping[str, Any]
@@ -88,8 +88,8 @@ class Alone:
         """Of the last question, sums over sites of absolute values."""
         self.sites = {}
         for name, frame in self.frames.items():
-            held = self.study.held(self.study.rows(frame))
-            self.sites[name] = Sites.one(name, held.federation, CPU, tables=held.tables)
+            stored = self.study.unit_data(self.study.rows(frame))
+            self.sites[name] = Sites.one(name, stored.federation, CPU, tables=stored.tables)
 
     def ask(self, question: Question[Any], known: Tensors) -> tuple[Any, Total]:
         asked, aggregate, self.size = question.ask(known), Aggregate(), {}

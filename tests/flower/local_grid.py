@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 Fault = Callable[[str, Message, Message], list[Message] | None]
-"""``fault(site, letter, reply)``: what arrives in place of the reply; None is never."""
+"""``fault(site, request, reply)``: what arrives in place of the reply; None is never."""
 
 
 def wire(message: Message) -> Message:
@@ -37,9 +37,9 @@ class LocalGrid(Grid):
         self.first, self.count, self.now = first, 0, 0.0
         self.replies: dict[str, tuple[float, Message]] = {}
         self.fault: Fault | None = None
-        self.delay: Callable[[str, Message], float] = lambda site, letter: 0.0
+        self.delay: Callable[[str, Message], float] = lambda site, request: 0.0
         self.traffic: list[tuple[str, Message, Message]] = []
-        """Site, letter and reply, of all that was ever sent."""
+        """Site, request and reply, of all that was ever sent."""
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
         for name, folder in folders.items():
             self.join(name, folder)
@@ -84,23 +84,23 @@ class LocalGrid(Grid):
 
     def _push(self, message: Message) -> str:
         self.count += 1
-        own = message.metadata.__dict__
-        own["_message_id"], own["_run_id"], own["_src_node_id"] = f"m{self.count}", 1, 1
+        metadata = message.metadata.__dict__
+        metadata["_message_id"], metadata["_run_id"], metadata["_src_node_id"] = f"m{self.count}", 1, 1
         node = message.metadata.dst_node_id
         name = self.names[node]
         if name in self.offline:
             return f"m{self.count}"
-        letter = wire(message)
+        request = wire(message)
         try:
-            reply = self.app(letter, self.nodes[node])
+            reply = self.app(request, self.nodes[node])
         except Exception as error:
             code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-            reply = Message(Error(code=code, reason=repr(error)), reply_to=letter)
-        self.traffic.append((name, letter, reply))
-        arrived = [reply] if self.fault is None else self.fault(name, letter, reply)
+            reply = Message(Error(code=code, reason=repr(error)), reply_to=request)
+        self.traffic.append((name, request, reply))
+        arrived = [reply] if self.fault is None else self.fault(name, request, reply)
         for k, one in enumerate(arrived or []):
             one.metadata.__dict__["_reply_to_message_id"] = f"m{self.count}"
-            due = self.now + self.delay(name, letter)
+            due = self.now + self.delay(name, request)
             self.replies[f"m{self.count}{'+' * k}"] = (due, wire(one))
         return f"m{self.count}"
 

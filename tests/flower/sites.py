@@ -1,4 +1,4 @@
-"""Small federations at sites of their own, for the Grid in this process."""
+"""Small federations at separate sites, for the Grid in this process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 import fedpop as fp
 from fedpop.flower.client import app
-from fedpop.flower.conduct import Deployment, conduct
-from fedpop.flower.elsewhere import RoundTerms
-from fedpop.flower.folder import SECRET
-from fedpop.flower.post import Post
+from fedpop.flower.deployment import Deployment, run_deployment
+from fedpop.flower.remote import RoundTerms
+from fedpop.flower.site_folder import SECRET
+from fedpop.flower.transport import Transport
 from fedpop.methods.base import Algorithm
 from fedpop.run.settings import Settings
 from tests.flower.local_grid import LocalGrid
@@ -42,15 +42,15 @@ def enrol(root: Path, data: Mapping[str, Any], seed: int = 0) -> dict[str, Path]
     return folders
 
 
-def post_on(grid: LocalGrid, **more: Any) -> Post:
-    return Post(grid, clock=grid.clock, sleep=grid.sleep, **more)
+def transport_on(grid: LocalGrid, **more: Any) -> Transport:
+    return Transport(grid, clock=grid.clock, sleep=grid.sleep, **more)
 
 
 def deployment(method: Algorithm, rounds: int, seed: int = 0, rule: Any = None, **more: Any) -> Deployment:
     rule = method.usual_participation() if rule is None else rule
     settings = Settings(rounds, seed, rule, checkpoint_every=1)
-    own = copy.deepcopy(method)
-    return Deployment("test", lambda example: own, settings, **{"terms": RoundTerms(sites=1)} | more)
+    copied = copy.deepcopy(method)
+    return Deployment("test", lambda example: copied, settings, **{"terms": RoundTerms(sites=1)} | more)
 
 
 def across(
@@ -59,7 +59,7 @@ def across(
     """A run over the Grid in this process."""
     grid = LocalGrid(app, enrol(root, data, more.get("seed", 0)))
     more = {"terms": RoundTerms(sites=len(data))} | more
-    return conduct(deployment(method, rounds, **more), post_on(grid)), grid
+    return run_deployment(deployment(method, rounds, **more), transport_on(grid)), grid
 
 
 def here(

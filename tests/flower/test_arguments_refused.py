@@ -24,7 +24,7 @@ NAMES = [".", "..", "a/b", "x" * 65, "\u00e9", "a b", "$(x)"]
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """A federation whose run is over."""
     made = Made(tmp_path_factory.mktemp("made"))
-    made.conduct()
+    made.run_deployment()
     return made
 
 
@@ -36,8 +36,8 @@ Told = pytest.CaptureFixture[str]
     [("address", a) for a in ADDRESSES] + [("hosts", h) for h in HOSTS] + [("name", n) for n in NAMES],
 )
 def test_a_federation_that_cannot_be(flag: str, value: str, tmp_path: Path, capsys: Told) -> None:
-    said = refused(capsys, "server", "init", tmp_path / "new", f"--{flag}", value)
-    assert value.rpartition(":")[0][:60].strip() in said or repr(value) in said
+    output = refused(capsys, "server", "init", tmp_path / "new", f"--{flag}", value)
+    assert value.rpartition(":")[0][:60].strip() in output or repr(value) in output
     assert not (tmp_path / "new").exists()
 
 
@@ -107,7 +107,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
 def test_a_damaged_theta(name: str, damage: str, made: Made, tmp_path: Path, capsys: Told) -> None:
     """Neither at the server, whence a new site takes it, nor at a site that took part."""
     theta, data = made.server / "run" / "theta", made.root / "north.csv"
-    (own,) = (made.root / "north" / "experiments").iterdir()
+    (folder_here,) = (made.root / "north" / "experiments").iterdir()
     if (damage, name) == ("gone", "theta.safetensors"):
         words = "no theta yet", "theta"
     elif (damage, name) == ("gone", "method.json"):
@@ -117,12 +117,12 @@ def test_a_damaged_theta(name: str, damage: str, made: Made, tmp_path: Path, cap
     commands = ("predict", made.root / "north", "--data", data), (
         "personalise", tmp_path / "new", "--theta", theta, "--data", data
     )  # fmt: skip
-    for folder, command, said in zip((own, theta), commands, words, strict=True):
+    for folder, command, output in zip((folder_here, theta), commands, words, strict=True):
         before = (folder / name).read_bytes()
         after = DAMAGES[damage](before)
         (folder / name).unlink() if after is None else (folder / name).write_bytes(after)
         try:
-            assert said in refused(capsys, "site", *command)
+            assert output in refused(capsys, "site", *command)
         finally:
             (folder / name).write_bytes(before)
     assert not (tmp_path / "new").exists()

@@ -10,7 +10,7 @@ import torch
 import fedpop as fp
 from fedpop.federation.inputs import Example
 from fedpop.files import read_json, read_tensors
-from fedpop.flower.federation import Folder
+from fedpop.flower.server_folder import ServerFolder
 from fedpop.site.study import Training
 from tests.flower.commands import Made, fedpop
 
@@ -35,16 +35,16 @@ def test_what_init_and_enrol_make(made: Made) -> None:
 
 def test_a_run_and_what_sites_do_with_it(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     """Agreed levels and scales, rounds, predictions offline, a brand-new site from theta alone, a report."""
-    population = made.conduct()
+    population = made.run_deployment()
     agreed = read_json(made.server / "run" / "agreed.json")["form"]
     assert agreed["levels"] == {"sex": ["f", "m"]}
     ages = torch.arange(30.0, 42.0).repeat(2)
     assert agreed["scale"]["age"] == pytest.approx([float(ages.mean()), float(ages.std())])
     fedpop("server", "status", made.server)
-    said = capsys.readouterr().out
-    assert "3 of 3 rounds" in said
-    assert "north     last heard in round 3" in said
-    assert "log likelihood: " in said
+    output = capsys.readouterr().out
+    assert "3 of 3 rounds" in output
+    assert "north     last message in round 3" in output
+    assert "log likelihood: " in output
     after = read_json(made.server / "run" / "afterwards.json")
     assert after["log_likelihood"]["value"] == pytest.approx(population.log_likelihood().value)
     assert after["diagnostics"]["chains"]["units"] == 2
@@ -73,9 +73,9 @@ def test_a_run_and_what_sites_do_with_it(made: Made, capsys: pytest.CaptureFixtu
 
 def test_predictions_are_those_of_the_sites_own_model(made: Made) -> None:
     """With the site's data, its secret and theta the same model comes out wherever it is made."""
-    from fedpop.flower.joining import experiment_of, population_at, predicted
+    from fedpop.flower.site_commands import experiment_of, population_at, predicted
 
-    made.conduct()
+    made.run_deployment()
     (made.root / "at.csv").write_text("sex,age\nf,30\n")
     experiment = experiment_of(made.root / "south", None)
     found = [predicted(population_at(experiment), experiment, str(made.root / "at.csv")) for _ in range(2)]
@@ -91,25 +91,25 @@ def model(inputs):
 """
 
 
-@pytest.mark.parametrize("said", [None, "float32", "bfloat16", "auto"])
-def test_precision_is_a_word_of_the_settings(made: Made, said: str | None) -> None:
-    """Sites are told what to compute in; ``auto`` is no matter of a site's processor."""
+@pytest.mark.parametrize("precision", [None, "float32", "bfloat16", "auto"])
+def test_precision_is_a_word_of_the_settings(made: Made, precision: str | None) -> None:
+    """Sites receive what to compute in; ``auto`` is no matter of a site's processor."""
     (made.server / "app" / "model.py").write_text(NETWORK)
     file = made.server / "app" / "federation.toml"
-    if said is not None:
-        file.write_text(file.read_text().replace("[run]\n", f"[run]\nprecision = '{said}'\n"))
-    deployment = Folder(made.server).deployment()
+    if precision is not None:
+        file.write_text(file.read_text().replace("[run]\n", f"[run]\nprecision = '{precision}'\n"))
+    deployment = ServerFolder(made.server).deployment()
     example = Example(None, ((2,),), (torch.float32,))
     method = deployment.prepared(example)
-    meant = "bfloat16" if said == "bfloat16" else "float32"
+    meant = "bfloat16" if precision == "bfloat16" else "float32"
     assert method.model.precision == meant
-    told, _ = Training(method, example).told()
-    assert told["method"]["precision"] == meant
+    description, _ = Training(method, example).description()
+    assert description["method"]["precision"] == meant
 
 
 def test_probabilities_by_site_are_a_table_of_the_settings(made: Made) -> None:
     file = made.server / "app" / "federation.toml"
-    told = "[run]\nparticipation = {north = 0.5, south = 1.0}\n"
-    file.write_text(file.read_text().replace("[run]\n", told))
-    rule = Folder(made.server).deployment().settings.participation
+    expected = "[run]\nparticipation = {north = 0.5, south = 1.0}\n"
+    file.write_text(file.read_text().replace("[run]\n", expected))
+    rule = ServerFolder(made.server).deployment().settings.participation
     assert rule == fp.participation.Bernoulli({"north": 0.5, "south": 1.0})

@@ -16,13 +16,13 @@ import pytest
 
 from fedpop.errors import SettingsError
 from fedpop.files import write_json
-from fedpop.flower import certificates, joining
+from fedpop.flower import certificates, site_commands
 from fedpop.flower.client import app
-from fedpop.flower.conduct import conduct
-from fedpop.flower.federation import Folder
+from fedpop.flower.deployment import run_deployment
+from fedpop.flower.server_folder import ServerFolder
 from tests.flower.commands import Made, fedpop, refused, rows
 from tests.flower.local_grid import LocalGrid
-from tests.flower.sites import post_on
+from tests.flower.sites import transport_on
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_model_whose_code_is_wrong(code: str, made: Made, monkeypatch: pytest.
     monkeypatch.delitem(sys.modules, "broken_model", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SettingsError, match=r"federation\.toml: .*broken_model:model"):
-        made.conduct()
+        made.run_deployment()
 
 
 def test_a_folder_from_another_version(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +179,7 @@ def test_a_site_knows_its_server(
     def started(*_: Any) -> None:
         raise AssertionError("the site's node was started")
 
-    monkeypatch.setattr(joining, "Kept", started)
+    monkeypatch.setattr(site_commands, "Supervised", started)
     now, tls = dt.datetime.now(dt.UTC), made.server / "tls"
     other = made.root / "other"
     other.mkdir()
@@ -201,9 +201,9 @@ def test_a_site_knows_its_server(
     for apart, words in ((-60, "ahead of"), (400, "behind")):
         there = now + dt.timedelta(seconds=apart)
         with listening(made.address, tls, f"Date: {there:%a, %d %b %Y %H:%M:%S} GMT"):
-            said = refused(capsys, "site", "join", made.root / "north")
-            assert words in said
-            assert "set both clocks" in said
+            output = refused(capsys, "site", "join", made.root / "north")
+            assert words in output
+            assert "set both clocks" in output
     assert not certificates.check_connection(made.address, tls / "ca.crt")
 
 
@@ -251,7 +251,7 @@ def test_data_that_are_not_there(made: Made, capsys: pytest.CaptureFixture[str])
 
 
 def test_data_without_a_row_or_an_image(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever the federation's form may be: told before a node is started, and nothing is changed."""
+    """Whatever the federation's form may be: an error before a node is started, and nothing is changed."""
     wrong = {
         "empty.csv": "has no rows",
         "header.csv": "has no rows",
@@ -273,9 +273,9 @@ def test_data_without_a_row_or_an_image(made: Made, capsys: pytest.CaptureFixtur
             capsys, "site", "enrol", made.root / "west", "--name", "west", "--server", made.address,
             "--ca", made.server / "tls" / "ca.crt", "--data", data,
         )  # fmt: skip
-        said = refused(capsys, "site", "join", made.root / "north", "--data", data)
-        assert words in said
-        assert "north" in said or str(data) in said
+        output = refused(capsys, "site", "join", made.root / "north", "--data", data)
+        assert words in output
+        assert "north" in output or str(data) in output
     assert not (made.root / "west").exists()
     assert (made.root / "north" / "site.toml").read_text() == before
     (made.root / "north.csv").write_text("age,sex,dose\n")
@@ -288,7 +288,7 @@ def test_a_column_that_a_site_lacks_is_told_to_the_server(
     """Before the first round, with the site and the column; the site may mend it and is asked again."""
     good = (made.root / "south.csv").read_text()
     (made.root / "south.csv").write_text(good.replace("sex", "gender"))
-    folder = Folder(made.server)
+    folder = ServerFolder(made.server)
     grid = LocalGrid(app, {name: made.root / name for name in ("north", "south")})
     sleep = grid.sleep
 
@@ -297,19 +297,19 @@ def test_a_column_that_a_site_lacks_is_told_to_the_server(
         (made.root / "south.csv").write_text(good)
 
     grid.sleep = later  # type: ignore[method-assign]
-    conduct(folder.deployment(), post_on(grid), folder.run)
+    run_deployment(folder.deployment(), transport_on(grid), folder.run)
     assert any("site 'south' has no column 'sex'" in r.getMessage() for r in caplog.records)
 
 
 def test_without_flower(
     made: Made, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedpop.flower import standing
+    from fedpop.flower import status as run_status
 
     def missing(*arguments: Any) -> None:
         raise ModuleNotFoundError("No module named 'flwr'", name="flwr")
 
-    monkeypatch.setattr(standing, "status", missing)
+    monkeypatch.setattr(run_status, "status", missing)
     assert "pip install 'fedpop[flower]'" in refused(capsys, "server", "status", made.server)
 
 

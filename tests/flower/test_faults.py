@@ -14,19 +14,19 @@ from flwr.app import Array, Message, RecordDict
 
 import fedpop as fp
 from fedpop.flower.client import app
-from fedpop.flower.conduct import conduct
-from fedpop.flower.elsewhere import RoundTerms
-from fedpop.flower.letters import Letter
+from fedpop.flower.deployment import run_deployment
 from fedpop.flower.records import (
-    letter_from_record,
-    letter_to_record,
     message_from_record,
     message_to_record,
+    request_from_record,
+    request_to_record,
 )
+from fedpop.flower.remote import RoundTerms
+from fedpop.flower.requests import Request
 from fedpop.message.compressors.base import sealed
 from tests.flower.faulty import TERMS, run, train, with_lost
 from tests.flower.local_grid import LocalGrid
-from tests.flower.sites import deployment, enrol, here, post_on, same_bits
+from tests.flower.sites import deployment, enrol, here, same_bits, transport_on
 from tests.methods.conformance import four, made
 
 # --- on the way ----------------------------------------------------------------------------------
@@ -37,12 +37,12 @@ def test_a_lost_reply_did_not_happen(name: str, tmp_path: Path) -> None:
     """The site goes on from before it, but for what a chain may keep: as in the simulator, to the bit."""
 
     def prepare(grid: LocalGrid) -> None:
-        def fault(site: str, letter: Message, reply: Message) -> list[Message] | None:
-            return None if site == "bea" and train(site, letter) in (1, 2) else [reply]
+        def fault(site: str, request: Message, reply: Message) -> list[Message] | None:
+            return None if site == "bea" and train(site, request) in (1, 2) else [reply]
 
         grid.fault = fault
 
-    # A site is not asked while a letter of its own may yet be answered: here it is lost for good, and known.
+    # A site is not asked while a request to it may yet be answered: here it is lost for good, and known.
     terms = RoundTerms(sites=4, timeout=0.1)
     found, _ = run(tmp_path, prepare, terms=terms, method=made(name, "softmax"))
     missed = [m["round"] - 1 for m in found.history if "bea" in m["left_out"]]
@@ -54,9 +54,9 @@ def test_a_lost_reply_did_not_happen(name: str, tmp_path: Path) -> None:
 
 def test_a_late_reply_is_dropped_and_counted(tmp_path: Path) -> None:
     def prepare(grid: LocalGrid) -> None:
-        grid.delay = lambda site, letter: 45.0 if site == "bea" and train(site, letter) == 1 else 0.0
+        grid.delay = lambda site, request: 45.0 if site == "bea" and train(site, request) == 1 else 0.0
 
-        def fault(site: str, letter: Message, reply: Message) -> list[Message]:
+        def fault(site: str, request: Message, reply: Message) -> list[Message]:
             grid.now += 3  # sites need their time
             return [reply]
 
@@ -75,7 +75,7 @@ def test_a_late_reply_is_dropped_and_counted(tmp_path: Path) -> None:
 
 def test_a_round_closes_on_its_quorum(tmp_path: Path) -> None:
     def prepare(grid: LocalGrid) -> None:
-        grid.delay = lambda site, letter: 20.0 if site == "dag" and train(site, letter) is not None else 0.0
+        grid.delay = lambda site, request: 20.0 if site == "dag" and train(site, request) is not None else 0.0
 
     found, grid = run(tmp_path, prepare, terms=RoundTerms(sites=4, quorum=0.75, timeout=1000.0))
     assert "dag" not in found.history[0]["heard"]
@@ -85,7 +85,7 @@ def test_a_round_closes_on_its_quorum(tmp_path: Path) -> None:
 
 def test_a_doubled_reply_counts_once(tmp_path: Path) -> None:
     def prepare(grid: LocalGrid) -> None:
-        grid.fault = lambda site, letter, reply: [reply, reply]
+        grid.fault = lambda site, request, reply: [reply, reply]
 
     found, _ = run(tmp_path, prepare)
     same_bits(found.published, here(made("FedSOUL", "softmax"), four("softmax"), rounds=4).published)
@@ -116,13 +116,13 @@ def spoiled(reply: Message, how: str) -> Message:
     elif how == "not finite":
         nan = torch.full((old.payloads[first].length,), math.nan, dtype=torch.float64)
         p = old.payloads[first]
-        own = dict(old.payloads) | {
+        payloads = dict(old.payloads) | {
             first: type(p)(p.codec, p.length, sealed(0, p.length, bytes([8]), nan.numpy().tobytes()))
         }
-        record = message_to_record(replace(old, payloads=own))
+        record = message_to_record(replace(old, payloads=payloads))
     else:
         changes = {"another round": {"round": 99}, "another theta": {"digest": "x"}}
-        changes |= {"another version": {"version": "0.0.0"}, "a word of its own": {"word": 1}}
+        changes |= {"another version": {"version": "0.0.0"}, "an unknown word": {"word": 1}}
         if how == "units below zero":
             record = message_to_record(replace(old, units=torch.tensor([-2])))
         elif how == "an undeclared number":
@@ -149,7 +149,7 @@ def spoiled(reply: Message, how: str) -> Message:
         "another theta",
         "another version",
         "units below zero",
-        "a word of its own",
+        "an unknown word",
         "an undeclared number",
         "an undeclared vector",
     ],
@@ -158,8 +158,8 @@ def test_a_spoiled_reply_is_left_out_and_named(how: str, tmp_path: Path) -> None
     """And the rest of the run is that in which it was lost."""
 
     def prepare(grid: LocalGrid) -> None:
-        def fault(site: str, letter: Message, reply: Message) -> list[Message]:
-            return [spoiled(reply, how) if site == "cem" and train(site, letter) == 1 else reply]
+        def fault(site: str, request: Message, reply: Message) -> list[Message]:
+            return [spoiled(reply, how) if site == "cem" and train(site, request) == 1 else reply]
 
         grid.fault = fault
 
@@ -184,23 +184,23 @@ class Killed(BaseException):
 @pytest.mark.parametrize("name", ["FedSOUL", "SCAFFOLD", "FSGLD"])
 @pytest.mark.parametrize("when", ["between", "in a round", "before the first"])
 def test_a_killed_server_goes_on_to_the_same_theta(name: str, when: str, tmp_path: Path) -> None:
-    """Killed as the last letter of a round is under way, or its first: sites have worked, nobody heard."""
+    """Killed as the last request of a round is under way, or its first: sites have worked, nobody heard."""
     data = four("softmax")
     method = made(name, "softmax")
     grid = LocalGrid(app, enrol(tmp_path, data))
     at = {"between": 2, "in a round": 2, "before the first": 0}[when]
 
-    def fault(site: str, letter: Message, reply: Message) -> list[Message]:
-        if train(site, letter) == at and (when == "between" or site == "cem" or name == "FSGLD"):
+    def fault(site: str, request: Message, reply: Message) -> list[Message]:
+        if train(site, request) == at and (when == "between" or site == "cem" or name == "FSGLD"):
             raise Killed
         return [reply]
 
     grid.fault = fault
-    told = deployment(method, 4, terms=TERMS)
+    planned = deployment(method, 4, terms=TERMS)
     with pytest.raises(Killed):
-        conduct(told, post_on(grid), tmp_path / "run")
+        run_deployment(planned, transport_on(grid), tmp_path / "run")
     grid.fault = None
-    found = conduct(told, post_on(grid), tmp_path / "run")
+    found = run_deployment(planned, transport_on(grid), tmp_path / "run")
     same_bits(found.published, here(method, data, rounds=4).published)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [1, 2, 3, 4]
@@ -211,9 +211,9 @@ def test_a_killed_server_goes_on_to_the_same_theta(name: str, when: str, tmp_pat
 
 def test_letters_and_replies_survive_their_records() -> None:
     tensors = {"a": torch.randn(2, 3, dtype=torch.float64), "b": torch.tensor(3), "c": torch.zeros(0)}
-    letter = Letter("train", {"round": 1, "nested": {"x": [1, None]}}, tensors)
-    again = letter_from_record(letter_to_record(letter))
-    assert again.about == letter.about
+    request = Request("train", {"round": 1, "nested": {"x": [1, None]}}, tensors)
+    again = request_from_record(request_to_record(request))
+    assert again.header == request.header
     for n, t in tensors.items():
         assert torch.equal(again.tensors[n], t)
         assert again.tensors[n].dtype == t.dtype

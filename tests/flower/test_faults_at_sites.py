@@ -1,4 +1,4 @@
-"""What goes wrong at a site, and letters that it has had before or should not have."""
+"""What goes wrong at a site, and requests that it has had before or should not have."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from flwr.app import Message
 
 import fedpop as fp
 from fedpop.federation.participation import Active
-from fedpop.flower import memory as memories
-from fedpop.flower.folder import open_site
-from fedpop.flower.letters import Letter, digest_of
+from fedpop.flower import site_state
 from fedpop.flower.records import (
     message_from_record,
 )
+from fedpop.flower.requests import Request, digest_of
+from fedpop.flower.site_folder import open_site
 from fedpop.keys import unit_of
 from fedpop.run.run import Run, Settings
 from fedpop.site.sites import Sites
-from tests.flower.faulty import letters_to, run, train
+from tests.flower.faulty import requests_to, run, train
 from tests.flower.local_grid import LocalGrid
 from tests.flower.sites import across, same_bits
 from tests.methods.conformance import four, made
@@ -78,8 +78,8 @@ def test_a_full_disk_is_a_refusal_and_leaves_the_chain_whole(
     monkeypatch.setattr(os, "replace", replacing)
 
     def prepare(grid: LocalGrid) -> None:
-        def fault(site: str, letter: Message, reply: Message) -> list[Message]:
-            full["now"] = train(site, letter) == 1  # the sites after it in this round, until the next
+        def fault(site: str, request: Message, reply: Message) -> list[Message]:
+            full["now"] = train(site, request) == 1  # the sites after it in this round, until the next
             return [reply]
 
         grid.fault = fault
@@ -88,14 +88,14 @@ def test_a_full_disk_is_a_refusal_and_leaves_the_chain_whole(
     assert "No space left" in found.history[1]["reasons"]["bea"]
     assert found.history[3]["reasons"] == {}
     chain = tmp_path / "bea" / "experiments" / "test" / "chain.safetensors"
-    assert memories.Memory.read(chain).round == 3
+    assert site_state.SiteState.read(chain).round == 3
     assert not list(chain.parent.glob("*.tmp"))
 
 
 def test_a_wiped_disk_is_a_stateless_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def prepare(grid: LocalGrid) -> None:
-        def fault(site: str, letter: Message, reply: Message) -> list[Message]:
-            if site == "bea" and train(site, letter) == 1:
+        def fault(site: str, request: Message, reply: Message) -> list[Message]:
+            if site == "bea" and train(site, request) == 1:
                 (tmp_path / "bea" / "experiments" / "test" / "chain.safetensors").unlink()
             return [reply]
 
@@ -107,11 +107,11 @@ def test_a_wiped_disk_is_a_stateless_start(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_a_wiped_folder_is_greeted_again(tmp_path: Path) -> None:
-    """Without the method that it was told of a site cannot work; it is told of it anew."""
+    """Without the study that it received a site cannot work; it is sent again."""
 
     def prepare(grid: LocalGrid) -> None:
-        def fault(site: str, letter: Message, reply: Message) -> list[Message]:
-            if site == "bea" and train(site, letter) == 1:
+        def fault(site: str, request: Message, reply: Message) -> list[Message]:
+            if site == "bea" and train(site, request) == 1:
                 for file in (tmp_path / "bea" / "experiments" / "test").iterdir():
                     file.unlink()
             return [reply]
@@ -127,18 +127,18 @@ def test_a_wiped_folder_is_greeted_again(tmp_path: Path) -> None:
 
 def test_a_repeated_round_gives_the_same_reply_and_another_theta_starts_from_before(tmp_path: Path) -> None:
     _, grid = across(made("FedSOUL", "softmax"), four("softmax"), tmp_path, rounds=3)
-    last = [x for x in letters_to(grid, "ada") if x.kind == "train"][-1]
+    last = [x for x in requests_to(grid, "ada") if x.kind == "train"][-1]
     site = open_site(tmp_path / "ada")
     chain = tmp_path / "ada" / "experiments" / "test" / "chain.safetensors"
-    held = chain.read_bytes()
+    stored = chain.read_bytes()
     again = site.answer(last)
     assert (
         again.payloads
         == [message_from_record(r.content) for s, m, r in grid.traffic if s == "ada"][-2].payloads
     )
-    assert chain.read_bytes() == held
+    assert chain.read_bytes() == stored
     moved = {n: t + 0.25 if t.is_floating_point() else t for n, t in last.tensors.items()}
-    other = Letter("train", dict(last.about) | {"digest": digest_of(moved)}, moved)
+    other = Request("train", dict(last.header) | {"digest": digest_of(moved)}, moved)
     first = site.answer(other)
     assert first.payloads != again.payloads
     assert site.answer(last).payloads == again.payloads  # from before the round, whatever came in between
@@ -147,23 +147,23 @@ def test_a_repeated_round_gives_the_same_reply_and_another_theta_starts_from_bef
 
 def test_theta_that_did_not_arrive_as_sent_is_refused(tmp_path: Path) -> None:
     _, grid = across(made("FedSOUL", "softmax"), four("softmax"), tmp_path, rounds=1)
-    last = [x for x in letters_to(grid, "ada") if x.kind == "train"][-1]
+    last = [x for x in requests_to(grid, "ada") if x.kind == "train"][-1]
     bent = {n: t + 1 if t.is_floating_point() else t for n, t in last.tensors.items()}
-    assert open_site(tmp_path / "ada").answer(Letter("train", last.about, bent)).refused is not None
+    assert open_site(tmp_path / "ada").answer(Request("train", last.header, bent)).refused is not None
 
 
 @pytest.mark.parametrize("name", ["..", ".hidden", "a/b", "", "A"])
 def test_an_experiment_cannot_leave_its_folder(name: str, tmp_path: Path) -> None:
     _, grid = across(made("FedAvg", "softmax"), four("softmax"), tmp_path, rounds=1)
-    for letter in letters_to(grid, "ada")[1:]:
-        other = Letter(letter.kind, dict(letter.about) | {"experiment": name}, letter.tensors)
+    for request in requests_to(grid, "ada")[1:]:
+        other = Request(request.kind, dict(request.header) | {"experiment": name}, request.tensors)
         assert "no dot first" in str(open_site(tmp_path / "ada").answer(other).refused)
 
 
 def test_a_server_of_another_version_is_refused(tmp_path: Path) -> None:
     _, grid = across(made("FedAvg", "softmax"), four("softmax"), tmp_path, rounds=1)
-    for letter in letters_to(grid, "ada"):
-        other = Letter(letter.kind, dict(letter.about) | {"version": "0.0.0"}, letter.tensors)
-        said = open_site(tmp_path / "ada").answer(other).refused
-        assert said is not None
-        assert said.endswith("the server 0.0.0")
+    for request in requests_to(grid, "ada"):
+        other = Request(request.kind, dict(request.header) | {"version": "0.0.0"}, request.tensors)
+        why = open_site(tmp_path / "ada").answer(other).refused
+        assert why is not None
+        assert why.endswith("the server 0.0.0")

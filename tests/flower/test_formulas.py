@@ -15,10 +15,10 @@ import torch
 
 import fedpop as fp
 from fedpop.errors import DataError, EstimateError, FedpopWarning, SettingsError
-from fedpop.flower.folder import open_site
-from fedpop.flower.letters import Letter, code_of
-from fedpop.flower.records import letter_from_record, message_from_record
+from fedpop.flower.records import message_from_record, request_from_record
+from fedpop.flower.requests import Request, code_of
 from fedpop.flower.site import read_theta
+from fedpop.flower.site_folder import open_site
 from fedpop.keys import Key
 from fedpop.message import Total
 from fedpop.mixed import gaussian, groups, quadrature, study
@@ -27,7 +27,7 @@ from fedpop.mixed.model import FitSettings, fitted_over
 from fedpop.mixed.study import FormulaStudy
 from fedpop.questions import Question
 from fedpop.questions.schema import ColumnSquares, ColumnTotals
-from fedpop.run.members import Asking, Here
+from fedpop.run.members import Asking, LocalMembers
 from fedpop.site.refusal import Code
 from tests.flower.formulas import Alone, by_site, grid_of, members_on, over, states_at
 from tests.mixed.conftest import alike
@@ -50,31 +50,31 @@ def frame() -> Any:
     return table
 
 
-def here_of(frame: Any, formula: str, family: str = "gaussian", **said: Any) -> Any:
+def here_of(frame: Any, formula: str, family: str = "gaussian", **output: Any) -> Any:
     """The local fit in which groups are at the sites that ``by_site`` gives them."""
-    return fp.mixed_model(formula, by_site(frame, "g", 3), family, **said)
+    return fp.mixed_model(formula, by_site(frame, "g", 3), family, **output)
 
 
 # --- every question -------------------------------------------------------------------------------------
 
 
-class ThreeWays(Here):
+class ThreeWays(LocalMembers):
     """Members here; whatever they are asked is asked of groups that are each alone (before there are groups,
     of sites), and over the Grid, too, and they are to find the same."""
 
     def __init__(self, root: Path, frame: Any, about: FormulaStudy) -> None:
         self.frames, self.root = by_site(frame, "g", 3), root
-        self.groups = {str(name): own for name, own in frame.groupby("g")}
+        self.groups = {str(name): rows for name, rows in frame.groupby("g")}
         whole = pd.concat([f.assign(site=name) for name, f in self.frames.items()], ignore_index=True)
         super().__init__(about, about.rows(whole, "site"))
         self.alone = Alone(about, self.frames)
         self.elsewhere = members_on(grid_of(root, self.frames), about)
         self.asked: set[type[Question[Any]]] = set()
 
-    def tell(self, study: Any) -> None:
-        super().tell(study)
+    def update_study(self, study: Any) -> None:
+        super().update_study(study)
         self.alone = Alone(study, self.groups)
-        self.elsewhere.tell(study)
+        self.elsewhere.update_study(study)
 
     def ask(self, asking: Asking[Any]) -> tuple[Any, Total]:
         question, (found, total) = asking.question, super().ask(asking)
@@ -92,37 +92,37 @@ class ThreeWays(Here):
         """What groups keep is the same, too."""
         first = torch.tensor([0])
         at = [states_at(self.root, site) for site in self.frames]
-        stores = [own.store.get(first, self.device) for own in self.alone.sites.values()]
+        stores = [rows.store.get(first, self.device) for rows in self.alone.sites.values()]
         here = self.store.get(torch.arange(self.units), self.device)
         for name in names:
             for other in (at, stores):
-                found = torch.cat([held[name] for held in other])
+                found = torch.cat([groups[name] for groups in other])
                 torch.testing.assert_close(found, here[name], rtol=1e-10, atol=1e-12)
 
 
 def asked_three_ways(root: Path, frame: Any, about: FormulaStudy) -> set[type[Question[Any]]]:
     """Which questions were asked."""
     ways = ThreeWays(root, frame, about)
-    held = Groups(ways, about)
-    units, _, _ = coordinates(held, agreed(held, {}, 0))
+    groups = Groups(ways, about)
+    units, _, _ = coordinates(groups, agreed(groups, {}, 0))
     factor = 0.5 * torch.eye(len(units.z_names), dtype=torch.float64)
     b, sigma = 0.1 * torch.ones(len(units.x_names), dtype=torch.float64), torch.tensor(1.5).double()
     point = {"b": b, "factor": factor, "sigma": sigma}
     if about.family.gaussian:
-        held.ask(gaussian.GroupMoments(units), {})
+        groups.ask(gaussian.GroupMoments(units), {})
         ways.kept_alike("zz", "zw")
     for curved in (False, True):
         known = point | {"curved": torch.tensor(curved)}
         if about.family.gaussian:
-            held.ask(gaussian.Profile(units), known)
-            held.ask(gaussian.WholeProfile(units), known)
+            groups.ask(gaussian.Profile(units), known)
+            groups.ask(gaussian.WholeProfile(units), known)
         else:
-            held.ask(quadrature.Marginal(units, about.family, 9), known)
+            groups.ask(quadrature.Marginal(units, about.family, 9), known)
     if about.family.gaussian:
-        held.ask(gaussian.Profiles(units), {"factors": torch.stack((factor, 2 * factor))})
-        held.ask(gaussian.GroupEffects(units), point)
+        groups.ask(gaussian.Profiles(units), {"factors": torch.stack((factor, 2 * factor))})
+        groups.ask(gaussian.GroupEffects(units), point)
     else:
-        held.ask(quadrature.QuadratureEffects(units, about.family, 9), point)
+        groups.ask(quadrature.QuadratureEffects(units, about.family, 9), point)
     ways.kept_alike("mean", "cov")
     return ways.asked
 
@@ -135,18 +135,18 @@ MODELS = (
 
 
 def test_every_question_of_mixed_models_is_answered_alike(tmp_path: Path, frame: Any) -> None:
-    """By many sites in one process, by groups each of which is a site of its own behind real bytes, and over
+    """By many sites in one process, by groups each of which is a site by itself behind real bytes, and over
     the Grid; sums agree to 1e-12 of the sum of absolute values."""
     asked: set[type[Question[Any]]] = set()
     for formula, family, weights in MODELS:
-        asked |= asked_three_ways(tmp_path / family, frame, FormulaStudy.said(formula, family, weights))
-    own = {
+        asked |= asked_three_ways(tmp_path / family, frame, FormulaStudy.from_text(formula, family, weights))
+    rows = {
         kind
         for module in (study, groups, gaussian, quadrature)
         for _, kind in inspect.getmembers(module, inspect.isclass)
         if issubclass(kind, Question) and kind.__module__ == module.__name__
     }
-    assert asked == own | {ColumnTotals, ColumnSquares}
+    assert asked == rows | {ColumnTotals, ColumnSquares}
 
 
 def test_scores_of_some_are_asked_of_their_sites_alone(tmp_path: Path, frame: Any) -> None:
@@ -156,7 +156,7 @@ def test_scores_of_some_are_asked_of_their_sites_alone(tmp_path: Path, frame: An
     x, before = fit.engine.vector(fit.outcome.point) + 0.1, len(grid.traffic)
     for ids in (torch.tensor([1, 2]), torch.tensor([0, 4, 5, 11])):
         torch.testing.assert_close(fit.engine.score(x, ids), here.engine.score(x, ids), rtol=1e-9, atol=1e-9)
-    asked = [(site, letter_from_record(m.content).about["units"]) for site, m, _ in grid.traffic[before:]]
+    asked = [(site, request_from_record(m.content).header["units"]) for site, m, _ in grid.traffic[before:]]
     assert asked == [("north", [1, 2]), ("north", [0]), ("south", [0, 1]), ("west", [3])]
 
 
@@ -179,14 +179,14 @@ def test_what_is_said_of_a_model_is_told_to_sites(tmp_path: Path, frame: Any) ->
     """Weights, an order of levels, a factor of numbers, scales, expressions, restricted likelihood."""
     frame["k"] = np.arange(96) % 3 + 9
     formula = "log(t + 20) + y ~ s * scale(w) + factor(k) + I(w^2) + offset(0.1 * t) + (w || g)"
-    said: dict[str, Any] = {
+    output: dict[str, Any] = {
         "weights": "t",
         "method": "REML",
         "levels": {"s": ["c", "a", "b"]},
         "min_count": 1,
     }
-    fit = over(grid_of(tmp_path, by_site(frame, "g", 3)), formula, **said)
-    here = here_of(frame, formula, **said)
+    fit = over(grid_of(tmp_path, by_site(frame, "g", 3)), formula, **output)
+    here = here_of(frame, formula, **output)
     assert list(fit.coefficients) == list(here.coefficients)
     assert "sc" not in fit.coefficients
     alike(fit, here, 1e-8)
@@ -229,11 +229,11 @@ def test_what_leaves_a_site_is_no_larger_for_more_rows_and_groups(tmp_path: Path
         grid = grid_of(tmp_path / str(times), by_site(more, "g", 3))
         over(grid, "y ~ s + w + (w | g)")
         shapes: dict[str, dict[str, int]] = {}
-        for _, letter, reply in grid.traffic:
-            about, message = letter_from_record(letter.content).about, message_from_record(reply.content)
-            own = {name: payload.length for name, payload in message.payloads.items()}
-            shapes.setdefault(str(about.get("question")), {}).update(own)
-            assert "person" not in f"{message.header} {list(own)}"
+        for _, request, reply in grid.traffic:
+            about, message = request_from_record(request.content).header, message_from_record(reply.content)
+            rows = {name: payload.length for name, payload in message.payloads.items()}
+            shapes.setdefault(str(about.get("question")), {}).update(rows)
+            assert "person" not in f"{message.header} {list(rows)}"
         sent.append(shapes)
     assert sent[0] == sent[1]
 
@@ -328,9 +328,9 @@ def test_what_is_wrong_at_a_site_is_told_with_its_name(
     with pytest.raises(error, match=words):
         over(grid, formula)
     assert grid.now < 60
-    said = str([message_from_record(reply.content).header for _, _, reply in grid.traffic])
-    assert "4.25" not in said
-    assert "rare" not in said
+    output = str([message_from_record(reply.content).header for _, _, reply in grid.traffic])
+    assert "4.25" not in output
+    assert "rare" not in output
 
 
 def test_outcomes_that_are_not_two_over_all_sites(tmp_path: Path, frame: Any) -> None:
@@ -351,8 +351,8 @@ def test_chains_stay_on_one_machine(tmp_path: Path, frame: Any) -> None:
 def test_a_site_that_does_not_answer_is_named(tmp_path: Path, frame: Any) -> None:
     grid = grid_of(tmp_path, by_site(frame, "g", 3))
 
-    def fault(site: str, letter: Any, reply: Any) -> list[Any] | None:
-        asks = letter_from_record(letter.content).about.get("question") == "profile"
+    def fault(site: str, request: Any, reply: Any) -> list[Any] | None:
+        asks = request_from_record(request.content).header.get("question") == "profile"
         return None if site == "west" and asks else [reply]
 
     grid.fault = fault
@@ -362,14 +362,14 @@ def test_a_site_that_does_not_answer_is_named(tmp_path: Path, frame: Any) -> Non
 
 @pytest.mark.parametrize("what", ["chain.safetensors", "everything"])
 def test_a_site_that_loses_its_disk_meanwhile(what: str, tmp_path: Path, frame: Any) -> None:
-    """States of groups are made again, and a study that is not known any more is told again."""
+    """States of groups are made again, and a study that is not known any more is sent again."""
     grid = grid_of(tmp_path, by_site(frame, "g", 3))
-    told: list[str] = []
+    questions: list[str] = []
 
-    def fault(site: str, letter: Any, reply: Any) -> list[Any]:
-        question = letter_from_record(letter.content).about.get("question")
-        told.append(str(question))
-        if site == "south" and told.count("profile") == 6:
+    def fault(site: str, request: Any, reply: Any) -> list[Any]:
+        question = request_from_record(request.content).header.get("question")
+        questions.append(str(question))
+        if site == "south" and questions.count("profile") == 6:
             folder = tmp_path / "south" / "experiments" / "test"
             if what == "everything":
                 shutil.rmtree(folder)
@@ -379,7 +379,7 @@ def test_a_site_that_loses_its_disk_meanwhile(what: str, tmp_path: Path, frame: 
 
     grid.fault = fault
     fit = over(grid, "y ~ w + (w | g)")
-    assert told.count("profile") > 12
+    assert questions.count("profile") > 12
     alike(fit, here_of(frame, "y ~ w + (w | g)"), 1e-9)
 
 
@@ -388,13 +388,13 @@ def test_who_comes_after_the_start_stays_outside(tmp_path: Path, frame: Any) -> 
     late = grid_of(tmp_path / "late", {"late": frames.pop("west")})
     grid = grid_of(tmp_path, frames)
 
-    def fault(site: str, letter: Any, reply: Any) -> list[Any]:
-        if letter_from_record(letter.content).about.get("question") == "profile" and len(grid.nodes) == 2:
+    def fault(site: str, request: Any, reply: Any) -> list[Any]:
+        if request_from_record(request.content).header.get("question") == "profile" and len(grid.nodes) == 2:
             grid.join("late", late.nodes[late.first].node_config["site"])
         return [reply]
 
     grid.fault = fault
-    about = FormulaStudy.said("y ~ w + (1 | g)")
+    about = FormulaStudy.from_text("y ~ w + (1 | g)")
     fit = fitted_over(members_on(grid, about), about, FitSettings())
     assert "late" in {site for site, _, _ in grid.traffic}
     alike(fit, fp.mixed_model("y ~ w + (1 | g)", frames), 1e-9)
@@ -403,43 +403,43 @@ def test_who_comes_after_the_start_stays_outside(tmp_path: Path, frame: Any) -> 
 def test_a_site_refuses_what_it_was_not_told_of(tmp_path: Path, frame: Any) -> None:
     """Rounds, where there is no method; questions, before there are coordinates."""
     grid = grid_of(tmp_path, by_site(frame, "g", 3))
-    about = FormulaStudy.said("y ~ w + (1 | g)")
+    about = FormulaStudy.from_text("y ~ w + (1 | g)")
     members = members_on(grid, about)
-    held = Groups(members, about)
-    agreed(held, {}, 5)
+    groups = Groups(members, about)
+    agreed(groups, {}, 5)
     units = fp.mixed_model("y ~ w + (1 | g)", frame).units
     known = {"factor": torch.eye(1, dtype=torch.float64), "curved": torch.tensor(False)}
     with pytest.raises(EstimateError, match=r"Profile needs .* there is none yet"):
         members.ask(Asking(gaussian.Profile(units), known, Key(0)))
     with pytest.raises(SettingsError, match="no rounds"):
-        members.settle(fp.FedAvg(fp.Composition(None, torch.nn.Linear(1, 1), "normal")))
+        members.update_method(fp.FedAvg(fp.Composition(None, torch.nn.Linear(1, 1), "normal")))
 
 
 def test_refusals_of_a_formulas_site_have_codes(tmp_path: Path, frame: Any) -> None:
-    """What it does not know it is told again; what it is not about it does not do; columns are named."""
+    """What it does not know it is sent again; what it is not about it does not do; columns are named."""
     frames = by_site(frame, "g", 3)
     grid = grid_of(tmp_path, frames)
     over(grid, "y ~ w + (1 | g)")
-    letters = [letter_from_record(m.content) for site, m, _ in grid.traffic if site == "south"]
+    requests = [request_from_record(m.content) for site, m, _ in grid.traffic if site == "south"]
     site = open_site(tmp_path / "south")
-    ask = next(x for x in letters if x.kind == "ask" and x.about["question"] == "profile")
-    hello = next(x for x in letters if x.kind == "hello")
+    ask = next(x for x in requests if x.kind == "ask" and x.header["question"] == "profile")
+    hello = next(x for x in requests if x.kind == "hello")
 
-    def code(letter: Letter, **about: Any) -> Code:
-        return code_of(site.answer(Letter(letter.kind, dict(letter.about) | about, letter.tensors)))
+    def code(request: Request, **about: Any) -> Code:
+        return code_of(site.answer(Request(request.kind, dict(request.header) | about, request.tensors)))
 
     assert code(ask, experiment="another") == Code.STRANGER
     assert code(ask, units=[99]) == Code.STRANGER
     assert code(ask, told={"kind": "Nonsense", "fields": {}}) == Code.QUESTION
-    train = Letter("train", dict(ask.about) | {"round": 0, "units": None}, ask.tensors)
+    train = Request("train", dict(ask.header) | {"round": 0, "units": None}, ask.tensors)
     assert code(train) == Code.STUDY
-    assert code(hello, study=dict(hello.about["study"]) | {"kind": "Nonsense"}) == Code.STUDY
-    assert code(hello, study=dict(hello.about["study"]) | {"formula": "y ~ z + (1 | g)"}) == Code.DATA
+    assert code(hello, study=dict(hello.header["study"]) | {"kind": "Nonsense"}) == Code.STUDY
+    assert code(hello, study=dict(hello.header["study"]) | {"formula": "y ~ z + (1 | g)"}) == Code.DATA
 
 
 def test_theta_is_given_to_sites_at_the_end(tmp_path: Path, frame: Any) -> None:
     frames = by_site(frame, "g", 3)
-    about = FormulaStudy.said("y ~ w + (w | g)")
+    about = FormulaStudy.from_text("y ~ w + (w | g)")
     members = members_on(grid_of(tmp_path, frames), about)
     fit = fitted_over(members, about)
     theta = {"b": fit.outcome.point.b, "factor": fit.outcome.point.factor}

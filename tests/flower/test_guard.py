@@ -14,13 +14,13 @@ from flwr.app import Message
 
 import fedpop as fp
 from fedpop.flower.client import app
-from fedpop.flower.conduct import conduct
-from fedpop.flower.elsewhere import RoundTerms
-from fedpop.flower.records import letter_from_record, message_from_record, message_to_record
+from fedpop.flower.deployment import run_deployment
+from fedpop.flower.records import message_from_record, message_to_record, request_from_record
+from fedpop.flower.remote import RoundTerms
 from fedpop.keys import Key
 from fedpop.message import Channel
 from tests.flower.local_grid import LocalGrid
-from tests.flower.sites import across, deployment, enrol, here, post_on, same_bits
+from tests.flower.sites import across, deployment, enrol, here, same_bits, transport_on
 from tests.flower.test_agreement import SGD, softmax
 from tests.helpers import generator
 
@@ -59,15 +59,15 @@ def test_the_server_leaves_out_what_is_out_of_proportion(at: int, tmp_path: Path
     """Whoever comes first: all messages of a round are looked at together. Named, counted, not unbiased."""
     grid = LocalGrid(app, enrol(tmp_path, data()))
 
-    def fault(site: str, letter: Message, reply: Message) -> list[Message]:
-        told = letter_from_record(letter.content)
-        absurd = told.kind == "train" and told.about["round"] == at and site == "cem"
+    def fault(site: str, request: Message, reply: Message) -> list[Message]:
+        incoming = request_from_record(request.content)
+        absurd = incoming.kind == "train" and incoming.header["round"] == at and site == "cem"
         return [grown(reply, 1e7) if absurd else reply]
 
     grid.fault = fault
-    found = conduct(
+    found = run_deployment(
         deployment(fp.FedSOUL(softmax(), final=fp.chains.Final(2, 5, 5)), 4, terms=RoundTerms(sites=6)),
-        post_on(grid),
+        transport_on(grid),
     )
     assert [m["left_out"] for m in found.history] == [["cem"] if k == at else [] for k in range(4)]
     line = found.history[at]
@@ -100,33 +100,33 @@ def test_a_site_judges_itself_as_the_simulator_does(
     replies = [
         message_from_record(r.content)
         for s, m, r in grid.traffic
-        if s == who and letter_from_record(m.content).kind == "train"
+        if s == who and request_from_record(m.content).kind == "train"
     ]
     assert replies[0].payloads  # nothing is known to be usual yet
-    for held_back in replies[1:]:  # the counts of its norms leave it, and nothing else
-        assert not held_back.payloads
-        assert {n.split(".")[1] for n in held_back.numbers} == {"dw"}
-        assert all(n.startswith("norms.") for n in held_back.numbers)
-    assert json.dumps(elsewhere.history[1]["reasons"]).count("held it back") == 1
+    for withheld in replies[1:]:  # the counts of its norms leave it, and nothing else
+        assert not withheld.payloads
+        assert {n.split(".")[1] for n in withheld.numbers} == {"dw"}
+        assert all(n.startswith("norms.") for n in withheld.numbers)
+    assert json.dumps(elsewhere.history[1]["reasons"]).count("the site withheld it") == 1
     assert "is not sent: look at the data's scale" in caplog.text
 
 
 def test_everyone_cannot_be_shut_out(tmp_path: Path) -> None:
-    """Norms that were held back count in what is usual: a jump of all of them costs one round."""
+    """Norms that were withheld count in what is usual: a jump of all of them costs one round."""
     grid = LocalGrid(app, enrol(tmp_path, data()))
-    told = deployment(fp.FedAvg(softmax(), local=SGD, guard=3.0), 5, terms=RoundTerms(sites=6))
+    planned = deployment(fp.FedAvg(softmax(), local=SGD, guard=3.0), 5, terms=RoundTerms(sites=6))
 
-    def fault(site: str, letter: Message, reply: Message) -> list[Message]:
-        about = letter_from_record(letter.content).about
+    def fault(site: str, request: Message, reply: Message) -> list[Message]:
+        about = request_from_record(request.content).header
         return [grown(reply, 1e-6) if about.get("round") in (0, 1) else reply]
 
     grid.fault = fault
-    found = conduct(told, post_on(grid))
+    found = run_deployment(planned, transport_on(grid))
     left_out = [len(m["left_out"]) for m in found.history]
     assert left_out == [0, 6, 0, 0, 0]
 
 
 def test_a_few_sites_have_no_median(tmp_path: Path) -> None:
-    few = {n: own for n, own in data(1e4).items() if n in NAMES[:4]}
+    few = {n: rows for n, rows in data(1e4).items() if n in NAMES[:4]}
     found, _ = across(fp.FedAvg(softmax(), local=SGD, guard=2.0), few, tmp_path, rounds=2)
     assert all("out_of_proportion" not in m for m in found.history)

@@ -16,31 +16,31 @@ from torch import nn
 
 import fedpop as fp
 from fedpop.errors import SettingsError
-from fedpop.flower import joining, serving
+from fedpop.flower import server_commands, site_commands
 from fedpop.flower.client import app
-from fedpop.flower.conduct import conduct
-from fedpop.flower.elsewhere import RoundTerms
-from fedpop.flower.federation import Folder
-from fedpop.flower.post import NODE_GONE
+from fedpop.flower.deployment import run_deployment
 from fedpop.flower.processes import free_port, require_free
-from fedpop.flower.records import letter_from_record
+from fedpop.flower.records import request_from_record
+from fedpop.flower.remote import RoundTerms
+from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.transport import NODE_GONE
 from fedpop.site.study import Survey
 from tests.flower.commands import Made, fedpop, refused
 from tests.flower.faulty import TERMS, train
 from tests.flower.local_grid import LocalGrid
-from tests.flower.sites import deployment, enrol, here, post_on, same_bits
+from tests.flower.sites import deployment, enrol, here, same_bits, transport_on
 from tests.methods.conformance import four, made
 
 
 def gone_once(grid: LocalGrid, name: str, at: int, kind: str = "train") -> list[str]:
-    """A node that dies on its way from a letter to the reply: Flower tells that it is unavailable."""
+    """A node that dies on its way from a request to the reply: Flower tells that it is unavailable."""
     met: list[str] = []
 
-    def fault(site: str, letter: Message, reply: Message) -> list[Message]:
-        told = letter_from_record(letter.content)
-        if site == name and told.kind == kind and not met and told.about.get("round", at) == at:
+    def fault(site: str, request: Message, reply: Message) -> list[Message]:
+        incoming = request_from_record(request.content)
+        if site == name and incoming.kind == kind and not met and incoming.header.get("round", at) == at:
             met.append(site)
-            return [Message(Error(code=NODE_GONE, reason="gone"), reply_to=letter)]
+            return [Message(Error(code=NODE_GONE, reason="gone"), reply_to=request)]
         return [reply]
 
     grid.fault = fault
@@ -53,7 +53,7 @@ def test_who_needs_everyone_waits_for_a_node_that_comes_back(name: str, tmp_path
     data, method = four("softmax"), made(name, "softmax")
     grid = LocalGrid(app, enrol(tmp_path, data))
     met = gone_once(grid, "cem", 1)
-    found = conduct(deployment(method, 3, terms=TERMS), post_on(grid))
+    found = run_deployment(deployment(method, 3, terms=TERMS), transport_on(grid))
     assert met
     assert [line["reasons"] for line in found.history] == [{}, {}, {}]
     same_bits(found.published, here(method, data, rounds=3).published)
@@ -63,7 +63,7 @@ def test_a_question_to_everyone_waits_for_it_too(tmp_path: Path) -> None:
     data, method = four("softmax"), made("DGLMC", "softmax")
     grid = LocalGrid(app, enrol(tmp_path, data))
     met = gone_once(grid, "bea", -1, kind="ask")
-    found = conduct(deployment(method, 2, terms=TERMS), post_on(grid))
+    found = run_deployment(deployment(method, 2, terms=TERMS), transport_on(grid))
     assert met
     same_bits(found.published, here(method, data, rounds=2).published)
 
@@ -76,16 +76,16 @@ def test_early_stopping_does_without_a_site_that_is_away(tmp_path: Path) -> None
     }
     grid = LocalGrid(app, enrol(tmp_path, data))
 
-    def fault(site: str, letter: Message, reply: Message) -> list[Message]:
-        if train(site, letter) == 2:
+    def fault(site: str, request: Message, reply: Message) -> list[Message]:
+        if train(site, request) == 2:
             grid.offline.add("cem")
         return [reply]
 
     grid.fault = fault
     model = fp.Composition(None, nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
     stop = fp.callbacks.EarlyStop(every=1, patience=50)
-    told = deployment(fp.FedAvg(model), 6, terms=RoundTerms(sites=2), callbacks=[stop])
-    found = conduct(told, post_on(grid), tmp_path / "run")
+    planned = deployment(fp.FedAvg(model), 6, terms=RoundTerms(sites=2), callbacks=[stop])
+    found = run_deployment(planned, transport_on(grid), tmp_path / "run")
     assert [line["heard"] for line in found.history[3:]] == [["ada", "bea"]] * 3
     assert all("validation_log_likelihood" in line for line in found.history)
 
@@ -95,8 +95,8 @@ def test_a_server_that_begins_anew_hears_the_same(name: str, tmp_path: Path) -> 
     """As trial rounds do that were killed: the experiment is known at the site, no round of it counted."""
     data, method = four("softmax"), made(name, "softmax")
     grid = LocalGrid(app, enrol(tmp_path, data))
-    first = conduct(deployment(method, 3, terms=TERMS), post_on(grid))
-    again = conduct(deployment(method, 3, terms=TERMS), post_on(grid))
+    first = run_deployment(deployment(method, 3, terms=TERMS), transport_on(grid))
+    again = run_deployment(deployment(method, 3, terms=TERMS), transport_on(grid))
     same_bits(first.published, again.published)
 
 
@@ -105,15 +105,17 @@ def test_whom_the_settings_have_no_place_for_stays_outside_when_a_run_goes_on(
 ) -> None:
     data = four("softmax")
     folders = enrol(tmp_path, data)
-    own = dict.fromkeys([n for n in data if n != "cem"], "qsgd")
-    method = made("FedAvg", "softmax", compressor=own)
+    enrolled = dict.fromkeys([n for n in data if n != "cem"], "qsgd")
+    method = made("FedAvg", "softmax", compressor=enrolled)
     terms = RoundTerms(sites=3)
     few = {n: f for n, f in folders.items() if n != "cem"}
-    conduct(deployment(method, 2, terms=terms), post_on(LocalGrid(app, few)), tmp_path / "run")
-    found = conduct(deployment(method, 4, terms=terms), post_on(LocalGrid(app, folders)), tmp_path / "run")
+    run_deployment(deployment(method, 2, terms=terms), transport_on(LocalGrid(app, few)), tmp_path / "run")
+    found = run_deployment(
+        deployment(method, 4, terms=terms), transport_on(LocalGrid(app, folders)), tmp_path / "run"
+    )
     assert "cem cannot take part" in caplog.text
     assert found.rounds == 4
-    assert found.history[-1]["heard"] == sorted(own)
+    assert found.history[-1]["heard"] == sorted(enrolled)
 
 
 def test_groups_in_another_order_do_not_swap_their_chains(
@@ -124,13 +126,13 @@ def test_groups_in_another_order_do_not_swap_their_chains(
     folders = enrol(tmp_path, {"ada": groups, "bea": groups})
     model = fp.Composition(None, nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
     method = fp.Ditto(model, local=fp.LocalSGD(rate=0.1))
-    told = deployment(method, 2, terms=RoundTerms(sites=2))
-    conduct(told, post_on(LocalGrid(app, folders)), tmp_path / "run")
+    planned = deployment(method, 2, terms=RoundTerms(sites=2))
+    run_deployment(planned, transport_on(LocalGrid(app, folders)), tmp_path / "run")
     enrol(tmp_path / "again", {"ada": dict(reversed(groups.items())), "bea": groups})
     with caplog.at_level(logging.WARNING):
-        found = conduct(
+        found = run_deployment(
             deployment(method, 4, terms=RoundTerms(sites=2)),
-            post_on(LocalGrid(app, folders)),
+            transport_on(LocalGrid(app, folders)),
             tmp_path / "run",
         )
     assert found.rounds == 4
@@ -148,21 +150,28 @@ def made_by_command(tmp_path: Path) -> Made:
 def test_personalise_takes_the_data_and_the_theta_it_is_given(
     made_by_command: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = made_by_command
-    own.conduct()
-    theta, new = own.server / "run" / "theta", own.root / "new"
-    wrong = own.root / "wrong.csv"
+    enrolled = made_by_command
+    enrolled.run_deployment()
+    theta, new = enrolled.server / "run" / "theta", enrolled.root / "new"
+    wrong = enrolled.root / "wrong.csv"
     wrong.write_text("age,dose\n1,2\n")
     assert "sex" in refused(capsys, "site", "personalise", new, "--theta", theta, "--data", wrong)
     assert not new.exists()
-    said = []
+    output = []
     for name in ("north", "south", "north"):
-        arguments = ("--theta", theta, "--data", own.root / f"{name}.csv", "--at", own.root / "north.csv")
+        arguments = (
+            "--theta",
+            theta,
+            "--data",
+            enrolled.root / f"{name}.csv",
+            "--at",
+            enrolled.root / "north.csv",
+        )
         fedpop("site", "personalise", new, *arguments)
-        said.append(capsys.readouterr().out.splitlines()[2])
-    assert said[0] == said[2]
-    assert said[0] != said[1]
-    later = own.root / "later"
+        output.append(capsys.readouterr().out.splitlines()[2])
+    assert output[0] == output[2]
+    assert output[0] != output[1]
+    later = enrolled.root / "later"
     for file in theta.iterdir():
         later.mkdir(exist_ok=True)
         (later / file.name).write_bytes(file.read_bytes())
@@ -170,26 +179,26 @@ def test_personalise_takes_the_data_and_the_theta_it_is_given(
     from fedpop.flower.site import THETA, keep_theta
 
     keep_theta(later, {n: 2 * t for n, t in read_tensors(later / THETA).items()})
-    arguments = ("--theta", later, "--data", own.root / "north.csv", "--at", own.root / "north.csv")
+    arguments = ("--theta", later, "--data", enrolled.root / "north.csv", "--at", enrolled.root / "north.csv")
     fedpop("site", "personalise", new, *arguments)
-    assert capsys.readouterr().out.splitlines()[2] != said[0]
+    assert capsys.readouterr().out.splitlines()[2] != output[0]
 
 
 def test_data_given_to_join_are_kept_however_the_file_is_written(
     made_by_command: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = made_by_command
-    settings = own.root / "north" / "site.toml"
+    enrolled = made_by_command
+    settings = enrolled.root / "north" / "site.toml"
     settings.write_text(settings.read_text().replace("data = ", "data="))
-    monkeypatch.setattr(joining.certificates, "check_connection", lambda *_: True)
-    monkeypatch.setattr(joining.certificates, "check_clock", lambda *_: None)
+    monkeypatch.setattr(site_commands.certificates, "check_connection", lambda *_: True)
+    monkeypatch.setattr(site_commands.certificates, "check_clock", lambda *_: None)
 
     def started(*_: Any) -> None:
         raise SettingsError("started")
 
-    monkeypatch.setattr(joining, "Kept", started)
+    monkeypatch.setattr(site_commands, "Supervised", started)
     with pytest.raises(SettingsError, match="started"):
-        joining.join(own.root / "north", str(own.root / "south.csv"), False, print)
+        site_commands.join(enrolled.root / "north", str(enrolled.root / "south.csv"), False, print)
     assert 'south.csv"' in settings.read_text()
     assert settings.read_text().count("data =") == 1
 
@@ -203,7 +212,7 @@ def test_a_function_beside_the_sites_settings(tmp_path: Path) -> None:
     )
     (folder / "site.toml").write_text('name = "ada"\ndata = "ada_rows_of_mine:rows"\n')
     (folder / "secret").write_text("1\n")
-    site = joining.open_site(folder)
+    site = site_commands.open_site(folder)
     try:
         assert len(Survey().read(site.data)) == 1
         with pytest.raises(fp.DataError if hasattr(fp, "DataError") else ValueError, match="has a function"):
@@ -213,14 +222,14 @@ def test_a_function_beside_the_sites_settings(tmp_path: Path) -> None:
 
 
 def test_the_server_listens_elsewhere_than_sites_reach_it(made_by_command: Made) -> None:
-    own = made_by_command
-    file = own.server / "app" / "federation.toml"
+    enrolled = made_by_command
+    file = enrolled.server / "app" / "federation.toml"
     text = file.read_text()
-    assert Folder(own.server).nearby == own.address
+    assert ServerFolder(enrolled.server).nearby == enrolled.address
     for listen, nearby in (("0.0.0.0:8000", "127.0.0.1:8000"), ("[::]:8000", "[::1]:8000"), ("h:1", "h:1")):
         file.write_text(text + f'listen = "{listen}"\n')
-        folder = Folder(own.server)
-        assert (folder.address, folder.listen, folder.nearby) == (own.address, listen, nearby)
+        folder = ServerFolder(enrolled.server)
+        assert (folder.address, folder.listen, folder.nearby) == (enrolled.address, listen, nearby)
     with pytest.raises(SettingsError, match="not an address of this machine"):
         require_free("192.0.2.7", free_port())
     require_free("127.0.0.1", free_port())
@@ -232,12 +241,14 @@ class Link:
     def __init__(self, alive: bool) -> None:
         self.alive, self.starts = alive, 1
 
-    def look(self) -> bool:
+    def check(self) -> bool:
         return self.alive
 
 
-def watch(own: Made, alive: bool, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]) -> Any:
-    watch = serving._Watch(Folder(own.server), Link(alive), own.server / "tls" / "ca.crt", print)  # type: ignore[arg-type]
+def watch(enrolled: Made, alive: bool, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]) -> Any:
+    watch = server_commands._RunWatch(
+        ServerFolder(enrolled.server), Link(alive), enrolled.server / "tls" / "ca.crt", print
+    )  # type: ignore[arg-type]
     watch.asked = []
 
     def flwr(*arguments: str) -> dict[str, Any]:
@@ -251,25 +262,25 @@ def watch(own: Made, alive: bool, monkeypatch: pytest.MonkeyPatch, found: dict[s
 def test_a_run_is_submitted_with_the_folder_where_it_is_now(
     made_by_command: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = made_by_command
-    found = watch(own, True, monkeypatch, {"success": True, "run-id": 7})
+    enrolled = made_by_command
+    found = watch(enrolled, True, monkeypatch, {"success": True, "run-id": 7})
     assert found._submit(1) == "7"
-    assert found.asked[0][-2:] == ("--run-config", f"folder={json.dumps(str(own.server))}")
-    lost = watch(own, False, monkeypatch, {"success": False, "error-message": "gone"})
+    assert found.asked[0][-2:] == ("--run-config", f"folder={json.dumps(str(enrolled.server))}")
+    lost = watch(enrolled, False, monkeypatch, {"success": False, "error-message": "gone"})
     assert lost._submit(1) is None
     with pytest.raises(SettingsError, match="did not take the run"):
-        watch(own, True, monkeypatch, {"success": False, "error-message": "no"})._submit(1)
+        watch(enrolled, True, monkeypatch, {"success": False, "error-message": "no"})._submit(1)
 
 
 def test_a_key_that_was_replaced_is_registered_too(
     made_by_command: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = made_by_command
-    found = watch(own, True, monkeypatch, {"success": True})
+    enrolled = made_by_command
+    found = watch(enrolled, True, monkeypatch, {"success": True})
     found._register()
     found._register()
     assert [a[-1] for a in found.asked] == ["north", "south"]
-    keys = own.server / "sites"
+    keys = enrolled.server / "sites"
     (keys / "north.pub").write_bytes((keys / "south.pub").read_bytes())
     found._register()
     assert [a[-1] for a in found.asked] == ["north", "south", "north"]

@@ -11,20 +11,19 @@ import torch
 import fedpop as fp
 from fedpop.evaluation.information import Information
 from fedpop.files import read_tensors
-from fedpop.flower.elsewhere import RoundTerms
-from fedpop.flower.memory import Memory
-from fedpop.flower.records import letter_from_record
+from fedpop.flower.records import request_from_record
+from fedpop.flower.remote import RoundTerms
+from fedpop.flower.site_state import SiteState
 from fedpop.methods import METHODS
 from fedpop.site.store import LocalStore
 from tests.flower.sites import across, here, same_bits
 from tests.helpers import generator, linear_model
-from tests.methods.conformance import FOUR, four, made, partial
+from tests.methods.conformance import FOUR, every, four, made, partial
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("kind", ["linear", "softmax"])
-@pytest.mark.parametrize("name", METHODS)
+@every("linear", "softmax")
 def test_every_method_learns_the_same(name: str, kind: str, tmp_path: Path) -> None:
     method, rule = made(name, kind), partial(name)
     elsewhere, _ = across(method, four(kind), tmp_path, rounds=3, rule=rule)
@@ -39,10 +38,10 @@ def test_every_method_learns_the_same(name: str, kind: str, tmp_path: Path) -> N
             assert not bool(simulated.store.entered[i])
             assert int(simulated.store.slots[i]) < 0
             continue
-        own = Memory.read(file).after.get(torch.tensor([0]), CPU)
+        stored = SiteState.read(file).after.get(torch.tensor([0]), CPU)
         theirs = simulated.store.get(torch.tensor([i]), CPU)
-        for n in own:
-            assert torch.equal(own[n], theirs[n]), (site, n)
+        for n in stored:
+            assert torch.equal(stored[n], theirs[n]), (site, n)
 
 
 @pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.compressed])
@@ -116,10 +115,10 @@ def test_validation_scores_choose_theta(name: str, tmp_path: Path) -> None:
     assert simulated.store is not None
     for i, site in enumerate(FOUR):
         final = tmp_path / site / "experiments" / "test" / "final.safetensors"
-        own = LocalStore.restore(read_tensors(final)).get(torch.tensor([0]), CPU)
+        stored = LocalStore.restore(read_tensors(final)).get(torch.tensor([0]), CPU)
         theirs = simulated.store.get(torch.tensor([i]), CPU)
-        for n in own:
-            assert torch.equal(own[n], theirs[n]), (site, n)
+        for n in stored:
+            assert torch.equal(stored[n], theirs[n]), (site, n)
 
 
 def test_a_run_without_rounds_ends_by_itself(tmp_path: Path) -> None:
@@ -141,8 +140,11 @@ def test_a_run_without_rounds_ends_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["FedSOUL", "FedAvg", "SCAFFOLD", "QLSD"])
 def test_a_site_of_several_groups_sends_their_sum(name: str, tmp_path: Path) -> None:
-    own = four("softmax")
-    data = {"north": {"ada": own["ada"], "bea": own["bea"]}, "south": {"cem": own["cem"], "dag": own["dag"]}}
+    stored = four("softmax")
+    data = {
+        "north": {"ada": stored["ada"], "bea": stored["bea"]},
+        "south": {"cem": stored["cem"], "dag": stored["dag"]},
+    }
     method = made(name, "softmax")
     elsewhere, grid = across(method, data, tmp_path, rounds=3, terms=RoundTerms(sites=2))
     units = {f"{site}/{group}": data[site][group] for site in data for group in data[site]}
@@ -150,15 +152,15 @@ def test_a_site_of_several_groups_sends_their_sum(name: str, tmp_path: Path) -> 
     simulated = method.fit(units, rounds=3, sites=sites, progress=False)
     assert elsewhere.learned_from == 4
     same_bits(elsewhere.published, simulated.published)
-    letters = [m for m in grid.traffic if m[1].metadata.message_type == "train"]
-    assert len(letters) == 2 * 3
+    requests = [m for m in grid.traffic if m[1].metadata.message_type == "train"]
+    assert len(requests) == 2 * 3
 
 
 # --- before the rounds ---------------------------------------------------------------------------
 
 
 def test_trial_rounds_find_the_simulators_step(tmp_path: Path) -> None:
-    """Each of them is an experiment of its own at the sites, which forget it at the end; to the bit."""
+    """Each of them is a separate experiment at the sites, which forget it at the end; to the bit."""
     method, data = fp.FedSOUL.paper(linear_model(), local_steps=2), four("linear")
     assert method.rate() is None
     elsewhere, grid = across(method, data, tmp_path, rounds=2)
@@ -166,6 +168,6 @@ def test_trial_rounds_find_the_simulators_step(tmp_path: Path) -> None:
     assert elsewhere.algorithm.rate() == simulated.algorithm.rate()
     same_bits(elsewhere.published, simulated.published)
     assert elsewhere.totals["head_steps"] == simulated.totals["head_steps"]
-    names = {letter_from_record(m.content).about["experiment"] for _, m, _ in grid.traffic}
+    names = {request_from_record(m.content).header["experiment"] for _, m, _ in grid.traffic}
     assert {"test", "test.trial-1"} <= names
     assert [p.name for p in (tmp_path / "ada" / "experiments").iterdir()] == ["test"]

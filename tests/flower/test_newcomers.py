@@ -15,15 +15,15 @@ import fedpop as fp
 from fedpop.federation.participation import Active
 from fedpop.files import read_tensors
 from fedpop.flower.client import app
-from fedpop.flower.conduct import conduct
-from fedpop.flower.elsewhere import RoundTerms
-from fedpop.flower.letters import Letter
-from fedpop.flower.memory import Memory
-from fedpop.flower.records import letter_from_record, message_from_record
+from fedpop.flower.deployment import run_deployment
+from fedpop.flower.records import message_from_record, request_from_record
+from fedpop.flower.remote import RoundTerms
+from fedpop.flower.requests import Request
+from fedpop.flower.site_state import SiteState
 from fedpop.keys import Key, units_of
 from fedpop.run.run import Run, Settings
 from tests.flower.local_grid import LocalGrid
-from tests.flower.sites import deployment, enrol, post_on, same_bits
+from tests.flower.sites import deployment, enrol, same_bits, transport_on
 from tests.methods.conformance import four, made
 
 CPU = torch.device("cpu")
@@ -40,18 +40,22 @@ class Joining:
         self.grid = LocalGrid(app, {n: f for n, f in folders.items() if n != self.last})
         self.state: list[dict[str, torch.Tensor]] = []
 
-        def fault(site: str, letter: Message, reply: Message) -> list[Message]:
-            told = letter_from_record(letter.content)
-            if told.kind == "train" and told.about["round"] == LATE - 1 and len(self.grid.nodes) < len(data):
+        def fault(site: str, request: Message, reply: Message) -> list[Message]:
+            incoming = request_from_record(request.content)
+            if (
+                incoming.kind == "train"
+                and incoming.header["round"] == LATE - 1
+                and len(self.grid.nodes) < len(data)
+            ):
                 self.grid.join(self.last, folders[self.last])
             return [reply]
 
         self.grid.fault = fault
 
-    def letters(self, kind: str) -> list[Letter]:
+    def requests(self, kind: str) -> list[Request]:
         """Those that went to the one that joined."""
-        told = [letter_from_record(m.content) for s, m, _ in self.grid.traffic if s == self.last]
-        return [letter for letter in told if letter.kind == kind]
+        every = [request_from_record(m.content) for s, m, _ in self.grid.traffic if s == self.last]
+        return [request for request in every if request.kind == kind]
 
 
 def from_round(first: int, everyone: int) -> fp.participation.Participation:
@@ -67,35 +71,35 @@ def from_round(first: int, everyone: int) -> fp.participation.Participation:
 
 @pytest.mark.parametrize("name", ["FedAvg", "Ditto", "FedRep"])
 def test_a_newcomer_starts_as_a_client_that_enters_late(name: str, tmp_path: Path) -> None:
-    """Theta and the newcomer's own state, to the bit."""
+    """Theta and the newcomer's state, to the bit."""
     data, method = four("softmax"), made(name, "softmax")
     joining = Joining(tmp_path, data)
     rule = fp.participation.Bernoulli(1.0, weights="inverse")
     terms = RoundTerms(sites=3)
-    found = conduct(deployment(method, 5, rule=rule, terms=terms), post_on(joining.grid))
+    found = run_deployment(deployment(method, 5, rule=rule, terms=terms), transport_on(joining.grid))
     assert [len(m["heard"]) for m in found.history] == [3, 3, 4, 4, 4]
     federation = fp.Federation.of(data)
     method = method.prepared(federation.example)
     settings = Settings(5, 0, from_round(LATE, 4), sites={n: [n] for n in data})
     simulated = Run(method, method.model.checked(federation), settings).execute(resume=False, progress=False)
     same_bits(found.published, simulated.published)
-    own = Memory.read(tmp_path / joining.last / "experiments" / "test" / "chain.safetensors")
+    stored = SiteState.read(tmp_path / joining.last / "experiments" / "test" / "chain.safetensors")
     assert simulated.store is not None
-    same_bits(own.after.get(torch.tensor([0]), CPU), simulated.store.get(torch.tensor([3]), CPU))
+    same_bits(stored.after.get(torch.tensor([0]), CPU), simulated.store.get(torch.tensor([3]), CPU))
 
 
 def test_the_chain_of_a_newcomer_starts_at_the_theta_of_its_round(tmp_path: Path) -> None:
     data, method = four("softmax"), made("FedSOUL", "softmax")
     joining = Joining(tmp_path, data)
-    conduct(deployment(method, LATE + 1, terms=RoundTerms(sites=3)), post_on(joining.grid))
-    (letter,) = joining.letters("train")
-    assert letter.about["round"] == LATE
-    own = Memory.read(tmp_path / joining.last / "experiments" / "test" / "chain.safetensors")
+    run_deployment(deployment(method, LATE + 1, terms=RoundTerms(sites=3)), transport_on(joining.grid))
+    (request,) = joining.requests("train")
+    assert request.header["round"] == LATE
+    stored = SiteState.read(tmp_path / joining.last / "experiments" / "test" / "chain.safetensors")
     units = units_of([joining.last])
     entered = method.prepared(fp.Federation.of(data).example).enter(
-        units, letter.tensors, Key(0, LATE, "site/train")
+        units, request.tensors, Key(0, LATE, "site/train")
     )
-    same_bits(own.before.get(torch.tensor([0]), CPU), entered)
+    same_bits(stored.before.get(torch.tensor([0]), CPU), entered)
 
 
 LASTING: dict[str, Callable[[], Any]] = {
@@ -110,8 +114,8 @@ def test_a_newcomer_is_asked_what_lasts_of_the_questions(name: str, tmp_path: Pa
     """Once; and what the server made of the answers is that of everyone, as if all had been there."""
     data, method = four("softmax"), LASTING[name]()
     joining, run = Joining(tmp_path / "sites", data), tmp_path / "run"
-    told = deployment(method, LATE + 2, terms=RoundTerms(sites=3))
-    found = conduct(told, post_on(joining.grid), run)
+    planned = deployment(method, LATE + 2, terms=RoundTerms(sites=3))
+    found = run_deployment(planned, transport_on(joining.grid), run)
     federation = fp.Federation.of(data)
     prepared = method.prepared(federation.example)
     settings = Settings(LATE + 2, 0, method.usual_participation(), sites={n: [n] for n in data})
@@ -119,7 +123,7 @@ def test_a_newcomer_is_asked_what_lasts_of_the_questions(name: str, tmp_path: Pa
     whole.begin()
     questions = [q.name for q in prepared.questions(whole.facts, whole.key) if q.lasting]
     assert questions
-    assert [x.about["question"] for x in joining.letters("ask")] == questions
+    assert [x.header["question"] for x in joining.requests("ask")] == questions
     assert found.learned_from == 4
     saved = sorted((run / "checkpoints").glob("*.safetensors"))[-1]
     server = read_tensors(saved)
@@ -127,10 +131,10 @@ def test_a_newcomer_is_asked_what_lasts_of_the_questions(name: str, tmp_path: Pa
         if part in whole.server:
             torch.testing.assert_close(server[f"server.{part}"], whole.server[part], rtol=1e-5, atol=1e-6)
     # It goes on as well from a checkpoint: nobody is asked twice.
-    count = len(joining.letters("ask"))
+    count = len(joining.requests("ask"))
     longer = deployment(method, LATE + 4, terms=RoundTerms(sites=3))
-    conduct(longer, post_on(joining.grid), run)
-    assert len(joining.letters("ask")) == count
+    run_deployment(longer, transport_on(joining.grid), run)
+    assert len(joining.requests("ask")) == count
 
 
 def test_a_newcomer_that_does_not_answer_waits_outside(tmp_path: Path) -> None:
@@ -140,15 +144,17 @@ def test_a_newcomer_that_does_not_answer_waits_outside(tmp_path: Path) -> None:
     inner = joining.grid.fault
     assert inner is not None
 
-    def fault(site: str, letter: Message, reply: Message) -> list[Message] | None:
+    def fault(site: str, request: Message, reply: Message) -> list[Message] | None:
         joining.grid.now += 1
-        told = letter_from_record(letter.content)
-        asked = told.kind == "ask" and site == joining.last
-        return None if asked and len(joining.letters("ask")) < 2 else inner(site, letter, reply)
+        incoming = request_from_record(request.content)
+        asked = incoming.kind == "ask" and site == joining.last
+        return None if asked and len(joining.requests("ask")) < 2 else inner(site, request, reply)
 
     joining.grid.fault = fault
     method = fp.QLSD(made("QLSD", "softmax").model, variant="star", step=1e-3)
-    found = conduct(deployment(method, 8, terms=RoundTerms(sites=3, timeout=5.0)), post_on(joining.grid))
+    found = run_deployment(
+        deployment(method, 8, terms=RoundTerms(sites=3, timeout=5.0)), transport_on(joining.grid)
+    )
     heard = [joining.last in m["heard"] for m in found.history]
     assert heard[: LATE + 1] == [False] * (LATE + 1)
     assert heard[-1]
@@ -172,7 +178,7 @@ def rows(levels: str, n: int = 12) -> str:
 def test_a_newcomer_is_held_to_what_was_agreed_on(
     text: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is told so, with its name and the column, the others go on, and once mended it takes part."""
+    """Its log has its name and the column, the others go on, and once mended it takes part."""
     folders = {}
     for name in ("east", "north", "south"):
         folder = tmp_path / name
@@ -183,24 +189,24 @@ def test_a_newcomer_is_held_to_what_was_agreed_on(
         folders[name] = folder
     grid = LocalGrid(app, {n: folders[n] for n in ("east", "north")})
 
-    def fault(site: str, letter: Message, reply: Message) -> list[Message]:
-        told = letter_from_record(letter.content)
+    def fault(site: str, request: Message, reply: Message) -> list[Message]:
+        incoming = request_from_record(request.content)
         grid.now += 10
-        if told.kind == "train" and site == "north":
-            if told.about["round"] == 0:
+        if incoming.kind == "train" and site == "north":
+            if incoming.header["round"] == 0:
                 grid.join("south", folders["south"])
-            if told.about["round"] == 3:
+            if incoming.header["round"] == 3:
                 (folders["south"] / "rows.csv").write_text(rows("fm"))
         return [reply]
 
     grid.fault = fault
     schema = {"x": ["age", "sex"], "y": "dose", "categories": ["sex"]}
     model = fp.Composition(None, nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
-    told = deployment(fp.FedAvg(model), 9, terms=RoundTerms(sites=2), schema=schema)
-    found = conduct(told, post_on(grid, greeting=30.0))
-    said = [r.getMessage() for r in caplog.records if "cannot take part" in r.getMessage()]
-    assert said
-    assert all("site 'south'" in line and words in line for line in said)
+    incoming = deployment(fp.FedAvg(model), 9, terms=RoundTerms(sites=2), schema=schema)
+    found = run_deployment(incoming, transport_on(grid, greeting=30.0))
+    output = [r.getMessage() for r in caplog.records if "cannot take part" in r.getMessage()]
+    assert output
+    assert all("site 'south'" in line and words in line for line in output)
     heard = ["south" in m["heard"] for m in found.history]
     assert not any(heard[:4])
     assert heard[-1]
@@ -215,7 +221,7 @@ def test_a_newcomer_for_whom_there_is_no_setting_stays_outside(
     joining = Joining(tmp_path, data)
     names = list(data)[:3]
     method = made("FedSOUL", "softmax", compressor=dict.fromkeys(names, "qsgd"))
-    found = conduct(deployment(method, 4, terms=RoundTerms(sites=3)), post_on(joining.grid))
+    found = run_deployment(deployment(method, 4, terms=RoundTerms(sites=3)), transport_on(joining.grid))
     assert all(m["heard"] == names for m in found.history)
     assert f"{joining.last} cannot take part: compressor: no value for client" in caplog.text
 
@@ -224,7 +230,11 @@ def test_a_run_that_somebody_joined_goes_on(tmp_path: Path) -> None:
     """After a restart at which not everyone is there at once."""
     data, method = four("softmax"), made("FedAvg", "softmax")
     joining = Joining(tmp_path / "sites", data)
-    conduct(deployment(method, 3, terms=RoundTerms(sites=3)), post_on(joining.grid), tmp_path / "run")
+    run_deployment(
+        deployment(method, 3, terms=RoundTerms(sites=3)), transport_on(joining.grid), tmp_path / "run"
+    )
     joining.grid.offline.add("ada")
-    found = conduct(deployment(method, 5, terms=RoundTerms(sites=3)), post_on(joining.grid), tmp_path / "run")
+    found = run_deployment(
+        deployment(method, 5, terms=RoundTerms(sites=3)), transport_on(joining.grid), tmp_path / "run"
+    )
     assert [len(m["heard"]) for m in found.history] == [3, 3, 4, 3, 3]

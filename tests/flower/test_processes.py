@@ -14,7 +14,7 @@ import torch
 import fedpop as fp
 from fedpop.federation.reading import read_data
 from fedpop.files import read_json, read_tensors
-from fedpop.flower import joining
+from fedpop.flower import site_commands
 from fedpop.flower.certificates import split_address
 from fedpop.flower.processes import environment, free_port, healthy, program
 from fedpop.run.run import Run
@@ -81,7 +81,7 @@ def test_a_site_with_tls_and_keys(tmp_path: Path) -> None:
     with Cluster(tmp_path, tables(6), FEDAVG, rounds=1) as cluster:
         cluster.start_server("site north may take part")
         cluster.start_site("north")
-        assert cluster.finish(300) == 0, cluster.heard("server")
+        assert cluster.finish(300) == 0, cluster.output("server")
         assert cluster.strangers == set()
         same_bits(learned(cluster), simulated(cluster, fedavg, 1).published)
         assert (tmp_path / "north" / "experiments").exists()
@@ -95,18 +95,18 @@ def test_ten_rounds_of_fedsoul_to_the_bit(tmp_path: Path) -> None:
         cluster.start_server()
         for name in ("north", "south", "east", "rogue"):
             cluster.start_site(name)
-        joining.enrol(
+        site_commands.enrol(
             tmp_path / "plain", "plain", cluster.address, str(tmp_path / "north.csv"), None, True, print
         )
         cluster.start("plain", "site", "join", str(tmp_path / "plain"), "--insecure")
         _start_plain_node(cluster)
-        assert cluster.finish(1800) == 0, cluster.heard("server")
+        assert cluster.finish(1800) == 0, cluster.output("server")
         assert all(set(m["heard"]) == {"north", "south", "east"} for m in cluster.rounds())
-        assert "does not know this site's key" in cluster.heard("rogue")
-        assert "speaks TLS" in cluster.heard("plain")
+        assert "does not know this site's key" in cluster.output("rogue")
+        assert "speaks TLS" in cluster.output("plain")
         assert cluster.children["plain"].wait() == 2
-        assert "Starting insecure channel" in cluster.heard("node")
-        assert "FileNotFoundError" not in cluster.heard("node")  # it had all that it needs to take part
+        assert "Starting insecure channel" in cluster.output("node")
+        assert "FileNotFoundError" not in cluster.output("node")  # it had all that it needs to take part
         for outside in ("rogue", "plain"):
             assert not (tmp_path / outside / "experiments").exists()
         assert cluster.strangers == set()
@@ -114,14 +114,14 @@ def test_ten_rounds_of_fedsoul_to_the_bit(tmp_path: Path) -> None:
 
 
 def _start_plain_node(cluster: Cluster) -> None:
-    """A node of Flower's own that would take part without TLS and a key."""
+    """A node of Flower's that would take part without TLS and a key."""
     where = ("--insecure", "--superlink", cluster.address, "--host", "127.0.0.1", "--port", str(free_port()))
     site = f'site="{cluster.root / "plain"}"'
     flags = (*where, "--max-retries", "3", "--node-config", site)
-    own = {
+    env = {
         n: v for n, v in environment(cluster.root / "home").items() if n.startswith("FLWR_") or n == "PATH"
     }
-    cluster.start_program("node", program("flower-supernode"), *flags, **own)
+    cluster.start_program("node", program("flower-supernode"), *flags, **env)
 
 
 @pytest.mark.flower
@@ -133,8 +133,8 @@ def test_a_killed_server_goes_on(victim: str, tmp_path: Path) -> None:
             cluster.start_site(name)
         cluster.until(lambda: len(cluster.rounds()) >= 2, 900, "two rounds")
         cluster.kill(cluster.server, victim)
-        assert cluster.finish(1800) == 0, cluster.heard("server")
-        assert "it goes on from its last round" in cluster.heard("server")
+        assert cluster.finish(1800) == 0, cluster.output("server")
+        assert "it goes on from its last round" in cluster.output("server")
         assert [m["round"] for m in cluster.rounds()] == [1, 2, 3, 4]
         same_bits(learned(cluster), simulated(cluster, fedavg, 4).published)
 
@@ -150,7 +150,7 @@ def test_the_whole_server_is_killed_and_started_again(tmp_path: Path) -> None:
         cluster.children["server"].wait()
         cluster.until(lambda: not cluster.of(cluster.server), 120, "orphans")
         cluster.start_server()
-        assert cluster.finish(1800) == 0, cluster.heard("server")
+        assert cluster.finish(1800) == 0, cluster.output("server")
         same_bits(learned(cluster), simulated(cluster, fedavg, 4).published)
 
 
@@ -168,7 +168,7 @@ def test_a_site_is_killed_in_a_round(tmp_path: Path) -> None:
         cluster.until(lambda: bool(cluster.of(east, "flwr-clientapp") - working), 300, "east does not work")
         cluster.kill(east)
         cluster.until(lambda: _is_back(cluster, "east"), 1800, "east is not back")
-        assert "it is started again" in cluster.heard("east")
+        assert "it is started again" in cluster.output("east")
         assert "stateless" not in (east / "site.log").read_text()
         cluster.children["server"].terminate()
         cluster.children["server"].wait()
@@ -216,8 +216,8 @@ def test_flowers_own_commands_as_documented(tmp_path: Path) -> None:
         given["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
         def start(name: str, block: str) -> None:
-            own = block.replace("8000", str(port)).replace("city", "north").replace("9094", str(free_port()))
-            cluster.start_program(name, "bash", "-ec", own, **given)
+            env = block.replace("8000", str(port)).replace("city", "north").replace("9094", str(free_port()))
+            cluster.start_program(name, "bash", "-ec", env, **given)
 
         start("link", link)
         ca = cluster.server / "tls" / "ca.crt"

@@ -1,5 +1,5 @@
 """Every question, three ways with the same result: everyone in one process; sites of one whose messages go
-through bytes, of which the server sees the sum alone; and letters over the Grid.
+through bytes, of which the server sees the sum alone; and requests over the Grid.
 
 Questions of mixed models are in ``tests/mixed``, those about tables in ``test_traffic``.
 """
@@ -22,8 +22,8 @@ from fedpop.evaluation.marginal import MarginalLikelihood
 from fedpop.evaluation.newcomers import DataShare, NewcomerWidth
 from fedpop.evaluation.validation import ValidationScore
 from fedpop.flower.client import app
-from fedpop.flower.conduct import enrolled
-from fedpop.flower.elsewhere import RoundTerms
+from fedpop.flower.deployment import enrolled_members
+from fedpop.flower.remote import RoundTerms
 from fedpop.keys import Key
 from fedpop.message import Aggregate, Channel, Tensors, Total
 from fedpop.methods.base import Algorithm
@@ -37,8 +37,8 @@ from fedpop.questions.least_squares import LeastSquares
 from fedpop.questions.pooled import PooledFit
 from fedpop.questions.spectral import CrossProducts, SecondMoments
 from fedpop.questions.targets import TargetSize
-from fedpop.run.members import Asking, Here, Members
-from fedpop.run.own_models import AsTheyStand, FinalPass, OwnModels
+from fedpop.run.members import Asking, LocalMembers, Members
+from fedpop.run.personal_models import AsTheyStand, FinalPass, PersonalModels
 from fedpop.run.run import Run
 from fedpop.run.settings import Settings
 from fedpop.settings import known as classes
@@ -46,7 +46,7 @@ from fedpop.site.plan import WHOLE
 from fedpop.site.sites import Sites
 from fedpop.site.study import Training
 from tests.flower.local_grid import LocalGrid
-from tests.flower.sites import deployment, enrol, post_on
+from tests.flower.sites import deployment, enrol, transport_on
 from tests.methods.conformance import four, made
 
 KEY = Key(0, purpose="asked")
@@ -60,7 +60,7 @@ class Case:
     question: Callable[[Algorithm, Tensors], Question[Any]]
     method: str = "FedSOUL"
     kind: str = "linear"
-    models: OwnModels | None = None
+    models: PersonalModels | None = None
     before: tuple[type[Question[Any]], ...] = ()
     """Questions whose results are known: before the rounds."""
     settings: tuple[tuple[str, Any], ...] = ()
@@ -153,7 +153,7 @@ class Ways:
     """Members on this machine and on the Grid, of the same data."""
 
     case: Case
-    here: Here
+    here: LocalMembers
     grid: Members
     method: Algorithm
     server: Tensors
@@ -196,13 +196,13 @@ def ways(request: pytest.FixtureRequest, tmp_path: Path) -> Ways:
     run = Run(method, federation, Settings(2, 0, method.usual_participation()))
     run.begin()
     grid = LocalGrid(app, enrol(tmp_path, clients))
-    told = deployment(method, 2, terms=RoundTerms(sites=4), entry=case.entry)
-    members, _ = enrolled(told, post_on(grid))
+    planned = deployment(method, 2, terms=RoundTerms(sites=4), entry=case.entry)
+    members, _ = enrolled_members(planned, transport_on(grid))
     apart = {
-        name: Sites.one(name, method.model.checked(fp.Federation.of({name: own})), torch.device("cpu"))
-        for name, own in clients.items()
+        name: Sites.one(name, method.model.checked(fp.Federation.of({name: values})), torch.device("cpu"))
+        for name, values in clients.items()
     }
-    return Ways(case, Here(Training(method), federation), members, method, run.server, apart)
+    return Ways(case, LocalMembers(Training(method), federation), members, method, run.server, apart)
 
 
 @pytest.mark.parametrize("ways", CASES, indirect=True, ids=lambda c: c.__name__)

@@ -1,4 +1,4 @@
-"""Questions of one's own work across machines, and what is agreed on first is asked as questions are."""
+"""Users' questions work across machines, and what is agreed on first is asked as questions are."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ import fedpop as fp
 from fedpop.errors import CheckpointError, EstimateError, SettingsError
 from fedpop.files import read_json
 from fedpop.flower.client import app
-from fedpop.flower.conduct import conduct
-from fedpop.flower.elsewhere import Elsewhere, RoundTerms
-from fedpop.flower.folder import open_site
-from fedpop.flower.records import letter_from_record
+from fedpop.flower.deployment import run_deployment
+from fedpop.flower.records import request_from_record
+from fedpop.flower.remote import RemoteMembers, RoundTerms
+from fedpop.flower.site_folder import open_site
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.message.declared import Sent
-from fedpop.methods.asking import question_from, question_told
+from fedpop.methods.asking import describe_question, question_from_description
 from fedpop.models.base import Model
 from fedpop.questions import Question, Units
 from fedpop.questions.forms import ExampleShape
 from fedpop.questions.schema import Schema
-from fedpop.run.members import Here, Members
+from fedpop.run.members import LocalMembers, Members
 from fedpop.run.settings import Settings
 from fedpop.site.study import Survey
 from tests.flower.local_grid import LocalGrid
-from tests.flower.sites import across, deployment, enrol, here, post_on
+from tests.flower.sites import across, deployment, enrol, here, transport_on
 from tests.helpers import linear_model
 from tests.methods.conformance import four, made
 
 
 @dataclass(frozen=True)
 class SquaresAbout(Question[float]):
-    """A user's own: the sum of (y - at)^2 of rows whose first column is above a threshold, times what the
+    """A user's: the sum of (y - at)^2 of rows whose first column is above a threshold, times what the
     model says its outputs are."""
 
     model: Model
@@ -72,8 +72,8 @@ def test_newcomers_have_the_prior_that_sites_were_asked_for(tmp_path: Path) -> N
     model = fp.Composition(None, nn.Linear(2, 1, bias=False), fp.likelihoods.Normal(0.25))
     method = fp.FedSOUL(model, prior=prior, engine="sampled")
     grid = LocalGrid(app, enrol(tmp_path, data))
-    told = deployment(method, 3, terms=RoundTerms(sites=6), afterwards=("newcomers",))
-    population = conduct(told, post_on(grid), tmp_path / "run")
+    planned = deployment(method, 3, terms=RoundTerms(sites=6), afterwards=("newcomers",))
+    population = run_deployment(planned, transport_on(grid), tmp_path / "run")
     alone = here(method, data, rounds=3).for_newcomers()
     assert set(population.newcomers) == {0, 1, 5}
     assert population.newcomers[0] < 0.2
@@ -91,9 +91,9 @@ def test_a_question_of_ones_own_is_answered_across_machines(tmp_path: Path) -> N
     assert found == pytest.approx(here(method, data, rounds=1).ask(asked), rel=1e-6)
     by_hand = sum(float(((y - 0.5) ** 2 * (x[:, 0] > 0.25)).sum()) for x, y in data.values())
     assert found == pytest.approx(by_hand, rel=1e-6)
-    last = letter_from_record(grid.traffic[-1][1].content)
-    assert last.about["told"] == {
-        "kind": "SquaresAbout",
+    last = request_from_record(grid.traffic[-1][1].content)
+    assert last.header["told"] == {
+        "kind": f"{SquaresAbout.__module__}:SquaresAbout",
         "fields": {
             "model": {"kind": "own", "what": "model"},
             "at": {"kind": "sent", "name": "own.at"},
@@ -105,18 +105,18 @@ def test_a_question_of_ones_own_is_answered_across_machines(tmp_path: Path) -> N
 
 def test_a_tensor_that_is_sent_already_does_not_go_twice() -> None:
     model, at = linear_model(), torch.ones(3)
-    told, more = question_told(SquaresAbout(model, at, 0.0), {"asked.phi": at})
+    description, more = describe_question(SquaresAbout(model, at, 0.0), {"asked.phi": at})
     assert not more
     method = fp.FedAvg(model)
-    again = question_from(told, {"asked.phi": at}, method)
+    again = question_from_description(description, {"asked.phi": at}, method)
     assert again == SquaresAbout(model, at, 0.0)
     with pytest.raises(CheckpointError, match="needs a method"):
-        question_from(told, {"asked.phi": at}, None)
+        question_from_description(description, {"asked.phi": at}, None)
     with pytest.raises(CheckpointError, match="unknown question 'Nonsense'"):
-        question_from({"kind": "Nonsense", "fields": {}}, {}, method)
+        question_from_description({"kind": "Nonsense", "fields": {}}, {}, method)
     strange: Any = object()
     with pytest.raises(SettingsError, match="cannot be asked across machines"):
-        question_told(SquaresAbout(model, at, strange), {})
+        describe_question(SquaresAbout(model, at, strange), {})
 
 
 OWN = """
@@ -152,7 +152,7 @@ def test_a_site_imports_the_modules_that_its_settings_name(
     (folder / "rows_above_of_mine.py").write_text(OWN)
     monkeypatch.setattr(sys, "path", list(sys.path))
     open_site(folder)
-    asked = question_from({"kind": "RowsAbove", "fields": {"least": 1.0}}, {}, None)
+    asked = question_from_description({"kind": "RowsAbove", "fields": {"least": 1.0}}, {}, None)
     assert asked.name == "rows above"
     sys.modules.pop("rows_above_of_mine")
 
@@ -163,11 +163,11 @@ def test_a_site_imports_the_modules_that_its_settings_name(
 def surveyed(grid: LocalGrid, form: dict[str, Any], sites: int) -> Members:
     """Sites of whose data nothing is agreed yet."""
     settings = Settings(1, 0, fp.participation.Everyone())
-    return Elsewhere(Survey(form), post_on(grid), "test", RoundTerms(sites=sites), settings)
+    return RemoteMembers(Survey(form), transport_on(grid), "test", RoundTerms(sites=sites), settings)
 
 
 def test_the_schema_is_one_question_for_tables_here_and_elsewhere(tmp_path: Path) -> None:
-    """The same object, carried by letters or on this machine, finds the same."""
+    """The same object, carried by requests or on this machine, finds the same."""
     folders, tables = {}, {}
     for k, name in enumerate(("north", "south", "west")):
         folder = tmp_path / name
@@ -182,34 +182,34 @@ def test_the_schema_is_one_question_for_tables_here_and_elsewhere(tmp_path: Path
     data = {"x": ["age", "kind"], "y": "dose", "categories": ["kind"], "minimum": 3}
     schema = Schema(("age",), ("kind",), 3)
     elsewhere = schema.asked(surveyed(grid, data, 3).asks)
-    assert elsewhere == schema.asked(Here(Survey(), tables).asks)
-    # Three, two and one rows of the second level: only one site tells of its own.
+    assert elsewhere == schema.asked(LocalMembers(Survey(), tables).asks)
+    # Three, two and one rows of the second level: only one site sends its count.
     assert elsewhere["kind"].counts == {"a": 18, "b": 3}  # type: ignore[union-attr]
-    assert elsewhere["kind"].untold == 3  # type: ignore[union-attr]
+    assert elsewhere["kind"].suppressed == 3  # type: ignore[union-attr]
 
 
 def test_shapes_that_differ_are_counted_not_named(tmp_path: Path) -> None:
     data = {"ada": (torch.zeros(4, 3), torch.zeros(4)), "bea": (torch.zeros(4, 2), torch.zeros(4))}
     grid = LocalGrid(app, enrol(tmp_path, data))
-    told = deployment(made("FedAvg", "linear"), 1, terms=RoundTerms(sites=2))
+    planned = deployment(made("FedAvg", "linear"), 1, terms=RoundTerms(sites=2))
     with pytest.raises(
         SettingsError, match=r"different shapes, those of 1 unit\(s\) \[\[2\]\], of 1 .*\[\[3\]\]"
     ):
-        conduct(told, post_on(grid))
+        run_deployment(planned, transport_on(grid))
 
 
 def test_everyone_who_answered_must_be_readable(tmp_path: Path) -> None:
     data = {n: (torch.zeros(4, 3), torch.zeros(4)) for n in ("ada", "bea")}
     grid = LocalGrid(app, enrol(tmp_path, data))
 
-    def other_question(site: str, letter: Any, reply: Any) -> list[Any]:
+    def other_question(site: str, request: Any, reply: Any) -> list[Any]:
         if site == "bea":
             record = reply.content.config_records["fedpop"]
             record["json"] = str(record["json"]).replace('"question": "example"', '"question": "else"')
         return [reply]
 
     grid.fault = other_question
-    with pytest.raises(EstimateError, match="bea: it answers another letter"):
+    with pytest.raises(EstimateError, match="bea: it answers another request"):
         surveyed(grid, {}, 2).asks(ExampleShape(), {})
 
 
@@ -223,5 +223,5 @@ def test_a_model_of_a_table_still_starts(tmp_path: Path) -> None:
     grid = LocalGrid(app, {"north": folder})
     schema = {"x": ["age"], "y": "dose", "standardise": False}
     method = fp.FedAvg(fp.Composition(None, nn.Linear(1, 1), fp.likelihoods.Normal(1.0)))
-    conduct(deployment(method, 1, schema=schema), post_on(grid))
-    assert "ask" not in {letter_from_record(m.content).kind for _, m, _ in grid.traffic}
+    run_deployment(deployment(method, 1, schema=schema), transport_on(grid))
+    assert "ask" not in {request_from_record(m.content).kind for _, m, _ in grid.traffic}

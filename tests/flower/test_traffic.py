@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.errors import EstimateError
-from fedpop.flower.afterwards import ASKED
 from fedpop.flower.client import app
-from fedpop.flower.conduct import conduct
-from fedpop.flower.elsewhere import RoundTerms
-from fedpop.flower.letters import Letter
-from fedpop.flower.memory import Memory
-from fedpop.flower.records import letter_from_record, message_from_record
+from fedpop.flower.deployment import run_deployment
+from fedpop.flower.final_questions import ASKED
+from fedpop.flower.records import message_from_record, request_from_record
+from fedpop.flower.remote import RoundTerms
+from fedpop.flower.requests import Request
+from fedpop.flower.site_state import SiteState
 from fedpop.message import Channel, Message, Payload, Tensors
 from fedpop.questions.spectral import Spectral
 from tests.flower.local_grid import LocalGrid
-from tests.flower.sites import across, deployment, enrol, post_on
+from tests.flower.sites import across, deployment, enrol, transport_on
 from tests.helpers import generator, seeded
 from tests.methods.conformance import four, made
 from tests.methods.test_conformance import holds
@@ -36,9 +36,9 @@ COSTS = {"log_likelihood", "examples", "acceptance", "clients", "divergences"}
 COSTS |= {"gradient_evaluations", "head_steps", "backbone_passes"}
 
 
-def opened(grid: LocalGrid) -> list[tuple[str, Letter, Message]]:
+def opened(grid: LocalGrid) -> list[tuple[str, Request, Message]]:
     return [
-        (site, letter_from_record(m.content), message_from_record(r.content)) for site, m, r in grid.traffic
+        (site, request_from_record(m.content), message_from_record(r.content)) for site, m, r in grid.traffic
     ]
 
 
@@ -58,19 +58,21 @@ def test_neither_rows_nor_draws_leave(name: str, kind: str, tmp_path: Path) -> N
     grid = LocalGrid(app, enrol(tmp_path, data))
     states: dict[str, list[Tensors]] = {n: [] for n in data}
 
-    def watch(site: str, letter: Any, reply: Any) -> list[Any]:
+    def watch(site: str, request: Any, reply: Any) -> list[Any]:
         file = tmp_path / site / "experiments" / "test" / "chain.safetensors"
         if file.exists():
-            memory = Memory.read(file)
+            memory = SiteState.read(file)
             states[site] += [s.get(torch.tensor([0]), CPU) for s in (memory.before, memory.after)]
         return [reply]
 
     grid.fault = watch
-    told = {"callbacks": [fp.callbacks.EarlyStop(every=2)], "afterwards": tuple(ASKED)}
-    conduct(deployment(method, 4, terms=RoundTerms(sites=4), **told), post_on(grid), tmp_path / "run")
+    options = {"callbacks": [fp.callbacks.EarlyStop(every=2)], "afterwards": tuple(ASKED)}
+    run_deployment(
+        deployment(method, 4, terms=RoundTerms(sites=4), **options), transport_on(grid), tmp_path / "run"
+    )
     kinds = set()
-    for site, letter, reply in opened(grid):
-        kinds |= {letter.kind, letter.about.get("question")}
+    for site, request, reply in opened(grid):
+        kinds |= {request.kind, request.header.get("question")}
         secrets = [v for x, y in (four(kind)[site], held_out[site]) for v in (*x, y.double())]
         for state in states[site]:
             for secret in set(method.private) & set(state):
@@ -80,15 +82,15 @@ def test_neither_rows_nor_draws_leave(name: str, kind: str, tmp_path: Path) -> N
                 continue
             vector = plain(payload)
             assert not any(holds(vector, secret) for secret in secrets if secret.numel() > 1)
-        allowed = HELLO if letter.kind == "hello" else ABOUT
+        allowed = HELLO if request.kind == "hello" else ABOUT
         assert set(reply.header) <= allowed
         assert {n for n in reply.numbers if not n.startswith("norms.")} <= COSTS
         assert reply.named == {}
     assert kinds >= {"ask", "hello", "train", "finish", "validation score"}
     assert name != "FedSOUL" or kinds >= {"marginal likelihood", "information", "diagnostics"}
-    assert any(method.private and set(method.private) & set(s) for own in states.values() for s in own) or (
-        not method.private
-    )
+    assert any(
+        method.private and set(method.private) & set(s) for model_here in states.values() for s in model_here
+    ) or (not method.private)
 
 
 def test_a_sites_secret_is_in_no_message(tmp_path: Path) -> None:
@@ -97,9 +99,9 @@ def test_a_sites_secret_is_in_no_message(tmp_path: Path) -> None:
     for k, folder in enumerate(folders.values()):
         (folder / "secret").write_text(f"{1234567890123 + k}\n")
     grid = LocalGrid(app, folders)
-    conduct(deployment(made("FedSOUL", "softmax"), 2, terms=RoundTerms(sites=4)), post_on(grid))
-    said = json.dumps([dict(reply.header) for _, _, reply in opened(grid)])
-    assert "12345678901" not in said
+    run_deployment(deployment(made("FedSOUL", "softmax"), 2, terms=RoundTerms(sites=4)), transport_on(grid))
+    output = json.dumps([dict(reply.header) for _, _, reply in opened(grid)])
+    assert "12345678901" not in output
     assert all(b"12345678901" not in p.data for _, _, r in opened(grid) for p in r.payloads.values())
 
 
@@ -121,21 +123,23 @@ def test_what_the_pre_round_tells_of_columns(tmp_path: Path) -> None:
     grid = LocalGrid(app, folders)
     schema = {"x": ["age", "sex"], "y": "dose", "categories": ["sex"]}
     model = fp.Composition(None, nn.Linear(3, 1), fp.likelihoods.Normal(1.0))
-    conduct(deployment(fp.FedAvg(model), 1, terms=RoundTerms(sites=2), schema=schema), post_on(grid))
-    told: dict[str, dict[str, list[float]]] = {}
-    for site, letter, reply in opened(grid):
-        if site == "north" and letter.kind == "ask":
+    run_deployment(
+        deployment(fp.FedAvg(model), 1, terms=RoundTerms(sites=2), schema=schema), transport_on(grid)
+    )
+    sums: dict[str, dict[str, list[float]]] = {}
+    for site, request, reply in opened(grid):
+        if site == "north" and request.kind == "ask":
             sent = {n: plain(payload).tolist() for n, payload in reply.payloads.items()}
-            told[letter.about["question"]] = sent
+            sums[request.header["question"]] = sent
     ages = [*range(30, 40), 77]
     mean = sum(ages) / 11  # of both sites: they have the same rows
     squares = sum((age - mean) ** 2 for age in ages)
-    assert told == {
+    assert sums == {
         "schema": {'["age"]': [11, sum(ages)]} | {f'["sex", {s}]': [n] for s, n in LEVELS.items()},
         "standardisation": {'["age"]': [11, pytest.approx(squares, rel=1e-12)]},
     }
-    said = json.dumps([[dict(r.header), list(r.payloads)] for _, _, r in opened(grid)])
-    assert "rare" not in said
+    output = json.dumps([[dict(r.header), list(r.payloads)] for _, _, r in opened(grid)])
+    assert "rare" not in output
 
 
 # --- what a curious server can compute -------------------------------------------------------------
@@ -160,7 +164,7 @@ def others(k: int = 4) -> dict[str, tuple[Tensor, Tensor]]:
     return {n: (torch.randn(12, k, generator=g), torch.randn(12, generator=g)) for n in ("bea", "cem")}
 
 
-def first_round(grid: LocalGrid, site: str) -> tuple[Letter, Message]:
+def first_round(grid: LocalGrid, site: str) -> tuple[Request, Message]:
     return next((m, r) for s, m, r in opened(grid) if s == site and m.kind == "train")
 
 
@@ -172,12 +176,12 @@ def test_the_mean_of_the_draws_from_i(tmp_path: Path) -> None:
         model(), prior=prior, engine="sampled", local_steps=1, beta_step=beta_step, start="random"
     )
     _, grid = across(method, {"ada": linear_site(6)} | others(), tmp_path, rounds=1)
-    letter, reply = first_round(grid, "ada")
+    request, reply = first_round(grid, "ada")
     d = 2
-    beta = letter.tensors["beta"]
+    beta = request.tensors["beta"]
     mu, sigma = beta[:d], beta[d:].exp()
     revealed = mu + sigma.square() * plain(reply.payloads["I"])[:d]
-    memory = Memory.read(tmp_path / "ada" / "experiments" / "test" / "chain.safetensors")
+    memory = SiteState.read(tmp_path / "ada" / "experiments" / "test" / "chain.safetensors")
     z = memory.after.get(torch.tensor([0]), CPU)["z"].flatten()
     torch.testing.assert_close(revealed, z, rtol=1e-4, atol=1e-5)
 
@@ -200,9 +204,9 @@ def test_both_rows_of_two_from_the_spectral_message(tmp_path: Path) -> None:
     data = {"ada": (x, y)} | others()
     _, grid = across(fp.FedSOUL(model(), engine="sampled"), data, tmp_path / "allowed", rounds=1)
     asked = [(m, r) for s, m, r in opened(grid) if s == "ada" and m.kind == "ask"]
-    letter, reply = next((m, r) for m, r in asked if m.about["question"] == "cross products")
+    request, reply = next((m, r) for m, r in asked if m.header["question"] == "cross products")
     s = plain(reply.payloads["cross"]).double().reshape(4, 4)
-    whitener = letter.tensors["asked.whitener"]
+    whitener = request.tensors["asked.whitener"]
     vectors = torch.linalg.eigh(s)
     top = vectors[1][:, vectors[0].abs().argsort()[-2:]]
     span = torch.linalg.qr(torch.linalg.inv(whitener).mT @ top)[0]
@@ -212,14 +216,14 @@ def test_both_rows_of_two_from_the_spectral_message(tmp_path: Path) -> None:
     folders = enrol(tmp_path / "refused", data)
     settings = folders["ada"] / "site.toml"
     settings.write_text(settings.read_text().replace("spectral_rows = 2\n", ""))
-    told = deployment(fp.FedSOUL(model(), engine="sampled"), 1, terms=RoundTerms(sites=3))
+    planned = deployment(fp.FedSOUL(model(), engine="sampled"), 1, terms=RoundTerms(sites=3))
     grid = LocalGrid(app, folders)
     with pytest.raises(EstimateError, match="ada: the spectral start is refused with fewer than 10 rows"):
-        conduct(told, post_on(grid))
-    sent = {m.about["question"] for s, m, r in opened(grid) if s == "ada" and r.payloads}
+        run_deployment(planned, transport_on(grid))
+    sent = {m.header["question"] for s, m, r in opened(grid) if s == "ada" and r.payloads}
     assert sent == {"example"}  # the shape of one
     zeros = fp.FedSOUL(model(), engine="sampled", start=Spectral(minimum=10))
-    conduct(deployment(zeros, 1, terms=RoundTerms(sites=3)), post_on(LocalGrid(app, folders)))
+    run_deployment(deployment(zeros, 1, terms=RoundTerms(sites=3)), transport_on(LocalGrid(app, folders)))
 
 
 def test_both_rows_of_two_from_the_moments_of_a_linear_model(tmp_path: Path) -> None:
@@ -228,12 +232,12 @@ def test_both_rows_of_two_from_the_moments_of_a_linear_model(tmp_path: Path) -> 
     run goes on with the others' moments."""
     x, y = linear_site(2)
     data = {"ada": (x, y)} | others()
-    own = fp.Composition(None, seeded(nn.Linear(4, 1), 2), fp.likelihoods.Normal())
-    _, grid = across(fp.FedSOUL(own), data, tmp_path / "allowed", rounds=1)
+    model_here = fp.Composition(None, seeded(nn.Linear(4, 1), 2), fp.likelihoods.Normal())
+    _, grid = across(fp.FedSOUL(model_here), data, tmp_path / "allowed", rounds=1)
 
     def moments(grid: LocalGrid) -> list[Message]:
         every = [(s, m, r) for s, m, r in opened(grid) if s == "ada" and m.kind == "ask"]
-        return [r for _, m, r in every if m.about["question"] == "least squares"]
+        return [r for _, m, r in every if m.header["question"] == "least squares"]
 
     sent = plain(moments(grid)[0].payloads["moments"])
     second, cross = sent[:25].reshape(5, 5), sent[25:30]
@@ -250,7 +254,9 @@ def test_both_rows_of_two_from_the_moments_of_a_linear_model(tmp_path: Path) -> 
     settings = folders["ada"] / "site.toml"
     settings.write_text(settings.read_text().replace("spectral_rows = 2\n", ""))
     grid = LocalGrid(app, folders)
-    found = conduct(deployment(fp.FedSOUL(own), 2, terms=RoundTerms(sites=3)), post_on(grid))
+    found = run_deployment(
+        deployment(fp.FedSOUL(model_here), 2, terms=RoundTerms(sites=3)), transport_on(grid)
+    )
     assert found.history[-1]["heard"] == sorted(data)
     (refused,) = moments(grid)
     assert not refused.payloads

@@ -12,18 +12,18 @@ import torch
 import fedpop as fp
 from fedpop.errors import SettingsError
 from fedpop.flower.client import app
-from fedpop.flower.conduct import conduct
-from fedpop.flower.elsewhere import RoundTerms
-from fedpop.flower.holdings import Member, roster_of_sites, taking_part
-from fedpop.flower.memory import Memory
-from fedpop.flower.records import letter_from_record, message_from_record
+from fedpop.flower.deployment import run_deployment
+from fedpop.flower.records import message_from_record, request_from_record
+from fedpop.flower.remote import RoundTerms
+from fedpop.flower.site_records import SiteRecord, active_parts, roster_of_sites
+from fedpop.flower.site_state import SiteState
 from fedpop.keys import Key, unit_of
 from fedpop.methods.base import Algorithm
 from fedpop.run.run import Run
 from fedpop.run.settings import Settings
 from fedpop.site.plan import Plan
 from tests.flower.local_grid import LocalGrid
-from tests.flower.sites import across, deployment, enrol, post_on, same_bits
+from tests.flower.sites import across, deployment, enrol, same_bits, transport_on
 from tests.methods.conformance import four, made
 
 CPU = torch.device("cpu")
@@ -32,16 +32,18 @@ SITES = {site: [f"{site}/{group}" for group in groups] for site, groups in TWO.i
 
 
 def data(kind: str = "softmax") -> dict[str, dict[str, Any]]:
-    own = four(kind) | {"eve": four(kind, seed=3)["ada"]}
-    return {site: {group: own[group] for group in groups} for site, groups in TWO.items()}
+    stored = four(kind) | {"eve": four(kind, seed=3)["ada"]}
+    return {site: {group: stored[group] for group in groups} for site, groups in TWO.items()}
 
 
 def units(kind: str = "softmax") -> dict[str, Any]:
-    return {f"{site}/{group}": own for site, groups in data(kind).items() for group, own in groups.items()}
+    return {
+        f"{site}/{group}": stored for site, groups in data(kind).items() for group, stored in groups.items()
+    }
 
 
-def letters(grid: LocalGrid, kind: str = "train") -> list[tuple[str, Any, Any]]:
-    each = [(s, letter_from_record(m.content), message_from_record(r.content)) for s, m, r in grid.traffic]
+def requests(grid: LocalGrid, kind: str = "train") -> list[tuple[str, Any, Any]]:
+    each = [(s, request_from_record(m.content), message_from_record(r.content)) for s, m, r in grid.traffic]
     return [(s, m, r) for s, m, r in each if m.kind == kind]
 
 
@@ -70,26 +72,26 @@ def test_the_same_units_take_part_as_in_the_simulator(name: str, rule: str, tmp_
     same_bits(elsewhere.published, here.published)
     assert [m["active"] for m in elsewhere.history] == [m["active"] for m in here.history]
     asked = Counter[int]()
-    for _, letter, reply in letters(grid):
-        some = letter.about["units"]
+    for _, request, reply in requests(grid):
+        some = request.header["units"]
         assert int(reply.units) == (int(reply.units) if some is None else len(some))
-        asked[letter.about["round"]] += int(reply.units)
+        asked[request.header["round"]] += int(reply.units)
     assert [asked[k] for k in range(6)] == [m["active"] for m in here.history]
     assert here.store is not None
     place = {n: i for i, n in enumerate(units())}
     for site, names in SITES.items():
         file = tmp_path / site / "experiments" / "test" / "chain.safetensors"
-        own = Memory.read(file).after
+        stored = SiteState.read(file).after
         for i, unit in enumerate(names):
-            assert bool(own.entered[i]) == bool(here.store.entered[place[unit]]), unit
-            if own.entered[i]:
+            assert bool(stored.entered[i]) == bool(here.store.entered[place[unit]]), unit
+            if stored.entered[i]:
                 theirs = here.store.get(torch.tensor([place[unit]]), CPU)
-                same_bits(own.get(torch.tensor([i]), CPU), theirs)
+                same_bits(stored.get(torch.tensor([i]), CPU), theirs)
 
 
 def test_the_test_has_rounds_of_one_site_alone(tmp_path: Path) -> None:
     _, grid = across(made("FedAvg", "softmax"), data(), tmp_path, rounds=6, rule=RULES["two"])
-    each = Counter(m.about["round"] for _, m, _ in letters(grid))
+    each = Counter(m.header["round"] for _, m, _ in requests(grid))
     assert set(each.values()) == {1, 2}
 
 
@@ -98,11 +100,11 @@ def test_hashes_of_units_are_told_where_some_are_drawn(tmp_path: Path) -> None:
     method = made("FedAvg", "softmax")
     for rule in ("two", "everyone"):
         _, grid = across(method, data(), tmp_path / rule, rounds=1, rule=RULES[rule])
-        for site, letter, reply in letters(grid, "hello"):
-            draws = rule == "two" and letter.about["study"]["kind"] == "Training"
+        for site, request, reply in requests(grid, "hello"):
+            draws = rule == "two" and request.header["study"]["kind"] == "Training"
             hashes = [unit_of(n) for n in SITES[site]] if draws else None
             assert reply.header.get("hashes") == hashes
-        for _, _, reply in [r for kind in ("hello", "ask", "train") for r in letters(grid, kind)]:
+        for _, _, reply in [r for kind in ("hello", "ask", "train") for r in requests(grid, kind)]:
             assert "ada" not in str(reply.header)
 
 
@@ -112,21 +114,21 @@ def test_a_lost_reply_did_not_happen_to_those_who_took_part(name: str, tmp_path:
     method, rule = made(name, "softmax"), RULES["two"]
     gone = (1, 2)
 
-    def fault(site: str, letter: Any, reply: Any) -> list[Any] | None:
-        about = letter_from_record(letter.content).about
+    def fault(site: str, request: Any, reply: Any) -> list[Any] | None:
+        about = request_from_record(request.content).header
         return None if site == "north" and about.get("round") in gone else [reply]
 
     grid = LocalGrid(app, enrol(tmp_path, data()))
     grid.fault = fault
-    told = deployment(method, 6, rule=rule, terms=RoundTerms(sites=2, timeout=0.1))
-    elsewhere = conduct(told, post_on(grid))
+    planned = deployment(method, 6, rule=rule, terms=RoundTerms(sites=2, timeout=0.1))
+    elsewhere = run_deployment(planned, transport_on(grid))
     missed = [m["round"] - 1 for m in elsewhere.history if "north" in m["left_out"]]
     assert missed
     federation = fp.Federation.of(units())
     prepared = method.prepared(federation.example)
     run = Run(prepared, prepared.model.checked(federation), Settings(6, 0, rule, sites=SITES))
     north = {unit_of(n) for n in SITES["north"]}
-    run.sites.lost = lambda k, own: torch.tensor([k in missed and int(u) in north for u in own])
+    run.sites.lost = lambda k, stored: torch.tensor([k in missed and int(u) in north for u in stored])
     same_bits(elsewhere.published, run.execute(resume=False, progress=False).published)
     assert all(m["units_left_out"] in (1, 2) for m in elsewhere.history if m["left_out"])
 
@@ -139,11 +141,11 @@ def test_units_of_one_site_count_alike(tmp_path: Path) -> None:
 
 def test_observed_weights_count_units() -> None:
     """A site of two of which one took part was there for half of a round."""
-    sites = {"a": Member(units=2, hashes=[5, 9]), "b": Member(units=1, hashes=[7])}
+    sites = {"a": SiteRecord(units=2, hashes=[5, 9]), "b": SiteRecord(units=1, hashes=[7])}
     roster = roster_of_sites(sites)
     assert (roster.units.tolist(), list(roster.names)) == ([5, 9, 7], ["a", "a", "b"])
     active = fp.participation.Availability([[1], [0, 1, 2]], 3, "inverse").draw(roster, Key(0, round=0))
-    parts = taking_part(sites, active)
+    parts = active_parts(sites, active)
     assert list(parts) == ["a"]
     assert parts["a"].units == [1]
     assert parts["a"].ids.tolist() == [1]
@@ -173,7 +175,9 @@ def test_a_site_with_little_memory_finds_the_same(
     for folder in folders.values():
         settings = folder / "site.toml"
         settings.write_text(settings.read_text() + 'memory = "1"\n')
-    cut = conduct(deployment(method, 2, terms=RoundTerms(sites=2)), post_on(LocalGrid(app, folders)))
+    cut = run_deployment(
+        deployment(method, 2, terms=RoundTerms(sites=2)), transport_on(LocalGrid(app, folders))
+    )
     assert set(sizes) == {1}
     for n in whole.published:
         torch.testing.assert_close(cut.published[n], whole.published[n], rtol=1e-5, atol=1e-6)

@@ -10,15 +10,15 @@ from flwr.app import Message
 import fedpop as fp
 from fedpop.errors import EstimateError, SettingsError
 from fedpop.flower.client import app
-from fedpop.flower.conduct import conduct, enrolled
-from fedpop.flower.elsewhere import RoundTerms
+from fedpop.flower.deployment import enrolled_members, run_deployment
 from fedpop.flower.records import (
-    letter_from_record,
+    request_from_record,
 )
+from fedpop.flower.remote import RoundTerms
 from fedpop.keys import Key
 from tests.flower.faulty import TERMS, run, train
 from tests.flower.local_grid import LocalGrid
-from tests.flower.sites import deployment, enrol, here, post_on, same_bits
+from tests.flower.sites import deployment, enrol, here, same_bits, transport_on
 from tests.methods.conformance import four, made
 
 # --- who is there ----------------------------------------------------------------------------------
@@ -30,10 +30,10 @@ def test_a_dead_site_is_not_picked_and_a_new_one_takes_part(tmp_path: Path) -> N
     def prepare(grid: LocalGrid) -> None:
         newcomer = enrol(tmp_path / "new", {"eva": data["ada"]})
 
-        def fault(site: str, letter: Message, reply: Message) -> list[Message]:
-            if train(site, letter) == 1 and site == "dag":
+        def fault(site: str, request: Message, reply: Message) -> list[Message]:
+            if train(site, request) == 1 and site == "dag":
                 grid.offline.add("bea")
-            if train(site, letter) == 3 and site == "dag":
+            if train(site, request) == 3 and site == "dag":
                 grid.offline.clear()
                 grid.join("eva", newcomer["eva"])
             return [reply]
@@ -57,11 +57,11 @@ def test_a_run_may_begin_with_more_sites_than_a_round_needs(tmp_path: Path) -> N
 
         def later(seconds: float) -> None:
             sleep(seconds)
-            if not any(train(site, letter) for site, letter, _ in grid.traffic):
+            if not any(train(site, request) for site, request, _ in grid.traffic):
                 grid.offline.clear()
 
-        def fault(site: str, letter: Message, reply: Message) -> list[Message]:
-            if site == "dag" and train(site, letter) == 1:
+        def fault(site: str, request: Message, reply: Message) -> list[Message]:
+            if site == "dag" and train(site, request) == 1:
                 grid.offline.add("bea")
             return [reply]
 
@@ -75,7 +75,7 @@ def test_weights_from_observed_participation(tmp_path: Path) -> None:
     """A site that was heard in one round of two counts twice, in the limit."""
     grid = LocalGrid(app, enrol(tmp_path, four("softmax")))
     terms = RoundTerms(sites=4, weights="observed")
-    members, _ = enrolled(deployment(made("FedSOUL", "softmax"), 3, terms=terms), post_on(grid))
+    members, _ = enrolled_members(deployment(made("FedSOUL", "softmax"), 3, terms=terms), transport_on(grid))
     for name, site in members.sites.items():
         site.rounds, site.times = 99, 49 if name == "bea" else 99
     active = members.active(fp.participation.Everyone(), Key(0), 0)
@@ -100,7 +100,7 @@ def test_sites_that_differ_in_form_are_told(tmp_path: Path) -> None:
     data["bea"] = (data["bea"][0][:, :2], data["bea"][1])
     grid = LocalGrid(app, enrol(tmp_path, data))
     with pytest.raises(SettingsError, match=r"of 1 unit\(s\) \[\[2\]\].* unlike the others: bea"):
-        conduct(deployment(made("FedSOUL", "softmax"), 2, terms=TERMS), post_on(grid))
+        run_deployment(deployment(made("FedSOUL", "softmax"), 2, terms=TERMS), transport_on(grid))
 
 
 def test_a_method_that_needs_everyone_waits_and_says_for_whom(
@@ -118,8 +118,8 @@ def test_a_method_that_needs_everyone_waits_and_says_for_whom(
 
         grid.sleep = later  # type: ignore[method-assign]
 
-        def fault(site: str, letter: Message, reply: Message) -> list[Message]:
-            if train(site, letter) == 1 and site == "dag":
+        def fault(site: str, request: Message, reply: Message) -> list[Message]:
+            if train(site, request) == 1 and site == "dag":
                 grid.offline.add("bea")
             return [reply]
 
@@ -132,9 +132,9 @@ def test_a_method_that_needs_everyone_waits_and_says_for_whom(
 
 def test_a_question_that_needs_everyone_names_who_is_missing(tmp_path: Path) -> None:
     def prepare(grid: LocalGrid) -> None:
-        def fault(site: str, letter: Message, reply: Message) -> list[Message] | None:
-            told = letter_from_record(letter.content)
-            asks = told.kind == "ask" and told.about["question"] == "curvature"
+        def fault(site: str, request: Message, reply: Message) -> list[Message] | None:
+            incoming = request_from_record(request.content)
+            asks = incoming.kind == "ask" and incoming.header["question"] == "curvature"
             return None if asks and site == "cem" else [reply]
 
         grid.fault = fault
@@ -154,5 +154,5 @@ def test_nodes_that_have_numbers_stand_for_sites(tmp_path: Path) -> None:
     for k, context in enumerate(grid.nodes.values()):
         context.node_config = {"partition-id": k, "num-partitions": len(data)}
         context.run_config = {"sites": str(tmp_path / "sites")}
-    found = conduct(deployment(made("FedAvg", "softmax"), 2, terms=TERMS), post_on(grid))
+    found = run_deployment(deployment(made("FedAvg", "softmax"), 2, terms=TERMS), transport_on(grid))
     same_bits(found.published, here(made("FedAvg", "softmax"), data, rounds=2).published)

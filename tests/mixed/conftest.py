@@ -83,18 +83,18 @@ def fitted(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Plac
     """A fit on this machine, or over the Grid in this process: at one site to the bit of the local fit in
     which all groups are at one site, at three to rounding."""
 
-    def made(formula: str, frame: Any, family: str = "gaussian", **said: Any) -> Placed:
+    def made(formula: str, frame: Any, family: str = "gaussian", **settings: Any) -> Placed:
         if request.param == "here":
-            fit = fp.mixed_model(formula, frame, family, **said)
+            fit = fp.mixed_model(formula, frame, family, **settings)
             return Placed(fit, fit.random_effects)
         pytest.importorskip("flwr", reason="the Grid needs the extra 'flower'")
         from tests.flower.formulas import by_site, effects_at, grid_of, over
 
         group, one = parse(formula).group, request.param == "one site"
         root, frames = tmp_path / str(len(list(tmp_path.iterdir()))), by_site(frame, group, 1 if one else 3)
-        fit = over(grid_of(root, frames), formula, family, **said)
+        fit = over(grid_of(root, frames), formula, family, **settings)
         here = fp.mixed_model(
-            formula, frame, family, sites={"all": list(map(str, frame[group].unique()))}, **said
+            formula, frame, family, sites={"all": list(map(str, frame[group].unique()))}, **settings
         )
         alike(fit, here, None if one else 1e-9)
         return Placed(fit, lambda: effects_at(root, frames, fit))

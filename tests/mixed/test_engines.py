@@ -1,4 +1,4 @@
-"""One model, several engines: FedSOUK's own, in its own coordinates, and those of mixed models."""
+"""One model, several engines: FedSOUK's, in its coordinates, and those of mixed models."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_scores_of_some_add_up_to_everyones(y, family, simulated, fitted):
 @pytest.mark.parametrize("rule", [Bernoulli(0.4), Bernoulli([0.3, 0.6] * 6), Uniform(4)])
 def test_scoring_steps_come_back_to_the_maximum(rule, simulated):
     """From half a standard error away in every direction; in each step those who are there, also where they
-    join with probabilities of their own."""
+    join with different probabilities."""
     fit = fp.mixed_model("y ~ w + (1 | g)", simulated([6] * 12))
     engine, best = fit.engine, fit.engine.vector(fit.outcome.point)
     _, information = engine.score_and_information(best)

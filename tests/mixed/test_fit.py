@@ -101,15 +101,19 @@ def test_theta_makes_intervals_wider(fit, frame):
 
 def test_rows_of_a_new_group_update_it_without_refitting(fit, frame):
     """A training group under another name has the posterior that it had; without rows it is the prior's."""
-    own = frame[frame.g == "g3"]
-    again = fit.predict(own.assign(g="new"), "new", observed=own.assign(g="new"), theta_uncertainty=False)
-    known = fit.predict(own, theta_uncertainty=False)
+    new_rows = frame[frame.g == "g3"]
+    again = fit.predict(
+        new_rows.assign(g="new"), "new", observed=new_rows.assign(g="new"), theta_uncertainty=False
+    )
+    known = fit.predict(new_rows, theta_uncertainty=False)
     assert again.to_numpy() == pytest.approx(known.to_numpy(), rel=1e-6)
-    other = fit.predict(own.assign(g="other"), "new", observed=own.assign(g="new"), theta_uncertainty=False)
-    prior = fit.predict(own, "new", theta_uncertainty=False)
+    other = fit.predict(
+        new_rows.assign(g="other"), "new", observed=new_rows.assign(g="new"), theta_uncertainty=False
+    )
+    prior = fit.predict(new_rows, "new", theta_uncertainty=False)
     assert other.to_numpy() == pytest.approx(prior.to_numpy(), rel=1e-9)
     with pytest.raises(SettingsError, match="rows of new groups"):
-        fit.predict(own, observed=own)
+        fit.predict(new_rows, observed=new_rows)
 
 
 def test_predictions_of_counts_and_of_yes_or_no(frame):
@@ -125,10 +129,10 @@ def test_predictions_of_counts_and_of_yes_or_no(frame):
     assert ((known.lower > 0) & (known.upper < 1)).all()
     with pytest.raises(SettingsError, match="no interval"):
         yes.predict(frame.head(4), of="y")
-    # A group's own rows under another name: the same posterior, drawn anew.
-    own = frame[frame.g == "g1"].assign(g="new")
-    again = counts.predict(own, "new", observed=own, theta_uncertainty=False)
-    same = counts.predict(own.assign(g="g1"), theta_uncertainty=False)
+    # A group's rows under another name: the same posterior, drawn anew.
+    new_rows = frame[frame.g == "g1"].assign(g="new")
+    again = counts.predict(new_rows, "new", observed=new_rows, theta_uncertainty=False)
+    same = counts.predict(new_rows.assign(g="g1"), theta_uncertainty=False)
     assert again["mean"].to_numpy() == pytest.approx(same["mean"].to_numpy(), rel=0.05)
 
 
@@ -211,5 +215,5 @@ def test_a_level_that_is_small_at_each_site_is_not_told(frame):
     frame["site"] = frame.g.str[-1]
     frame["s"] = np.where(frame.groupby("site").cumcount() == 0, "rare", "usual")
     assert "susual" in fp.mixed_model("y ~ s + (1 | g)", frame).coefficients  # ten rows in all
-    with pytest.raises(fp.mixed.model.DataError, match="not told"):
+    with pytest.raises(fp.mixed.model.DataError, match="suppressed"):
         fp.mixed_model("y ~ s + (1 | g)", frame, sites="site")

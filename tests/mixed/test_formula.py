@@ -9,7 +9,7 @@ from fedpop.errors import DataError, SettingsError
 from fedpop.mixed.design import Design, Wanted
 from fedpop.mixed.formula import parse, shown
 from fedpop.mixed.table import rows_of
-from fedpop.run.members import Here
+from fedpop.run.members import LocalMembers
 from fedpop.site.study import Survey
 
 
@@ -17,7 +17,7 @@ def built(frame, text, levels=None):
     formula = parse(text)
     rows = rows_of(frame, formula, columns=[c for c in formula.columns if c != formula.group])
     wanted = Wanted.of(formula, [n for n, values in rows.columns.items() if hasattr(values, "cat")])
-    summary = wanted.schema(1).asked(Here(Survey(), {"here": wanted.table(rows)}).asks)
+    summary = wanted.schema(1).asked(LocalMembers(Survey(), {"here": wanted.table(rows)}).asks)
     return Design.agreed(formula, summary, levels or {}, 1), rows
 
 

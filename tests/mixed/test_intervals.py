@@ -18,19 +18,19 @@ def curvature(frame, reml):
     b, which is integrated out."""
     x = torch.tensor(np.stack((np.ones(len(frame)), frame.w), 1))
     y = torch.tensor(frame.y.to_numpy())
-    groups = [torch.tensor(own) for own in frame.groupby("g").indices.values()]
+    groups = [torch.tensor(rows) for rows in frame.groupby("g").indices.values()]
 
     def value(at):
         b, sd, correlation, sigma = at[:-4], at[-4:-2].exp(), at[-2].tanh(), at[-1].exp()
         both = torch.stack((torch.ones(()), correlation, correlation, torch.ones(()))).reshape(2, 2)
         total, inner, cross, square = 0.0, 0.0, 0.0, 0.0
-        for own in groups:
-            cov = x[own] @ (sd * both * sd.unsqueeze(1)) @ x[own].mT + sigma**2 * torch.eye(len(own))
+        for rows in groups:
+            cov = x[rows] @ (sd * both * sd.unsqueeze(1)) @ x[rows].mT + sigma**2 * torch.eye(len(rows))
             inverse = torch.linalg.inv(cov)
             total = total - 0.5 * torch.linalg.slogdet(cov)[1]
-            inner = inner + x[own].mT @ inverse @ x[own]
-            cross = cross + x[own].mT @ inverse @ y[own]
-            square = square + y[own] @ inverse @ y[own]
+            inner = inner + x[rows].mT @ inverse @ x[rows]
+            cross = cross + x[rows].mT @ inverse @ y[rows]
+            square = square + y[rows] @ inverse @ y[rows]
         if reml:
             best = torch.linalg.solve(inner, cross)
             return total - 0.5 * (square - cross @ best + torch.linalg.slogdet(inner)[1])

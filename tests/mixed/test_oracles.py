@@ -16,9 +16,9 @@ def dense(fit, frame, x, z, weight=None, offset=0.0):
     b, sigma = np.array(list(fit.coefficients.values())), fit.covariance.numpy()
     w = np.ones(len(frame)) if weight is None else weight
     total = 0.0
-    for own in frame.groupby("g").indices.values():
-        cov = z[own] @ sigma @ z[own].T + np.diag(fit.sigma**2 / w[own])
-        left = (frame.y.to_numpy() - offset - x @ b)[own]
+    for rows in frame.groupby("g").indices.values():
+        cov = z[rows] @ sigma @ z[rows].T + np.diag(fit.sigma**2 / w[rows])
+        left = (frame.y.to_numpy() - offset - x @ b)[rows]
         total -= 0.5 * (left @ np.linalg.solve(cov, left) + np.linalg.slogdet(2 * np.pi * cov)[1])
     return total
 
@@ -76,8 +76,8 @@ def grid(fit, frame, log_density, eta0, width=12.0, points=4001):
     prior = -0.5 * u**2 - 0.5 * math.log(2 * math.pi) + math.log(u[1] - u[0])
     sd = fit.sd["(Intercept)"]
     total = 0.0
-    for own in frame.groupby("g").indices.values():
-        joint = prior + sum(log_density(j, eta0[j] + sd * u) for j in own)
+    for rows in frame.groupby("g").indices.values():
+        joint = prior + sum(log_density(j, eta0[j] + sd * u) for j in rows)
         total += float(torch.logsumexp(torch.from_numpy(joint), 0))
     return total
 
@@ -142,16 +142,16 @@ def test_five_random_effects_are_five_integrals_where_they_do_not_meet(simulated
     u = np.linspace(-10, 10, 2001)
     prior = -0.5 * u**2 - 0.5 * math.log(2 * math.pi) + math.log(u[1] - u[0])
     expected = 0.0
-    for (_, kind), own in frame.groupby(["g", "kind"]).indices.items():
-        e = eta[own][:, None] + sds[int(kind[1])] * u
-        lost = np.array([math.lgamma(v + 1) for v in y[own]]).sum()
-        joint = prior + (y[own][:, None] * e - np.exp(e)).sum(0) - lost
+    for (_, kind), rows in frame.groupby(["g", "kind"]).indices.items():
+        e = eta[rows][:, None] + sds[int(kind[1])] * u
+        lost = np.array([math.lgamma(v + 1) for v in y[rows]]).sum()
+        joint = prior + (y[rows][:, None] * e - np.exp(e)).sum(0) - lost
         expected += float(torch.logsumexp(torch.from_numpy(joint), 0))
     assert fit.log_likelihood == pytest.approx(expected, abs=0.05)
 
 
 def test_chains_agree_that_it_is_an_optimum(simulated):
-    """The sampled engine's own verdict on the exact engine's theta: coordinates are translated rightly."""
+    """The sampled engine's verdict on the exact engine's theta: coordinates are translated rightly."""
     frame = simulated([8] * 10)
     for formula, family in (
         ("y ~ x + w + s + (w | g)", "gaussian"),

@@ -22,6 +22,6 @@ def test_the_page_prints_what_it_shows(monkeypatch):
         out = io.StringIO()
         with contextlib.redirect_stdout(out), pd.option_context("display.width", 100):
             exec(compile(code, f"mixed, block {number}", "exec"), names)
-        told = [line.rstrip() for line in out.getvalue().splitlines() if "Newton step" not in line]
+        printed = [line.rstrip() for line in out.getvalue().splitlines() if "Newton step" not in line]
         expected = [line for line in shown.splitlines() if "Newton step" not in line]
-        assert told == expected, out.getvalue()
+        assert printed == expected, out.getvalue()

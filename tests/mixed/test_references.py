@@ -40,8 +40,8 @@ def test_gaussian_models_agree_with_lme4(name, model, formula, table, reference,
     assert fit.df == truth["df"]
     modes = truth["conditional_modes"][fit.group]
     found = placed.effects()
-    for level, own in zip(modes["levels"], modes["mode"], strict=True):
-        for effect, value in zip(listed(modes["names"]), listed(own), strict=True):
+    for level, values in zip(modes["levels"], modes["mode"], strict=True):
+        for effect, value in zip(listed(modes["names"]), listed(values), strict=True):
             row = found.loc[(level, effect)]
             assert abs(row["mean"] - value) < 1e-3 * row["sd"]
 

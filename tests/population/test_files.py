@@ -56,8 +56,8 @@ def test_theta_and_clients_are_in_few_files_of_their_own(population: fp.Populati
     described = json.loads((tmp_path / "population.json").read_text())
     assert set(described) == {
         "format", "version", "method", "algorithm", "model", "known", "theta", "models", "private", "history",
-        "clients", "learned_from", "rounds", "drift", "totals", "convergence", "best_round", "decisions",
-        "files", "seal",
+        "clients", "learned_from", "rounds", "drift", "totals", "convergence", "best_round", "how",
+        "decisions", "files", "seal",
     }  # fmt: skip
     assert set(described["files"]) == {p.name for p in tmp_path.iterdir()} - {"population.json"}
 

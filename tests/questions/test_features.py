@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import fedpop as fp
 from fedpop.keys import Key
 from fedpop.message import Tensors
-from fedpop.methods.asking import question_from, question_told
+from fedpop.methods.asking import describe_question, question_from_description
 from fedpop.priors import Normal
 from fedpop.questions import features, starts
 from tests.helpers import asked, cohort_of, generator
@@ -43,11 +43,11 @@ def test_a_thinned_cohort_has_evenly_spaced_rows_of_everyone(most: int) -> None:
     cohort = cohort_of(model(), rows).thinned(most)
     assert cohort.sizes.tolist() == [min(n, most) for n in sizes]
     assert isinstance(cohort.x, Tensor)
-    for n, own in zip(sizes, cohort.x[:, 0].split(cohort.sizes.tolist()), strict=True):
+    for n, values in zip(sizes, cohort.x[:, 0].split(cohort.sizes.tolist()), strict=True):
         if n:
-            gaps = own.diff()
-            assert own[0] == 0
-            assert n - own[-1] <= -(-n // most)
+            gaps = values.diff()
+            assert values[0] == 0
+            assert n - values[-1] <= -(-n // most)
             assert not len(gaps) or gaps.max() - gaps.min() <= 1
 
 
@@ -135,11 +135,11 @@ def test_without_anyone_heard_the_start_is_the_settings_own() -> None:
 
 @pytest.mark.parametrize("prior", [Normal("full"), Normal("diagonal"), Normal(), Normal(bounds=(0.1, 2.0))])
 def test_the_question_is_the_same_at_a_site(prior: Normal) -> None:
-    """Told in plain values, and made again beside the site's own method."""
+    """Described in plain values, and made again with the site's method."""
     method = fp.FedSOUL(model(), prior=prior)
     (question,) = starts.questions("auto", method.model, prior, method.model.initial_phi())
-    told, sent = question_told(question, {})
-    again = question_from(json.loads(json.dumps(told)), sent, method)
+    description, sent = describe_question(question, {})
+    again = question_from_description(json.loads(json.dumps(description)), sent, method)
     cohort = cohort_of(method.model, counted())
     here, there = (asked(q, cohort, {}, Key(0))[0] for q in (question, again))
     assert here.keys() == there.keys()

@@ -41,9 +41,9 @@ def found(model: fp.CustomModel, clients: Rows) -> Tensors:
 def test_outputs_that_are_linear_in_z_are_fitted_by_pooled_least_squares() -> None:
     """Those with a single row, whose sums would be the row, are not among them."""
     clients = straight()
-    told = [c for c in clients if len(c[1]) >= LEAST_EXAMPLES]
-    assert len(told) == 3
-    x, y = torch.cat([x for x, _ in told]), torch.cat([y for _, y in told])
+    large = [c for c in clients if len(c[1]) >= LEAST_EXAMPLES]
+    assert len(large) == 3
+    x, y = torch.cat([x for x, _ in large]), torch.cat([y for _, y in large])
     design = torch.cat((torch.ones_like(x), x), 1)
     best = torch.linalg.lstsq(design, y.unsqueeze(1)).solution.squeeze(1)
     model = fp.CustomModel(outputs=line, likelihood=LEARNED, z={"a": 0.0, "b": 0.0})

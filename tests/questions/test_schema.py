@@ -1,11 +1,11 @@
-"""Moments and levels add up to those of all rows; small cells are not told."""
+"""Moments and levels add up to those of all rows; small cells are suppressed."""
 
 import numpy as np
 import pytest
 
 from fedpop.errors import DataError, SettingsError
 from fedpop.questions.schema import Levels, Moments, Schema
-from fedpop.run.members import Here
+from fedpop.run.members import LocalMembers
 from fedpop.site.study import Survey
 
 ROWS = {
@@ -20,7 +20,7 @@ def parts(cuts, rows=ROWS):
 
 
 def found(schema, tables):
-    return schema.asked(Here(Survey(), tables).asks)
+    return schema.asked(LocalMembers(Survey(), tables).asks)
 
 
 @pytest.mark.parametrize("cuts", [[], [3], [1, 2, 3], [0, 6], [1, 2, 3, 4, 5]])

@@ -32,7 +32,7 @@ def sums(name: str, clients: list[tuple[Tensor, Tensor]], minimum: int = 2) -> d
 
 
 def seen(**sums: Tensor) -> Total:
-    """As if clients had sent these sums; all alike in the size of y, unless told."""
+    """As if clients had sent these sums; all alike in the size of y, by default."""
     if "cross" in sums:
         sums = {"even": sums["cross"]} | sums
     plain = {n: s.reshape(-1) for n, s in sums.items()}

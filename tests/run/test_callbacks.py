@@ -209,7 +209,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 class Recorded(fp.callbacks.Callback):
-    """What callbacks are told once a round is complete."""
+    """What callbacks receive once a round is complete."""
 
     def __init__(self) -> None:
         self.rounds: list[dict[str, Any]] = []

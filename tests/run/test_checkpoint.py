@@ -121,8 +121,8 @@ def test_checkpoints_of_an_older_version_are_not_migrated(tmp_path: Path) -> Non
             k: v for k, v in json.loads(path.read_text()).items() if k not in ("format", "version", "seal")
         }
         files.write_sealed(path, plain)
-    told = r"written by fedpop 0\.2\.0 or before in its own layout.*does not migrate.*another folder"
-    with pytest.warns(FedpopWarning, match=told), pytest.raises(CheckpointError, match=told):
+    expected = r"written by fedpop 0\.2\.0 or before in its own layout.*does not migrate.*another folder"
+    with pytest.warns(FedpopWarning, match=expected), pytest.raises(CheckpointError, match=expected):
         fit(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""One process at a time in a run's folder, and a full disk: told in one line, with nothing left behind."""
+"""One process at a time in a run's folder, and a full disk: one line of error, with nothing left behind."""
 
 import json
 import os
@@ -61,8 +61,10 @@ def test_a_second_process_is_told_who_holds_the_folder_and_a_dead_one_holds_noth
     other = start_holding(tmp_path)
     try:
         before = content(tmp_path)
-        told = rf"{tmp_path} is in use by process {other.pid} on {socket.gethostname()}, since 20.*UTC; wait"
-        with pytest.raises(CheckpointError, match=told):
+        expected = (
+            rf"{tmp_path} is in use by process {other.pid} on {socket.gethostname()}, since 20.*UTC; wait"
+        )
+        with pytest.raises(CheckpointError, match=expected):
             fit(tmp_path)
         assert content(tmp_path) == before
     finally:
@@ -134,7 +136,7 @@ LIMITS = [600, 1500, 4000, 6000]
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A folder of runs that met their limits, what each of them said, and a run that met none."""
+    """A folder of runs that met their limits, the error of each, and a run that met none."""
     folder = tmp_path_factory.mktemp("full")
     command = [sys.executable, "-c", FULL, str(folder), *map(str, LIMITS)]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, check=True)
@@ -150,9 +152,9 @@ def test_a_disk_that_fills_up_is_told_and_the_run_goes_on_once_there_is_room(
     filled: tuple[Path, list[str]], limit: int
 ) -> None:
     """The operating system lets no file grow beyond so many bytes: metrics and checkpoints fail in turn."""
-    folder, said = filled
-    assert len(said) == len(LIMITS)
-    words, run = said[LIMITS.index(limit)], folder / str(limit)
+    folder, messages = filled
+    assert len(messages) == len(LIMITS)
+    words, run = messages[LIMITS.index(limit)], folder / str(limit)
     assert "cannot write" in words
     assert "File too large; what was saved before is still there" in words
     assert str(run) in words

@@ -143,13 +143,13 @@ def test_kill_at_random_moments_and_resume(tmp_path: Path, undisturbed: Path) ->
 
 def test_ctrl_c_writes_a_checkpoint_and_nothing_is_lost(tmp_path: Path, undisturbed: Path) -> None:
     process = start(tmp_path, every=10_000)
-    told = wait_for_round(process, 20)
+    reached = wait_for_round(process, 20)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=600)
     assert process.returncode != 0
     assert "KeyboardInterrupt" in errors
     saved = final_state(tmp_path)
-    assert told <= saved.round < ROUNDS
+    assert reached <= saved.round < ROUNDS
     assert len(metrics_of(tmp_path)) == saved.round
     killable(tmp_path)
     same_runs(tmp_path, undisturbed)

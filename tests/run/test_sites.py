@@ -59,9 +59,9 @@ def test_what_is_learned_does_not_depend_on_who_shares_a_site(name: str, partici
     assert together.store is not None
     assert alone.store is not None
     assert torch.equal(together.store.entered, alone.store.entered)
-    held = alone.store.entered.nonzero().squeeze(1)
-    theirs, own = (p.store.get(held, torch.device("cpu")) for p in (together, alone))
-    torch.testing.assert_close(theirs, own, rtol=1e-3, atol=1e-4)
+    stored = alone.store.entered.nonzero().squeeze(1)
+    theirs, units_alone = (p.store.get(stored, torch.device("cpu")) for p in (together, alone))
+    torch.testing.assert_close(theirs, units_alone, rtol=1e-3, atol=1e-4)
     for a, b in zip(alone.history, together.history, strict=True):
         assert a["active"] == b["active"]
         assert (a["loss"] is None) == (b["loss"] is None)
@@ -110,8 +110,8 @@ def test_a_compressor_meets_the_sum_of_a_site_under_the_sites_name() -> None:
     sites = torch.tensor([north, south, north, north, south])
     tally = Tally(channel, key)
     good = torch.tensor([True, True, False, True, True])
-    told = tally.add(Answer(good, {"J": j, "n": n}), torch.arange(5), torch.ones(5), sites)
-    assert torch.equal(told.heard, good)
+    received = tally.add(Answer(good, {"J": j, "n": n}), torch.arange(5), torch.ones(5), sites)
+    assert torch.equal(received.heard, good)
     total = tally.total(5, ratio=True)
     sums, names = torch.stack((j[0] + j[3], j[1] + j[4])), torch.tensor([north, south])
     seen, size = channel.carry("J", sums, names, key)
@@ -124,8 +124,8 @@ def test_a_compressor_meets_the_sum_of_a_site_under_the_sites_name() -> None:
 def test_sites_of_one_with_their_clients_names_are_no_sites_at_all() -> None:
     """Compressed under the same name, so that what arrives is the same."""
     method = fp.FedSOUL(linear_model(), compressor=fp.compressors.QSGD(levels=7))
-    own = {f"client-{i}": [f"client-{i}"] for i in range(6)}
-    alone, named = (method.fit(CLIENTS, rounds=5, sites=sites) for sites in (None, own))
+    units_alone = {f"client-{i}": [f"client-{i}"] for i in range(6)}
+    alone, named = (method.fit(CLIENTS, rounds=5, sites=sites) for sites in (None, units_alone))
     torch.testing.assert_close(named.published, alone.published, rtol=1e-4, atol=1e-5)
     assert named.totals["bytes_up"] == alone.totals["bytes_up"]
 
@@ -147,9 +147,9 @@ def test_memories_of_one_site_add_up_to_what_the_server_has_of_them() -> None:
     run.begin()
     for _ in range(4):
         run.train_round()
-        held = run.sites.store.entered.nonzero().squeeze(1)
-        own = run.sites.store.get(held, torch.device("cpu"))["memory"]
-        torch.testing.assert_close(own.sum(0), run.server["memory"], rtol=1e-4, atol=1e-5)
+        stored = run.sites.store.entered.nonzero().squeeze(1)
+        units_alone = run.sites.store.get(stored, torch.device("cpu"))["memory"]
+        torch.testing.assert_close(units_alone.sum(0), run.server["memory"], rtol=1e-4, atol=1e-5)
     assert float(run.server["memory"].abs().max()) > 0.1
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedpop.checked import Checked, Count, OneOf, Range
 from fedpop.errors import SettingsError
 from fedpop.keys import Key, units_of
-from fedpop.settings import describe
+from fedpop.settings import describe, name_of
 
 WEIGHTS = ("inverse", "ratio")
 Chance = Annotated[
@@ -106,7 +106,7 @@ class Participation(Checked, ABC):
     def describe(self) -> dict[str, Any]:
         """The rule as plain values, for files and for comparing runs."""
         names = [f.name for f in fields(self)] if is_dataclass(self) else list(vars(self))
-        return {"kind": type(self).__name__} | {name: describe(getattr(self, name)) for name in names}
+        return {"kind": name_of(type(self))} | {name: describe(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True)

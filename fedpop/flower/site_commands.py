@@ -25,10 +25,10 @@ from fedpop.federation.reading import (
 )
 from fedpop.files import DAMAGED, read_bytes, read_sealed, read_tensors, writable_folder, write_bytes
 from fedpop.flower import certificates
-from fedpop.flower.folder import SETTINGS, SiteSettings, check_name, make_secret, open_site, read_site
-from fedpop.flower.processes import Kept, Told, environment, free_port, program, require_free
-from fedpop.flower.serving import INSECURE
+from fedpop.flower.processes import LogTail, Supervised, environment, free_port, program, require_free
+from fedpop.flower.server_commands import INSECURE
 from fedpop.flower.site import SEALED, THETA, SiteExperiment, read_theta
+from fedpop.flower.site_folder import SETTINGS, SiteSettings, check_name, make_secret, open_site, read_site
 from fedpop.message import Tensors
 from fedpop.models.predictive import Predictive
 from fedpop.population import Population
@@ -123,28 +123,28 @@ def join(root: Path, data: str | None, insecure: bool, say: Say, seconds: float 
         files = {"--root-certificates": "ca.crt", "--auth-supernode-private-key": "node.key"}
         return begin + [part for flag, file in files.items() for part in (flag, str(settings.folder / file))]
 
-    node = Kept(
+    node = Supervised(
         arguments,
         environment(settings.folder / "flower"),
         settings.folder / "logs" / "node.log",
         lambda words: say(f"node: {words}{_reason(settings.folder / 'logs' / 'node.log')}"),
     )
     log = settings.folder / "site.log"
-    told = Told(log, ("WARNING", "ERROR"))
-    say(f"site {site.name} takes part; what it does is told in {log}")
+    tail = LogTail(log, ("WARNING", "ERROR"))
+    say(f"site {site.name} takes part; its log is {log}")
     end = None if seconds is None else time.monotonic() + seconds
     with node:
         while end is None or time.monotonic() < end:
-            node.look()
-            for words in told.new():
+            node.check()
+            for words in tail.new():
                 say(words)
             time.sleep(0.5)
 
 
 def _reason(log: Path) -> str:
     """What the end of a node's log means, where it is known."""
-    said = log.read_bytes()[-3000:].decode(errors="replace") if log.exists() else ""
-    if "Exit Code: 305" in said or "public key" in said.lower():
+    text = log.read_bytes()[-3000:].decode(errors="replace") if log.exists() else ""
+    if "Exit Code: 305" in text or "public key" in text.lower():
         return (
             " (the server does not know this site's key: ask its operator to admit node.pub; or, after a "
             "kill, it takes the last node for alive for up to a minute; or the clocks differ)"
@@ -156,7 +156,7 @@ def _reason(log: Path) -> str:
 
 
 def experiment_of(root: Path, name: str | None) -> SiteExperiment:
-    """A site's experiment by name; the last one that was finished unless told."""
+    """A site's experiment by name; the last one that was finished by default."""
     site = open_site(root.absolute())
     if name is not None:
         return SiteExperiment(site, name)
@@ -170,7 +170,7 @@ def experiment_of(root: Path, name: str | None) -> SiteExperiment:
 
 
 def population_at(experiment: SiteExperiment) -> Population:
-    """The population that this site knows: theta, its own data and its own states."""
+    """The population that this site knows: theta, its data and its states."""
     if not (experiment.folder / THETA).exists():
         raise CheckpointError(f"site {experiment.site.name!r} has no theta yet: it comes at the end of a run")
     if not (experiment.folder / "method.json").exists():
@@ -195,11 +195,11 @@ Predicted = list[tuple[str, Sequence[int], Predictive]]
 
 
 def predicted(population: Population, experiment: SiteExperiment, data: str) -> Predicted:
-    """What units' own models say; one that is new at this site gets the population's."""
+    """What personal models predict; a unit that is new at this site gets the population's."""
     form, site = experiment.form, experiment.site.name
     if ":" in data or Path(data).is_dir():
-        own = experiment.site.folder
-        found = from_function(data, site, own) if ":" in data else from_images(Path(data), form, site)
+        folder = experiment.site.folder
+        found = from_function(data, site, folder) if ":" in data else from_images(Path(data), form, site)
         sizes = found.train.sizes.tolist()
         parts = [found.cohort(torch.tensor([i]), population.device).x for i in range(len(found))]
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -215,7 +215,7 @@ def predicted(population: Population, experiment: SiteExperiment, data: str) -> 
         rows = {}
         for i, owner in enumerate(owners):
             rows.setdefault(owner, []).append(i)
-        inputs = {n: x[own] for n, own in rows.items()}
+        inputs = {n: x[numbers] for n, numbers in rows.items()}
     known = set(population.names)
     return [
         (
@@ -253,14 +253,14 @@ def write_predictions(found: Predicted, out: Path | None, level: float, say: Say
 def personalise(
     root: Path, theta: Path, data: str, at: str | None, out: Path | None, level: float, say: Say
 ) -> None:
-    """A brand-new site from theta alone: its model is made of its own data, and nothing is sent."""
-    told = _require_theta(theta)
+    """A brand-new site from theta alone: its model is made of its data, and nothing is sent."""
+    method = _require_theta(theta)
     known = read_site(root.absolute()) if (root / SETTINGS).exists() else None
     name = root.absolute().name if known is None else known.name
     check_name(name)
-    own = None if known is None else known.folder
-    where = _checked_data(data, name, own)
-    read_data(where, told["study"]["form"], name, own)  # what does not fit is said before anything is made
+    modules = None if known is None else known.folder
+    where = _checked_data(data, name, modules)
+    read_data(where, method["study"]["form"], name, modules)  # an error comes before anything is made
     if known is None:
         folder = writable_folder(root)
         make_secret(folder)
@@ -268,7 +268,7 @@ def personalise(
         write_bytes(folder / SETTINGS, text.encode())
     else:
         _with_data(known, where)
-    experiment = _adopted(root, theta, str(told["experiment"]))
+    experiment = _adopted(root, theta, str(method["experiment"]))
     population = population_at(experiment).sample_all()
     say(f"a model for {', '.join(population.names)}: {experiment.federation}")
     if at is not None:
@@ -278,18 +278,18 @@ def personalise(
 def _adopted(root: Path, theta: Path, name: str) -> SiteExperiment:
     """An experiment at a site that took no part, from a federation's folder ``run/theta``."""
     experiment = SiteExperiment(open_site(root.absolute()), name)
-    held = experiment.folder / SEALED
-    if not held.exists() or held.read_bytes() != (theta / SEALED).read_bytes():
+    sealed = experiment.folder / SEALED
+    if not sealed.exists() or sealed.read_bytes() != (theta / SEALED).read_bytes():
         for file in WHOLE:
             write_bytes(experiment.folder / file, read_bytes(theta / file))
     return experiment
 
 
 def _require_theta(theta: Path) -> dict[str, Any]:
-    """What is told of the method; raises unless all of theta is there, and as it was written."""
+    """The method's description; raises unless all of theta is there, and as it was written."""
     if not (theta / "method.json").exists():
         raise CheckpointError(f"{theta} holds no theta of a federation: it is the server's folder run/theta")
-    told = read_sealed(theta / "method.json", "what a federation told of its method")
-    read_tensors(theta / "model.safetensors", str(told.get("digest")))
+    found = read_sealed(theta / "method.json", "a method's description")
+    read_tensors(theta / "model.safetensors", str(found.get("digest")))
     read_theta(theta)
-    return told
+    return found

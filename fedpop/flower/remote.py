@@ -1,4 +1,4 @@
-"""Members at other sites: what they are told, rounds and questions, by letter."""
+"""Members at other sites: they receive the study, rounds and questions as requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, TypeVar
 
@@ -18,20 +18,20 @@ from fedpop.checked import Count, OneOf, Positive, require
 from fedpop.errors import DataError, EstimateError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active, Participation, Roster
-from fedpop.flower.gathering import Gathered, Gathering
-from fedpop.flower.holdings import (
-    Member,
-    TakingPart,
+from fedpop.flower.aggregation import Aggregated, Aggregator
+from fedpop.flower.requests import TRIAL, Request, digest_for, digest_of
+from fedpop.flower.site_records import (
+    ActivePart,
+    SiteRecord,
+    active_parts,
     examples_in,
-    places,
+    positions,
     roster_of_sites,
-    taking_part,
 )
-from fedpop.flower.letters import TRIAL, Letter, digest_for, digest_of
-from fedpop.flower.post import Post
+from fedpop.flower.transport import Transport
 from fedpop.keys import Key
 from fedpop.message import Channel, Message, Tensors, Total
-from fedpop.methods.asking import question_told
+from fedpop.methods.asking import describe_question
 from fedpop.methods.base import Algorithm, Round
 from fedpop.run.members import Asking, Members
 from fedpop.run.settings import Settings
@@ -57,13 +57,13 @@ class RoundTerms:
     sites: int = 1
     """Sites that must be there before a round is begun; with fewer the server waits."""
     begin: int | None = None
-    """Sites that must be there when the run begins, or goes on; as many as ``sites`` unless told."""
+    """Sites that must be there when the run begins, or goes on; as many as ``sites`` by default."""
     quorum: float = 1.0
     """The share of those asked whose replies close a round."""
     timeout: float = 600.0
     """Seconds after which it is closed in any case, unless the method needs everyone."""
     weights: str = "rule"
-    """``observed``: each site counts one over the share of rounds in which it was heard."""
+    """``observed``: each site counts one over the share of rounds in which its message was received."""
 
     def __post_init__(self) -> None:
         require(Count, sites=self.sites, begin=self.first)
@@ -77,33 +77,38 @@ class RoundTerms:
         """Sites of the first round, at least."""
         return self.sites if self.begin is None else self.begin
 
+    @property
+    def waits(self) -> bool:
+        """Rounds wait for everyone who was asked."""
+        return self.quorum >= 1
+
     def enough(self, asked: int) -> Callable[[int], bool]:
-        return lambda heard: heard >= self.quorum * asked
+        return lambda received: received >= self.quorum * asked
 
 
-class Elsewhere(Members):
-    """Sites that letters go to."""
+class RemoteMembers(Members):
+    """Sites that are reached by requests."""
 
     def __init__(
         self,
         study: Study,
-        post: Post,
+        transport: Transport,
         experiment: str,
         terms: RoundTerms,
         settings: Settings,
         *,
-        before: Mapping[str, Member] | None = None,
+        before: Mapping[str, SiteRecord] | None = None,
     ) -> None:
         self._before = dict(before or {})
         """Sites of the run that this one goes on with: who else comes is new to it."""
-        self._post, self._terms, self._settings = post, terms, settings
+        self._transport, self._terms, self._settings = transport, terms, settings
         self._study, self.experiment = study, experiment
-        post.hello = self._hello()
-        self.sites: dict[str, Member] = {}
+        transport.hello = self._hello()
+        self.sites: dict[str, SiteRecord] = {}
         self._begun = False
         self._refused: dict[str, str] = {}
         """Sites that the settings have no place for, and why."""
-        self._messages = Gathering(self.device)
+        self._messages = Aggregator(self.device)
         self._lasting: dict[str, Total] = {}
         """Sums of everyone's answers to questions that whoever comes later is asked, too."""
         self._again: dict[str, float] = {}
@@ -114,34 +119,39 @@ class Elsewhere(Members):
         self._round, self._best, self._recall, self._trials = -1, -1, False, 0
         self._metrics: dict[str, Any] = {}
 
-    # --- what sites are told -------------------------------------------------------------------
+    # --- what sites receive first --------------------------------------------------------------
 
-    def _hello(self) -> Letter:
+    def _hello(self) -> Request:
         """What the experiment is about."""
-        plain, tensors = self._study.told()
-        told = {"kind": type(self._study).__name__} | plain
-        words = json.dumps([told, digest_of(tensors)], sort_keys=True)
-        about: dict[str, Any] = {"version": __version__, "experiment": self.experiment, "study": told}
-        about |= {"study_digest": hashlib.sha256(words.encode()).hexdigest()[:32]}
-        about["drawn"] = self._study.drawn(self._settings.participation)
-        return Letter("hello", about, tensors)
+        plain, tensors = self._study.description()
+        description = {"kind": type(self._study).__name__} | plain
+        text = json.dumps([description, digest_of(tensors)], sort_keys=True)
+        header: dict[str, Any] = {"version": __version__, "experiment": self.experiment}
+        header["study"] = description
+        header |= {"study_digest": hashlib.sha256(text.encode()).hexdigest()[:32]}
+        header["drawn"] = self._study.drawn(self._settings.participation)
+        return Request("hello", header, tensors)
 
-    def tell(self, study: Study) -> None:
+    def update_study(self, study: Study) -> None:
         """Everyone is greeted anew, and says anew how many units there are."""
-        here = list(self._post.sites)
+        here = list(self._transport.sites)
         self._study, self.sites, self._begun, self._refused = study, {}, False, {}
-        self._messages = Gathering(self.device)
-        self._post.greet_again(self._hello())
+        self._messages = Aggregator(self.device)
+        self._transport.greet_all(self._hello())
         self.wait(here if study.fixed else (), self._terms.timeout if study.fixed else math.inf)
 
-    def settle(self, method: Algorithm) -> None:
+    def update_method(self, method: Algorithm) -> None:
         """Everyone is greeted anew: what a method left open has been found."""
         self._study = self._study.by(method)
-        here = list(self._post.sites)
-        self._post.greet_again(self._hello())
+        here = list(self._transport.sites)
+        self._transport.greet_all(self._hello())
         self.wait(here, patience=self._terms.timeout)
 
     # --- who there is ------------------------------------------------------------------------
+
+    @property
+    def waits(self) -> bool:
+        return self._terms.waits
 
     @property
     def device(self) -> torch.device:
@@ -163,7 +173,7 @@ class Elsewhere(Members):
             self._drawn_among = (now, roster_of_sites(self.sites))
         return self._drawn_among[1]
 
-    def called(self, ids: Iterable[int]) -> list[str]:
+    def names_of(self, ids: Iterable[int]) -> list[str]:
         whose = self.roster.names
         return list(dict.fromkeys(whose[i] for i in ids))
 
@@ -200,33 +210,33 @@ class Elsewhere(Members):
             f"{self.experiment}{TRIAL}{self._trials}",
             replace(self._terms, sites=len(self.sites), begin=None),
         )
-        beside = Elsewhere(self._study.by(method), self._post.beside(), name, terms, self._settings)
-        beside.wait()
-        return beside
+        trial = RemoteMembers(self._study.by(method), self._transport.sibling(), name, terms, self._settings)
+        trial.wait()
+        return trial
 
     def wait(self, whom: Collection[str] = (), patience: float = math.inf) -> list[str]:
         """Who is there, once it is enough of them and these are among them, or patience is at its end; says
         for whom it waits."""
-        least, told = self._terms.sites if self._begun else self._terms.first, -math.inf
-        end = self._post.now() + patience
+        least, logged = self._terms.sites if self._begun else self._terms.first, -math.inf
+        end = self._transport.now() + patience
         while True:
-            here = [name for name in self._post.present() if self._admitted(name)]
+            here = [name for name in self._transport.present() if self._admitted(name)]
             for name in here:
-                self.sites.setdefault(name, Member()).greeted(self._post.sites[name].about)
+                self.sites.setdefault(name, SiteRecord()).greeted(self._transport.sites[name].header)
             self._require_all(whom)
             missing = sorted(set(whom) - set(here))
-            if (len(here) >= least and not missing) or self._post.now() > end:
+            if (len(here) >= least and not missing) or self._transport.now() > end:
                 self._begun = True
                 return here
-            if self._post.now() - told >= 30:
+            if self._transport.now() - logged >= 30:
                 lacking = ", ".join(missing) or f"{least - len(here)} more site(s)"
                 log.info("waiting for %s; here: %s", lacking, ", ".join(here) or "nobody")
-                told = self._post.now()
-            self._post.pause()
+                logged = self._transport.now()
+            self._transport.pause()
 
     def _require_all(self, whom: Collection[str]) -> None:
         """Raise where a site says that it cannot take part, of those without whom nothing makes sense."""
-        refused = sorted(self._post.refused.items()) if self._study.fixed else []
+        refused = sorted(self._transport.refused.items()) if self._study.fixed else []
         why = [f"{n}: {w}" for n, w in refused if not self._begun or n in {*self.sites, *whom}]
         if why:
             raise DataError(f"not every site can take part ({'; '.join(why)})")
@@ -241,8 +251,8 @@ class Elsewhere(Members):
                 log.warning("%s cannot take part: %s", name, self._refused[name])
             return False
         if name not in self._refused:
-            new = Member()
-            new.greeted(self._post.sites[name].about)
+            new = SiteRecord()
+            new.greeted(self._transport.sites[name].header)
             try:
                 every = self._before | self.sites | {name: new}
                 self._settings.participation.check(roster_of_sites(every))
@@ -256,7 +266,7 @@ class Elsewhere(Members):
         """As in the simulator, by units' names, among those whose sites are there and not busy with another
         round."""
         here = self.wait(self._needed)
-        free = [n for n in here if not self._post.busy(n)] or here
+        free = [n for n in here if not self._transport.busy(n)] or here
         roster, key = self.roster, key.at(round=round, purpose="participation")
         ready = {n: n in free and self._ready(n) for n in self.names}
         active = rule.draw_among(roster, torch.tensor([ready[n] for n in roster.names]), key)
@@ -268,35 +278,37 @@ class Elsewhere(Members):
 
     # --- rounds ------------------------------------------------------------------------------
 
-    def _about(self, name: str, **more: Any) -> dict[str, Any]:
-        """What every letter says: which round of the site's counted last, among others."""
+    def _header(self, name: str, **more: Any) -> dict[str, Any]:
+        """What every request has: which round of the site's counted last, among others."""
         site = self.sites[name]
-        own = {"heard": site.heard, "noted": site.noted, "best": self._best, "seed": self._settings.seed}
-        return {"version": __version__, "experiment": self.experiment} | own | more
+        common = {"heard": site.heard, "noted": site.noted, "best": self._best, "seed": self._settings.seed}
+        return {"version": __version__, "experiment": self.experiment} | common | more
 
     def round(self, method: Algorithm, round: Round, active: Active) -> Total:
-        parts, digest = taking_part(self.sites, active), digest_of(round.broadcast)
-        told = {"round": round.number, "active": len(parts)}
-        letters = {}
+        parts, digest = active_parts(self.sites, active), digest_of(round.broadcast)
+        shared = {"round": round.number, "active": len(parts)}
+        requests = {}
         for name, part in parts.items():
-            own: dict[str, Any] = {"units": part.units, "digest": digest_for(digest, part.units)}
-            own |= {"weight": part.weight} if round.weigh else {}
-            letters[name] = Letter("train", self._about(name, **told, **own), round.broadcast)
+            its: dict[str, Any] = {"units": part.units, "digest": digest_for(digest, part.units)}
+            its |= {"weight": part.weight} if round.weigh else {}
+            requests[name] = Request("train", self._header(name, **shared, **its), round.broadcast)
         weights = {name: part.weight for name, part in parts.items()}
         everyone = self._study.needs_everyone
         timeout = None if everyone else self._terms.timeout
-        enough = (lambda heard: False) if everyone else self._terms.enough(len(letters))
-        replies = self._post.deliver(letters, timeout, enough)
+        enough = (lambda received: False) if everyone else self._terms.enough(len(requests))
+        replies = self._transport.send(requests, timeout, enough)
         if everyone:
-            replies = self._post.insist(letters, replies, timeout, lambda lost: bool(self.wait(lost)))
+            replies = self._transport.retry_lost(
+                requests, replies, timeout, lambda lost: bool(self.wait(lost))
+            )
         self._round = round.number
-        guard = method.guard_for(round.broadcast, len(letters))
+        guard = method.guard_for(round.broadcast, len(requests))
         kind = method.model.initial_phi().dtype
-        gathered = self._messages.gathered(
+        aggregated = self._messages.aggregate(
             "train",
             method.channel,
             kind,
-            letters,
+            requests,
             replies,
             of=self.units,
             weights=weights,
@@ -305,25 +317,25 @@ class Elsewhere(Members):
             examples={n: examples_in(self.sites[n], part) for n, part in parts.items()},
             sends=method.sends,
         )
-        return self._located({name: part.ids for name, part in parts.items()}, gathered)
+        return self._located({name: part.ids for name, part in parts.items()}, aggregated)
 
-    def _located(self, asked: Mapping[str, Tensor], gathered: Gathered) -> Total:
+    def _located(self, asked: Mapping[str, Tensor], aggregated: Aggregated) -> Total:
         """A total with the positions of units that were asked and are not in it."""
-        reasons = dict(sorted((self._post.reasons | gathered.reasons).items()))
+        reasons = dict(sorted((self._transport.reasons | aggregated.reasons).items()))
         for name, why in reasons.items():
             log.warning("%s was left out: %s", name, why)
-        heard = [n for n in asked if n not in reasons]
-        self._metrics = {"heard": heard, "reasons": reasons, "late": sum(self._post.late.values())}
-        if self._post.late:
-            self._metrics["late_from"] = dict(sorted(self._post.late.items()))
+        received = [n for n in asked if n not in reasons]
+        self._metrics = {"heard": received, "reasons": reasons, "late": sum(self._transport.late.values())}
+        if self._transport.late:
+            self._metrics["late_from"] = dict(sorted(self._transport.late.items()))
         left_out = tuple(i for n in asked if n in reasons for i in asked[n].tolist())
-        suspects = tuple(i for n in gathered.suspects for i in asked[n].tolist())
+        suspects = tuple(i for n in aggregated.suspects for i in asked[n].tolist())
         self._metrics |= {"asked": len(asked), "units_left_out": len(left_out)}
-        self._part = {n: len(asked[n]) for n in heard}
-        return replace(gathered.total, left_out=left_out, suspects=suspects)
+        self._part = {n: len(asked[n]) for n in received}
+        return replace(aggregated.total, left_out=left_out, suspects=suspects)
 
     def commit(self, entered: bool = True) -> None:
-        """A round counts: the sites that are in it are told so in their next letter."""
+        """A round counts: the next request to the sites that are in it says so."""
         if not entered:
             return
         for name, site in self.sites.items():
@@ -331,8 +343,10 @@ class Elsewhere(Members):
             site.times += self._part.get(name, 0) / max(1, site.units)
             site.heard = self._round if name in self._part else site.heard
 
-    def bytes_down(self, told: Tensors, ids: Tensor) -> int:
-        return len(self.called(ids.tolist())) * sum(t.numel() * t.element_size() for t in told.values())
+    def bytes_down(self, broadcast: Tensors, ids: Tensor) -> int:
+        return len(self.names_of(ids.tolist())) * sum(
+            t.numel() * t.element_size() for t in broadcast.values()
+        )
 
     def metrics(self) -> dict[str, Any]:
         return self._metrics
@@ -345,61 +359,61 @@ class Elsewhere(Members):
             self.wait()
         names = [n for n in self.names if asking.split is None or asking.split in self.sites[n].splits]
         names = list(asking.late) or names
-        parts = dict[str, TakingPart]()
+        parts = dict[str, ActivePart]()
         if asking.among is not None:
             some = Active(asking.among, torch.ones(len(asking.among)), ratio=False)
-            parts = taking_part(self.sites, some)
+            parts = active_parts(self.sites, some)
             names = [n for n in names if n in parts]
         asked = {f"known.{n}": t for n, t in known.items()} if asking.models else {}
         asked |= {} if asking.models else {f"asked.{n}": t for n, t in question.ask(known).items()}
         asked |= {f"broadcast.{n}": t for n, t in asking.broadcast.items()}
-        told, more = question_told(question, asked)
+        description, more = describe_question(question, asked)
         asked |= more
-        about = {
+        header = {
             "question": question.name,
-            "told": told,
+            "told": description,
             "key": [asking.key.round, asking.key.purpose],
             "models": describe(asking.models),
         }
         if question.quorum == 1.0 and not asking.late:
             self.wait(self.names, patience=self._terms.timeout)
         elif not asking.late:
-            here = self._post.present()
+            here = self._transport.present()
             names = [n for n in names if n in here] or names
-        letters = {}
+        requests = {}
         for name in names:
-            own = about | ({"units": parts[name].units} if parts else {})
-            letters[name] = Letter("ask", self._about(name, **own), asked)
-        replies = self._post.deliver(letters, self._terms.timeout, lambda heard: False)
+            its = header | ({"units": parts[name].units} if parts else {})
+            requests[name] = Request("ask", self._header(name, **its), asked)
+        replies = self._transport.send(requests, self._terms.timeout, lambda received: False)
         if question.quorum == 1.0 and not asking.late:
             patience = self._terms.timeout
             back = lambda lost: set(lost) <= set(self.wait(lost, patience))  # noqa: E731
-            replies = self._post.insist(letters, replies, patience, back)
+            replies = self._transport.retry_lost(requests, replies, patience, back)
         if question.varied:
             for name, reply in sorted(replies.items()):  # whose vectors are not everyone's
                 log.info("%s, %s: %s", name, question.name, "; ".join(reply.payloads))
         everyone = self.units + sum(self.sites[n].units for n in asking.late)
-        gathered = self._messages.gathered(
+        aggregated = self._messages.aggregate(
             question.name,
             Channel(),
             torch.float64,
-            letters,
+            requests,
             replies,
             of=everyone,
             varied=question.varied,
             sends=question.sends,
         )
-        place = places(self.sites) | {name: part.ids for name, part in parts.items()}
-        total = self._located({name: place[name] for name in names}, gathered)
-        reasons = self._post.reasons | gathered.reasons
+        place = positions(self.sites) | {name: part.ids for name, part in parts.items()}
+        total = self._located({name: place[name] for name in names}, aggregated)
+        reasons = self._transport.reasons | aggregated.reasons
         of = sum(len(place[n]) for n in names)
         if not asking.late and total.count < question.quorum * of:
             whose = "; ".join(f"{n}: {why}" for n, why in sorted(reasons.items())[:5])
             raise EstimateError(
-                f"{question.name}: {total.count} of {of} units could be heard, not enough ({whose})"
+                f"{question.name}: {total.count} of {of} units could answer, not enough ({whose})"
             )
         for name in names:
-            self.sites[name].answer(question.name, counted=name not in reasons, read=name in gathered.read)
+            self.sites[name].answer(question.name, counted=name not in reasons, read=name in aggregated.read)
         if question.lasting:
             total = self._lasting[question.name] = _together(self._lasting.get(question.name), total)
         numbers = {**total.numbers, "bytes_down": float(len(names) * _size(asked))}
@@ -411,7 +425,7 @@ class Elsewhere(Members):
     def newcomers(self) -> list[str]:
         """Who is here and has not answered what lasts of the questions before the rounds; one that could not
         is asked again when a round's time is over."""
-        here, now = self.wait(self._needed), self._post.now()
+        here, now = self.wait(self._needed), self._transport.now()
         due = [n for n in here if not self._ready(n) and self._again.get(n, -math.inf) <= now]
         self._again |= dict.fromkeys(due, now + self._terms.timeout)
         return due
@@ -420,12 +434,13 @@ class Elsewhere(Members):
         """It may take part in rounds."""
         return self._lasting.keys() <= set(self.sites[name].answered)
 
-    def finish(self, published: Tensors, rounds: int) -> list[str]:
+    def finish(self, published: Tensors, rounds: int, how: Sequence[tuple[str, str]] = ()) -> list[str]:
         """Give everyone who is there the theta that was learned; says who has it."""
-        here = self._post.present()
-        told = {"recall": self._recall, "rounds": rounds, "learned_from": self.units}
-        letters = {n: Letter("finish", self._about(n, **told), published) for n in here if n in self.sites}
-        return sorted(self._post.deliver(letters, self._terms.timeout, lambda heard: False))
+        here = self._transport.present()
+        last: dict[str, Any] = {"recall": self._recall, "rounds": rounds, "learned_from": self.units}
+        last["how"] = [list(row) for row in how]
+        requests = {n: Request("finish", self._header(n, **last), published) for n in here if n in self.sites}
+        return sorted(self._transport.send(requests, self._terms.timeout, lambda received: False))
 
     # --- checkpoints -------------------------------------------------------------------------
 
@@ -434,16 +449,16 @@ class Elsewhere(Members):
             "sites": {n: asdict(s) for n, s in self.sites.items()},
             "forms": self._messages.forms,
             "best": self._best,
-            "late": self._post.late,
+            "late": self._transport.late,
             "lasting": {question: total.count for question, total in self._lasting.items()},
         }
         sums = {f"lasting.{q}.{n}": v for q, total in self._lasting.items() for n, v in total.plain.items()}
         return sums | {"elsewhere": torch.tensor(list(json.dumps(plain).encode()), dtype=torch.uint8)}
 
     def restore(self, state: Tensors) -> None:
-        plain, known = json.loads(bytes(state["elsewhere"].tolist())), members_of(state)
+        plain, known = json.loads(bytes(state["elsewhere"].tolist())), site_records_of(state)
         self.sites = known | {n: s for n, s in self.sites.items() if n not in known}
-        self._messages.forms, self._best, self._post.late = plain["forms"], plain["best"], plain["late"]
+        self._messages.forms, self._best, self._transport.late = plain["forms"], plain["best"], plain["late"]
         for question, count in plain["lasting"].items():
             begin = f"lasting.{question}."
             sums = {n.removeprefix(begin): v.to(self.device) for n, v in state.items() if n.startswith(begin)}
@@ -457,9 +472,9 @@ class Elsewhere(Members):
         self._best, self._recall = int(remembered["round"]), True
 
 
-def members_of(state: Tensors) -> dict[str, Member]:
+def site_records_of(state: Tensors) -> dict[str, SiteRecord]:
     """The sites of a checkpoint."""
-    return {n: Member(**s) for n, s in json.loads(bytes(state["elsewhere"].tolist()))["sites"].items()}
+    return {n: SiteRecord(**s) for n, s in json.loads(bytes(state["elsewhere"].tolist()))["sites"].items()}
 
 
 def _together(earlier: Total | None, new: Total) -> Total:

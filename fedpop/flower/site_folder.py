@@ -1,4 +1,4 @@
-"""A site's folder: who it is, where its data are, its secret, and what it keeps."""
+"""A site's folder: who it is, where its data are, its secret, and what it stores."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class SiteSettings:
     memory: str = "1GiB"
     insecure: bool = False
     port: int = 0
-    """Of this machine, for the node's own processes; 0 takes a free one."""
+    """Of this machine, for the node's processes; 0 takes a free one."""
     spectral_rows: int = 10
-    """With fewer rows the site refuses the spectral start, whose message would tell of single rows."""
+    """With fewer rows the site refuses the spectral start, whose message would reveal single rows."""
     modules: Sequence[str] = ()
     """Modules that are imported before anything is answered, those beside this file first: they may define
-    methods, priors, kernels, compressors or questions of one's own, which are known by their names."""
+    methods, priors, kernels, compressors or questions, which are known by their names."""
 
     def __post_init__(self) -> None:
         where = self.folder / SETTINGS
@@ -134,8 +134,8 @@ def open_site(folder: str | Path) -> Site:
 
 
 def log_to(file: Path) -> None:
-    """What fedpop has to say, to this file alone: Flower's own log has other things in it, and a process of
-    its simulation speaks for one site after the other."""
+    """fedpop's log, in this file alone: Flower's log has other things in it, and a process of
+    its simulation serves one site after the other."""
     log = logging.getLogger("fedpop")
     ours = [h for h in log.handlers if isinstance(h, logging.FileHandler)]
     if any(h.baseFilename == str(file.absolute()) for h in ours):

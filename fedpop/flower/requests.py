@@ -1,4 +1,4 @@
-"""What goes between the server and a site: letters down, messages up, refusals by code."""
+"""What goes between the server and a site: requests down, messages up, refusals by code."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ KINDS = ("hello", "train", "ask", "finish")
 
 
 @dataclass(frozen=True)
-class Letter:
+class Request:
     """From the server to a site: what is to be done, in plain values, and tensors (theta, say)."""
 
     kind: str
-    about: Mapping[str, Any]
+    header: Mapping[str, Any]
     tensors: Tensors = field(default_factory=dict)
 
 
 def headed(header: Mapping[str, Any], message: Message | None = None) -> Message:
-    """A message with this header, or nothing but that; every word of it is declared."""
+    """A message with this header, or nothing but that; every key of it is declared."""
     unknown = header.keys() - HEADER.keys()
     if unknown:
         raise SettingsError(f"a header's {sorted(unknown)[0]!r} is not declared in fedpop.message.declared")
@@ -40,8 +40,8 @@ def headed(header: Mapping[str, Any], message: Message | None = None) -> Message
     return replace(message, header={"version": __version__} | dict(header))
 
 
-def refusal(words: str, code: Code = Code.FAILED, **header: Any) -> Message:
-    return headed({"refused": [str(code), words]} | header)
+def refusal(why: str, code: Code = Code.FAILED, **header: Any) -> Message:
+    return headed({"refused": [str(code), why]} | header)
 
 
 def code_of(message: Message) -> Code:
@@ -53,14 +53,14 @@ def code_of(message: Message) -> Code:
         return Code.FAILED
 
 
-def require_answer(message: Message, letter: Letter, site: str) -> Message:
-    """The message, as one of this site; a PayloadError where it does not answer this letter."""
+def require_answer(message: Message, request: Request, site: str) -> Message:
+    """The message, as one of this site; a PayloadError where it does not answer this request."""
     header = message.header
     if header.get("version") != __version__:
         raise PayloadError(f"it came from fedpop {header.get('version')}, this is {__version__}")
-    for word in ("experiment", "round", "digest", "question"):
-        if header.get(word) != letter.about.get(word):
-            raise PayloadError(f"it answers another letter ({word} {header.get(word)!r})")
+    for key in ("experiment", "round", "digest", "question"):
+        if header.get(key) != request.header.get(key):
+            raise PayloadError(f"it answers another request ({key} {header.get(key)!r})")
     return replace(message, sites=torch.tensor([unit_of(site)]))
 
 
@@ -75,5 +75,5 @@ def digest_of(tensors: Tensors) -> str:
 
 
 def digest_for(digest: str, units: Sequence[int] | None) -> str:
-    """That of a round's broadcast, for a site of which these units take part; None: all of them."""
+    """The digest of a round's broadcast for a site of which these units take part; None: all of them."""
     return digest if units is None else hashlib.sha256(f"{digest}{list(units)}".encode()).hexdigest()[:32]

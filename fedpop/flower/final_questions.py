@@ -29,9 +29,13 @@ def _likelihood(population: Population, hierarchy: Hierarchy) -> dict[str, Any]:
 def _errors(population: Population, hierarchy: Hierarchy) -> dict[str, Any]:
     require_small(hierarchy, population.published["beta"])
     found = standard_errors(hierarchy, population.published, population.ask(Information(hierarchy)))
-    told = [f"{name} {', '.join(f'{v:.3g}' for v in own)}" for name, own in found.items() if len(own) <= 12]
-    told += [f"{name} ({len(own)} of them)" for name, own in found.items() if len(own) > 12]
-    return {"words": "; ".join(told), "of": found}
+    words = [
+        f"{name} {', '.join(f'{v:.3g}' for v in values)}"
+        for name, values in found.items()
+        if len(values) <= 12
+    ]
+    words += [f"{name} ({len(values)} of them)" for name, values in found.items() if len(values) > 12]
+    return {"words": "; ".join(words), "of": found}
 
 
 def _newcomers(population: Population, hierarchy: Hierarchy) -> dict[str, Any]:

@@ -12,23 +12,23 @@ from typing import Any
 from fedpop.errors import SettingsError
 from fedpop.files import digest_of_bytes, writable_folder, write_bytes, write_json
 from fedpop.flower import certificates
-from fedpop.flower.federation import Folder
-from fedpop.flower.folder import check_name
-from fedpop.flower.memory import held
-from fedpop.flower.processes import Kept, Told, environment, healthy, program, require_free
-from fedpop.flower.standing import read_rounds, read_state, round_words
+from fedpop.flower.processes import LogTail, Supervised, environment, healthy, program, require_free
+from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.site_folder import check_name
+from fedpop.flower.site_state import is_locked
+from fedpop.flower.status import read_rounds, read_state, round_words
 from fedpop.version import __version__
 
 Say = Callable[[str], None]
-TRIES = 3
+RUN_TRIES = 3
 """Times that a run is begun again without a round in between."""
-PATIENCE = 600
+COMMAND_SECONDS = 600
 """Seconds that a command of Flower's may take."""
-SILENT = 60.0
-"""Seconds after which Flower is asked what became of a run that has said nothing yet."""
+SILENT_SECONDS = 60.0
+"""Seconds after which Flower is asked what became of a run that has written nothing yet."""
 CONNECTION = "fedpop"
 
-PROJECT = """# An app of Flower's: `flwr run` takes it as it is. The code is fedpop's own.
+PROJECT = """# An app of Flower's: `flwr run` takes it as it is. The code is fedpop's.
 [project]
 name = "{name}"
 version = "1.0.0"
@@ -55,7 +55,7 @@ SETTINGS = """name = "{name}"
 x = ["x1", "x2"]       # columns in
 y = "y"                # column out
 categories = []        # those of x that hold names, not numbers
-# group = "patient"    # a column whose values are units of their own at a site
+# group = "patient"    # a column whose values are units at a site
 # split = "split"      # a column that says train, validation or test
 
 # A model, or a function of the number of inputs that makes one: module:name, a file beside this one.
@@ -102,11 +102,11 @@ def init(root: Path, name: str, address: str, hosts: list[str], insecure: bool, 
         certificates.named_host(other)
     if (root / "version.json").exists():
         raise SettingsError(f"{root} is a federation's folder already; choose another one")
-    folder = Folder(writable_folder(root).absolute())
+    folder = ServerFolder(writable_folder(root).absolute())
     for sub in (folder.app, folder.admitted, folder.logs, folder.flower):
         writable_folder(sub)
-    told = json.dumps(str(folder.root))
-    write_bytes(folder.app / "pyproject.toml", PROJECT.format(name=name.lower(), folder=told).encode())
+    path = json.dumps(str(folder.root))
+    write_bytes(folder.app / "pyproject.toml", PROJECT.format(name=name.lower(), folder=path).encode())
     write_bytes(folder.app / "federation.toml", SETTINGS.format(name=name, address=address).encode())
     write_bytes(folder.app / "model.py", MODEL.encode())
     if insecure:
@@ -136,7 +136,7 @@ INSECURE = (
 
 def certificate(root: Path, hosts: list[str], days: int, say: Say) -> None:
     """A new server certificate, from the same authority: sites need nothing new."""
-    folder = Folder(root)
+    folder = ServerFolder(root)
     host, _ = certificates.split_address(folder.address)
     certificates.make_server_certificate(folder.tls, [host, *hosts], days)
     say(f"{folder.tls / 'server.crt'} is new; start the server again")
@@ -145,7 +145,7 @@ def certificate(root: Path, hosts: list[str], days: int, say: Say) -> None:
 def admit(root: Path, name: str, key: Path, say: Say) -> None:
     """Take a site's public key among those that may take part; a running server registers it."""
     check_name(name)
-    folder = Folder(root)
+    folder = ServerFolder(root)
     _ = folder.settings
     certificates.check_public_key(key)
     place = folder.admitted / f"{name}.pub"
@@ -160,8 +160,8 @@ def admit(root: Path, name: str, key: Path, say: Say) -> None:
 
 def run(root: Path, insecure: bool, say: Say) -> None:
     """Start the SuperLink and the run, and keep both going until the run is over."""
-    folder = Folder(root.absolute())
-    folder.deployment()  # what is wrong with the settings is said now
+    folder = ServerFolder(root.absolute())
+    folder.deployment()  # what is wrong with the settings is an error now
     certificates.split_address(folder.address)
     host, port = certificates.split_address(folder.listen)
     if folder.insecure and not insecure:
@@ -177,17 +177,17 @@ def run(root: Path, insecure: bool, say: Say) -> None:
         writable_folder(sub)
     ca = None if insecure else folder.tls / "ca.crt"
     _connect(folder, ca)
-    link = Kept(
+    link = Supervised(
         lambda: _superlink(folder, host, port, insecure),
         environment(folder.flower),
         folder.logs / "superlink.log",
         lambda words: say(f"SuperLink: {words}"),
     )
     with link:
-        _Watch(folder, link, ca, say).to_the_end()
+        _RunWatch(folder, link, ca, say).to_the_end()
 
 
-def _superlink(folder: Folder, host: str, port: int, insecure: bool) -> list[str]:
+def _superlink(folder: ServerFolder, host: str, port: int, insecure: bool) -> list[str]:
     database = str(folder.flower / "superlink.db")
     begin = [program("flower-superlink"), "--host", host, "--port", str(port), "--database", database]
     if insecure:
@@ -197,7 +197,7 @@ def _superlink(folder: Folder, host: str, port: int, insecure: bool) -> list[str
     return [*begin, *named, "--enable-supernode-auth"]
 
 
-def _connect(folder: Folder, ca: Path | None) -> None:
+def _connect(folder: ServerFolder, ca: Path | None) -> None:
     how = "insecure = true" if ca is None else f"root-certificates = {json.dumps(str(ca))}"
     named = f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
     simulated = '[superlink.local]\naddress = ":local:"\n'
@@ -205,32 +205,32 @@ def _connect(folder: Folder, ca: Path | None) -> None:
     write_bytes(folder.flower / "config.toml", text.encode())
 
 
-class _Watch:
+class _RunWatch:
     """A run that goes on, whichever of its processes ends."""
 
-    def __init__(self, folder: Folder, link: Kept, ca: Path | None, say: Say) -> None:
+    def __init__(self, folder: ServerFolder, link: Supervised, ca: Path | None, say: Say) -> None:
         self._folder, self._link, self._ca, self._say = folder, link, ca, say
         self._registered: set[tuple[str, str]] = set()
         """Names and digests of keys."""
         self._again: dict[str, float] = {}
         """When a key that could not be registered is tried again."""
-        self._told = len(read_rounds(folder))
-        self._log = Told(folder.run / "server.log", ("INFO", "WARNING"))  # errors end it
+        self._printed = len(read_rounds(folder))
+        self._log = LogTail(folder.run / "server.log", ("INFO", "WARNING"))  # errors end it
 
     def to_the_end(self) -> None:
         in_vain = 0
-        while in_vain < TRIES:
+        while in_vain < RUN_TRIES:
             self._until_healthy()
             self._register()
-            starts, before = self._link.starts, self._told
+            starts, before = self._link.starts, self._printed
             run = self._submit(starts)
             if run is not None and self._finished(run, starts):
                 self._say(f"finished; theta is in {self._folder.run / 'population'}")
                 return
-            in_vain = 0 if self._told > before or self._link.starts > starts else in_vain + 1
+            in_vain = 0 if self._printed > before or self._link.starts > starts else in_vain + 1
             self._say(f"the run ended before its time{self._why()}; it goes on from its last round")
         log = self._folder.run / "server.log"
-        raise SettingsError(f"the run broke {TRIES} times without a round{self._why()}; {log} says more")
+        raise SettingsError(f"the run broke {RUN_TRIES} times without a round{self._why()}; {log} says more")
 
     def _why(self) -> str:
         status = read_state(self._folder) or {}
@@ -238,9 +238,9 @@ class _Watch:
 
     def _until_healthy(self, seconds: float = 300.0) -> None:
         end = time.monotonic() + seconds
-        while not (self._link.look() and healthy(self._folder.nearby, self._ca)):
+        while not (self._link.check() and healthy(self._folder.nearby, self._ca)):
             if time.monotonic() > end:
-                raise SettingsError(f"the SuperLink does not answer:\n{self._link.said(1500)}")
+                raise SettingsError(f"the SuperLink does not answer:\n{self._link.log_end(1500)}")
             time.sleep(0.2)
 
     def _flwr(self, *arguments: str) -> dict[str, Any]:
@@ -253,10 +253,13 @@ class _Watch:
                 capture_output=True,
                 text=True,
                 stdin=subprocess.DEVNULL,
-                timeout=PATIENCE,
+                timeout=COMMAND_SECONDS,
             )
         except subprocess.TimeoutExpired:
-            return {"success": False, "error-message": f"flwr {arguments[0]} took more than {PATIENCE} s"}
+            return {
+                "success": False,
+                "error-message": f"flwr {arguments[0]} took more than {COMMAND_SECONDS} s",
+            }
         try:
             found: dict[str, Any] = json.loads(done.stdout)
         except ValueError:
@@ -272,9 +275,9 @@ class _Watch:
             if known in self._registered or self._again.get(key.stem, 0.0) > time.monotonic():
                 continue
             found = self._flwr("supernode", "register", str(key), CONNECTION, "--name", key.stem)
-            said = str(found.get("error-message", ""))
-            if not found.get("success") and "already" not in said.lower():
-                self._say(f"site {key.stem} could not be registered: {said.strip()}")
+            failure = str(found.get("error-message", ""))
+            if not found.get("success") and "already" not in failure.lower():
+                self._say(f"site {key.stem} could not be registered: {failure.strip()}")
                 self._again[key.stem] = time.monotonic() + 60
                 continue
             self._registered.add(known)
@@ -286,14 +289,14 @@ class _Watch:
         here = f"folder={json.dumps(str(self._folder.root))}"  # it may have been moved since it was made
         found = self._flwr("run", str(self._folder.app), CONNECTION, "--run-config", here)
         if not found.get("success"):
-            if not self._link.look() or self._link.starts != starts:
+            if not self._link.check() or self._link.starts != starts:
                 return None
             raise SettingsError(f"Flower did not take the run: {found.get('error-message', found)}")
         self._say(f"run {found.get('run-id')} has begun")
         return str(found.get("run-id"))
 
     def _over(self, run: str) -> bool:
-        """Whether Flower has ended a run that said nothing."""
+        """Whether Flower has ended a run that wrote nothing."""
         found = self._flwr("ls", CONNECTION, "--run-id", run)
         return any(str(r.get("status", "")).startswith("finished") for r in found.get("runs", []))
 
@@ -302,11 +305,11 @@ class _Watch:
         asked = time.monotonic()
         while True:
             time.sleep(0.5)
-            self._tell()
+            self._print_new()
             self._register()
             status = read_state(self._folder)
             if status is None:
-                if time.monotonic() - asked > SILENT:
+                if time.monotonic() - asked > SILENT_SECONDS:
                     if self._over(run):
                         return False
                     asked = time.monotonic()  # its process starts slowly
@@ -316,15 +319,15 @@ class _Watch:
                 return False
             elif status["state"] == "failed":
                 raise SettingsError(f"the run failed: {status['why']}")
-            elif not held(self._folder.run / "run"):
+            elif not is_locked(self._folder.run / "run"):
                 return False
-            if not self._link.look() or self._link.starts != starts:
+            if not self._link.check() or self._link.starts != starts:
                 return False
 
-    def _tell(self) -> None:
+    def _print_new(self) -> None:
         for words in self._log.new():
             self._say(words)
         lines = read_rounds(self._folder)
-        for line in lines[self._told :]:
+        for line in lines[self._printed :]:
             self._say(round_words(line))
-        self._told = max(self._told, len(lines))
+        self._printed = max(self._printed, len(lines))

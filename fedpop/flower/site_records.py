@@ -15,18 +15,18 @@ from fedpop.site.work import alike
 
 
 @dataclass
-class Member:
+class SiteRecord:
     """What the server knows of a site."""
 
     units: int = 0
     hashes: list[int] = field(default_factory=list)
-    """Of its units' names, in its own order, where a rule draws some of them."""
+    """Of its units' names, in its order, where a rule draws some of them."""
     examples: int = 0
     splits: list[str] = field(default_factory=list)
     heard: int = -1
     """Its last round that counted."""
     times: float = 0.0
-    """Rounds in which it was heard, each as the share of its units that took part."""
+    """Rounds in which its message was received, each as the share of its units that took part."""
     rounds: int = 0
     """Rounds since it is here."""
     noted: list[str] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Member:
     """Those to which it had one, be it that its numbers are not finite."""
 
     def greeted(self, about: Mapping[str, Any]) -> None:
-        """What it says of itself."""
+        """What its first reply says."""
         self.units, self.examples = int(about["units"]), int(about["examples"])
         self.splits, self.hashes = list(about["splits"]), [int(h) for h in about.get("hashes", ())]
 
@@ -45,17 +45,17 @@ class Member:
 
 
 @dataclass(frozen=True)
-class TakingPart:
-    """A site's in a round."""
+class ActivePart:
+    """What takes part of a site in a round."""
 
     ids: Tensor
     """Positions of its units that take part, in the roster."""
     units: list[int] | None
-    """The same among its own; None: all of them."""
+    """Their positions at the site; None: all of them."""
     weight: float
 
 
-def roster_of_sites(sites: Mapping[str, Member]) -> Roster:
+def roster_of_sites(sites: Mapping[str, SiteRecord]) -> Roster:
     """Units by the hashes of their names; without these, which nothing is drawn by, in their order."""
     each = {name: sites[name] for name in sorted(sites)}
     hashes = [h for name, s in each.items() for h in s.hashes or range(s.units)]
@@ -63,29 +63,29 @@ def roster_of_sites(sites: Mapping[str, Member]) -> Roster:
     return Roster(torch.tensor(hashes, dtype=torch.int64), names, units_of(names), growing=True)
 
 
-def places(sites: Mapping[str, Member]) -> dict[str, Tensor]:
+def positions(sites: Mapping[str, SiteRecord]) -> dict[str, Tensor]:
     """Positions of each site's units in the roster."""
     names = sorted(sites)
     every = torch.arange(sum(sites[n].units for n in names)).split([sites[n].units for n in names])
     return dict(zip(names, every, strict=True))
 
 
-def taking_part(sites: Mapping[str, Member], active: Active) -> dict[str, TakingPart]:
+def active_parts(sites: Mapping[str, SiteRecord], active: Active) -> dict[str, ActivePart]:
     """Which units of each site take part in a round, and what its sum counts; a site without any does not."""
-    place = places(sites)
-    sizes = torch.tensor([len(own) for own in place.values()])
+    place = positions(sites)
+    sizes = torch.tensor([len(all_ids) for all_ids in place.values()])
     at = torch.repeat_interleave(torch.arange(len(place)), sizes)[active.ids]
     parts = {}
-    for i, (name, own) in enumerate(place.items()):
+    for i, (name, all_ids) in enumerate(place.items()):
         here = at == i
         ids = active.ids[here]
         if len(ids):
-            some = None if len(ids) == len(own) else (ids - own[0]).tolist()
+            some = None if len(ids) == len(all_ids) else (ids - all_ids[0]).tolist()
             weight = alike(active.weights[here], "take part with different probabilities")
-            parts[name] = TakingPart(ids, some, float(weight))
+            parts[name] = ActivePart(ids, some, float(weight))
     return parts
 
 
-def examples_in(site: Member, part: TakingPart) -> int:
-    """About how many examples a site's part of a round has: its units' sizes are its own."""
+def examples_in(site: SiteRecord, part: ActivePart) -> int:
+    """About how many examples a site's part of a round has: only the site knows its units' sizes."""
     return max(1, round(site.examples * len(part.ids) / max(1, site.units)))

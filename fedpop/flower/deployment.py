@@ -1,4 +1,4 @@
-"""A run across sites, from the first look at who is there to the theta that everyone gets."""
+"""A run across sites, from the first greeting of sites to the theta that everyone gets."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from fedpop.federation.inputs import Example
 from fedpop.files import read_sealed, read_tensors, writable_folder, write_json, write_sealed, write_tensors
-from fedpop.flower.afterwards import answers
-from fedpop.flower.elsewhere import Elsewhere, RoundTerms, members_of
-from fedpop.flower.holdings import Member
-from fedpop.flower.post import Post
+from fedpop.flower.final_questions import answers
+from fedpop.flower.remote import RemoteMembers, RoundTerms, site_records_of
 from fedpop.flower.site import keep_hello, keep_theta
-from fedpop.methods.base import Algorithm
+from fedpop.flower.site_records import SiteRecord
+from fedpop.flower.transport import Transport
+from fedpop.methods.base import Algorithm, chosen
 from fedpop.population import Population
 from fedpop.questions.forms import agreed, example_from, plain_example
 from fedpop.run import checkpoint as checkpoints
@@ -33,7 +33,7 @@ class Deployment:
     """What is run across sites: the same method and settings as in the simulator, and when rounds close."""
 
     experiment: str
-    """The name under which sites keep their chains: another one is another run."""
+    """The name under which sites store their states: another one is another run."""
     method: Callable[[Example], Algorithm]
     """The method for examples of this form; before that is agreed on, a model may not know its inputs."""
     settings: Settings
@@ -41,7 +41,7 @@ class Deployment:
     schema: Mapping[str, Any] = field(default_factory=dict)
     """What sites' data must look like."""
     entry: str = ""
-    """``module:name`` that makes the model, where it is not made of torch's own layers."""
+    """``module:name`` that makes the model, where it is not made of torch's layers alone."""
     callbacks: Sequence[Callback] = ()
     afterwards: Sequence[str] = ()
     """What everyone is asked once theta is there."""
@@ -51,61 +51,60 @@ class Deployment:
         method = self.method(example)
         if method.model.precision == "auto":
             method = method.replace(model=method.model.asking_for("float32"))
-        method = method.prepared(example).for_rule(self.settings.participation)
-        if self.terms.quorum < 1:
-            method = method.without_waiting()
-        return method
+        return method.prepared(example)
 
 
-def conduct(deployment: Deployment, post: Post, folder: Path | None = None) -> Population:
+def run_deployment(deployment: Deployment, transport: Transport, folder: Path | None = None) -> Population:
     """Run it, or go on with it; at the end every site has theta."""
     saved = None if folder is None else checkpoints.read(folder / "checkpoints")
-    before = None if saved is None else members_of(saved.tensors)
-    members, method = enrolled(deployment, post, folder, before)
+    before = None if saved is None else site_records_of(saved.tensors)
+    members, method = enrolled_members(deployment, transport, folder, before)
     run = Run(method, members, deployment.settings, folder, deployment.callbacks)
     population = run.execute(resume=saved is not None, progress=False)
     if folder is not None and deployment.afterwards:
         found, population = answers(population, deployment.afterwards)
         write_json(folder / AFTERWARDS, found)
-    have = members.finish(population.published, population.rounds)
+    have = members.finish(population.published, population.rounds, population.how)
     log.info("theta after %d rounds is at %s", population.rounds, ", ".join(have) or "no site")
     if folder is not None:
         population.public().save(folder / "population")
         theta = writable_folder(folder / "theta")  # for sites that come later
-        keep_hello(theta, post.hello)
+        keep_hello(theta, transport.hello)
         keep_theta(theta, population.published)
     return population
 
 
-def enrolled(
+def enrolled_members(
     deployment: Deployment,
-    post: Post,
+    transport: Transport,
     folder: Path | None = None,
-    before: Mapping[str, Member] | None = None,
-) -> tuple[Elsewhere, Algorithm]:
-    """The sites that are there, once they are enough, and the method as they are told of it.
+    before: Mapping[str, SiteRecord] | None = None,
+) -> tuple[RemoteMembers, Algorithm]:
+    """The sites that are there, once they are enough, and the method as it was given: they receive what
+    runs.
 
-    What was agreed on, and where the model starts, is kept in the folder: a run that goes on has the same.
+    What was agreed on, and where the model starts, is stored in the folder: a run that goes on has the same.
     """
     file = None if folder is None else writable_folder(folder) / "agreed.json"
-    told = (deployment.experiment, deployment.terms, deployment.settings)
-    members: Elsewhere | None = None
+    settings = (deployment.experiment, deployment.terms, deployment.settings)
+    members: RemoteMembers | None = None
     if file is not None and file.exists():
-        kept = read_sealed(file, "what sites agreed on")
-        form, example = kept["form"], example_from(kept["example"])
+        stored = read_sealed(file, "what sites agreed on")
+        form, example = stored["form"], example_from(stored["example"])
         method = deployment.prepared(example)
-        with_values(method.model, read_tensors(file.with_name("model.safetensors"), kept["digest"]))
+        with_values(method.model, read_tensors(file.with_name("model.safetensors"), stored["digest"]))
     else:
-        members = Elsewhere(Survey(deployment.schema), post, *told)
+        members = RemoteMembers(Survey(deployment.schema), transport, *settings)
         form, example = agreed(deployment.schema, members.asks)
         method = deployment.prepared(example)
         if file is not None:
             digest = write_tensors(file.with_name("model.safetensors"), values_of(method.model))
             write_sealed(file, {"form": form, "example": plain_example(example), "digest": digest})
-    study = Training(method, example, form, deployment.entry)
+    runs = chosen(method, deployment.settings.participation, deployment.terms.waits).method
+    study = Training(runs, example, form, deployment.entry)
     if members is None:
-        members = Elsewhere(study, post, *told, before=before)
+        members = RemoteMembers(study, transport, *settings, before=before)
         members.wait()
     else:
-        members.tell(study)
+        members.update_study(study)
     return members, method

@@ -1,4 +1,4 @@
-"""Sites' messages made into a total, in the order of sites: who cannot be added up is left out, and named."""
+"""Sites' messages added up to a total, in the order of sites; who cannot be added is left out, and named."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fedpop.errors import EstimateError, PayloadError, SettingsError
-from fedpop.flower.letters import Letter, require_answer
+from fedpop.flower.requests import Request, require_answer
 from fedpop.keys import unit_of
 from fedpop.message import Aggregate, Channel, Guard, Message, Tensors, Total
 from fedpop.message.declared import HEADER, require_declared
@@ -20,8 +20,8 @@ ABSURD = "its message was out of all proportion"
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """What came of letters: the total, and why sites are not in it."""
+class Aggregated:
+    """What came of requests: the total, and why sites are not in it."""
 
     total: Total
     reasons: dict[str, str]
@@ -32,19 +32,19 @@ class Gathered:
 
 
 @dataclass
-class Gathering:
-    """Adds up sites' messages; remembers the form that they had."""
+class Aggregator:
+    """Adds up sites' messages; remembers their form."""
 
     device: torch.device
     forms: dict[str, dict[str, int]] = field(default_factory=dict)
     """Lengths of vectors, by name, of rounds and of each question."""
 
-    def gathered(
+    def aggregate(
         self,
         what: str,
         channel: Channel,
         kind: torch.dtype,
-        letters: Mapping[str, Letter],
+        requests: Mapping[str, Request],
         messages: Mapping[str, Message],
         *,
         of: int,
@@ -54,26 +54,26 @@ class Gathering:
         examples: Mapping[str, int] | None = None,
         varied: bool = False,
         sends: Mapping[str, object] | None = None,
-    ) -> Gathered:
+    ) -> Aggregated:
         """The total of what arrived; ``guard`` looks at a round's messages together, by sites' ``examples``.
         Where names are ``varied`` a vector of a name that others do not send is nothing strange."""
         reasons, seen = dict[str, str](), dict[str, Message]()
         for name in sorted(messages, key=unit_of):
             try:
-                message = require_answer(messages[name], letters[name], name)
+                message = require_answer(messages[name], requests[name], name)
                 _require_declared(message, sends or {})
                 seen[name] = _finite(channel.receive(message, kind))
             except PayloadError as error:
                 reasons[name] = str(error)
         fit = {n: m for n, m in seen.items() if int(m.units)}
-        held_back = {n for n, m in seen.items() if m.withheld is not None and bool(m.withheld)}
+        withheld = {n for n, m in seen.items() if m.withheld is not None and bool(m.withheld)}
         reasons |= dict.fromkeys(seen.keys() - fit.keys(), "its numbers are not finite")
-        reasons |= dict.fromkeys(held_back, f"{ABSURD}; it held it back")
+        reasons |= dict.fromkeys(withheld, f"{ABSURD}; the site withheld it")
         reasons |= self._misshapen(what, {n: m.vectors for n, m in fit.items()}) if not varied else {}
-        suspects, usual = set(held_back), Tensors()
+        suspects, usual = set(withheld), Tensors()
         if guard is not None:
             counts = Aggregate()
-            for name in held_back | {n for n in fit if n not in reasons}:
+            for name in withheld | {n for n in fit if n not in reasons}:
                 counts.number(_counts(seen[name]))
             for name, message in fit.items():
                 rows = torch.tensor([(examples or {}).get(name, 1)])
@@ -87,19 +87,19 @@ class Gathering:
                 weight = torch.tensor([1.0 if weights is None else weights[name]], device=self.device)
                 aggregate.add(message.to(self.device), weight)
         total = aggregate.total(of, ratio, usual=usual)
-        return Gathered(total, reasons, frozenset(seen), tuple(sorted(suspects)))
+        return Aggregated(total, reasons, frozenset(seen), tuple(sorted(suspects)))
 
     def _misshapen(self, what: str, vectors: Mapping[str, Tensors]) -> dict[str, str]:
         """Who sends vectors of another form than was sent before, or, the first time, than most send."""
-        forms = {name: {n: v.shape[1] for n, v in sorted(own.items())} for name, own in vectors.items()}
+        forms = {name: {n: v.shape[1] for n, v in sorted(each.items())} for name, each in vectors.items()}
         if not forms:
             return {}
         kinds = Counter(json.dumps(form) for form in forms.values()).most_common()
         usual = self.forms.get(what)
         if usual is None or not all(n in usual for form in forms.values() for n in form):
             if len(kinds) > 1 and kinds[0][1] == kinds[1][1]:
-                told = "; ".join(f"{name} {form}" for name, form in sorted(forms.items())[:4])
-                raise EstimateError(f"sites do not agree on what they send ({told}): check their models")
+                sent = "; ".join(f"{name} {form}" for name, form in sorted(forms.items())[:4])
+                raise EstimateError(f"sites do not agree on what they send ({sent}): check their models")
             usual = (usual or {}) | json.loads(kinds[0][0])
             self.forms[what] = usual
         names = set(json.loads(kinds[0][0]))

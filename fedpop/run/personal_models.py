@@ -16,7 +16,7 @@ from fedpop.site.plan import Plan, final_plan
 from fedpop.site.sites import Sites
 
 
-class OwnModels(Setting, ABC):
+class PersonalModels(Setting, ABC):
     """How the models that a question is answered from are made; across machines it is sent by its name."""
 
     as_in_rounds: ClassVar[bool] = False
@@ -34,7 +34,7 @@ class OwnModels(Setting, ABC):
 
 
 @dataclass(frozen=True)
-class AsTheyStand(OwnModels):
+class AsTheyStand(PersonalModels):
     """Where units' chains stand, as they would enter a round."""
 
     as_in_rounds: ClassVar[bool] = True
@@ -46,7 +46,7 @@ class AsTheyStand(OwnModels):
 
 
 @dataclass(frozen=True)
-class FinalPass(OwnModels):
+class FinalPass(PersonalModels):
     """A pass with theta fixed: that of the method, or a ``brief`` one; from where units' chains stand, or
     ``afresh``, which forgets that.
 

@@ -1,8 +1,8 @@
-"""Flower's Grid as a post office: sites by their names, letters with a deadline, late replies dropped.
+"""Requests and replies over Flower's Grid: sites by their names, deadlines, late replies dropped.
 
 Flower knows nodes by numbers that are new for every key, so each node is asked for its site's name first.
-``send_and_receive`` waits for the slowest and looks every three seconds: this has a poll loop of its own.
-What comes after its letter's deadline is dropped and counted.
+``send_and_receive`` waits for the slowest and polls every three seconds: this has another poll loop.
+What comes after its request's deadline is dropped and counted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from flwr.app import MessageType
 from flwr.serverapp import Grid
 
 from fedpop.errors import PayloadError
-from fedpop.flower.letters import Letter, code_of, refusal
-from fedpop.flower.records import letter_to_record, message_from_record
+from fedpop.flower.records import message_from_record, request_to_record
+from fedpop.flower.requests import Request, code_of, refusal
 from fedpop.message import Message
 from fedpop.site.refusal import Code
 from fedpop.version import __version__
@@ -28,31 +28,31 @@ from fedpop.version import __version__
 log = logging.getLogger("fedpop.server")
 
 TYPES = {"hello": MessageType.QUERY, "train": MessageType.TRAIN}
-"""Flower's words for kinds of letters; questions, and the end, are evaluations."""
-PATIENT = 5
+"""Flower's types for kinds of requests; questions, and the end, are evaluations."""
+GREETINGS_WAITED = 5
 """How many times as long as a refusal a greeting without an answer is waited for."""
 NODE_GONE = 5
 """Flower's error code for a node whose heartbeat has stopped."""
 
 
 @dataclass(frozen=True)
-class Enrolled:
-    """A site that has told its name: the node it is at, and what it said of itself."""
+class ConnectedSite:
+    """A site that has replied with its name: its node, and the reply's header."""
 
     node: int
-    about: Mapping[str, Any]
+    header: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A letter that has not been answered."""
+    """A request that has not been answered."""
 
     site: str
     until: float
 
 
-class Post:
-    """Who is there, and what goes to and fro."""
+class Transport:
+    """Who is there; requests to sites, and their replies."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class Post:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._grid = grid
-        self.hello = Letter("hello", {})
-        """What a new node is told."""
+        self.hello = Request("hello", {})
+        """The first request to a new node."""
         self._poll, self._greeting, self._clock, self._sleep = poll, greeting, clock, sleep
-        self.sites: dict[str, Enrolled] = {}
-        self._met: set[int] = set()
+        self.sites: dict[str, ConnectedSite] = {}
+        self._registered: set[int] = set()
         """Nodes that belong to a site, or did."""
         self._greeted: dict[int, float] = {}
         """When a node that has not answered is to be greeted again."""
@@ -79,20 +79,20 @@ class Post:
         self.late: dict[str, int] = {}
         """Replies that came after their deadline, or twice, by site."""
         self.reasons: dict[str, str] = {}
-        """Why sites were not heard in the last delivery."""
+        """Why sites have no reply in the last ``send``."""
         self.lost: set[str] = set()
         """Those of them whose node went away."""
 
-    def beside(self) -> Post:
-        """Another one on the same Grid, to whom nobody has spoken yet."""
-        return Post(
+    def sibling(self) -> Transport:
+        """Another one on the same Grid, without any sites yet."""
+        return Transport(
             self._grid, poll=self._poll, greeting=self._greeting, clock=self._clock, sleep=self._sleep
         )
 
-    def greet_again(self, hello: Letter) -> None:
-        """Everyone is to hear something new, and counts as there once it has."""
+    def greet_all(self, hello: Request) -> None:
+        """Send everyone a new first request; a site is there once it has answered it."""
         self.hello, self.sites = hello, {}
-        self._met, self._greeted, self._hellos, self.refused = set(), {}, {}, {}
+        self._registered, self._greeted, self._hellos, self.refused = set(), {}, {}, {}
 
     # --- who is there ------------------------------------------------------------------------
 
@@ -107,25 +107,27 @@ class Post:
         """Sites whose heartbeat is fresh, in the order of their names; new nodes are greeted, and belong to
         them once they have answered. Nobody waits for that."""
         now, nodes = self._clock(), self._online()
-        due = [n for n in nodes if n not in self._met and self._greeted.get(n, -math.inf) <= now]
+        due = [n for n in nodes if n not in self._registered and self._greeted.get(n, -math.inf) <= now]
         if due:
-            for node, letter in zip(
-                due, self._push([(n, self.hello) for n in due], PATIENT * self._greeting), strict=True
+            for node, request in zip(
+                due,
+                self._push([(n, self.hello) for n in due], GREETINGS_WAITED * self._greeting),
+                strict=True,
             ):
-                self._greeted[node] = now + PATIENT * self._greeting  # a slow one is not asked twice
-                if letter is not None:
-                    self._hellos[letter] = node
+                self._greeted[node] = now + GREETINGS_WAITED * self._greeting  # a slow one is not asked twice
+                if request is not None:
+                    self._hellos[request] = node
         if self._hellos:
             for message in self._grid.pull_messages(list(self._hellos)):
-                letter = message.metadata.reply_to_message_id
-                if letter in self._hellos:
-                    node = self._hellos.pop(letter)
-                    self._meet(node, nodes.get(node, ""), _opened(message))
+                request = message.metadata.reply_to_message_id
+                if request in self._hellos:
+                    node = self._hellos.pop(request)
+                    self._register(node, nodes.get(node, ""), _message_of(message))
         return sorted(name for name, site in self.sites.items() if site.node in nodes)
 
-    def _meet(self, node: int, registered: str, reply: Message) -> None:
+    def _register(self, node: int, registered: str, reply: Message) -> None:
         name = str(reply.header.get("site", ""))
-        why = self._doubt(reply, name, registered)
+        why = self._why_not(reply, name, registered)
         if why is not None:
             log.warning("node %d (%s) cannot take part: %s", node, name or registered or "no name", why)
             self._greeted[node] = self._clock() + self._greeting  # then again: it may have been mended
@@ -133,24 +135,26 @@ class Post:
                 self.refused[name] = reply.refused
             return
         log.info("site %s is here", name)
-        self._met.add(node)
+        self._registered.add(node)
         self.refused.pop(name, None)
-        self.sites[name] = Enrolled(node, reply.header)
+        self.sites[name] = ConnectedSite(node, reply.header)
 
-    def _doubt(self, reply: Message, name: str, registered: str) -> str | None:
+    def _why_not(self, reply: Message, name: str, registered: str) -> str | None:
         """Why a node cannot be taken for a site of this name."""
         if reply.refused is not None:
             return reply.refused
         if reply.header.get("version") != __version__:
             return f"it has fedpop {reply.header.get('version')}, this is {__version__}"
-        if reply.header.get("study") != self.hello.about["study_digest"]:
-            return "it was told of another study"
-        if self.hello.about.get("drawn") and len(reply.header.get("hashes", ())) != reply.header.get("units"):
-            return "it does not tell its units apart"
+        if reply.header.get("study") != self.hello.header["study_digest"]:
+            return "it received another study"
+        if self.hello.header.get("drawn") and len(reply.header.get("hashes", ())) != reply.header.get(
+            "units"
+        ):
+            return "it sends no hashes of its units' names"
         return _misnamed(name, registered)
 
     def busy(self, site: str) -> bool:
-        """It still works on a letter that may yet be answered."""
+        """It still works on a request that may yet be answered."""
         now = self._clock()
         return any(p.site == site and p.until > now for p in self._pending.values())
 
@@ -158,67 +162,67 @@ class Post:
         return self._clock()
 
     def pause(self) -> None:
-        """A moment, before somebody looks again who is there."""
+        """A moment, before it is checked again who is there."""
         self._sleep(4 * self._poll)
 
-    # --- to and fro --------------------------------------------------------------------------
+    # --- requests and replies ----------------------------------------------------------------
 
-    def deliver(
-        self, letters: Mapping[str, Letter], timeout: float | None, enough: Callable[[int], bool]
+    def send(
+        self, requests: Mapping[str, Request], timeout: float | None, enough: Callable[[int], bool]
     ) -> dict[str, Message]:
-        """Replies to these letters, by site, as soon as there are ``enough`` of them or time is up (None:
+        """Replies to these requests, by site, as soon as there are ``enough`` of them or time is up (None:
         until everyone has answered). Refusals are in ``reasons``."""
-        there = {name: letter for name, letter in letters.items() if name in self.sites}
-        self.reasons = {name: "it is not there" for name in letters if name not in there}
+        there = {name: request for name, request in requests.items() if name in self.sites}
+        self.reasons = {name: "it is not there" for name in requests if name not in there}
         self.lost = set(self.reasons)
         found = self._exchange(
-            {name: (self.sites[name].node, letter) for name, letter in there.items()}, timeout, enough
+            {name: (self.sites[name].node, request) for name, request in there.items()}, timeout, enough
         )
-        heard = {}
+        accepted = {}
         for name, reply in found.items():
             if (why := reply.refused) is None:
-                heard[name] = reply
+                accepted[name] = reply
                 continue
             self.reasons[name] = why
             if code_of(reply).greet:
-                self._met.discard(self.sites.pop(name).node)  # greeted again when it is back
+                self._registered.discard(self.sites.pop(name).node)  # greeted again when it is back
                 self.lost.add(name)
                 self._greeted = {}
         for name in there.keys() - found.keys():
             self.reasons[name] = "it did not answer in time"
-        return heard
+        return accepted
 
-    def insist(
+    def retry_lost(
         self,
-        letters: Mapping[str, Letter],
+        requests: Mapping[str, Request],
         replies: Mapping[str, Message],
         timeout: float | None,
         back: Callable[[list[str]], bool],
     ) -> dict[str, Message]:
-        """Replies of those, too, whose node went away meanwhile, once they are ``back``: the same letter
+        """Replies of those, too, whose node went away meanwhile, once they are ``back``: the same request
         again, to which a site that had worked on it gives the same reply."""
-        heard, reasons = dict(replies), dict(self.reasons)
-        while lost := sorted(self.lost & letters.keys()):
+        accepted, reasons = dict(replies), dict(self.reasons)
+        while lost := sorted(self.lost & requests.keys()):
             log.info("%s went away, and must answer", ", ".join(lost))
             if not back(lost):
                 break
-            heard |= self.deliver({n: letters[n] for n in lost}, timeout, lambda heard: False)
+            accepted |= self.send({n: requests[n] for n in lost}, timeout, lambda received: False)
             reasons = {n: why for n, why in reasons.items() if n not in lost} | self.reasons
         self.reasons = reasons
-        return heard
+        return accepted
 
     def _exchange(
         self,
-        letters: Mapping[str, tuple[int, Letter]],
+        requests: Mapping[str, tuple[int, Request]],
         timeout: float | None,
         enough: Callable[[int], bool],
     ) -> dict[str, Message]:
         start, patience = self._clock(), timeout or 24 * 3600.0
-        # A letter outlives its round: what a slow site answers is then known to be late, not lost.
-        ids = self._push(list(letters.values()), 2 * patience)
-        waiting = {i: name for i, name in zip(ids, letters, strict=True) if i is not None}
+        # A request outlives its round: what a slow site answers is then known to be late, not lost.
+        ids = self._push(list(requests.values()), 2 * patience)
+        waiting = {i: name for i, name in zip(ids, requests, strict=True) if i is not None}
         found: dict[str, Message] = {}
-        told = start
+        logged = start
         while waiting:
             for message in self._grid.pull_messages([*waiting, *self._open()]):
                 self._sort(message, waiting, found)
@@ -227,55 +231,55 @@ class Post:
             now = self._clock()
             if timeout is not None and now - start >= timeout:
                 break
-            if now - told >= 60:
+            if now - logged >= 60:
                 log.info("waiting for %s", ", ".join(sorted(waiting.values())))
-                told = now
+                logged = now
             self._sleep(self._poll)
         until = start + 2 * patience
         self._pending |= {i: Pending(name, until) for i, name in waiting.items()}
         return found
 
-    def _push(self, letters: Sequence[tuple[int, Letter]], ttl: float) -> list[str | None]:
+    def _push(self, requests: Sequence[tuple[int, Request]], ttl: float) -> list[str | None]:
         messages = [
             FlowerMessage(
-                content=letter_to_record(letter),
+                content=request_to_record(request),
                 dst_node_id=node,
-                message_type=TYPES.get(letter.kind, MessageType.EVALUATE),
+                message_type=TYPES.get(request.kind, MessageType.EVALUATE),
                 ttl=ttl,
-                group_id=str(letter.about.get("round", letter.kind)),
+                group_id=str(request.header.get("round", request.kind)),
             )
-            for node, letter in letters
+            for node, request in requests
         ]
         return list(self._grid.push_messages(messages))
 
     def _open(self) -> list[str]:
-        """Letters of earlier rounds that may yet be answered."""
+        """Requests of earlier rounds that may yet be answered."""
         now = self._clock()
         self._pending = {i: p for i, p in self._pending.items() if p.until > now}
         return list(self._pending)
 
     def _sort(self, message: Any, waiting: dict[str, str], found: dict[str, Message]) -> None:
-        """A reply goes by the letter that it answers: an error's sender is not the site."""
-        letter = message.metadata.reply_to_message_id
-        if letter in waiting:
-            found[waiting.pop(letter)] = _opened(message)
-        elif letter in self._pending:
-            site = self._pending.pop(letter).site
+        """A reply goes by the request that it answers: an error's sender is not the site."""
+        request = message.metadata.reply_to_message_id
+        if request in waiting:
+            found[waiting.pop(request)] = _message_of(message)
+        elif request in self._pending:
+            site = self._pending.pop(request).site
             self.late[site] = self.late.get(site, 0) + 1
             log.info("a late reply of %s was dropped", site)
 
 
 def _misnamed(name: str, registered: str) -> str | None:
-    """What is wrong with the name that a site tells of itself."""
+    """What is wrong with the name in a site's reply."""
     if not name:
-        return "it told no name"
+        return "its reply has no name"
     if registered and registered != name:
         return f"it says that it is {name!r}, but its key was registered for {registered!r}"
     return None
 
 
-def _opened(message: Any) -> Message:
-    """What a reply says; what cannot be read is a refusal."""
+def _message_of(message: Any) -> Message:
+    """The message of a reply; one that cannot be read is a refusal."""
     if message.has_error():
         code = Code.GONE if message.error.code == NODE_GONE else Code.FAILED
         return refusal(f"its node failed (Flower's error {message.error.code})", code)

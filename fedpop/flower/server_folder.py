@@ -23,11 +23,11 @@ from fedpop.errors import FedpopError, SettingsError
 from fedpop.federation.inputs import Example
 from fedpop.federation.participation import resolve
 from fedpop.files import read_json, read_sealed, writable_folder, write_sealed
-from fedpop.flower.afterwards import USUAL, check_asked
 from fedpop.flower.certificates import split_address
-from fedpop.flower.conduct import Deployment
-from fedpop.flower.elsewhere import RoundTerms
-from fedpop.flower.folder import check_name, read_toml
+from fedpop.flower.deployment import Deployment
+from fedpop.flower.final_questions import USUAL, check_asked
+from fedpop.flower.remote import RoundTerms
+from fedpop.flower.site_folder import check_name, read_toml
 from fedpop.methods.base import Algorithm
 from fedpop.methods.tables import known_method, method_from
 from fedpop.models.entry import model_named
@@ -43,8 +43,8 @@ RUN = ("rounds", "seed", "participation", "precision", "early_stop", "afterwards
 
 
 @dataclass(frozen=True)
-class Folder:
-    """Where a federation's server keeps things."""
+class ServerFolder:
+    """Where a federation's server stores everything."""
 
     root: Path
 
@@ -67,7 +67,7 @@ class Folder:
 
     @property
     def flower(self) -> Path:
-        """Flower's own home, so that no other one is touched."""
+        """Flower's home, so that no other one is touched."""
         return self.root / "flower"
 
     @property
@@ -108,7 +108,7 @@ class Folder:
 
     @property
     def nearby(self) -> str:
-        """Under which this machine's own processes reach it."""
+        """Under which this machine's processes reach it."""
         host, port = split_address(self.listen)
         return f"{ANYWHERE.get(host, host)}:{port}"
 
@@ -136,9 +136,9 @@ class Folder:
         _only(plain.get("server", {}), ("address", "listen"), f"{path}, [server]")
         name = method.get("name", "FedSOUL")
         known_method(name, f"{path}, [method]")
-        own = {k: v for k, v in method.items() if k != "name"}
+        given = {k: v for k, v in method.items() if k != "name"}
         run = _only(plain.get("run", {}), RUN, f"{path}, [run]")
-        make = _maker(path, entry, str(name), own, run.get("precision"))
+        make = _maker(path, entry, str(name), given, run.get("precision"))
         stop = run.pop("early_stop", None)
         callbacks: list[Callback] = []
         if stop is not None:
@@ -166,7 +166,7 @@ def _maker(
     path: Path, entry: str, name: str, settings: Mapping[str, Any], precision: str | None
 ) -> Callable[[Example], Algorithm]:
     """Makes the method once it is known what examples look like; its backbone runs in this precision, or in
-    the model's own."""
+    the model's."""
 
     def make(example: Example) -> Algorithm:
         try:

@@ -1,6 +1,6 @@
-"""What a site keeps in a file: its units' states before and after the last round, and its last reply.
+"""A site's file: its units' states before and after the last round, and its last reply.
 
-A server may ask for a round twice (it was killed), or may not hear the answer (it came late). So the states
+A server may ask for a round twice (it was killed), or may not receive the reply (it came late). So the states
 of both sides of the last round are there, with the round's number, a digest of the theta it was made with,
 and the reply itself: the same round with the same theta gives the same reply, with another theta it starts
 again from before, and the next round starts from after if the last one counted.
@@ -24,14 +24,14 @@ from fedpop.files import read_tensors, write_tensors
 from fedpop.flower.records import message_of_plain, plain_message
 from fedpop.message import Message, Payload, Tensors
 from fedpop.site.refusal import Code, Refusal
-from fedpop.site.sites import unheard
+from fedpop.site.sites import states_if_lost
 from fedpop.site.store import LocalStore
 
 log = logging.getLogger("fedpop.site")
 
 
 @dataclass
-class Memory:
+class SiteState:
     """The states of a site's units in one experiment."""
 
     before: LocalStore
@@ -50,33 +50,33 @@ class Memory:
     """Hashes of the units' names, in the order of the states."""
 
     @classmethod
-    def empty(cls, names: list[int]) -> Memory:
+    def empty(cls, names: list[int]) -> SiteState:
         return cls(LocalStore(len(names)), LocalStore(len(names)), names=names)
 
-    def settled(self, keeps: Sequence[str], heard: int) -> LocalStore:
-        """Where the units stand when ``heard`` was the last round of theirs that counted."""
-        counted = heard == self.round or self.round < 0
+    def current(self, keeps: Sequence[str], last_counted: int) -> LocalStore:
+        """The units' states when ``last_counted`` was the last round of theirs that counted."""
+        counted = last_counted == self.round or self.round < 0
         if counted:
             return self.after
         every = range(len(self.after.slots)) if self.units is None else self.units
-        return unheard(keeps, self.before, self.after, torch.tensor(every, dtype=torch.int64))
+        return states_if_lost(keeps, self.before, self.after, torch.tensor(every, dtype=torch.int64))
 
-    def start_of(self, keeps: Sequence[str], round: int, heard: int) -> LocalStore:
+    def start_of(self, keeps: Sequence[str], round: int, last_counted: int) -> LocalStore:
         """Where a round starts from: before it, if it was worked on already (or an earlier one is asked)."""
-        if round < self.round and heard < 0:  # the server begins anew: as if no round had been
+        if round < self.round and last_counted < 0:  # the server begins anew: as if no round had been
             return self._noted()
         if round <= self.round:
             return LocalStore.restore(self.before.state())
-        return LocalStore.restore(self.settled(keeps, heard).state())
+        return LocalStore.restore(self.current(keeps, last_counted).state())
 
     def _noted(self) -> LocalStore:
         """What questions left with the units, and nothing else."""
         every = torch.arange(len(self.before.slots))
-        held = self.before.get(every, torch.device("cpu"))
-        kept = {name: held[name] for names in self.noted.values() for name in names if name in held}
+        states = self.before.get(every, torch.device("cpu"))
+        left = {n: states[n] for names in self.noted.values() for n in names if n in states}
         fresh = LocalStore(len(every))
-        if kept:
-            fresh.put(every, kept, entered=False)
+        if left:
+            fresh.put(every, left, entered=False)
         return fresh
 
     # --- a file ------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class Memory:
             raise Refusal(f"the site cannot write its state ({why})", Code.DISK) from error
 
     @classmethod
-    def read(cls, path: Path, names: list[int] | None = None) -> Memory:
+    def read(cls, path: Path, names: list[int] | None = None) -> SiteState:
         """What was written. Of other units than these, or in another order, is a CheckpointError."""
         tensors = read_tensors(path)
         try:
@@ -119,7 +119,7 @@ class Memory:
                     for n, (codec, length) in plain["payloads"].items()
                 }
                 reply = message_of_plain(plain["message"], payloads)
-            memory = cls(
+            state = cls(
                 before,
                 after,
                 round=plain["round"],
@@ -133,12 +133,10 @@ class Memory:
             )
         except (KeyError, ValueError, TypeError, PayloadError) as error:
             raise CheckpointError(f"{path} is not a site's state of this version ({error})") from error
-        if names is not None and memory.names != names:
-            told = "in another order" if set(memory.names) == set(names) else "not all of them the same"
-            raise CheckpointError(
-                f"{path} is of {len(memory.names)} units, the data have {len(names)}, {told}"
-            )
-        return memory
+        if names is not None and state.names != names:
+            how = "in another order" if set(state.names) == set(names) else "not all of them the same"
+            raise CheckpointError(f"{path} is of {len(state.names)} units, the data have {len(names)}, {how}")
+        return state
 
 
 @contextmanager
@@ -149,12 +147,12 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether a living process has locked it; the lock of a killed one is gone with it."""
     lock = path.with_suffix(".lock")
     if not lock.exists():
         return False
-    with open(lock) as file:  # whoever only looks writes nothing
+    with open(lock) as file:  # whoever only checks writes nothing
         try:
             flock(file, LOCK_EX | LOCK_NB)
         except BlockingIOError:
