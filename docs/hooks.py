@@ -48,6 +48,7 @@ ANSWERS = [
     "fedpop.models.predictive.Predictive",
     "fedpop.population.Posterior",
     "fedpop.population.Newcomer",
+    "fedpop.decisions.Decision",
     "fedpop.evaluation.diagnostics.Diagnostics",
     "fedpop.evaluation.scores.Evaluation",
     "fedpop.comparison.Comparison",

@@ -31,6 +31,7 @@ from fedpop.methods import (
     FedSOUL,
     LGFedAvg,
     LocalOnly,
+    MaximumMarginalLikelihood,
     PerFedAvg,
     PFedMe,
 )
@@ -100,6 +101,7 @@ __all__ = [
     "LGFedAvg",
     "LocalOnly",
     "LocalSGD",
+    "MaximumMarginalLikelihood",
     "PFedMe",
     "PerFedAvg",
     "Population",

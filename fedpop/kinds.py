@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from torch import Tensor
 
-LARGEST = 2**31 - 1
+LARGEST_COUNT = 2**31 - 1
 """Of whole numbers that count something, unless a range says otherwise."""
 
 
@@ -160,7 +160,7 @@ def _article(noun: str) -> str:
 
 def _whole(limits: Range) -> Kind:
     words = limits.words("a whole number")
-    most = LARGEST if limits.most is None else limits.most
+    most = LARGEST_COUNT if limits.most is None else limits.most
 
     def read(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, Integral) or not limits.holds(int(value)):

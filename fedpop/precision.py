@@ -28,9 +28,9 @@ from fedpop.files import cache_folder, read_json, write_json
 
 PRECISIONS = ("auto", "float32", "bfloat16")
 PROBE = Path(__file__).with_name("precision_probe.py")
-PATIENCE = 60.0
+LONGEST_PROBE = 60.0
 """Seconds after which a child that says nothing is given up."""
-FASTER = 1.3
+LEAST_SPEED_UP = 1.3
 """How many times faster than float32 rounding has to be for its loss of digits."""
 VARIABLES = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 """What changes which instructions torch executes, and with them the answer."""
@@ -49,6 +49,15 @@ def choose(precision: str, device: torch.device, worth: bool) -> str:
     if precision != "auto":
         return precision
     return "bfloat16" if worth and _better(device) else "float32"
+
+
+def reason(device: torch.device, worth: bool) -> str:
+    """What ``auto`` goes by."""
+    if not worth:
+        return "nothing is large enough to be worth rounding"
+    if device.type == "cuda":
+        return f"the device {'has' if _better(device) else 'does not have'} bfloat16"
+    return probed().why if device.type == "cpu" else "rounding was not tried on this kind of device"
 
 
 def _better(device: torch.device) -> bool:
@@ -126,9 +135,9 @@ def ask_child() -> ProbeVerdict | None:
     try:
         # -P: the folder of the probe is the package's, whose modules are not to be found by their bare names.
         command = [sys.executable, "-P", str(PROBE)]
-        child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE)
+        child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=LONGEST_PROBE)
     except subprocess.TimeoutExpired:
-        return ProbeVerdict(False, f"the probe said nothing in {PATIENCE:g} seconds")
+        return ProbeVerdict(False, f"the probe said nothing in {LONGEST_PROBE:g} seconds")
     except OSError:
         return None
     if child.returncode != 0:
@@ -138,8 +147,9 @@ def ask_child() -> ProbeVerdict | None:
         agrees, times = said["agrees"], float(said["times_faster"])
     except (ValueError, TypeError, KeyError, OverflowError):
         return ProbeVerdict(False, "the probe said nothing that can be read")
-    if not times >= FASTER:
-        return ProbeVerdict(False, f"bfloat16 is {times:.2g} times as fast as float32, not {FASTER:g}")
+    if not times >= LEAST_SPEED_UP:
+        gain = f"{times:.2g} times as fast as float32, not {LEAST_SPEED_UP:g}"
+        return ProbeVerdict(False, f"bfloat16 is {gain}")
     if agrees is not True:
         return ProbeVerdict(False, "bfloat16 does not agree with float32")
     return ProbeVerdict(True, f"bfloat16 agrees with float32 and is {times:.2g} times as fast")

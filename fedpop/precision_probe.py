@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-SIZES = (16, 33, 64, 100, 256)
+PRODUCT_SIZES = (16, 33, 64, 100, 256)
 """Of products; from 64 on some processors die."""
-BATCH = 50
-CONVOLUTIONS = ((3, 64, 5, BATCH), (64, 64, 3, 10), (64, 64, 5, 5), (64, 32, 1, BATCH))
+PROBED_BATCH = 50
+PROBED_CONVOLUTIONS = ((3, 64, 5, PROBED_BATCH), (64, 64, 3, 10), (64, 64, 5, 5), (64, 32, 1, PROBED_BATCH))
 """Channels in and out, width of the filter, images of 32 by 32."""
-TOLERANCE = 2.0**-6
+ROUNDING_TOLERANCE = 2.0**-6
 """Norm of the difference from float32 relative to float32's. Rounding factors and results to 8 bits costs
 0.003 in a product; the gradients of a convolution, which are rounded between its passes, have 0.009."""
-LAPS = 3
+TIMED_LAPS = 3
 
 Layer = tuple[Callable[..., Tensor], list[Tensor]]
 
@@ -48,14 +48,14 @@ def pixels(count: int, channels: int) -> Tensor:
 
 def layers() -> Iterator[Layer]:
     """What networks are made of, with arguments and results of size one."""
-    for n in SIZES:
+    for n in PRODUCT_SIZES:
         square = scrambled(n, n, inputs=n, seed=1)
         yield torch.matmul, [scrambled(n, n), square]
-        yield torch.matmul, [scrambled(4, BATCH, n), square.expand(4, n, n)]  # clients side by side
-        for rows, outputs in ((1, n), (BATCH, 10), (BATCH, 2 * n)):
+        yield torch.matmul, [scrambled(4, PROBED_BATCH, n), square.expand(4, n, n)]  # clients side by side
+        for rows, outputs in ((1, n), (PROBED_BATCH, 10), (PROBED_BATCH, 2 * n)):
             weight = scrambled(outputs, n, inputs=n, seed=1)
             yield functional.linear, [scrambled(rows, n), weight, scrambled(outputs)]
-    for channels, outputs, width, images in CONVOLUTIONS:
+    for channels, outputs, width, images in PROBED_CONVOLUTIONS:
         weight = scrambled(outputs, channels, width, width, inputs=channels * width**2)
         yield functional.conv2d, [pixels(images, channels), weight, scrambled(outputs)]
 
@@ -74,8 +74,8 @@ def networks() -> Iterator[tuple[Layer, int]]:
     def weights(*shapes: tuple[int, ...]) -> list[Tensor]:
         return [scrambled(*shape, inputs=math.prod(shape[1:]), seed=1) for shape in shapes]
 
-    yield (wide, [scrambled(BATCH, 512), *weights((512, 512), (64, 512))]), 20
-    yield (convolutional, [pixels(BATCH, 3), *weights((64, 3, 5, 5), (64, 64, 5, 5), (64, 1600))]), 1
+    yield (wide, [scrambled(PROBED_BATCH, 512), *weights((512, 512), (64, 512))]), 20
+    yield (convolutional, [pixels(PROBED_BATCH, 3), *weights((64, 3, 5, 5), (64, 64, 5, 5), (64, 1600))]), 1
 
 
 def passed(layer: Layer, kind: str) -> list[Tensor]:
@@ -105,7 +105,7 @@ def largest_error() -> float:
 def gain(layer: Layer, repeats: int) -> float:
     """How many times faster than float32 it is, forward and backward; 0 where the clock is too coarse."""
     best = {"float32": math.inf, "autocast": math.inf}
-    for _ in range(LAPS):
+    for _ in range(TIMED_LAPS):
         for kind in best:  # in turns, so that others on the machine slow both down
             started = time.process_time()
             for _ in range(repeats):
@@ -127,7 +127,7 @@ def main() -> dict[str, Any]:
     if threads > 1:
         torch.set_num_threads(threads)
         error = max(error, largest_error())
-    return {"agrees": error <= TOLERANCE, "error": error, "times_faster": least}
+    return {"agrees": error <= ROUNDING_TOLERANCE, "error": error, "times_faster": least}
 
 
 if __name__ == "__main__":

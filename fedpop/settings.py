@@ -2,7 +2,7 @@
 
 Whatever a run can be configured with derives from ``Setting``: methods, kernels, priors, compressors,
 steps. A class is known by its name once it is defined, a user's as well as fedpop's: there is no list
-to add it to.
+to add it to. A bare name that fedpop has is fedpop's; files hold a user's as ``module:Name``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import singledispatch
 from typing import Any, TypeVar
@@ -30,35 +30,78 @@ class Setting(Checked):
     dataclasses."""
 
 
+def ours(cls: type) -> bool:
+    """Whether a class is fedpop's, and not a user's own."""
+    return cls.__module__.split(".")[0] == "fedpop"
+
+
+def name_of(cls: type) -> str:
+    """What files call a class: its name, a user's own with the module that defines it.
+
+    >>> class Blue(Setting): ...
+    >>> name_of(Setting), Blue.__module__ + ":Blue" == name_of(Blue) or ours(Blue)
+    ('Setting', True)
+    """
+    return cls.__name__ if ours(cls) else f"{cls.__module__}:{cls.__qualname__}"
+
+
+def all_of(base: type[S]) -> list[type[S]]:
+    """All that can be made of this kind, in the order in which they were defined, more or less."""
+    found = [] if inspect.isabstract(base) else [base]
+    for sub in base.__subclasses__():
+        found += all_of(sub)
+    return found
+
+
+def by_name(classes: Iterable[type[S]], name: Callable[[type[S]], str]) -> dict[str, type[S]]:
+    """Classes by what they are called: fedpop's before a user's own, else the one defined last."""
+    found: dict[str, type[S]] = {}
+    for cls in classes:
+        before = found.get(name(cls))
+        if before is None or ours(cls) or not ours(before):
+            found[name(cls)] = cls
+    return found
+
+
 def known(base: type[S]) -> dict[str, type[S]]:
-    """Every class of this kind that can be made, by its name; of two of one name, the one defined last.
+    """Every class of this kind that can be made, by its name; of two of one name fedpop's, or else the one
+    defined last.
 
     >>> class Colour(Setting): ...
     >>> class Red(Colour): ...
     >>> list(known(Colour))
     ['Colour', 'Red']
     """
-    found: dict[str, type[S]] = {} if inspect.isabstract(base) else {base.__name__: base}
-    for sub in base.__subclasses__():
-        found |= known(sub)
-    return found
+    return by_name(all_of(base), lambda cls: cls.__name__)
+
+
+def class_of(base: type[S], kind: str) -> type[S] | None:
+    """The class of this kind that files call so; a user's own that has moved is found by its name alone."""
+    if ":" not in kind:
+        return known(base).get(kind)
+    theirs = [cls for cls in all_of(base) if not ours(cls)]
+    last = kind.rpartition(":")[2].rpartition(".")[2]
+    exact = [cls for cls in theirs if name_of(cls) == kind]
+    return next(reversed(exact or [cls for cls in theirs if cls.__name__ == last]), None)
 
 
 def named(base: type[S], name: str, what: str) -> type[S]:
-    """The class of this kind with this name, however it is spelled.
+    """The class of this kind with this name, however it is spelled; one of a user's own that has a name of
+    fedpop's is asked for as ``module:Name``.
 
     >>> class Shape(Setting): ...
     >>> class RoundOne(Shape): ...
     >>> named(Shape, "round-one", "shape").__name__
     'RoundOne'
     """
-    classes = {_spelled(n): c for n, c in known(base).items()}
-    if _spelled(name) not in classes:
+    spelled = by_name(known(base).values(), lambda cls: _spelled(cls.__name__))
+    found = class_of(base, name) if ":" in name else spelled.get(_spelled(name))
+    if found is None:
         names = sorted(n.lower() for n in known(base))
         raise SettingsError(
             f"unknown {what} {name!r}; known are {', '.join(names)}{did_you_mean(name, names)}"
         )
-    return classes[_spelled(name)]
+    return found
 
 
 def _spelled(name: str) -> str:
@@ -73,7 +116,7 @@ def describe(value: Any) -> Any:
     """Settings as plain values, for files and for comparing runs."""
     if is_dataclass(value) and not isinstance(value, type):
         inner = {f.name: describe(getattr(value, f.name)) for f in fields(value)}
-        return {"kind": type(value).__name__} | inner
+        return {"kind": name_of(type(value))} | inner
     if isinstance(value, tuple | list):
         return [describe(v) for v in value]
     if isinstance(value, Mapping):
@@ -102,15 +145,14 @@ def rebuilt(plain: Any, builders: Builders, hint: Any = None) -> Any:
         return {rebuilt(k, builders): rebuilt(v, builders) for k, v in plain["items"]}
     if kind in builders:
         return builders[kind](plain)
-    classes: dict[str, type] = dict(known(Setting))
-    for base in settings_in(hint):
-        classes |= known(base)
-    if kind not in classes:
+    found: list[type | None] = [class_of(base, kind) for base in (*settings_in(hint), Setting)]
+    cls = next((c for c in found if c is not None), None)
+    if cls is None:
         raise CheckpointError(
             f"unknown setting {kind!r}: it was saved with a class that is not defined here; import the "
             "module that defines it first"
         )
-    return classes[kind](**rebuilt_fields(plain, classes[kind], builders))
+    return cls(**rebuilt_fields(plain, cls, builders))
 
 
 def rebuilt_fields(plain: Mapping[str, Any], cls: type, builders: Builders) -> dict[str, Any]:

@@ -4,9 +4,8 @@ from fedpop.client.phi_step import PhiStep
 from fedpop.questions.spectral import Spectral
 from fedpop.server.anneal import Anneal
 from fedpop.server.averaging import Averaging
-from fedpop.server.beta_step import BetaStep
-from fedpop.server.em import EM
-from fedpop.server.optimisers import SGD, Adam, AdamW, MeanMove, Optimiser
+from fedpop.server.beta_step import EM, BetaStep, EMAdam
+from fedpop.server.optimisers import SGD, Adam, AdamW, MeanMove, NetworkAdam, Optimiser
 from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial, Schedule
 
 __all__ = [
@@ -20,7 +19,9 @@ __all__ = [
     "Constant",
     "Cosine",
     "Decay",
+    "EMAdam",
     "MeanMove",
+    "NetworkAdam",
     "Optimiser",
     "PhiStep",
     "Polynomial",

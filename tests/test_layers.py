@@ -29,6 +29,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "files",
         "precision",
         "precision_probe",
+        "blocks",
+        "decisions",
         "kinds",
         "checked",
         "settings",

@@ -159,7 +159,7 @@ def test_a_model_that_chose_for_itself_is_saved_as_it_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """bfloat16 on this machine must not be an order on the next one, which it might kill."""
-    monkeypatch.setattr(network, "LARGE", 1)
+    monkeypatch.setattr(network, "LEAST_ROUNDED", 1)
     monkeypatch.setattr(precision, "probed", lambda: ProbeVerdict(True, "given"))
     model = fp.Composition(nn.Linear(2, 2), nn.Linear(2, 1), "normal")
     clients = [(torch.ones(2, 2), torch.ones(2))]
@@ -191,7 +191,7 @@ def test_a_split_runs_its_network_as_a_composition_does(
 ) -> None:
     """Same type, same memory format, same blocks, so many images for each thread: the same bits, forward and
     backward."""
-    monkeypatch.setattr(network, "BLOCK", 3)
+    monkeypatch.setattr(network, "IMAGES_PER_THREAD", 3)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     layers = seeded(nn.Sequential(QuietConv(1, 4, 3), nn.Dropout(0.5), nn.Flatten(), nn.Linear(16, 2)), 4)
     x = images(7)

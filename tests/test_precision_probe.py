@@ -95,7 +95,7 @@ def test_only_a_child_that_agrees_and_is_clearly_faster_means_bfloat16(
 
 def test_silence_means_float32(children: Children, monkeypatch: pytest.MonkeyPatch) -> None:
     children.say("import time; time.sleep(600)")
-    monkeypatch.setattr(precision, "PATIENCE", 0.2)
+    monkeypatch.setattr(precision, "LONGEST_PROBE", 0.2)
     assert precision.choose("auto", CPU, worth=True) == "float32"
     assert "said nothing in 0.2 seconds" in probed().why
 

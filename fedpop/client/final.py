@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Few, Whole
-from fedpop.client.sampler import Sampler
+from fedpop.client.sampler import first_tuning
 from fedpop.federation.cohort import Cohort
-from fedpop.kernels import resolve_kernel, run
+from fedpop.kernels import Hierarchy, Kernel, resolve_kernel, run
 from fedpop.kernels.follow import first_place, follows
 from fedpop.kernels.prior_chains import draw
 from fedpop.keys import Key
@@ -41,11 +41,11 @@ class Final(Setting):
         """Draws of a chain where z has so many entries."""
         if self.draws is not None:
             return self.draws
-        return DRAWS if d <= WIDE else FEWER
+        return FINAL_DRAWS if d <= WIDE_Z else FINAL_DRAWS_OF_WIDE_Z
 
 
-DRAWS, FEWER, WIDE = 250, 140, 100
-NEAR, FAR = 60, 300
+FINAL_DRAWS, FINAL_DRAWS_OF_WIDE_Z, WIDE_Z = 250, 140, 100
+BURN_IN_FROM_MODE, BURN_IN_FROM_ANYWHERE = 60, 300
 """Transitions of a burn-in from about the mode, and from anywhere."""
 SHORT = Final(chains=1, draws=50, burn_in=50)
 """A pass for looks between rounds: means over clients do not need more."""
@@ -54,17 +54,16 @@ JUDGING = Final(chains=2, draws=100, burn_in=100)
 
 
 def final_pass(
-    sampler: Sampler,
+    hierarchy: Hierarchy,
+    kernel: Kernel,
     final: Final,
-    phi: Tensor,
-    beta: Tensor,
+    theta: tuple[Tensor, Tensor],
     cohort: Cohort,
     key: Key,
     states: Tensor | None = None,
 ) -> Tensor:
     """Draws ``[C, chains, draws, d]`` from p(z | D_i, theta): several chains, burn-in, adaptation off."""
-    hierarchy, key = sampler.hierarchy, key.at(purpose="final")
-    kernel = sampler.kernel
+    (phi, beta), key = theta, key.at(purpose="final")
     if not kernel.adjusted:  # what users see should have the right law, whatever training used
         kernel = resolve_kernel(None, hierarchy.model, hierarchy.prior)
     with torch.no_grad():
@@ -74,8 +73,14 @@ def final_pass(
             z, _, _ = first_place(target, cohort.units, final.chains, start)
         else:
             z = draw(hierarchy.prior, beta, cohort.units, start, final.chains, states)
-        tuning = sampler.first_tuning(kernel, len(cohort), beta)
-        burn_in = final.burn_in if final.burn_in is not None else NEAR if near else FAR
+        tuning = first_tuning(hierarchy, kernel, len(cohort), beta)
+        burn_in = (
+            final.burn_in
+            if final.burn_in is not None
+            else BURN_IN_FROM_MODE
+            if near
+            else BURN_IN_FROM_ANYWHERE
+        )
         if not kernel.independent(target):
             for part in range(burn_in // 10):
                 warm = key.at(purpose=f"warm-{part}")

@@ -80,23 +80,27 @@ class LocalSGD(Setting):
         pull: Pull | None = None,
         project: Callable[[Tensor], Tensor] | None = None,
         plain: int = 0,
+        shuffle: bool = False,
     ) -> Trained:
         """New parameters ``[C, D]`` from w ``[C, D]``; ``aux`` ``[C, *]`` is handed to the loss.
 
         ``batched`` False: the loss cannot be, or had better not be, vectorised over clients. ``direction``
         takes the place of the loss's gradient, ``pull`` is added to it, ``project`` follows every step. The
-        last ``plain`` entries of w are not weights: they know no momentum and no decay.
+        last ``plain`` entries of w are not weights: they know no momentum and no decay. ``shuffle`` has the
+        examples of a step of all of them in random order, too.
         """
         if cohort.longest == 0:
             return Trained(w, w.new_zeros(len(cohort)))
         one_by_one = not batched or w.shape[1] > LARGEST_BATCHED
         work = self._one_by_one if one_by_one else self._batched
         rate = self.rate if rate is None else rate
-        way = _Way(rate, loss, direction, pull or _no_pull, project or _anywhere, dropout, plain)
+        way = _Way(rate, loss, direction, pull or _no_pull, project or _anywhere, dropout, plain, shuffle)
         with torch.no_grad():
             return work(way, w, aux, x, cohort, key)
 
-    def run_heads(self, local: LinearLikelihood, z: Tensor, cohort: Cohort, key: Key) -> Tensor:
+    def run_heads(
+        self, local: LinearLikelihood, z: Tensor, cohort: Cohort, key: Key, rate: float | None = None
+    ) -> Tensor:
         """``run`` for linear heads z ``[C, d]`` at features that do not change: the same steps, by the
         closed form of their gradient."""
         if cohort.longest == 0:
@@ -112,7 +116,7 @@ class LocalSGD(Setting):
             return at
 
         with torch.no_grad():
-            way = _Way(rate=self.rate)
+            way = _Way(self.rate if rate is None else rate)
             return self._side_by_side(way, direction, z, z[:, :0], cohort, key).w
 
     def _batched(self, way: _Way, w: Tensor, aux: Tensor, x: Inputs, cohort: Cohort, key: Key) -> Trained:
@@ -147,7 +151,7 @@ class LocalSGD(Setting):
         rows = torch.arange(len(cohort), device=w.device).unsqueeze(1)
         for epoch in range(self.epochs):
             now = key.at(purpose=f"epoch-{epoch}")
-            order, at = self._order(mask, cohort, now), direction(now)
+            order, at = self._order(mask, cohort, now, way.shuffle), direction(now)
             for start in range(0, cohort.longest, size):
                 pick = order[:, start : start + size]
                 there = mask[rows, pick]
@@ -175,7 +179,7 @@ class LocalSGD(Setting):
             every = velocity.new_ones((1, n))
             for epoch in range(self.epochs if n else 0):
                 now = key.at(purpose=f"epoch-{epoch}")
-                for pick in self._order(every, one, now)[0].split(self._size(one)):
+                for pick in self._order(every, one, now, way.shuffle)[0].split(self._size(one)):
                     rows = RowKeys(now, one.units.expand(len(pick)), pick) if way.dropout else None
                     batch = map_inputs(lambda v, p=pick: v[p], own)
                     g, value = way.at(now_at, aux[c], batch, one.y[pick], every[0, : len(pick)], rows)
@@ -196,9 +200,9 @@ class LocalSGD(Setting):
     def _size(self, cohort: Cohort) -> int:
         return cohort.longest if self.batch is None else min(self.batch, max(cohort.longest, 1))
 
-    def _order(self, mask: Tensor, cohort: Cohort, key: Key) -> Tensor:
+    def _order(self, mask: Tensor, cohort: Cohort, key: Key, shuffle: bool) -> Tensor:
         """Each client's examples in random order, padding last."""
-        if self.batch is None:
+        if self.batch is None and not shuffle:
             return torch.arange(cohort.longest, device=mask.device).expand(len(cohort), -1)
         u = key.uniform(cohort.units, (cohort.longest,))
         return torch.argsort(u + 2 * (1 - mask), dim=1)
@@ -233,6 +237,7 @@ class _Way:
     project: Callable[[Tensor], Tensor] = _anywhere
     dropout: bool = False
     plain: int = 0
+    shuffle: bool = False
 
     def weights(self, change: Tensor) -> Tensor:
         """The change with nothing for the entries that are not weights; in place."""

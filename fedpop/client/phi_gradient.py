@@ -20,11 +20,11 @@ from fedpop.models.base import Model
 from fedpop.models.local import Evaluated, LinearLikelihood
 from fedpop.models.modules import RowKeys, is_convolutional
 
-SMALL = 100_000
+LARGEST_PHI_SIDE_BY_SIDE = 100_000
 """Entries of phi up to which clients' gradients are computed side by side."""
-TOGETHER = 2**22
+GRADIENT_NUMBERS_AT_ONCE = 2**22
 """Numbers that such a batch of clients may hold, about."""
-WORTH = 3
+LEAST_CLIENTS_FOR_VMAP = 3
 """Clients for each call of vmap from which that is faster than one after the other."""
 
 
@@ -153,14 +153,14 @@ class PhiGradient:
 
     def _worth_batching(self, phi: Tensor, cohort: Cohort) -> bool:
         calls = len(equal_pieces(cohort.sizes, self.model.linear))
-        return vectorises(self.model, phi) and len(cohort) >= WORTH * calls
+        return vectorises(self.model, phi) and len(cohort) >= LEAST_CLIENTS_FOR_VMAP * calls
 
     def _side_by_side(self, phi: Tensor, cohort: Cohort, key: Key) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Many clients at once, through vmap: each piece of its rows is a cohort of one."""
         phi, keys = phi.detach(), self.model.dropout_keys(cohort, key)
         starts = torch.cumsum(cohort.sizes, 0) - cohort.sizes
         width = sum(leaf[:1].numel() for leaf in leaves(cohort.x))
-        block = max(1, TOGETHER // (phi.shape[0] + 4 * cohort.longest * width))
+        block = max(1, GRADIENT_NUMBERS_AT_ONCE // (phi.shape[0] + 4 * cohort.longest * width))
         for some in torch.arange(len(cohort), device=phi.device).split(block):
             value, j = phi.new_zeros(len(some)), phi.new_zeros((len(some), phi.shape[0]))
             for n, index, offset in equal_pieces(cohort.sizes[some], self.model.linear):
@@ -241,7 +241,7 @@ def equal_pieces(sizes: Tensor, divisible: bool) -> list[tuple[int, Tensor, Tens
 
 def vectorises(model: Model, phi: Tensor) -> bool:
     """A gradient per client is worth batching: small networks, where calls cost more than arithmetic."""
-    return phi.numel() <= SMALL and not any(is_convolutional(m) for m in model.modules())
+    return phi.numel() <= LARGEST_PHI_SIDE_BY_SIDE and not any(is_convolutional(m) for m in model.modules())
 
 
 def finite_rows(v: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,20 +22,12 @@ from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.local import Evaluated
 from fedpop.models.modules import RowKeys
-from fedpop.server.optimisers import Adam, AdamW, Optimiser
-from fedpop.server.schedules import Constant, Cosine, Rounds, Schedule
+from fedpop.server.optimisers import Adam, NetworkAdam, Optimiser
+from fedpop.server.schedules import Constant, Rounds, Schedule
 from fedpop.settings import Setting
 
-RATE, SCHEDULE = 0.03, Cosine(warm_up=10)
-"""The server's steps on a network's phi; a linear backbone takes larger ones. Adam's first steps move all
-weights of a layer by the same size and, where one cause makes their signs agree, all in one direction, which
-multiplies over layers. So the first round moves them by .003 at most, and the next nine by as much more."""
-WORTH, LARGE = 100, 500
-"""Weights of a network decay as under a prior that is worth so many examples, where there are more than
-``LARGE`` of them and more than examples: phi is one estimate for all, and with a few hundred images it would
-learn them by heart (``docs/defaults.md``). A smaller model is judged by its likelihood and maximises it."""
-HEAD = 0.5
-"""The size of a head's weights up to which a local rate is taken as given."""
+LINEAR, NETWORK = Adam(), NetworkAdam()
+"""What None stands for, by the backbone."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +38,8 @@ class PhiStep(Setting):
     one full-batch step gives J_i, more drift as FedAvg does.
 
     Args:
-        optimiser: The server's step on the sum of J_i; None (the default) suits the backbone: Adam at rate
-            0.1, or for networks AdamW at 0.03 with a cosine schedule. Its decay is 100 over the number of
-            everyone's examples (1 at most) where weights outnumber them and are more than 500, else 0.
+        optimiser: The server's step on the sum of J_i; None (the default) suits the backbone: ``Adam()``, or
+            ``NetworkAdam()`` for networks.
         batch: How many of a client's examples J_i is made from; None (the default) is all of them. Fewer
             make rounds cheaper and noisier.
         local: ``LocalSGD(...)`` has clients take epochs of steps on their own copy of phi and send D_i
@@ -55,6 +47,10 @@ class PhiStep(Setting):
             its own.
         schedule: What the rate of local steps is multiplied by over the rounds; ``Constant()`` unless
             told.
+        head: Local steps of a network whose head is larger, by the root mean square of z under the prior,
+            are shorter: by the square of how much larger it is, as the loss curves in a layer's weights as
+            the square of the weights after it, and full steps would kill the network. 0.5 unless told; None
+            takes the rate as it is.
         ball: The largest norm of phi, onto which longer ones are projected; None is a million times that of
             its start, or of one.
 
@@ -66,6 +62,7 @@ class PhiStep(Setting):
     batch: Count | None = None
     local: LocalSGD | None = None
     schedule: Schedule = field(default_factory=Constant)
+    head: Positive | None = 0.5
     ball: Positive | None = None
 
     def __post_init__(self) -> None:
@@ -80,11 +77,16 @@ class PhiStep(Setting):
 
     def step(self, model: Model, examples: float = math.inf) -> Optimiser:
         """The server's optimiser on this model's phi, where everyone has so many examples together."""
-        chosen = self.optimiser
-        if chosen is None and model.network:
-            many = model.weights > max(examples, LARGE)
-            chosen = AdamW(RATE, SCHEDULE, decay=min(WORTH / max(examples, 1), 1.0) if many else 0.0)
-        return (chosen or Adam()).for_weights(model.weights)
+        case = (model.network, model.weights, examples)
+        if case not in self._made:
+            chosen = self.optimiser or (NETWORK if model.network else LINEAR)
+            self._made[case] = chosen.for_weights(model.weights, examples)
+        return self._made[case]
+
+    @cached_property
+    def _made(self) -> dict[tuple[bool, int, float], Optimiser]:
+        """Made once, and again where others have joined."""
+        return {}
 
     @property
     def steady(self) -> bool:
@@ -97,15 +99,12 @@ class PhiStep(Setting):
         return self.batch is None and self.local is None
 
     def rate(self, k: int, rounds: Rounds, head: float = 0.0) -> float | None:
-        """a of round k, which sites are told.
-
-        The loss curves in a layer's weights as the square of the weights after it, so a step is shortened by
-        the square of how much larger than usual the ``head`` of a network is: a start where outputs have
-        variance one makes it large where features are small, and full steps would kill the network.
-        """
+        """a of round k, which sites are told, for a network with a ``head`` of this size: a start where
+        outputs have variance one makes it large where features are small."""
         if self.local is None:
             return None
-        return self.local.rate * self.schedule.factor(k, rounds) * min(1.0, HEAD / max(head, HEAD)) ** 2
+        shorter = 1.0 if self.head is None else min(1.0, self.head / max(head, self.head)) ** 2
+        return self.local.rate * self.schedule.factor(k, rounds) * shorter
 
     def passes(self, cohort: Cohort, once: bool) -> float:
         """Example-passes through the backbone; a forward pass alone is a third of one."""

@@ -22,9 +22,9 @@ from fedpop.models.local import LocalLikelihood
 
 POWER_STEPS = 30
 """Products with a Hessian that find its largest eigenvalue, to a few per cent."""
-LARGEST_EXACT = 512
+LARGEST_HESSIAN_BY_COLUMNS = 512
 """Parameters up to which a Hessian, or its diagonal, is computed column by column."""
-PROBES = 32
+HESSIAN_PROBES = 32
 """Random signs that estimate the diagonal of a larger one."""
 
 
@@ -190,15 +190,15 @@ class Potential:
     def diagonal(self, w: Tensor, key: Key) -> Tensor:
         """The diagonals of the Hessians, ``[C, D]``: exact for small w, else from random signs."""
         d, times = w.shape[1], self.products(w)
-        if d <= LARGEST_EXACT:
+        if d <= LARGEST_HESSIAN_BY_COLUMNS:
             eye = torch.eye(d, dtype=w.dtype, device=w.device)
             return torch.stack([times(e.expand_as(w))[:, j] for j, e in enumerate(eye)], 1)
         total = torch.zeros_like(w)
-        for probe in range(PROBES):
+        for probe in range(HESSIAN_PROBES):
             u = key.at(purpose=f"probe-{probe}").uniform(self.cohort.units, (d,), w.dtype)
             signs = torch.where(u > 0.5, 1.0, -1.0).to(w.dtype)
             total = total + signs * times(signs)
-        return total / PROBES
+        return total / HESSIAN_PROBES
 
     def hessian(self, w: Tensor) -> Tensor:
         """The Hessians ``[C, D, D]``, for small w."""

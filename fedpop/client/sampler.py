@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,9 +16,10 @@ from fedpop.kernels.follow import carried, first_place, follows
 from fedpop.kernels.prior_chains import draw
 from fedpop.keys import Key
 from fedpop.message import Tensors
+from fedpop.priors.base import normals_of
 from fedpop.settings import Setting
 
-BURN_IN, SETTLE = 100, 30
+FIRST_BURN_IN, SHORT_BURN_IN = 100, 30
 LARGEST_MIXED = 128
 """Dimensions of z up to which the mixed form of I, with a dense covariance, is the default."""
 
@@ -28,8 +30,8 @@ class Chain(Setting):
 
     Args:
         chains: How many each unit has, 1 unless told; more cost more and halve the noise at four.
-        burn_in: Transitions that come first in a unit's first round; None is none where the head's curvature
-            is known and 100 elsewhere.
+        burn_in: Transitions that come first in a unit's first round; None is 100 for
+            heads that are not linear, 30 where chains ``follow`` the mode, and none elsewhere.
         stateful: False starts each round from the prior, for clients that can keep nothing between rounds.
         follow: Chains of linear heads follow the mode of their posterior as theta moves, and start there.
         rao_blackwell: Conditional expectations in closed form take the place of averages over draws.
@@ -45,6 +47,13 @@ class Chain(Setting):
     rao_blackwell: bool = False
 
 
+def first_tuning(hierarchy: Hierarchy, kernel: Kernel, units: int, beta: Tensor) -> Tuning:
+    """Of units whose chains nothing is known of."""
+    return kernel.first_tuning(
+        units, beta, None if hierarchy.model.linear else hierarchy.prior.dimension(beta)
+    )
+
+
 @dataclass(frozen=True)
 class Sampler:
     """Chains on the posteriors of a hierarchy by one kernel."""
@@ -53,7 +62,7 @@ class Sampler:
     kernel: Kernel
     chain: Chain
 
-    @property
+    @cached_property
     def follows(self) -> bool:
         """Chains are carried along with the modes of their posteriors; see ``kernels.follow``."""
         prior, kernel = self.hierarchy.prior, self.kernel
@@ -65,18 +74,14 @@ class Sampler:
     def burn_in(self) -> int:
         """A linear head's curvature is known, so its first step fits, and its chain starts by the mode: what
         is left to find is its width."""
-        usual = BURN_IN if not self.hierarchy.model.linear else SETTLE if self.follows else 0
+        usual = FIRST_BURN_IN if not self.hierarchy.model.linear else SHORT_BURN_IN if self.follows else 0
         return usual if self.chain.burn_in is None else self.chain.burn_in
-
-    def first_tuning(self, kernel: Kernel, units: int, beta: Tensor) -> Tuning:
-        linear = self.hierarchy.model.linear
-        return kernel.first_tuning(units, beta, None if linear else self.hierarchy.prior.dimension(beta))
 
     def enter(self, units: Tensor, beta: Tensor, key: Key, states: Tensor | None) -> Tensors:
         """A unit's first state: a draw from the prior, and nothing learned about steps yet."""
         prior = self.hierarchy.prior
         z = draw(prior, beta, units, key.at(purpose="enter"), self.chain.chains, states)
-        out = {"z": z} | self.first_tuning(self.kernel, len(units), beta).to_local()
+        out = {"z": z} | first_tuning(self.hierarchy, self.kernel, len(units), beta).to_local()
         rows = (len(units), 1)
         if self.follows:
             out |= {"mode": prior.mu(beta).repeat(rows), "width": prior.unit(beta).repeat(rows)}
@@ -148,9 +153,9 @@ class Sampler:
     def scores(self, target: Target, done: Pass, draws: Tensor, form: str) -> Tensor:
         """I of every unit, ``[C, size]``, from its draws ``[C, S, d]`` or in closed form; see
         priors.normal."""
-        prior = self.hierarchy.prior
-        if self.chain.rao_blackwell:
-            return prior.expected_score(target.beta, *target.mixture())
+        prior, normals = self.hierarchy.prior, normals_of(self.hierarchy.prior)
+        if self.chain.rao_blackwell and normals is not None:
+            return normals.expected_score(target.beta, *target.mixture())
         g = done.likelihood_grads
         g = (
             target.likelihood_grad(draws, done.grads.reshape(draws.shape))

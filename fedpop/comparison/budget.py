@@ -20,10 +20,11 @@ from fedpop.run.callbacks import Callback
 from fedpop.run.members import active_units
 from fedpop.run.simulate import fit
 
-TRIAL = 3
-LONG_TRIAL = 40
-"""Rounds after which a method that made no pass yet is taken to make none."""
-MOST = 100_000
+TRIAL_ROUNDS = 3
+"""From which the price of a round is known: the first may differ, two after it agree."""
+ROUNDS_WITHOUT_PASS = 40
+"""After which a method that made no pass yet is taken to make none."""
+MOST_ROUNDS_TRIED = 100_000
 ROUNDING = 1 + 1e-9
 
 
@@ -39,8 +40,8 @@ class Spending(Callback):
         self.totals.append(run.totals["backbone_passes"])
         seen = active_units(run.settings.participation, run.federation, run.key, run.round - 1).ids
         self.examples.append(int(run.federation.train.sizes[seen].sum()))
-        known = run.algorithm.steady and len(self.totals) == TRIAL and self.price is not None
-        nothing = len(self.totals) == LONG_TRIAL and self.totals[-1] == 0
+        known = run.algorithm.steady and len(self.totals) == TRIAL_ROUNDS and self.price is not None
+        nothing = len(self.totals) == ROUNDS_WITHOUT_PASS and self.totals[-1] == 0
         return known or nothing or self.totals[-1] > self.passes * ROUNDING
 
     @property
@@ -65,7 +66,8 @@ def rounds_within(
     [10, 2]
     """
     trial = Spending(passes)
-    fit(method, federation, rounds=MOST, seed=seed, participation=rule, callbacks=[trial], progress=False)
+    most = MOST_ROUNDS_TRIED
+    fit(method, federation, rounds=most, seed=seed, participation=rule, callbacks=[trial], progress=False)
     totals = trial.totals
     if totals[-1] == 0:
         raise SettingsError(
@@ -80,7 +82,7 @@ def rounds_within(
     if totals[-1] > passes * ROUNDING or trial.price is None:
         return sum(spent <= passes * ROUNDING for spent in totals)
     spent, rounds, sizes = totals[-1], len(totals), federation.train.sizes
-    while rounds < MOST:
+    while rounds < most:
         spent += trial.price * int(sizes[active_units(rule, federation, Key(seed), rounds).ids].sum())
         if spent > passes * ROUNDING:
             break

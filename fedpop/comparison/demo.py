@@ -18,7 +18,6 @@ from fedpop.comparison.terms import Terms, entry_from
 from fedpop.comparison.truth import METHODS, Outcome, run_beside_truth
 from fedpop.data.synthetic import Synthetic, SyntheticTask
 from fedpop.files import read_json, writable_folder, write_json
-from fedpop.methods.engine import CHOSEN, WithEngine
 from fedpop.models.predictive import Predictive
 from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
@@ -50,7 +49,7 @@ COMPARED: tuple[dict[str, Any], ...] = (
     },
 )
 """Under the protocol of ``fedpop compare``, in the form of its [[method]] tables."""
-ROUNDS = 100
+DEMO_ROUNDS = 100
 FIGURES, COMPARISON = "demo.json", "comparison"
 """Beside the records: what figures are drawn from, and the folder of the comparison."""
 COLUMNS = (
@@ -86,7 +85,7 @@ def run_demo(out: Path, seed: int) -> None:
     REPORT.tell(results)
 
 
-def compare_demo(task: SyntheticTask, seed: int, folder: Path, rounds: int = ROUNDS) -> Comparison:
+def compare_demo(task: SyntheticTask, seed: int, folder: Path, rounds: int = DEMO_ROUNDS) -> Comparison:
     """The demo's methods under one protocol, on the same task; an older demo's records go."""
     source = Task("synthetic", task, {"validation": 0, "new_clients": 10})
     entries = [entry_from(table, "the demo") for table in COMPARED]
@@ -119,9 +118,8 @@ def keep(folder: Path, outcomes: Sequence[Outcome], data: Synthetic) -> Results:
 
 
 def _engine(outcome: Outcome) -> str:
-    method = outcome.population.algorithm
     learned = "kernel" in outcome.record["config"]  # which the exact optimum was not
-    return method.engine.removeprefix(CHOSEN) if learned and isinstance(method, WithEngine) else "-"
+    return outcome.population.engine.split(":")[0] if learned and outcome.population.engine else "-"
 
 
 def _test(data: Synthetic, i: int) -> Any:
@@ -169,7 +167,7 @@ def sheets(results: Results) -> dict[str, Sheet]:
     return {"Distance to the truth, and held-out predictions": reached(results)} | (
         {}
         if compared is None
-        else {f"Under one protocol: {ROUNDS} rounds each (* plug-in)": summary(compared)}
+        else {f"Under one protocol: {DEMO_ROUNDS} rounds each (* plug-in)": summary(compared)}
     )
 
 

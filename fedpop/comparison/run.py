@@ -28,7 +28,7 @@ from fedpop.run.run import Run
 from fedpop.run.watch import Watch
 
 NAME = "compare"
-LOOKS = 20
+EVALUATIONS_ON_THE_WAY = 20
 """Evaluations on the way, by default."""
 
 
@@ -43,7 +43,7 @@ def fitted(
         rounds = rounds_within(method, clients, terms.passes, seed, rule)
     for callback in callbacks:
         if isinstance(callback, Watch) and callback.every is None:
-            callback.every = max(1, rounds // LOOKS)
+            callback.every = max(1, rounds // EVALUATIONS_ON_THE_WAY)
     return method.fit(
         clients,
         rounds=rounds,

@@ -25,9 +25,6 @@ from fedpop.files import writable_folder
 from fedpop.report.results import Record, Results
 from fedpop.run.lock import locked_folder
 
-SELDOM = 0.2
-"""Seconds between two words of a worker about how far it is."""
-
 
 @dataclass(frozen=True)
 class Job:
@@ -155,7 +152,7 @@ def _in_worker(number: int, call: Callable[..., list[Record]], arguments: tuple[
 
     def report(share: float, doing: str) -> None:
         nonlocal last
-        if time.monotonic() - last >= SELDOM:
+        if time.monotonic() - last >= 0.2:  # a screen need not change more often
             last = time.monotonic()
             line.put((number, min(share, 0.999), doing))  # the end is the parent's to say
 

@@ -20,7 +20,7 @@ from fedpop.models.base import Model
 from fedpop.population.evaluate import check_newcomers
 from fedpop.precision import PRECISIONS
 
-ROUNDS = 500
+BUDGET_ROUNDS = 500
 """The budget of every method, by default."""
 RESERVED = ("name", "label", "search")
 """Words of a ``[[method]]`` table that are no settings of the method."""
@@ -131,7 +131,7 @@ class Terms(Checked):
         if self.rounds is not None and self.passes is not None:
             raise SettingsError("a budget is a number of rounds or of backbone passes, not both")
         if self.rounds is None and self.passes is None:
-            object.__setattr__(self, "rounds", ROUNDS)
+            object.__setattr__(self, "rounds", BUDGET_ROUNDS)
         if self.participation is not None:
             object.__setattr__(self, "participation", resolve_participation(self.participation))
 

@@ -26,7 +26,7 @@ from fedpop.report.results import Record, record
 from fedpop.run.callbacks import Callback
 from fedpop.server.optimisers import Adam
 
-STARTS = 6
+RANDOM_STARTS = 6
 """Random ones, from which the exact optimum is looked for beside the truth and what was learned."""
 
 Contender = tuple[Callable[[Composition], Algorithm], int]
@@ -82,7 +82,7 @@ def exact(task: SyntheticTask, data: Synthetic, seed: int, extra: Sequence[Popul
     key = Key(seed, purpose="exact")
     beta = method.hierarchy.prior.init(torch.zeros(task.d, dtype=torch.float64), 1.0)
     starts = [(data.phi.mT.reshape(-1), beta)]
-    for s in range(STARTS):
+    for s in range(RANDOM_STARTS):
         noise = key.at(purpose=str(s)).normal(key.server(), (task.k * task.d,), torch.float64)[0]
         starts.append((noise / task.k**0.5, beta))
     starts += [(p.published["phi"], p.published["beta"]) for p in extra]

@@ -22,7 +22,7 @@ from fedpop.comparison.run import config_of, fitted, opened
 from fedpop.comparison.runner import Job, run_jobs, workers
 from fedpop.comparison.terms import Entry, Source, Subject, Terms, check_entry, in_line, seeds_of
 from fedpop.errors import DataError, FedpopError, SettingsError
-from fedpop.evaluation.scores import CLASSES, HIGH_IS_GOOD, LEVEL, REAL
+from fedpop.evaluation.scores import CLASSES, HIGH_IS_GOOD, INTERVAL_LEVEL, REAL
 from fedpop.extras import require_report
 from fedpop.federation.clients import Federation
 from fedpop.files import write_bytes
@@ -145,7 +145,7 @@ def choose(records: Sequence[Record], label: str, metric: str) -> Choice:
 
     def worth(score: float) -> float:
         if metric == "coverage":  # of intervals that are right, not of wide ones
-            return -abs(score - LEVEL)
+            return -abs(score - INTERVAL_LEVEL)
         return score if metric in HIGH_IS_GOOD else -score
 
     best, t = max(found, key=lambda f: worth(f[0]))

@@ -25,11 +25,11 @@ from fedpop.data.formats.decoded import Decoded
 from fedpop.errors import CheckpointError, DataError
 from fedpop.files import cache_folder, read_json, write_bytes
 
-VERSION = 1
+CACHE_VERSION = 1
 """Of the entries' form."""
 ABOUT = "about.json"
 """In an entry: how many images of which shape it has, and the digest of their labels."""
-ABANDONED = 86_400.0
+ABANDONED_AFTER = 86_400.0
 """Seconds after which a folder that is still being written is what a killed process left."""
 _BROKEN = (OSError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError, EOFError, SyntaxError)
 """What numpy raises on a file that is not its own, and TokenError."""
@@ -61,7 +61,7 @@ def cached(
     root = cache_folder()
     if root is None:
         return _in_memory(decode())
-    name = hashlib.sha256("\n".join((str(VERSION), label, *digests)).encode()).hexdigest()[:16]
+    name = hashlib.sha256("\n".join((str(CACHE_VERSION), label, *digests)).encode()).hexdigest()[:16]
     entry = root / "images" / f"{label}-{name}"
     found = _opened(entry, shape)
     if found is not None:
@@ -152,5 +152,5 @@ def _tidy(folder: Path) -> None:
     """Remove what processes that were killed have left half-written."""
     for path in folder.glob(".*"):
         with suppress(OSError):
-            if path.is_dir() and path.stat().st_mtime < time.time() - ABANDONED:
+            if path.is_dir() and path.stat().st_mtime < time.time() - ABANDONED_AFTER:
                 shutil.rmtree(path, ignore_errors=True)

@@ -22,11 +22,8 @@ from fedpop.files import writable_folder
 from fedpop.run.lock import locked_folder
 from fedpop.version import __version__
 
-CHUNK = 1 << 20
-PATIENCE = 30.0
+LONGEST_SILENCE = 30.0
 """Seconds of silence after which a server is given up."""
-PAUSE = 0.2
-"""Seconds between two checks of whether another process is done."""
 
 
 def digest_of_file(path: Path, kind: str = "sha256") -> str:
@@ -83,7 +80,7 @@ def _turn(folder: Path, watch: Watch) -> Iterator[None]:
                 if isinstance(error.__cause__, OSError):  # the lock itself cannot be written
                     raise DataError(str(error)) from error
             watch(f"waiting for another process that fetches into {folder}", 0, 0)
-            time.sleep(PAUSE)
+            time.sleep(0.2)
         yield
 
 
@@ -125,7 +122,7 @@ def _ask(url: str, part: Path, watch: Watch) -> None:
     asked = {"User-Agent": f"fedpop/{__version__}"} | ({"Range": f"bytes={have}-"} if have else {})
     request = urllib.request.Request(url, headers=asked)
     try:
-        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        with urllib.request.urlopen(request, timeout=LONGEST_SILENCE) as answer:
             start, total = _span(answer.status, answer.headers, have)
             with part.open("ab" if start else "wb") as file:
                 got = start + _copy(
@@ -156,7 +153,7 @@ def _copy(
     answer: http.client.HTTPResponse, file: BinaryIO, *, target: str, start: int, total: int, watch: Watch
 ) -> int:
     got = 0
-    while block := answer.read(CHUNK):
+    while block := answer.read(1 << 20):
         file.write(block)
         got += len(block)
         watch(f"fetching {target}", start + got, total)

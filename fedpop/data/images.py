@@ -21,9 +21,9 @@ from fedpop.errors import DataError, FedpopError, SettingsError, warn_user
 
 SPLITS = ("train", "test")
 SUMS = "SHA256SUMS"
-SAMPLE = 1000
+LEAST_IMAGES_OF_A_SET = 1000
 """Images below which a set is taken for somebody's own sample."""
-BRIGHTNESS = 0.05
+MEAN_PIXEL_TOLERANCE = 0.05
 """How far the mean pixel may be from that of the training images; other sets' are further."""
 REMEDY = "Remove or replace the file, or name another folder with --data-dir"
 
@@ -206,7 +206,7 @@ def prepare(name: str, folder: str | Path | None = None, splits: Sequence[str] =
 
 def _strange(images: Images, about: Dataset, split: str) -> list[str]:
     """How images of the right form differ from the published ones; a small sample may, and is let be."""
-    if len(images) < SAMPLE:
+    if len(images) < LEAST_IMAGES_OF_A_SET:
         return []
     found = []
     if len(images) != about.rows[split]:
@@ -214,8 +214,8 @@ def _strange(images: Images, about: Dataset, split: str) -> list[str]:
     present = int((torch.bincount(images.y, minlength=len(about.classes)) > 0).sum())
     if present < len(about.classes):
         found.append(f"there are images of {present} classes, where the release has {len(about.classes)}")
-    some = images.x[:: len(images) // SAMPLE].double().mean((0, 2, 3)) / 255
-    if float((some - torch.tensor(about.mean)).abs().max()) > BRIGHTNESS:
+    some = images.x[:: len(images) // LEAST_IMAGES_OF_A_SET].double().mean((0, 2, 3)) / 255
+    if float((some - torch.tensor(about.mean)).abs().max()) > MEAN_PIXEL_TOLERANCE:
         means = ", ".join(f"{float(m):.2f}" for m in some)
         usual = ", ".join(f"{m:.2f}" for m in about.mean)
         found.append(f"pixels are {means} on average, where the release has {usual}")

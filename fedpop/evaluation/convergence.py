@@ -21,37 +21,46 @@ from torch import Tensor
 
 from fedpop.errors import EstimateError
 from fedpop.evaluation.information import (
+    LARGEST_SAMPLED_INFORMATION,
     free_directions,
     gauge_directions,
     score_and_information,
 )
 from fedpop.evaluation.louis import louis
-from fedpop.evaluation.verdict import CONVERGED, Distance
+from fedpop.evaluation.verdict import CONVERGED_NATS, Distance
 from fedpop.kernels import Hierarchy
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
+from fedpop.priors.base import Prior, Sets
 from fedpop.questions import Question, Units
 
-LARGEST_EXACT = 500
-LARGEST_SAMPLED = 200
-"""Parameters up to which a model is small: its information is a matrix of that size."""
-FLAT = 1e-9
-"""Curvature below this, relative to the largest, is rounding: a direction that nothing depends on."""
-SADDLE = 1e-3
+LARGEST_EXACT_VERDICT = 500
+"""Parameters up to which a model with closed-form posteriors is small: its information is a matrix of that
+size, found at the end of each stage, and each client sends its own."""
+FLAT_CURVATURE = 1e-9
+"""Curvature below this, relative to the largest, is rounding: a direction that nothing depends on. Sums over
+clients in double precision leave some 1e-13 of the largest, and a curved path has its gradient's too."""
+UPWARD_CURVATURE = 1e-3
 """Curvature upwards, in units of each parameter's own information, from which theta is at no maximum whatever
 the gradient: half of it is what a step of a standard error gains."""
-EDGE = 0.01
+AT_BOUND_SHARE = 0.01
 """A bound that lies within this share of a parameter's size is one that it has reached."""
 
 
 def small(hierarchy: Hierarchy, phi: Tensor, beta: Tensor) -> bool:
     """Whether theta's distance from a local optimum can be computed."""
-    if not hierarchy.prior.normalised:
-        return False  # the information of a prior without a constant is not an average over posteriors
+    return obstacle(hierarchy, phi, beta) is None
+
+
+def obstacle(hierarchy: Hierarchy, phi: Tensor, beta: Tensor) -> str | None:
+    """Why it cannot be, or None."""
+    if not hierarchy.prior.normalised:  # its information is not an average over posteriors
+        return f"the constant of {hierarchy.prior.name} priors is not known"
     if any(not q.requires_grad and q.dtype != torch.float64 for q in _weights(hierarchy)):
-        return False  # frozen weights in single precision
-    most = LARGEST_EXACT if hierarchy.closed_form else LARGEST_SAMPLED
-    return 0 < phi.numel() + beta.numel() <= most
+        return "frozen weights are in single precision"
+    most = LARGEST_EXACT_VERDICT if hierarchy.closed_form else LARGEST_SAMPLED_INFORMATION
+    size = phi.numel() + beta.numel()
+    return None if 0 < size <= most else f"theta has {size} parameters, more than {most}"
 
 
 def _weights(hierarchy: Hierarchy) -> list[torch.nn.Parameter]:
@@ -110,7 +119,7 @@ class ToTheOptimum(Question[Landing]):
         learned = torch.cat((torch.ones_like(phi), prior.mask(torch.ones_like(beta)))).bool()
         fixed = torch.eye(p, dtype=theta.dtype, device=theta.device)[:, ~learned]
         ball = float(known.get("ball", math.inf))
-        at_bounds = directions_at_bounds(self.hierarchy.within(known), phi, beta, score, ball)
+        at_bounds = directions_at_bounds(self.hierarchy.prior, phi, beta, score, ball, Sets.told(known))
         gauge = gauge_directions(self.hierarchy, phi, beta)
         errors = sums["errors"].double().reshape(-1, p, p) if "errors" in sums else None
         return landing(score, curvature, noise, torch.cat((fixed, at_bounds, gauge), dim=1), errors)
@@ -140,20 +149,20 @@ def landing(
     exact, largest = not bool(noise.any()), values.abs().max()
     open_ = torch.zeros_like(values) if errors is None else _left_open(directions.mT @ errors @ directions)
     # Along a curved path on which nothing depends, straight lines seem to curve by the gradient's rounding.
-    steep = (values < -SADDLE) | (along.square() > 2 * CONVERGED * values.abs())
-    upwards = int(((values < -FLAT * largest) & (values < -open_) & steep).sum())
-    curved = (values > FLAT * largest) | (open_ > values.abs())
+    steep = (values < -UPWARD_CURVATURE) | (along.square() > 2 * CONVERGED_NATS * values.abs())
+    upwards = int(((values < -FLAT_CURVATURE * largest) & (values < -open_) & steep).sum())
+    curved = (values > FLAT_CURVATURE * largest) | (open_ > values.abs())
     s, v, c = along[curved], torch.maximum(values, open_)[curved], spread[curved][:, curved]
     ratio = c / v.sqrt()[:, None] / v.sqrt()
     white = s / v.sqrt()
     nats = 0.5 * float(white.square().sum() - ratio.diagonal().sum())
     # A slope where nothing curves, as on a plateau, gains no less than it would at the largest curvature.
-    flat = ~curved & (values.abs() <= FLAT * largest)
+    flat = ~curved & (values.abs() <= FLAT_CURVATURE * largest)
     idle = along[flat].square() - spread.diagonal()[flat]
     nats += 0.5 * float(idle.clamp(min=0).sum() / largest.clamp(min=1e-300))
     variance = float((white @ ratio @ white).clamp(min=0) + 0.5 * ratio.square().sum())
     ahead = directions[:, curved]
-    inverse = None if upwards else ahead / v.clamp(min=SADDLE * (1 - exact)) @ ahead.mT
+    inverse = None if upwards else ahead / v.clamp(min=UPWARD_CURVATURE * (1 - exact)) @ ahead.mT
     return Landing(Distance(max(nats, 0.0), variance**0.5, upwards, exact), inverse)
 
 
@@ -165,19 +174,19 @@ def _left_open(errors: Tensor) -> Tensor:
 
 
 def directions_at_bounds(
-    hierarchy: Hierarchy, phi: Tensor, beta: Tensor, score: Tensor, ball: float
+    prior: Prior, phi: Tensor, beta: Tensor, score: Tensor, ball: float, sets: Sets | None = None
 ) -> Tensor:
     """Directions ``[p, h]`` in which theta would leave its projection sets if it followed the gradient."""
-    size, prior, p = phi.shape[0], hierarchy.prior, score.shape[0]
+    size, p = phi.shape[0], score.shape[0]
     out = []
-    if size and float(phi.norm()) >= (1 - EDGE) * ball and float(phi @ score[:size]) > 0:
+    if size and float(phi.norm()) >= (1 - AT_BOUND_SHARE) * ball and float(phi @ score[:size]) > 0:
         out.append(torch.cat((phi / phi.norm(), torch.zeros_like(beta))))
-    reach = EDGE * beta.abs().clamp(min=1)
+    reach = AT_BOUND_SHARE * beta.abs().clamp(min=1)
     pushed = score[size:].sign() * reach
     for j in range(len(beta)):
         step = torch.zeros_like(beta)
         step[j] = pushed[j]
-        moved = prior.project(beta + step) - prior.project(beta)
+        moved = prior.project(beta + step, sets) - prior.project(beta, sets)
         if float(step.norm()) > 0 and float(moved.norm()) < 0.5 * float(step.norm()):
             out.append(torch.cat((torch.zeros_like(phi), step / step.norm())))
     if not out:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedpop.client.phi_gradient import PhiGradient
+from fedpop.evaluation.louis import NOISE_PARTS
 from fedpop.evaluation.verdict import Verdict
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Hierarchy, prior_chains
@@ -23,15 +24,11 @@ from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.questions import Question, Units
 
-WORST_RHAT = 1.05
-LEAST_ESS = 100.0
-
-
-RHAT = (1.01, 1.02, 1.05, 1.1)
-ESS = (100.0, 200.0, 400.0, 1000.0)
+WORST_RHAT, LEAST_ESS = 1.05, 100.0
+"""Of chains that have mixed."""
+RHAT_CUTS = (1.01, 1.02, WORST_RHAT, 1.1)
+ESS_CUTS = (LEAST_ESS, 200.0, 400.0, 1000.0)
 """Where counts of units are cut: what the server hears is how many there are between them."""
-BATCHES = 8
-"""Independent estimates of theta's gradient: half-chains."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +126,8 @@ class ChainsAndGradient(Question[Diagnostics]):
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         cohort, draws = units.cohort, units.personal()["draws"]
         pairs = [rhat_and_ess(own) for own in draws]
-        counts = [float(sum(r <= v for r, _ in pairs)) for v in RHAT]
-        counts += [float(sum(e >= v for _, e in pairs)) for v in ESS]
+        counts = [float(sum(r <= v for r, _ in pairs)) for v in RHAT_CUTS]
+        counts += [float(sum(e >= v for _, e in pairs)) for v in ESS_CUTS]
         counts.append(float(sum(not mixed(*pair) for pair in pairs)))
         everyone = torch.ones(len(cohort), dtype=torch.bool, device=cohort.device)
         sums = {"counts": torch.tensor(counts, dtype=torch.float64, device=cohort.device)}
@@ -144,7 +141,7 @@ class ChainsAndGradient(Question[Diagnostics]):
         half = draws.shape[2] // 2 or 1
         # Half-chains as batches; the middle draw of an odd number is in neither.
         parts = torch.cat((draws[:, :, :half], draws[:, :, -half:]), dim=1)
-        batches = min(BATCHES, parts.shape[1])
+        batches = min(NOISE_PARTS, parts.shape[1])
         ones = everyone.to(beta.dtype)
         i, j = [], []
         for part in parts[:, :batches].unbind(1):
@@ -155,8 +152,8 @@ class ChainsAndGradient(Question[Diagnostics]):
 
     def finish(self, known: Tensors, total: Total) -> Diagnostics:
         counts = [int(c) for c in total.weighted["counts"].tolist()]
-        rhat = dict(zip(RHAT, counts[: len(RHAT)], strict=True))
-        ess = dict(zip(ESS, counts[len(RHAT) : -1], strict=True))
+        rhat = dict(zip(RHAT_CUTS, counts[: len(RHAT_CUTS)], strict=True))
+        ess = dict(zip(ESS_CUTS, counts[len(RHAT_CUTS) : -1], strict=True))
         chains = ChainDiagnostics(total.count, rhat, ess, counts[-1])
         if not self.whole:
             return Diagnostics(chains, ThetaDiagnostics(None, None, self.drift, list(self.at_bound)))

@@ -23,17 +23,24 @@ from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Hierarchy
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
+from fedpop.priors.base import Sets
 from fedpop.priors.normal import Normal
 from fedpop.questions import Question, Units
 from fedpop.server.gauge import Gauge
 
-LARGEST = 2000
-LARGEST_SAMPLED = 200
+LARGEST_EXACT_INFORMATION = 2000
+"""Parameters up to which the information of closed-form posteriors is computed: 32 MB, once."""
+LARGEST_SAMPLED_INFORMATION = 200
 """Parameters up to which Louis' identity is used with draws: it needs all scores and a Hessian."""
-DRAWS = 100
-FEW = 16
-TOGETHER = 64
-"""Rows of a Hessian that are made at once, where there are more than a few: each holds a model's graph."""
+THETA_DRAWS = 100
+"""Of theta's asymptotic law, for predictions that do not take it as known."""
+ROWS_ONE_BY_ONE, HESSIAN_ROWS_AT_ONCE = 16, 64
+"""Rows of a Hessian that are made without ``vmap``, and at once, where there are more: each holds a model's
+graph."""
+NULL_DIRECTION = 1e-8
+"""Singular values below this, of vectors of length one, are rounding: the vectors depend on each other."""
+LEAST_INFORMATION = 1e-10
+"""Of the largest eigenvalue: less, in units of each parameter's own information, is none."""
 
 
 def information(hierarchy: Hierarchy, phi: Tensor, beta: Tensor, cohort: Cohort) -> Tensor:
@@ -61,12 +68,12 @@ def rows_of_jacobian(values: Tensor, at: Tensor) -> Tensor:
 
     A few rows are made one by one: what batches them takes half a second to import.
     """
-    if len(values) <= FEW:
+    if len(values) <= ROWS_ONE_BY_ONE:
         return torch.stack([torch.autograd.grad(v, at, retain_graph=True)[0] for v in values])
     units = torch.eye(len(values), dtype=values.dtype, device=values.device)
     parts = [
         torch.autograd.grad(values, at, part, retain_graph=True, is_grads_batched=True)[0]
-        for part in units.split(TOGETHER)
+        for part in units.split(HESSIAN_ROWS_AT_ONCE)
     ]
     return torch.cat(parts)
 
@@ -117,7 +124,7 @@ def gauge_directions(hierarchy: Hierarchy, phi: Tensor, beta: Tensor) -> Tensor:
     if not tangents:
         return theta.new_zeros((theta.shape[0], 0))
     left, values, _ = torch.linalg.svd(torch.stack(tangents, dim=1), full_matrices=False)
-    out: Tensor = left[:, values > 1e-8 * values.max().clamp(min=1e-30)]
+    out: Tensor = left[:, values > NULL_DIRECTION * values.max().clamp(min=1e-30)]
     return out
 
 
@@ -145,7 +152,7 @@ def require_small(hierarchy: Hierarchy, beta: Tensor) -> None:
     """Raise when theta is too large for its information to be computed."""
     p = hierarchy.model.phi_layout.size + beta.shape[0]
     exact = closed_form_information(hierarchy)
-    largest = LARGEST if exact else LARGEST_SAMPLED
+    largest = LARGEST_EXACT_INFORMATION if exact else LARGEST_SAMPLED_INFORMATION
     if p > largest:
         how = "" if exact else " for a model whose posterior of z is not closed-form"
         raise EstimateError(f"theta has {p} parameters; theta_uncertainty is limited to {largest}{how}")
@@ -183,11 +190,11 @@ def theta_draws(
     phi, beta = published["phi"], published["beta"]
     values, vectors = _directions(hierarchy, published, total)
     noise = key.at(purpose="theta").normal(
-        torch.arange(DRAWS, device=phi.device), (len(values),), torch.float64
+        torch.arange(THETA_DRAWS, device=phi.device), (len(values),), torch.float64
     )
     theta = torch.cat((phi, beta)).double() + (noise * values.rsqrt()) @ vectors.mT
-    size, prior = phi.shape[0], hierarchy.within(published).prior
-    return [(t[:size].to(phi.dtype), prior.project(t[size:].to(beta.dtype))) for t in theta]
+    size, prior, sets = phi.shape[0], hierarchy.prior, Sets.told(published)
+    return [(t[:size].to(phi.dtype), prior.project(t[size:].to(beta.dtype), sets)) for t in theta]
 
 
 def standard_errors(hierarchy: Hierarchy, published: Tensors, total: Tensor) -> dict[str, list[float]]:
@@ -213,7 +220,7 @@ def _directions(hierarchy: Hierarchy, published: Tensors, total: Tensor) -> tupl
     basis = free_directions(total, torch.cat((fixed, gauge), dim=1))
     values, vectors = torch.linalg.eigh(basis.mT @ total @ basis)
     vectors = basis @ vectors
-    bad = values <= 1e-10 * values.max()
+    bad = values <= LEAST_INFORMATION * values.max()
     if bool(bad.any()):
         worst = vectors[:, int(values.argmin())]
         raise EstimateError(
@@ -246,7 +253,7 @@ def complement(vectors: Tensor, p: int) -> Tensor:
     if vectors.shape[1] == 0:
         return torch.eye(p, dtype=vectors.dtype, device=vectors.device)
     left, values, _ = torch.linalg.svd(vectors, full_matrices=True)
-    rank = int((values > 1e-8 * values.max()).sum())
+    rank = int((values > NULL_DIRECTION * values.max()).sum())
     out: Tensor = left[:, rank:]
     return out
 

@@ -29,6 +29,11 @@ from fedpop.kernels import Hierarchy
 from fedpop.priors import Prior
 from fedpop.priors.normal import Normal
 
+NOISE_PARTS = 8
+"""Parts of all chains, about, from whose means the noise of an average is told."""
+LEAST_PART = 25
+"""Draws of such a part, at least: neighbours depend on each other, and means of few would, too."""
+
 
 def in_double(cohort: Cohort) -> Cohort:
     def wide(v: Tensor) -> Tensor:
@@ -167,7 +172,7 @@ def batches(weight: Tensor, z: Tensor, grads: Tensor, chains: int) -> Tensor:
     known = _known(z, grads)
     spread, s = known - known.mean(0), len(z)
     inverse = torch.linalg.pinv(spread.mT @ spread, rtol=1e-12, hermitian=True)
-    parts = max(2, min(8 // chains, s // chains // 25))
+    parts = max(2, min(NOISE_PARTS // chains, s // chains // LEAST_PART))
     length = s // chains // parts
     if length == 0:
         raise EstimateError(

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedpop.checked import Few
 from fedpop.errors import EstimateError
 from fedpop.evaluation import quadrature
 from fedpop.kernels import Hierarchy, Target
@@ -23,10 +24,14 @@ from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.questions import Question, Units
 
-DEGREES = 5.0
-PROPOSALS = 1000
-WORST_SHAPE = 0.7
-RESTS = 0.5
+PROPOSAL_DEGREES = 5.0
+"""Of freedom, of the proposal's t law: its tails must not be thinner than a posterior's, or weights have no
+variance."""
+PROPOSAL_WIDTH = 1.1
+"""Of the proposal's covariance, in units of that of the draws: too narrow costs more than too wide."""
+WORST_PARETO_SHAPE = 0.7
+"""Of a client's weights, above which their mean does not settle with more draws (Vehtari et al., PSIS)."""
+WORST_STANDARD_ERROR = 0.5
 """A client's standard error, in nats, above which a handful of its draws have all the weight."""
 
 
@@ -49,6 +54,8 @@ class MarginalLikelihood(Question[LogLikelihood]):
     """log p(D | theta), summed over everyone; those hard to estimate are counted, not named."""
 
     hierarchy: Hierarchy
+    proposals: Few = 1000
+    """Importance draws for each client, where nothing is closed-form."""
     name: ClassVar[str] = "marginal likelihood"
 
     def ask(self, known: Tensors) -> Tensors:
@@ -75,9 +82,9 @@ class MarginalLikelihood(Question[LogLikelihood]):
                 value = quadrature.evidence(target, len(cohort))
             else:
                 draws = units.personal()["draws"].flatten(1, 2)
-                value, error, shape = importance(target, draws, key, cohort.units)
+                value, error, shape = importance(target, draws, key, cohort.units, self.proposals)
                 filled = (cohort.sizes > 0).double()
-                failed = (~(shape <= WORST_SHAPE)).double().to(value.device) * filled
+                failed = (~(shape <= WORST_PARETO_SHAPE)).double().to(value.device) * filled
                 return _summed(value * filled, error.square() * filled, failed)
         none = torch.zeros_like(value)
         return _summed(value, none, none)
@@ -87,7 +94,7 @@ class MarginalLikelihood(Question[LogLikelihood]):
         if failed:
             raise EstimateError(
                 f"importance sampling fails for {failed:.0f} client(s), with a Pareto shape above "
-                f"{WORST_SHAPE}: z has {self.hierarchy.model.z_layout.size} dimensions, and no simple "
+                f"{WORST_PARETO_SHAPE}: z has {self.hierarchy.model.z_layout.size} dimensions, and no simple "
                 "proposal covers its posterior"
             )
         return LogLikelihood(value, variance**0.5, self.method)
@@ -103,7 +110,9 @@ def closed_form(target: Target) -> Tensor:
     return target.evidence()
 
 
-def importance(target: Target, draws: Tensor, key: Key, units: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def importance(
+    target: Target, draws: Tensor, key: Key, units: Tensor, proposals: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Estimate, standard error and Pareto shape per client from posterior draws ``[C, S, d]``."""
     from arviz_stats.base import array_stats  # type: ignore[attr-defined]
 
@@ -113,28 +122,29 @@ def importance(target: Target, draws: Tensor, key: Key, units: Tensor) -> tuple[
     centred = wide - location
     cov = centred.mT @ centred / (draws.shape[1] - 1)
     # In units of each coordinate: an intercept's variance may be a million times that of a slope.
-    root = torch.linalg.cholesky(1.1 * cov + 1e-8 * cov.diagonal(dim1=-2, dim2=-1).diag_embed())
-    normal = key.at(purpose="proposal").normal(units, (PROPOSALS, d), torch.float64)
+    root = torch.linalg.cholesky(PROPOSAL_WIDTH * cov + 1e-8 * cov.diagonal(dim1=-2, dim2=-1).diag_embed())
+    normal = key.at(purpose="proposal").normal(units, (proposals, d), torch.float64)
     # chi-square with 5 degrees from five squared normals, so that the proposal has heavy tails
-    spread = key.at(purpose="spread").normal(units, (PROPOSALS, int(DEGREES)), torch.float64)
-    chi = spread.square().sum(-1, keepdim=True) / DEGREES
+    spread = key.at(purpose="spread").normal(units, (proposals, int(PROPOSAL_DEGREES)), torch.float64)
+    chi = spread.square().sum(-1, keepdim=True) / PROPOSAL_DEGREES
     z = location + (normal @ root.mT) / chi.sqrt()
     quadratic = (normal / chi.sqrt()).square().sum(-1)
     log_q = (
-        math.lgamma((DEGREES + d) / 2)
-        - math.lgamma(DEGREES / 2)
-        - 0.5 * d * math.log(DEGREES * math.pi)
+        math.lgamma((PROPOSAL_DEGREES + d) / 2)
+        - math.lgamma(PROPOSAL_DEGREES / 2)
+        - 0.5 * d * math.log(PROPOSAL_DEGREES * math.pi)
         - root.diagonal(dim1=-2, dim2=-1).log().sum(-1, keepdim=True)
-        - 0.5 * (DEGREES + d) * torch.log1p(quadratic / DEGREES)
+        - 0.5 * (PROPOSAL_DEGREES + d) * torch.log1p(quadratic / PROPOSAL_DEGREES)
     )
     joint = target.value(z.to(draws.dtype)).double()
     log_w = joint - log_q
     top = log_w.amax(1, keepdim=True)
     w = (log_w - top).exp()
     mean = w.mean(1)
-    error = w.std(1) / mean / math.sqrt(PROPOSALS)
+    error = w.std(1) / mean / math.sqrt(proposals)
     # arviz takes log-likelihoods, whose negatives are the log-weights of leave-one-out.
     shapes = [float(array_stats.psislw(row)[1]) for row in (-log_w).cpu().numpy().astype(np.float64)]
     # An estimate that rests on a few of the draws tells neither its error nor the shape of its tail.
-    shape = torch.where(error.cpu() > RESTS, torch.inf, torch.tensor(shapes, dtype=error.dtype))
+    found = torch.tensor(shapes, dtype=error.dtype)
+    shape = torch.where(error.cpu() > WORST_STANDARD_ERROR, torch.inf, found)
     return top.squeeze(1) + mean.log(), error, shape

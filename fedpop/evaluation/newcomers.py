@@ -38,20 +38,22 @@ from fedpop.methods.base import Algorithm
 from fedpop.models.base import Model
 from fedpop.models.predictive import mixture_score, unit_by_unit
 from fedpop.priors import Prior
+from fedpop.priors.base import widened
 from fedpop.questions import Question, Units
 
 PUBLISHED = "newcomers"
 """Goes with theta: rows of (examples, factor)."""
-FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
-ONE = FACTORS.index(1.0)
-ROWS = 100
+WIDTH_FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
+"""Of the prior's standard deviations, that are tried; between them there is a parabola."""
+UNCHANGED = WIDTH_FACTORS.index(1.0)
+SCORED_ROWS = 100
 """Examples that a client scores, about: a few numbers are asked for."""
-LEAST = 0.05
+LEAST_DATA_SHARE = 0.05
 """The share of z that data decide, on average, below which it is not believed: it is made of draws."""
-SURE = 2.0
+ERRORS_TO_BE_SURE = 2.0
 """Errors by which a factor has to be better than one: a few clients whose examples are all of one class can
 make a difference by chance."""
-IMPOSSIBLE = -1e9
+LOWEST_SCORE = -1e9
 """The score of what cannot be; its sum has to be finite."""
 
 
@@ -108,10 +110,10 @@ class NewcomerWidth(Question[Tensor]):
         return {n: v for n, v in known.items() if n != PUBLISHED}
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        own = units.cohort.thinned(ROWS + max(self.examples))
+        own = units.cohort.thinned(SCORED_ROWS + max(self.examples))
         order, given_away = shuffled(own, key), self.split == "train"
-        judged = own if given_away else units.split(self.split).thinned(ROWS)
-        out = own.sizes.new_zeros((len(own), len(self.examples), 1 + len(FACTORS)), dtype=torch.float64)
+        judged = own if given_away else units.split(self.split).thinned(SCORED_ROWS)
+        out = own.sizes.new_zeros((len(own), len(self.examples), 1 + len(WIDTH_FACTORS)), dtype=torch.float64)
         with torch.no_grad():
             features = self.method.model.features(asked["phi"], judged)
             shift = self._left_out(asked, units) if 0 in self.examples else None
@@ -127,7 +129,7 @@ class NewcomerWidth(Question[Tensor]):
                 moved = None if count or shift is None else shift[there]
                 rest = picked(judged, rows, there)
                 out[there, row] = self._scores(asked, given, count, moved, rest, at, key)
-        differences = (out[:, :, 1:] - out[:, :, 1 + ONE, None]).square()
+        differences = (out[:, :, 1:] - out[:, :, 1 + UNCHANGED, None]).square()
         vector = torch.cat((out, differences), 2).flatten(1)
         return Answer(torch.isfinite(vector).all(1), {"scores": vector})
 
@@ -137,7 +139,7 @@ class NewcomerWidth(Question[Tensor]):
             return None
         assert self.method.hierarchy is not None
         moved, share = data_share(self.method.hierarchy.prior, asked["beta"], units)
-        return -moved / (self.shares - share).clamp(min=LEAST * (self.clients - 1)).unsqueeze(1)
+        return -moved / (self.shares - share).clamp(min=LEAST_DATA_SHARE * (self.clients - 1)).unsqueeze(1)
 
     def _scores(
         self,
@@ -155,8 +157,8 @@ class NewcomerWidth(Question[Tensor]):
         hierarchy = method.hierarchy
         assert hierarchy is not None
         gaussian = hierarchy.closed_form and hierarchy.prior.component is hierarchy.prior
-        for factor in FACTORS:
-            theta = asked | {"beta": hierarchy.prior.widened(asked["beta"], factor)}
+        for factor in WIDTH_FACTORS:
+            theta = asked | {"beta": widened(hierarchy.prior, asked["beta"], factor)}
             made = (
                 method.personalise(theta, given, None, key)
                 if count
@@ -165,17 +167,17 @@ class NewcomerWidth(Question[Tensor]):
             drawn = made["draws"].flatten(1, 2)
             drawn = drawn if shift is None else drawn + shift.unsqueeze(1)
             score = gaussian_score if gaussian else mixture_score
-            out.append(score(method.model, asked["phi"], drawn, features, rest)[0].clamp(min=IMPOSSIBLE))
+            out.append(score(method.model, asked["phi"], drawn, features, rest)[0].clamp(min=LOWEST_SCORE))
         return torch.stack(out, 1)
 
     def finish(self, known: Tensors, total: Total) -> Tensor:
-        width = 1 + 2 * len(FACTORS)
+        width = 1 + 2 * len(WIDTH_FACTORS)
         if not total.count:
             raise EstimateError(f"{self.name}: nobody answered")
         zeros = known["phi"].new_zeros(len(self.examples) * width, dtype=torch.float64)
         sums = total.plain_sum("scores", zeros).double().cpu().unflatten(0, (-1, width))
         found = [
-            (count, best_of(row[1 : 1 + len(FACTORS)], row[1 + len(FACTORS) :].sqrt()))
+            (count, best_of(row[1 : 1 + len(WIDTH_FACTORS)], row[1 + len(WIDTH_FACTORS) :].sqrt()))
             for count, row in zip(self.examples, sums, strict=True)
             if float(row[0])
         ]
@@ -256,17 +258,17 @@ def best_of(scores: Tensor, errors: Tensor) -> float:
     (``errors`` are those of differences), nothing is known against the prior as it is. Between factors that
     were tried it is on the parabola through the best of them and its neighbours.
 
-    >>> best_of(-10 * (torch.tensor(FACTORS).log2() + 1.25).square(), torch.ones(6))
+    >>> best_of(-10 * (torch.tensor(WIDTH_FACTORS).log2() + 1.25).square(), torch.ones(6))
     0.42...
     """
     best = int(scores.argmax())
-    if float(scores[best] - scores[ONE]) <= SURE * float(errors[best]):
+    if float(scores[best] - scores[UNCHANGED]) <= ERRORS_TO_BE_SURE * float(errors[best]):
         return 1.0
     shift = 0.0
-    if 0 < best < len(FACTORS) - 1:
+    if 0 < best < len(WIDTH_FACTORS) - 1:
         low, high = float(scores[best] - scores[best - 1]), float(scores[best] - scores[best + 1])
         shift = 0.5 * (low - high) / (low + high) if low + high > 0 else 0.0
-    return FACTORS[best] * math.exp2(shift)
+    return WIDTH_FACTORS[best] * math.exp2(shift)
 
 
 def for_newcomer(prior: Prior, published: Tensors, examples: int) -> Tensors:
@@ -281,4 +283,4 @@ def for_newcomer(prior: Prior, published: Tensors, examples: int) -> Tensors:
     left = max(right - 1, 0)
     share = (place - at[left]) / (at[right] - at[left]) if right > left else 0.0
     factor = math.exp(factors[left] + share * (factors[right] - factors[left]))
-    return published | {"beta": prior.widened(published["beta"], factor)}
+    return published | {"beta": widened(prior, published["beta"], factor)}

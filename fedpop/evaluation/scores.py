@@ -13,19 +13,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fedpop.blocks import ENTRIES_AT_ONCE
 from fedpop.errors import DataError
 from fedpop.models.predictive import Predictive
 
 CLASSES = ("accuracy", "nll", "brier", "ece")
 REAL = ("rmse", "nll", "coverage", "width")
 HIGH_IS_GOOD = ("accuracy", "coverage")
-BINS = 15
-LEVEL = 0.9
-WORST = 0.1
-DRAWS = 200
+CALIBRATION_BINS = 15
+"""Of confidence, behind a calibration error; as many as papers have (Guo et al., ICML 2017)."""
+INTERVAL_LEVEL = 0.9
+"""Of the intervals whose coverage and width are scored."""
+WORST_SHARE = 0.1
+"""Of the clients, over which the worst scores are averaged."""
+WIDTH_DRAWS = 200
 """Draws that widths of intervals are computed from, evenly out of all."""
-ENTRIES = 2**22
-"""Head outputs that are worked on together, at most."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def worst_tenth(values: Tensor, high_is_good: bool) -> float:
     >>> worst_tenth(torch.arange(20.0), high_is_good=True)
     0.5
     """
-    count = max(1, math.ceil(WORST * len(values)))
+    count = max(1, math.ceil(WORST_SHARE * len(values)))
     return float(values.sort(descending=not high_is_good).values[:count].mean())
 
 
@@ -154,7 +156,7 @@ def _merged(served: Iterable[tuple[Predictive, Tensor]]) -> Iterator[tuple[Predi
     group: list[tuple[Predictive, Tensor]] = []
     entries = 0
     for p, y in served:
-        if group and not (_alike(group[0][0], p) and entries + p.eta.numel() <= ENTRIES):
+        if group and not (_alike(group[0][0], p) and entries + p.eta.numel() <= ENTRIES_AT_ONCE):
             yield _joined(group)
             group, entries = [], 0
         group.append((p, y))
@@ -192,18 +194,18 @@ def _examples(p: Predictive, y: Tensor, widths: bool) -> dict[str, Tensor]:
     rows = {
         "square": (p.mean.reshape(shape) - y.reshape(shape)).square().mean(-1),
         "nll": nll,
-        "covered": p.covers(y, LEVEL).reshape(shape).to(p.eta.dtype).mean(-1) + lost,
+        "covered": p.covers(y, INTERVAL_LEVEL).reshape(shape).to(p.eta.dtype).mean(-1) + lost,
     }
     if widths:
-        few = replace(p, eta=p.eta[:: max(1, len(p.eta) // DRAWS)])
-        low, high = few.interval(LEVEL, of="y")
+        few = replace(p, eta=p.eta[:: max(1, len(p.eta) // WIDTH_DRAWS)])
+        low, high = few.interval(INTERVAL_LEVEL, of="y")
         rows["width"] = (high - low).reshape(shape).mean(-1)
     return rows
 
 
 def _bins(confidence: Tensor) -> Tensor:
     # Closed on the left, and one bin more for those that are exactly sure: torchmetrics' rule.
-    edges = torch.linspace(0, 1, BINS + 1, dtype=confidence.dtype)
+    edges = torch.linspace(0, 1, CALIBRATION_BINS + 1, dtype=confidence.dtype)
     return torch.bucketize(confidence, edges, right=True) - 1
 
 
@@ -237,6 +239,6 @@ def _gaps(confidence: Tensor, right: Tensor, owner: Tensor, clients: int) -> Ten
     """For each client, the sum over its bins of how far confidence and accuracy lie apart, in examples."""
     if not bool(torch.isfinite(confidence).all()):
         return confidence.new_full((clients,), math.nan)
-    index = owner * (BINS + 1) + _bins(confidence)
-    gaps = confidence.new_zeros(clients * (BINS + 1)).index_add(0, index, confidence - right)
+    index = owner * (CALIBRATION_BINS + 1) + _bins(confidence)
+    gaps = confidence.new_zeros(clients * (CALIBRATION_BINS + 1)).index_add(0, index, confidence - right)
     return gaps.abs().view(clients, -1).sum(1)

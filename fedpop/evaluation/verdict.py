@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-CONVERGED = 0.05
+CONVERGED_NATS = 0.05
 """Nats below a local optimum at which theta counts as converged: a tenth of the half nat that one standard
 error of one parameter costs."""
-SETTLED = (0.005, 0.02)
+SETTLED_SHARE, SETTLED_FALL = 0.01, (0.005, 0.02)
 """What a network's training loss may still fall by over the last quarter, in nats per example: a hundredth of
 what it has fallen by in all, but at least and at most so much."""
 
@@ -57,11 +57,11 @@ class Distance(Verdict):
     def converged(self) -> bool | None:
         if self.upwards:
             return False
-        if self.error < CONVERGED / 4:  # known well enough to be taken as it is
-            return self.nats < CONVERGED
-        if self.nats + self.error < CONVERGED:
+        if self.error < CONVERGED_NATS / 4:  # known well enough to be taken as it is
+            return self.nats < CONVERGED_NATS
+        if self.nats + self.error < CONVERGED_NATS:
             return True
-        return False if self.nats - 2 * self.error > CONVERGED else None
+        return False if self.nats - 2 * self.error > CONVERGED_NATS else None
 
     @property
     def words(self) -> str:
@@ -100,8 +100,8 @@ class LossTrend(Verdict):
 
     @property
     def converged(self) -> bool | None:
-        least, most = SETTLED
-        enough = min(max(0.01 * self.gained, least), most)
+        least, most = SETTLED_FALL
+        enough = min(max(SETTLED_SHARE * self.gained, least), most)
         if self.error < enough / 4:
             return abs(self.fall) < enough
         if abs(self.fall) - 2 * self.error > enough:

@@ -20,18 +20,18 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedpop.errors import SettingsError
 from fedpop.files import write_bytes
 
-YEARS = 10
+AUTHORITY_YEARS = 10
 """How long the authority is valid; a server's certificate is valid for a year."""
-SKEW = dt.timedelta(hours=1)
+CLOCK_SKEW = dt.timedelta(hours=1)
 """Clocks that are as far behind as this do not matter."""
 
-AHEAD, BEHIND = 6.0, 305.0
+CLOCK_AHEAD, BEHIND = 6.0, 305.0
 """Seconds that a site's clock may be ahead of the server's, or behind it: Flower's bounds, rounded up."""
 LABEL = "[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 HOST = re.compile(rf"(\*\.)?{LABEL}(\.{LABEL})*")
-LONGEST = 36_500
+MOST_DAYS = 36_500
 """Days of a certificate: dates end, and keys should long before."""
-OWN = 0o600
+CURVE_BITS = 0o600
 """A private key is its owner's to read."""
 
 Private = ec.EllipticCurvePrivateKey
@@ -44,7 +44,7 @@ def make_authority(folder: Path, name: str) -> None:
     now = dt.datetime.now(dt.UTC)
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
     certificate = (
-        _begun(subject, subject, key, now, 365 * YEARS)
+        _begun(subject, subject, key, now, 365 * AUTHORITY_YEARS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
@@ -58,8 +58,8 @@ def make_server_certificate(
     folder: Path, hosts: list[str], days: int = 365, start: dt.datetime | None = None
 ) -> None:
     """``server.crt`` and ``server.key`` for these names or addresses, signed by the folder's authority."""
-    if not 0 < days <= LONGEST:
-        raise SettingsError(f"a certificate is valid for 1 to {LONGEST:,} days, not {days}")
+    if not 0 < days <= MOST_DAYS:
+        raise SettingsError(f"a certificate is valid for 1 to {MOST_DAYS:,} days, not {days}")
     names = [
         named_host(host.strip("[]")) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1"])
     ]
@@ -89,7 +89,7 @@ def make_site_key(folder: Path) -> Path:
         data = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
         )
-        write_bytes(private, data, OWN)
+        write_bytes(private, data, CURVE_BITS)
         line = key.public_key().public_bytes(
             serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
         )
@@ -186,7 +186,7 @@ def check_clock(server: str, ca: Path, timeout: float = 5.0) -> None:
     finally:
         connection.close()
     ahead = (dt.datetime.now(dt.UTC) - there).total_seconds()
-    if not -BEHIND < ahead < AHEAD:
+    if not -BEHIND < ahead < CLOCK_AHEAD:
         words = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'}"
         raise SettingsError(
             f"the clock here is {words} that of {server}, which would take this site's signature for forged: "
@@ -253,7 +253,7 @@ def _write_private(path: Path, key: Private) -> None:
     data = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    write_bytes(path, data, OWN)
+    write_bytes(path, data, CURVE_BITS)
 
 
 def _name(name: str) -> x509.Name:
@@ -282,6 +282,6 @@ def _begun(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - SKEW)
+        .not_valid_before(now - CLOCK_SKEW)
         .not_valid_after(now + dt.timedelta(days=days))
     )

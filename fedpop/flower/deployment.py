@@ -15,7 +15,7 @@ from fedpop.flower.remote import RemoteMembers, RoundTerms, site_records_of
 from fedpop.flower.site import keep_hello, keep_theta
 from fedpop.flower.site_records import SiteRecord
 from fedpop.flower.transport import Transport
-from fedpop.methods.base import Algorithm
+from fedpop.methods.base import Algorithm, chosen
 from fedpop.population import Population
 from fedpop.questions.forms import agreed, example_from, plain_example
 from fedpop.run import checkpoint as checkpoints
@@ -51,10 +51,7 @@ class Deployment:
         method = self.method(example)
         if method.model.precision == "auto":
             method = method.replace(model=method.model.asking_for("float32"))
-        method = method.prepared(example).for_rule(self.settings.participation)
-        if self.terms.quorum < 1:
-            method = method.without_waiting()
-        return method
+        return method.prepared(example)
 
 
 def run_deployment(deployment: Deployment, transport: Transport, folder: Path | None = None) -> Population:
@@ -67,7 +64,7 @@ def run_deployment(deployment: Deployment, transport: Transport, folder: Path | 
     if folder is not None and deployment.afterwards:
         found, population = answers(population, deployment.afterwards)
         write_json(folder / AFTERWARDS, found)
-    have = members.finish(population.published, population.rounds)
+    have = members.finish(population.published, population.rounds, population.how)
     log.info("theta after %d rounds is at %s", population.rounds, ", ".join(have) or "no site")
     if folder is not None:
         population.public().save(folder / "population")
@@ -83,7 +80,8 @@ def enrolled_members(
     folder: Path | None = None,
     before: Mapping[str, SiteRecord] | None = None,
 ) -> tuple[RemoteMembers, Algorithm]:
-    """The sites that are there, once they are enough, and the method that they receive.
+    """The sites that are there, once they are enough, and the method as it was given: they receive what
+    runs.
 
     What was agreed on, and where the model starts, is stored in the folder: a run that goes on has the same.
     """
@@ -102,7 +100,8 @@ def enrolled_members(
         if file is not None:
             digest = write_tensors(file.with_name("model.safetensors"), values_of(method.model))
             write_sealed(file, {"form": form, "example": plain_example(example), "digest": digest})
-    study = Training(method, example, form, deployment.entry)
+    runs = chosen(method, deployment.settings.participation, deployment.terms.waits).method
+    study = Training(runs, example, form, deployment.entry)
     if members is None:
         members = RemoteMembers(study, transport, *settings, before=before)
         members.wait()

@@ -20,9 +20,9 @@ from types import TracebackType
 
 from fedpop.errors import SettingsError
 
-PATIENCE = (1.0, 30.0)
+RESTART_SECONDS = (1.0, 30.0)
 """Seconds before a process that ended is started again: the first time, and at most."""
-STEADY = 60.0
+STEADY_SECONDS = 60.0
 """A process that ran as long as this had started well."""
 
 
@@ -111,7 +111,7 @@ class Supervised:
     ) -> None:
         self._arguments, self._environment, self._log, self._say = arguments, dict(environment), log, say
         self._child: subprocess.Popen[bytes] | None = None
-        self._started, self._wait, self._due = 0.0, PATIENCE[0], 0.0
+        self._started, self._wait, self._due = 0.0, RESTART_SECONDS[0], 0.0
         self.starts = 0
 
     def __enter__(self) -> Supervised:
@@ -150,7 +150,9 @@ class Supervised:
         now = time.monotonic()
         if not self._due:
             ran = now - self._started
-            self._wait = PATIENCE[0] if ran > STEADY else min(2 * self._wait, PATIENCE[1])
+            self._wait = (
+                RESTART_SECONDS[0] if ran > STEADY_SECONDS else min(2 * self._wait, RESTART_SECONDS[1])
+            )
             self._due = now + self._wait
             self._say(f"it ended with code {code} after {ran:.0f} s; it is started again")
             self._end_group()

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, TypeVar
 
@@ -77,6 +77,11 @@ class RoundTerms:
         """Sites of the first round, at least."""
         return self.sites if self.begin is None else self.begin
 
+    @property
+    def waits(self) -> bool:
+        """Rounds wait for everyone who was asked."""
+        return self.quorum >= 1
+
     def enough(self, asked: int) -> Callable[[int], bool]:
         return lambda received: received >= self.quorum * asked
 
@@ -143,6 +148,10 @@ class RemoteMembers(Members):
         self.wait(here, patience=self._terms.timeout)
 
     # --- who there is ------------------------------------------------------------------------
+
+    @property
+    def waits(self) -> bool:
+        return self._terms.waits
 
     @property
     def device(self) -> torch.device:
@@ -425,10 +434,11 @@ class RemoteMembers(Members):
         """It may take part in rounds."""
         return self._lasting.keys() <= set(self.sites[name].answered)
 
-    def finish(self, published: Tensors, rounds: int) -> list[str]:
+    def finish(self, published: Tensors, rounds: int, how: Sequence[tuple[str, str]] = ()) -> list[str]:
         """Give everyone who is there the theta that was learned; says who has it."""
         here = self._transport.present()
-        last = {"recall": self._recall, "rounds": rounds, "learned_from": self.units}
+        last: dict[str, Any] = {"recall": self._recall, "rounds": rounds, "learned_from": self.units}
+        last["how"] = [list(row) for row in how]
         requests = {n: Request("finish", self._header(n, **last), published) for n in here if n in self.sites}
         return sorted(self._transport.send(requests, self._terms.timeout, lambda received: False))
 

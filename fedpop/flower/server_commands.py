@@ -20,11 +20,11 @@ from fedpop.flower.status import read_rounds, read_state, round_words
 from fedpop.version import __version__
 
 Say = Callable[[str], None]
-TRIES = 3
+RUN_TRIES = 3
 """Times that a run is begun again without a round in between."""
-PATIENCE = 600
+COMMAND_SECONDS = 600
 """Seconds that a command of Flower's may take."""
-SILENT = 60.0
+SILENT_SECONDS = 60.0
 """Seconds after which Flower is asked what became of a run that has written nothing yet."""
 CONNECTION = "fedpop"
 
@@ -219,7 +219,7 @@ class _RunWatch:
 
     def to_the_end(self) -> None:
         in_vain = 0
-        while in_vain < TRIES:
+        while in_vain < RUN_TRIES:
             self._until_healthy()
             self._register()
             starts, before = self._link.starts, self._printed
@@ -230,7 +230,7 @@ class _RunWatch:
             in_vain = 0 if self._printed > before or self._link.starts > starts else in_vain + 1
             self._say(f"the run ended before its time{self._why()}; it goes on from its last round")
         log = self._folder.run / "server.log"
-        raise SettingsError(f"the run broke {TRIES} times without a round{self._why()}; {log} says more")
+        raise SettingsError(f"the run broke {RUN_TRIES} times without a round{self._why()}; {log} says more")
 
     def _why(self) -> str:
         status = read_state(self._folder) or {}
@@ -253,10 +253,13 @@ class _RunWatch:
                 capture_output=True,
                 text=True,
                 stdin=subprocess.DEVNULL,
-                timeout=PATIENCE,
+                timeout=COMMAND_SECONDS,
             )
         except subprocess.TimeoutExpired:
-            return {"success": False, "error-message": f"flwr {arguments[0]} took more than {PATIENCE} s"}
+            return {
+                "success": False,
+                "error-message": f"flwr {arguments[0]} took more than {COMMAND_SECONDS} s",
+            }
         try:
             found: dict[str, Any] = json.loads(done.stdout)
         except ValueError:
@@ -306,7 +309,7 @@ class _RunWatch:
             self._register()
             status = read_state(self._folder)
             if status is None:
-                if time.monotonic() - asked > SILENT:
+                if time.monotonic() - asked > SILENT_SECONDS:
                     if self._over(run):
                         return False
                     asked = time.monotonic()  # its process starts slowly

@@ -316,6 +316,7 @@ class SiteExperiment:
                 None,
                 rounds=int(header["rounds"]),
                 learned_from=int(header["learned_from"]),
+                how=[(str(title), str(words)) for title, words in header["how"]],
             )
             population.save(self.folder / "population")
             published = population.published

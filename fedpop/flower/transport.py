@@ -29,7 +29,7 @@ log = logging.getLogger("fedpop.server")
 
 TYPES = {"hello": MessageType.QUERY, "train": MessageType.TRAIN}
 """Flower's types for kinds of requests; questions, and the end, are evaluations."""
-PATIENT = 5
+GREETINGS_WAITED = 5
 """How many times as long as a refusal a greeting without an answer is waited for."""
 NODE_GONE = 5
 """Flower's error code for a node whose heartbeat has stopped."""
@@ -110,9 +110,11 @@ class Transport:
         due = [n for n in nodes if n not in self._registered and self._greeted.get(n, -math.inf) <= now]
         if due:
             for node, request in zip(
-                due, self._push([(n, self.hello) for n in due], PATIENT * self._greeting), strict=True
+                due,
+                self._push([(n, self.hello) for n in due], GREETINGS_WAITED * self._greeting),
+                strict=True,
             ):
-                self._greeted[node] = now + PATIENT * self._greeting  # a slow one is not asked twice
+                self._greeted[node] = now + GREETINGS_WAITED * self._greeting  # a slow one is not asked twice
                 if request is not None:
                     self._hellos[request] = node
         if self._hellos:

@@ -1,5 +1,8 @@
 """Markov kernels on z, one file each, and the loop that runs them."""
 
+from collections.abc import Sequence
+
+from fedpop.decisions import Decision
 from fedpop.kernels.base import Kernel, Pass, State, Transition, Tuning, run
 from fedpop.kernels.exponential import Exponential
 from fedpop.kernels.hierarchy import Hierarchy
@@ -7,6 +10,7 @@ from fedpop.kernels.hmc import HMC
 from fedpop.kernels.jumps import JumpHMC
 from fedpop.kernels.mala import MALA
 from fedpop.kernels.mass import Mass
+from fedpop.kernels.mass import decision as mass_decision
 from fedpop.kernels.mixture_draw import MixtureDraw
 from fedpop.kernels.sgld import SGLD
 from fedpop.kernels.target import Target
@@ -62,3 +66,23 @@ def resolve_kernel(kernel: Kernel | str | None, model: Model, prior: Prior) -> K
     if model.linear and model.likelihood.quadratic and prior.component is not None:
         return Exponential() if single else MixtureDraw()
     return HMC() if single else JumpHMC()
+
+
+def kernel_decisions(kernel: Kernel | str | None, model: Model, prior: Prior) -> Sequence[Decision]:
+    """Which kernel it is, where ``kernel`` left that open, and which mass matrix, where one adapts.
+
+    >>> import fedpop as fp
+    >>> from torch import nn
+    >>> model = fp.Composition(None, nn.Linear(3, 1), "bernoulli")
+    >>> for decision in kernel_decisions(None, model, fp.priors.Normal()):
+    ...     print(decision)
+    kernel: HMC(leapfrog=5) (posteriors are not closed-form)
+    mass matrix: curvature (the head is linear, so that its curvature is known)
+    """
+    chosen, single, out = resolve_kernel(kernel, model, prior), prior.component is prior, list[Decision]()
+    if kernel is None or kernel == "auto":
+        why = "posteriors are not closed-form" + ("" if single else ", and the prior may have several modes")
+        if model.linear and model.likelihood.quadratic and prior.component is not None:
+            why = f"posteriors are {'Gaussian' if single else 'mixtures of Gaussians'}: it draws exactly"
+        out.append(Decision("kernel", str(chosen), why))
+    return [*out, mass_decision(model.linear, model.z_layout.size)] if chosen.adapts_mass else out

@@ -24,6 +24,15 @@ from fedpop.keys import Key
 from fedpop.models.local import Evaluated, LinearLikelihood
 from fedpop.settings import Setting
 
+LEAST_GAIN = 0.1
+"""How far the logarithm of a step goes in a pass, for each unit of acceptance that is amiss: one over the
+root of the number of passes, but at least so much, since theta moves and the step has to follow."""
+NARROWED = 2.0
+"""A direction that turns out so many times narrower than it was taken to be is what had made steps short."""
+DIVERGED_NATS, SLACK_NATS = 1000.0, 10.0
+"""A log-density that falls by so much in a transition diverged; where nothing is rejected, by so much and ten
+for each dimension of z. Of draws where they belong it differs by some sqrt(d)."""
+
 
 @dataclass(frozen=True)
 class State:
@@ -253,7 +262,7 @@ class Kernel(Setting, ABC):
         if done.exact:
             return replace(tuning, updates=tuning.updates + 1)
         if self.target_acceptance is not None:
-            gain = (tuning.updates + 1).pow(-0.5).clamp(min=0.1)
+            gain = (tuning.updates + 1).pow(-0.5).clamp(min=LEAST_GAIN)
             log_step = log_step + gain * (done.acceptance - self.target_acceptance)
         # A chain that diverged takes half the step from now on.
         log_step = torch.where(done.diverged > 0, tuning.log_step - math.log(2), log_step)
@@ -265,7 +274,7 @@ class Kernel(Setting, ABC):
             # The step was short for the sake of a direction that turns out to be narrow: now that steps
             # are measured by its width, its own may stay as it was, and all others grow.
             narrowed = self._narrowed(target, prior, before, mass)
-            log_step = torch.where(narrowed > 2, log_step + narrowed.log(), log_step)
+            log_step = torch.where(narrowed > NARROWED, log_step + narrowed.log(), log_step)
         return Tuning(log_step.clamp(max=self.largest_log_step), tuning.updates + 1, mass)
 
     @staticmethod
@@ -281,7 +290,7 @@ class Kernel(Setting, ABC):
 
 def metropolis(new: State, old: State, change: Tensor, uniform: Tensor) -> Transition:
     """Accept or reject: ``change`` ``[C, K]`` is the log of the ratio of both ways' densities."""
-    diverged = ~torch.isfinite(change) | (change < -1000)
+    diverged = ~torch.isfinite(change) | (change < -DIVERGED_NATS)
     acceptance = torch.where(diverged, torch.zeros_like(change), change.clamp(max=0).exp())
     accepted = ~diverged & (uniform <= acceptance)
     return Transition(new.where(accepted, old), acceptance, diverged)
@@ -292,7 +301,7 @@ def guarded(new: State, old: State, slack: Tensor | float = 1.0) -> tuple[State,
 
     ``slack`` widens what is plausible where values are estimates that were scaled up by so much.
     """
-    plausible = new.value > old.value - slack * (1e3 + 10 * new.z.shape[-1])
+    plausible = new.value > old.value - slack * (DIVERGED_NATS + SLACK_NATS * new.z.shape[-1])
     good = plausible & torch.isfinite(new.value) & torch.isfinite(new.grad).all(-1)
     started = torch.isfinite(old.value)
     mask = good | (~started & torch.isfinite(new.value))

@@ -24,9 +24,9 @@ def runs_in_double(hierarchy: Hierarchy) -> bool:
     return model.autocast is None and (not narrow or model.frozen)
 
 
-def _target(hierarchy: Hierarchy, theta: Tensor, cohort: Cohort) -> Target:
+def _target(hierarchy: Hierarchy, theta: Tensor, cohort: Cohort, noise: float | None) -> Target:
     size = hierarchy.model.phi_layout.size
-    return hierarchy.target_at(theta[:size], theta[size:], cohort)
+    return hierarchy.target_at(theta[:size], theta[size:], cohort, noise)
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,20 @@ class Evidence:
     hessian: Tensor | None
 
 
-def evidence(hierarchy: Hierarchy, theta: Tensor, cohort: Cohort, curved: bool) -> Evidence:
-    """All of it in one backward pass, or one for each parameter where the Hessian is wanted too."""
+def evidence(
+    hierarchy: Hierarchy, theta: Tensor, cohort: Cohort, curved: bool, noise: float | None = None
+) -> Evidence:
+    """All of it in one backward pass, or one for each parameter where the Hessian is wanted too; with normal
+    ``noise`` of this variance, whatever else is said of it."""
     wide = cohort.wide
     theta = theta.detach().double()
 
     def total(at: Tensor) -> Tensor:
-        return _target(hierarchy, at, wide).evidence().sum()
+        return _target(hierarchy, at, wide, noise).evidence().sum()
 
     with torch.enable_grad():
         at = theta.clone().requires_grad_()
-        target = _target(hierarchy, at, wide)
+        target = _target(hierarchy, at, wide, noise)
         values, sizes = target.evidence(), target.likelihood_curvature()
         (gradient,) = torch.autograd.grad(values.sum(), at)
     hessian = torch.autograd.functional.hessian(total, theta, vectorize=True) if curved else None

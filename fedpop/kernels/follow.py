@@ -14,9 +14,9 @@ would cost a third of a round.
 
 The mode is found by steps Q^-1 slope from the stored one, with Nesterov's extrapolation and restarts; Q
 bounds the curvature, so none of them overshoots. A client stands still once slope' Q^-1 slope is below
-``TOLERANCE`` for each dimension. Where Q is far above the curvature a looser one leaves the mode far behind,
-and the learned scale swings. A client's first chain, or one that stores no state, starts at the mode reached
-from the prior's mean plus noise of the curvature there.
+``MODE_TOLERANCE`` for each dimension. Where Q is far above the curvature a looser one leaves the mode far
+behind, and the learned scale swings. A client's first chain, or one that stores no state, starts at the mode
+reached from the prior's mean plus noise of the curvature there.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from fedpop.kernels.target import BlockPrecision, Target
 from fedpop.keys import Key
 from fedpop.models.local import LinearLikelihood
 
-TOLERANCE = 1e-4
-STEPS, FIRST = 30, 100
+MODE_TOLERANCE = 1e-4
+"""Of slope' Q^-1 slope, for each dimension of z: a hundredth of a standard deviation by Q."""
+MODE_STEPS, FIRST_MODE_STEPS = 30, 100
 """Steps at most from a stored mode, and from the prior's mean."""
 
 
@@ -51,7 +52,7 @@ def mode_from(target: Target, start: Tensor, steps: int) -> tuple[Tensor, int]:
     for k in range(steps):
         slope = target.grad(ahead.unsqueeze(1)).squeeze(1)
         step = factor.solve(slope.unsqueeze(1)).squeeze(1)
-        arrived = moving & ((slope * step).sum(1, keepdim=True) <= TOLERANCE * d)
+        arrived = moving & ((slope * step).sum(1, keepdim=True) <= MODE_TOLERANCE * d)
         mode, moving = torch.where(arrived, ahead, mode), moving & ~arrived
         if not bool(moving.any()):
             return mode, k + 1
@@ -69,7 +70,7 @@ def first_place(target: Target, units: Tensor, chains: int, key: Key) -> tuple[T
     local = target.likelihood
     assert isinstance(local, LinearLikelihood)
     centre = target.prior.mu(target.beta).expand(len(units), -1)
-    mode, spent = mode_from(target, centre, FIRST)
+    mode, spent = mode_from(target, centre, FIRST_MODE_STEPS)
     factor = BlockPrecision.of(target.add_prior(local.curvature_at(mode)))
     noise = key.normal(units, (chains, mode.shape[1]), mode.dtype)
     return mode.unsqueeze(1) + factor.root_transposed(noise), mode, spent + 1
@@ -81,7 +82,7 @@ def carried(target: Target, z: Tensor, old: Tensor, scale: Tensor) -> tuple[Tens
 
     A chain that this would leave far less probable than it was stays: its place was not by the old mode.
     """
-    mode, spent = mode_from(target, old, STEPS)
+    mode, spent = mode_from(target, old, MODE_STEPS)
     # Client by client: nobody's chain may depend on whether another's has moved, not even by rounding.
     rest = (mode == old).all(1) & (scale == target.prior.unit(target.beta)).all(1)
     if bool(rest.all()):

@@ -3,15 +3,13 @@ them."""
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.kernels.target import Target
-from fedpop.message import Tensors
 from fedpop.models.base import Model
 from fedpop.models.modules import RowKeys
 from fedpop.priors import Hyperprior, Prior
@@ -30,22 +28,19 @@ class Hierarchy:
         """Posteriors and the marginal likelihood are: a linear head, a quadratic log-likelihood, Normals."""
         return self.model.linear and self.model.likelihood.quadratic and self.prior.component is not None
 
-    def within(self, state: Tensors) -> Hierarchy:
-        """The same with the projection sets that a server's state, or what it published, has."""
-        return replace(self, prior=self.prior.within(state["sets"])) if "sets" in state else self
-
-    def at_noise(self, variance: float) -> Hierarchy:
-        """The same with normal noise of this variance, whatever phi says of it."""
-        model = copy.copy(self.model)
-        model.likelihood = self.model.likelihood.with_noise(variance)
-        return replace(self, model=model)
-
     def target(
-        self, phi: Tensor, beta: Tensor, features: Inputs, cohort: Cohort, rows: RowKeys | None = None
+        self,
+        phi: Tensor,
+        beta: Tensor,
+        features: Inputs,
+        cohort: Cohort,
+        rows: RowKeys | None = None,
+        noise: float | None = None,
     ) -> Target:
-        """The log-posterior of z of every unit in the cohort."""
-        return Target(self.model.bind(phi, features, cohort, rows), self.prior, beta)
+        """The log-posterior of z of every unit in the cohort; with normal ``noise`` of this variance,
+        whatever else is said of it."""
+        return Target(self.model.at_noise(noise).bind(phi, features, cohort, rows), self.prior, beta)
 
-    def target_at(self, phi: Tensor, beta: Tensor, cohort: Cohort) -> Target:
+    def target_at(self, phi: Tensor, beta: Tensor, cohort: Cohort, noise: float | None = None) -> Target:
         """The same with features computed here, without dropout."""
-        return self.target(phi, beta, self.model.features(phi, cohort), cohort)
+        return self.target(phi, beta, self.model.features(phi, cohort), cohort, noise=noise)

@@ -22,12 +22,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedpop.decisions import Decision
+
 LONGEST_MEMORY = 0.98
 """The largest share of the past that survives a pass."""
 PRIOR_DRAWS = 5.0
 """The prior's scale counts as so many draws, on the scale of logarithms."""
-LARGEST_DENSE = 20
+LARGEST_DENSE_MASS = 20
 """Dimensions of z up to which the matrix is dense."""
+
+
+def decision(linear: bool, d: int) -> Decision:
+    """Which mass matrix chains step by, on a ``linear`` head or another one, with so many dimensions of z."""
+    if linear:
+        return Decision("mass matrix", "curvature", "the head is linear, so that its curvature is known")
+    if 2 <= d <= LARGEST_DENSE_MASS:
+        return Decision("mass matrix", "dense", f"z has {d} dimensions, {LARGEST_DENSE_MASS} at most")
+    size = "one dimension" if d == 1 else f"{d} dimensions, more than {LARGEST_DENSE_MASS}"
+    return Decision("mass matrix", "diagonal", f"z has {size}")
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,7 @@ class Mass:
     def fresh(cls, clients: int, dimension: int, like: Tensor) -> Mass:
         # Two tensors, not one twice: a client's state is written into place.
         mean, variance = (like.new_zeros((clients, 2, dimension)) for _ in range(2))
-        dense = 2 <= dimension <= LARGEST_DENSE
+        dense = 2 <= dimension <= LARGEST_DENSE_MASS
         covariance = like.new_zeros((clients, 2, dimension, dimension)) if dense else None
         return cls(mean, variance, like.new_zeros((clients,)), covariance)
 

@@ -18,12 +18,13 @@ from fedpop.kernels.target import Target
 from fedpop.keys import Key
 from fedpop.message import Tensors
 from fedpop.models.local import NoData
-from fedpop.priors.base import Prior
+from fedpop.priors.base import Prior, Unnormalised
 
-WARM_UP = 50
+PRIOR_WARM_UP = 50
 """Transitions from the base, or from chains at another beta, to where draws can be used."""
-THIN = 5
-BATCHES = 40
+PRIOR_THINNING = 5
+"""Transitions for each draw that people see."""
+NORMALISER_TRANSITIONS = 40
 """Transitions behind independent estimates of log Z's gradient."""
 
 
@@ -43,7 +44,7 @@ def final_draws(
     prior: Prior, beta: Tensor, units: Tensor, key: Key, count: int, states: Tensor | None = None
 ) -> Tensor:
     """Draws that people see, ``[C, count, d]``: from the server's chains, taken to this beta and run on."""
-    if prior.normalised:
+    if not isinstance(prior, Unnormalised):
         return prior.draw(beta, units, key, count)
     if states is None:
         z = _base(prior, beta, units, key, prior.chains)
@@ -51,27 +52,22 @@ def final_draws(
         z = states.expand(len(units), *states.shape)
     z, tuning = _warmed(prior, beta, z, key, units)
     needed = -(-count // z.shape[1])
-    out = _run(prior, beta, z, tuning, needed * THIN, key.at(purpose="final"), units, adapt=False)
-    return out.draws[:, THIN - 1 :: THIN].flatten(1, 2)[:, :count]
+    out = _run(prior, beta, z, tuning, needed * PRIOR_THINNING, key.at(purpose="final"), units, adapt=False)
+    return out.draws[:, PRIOR_THINNING - 1 :: PRIOR_THINNING].flatten(1, 2)[:, :count]
 
 
 # --- the server's share ----------------------------------------------------------------------
 
 
-def first_states(prior: Prior, beta: Tensor, key: Key) -> Tensors:
-    """What the server stores for a prior besides beta: chains from the base, taken to this beta, and their
-    step."""
-    if prior.normalised:
-        return {}
+def first_states(prior: Unnormalised, beta: Tensor, key: Key) -> Tensors:
+    """What the server stores besides beta: chains from the base, taken to this beta, and their step."""
     units = key.server(beta.device)
     z, tuning = _warmed(prior, beta, _base(prior, beta, units, key, prior.chains), key, units)
     return {"states": z[0], "log_step": tuning.log_step, "updates": tuning.updates}
 
 
-def normaliser(prior: Prior, beta: Tensor, states: Tensors, key: Key) -> tuple[Tensor, Tensors]:
+def normaliser(prior: Unnormalised, beta: Tensor, states: Tensors, key: Key) -> tuple[Tensor, Tensors]:
     """What one unit's score lacks, E[grad_beta E] over this round's draws, and where the chains now are."""
-    if prior.normalised:
-        return torch.zeros_like(beta), states
     key, units, z = key.at(purpose="negative"), key.server(beta.device), states["states"]
     prior.check_chains(beta, z)
     tuning = Tuning(states["log_step"], states["updates"])
@@ -85,25 +81,20 @@ def normaliser(prior: Prior, beta: Tensor, states: Tensors, key: Key) -> tuple[T
 
 def normaliser_batches(prior: Prior, beta: Tensor, states: Tensors, key: Key, count: int) -> Tensor:
     """Independent estimates of what one unit's score lacks, ``[count, size]``."""
-    if prior.normalised:
+    if not isinstance(prior, Unnormalised):
         return beta.new_zeros((count, beta.shape[0]))
     units, stored = key.server(beta.device), states.get("states")
     z = _base(prior, beta, units, key, prior.chains) if stored is None else stored.unsqueeze(0)
     z, tuning = _warmed(prior, beta, z, key, units)
-    out = _run(prior, beta, z, tuning, BATCHES, key.at(purpose="batches"), units, adapt=False)
+    out = _run(prior, beta, z, tuning, NORMALISER_TRANSITIONS, key.at(purpose="batches"), units, adapt=False)
     each = z.shape[1] // count
     groups = out.draws[0, :, : each * count].unflatten(1, (count, each))
     return _energy_grad(prior, beta, groups.transpose(0, 1).flatten(1, 2))
 
 
-def published(prior: Prior, states: Tensors) -> Tensors:
-    """What stays with theta after training."""
-    return {} if prior.normalised else {"states": states["states"]}
-
-
-def shipped(prior: Prior, states: Tensors) -> Tensors:
+def shipped(prior: Unnormalised, states: Tensors) -> Tensors:
     """What sites receive of it, with theta."""
-    return {} if prior.normalised else {"states": states["states"][: prior.ship]}
+    return {"states": states["states"][: prior.ship]}
 
 
 def _energy_grad(prior: Prior, beta: Tensor, z: Tensor) -> Tensor:
@@ -118,7 +109,7 @@ def _base(prior: Prior, beta: Tensor, units: Tensor, key: Key, chains: int) -> T
 
 def _warmed(prior: Prior, beta: Tensor, z: Tensor, key: Key, units: Tensor) -> tuple[Tensor, Tuning]:
     tuning = Tuning.fresh(len(units), JumpHMC.initial_log_step, z)
-    for part in range(WARM_UP // 10):
+    for part in range(PRIOR_WARM_UP // 10):
         out = _run(prior, beta, z, tuning, 10, key.at(purpose=f"warm-{part}"), units, adapt=True)
         z, tuning = out.state.z, out.tuning
     return z, tuning

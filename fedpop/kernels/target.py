@@ -12,9 +12,12 @@ from torch import Tensor
 
 from fedpop.keys import Key
 from fedpop.models.local import LinearLikelihood, LocalLikelihood
-from fedpop.priors.base import Guess, Prior
+from fedpop.priors.base import Guess, Prior, normals_of
 
 POWER_ITERATIONS = 20
+"""Products with a Hessian that find its largest eigenvalue where a head is not linear."""
+NEWTON_STEPS, HALVINGS, NEWTON_ROUNDING = 30, 20, 1e-6
+"""Steps to a mode, halvings of one of them, at most; and what rounding of single precision leaves of both."""
 
 
 class Precision(ABC):
@@ -159,8 +162,9 @@ class Target:
 
     @cached_property
     def _components(self) -> list[Target]:
-        parts = self.prior.parts(self.beta)
-        return [] if parts is None else [Target(self.likelihood, p.normal, p.beta) for p in parts]
+        normals = normals_of(self.prior)
+        parts = [] if normals is None else normals.parts(self.beta)
+        return [Target(self.likelihood, p.normal, p.beta) for p in parts]
 
     @property
     def closed_form(self) -> bool:
@@ -284,7 +288,7 @@ class Target:
         """Blocks of Q that z consists of."""
         return self.prior.dimension(self.beta) // self.block_precision.matrix.shape[-1]
 
-    def mode(self, iterations: int = 30) -> Tensor:
+    def mode(self, iterations: int = NEWTON_STEPS) -> Tensor:
         """The posterior mode ``[C, d]`` by damped Newton steps, from the prior mean (linear heads)."""
         local = self.likelihood
         assert isinstance(local, LinearLikelihood)
@@ -295,10 +299,10 @@ class Target:
             factor = BlockPrecision.of(self.add_prior(local.curvature_at(z)))
             step = factor.solve(grad.unsqueeze(1)).squeeze(1)
             scale = torch.ones_like(value)
-            for _ in range(20):
+            for _ in range(HALVINGS):
                 moved = z + scale.unsqueeze(1) * step
                 new_value, new_grad = self._at(moved)
-                worse = ~(new_value >= value - 1e-6 * value.abs())
+                worse = ~(new_value >= value - NEWTON_ROUNDING * value.abs())
                 if not bool(worse.any()):
                     break
                 scale = torch.where(worse, scale / 2, scale)
@@ -306,7 +310,7 @@ class Target:
             z = torch.where(better.unsqueeze(1), moved, z)
             value = torch.where(better, new_value, value)
             grad = torch.where(better.unsqueeze(1), new_grad, grad)
-            if float(step.abs().max()) < 1e-6:
+            if float(step.abs().max()) < NEWTON_ROUNDING:
                 break
         return z
 
@@ -346,9 +350,9 @@ class Target:
 
     def component_evidence(self) -> Tensor:
         """log w_k + log p(D_i | component k), ``[C, K]``."""
-        parts = self.prior.parts(self.beta)
-        assert parts is not None
-        pairs = zip(parts, self.components, strict=True)
+        normals = normals_of(self.prior)
+        assert normals is not None
+        pairs = zip(normals.parts(self.beta), self.components, strict=True)
         return torch.stack([p.log_weight + target.evidence() for p, target in pairs], 1)
 
     def evidence(self) -> Tensor:

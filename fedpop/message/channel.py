@@ -49,6 +49,10 @@ def resolve_compressor(compressor: Compressor | str) -> Compressor:
     )
 
 
+AS_IT_IS = Identity()
+"""What becomes of vectors that are not compressed."""
+
+
 @dataclass(frozen=True)
 class Channel(Checked):
     """What happens to the vectors named in ``compressed`` and ``clipped``; all else is sent as it is.
@@ -244,7 +248,7 @@ class Channel(Checked):
         return compressor.decode(payload.data, payload.length)
 
     def _for(self, name: str, site: int) -> Compressor:
-        return self.of(site) if name in self.compressed else Identity()
+        return self.of(site) if name in self.compressed else AS_IT_IS
 
 
 def _fused_bytes(message: Message) -> int:
@@ -265,4 +269,4 @@ def _through(compressor: Compressor, vectors: Tensor, key: Key, sites: Tensor) -
 
 def plain_bytes(vectors: Tensor) -> int:
     """What messages of these vectors ``[S, D]`` take as they are, in their frames."""
-    return Identity().sent_bytes(vectors)
+    return AS_IT_IS.sent_bytes(vectors)

@@ -22,6 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fedpop.decisions import Decision
 from fedpop.message.message import Answer, Message, Tensors
 
 MESSAGES_FOR_A_MEDIAN = 5
@@ -34,8 +35,16 @@ COUNTS = "norms."
 """Before the names of counts: ``norms.J.each.3`` counts messages whose J has a norm per example of at most 8
 (and more than 4), ``norms.J.whole.3`` the same of norms as they are."""
 KINDS = ("each", "whole")
-LOWEST, HIGHEST = -160, 1023
+LOWEST_POWER, HIGHEST_POWER = -160, 1023
 """Powers of two that are distinguished."""
+
+
+def decision(multiple: float, messages: float) -> Decision:
+    """Whether messages are guarded, with so many of them in a round."""
+    if messages < MESSAGES_FOR_A_MEDIAN:
+        few = f"{messages:g} message(s) in a round, and a median needs {MESSAGES_FOR_A_MEDIAN}"
+        return Decision("guard", "off", few, unusual=True)
+    return Decision("guard", f"at {multiple:g} times the median", "there are enough messages for a median")
 
 
 class Guard:
@@ -148,7 +157,7 @@ def _norms(vectors: Tensor, examples: Tensor) -> Tensor:
 
 def _counts(name: str, both: Tensor) -> dict[str, float]:
     """How many of the norms ``[2, S]`` lie below which power of two."""
-    powers = torch.log2(both).ceil().clamp(LOWEST, HIGHEST).long().tolist()
+    powers = torch.log2(both).ceil().clamp(LOWEST_POWER, HIGHEST_POWER).long().tolist()
     out: dict[str, float] = {}
     for kind, row in zip(KINDS, powers, strict=True):
         for power in row:

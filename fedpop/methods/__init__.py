@@ -21,13 +21,14 @@ from fedpop.methods.fsgld import FSGLD
 from fedpop.methods.l2gd import L2GD
 from fedpop.methods.lg_fedavg import LGFedAvg
 from fedpop.methods.local_only import LocalOnly
+from fedpop.methods.marginal_ml import MaximumMarginalLikelihood
 from fedpop.methods.per_fedavg import PerFedAvg
 from fedpop.methods.pfedme import PFedMe
 from fedpop.methods.qlsd import QLSD
 from fedpop.methods.scaffold import SCAFFOLD
 from fedpop.models.base import Model
 from fedpop.models.spec import described_module
-from fedpop.settings import known, rebuilt_fields
+from fedpop.settings import class_of, known, rebuilt_fields
 
 __all__ = [
     "APFL",
@@ -52,6 +53,7 @@ __all__ = [
     "FedSOUL",
     "LGFedAvg",
     "LocalOnly",
+    "MaximumMarginalLikelihood",
     "PFedMe",
     "PerFedAvg",
     "Round",
@@ -63,6 +65,7 @@ METHODS: dict[str, type[Algorithm]] = {
     for m in (
         FedSOUL,
         FedSOUK,
+        MaximumMarginalLikelihood,
         LocalOnly,
         FedAvg,
         FedAvgFT,
@@ -87,17 +90,21 @@ METHODS: dict[str, type[Algorithm]] = {
 
 def known_methods() -> dict[str, type[Algorithm]]:
     """Every method by the name of its class: fedpop's, and those that a user has defined."""
-    return METHODS | {n: c for n, c in known(Algorithm).items() if hasattr(c, "name")}
+    return {n: c for n, c in known(Algorithm).items() if hasattr(c, "name")} | METHODS
+
+
+def method_class(name: str) -> type[Algorithm] | None:
+    """The method of this name, which is what files call it."""
+    return class_of(Algorithm, name) if ":" in name else known_methods().get(name)
 
 
 def rebuild(described: dict[str, Any], method: str, model: Model, **given: Any) -> Algorithm:
     """The method that ``Algorithm.describe`` described, with ``given`` settings in the place of its own."""
-    classes = known_methods()
-    if method not in classes:
+    cls = method_class(method)
+    if cls is None:
         raise CheckpointError(
-            f"unknown method {method!r}; known are {', '.join(classes)} (one of your own is known once the "
-            "module that defines it is imported)"
+            f"unknown method {method!r}; known are {', '.join(known_methods())} (one of your own is known "
+            "once the module that defines it is imported)"
         )
-    cls = classes[method]
     held = {k: v for k, v in described.items() if k not in ("model", *given)}
     return cls(model, **rebuilt_fields(held, cls, {"Module": described_module}), **given)

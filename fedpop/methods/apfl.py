@@ -87,19 +87,27 @@ class APFL(FedAvg):
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
         w = round.broadcast["w"].expand(len(cohort), -1)
-        new, loss = self.mix(self.local, w, local["v"], local["alpha"], cohort, round.key)
+        start = (w, local["v"], local["alpha"])
+        new, loss = self.mix(self.local, start, cohort, round.key, round.pace)
         n, good = cohort.sizes.to(w.dtype).unsqueeze(1), finite(*new.values())
         passes = 2 * self.local.steps(cohort)  # w and the mixture
         cost = training_cost(cohort, loss, good, passes, passes)
         return Answer(good, {"dw": n * (new["w"] - w), "n": n}, new, cost)
 
     def mix(
-        self, sgd: LocalSGD, w: Tensor, v: Tensor, alpha: Tensor, cohort: Cohort, key: Key
+        self,
+        sgd: LocalSGD,
+        start: tuple[Tensor, Tensor, Tensor],
+        cohort: Cohort,
+        key: Key,
+        pace: float = 1.0,
     ) -> tuple[Tensors, Tensor]:
         """w, v ``[C, D]`` and alpha ``[C, 1]`` after local steps on them; the mixtures' losses ``[C]``."""
         direction = three_updates(joint_loss(self.model, cohort.embedded), self.size, self.adaptive)
-        start = torch.cat((w, v, alpha), dim=1)
-        end: Trained = self.train(sgd, start, cohort, key, direction=direction, project=_clip_alpha, plain=1)
+        both = torch.cat(start, dim=1)
+        end: Trained = self.train(
+            sgd, both, cohort, key, direction=direction, project=_clip_alpha, plain=1, pace=pace
+        )
         w, v, alpha = end.w.split((self.size, self.size, 1), dim=1)
         return {"w": w, "v": v, "alpha": alpha}, end.loss
 
@@ -107,7 +115,7 @@ class APFL(FedAvg):
         if local is None:
             w = published_w(published, len(cohort))
             alpha = w.new_full((len(cohort), 1), self.alpha)
-            local, _ = self.mix(self.newcomer, w, w, alpha, cohort, key.at(purpose="newcomer"))
+            local, _ = self.mix(self.newcomer, (w, w, alpha), cohort, key.at(purpose="newcomer"))
         return split_w(self.model, torch.lerp(local["w"], local["v"], local["alpha"]))
 
 

@@ -21,7 +21,7 @@ from fedpop.methods.base import Algorithm
 from fedpop.models.base import Model
 from fedpop.models.spec import described_module
 from fedpop.questions import Question
-from fedpop.settings import describe, known, rebuilt
+from fedpop.settings import class_of, describe, name_of, rebuilt
 
 OWN, SENT = "own", "sent"
 """What stands in a field's place: the site's own, or a tensor that goes with the question."""
@@ -46,7 +46,7 @@ def describe_question(question: Question[Any], sent: Tensors) -> tuple[dict[str,
         else:
             what = role(value)
             held[name] = describe(value) if what is None else {"kind": OWN, "what": what}
-    told = {"kind": type(question).__name__, "fields": held}
+    told = {"kind": name_of(type(question)), "fields": held}
     try:
         json.dumps(told)
     except TypeError as error:
@@ -81,8 +81,8 @@ def _(value: Hierarchy) -> str:
 def question_from_description(told: dict[str, Any], sent: Tensors, owner: Any) -> Question[Any]:
     """The question that was told; what does not travel are attributes of this side's ``owner``, such as its
     method (or that itself), of which there is none before an experiment began."""
-    classes = known(Question)
-    if told["kind"] not in classes:
+    cls = class_of(Question, told["kind"])
+    if cls is None:
         raise CheckpointError(
             f"unknown question {told['kind']!r} (one of your own is known once the module that defines it is "
             "imported)"
@@ -96,4 +96,4 @@ def question_from_description(told: dict[str, Any], sent: Tensors, owner: Any) -
 
     builders = {OWN: own, SENT: lambda plain: sent[plain["name"]], "Module": described_module}
     held = {name: rebuilt(value, builders) for name, value in told["fields"].items()}
-    return classes[told["kind"]](**held)
+    return cls(**held)

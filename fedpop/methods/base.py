@@ -222,14 +222,6 @@ class Algorithm(Setting, ABC):
         """A round without one of those who may take part makes no sense: it is waited for."""
         return self.participation == "full"
 
-    def without_waiting(self) -> Self:
-        """This method where a quorum will do, if it can do with one."""
-        return self
-
-    def for_rule(self, rule: Participation) -> Self:
-        """This method for runs with this participation, where settings left something open."""
-        return self
-
     # --- a run -------------------------------------------------------------------------------
 
     def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
@@ -261,10 +253,6 @@ class Algorithm(Setting, ABC):
     def pace(self, k: int, facts: Facts) -> Tensors:
         """What the sites of round k are told of their rates, beside ``broadcast``."""
         return {}
-
-    def at_pace(self, told: Tensors) -> Self:
-        """This method in a round that was told so."""
-        return self
 
     @abstractmethod
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer | Iterable[Answer]:
@@ -354,16 +342,38 @@ class Algorithm(Setting, ABC):
         return population
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other settings; what a run has chosen where they left something open is open again."""
+        """A copy with other settings."""
         return replace(self, **changes)
 
     def with_model(self, model: Model) -> Self:
-        """A copy on another form of its model; what a run has chosen stays."""
+        """A copy on another form of its model."""
         return replace(self, model=model)
 
     def describe(self) -> dict[str, Any]:
         """All settings as plain values, for files and for comparing runs."""
         return {"method": self.label} | {f.name: describe(getattr(self, f.name)) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The method that runs where another one left that open, and why it is this one."""
+
+    method: Algorithm
+    reason: str = ""
+
+
+class Chooses(ABC):
+    """A method whose settings leave open which method runs."""
+
+    @abstractmethod
+    def choose(self, rule: Participation, waits: bool) -> Chosen:
+        """That for runs with this participation, in which rounds wait for everyone who was asked, or close on
+        a quorum."""
+
+
+def chosen(method: Algorithm, rule: Participation, waits: bool = True) -> Chosen:
+    """What runs: the method itself, unless it leaves that open."""
+    return method.choose(rule, waits) if isinstance(method, Chooses) else Chosen(method)
 
 
 def require_everyone(setting: str, given: Mapping[str, Any], names: Sequence[str]) -> None:

@@ -84,16 +84,18 @@ class Ditto(FedAvg):
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
         w, key = round.broadcast["w"].expand(len(cohort), -1), round.key
-        new = self.local_model(w, cohort, key)
-        own = self.personal_model(self.personal, local["v"], w, cohort, key.at(purpose="personal"))
+        new, now = self.local_model(w, cohort, key, round.pace), key.at(purpose="personal")
+        own = self.personal_model(self.personal, local["v"], w, cohort, now, round.pace)
         n, good = cohort.sizes.to(w.dtype).unsqueeze(1), finite(new.w, own.w)
         passes = self.local.steps(cohort) + self.personal.steps(cohort)
         cost = training_cost(cohort, own.loss, good, passes, passes)
         return Answer(good, {"dw": n * (new.w - w), "n": n}, {"v": own.w}, cost)
 
-    def personal_model(self, sgd: LocalSGD, v: Tensor, w: Tensor, cohort: Cohort, key: Key) -> Trained:
+    def personal_model(
+        self, sgd: LocalSGD, v: Tensor, w: Tensor, cohort: Cohort, key: Key, pace: float = 1.0
+    ) -> Trained:
         """v ``[C, D]`` after steps on f_i(v) + lambda/2 norm(v - w)^2."""
-        return self.train(sgd, v, cohort, key, aux=w, pull=towards(self.lam))
+        return self.train(sgd, v, cohort, key, aux=w, pull=towards(self.lam), pace=pace)
 
     def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
         if local is not None:

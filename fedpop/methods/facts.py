@@ -62,6 +62,11 @@ class Round:
     weigh: bool = False
     """Participation weights act at the site, before a message is compressed; else when it is decoded."""
 
+    @property
+    def pace(self) -> float:
+        """What rates of local steps are multiplied by in this round (``Paced``)."""
+        return float(self.broadcast["pace"]) if "pace" in self.broadcast else 1.0
+
 
 @dataclass(frozen=True)
 class About:

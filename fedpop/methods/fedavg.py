@@ -65,15 +65,15 @@ class FedAvg(Paced, WholeModel):
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
         w = round.broadcast["w"].expand(len(cohort), -1)
-        new = self.local_model(w, cohort, round.key)
+        new = self.local_model(w, cohort, round.key, round.pace)
         n, good = cohort.sizes.to(w.dtype).unsqueeze(1), finite(new.w)
         passes = self.local.steps(cohort)
         cost = training_cost(cohort, new.loss, good, passes, passes)
         return Answer(good, {"dw": n * (new.w - w), "n": n}, cost=cost)
 
-    def local_model(self, w: Tensor, cohort: Cohort, key: Key) -> Trained:
+    def local_model(self, w: Tensor, cohort: Cohort, key: Key, pace: float = 1.0) -> Trained:
         """Where each client's epochs take it from the server's w ``[C, D]``."""
-        return self.train(self.local, w, cohort, key)
+        return self.train(self.local, w, cohort, key, pace=pace)
 
     def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
         move = total.mean("dw", by="n")

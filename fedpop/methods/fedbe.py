@@ -106,7 +106,7 @@ class FedBE(Paced, Ensemble):
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
         w = round.broadcast["w"].expand(len(cohort), -1)
-        new = self.train(self.local, w, cohort, round.key)
+        new = self.train(self.local, w, cohort, round.key, pace=round.pace)
         n, dw = cohort.sizes.double().unsqueeze(1), new.w.double() - w.double()
         good, passes = finite(new.w), self.local.steps(cohort)
         cost = training_cost(cohort, new.loss, good, passes, passes)

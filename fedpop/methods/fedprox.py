@@ -63,5 +63,5 @@ class FedProx(FedAvg):
         super().__post_init__()
         require_pull("mu", self.mu, self.local)
 
-    def local_model(self, w: Tensor, cohort: Cohort, key: Key) -> Trained:
-        return self.train(self.local, w, cohort, key, aux=w, pull=towards(self.mu))
+    def local_model(self, w: Tensor, cohort: Cohort, key: Key, pace: float = 1.0) -> Trained:
+        return self.train(self.local, w, cohort, key, aux=w, pull=towards(self.mu), pace=pace)

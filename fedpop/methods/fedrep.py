@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, ClassVar
 
 import torch
@@ -102,6 +103,11 @@ class FedRep(Paced, WholeModel):
     def compressed_size(self) -> int:
         return self.model.phi_layout.size
 
+    @cached_property
+    def _moves_phi(self) -> dict[float, Optimiser]:
+        """``phi_step`` where everyone has so many examples together; made once."""
+        return {}
+
     def _spectral(self) -> Sequence[Question[Tensors]]:
         if self.start == "random":
             return ()
@@ -124,10 +130,11 @@ class FedRep(Paced, WholeModel):
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
         phi, key = round.broadcast["phi"], round.key
-        z = self.fit_head(phi, cohort, local["z"], key, dropout=True)
+        z = self.fit_head(phi, cohort, local["z"], key, dropout=True, pace=round.pace)
         start = phi.expand(len(cohort), -1)
         loss = body_loss(self.model, cohort.embedded)
-        body = self.train(self.body, start, cohort, key.at(purpose="body"), aux=z.unsqueeze(1), loss=loss)
+        now, heads = key.at(purpose="body"), z.unsqueeze(1)
+        body = self.train(self.body, start, cohort, now, aux=heads, loss=loss, pace=round.pace)
         n, good = cohort.sizes.to(phi.dtype).unsqueeze(1), finite(body.w, z)
         examples, steps = cohort.examples, self.body.steps(cohort)
         head_steps = examples * (1 if self.heads == "exact" else self.head.epochs)
@@ -135,10 +142,12 @@ class FedRep(Paced, WholeModel):
         cost = training_cost(cohort, body.loss, good, examples / 3 + steps, head_steps + steps)
         return Answer(good, {"dphi": n * (body.w - start), "n": n}, {"z": z}, cost)
 
-    def fit_head(self, phi: Tensor, cohort: Cohort, z: Tensor, key: Key, dropout: bool = False) -> Tensor:
+    def fit_head(
+        self, phi: Tensor, cohort: Cohort, z: Tensor, key: Key, dropout: bool = False, pace: float = 1.0
+    ) -> Tensor:
         """Heads ``[C, d]`` at this body: least squares (of least norm), or epochs of SGD."""
         if self.heads == "sgd":
-            return self.train_head(self.head, phi, z, cohort, key, dropout=dropout)
+            return self.train_head(self.head, phi, z, cohort, key, dropout=dropout, pace=pace)
         with torch.no_grad():
             rows = self.model.dropout_keys(cohort, key) if dropout else None
             local = self.model.bind(phi, self.model.features(phi, cohort, rows), cohort)
@@ -154,7 +163,9 @@ class FedRep(Paced, WholeModel):
         if self.phi_step is None:
             return server | {"phi": server["phi"] + step}
         state = unprefixed("phi.", server)
-        phi, state = self.phi_step.for_weights(self.model.weights).step(
+        if facts.examples not in self._moves_phi:
+            self._moves_phi[facts.examples] = self.phi_step.for_weights(self.model.weights, facts.examples)
+        phi, state = self._moves_phi[facts.examples].step(
             server["phi"], step / self.body.rate, state, server["unit"], key.round, facts.stage
         )
         return server | {"phi": phi} | prefixed("phi.", state)

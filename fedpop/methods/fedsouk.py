@@ -19,33 +19,42 @@ letter, the default chooses the kernel by the head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from fedpop.client.cost import chain_cost
 from fedpop.client.local_steps import LocalSteps, describe_steps, groups_of, most_steps
-from fedpop.client.phi_step import PhiWork
+from fedpop.client.phi_step import PhiStep, PhiWork
+from fedpop.client.sampler import Chain, Sampler
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import map_inputs
-from fedpop.kernels import prior_chains
+from fedpop.kernels import Kernel, Tuning, prior_chains, resolve_kernel
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.methods.base import About, Facts, Round
-from fedpop.methods.starting import WithStart
-from fedpop.priors.base import into_ball
+from fedpop.methods.base import About, Facts, Round, Trial
+from fedpop.methods.hierarchical import Hierarchical
+from fedpop.priors.base import Sets, Unnormalised, into_ball, normals_of
+from fedpop.questions import Question
+from fedpop.questions.targets import TargetSize
 from fedpop.server import scoring
+from fedpop.server.anneal import Anneal
+from fedpop.server.averaging import Averaging
+from fedpop.server.beta_step import EM, BetaStep, EMAdam, Turn
+from fedpop.server.calibration import RATE_TRIAL_ROUNDS, largest_rate
 from fedpop.server.gauge import aligner
+from fedpop.server.optimisers import SGD, Optimiser
 from fedpop.server.schedules import Stage
 from fedpop.server.state import prefixed, unprefixed
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedSOUK(WithStart):
+class FedSOUK(Hierarchical):
     """The paper's Algorithm 1 with any kernel.
 
     Args:
@@ -53,14 +62,13 @@ class FedSOUK(WithStart):
         local_steps: The paper's M, steps of a chain in a round: one number (10 unless told), a
             ``fp.chains.Steps`` schedule, or one for each client by name. More cost more, with less noise.
         start: Where phi starts: "spectral", "random", or "auto" (the default) for what suits the data.
-        engine: What finds theta: "sampled" is Algorithm 1, "exact" a quasi-Newton method for closed-form
-            posteriors; "auto" (the default) is the exact one where it applies and nothing was said of how.
         prior: The population's, of ``fp.priors`` or by name; "normal" unless told.
         kernel: What chains step by, of ``fp.kernels`` or by name; what suits head and prior unless told.
         chain: How chains are run, ``fp.chains.Chain()`` unless told.
         phi_step: How phi moves: a ``PhiStep`` or an optimiser of ``fp.steps``; Adam unless told,
             for networks with a weight decay.
-        beta_step: How the prior moves: a ``BetaStep``, ``EM()`` or an optimiser; EM or Adam unless told.
+        beta_step: How the prior moves: a ``BetaStep``, ``EM()``, ``EMAdam()`` or an optimiser; what suits
+            model and prior unless told.
         hyperprior: Of phi and the prior's parameters; flat unless told.
         anneal: How a normal likelihood's noise variance falls to its own value, against local optima.
         average: Which average of theta is published; that over the last quarter unless told.
@@ -77,47 +85,105 @@ class FedSOUK(WithStart):
     """
 
     local_steps: LocalSteps = 10
+    kernel: Kernel | str | None = None
+    chain: Chain = field(default_factory=Chain)
+    phi_step: PhiStep | Optimiser | None = None
+    beta_step: BetaStep | EM | EMAdam | Optimiser | None = None
+    anneal: Anneal = field(default_factory=Anneal)
+    average: Averaging = field(default_factory=Averaging)
 
     name: ClassVar[str] = "FedSOUK"
     about: ClassVar[About] = About(
         "Kotelevskii et al., NeurIPS 2022", personalised=True, memory="M d + d_phi", instance="itself"
     )
+    private: ClassVar[tuple[str, ...]] = (
+        "z", "mode", "width", "mass_mean", "mass_variance", "mass_covariance",
+    )  # fmt: skip
+    keeps: ClassVar[tuple[str, ...]] = ("z", "mode", "width", *Tuning.NAMES)
     guarded: ClassVar[tuple[str, ...]] = ("I", "J")
     compressed: ClassVar[tuple[str, ...]] = ("J",)
     clipped: ClassVar[tuple[str, ...]] = guarded
-    sampling: ClassVar[tuple[str, ...]] = ("local_steps", *WithStart.sampling)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        prior = self.hierarchy.prior
         self.sampler.check(self.on_beta.form)
-        self.on_beta.on(prior)
-        self.hyperprior.check(prior)
+        self.on_beta.on(self.hierarchy)
         if self.on_phi.local is not None and self.chain.rao_blackwell:
             raise SettingsError("local epochs on phi average over draws of z; they exclude rao_blackwell")
 
     # --- settings, resolved where they are used ----------------------------------------------
 
+    @cached_property
+    def sampler(self) -> Sampler:
+        kernel = resolve_kernel(self.kernel, self.model, self.hierarchy.prior)
+        return Sampler(self.hierarchy, kernel, self.chain)
+
+    @property
+    def draws_by(self) -> Kernel:
+        return self.sampler.kernel
+
+    @cached_property
+    def on_phi(self) -> PhiStep:
+        return self.phi_step if isinstance(self.phi_step, PhiStep) else PhiStep(self.phi_step)
+
+    @cached_property
+    def on_beta(self) -> BetaStep:
+        return self.beta_step if isinstance(self.beta_step, BetaStep) else BetaStep(self.beta_step)
+
+    @property
+    def compressed_size(self) -> int:
+        return self.model.phi_layout.size
+
+    @property
+    def phi_copies(self) -> int:
+        return 4 if self.on_phi.local is not None else 0
+
     @property
     def draws(self) -> int:
         return most_steps(self.local_steps) * self.chain.chains
 
+    @property
+    def steady(self) -> bool:
+        return self.on_phi.steady
+
+    @property
+    def wants_information(self) -> bool:
+        """Scoring steps in further stages, where nothing was said of steps. A backbone's likelihood is too
+        far from a quadratic: there they left the optimum that they began at."""
+        return not self.model.learns_features and self.phi_step is None and self.beta_step is None
+
     # --- before the rounds -------------------------------------------------------------------
 
+    def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
+        asked = self.start_questions(self.first_phi(facts, key), facts.restart)
+        told = self.model.likelihood.given_noise is None and any(q.starts_noise for q in asked)
+        if told or not self.anneal.asks(self.model, facts.first_stage):
+            return asked
+        return (*asked, TargetSize(self.model, self.anneal.minimum))
+
     def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
-        server, prior = self.first_theta(facts, key, known), self.hierarchy.prior
-        phi, beta = server["phi"], server["beta"]
-        if self.exact is not None:
-            return self.exact.first(**server, left=known.get("left"))
+        phi, beta = self.first_theta(facts, key, known)
+        server = {"phi": phi}
+        if "target_size" in known:
+            server = self.anneal.begun(self.model, phi, known["target_size"], facts.first_stage)
+            phi = server["phi"]
+        server |= {"beta": beta} | self.first_sets(phi, beta, self.on_phi.ball)
         if (rate := self.on_phi.rate(0, facts.stage, self.head_size(beta))) is not None:
             server["phi_rate"] = phi.new_tensor(rate)
         return (
             server
             | prefixed("phi.", self.on_phi.step(self.model).init(phi))
             | prefixed("beta.", self.on_beta.init(self.hierarchy, beta))
-            | prefixed("prior.", prior_chains.first_states(prior, beta, key.at(purpose="negative")))
+            | prefixed("prior.", self._first_chains(beta, key))
             | prefixed("average.", self.average.init(torch.cat((phi, beta))))
         )
+
+    def _first_chains(self, beta: Tensor, key: Key) -> Tensors:
+        """The server's own on a prior whose constant is not known."""
+        prior = self.hierarchy.prior
+        if not isinstance(prior, Unnormalised):
+            return {}
+        return prior_chains.first_states(prior, beta, key.at(purpose="negative"))
 
     def extended(self, server: Tensors, facts: Facts, inverse: Tensor | None = None) -> Tensors:
         server = scoring.begun(server, self.publish(server), inverse)
@@ -125,8 +191,11 @@ class FedSOUK(WithStart):
         return server if rate is None else server | {"phi_rate": server["phi"].new_tensor(rate)}
 
     def broadcast(self, server: Tensors) -> Tensors:
-        theta = {n: server[n] for n in ("phi", "beta", "phi_rate", "curved", "noise") if n in server}
-        return theta | prior_chains.shipped(self.hierarchy.prior, unprefixed("prior.", server))
+        told: Tensors = {n: server[n] for n in ("phi", "beta", "phi_rate", "noise") if n in server}
+        prior = self.hierarchy.prior
+        if isinstance(prior, Unnormalised):
+            told |= prior_chains.shipped(prior, unprefixed("prior.", server))
+        return told
 
     # --- a unit's round: lines 5 to 18 of Algorithm 1 ----------------------------------------
 
@@ -135,33 +204,31 @@ class FedSOUK(WithStart):
         return self.sampler.enter(units, beta, key, broadcast.get("states"))
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Iterator[Answer]:
-        if self.exact is not None:
-            yield self.exact.answer(round.broadcast, cohort, round.coefficients is not None)
-            return
-        now = self.at_noise(round.broadcast)
         for steps, rows in groups_of(self.local_steps, cohort.units, round.number):
             if rows is None:
-                yield from now._answers(round, cohort, local, steps)
+                yield from self._answers(round, cohort, local, steps)
                 continue
             wanted = round.coefficients
             part = round if wanted is None else replace(round, coefficients=wanted[rows])
             held = {n: v[rows] for n, v in local.items()}
-            for answer in now._answers(part, cohort.select(rows), held, steps):
+            for answer in self._answers(part, cohort.select(rows), held, steps):
                 yield replace(answer, rows=rows if answer.rows is None else rows[answer.rows])
 
     def _answers(self, round: Round, cohort: Cohort, local: Tensors, steps: int) -> Iterator[Answer]:
         """Z_1, ..., Z_M, then I and J of everyone at once, or unit by unit where each J travels alone."""
         told, key, wanted = round.broadcast, round.key, round.coefficients
         drawn = not self.chain.rao_blackwell
-        work = PhiWork.of(self.model, self.on_phi, told["phi"], cohort, key, wanted is not None, drawn)
+        noise = float(told["noise"]) if "noise" in told else None  # while it is annealed
+        model = self.model.at_noise(noise)
+        work = PhiWork.of(model, self.on_phi, told["phi"], cohort, key, wanted is not None, drawn)
         features = map_inputs(Tensor.detach, work.features)
-        target = self.hierarchy.target(told["phi"], told["beta"], features, cohort, work.keys)
+        target = self.hierarchy.target(told["phi"], told["beta"], features, cohort, work.keys, noise)
         done = self.sampler.run(target, local, cohort, steps, key, told.get("states"))
         draws = done.draws.flatten(1, 2)
         vectors = {"I": self.sampler.scores(target, done, draws, self.on_beta.form)}
         good = self.sampler.fit_to_be_heard(target, done, vectors["I"])
         curvature = target.likelihood_curvature()
-        if curvature is not None and self.on_beta.wants_curvature(self.hierarchy.prior):
+        if curvature is not None and self.on_beta.wants_curvature(self.hierarchy):
             vectors["curvature"] = curvature
         if self.on_phi.local is not None:
             vectors["examples"] = cohort.sizes.to(draws.dtype).unsqueeze(1)
@@ -181,20 +248,17 @@ class FedSOUK(WithStart):
     # --- the server's step: lines 19 to 21 ---------------------------------------------------
 
     def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
-        if self.exact is not None:
-            return self.exact.step(server, total)
         k, warm = key.round, self.warm_up(facts.first_stage)
         stage = Stage(max(facts.start, warm), facts.rounds)  # schedules and averages begin after it
         if k < warm:
             server = self.anneal.cooled(self.model, server, k + 1, facts.first_stage)
         if total.silent:
             return server
-        prior = self.hierarchy.within(server).prior
-        phi, beta = server["phi"], server["beta"]
+        prior, phi, beta = self.hierarchy.prior, server["phi"], server["beta"]
         i = self.hyperprior.plus_beta(prior, beta, total.estimate("I", beta))
         j = self.hyperprior.plus_phi(phi, total.estimate("J", phi))
         states: Tensors = {}
-        if not prior.normalised:  # as much of what its scores lack as there is of the clients' scores
+        if isinstance(prior, Unnormalised):  # as much of what scores lack as there is of the clients' scores
             lacking, states = prior_chains.normaliser(prior, beta, unprefixed("prior.", server), key)
             i = i + lacking * (total.weight * total.scale)
         optimiser = self.on_phi.step(self.model, facts.examples)
@@ -207,20 +271,12 @@ class FedSOUK(WithStart):
             theta = scoring.step(theta, slope, server["inverse"], k - facts.start, crowd)
             new_phi, new_beta = theta[: len(phi)], theta[len(phi) :]
         else:
-            new_beta, beta_state = self.on_beta.move(
-                self.hierarchy,
-                self.hyperprior,
-                beta,
-                i,
-                total,
-                beta_state,
-                k,
-                stage,
-                facts.clients,
-                facts.heard,
-            )
+            curvature = float(total.estimate("curvature", beta.new_zeros(()))) / facts.clients
+            turn = Turn(k, stage, facts.clients, facts.heard, curvature)
+            new_beta, beta_state = self.on_beta.move(self.hierarchy, beta, i, beta_state, turn)
             new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, stage)
-        new_phi, new_beta = into_ball(new_phi, float(server["ball"])), prior.project(new_beta)
+        new_phi = into_ball(new_phi, float(server["ball"]))
+        new_beta = prior.project(new_beta, Sets.told(server))
         eta, theta = optimiser.schedule.factor(k, stage), torch.cat((new_phi, new_beta))
         align, average = aligner(self.model, prior), unprefixed("average.", server)
         average = self.average.update(average, theta, eta, k, stage, align, warm)
@@ -230,15 +286,66 @@ class FedSOUK(WithStart):
         kept = prefixed("prior.", states) | prefixed("average.", average)
         return server | {"phi": new_phi, "beta": new_beta} | moved | kept
 
-    def publish(self, server: Tensors) -> Tensors:
-        if self.exact is not None:
-            return self.exact.publish(server)
-        theta = self.average.value(unprefixed("average.", server), torch.cat((server["phi"], server["beta"])))
-        size, prior = server["phi"].shape[0], self.hierarchy.within(server).prior
-        states = prior_chains.published(prior, unprefixed("prior.", server))
-        sets = {n: server[n] for n in ("sets", "ball")}
-        return {"phi": theta[:size], "beta": prior.project(theta[size:])} | sets | states
+    def head_size(self, beta: Tensor) -> float:
+        """The root mean square of z under the prior, where it is the head of a network."""
+        normals = normals_of(self.hierarchy.prior)
+        if not self.model.network or normals is None:
+            return 0.0
+        return max(
+            float((p.normal.mu(p.beta).square() + p.normal.sd(p.beta).square()).mean().sqrt())
+            for p in normals.parts(beta)
+        )
 
-    def lines(self, published: Tensors) -> list[tuple[str, str]]:
-        kernel = f"{self.sampler.kernel}, {describe_steps(self.local_steps)}"
-        return super().lines(published) + ([("kernel", kernel)] if self.exact is None else [])
+    def warm_up(self, rounds: int) -> int:
+        return self.anneal.warm_up(self.model, rounds)
+
+    def publish(self, server: Tensors) -> Tensors:
+        theta = self.average.value(unprefixed("average.", server), torch.cat((server["phi"], server["beta"])))
+        size, prior = server["phi"].shape[0], self.hierarchy.prior
+        states = {"states": server["prior.states"]} if "prior.states" in server else {}
+        sets = {n: server[n] for n in ("sets", "ball")}
+        return {"phi": theta[:size], "beta": prior.project(theta[size:], Sets.told(server))} | sets | states
+
+    # --- eta_0 by trial ----------------------------------------------------------------------
+
+    def calibrated(self, trial: Trial) -> Self:
+        """Plain steps with ``rate=None`` get theirs from trial rounds."""
+        step = self.on_phi.optimiser
+        if not isinstance(step, SGD) or step.rate is not None:
+            return self
+        # Judged by the likelihood, which has the noise that there is.
+        plain = replace(self, anneal=Anneal(rounds=0))
+        exact = self.hierarchy.closed_form
+        return self.with_rate(
+            largest_rate(lambda rate: trial(plain.with_rate(rate), RATE_TRIAL_ROUNDS), exact)
+        )
+
+    def rate(self) -> float | None:
+        return step.rate if isinstance(step := self.on_phi.optimiser, SGD) else None
+
+    def with_rate(self, rate: float) -> Self:
+        """The same plain steps on phi and beta, with this eta_0."""
+        on_phi, on_beta = self.on_phi, self.on_beta
+        if isinstance(on_phi.optimiser, SGD):
+            on_phi = replace(on_phi, optimiser=replace(on_phi.optimiser, rate=rate))
+        if isinstance(on_beta.step, SGD):
+            on_beta = replace(on_beta, step=replace(on_beta.step, rate=rate))
+        return replace(self, phi_step=on_phi, beta_step=on_beta)
+
+    # --- in words and numbers ----------------------------------------------------------------
+
+    def metrics(self, server: Tensors, cost: Mapping[str, float]) -> dict[str, float | None]:
+        clients = cost.get("clients", 0.0)
+        return super().metrics(server, cost) | {
+            "acceptance": cost["acceptance"] / clients if clients else None,
+            "divergences": cost.get("divergences", 0.0),
+        }
+
+    def drift(self, server: Tensors) -> float | None:
+        halves = self.average.halves(unprefixed("average.", server))
+        if halves is None:
+            return None
+        return float((halves[1] - halves[0]).norm() / halves[1].norm().clamp(min=1e-30))
+
+    def how(self) -> list[tuple[str, str]]:
+        return [("kernel", f"{self.sampler.kernel}, {describe_steps(self.local_steps)}")]

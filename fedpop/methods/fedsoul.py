@@ -1,7 +1,8 @@
-"""FedSOUL, the paper's name for FedSOUK with Langevin steps, in two presets.
+"""FedSOUL, the paper's name for FedSOUK with Langevin steps, in two presets; and the choice of an engine.
 
 ``FedSOUL(model)`` is what works best: the kernel that the head asks for, Adam on phi, EM steps on the prior,
-a spectral start where there is one. ``FedSOUL.paper(model)`` is Algorithm 1 to the letter.
+a spectral start where there is one; and maximum marginal likelihood in the place of chains where posteriors
+are closed-form (``choice`` says when). ``FedSOUL.paper(model)`` is Algorithm 1 to the letter.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ from typing import Annotated, Any, ClassVar
 
 from fedpop.checked import OneOf
 from fedpop.client.sampler import Chain
+from fedpop.errors import SettingsError
+from fedpop.federation.participation import Participation
 from fedpop.kernels import ULA
+from fedpop.methods.base import Chooses, Chosen
 from fedpop.methods.fedsouk import FedSOUK
+from fedpop.methods.marginal_ml import MaximumMarginalLikelihood, obstacle
 from fedpop.models.base import Model
 from fedpop.priors import Normal
 from fedpop.server.anneal import Anneal
@@ -21,9 +26,14 @@ from fedpop.server.beta_step import BetaStep
 from fedpop.server.optimisers import SGD
 from fedpop.server.schedules import Polynomial
 
+LARGEST_EXACT_THETA = 500
+"""Parameters up to which ``auto`` takes the exact engine: its messages hold their square, once or twice."""
+OF_CHAINS = ("local_steps", "kernel", "chain", "anneal", "phi_step", "beta_step", "average")
+"""Settings of the sampled engine: where one is given it is obeyed."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class FedSOUL(FedSOUK):
+class FedSOUL(FedSOUK, Chooses):
     """The paper's method, with the kernel that the head asks for.
 
     Chains make exact steps where the posterior is Gaussian, and HMC's elsewhere. ``FedSOUL.paper()`` is
@@ -37,9 +47,10 @@ class FedSOUL(FedSOUK):
         start: Where phi starts: "spectral", or ``Spectral()``, from second moments of the data; "random"
             as the model was given; "auto" (the default) spectral where it applies, else as it was given
             with a prior that suits the data.
-        engine: What finds theta: "sampled" is Algorithm 1; "exact" a quasi-Newton method for closed-form
-            posteriors, with everyone in every round, uncompressed; "auto" (the default) the exact one
-            where it applies, theta has 500 numbers at most, and nothing was said of chains or steps.
+        engine: What finds theta: "sampled" is Algorithm 1; "exact" is ``fp.MaximumMarginalLikelihood``, for
+            closed-form posteriors, with everyone in every round, uncompressed; "auto" (the default) the
+            exact one where it applies, theta has 500 numbers at most, and nothing was said of chains or
+            steps. ``print(population)`` says which it was, and why.
         prior: The population's: a prior of ``fp.priors`` or its name. "normal" unless told, with the
             covariance that suits the model; "diagonal", "full", "mixture" and "energy" are others.
         kernel: What chains step by: a kernel of ``fp.kernels`` or its name; None (the default) the one
@@ -47,8 +58,8 @@ class FedSOUL(FedSOUK):
         chain: How chains are run, ``fp.chains.Chain()`` unless told.
         phi_step: How phi moves: a ``PhiStep`` or an optimiser of ``fp.steps``; None is Adam, with the
             rate, and for networks the weight decay, that suit backbone and data.
-        beta_step: How the prior moves: a ``BetaStep``, ``EM()`` or an optimiser of ``fp.steps``; None is
-            EM where the prior allows it, else Adam.
+        beta_step: How the prior moves: a ``BetaStep``, ``EM()``, ``EMAdam()`` or an optimiser of
+            ``fp.steps``; None is what suits model and prior, as ``fp.steps.BetaStep`` says.
         hyperprior: Of phi and the prior's parameters, flat unless told: ``fp.priors.Hyperprior(...)``.
         anneal: How a normal likelihood's noise variance falls to its own value, against local optima;
             ``Anneal()`` unless told, ``Anneal(rounds=0)`` for not.
@@ -69,12 +80,27 @@ class FedSOUL(FedSOUK):
     (Exponential(h=1.0), ULA(step_size=0.8, decay=0.0))
     """
 
+    engine: Annotated[str, OneOf("auto", "sampled", "exact")] = "auto"
     preset: Annotated[str, OneOf("default", "paper")] = "default"
     name: ClassVar[str] = "FedSOUL"
 
     @property
     def label(self) -> str:
         return self.name if self.preset == "default" else f"{self.name}-{self.preset}"
+
+    def choose(self, rule: Participation, waits: bool) -> Chosen:
+        return choice(self, rule, waits)
+
+    def by_marginal_likelihood(self) -> MaximumMarginalLikelihood:
+        """The exact engine, with those of these settings that it has."""
+        return MaximumMarginalLikelihood(
+            self.model,
+            prior=self.prior,
+            hyperprior=self.hyperprior,
+            start=self.start,
+            final=self.final,
+            ball=self.on_phi.ball,
+        )
 
     @classmethod
     def paper(
@@ -105,3 +131,43 @@ class FedSOUL(FedSOUK):
             "guard": None,
         }
         return cls(model, **(defaults | settings))
+
+
+def choice(method: FedSOUL, rule: Participation, waits: bool) -> Chosen:
+    """Which engine finds theta in a run with this participation, and why.
+
+    >>> import fedpop as fp
+    >>> from torch import nn
+    >>> model = fp.Composition(nn.Linear(4, 2), nn.Linear(2, 1), fp.likelihoods.Normal(1.0))
+    >>> choice(fp.FedSOUL(model), fp.participation.Everyone(), waits=True).reason
+    'exact: closed-form posteriors, 14 parameters, everyone takes part'
+    >>> choice(fp.FedSOUL(model, local_steps=11), fp.participation.Everyone(), waits=True).reason
+    'sampled: local_steps was given, which is of chains'
+    """
+    usual = type(method)(method.model, prior=method.prior)
+    given = [name for name in OF_CHAINS if getattr(method, name) != getattr(usual, name)]
+    told = f"{' and '.join(given)} {'was' if len(given) == 1 else 'were'} given, which is of chains"
+    why = obstacle(method.hierarchy)
+    if not rule.everyone:
+        why = "not everyone takes part in every round"
+    elif not waits:
+        why = "rounds close on a quorum, without everyone's sums"
+    elif not method.channel.transparent:
+        why = "sums are compressed or clipped"
+    if method.engine == "exact":
+        if why is not None:
+            raise SettingsError(f"engine='exact' cannot be used here: {why}; use engine='sampled'")
+        exact = method.by_marginal_likelihood()
+        return Chosen(exact, f"exact: as asked for, {exact.size} parameters" + f"; {told}" * bool(given))
+    if method.engine == "sampled":
+        why = "as asked for"
+    elif why is None and given:
+        why = told
+    if why is None:
+        exact = method.by_marginal_likelihood()
+        if exact.size <= LARGEST_EXACT_THETA:
+            reason = f"closed-form posteriors, {exact.size} parameters, everyone takes part"
+            return Chosen(exact, f"exact: {reason}")
+        why = f"{exact.size} parameters, more than {LARGEST_EXACT_THETA}"
+    then = ", then scoring steps on theta" if method.wants_information else ""
+    return Chosen(method, f"sampled: {why}{then}")

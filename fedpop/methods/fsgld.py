@@ -32,7 +32,7 @@ from torch import Tensor
 from fedpop.checked import Count, NotNegative, OneOf, Positive
 from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
-from fedpop.client.potential import LARGEST_EXACT, Potential
+from fedpop.client.potential import LARGEST_HESSIAN_BY_COLUMNS, Potential
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
@@ -99,10 +99,10 @@ class FSGLD(PosteriorSamples):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.surrogate == "full" and self.size > LARGEST_EXACT:
+        if self.surrogate == "full" and self.size > LARGEST_HESSIAN_BY_COLUMNS:
             raise SettingsError(
                 f"a full surrogate of {self.size} parameters has {self.size}^2 entries; it is there for up "
-                f"to {LARGEST_EXACT}, use surrogate='diagonal'"
+                f"to {LARGEST_HESSIAN_BY_COLUMNS}, use surrogate='diagonal'"
             )
 
     @property

@@ -66,7 +66,7 @@ class LocalOnly(Paced, WholeModel):
         return {"w": self.initial_w().expand(len(units), -1).clone()}
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
-        new = self.train(self.local, local["w"], cohort, round.key)
+        new = self.train(self.local, local["w"], cohort, round.key, pace=round.pace)
         good, passes = finite(new.w), self.local.steps(cohort)
         return Answer(good, {}, {"w": new.w}, training_cost(cohort, new.loss, good, passes, passes))
 

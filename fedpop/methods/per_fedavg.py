@@ -22,7 +22,7 @@ Per-FedAvg's own) has the first-order variant only, and weights by n_i.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 import torch
@@ -153,8 +153,8 @@ class PerFedAvg(Paced, WholeModel):
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
         w = round.broadcast["w"].expand(len(cohort), -1)
         # A batch of all examples is shuffled as well, or D1, D2 and D3 would never change.
-        steps = replace(self.local, batch=self.local.batch or max(cohort.longest, 1))
-        new = self.train(steps, w, cohort, round.key, direction=self.direction(cohort.embedded))
+        along = self.direction(cohort.embedded)
+        new = self.train(self.local, w, cohort, round.key, direction=along, pace=round.pace, shuffle=True)
         good, vectors = finite(new.w), {"dw": new.w - w}
         if self.weights == "examples":
             n = cohort.sizes.to(w.dtype).unsqueeze(1)

@@ -106,7 +106,7 @@ class PFedMe(Paced, WholeModel):
     def phi_copies(self) -> int:
         return 8  # w and theta: as WholeModel, twice
 
-    def direction(self, embedded: bool) -> Direction:
+    def direction(self, embedded: bool, rate: float) -> Direction:
         """For (w, theta): the gradient of w's envelope, and what K steps change in theta."""
         slope = torch.func.grad_and_value(joint_loss(self.model, embedded))
 
@@ -119,21 +119,22 @@ class PFedMe(Paced, WholeModel):
                 g, value = slope(theta, aux, x, y, mask, rows)
                 theta = theta - self.inner_rate * (g + self.lam * (theta - w))
             # A step of the rate of w is to take theta where it is now.
-            return torch.cat((self.lam * (w - theta), (start - theta) / self.local.rate)), value
+            return torch.cat((self.lam * (w - theta), (start - theta) / rate)), value
 
         return along
 
-    def personal_round(self, w: Tensor, cohort: Cohort, key: Key) -> tuple[Tensor, Tensor, Tensor]:
+    def personal_round(
+        self, w: Tensor, cohort: Cohort, key: Key, pace: float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """w_i and theta_i ``[C, D]`` after R steps from w, and the mean loss at theta_i on the way."""
-        new = self.train(
-            self.local, torch.cat((w, w), 1), cohort, key, direction=self.direction(cohort.embedded)
-        )
+        along = self.direction(cohort.embedded, pace * self.local.rate)
+        new = self.train(self.local, torch.cat((w, w), 1), cohort, key, direction=along, pace=pace)
         own, theta = new.w.chunk(2, dim=1)
         return own, theta, new.loss
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
         w = round.broadcast["w"].expand(len(cohort), -1)
-        own, theta, loss = self.personal_round(w, cohort, round.key)
+        own, theta, loss = self.personal_round(w, cohort, round.key, round.pace)
         good, vectors = finite(own, theta), {"dw": own - w}
         if self.weights == "examples":
             n = cohort.sizes.to(w.dtype).unsqueeze(1)

@@ -95,9 +95,9 @@ class SCAFFOLD(Paced, WholeModel):
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
         w, c = round.broadcast["w"].expand(len(cohort), -1), round.broadcast["c"]
         shift = c - local["c"]
-        new = self.train(self.local, w, cohort, round.key, aux=shift, pull=_shifted)
+        new = self.train(self.local, w, cohort, round.key, aux=shift, pull=_shifted, pace=round.pace)
         updates = self.local.updates(cohort).unsqueeze(1)
-        moved = (w - new.w) / (updates.clamp(min=1) * self.local.rate) - shift
+        moved = (w - new.w) / (updates.clamp(min=1) * (round.pace * self.local.rate)) - shift
         own = torch.where(updates > 0, moved, local["c"])
         good, passes = finite(new.w, own), self.local.steps(cohort)
         vectors = {"dw": new.w - w, "dc": own - local["c"]}

@@ -56,7 +56,8 @@ class SharedPart(Paced, WholeModel):
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
         shared = round.broadcast[self.shared].expand(len(cohort), -1)
         both = {self.shared: shared, self.own: local[self.own]}
-        new = self.train(self.local, join_w(both["phi"], both["z"]), cohort, round.key)
+        w = join_w(both["phi"], both["z"])
+        new = self.train(self.local, w, cohort, round.key, pace=round.pace)
         after = split_w(self.model, new.w)
         n, good, passes = cohort.sizes.to(shared.dtype).unsqueeze(1), finite(new.w), self.local.steps(cohort)
         vectors = {f"d{self.shared}": n * (after[self.shared] - shared), "n": n}

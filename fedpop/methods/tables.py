@@ -14,17 +14,18 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 from fedpop.errors import FedpopError, SettingsError
-from fedpop.methods import known_methods
+from fedpop.methods import known_methods, method_class
 from fedpop.methods.base import Algorithm
 from fedpop.models.base import Model
-from fedpop.settings import Setting, known, members_of, settings_in
+from fedpop.settings import Setting, class_of, known, members_of, settings_in
 
 
 def known_method(name: Any, where: str) -> type[Algorithm]:
     """The class of a method by its name; ``where`` begins what errors say."""
-    if name not in known_methods():
+    found = method_class(name) if isinstance(name, str) else None
+    if found is None:
         raise SettingsError(f"{where}: unknown method {name!r}; known are {', '.join(known_methods())}")
-    return known_methods()[name]
+    return found
 
 
 def method_from(name: str, settings: Mapping[str, Any], model: Model, where: str) -> Algorithm:
@@ -147,24 +148,25 @@ def _class_of(value: Mapping[str, Any], hint: Any, where: str, path: str, usual:
         classes = [Setting]
     if not classes:
         raise _wrong(value, hint, where, path)
-    fitting: dict[str, type] = {}
+    every: dict[str, type] = {}
     for base in classes:
-        every: dict[str, type] = known(base)
-        fitting |= {name: cls for name, cls in every.items() if is_dataclass(cls)}
+        every |= known(base)
+    fitting = sorted(name for name, cls in every.items() if is_dataclass(cls))
     if "kind" in value:
         kind = value["kind"]
-        if isinstance(kind, str) and kind in fitting:
-            return fitting[kind]
-        if isinstance(kind, str) and kind in known(Setting):
+        named: list[type | None] = [class_of(base, kind) for base in classes] if isinstance(kind, str) else []
+        found = next((cls for cls in named if cls is not None and is_dataclass(cls)), None)
+        if found is not None:
+            return found
+        if isinstance(kind, str) and class_of(Setting, kind) is not None:
             raise SettingsError(f"{where}: {path} takes {_names(classes)}, not {kind}")
-        raise SettingsError(f"{where}: {path}: unknown kind {kind!r}; known are {', '.join(sorted(fitting))}")
+        raise SettingsError(f"{where}: {path}: unknown kind {kind!r}; known are {', '.join(fitting)}")
     if is_dataclass(usual) and not isinstance(usual, type):
         return type(usual)
     if len(classes) == 1 and is_dataclass(classes[0]) and not inspect.isabstract(classes[0]):
         return classes[0]
     raise SettingsError(
-        f'{where}: {path}: say which kind, {path} = {{kind = "...", ...}}; known are '
-        f"{', '.join(sorted(fitting))}"
+        f'{where}: {path}: say which kind, {path} = {{kind = "...", ...}}; known are {", ".join(fitting)}'
     )
 
 

@@ -100,8 +100,11 @@ class WholeModel(Algorithm):
         pull: Pull | None = None,
         project: Callable[[Tensor], Tensor] | None = None,
         plain: int = 0,
+        pace: float = 1.0,
+        shuffle: bool = False,
     ) -> Trained:
-        """Local steps from w ``[C, D]`` on the mean loss of (phi, z), unless another one is given."""
+        """Local steps from w ``[C, D]`` on the mean loss of (phi, z), unless another one is given, at the
+        round's ``pace``."""
         return local.run(
             loss or joint_loss(self.model, cohort.embedded),
             w,
@@ -109,15 +112,25 @@ class WholeModel(Algorithm):
             cohort.x,
             cohort,
             key,
+            pace * local.rate,
             batched=self.model.batchable,
             direction=direction,
             pull=pull,
             project=project,
             plain=plain,
+            shuffle=shuffle,
         )
 
     def train_head(
-        self, sgd: LocalSGD, phi: Tensor, z: Tensor, cohort: Cohort, key: Key, *, dropout: bool = False
+        self,
+        sgd: LocalSGD,
+        phi: Tensor,
+        z: Tensor,
+        cohort: Cohort,
+        key: Key,
+        *,
+        dropout: bool = False,
+        pace: float = 1.0,
     ) -> Tensor:
         """Heads ``[C, d]`` after epochs of SGD from z at a body that is frozen.
 
@@ -128,9 +141,9 @@ class WholeModel(Algorithm):
             features, own = self.model.features(phi, cohort, rows), key.at(purpose="head")
             local = self.model.bind(phi, features, cohort) if self.model.linear else None
             if isinstance(local, LinearLikelihood):
-                return sgd.run_heads(local, z, cohort, own)
-            loss = head_loss(self.model, phi)
-            return sgd.run(loss, z, z[:, :0], features, cohort, own, dropout=dropout).w
+                return sgd.run_heads(local, z, cohort, own, pace * sgd.rate)
+            loss, rate = head_loss(self.model, phi), pace * sgd.rate
+            return sgd.run(loss, z, z[:, :0], features, cohort, own, rate, dropout=dropout).w
 
     def metrics(self, server: Tensors, cost: Mapping[str, float]) -> dict[str, float | None]:
         return {"loss": mean_loss(cost)}

@@ -1,6 +1,6 @@
 """An engine: what is asked of everyone about points of a mixed model's parameters, and the search.
 
-It is the search of FedSOUK's exact engine (``methods.exact``): the same objective and the same
+It is the search of FedSOUL's exact engine (``methods.marginal_ml``): the same objective and the same
 quasi-Newton method, which is given value and gradient, twice or so the Hessian, and ends by the same rule in
 nats. Three things are other than there, and are why a mixed model does not go through that engine itself. A
 prior's factor has logarithms on its diagonal there, so that a variance of zero lies at infinity; entries
@@ -26,7 +26,7 @@ from fedpop.mixed.groups import Groups
 from fedpop.population import Population
 from fedpop.server.quasi_newton import SearchState, tell
 
-SINGULAR = 1e-4
+SINGULAR_FACTOR = 1e-4
 """An entry on the diagonal of the relative factor below which a covariance counts as singular, as in
 lme4."""
 
@@ -172,13 +172,13 @@ def information_root(hessian: Tensor) -> Tensor:
 # --- the search ------------------------------------------------------------------------------------
 
 
-TOLERANCE = 1e-7
+FIT_NATS = 1e-7
 """Nats that a Newton step still promises where the search is over; as in the exact engine."""
-MOST = 500
+MOST_FIT_EVALUATIONS = 500
 """Evaluations after which it is given up."""
 
-POLISH = 3
-EXACT = 1e-14
+POLISHING_STEPS = 3
+POLISHED_NATS = 1e-14
 
 Evaluation = tuple[float, Tensor, Tensor | None]
 
@@ -201,8 +201,8 @@ class SearchResult:
 def minimised(
     at: Callable[[Tensor, bool], Evaluation],
     start: Tensor,
-    tolerance: float = TOLERANCE,
-    most: int = MOST,
+    tolerance: float = FIT_NATS,
+    most: int = MOST_FIT_EVALUATIONS,
     watch: Callable[[Tensor, Tensor], None] | None = None,
 ) -> SearchResult:
     """The minimum of minus a log-likelihood; ``at(x, curved)`` gives value, gradient and, where asked
@@ -237,17 +237,17 @@ def _polished(
 ) -> tuple[Tensor, float, Tensor, float]:
     """Newton's last steps: a variance that belongs at zero is then there, not a thousandth beside it."""
     slope = at(x, False)[1]
-    for _ in range(POLISH):
+    for _ in range(POLISHING_STEPS):
         step, info = torch.linalg.solve_ex(hessian, slope)
         promised = 0.5 * float(slope @ step)
-        if int(info) or not 0 < promised < TOLERANCE:
+        if int(info) or not 0 < promised < FIT_NATS:
             break
         moved = at(x - step, True)
         trace.append(moved[0])
         if moved[2] is None or not moved[0] <= value + 1e-12 * abs(value):
             break
         x, value, slope, hessian, gain = x - step, moved[0], moved[1], moved[2], promised
-        if promised < EXACT:
+        if promised < POLISHED_NATS:
             break
     return x, value, hessian, gain
 

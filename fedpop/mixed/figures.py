@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fedpop.mixed.fit import MixedFit
 
 KINDS = ("effects", "lines", "trace")
-MOST = 60
+MOST_GROUPS_SHOWN = 60
 """Groups whose names are written, and whose lines are drawn."""
 BLUE = METHODS["FedSOUL"][0]
 GREY = METHODS["FedAvg"][0]
@@ -37,7 +37,7 @@ def _effects(fit: MixedFit) -> Figure:
     """The caterpillar: groups in the order of their first effect."""
     table = fit.random_effects(0.9)
     names = fit.design.random_names
-    few = fit.n_groups <= MOST
+    few = fit.n_groups <= MOST_GROUPS_SHOWN
     figure = new_figure(2.6 * len(names) + 1.2, min(max(2.4, 0.14 * fit.n_groups), 9.0))
     axes = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
     first = table.xs(names[0], level=1)
@@ -81,7 +81,7 @@ def _lines(fit: MixedFit) -> Figure:
         if name in fit.design.levels and not hasattr(values, "cat"):
             typical[name] = float(fit.design.levels[name][0])
     figure, axes = new_axes(5.2, 3.4)
-    shown = fit.levels[:: max(1, -(-fit.n_groups // MOST))]
+    shown = fit.levels[:: max(1, -(-fit.n_groups // MOST_GROUPS_SHOWN))]
     for level in shown:
         rows = pd.DataFrame({**typical, column: ends, fit.group: level})
         found = fit.predict(rows, "known", theta_uncertainty=False, of="mean")

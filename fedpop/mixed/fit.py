@@ -17,7 +17,7 @@ from fedpop.keys import Key
 from fedpop.mixed import figures, sampled
 from fedpop.mixed.coordinates import Coordinates
 from fedpop.mixed.design import Design
-from fedpop.mixed.engine import SINGULAR, Engine, Estimates, ThetaPoint, canonical
+from fedpop.mixed.engine import SINGULAR_FACTOR, Engine, Estimates, ThetaPoint, canonical
 from fedpop.mixed.formula import FormulaPart
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.inference import LikelihoodRatio, compared, intervals, normal_quantile
@@ -31,11 +31,11 @@ from fedpop.population import Population
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-THETAS = 200
+INTERVAL_THETAS = 200
 """Draws of theta behind intervals that include its uncertainty."""
-PROPOSALS = 400
+THETA_PROPOSALS = 400
 """Values that these are chosen from, where they are."""
-EACH = 10
+EFFECT_DRAWS_PER_THETA = 10
 """Draws of a group's effects for each of them, where these are drawn; a plug-in interval has as many in
 all."""
 
@@ -180,7 +180,7 @@ class MixedFit:
     def singular(self) -> bool:
         """The covariance of random effects is singular: a variance of zero, or a correlation of one."""
         factor = self.outcome.point.factor
-        return bool((canonical(factor @ factor.mT, self.units.blocks).diagonal() < SINGULAR).any())
+        return bool((canonical(factor @ factor.mT, self.units.blocks).diagonal() < SINGULAR_FACTOR).any())
 
     @cached_property
     def _effects(self) -> tuple[Tensor, Tensor]:
@@ -327,7 +327,7 @@ class MixedFit:
             owner,
             cohort,
         )
-        each = EACH if theta_uncertainty else EACH * THETAS
+        each = EFFECT_DRAWS_PER_THETA if theta_uncertainty else EFFECT_DRAWS_PER_THETA * INTERVAL_THETAS
         key = self._key.at(purpose="predict")
         predictor = Predictor(units, self.family, groups != "population", of, each, key)
         points = self._thetas if theta_uncertainty else [self.outcome.point]
@@ -377,9 +377,9 @@ class MixedFit:
     @cached_property
     def _thetas(self) -> list[ThetaPoint]:
         size = self.engine.factor.size + len(self.coefficients)
-        ids = torch.arange(PROPOSALS)
+        ids = torch.arange(THETA_PROPOSALS)
         noise = self._key.at(purpose="theta").normal(ids, (size + 1,), torch.float64)
-        return self.engine.theta_draws(self.outcome.point, noise[:, :-1], noise[:, -1], THETAS)
+        return self.engine.theta_draws(self.outcome.point, noise[:, :-1], noise[:, -1], INTERVAL_THETAS)
 
     # --- for people --------------------------------------------------------------------------------
 

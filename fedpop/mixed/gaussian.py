@@ -32,7 +32,7 @@ from fedpop.mixed.engine import Engine, Factor, SearchResult, ThetaPoint, inform
 from fedpop.mixed.groups import Groups
 from fedpop.questions import Question, Units
 
-TOGETHER = 2**20
+PROFILE_NUMBERS_AT_ONCE = 2**20
 """Numbers of groups' moments that are worked on at once."""
 
 
@@ -147,7 +147,7 @@ class Profiles(Question[Tensors]):
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         (m, r), explained, log_det = stored_moments(units, self.units), list[Tensor](), list[Tensor]()
-        for some in asked["factors"].split(max(1, TOGETHER // max(r.numel(), 1))):
+        for some in asked["factors"].split(max(1, PROFILE_NUMBERS_AT_ONCE // max(r.numel(), 1))):
             p, log_dets = shrunk(m, some.unsqueeze(1))
             explained.append(torch.einsum("cqi,tcqj->tij", r, p @ r))
             log_det.append(log_dets.sum(1))
@@ -261,8 +261,8 @@ class Criterion:
 # --- the engine ------------------------------------------------------------------------------------
 
 
-PERFECT = 1e-14
-WIDER = 1.3
+PERFECT_FIT = 1e-14
+THETA_PROPOSAL_WIDTH = 1.3
 """Proposals for theta, in units of its information."""
 
 
@@ -311,7 +311,7 @@ class GaussianEngine(Engine):
         s = self.criterion.at(theta, self.sums(factor))[3]
         b = torch.linalg.solve(s[:-1, :-1], s[:-1, -1])
         left = float(s[-1, -1] - s[-1, :-1] @ b)
-        if not left > PERFECT * float(self.criterion.ww[-1, -1]):
+        if not left > PERFECT_FIT * float(self.criterion.ww[-1, -1]):
             raise DataError(
                 "the model explains the response without any residual; there is no noise to estimate"
             )
@@ -398,7 +398,7 @@ class GaussianEngine(Engine):
             return criterion.at(theta, self.sums(self.factor.matrix(theta), curved))[:3]
 
         centre = minimised(at, self.factor.start(0.5))
-        thetas = centre.x + WIDER * noise[:, :size] @ information_root(centre.hessian).mT
+        thetas = centre.x + THETA_PROPOSAL_WIDTH * noise[:, :size] @ information_root(centre.hessian).mT
         factors = torch.stack([self.factor.matrix(t) for t in thetas])
         m = len(criterion.ww)
         sums = self.groups.ask(Profiles(self.units), {"factors": factors})

@@ -24,7 +24,7 @@ from fedpop.run.members import Asking, LocalMembers, Members
 
 R = TypeVar("R")
 
-FLAT = 1e-12
+NEW_COLUMN_SHARE = 1e-12
 """The share of a column's variance that others must leave unexplained; rounding leaves 1e-15."""
 
 
@@ -261,4 +261,4 @@ def _new(gram: Tensor, size: Tensor, used: Sequence[int], j: int) -> bool:
     at = [*used, j]
     part = gram[at][:, at] / size[at] / size[at].unsqueeze(1)
     inner = torch.linalg.lstsq(part[:-1, :-1], part[:-1, -1:]).solution
-    return float(part[-1, -1] - part[-1, :-1] @ inner[:, 0]) >= FLAT
+    return float(part[-1, -1] - part[-1, :-1] @ inner[:, 0]) >= NEW_COLUMN_SHARE

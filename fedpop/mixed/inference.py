@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
-from fedpop.mixed.engine import SINGULAR
+from fedpop.mixed.engine import SINGULAR_FACTOR
 from fedpop.mixed.table import pandas
 
 if TYPE_CHECKING:
     from fedpop.mixed.fit import MixedFit
 
-EDGE = 1e-6
+BOUNDARY_VARIANCE = 1e-6
 """A correlation that is so close to one is there."""
 
 
@@ -46,12 +46,14 @@ def _spreads(fit: MixedFit, z: float) -> dict[str, tuple[float, float]]:
     engine, point, names = fit.engine, fit.outcome.point, fit.design.random_names
     theta = engine.factor.entries(point.factor)
     log_sigma = [] if fit.sigma is None else [math.log(fit.sigma)]
-    least = (SINGULAR * point.sigma / fit.units.z_scale).tolist()
+    least = (SINGULAR_FACTOR * point.sigma / fit.units.z_scale).tolist()
     there = [sd > edge for sd, edge in zip(fit.sd.values(), least, strict=True)]
     spread, out = engine.spread(point), dict[str, tuple[float, float]]()
     for i, j in engine.factor.places:
         name = f"sd_{names[i]}" if i == j else f"cor_{names[i]}.{names[j]}"
-        inside = there[i] and there[j] and (i == j or abs(float(fit.correlation[i, j])) < 1 - EDGE)
+        inside = (
+            there[i] and there[j] and (i == j or abs(float(fit.correlation[i, j])) < 1 - BOUNDARY_VARIANCE)
+        )
         ends = (math.nan, math.nan)
         if inside:
             with torch.enable_grad():

@@ -21,8 +21,8 @@ from fedpop.models.likelihoods import Normal
 from fedpop.models.predictive import Predictive
 
 GROUPS = ("known", "new", "population")
-PROPOSALS = 400
-TOGETHER = 2**24
+PREDICTION_PROPOSALS = 400
+PREDICTED_NUMBERS_AT_ONCE = 2**24
 """Numbers that are worked on at once."""
 
 
@@ -77,7 +77,7 @@ class Predictor:
         self, asked: NewRows, best: ThetaPoint, points: Sequence[ThetaPoint], level: float
     ) -> Predicted:
         """The mixture over these points. Of normal responses the mean is that at ``best``."""
-        step = max(1, TOGETHER // (len(points) * self.each * (len(self.units.z_names) + 4)))
+        step = max(1, PREDICTED_NUMBERS_AT_ONCE // (len(points) * self.each * (len(self.units.z_names) + 4)))
         states = [self._state(asked.cohort, point, i) for i, point in enumerate(points)]
         means, lows, highs = [], [], []
         for start in range(0, len(asked.x), step):
@@ -106,7 +106,7 @@ class Predictor:
         if self.family.gaussian:
             return posterior(*moments(cohort, self.units)[:2], point)
         here, q = self.key.at(round=i), len(self.units.z_names)
-        normal = here.at(purpose="effects").normal(cohort.units, (PROPOSALS, q), torch.float64)
+        normal = here.at(purpose="effects").normal(cohort.units, (PREDICTION_PROPOSALS, q), torch.float64)
         uniform = here.at(purpose="choice").uniform(cohort.units, (self.each,), torch.float64)
         local = Local.of(cohort, self.units, self.family)
         return resampled(local, point.b, point.factor, normal, uniform)

@@ -32,17 +32,17 @@ from fedpop.mixed.groups import Groups
 from fedpop.mixed.response import Family
 from fedpop.questions import Question, Units
 
-NODES = {1: 25, 2: 15, 3: 9, 4: 7}
+GRID_NODES = {1: 25, 2: 15, 3: 9, 4: 7}
 """Nodes in each direction, by the number of random effects."""
-GRID = max(NODES)
+GRID = max(GRID_NODES)
 """Random effects up to which there is a grid."""
-POINTS = 1024
+SCATTERED_NODES = 1024
 """Quasi-random points that a search begins with where there is none."""
-APART = 1.1
+NODE_SPREAD = 1.1
 """How much further apart these are than the normal law has them: its tails are thinner than posteriors'."""
-STEPS = 100
-CLOSE = 1e-9
-WIDER = 1.2
+GROUP_MODE_STEPS = 100
+GROUP_MODE_TOLERANCE = 1e-9
+SCATTER_WIDTH = 1.2
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,10 @@ class Rule:
         points = torch.cat((half, -half))
         root = torch.linalg.cholesky(points.mT @ points / count)
         points = torch.linalg.solve_triangular(root, points.mT, upper=False).mT
-        log_weight = q * math.log(APART) + 0.5 * (1 - APART**2) * points.square().sum(1) - math.log(count)
-        return cls(APART * points, log_weight)
+        log_weight = (
+            q * math.log(NODE_SPREAD) + 0.5 * (1 - NODE_SPREAD**2) * points.square().sum(1) - math.log(count)
+        )
+        return cls(NODE_SPREAD * points, log_weight)
 
     @classmethod
     def grid(cls, each: int, q: int) -> Rule:
@@ -121,10 +123,12 @@ class Local:
             return total, self.by_group(zl * slope) - u, inner.unflatten(1, (q, q)) + eye
 
         value, slope, bend = at(u)
-        for _ in range(STEPS):
+        for _ in range(GROUP_MODE_STEPS):
             step = torch.cholesky_solve(slope.unsqueeze(2), torch.linalg.cholesky(bend)).squeeze(2)
             gain = (slope * step).sum(1)
-            if bool((gain <= CLOSE**2 + 1e-15 * value.abs()).all()):  # rounding, where values are large
+            if bool(
+                (gain <= GROUP_MODE_TOLERANCE**2 + 1e-15 * value.abs()).all()
+            ):  # rounding, where values are large
                 u = u + step  # which values can no longer tell from none, and curvatures can
                 break
             share = torch.ones_like(value)
@@ -243,7 +247,9 @@ def resampled(local: Local, point_b: Tensor, factor: Tensor, normal: Tensor, uni
     wider than the curvature at the mode says, by uniform numbers ``[C, L]``."""
     base, zl = (local.x @ point_b).unsqueeze(1) + local.offset, local.z @ factor
     mode, root = local.modes(base, zl)
-    proposals = mode.unsqueeze(1) + WIDER * torch.linalg.solve_triangular(root.mT, normal.mT, upper=True).mT
+    proposals = (
+        mode.unsqueeze(1) + SCATTER_WIDTH * torch.linalg.solve_triangular(root.mT, normal.mT, upper=True).mT
+    )
     eta = base + torch.einsum("nq,nkq->nk", zl, proposals[local.cohort.owner])
     joint = local.by_group(local.terms(eta)[0]) - 0.5 * proposals.square().sum(2)
     share = (joint + 0.5 * normal.square().sum(2)).softmax(1)
@@ -255,9 +261,9 @@ def resampled(local: Local, point_b: Tensor, factor: Tensor, normal: Tensor, uni
 # --- the engine ------------------------------------------------------------------------------------
 
 
-WIDE = 30.0
+UNDETERMINED_ERROR = 30.0
 """A standard error of a coefficient in internal units above which the data say nothing about it."""
-UNBOUNDED = 15.0
+SEPARATED_SD = 15.0
 """A standard deviation of random effects, on the scale of the link, at which groups are all yes or all no:
 flat there, or still on its way up at twice as much, it has no bound."""
 SEPARATED = (
@@ -265,19 +271,19 @@ SEPARATED = (
     "of each, so that the spread of groups grows without bound and no estimate exists; use a model without "
     "random effects, or collect more rows of each group"
 )
-AGREED = {True: 1e-3, False: 0.05}
+NODE_AGREEMENT_NATS = {True: 1e-3, False: 0.05}
 """Nats by which more nodes may change the likelihood, of a grid and of scattered ones; the second is how far
 below a maximum a fit counts as converged."""
-ENOUGH, FEW = 0.01, 100
+SCATTERED_SEARCH_NATS, SCATTERED_EVALUATIONS = 0.01, 100
 """Nats that a Newton step may promise where a search by scattered nodes is over, and evaluations after which
 it is: their gradient is that of their likelihood only as far as they are enough."""
-MOST = {True: 1500, False: 8192}
+MAX_NODES = {True: 1500, False: 8192}
 """Nodes at most."""
 
 
 def nodes_for(q: int) -> int:
     """Nodes that a search begins with: in each direction of a grid, or scattered ones in all."""
-    return NODES.get(q, POINTS)
+    return GRID_NODES.get(q, SCATTERED_NODES)
 
 
 @dataclass(frozen=True)
@@ -328,7 +334,7 @@ class QuadratureEngine(Engine):
         too many."""
         more = self.nodes * 3 // 2 + 1 if self.grid else 2 * self.nodes
         count = more ** len(self.units.z_names) if self.grid else more
-        return replace(self, nodes=more) if count <= MOST[self.grid] else None
+        return replace(self, nodes=more) if count <= MAX_NODES[self.grid] else None
 
     def _evaluate(self, x: Tensor, curved: bool) -> tuple[float, Tensor, Tensor | None]:
         found = self.at(self.point(x), curved)
@@ -344,8 +350,10 @@ class QuadratureEngine(Engine):
         if self.grid:
             found = minimised(self._evaluate, start, watch=self._require_bound)
         else:
-            found = minimised(self._evaluate, start, ENOUGH / 10, FEW, self._require_bound)
-            if not found.converged and found.promised < ENOUGH:
+            found = minimised(
+                self._evaluate, start, SCATTERED_SEARCH_NATS / 10, SCATTERED_EVALUATIONS, self._require_bound
+            )
+            if not found.converged and found.promised < SCATTERED_SEARCH_NATS:
                 words = f"converged as far as {self.nodes} nodes can tell: a Newton step promises"
                 found = replace(found, converged=True, words=f"{words} {found.promised:.1g} nats")
         self._require_information(found)
@@ -355,20 +363,20 @@ class QuadratureEngine(Engine):
         """Raise where estimates run to infinity: the search would follow them for long."""
         p = len(self.units.x_names)
         b, first = x[:p], int(self.units.intercept)
-        if float(x[p:].abs().max()) > 2 * UNBOUNDED and float(x[p:] @ slope[p:]) < 0:
+        if float(x[p:].abs().max()) > 2 * SEPARATED_SD and float(x[p:] @ slope[p:]) < 0:
             raise EstimateError(SEPARATED)
-        if bool((b[first:].abs() > 2 * UNBOUNDED).any()) and float(b[first:] @ slope[first:p]) < 0:
+        if bool((b[first:].abs() > 2 * SEPARATED_SD).any()) and float(b[first:] @ slope[first:p]) < 0:
             raise self._separated(b / b.norm())
 
     def _require_information(self, found: SearchResult) -> None:
         """Raise where a coefficient runs to infinity: the likelihood has no maximum there."""
         p = len(self.units.x_names)
         values, vectors = torch.linalg.eigh(found.hessian[:p, :p])
-        flat = values.abs() < WIDE**-2
+        flat = values.abs() < UNDETERMINED_ERROR**-2
         if not bool(flat.any()):
             return
         factor = self.factor.matrix(found.x[p:])
-        if float(factor.abs().max()) > UNBOUNDED:
+        if float(factor.abs().max()) > SEPARATED_SD:
             raise EstimateError(SEPARATED)
         raise self._separated(vectors[:, int(values.argmin())])
 
@@ -460,11 +468,11 @@ def quadrature(
     off = 0.0
     while (finer := engine.refined()) is not None:
         off = abs(finer.log_likelihood(point) - (constant - found.value))
-        if off < AGREED[engine.grid] or not math.isfinite(off):
+        if off < NODE_AGREEMENT_NATS[engine.grid] or not math.isfinite(off):
             return engine, found, point
         engine = finer
         found, point = engine.search(found.x)
-    if off > AGREED[False]:
+    if off > NODE_AGREEMENT_NATS[False]:
         words = f"not converged: half of the {engine.nodes} nodes gave a likelihood {off:.2g} nats away"
         found = replace(found, converged=False, words=words)
     return engine, found, point

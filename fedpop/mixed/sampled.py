@@ -44,13 +44,13 @@ from fedpop.server import scoring
 if TYPE_CHECKING:
     from fedpop.mixed.fit import MixedFit
 
-FIRST = 250
+ROUNDS_WITH_CHAINS = 250
 """Rounds with chains before scoring steps, where few take part."""
-STAGES = 20
+SCORING_STAGES = 20
 """Stages of scoring steps at most."""
-CLOSE = 5e-4
+SCORED_NATS = 5e-4
 """Nats below the maximum at which they are over: three hundredths of a standard error, in any direction."""
-LEAST = 1e-6
+LEAST_CHAIN_SD = 1e-6
 """The smallest standard deviation of a random effect that chains work with, in internal units."""
 
 
@@ -135,7 +135,7 @@ class ThetaLayout:
                 "use engine='exact'"
             )
         covariance = "diagonal" if alone and len(blocks) > 1 else "full"
-        return Normal(covariance=covariance, learn_mean=self.tied, bounds=(LEAST, 1e6), ball=1e9)
+        return Normal(covariance=covariance, learn_mean=self.tied, bounds=(LEAST_CHAIN_SD, 1e6), ball=1e9)
 
     def federation(self, groups: Groups) -> tuple[Federation, bool]:
         """Rows in internal coordinates, y of gaussian models in units of its own spread; and whether
@@ -202,7 +202,7 @@ class ThetaLayout:
         if self.family.gaussian:
             phi = torch.cat((phi, phi.new_tensor([2 * math.log(sigma)])))
         root = canonical(point.factor @ point.factor.mT, self.units.blocks) * sigma
-        root = root + torch.diag((2 * LEAST - root.diagonal()).clamp(min=0))
+        root = root + torch.diag((2 * LEAST_CHAIN_SD - root.diagonal()).clamp(min=0))
         prior = self.prior(fitting=False)
         if prior.covariance == "diagonal":
             beta = torch.cat((mu, root.square().sum(1).sqrt().log()))
@@ -236,7 +236,7 @@ def fitted(
         population = run(
             method,
             federation,
-            rounds=FIRST if scores else settings.rounds,
+            rounds=ROUNDS_WITH_CHAINS if scores else settings.rounds,
             seed=settings.seed,
             participation=settings.participation,
             progress=False,
@@ -278,11 +278,11 @@ def scored(engine: Engine, x: Tensor, rule: Participation, key: Key) -> tuple[Te
     units = len(roster)
     crowd = max(units / rule.expected(roster), 1.0)
     steps, rounds = scoring.long_enough(1 / crowd), 0
-    for _ in range(STAGES):
+    for _ in range(SCORING_STAGES):
         whole, information = engine.score_and_information(x)
         there = landing(whole, information, torch.zeros_like(information), x.new_zeros((len(x), 0)))
         rounds += 1
-        if there.inverse is None or there.distance.nats < CLOSE:
+        if there.inverse is None or there.distance.nats < SCORED_NATS:
             break
         start = x
         for k in range(steps):

@@ -34,7 +34,7 @@ from fedpop.questions.schema import Moments, sorted_levels
 from fedpop.site.plan import Plan
 from fedpop.site.study import SiteData, Study, UnitData, table_units
 
-BUDGET = 2**27
+GROUP_BYTES = 2**27
 """Bytes that work on a cohort may take at most, about; data and stored states aside."""
 LEFT_OUT = "rows left out"
 """A column of a site's table that is true for each row that was left out."""
@@ -162,7 +162,7 @@ class FormulaStudy(Study):
         return isinstance(other, FormulaStudy) and self.design is not None and self.design is other.design
 
     def plan(self, federation: Federation, budget: int) -> Plan:
-        return Plan(0.0, 0.0, min(budget, BUDGET))
+        return Plan(0.0, 0.0, min(budget, GROUP_BYTES))
 
 
 @role.register

@@ -14,9 +14,9 @@ from fedpop.mixed.formula import Formula
 from fedpop.questions.schema import MINIMUM, sorted_levels
 
 MISSING = ("drop", "error")
-LARGEST = 1e150
+LARGEST_VALUE = 1e150
 """Of numbers whose squares, and sums of them, are finite."""
-FEW = 10
+FEW_BAD_CELLS = 10
 """Different numbers that may be names of levels."""
 
 
@@ -170,7 +170,7 @@ def _typed(values: Any, name: str) -> Any:
         bad = np.isinf(numbers.to_numpy())
         if bad.any():
             raise DataError(f"column {name!r} is infinite in row {int(bad.argmax())}")
-        large = np.abs(numbers.to_numpy()) > LARGEST
+        large = np.abs(numbers.to_numpy()) > LARGEST_VALUE
         if large.any():
             row = int(large.argmax())
             raise DataError(
@@ -204,7 +204,7 @@ def _measured(numbers: Any, odd: int) -> bool:
     """Whether a column that is mostly numbers was meant to be all of them, and not names such as 1, 2, 3+:
     many different ones, or broken ones, or too few others for a level."""
     distinct = numbers.unique()
-    return len(distinct) > FEW or bool((distinct != distinct.round()).any()) or odd < MINIMUM
+    return len(distinct) > FEW_BAD_CELLS or bool((distinct != distinct.round()).any()) or odd < MINIMUM
 
 
 def _word(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from fedpop.decisions import Decision
 from fedpop.errors import DataError, FedpopError, ModelError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
@@ -189,6 +190,14 @@ class Model(ABC):
         out.precision = precision
         return out
 
+    def decisions(self) -> Sequence[Decision]:
+        """What was decided on where settings left it open: the type that a network runs in."""
+        if not self.network or self._pass is None or self.precision != "auto":
+            return ()
+        rounded, like = self.autocast is not None, self.initial_z()
+        chosen = "bfloat16" if rounded else name_of(like.dtype)
+        return (Decision("precision", chosen, self._pass.because(like.device), unusual=rounded),)
+
     # --- where a population prior starts ------------------------------------------------------
 
     def prior_centre(self) -> Tensor:
@@ -198,6 +207,16 @@ class Model(ABC):
     def prior_covariance(self) -> str:
         """The covariance of a Normal prior that nothing more was said about."""
         return "isotropic"
+
+    def covariance_decision(self) -> Decision:
+        """The same, and why."""
+        found = self.prior_covariance()
+        because = {
+            "isotropic": "weights of a module, as in the paper",
+            "diagonal": "named parameters have no unit in common",
+            "full": "few weights of a linear head on columns that are not learned, with normal targets",
+        }
+        return Decision("prior covariance", found, because.get(found, "it suits the model"))
 
     @property
     def scale_from_features(self) -> bool:
@@ -228,8 +247,10 @@ class Model(ABC):
         of_backbone = any(name.startswith("backbone.") for name in self.phi_layout.names)
         return self.weights > 0 and (self.network or of_backbone)
 
-    def with_noise(self, variance: float) -> Self:
-        """This model with another noise variance in the place of the one that was given."""
+    def at_noise(self, variance: float | None) -> Self:
+        """This model in a round with this noise variance, whatever it says of it; itself for None."""
+        if variance is None:
+            return self
         out = copy.copy(self)
         out.likelihood = self.likelihood.with_noise(variance)
         return out

@@ -32,7 +32,7 @@ from fedpop.models.modules import (
 )
 from fedpop.models.network import NetworkPass
 
-FEW = 8
+LARGEST_FULL_COVARIANCE = 8
 """Dimensions of z up to which a head on fixed features has a full covariance by default."""
 
 
@@ -125,8 +125,8 @@ class Composition(Model):
     def prior_covariance(self) -> str:
         """A head on the user's own columns has weights in as many units: their spreads are not one number,
         and where there are few of them all of their covariance can be learned."""
-        own = not self._shared and self.linear and self.likelihood.quadratic
-        return "full" if own and self.outputs == 1 and self.z_layout.size <= FEW else "isotropic"
+        own = not self._shared and self.linear and self.likelihood.quadratic and self.outputs == 1
+        return "full" if own and self.z_layout.size <= LARGEST_FULL_COVARIANCE else "isotropic"
 
     def modules(self) -> list[nn.Module]:
         return [self.backbone, self.head, *([] if self.fixed is None else [self.fixed])]

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fedpop.blocks import CLIENTS_AT_ONCE
 from fedpop.checked import checked
 from fedpop.errors import DataError, FedpopError, ModelError, SettingsError
 from fedpop.federation.clients import Federation
@@ -20,11 +21,9 @@ from fedpop.models.base import Model
 from fedpop.models.likelihood import Likelihood, Params
 from fedpop.models.links import LinkedLayout, Parameter, real
 from fedpop.models.modules import RowKeys
-from fedpop.models.probe import global_generator
+from fedpop.models.probe import global_generator, rounding
 
 Named = dict[str, Tensor]
-CHECKED = 256
-"""Clients whose likelihood at the start is computed together."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,7 @@ class CustomModel(Model):
     def check_start(self, federation: Federation) -> None:
         """Raise, with the client's name, unless every log-likelihood and its gradients are finite."""
         phi, z = self.initial_phi(), self.initial_z()
-        for ids in torch.arange(len(federation)).split(CHECKED):
+        for ids in torch.arange(len(federation)).split(CLIENTS_AT_ONCE):
             cohort = federation.cohort(ids, phi.device)
             try:
                 bad = self._not_finite(phi, z, cohort)
@@ -266,7 +265,7 @@ class CustomModel(Model):
         longer = map_inputs(lambda v: torch.cat((v, v[-1:])), one.x)
         alone = self.log_prob(phi, z.unsqueeze(0), one.x, one.y)
         beside = self.log_prob(phi, z.unsqueeze(0), longer, torch.cat((one.y, one.y[-1:])))[:, :-1]
-        near = (1e-7 if phi.dtype == torch.float64 else 1e-3) * float(alone.abs().max())
+        near = rounding(phi.dtype) * float(alone.abs().max())
         return None if torch.allclose(alone, beside, 0.0, near) else int(several[0])
 
     def _phi_grad(self, phi: Tensor, z: Tensor, cohort: Cohort) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import copy
 import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -14,6 +14,7 @@ from fedpop.checked import OneOf, Positive
 from fedpop.errors import DataError, ModelError, SettingsError
 from fedpop.models.likelihood import Likelihood as Likelihood  # a user-defined family derives from it
 from fedpop.models.likelihood import Params, require_rows
+from fedpop.settings import all_of, by_name
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class Normal(Likelihood):
         return None if isinstance(self.variance, str) else self.variance
 
     def with_noise(self, variance: float) -> Likelihood:
-        return Normal(variance)
+        out = copy.copy(self)  # in every round while the noise is annealed: not checked again
+        object.__setattr__(out, "variance", variance)
+        return out
 
     def params_at(self, variance: float) -> dict[str, float]:
         return {} if self.given_noise else {"log_variance": math.log(variance)}
@@ -268,19 +271,12 @@ class Poisson(Likelihood):
 
 
 def families() -> dict[str, type[Likelihood]]:
-    """Every family by its name, those of users' own among them.
+    """Every family by its name, those of users' own among them, where the name is not one of fedpop's.
 
     >>> sorted(families())[:2]
     ['bernoulli', 'categorical']
     """
-    found: dict[str, type[Likelihood]] = {}
-    ahead = [Likelihood]
-    while ahead:
-        cls = ahead.pop()
-        ahead += cls.__subclasses__()
-        if not inspect.isabstract(cls):
-            found[cls.name] = cls
-    return found
+    return by_name(all_of(Likelihood), lambda cls: cls.name)
 
 
 def resolve(likelihood: Likelihood | str) -> Likelihood:

@@ -15,15 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedpop.blocks import ROWS_AT_ONCE
 from fedpop.errors import ModelError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.models.likelihood import Likelihood, Params
 
 ALL = slice(None)
-LONG = 2**14
-"""Examples of one client that are processed together; those of a client with more come in blocks, since a
-plan can cut a cohort between clients but not within one."""
 
 
 def blocks(rows: int) -> list[slice]:
@@ -32,7 +30,7 @@ def blocks(rows: int) -> list[slice]:
     >>> blocks(5), len(blocks(1_000_000))
     ([slice(0, 5, None)], 62)
     """
-    return [slice(a, min(a + LONG, rows)) for a in range(0, rows, LONG)] or [slice(0, 0)]
+    return [slice(a, min(a + ROWS_AT_ONCE, rows)) for a in range(0, rows, ROWS_AT_ONCE)] or [slice(0, 0)]
 
 
 class LocalLikelihood(ABC):
@@ -119,7 +117,7 @@ class LinearLikelihood(LocalLikelihood):
     @property
     def short(self) -> bool:
         """Whether everyone's rows make one block."""
-        return self.y.shape[1] <= LONG
+        return self.y.shape[1] <= ROWS_AT_ONCE
 
     def at_params(self, params: Params, rows: Tensor | slice) -> LinearLikelihood:
         """That of some clients at other parameters of the likelihood."""

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from fedpop.errors import ModelError
 from fedpop.federation.inputs import Inputs, leaves, map_inputs, rows_of
 from fedpop.models.modules import RowKeys, dropout_rows, is_convolutional
-from fedpop.precision import check, choose
+from fedpop.precision import check, choose, reason
 
-BLOCK = 50
+IMAGES_PER_THREAD = 50
 """Images that go through a convolutional network at a time on a CPU, for each of its threads: the buffers of
 a larger batch are handed back to the operating system after every use, and page faults cost up to a quarter
 of the time; of a smaller one threads have too little each."""
-LARGE = 100_000
+LEAST_ROUNDED = 100_000
 """Parameters from which a network without convolutions is worth rounding."""
 
 
@@ -39,7 +39,7 @@ class NetworkPass:
         check(precision)
         convolutional = is_convolutional(module)
         # torch leaves double precision as it is.
-        worth = (convolutional or size > LARGE) and dtype == torch.float32
+        worth = (convolutional or size > LEAST_ROUNDED) and dtype == torch.float32
         return cls(module, convolutional, worth, precision)
 
     @property
@@ -51,6 +51,11 @@ class NetworkPass:
         """``float32`` or ``bfloat16``, found out where it was left open."""
         return choose(self.precision, device, self.worth)
 
+    def because(self, device: torch.device) -> str:
+        """Why it runs in what it runs in, where that was left open."""
+        same = choose("auto", device, self.worth) == self.precision
+        return reason(device, self.worth) if same else "as when the run began"
+
     def at(self, precision: str) -> NetworkPass:
         check(precision)
         return replace(self, precision=precision)
@@ -58,8 +63,8 @@ class NetworkPass:
     def __call__(self, forward: Callable[[Inputs], Tensor], x: Inputs, rows: RowKeys | None) -> Tensor:
         """``forward(x)`` block by block; dropout is on when ``rows`` name the examples."""
         count = rows_of(x)
-        on_cpu = leaves(x)[0].device.type == "cpu"
-        block = BLOCK * torch.get_num_threads() if self.convolutional and on_cpu else max(count, 1)
+        cuts = self.convolutional and leaves(x)[0].device.type == "cpu"
+        block = IMAGES_PER_THREAD * torch.get_num_threads() if cuts else max(count, 1)
         if count <= block:
             return self._block(forward, x, rows)
         parts = []

@@ -24,11 +24,11 @@ from fedpop.models.likelihood import Likelihood
 from fedpop.models.modules import KeyedDropout
 from fedpop.models.split import Split
 from fedpop.models.standardise import Standardise
-from fedpop.settings import describe
+from fedpop.settings import class_of, describe, name_of, ours
 
 OURS: dict[str, type[nn.Module]] = {"CropFlip": CropFlip, "Standardise": Standardise}
 """Layers of fedpop's own that a file can hold beside torch's."""
-LARGEST = 2**30
+LARGEST_LAYER = 2**30
 """Parameters of one layer that a file may ask for."""
 
 
@@ -54,7 +54,8 @@ def described_module(plain: dict[str, Any]) -> nn.Module:
 
 def model_spec(model: Model) -> dict[str, Any] | None:
     """A description from which the model can be built again, or None when that is not possible."""
-    likelihood = {"name": model.likelihood.name} | _settings(model.likelihood)
+    family = type(model.likelihood)
+    likelihood = {"name": family.name if ours(family) else name_of(family)} | _settings(model.likelihood)
     if isinstance(model, CustomModel):
         return {"kind": "CustomModel", "likelihood": likelihood} | _parameters(model)
     parts = [module_spec(m) for m in model.modules()]
@@ -120,12 +121,13 @@ def model_from(spec: dict[str, Any] | None) -> Model:
 
 
 def _family(name: str) -> type[Likelihood]:
-    if name not in likelihoods.families():
+    found = class_of(Likelihood, name) if ":" in name else likelihoods.families().get(name)
+    if found is None:
         raise CheckpointError(
             f"unknown likelihood {name!r}: it was saved with a class that is not defined here; import the "
             "module that defines it first"
         )
-    return likelihoods.families()[name]
+    return found
 
 
 def module_spec(module: nn.Module) -> dict[str, Any] | None:
@@ -178,7 +180,7 @@ def module_from(spec: dict[str, Any]) -> nn.Module:
         module: nn.Module = cls(**args)
         return module
     size = sum(p.numel() for p in cls(**args, device="meta").parameters())  # before any memory is asked for
-    if size > LARGEST:
+    if size > LARGEST_LAYER:
         raise CheckpointError(f"a layer {spec['class']} of {size:,} parameters is larger than any model")
     # Its values come from a file: random ones would only disturb the global generator.
     return blank(cls, **args)

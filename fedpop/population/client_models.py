@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fedpop.blocks import CLIENTS_AT_ONCE
 from fedpop.errors import CheckpointError, DataError
 from fedpop.federation.clients import Federation, position
 from fedpop.federation.cohort import Cohort
@@ -20,9 +21,7 @@ from fedpop.site.plan import Plan
 from fedpop.site.sites import Sites
 from fedpop.site.store import LocalStore
 
-AT_ONCE = 256
-"""Clients whose models are made together."""
-MOST = 2**28
+CACHED_MODEL_BYTES = 2**28
 """Bytes that models of clients may take while all of them are gone through: 100 heads of 100 classes, 560
 draws each, would take three gigabytes."""
 
@@ -87,12 +86,12 @@ class ClientModels:
             self.algorithm.model.phi_layout.size,
         )
         each = 4 * (z + phi if method.hierarchy is None else method.final_draws * z)
-        for group in ids.split(max(1, min(AT_ONCE, MOST // each))):
+        for group in ids.split(max(1, min(CLIENTS_AT_ONCE, CACHED_MODEL_BYTES // each))):
             new = [i for i in group.tolist() if i not in self._personal]
             with suppress(DataError):
                 self._personalise(group)
             yield from group.tolist()
-            if each * len(self._personal) > MOST:
+            if each * len(self._personal) > CACHED_MODEL_BYTES:
                 for i in new:
                     self._personal.pop(i, None)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fedpop.checked import Seed, Whole, checked, require
+from fedpop.decisions import Decision
 from fedpop.errors import CheckpointError
 from fedpop.evaluation.verdict import verdict_of
 from fedpop.federation.clients import Federation
@@ -29,8 +30,9 @@ from fedpop.methods.base import Algorithm
 from fedpop.models.base import Model
 from fedpop.models.spec import model_from, require_same
 from fedpop.population.population import Population
-from fedpop.population.saving import FORMAT, KEYS
+from fedpop.population.saving import KEYS, POPULATION_FORMAT
 from fedpop.priors import Prior
+from fedpop.priors.base import moments
 from fedpop.version import __version__
 
 WHAT = "a saved population"
@@ -98,7 +100,9 @@ def load(
             names=names,
             learned_from=saved["learned_from"],
             convergence=verdict_of(saved["convergence"]),
+            decisions=[Decision.read(plain) for plain in saved["decisions"]],
             best_round=None if saved["best_round"] is None else int(saved["best_round"]),
+            how=[(str(title), str(words)) for title, words in saved["how"]],
         )
         _ = population.convergence and population.convergence.words  # of numbers, or an error
         here = {name: i for i, name in enumerate(population.names)}  # they may come back in another order
@@ -124,10 +128,10 @@ def _described(folder: Path) -> dict[str, Any]:
             "read and does not migrate: fit it again, or load it with that version"
         )
     saved = read_sealed(about, WHAT)
-    if saved.get("format") != FORMAT:
+    if saved.get("format") != POPULATION_FORMAT:
         raise CheckpointError(
             f"{about} has layout {saved.get('format')!r}, made by fedpop {saved.get('version')}; "
-            f"{__version__} reads layout {FORMAT}: load it with that version, or fit it again"
+            f"{__version__} reads layout {POPULATION_FORMAT}: load it with that version, or fit it again"
         )
     if odd := sorted(KEYS ^ saved.keys()):
         raise CheckpointError(
@@ -174,7 +178,7 @@ def _require_fits(published: Tensors, algorithm: Algorithm) -> None:
             f"the saved phi has {phi.numel()} entries, the model {layout.size}: it does not fit this model"
         )
     if algorithm.hierarchy is not None:
-        algorithm.hierarchy.prior.summary(published["beta"], published)
+        moments(algorithm.hierarchy.prior, published["beta"], published)
     if any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in published.values()):
         raise ValueError("theta is not finite")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,7 +12,9 @@ from typing import Annotated, Any, TypeVar
 import torch
 from torch import Tensor
 
-from fedpop.checked import Count, OneOf, Whole, checked
+from fedpop.blocks import CLIENTS_AT_ONCE
+from fedpop.checked import Count, Few, OneOf, Whole, checked
+from fedpop.decisions import Decision
 from fedpop.errors import CheckpointError, DataError, EstimateError, SettingsError
 from fedpop.evaluation.convergence import ToTheOptimum, small
 from fedpop.evaluation.diagnostics import ChainsAndGradient, Diagnostics, rhat_and_ess
@@ -25,13 +27,15 @@ from fedpop.kernels import Hierarchy
 from fedpop.keys import PUBLIC, Key
 from fedpop.message import Tensors
 from fedpop.methods.base import Algorithm
+from fedpop.methods.hierarchical import how
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
-from fedpop.population.client_models import AT_ONCE, ClientModels
+from fedpop.population.client_models import ClientModels
 from fedpop.population.posterior import Newcomer, Posterior, checked_inputs, finite, in_pieces, newcomer
 from fedpop.population.saving import save
 from fedpop.population.summary import summary
 from fedpop.population.theta import ThetaDraws
+from fedpop.priors.base import moments, widened
 from fedpop.questions import Question
 from fedpop.site.store import LocalStore
 
@@ -59,6 +63,8 @@ class Population(ClientModels):
         learned_from: How many clients theta was learned from, also where they are not here.
         convergence: Whether theta had converged when the run ended, where that was checked.
         best_round: The round whose theta this is, where validation data chose it (``callbacks.EarlyStop``).
+        how: How theta was found, in words under short titles, as ``print`` tells it.
+        decisions: What the run decided where a setting left it open, and why.
         elsewhere: Asks clients that are at their sites, as long as the run goes on.
 
     >>> import torch, fedpop as fp
@@ -90,6 +96,8 @@ class Population(ClientModels):
     learned_from: int = 0
     convergence: Verdict | None = None
     best_round: int | None = None
+    how: list[tuple[str, str]] = field(default_factory=list)
+    decisions: Sequence[Decision] = ()
     elsewhere: Callable[[Question[Any]], Any] | None = field(default=None, repr=False)
     _personal: dict[int, Tensors] = field(default_factory=dict, repr=False)
 
@@ -97,6 +105,7 @@ class Population(ClientModels):
         if self.federation is not None:
             self.names = list(self.federation.names)
         self.learned_from = self.learned_from or len(self.names)
+        self.how = self.how or how(self.algorithm)
 
     def __repr__(self) -> str:
         return f"Population({self.algorithm.label}, {self.whose}, {self.rounds} rounds)"
@@ -106,6 +115,11 @@ class Population(ClientModels):
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @property
+    def engine(self) -> str:
+        """Which engine found theta, and why that one, where the method had more than one."""
+        return dict(self.how).get("engine", "")
 
     @property
     def whose(self) -> str:
@@ -130,12 +144,16 @@ class Population(ClientModels):
 
     @property
     def prior_mean(self) -> Tensor:
-        return self._hierarchy("population prior").prior.summary(self.published["beta"], self.published)[0]
+        return self._moments[0]
 
     @property
     def prior_sd(self) -> Tensor:
         """Marginal standard deviations of the population prior."""
-        return self._hierarchy("population prior").prior.summary(self.published["beta"], self.published)[1]
+        return self._moments[1]
+
+    @property
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        return moments(self._hierarchy("population prior").prior, self.published["beta"], self.published)
 
     @property
     def at_bound(self) -> list[str]:
@@ -246,7 +264,7 @@ class Population(ClientModels):
         True
         """
         hierarchy = self._hierarchy("population prior")
-        hierarchy.prior.widened(self.published["beta"], 1.0)  # or raises
+        widened(hierarchy.prior, self.published["beta"], 1.0)  # or raises
         if not examples:
             raise SettingsError("Population.for_newcomers: examples are numbers of them, such as (0, 5)")
         split = judges(self.model, self.federation) if split is None else split
@@ -266,7 +284,7 @@ class Population(ClientModels):
 
     def sample_all(self) -> Population:
         """Run the final pass for every client now, many at a time, rather than when one is asked for."""
-        for ids in torch.arange(len(self)).split(AT_ONCE):
+        for ids in torch.arange(len(self)).split(CLIENTS_AT_ONCE):
             self._personalise(ids)
         return self
 
@@ -318,9 +336,15 @@ class Population(ClientModels):
         """Positions of so many clients, evenly spaced; None where there are no more."""
         return torch.linspace(0, len(self) - 1, limit).long() if len(self) > limit else None
 
-    def log_likelihood(self) -> LogLikelihood:
-        """The marginal log-likelihood of all clients at the returned theta, with its error."""
-        return self.ask(MarginalLikelihood(self._hierarchy("marginal likelihood")))
+    @checked
+    def log_likelihood(self, proposals: Few = 1000) -> LogLikelihood:
+        """The marginal log-likelihood of all clients at the returned theta, with its error.
+
+        Args:
+            proposals: Importance draws for each client, where nothing is closed-form (default: 1000). The
+                error falls with their root.
+        """
+        return self.ask(MarginalLikelihood(self._hierarchy("marginal likelihood"), proposals))
 
     @checked
     def diagnostics(self, limit: Count = 1000) -> Diagnostics:
@@ -381,6 +405,8 @@ class Population(ClientModels):
             self.sample_all()
         about = {n: getattr(self, n) for n in ("learned_from", "rounds", "best_round", "drift", "totals")}
         about |= {"clients": self.names, "convergence": self.convergence and self.convergence.plain()}
+        about |= {"how": [list(row) for row in self.how]}
+        about |= {"decisions": [decision.plain() for decision in self.decisions]}
         own = {"seed": self.key.seed, "purpose": self.key.purpose}
         private = None if self.key == PUBLIC else own
         return save(path, self.algorithm, self.published, self._personal, about, private, self.history)

@@ -22,7 +22,7 @@ from fedpop.models.base import Model
 from fedpop.models.flat import Layout
 from fedpop.models.predictive import Predictive
 
-ENTRIES = 2**24
+PREDICTED_ENTRIES_AT_ONCE = 2**24
 """Numbers that predictions of held-out examples take at a time: 64 MiB, and several times that on the way."""
 
 
@@ -132,7 +132,7 @@ def _as_wide(method: Algorithm, published: Tensors, examples: int) -> Tensors:
 def in_pieces(x: Inputs, y: Tensor, each: int) -> Iterator[tuple[Inputs, Tensor]]:
     """Examples so many at a time that their predictions fit into memory, where a row takes ``each`` numbers;
     few ones all at once."""
-    rows = max(1, ENTRIES // each)
+    rows = max(1, PREDICTED_ENTRIES_AT_ONCE // each)
     for start in range(0, len(y), rows):
         yield map_inputs(lambda v, at=start: v[at : at + rows], x), y[start : start + rows]
 

@@ -17,15 +17,18 @@ from fedpop.files import NewFiles, tensor_bytes, writable_folder, write_sealed
 from fedpop.message import Tensors
 from fedpop.methods.base import Algorithm
 from fedpop.models.spec import model_spec
+from fedpop.settings import name_of
 from fedpop.version import __version__
 
-FORMAT = 2
-"""Of the layout; 1 was a file for each client (fedpop 0.2.0 and before)."""
-PIECE = 2**27
+POPULATION_FORMAT = 3
+"""Of the layout; 1 was a file for each client (fedpop 0.2.0 and before), 2 did not say how theta was found
+and what a run decided."""
+PIECE_BYTES = 2**27
 """Bytes of clients' models in one file, about."""
 KEYS = {
     "format", "version", "method", "algorithm", "model", "known", "theta", "models", "private", "history",
-    "clients", "learned_from", "rounds", "best_round", "drift", "convergence", "totals", "files",
+    "clients", "learned_from", "rounds", "best_round", "drift", "convergence", "how", "decisions", "totals",
+    "files",
 }  # fmt: skip
 """What ``population.json`` holds, beside its seal."""
 STEMS = "theta|clients-[0-9]+|private|history"
@@ -48,9 +51,9 @@ def save(
     new = NewFiles(folder)
     try:
         described = {
-            "format": FORMAT,
+            "format": POPULATION_FORMAT,
             "version": __version__,
-            "method": type(method).__name__,
+            "method": name_of(type(method)),
             "algorithm": method.describe(),
             "model": model_spec(method.model),
             "known": method.model.known(),
@@ -82,7 +85,7 @@ def _pieces(models: Mapping[int, Tensors]) -> Iterator[Tensors]:
         alike.setdefault(form, []).append(i)
     for form, ids in alike.items():
         each = sum(shape.numel() * dtype.itemsize for _, dtype, shape in form)
-        most = max(1, PIECE // max(each, 1))
+        most = max(1, PIECE_BYTES // max(each, 1))
         for start in range(0, len(ids), most):
             some = ids[start : start + most]
             stacked = {f"model.{n}": torch.cat([models[i][n] for i in some]) for n, _, _ in form}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from fedpop.decisions import in_a_line
 from fedpop.evaluation.newcomers import widths_in_words
 from fedpop.models.flat import Layout
 from fedpop.models.links import LinkedLayout
@@ -22,7 +23,7 @@ def summary(population: Population) -> str:
     if population.federation is not None:
         sizes = population.federation.train.sizes
         first += f", {int(sizes.sum())} examples ({int(sizes.min())} to {int(sizes.max())} each)"
-    rows = [("model", repr(model)), *method.lines(population.published)]
+    rows = [("model", repr(model)), *method.lines(population.published), *population.how]
     if isinstance(model.z_layout, LinkedLayout) and method.hierarchy is not None:
         rows += _named(population, model.z_layout)
     if population.newcomers:
@@ -47,6 +48,8 @@ def summary(population: Population) -> str:
     if population.best_round is not None:
         chosen = f"theta of round {population.best_round} returned, the best on validation data"
         rows.append(("rounds", f"{population.rounds} run, {chosen}"))
+    if unusual := in_a_line(population.decisions):
+        rows.append(("decided", unusual))
     lines = [f"{first}, {population.rounds} rounds"]
     return "\n".join(lines + [f"  {title:<8} {words}" for title, words in rows])
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fedpop.blocks import CLIENTS_AT_ONCE
 from fedpop.errors import EstimateError
 from fedpop.evaluation.information import reweighted
 from fedpop.federation.cohort import Cohort
@@ -18,8 +19,8 @@ from fedpop.message import Tensors
 from fedpop.models.predictive import Predictive
 
 DRAWS_PER_THETA = 10
-GROUP = 256
-"""Clients that are worked on together."""
+"""Of z, at each of the draws of theta: a thousand in all. A 5 % quantile is then known to .07 standard
+deviations where the spread is z's own, and to .2 where all of it is theta's, sqrt(.05 .95 / n) / .103."""
 
 
 @dataclass
@@ -38,12 +39,12 @@ class ThetaDraws:
 
     def of(self, client: int) -> list[Tensor]:
         """Draws of one client's z at each theta, ``[L, d]``."""
-        group = client // GROUP
+        group = client // CLIENTS_AT_ONCE
         if group not in self._groups:
-            ids = torch.arange(group * GROUP, min((group + 1) * GROUP, len(self.names)))
+            ids = torch.arange(group * CLIENTS_AT_ONCE, min((group + 1) * CLIENTS_AT_ONCE, len(self.names)))
             exact = self.hierarchy.closed_form
             self._groups[group] = self._exact(ids) if exact else self._resampled(ids)
-        return [z[client % GROUP] for z in self._groups[group]]
+        return [z[client % CLIENTS_AT_ONCE] for z in self._groups[group]]
 
     def predict(self, client: int, x: Inputs, key: Key) -> Predictive:
         """The predictive distribution of a client at x, over theta and z."""

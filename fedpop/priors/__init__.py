@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from fedpop.priors.base import Part, Prior
+from fedpop.priors.base import OfNormals, Part, Prior, Unnormalised
 from fedpop.priors.energy import Energy
 from fedpop.priors.hyper import Hyperprior
 from fedpop.priors.mixture import Mixture
 from fedpop.priors.normal import COVARIANCES, Normal
 from fedpop.settings import named
 
-__all__ = ["Energy", "Hyperprior", "Mixture", "Normal", "Part", "Prior", "resolve"]
+__all__ = [
+    "Energy",
+    "Hyperprior",
+    "Mixture",
+    "Normal",
+    "OfNormals",
+    "Part",
+    "Prior",
+    "Unnormalised",
+    "resolve",
+]
 
 
 def resolve(prior: Prior | str, covariance: str = "isotropic") -> Prior:

@@ -1,10 +1,10 @@
 """What a population prior p(z | beta) is to the rest of the library.
 
 beta is one flat vector. A prior says how z is drawn and scored, what a client sends about it, and what the
-server makes of the sum. What only some priors can do is asked for by ``component`` (closed-form
-posteriors), ``forms`` (of I) and ``em``. A prior whose normalising constant cannot be written down
-(``normalised``) cannot be drawn from directly either; chains on the prior itself, which take no data, do
-both (``kernels.prior_chains``).
+server makes of the sum (``Prior``). What only some can do is said by what they derive from: priors made of
+Normals have closed-form posteriors where heads are linear (``OfNormals``); one whose normalising constant
+cannot be written down cannot be drawn from directly either, and chains on the prior itself, which take no
+data, do both (``Unnormalised``, ``kernels.prior_chains``).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,17 +20,16 @@ from torch import Tensor
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
 from fedpop.message import Tensors
-from fedpop.priors.declared import check_declared
-from fedpop.settings import Setting
+from fedpop.settings import Setting, ours
 
 if TYPE_CHECKING:
     from fedpop.priors.normal import Normal
 
 
-REACH = 1e3
+SCALE_REACH = 1e3
 """How far scales may go from where they start, unless told: as many times below the smallest of them and
 above the largest. Where they start has the data's units, so that it does not matter which these are."""
-FAR = 1e6
+NORM_REACH = 1e6
 """The same of norms: so many times the largest scale, or what they start at."""
 
 
@@ -72,19 +70,30 @@ class Guess(NamedTuple):
     cov: Tensor | None = None
 
 
+class Sets(NamedTuple):
+    """Projection sets: standard deviations between bounds, the mean inside a ball; None where there is none.
+
+    A run has those that were given, or some in units of where it starts (``Prior.first_sets``), among what
+    its server tells and publishes.
+    """
+
+    bounds: tuple[float, float] | None = None
+    ball: float | None = None
+
+    @classmethod
+    def told(cls, tensors: Tensors) -> Sets | None:
+        """Those of a run; None where none are told."""
+        if "sets" not in tensors:
+            return None
+        low, high, ball = tensors["sets"].tolist()
+        return cls((low, high), ball)
+
+
 def positive(matrix: Tensor) -> Tensor:
     """The nearest matrix whose eigenvalues are at least a hundredth."""
     values, vectors = torch.linalg.eigh(matrix)
     out: Tensor = vectors * values.clamp(min=1e-2) @ vectors.mT
     return out
-
-
-class Part(NamedTuple):
-    """One Normal of a prior that is a mixture of them: log weight, family, and its own beta."""
-
-    log_weight: Tensor
-    normal: Normal
-    beta: Tensor
 
 
 class Prior(Setting, ABC):
@@ -94,17 +103,11 @@ class Prior(Setting, ABC):
     forms: ClassVar[tuple[str, ...]] = ("left",)
     """Forms of I that it can send; see ``priors.normal``."""
     em: ClassVar[bool] = False
-    """Steps of EM can be made from I alone."""
+    """Steps of EM can be made from I alone (``em_step``)."""
     normalised: ClassVar[bool] = True
-    """log p(z | beta) is known with its constant, and ``draw`` is exact; otherwise the server runs chains."""
-    chains: int = 0
-    steps: int = 0
-    ship: int = 0
-    """Of a prior that is not normalised: the server's chains, their transitions a round, states shipped."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_declared(self)
+    """log p(z | beta) is known with its constant, and ``draw`` is exact; see ``Unnormalised``."""
+    covariance: str = "isotropic"
+    """``isotropic``, ``diagonal`` or ``full``: the shape of ``precision``."""
 
     mean: float
     scale: float | None
@@ -113,14 +116,14 @@ class Prior(Setting, ABC):
     ball: float | None
     """The projection sets; None leaves them to where beta starts."""
 
-    @property
-    def covariance(self) -> str:
-        """``isotropic``, ``diagonal`` or ``full``: the shape of ``precision``."""
-        return "isotropic"
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_declared(self)
 
     @property
     def component(self) -> Normal | None:
-        """The family of which this prior is a mixture (``parts``), itself for a Normal, or None."""
+        """The family of which this prior is a mixture, itself for a Normal; None where posteriors are not
+        closed-form."""
         return None
 
     # --- the flat vector ---------------------------------------------------------------------
@@ -141,25 +144,6 @@ class Prior(Setting, ABC):
     def rescaled(self, beta: Tensor, scale: float) -> Tensor:
         """A starting beta, made with scale one, at another scale."""
 
-    def spread_out(self, beta: Tensor, sd: Tensor, shape: Tensor | None = None) -> Tensor:
-        """A starting beta with these standard deviations ``[d]``, or with one that stands for them; where
-        covariances are full and a ``shape [q, q]`` is known, blocks of it."""
-        return self.rescaled(beta, float(sd.log().mean().exp()))
-
-    def widened(self, beta: Tensor, factor: float) -> Tensor:
-        """beta with all standard deviations about its centre, or its centres, multiplied by this."""
-        parts = self.parts(beta)
-        if parts is None:
-            raise SettingsError(f"{self.name} priors are not made of Normals, whose width can be changed")
-        betas = []
-        for _, normal, own in parts:
-            mu = normal.mu(own)
-            if normal.covariance == "full":
-                betas.append(normal.pack(mu, factor * normal.factor(own)))
-            else:
-                betas.append(torch.cat((mu, own[len(mu) :] + math.log(factor))))
-        return self.replaced(beta, betas)
-
     @abstractmethod
     def mu(self, beta: Tensor) -> Tensor:
         """A centre, ``[d]``: the mean where it is known."""
@@ -168,25 +152,9 @@ class Prior(Setting, ABC):
     def sd(self, beta: Tensor) -> Tensor:
         """Marginal standard deviations ``[d]``, where they are known, or what stands for them."""
 
-    def summary(self, beta: Tensor, states: Tensors) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviations of z, ``[d]`` each; ``states`` are what the server keeps for it."""
-        return self.mu(beta), self.sd(beta)
-
     @abstractmethod
     def lines(self, beta: Tensor, states: Tensors) -> list[str]:
-        """What was learned, in words."""
-
-    def parts(self, beta: Tensor) -> Sequence[Part] | None:
-        """This prior as a mixture of Normals; None where it is not one."""
-        return None
-
-    def replaced(self, beta: Tensor, betas: Sequence[Tensor]) -> Tensor:
-        """The same weights over other Normals."""
-        raise SettingsError(f"{self.name} priors are not made of Normals")
-
-    def matched(self, beta: Tensor, reference: Tensor) -> Tensor:
-        """The same density, labelled as in another beta, so that the two can be averaged."""
-        return beta
+        """What was learned, in words; ``states`` are what the server keeps for it."""
 
     # --- density and draws -------------------------------------------------------------------
 
@@ -201,25 +169,22 @@ class Prior(Setting, ABC):
         """z ~ p(. | beta) for these units, ``[C, K, d]``, where there are exact draws."""
         raise SettingsError(f"{self.name} priors have no exact draws; chains on the prior make them")
 
-    def check_chains(self, beta: Tensor, z: Tensor) -> None:
-        """Raise where chains on a prior that is not normalised say that it has no density."""
-
-    @abstractmethod
     def unit(self, beta: Tensor) -> Tensor:
         """The natural unit of z, ``[d]``: unit^-2 bounds (or stands for) the curvature of -log p."""
+        return self.sd(beta)
 
     def precision(self, beta: Tensor) -> Tensor:
         """The same as a ``[d, d]`` matrix, which full covariances need."""
         return torch.diag(self.unit(beta).square().reciprocal())
 
-    @abstractmethod
     def cover(self, beta: Tensor, noise: Tensor, uniform: Tensor) -> Tensor:
-        """Exact draws of a law that covers p(. | beta): what a chain may jump to. From standard
-        normal noise ``[..., d]`` and uniform numbers ``[...]``."""
+        """Exact draws of a law that covers p(. | beta), what a chain may jump to: a Normal one unless told.
+        From standard normal noise ``[..., d]`` and uniform numbers ``[...]``."""
+        return self.mu(beta) + self.sd(beta) * noise
 
-    @abstractmethod
     def log_cover(self, beta: Tensor, z: Tensor) -> Tensor:
         """The log-density of that law, up to a constant."""
+        return -0.5 * ((z - self.mu(beta)) / self.sd(beta)).square().sum(-1)
 
     # --- what a client sends, and what the server does with it -------------------------------
 
@@ -228,11 +193,6 @@ class Prior(Setting, ABC):
         self, beta: Tensor, z: Tensor, likelihood_grad: Tensor, form: str, guess: Guess | None = None
     ) -> Tensor:
         """I averaged over draws: z and grad_z log p(D | z) ``[C, S, d]`` to ``[C, size]``."""
-
-    def expected_score(self, beta: Tensor, log_weight: Tensor, means: Tensor, covs: Tensor) -> Tensor:
-        """I when the posterior is a known mixture of Gaussians, one for each of ``parts``: log-weights
-        ``[C, K]``, means ``[C, K, d]`` and covariances ``[C, K, d, d]``."""
-        raise SettingsError(f"with {self.name} priors posteriors are not closed-form")
 
     def gradient(self, beta: Tensor, score: Tensor) -> Tensor:
         """The gradient in the coordinates of beta that belongs to a (sum of) scores."""
@@ -246,18 +206,11 @@ class Prior(Setting, ABC):
         """The natural size of a change of each coordinate of beta, for gradient steps."""
         return torch.ones_like(beta)
 
-    def scale_score(self, score: Tensor) -> Tensor | None:
-        """Of beta, or a score ``[..., size]``, the coordinates that are logarithms of a scale; None where
-        they do not stand alone."""
-        return None
-
-    @property
-    def learns_scale(self) -> bool:
-        return True
-
     def em_step(self, beta: Tensor, score: Tensor, rate: float, floor: Tensor | float = 0.0) -> Tensor:
         """A step of stochastic-approximation EM from the score averaged over clients."""
         raise SettingsError(f"{self.name} priors have no EM step; use beta_step=fedpop.steps.Adam()")
+
+    # --- projection sets: those of the run, or else those that were given ----------------------
 
     def scales(self, beta: Tensor) -> tuple[float, float, float]:
         """The smallest and the largest standard deviation in any direction, and the norm of the mean."""
@@ -265,27 +218,166 @@ class Prior(Setting, ABC):
         return float(sd.min()), float(sd.max()), float(self.mu(beta).norm())
 
     def first_sets(self, beta: Tensor) -> Tensor:
-        """Bounds and ball of a run that starts from this beta: as given, or in units of the start."""
+        """Those of a run that starts from this beta: as given, or in units of the start."""
         least, most, norm = self.scales(beta)
-        reach = REACH if self.scale is None else FAR  # a scale that was given may be in other units
+        reach = (
+            SCALE_REACH if self.scale is None else NORM_REACH
+        )  # a scale that was given may be in other units
         low, high = self.bounds or (least / reach, most * reach)
-        ball = self.ball or FAR * max(most, norm / REACH)
+        ball = self.ball or NORM_REACH * max(most, norm / SCALE_REACH)
         return torch.tensor((low, high, ball), dtype=torch.float64, device=beta.device)
 
-    def within(self, sets: Tensor) -> Self:
-        """This prior with the projection sets of a run."""
-        low, high, ball = sets.tolist()
-        return replace(self, bounds=(low, high), ball=ball)  # type: ignore[type-var]
+    @abstractmethod
+    def project(self, beta: Tensor, sets: Sets | None = None) -> Tensor:
+        """The nearest beta inside them; itself where there are none."""
 
     @abstractmethod
-    def project(self, beta: Tensor) -> Tensor:
-        """The nearest beta inside the projection sets; itself where there are none."""
+    def at_bound(self, beta: Tensor, sets: Sets | None = None) -> list[str]:
+        """Which parameters sit on the edge of one."""
 
-    def boxed(self, beta: Tensor) -> Tensor:
-        """The nearest beta whose coordinates each lie between bounds, about those of the projection sets: of
-        these no coordinate depends on another."""
-        return self.project(beta)
+
+class Part(NamedTuple):
+    """One Normal of a prior that is a mixture of them: log weight, family, and its own beta."""
+
+    log_weight: Tensor
+    normal: Normal
+    beta: Tensor
+
+
+class OfNormals(Prior):
+    """A mixture of Normals, or one of them.
+
+    Posteriors are mixtures of Gaussians where the log-likelihood is quadratic in z. A class with another
+    density says ``component = None``.
+    """
+
+    @property
+    @abstractmethod
+    def component(self) -> Normal | None: ...
+
+    @property
+    def learns_scale(self) -> bool:
+        return True
 
     @abstractmethod
-    def at_bound(self, beta: Tensor) -> list[str]:
-        """Which parameters sit on the edge of a projection set."""
+    def parts(self, beta: Tensor) -> Sequence[Part]:
+        """The Normals, with their weights."""
+
+    @abstractmethod
+    def replaced(self, beta: Tensor, betas: Sequence[Tensor]) -> Tensor:
+        """The same weights over other Normals."""
+
+    @abstractmethod
+    def expected_score(self, beta: Tensor, log_weight: Tensor, means: Tensor, covs: Tensor) -> Tensor:
+        """I when the posterior is a known mixture of Gaussians, one for each of ``parts``: log-weights
+        ``[C, K]``, means ``[C, K, d]`` and covariances ``[C, K, d, d]``."""
+
+    def spread_out(self, beta: Tensor, sd: Tensor, shape: Tensor | None = None) -> Tensor:
+        """A starting beta with these standard deviations ``[d]``, or with one that stands for them; where
+        covariances are full and a ``shape [q, q]`` is known, blocks of it."""
+        return self.rescaled(beta, float(sd.log().mean().exp()))
+
+    def matched(self, beta: Tensor, reference: Tensor) -> Tensor:
+        """The same density, labelled as in another beta, so that the two can be averaged."""
+        return beta
+
+
+class Unnormalised(Prior):
+    """A density of which the constant is not known.
+
+    The server runs chains on it, which estimate the constant's gradient and make draws.
+    """
+
+    normalised: ClassVar[bool] = False
+    chains: int
+    steps: int
+    ship: int
+    """The server's chains, their transitions a round, states shipped to clients."""
+
+    @abstractmethod
+    def check_chains(self, beta: Tensor, z: Tensor) -> None:
+        """Raise where the chains say that there is no density."""
+
+
+def normals_of(prior: Prior) -> OfNormals | None:
+    """The prior, where it is made of Normals."""
+    return prior if isinstance(prior, OfNormals) and prior.component is not None else None
+
+
+def widened(prior: Prior, beta: Tensor, factor: float) -> Tensor:
+    """beta with all standard deviations about its centre, or its centres, multiplied by this."""
+    normals = normals_of(prior)
+    if normals is None:
+        raise SettingsError(f"{prior.name} priors are not made of Normals, whose width can be changed")
+    betas = []
+    for _, normal, own in normals.parts(beta):
+        mu = normal.mu(own)
+        if normal.covariance == "full":
+            betas.append(normal.pack(mu, factor * normal.factor(own)))
+        else:
+            betas.append(torch.cat((mu, own[len(mu) :] + math.log(factor))))
+    return normals.replaced(beta, betas)
+
+
+def matched(prior: Prior, beta: Tensor, reference: Tensor) -> Tensor:
+    """The same density, labelled as in another beta, so that the two can be averaged."""
+    normals = normals_of(prior)
+    return beta if normals is None else normals.matched(beta, reference)
+
+
+def moments(prior: Prior, beta: Tensor, states: Tensors) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviations of z, ``[d]`` each: those of the server's chains, where there are any."""
+    if prior.normalised or "states" not in states:
+        return prior.mu(beta), prior.sd(beta)
+    return states["states"].mean(0), states["states"].std(0)
+
+
+# --- a prior of one's own --------------------------------------------------------------------
+
+GOES_WITH = {
+    "component": "component = None, unless posteriors are Gaussian",
+    "em": "em = False, unless it has an em_step",
+    "forms": 'forms = ("left",), the forms of I that score can make',
+    "score": "score(), what a client sends of beta",
+    "sd": "sd(), its standard deviations",
+    "sample": "sample(), its draws from standard normal noise",
+}
+"""What belongs to one density and no other, and how it is said."""
+
+
+def check_declared(prior: Prior) -> None:
+    """Raise where a class has a density of its own and would inherit what belongs to another's: its closed
+    forms would be wrong."""
+    cls = type(prior)
+    if not cls.normalised and not issubclass(cls, Unnormalised):
+        raise SettingsError(
+            f"{cls.__name__} says normalised = False: let it derive from fedpop.priors.Unnormalised, which "
+            "says what the server's chains on it need"
+        )
+    order = [c for c in cls.__mro__ if "value_and_grad" in vars(c)]
+    if ours(order[0]):
+        return
+    needed = dict(GOES_WITH)
+    if cls.em:
+        needed["em_step"] = "em_step(), since it says em = True"
+    if prior.component is not None:
+        needed["expected_score"] = "expected_score(), since it says that posteriors are Gaussian"
+    heir = next(
+        (c for c in order[1:] if not getattr(vars(c)["value_and_grad"], "__isabstractmethod__", 0)), None
+    )
+    if heir is None:  # from Prior itself, whose abstract methods have asked for most of this
+        needed = {n: told for n, told in needed.items() if n in ("em_step", "expected_score")}
+        needed |= {"draw": "draw(), unless it is fedpop.priors.Unnormalised"} if cls.normalised else {}
+    theirs = cls.__mro__[cls.__mro__.index(heir or order[-1]) :]
+    missing = [told for n, told in needed.items() if not _said(cls, n, theirs)]
+    if missing:
+        whose = "nobody" if heir is None else heir.__name__
+        raise SettingsError(
+            f"{cls.__name__} has a density of its own (value_and_grad), and would have from {whose} what "
+            f"does not belong to it; let it say too: {'; '.join(missing)}"
+        )
+
+
+def _said(cls: type, name: str, theirs: tuple[type, ...]) -> bool:
+    names = (name, "draw") if name == "sample" else (name,)
+    return any(n in vars(c) for c in cls.__mro__ if c not in theirs for n in names)

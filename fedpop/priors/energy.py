@@ -37,14 +37,14 @@ from fedpop.message import Tensors
 from fedpop.models.base import trainable
 from fedpop.models.flat import Layout
 from fedpop.models.modules import call, federated, has_dropout
-from fedpop.priors.base import Guess, Prior, check_scale, into_ball
+from fedpop.priors.base import Guess, Sets, Unnormalised, check_scale, into_ball, moments
 
-ESCAPED = 50.0
+ESCAPED_SCALES = 50.0
 """No state of a density on a Gaussian base is so many scales from its centre."""
 
 
 @dataclass(frozen=True)
-class Energy(Prior):
+class Energy(Unnormalised):
     """An energy-based prior with any network; see the module's text.
 
     Args:
@@ -85,7 +85,6 @@ class Energy(Prior):
     ball: Positive = 1e6
 
     name: ClassVar[str] = "Energy"
-    normalised: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -163,22 +162,16 @@ class Energy(Prior):
         return torch.cat((mean, torch.full_like(log_scale, math.log(scale)), weights))
 
     def mu(self, beta: Tensor) -> Tensor:
-        """The base's centre; ``summary`` has the density's own."""
+        """The base's centre; ``moments`` has the density's own."""
         return self.split(beta)[0]
 
     def sd(self, beta: Tensor) -> Tensor:
-        """The base's scale; ``summary`` has the density's own."""
+        """The base's scale; ``moments`` has the density's own."""
         mean, log_scale, _ = self.split(beta)
         return log_scale.exp().expand_as(mean)
 
-    def summary(self, beta: Tensor, states: Tensors) -> tuple[Tensor, Tensor]:
-        """Of the server's chains, where there are any."""
-        if "states" not in states:
-            return self.mu(beta), self.sd(beta)
-        return states["states"].mean(0), states["states"].std(0)
-
     def lines(self, beta: Tensor, states: Tensors) -> list[str]:
-        mean, sd = self.summary(beta, states)
+        mean, sd = moments(self, beta, states)
         d = mean.shape[0]
         size, base = self.network(d)[1].size, float(self.split(beta)[1].exp())
         return [
@@ -220,17 +213,6 @@ class Energy(Prior):
         """-E(z): up to the constant log Z."""
         return -self.energy(beta, z)
 
-    def unit(self, beta: Tensor) -> Tensor:
-        """The base's scale: where the network says more, kernels adapt their steps."""
-        return self.sd(beta)
-
-    def cover(self, beta: Tensor, noise: Tensor, uniform: Tensor) -> Tensor:
-        """The Gaussian base."""
-        return self.mu(beta) + self.sd(beta) * noise
-
-    def log_cover(self, beta: Tensor, z: Tensor) -> Tensor:
-        return -0.5 * ((z - self.mu(beta)) / self.sd(beta)).square().sum(-1)
-
     # --- what a client sends, and what the server does with it -------------------------------
 
     def score(
@@ -262,25 +244,29 @@ class Energy(Prior):
         parts = [beta.new_full((n,), unit) for n, unit in pairs]
         return torch.cat((self.sd(beta), torch.ones_like(log_scale), *parts))
 
-    def project(self, beta: Tensor) -> Tensor:
+    def project(self, beta: Tensor, sets: Sets | None = None) -> Tensor:
         mean, log_scale, weights = self.split(beta)
-        low, high = self.bounds
+        (low, high), ball = self._sets(sets)
         return torch.cat(
             (
-                into_ball(mean, self.ball),
+                into_ball(mean, ball),
                 log_scale.clamp(math.log(low), math.log(high)),
-                into_ball(weights, self.ball),
+                into_ball(weights, ball),
             )
         )
 
-    def at_bound(self, beta: Tensor) -> list[str]:
+    def _sets(self, sets: Sets | None) -> tuple[tuple[float, float], float]:
+        own = sets or Sets()
+        return own.bounds or self.bounds, own.ball or self.ball
+
+    def at_bound(self, beta: Tensor, sets: Sets | None = None) -> list[str]:
         mean, log_scale, weights = self.split(beta)
-        scale, (low, high) = float(log_scale.exp()), self.bounds
+        scale, ((low, high), ball) = float(log_scale.exp()), self._sets(sets)
         out = []
         if scale <= 1.0001 * low or scale >= 0.9999 * high:
             out.append(f"the scale of the energy's base is at its bound {low if scale < 1 else high:g}")
-        if max(float(mean.norm()), float(weights.norm())) >= 0.9999 * self.ball:
-            out.append(f"the energy's parameters are at the edge of their ball, {self.ball:g}")
+        if max(float(mean.norm()), float(weights.norm())) >= 0.9999 * ball:
+            out.append(f"the energy's parameters are at the edge of their ball, {ball:g}")
         return out
 
     # --- for the chains that draw from it ----------------------------------------------------
@@ -289,7 +275,7 @@ class Energy(Prior):
         with torch.no_grad():
             self._require_finite(self.energy(beta, z))
         farthest = float(((z - self.mu(beta)) / self.sd(beta)).abs().max())
-        if not farthest < ESCAPED:
+        if not farthest < ESCAPED_SCALES:
             raise EstimateError(
                 f"the chains of the energy prior escape ({farthest:.0f} scales from its centre): its network "
                 "falls faster than the Gaussian base rises, so there is no density; use a network whose "

@@ -28,15 +28,15 @@ from fedpop.checked import OneOf, Positive, Range
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
 from fedpop.message import Tensors
-from fedpop.priors.base import Guess, Part, Prior
+from fedpop.priors.base import Guess, OfNormals, Part, Sets
 from fedpop.priors.normal import COVARIANCES, Normal
 
-MOST = 8
+MOST_COMPONENTS = 8
 """Components, at most: labels are matched over all their orders."""
 
 
 @dataclass(frozen=True)
-class Mixture(Prior):
+class Mixture(OfNormals):
     """A mixture of Normals; weights, means and scales are all learned.
 
     Args:
@@ -57,7 +57,7 @@ class Mixture(Prior):
     14
     """
 
-    components: Annotated[int, Range(least=1, most=MOST)] = 2
+    components: Annotated[int, Range(least=1, most=MOST_COMPONENTS)] = 2
     covariance: Annotated[str, OneOf(*COVARIANCES)] = "isotropic"
     mean: float = 0.0
     scale: Positive | None = None
@@ -242,20 +242,20 @@ class Mixture(Prior):
         least, most, norms = zip(*[self.component.scales(own) for own in self.betas(beta)], strict=True)
         return min(least), max(most), max(norms)
 
-    def project(self, beta: Tensor) -> Tensor:
+    def project(self, beta: Tensor, sets: Sets | None = None) -> Tensor:
         """Weights at least ``floor`` that add up to one; every Normal inside its own sets."""
         weights = self.log_weights(beta).exp()
         # Those below are raised, the others give in proportion to what they have above it.
         above = (weights - self.floor).clamp(min=0)
         weights = self.floor + above * ((1 - self.components * self.floor) / above.sum())
-        return torch.cat((weights.log(), *[self.component.project(own) for own in self.betas(beta)]))
+        return torch.cat((weights.log(), *[self.component.project(own, sets) for own in self.betas(beta)]))
 
-    def at_bound(self, beta: Tensor) -> list[str]:
+    def at_bound(self, beta: Tensor, sets: Sets | None = None) -> list[str]:
         out = [
             f"component {k} of the prior is empty: its weight is at the floor {self.floor:g}"
             for k, p in enumerate(self.parts(beta))
             if float(p.log_weight.exp()) <= 1.01 * self.floor
         ]
         for k, own in enumerate(self.betas(beta)):
-            out += [f"component {k}: {word}" for word in self.component.at_bound(own)]
+            out += [f"component {k}: {word}" for word in self.component.at_bound(own, sets)]
         return out

@@ -34,14 +34,16 @@ from fedpop.checked import OneOf, Positive
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
 from fedpop.message import Tensors
-from fedpop.priors import projection
-from fedpop.priors.base import Guess, Part, Prior, check_scale, in_words, positive
+from fedpop.priors.base import Guess, OfNormals, Part, Sets, check_scale, in_words, into_ball, positive
 
 COVARIANCES = ("isotropic", "diagonal", "full")
+FARTHEST_FACTOR = 1e12
+"""Entries of a factor beyond so many times the upper bound are projected as if they were there."""
+REMEDY = "set by the prior's bounds, or by the scale it was told to start at"
 
 
 @dataclass(frozen=True)
-class Normal(Prior):
+class Normal(OfNormals):
     """A Normal population prior; mean and scale are each learned or fixed.
 
     Args:
@@ -342,9 +344,10 @@ class Normal(Prior):
         lower = packed.new_zeros((d, d)).index_put((rows, cols), packed)
         return lower + lower.tril(-1).mT
 
-    def scale_score(self, score: Tensor) -> Tensor | None:
-        """The scale's part of a score ``[..., size]``; None where its coordinates do not stand alone."""
-        return None if self.covariance == "full" else score[..., self.dimension(score) :]
+    def log_scale(self, v: Tensor) -> Tensor:
+        """Of beta, or a score ``[..., size]``, the coordinates that are logarithms of a scale; they do not
+        stand alone in a full covariance."""
+        return v[..., self.dimension(v) :]
 
     def em_step(self, beta: Tensor, score: Tensor, rate: float, floor: Tensor | float = 0.0) -> Tensor:
         """A step of stochastic-approximation EM from the score *averaged* over clients.
@@ -385,16 +388,52 @@ class Normal(Prior):
         moved = learned * rate**2 * variance * float(torch.dot(i_mu, i_mu))
         return torch.cat((mu, beta[d:] + 0.5 * math.log(max(1 + (rate * i_scale - moved) / d, 1e-2))))
 
-    # --- projection sets ---------------------------------------------------------------------
+    # --- projection sets: every standard deviation inside bounds, the mean inside a ball ------
 
     def scales(self, beta: Tensor) -> tuple[float, float, float]:
-        return projection.scales(self, beta)
+        sd = torch.linalg.svdvals(self.factor(beta)) if self.covariance == "full" else self.sd(beta)
+        return float(sd.min()), float(sd.max()), float(self.mu(beta).norm())
 
-    def project(self, beta: Tensor) -> Tensor:
-        return projection.project(self, beta)
+    def project(self, beta: Tensor, sets: Sets | None = None) -> Tensor:
+        bounds, ball = sets or (self.bounds, self.ball)
+        d = self.dimension(beta)
+        mu = into_ball(beta[:d], ball)
+        if bounds is None:
+            return torch.cat((mu, beta[d:]))
+        low, high = bounds
+        if self.covariance != "full":
+            return torch.cat((mu, beta[d:].clamp(math.log(low), math.log(high))))
+        # What is so far outside that it would overflow is as far inside afterwards as what is not.
+        rows, cols = torch.tril_indices(d, d, device=beta.device)
+        edge, free = high * FARTHEST_FACTOR, beta[d:].double()
+        free = torch.where(rows == cols, free.clamp(max=math.log(edge)), free.clamp(-edge, edge))
+        factor = self.factor(torch.cat((mu.double(), free)))
+        values = torch.linalg.svdvals(factor)
+        if bool((values >= low).all() & (values <= high).all()):
+            return torch.cat((mu, beta[d:]))
+        left, values, _ = torch.linalg.svd(factor)
+        # The triangular factor by QR: Sigma itself would lose what is a millionth of its largest entry.
+        upper = torch.linalg.qr((left * values.clamp(low, high)).mT).R
+        return self.pack(mu.double(), upper.mT * upper.diagonal().sign()).to(beta.dtype)
 
-    def boxed(self, beta: Tensor) -> Tensor:
-        return projection.boxed(self, beta)
+    def boxed(self, beta: Tensor, sets: Sets | None = None) -> Tensor:
+        """The nearest beta whose coordinates each lie between bounds, about those of the projection sets: of
+        these no coordinate depends on another. Of a full covariance, bounds on the diagonal of its factor."""
+        bounds, ball = sets or (self.bounds, self.ball)
+        if self.covariance != "full" or bounds is None:
+            return self.project(beta, sets)
+        d, (low, high) = self.dimension(beta), bounds
+        rows, cols = torch.tril_indices(d, d, device=beta.device)
+        inside = beta[d:].clamp(math.log(low), math.log(high))
+        return torch.cat((into_ball(beta[:d], ball), torch.where(rows == cols, inside, beta[d:])))
 
-    def at_bound(self, beta: Tensor) -> list[str]:
-        return projection.at_bound(self, beta)
+    def at_bound(self, beta: Tensor, sets: Sets | None = None) -> list[str]:
+        (bounds, ball), out = sets or (self.bounds, self.ball), []
+        least, most, norm = self.scales(beta)
+        if bounds is not None and least <= bounds[0] * 1.0001:
+            out.append(f"the prior's scale is at its lower bound {bounds[0]:g} ({REMEDY})")
+        if bounds is not None and most >= bounds[1] * 0.9999:
+            out.append(f"the prior's scale is at its upper bound {bounds[1]:g} ({REMEDY})")
+        if ball is not None and norm >= ball * 0.9999:
+            out.append(f"the prior's mean is at the edge of its ball, {ball:g}")
+        return out

@@ -17,12 +17,12 @@ from fedpop.message import Answer, Tensors, Total
 from fedpop.models.base import LinearLayout, Model, with_ones
 from fedpop.questions.base import Question, Units
 
-LEAST = 2
+LEAST_EXAMPLES = 2
 """Units with fewer examples add nothing to moments: they would be their data."""
-NOTHING = 1e-10
-"""Of the moments of features whose mean square is one: below it they are multiples of each other."""
-
-ROWS = 64
+COLLINEAR = 1e-10
+"""An eigenvalue of the moments of features whose mean square is one, below which they are multiples of each
+other: rounding leaves 1e-15 of sums in double precision, and (1e-7)^2 of columns in single precision."""
+FEATURE_ROWS = 64
 """Examples of a unit that are used: one number is asked for, and a pass over all images of many clients
 would take as long as several rounds."""
 
@@ -41,7 +41,7 @@ class FeatureScale(Question[Tensors]):
         return {"phi": self.phi}
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        phi, cohort = asked["phi"], units.cohort.thinned(ROWS)
+        phi, cohort = asked["phi"], units.cohort.thinned(FEATURE_ROWS)
         with torch.no_grad():
             features = self.model.features(phi, cohort)
         size = phi.new_zeros(len(cohort), dtype=torch.float64)
@@ -79,18 +79,18 @@ class FeatureMoments(Question[Tensors]):
 
     @property
     def shows_rows(self) -> int:
-        return LEAST
+        return LEAST_EXAMPLES
 
     def ask(self, known: Tensors) -> Tensors:
         return {"phi": self.phi}
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        phi, cohort = asked["phi"], units.cohort.thinned(ROWS)
+        phi, cohort = asked["phi"], units.cohort.thinned(FEATURE_ROWS)
         f = cohort.pad(head_features(self.model, phi, cohort)[0])
         second = (f.mT @ f).flatten(1) if self.whole else f.square().sum(1)
         moments = torch.cat((second, cohort.sizes.double().unsqueeze(1)), 1)
         good = torch.isfinite(moments.to(phi.dtype)).all(1)
-        return Answer(good, {"moments": moments * (cohort.sizes >= LEAST).unsqueeze(1)})
+        return Answer(good, {"moments": moments * (cohort.sizes >= LEAST_EXAMPLES).unsqueeze(1)})
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
         outputs, q = head_layout(self.model)
@@ -135,6 +135,6 @@ def shapes(second: Tensor, variance: float, outputs: int) -> Tensors:
     if second.dim() == 1:
         return spread
     values, vectors = torch.linalg.eigh(unit[:, None] * second * unit)
-    wide = torch.where(values > NOTHING, values, 1.0).rsqrt()
+    wide = torch.where(values > COLLINEAR, values, 1.0).rsqrt()
     root = unit[:, None] * vectors * wide
     return spread | {"shape": share * root @ root.mT}

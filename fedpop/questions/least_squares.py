@@ -17,15 +17,25 @@ from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.models.base import LinearLayout, Model
 from fedpop.questions.base import Question, Units
-from fedpop.questions.features import LEAST, head_features, head_layout, shapes
+from fedpop.questions.features import LEAST_EXAMPLES, head_features, head_layout, shapes
 
 RIDGE = 1e-6
-"""Of a feature's mean square: features that are multiples of each other share a coefficient."""
+"""Of a feature's mean square: features that are multiples of each other share a coefficient. A fit leaves as
+much of y's at least: no start may have a variance of zero."""
+SPREAD_SHARE, LEAST_SPREAD_SHARE = 0.5, 0.1
+"""Of what a fit leaves of y: where z starts with it while the noise is learned too, and at least, where the
+noise that was given explains all of it."""
 
 
 def applies(model: Model) -> bool:
     """Normal targets of a linear head."""
     return model.linear and model.likelihood.quadratic and isinstance(model.z_layout, LinearLayout)
+
+
+def spread_of(left: float, noise: float | None) -> float:
+    """The variance of outputs by z, where a fit of one z for everyone leaves this much of y; ``noise`` is
+    the part of it that was given."""
+    return SPREAD_SHARE * left if noise is None else max(left - noise, LEAST_SPREAD_SHARE * left)
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class LeastSquares(Question[Tensors]):
 
     @property
     def shows_rows(self) -> int:
-        return LEAST
+        return LEAST_EXAMPLES
 
     def ask(self, known: Tensors) -> Tensors:
         return {"phi": known.get("phi", self.phi)}
@@ -55,7 +65,7 @@ class LeastSquares(Question[Tensors]):
         elif offset is not None:
             y = y - offset
         f, y = cohort.pad(f), cohort.pad(y)
-        large = cohort.sizes >= LEAST
+        large = cohort.sizes >= LEAST_EXAMPLES
         moments = torch.cat(
             (
                 torch.einsum("cni,cnj->cij", f, f).flatten(1),
@@ -79,12 +89,11 @@ class LeastSquares(Question[Tensors]):
         c = int(((outputs**2 + 4 * (len(sent) - 2)) ** 0.5 - outputs) / 2 + 0.5)
         second, cross = sent[: c * c].reshape(c, c), sent[c * c : -2].reshape(c, outputs)
         size = second.diagonal() / n
-        size = size.clamp(min=1e-12 * float(size.max()))
+        size = size.clamp(min=1e-12 * float(size.max()))  # a column of zeros has a ridge as well
         weight = torch.linalg.solve(second + torch.diag(RIDGE * n * size), cross)
         explained = float((2 * weight * cross).sum() - (weight * (second @ weight)).sum())
-        left = max(square - explained, 1e-6 * square) / (n * outputs)
-        noise = self.model.likelihood.given_noise
-        spread = 0.5 * left if noise is None else max(left - noise, 0.1 * left)
+        left = max(square - explained, RIDGE * square) / (n * outputs)
+        spread = spread_of(left, self.model.likelihood.given_noise)
         fixed = {"fixed": weight[columns:].mT} if c > columns else {}
         found = shapes(second[:columns, :columns] / n, spread, outputs)
         return fixed | found | {"centre": weight[:columns].mT.reshape(-1), "left": second.new_tensor(left)}

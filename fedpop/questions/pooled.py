@@ -27,12 +27,12 @@ from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.models.base import Model
 from fedpop.questions.base import Question, Units
-from fedpop.questions.features import LEAST
-from fedpop.questions.least_squares import RIDGE
+from fedpop.questions.features import LEAST_EXAMPLES
+from fedpop.questions.least_squares import RIDGE, spread_of
 
-STEPS = 8
+POOLED_STEPS = 8
 """Times that everyone is asked."""
-LARGEST = 30
+LARGEST_POOLED_FIT = 30
 """Dimensions of z up to which it is asked: a unit sends their square."""
 DAMPING = (0.0, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 """Of G'G's diagonal: a step with each is tried, all of them in one question."""
@@ -41,7 +41,8 @@ DAMPING = (0.0, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 def questions(model: Model, phi: Tensor) -> Sequence[Question[Tensors]]:
     """For a function of z whose targets are normal about it; none for other models."""
     applies = not model.linear and not model.scale_from_features and model.likelihood.quadratic
-    return (PooledFit(model, phi),) * STEPS if applies and model.z_layout.size <= LARGEST else ()
+    small = model.z_layout.size <= LARGEST_POOLED_FIT
+    return (PooledFit(model, phi),) * POOLED_STEPS if applies and small else ()
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class PooledFit(Question[Tensors]):
 
     @property
     def shows_rows(self) -> int:
-        return LEAST
+        return LEAST_EXAMPLES
 
     def ask(self, known: Tensors) -> Tensors:
         return {"phi": self.phi, "z": known.get("trials", self.model.prior_centre().unsqueeze(0))}
@@ -67,7 +68,7 @@ class PooledFit(Question[Tensors]):
         # Where a trial leads out of what this unit can compute, it says so, and counts in the others.
         lost = ~torch.isfinite(sums).all(2, keepdim=True)
         sums = torch.cat((torch.where(lost, torch.zeros_like(sums), sums), lost.double()), 2)
-        small = (units.cohort.sizes < LEAST)[:, None, None]
+        small = (units.cohort.sizes < LEAST_EXAMPLES)[:, None, None]
         return Answer(~lost.all(1).squeeze(1), {"sums": torch.where(small, 0.0, sums).flatten(1)})
 
     def _sums(self, phi: Tensor, z: Tensor, cohort: Cohort) -> Tensor:
@@ -102,8 +103,7 @@ class PooledFit(Question[Tensors]):
         size = torch.diag(second.diagonal().clamp(min=1e-12 * float(second.diagonal().max())))
         steps = [torch.linalg.solve(second + (RIDGE + damping) * size, cross) for damping in DAMPING]
         left = float(tried[best]) / self.model.outputs
-        noise = self.model.likelihood.given_noise
-        spread = 0.5 * left if noise is None else max(left - noise, 0.1 * left)
+        spread = spread_of(left, self.model.likelihood.given_noise)
         variance = spread * sums[best, -2] / d * torch.linalg.inv(second + RIDGE * size).diagonal()
         return {
             "centre": z[best],

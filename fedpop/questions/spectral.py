@@ -30,6 +30,13 @@ from fedpop.models.composition import Composition
 from fedpop.questions.base import Question, Units
 from fedpop.settings import Setting
 
+LEAST_MOMENT = 1e-8
+"""Of the largest eigenvalue of x's moments: messages are in single precision, which has 6e-8, so less is
+nothing but rounding and is not blown up by whitening."""
+SHORTEST_DIRECTION = 1e-2
+"""Of the largest eigenvalue of the cross products: negative or tiny ones are noise, and such a direction
+still needs some length to move."""
+
 
 def applies(model: Model) -> bool:
     """A linear backbone and a linear head with one output, both without bias."""
@@ -93,7 +100,7 @@ class SecondMoments(Question[Tensors]):
         second, count = (total.plain[n].double() for n in ("second", "count"))
         k = int(second.shape[0] ** 0.5 + 0.5)
         values, vectors = torch.linalg.eigh(second.reshape(k, k) / count.clamp(min=1))
-        floor = values.max() * 1e-8
+        floor = values.max() * LEAST_MOMENT
         return {"whitener": vectors * values.clamp(min=floor).rsqrt() @ vectors.mT}
 
 
@@ -133,8 +140,7 @@ class CrossProducts(Question[Tensors]):
         k = whitener.shape[0]
         span = torch.linalg.eigh(even.reshape(k, k))[1][:, -width:]
         values, vectors = torch.linalg.eigh(span.mT @ cross.reshape(k, k) @ span / pairs)
-        # Negative or tiny eigenvalues are noise: such a direction still needs some length to move.
-        top = values.clamp(min=1e-2 * float(values.abs().max()))
+        top = values.clamp(min=SHORTEST_DIRECTION * float(values.abs().max()))
         weight = (span @ vectors * top.sqrt()).mT.flip(0) @ whitener  # the largest first
         return {"phi": torch.cat((weight.reshape(-1).to(phi.dtype), phi[weight.numel() :]))}
 

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from fedpop.decisions import Decision
 from fedpop.keys import Key
 from fedpop.message import Tensors
 from fedpop.models.base import Model
 from fedpop.priors import Prior
+from fedpop.priors.base import normals_of
 from fedpop.questions import least_squares, pooled, spectral
 from fedpop.questions.base import Question
 from fedpop.questions.features import FeatureMoments, FeatureScale
@@ -44,6 +46,22 @@ def questions(
     return (FeatureMoments(model, phi, whole=prior.covariance == "full" and prior.component is prior),)
 
 
+def decision(asked: Sequence[Question[Tensors]], prior: Prior) -> Decision:
+    """Where theta starts, by what everyone is asked for it."""
+    known = {
+        "second moments": ("spectral", "a linear backbone and a linear head with one output, without bias"),
+        "least squares": ("least squares", "normal targets of a linear head"),
+        "pooled fit": ("pooled least squares", "normal targets of a function of few parameters"),
+        "feature scale": ("scale of the features", "outputs are to have variance one"),
+        "feature moments": ("moments of the features", "outputs are to have variance one, in any units"),
+    }
+    found = [known[name] for name in dict.fromkeys(q.name for q in asked) if name in known]
+    if not found:
+        given = prior.scale is not None
+        return Decision("start", "as given", f"the {'prior has its scale' if given else 'model has a place'}")
+    return Decision("start", " and ".join(chosen for chosen, _ in found), found[0][1])
+
+
 def theta(model: Model, prior: Prior, phi: Tensor, known: Tensors, key: Key) -> tuple[Tensor, Tensor]:
     """phi and beta from the answers, where there are any; what was given stays as it was given."""
     phi, spectral_start = known.get("phi", phi), "whitener" in known
@@ -66,6 +84,10 @@ def theta(model: Model, prior: Prior, phi: Tensor, known: Tensors, key: Key) -> 
     if "scale" in known:
         beta = prior.rescaled(beta, float(known["scale"]))
     if "spread" in known and not spectral_start and prior.scale is None:
-        spread = prior.spread_out(beta.double(), known["spread"].double(), known.get("shape"))
+        sd, normals = known["spread"].double(), normals_of(prior)
+        if normals is None:  # one scale that stands for them
+            spread = prior.rescaled(beta.double(), float(sd.log().mean().exp()))
+        else:
+            spread = normals.spread_out(beta.double(), sd, known.get("shape"))
         beta = prior.project(spread.to(beta.dtype))
     return phi, beta

@@ -21,7 +21,7 @@ from fedpop.population import Population
 from fedpop.report import terminal
 from fedpop.report.html import Sheet
 
-DRAWS = 5
+COUNTED_DRAWS = 5
 """The M of the table: draws of z, or samples of w, that predictions average over."""
 CLIENTS, EXAMPLES, INPUTS, FEATURES = 4, 6, 7, 3
 
@@ -77,14 +77,14 @@ def small_model() -> Composition:
 
 
 def live(method: type[Algorithm], model: Composition) -> Population:
-    """A method after a few rounds with a few clients, with ``DRAWS`` draws where it draws."""
+    """A method after a few rounds with a few clients, with ``COUNTED_DRAWS`` draws where it draws."""
     key, ids = Key(0, purpose="data"), torch.arange(CLIENTS)
     x = key.at(purpose="x").normal(ids, (EXAMPLES, INPUTS), torch.float64)
     y = key.at(purpose="y").normal(ids, (EXAMPLES,), torch.float64)
     known = {f.name for f in fields(method)}
     wanted: dict[str, Any] = {
-        "final": Final(chains=1, draws=DRAWS),
-        "samples": DRAWS,
+        "final": Final(chains=1, draws=COUNTED_DRAWS),
+        "samples": COUNTED_DRAWS,
         "burn_in": 0,
         "thin": 1,
     }
@@ -92,7 +92,7 @@ def live(method: type[Algorithm], model: Composition) -> Population:
         wanted.pop("burn_in")
     settings = {name: value for name, value in wanted.items() if name in known}
     clients = list(zip(x, y, strict=True))
-    return method(model, **settings).fit(clients, rounds=2 * DRAWS, progress=False)
+    return method(model, **settings).fit(clients, rounds=2 * COUNTED_DRAWS, progress=False)
 
 
 def features(method: type[Algorithm], model: Composition) -> Features:
@@ -125,7 +125,7 @@ def features(method: type[Algorithm], model: Composition) -> Features:
     )
 
 
-def by_formula(memory: str, d: int, d_phi: int, draws: int = DRAWS) -> int:
+def by_formula(memory: str, d: int, d_phi: int, draws: int = COUNTED_DRAWS) -> int:
     """The number that a formula in M, d and d_phi stands for."""
     known = {
         "d + d_phi": d + d_phi,
@@ -169,8 +169,8 @@ def feature_sheets(methods: Iterable[type[Algorithm]] | None = None) -> tuple[Sh
         "several local steps between two messages, unbiased "
         "compression of what is sent, or both. a client holds: how many numbers its predictions read, where "
         "d are a client's own parameters, d_phi the shared ones and M the draws; counted on a live client "
-        f"with d = {d}, d_phi = {d_phi} and M = {DRAWS}, and in brackets what the formula gives. kept: "
-        "numbers that it holds between rounds."
+        f"with d = {d}, d_phi = {d_phi} and M = {COUNTED_DRAWS}, and in brackets what the formula gives. "
+        "kept: numbers that it holds between rounds."
     )
     table = Sheet(COLUMNS, [_row(f, by_formula(f.memory, d, d_phi)) for f in measured])
     return table, Sheet(("method", "reference"), [(f.name, f.reference) for f in measured]), note

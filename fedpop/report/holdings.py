@@ -15,11 +15,11 @@ from fedpop.report.looks import BLUE
 from fedpop.report.style import image_of, new_figure, root_scale, styled, whole_numbers
 
 FORMS = (".png", ".svg", ".pdf")
-NAMED = 20
+MOST_NAMED_CLASSES = 20
 """Classes up to which each is named on the axis."""
-APART = 120
+MOST_BARS = 120
 """Clients up to which each has a bar and lines of its own."""
-WIDE = 1000
+MOST_PIXELS = 1000
 """Clients up to which each is a pixel wide at least."""
 
 
@@ -30,12 +30,12 @@ def draw_holdings(counts: Tensor, classes: Sequence[str], title: str, path: Path
     if path.suffix not in FORMS:
         raise SettingsError(f"a picture is a file that ends in {', '.join(FORMS)}, not {path.name!r}")
     b, kinds = counts.shape
-    height = 0.22 * kinds if kinds <= NAMED else 4.5
+    height = 0.22 * kinds if kinds <= MOST_NAMED_CLASSES else 4.5
     with styled():
         figure = new_figure(min(max(3.2 + 0.07 * b, 5.0), 12.0), 1.9 + height)
         top, table = figure.subplots(2, 1, sharex=True, height_ratios=(0.9, height))
         sizes = counts.sum(1).tolist()
-        if b <= APART:
+        if b <= MOST_BARS:
             top.bar(range(b), sizes, width=0.85, color=BLUE)
         else:  # one outline: gaps that are narrower than a pixel would be stripes
             top.stairs(sizes, np.arange(b + 1) - 0.5, fill=True, color=BLUE)
@@ -53,13 +53,13 @@ def draw_holdings(counts: Tensor, classes: Sequence[str], title: str, path: Path
             interpolation="none",
             extent=(-0.5, b - 0.5, kinds - 0.5, -0.5),
         )
-        if kinds <= NAMED:
+        if kinds <= MOST_NAMED_CLASSES:
             table.set_yticks(range(kinds), list(classes), fontsize=8)
         table.set_ylabel("class")
         table.set_xlabel("client" if together == 1 else f"client (shades are means of {together})")
         table.grid(visible=False)
         # Lines between cells, so that equal shades next to each other can be counted.
-        if b <= APART and kinds <= NAMED:
+        if b <= MOST_BARS and kinds <= MOST_NAMED_CLASSES:
             table.set_xticks([i - 0.5 for i in range(1, b)], minor=True)
             table.set_yticks([i - 0.5 for i in range(1, kinds)], minor=True)
             table.grid(which="minor", color="#dddddd", linewidth=0.4, visible=True)
@@ -76,7 +76,7 @@ def _columns(counts: Tensor) -> tuple[npt.NDArray[np.float64], int]:
     """``[classes, columns]``, a column for each client, or for several where clients outnumber pixels;
     and how many share one."""
     table = counts.T.double().numpy()
-    together = -(-table.shape[1] // WIDE)
+    together = -(-table.shape[1] // MOST_PIXELS)
     first = np.arange(0, table.shape[1], together)
     sizes = np.diff(np.append(first, table.shape[1]))
     return np.add.reduceat(table, first, axis=1) / sizes, together

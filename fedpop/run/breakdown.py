@@ -10,7 +10,7 @@ import torch
 from fedpop.errors import TrainingError
 from fedpop.message import Tensors
 
-PATIENCE = 3
+MOST_SILENT_ROUNDS = 3
 """Rounds in a row in which everybody who took part was left out, after which a run ends."""
 REMEDY = (
     "look at this client's data (their scale, outliers) and take smaller steps; standardise x and y where "
@@ -34,10 +34,10 @@ def require_somebody(history: Sequence[Mapping[str, Any]], over: bool) -> None:
         if not nobody(metrics):
             break
         silent += 1
-        if silent >= PATIENCE:
+        if silent >= MOST_SILENT_ROUNDS:
             break
     received = any(_silent(m) < m["active"] for m in history) if over and silent else True
-    if silent < PATIENCE and received:
+    if silent < MOST_SILENT_ROUNDS and received:
         return
     first = _first_silent(history)
     who, rounds = first["left_out"][0], "round" if silent == 1 else f"{silent} rounds in a row"

@@ -14,10 +14,10 @@ from fedpop.errors import CheckpointError, OtherSettingsError, warn_user
 from fedpop.files import read_sealed, read_tensors, reading, write_sealed, write_tensors, writing
 from fedpop.version import __version__
 
-KEEP = 2
 MOST_THREADS = 2**15
-FORMAT = 3
-"""Of the layout; what fedpop 0.2.0 and before wrote had no number."""
+"""That a file may ask for."""
+CHECKPOINT_FORMAT = 4
+"""Of the layout; what fedpop 0.2.0 and before wrote had no number, 3 had the engine among the settings."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
     try:
         meta["digest"] = write_tensors(tensors, checkpoint.tensors)
         # The JSON is written last: a checkpoint exists only once both files are whole.
-        write_sealed(folder / f"{name}.json", meta | {"format": FORMAT, "version": __version__})
+        write_sealed(folder / f"{name}.json", meta | {"format": CHECKPOINT_FORMAT, "version": __version__})
     except CheckpointError:
         if not (folder / f"{name}.json").exists():
             tensors.unlink(missing_ok=True)
         raise
-    for old in sorted(folder.glob("round-*.json"))[:-KEEP]:
+    for old in sorted(folder.glob("round-*.json"))[:-2]:  # one to go back to, should the last be damaged
         old.unlink()
         old.with_suffix(".safetensors").unlink(missing_ok=True)
     complete = {p.stem for p in folder.glob("round-*.json")}
@@ -93,7 +93,7 @@ def read(folder: Path) -> Checkpoint | None:
 def _read_one(path: Path) -> Checkpoint:
     meta = read_sealed(path, "a checkpoint")
     written = (meta.pop("format", None), meta.pop("version", "0.2.0 or before"))
-    if written[0] != FORMAT:
+    if written[0] != CHECKPOINT_FORMAT:
         raise CheckpointError(
             f"{path} was written by fedpop {written[1]} in its own layout, which {__version__} does not read "
             "and does not migrate: finish the run with that version, or start it again in another folder"
@@ -131,9 +131,10 @@ def _name(round: int) -> str:
 
 def require_same(config: dict[str, Any], saved: dict[str, Any]) -> None:
     """Refuse to resume a run whose settings or data have changed; name what differs. More rounds are none of
-    them: the run is extended."""
+    them: the run is extended. Nor is why its engine is the one it is."""
     config = json.loads(json.dumps(config))
-    different = _differences("", saved | {"rounds": None}, config | {"rounds": None})
+    then, now = (c | {"rounds": None, "engine": str(c.get("engine")).split(":")[0]} for c in (saved, config))
+    different = _differences("", then, now)
     if different:
         raise OtherSettingsError(
             "cannot resume: settings differ from those of the saved run ("

@@ -88,6 +88,11 @@ class Members(ABC):
         """Of the members: units that are sites by themselves, or sites."""
 
     @property
+    def waits(self) -> bool:
+        """A round waits for everyone who was asked; else it closes on a quorum."""
+        return True
+
+    @property
     @abstractmethod
     def units(self) -> int:
         """How many units there are at present: the paper's b."""
@@ -204,6 +209,7 @@ class LocalMembers(Members):
         self.at = self._given if data.sites is None else data.sites
         """Units of each site."""
         self.sites = Sites(data.federation, self.device, sites=self.at, tables=data.tables)
+        self._examples: int | None = None
         self._roster = replace(data.federation.roster, sites=self.sites.sites)
         self.plan: Plan = study.plan(data.federation, parse_bytes(self._memory))
 
@@ -225,7 +231,9 @@ class LocalMembers(Members):
 
     @property
     def examples(self) -> int:
-        return int(self.federation.train.sizes.sum())
+        if self._examples is None:  # of a million clients it takes as long as a small round
+            self._examples = int(self.federation.train.sizes.sum())
+        return self._examples
 
     @property
     def federation(self) -> Federation:

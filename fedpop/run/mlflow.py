@@ -64,10 +64,10 @@ class MLflow(Checked, Callback):
                 return
             known = self._client.get_experiment_by_name(self.experiment)
             where = known.experiment_id if known else self._client.create_experiment(self.experiment)
-            name = self.run_name or run.algorithm.label
+            name = self.run_name or run.label
             name += f", restart {run.restart}" if run.restart else ""
             self._id = self._client.create_run(where, run_name=name).info.run_id
-            self._client.log_param(self._id, "method", run.algorithm.label)
+            self._client.log_param(self._id, "method", run.label)
             self._client.log_param(self._id, "seed", run.settings.seed)
         except mlflow.exceptions.MlflowException as error:
             reason = " ".join(str(error).split())[:300]

@@ -55,8 +55,8 @@ class Bar:
 
 
 @contextmanager
-def progress_bar(label: str, rounds: int, start: int, show: bool | None) -> Iterator[Bar]:
-    """A bar on standard error; ``show`` None shows it on a terminal only."""
+def progress_bar(label: str, rounds: int, start: int, show: bool | None, engine: str = "") -> Iterator[Bar]:
+    """A bar on standard error, below the engine and why it is that; ``show`` None: on a terminal only."""
     if not (sys.stderr.isatty() if show is None else show):
         yield Bar(None, None)
         return
@@ -68,5 +68,7 @@ def progress_bar(label: str, rounds: int, start: int, show: bool | None) -> Iter
         TimeRemainingColumn(compact=True),
     )
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=8) as progress:
+        if engine:
+            progress.console.print(f"{label}, {engine}", highlight=False)
         task = progress.add_task(label, total=rounds, completed=start, numbers="")
         yield Bar(progress, task)

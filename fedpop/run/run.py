@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedpop.client.cost import WORK
+from fedpop.decisions import Decision
 from fedpop.errors import CheckpointError, SettingsError
 from fedpop.evaluation.validation import ValidationScore
 from fedpop.evaluation.verdict import Verdict
@@ -20,13 +21,15 @@ from fedpop.federation.clients import Federation
 from fedpop.files import reading, writable_folder, write_json
 from fedpop.keys import Key
 from fedpop.message import Tensors, Total
-from fedpop.methods.base import Algorithm, Facts, Round
+from fedpop.methods.base import Algorithm, Facts, Round, chosen
+from fedpop.methods.hierarchical import how
 from fedpop.population import Population
 from fedpop.questions import Question
 from fedpop.run import checkpoint as checkpoints
 from fedpop.run import stages
 from fedpop.run.breakdown import nobody, require_finite_theta, require_somebody
 from fedpop.run.callbacks import Callback
+from fedpop.run.deciding import decisions_of
 from fedpop.run.guards import patient_interrupts, threads
 from fedpop.run.lock import locked_folder
 from fedpop.run.members import Asking, LocalMembers, Members, roster_of
@@ -58,7 +61,9 @@ class Run:
         roster = members.roster if isinstance(members, Members) else roster_of(members, settings.sites)
         settings.participation.check(roster)
         algorithm.check_participation(settings.participation)
-        algorithm = algorithm.for_rule(settings.participation)
+        waits = members.waits if isinstance(members, Members) else True
+        choice = chosen(algorithm, settings.participation, waits)
+        asked, algorithm = algorithm, choice.method
         algorithm.check(members.names)
         if settings.sites is not None and not algorithm.channel.one_for_all:
             raise SettingsError("a site of several clients has one compressor: give one for all")
@@ -79,6 +84,11 @@ class Run:
         """The server's. Sites have others, which in simulation derive from the seed too."""
         self.secret = Key(settings.seed, purpose="site")
         self.algorithm = algorithm
+        """What runs."""
+        self.asked = None if asked is algorithm else asked
+        """What was given, where that left open what runs."""
+        self.engine = choice.reason
+        """And why it is this."""
         self.server: Tensors = {}
         self.usual: Tensors = {}
         """Norms of messages, which the guard goes by."""
@@ -93,6 +103,8 @@ class Run:
         """Of the information at theta, where a verdict has found it."""
         self.best_round: int | None = None
         """The round whose theta is returned, where validation data choose it."""
+        self.decisions: tuple[Decision, ...] = ()
+        """What settings left open, and what it is here."""
         self._best: tuple[Tensors, Tensors] | None = None
         """The server's state, and what members need to go back to theirs."""
 
@@ -136,7 +148,7 @@ class Run:
             threads(self.threads),
             nullcontext() if self.metrics is None else self.metrics.opened(),
             patient_interrupts() as interrupted,
-            progress_bar(self.algorithm.label, self.ends[-1], self.round, progress) as bar,
+            progress_bar(self.label, self.ends[-1], self.round, progress, self.engine) as bar,
         ):
             while not stopped and (self.round < self.ends[-1] or self._goes_on()):
                 metrics = self.train_round()
@@ -185,6 +197,10 @@ class Run:
         self.ends, self.verdict = [*self.ends, end], None
         return True
 
+    @property
+    def label(self) -> str:
+        return (self.asked or self.algorithm).label
+
     def _judge(self, thorough: bool = False) -> Verdict | None:
         """A verdict on the present theta; the inverse information that it finds serves further stages."""
         found = stages.judged(self, thorough)
@@ -193,9 +209,10 @@ class Run:
         return found.verdict
 
     def population(self) -> Population:
-        """What has been learned so far."""
+        """What has been learned so far; by which engine makes no difference to what is asked of it."""
+        method = self.algorithm
         return Population(
-            algorithm=self.algorithm,
+            algorithm=method if self.asked is None else self.asked.with_model(method.model),
             published=self.algorithm.publish(self.server),
             key=self.secret,
             federation=self.members.federation,
@@ -209,6 +226,8 @@ class Run:
             drift=self.algorithm.drift(self.server),
             convergence=self.verdict,
             best_round=self.best_round,
+            how=[*([("engine", self.engine)] if self.engine else []), *how(method)],
+            decisions=self.decisions,
         )
 
     def begin(self, resume: bool = False) -> bool:
@@ -228,9 +247,9 @@ class Run:
             self.ends = stages.planned(saved.ends, self.settings.rounds)
             if self.metrics is not None:
                 self.history = self.metrics.read(saved.metrics_bytes, saved.metrics_digest)
-            if self.folder is not None and self.requested != saved.config:
-                write_json(self.folder / "config.json", self.requested)  # the same, with more rounds
-            return self._restore(saved)
+            stopped = self._restore(saved)
+            self._decide(write=self.requested != saved.config)  # the same, with more rounds
+            return stopped
         started = time.perf_counter()
         self._compute_in(self.algorithm.model.chosen_precision(), self.algorithm)
         self._use(self.algorithm.calibrated(self._trial))
@@ -239,9 +258,15 @@ class Run:
             known |= self._asked(question, known)
         self.server = self.algorithm.init(self.facts, self.key, known)
         self.spend({"seconds": time.perf_counter() - started})
-        if self.folder is not None:
-            write_json(self.folder / "config.json", self.requested)
+        self._decide(write=True)
         return False
+
+    def _decide(self, write: bool) -> None:
+        """Say what was decided, beside the settings: a run that is resumed may decide otherwise."""
+        self.decisions = decisions_of(self)
+        if self.folder is not None and write:
+            plain = [decision.plain() for decision in self.decisions]
+            write_json(self.folder / "config.json", self.requested | {"decisions": plain})
 
     def _compute_in(self, precision: str, algorithm: Algorithm) -> None:
         """The type that the backbone runs in is chosen once, and stays: it is in the checkpoint."""
@@ -283,7 +308,7 @@ class Run:
     def _config(self) -> dict[str, Any]:
         model = self.algorithm.model
         config = {
-            "algorithm": self.algorithm.describe(),
+            "algorithm": (self.asked or self.algorithm).describe(),
             "model": {"modules": [repr(m) for m in model.modules()], "likelihood": repr(model.likelihood)},
             "rounds": self.settings.rounds,
             "seed": self.settings.seed,
@@ -293,6 +318,8 @@ class Run:
             "sites": self.settings.sites and {k: list(v) for k, v in self.settings.sites.items()},
             "restart": self.restart,
         } | self.members.describe()
+        if self.engine:
+            config["engine"] = self.engine
         if self.settings.weigh != "server":
             config["weigh"] = self.settings.weigh
         return json.loads(json.dumps(config))  # type: ignore[no-any-return]

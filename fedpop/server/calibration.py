@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from fedpop.errors import EstimateError
 
-ROUNDS = 20
+RATE_TRIAL_ROUNDS = 20
 
 
 def largest_rate(path_of: Callable[[float], list[float]], exact: bool) -> float:
@@ -27,8 +27,8 @@ def largest_rate(path_of: Callable[[float], list[float]], exact: bool) -> float:
         if path[-1] > path[0] and rises(path, fluctuation(path)):
             return 10.0**exponent
     raise EstimateError(
-        f"no step size from 10 down to 1e-12 kept the likelihood from falling over {ROUNDS} trial rounds; "
-        "give a rate, or more local_steps, which make steps less noisy"
+        "no step size from 10 down to 1e-12 kept the likelihood from falling over "
+        f"{RATE_TRIAL_ROUNDS} trial rounds; give a rate, or more local_steps, which make steps less noisy"
     )
 
 

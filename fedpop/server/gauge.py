@@ -7,7 +7,7 @@ bias, a scale) for an isotropic one, any invertible A for a full covariance, non
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedpop.models.base import LinearLayout, Model
 from fedpop.models.composition import Composition
-from fedpop.priors.base import Part, Prior
+from fedpop.priors.base import OfNormals, Part, Prior, matched, normals_of
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Gauge:
     bias: slice | None
     width: int
     layout: LinearLayout
-    prior: Prior
+    prior: OfNormals
 
     @classmethod
     def of(cls, model: Model, prior: Prior) -> Gauge | None:
         """The gauge of a model, or None when it has none that we know of."""
-        normal = prior.component
-        if normal is None:
+        made, normal = normals_of(prior), prior.component
+        if made is None or normal is None:
             return None  # an energy's network would have to turn with z
         if not isinstance(model, Composition) or not isinstance(model.z_layout, LinearLayout):
             return None
@@ -50,7 +50,7 @@ class Gauge:
         layout = model.z_layout
         if prior.covariance == "full" and (layout.bias or layout.outputs > 1):
             return None
-        return cls(weight, spans.get(f"{name}.bias"), last.out_features, layout, prior)
+        return cls(weight, spans.get(f"{name}.bias"), last.out_features, layout, made)
 
     def matrix(self, phi: Tensor) -> Tensor:
         """W with its bias as a further column."""
@@ -68,13 +68,8 @@ class Gauge:
             moved = moved[:, :-1]
         phi[self.weight] = moved.reshape(-1)
         inverse = torch.linalg.inv(a)
-        moved_parts = [self._part(part, a, inverse) for part in self._parts(beta)]
+        moved_parts = [self._part(part, a, inverse) for part in self.prior.parts(beta)]
         return phi, self.prior.replaced(beta, moved_parts)
-
-    def _parts(self, beta: Tensor) -> Sequence[Part]:
-        parts = self.prior.parts(beta)
-        assert parts is not None
-        return parts
 
     def _part(self, part: Part, a: Tensor, inverse: Tensor) -> Tensor:
         """One Normal of the prior, for heads that are A^-T z."""
@@ -103,7 +98,7 @@ class Gauge:
 
     def _log_scale(self, beta: Tensor) -> Tensor:
         """log sigma of an isotropic prior; its mean over components, by their weights."""
-        parts = self._parts(beta)
+        parts = self.prior.parts(beta)
         return torch.stack([p.log_weight.exp() * p.beta[-1] for p in parts]).sum()
 
 
@@ -116,6 +111,6 @@ def aligner(model: Model, prior: Prior) -> Callable[[Tensor, Tensor], Tensor]:
         phi, beta = theta[:size], theta[size:]
         if gauge is not None:
             phi, beta = gauge.align(phi, beta, reference[:size], reference[size:])
-        return torch.cat((phi, prior.matched(beta, reference[size:])))
+        return torch.cat((phi, matched(prior, beta, reference[size:])))
 
     return align

@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.checked import Factor, Positive
+from fedpop.checked import Factor, NotNegative, Positive, Whole
 from fedpop.errors import SettingsError
-from fedpop.server.schedules import Constant, Decay, Rounds, Schedule
+from fedpop.server.schedules import Constant, Cosine, Decay, Rounds, Schedule
 from fedpop.settings import Setting
 
 OptimiserState = dict[str, Tensor]
@@ -25,9 +25,9 @@ class Optimiser(Setting, ABC):
     averages: ClassVar[bool] = False
     """Its gradient is the clients' mean move rather than a sum of gradients."""
 
-    def for_weights(self, count: int) -> Optimiser:
-        """This rule where the first ``count`` coordinates are weights; those after them are a likelihood's
-        own parameters, which no weight decay should touch."""
+    def for_weights(self, count: int, examples: float = math.inf) -> Optimiser:
+        """This rule where the first ``count`` coordinates are weights, which so many examples are there for;
+        those after them are a likelihood's own parameters, which no weight decay should touch."""
         return self
 
     @abstractmethod
@@ -105,6 +105,12 @@ class Adam(Optimiser):
     def step(
         self, x: Tensor, grad: Tensor, state: OptimiserState, unit: Tensor, k: int, rounds: Rounds
     ) -> tuple[Tensor, OptimiserState]:
+        return self.moved(x, grad, state, unit, self.rate * self.schedule.factor(k, rounds))
+
+    def moved(
+        self, x: Tensor, grad: Tensor, state: OptimiserState, unit: Tensor, rate: float
+    ) -> tuple[Tensor, OptimiserState]:
+        """A step at this rate."""
         count = state["count"] + 1
         steps = float(count)
         first = torch.lerp(state["first"], grad, 1 - self.beta1)
@@ -112,8 +118,7 @@ class Adam(Optimiser):
         # Coordinates that never had a gradient stay where they are.
         move = first / second.sqrt().clamp(min=torch.finfo(x.dtype).tiny)
         unbiased = math.sqrt(1 - self.beta2**steps) / (1 - self.beta1**steps)
-        rate = self.rate * self.schedule.factor(k, rounds) * unbiased
-        new = torch.addcmul(x, unit, move, value=rate)
+        new = torch.addcmul(x, unit, move, value=rate * unbiased)
         return new, {"first": first, "second": second, "count": count}
 
 
@@ -148,7 +153,7 @@ class AdamW(Adam):
                 f"a step shrinks x by rate * decay, which lies in [0, 1), not {self.rate * self.decay:g}"
             )
 
-    def for_weights(self, count: int) -> Optimiser:
+    def for_weights(self, count: int, examples: float = math.inf) -> Optimiser:
         return replace(self, weights=count)
 
     def step(
@@ -157,6 +162,41 @@ class AdamW(Adam):
         kept = torch.ones_like(x)
         kept[: self.weights] -= self.rate * self.schedule.factor(k, rounds) * self.decay
         return super().step(kept * x, grad, state, unit, k, rounds)
+
+
+@dataclass(frozen=True)
+class NetworkAdam(Adam):
+    """Adam for a network's weights, which decay as under a prior that is worth some examples.
+
+    What ``FedSOUL`` takes for networks. phi is one estimate for all: with few examples in all it would learn
+    them by heart (``docs/defaults.md``), so that ``AdamW``'s decay is ``worth`` over their number, at most
+    one, where weights outnumber them. A small network is judged by its likelihood and maximises it.
+
+    Args:
+        rate: How far a step goes, as a share of a coordinate's natural size; 0.03 unless told.
+        schedule: What the rate, and the decay with it, is multiplied by over the rounds;
+            ``Cosine(warm_up=10)`` unless told. Adam's first steps move all weights of a layer by the same
+            size and, where one cause makes their signs agree, all in one direction, which multiplies over
+            layers: so the first round moves them by a tenth of that, and the next nine by as much more.
+        beta1: How much of the mean of gradients is kept in a step, in [0, 1); 0.9 unless told.
+        beta2: How much of the mean of their squares is kept in a step, in [0, 1); 0.99 unless told.
+        worth: Of how many examples the prior is worth; 100 unless told, and 0 is none.
+        least: Networks with so many weights or fewer have no decay; 500 unless told.
+
+    >>> step = NetworkAdam()
+    >>> step.for_weights(2000, examples=1000).decay, step.for_weights(400, examples=10).decay
+    (0.1, 0.0)
+    """
+
+    rate: Positive = 0.03
+    schedule: Schedule = field(default_factory=lambda: Cosine(warm_up=10))
+    worth: NotNegative = 100
+    least: Whole = 500
+
+    def for_weights(self, count: int, examples: float = math.inf) -> Optimiser:
+        many = count > max(examples, self.least)
+        decay = min(self.worth / max(examples, 1), 1.0) if many else 0.0
+        return AdamW(self.rate, self.schedule, self.beta1, self.beta2, decay, count)
 
 
 @dataclass(frozen=True)

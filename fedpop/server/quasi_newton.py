@@ -18,13 +18,13 @@ from torch import Tensor
 from fedpop.message import Tensors
 
 ARMIJO, WOLFE = 1e-4, 0.9
-LONGEST = 5.0
+LONGEST_FIRST_TRIAL = 5.0
 """The first trial of a search moves no coordinate by more than so many of its units."""
-TRIES = 20
+MOST_EVALUATIONS = 20
 """Evaluations of one search."""
-FLAT = 1e-9
+GAUGE_CURVATURE = 1e-9
 """Curvatures below this share of the largest one count as this: a gauge direction has none."""
-SADDLE = -1e-3
+SADDLE_CURVATURE = -1e-3
 """The curvature, in natural units, below which a stationary point is no minimum: 5e-4 for a step of one."""
 CURVATURE, BRACKET, ZOOM, CONVERGED, STALLED, VALUE = range(6)
 
@@ -144,14 +144,14 @@ def _measured(state: SearchState, curvature: Tensor, unit: Tensor, tolerance: fl
     """At x the curvature is known: a minimum, or a direction by absolute curvatures, which leave saddles."""
     scaled = unit.unsqueeze(1) * curvature * unit
     values, vectors = torch.linalg.eigh(0.5 * (scaled + scaled.mT))
-    least = max(FLAT * float(values.abs().max()), torch.finfo(values.dtype).tiny)
+    least = max(GAUGE_CURVATURE * float(values.abs().max()), torch.finfo(values.dtype).tiny)
     basis = unit.unsqueeze(1) * vectors
     inverse = basis / values.abs().clamp(min=least) @ basis.mT
     gain = 0.5 * float(state.g @ inverse @ state.g)
     state = replace(state, inverse=inverse, gain=gain, since=0)
     if gain >= tolerance:
         return _along(state, -(inverse @ state.g), unit)
-    if float(values[0]) >= SADDLE:
+    if float(values[0]) >= SADDLE_CURVATURE:
         return replace(state, phase=CONVERGED, trial=state.x)
     away = basis[:, 0]
     return _along(state, -away if float(state.g @ away) > 0 else away, unit)
@@ -163,7 +163,7 @@ def _along(state: SearchState, direction: Tensor, unit: Tensor) -> SearchState:
     reach = float((direction / unit).abs().max())
     if not slope <= 0 or not 0 < reach < math.inf:
         return _given_up(state)
-    t = min(1.0, LONGEST / reach)
+    t = min(1.0, LONGEST_FIRST_TRIAL / reach)
     return replace(
         state,
         direction=direction,
@@ -199,7 +199,7 @@ def _searched(state: SearchState, at: Point, g: Tensor, unit: Tensor, tolerance:
         return _accepted(state, at, g, unit, tolerance)
     if state.phase == BRACKET and at.slope < 0:  # still going down: further out
         t = at.t * 2.5
-        if state.tries >= TRIES:
+        if state.tries >= MOST_EVALUATIONS:
             return _accepted(state, at, g, unit, tolerance)
         return replace(state, low=at, low_g=g, t=t, trial=state.x + t * state.direction)
     away = state.high.t - low.t if state.phase == ZOOM else at.t - low.t
@@ -211,7 +211,7 @@ def _between(state: SearchState, unit: Tensor, tolerance: float) -> SearchState:
     """The next trial between the ends of the bracket, or the better end when it has become small."""
     low, high = state.low, state.high
     width = high.t - low.t
-    if state.tries >= TRIES or abs(width) <= 1e-12 * max(abs(low.t), abs(high.t)):
+    if state.tries >= MOST_EVALUATIONS or abs(width) <= 1e-12 * max(abs(low.t), abs(high.t)):
         if low.t > 0 and low.f < state.f:
             return _accepted(state, low, state.low_g, unit, tolerance)
         return _given_up(state)

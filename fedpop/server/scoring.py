@@ -8,7 +8,8 @@ gradient that round k brings,
 
 which on a quadratic is the mean of all the stage's Newton steps: no use of the same messages ends nearer. k_0
 is sqrt(p/2 b/|A|): the noise of a round of |A| among b units costs a full step about p/2 b/|A| nats, so the
-first one costs one. No step is longer than ``LONGEST``, for a gradient that is out of all proportion.
+first one costs one. No step is longer than ``LONGEST_SCORING_STEP``, for a gradient that is out of all
+proportion.
 
 After K such steps with a share p of units in each round sqrt((1/p - 1) / K) standard errors of theta are left
 of the chance of who took part; more, where units differ by more than the model has it. Units whose gradient
@@ -28,11 +29,11 @@ from torch import Tensor
 
 from fedpop.message import Tensors
 
-LONGEST = 2.0
+LONGEST_SCORING_STEP = 2.0
 """Nats, half of the squared length of a step in units of the information."""
-LEFT = 0.15
+CHANCE_LEFT = 0.15
 """What may be left after a stage of the chance of who took part, as a share of how far theta has gone."""
-MOST = 1000
+MOST_SCORING_STEPS = 1000
 """Steps of a stage at most."""
 
 
@@ -42,7 +43,7 @@ def long_enough(share: float) -> int:
     >>> long_enough(0.2), long_enough(1.0)
     (178, 1)
     """
-    return min(max(math.ceil((1 / share - 1) / LEFT**2), 1), MOST)
+    return min(max(math.ceil((1 / share - 1) / CHANCE_LEFT**2), 1), MOST_SCORING_STEPS)
 
 
 def begun(server: Tensors, published: Tensors, inverse: Tensor | None) -> Tensors:
@@ -64,5 +65,5 @@ def step(theta: Tensor, gradient: Tensor, inverse: Tensor, k: int, crowd: float)
     move = inverse @ gradient
     rate = 1 / (k + max(1, math.ceil(math.sqrt(0.5 * len(theta) * crowd))))
     length = 0.5 * rate**2 * float(gradient @ move)
-    shorter = min(1.0, math.sqrt(LONGEST / length)) if length > 0 else 1.0
+    shorter = min(1.0, math.sqrt(LONGEST_SCORING_STEP / length)) if length > 0 else 1.0
     return (theta.double() + rate * shorter * move).to(theta.dtype)

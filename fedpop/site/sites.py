@@ -250,7 +250,7 @@ class _RoundExchange(Exchange):
         self.sites, self.method, self.round, self.active = sites, method, round, active
         self.guard, channel = method.guard_for(round.broadcast, messages), method.channel
         self.fused = channel.transparent and sites.sites is None and sites.lost is None
-        self.remembered, self.paced = method.remembered, method.at_pace(round.broadcast)
+        self.remembered = method.remembered
         self.sending = Sending(
             channel, round.key, self.guard, round.weigh, method.plain_sums, encode, method.sends
         )
@@ -271,7 +271,7 @@ class _RoundExchange(Exchange):
         return local, found
 
     def _worked(self, now: Round, cohort: Cohort, local: Tensors) -> Iterable[Answer]:
-        done = self.paced.local_round(now, cohort, local)
+        done = self.method.local_round(now, cohort, local)
         return [done] if isinstance(done, Answer) else done
 
     def settled(self, answer: Answer, local: Tensors, received: Tensor, seen: Tensors) -> Tensors:

@@ -30,6 +30,7 @@ from fedpop.models.entry import model_named
 from fedpop.models.spec import model_from, model_spec
 from fedpop.questions import Table
 from fedpop.questions.forms import example_from, plain_example, table_of
+from fedpop.settings import name_of
 from fedpop.site.plan import Plan, plan_for
 from fedpop.site.refusal import Code, Refusal
 
@@ -208,7 +209,7 @@ class Training(Study):
         spec = model_spec(model)
         known = spec is not None and spec["kind"] != "CustomModel"
         method = {
-            "class": type(self.method).__name__,
+            "class": name_of(type(self.method)),
             "algorithm": self.method.describe(),
             "model": spec,
             "known": model.known(),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpop.client.local_sgd import LocalSGD
-from fedpop.evaluation.scores import BINS
+from fedpop.evaluation.scores import CALIBRATION_BINS
 from fedpop.federation.clients import Federation
 from fedpop.methods.dg_lmc import DGLMC
 from fedpop.methods.fedbe import FedBE
@@ -124,7 +124,8 @@ def curve(found: Sequence[Record]) -> list[tuple[float, float, int]]:
     for m in (r["metrics"] for r in found):
         for i in range(sum(name.endswith("_count") for name in m)):
             confidence, accuracy, count = (m[f"bin{i}_{n}"] for n in ("confidence", "accuracy", "count"))
-            bins.setdefault(math.floor(confidence * BINS), []).append((confidence, accuracy, count))
+            bar = math.floor(confidence * CALIBRATION_BINS)
+            bins.setdefault(bar, []).append((confidence, accuracy, count))
     out = []
     for _, group in sorted(bins.items()):
         total = sum(n for _, _, n in group)

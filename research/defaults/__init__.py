@@ -24,8 +24,7 @@ from fedpop.priors.normal import Normal
 from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.results import Record, Results, mean, record, values
-from fedpop.server.beta_step import BetaStep
-from fedpop.server.em import EM
+from fedpop.server.beta_step import EM, BetaStep
 from fedpop.server.optimisers import Adam, MeanMove
 from fedpop.server.schedules import Cosine
 from research.experiment import Asked, Experiment, Job

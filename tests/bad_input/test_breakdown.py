@@ -45,7 +45,7 @@ def model() -> fp.Composition:
 
 
 def method_of(name: str, **settings: Any) -> Algorithm:
-    more: dict[str, Any] = {"engine": "sampled"} if issubclass(METHODS[name], fp.FedSOUK) else {}
+    more: dict[str, Any] = {"engine": "sampled"} if issubclass(METHODS[name], fp.FedSOUL) else {}
     if name == "PFedMe":  # whose local epochs are twenty
         more = {"local": fp.LocalSGD(epochs=4, rate=0.005)}
     return METHODS[name](model(), **(more | settings))

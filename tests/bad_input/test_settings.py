@@ -26,7 +26,7 @@ from fedpop.data.synthetic import SyntheticTask
 from fedpop.data.table_task import TableTask
 from fedpop.errors import FedpopError, SettingsError
 from fedpop.federation.partitions import ByClass
-from fedpop.kinds import LARGEST, Wrong, kind_of
+from fedpop.kinds import LARGEST_COUNT, Wrong, kind_of
 from fedpop.methods import METHODS
 from fedpop.methods.base import Algorithm
 from fedpop.settings import Setting, known
@@ -310,7 +310,11 @@ def test_copies_and_those_for_other_processes(cls: type) -> None:
 @pytest.mark.parametrize(
     ("hint", "inside", "outside"),
     [
-        (int, (-LARGEST - 1, 0, LARGEST), (-LARGEST - 2, LARGEST + 1, 1.0, "1", True, None)),
+        (
+            int,
+            (-LARGEST_COUNT - 1, 0, LARGEST_COUNT),
+            (-LARGEST_COUNT - 2, LARGEST_COUNT + 1, 1.0, "1", True, None),
+        ),
         (float, (-1e308, 0, 1e308, 10**300), (math.inf, math.nan, 10**400, "1", True, None, 1j)),
         (Count, (1, np.uint8(3)), (0, -1)),
         (Fraction, (1e-300, 1), (0, 1 + 1e-15)),

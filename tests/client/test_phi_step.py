@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 import fedpop as fp
-from fedpop.client.phi_step import LARGE, WORTH, PhiStep
+from fedpop.client.phi_step import PhiStep
 from fedpop.models.base import Model
 from fedpop.server.optimisers import Adam, AdamW, Optimiser
 from tests.helpers import generator
+
+WORTH, LARGE = fp.steps.NetworkAdam().worth, fp.steps.NetworkAdam().least
 
 
 def network(width: int = 32, **more: nn.Module) -> fp.Composition:

@@ -95,7 +95,7 @@ def test_random_signs_have_the_diagonal_of_a_diagonal_hessian(monkeypatch: pytes
     model = fp.Composition(None, nn.Linear(3, 1, bias=False).to(WIDE), fp.likelihoods.Normal(1.0))
     scale = torch.tensor([1.0, 2.0, 3.0], dtype=WIDE)
     cohort = cohort_of(model, [(torch.diag(scale), torch.zeros(3, dtype=WIDE))])
-    monkeypatch.setattr(potential, "LARGEST_EXACT", 0)
+    monkeypatch.setattr(potential, "LARGEST_HESSIAN_BY_COLUMNS", 0)
     found = Potential(model, cohort).diagonal(torch.zeros(1, 3, dtype=WIDE), train_key())
     torch.testing.assert_close(found[0], scale.square())
 

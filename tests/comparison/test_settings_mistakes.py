@@ -89,7 +89,10 @@ def test_mistakes_in_a_method_name_the_file_the_method_and_the_key(method, told)
             {"beta_step": {"kind": "BetaStep", "form": "lft"}},
             "beta_step: .*form must be one of auto, .* not 'lft'",
         ),
-        ({"beta_step": {"kind": "Steps"}}, "beta_step takes BetaStep or EM or Optimiser, not Steps"),
+        (
+            {"beta_step": {"kind": "Steps"}},
+            "takes BetaStep or EM or EMAdam or Optimiser, not Steps",
+        ),
         ({"kernel": 3}, "kernel is a text or a table of settings, .*, not 3"),
         ({"clip": {"kind": "Adam"}}, "clip is a number, not"),
         ({"prior": {"kind": "Normal", "bounds": [0.1]}}, "prior.bounds is a list of 2 values"),

@@ -203,7 +203,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, cache: Path) -> N
     old, new = (cache / "images" / f".mnist-test-{name}" for name in ("old", "new"))
     for folder in (old, new):
         folder.mkdir(parents=True)
-    os.utime(old, (time.time() - 2 * byte_cache.ABANDONED,) * 2)
+    os.utime(old, (time.time() - 2 * byte_cache.ABANDONED_AFTER,) * 2)
     mnist(tmp_path)
     opened(tmp_path)
     assert not old.exists()

@@ -158,7 +158,7 @@ def test_a_folder_that_cannot_be_written_to(server: Server, tmp_path: Path) -> N
 
 
 def test_a_silent_server_is_given_up(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "PATIENCE", 0.2)
+    monkeypatch.setattr(download, "LONGEST_SILENCE", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         silent = Remote("a.gz", (f"http://127.0.0.1:{deaf.getsockname()[1]}/",), remote(server).digest)
         with pytest.raises(DataError, match="timed out"):

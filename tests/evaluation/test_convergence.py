@@ -227,12 +227,12 @@ def test_a_scale_at_its_bound_is_not_held_against_theta() -> None:
     question = ToTheOptimum(hierarchy)
     cohort = population.federation.cohort(torch.arange(6), population.device)
     score, _ = score_and_information(hierarchy, known["phi"], known["beta"], cohort)
-    held = directions_at_bounds(hierarchy, known["phi"].double(), known["beta"].double(), score, 1e6)
+    held = directions_at_bounds(hierarchy.prior, known["phi"].double(), known["beta"].double(), score, 1e6)
     assert held.shape == (9, 1)
     assert float(held[8, 0].abs()) == 1.0
     assert float(score[8]) < -0.2
     inside = {"phi": known["phi"], "beta": known["beta"] + torch.tensor([0.0, 0.0, 0.1])}
-    free = directions_at_bounds(hierarchy, inside["phi"].double(), inside["beta"].double(), score, 1e6)
+    free = directions_at_bounds(hierarchy.prior, inside["phi"].double(), inside["beta"].double(), score, 1e6)
     assert free.shape == (9, 0)
     held_out = population.ask(question).distance
     assert held_out.upwards == 0
@@ -254,9 +254,9 @@ def test_phi_on_its_ball_may_not_leave_it() -> None:
     method, phi, beta, _ = setting()
     score = torch.cat((3 * phi, torch.zeros(3))).double()
     theta = (phi.double(), beta.double())
-    assert directions_at_bounds(method.hierarchy, *theta, score, float(phi.norm())).shape[1] == 1
-    assert directions_at_bounds(method.hierarchy, *theta, -score, float(phi.norm())).shape[1] == 0
-    assert directions_at_bounds(method.hierarchy, *theta, score, 10 * float(phi.norm())).shape[1] == 0
+    assert directions_at_bounds(method.hierarchy.prior, *theta, score, float(phi.norm())).shape[1] == 1
+    assert directions_at_bounds(method.hierarchy.prior, *theta, -score, float(phi.norm())).shape[1] == 0
+    assert directions_at_bounds(method.hierarchy.prior, *theta, score, 10 * float(phi.norm())).shape[1] == 0
 
 
 def test_a_hyperprior_is_part_of_the_objective() -> None:

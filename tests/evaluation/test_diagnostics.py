@@ -5,8 +5,8 @@ import torch
 
 import fedpop as fp
 from fedpop.evaluation.diagnostics import (
-    ESS,
-    RHAT,
+    ESS_CUTS,
+    RHAT_CUTS,
     ChainsAndGradient,
     Diagnostics,
     ThetaDiagnostics,
@@ -73,8 +73,8 @@ def test_chains_that_have_not_mixed_are_counted() -> None:
     report = answered(good, apart, slow)
     chains = report.chains
     assert (chains.units, chains.unmixed) == (3, 2)
-    assert chains.rhat_below == {v: sum(r <= v for r, _ in each) for v in RHAT}
-    assert chains.ess_above == {v: sum(e >= v for _, e in each) for v in ESS}
+    assert chains.rhat_below == {v: sum(r <= v for r, _ in each) for v in RHAT_CUTS}
+    assert chains.ess_above == {v: sum(e >= v for _, e in each) for v in ESS_CUTS}
     assert report.warnings == ["chains of 2 client(s) have not mixed; Population.mixing tells whose"]
     assert "1 of 3 client(s) mixed (R-hat above 1.1, effective draws fewer than 100)" in str(report)
     assert "warning  chains of 2 client(s)" in str(report)
@@ -87,8 +87,8 @@ def test_chains_that_have_all_mixed_are_told_by_the_worst_of_them() -> None:
     rhat, ess = max(r for r, _ in each), min(e for _, e in each)
     report = answered(*draws)
     assert report.warnings == []
-    least = min(v for v in RHAT if v >= rhat)
-    most = max(v for v in ESS if v <= ess)
+    least = min(v for v in RHAT_CUTS if v >= rhat)
+    most = max(v for v in ESS_CUTS if v <= ess)
     assert f"R-hat at most {least:g}, effective draws at least {most:.0f}, over 5 client(s)" in str(report)
 
 

@@ -13,8 +13,8 @@ from torch.distributions import Normal as Law
 import fedpop as fp
 from fedpop.errors import CheckpointError, EstimateError, SettingsError
 from fedpop.evaluation.newcomers import (
-    FACTORS,
-    ONE,
+    UNCHANGED,
+    WIDTH_FACTORS,
     DataShare,
     NewcomerWidth,
     best_of,
@@ -24,6 +24,7 @@ from fedpop.evaluation.newcomers import (
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import PUBLIC, Key
 from fedpop.population import Population
+from fedpop.priors.base import widened
 from fedpop.questions import Units
 from tests.helpers import cohort_of, federation_of, generator, ragged
 
@@ -76,7 +77,7 @@ def exact_scores(clients: list[tuple[Tensor, Tensor]], sd: float, noise: float =
     for i, (x, y) in enumerate(clients):
         mean = best_mean(clients[:i] + clients[i + 1 :], sd, noise)
         x, y = x[:, 0].double(), y.double()
-        each = [Law(x * mean, (x**2 * (f * sd) ** 2 + noise).sqrt()).log_prob(y).sum() for f in FACTORS]
+        each = [Law(x * mean, (x**2 * (f * sd) ** 2 + noise).sqrt()).log_prob(y).sum() for f in WIDTH_FACTORS]
         rows.append(torch.stack(each))
     return torch.stack(rows)
 
@@ -106,8 +107,8 @@ def test_scores_without_examples_are_those_of_a_fit_without_the_client(
     found = summed(here, NewcomerWidth(here.algorithm, (0,), "train", shares, b))
     exact = exact_scores(clients, sd, noise)
     assert float(found[0]) == b * n
-    gains, theirs = found[1:7] - found[1 + ONE], exact.sum(0) - exact[:, ONE].sum()
-    spread = (exact - exact[:, ONE, None]).square().sum(0)
+    gains, theirs = found[1:7] - found[1 + UNCHANGED], exact.sum(0) - exact[:, UNCHANGED].sum()
+    spread = (exact - exact[:, UNCHANGED, None]).square().sum(0)
     # Moments of 200 draws: a variance is a tenth off, which moves the log-density of a row by at most a
     # twentieth of how far it lies from its mean; of the widths that matter that is about one.
     near = theirs > -0.5 * b
@@ -139,7 +140,7 @@ def test_the_width_is_what_predicts_best(wrong: float) -> None:
     clients = drawn(200, 12, seed=3)
     found = population_of(clients, wrong * TRUE_SD).for_newcomers((0, 2)).newcomers
     for count in (0, 2):
-        expected = min(max(1 / wrong, FACTORS[0]), FACTORS[-1])
+        expected = min(max(1 / wrong, WIDTH_FACTORS[0]), WIDTH_FACTORS[-1])
         assert found[count] == pytest.approx(expected, rel=0.25)
 
 
@@ -234,7 +235,7 @@ def test_validation_examples_can_be_the_judges() -> None:
     method = fp.FedSOUL(fp.Composition(None, nn.Linear(1, 1, bias=False), fp.likelihoods.Normal(NOISE)))
     theta = {"phi": method.model.initial_phi(), "beta": torch.tensor([1.0, 0.0])}
     here = Population(method, theta, Key(0), method.model.checked(fp.Federation.of(clients)))
-    assert here.for_newcomers((0,), split="train").newcomers[0] == FACTORS[0]
+    assert here.for_newcomers((0,), split="train").newcomers[0] == WIDTH_FACTORS[0]
     found = here.for_newcomers((0,)).newcomers  # where there are any, they are
     assert found[0] > 1.2
     assert found == here.for_newcomers((0,), split="validation").newcomers
@@ -243,7 +244,7 @@ def test_validation_examples_can_be_the_judges() -> None:
             here.for_newcomers((count,), split=split)
     few = [replace(client, validation=None) if i else client for i, client in enumerate(clients)]
     one = replace(here, federation=method.model.checked(fp.Federation.of(few)), _personal={})
-    assert one.for_newcomers((0,)).newcomers[0] == FACTORS[0]  # one client is no judge for all
+    assert one.for_newcomers((0,)).newcomers[0] == WIDTH_FACTORS[0]  # one client is no judge for all
 
 
 def test_examples_that_a_network_may_know_by_heart_are_no_judges_without_a_word() -> None:
@@ -296,7 +297,7 @@ def test_clients_of_the_federation_are_as_they_were() -> None:
 @pytest.mark.parametrize("prior", PRIORS, ids=repr)
 def test_widened_multiplies_what_lies_about_the_centres(prior: fp.priors.Prior) -> None:
     beta = 0.3 * torch.randn(prior.size(3), generator=generator(1), dtype=torch.float64)
-    wider = prior.widened(beta, 2.5)
+    wider = widened(prior, beta, 2.5)
     for was, now in zip(prior.parts(beta) or [], prior.parts(wider) or [], strict=True):
         torch.testing.assert_close(now.log_weight, was.log_weight)
         torch.testing.assert_close(now.normal.mu(now.beta), was.normal.mu(was.beta))
@@ -304,10 +305,10 @@ def test_widened_multiplies_what_lies_about_the_centres(prior: fp.priors.Prior) 
 
 
 def test_the_best_factor_lies_between_those_that_were_tried() -> None:
-    at, none = torch.tensor(FACTORS).log2(), torch.zeros(len(FACTORS))
+    at, none = torch.tensor(WIDTH_FACTORS).log2(), torch.zeros(len(WIDTH_FACTORS))
     assert math.log2(best_of(-(at + 1.25).square(), none)) == pytest.approx(-1.25)
-    assert best_of(at, none) == FACTORS[-1]
-    assert best_of(-at, none) == FACTORS[0]
+    assert best_of(at, none) == WIDTH_FACTORS[-1]
+    assert best_of(-at, none) == WIDTH_FACTORS[0]
     assert best_of(none, none) == 1
     assert best_of(-(at + 1.25).square(), none + 0.8) == 1  # a gain of 1.5, not twice its error
     assert best_of(-(at + 1.25).square(), none + 0.7) < 0.5

@@ -137,7 +137,7 @@ def test_a_probability_of_one_is_everyone() -> None:
 
 @pytest.fixture
 def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(participation, "MANY", 10)
+    monkeypatch.setattr(participation, "LARGEST_DRAWN_EACH", 10)
 
 
 RATES = torch.cat((torch.full((20,), 0.02), torch.full((20,), 0.1)))

@@ -18,13 +18,12 @@ from fedpop.methods import METHODS
 from fedpop.site.store import LocalStore
 from tests.flower.sites import across, here, same_bits
 from tests.helpers import generator, linear_model
-from tests.methods.conformance import FOUR, four, made, partial
+from tests.methods.conformance import FOUR, every, four, made, partial
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("kind", ["linear", "softmax"])
-@pytest.mark.parametrize("name", METHODS)
+@every("linear", "softmax")
 def test_every_method_learns_the_same(name: str, kind: str, tmp_path: Path) -> None:
     method, rule = made(name, kind), partial(name)
     elsewhere, _ = across(method, four(kind), tmp_path, rounds=3, rule=rule)

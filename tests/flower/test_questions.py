@@ -93,7 +93,7 @@ def test_a_question_of_ones_own_is_answered_across_machines(tmp_path: Path) -> N
     assert found == pytest.approx(by_hand, rel=1e-6)
     last = request_from_record(grid.traffic[-1][1].content)
     assert last.header["told"] == {
-        "kind": "SquaresAbout",
+        "kind": f"{SquaresAbout.__module__}:SquaresAbout",
         "fields": {
             "model": {"kind": "own", "what": "model"},
             "at": {"kind": "sent", "name": "own.at"},

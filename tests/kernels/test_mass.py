@@ -16,7 +16,7 @@ import fedpop as fp
 from fedpop.client import final
 from fedpop.kernels import HMC, MALA, ULA, Mass, Target, Tuning, run
 from fedpop.kernels import mass as mass_module
-from fedpop.kernels.mass import LARGEST_DENSE, LONGEST_MEMORY, PRIOR_DRAWS, geometric_mean
+from fedpop.kernels.mass import LARGEST_DENSE_MASS, LONGEST_MEMORY, PRIOR_DRAWS, geometric_mean
 from fedpop.kernels.target import DensePrecision, DiagonalPrecision, RescaledPrecision
 from fedpop.keys import Key
 from fedpop.models.local import GeneralLikelihood
@@ -290,7 +290,7 @@ def test_covariances_are_those_of_all_passes():
             exact = torch.cov(seen[c].mT, correction=0, aweights=weight)
             torch.testing.assert_close(mass.covariance[c, j], exact)
     torch.testing.assert_close(mass.covariance.diagonal(dim1=-2, dim2=-1), mass.variance)
-    assert Mass.fresh(2, LARGEST_DENSE + 1, torch.zeros(1)).covariance is None
+    assert Mass.fresh(2, LARGEST_DENSE_MASS + 1, torch.zeros(1)).covariance is None
 
 
 def test_it_is_exact_for_a_gaussian_however_little_of_it_was_seen():
@@ -347,6 +347,6 @@ def test_collinear_coordinates_mix_with_a_dense_matrix_and_not_with_a_diagonal(m
         return worst(run(HMC(), target, z, tuning, 200, key.at(purpose="draws"), ids, adapt=False).draws)[1]
 
     dense = smallest_ess()
-    monkeypatch.setattr(mass_module, "LARGEST_DENSE", 0)
+    monkeypatch.setattr(mass_module, "LARGEST_DENSE_MASS", 0)
     assert dense > 200
     assert dense > 4 * smallest_ess()

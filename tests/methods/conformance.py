@@ -40,6 +40,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """What is not left at its default: passes that would be long, and rates at which a few rounds show."""
 
+ONLY: dict[str, tuple[str, ...]] = {"MaximumMarginalLikelihood": ("linear",)}
+"""The models that a method is for, where these are not all."""
+
 ADAPTED: dict[str, set[str]] = {n: {"log_step", "updates"} for n in ("FedSOUL", "FedSOUK")}
 """Local state that is to change when a round fails: a chain that diverged tries a shorter step."""
 
@@ -158,8 +161,13 @@ class Stage:
         return joined([state for _, state in done.updates])
 
 
+def able(name: str, *kinds: str) -> list[str]:
+    """Those of these models that the method is for."""
+    return [kind for kind in kinds if kind in ONLY.get(name, tuple(MODELS))]
+
+
 def every(*kinds: str, participation: tuple[str, ...] = ("any", "one", "full")) -> Any:
-    cases = [(n, k) for n, m in METHODS.items() if m.participation in participation for k in kinds]
+    cases = [(n, k) for n, m in METHODS.items() if m.participation in participation for k in able(n, *kinds)]
     return pytest.mark.parametrize(("name", "kind"), cases)
 
 

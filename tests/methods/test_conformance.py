@@ -21,6 +21,7 @@ from tests.methods.conformance import (
     SETTINGS,
     WIDE,
     Stage,
+    able,
     clients,
     every,
     fit,
@@ -112,7 +113,7 @@ def test_private_state_is_in_no_encoded_message(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_what_is_called_private_exists(name: str) -> None:
     seen: set[str] = set()
-    for kind in MODELS:
+    for kind in able(name, *MODELS):
         stage = Stage(made(name, kind), kind, rounds=0)
         seen |= set(stage.after(stage.work(EVERYONE[:1])))
     assert set(METHODS[name].private) <= seen

@@ -112,7 +112,7 @@ def test_messages_hold_what_is_documented_and_no_more(name: str) -> None:
         prior = method.hierarchy.prior
         expected = {"I": prior.size(method.model.z_layout.size), "J": phi}
         if "curvature" in messages["train"]:  # one number, for EM steps with a linear head
-            assert isinstance(method.on_beta.on(prior), fp.steps.EM)
+            assert isinstance(method.on_beta.on(method.hierarchy), fp.steps.EM)
             expected["curvature"] = 1
     elif isinstance(method, fp.FedRep):
         expected = {"dphi": phi, "n": 1}

@@ -68,6 +68,9 @@ def test_the_seed_is_the_run(name: str, kind: str) -> None:
     for a, b in zip(one.history, again.history, strict=True):
         assert {**a, "seconds": 0} == {**b, "seconds": 0}
     a, b = state_of(one), state_of(other)
+    if name == "MaximumMarginalLikelihood":  # it draws nothing
+        assert all(torch.equal(a[n], b[n]) for n in a)
+        return
     assert a.keys() != b.keys() or any(
         a[n].shape != b[n].shape or not torch.equal(a[n], b[n]) for n in a if a[n].is_floating_point()
     )
@@ -124,7 +127,8 @@ def test_a_client_that_is_not_finite_is_left_out_and_named(name: str, kind: str)
     assert total.count == (0 if alone else len(NAMES) - 1)
     key = stage.run.key.at(round=stage.run.round, purpose="train")
     server = stage.method.server_round(stage.run.server, total, stage.run.facts, key)
-    floats = [t for t in server.values() if t.is_floating_point()]
+    # A line search may not have found the other end of its bracket yet.
+    floats = [t for n, t in server.items() if t.is_floating_point() and not n.startswith("search.")]
     assert all(bool(torch.isfinite(t).all()) for t in floats)
     if not alone:
         rest = stage.work(others)
@@ -146,6 +150,8 @@ def test_a_round_of_nobody(name: str, kind: str) -> None:
         for n, v in server.items():
             if ratio and n in ("phi", "beta", "w", "z", "c", "memory"):
                 assert torch.equal(v, stage.run.server[n])
-            assert not v.is_floating_point() or bool(
-                (torch.isfinite(v) | torch.isnan(stage.run.server[n])).all()
+            assert (
+                not v.is_floating_point()
+                or n.startswith("search.")
+                or bool((torch.isfinite(v) | torch.isnan(stage.run.server[n])).all())
             )

@@ -1,7 +1,6 @@
 """Rates of local steps that change over the rounds."""
 
 import math
-from dataclasses import fields
 
 import pytest
 import torch
@@ -9,11 +8,13 @@ from torch import nn
 
 import fedpop as fp
 from fedpop.client.local_sgd import LocalSGD
+from fedpop.methods.base import Round
 from fedpop.methods.paced import Paced
-from tests.helpers import linear_model, ragged
+from tests.helpers import cohort_of, linear_model, ragged, train_key
 
 SLOW = 0.02
 """Twice this is the rate that a warm-up of two rounds halves in the first."""
+FALLEN = fp.steps.Decay(constant=0.0)
 PACED = {
     "FedAvg": lambda sgd, **more: fp.FedAvg(linear_model(), local=sgd, **more),
     "FedAvgFT": lambda sgd, **more: fp.FedAvgFT(linear_model(), local=sgd, **more),
@@ -75,14 +76,23 @@ def test_gradient_descent_with_decreasing_steps() -> None:
 
 
 def test_what_follows_training_has_the_rates_given() -> None:
-    method = PACED["Ditto"](LocalSGD(rate=0.5), schedule=fp.steps.Decay())
+    """A round is told its pace, which is in no setting: a newcomer's own epochs know nothing of it."""
     told = {"pace": torch.tensor(0.25, dtype=torch.float64)}
-    paced = method.at_pace(told)
-    assert (paced.local.rate, paced.personal.rate) == (0.125, 0.125)
-    assert paced.schedule == method.schedule
-    same = [f.name for f in fields(method) if f.name not in ("local", "personal", "newcomer")]
-    assert all(getattr(paced, n) is getattr(method, n) for n in same)
-    assert method.at_pace({}) is method
+    assert Round(0, told, train_key(), train_key()).pace == 0.25
+    assert Round(0, {}, train_key(), train_key()).pace == 1.0
+    paced, plain = (PACED["Ditto"](LocalSGD(rate=0.5), **more) for more in ({"schedule": FALLEN}, {}))
+    (x, y), published = ragged((5,))[0], plain.fit(ragged((3, 5)), rounds=1).published
+    cohort = cohort_of(plain.model, [(x, y)])
+    one, other = (m.personalise(published, cohort, None, train_key()) for m in (paced, plain))
+    assert torch.equal(one["z"], other["z"])
+    told["w"] = torch.cat((published["phi"], published["z"]))
+    local = {"v": told["w"].unsqueeze(0)}
+    slow = PACED["Ditto"](LocalSGD(rate=0.125)).local_round(
+        Round(0, {"w": told["w"]}, train_key(), train_key()), cohort, local
+    )
+    fast = plain.local_round(Round(0, told, train_key(), train_key()), cohort, local)
+    assert all(torch.equal(slow.vectors[n], v) for n, v in fast.vectors.items())
+    assert torch.equal(slow.local["v"], fast.local["v"])
 
 
 def test_a_schedule_goes_on_after_a_stop(tmp_path) -> None:

@@ -27,7 +27,7 @@ def test_another_prior_asks_for_its_own_kernel_and_step() -> None:
     assert isinstance(other.sampler.kernel, fp.kernels.MixtureDraw)
     energy = method.replace(prior="energy")
     assert isinstance(energy.sampler.kernel, fp.kernels.JumpHMC)
-    assert isinstance(energy.on_beta.on(energy.hierarchy.prior), fp.steps.Adam)
+    assert isinstance(energy.on_beta.on(energy.hierarchy), fp.steps.Adam)
 
 
 def test_what_was_given_is_what_is_told() -> None:

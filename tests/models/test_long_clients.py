@@ -43,7 +43,7 @@ def test_blocks_add_up_to_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) 
         return [t.detach() for t in out]
 
     whole = seen()
-    monkeypatch.setattr(local, "LONG", 5)
+    monkeypatch.setattr(local, "ROWS_AT_ONCE", 5)
     for one, other in zip(whole, seen(), strict=True):
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
 
@@ -73,4 +73,4 @@ def test_the_final_pass_of_a_long_client_holds_a_block_at_a_time() -> None:
     with Largest() as largest:
         draws = population.posterior("long").draws
     assert draws.shape[:2] == (4, 250)
-    assert largest.entries <= local.LONG * 1000
+    assert largest.entries <= local.ROWS_AT_ONCE * 1000

@@ -97,7 +97,7 @@ def test_clients_scored_together_have_the_scores_they_have_alone():
 
 
 def test_the_memory_of_a_group_is_bounded(monkeypatch):
-    monkeypatch.setattr(scores, "ENTRIES", 5)
+    monkeypatch.setattr(scores, "ENTRIES_AT_ONCE", 5)
     seen = []
     examples = scores._examples
     monkeypatch.setattr(scores, "_examples", lambda p, *a: (seen.append(p.eta.numel()), examples(p, *a))[1])
@@ -117,7 +117,7 @@ def calibration_error(confidence, right):
     """The definition, one prediction after the other; who is exactly sure is in a bin alone."""
     bins = {}
     for c, r in zip(confidence.tolist(), right.tolist(), strict=True):
-        bins.setdefault(math.floor(scores.BINS * c), []).append((c, r))
+        bins.setdefault(math.floor(scores.CALIBRATION_BINS * c), []).append((c, r))
     return sum(abs(sum(c for c, _ in b) - sum(r for _, r in b)) for b in bins.values()) / len(right)
 
 

@@ -56,7 +56,8 @@ def test_theta_and_clients_are_in_few_files_of_their_own(population: fp.Populati
     described = json.loads((tmp_path / "population.json").read_text())
     assert set(described) == {
         "format", "version", "method", "algorithm", "model", "known", "theta", "models", "private", "history",
-        "clients", "learned_from", "rounds", "drift", "totals", "convergence", "best_round", "files", "seal",
+        "clients", "learned_from", "rounds", "drift", "totals", "convergence", "best_round", "how",
+        "decisions", "files", "seal",
     }  # fmt: skip
     assert set(described["files"]) == {p.name for p in tmp_path.iterdir()} - {"population.json"}
 
@@ -65,7 +66,7 @@ def test_many_clients_are_cut_into_pieces(
     population: fp.Population, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draws = population.posterior(0).draws
-    monkeypatch.setattr(saving, "PIECE", 2 * draws.numel() * draws.element_size())
+    monkeypatch.setattr(saving, "PIECE_BYTES", 2 * draws.numel() * draws.element_size())
     population.save(tmp_path)
     assert len(files_of(tmp_path, "clients-*")) == 5  # nine clients, two in each
     again = fp.load(tmp_path)
@@ -202,8 +203,8 @@ def test_layouts_of_other_versions_are_told_by_their_version(
     about = tmp_path / "population.json"
     plain = json.loads(about.read_text())
     del plain["seal"]
-    files.write_sealed(about, plain | {"format": 3, "version": "0.9.0"})
-    with pytest.raises(CheckpointError, match=r"population\.json has layout 3, made by fedpop 0\.9\.0"):
+    files.write_sealed(about, plain | {"format": 9, "version": "0.9.0"})
+    with pytest.raises(CheckpointError, match=r"population\.json has layout 9, made by fedpop 0\.9\.0"):
         fp.load(tmp_path)
     old = {"version": "0.2.0", "known": {}, "theta": "0" * 64}
     about.write_text(json.dumps(old))

@@ -23,7 +23,7 @@ def test_scores_do_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch, unc
     population = fp.FedSOUL(model).fit([fp.Client(*own, test=own) for own in pairs], rounds=30)
     whole = fp.evaluate(population, theta_uncertainty=uncertain)
     draws = population.algorithm.final_draws
-    monkeypatch.setattr(posterior, "ENTRIES", 4 * draws)
+    monkeypatch.setattr(posterior, "PREDICTED_ENTRIES_AT_ONCE", 4 * draws)
     sizes = [len(y) for _, _, y in population.held_out("test")]
     assert sizes == [4, 4, 1, 4, 4, 3, 4, 4, 1, 4, 1, 4, 4]
     parts = fp.evaluate(population, theta_uncertainty=uncertain)
@@ -46,7 +46,7 @@ def test_models_that_would_not_fit_are_made_again_where_they_are_needed(
     each = 4 * (3 * population.algorithm.final_draws if method is fp.FedSOUL else 3 + 6)
     population._personal.clear()
     first = population.predict(4, torch.ones(1, 2)).mean  # asked for by its user, and kept
-    monkeypatch.setattr(client_models, "MOST", 2 * each)
+    monkeypatch.setattr(client_models, "CACHED_MODEL_BYTES", 2 * each)
     held = [len(population._personal) for _ in population.held_out("test")]
     assert max(held) <= 3
     assert set(population._personal) >= {4}

@@ -68,7 +68,7 @@ def test_settings_come_back():
     again = rebuild(method.describe(), "FedSOUL", method.model).prior
     assert repr(again) == repr(method.prior)
     assert isinstance(resolve("energy"), fp.priors.Energy)
-    assert isinstance(method.on_beta.on(method.hierarchy.prior), fp.steps.Adam)
+    assert isinstance(method.on_beta.on(method.hierarchy), fp.steps.Adam)
     assert isinstance(method.sampler.kernel, fp.kernels.JumpHMC)
 
 

@@ -52,7 +52,7 @@ def test_a_thinned_cohort_has_evenly_spaced_rows_of_everyone(most: int) -> None:
 
 
 def test_the_scale_is_that_of_a_few_dozen_rows_of_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(features, "ROWS", 4)
+    monkeypatch.setattr(features, "FEATURE_ROWS", 4)
     clients = counted((3, 9, 4))
     seen = torch.cat([clients[0][0], clients[1][0][[0, 3, 5, 7]], clients[2][0]])
     beta, known = first(model(), Normal(), clients)
@@ -64,7 +64,7 @@ def test_the_scale_is_that_of_a_few_dozen_rows_of_everyone(monkeypatch: pytest.M
 def test_outputs_have_variance_one_where_a_full_covariance_starts(outputs: int) -> None:
     """In proportion to the inverse of E f f', with a one for the bias; who has a single row is not heard."""
     clients, prior = counted(), Normal(covariance="full")
-    kept = torch.cat([x for x, _ in clients if len(x) >= features.LEAST])
+    kept = torch.cat([x for x, _ in clients if len(x) >= features.LEAST_EXAMPLES])
     f = torch.cat((kept, torch.ones(len(kept), 1)), 1)
     beta, known = first(model(outputs, "poisson" if outputs == 1 else "categorical"), prior, clients)
     sigma = prior.sigma(beta)

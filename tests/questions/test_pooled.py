@@ -10,7 +10,7 @@ import fedpop as fp
 from fedpop.keys import Key
 from fedpop.message import Tensors
 from fedpop.questions import pooled
-from fedpop.questions.least_squares import LEAST
+from fedpop.questions.features import LEAST_EXAMPLES
 from tests.helpers import asked, cohort_of, generator
 
 Rows = list[tuple[Tensor, Tensor]]
@@ -41,7 +41,7 @@ def found(model: fp.CustomModel, clients: Rows) -> Tensors:
 def test_outputs_that_are_linear_in_z_are_fitted_by_pooled_least_squares() -> None:
     """Those with a single row, whose sums would be the row, are not among them."""
     clients = straight()
-    large = [c for c in clients if len(c[1]) >= LEAST]
+    large = [c for c in clients if len(c[1]) >= LEAST_EXAMPLES]
     assert len(large) == 3
     x, y = torch.cat([x for x, _ in large]), torch.cat([y for _, y in large])
     design = torch.cat((torch.ones_like(x), x), 1)

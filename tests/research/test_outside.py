@@ -57,7 +57,7 @@ def test_entropies_do_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch) 
     population = fp.FedSOUL(model).fit([fp.Client(x, y, test=(x, y))] * 2, rounds=2)
     elsewhere = [x[:2], x[2:5]]
     whole = evaluate_outside(population, elsewhere)
-    monkeypatch.setattr(posterior, "ENTRIES", 1)
+    monkeypatch.setattr(posterior, "PREDICTED_ENTRIES_AT_ONCE", 1)
     parts = evaluate_outside(population, elsewhere)
     assert [own.name for own in parts] == [own.name for own in whole]
     for one, other in zip(parts, whole, strict=True):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from fedpop.methods import hierarchical
+from fedpop.methods import fedsouk
 
 
 @pytest.fixture(autouse=True)
 def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hierarchical, "ROUNDS", 3)
+    monkeypatch.setattr(fedsouk, "ROUNDS", 3)

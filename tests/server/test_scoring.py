@@ -27,7 +27,7 @@ def test_a_step_is_bounded_and_a_crowd_makes_it_shorter() -> None:
     """Half of move' I move is at most LONGEST; with b/|A| = 32 and p = 4 the first rate is an eighth."""
     one, at = torch.eye(4, dtype=WIDE), torch.zeros(4, dtype=WIDE)
     far = scoring.step(at, torch.full((4,), 1e6, dtype=WIDE), one, 0, 1.0)
-    assert 0.5 * float(far.square().sum()) == pytest.approx(scoring.LONGEST)
+    assert 0.5 * float(far.square().sum()) == pytest.approx(scoring.LONGEST_SCORING_STEP)
     near = scoring.step(at, torch.ones(4, dtype=WIDE), one, 0, 32.0)
     torch.testing.assert_close(near, torch.full((4,), 1 / 8, dtype=WIDE))
 

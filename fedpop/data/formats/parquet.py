@@ -16,8 +16,6 @@ from fedpop.federation.pixels import image_bytes
 
 IMAGE, LABEL = ("img", "image"), ("label", "fine_label")
 """The usual names of the columns."""
-_ROWS = 1000
-"""Rows decoded between two words on how far it is."""
 
 
 def read_parquet(path: Path, watch: Watch = unwatched, classes: Sequence[str] = ()) -> Decoded:
@@ -34,7 +32,7 @@ def read_parquet(path: Path, watch: Watch = unwatched, classes: Sequence[str] = 
         total, done = file.metadata.num_rows, 0
         images: list[Bytes] = []
         labels: list[Any] = []
-        for batch in file.iter_batches(_ROWS, columns=[pixels, label]):
+        for batch in file.iter_batches(1000, columns=[pixels, label]):
             encoded = batch.column(pixels).field("bytes")
             images.append(_stacked([_decode(e.as_py(), path, done + i) for i, e in enumerate(encoded)], path))
             labels += batch.column(label).to_pylist()

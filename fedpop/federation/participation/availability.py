@@ -28,7 +28,7 @@ from fedpop.files import csv_text
 from fedpop.keys import Key
 
 AVAILABLE = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-MOST_ROUNDS = 10_000_000
+LONGEST_AVAILABILITY = 10_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +118,7 @@ class Availability(Participation):
         if not seen:
             raise DataError(f"{path} has no rows; a trace has one for each client and round")
         first, last = min(n for n, _ in seen), max(n for n, _ in seen)
-        if last - first >= MOST_ROUNDS:
+        if last - first >= LONGEST_AVAILABILITY:
             raise DataError(f"{path}: rounds run from {first} to {last}; number them one after the other")
         return cls([there.get(n, []) for n in range(first, last + 1)], len(names), weights)
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from fedpop.checked import Checked, Count, OneOf, Range
 from fedpop.errors import SettingsError
 from fedpop.keys import Key, units_of
-from fedpop.settings import describe
+from fedpop.settings import describe, name_of
 
 WEIGHTS = ("inverse", "ratio")
 Chance = Annotated[
     float, Range(above=0, most=1, why="a client that never joins should be left out of the federation")
 ]
-MANY = 50_000
+LARGEST_DRAWN_EACH = 50_000
 """Clients up to which each draws a number of its own."""
 
 
@@ -106,7 +106,7 @@ class Participation(Checked, ABC):
     def describe(self) -> dict[str, Any]:
         """The rule as plain values, for files and for comparing runs."""
         names = [f.name for f in fields(self)] if is_dataclass(self) else list(vars(self))
-        return {"kind": type(self).__name__} | {name: describe(getattr(self, name)) for name in names}
+        return {"kind": name_of(type(self))} | {name: describe(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class Uniform(Participation):
 
 def sparse(clients: int, active: float) -> bool:
     """Few enough of so many clients take part that only those should be drawn for."""
-    return clients > MANY and active <= clients / 8
+    return clients > LARGEST_DRAWN_EACH and active <= clients / 8
 
 
 def distinct(clients: int, size: int, key: Key) -> Tensor:

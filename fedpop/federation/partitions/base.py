@@ -18,7 +18,7 @@ from fedpop.keys import Key
 
 LARGEST_LABEL = 2.0**53
 """From which on not every whole number is a number."""
-MOST_COUNTS = 500_000_000
+MOST_TABLE_CELLS = 500_000_000
 """Cells of a table of clients and classes."""
 
 
@@ -102,7 +102,7 @@ class Partition:
         """How many examples of each class each client holds, ``[b, classes]``."""
         own = self._own(labels)
         kinds = int(own.max()) + 1
-        if kinds * len(self.rows) > MOST_COUNTS:
+        if kinds * len(self.rows) > MOST_TABLE_CELLS:
             raise SettingsError(
                 f"labels up to {kinds - 1} make a table of {kinds} classes for each of {len(self.rows)} "
                 "clients, too large for memory; number the classes 0, 1, 2, ..."

@@ -12,10 +12,10 @@ from fedpop.errors import SettingsError
 from fedpop.federation.partitions.base import Partition, Scheme, apportioned, shuffled_by_class
 from fedpop.keys import Key
 
-ATTEMPTS = 100
+PARTITION_ATTEMPTS = 100
 """Draws after which it is given up that every client gets enough examples."""
 
-SMALLEST = 1e-300
+SMALLEST_ALPHA = 1e-300
 """An alpha by which each class goes to one client, as by any smaller one; logarithms are finite by it."""
 
 
@@ -49,19 +49,19 @@ class Dirichlet(Checked, Scheme):
             )
         key = Key(seed, purpose="partition.dirichlet")
         decks = shuffled_by_class(labels, key.at(purpose="rows"))
-        for attempt in range(ATTEMPTS):
+        for attempt in range(PARTITION_ATTEMPTS):
             now = key.at(purpose=f"attempt-{attempt}")
             shares = [self._shares(deck, now.at(purpose=str(c))) for c, deck in decks.items()]
             if int(torch.tensor(shares).sum(0).min()) >= self.least:
                 parts = [deck.split(own) for deck, own in zip(decks.values(), shares, strict=True)]
                 return Partition.of([torch.cat(mine) for mine in zip(*parts, strict=True)], labels)
         raise SettingsError(
-            f"in {ATTEMPTS} draws with alpha={self.alpha:g} some client of {self.b} always had fewer than "
-            f"{self.least} examples; use a larger alpha, fewer clients, or a smaller least"
+            f"in {PARTITION_ATTEMPTS} draws with alpha={self.alpha:g} some client of {self.b} always had "
+            f"fewer than {self.least} examples; use a larger alpha, fewer clients, or a smaller least"
         )
 
     def _shares(self, deck: Tensor, key: Key) -> list[int]:
-        weights = log_gamma_draws(max(self.alpha, SMALLEST), self.b, key).softmax(0)
+        weights = log_gamma_draws(max(self.alpha, SMALLEST_ALPHA), self.b, key).softmax(0)
         return apportioned(len(deck), weights, key.at(purpose="ties"))
 
 

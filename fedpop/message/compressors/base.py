@@ -22,7 +22,7 @@ from fedpop.errors import PayloadError
 from fedpop.keys import Key
 from fedpop.settings import Setting
 
-MAGIC, VERSION = b"fp", 1
+MAGIC, PAYLOAD_VERSION = b"fp", 1
 _FRAME = struct.Struct("<2sBBII")
 _BLOCK = 2**16
 """Entries worked on at a time on a CPU, so that a dozen passes over them stay in its cache."""
@@ -82,10 +82,10 @@ class Compressor(Setting, ABC):
 
 def sealed(kind: int, length: int, *parts: bytes) -> bytes:
     """The parts in a frame."""
-    check = zlib.crc32(_FRAME.pack(MAGIC, VERSION, kind, length, 0))
+    check = zlib.crc32(_FRAME.pack(MAGIC, PAYLOAD_VERSION, kind, length, 0))
     for part in parts:
         check = zlib.crc32(part, check)
-    return b"".join((_FRAME.pack(MAGIC, VERSION, kind, length, check), *parts))
+    return b"".join((_FRAME.pack(MAGIC, PAYLOAD_VERSION, kind, length, check), *parts))
 
 
 def opened(compressor: Compressor, payload: bytes, length: int | None) -> tuple[int, memoryview]:
@@ -95,8 +95,10 @@ def opened(compressor: Compressor, payload: bytes, length: int | None) -> tuple[
     magic, version, kind, count, check = _FRAME.unpack_from(payload)
     if magic != MAGIC:
         raise PayloadError("these bytes are not an encoded vector of fedpop, or they are corrupt")
-    if version != VERSION:
-        raise PayloadError(f"payload of version {version}; this is version {VERSION}: update the older side")
+    if version != PAYLOAD_VERSION:
+        raise PayloadError(
+            f"payload of version {version}; this is version {PAYLOAD_VERSION}: update the older side"
+        )
     inside = memoryview(payload)[_FRAME.size :]
     if zlib.crc32(inside, zlib.crc32(_FRAME.pack(magic, version, kind, count, 0))) != check:
         raise PayloadError("corrupt or truncated payload: its checksum does not match; send it again")

@@ -25,7 +25,7 @@ from fedpop.keys import Key
 from fedpop.message.compressors.base import Compressor, blocks, one_row, opened, parameters, refuse, sealed
 from fedpop.message.compressors.bits import pack, packed_bytes, unpack
 
-MOST = 2**15 - 1
+MOST_LEVELS = 2**15 - 1
 _FORM = struct.Struct("<Hf")
 
 
@@ -48,7 +48,7 @@ class QSGD(Compressor):
     tensor([-3., 0.])
     """
 
-    levels: Annotated[int, Range(least=1, most=MOST)] = 127
+    levels: Annotated[int, Range(least=1, most=MOST_LEVELS)] = 127
     name: ClassVar[str] = "qsgd"
     kind: ClassVar[int] = 1
 

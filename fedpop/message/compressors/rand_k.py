@@ -26,7 +26,7 @@ from fedpop.message.compressors.base import Compressor, blocks, one_row, opened,
 from fedpop.message.compressors.identity import floats, own_type, raw
 
 _FORM = struct.Struct("<BIII")
-SHARE = 0.1
+KEPT_SHARE = 0.1
 """What is sent where nothing was said."""
 
 
@@ -64,7 +64,7 @@ class RandK(Compressor):
         self.check(d)
         if self.k is not None:
             return self.k
-        return min(d, max(1, round((self.share or SHARE) * d)))
+        return min(d, max(1, round((self.share or KEPT_SHARE) * d)))
 
     def omega(self, d: int) -> float:
         return d / self.count(d) - 1 if d else 0.0
