@@ -7,4 +7,4 @@ from fedpop.methods import fedsouk
 
 @pytest.fixture(autouse=True)
 def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fedsouk, "ROUNDS", 3)
+    monkeypatch.setattr(fedsouk, "RATE_TRIAL_ROUNDS", 3)
