@@ -50,7 +50,7 @@ def test_whatever_decides_is_asked_and_all_else_is_passed_over() -> None:
 
 def test_a_methods_own_decisions_come_first_and_each_thing_is_said_once() -> None:
     found = of(Decided(head(nn.Linear(3, 2))), classes())
-    assert list(found)[:2] == ["pace", "kernel"]
+    assert list(found)[:3] == ["engine", "pace", "kernel"]
     assert str(found["kernel"]) == "kernel: HMC (as every day)"
 
 
