@@ -19,7 +19,7 @@ from fedpop.errors import SettingsError
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.methods import METHODS, rebuild
-from fedpop.methods.asking import question_from, question_told
+from fedpop.methods.asking import describe_question, question_from_description
 from fedpop.methods.base import Algorithm
 from fedpop.methods.tables import method_from
 from fedpop.models.spec import model_from, model_spec
@@ -182,11 +182,11 @@ def test_questions() -> None:
             return {}
 
     Mine.__name__ = "SecondMoments"
-    ours, _ = question_told(SecondMoments(minimum=5), {})
-    theirs, _ = question_told(Mine(4), {})
+    ours, _ = describe_question(SecondMoments(minimum=5), {})
+    theirs, _ = describe_question(Mine(4), {})
     assert ours["kind"] == "SecondMoments" != theirs["kind"]
-    assert question_from(ours, {}, None) == SecondMoments(minimum=5)
-    assert question_from(json.loads(json.dumps(theirs)), {}, None) == Mine(4)
+    assert question_from_description(ours, {}, None) == SecondMoments(minimum=5)
+    assert question_from_description(json.loads(json.dumps(theirs)), {}, None) == Mine(4)
 
 
 def test_likelihoods() -> None:

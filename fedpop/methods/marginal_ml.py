@@ -55,11 +55,11 @@ def obstacle(hierarchy: Hierarchy) -> str | None:
     """What keeps this method from a model and a prior, in words; None where nothing does."""
     model, prior = hierarchy.model, hierarchy.prior
     if not model.linear:
-        return "posteriors are not closed-form (the head is not linear)"
+        return "posteriors are not closed-form: the head is not linear"
     if not model.likelihood.quadratic:
-        return f"posteriors are not closed-form (the likelihood is {model.likelihood.name})"
+        return f"posteriors are not closed-form: the likelihood is {model.likelihood.name}"
     if prior.component is not prior:
-        return f"posteriors are not closed-form (the prior is {prior.name})"
+        return f"posteriors are not closed-form: the prior is {prior.name}"
     if any(has_dropout(m) for m in model.modules()):
         return "dropout and augmentation make the likelihood random"
     if not runs_in_double(hierarchy):

@@ -17,6 +17,7 @@ BLACK, GREY, BLUE, ORANGE = "#000000", "#777777", "#0072B2", "#D55E00"
 METHODS: dict[str, Look] = {
     "FedSOUL": (BLUE, "-"),
     "FedSOUK": ("#003F6B", "--"),
+    "Marginal-ML": ("#0A5C36", ":"),
     "FedSOUL-paper": ("#56B4E9", "-"),
     "FedSOUL-sampled": ("#009E73", "-"),
     "FedSOUL-local": ("#00A6A6", "--"),
@@ -54,8 +55,8 @@ def _plain(name: str) -> str:
 
 
 _BY_PLAIN = {_plain(name): look for name, look in METHODS.items()}
-_ALIASES = {"local": "localonly"}
-"""Names that are too common a word to begin a label with."""
+_ALIASES = {"local": "localonly", "maximummarginallikelihood": "marginalml"}
+"""Names that are too common a word to begin a label with, or too long for one."""
 
 
 def known_look(name: str) -> Look | None:

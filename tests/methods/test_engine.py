@@ -29,7 +29,7 @@ SAID: dict[str, tuple[dict[str, Any], Any, str]] = {
     "a step of phi": ({"phi_step": fp.steps.Adam()}, None, "sampled: phi_step was given, which is of chains"),
     "compressed": ({"compressor": "natural"}, None, "sampled: sums are compressed or clipped"),
     "clipped": ({"clip": 1.0}, None, "sampled: sums are compressed or clipped"),
-    "mixture": ({"prior": "mixture"}, None, "sampled: posteriors are not closed-form (the prior is Mixture)"),
+    "mixture": ({"prior": "mixture"}, None, "sampled: posteriors are not closed-form: the prior is Mixture"),
     "as asked": ({"engine": "sampled"}, None, "sampled: as asked for"),
 }
 
