@@ -173,6 +173,7 @@ def test_rounding_is_unusual_and_says_how_it_is_known(monkeypatch: pytest.Monkey
     assert resumed.because == "as when the run began"
 
 
+@pytest.mark.filterwarnings("ignore::fedpop.errors.ConvergenceWarning")
 def test_how_theta_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     exact, sampled = fp.FedSOUL(linear_model(), engine="sampled"), fp.FedSOUL(head(nn.Linear(3, 2)))
     assert of(exact, ragged((5,) * 6), 19)["verdict"].chosen == "none"
