@@ -195,7 +195,7 @@ def test_flower_is_imported_in_one_place() -> None:
         return plain | {n.module.split(".")[0] for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
 
     users = {name for name, path in modules().items() if "flwr" in named(path)}
-    assert users == {f"fedpop.flower.{m}" for m in ("client", "post", "records", "server")}
+    assert users == {f"fedpop.flower.{m}" for m in ("client", "records", "server", "transport")}
 
 
 def test_the_check_can_fail() -> None:

@@ -8,7 +8,7 @@ V_i, with V_i = I + Z_i Lambda Lambda' Z_i'. Both are sums over groups, as are t
     K = (I - M P) R,        N = M - M P M:       dS_i = -K' dSigma K,    dD_i = tr(N dSigma)
     dK = -N dSigma K,       dN = -N dSigma N
 
-A site keeps M and R of its groups; nothing here needs Sigma to be invertible. REML adds log det of the
+A site stores M and R of its groups; nothing here needs Sigma to be invertible. REML adds log det of the
 part of S that belongs to X.
 """
 

@@ -194,6 +194,8 @@ class Model(ABC):
         """What was decided on where settings left it open: the type that a network runs in."""
         if not self.network or self._pass is None or self.precision != "auto":
             return ()
+        if self._pass.precision == "auto":  # no run has chosen yet
+            return ()
         rounded, like = self.autocast is not None, self.initial_z()
         chosen = "bfloat16" if rounded else name_of(like.dtype)
         return (Decision("precision", chosen, self._pass.because(like.device), unusual=rounded),)

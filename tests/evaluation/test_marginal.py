@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 import fedpop as fp
-from fedpop.errors import EstimateError
+from fedpop.errors import EstimateError, SettingsError
 from fedpop.evaluation.marginal import LogLikelihood, closed_form
 from fedpop.evaluation.oracle import exact_optimum
 from fedpop.keys import Key
@@ -109,6 +109,17 @@ def test_importance_sampling_against_quadrature(family: str) -> None:
     assert 0 < estimate.error < 0.1
     assert abs(estimate.value - expected) < 4 * estimate.error
     assert "+-" in str(estimate)
+
+
+def test_more_proposals_make_the_error_smaller_by_their_root() -> None:
+    method, theta, clients = one_dimensional("poisson")
+    population = Population(method, theta, Key(0), federation_of(method.model, clients))
+    few, many = (population.log_likelihood(proposals=n) for n in (500, 8000))
+    assert many.error == pytest.approx(few.error / 4, rel=0.25)
+    assert abs(few.value - many.value) < 4 * few.error
+    assert population.log_likelihood(1000) == population.log_likelihood()
+    with pytest.raises(SettingsError, match="proposals"):
+        population.log_likelihood(0)
 
 
 def test_refused_where_the_weights_fail() -> None:

@@ -50,7 +50,7 @@ def test_whatever_decides_is_asked_and_all_else_is_passed_over() -> None:
 
 def test_a_methods_own_decisions_come_first_and_each_thing_is_said_once() -> None:
     found = of(Decided(head(nn.Linear(3, 2))), classes())
-    assert list(found)[:2] == ["pace", "kernel"]
+    assert list(found)[:3] == ["engine", "pace", "kernel"]
     assert str(found["kernel"]) == "kernel: HMC (as every day)"
 
 
@@ -173,6 +173,7 @@ def test_rounding_is_unusual_and_says_how_it_is_known(monkeypatch: pytest.Monkey
     assert resumed.because == "as when the run began"
 
 
+@pytest.mark.filterwarnings("ignore::fedpop.errors.ConvergenceWarning")
 def test_how_theta_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     exact, sampled = fp.FedSOUL(linear_model(), engine="sampled"), fp.FedSOUL(head(nn.Linear(3, 2)))
     assert of(exact, ragged((5,) * 6), 19)["verdict"].chosen == "none"
