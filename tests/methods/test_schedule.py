@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
+from fedpop.methods.paced import Paced
 from torch import nn
 
 import fedpop as fp
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.methods.base import Round
-from fedpop.methods.paced import Paced
 from tests.helpers import cohort_of, linear_model, ragged, train_key
 
 SLOW = 0.02
