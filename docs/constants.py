@@ -225,7 +225,7 @@ TABLES: Mapping[str, Rows] = {
                 "derived: the relative error falls as 1/√32 of what lies off the diagonal",
             ),
         },
-        "methods/paced.py": {
+        "methods/base.py": {
             "SMALLEST_RATE": (
                 "rate of local steps at the very end of a schedule",
                 "derived: above 0, as rates are, and nothing moves by it",

@@ -18,7 +18,7 @@ import fedpop as fp
 from fedpop.federation.participation import Active, Participation, Roster
 from fedpop.keys import Key, units_of
 from fedpop.message import Aggregate, Channel, Message, Payload, Tensors, Total
-from fedpop.methods.base import Algorithm, Facts, Round
+from fedpop.methods.base import Algorithm, Asks, Facts, Round, role_of, usual_participation
 from fedpop.questions import Question
 from fedpop.run.members import active_units
 from fedpop.site.plan import WHOLE
@@ -52,14 +52,15 @@ class Apart:
             federations[name] = own.model.checked(federation)
         self.sites = {name: Sites.one(name, federation, CPU) for name, federation in federations.items()}
         self.roster = Roster(units_of(self.names))
-        self.rule = method.usual_participation() if rule is None else rule
+        self.rule = usual_participation(method) if rule is None else rule
         self.facts = Facts(len(self.names), rounds, active=self.rule.expected(self.roster))
         self.key, self.secret = Key(seed), Key(seed, purpose="site")
         self.exposed, self.weigh, self.round = exposed, weigh, 0
         self.traffic: list[tuple[str, str, Payload, Tensor]] = []
         """Site, name of the vector, what was sent, and what the server makes of it."""
         known: Tensors = {}
-        for question in self.method.questions(self.facts, self.key):
+        asks = role_of(self.method, Asks)
+        for question in () if asks is None else asks.questions(self.facts, self.key):
             known |= self._asked(question, known)
         self.server = self.method.init(self.facts, self.key, known)
 

@@ -14,7 +14,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.participation import Participation
 from fedpop.keys import Key
 from fedpop.message import Answer, Channel, Tensors, Total
-from fedpop.methods.base import Algorithm, Facts, Round
+from fedpop.methods.base import Algorithm, Asks, Facts, Remembers, Round, usual_participation
 from fedpop.models.base import Model
 from fedpop.questions import Question, Units
 from fedpop.run.run import Run, Settings
@@ -100,7 +100,7 @@ def run_of(
     """A run that has asked its questions and stands before its first round."""
     federation = fp.Federation.of(clients)
     method = method.prepared(federation.example)
-    rule = method.usual_participation() if rule is None else rule
+    rule = usual_participation(method) if rule is None else rule
     run = Run(method, method.model.checked(federation), Settings(rounds, seed, rule))
     run.begin()
     return run
@@ -108,7 +108,7 @@ def run_of(
 
 def plan_of(method: Algorithm, federation: fp.Federation, budget: int) -> Plan:
     """The plan that a run of the method has."""
-    return plan_for(method.model, federation, budget, method.draws, method.phi_copies)
+    return plan_for(method.model, federation, budget, method.footprint.draws, method.footprint.phi_copies)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def answers(
     """A ``local_round`` of a cohort through the method's channel, added up; site and server share a key."""
     channel, everyone = method.channel, torch.arange(len(cohort))
     weights = torch.ones(len(cohort)) if weights is None else weights
-    tally = Tally(channel, key, method.remembers)
+    tally = Tally(channel, key, method.remembers if isinstance(method, Remembers) else ())
     wanted = weights if channel.transparent else None
     done = method.local_round(Round(key.round, broadcast, key, key, wanted, channel.omega), cohort, local)
     new, cost, heard = dict(local), dict[str, float](), torch.zeros(len(cohort), dtype=torch.bool)
@@ -171,7 +171,7 @@ def begun(method: Algorithm, cohort: Cohort, facts: Facts, key: Key) -> tuple[Te
     """The server before the first round and everyone's first states, all questions asked."""
     known: Tensors = {}
     noted: Tensors = {}
-    for question in method.questions(facts, key):
+    for question in method.questions(facts, key) if isinstance(method, Asks) else ():
         found, done = asked(question, cohort, known, key.at(purpose=question.name))
         known, noted = known | found, noted | done.local
     server = method.init(facts, key, known)

@@ -40,7 +40,7 @@ class Spending(Callback):
         self.totals.append(run.totals["backbone_passes"])
         seen = active_units(run.settings.participation, run.federation, run.key, run.round - 1).ids
         self.examples.append(int(run.federation.train.sizes[seen].sum()))
-        known = run.algorithm.steady and len(self.totals) == TRIAL_ROUNDS and self.price is not None
+        known = run.algorithm.footprint.steady and len(self.totals) == TRIAL_ROUNDS and self.price is not None
         nothing = len(self.totals) == ROUNDS_WITHOUT_PASS and self.totals[-1] == 0
         return known or nothing or self.totals[-1] > self.passes * ROUNDING
 

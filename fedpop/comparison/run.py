@@ -20,7 +20,7 @@ from fedpop.errors import CheckpointError, EstimateError
 from fedpop.evaluation.scores import Evaluation
 from fedpop.federation.clients import Federation
 from fedpop.files import writable_folder, write_json
-from fedpop.methods.base import Algorithm
+from fedpop.methods.base import Algorithm, hierarchy_of
 from fedpop.population import Population, evaluate, evaluate_new
 from fedpop.report.results import Record, Results, record
 from fedpop.run.callbacks import Callback
@@ -119,7 +119,7 @@ def run_one(
 def _with_theta(population: Population, final: Evaluation) -> dict[str, float | None]:
     """Coverage of intervals that do not take theta for granted, where its information can be had."""
     embedded = population.federation is not None and population.federation.embedded
-    if "coverage" not in final.scores or population.algorithm.hierarchy is None or embedded:
+    if "coverage" not in final.scores or hierarchy_of(population.algorithm) is None or embedded:
         return {}
     with suppress(EstimateError):  # theta is too large, or the data do not determine it
         found = evaluate(population, "test", widths=False, theta_uncertainty=True)

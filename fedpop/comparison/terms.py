@@ -14,7 +14,7 @@ from fedpop.federation.clients import Client, Federation
 from fedpop.federation.participation.rules import Participation, Said
 from fedpop.federation.participation.rules import resolve as resolve_participation
 from fedpop.methods import known_methods
-from fedpop.methods.base import Algorithm
+from fedpop.methods.base import Algorithm, check_participation, usual_participation
 from fedpop.methods.tables import known_method, method_from
 from fedpop.models.base import Model
 from fedpop.population.evaluate import check_newcomers
@@ -138,7 +138,7 @@ class Terms(Checked):
     def rule(self, method: type[Algorithm] | Algorithm) -> Participation:
         """Who takes part: what was asked for, or what the method must have."""
         if self.participation is None or method.participation != "any":
-            return method.usual_participation()
+            return usual_participation(method)
         return resolve_participation(self.participation)
 
     def describe(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def check_entry(entry: Entry, subject: Subject, terms: Terms) -> Algorithm:
     rule.check(subject.clients.roster)
     try:
         method.check(subject.clients.names)
-        method.check_participation(rule)
+        check_participation(method, rule)
     except SettingsError as error:
         raise SettingsError(f"{entry.where}: {error}" if entry.where else str(error)) from error
     return method

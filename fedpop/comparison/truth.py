@@ -67,7 +67,7 @@ class AnglePath(Callback):
         self.points: list[dict[str, float]] = []
 
     def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
-        if run.round % self.every == 0 or run.round == 1 or run.algorithm.over(run.server):
+        if run.round % self.every == 0 or run.round == 1 or run.over:
             phi = run.algorithm.publish(run.server)["phi"]
             angle = principal_angle(self.truth, as_matrix(phi, self.truth))
             sent = metrics["bytes_up"] + metrics["bytes_down"]

@@ -34,7 +34,7 @@ from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.kernels import Hierarchy
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.methods.base import Algorithm
+from fedpop.methods.base import Algorithm, PopulationPrior, role_of
 from fedpop.models.base import Model
 from fedpop.models.predictive import mixture_score, unit_by_unit
 from fedpop.priors import Prior
@@ -133,12 +133,17 @@ class NewcomerWidth(Question[Tensor]):
         vector = torch.cat((out, differences), 2).flatten(1)
         return Answer(torch.isfinite(vector).all(1), {"scores": vector})
 
+    @property
+    def _learned(self) -> PopulationPrior:
+        found = role_of(self.method, PopulationPrior)
+        assert found is not None
+        return found
+
     def _left_out(self, asked: Tensors, units: Units) -> Tensor | None:
         """Where the prior's mean would be without each unit, less where it is, ``[C, d]``."""
         if self.shares <= 0 or self.clients < 2:
             return None
-        assert self.method.hierarchy is not None
-        moved, share = data_share(self.method.hierarchy.prior, asked["beta"], units)
+        moved, share = data_share(self._learned.hierarchy.prior, asked["beta"], units)
         return -moved / (self.shares - share).clamp(min=LEAST_DATA_SHARE * (self.clients - 1)).unsqueeze(1)
 
     def _scores(
@@ -153,16 +158,16 @@ class NewcomerWidth(Question[Tensor]):
     ) -> Tensor:
         """The number of examples that were judged, and their log-probability for each factor, ``[C, 1 + F]``;
         all factors with the same random numbers."""
-        method, out = self.method.judged(), [rest.sizes.double()]
-        hierarchy = method.hierarchy
-        assert hierarchy is not None
+        method, out = self._learned.judged(), [rest.sizes.double()]
+        hierarchy, prior = self._learned.hierarchy, role_of(method, PopulationPrior)
+        assert prior is not None
         gaussian = hierarchy.closed_form and hierarchy.prior.component is hierarchy.prior
         for factor in WIDTH_FACTORS:
             theta = asked | {"beta": widened(hierarchy.prior, asked["beta"], factor)}
             made = (
                 method.personalise(theta, given, None, key)
                 if count
-                else method.without_data(theta, given, key)
+                else prior.without_data(theta, given, key)
             )
             drawn = made["draws"].flatten(1, 2)
             drawn = drawn if shift is None else drawn + shift.unsqueeze(1)

@@ -13,6 +13,7 @@ from fedpop.errors import FedpopError, SettingsError
 from fedpop.evaluation.information import Information, require_small, standard_errors
 from fedpop.evaluation.newcomers import widths_in_words
 from fedpop.kernels.hierarchy import Hierarchy
+from fedpop.methods.base import hierarchy_of
 from fedpop.population import Population
 
 
@@ -63,7 +64,7 @@ def check_asked(names: Sequence[str]) -> tuple[str, ...]:
 def answers(population: Population, names: Sequence[str]) -> tuple[dict[str, dict[str, Any]], Population]:
     """What was found, by name, and the population with what newcomers need; of a method without a population
     prior nothing."""
-    hierarchy, found = population.algorithm.hierarchy, dict[str, dict[str, Any]]()
+    hierarchy, found = hierarchy_of(population.algorithm), dict[str, dict[str, Any]]()
     for name in names if hierarchy is not None else ():
         assert hierarchy is not None
         try:

@@ -32,7 +32,7 @@ from fedpop.flower.transport import Transport
 from fedpop.keys import Key
 from fedpop.message import Channel, Message, Tensors, Total
 from fedpop.methods.asking import describe_question
-from fedpop.methods.base import Algorithm, Round
+from fedpop.methods.base import Algorithm, Round, guard_for
 from fedpop.run.members import Asking, Members
 from fedpop.run.settings import Settings
 from fedpop.settings import describe
@@ -302,7 +302,7 @@ class RemoteMembers(Members):
                 requests, replies, timeout, lambda lost: bool(self.wait(lost))
             )
         self._round = round.number
-        guard = method.guard_for(round.broadcast, len(requests))
+        guard = guard_for(method, round.broadcast, len(requests))
         kind = method.model.initial_phi().dtype
         aggregated = self._messages.aggregate(
             "train",

@@ -28,7 +28,7 @@ from fedpop.flower.deployment import Deployment
 from fedpop.flower.final_questions import USUAL, check_asked
 from fedpop.flower.remote import RoundTerms
 from fedpop.flower.site_folder import check_name, read_toml
-from fedpop.methods.base import Algorithm
+from fedpop.methods.base import Algorithm, usual_participation
 from fedpop.methods.tables import known_method, method_from
 from fedpop.models.entry import model_named
 from fedpop.questions.forms import check_form
@@ -150,7 +150,7 @@ class ServerFolder:
         words = tuple(f.name for f in fields(RoundTerms))
         terms = RoundTerms(**_only(plain.get("sites", {}), words, f"{path}, [sites]"))
         part = run.get("participation")
-        usual = known_method(name, str(path)).usual_participation()
+        usual = usual_participation(known_method(name, str(path)))
         settings = Settings(
             rounds=run.get("rounds"),
             seed=run.get("seed", 0),

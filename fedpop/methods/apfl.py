@@ -17,7 +17,7 @@ and takes m after w's step; this is the paper's rule, at every step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -30,7 +30,7 @@ from fedpop.client.losses import joint_loss
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors
-from fedpop.methods.base import About, Round
+from fedpop.methods.base import About, Footprint, Round
 from fedpop.methods.fedavg import FedAvg
 from fedpop.methods.whole import published_w, split_w
 
@@ -78,8 +78,9 @@ class APFL(FedAvg):
     as_it_is: ClassVar[str] = "no such form of it was published"
 
     @property
-    def phi_copies(self) -> int:
-        return 9  # w, v, their gradients, velocities and next values, what is sent
+    def footprint(self) -> Footprint:
+        # w, v, their gradients, velocities and next values, what is sent.
+        return replace(super().footprint, phi_copies=9)
 
     def enter(self, units: Tensor, broadcast: Tensors, key: Key) -> Tensors:
         w = broadcast["w"].expand(len(units), -1)

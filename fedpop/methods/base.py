@@ -12,17 +12,24 @@ hierarchical aggregation, and one backward pass for many units, possible. A meth
 settings, stored as they were given and resolved when they are used; everything that changes is in
 dictionaries of tensors, which is all that a checkpoint needs. It does not know whether it runs in the
 simulator or across machines.
+
+``Algorithm`` is what every method has. What only some are is a role that they derive from beside it: one
+that asks everyone before the rounds (``Asks``), whose units remember what the server saw (``Remembers``),
+that learns a population prior (``PopulationPrior``), and so on. Whoever runs a method asks for its roles in
+one way, ``role_of(method, Asks)``.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
 
+import torch
 from torch import Tensor
 
 from fedpop.checked import Positive, Range, checked
@@ -35,19 +42,107 @@ from fedpop.kernels.hierarchy import Hierarchy
 from fedpop.keys import Key
 from fedpop.message import Answer, Channel, Choice, Guard, Tensors, Total
 from fedpop.message.declared import Sent
-from fedpop.methods.facts import About as About
-from fedpop.methods.facts import Facts as Facts
-from fedpop.methods.facts import Round as Round
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
 from fedpop.questions import Question
+from fedpop.server.schedules import Constant, Schedule, Stage
 from fedpop.settings import Setting, describe
 
 if TYPE_CHECKING:
     from fedpop.population import Population  # the one name from above: what ``fit`` returns
 
+R = TypeVar("R")
 Trial = Callable[["Algorithm", int], list[float]]
 """Runs so many rounds of a method; gives the log-likelihood at the start and after each round."""
+SMALLEST_RATE = 1e-12
+"""A rate is above 0, even where a schedule has come to its end."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the server knows of the federation, and of the stage of the run that a round belongs to."""
+
+    clients: int
+    rounds: int
+    """The end of this stage, counted from the start of the run."""
+    restart: int = 0
+    start: int = 0
+    """Rounds in earlier stages: above 0 in a run that was extended, or that runs until it has converged."""
+    opening: int | None = None
+    """The end of the first stage; None: this is the first."""
+    active: float | None = None
+    """How many of them a round has on average; None: all."""
+    examples: float = math.inf
+    """Training examples that they have together."""
+
+    @property
+    def stage(self) -> Stage:
+        """What schedules go by."""
+        return Stage(self.start, self.rounds)
+
+    @property
+    def first_stage(self) -> int:
+        """Rounds of the first stage, which a warm-up goes by."""
+        return self.rounds if self.opening is None else self.opening
+
+    @property
+    def heard(self) -> float:
+        return float(self.clients) if self.active is None else self.active
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round as a site sees it."""
+
+    number: int
+    broadcast: Tensors
+    key: Key
+    """The site's own, for what must be secret: the noise of chains, the order of examples."""
+    shared: Key
+    """The server's, for what everyone is to draw alike."""
+    coefficients: Tensor | None = None
+    """Where only sums are wanted, what each unit's vector counts, ``[C]``: the answer may be one sum."""
+    omega: Callable[[Tensor, int], Tensor] | None = None
+    """The relative variance that the channel adds to vectors of a length, for each unit."""
+    weigh: bool = False
+    """Participation weights act at the site, before a message is compressed; else when it is decoded."""
+
+    @property
+    def pace(self) -> float:
+        """What rates of local steps are multiplied by in this round (``Paced``)."""
+        return float(self.broadcast["pace"]) if "pace" in self.broadcast else 1.0
+
+
+@dataclass(frozen=True)
+class About:
+    """What cannot be read off a method's code, for the table of ``fedpop methods``."""
+
+    reference: str
+    personalised: bool
+    local_steps: bool = True
+    """Clients take several steps between messages."""
+    bounds: bool = True
+    """Guarantees of convergence are known, as the paper's table has it."""
+    memory: str = "d + d_phi"
+    """Numbers that a client's predictions read, M draws where there are draws."""
+    instance: str = ""
+    """Of which choices in FedPop it is the case or the limit, if of any."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What planning has to know of a method: how much is in memory at once, and what rounds cost."""
+
+    compressed: int
+    """Entries of a compressed vector."""
+    phi_copies: int = 0
+    """About how many vectors of phi's size a unit's round has in memory at once, beside the data."""
+    draws: int = 1
+    """Values of z that a unit's round works on together, at most."""
+    final_draws: int = 1
+    """Values of z in a unit's own model."""
+    steady: bool = True
+    """Every round after the first costs as much per example of those who take part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +164,6 @@ class Algorithm(Setting, ABC):
     """What ``fit`` calls. Methods know no runtime: ``fedpop`` itself, which has both, says which it is."""
     private: ClassVar[tuple[str, ...]] = ()
     """Local state that must never be in a message."""
-    keeps: ClassVar[tuple[str, ...]] = ()
-    """Local state that is right whether or not the answer was heard: where a chain stands, how it adapted."""
-    remembers: ClassVar[tuple[str, ...]] = ()
-    """Vectors of which a unit is told what the server saw (``after_send``)."""
     uncertainty: ClassVar[bool] = False
     """Predictions integrate over parameters; otherwise intervals hold noise only, and say so."""
     participation: ClassVar[str] = "any"
@@ -105,7 +196,7 @@ class Algorithm(Setting, ABC):
                     "compressor out"
                 )
         for compressor in channel.compressors if self.compressed else ():
-            compressor.check(self.compressed_size)
+            compressor.check(self.footprint.compressed)
 
     # --- what the runtime asks before it starts -----------------------------------------------
 
@@ -114,50 +205,9 @@ class Algorithm(Setting, ABC):
         """The way that this method's vectors take to the server."""
         return Channel(self.compressor, self.compressed, self.clip, self.clipped)
 
-    def guard_for(self, told: Tensors, messages: int) -> Guard | None:
-        """What looks at the messages of a round, given what it was told is usual."""
-        if self.guard is None or not self.guarded or self.participation == "one":
-            return None
-        return Guard(self.guard, self.guarded, told, messages)
-
     @property
-    def compressed_size(self) -> int:
-        """Entries of a compressed vector."""
-        return self.model.phi_layout.size + self.model.z_layout.size
-
-    @property
-    def phi_copies(self) -> int:
-        """About how many vectors of phi's size a unit's round holds at once, beside the data."""
-        return 0
-
-    @property
-    def draws(self) -> int:
-        """Values of z that a unit's round works on together, at most."""
-        return 1
-
-    @property
-    def final_draws(self) -> int:
-        """Values of z in a unit's own model."""
-        return 1
-
-    @property
-    def steady(self) -> bool:
-        """Every round after the first costs as much per example of those who take part."""
-        return True
-
-    @property
-    def wants_information(self) -> bool:
-        """Whether a further stage wants the inverse information, where it can be had."""
-        return False
-
-    def warm_up(self, rounds: int) -> int:
-        """Rounds of a run of so many whose theta is not to be averaged, chosen or judged as converged."""
-        return 0
-
-    @property
-    def hierarchy(self) -> Hierarchy | None:
-        """p(D | phi, z) p(z | beta), for methods that have a population prior."""
-        return None
+    def footprint(self) -> Footprint:
+        return Footprint(compressed=self.model.phi_layout.size + self.model.z_layout.size)
 
     @property
     def label(self) -> str:
@@ -166,31 +216,7 @@ class Algorithm(Setting, ABC):
 
     def prepared(self, example: Example) -> Self:
         """This method for examples of this kind."""
-        return self.with_model(self.model.prepared(example))
-
-    def restarted(self) -> Self:
-        """This method for a restart from a random point."""
-        return self
-
-    def calibrated(self, trial: Trial) -> Self:
-        """This method with its free settings chosen by trial rounds, where it has any."""
-        return self
-
-    def rate(self) -> float | None:
-        """The step size that trial rounds find, once it is there."""
-        return None
-
-    def with_rate(self, rate: float) -> Self:
-        """This method with the step size that trial rounds found."""
-        raise SettingsError(f"{self.label} has no step size that trial rounds could find")
-
-    def looked_at(self) -> Self:
-        """This method for a look between rounds, where a full final pass would cost more than it tells."""
-        return self
-
-    def judged(self) -> Self:
-        """This method for a verdict on theta between rounds, whose draws need not serve predictions."""
-        return self
+        return replace(self, model=self.model.prepared(example))
 
     def check(self, names: Sequence[str]) -> None:
         """Raise early when the settings do not fit these clients."""
@@ -199,48 +225,11 @@ class Algorithm(Setting, ABC):
             if isinstance(value, Mapping):
                 require_everyone(setting.name, value, names)
 
-    def check_data(self, federation: Federation) -> None:
-        """Raise early when a client's data do not suffice for this method."""
-
-    @classmethod
-    def usual_participation(cls) -> Participation:
-        """Who takes part when nothing is said."""
-        return Uniform(1) if cls.participation == "one" else Everyone()
-
-    def check_participation(self, rule: Participation) -> None:
-        """Raise unless this method allows this rule."""
-        everyone, one = isinstance(rule, Everyone), isinstance(rule, Uniform) and rule.size == 1
-        if self.participation == "full" and not everyone:
-            raise SettingsError(f"{self.label} needs every client in every round: participation=None")
-        if self.participation == "one" and not one:
-            raise SettingsError(
-                f"{self.label} visits one client at a time: participation=fedpop.participation.Uniform(1)"
-            )
-
-    @property
-    def needs_everyone(self) -> bool:
-        """A round without one of those who may take part makes no sense: it is waited for."""
-        return self.participation == "full"
-
     # --- a run -------------------------------------------------------------------------------
-
-    def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
-        """What everyone is asked before the rounds, in order; later ones know the results of earlier ones."""
-        return ()
 
     @abstractmethod
     def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
         """The server's state before the first round, given the results of the questions."""
-
-    def grown(self, server: Tensors, facts: Facts, known: Tensors) -> Tensors:
-        """The server's state once others have joined, who were asked the questions that last: ``known`` are
-        the results of these over everyone."""
-        return server
-
-    def extended(self, server: Tensors, facts: Facts, inverse: Tensor | None = None) -> Tensors:
-        """The server's state at the beginning of a further stage: what it told sites of a schedule, anew.
-        ``inverse`` is that of the information at the published theta, for a method that ``scores``."""
-        return server
 
     @abstractmethod
     def broadcast(self, server: Tensors) -> Tensors:
@@ -250,30 +239,13 @@ class Algorithm(Setting, ABC):
         """The state of units that take part for the first time, stacked; ``key`` is their site's."""
         return {}
 
-    def pace(self, k: int, facts: Facts) -> Tensors:
-        """What the sites of round k are told of their rates, beside ``broadcast``."""
-        return {}
-
     @abstractmethod
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer | Iterable[Answer]:
         """A cohort's work, in one answer or in blocks of its units as they are ready."""
 
-    @property
-    def remembered(self) -> tuple[str, ...]:
-        """Those of ``remembers`` that matter with these settings."""
-        return self.remembers
-
-    def after_send(self, local: Tensors, seen: Tensors) -> Tensors:
-        """States of units that were heard, which now know what the server saw of ``remembers``."""
-        return local
-
     @abstractmethod
     def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
         """The server's step; the total may be of nobody."""
-
-    def over(self, server: Tensors) -> bool:
-        """Further rounds would change nothing."""
-        return False
 
     @abstractmethod
     def publish(self, server: Tensors) -> Tensors:
@@ -284,10 +256,6 @@ class Algorithm(Setting, ABC):
     @abstractmethod
     def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:
         """Units' own models with theta fixed; ``local`` is None for those that never took part."""
-
-    def without_data(self, published: Tensors, cohort: Cohort, key: Key) -> Tensors:
-        """The model of a unit that was never there and has no data."""
-        return self.personalise(published, cohort, None, key)
 
     @abstractmethod
     def predict(self, published: Tensors, personal: Tensors, x: Inputs, key: Key) -> Predictive:
@@ -302,18 +270,6 @@ class Algorithm(Setting, ABC):
     def metrics(self, server: Tensors, cost: Mapping[str, float]) -> dict[str, float | None]:
         """Numbers of a round for ``metrics.jsonl`` and the progress bar; None where there is none."""
         return {}
-
-    def drift(self, server: Tensors) -> float | None:
-        """Relative change of theta between the two halves of the tail, where there is a tail."""
-        return None
-
-    def at_bound(self, published: Tensors) -> list[str]:
-        """A word about each parameter on the edge of its projection set."""
-        return []
-
-    def lines(self, published: Tensors) -> list[tuple[str, str]]:
-        """What was learned, in words, under short titles."""
-        return []
 
     # --- for people --------------------------------------------------------------------------
 
@@ -345,13 +301,201 @@ class Algorithm(Setting, ABC):
         """A copy with other settings."""
         return replace(self, **changes)
 
-    def with_model(self, model: Model) -> Self:
-        """A copy on another form of its model."""
-        return replace(self, model=model)
-
     def describe(self) -> dict[str, Any]:
         """All settings as plain values, for files and for comparing runs."""
         return {"method": self.label} | {f.name: describe(getattr(self, f.name)) for f in fields(self)}
+
+
+# --- what runs a method ----------------------------------------------------------------------
+
+
+def role_of(method: Algorithm, kind: type[R]) -> R | None:
+    """A method in one of its roles, or None.
+
+    >>> import fedpop as fp
+    >>> from torch import nn
+    >>> method = fp.FedAvg(fp.Composition(None, nn.Linear(1, 1), "normal"))
+    >>> role_of(method, Paced) is method, role_of(method, Asks)
+    (True, None)
+    """
+    return method if isinstance(method, kind) else None
+
+
+def usual_participation(method: type[Algorithm] | Algorithm) -> Participation:
+    """Who takes part when nothing is said."""
+    return Uniform(1) if method.participation == "one" else Everyone()
+
+
+def check_participation(method: Algorithm, rule: Participation) -> None:
+    """Raise unless this method allows this rule."""
+    everyone, one = isinstance(rule, Everyone), isinstance(rule, Uniform) and rule.size == 1
+    if method.participation == "full" and not everyone:
+        raise SettingsError(f"{method.label} needs every client in every round: participation=None")
+    if method.participation == "one" and not one:
+        raise SettingsError(
+            f"{method.label} visits one client at a time: participation=fedpop.participation.Uniform(1)"
+        )
+
+
+def needs_everyone(method: Algorithm) -> bool:
+    """A round without one of those who may take part makes no sense: it is waited for."""
+    return method.participation == "full"
+
+
+def guard_for(method: Algorithm, broadcast: Tensors, messages: int) -> Guard | None:
+    """What looks at the messages of a round, given what was broadcast as usual."""
+    if method.guard is None or not method.guarded or method.participation == "one":
+        return None
+    return Guard(method.guard, method.guarded, broadcast, messages)
+
+
+# --- roles: what only some methods are -------------------------------------------------------
+
+
+class Asks(ABC):
+    """Everyone is asked before the rounds."""
+
+    @abstractmethod
+    def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
+        """What, in order; later questions know the results of earlier ones."""
+
+    def grown(self, server: Tensors, facts: Facts, known: Tensors) -> Tensors:
+        """The server's state once others have joined, who were asked the questions that last: ``known`` are
+        the results of these over everyone."""
+        return server
+
+
+class ChecksData(ABC):
+    """Clients' data may not suffice."""
+
+    @abstractmethod
+    def check_data(self, federation: Federation) -> None:
+        """Raise early, or warn."""
+
+
+class Remembers:
+    """Units' states do not only follow from whether their answer was received."""
+
+    keeps: ClassVar[tuple[str, ...]] = ()
+    """Local state that is right in any case: where a chain stands, how it adapted."""
+    remembers: ClassVar[tuple[str, ...]] = ()
+    """Vectors of which a unit remembers what the server saw."""
+
+    @property
+    def remembered(self) -> tuple[str, ...]:
+        """Those that matter with these settings."""
+        return self.remembers
+
+    def after_send(self, local: Tensors, seen: Tensors) -> Tensors:
+        """States of units that were heard, given what the server saw."""
+        return local
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paced:
+    """Rates of local steps change over the rounds.
+
+    All rates of a round are the schedule's factor times those given (``Round.pace``); the server broadcasts
+    it, as a site does not know how many rounds there are. What follows training (fine-tuning, a newcomer's
+    own epochs) has the rates given.
+    """
+
+    schedule: Schedule = field(default_factory=Constant)
+
+    def pace(self, k: int, facts: Facts) -> Tensors:
+        """What the sites of round k receive beside ``broadcast``."""
+        if isinstance(self.schedule, Constant):
+            return {}
+        factor = max(self.schedule.factor(k, facts.stage), SMALLEST_RATE)
+        return {"pace": torch.tensor(factor, dtype=torch.float64)}
+
+
+class Staged(ABC):
+    """What the server keeps goes by the stage of a run."""
+
+    def warm_up(self, rounds: int) -> int:
+        """Rounds of a run of so many whose theta is not to be averaged, chosen or judged as converged."""
+        return 0
+
+    @property
+    def wants_information(self) -> bool:
+        """Whether a further stage wants the inverse information, where it can be had."""
+        return False
+
+    @abstractmethod
+    def extended(self, server: Tensors, facts: Facts, inverse: Tensor | None = None) -> Tensors:
+        """The server's state at the beginning of a further stage: what it broadcasts of a schedule, anew.
+        ``inverse`` is that of the information at the published theta, where it was wanted."""
+
+
+class EndsByItself(ABC):
+    """Rounds come to an end by themselves."""
+
+    @abstractmethod
+    def over(self, server: Tensors) -> bool:
+        """Further rounds would change nothing."""
+
+
+class FindsRate(ABC):
+    """A step size may be found by trial rounds before the first one."""
+
+    @abstractmethod
+    def calibrated(self, trial: Trial) -> Algorithm:
+        """This method with the step size that they find, where it was left open."""
+
+    @abstractmethod
+    def rate(self) -> float | None:
+        """The step size, once it is there."""
+
+    @abstractmethod
+    def with_rate(self, rate: float) -> Algorithm:
+        """This method with this one."""
+
+
+class PopulationPrior(ABC):
+    """p(D | phi, z) p(z | beta): z has a prior, of which beta is learned."""
+
+    @property
+    @abstractmethod
+    def hierarchy(self) -> Hierarchy: ...
+
+    @abstractmethod
+    def restarted(self) -> Algorithm:
+        """This method for a restart from a random point."""
+
+    @abstractmethod
+    def looked_at(self) -> Algorithm:
+        """This method for a look between rounds, where a full final pass would cost more than it shows."""
+
+    @abstractmethod
+    def judged(self) -> Algorithm:
+        """This method for a verdict on theta between rounds, whose draws need not serve predictions."""
+
+    @abstractmethod
+    def without_data(self, published: Tensors, cohort: Cohort, key: Key) -> Tensors:
+        """The models of units that never took part and have no data."""
+
+    @abstractmethod
+    def lines(self, published: Tensors) -> list[tuple[str, str]]:
+        """What was learned, in words, under short titles."""
+
+    def how(self) -> list[tuple[str, str]]:
+        """How it is learned."""
+        return []
+
+    @abstractmethod
+    def at_bound(self, published: Tensors) -> list[str]:
+        """A word about each parameter on the edge of its projection set."""
+
+    def drift(self, server: Tensors) -> float | None:
+        """Relative change of theta between the two halves of the tail, where there is a tail."""
+        return None
+
+
+def hierarchy_of(method: Algorithm) -> Hierarchy | None:
+    """Of a method with a population prior."""
+    found = role_of(method, PopulationPrior)
+    return None if found is None else found.hierarchy
 
 
 @dataclass(frozen=True)
@@ -363,7 +507,7 @@ class Chosen:
 
 
 class Chooses(ABC):
-    """A method whose settings leave open which method runs."""
+    """Settings leave open which method runs."""
 
     @abstractmethod
     def choose(self, rule: Participation, waits: bool) -> Chosen:
@@ -373,7 +517,8 @@ class Chooses(ABC):
 
 def chosen(method: Algorithm, rule: Participation, waits: bool = True) -> Chosen:
     """What runs: the method itself, unless it leaves that open."""
-    return method.choose(rule, waits) if isinstance(method, Chooses) else Chosen(method)
+    choosing = role_of(method, Chooses)
+    return Chosen(method) if choosing is None else choosing.choose(rule, waits)
 
 
 def require_everyone(setting: str, given: Mapping[str, Any], names: Sequence[str]) -> None:

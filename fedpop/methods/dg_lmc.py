@@ -34,14 +34,14 @@ from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key, unit_of
 from fedpop.message import Answer, Tensors, Total
-from fedpop.methods.base import About, Facts, Round
+from fedpop.methods.base import About, Asks, Facts, Round
 from fedpop.methods.samples import PosteriorSamples
 from fedpop.questions import Question
 from fedpop.questions.curvature import STEP, Curvature
 
 
 @dataclass(frozen=True, kw_only=True)
-class DGLMC(PosteriorSamples):
+class DGLMC(PosteriorSamples, Asks):
     """Samples of the whole model by Gibbs steps between clients and server.
 
     Below, L_i is the largest curvature of U_i at the start, which a client keeps to itself.

@@ -12,7 +12,7 @@ counts them alike; here sums are weighted by n_i.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from fedpop.client.local_sgd import LocalSGD, Trained
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors
-from fedpop.methods.base import About, Round
+from fedpop.methods.base import About, Footprint, Round
 from fedpop.methods.fedavg import FedAvg
 from fedpop.methods.whole import published_w, require_pull, split_w, towards
 
@@ -76,8 +76,8 @@ class Ditto(FedAvg):
         require_pull("lam", self.lam, self.newcomer, "newcomer.")
 
     @property
-    def phi_copies(self) -> int:
-        return 6
+    def footprint(self) -> Footprint:
+        return replace(super().footprint, phi_copies=6)
 
     def enter(self, units: Tensor, broadcast: Tensors, key: Key) -> Tensors:
         return {"v": broadcast["w"].expand(len(units), -1).clone()}

@@ -32,8 +32,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.methods.base import About, Facts, Round
-from fedpop.methods.paced import Paced
+from fedpop.methods.base import About, Facts, Paced, Round
 from fedpop.methods.samples import Ensemble
 from fedpop.methods.whole import split_w
 from fedpop.models.modules import RowKeys

@@ -10,7 +10,7 @@ It is FedPop's limit for an infinite prior scale and temperature zero: nothing i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, ClassVar
 
@@ -25,8 +25,7 @@ from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.methods.base import About, Facts, Round
-from fedpop.methods.paced import Paced
+from fedpop.methods.base import About, Asks, Facts, Footprint, Paced, Round
 from fedpop.methods.whole import WholeModel, require_data
 from fedpop.models.local import LinearLikelihood
 from fedpop.questions import Question
@@ -40,7 +39,7 @@ STARTS = ("random", "spectral")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedRep(Paced, WholeModel):
+class FedRep(Paced, WholeModel, Asks):
     """A shared representation with private heads.
 
     Args:
@@ -100,8 +99,8 @@ class FedRep(Paced, WholeModel):
         return "FedRep" if self.start == "random" else "FedRep-spectral"
 
     @property
-    def compressed_size(self) -> int:
-        return self.model.phi_layout.size
+    def footprint(self) -> Footprint:
+        return replace(super().footprint, compressed=self.model.phi_layout.size)
 
     @cached_property
     def _moves_phi(self) -> dict[float, Optimiser]:

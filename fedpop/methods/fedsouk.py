@@ -37,7 +37,7 @@ from fedpop.federation.inputs import map_inputs
 from fedpop.kernels import Kernel, Tuning, prior_chains, resolve_kernel
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.methods.base import About, Facts, Round, Trial
+from fedpop.methods.base import About, Facts, FindsRate, Footprint, Remembers, Round, Staged, Trial
 from fedpop.methods.hierarchical import Hierarchical
 from fedpop.priors.base import Sets, Unnormalised, into_ball, normals_of
 from fedpop.questions import Question
@@ -54,7 +54,7 @@ from fedpop.server.state import prefixed, unprefixed
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedSOUK(Hierarchical):
+class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
     """The paper's Algorithm 1 with any kernel.
 
     Args:
@@ -131,20 +131,9 @@ class FedSOUK(Hierarchical):
         return self.beta_step if isinstance(self.beta_step, BetaStep) else BetaStep(self.beta_step)
 
     @property
-    def compressed_size(self) -> int:
-        return self.model.phi_layout.size
-
-    @property
-    def phi_copies(self) -> int:
-        return 4 if self.on_phi.local is not None else 0
-
-    @property
-    def draws(self) -> int:
-        return most_steps(self.local_steps) * self.chain.chains
-
-    @property
-    def steady(self) -> bool:
-        return self.on_phi.steady
+    def footprint(self) -> Footprint:
+        draws, copies = most_steps(self.local_steps) * self.chain.chains, 4 * (self.on_phi.local is not None)
+        return replace(super().footprint, draws=draws, phi_copies=copies, steady=self.on_phi.steady)
 
     @property
     def wants_information(self) -> bool:

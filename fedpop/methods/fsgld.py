@@ -23,7 +23,7 @@ from local chains or Laplace's approximation, and leave the choice open.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar
 
 import torch
@@ -37,7 +37,7 @@ from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.methods.base import About, Facts, Round
+from fedpop.methods.base import About, Asks, Facts, Footprint, Round
 from fedpop.methods.samples import PosteriorSamples
 from fedpop.questions import Question, Units
 from fedpop.questions.curvature import stable_step
@@ -46,7 +46,7 @@ SURROGATES = ("auto", "full", "diagonal")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSGLD(PosteriorSamples):
+class FSGLD(PosteriorSamples, Asks):
     """Samples of the whole model by a relay.
 
     The step is gamma = 0.25 / (L + lambda) unless told. With L_i the largest curvature of U_i where q_i
@@ -110,8 +110,9 @@ class FSGLD(PosteriorSamples):
         return "FSGLD" if self.conducive else "DSGLD"
 
     @property
-    def steady(self) -> bool:
-        return self.batch is None  # a batch is not the same share of everybody's examples
+    def footprint(self) -> Footprint:
+        # A batch is not the same share of everybody's examples.
+        return replace(super().footprint, steady=self.batch is None)
 
     @property
     def full(self) -> bool:

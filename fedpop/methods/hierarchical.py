@@ -23,7 +23,7 @@ from fedpop.federation.inputs import Inputs
 from fedpop.kernels import Hierarchy, Kernel, Tuning, prior_chains, resolve_kernel, run
 from fedpop.keys import Key
 from fedpop.message import Tensors
-from fedpop.methods.base import Algorithm, Facts, mean_loss
+from fedpop.methods.base import Algorithm, Asks, Facts, Footprint, PopulationPrior, mean_loss
 from fedpop.models.predictive import Predictive, mixture_score
 from fedpop.priors import Hyperprior, Prior
 from fedpop.priors import resolve as resolve_prior
@@ -35,7 +35,7 @@ from fedpop.server.units import natural_units, redrawn
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hierarchical(Algorithm):
+class Hierarchical(Algorithm, PopulationPrior, Asks):
     """p(D_i | phi, z_i) p(z_i | beta): theta is learned, z is each unit's own."""
 
     prior: Prior | str = "normal"
@@ -61,8 +61,9 @@ class Hierarchical(Algorithm):
         return resolve_kernel(None, self.model, self.hierarchy.prior)
 
     @property
-    def final_draws(self) -> int:
-        return self.final.chains * self.final.each(self.model.z_layout.size)
+    def footprint(self) -> Footprint:
+        final = self.final.chains * self.final.each(self.model.z_layout.size)
+        return Footprint(compressed=self.model.phi_layout.size, final_draws=final)
 
     def looked_at(self) -> Self:
         return replace(self, final=SHORT)
@@ -109,7 +110,7 @@ class Hierarchical(Algorithm):
     def without_data(self, published: Tensors, cohort: Cohort, key: Key) -> Tensors:
         """Draws from the prior."""
         beta, states, prior = published["beta"], published.get("states"), self.hierarchy.prior
-        z = prior_chains.final_draws(prior, beta, cohort.units, key, self.final_draws, states)
+        z = prior_chains.final_draws(prior, beta, cohort.units, key, self.footprint.final_draws, states)
         return {"draws": z.unflatten(1, (self.final.chains, -1))}
 
     def predict(self, published: Tensors, personal: Tensors, x: Inputs, key: Key) -> Predictive:
@@ -157,12 +158,3 @@ class Hierarchical(Algorithm):
     def lines(self, published: Tensors) -> list[tuple[str, str]]:
         words = self.hierarchy.prior.lines(published["beta"], published)
         return [("prior" if i == 0 else "", line) for i, line in enumerate(words)]
-
-    def how(self) -> list[tuple[str, str]]:
-        """How theta is found, in words, under short titles."""
-        return []
-
-
-def how(method: Algorithm) -> list[tuple[str, str]]:
-    """How a method finds theta, where it has something to say of that."""
-    return method.how() if isinstance(method, Hierarchical) else []

@@ -22,7 +22,7 @@ examples has f_i = 0. We found no code of the authors; this is the paper's algor
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar
 
 import torch
@@ -36,13 +36,13 @@ from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.methods.base import About, Facts, Round
+from fedpop.methods.base import About, Facts, Footprint, Round, Staged
 from fedpop.methods.whole import WholeModel, published_w, require_pull, split_w, towards
 from fedpop.server.schedules import Constant, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class L2GD(WholeModel):
+class L2GD(WholeModel, Staged):
     """Everyone's own model, held near the mean of all by a penalty.
 
     Args:
@@ -90,8 +90,8 @@ class L2GD(WholeModel):
         require_pull("lam", self.lam, self.newcomer, "newcomer.")
 
     @property
-    def steady(self) -> bool:
-        return False  # a round that averages makes no pass
+    def footprint(self) -> Footprint:
+        return replace(super().footprint, steady=False)  # a round that averages makes no pass
 
     def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
         w = self.initial_w()

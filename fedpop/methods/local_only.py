@@ -18,8 +18,7 @@ from fedpop.client.local_sgd import LocalSGD
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.methods.base import About, Facts, Round
-from fedpop.methods.paced import Paced
+from fedpop.methods.base import About, Facts, Paced, Round
 from fedpop.methods.whole import WholeModel, published_w, require_data, split_w
 
 

@@ -31,7 +31,7 @@ from fedpop.kernels import Hierarchy
 from fedpop.kernels.evidence import Evidence, evidence, runs_in_double
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.methods.base import About, Facts, Round
+from fedpop.methods.base import About, EndsByItself, Facts, Round
 from fedpop.methods.hierarchical import Hierarchical
 from fedpop.models.modules import has_dropout
 from fedpop.priors.base import Sets, into_ball
@@ -83,7 +83,7 @@ def annealed(hierarchy: Hierarchy, left: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaximumMarginalLikelihood(Hierarchical):
+class MaximumMarginalLikelihood(Hierarchical, EndsByItself):
     """theta by quasi-Newton steps on the marginal likelihood; every z by exact draws from its posterior.
 
     ``fp.FedSOUL(model)`` takes this method by itself where it applies; see its ``engine``.

@@ -22,7 +22,7 @@ Per-FedAvg's own) has the first-order variant only, and weights by n_i.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar
 
 import torch
@@ -38,8 +38,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.methods.base import About, Facts, Round
-from fedpop.methods.paced import Paced
+from fedpop.methods.base import About, ChecksData, Facts, Footprint, Paced, Round
 from fedpop.methods.whole import WholeModel, published_w, split_w
 from fedpop.models.modules import RowKeys
 
@@ -48,7 +47,7 @@ WEIGHTS = ("equal", "examples")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerFedAvg(Paced, WholeModel):
+class PerFedAvg(Paced, WholeModel, ChecksData):
     """A shared start that every client adapts by a step of its own.
 
     Args:
@@ -109,8 +108,8 @@ class PerFedAvg(Paced, WholeModel):
         return f"{self.name}{VARIANTS[self.variant]}"
 
     @property
-    def phi_copies(self) -> int:
-        return 8  # as WholeModel, and w', v, H v with its graph
+    def footprint(self) -> Footprint:
+        return replace(super().footprint, phi_copies=8)  # as WholeModel, and w', v, H v with its graph
 
     @property
     def hands(self) -> int:

@@ -21,7 +21,7 @@ the limit is another point unless eta falls.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar
 
 import torch
@@ -36,8 +36,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.methods.base import About, Facts, Round
-from fedpop.methods.paced import Paced
+from fedpop.methods.base import About, Facts, Footprint, Paced, Round
 from fedpop.methods.whole import WholeModel, published_w, split_w
 from fedpop.models.modules import RowKeys
 
@@ -103,8 +102,8 @@ class PFedMe(Paced, WholeModel):
                 )
 
     @property
-    def phi_copies(self) -> int:
-        return 8  # w and theta: as WholeModel, twice
+    def footprint(self) -> Footprint:
+        return replace(super().footprint, phi_copies=8)  # w and theta: as WholeModel, twice
 
     def direction(self, embedded: bool, rate: float) -> Direction:
         """For (w, theta): the gradient of w's envelope, and what K steps change in theta."""

@@ -25,7 +25,7 @@ every U_i; its deep-learning script also compresses what was compressed already,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
@@ -37,7 +37,7 @@ from fedpop.client.potential import Potential
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.methods.base import About, Facts, Round
+from fedpop.methods.base import About, Asks, Facts, Footprint, Remembers, Round
 from fedpop.methods.samples import PosteriorSamples
 from fedpop.models.base import Model
 from fedpop.questions import Question, Units
@@ -69,7 +69,7 @@ class Reference(Question[Tensors]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QLSD(PosteriorSamples):
+class QLSD(PosteriorSamples, Asks, Remembers):
     """Samples of the whole model by Langevin steps on the server.
 
     Args:
@@ -130,8 +130,9 @@ class QLSD(PosteriorSamples):
         return VARIANTS[self.variant]
 
     @property
-    def steady(self) -> bool:
-        return self.batch is None  # a batch is not the same share of everybody's examples
+    def footprint(self) -> Footprint:
+        # A batch is not the same share of everybody's examples.
+        return replace(super().footprint, steady=self.batch is None)
 
     @property
     def anchored(self) -> bool:

@@ -13,7 +13,7 @@ sends add up to it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -26,13 +26,12 @@ from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.methods.base import About, Facts, Round
-from fedpop.methods.paced import Paced
+from fedpop.methods.base import About, Facts, Footprint, Paced, Remembers, Round
 from fedpop.methods.whole import WholeModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class SCAFFOLD(Paced, WholeModel):
+class SCAFFOLD(Paced, WholeModel, Remembers):
     """One model for all, without the drift of local steps.
 
     Args:
@@ -79,8 +78,8 @@ class SCAFFOLD(Paced, WholeModel):
             )
 
     @property
-    def phi_copies(self) -> int:
-        return 6
+    def footprint(self) -> Footprint:
+        return replace(super().footprint, phi_copies=6)
 
     def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
         w = self.initial_w()

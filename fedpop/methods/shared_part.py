@@ -10,7 +10,7 @@ The two methods are mirror images: FedPer shares phi and LG-FedAvg shares z.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -20,8 +20,7 @@ from fedpop.client.local_sgd import LocalSGD
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.methods.base import Facts, Round
-from fedpop.methods.paced import Paced
+from fedpop.methods.base import Facts, Footprint, Paced, Round
 from fedpop.methods.whole import WholeModel, join_w, split_w
 
 
@@ -37,8 +36,8 @@ class SharedPart(Paced, WholeModel):
     own: ClassVar[str]
 
     @property
-    def compressed_size(self) -> int:
-        return self.initial_w_parts()[self.shared].shape[0]
+    def footprint(self) -> Footprint:
+        return replace(super().footprint, compressed=self.initial_w_parts()[self.shared].shape[0])
 
     def initial_w_parts(self) -> Tensors:
         """phi and z as they were given."""

@@ -4,7 +4,7 @@ from a client's own model."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.keys import Key
 from fedpop.message import Tensors
-from fedpop.methods.base import Algorithm, Facts, mean_loss
+from fedpop.methods.base import Algorithm, Facts, Footprint, mean_loss
 from fedpop.models.base import Model
 from fedpop.models.local import LinearLikelihood
 from fedpop.models.predictive import Predictive
@@ -70,8 +70,9 @@ class WholeModel(Algorithm):
     """The server holds one w = (phi, z); subclasses say how it moves and what a client predicts with."""
 
     @property
-    def phi_copies(self) -> int:
-        return 4  # where a client stands, its velocity, its gradient, what it sends
+    def footprint(self) -> Footprint:
+        # Where a client stands, its velocity, its gradient, what it sends.
+        return replace(super().footprint, phi_copies=4)
 
     @property
     def size(self) -> int:

@@ -243,7 +243,7 @@ def fitted(
             sites=groups.by_site,
         )
     words = "; ".join(str(w.message) for w in caught if issubclass(w.category, FedpopWarning))
-    prior, beta = population.algorithm.hierarchy.prior, population.published["beta"]  # type: ignore[union-attr]
+    prior, beta = method.hierarchy.prior, population.published["beta"]
     assert isinstance(prior, Normal)
     point = layout.point(population.published["phi"], prior.mu(beta), prior.factor(beta))
     engine: Engine = (

@@ -15,7 +15,7 @@ from fedpop.federation.clients import Federation, position
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Tensors
-from fedpop.methods.base import Algorithm
+from fedpop.methods.base import Algorithm, hierarchy_of
 from fedpop.population.personal_models import personal_models, planned
 from fedpop.site.plan import Plan
 from fedpop.site.sites import Sites
@@ -85,7 +85,7 @@ class ClientModels:
             self.algorithm.model.z_layout.size,
             self.algorithm.model.phi_layout.size,
         )
-        each = 4 * (z + phi if method.hierarchy is None else method.final_draws * z)
+        each = 4 * (z + phi if hierarchy_of(method) is None else method.footprint.final_draws * z)
         for group in ids.split(max(1, min(CLIENTS_AT_ONCE, CACHED_MODEL_BYTES // each))):
             new = [i for i in group.tolist() if i not in self._personal]
             with suppress(DataError):

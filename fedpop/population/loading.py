@@ -26,7 +26,7 @@ from fedpop.files import (
 from fedpop.keys import PUBLIC, Key
 from fedpop.message import Tensors
 from fedpop.methods import rebuild
-from fedpop.methods.base import Algorithm
+from fedpop.methods.base import Algorithm, hierarchy_of
 from fedpop.models.base import Model
 from fedpop.models.spec import model_from, require_same
 from fedpop.population.population import Population
@@ -177,8 +177,8 @@ def _require_fits(published: Tensors, algorithm: Algorithm) -> None:
         raise CheckpointError(
             f"the saved phi has {phi.numel()} entries, the model {layout.size}: it does not fit this model"
         )
-    if algorithm.hierarchy is not None:
-        moments(algorithm.hierarchy.prior, published["beta"], published)
+    if (hierarchy := hierarchy_of(algorithm)) is not None:
+        moments(hierarchy.prior, published["beta"], published)
     if any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in published.values()):
         raise ValueError("theta is not finite")
 

@@ -19,8 +19,9 @@ MEMORY = "1GiB"
 
 def planned(method: Algorithm, federation: Federation) -> Plan:
     """Cohorts of clients whose personal models, or diagnostics, fit the memory budget together."""
-    base = plan_for(method.model, federation, parse_bytes(MEMORY), method.draws, method.phi_copies)
-    return final_plan(base, method.model, method.final_draws)
+    foot = method.footprint
+    base = plan_for(method.model, federation, parse_bytes(MEMORY), foot.draws, foot.phi_copies)
+    return final_plan(base, method.model, foot.final_draws)
 
 
 def personal_models(

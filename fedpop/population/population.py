@@ -26,8 +26,7 @@ from fedpop.federation.clients import SPLITS, Federation
 from fedpop.kernels import Hierarchy
 from fedpop.keys import PUBLIC, Key
 from fedpop.message import Tensors
-from fedpop.methods.base import Algorithm
-from fedpop.methods.hierarchical import how
+from fedpop.methods.base import Algorithm, PopulationPrior, hierarchy_of, role_of
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
 from fedpop.population.client_models import ClientModels
@@ -105,7 +104,8 @@ class Population(ClientModels):
         if self.federation is not None:
             self.names = list(self.federation.names)
         self.learned_from = self.learned_from or len(self.names)
-        self.how = self.how or how(self.algorithm)
+        learned = role_of(self.algorithm, PopulationPrior)
+        self.how = self.how or ([] if learned is None else learned.how())
 
     def __repr__(self) -> str:
         return f"Population({self.algorithm.label}, {self.whose}, {self.rounds} rounds)"
@@ -158,12 +158,14 @@ class Population(ClientModels):
     @property
     def at_bound(self) -> list[str]:
         """A word about each parameter on the edge of its projection set."""
-        return self.algorithm.at_bound(self.published)
+        learned = role_of(self.algorithm, PopulationPrior)
+        return [] if learned is None else learned.at_bound(self.published)
 
     def _hierarchy(self, what: str) -> Hierarchy:
-        if self.algorithm.hierarchy is None:
+        hierarchy = hierarchy_of(self.algorithm)
+        if hierarchy is None:
             raise SettingsError(f"{self.algorithm.label} has no {what}")
-        return self.algorithm.hierarchy
+        return hierarchy
 
     # --- clients -----------------------------------------------------------------------------
 
@@ -302,11 +304,11 @@ class Population(ClientModels):
             raise DataError(f"there are no {split} data here to be judged on")
         sizes, method = self.federation.splits[split].sizes, self.algorithm
         if self.federation.embedded:  # what is held are features already
-            method = method.with_model(self.model.on_features())
+            method = method.replace(model=self.model.on_features())
         for i in self._one_by_one((sizes > 0).nonzero().squeeze(1)):
             own = self.federation.cohort(torch.tensor([i]), self.device, split)
             try:
-                for x, y in in_pieces(own.x, own.y, method.final_draws * self.model.outputs):
+                for x, y in in_pieces(own.x, own.y, method.footprint.final_draws * self.model.outputs):
                     if theta_uncertainty:
                         yield i, self.predict(i, x, theta_uncertainty=True), y
                         continue

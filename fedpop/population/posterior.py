@@ -17,7 +17,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, as_inputs, map_inputs, narrowed, require_finite
 from fedpop.keys import NEWCOMER, Key
 from fedpop.message import Tensors
-from fedpop.methods.base import Algorithm
+from fedpop.methods.base import Algorithm, PopulationPrior, hierarchy_of, role_of
 from fedpop.models.base import Model
 from fedpop.models.flat import Layout
 from fedpop.models.predictive import Predictive
@@ -113,7 +113,11 @@ def newcomer(method: Algorithm, published: Tensors, x: Any, y: Any, key: Key) ->
     if x is None:
         published = _as_wide(method, published, 0)
         none, rows = torch.zeros_like(unit), phi.new_zeros(0)
-        personal = method.without_data(published, Cohort(unit, none, rows, rows, 0), key)
+        nobody, prior = Cohort(unit, none, rows, rows, 0), role_of(method, PopulationPrior)
+        if prior is None:
+            personal = method.personalise(published, nobody, None, key)
+        else:
+            personal = prior.without_data(published, nobody, key)
         return Newcomer(method, published, personal, key)
     own = Federation.of({"the new client": (x, y)}, model.labels)
     one = model.prepared(own.example).checked(own)  # raises where they do not fit the model
@@ -125,7 +129,7 @@ def newcomer(method: Algorithm, published: Tensors, x: Any, y: Any, key: Key) ->
 
 def _as_wide(method: Algorithm, published: Tensors, examples: int) -> Tensors:
     """theta with the prior that suits a newcomer with so many examples, where clients were asked."""
-    hierarchy = method.hierarchy
+    hierarchy = hierarchy_of(method)
     return published if hierarchy is None else for_newcomer(hierarchy.prior, published, examples)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedpop.decisions import in_a_line
 from fedpop.evaluation.newcomers import widths_in_words
+from fedpop.methods.base import PopulationPrior, hierarchy_of, role_of
 from fedpop.models.flat import Layout
 from fedpop.models.links import LinkedLayout
 
@@ -23,8 +24,10 @@ def summary(population: Population) -> str:
     if population.federation is not None:
         sizes = population.federation.train.sizes
         first += f", {int(sizes.sum())} examples ({int(sizes.min())} to {int(sizes.max())} each)"
-    rows = [("model", repr(model)), *method.lines(population.published), *population.how]
-    if isinstance(model.z_layout, LinkedLayout) and method.hierarchy is not None:
+    rows, learned = [("model", repr(model))], role_of(method, PopulationPrior)
+    rows += [] if learned is None else learned.lines(population.published)
+    rows += population.how
+    if isinstance(model.z_layout, LinkedLayout) and learned is not None:
         rows += _named(population, model.z_layout)
     if population.newcomers:
         rows.append(("new", f"clients have {widths_in_words(population.newcomers)}"))
@@ -57,7 +60,7 @@ def summary(population: Population) -> str:
 def _stored(population: Population) -> list[tuple[str, str]]:
     """What clients store between rounds, for methods where that is a model."""
     store = None if population.sites is None else population.sites.store
-    if store is None or not store.used or population.algorithm.hierarchy is not None:
+    if store is None or not store.used or hierarchy_of(population.algorithm) is not None:
         return []
     each = sum(t[0].numel() * t.element_size() for t in store.tensors.values())
     together = each * store.used / 1e6

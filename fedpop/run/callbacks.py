@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedpop.checked import Checked, Count
 from fedpop.errors import DataError
+from fedpop.methods.base import Staged, role_of
 
 if TYPE_CHECKING:
     from fedpop.federation.clients import Federation
@@ -93,8 +94,8 @@ class EarlyStop(Checked, Callback):
             raise DataError("early stopping needs validation data: give clients a validation set")
 
     def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
-        due = run.round % self.every == 0 or run.algorithm.over(run.server)
-        if not due or run.round <= run.algorithm.warm_up(run.ends[0]):
+        due, staged = run.round % self.every == 0 or run.over, role_of(run.algorithm, Staged)
+        if not due or (staged is not None and run.round <= staged.warm_up(run.ends[0])):
             return False
         score = run.validation_score()
         if math.isnan(score):  # whoever has validation examples is away

@@ -14,6 +14,7 @@ from fedpop.client.final import Final
 from fedpop.decisions import Decision, decided
 from fedpop.kernels import Hierarchy, kernel_decisions
 from fedpop.message import guard
+from fedpop.methods.base import Asks, Staged, guard_for, hierarchy_of, role_of
 from fedpop.priors.normal import COVARIANCES
 from fedpop.questions import starts
 from fedpop.run import stages
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def decisions_of(run: Run) -> tuple[Decision, ...]:
     """Of a run that has its server: each thing once, by whoever says it first."""
-    method, hierarchy = run.algorithm, run.algorithm.hierarchy
+    method, hierarchy = run.algorithm, hierarchy_of(run.algorithm)
     found: dict[str, Decision] = {}
     own = () if hierarchy is None else _of_settings(run, hierarchy)
     parts = decided(method, method.model, None if hierarchy is None else hierarchy.prior)
@@ -48,7 +49,8 @@ def _of_settings(run: Run, hierarchy: Hierarchy) -> Iterator[Decision]:
     if isinstance(name, str) and name not in COVARIANCES and prior.component is not None:
         yield model.covariance_decision()
     if given.get("start") == "auto":
-        yield starts.decision(method.questions(run.facts, run.key), prior)
+        asks = role_of(method, Asks)
+        yield starts.decision(() if asks is None else asks.questions(run.facts, run.key), prior)
     if "kernel" in given:
         yield from kernel_decisions(given["kernel"], model, prior)
     final = given.get("final")
@@ -61,10 +63,11 @@ def _of_settings(run: Run, hierarchy: Hierarchy) -> Iterator[Decision]:
 def _of_rounds(run: Run) -> Iterator[Decision]:
     """What follows from how many there are, and from how many take part."""
     method, first = run.algorithm, run.facts.first_stage
-    if rounds := method.warm_up(first):
+    staged = role_of(method, Staged)
+    if rounds := 0 if staged is None else staged.warm_up(first):
         noise = f"falls to its value over the first {rounds} rounds"
         yield Decision("noise variance", noise, f"it was given, and the first stage has {first} rounds")
-    if method.guard is not None and method.guard_for({}, guard.MESSAGES_FOR_A_MEDIAN) is not None:
+    if method.guard is not None and guard_for(method, {}, guard.MESSAGES_FOR_A_MEDIAN) is not None:
         roster = run.members.roster
         sites = len(roster) if roster.sites is None else len(roster.sites.unique())
         active = run.settings.participation.expected(roster)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedpop.keys import Key
 from fedpop.message import Tensors
-from fedpop.methods.base import Algorithm
+from fedpop.methods.base import Algorithm, PopulationPrior, role_of
 from fedpop.settings import Setting
 from fedpop.site.plan import Plan, final_plan
 from fedpop.site.sites import Sites
@@ -58,10 +58,11 @@ class FinalPass(PersonalModels):
     afresh: bool = False
 
     def _by(self, method: Algorithm) -> Algorithm:
-        return method.judged() if self.brief else method
+        prior = role_of(method, PopulationPrior) if self.brief else None
+        return method if prior is None else prior.judged()
 
     def plan(self, method: Algorithm, plan: Plan) -> Plan:
-        return final_plan(plan, method.model, self._by(method).final_draws)
+        return final_plan(plan, method.model, self._by(method).footprint.final_draws)
 
     def made(
         self, method: Algorithm, sites: Sites, ids: Tensor, known: Tensors, broadcast: Tensors, key: Key

@@ -21,8 +21,21 @@ from fedpop.federation.clients import Federation
 from fedpop.files import reading, writable_folder, write_json
 from fedpop.keys import Key
 from fedpop.message import Tensors, Total
-from fedpop.methods.base import Algorithm, Facts, Round, chosen
-from fedpop.methods.hierarchical import how
+from fedpop.methods.base import (
+    Algorithm,
+    Asks,
+    ChecksData,
+    EndsByItself,
+    Facts,
+    FindsRate,
+    Paced,
+    PopulationPrior,
+    Round,
+    Staged,
+    check_participation,
+    chosen,
+    role_of,
+)
 from fedpop.population import Population
 from fedpop.questions import Question
 from fedpop.run import checkpoint as checkpoints
@@ -60,15 +73,16 @@ class Run:
     ) -> None:
         roster = members.roster if isinstance(members, Members) else roster_of(members, settings.sites)
         settings.participation.check(roster)
-        algorithm.check_participation(settings.participation)
+        check_participation(algorithm, settings.participation)
         waits = members.waits if isinstance(members, Members) else True
         choice = chosen(algorithm, settings.participation, waits)
         asked, algorithm = algorithm, choice.method
         algorithm.check(members.names)
         if settings.sites is not None and not algorithm.channel.one_for_all:
             raise SettingsError("a site of several clients has one compressor: give one for all")
-        if isinstance(members, Federation):
-            algorithm.check_data(members)
+        checks = role_of(algorithm, ChecksData)
+        if isinstance(members, Federation) and checks is not None:
+            checks.check_data(members)
         for callback in callbacks:
             callback.check(members)
         if isinstance(members, Federation):
@@ -154,7 +168,7 @@ class Run:
                 metrics = self.train_round()
                 # All of them are to see the round.
                 stopped = any([c.after_round(self, metrics) for c in self.callbacks])  # noqa: C419
-                stopped |= self.algorithm.over(self.server)
+                stopped |= self.over
                 self.history.append(metrics)
                 if nobody(metrics):  # what were they sent?
                     require_finite_theta(self.algorithm.broadcast(self.server), self.history, self.round - 1)
@@ -201,6 +215,12 @@ class Run:
     def label(self) -> str:
         return (self.asked or self.algorithm).label
 
+    @property
+    def over(self) -> bool:
+        """The method has come to an end by itself."""
+        ends = role_of(self.algorithm, EndsByItself)
+        return ends is not None and ends.over(self.server)
+
     def _judge(self, thorough: bool = False) -> Verdict | None:
         """A verdict on the present theta; the inverse information that it finds serves further stages."""
         found = stages.judged(self, thorough)
@@ -210,9 +230,9 @@ class Run:
 
     def population(self) -> Population:
         """What has been learned so far; by which engine makes no difference to what is asked of it."""
-        method = self.algorithm
+        method, learned = self.algorithm, role_of(self.algorithm, PopulationPrior)
         return Population(
-            algorithm=method if self.asked is None else self.asked.with_model(method.model),
+            algorithm=method if self.asked is None else self.asked.replace(model=method.model),
             published=self.algorithm.publish(self.server),
             key=self.secret,
             federation=self.members.federation,
@@ -223,10 +243,13 @@ class Run:
             history=self.history,
             totals=self.totals,
             rounds=self.round,
-            drift=self.algorithm.drift(self.server),
+            drift=None if learned is None else learned.drift(self.server),
             convergence=self.verdict,
             best_round=self.best_round,
-            how=[*([("engine", self.engine)] if self.engine else []), *how(method)],
+            how=[
+                *([("engine", self.engine)] if self.engine else []),
+                *([] if learned is None else learned.how()),
+            ],
             decisions=self.decisions,
         )
 
@@ -252,10 +275,12 @@ class Run:
             return stopped
         started = time.perf_counter()
         self._compute_in(self.algorithm.model.chosen_precision(), self.algorithm)
-        self._use(self.algorithm.calibrated(self._trial))
+        if finds := role_of(self.algorithm, FindsRate):
+            self._use(finds.calibrated(self._trial))
         known: Tensors = {}
-        for question in self.algorithm.questions(self.facts, self.key):
-            known |= self._asked(question, known)
+        if asks := role_of(self.algorithm, Asks):
+            for question in asks.questions(self.facts, self.key):
+                known |= self._asked(question, known)
         self.server = self.algorithm.init(self.facts, self.key, known)
         self.spend({"seconds": time.perf_counter() - started})
         self._decide(write=True)
@@ -271,7 +296,7 @@ class Run:
     def _compute_in(self, precision: str, algorithm: Algorithm) -> None:
         """The type that the backbone runs in is chosen once, and stays: it is in the checkpoint."""
         self.precision = precision
-        self.algorithm = algorithm.with_model(algorithm.model.at_precision(precision))
+        self.algorithm = algorithm.replace(model=algorithm.model.at_precision(precision))
 
     def _use(self, algorithm: Algorithm) -> None:
         """This method from now on, here and wherever members are."""
@@ -340,11 +365,15 @@ class Run:
         method, shared = self.algorithm, self.key.at(round=self.round, purpose="train")
         secret = self.secret.at(round=self.round, purpose="train")
         if self.round == self.facts.start > 0:
-            self.server = method.extended(self.server, self.facts, self._inverse_information())
+            if staged := role_of(method, Staged):
+                inverse = self._inverse_information() if staged.wants_information else None
+                self.server = staged.extended(self.server, self.facts, inverse)
             self.inverse = None
         active = self.members.active(self.settings.participation, self.key, self.round)
         facts = self.facts
-        broadcast = method.broadcast(self.server) | method.pace(self.round, facts) | self.usual
+        broadcast = method.broadcast(self.server) | self.usual
+        if paced := role_of(method, Paced):
+            broadcast |= paced.pace(self.round, facts)
         now = Round(self.round, broadcast, secret, shared, weigh=self.settings.weigh == "site")
         total = self.members.round(method, now, active)
         self.server = method.server_round(self.server, total, facts, shared)
@@ -369,18 +398,17 @@ class Run:
     def _ask_newcomers(self) -> None:
         """Whoever came after the questions is asked those that last, and the server counts who is there. All
         else about them is as of a client that takes part for the first time."""
-        known: Tensors = {}
-        if late := tuple(self.members.newcomers()):
-            for question in self.algorithm.questions(self.facts, self.key):
+        asks, known = role_of(self.algorithm, Asks), Tensors()
+        late = tuple(self.members.newcomers())
+        if asks is not None:
+            for question in asks.questions(self.facts, self.key) if late else ():
                 known |= self._asked(question, known, late) if question.lasting else {}
-        if known or self.members.units != self.counted:
-            self.server = self.algorithm.grown(self.server, self.facts, known)
+            if known or self.members.units != self.counted:
+                self.server = asks.grown(self.server, self.facts, known)
         self.counted = self.members.units
 
     def _inverse_information(self) -> Tensor | None:
         """For scoring steps in the stage that begins: at the theta that the last one would have published."""
-        if not self.algorithm.wants_information:
-            return None
         if self.inverse is None and self.settings.rounds is not None:  # it was extended: not yet judged
             self._judge()
         return self.inverse
@@ -427,6 +455,7 @@ class Run:
             server, remembered = self._best
             tensors |= {f"best.server.{n}": t for n, t in server.items()}
             tensors |= {f"best.{n}": t for n, t in remembered.items()}
+        finds = role_of(self.algorithm, FindsRate)
         checkpoints.write(
             self._checkpoints,
             checkpoints.Checkpoint(
@@ -440,7 +469,7 @@ class Run:
                 threads=self.threads,
                 precision=self.precision,
                 totals=self.totals,
-                rate=self.algorithm.rate(),
+                rate=None if finds is None else finds.rate(),
                 callbacks={str(i): c.state() for i, c in enumerate(self.callbacks)},
                 stopped=stopped,
             ),
@@ -458,8 +487,9 @@ class Run:
                 remembered = {n: t for n, t in best.items() if not n.startswith("server.")}
                 self._best = (_part("server.", best, device), remembered)
             self.round, self.best_round, self.totals = saved.round, saved.best_round, dict(saved.totals)
-            if saved.rate is not None and method.rate() != saved.rate:
-                method = method.with_rate(saved.rate)
+            finds = role_of(method, FindsRate)
+            if saved.rate is not None and finds is not None and finds.rate() != saved.rate:
+                method = finds.with_rate(saved.rate)
         self._compute_in(saved.precision, method)
         if method is not asked:
             self.members.update_method(self.algorithm)

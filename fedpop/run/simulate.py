@@ -13,7 +13,7 @@ from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Said
 from fedpop.federation.participation import resolve as resolve_participation
 from fedpop.files import folder_named, write_json
-from fedpop.methods.base import Algorithm
+from fedpop.methods.base import Algorithm, PopulationPrior, hierarchy_of, role_of, usual_participation
 from fedpop.population import Population
 from fedpop.precision import PRECISIONS
 from fedpop.run.callbacks import Callback
@@ -81,7 +81,7 @@ def fit(
     >>> len(fp.fit(fp.FedSOUL(model), [(x, y), (x, y)], rounds=2))
     2
     """
-    rule = method.usual_participation() if participation is None else resolve_participation(participation)
+    rule = usual_participation(method) if participation is None else resolve_participation(participation)
     if precision is not None:
         method = method.replace(model=method.model.asking_for(precision))
     settings = Settings(rounds, seed, rule, memory, checkpoint_every, method.model.precision, sites)
@@ -98,7 +98,8 @@ def fit(
     for restart in range(restarts + 1):
         where = folder / f"restart-{restart}" if folder is not None and restarts else folder
         called = copy.deepcopy(list(callbacks)) if restarts else list(callbacks)
-        started = method if restart == 0 else method.restarted()
+        prior = role_of(method, PopulationPrior) if restart else None
+        started = method if prior is None else prior.restarted()
         run = Run(started, federation, settings, where, called, restart)
         population = run.execute(resume=resume, progress=progress)
         if not restarts:
@@ -121,7 +122,7 @@ def _told(population: Population, run: Run) -> Population:
 
 def check_restarts(method: Algorithm) -> None:
     """Raise unless runs of this method can be compared by their marginal likelihood."""
-    hierarchy = method.hierarchy
+    hierarchy = hierarchy_of(method)
     if hierarchy is None:
         raise SettingsError(f"restarts are compared by marginal likelihood, which {method.label} has not")
     if not hierarchy.prior.normalised and method.model.z_layout.size > 2:

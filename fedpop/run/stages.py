@@ -4,8 +4,8 @@ A run is a row of stages, each with a constant phase, decay and averaged tail (`
 With ``rounds`` it has one; a finished run that is resumed with more gets a further one, up to the new number.
 Without ``rounds`` stages follow one another, each as long as all before it together, until the verdict at the
 end of one is that theta has converged, or 8,000 rounds are over. A method that knows itself to be at the end
-(``Algorithm.over``) ends a run in the midst of a stage, and is judged there. Which stages a run has had is in
-its checkpoints, so a run that was killed goes on to the same bits.
+(``EndsByItself.over``) ends a run in the midst of a stage, and is judged there. Which stages a run has had
+is in its checkpoints, so a run that was killed goes on to the same bits.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from fedpop.decisions import Decision
 from fedpop.errors import CheckpointError, EstimateError
 from fedpop.evaluation.convergence import ToTheOptimum, obstacle, small
 from fedpop.evaluation.verdict import Distance, Verdict, loss_trend
+from fedpop.methods.base import hierarchy_of
 from fedpop.priors.base import Sets, normals_of
 from fedpop.run.personal_models import FinalPass
 from fedpop.server.schedules import Stage
@@ -87,7 +88,7 @@ class Judgement:
 def judged(run: Run, thorough: bool = False) -> Judgement:
     """Whether the theta that a run would publish now has converged: in nats for small models, by the training
     loss of the present stage for others."""
-    started, method, hierarchy = time.perf_counter(), run.algorithm, run.algorithm.hierarchy
+    started, method, hierarchy = time.perf_counter(), run.algorithm, hierarchy_of(run.algorithm)
     published = method.publish(run.server)
     known = hierarchy is not None and small(hierarchy, published["phi"], published["beta"])
     few = run.members.units <= MOST_JUDGED_CLIENTS
@@ -102,7 +103,7 @@ def judged(run: Run, thorough: bool = False) -> Judgement:
 
 def decisions(run: Run) -> Iterator[Decision]:
     """How long the run is, where that was left open, and by what its theta is judged."""
-    rounds, hierarchy, clients = run.settings.rounds, run.algorithm.hierarchy, run.members.units
+    rounds, hierarchy, clients = run.settings.rounds, hierarchy_of(run.algorithm), run.members.units
     if rounds is None:
         first = f"{FIRST_STAGE}, {FIRST_STAGE}, {2 * FIRST_STAGE}, ..."
         yield Decision("rounds", f"{first} until converged, {LONGEST_RUN:,} at most", "none were given")
@@ -143,9 +144,9 @@ def worth_judging(run: Run) -> bool:
     validation data chose theta."""
     if run.best_round is not None:
         return False
-    hierarchy = run.algorithm.hierarchy
+    hierarchy = hierarchy_of(run.algorithm)
     least = JUDGED_FROM[hierarchy is not None and hierarchy.closed_form]
-    return run.round >= least or run.algorithm.over(run.server)
+    return run.round >= least or run.over
 
 
 def advice(run: Run) -> str | None:
@@ -156,11 +157,11 @@ def advice(run: Run) -> str | None:
     if verdict is None or verdict.converged:
         return None
     after = f"{run.label} after {rounds} rounds: {verdict.words}"
-    hierarchy = run.algorithm.hierarchy
+    hierarchy = hierarchy_of(run.algorithm)
     normals = None if hierarchy is None else normals_of(hierarchy.prior)
     given = normals is not None and normals.scale is not None and normals.learns_scale
     first = "leave out the prior's scale, or " if given else ""
-    if run.algorithm.over(run.server):
+    if run.over:
         found = after.removesuffix("; run more rounds")
         other = "fedpop.FedSOUL(engine='sampled')" if run.asked is None else "engine='sampled'"
         return f"{found}, and its search cannot go on from there; {first}try restarts=3 or {other}"
@@ -178,14 +179,14 @@ def advice(run: Run) -> str | None:
 
 def _at_upper_bound(run: Run) -> str | None:
     """A scale of the prior that would be larger if it might; at its lower bound clients are all alike."""
-    hierarchy, published = run.algorithm.hierarchy, run.algorithm.publish(run.server)
+    hierarchy, published = hierarchy_of(run.algorithm), run.algorithm.publish(run.server)
     normals = None if hierarchy is None else normals_of(hierarchy.prior)
     if hierarchy is None or normals is None or not normals.learns_scale:
         return None
     bounds, _ = Sets.told(published) or (normals.bounds, None)
     if bounds is None or normals.scales(published["beta"])[1] < 0.9999 * bounds[1]:
         return None
-    if run.round < JUDGED_FROM[hierarchy.closed_form] and not run.algorithm.over(run.server):
+    if run.round < JUDGED_FROM[hierarchy.closed_form] and not run.over:
         return None  # a few rounds may be anywhere
     if hierarchy.prior.bounds is not None:
         advice = "leave bounds out, or raise the upper one"

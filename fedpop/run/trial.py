@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fedpop.errors import FedpopError
 from fedpop.evaluation.marginal import MarginalLikelihood
+from fedpop.methods.base import hierarchy_of
 
 if TYPE_CHECKING:
     from fedpop.run.run import Run
@@ -20,7 +21,7 @@ def likelihoods_of(run: Run, rounds: int) -> list[float]:
     themselves report.
     """
     path: list[float] = []
-    hierarchy = run.algorithm.hierarchy
+    hierarchy = hierarchy_of(run.algorithm)
     exact = hierarchy is not None and hierarchy.closed_form
     try:
         run.begin()

@@ -11,6 +11,7 @@ from fedpop.checked import Checked, Count, OneOf, Whole
 from fedpop.errors import DataError
 from fedpop.evaluation.scores import CLASSES, REAL
 from fedpop.federation.clients import SPLITS, Federation
+from fedpop.methods.base import PopulationPrior, role_of
 from fedpop.population import Population, evaluate
 from fedpop.run.callbacks import Callback
 
@@ -64,7 +65,8 @@ class Watch(Checked, Callback):
         return False
 
     def _look(self, run: Run) -> dict[str, Any]:
-        method = run.algorithm.looked_at()
+        prior = role_of(run.algorithm, PopulationPrior)
+        method = run.algorithm if prior is None else prior.looked_at()
         published = method.publish(run.server)
         now = Population(method, published, run.secret, run.federation, run.sites.store, rounds=run.round)
         costs = ("bytes_up", "bytes_down", "backbone_passes", "head_steps", "seconds")

@@ -21,7 +21,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.participation import Active, Everyone
 from fedpop.keys import Key, unit_of
 from fedpop.message import Aggregate, Answer, Channel, Guard, Tensors, Total
-from fedpop.methods.base import Algorithm, Round
+from fedpop.methods.base import Algorithm, Remembers, Round, guard_for, role_of
 from fedpop.questions import Question, Table, Units
 from fedpop.site.plan import Plan
 from fedpop.site.store import LocalStore
@@ -248,9 +248,10 @@ class _RoundExchange(Exchange):
         self, sites: Sites, method: Algorithm, round: Round, active: Active, messages: int, encode: bool
     ) -> None:
         self.sites, self.method, self.round, self.active = sites, method, round, active
-        self.guard, channel = method.guard_for(round.broadcast, messages), method.channel
+        self.guard, channel = guard_for(method, round.broadcast, messages), method.channel
         self.fused = channel.transparent and sites.sites is None and sites.lost is None
-        self.remembered = method.remembered
+        remembers = role_of(method, Remembers)
+        self.remembered = () if remembers is None else remembers.remembered
         self.sending = Sending(
             channel, round.key, self.guard, round.weigh, method.plain_sums, encode, method.sends
         )
@@ -311,13 +312,14 @@ def settled_states(
 ) -> Tensors:
     """New states of an answer's units: all once it was received; else those that are right in any case."""
     new, rows = answer.local, answer.rows
-    if method.remembered and seen:
-        new = method.after_send(new, seen)
+    remembers = role_of(method, Remembers)
+    if remembers is not None and remembers.remembered and seen:
+        new = remembers.after_send(new, seen)
     if bool(received.all()):
         return dict(new)
     out = {}
     for name, value in new.items():
-        if name in method.keeps:
+        if remembers is not None and name in remembers.keeps:
             out[name] = value
             continue
         old = local[name] if name in local else torch.zeros_like(value)

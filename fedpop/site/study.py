@@ -24,7 +24,7 @@ from fedpop.federation.participation import Participation
 from fedpop.federation.reading import read_data, read_table
 from fedpop.message import Tensors
 from fedpop.methods import rebuild
-from fedpop.methods.base import Algorithm
+from fedpop.methods.base import Algorithm, ChecksData, Remembers, needs_everyone, role_of
 from fedpop.models.base import Model
 from fedpop.models.entry import model_named
 from fedpop.models.spec import model_from, model_spec
@@ -184,7 +184,7 @@ class Training(Study):
 
     @property
     def needs_everyone(self) -> bool:
-        return self.method.needs_everyone
+        return needs_everyone(self.method)
 
     @property
     def device(self) -> torch.device:
@@ -192,7 +192,8 @@ class Training(Study):
 
     @property
     def keeps(self) -> tuple[str, ...]:
-        return self.method.keeps
+        remembers = role_of(self.method, Remembers)
+        return () if remembers is None else remembers.keeps
 
     @property
     def owner(self) -> Algorithm:
@@ -238,7 +239,8 @@ class Training(Study):
                 "the site's examples do not fit the model: their shape is not the federation's", Code.DATA
             )
         checked = model.checked(found)
-        self.method.check_data(checked)
+        if checks := role_of(self.method, ChecksData):
+            checks.check_data(checked)
         return checked
 
     def unit_data(self, data: Any) -> UnitData:
@@ -248,8 +250,8 @@ class Training(Study):
         return isinstance(other, Training)
 
     def plan(self, federation: Federation, budget: int) -> Plan:
-        method = self.method
-        return plan_for(method.model, federation, budget, method.draws, method.phi_copies)
+        foot = self.method.footprint
+        return plan_for(self.method.model, federation, budget, foot.draws, foot.phi_copies)
 
 
 def _model(method: Mapping[str, Any], example: Example | None) -> Model:

@@ -60,7 +60,7 @@ def job(run: Run) -> list[Record]:
     """The record of one compressor and seed."""
     task, compressor = run.cell.task, VARIANTS[run.cell.method].compressor
     method = FedSOUL(task.model(run.seed), compressor=compressor, final=FINAL)
-    omega = compressor.omega(method.compressed_size)
+    omega = compressor.omega(method.footprint.compressed)
     return run.measured(method, task.make(run.data, run.seed), lambda population: {"omega": omega})
 
 

@@ -17,7 +17,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.keys import unit_of
 from fedpop.message import Answer, Tensors
 from fedpop.methods import METHODS
-from fedpop.methods.base import Algorithm, Round
+from fedpop.methods.base import Algorithm, Round, guard_for
 from tests.crash import Crash, CrashAt
 from tests.helpers import seeded
 
@@ -139,9 +139,9 @@ def test_not_below_five_messages_nor_in_the_paper() -> None:
     assert CULPRIT in four
     assert "out_of_proportion" not in method_of("FedAvg").fit(four, rounds=1).history[0]
     assert fp.FedSOUL.paper(model()).guard is None
-    assert fp.FSGLD(model()).guard_for({}, 100) is None  # a relay
-    assert fp.DGLMC(model()).guard_for({}, 100) is None  # states
-    assert fp.L2GD(model()).guard_for({}, 100) is None
+    assert guard_for(fp.FSGLD(model()), {}, 100) is None  # a relay
+    assert guard_for(fp.DGLMC(model()), {}, 100) is None  # states
+    assert guard_for(fp.L2GD(model()), {}, 100) is None
 
 
 SEEN = {"scaled": True, "sign-flipped": False, "random": False, "repeated": False}

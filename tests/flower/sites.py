@@ -15,7 +15,7 @@ from fedpop.flower.deployment import Deployment, run_deployment
 from fedpop.flower.remote import RoundTerms
 from fedpop.flower.site_folder import SECRET
 from fedpop.flower.transport import Transport
-from fedpop.methods.base import Algorithm
+from fedpop.methods.base import Algorithm, usual_participation
 from fedpop.run.settings import Settings
 from tests.flower.local_grid import LocalGrid
 
@@ -47,7 +47,7 @@ def transport_on(grid: LocalGrid, **more: Any) -> Transport:
 
 
 def deployment(method: Algorithm, rounds: int, seed: int = 0, rule: Any = None, **more: Any) -> Deployment:
-    rule = method.usual_participation() if rule is None else rule
+    rule = usual_participation(method) if rule is None else rule
     settings = Settings(rounds, seed, rule, checkpoint_every=1)
     copied = copy.deepcopy(method)
     return Deployment("test", lambda example: copied, settings, **{"terms": RoundTerms(sites=1)} | more)

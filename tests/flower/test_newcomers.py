@@ -21,6 +21,7 @@ from fedpop.flower.remote import RoundTerms
 from fedpop.flower.requests import Request
 from fedpop.flower.site_state import SiteState
 from fedpop.keys import Key, units_of
+from fedpop.methods.base import usual_participation
 from fedpop.run.run import Run, Settings
 from tests.flower.local_grid import LocalGrid
 from tests.flower.sites import deployment, enrol, same_bits, transport_on
@@ -118,7 +119,7 @@ def test_a_newcomer_is_asked_what_lasts_of_the_questions(name: str, tmp_path: Pa
     found = run_deployment(planned, transport_on(joining.grid), run)
     federation = fp.Federation.of(data)
     prepared = method.prepared(federation.example)
-    settings = Settings(LATE + 2, 0, method.usual_participation(), sites={n: [n] for n in data})
+    settings = Settings(LATE + 2, 0, usual_participation(method), sites={n: [n] for n in data})
     whole = Run(prepared, prepared.model.checked(federation), settings)
     whole.begin()
     questions = [q.name for q in prepared.questions(whole.facts, whole.key) if q.lasting]

@@ -26,7 +26,7 @@ from fedpop.flower.deployment import enrolled_members
 from fedpop.flower.remote import RoundTerms
 from fedpop.keys import Key
 from fedpop.message import Aggregate, Channel, Tensors, Total
-from fedpop.methods.base import Algorithm
+from fedpop.methods.base import Algorithm, usual_participation
 from fedpop.methods.fsgld import Surrogates
 from fedpop.methods.qlsd import Reference
 from fedpop.questions import Question
@@ -193,7 +193,7 @@ def ways(request: pytest.FixtureRequest, tmp_path: Path) -> Ways:
     federation = fp.Federation.of(clients)
     method = method.prepared(federation.example)
     federation = method.model.checked(federation)
-    run = Run(method, federation, Settings(2, 0, method.usual_participation()))
+    run = Run(method, federation, Settings(2, 0, usual_participation(method)))
     run.begin()
     grid = LocalGrid(app, enrol(tmp_path, clients))
     planned = deployment(method, 2, terms=RoundTerms(sites=4), entry=case.entry)

@@ -18,7 +18,7 @@ from fedpop.flower.remote import RoundTerms
 from fedpop.flower.site_records import SiteRecord, active_parts, roster_of_sites
 from fedpop.flower.site_state import SiteState
 from fedpop.keys import Key, unit_of
-from fedpop.methods.base import Algorithm
+from fedpop.methods.base import Algorithm, usual_participation
 from fedpop.run.run import Run
 from fedpop.run.settings import Settings
 from fedpop.site.plan import Plan
@@ -159,7 +159,7 @@ def test_a_site_with_little_memory_finds_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method, sizes = made(name, "softmax"), list[int]()
-    simulation, cut_up = simulated(method, method.usual_participation(), 2), Plan.cut
+    simulation, cut_up = simulated(method, usual_participation(method), 2), Plan.cut
 
     def watched(self: Plan, *ids: Any) -> Any:
         groups = cut_up(self, *ids)

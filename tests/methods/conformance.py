@@ -17,7 +17,7 @@ import fedpop as fp
 from fedpop.federation.participation import Active, Participation
 from fedpop.message import Tensors, Total
 from fedpop.methods import METHODS
-from fedpop.methods.base import Algorithm, Round
+from fedpop.methods.base import Algorithm, Round, usual_participation
 from fedpop.run.run import Run, Settings
 from fedpop.site.work import Update
 from tests.helpers import generator, seeded
@@ -132,7 +132,7 @@ class Stage:
     ) -> None:
         federation = fp.Federation.of(clients(kind))
         method = method.prepared(federation.example)
-        settings = Settings(20, 0, method.usual_participation() if rule is None else rule)
+        settings = Settings(20, 0, usual_participation(method) if rule is None else rule)
         self.run = Run(method, method.model.checked(federation), settings)
         self.run.begin()
         for _ in range(rounds):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fedpop as fp
 from fedpop.errors import DataError, SettingsError
 from fedpop.methods import METHODS
+from fedpop.methods.base import check_participation, usual_participation
 from tests.apart import Apart
 from tests.helpers import FRAME, generator, seeded
 from tests.methods.conformance import (
@@ -174,7 +175,7 @@ def test_the_rule_of_participation_is_enforced(name: str) -> None:
     kind = "linear"
     allowed = METHODS[name].participation
     assert allowed in ("any", "full", "one")
-    assert METHODS[name].usual_participation() == (
+    assert usual_participation(METHODS[name]) == (
         fp.participation.Uniform(1) if allowed == "one" else fp.participation.Everyone()
     )
     for rule, fits in (
@@ -184,7 +185,7 @@ def test_the_rule_of_participation_is_enforced(name: str) -> None:
         (fp.participation.Uniform(1), allowed in ("any", "one")),
     ):
         if fits:
-            made(name, kind).check_participation(rule)
+            check_participation(made(name, kind), rule)
         else:
             with pytest.raises(SettingsError, match="participation="):
                 fit(name, kind, participation=rule)

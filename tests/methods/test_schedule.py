@@ -8,8 +8,7 @@ from torch import nn
 
 import fedpop as fp
 from fedpop.client.local_sgd import LocalSGD
-from fedpop.methods.base import Round
-from fedpop.methods.paced import Paced
+from fedpop.methods.base import Paced, Round
 from tests.helpers import cohort_of, linear_model, ragged, train_key
 
 SLOW = 0.02

@@ -22,7 +22,7 @@ def test_scores_do_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch, unc
     ]
     population = fp.FedSOUL(model).fit([fp.Client(*own, test=own) for own in pairs], rounds=30)
     whole = fp.evaluate(population, theta_uncertainty=uncertain)
-    draws = population.algorithm.final_draws
+    draws = population.algorithm.footprint.final_draws
     monkeypatch.setattr(posterior, "PREDICTED_ENTRIES_AT_ONCE", 4 * draws)
     sizes = [len(y) for _, _, y in population.held_out("test")]
     assert sizes == [4, 4, 1, 4, 4, 3, 4, 4, 1, 4, 1, 4, 4]
@@ -43,7 +43,7 @@ def test_models_that_would_not_fit_are_made_again_where_they_are_needed(
     rows = [(torch.randn(n, 2, generator=g), torch.randn(n, generator=g)) for n in SIZES]
     population = method(model).fit([fp.Client(*own, test=own) for own in rows], rounds=2)
     whole = fp.evaluate(population)
-    each = 4 * (3 * population.algorithm.final_draws if method is fp.FedSOUL else 3 + 6)
+    each = 4 * (3 * population.algorithm.footprint.final_draws if method is fp.FedSOUL else 3 + 6)
     population._personal.clear()
     first = population.predict(4, torch.ones(1, 2)).mean  # asked for by its user, and kept
     monkeypatch.setattr(client_models, "CACHED_MODEL_BYTES", 2 * each)

@@ -57,7 +57,7 @@ def test_compression_is_there_or_refused(name: str) -> None:
 def test_the_table_draws_as_often_as_it_says(name: str) -> None:
     method = alive(name).algorithm
     if any(f.name == "final" for f in fields(method)):
-        assert method.final_draws == COUNTED_DRAWS
+        assert method.footprint.final_draws == COUNTED_DRAWS
 
 
 def test_a_row_for_every_method() -> None:
