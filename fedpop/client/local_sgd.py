@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Count, Factor, NotNegative, Positive
-from fedpop.client.phi_gradient import gradient
+from fedpop.client.losses import gradient
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.keys import Key

@@ -26,7 +26,7 @@ from fedpop.message import Answer, Tensors, Total
 from fedpop.priors.base import Sets
 from fedpop.priors.normal import Normal
 from fedpop.questions import Question, Units
-from fedpop.server.gauge import Gauge
+from fedpop.server.averaging import Gauge
 
 LARGEST_EXACT_INFORMATION = 2000
 """Parameters up to which the information of closed-form posteriors is computed: 32 MB, once."""

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Proportion
-from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import Direction, LocalSGD, Loss, Trained
-from fedpop.client.losses import joint_loss
+from fedpop.client.losses import finite, joint_loss, training_cost
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fedpop.errors import CheckpointError, SettingsError
-from fedpop.kernels.hierarchy import Hierarchy
+from fedpop.kernels.target import Hierarchy
 from fedpop.message import Tensors
 from fedpop.methods.base import Algorithm
 from fedpop.models.base import Model

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Count, NotNegative, Positive
-from fedpop.client.cost import finite, training_cost
+from fedpop.client.losses import finite, training_cost
 from fedpop.client.potential import Potential
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Few
-from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
-from fedpop.client.losses import mean_where
+from fedpop.client.losses import finite, mean_where, training_cost
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs

@@ -18,20 +18,19 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import OneOf
-from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
-from fedpop.client.losses import body_loss
+from fedpop.client.losses import body_loss, finite, training_cost
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
+from fedpop.message.message import prefixed, unprefixed
 from fedpop.methods.base import About, Asks, Facts, Footprint, Paced, Round
 from fedpop.methods.whole import WholeModel, require_data
 from fedpop.models.local import LinearLikelihood
 from fedpop.questions import Question
 from fedpop.questions.spectral import Spectral
 from fedpop.server.optimisers import Optimiser
-from fedpop.server.state import prefixed, unprefixed
 from fedpop.server.units import natural_units
 
 HEADS = ("sgd", "exact")

@@ -27,16 +27,23 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from fedpop.client.cost import chain_cost
-from fedpop.client.local_steps import LocalSteps, describe_steps, groups_of, most_steps
 from fedpop.client.phi_step import PhiStep, PhiWork
-from fedpop.client.sampler import Chain, Sampler
+from fedpop.client.sampler import (
+    Chain,
+    LocalSteps,
+    Sampler,
+    chain_cost,
+    describe_steps,
+    groups_of,
+    most_steps,
+)
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import map_inputs
 from fedpop.kernels import Kernel, Tuning, prior_chains, resolve_kernel
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
+from fedpop.message.message import prefixed, unprefixed
 from fedpop.methods.base import About, Facts, FindsRate, Footprint, Remembers, Round, Staged, Trial
 from fedpop.methods.hierarchical import Hierarchical
 from fedpop.priors.base import Sets, Unnormalised, into_ball, normals_of
@@ -44,13 +51,10 @@ from fedpop.questions import Question
 from fedpop.questions.targets import TargetSize
 from fedpop.server import scoring
 from fedpop.server.anneal import Anneal
-from fedpop.server.averaging import Averaging
+from fedpop.server.averaging import Averaging, aligner
 from fedpop.server.beta_step import EM, BetaStep, EMAdam, Turn
 from fedpop.server.calibration import RATE_TRIAL_ROUNDS, largest_rate
-from fedpop.server.gauge import aligner
-from fedpop.server.optimisers import SGD, Optimiser
-from fedpop.server.schedules import Stage
-from fedpop.server.state import prefixed, unprefixed
+from fedpop.server.optimisers import SGD, Optimiser, Stage
 
 
 @dataclass(frozen=True, kw_only=True)

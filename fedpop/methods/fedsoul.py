@@ -23,8 +23,7 @@ from fedpop.priors import Normal
 from fedpop.server.anneal import Anneal
 from fedpop.server.averaging import Averaging
 from fedpop.server.beta_step import BetaStep
-from fedpop.server.optimisers import SGD
-from fedpop.server.schedules import Polynomial
+from fedpop.server.optimisers import SGD, Polynomial
 
 LARGEST_EXACT_THETA = 500
 """Parameters up to which ``auto`` takes the exact engine: its messages hold their square, once or twice."""

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Count, NotNegative, OneOf, Positive
-from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
+from fedpop.client.losses import finite, training_cost
 from fedpop.client.potential import LARGEST_HESSIAN_BY_COLUMNS, Potential
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort

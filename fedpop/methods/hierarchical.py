@@ -23,6 +23,7 @@ from fedpop.federation.inputs import Inputs
 from fedpop.kernels import Hierarchy, Kernel, Tuning, prior_chains, resolve_kernel, run
 from fedpop.keys import Key
 from fedpop.message import Tensors
+from fedpop.message.message import unprefixed
 from fedpop.methods.base import Algorithm, Asks, Facts, Footprint, PopulationPrior, mean_loss
 from fedpop.models.predictive import Predictive, mixture_score
 from fedpop.priors import Hyperprior, Prior
@@ -30,7 +31,6 @@ from fedpop.priors import resolve as resolve_prior
 from fedpop.priors.base import NORM_REACH, Sets, moments
 from fedpop.questions import Question, starts
 from fedpop.questions.spectral import Spectral
-from fedpop.server.state import unprefixed
 from fedpop.server.units import natural_units, redrawn
 
 

@@ -29,16 +29,15 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Positive, Range
-from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
-from fedpop.client.losses import joint_loss
+from fedpop.client.losses import finite, joint_loss, training_cost
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.methods.base import About, Facts, Footprint, Round, Staged
 from fedpop.methods.whole import WholeModel, published_w, require_pull, split_w, towards
-from fedpop.server.schedules import Constant, Schedule
+from fedpop.server.optimisers import Constant, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,20 +24,20 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Positive
-from fedpop.client.cost import finite
+from fedpop.client.losses import finite
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Hierarchy
 from fedpop.kernels.evidence import Evidence, evidence, runs_in_double
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
+from fedpop.message.message import prefixed, unprefixed
 from fedpop.methods.base import About, EndsByItself, Facts, Round
 from fedpop.methods.hierarchical import Hierarchical
 from fedpop.models.modules import has_dropout
 from fedpop.priors.base import Sets, into_ball
 from fedpop.questions import Question
 from fedpop.server.quasi_newton import SearchState, begun_again, tell
-from fedpop.server.state import prefixed, unprefixed
 
 SEARCH_NATS = 1e-7
 """Nats that a Newton step still promises where the search is over."""

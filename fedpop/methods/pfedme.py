@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Count, OneOf, Positive
-from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import Direction, LocalSGD
-from fedpop.client.losses import joint_loss
+from fedpop.client.losses import finite, joint_loss, training_cost
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs

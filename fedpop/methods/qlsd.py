@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Count, NotNegative, OneOf, Positive, Proportion
-from fedpop.client.cost import finite, training_cost
+from fedpop.client.losses import finite, training_cost
 from fedpop.client.potential import Potential
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key

@@ -26,7 +26,7 @@ from fedpop.keys import Key
 from fedpop.message import Tensors
 from fedpop.methods.base import Facts
 from fedpop.methods.whole import WholeModel, split_w
-from fedpop.models.likelihood import Params
+from fedpop.models.likelihoods import Params
 from fedpop.models.predictive import Predictive
 
 _SLOT = "sample."

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Positive
-from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
+from fedpop.client.losses import finite, training_cost
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key

@@ -35,8 +35,7 @@ from fedpop.errors import EstimateError, ModelError, SettingsError
 from fedpop.keys import Key
 from fedpop.message import Tensors
 from fedpop.models.base import trainable
-from fedpop.models.flat import Layout
-from fedpop.models.modules import call, federated, has_dropout
+from fedpop.models.modules import Layout, call, federated, has_dropout
 from fedpop.priors.base import Guess, Sets, Unnormalised, check_scale, into_ball, moments
 
 ESCAPED_SCALES = 50.0

@@ -25,7 +25,7 @@ from fedpop.evaluation.verdict import Distance, Verdict, loss_trend
 from fedpop.methods.base import hierarchy_of
 from fedpop.priors.base import Sets, normals_of
 from fedpop.run.personal_models import FinalPass
-from fedpop.server.schedules import Stage
+from fedpop.server.optimisers import Stage
 
 if TYPE_CHECKING:
     from fedpop.run.run import Run

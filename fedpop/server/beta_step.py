@@ -11,11 +11,10 @@ from torch import Tensor
 
 from fedpop.checked import Count, Fraction, OneOf
 from fedpop.errors import SettingsError
-from fedpop.kernels.hierarchy import Hierarchy
+from fedpop.kernels.target import Hierarchy
 from fedpop.message import Tensors
 from fedpop.priors import Normal, Prior
-from fedpop.server.optimisers import Adam, Optimiser
-from fedpop.server.schedules import Constant, Rounds, Stage
+from fedpop.server.optimisers import Adam, Constant, Optimiser, Rounds, Stage
 from fedpop.settings import Setting
 
 FORMS = ("auto", "left", "right", "mixed")

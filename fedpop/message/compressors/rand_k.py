@@ -22,8 +22,18 @@ from torch import Tensor
 from fedpop.checked import Count, Fraction
 from fedpop.errors import PayloadError, SettingsError
 from fedpop.keys import Key
-from fedpop.message.compressors.base import Compressor, blocks, one_row, opened, parameters, refuse, sealed
-from fedpop.message.compressors.identity import floats, own_type, raw
+from fedpop.message.compressors.base import (
+    Compressor,
+    blocks,
+    floats,
+    one_row,
+    opened,
+    own_type,
+    parameters,
+    raw,
+    refuse,
+    sealed,
+)
 
 _FORM = struct.Struct("<BIII")
 KEPT_SHARE = 0.1
