@@ -33,7 +33,7 @@ class Steps(Setting):
     Args:
         start: Steps in round 0.
         end: Steps from round ``over`` on.
-        over: How many rounds the change takes, 100 unless told.
+        over: How many rounds the change takes, 100 by default.
 
     >>> [Steps(2, 10, over=4).at(k) for k in range(6)]
     [2, 4, 6, 8, 10, 10]
@@ -107,7 +107,7 @@ class Chain(Setting):
     """How units' chains are run in a round.
 
     Args:
-        chains: How many each unit has, 1 unless told; more cost more and halve the noise at four.
+        chains: How many each unit has, 1 by default; more cost more and halve the noise at four.
         burn_in: Transitions that come first in a unit's first round; None is 100 for
             heads that are not linear, 30 where chains ``follow`` the mode, and none elsewhere.
         stateful: False starts each round from the prior, for clients that can keep nothing between rounds.
@@ -220,7 +220,7 @@ class Sampler:
             spent, batched = spent + done.gradient_evaluations, batched + done.batched
         return z, tuning, spent, batched
 
-    def kept(self, done: Pass, local: Tensors, beta: Tensor, good: Tensor) -> Tensors:
+    def states(self, done: Pass, local: Tensors, beta: Tensor, good: Tensor) -> Tensors:
         """What units keep of a pass; a chain that is nowhere stays where it was."""
         new = {"z": done.state.z}
         if done.mode is not None:
@@ -293,7 +293,7 @@ def chain_cost(
     cohort: Cohort, done: Pass, chains: int, batch: int | None, passes: float
 ) -> Callable[[Tensor, Tensor, Tensor | None], dict[str, float]]:
     """The cost of a cohort's chains as a function of log-likelihoods ``[R]`` and who is fit to be heard, for
-    the units at ``rows`` (None: all of them); what was spent together is told with the first of them."""
+    the units at ``rows`` (None: all of them); what was spent together is counted with the first of them."""
     examples = cohort.examples
     looked_at = examples if batch is None else int(cohort.sizes.clamp(max=batch).sum())
     steps = examples * (done.gradient_evaluations - done.batched) + looked_at * done.batched
@@ -304,11 +304,11 @@ def chain_cost(
         sizes, acceptance, diverged = cohort.sizes, done.acceptance, done.diverged
         if rows is not None:
             sizes, acceptance, diverged = sizes[rows], acceptance[rows], diverged[rows]
-        told, clients = torch.stack((value, acceptance, diverged)), len(value)
+        numbers, clients = torch.stack((value, acceptance, diverged)), len(value)
         if not bool(good.all()):
-            told[:2] = torch.where(good, told[:2], 0.0)
+            numbers[:2] = torch.where(good, numbers[:2], 0.0)
             sizes, clients = sizes[good], int(good.sum())
-        likelihood, accepted, divergences = told.sum(1, dtype=torch.float64).tolist()
+        likelihood, accepted, divergences = numbers.sum(1, dtype=torch.float64).tolist()
         out = {
             "log_likelihood": likelihood,
             "examples": float(examples if len(sizes) == len(cohort) else sizes.sum()),

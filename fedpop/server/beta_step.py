@@ -45,11 +45,11 @@ class EM(Setting):
 
     Args:
         rate: How much of EM's own step is made in the first half of the rounds, above 0 and at most 1; 1
-            unless told, which is EM itself.
+            by default, which is EM itself.
         final: The rate falls to this from half of the rounds to the last one, and noise with it; above
-            0, at most ``rate``, 0.1 unless told.
-        few: A first round with so many clients makes the whole step; 10 unless told.
-        many: Every round with so many clients does, or with all of them; 100 unless told. 1 has every round
+            0, at most ``rate``, 0.1 by default.
+        few: A first round with so many clients makes the whole step; 10 by default.
+        many: Every round with so many clients does, or with all of them; 100 by default. 1 has every round
             make it.
 
     >>> step = EM(rate=1.0, final=0.1)
@@ -98,15 +98,15 @@ class EMAdam(Setting):
 
     What ``FedSOUL`` takes where posteriors are not closed-form and features stay as they are. EM's steps of a
     scale are as short as data say little of z, far too short for a handful of examples; and what a score of
-    the scale is worth cannot be told from its variance over units far from the optimum. Adam's are at most
-    its ``rate``, and shorter where scores of successive rounds disagree. While a backbone learns, EM's are
-    better: heads on features that say nothing yet are best all alike, quick steps would soon make them so,
-    and features would learn from one head instead of many.
+    the scale is worth cannot be estimated from its variance over units far from the optimum. Adam's are at
+    most its ``rate``, and shorter where scores of successive rounds disagree. While a backbone learns, EM's
+    are better: heads on features that say nothing yet are best all alike, quick steps would soon make them
+    so, and features would learn from one head instead of many.
 
     Args:
-        em: The step of the mean; its rate over the rounds is that of the scale's steps, too. ``EM()`` unless
-            told.
-        scale: The step of the scale, for an isotropic or diagonal covariance. At rate 0.15 unless told, with
+        em: The step of the mean; its rate over the rounds is that of the scale's steps, too. ``EM()`` by
+            default.
+        scale: The step of the scale, for an isotropic or diagonal covariance. At rate 0.15 by default, with
             short memories: no round changes the scale by more than a sixth, and scores from far away do not
             slow the last rounds down. A first round with fewer clients than ``em.few`` takes less of it, by
             the root of their share.
