@@ -19,6 +19,7 @@ from torch import Tensor
 from fedpop.checked import Count, Positive
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.client.losses import body_loss, gradient
+from fedpop.decisions import Decision
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, leaves, map_inputs
@@ -91,6 +92,13 @@ class PhiStep(Setting):
     def _made(self) -> dict[tuple[bool, int, float], Optimiser]:
         """Made once, and again where others have joined."""
         return {}
+
+    def decisions(self, model: Model) -> Sequence[Decision]:
+        """The server's optimiser, where it was left open."""
+        if self.optimiser is not None or model.phi_layout.size == 0:
+            return ()
+        step, why = (NETWORK, "a network is shared") if model.network else (LINEAR, "no network is shared")
+        return (Decision("step on phi", f"{type(step).__name__}, rate {step.rate:g}", why),)
 
     @property
     def steady(self) -> bool:

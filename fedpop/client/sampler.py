@@ -7,7 +7,7 @@ grouping.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Count, Few, Whole
+from fedpop.decisions import Decision
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Hierarchy, Kernel, Pass, Target, Tuning, resolve_kernel, run
@@ -246,17 +247,28 @@ class Sampler:
 
     def form_for(self, form: str) -> str:
         """The form of I that was asked for, or the one that suits the head and the prior."""
-        model, forms = self.hierarchy.model, self.hierarchy.prior.forms
-        if form != "auto":
-            return form
-        if len(forms) == 1:
-            return forms[0]
+        return self._suited[0] if form == "auto" else form
+
+    @cached_property
+    def _suited(self) -> tuple[str, str]:
+        """The form of I that suits the head and the prior, and why."""
+        model, prior = self.hierarchy.model, self.hierarchy.prior
+        if len(prior.forms) == 1:
+            return prior.forms[0], f"a {prior.name} prior has no other"
         # A head through vmap has no curvature to step by: its first chains lag behind theta, and there
         # the right form, which is only zero in equilibrium, makes EM diverge.
         if not model.linear:
-            return "left"
-        large = self.hierarchy.prior.covariance == "full" and model.z_layout.size > LARGEST_MIXED
-        return "left" if large or "mixed" not in forms else "mixed"
+            return "left", "the head is not linear: its first chains lag behind theta"
+        size = model.z_layout.size
+        if prior.covariance == "full" and size > LARGEST_MIXED:
+            return "left", f"a full covariance of {size} dimensions, more than {LARGEST_MIXED}"
+        if "mixed" not in prior.forms:
+            return "left", f"a {prior.name} prior has no mixed form"
+        return "mixed", "the head is linear: no noise from a client without data, nor where it is Gaussian"
+
+    def decisions(self, form: str) -> Sequence[Decision]:
+        """The form of I, where it was left open."""
+        return (Decision("form of I", *self._suited),) if form == "auto" else ()
 
     @staticmethod
     def fit_to_be_heard(target: Target, done: Pass, scores: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from fedpop.client.sampler import (
     groups_of,
     most_steps,
 )
+from fedpop.decisions import Decision
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import map_inputs
@@ -138,6 +139,11 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
     def footprint(self) -> Footprint:
         draws, copies = most_steps(self.local_steps) * self.chain.chains, 4 * (self.on_phi.local is not None)
         return replace(super().footprint, draws=draws, phi_copies=copies, steady=self.on_phi.steady)
+
+    def decisions(self) -> Sequence[Decision]:
+        """What steps are made by, where that was left open."""
+        form = self.sampler.decisions(self.on_beta.form)
+        return (*self.on_phi.decisions(self.model), *self.on_beta.decisions(self.hierarchy), *form)
 
     @property
     def wants_information(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Count, Fraction, OneOf
+from fedpop.decisions import Decision
 from fedpop.errors import SettingsError
 from fedpop.kernels.target import Hierarchy
 from fedpop.message import Tensors
@@ -150,6 +152,20 @@ CLOSED_FORM_STEP, SAMPLED_STEP, STEP_WITHOUT_EM = EM(), EMAdam(), Adam(0.02)
 EM cannot move."""
 
 
+def _suited(hierarchy: Hierarchy) -> tuple[EM | EMAdam | Optimiser, str]:
+    """What None stands for with this model and prior, and why."""
+    prior = hierarchy.prior
+    if not prior.em:
+        return STEP_WITHOUT_EM, f"EM has no step for {prior.name} priors"
+    if hierarchy.closed_form:
+        return CLOSED_FORM_STEP, "posteriors are closed-form"
+    if hierarchy.model.learns_features:
+        return CLOSED_FORM_STEP, "features are learned, and heads are best all alike at first"
+    if not _stands_alone(prior):
+        return CLOSED_FORM_STEP, "the scale has no coordinates that stand alone"
+    return SAMPLED_STEP, "posteriors are not closed-form, and features stay as they are"
+
+
 @dataclass(frozen=True)
 class BetaStep(Setting):
     """How beta, the population prior, moves.
@@ -175,10 +191,7 @@ class BetaStep(Setting):
         """The step for this model and prior."""
         prior = hierarchy.prior
         if self.step is None:
-            if not prior.em:
-                return STEP_WITHOUT_EM
-            slow = hierarchy.closed_form or hierarchy.model.learns_features
-            return CLOSED_FORM_STEP if slow or not _stands_alone(prior) else SAMPLED_STEP
+            return _suited(hierarchy)[0]
         if isinstance(self.step, EM | EMAdam) and not prior.em:
             raise SettingsError(
                 f"EM steps cannot be made for {prior.name} priors; use beta_step=fedpop.steps.Adam()"
@@ -186,6 +199,13 @@ class BetaStep(Setting):
         if isinstance(self.step, EMAdam):
             _alone(prior)  # raises
         return self.step
+
+    def decisions(self, hierarchy: Hierarchy) -> Sequence[Decision]:
+        """The step on beta, where it was left open."""
+        if self.step is not None:
+            return ()
+        step, why = _suited(hierarchy)
+        return (Decision("step on the prior", type(step).__name__, why),)
 
     def wants_curvature(self, hierarchy: Hierarchy) -> bool:
         """EM's step of the mean vanishes with the scale: then it goes by the likelihood's curvature."""
