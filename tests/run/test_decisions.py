@@ -241,9 +241,11 @@ def test_steps_and_the_form_of_i_are_said_where_they_were_left_open() -> None:
     network = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
     found = of(fp.FedSOUL(head(nn.Linear(4, 2), backbone=network)), classes())
     assert found["step on phi"].chosen == "NetworkAdam, rate 0.03"
-    assert found["step on the prior"].chosen == "EM" and found["form of I"].chosen == "mixed"
+    assert found["step on the prior"].chosen == "EM"
+    assert found["form of I"].chosen == "mixed"
     found = of(fp.FedSOUL(head(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), classes())
-    assert found["step on the prior"].chosen == "EMAdam" and found["form of I"].chosen == "left"
+    assert found["step on the prior"].chosen == "EMAdam"
+    assert found["form of I"].chosen == "left"
     steps = {"phi_step": fp.steps.Adam(0.01), "beta_step": fp.steps.BetaStep(fp.steps.EM(), form="left")}
     given = fp.FedSOUL(head(nn.Linear(4, 2), backbone=network), **steps)
     assert not {"step on phi", "step on the prior", "form of I"} & of(given, classes()).keys()
