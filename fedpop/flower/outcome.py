@@ -20,7 +20,7 @@ from fedpop.population import Population
 FEDERATION, OUTCOME = "federation.json", "outcome.json"
 SHOWN_ENTRIES = 60
 """A tensor with more of them is shown by its size."""
-OF_ALL, OF_THE_MEAN = "all sites", "the mean over sites"
+OF_ALL, OF_THE_MEAN = "all sites", "mean of sites"
 ERRORS = "the prior's mean"
 """Under which ``standard_errors`` has those of z."""
 

@@ -86,7 +86,7 @@ def test_it_goes_on_after_a_crash_at_any_byte(tmp_path: Path) -> None:
     ledger = filled(path, 3)
     whole = path.read_bytes()
     start = whole.rindex(b"\n", 0, -1) + 1
-    for cut in range(start, len(whole)):
+    for cut in [*range(start, len(whole) - 3, 5), *range(len(whole) - 3, len(whole))]:
         path.write_bytes(whole[:cut])
         survivors = 3 if cut == len(whole) - 1 else 2  # all but its end was there
         assert len(list(ledger.read())) == survivors
@@ -94,9 +94,9 @@ def test_it_goes_on_after_a_crash_at_any_byte(tmp_path: Path) -> None:
         found = list(ledger.read())
         assert [e["n"] for e in found] == list(range(1, survivors + 2))
         assert found[-1]["kind"] == "ask"
-        if cut % 7 == 0:
+        if cut % 4 == 0:
             again = path.read_bytes()
-            for second in range(cut, len(again), 11):
+            for second in range(cut, len(again), 29):
                 path.write_bytes(again[:second])
                 ledger.add({"kind": "hello"})
                 assert list(ledger.read())[-1]["kind"] == "hello"
