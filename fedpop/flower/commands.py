@@ -11,10 +11,17 @@ from tyro.extras import SubcommandApp
 
 from fedpop.flower import server_commands, site_commands
 from fedpop.flower import status as run_status
+from fedpop.flower.ledger_command import show as show_ledger
+from fedpop.flower.logs import command_log
+from fedpop.flower.metrics import serving_ledger
 from fedpop.flower.processes import Stopped, stop_on_signals
+from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.site_folder import read_site
+from fedpop.flower.watch import serve_page
 
 server, site = SubcommandApp(), SubcommandApp()
 Text = Annotated[str | None, arg(metavar="TEXT")]
+LOG = "fedpop.log"
 File = Annotated[Path | None, arg(metavar="PATH")]
 
 
@@ -59,29 +66,48 @@ def admit(folder: Positional[Path], name: Positional[str], key: Positional[Path]
 
 
 @server.command
-def run(folder: Positional[Path], insecure: bool = False) -> None:
+def run(folder: Positional[Path], insecure: bool = False, log_json: bool = False) -> None:
     """Run the federation, or go on with it; ends when the run is over.
 
     Args:
         folder: The federation's folder.
         insecure: Neither TLS nor keys.
+        log_json: Lines of the log, logs/fedpop.log, and of the terminal are JSON objects.
     """
     stop_on_signals()
-    try:
-        server_commands.run(folder, insecure, _say)
-    except Stopped:
-        _say("stopped; fedpop server run goes on from the last round")
-        raise SystemExit(130) from None
+    _ = ServerFolder(folder).settings  # nothing is made in a folder that is none
+    with command_log(folder / "logs" / LOG, log_json) as say:
+        try:
+            server_commands.run(folder, insecure, say)
+        except Stopped:
+            say("stopped; fedpop server run goes on from the last round")
+            raise SystemExit(130) from None
 
 
 @server.command
-def status(folder: Positional[Path]) -> None:
+def status(folder: Positional[Path], json: bool = False) -> None:
     """How a run stands: rounds, sites, who is late, bytes, metrics.
 
     Args:
         folder: The federation's folder.
+        json: As a JSON object.
     """
-    run_status.status(folder, _say)
+    run_status.status(folder, _say, json)
+
+
+@server.command
+def watch(folder: Positional[Path], port: int = 0) -> None:
+    """Serve a live page of the run to this machine, until stopped; prints its address.
+
+    Args:
+        folder: The federation's folder.
+        port: Of this machine; a free one by default.
+    """
+    stop_on_signals()
+    try:
+        serve_page(folder, port, _say)
+    except Stopped:
+        return
 
 
 @server.command
@@ -122,19 +148,42 @@ def enrol(
 
 
 @site.command
-def join(folder: Positional[Path], data: Text = None, insecure: bool = False) -> None:
+def join(folder: Positional[Path], data: Text = None, insecure: bool = False, log_json: bool = False) -> None:
     """Take part until stopped; the site's node is started again whatever ends it.
 
     Args:
         folder: The site's folder.
         data: In place of what the site was enrolled with.
         insecure: Neither TLS nor keys.
+        log_json: Lines of the log, logs/fedpop.log, and of the terminal are JSON objects.
     """
     stop_on_signals()
-    try:
-        site_commands.join(folder, data, insecure, _say)
-    except Stopped:
-        _say("stopped; fedpop site join goes on")
+    settings = read_site(folder)
+    with command_log(folder / "logs" / LOG, log_json) as say, serving_ledger(folder, settings.metrics, say):
+        try:
+            site_commands.join(folder, data, insecure, say)
+        except Stopped:
+            say("stopped; fedpop site join goes on")
+
+
+@site.command
+def ledger(
+    folder: Positional[Path],
+    json: bool = False,
+    verify: bool = False,
+    head: Text = None,
+    last: Annotated[int | None, arg(metavar="N")] = None,
+) -> None:
+    """What left this site: time, run, round or question, vectors with their sizes, bytes.
+
+    Args:
+        folder: The site's folder.
+        json: An entry is a JSON object, with the digests of what was sent.
+        verify: Only check that nothing was changed or is missing, and print the last digest.
+        head: A digest that was noted earlier; it must be there.
+        last: How many entries to print; all by default.
+    """
+    show_ledger(folder, json, verify, head, last, _say)
 
 
 @site.command

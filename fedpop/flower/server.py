@@ -12,9 +12,10 @@ from flwr.serverapp import Grid, ServerApp
 from fedpop.errors import FedpopError, SettingsError
 from fedpop.files import write_json
 from fedpop.flower.deployment import run_deployment
+from fedpop.flower.logs import log_to
+from fedpop.flower.present import PRESENT, Present
 from fedpop.flower.processes import die_with_parent
 from fedpop.flower.server_folder import ServerFolder
-from fedpop.flower.site_folder import log_to
 from fedpop.flower.site_state import locked
 from fedpop.flower.transport import Transport
 
@@ -37,8 +38,10 @@ def main(grid: Grid, context: Context) -> None:
         folder.run / "run"
     ):  # an earlier process may not have ended yet; it shows that this one lives
         write_json(status, {"state": "running"})
+        transport = Transport(grid)
+        transport.on_wait = Present(folder.run / PRESENT)
         try:
-            population = run_deployment(folder.deployment(), Transport(grid), folder.run)
+            population = run_deployment(folder.deployment(), transport, folder.run)
         except FedpopError as error:
             logging.getLogger("fedpop.server").error("%s", error)
             write_json(status, {"state": "failed", "why": str(error)})

@@ -6,7 +6,7 @@ import logging
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ from fedpop.errors import CheckpointError, FedpopError, SchemaError, SettingsErr
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active
 from fedpop.files import read_sealed, read_tensors, writable_folder, write_sealed, write_tensors
+from fedpop.flower.allowed import Allowed
+from fedpop.flower.ledger import Ledger
+from fedpop.flower.records import entry_of
 from fedpop.flower.requests import TRIAL, Request, digest_for, digest_of, headed, refusal
 from fedpop.flower.site_state import SiteState, locked
 from fedpop.keys import Key
@@ -65,13 +68,28 @@ class Site:
     memory: str = "1GiB"
     spectral_rows: int = 10
     """With fewer rows than these it refuses the spectral start."""
+    allowed: Allowed = field(default_factory=Allowed)
+    """Which questions and formulas it answers."""
 
     @property
     def data(self) -> SiteData:
         return SiteData(self.name, self.where, self.folder)
 
     def answer(self, request: Request) -> Message:
-        """The reply to a request. Errors that are not meant for the server stay here, in the log."""
+        """The reply to a request, which is in the ledger before it leaves."""
+        reply = self._reply(request)
+        about = {"run": str(request.header.get("experiment", "")), "kind": request.kind}
+        try:
+            Ledger.of(self.folder).add(about | entry_of(reply))
+        except CheckpointError as error:
+            log.error(
+                "%s: its reply does not leave, as the ledger cannot be written: %s", request.kind, error
+            )
+            return refusal("the site cannot write its ledger", Code.DISK, site=self.name)
+        return reply
+
+    def _reply(self, request: Request) -> Message:
+        """Errors that are not meant for the server stay here, in the log."""
         try:
             if request.header.get("version") != __version__:
                 why = f"the site has fedpop {__version__}, the server {request.header.get('version')}"
@@ -123,6 +141,7 @@ class SiteExperiment:
 
     def hello(self, request: Request) -> Message:
         """Store the server's study; reply who is here. Of the data only sizes and splits are sent."""
+        self.site.allowed.require_study(study_from(request.header["study"], request.tensors))
         keep_hello(self.folder, request)
         federation = self.federation
         header = {
@@ -261,6 +280,7 @@ class SiteExperiment:
         """An answer to a question; what it leaves with units is noted under its name."""
         header, last_counted = request.header, int(request.header["heard"])
         question = _question(header["told"], request.tensors, self.study)
+        self.site.allowed.require_question(question)
         self._require_rows(question)
         state = self.stored_state(last_counted)
         store = state.current(self.study.keeps, last_counted)

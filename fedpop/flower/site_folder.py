@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import secrets
 import tomllib
@@ -15,12 +14,16 @@ from fedpop.checked import Count, Whole, require
 from fedpop.entries import module_named
 from fedpop.errors import SettingsError
 from fedpop.files import write_bytes
+from fedpop.flower.allowed import Allowed
 from fedpop.flower.site import Site
 from fedpop.site.plan import parse_bytes
 
 SETTINGS = "site.toml"
 SECRET = "secret"
-KNOWN = ("name", "data", "server", "threads", "memory", "insecure", "port", "spectral_rows", "modules")
+KNOWN = (
+    *("name", "data", "server", "threads", "memory", "insecure", "port", "spectral_rows", "modules"),
+    *("questions", "formulas", "metrics"),
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,12 @@ class SiteSettings:
     modules: Sequence[str] = ()
     """Modules that are imported before anything is answered, those beside this file first: they may define
     methods, priors, kernels, compressors or questions, which are known by their names."""
+    questions: Sequence[str] | None = None
+    """Names of those that are answered, before, between and after the rounds; all by default."""
+    formulas: Sequence[str] | None = None
+    """Formulas that are answered; all by default."""
+    metrics: int = 0
+    """A port of this machine on which Prometheus finds numbers; 0 for none."""
 
     def __post_init__(self) -> None:
         where = self.folder / SETTINGS
@@ -51,8 +60,9 @@ class SiteSettings:
                 raise SettingsError(f"{where}: {word} is a text, not {getattr(self, word)!r}")
         check_name(self.name)
         require(Count, threads=self.threads, spectral_rows=self.spectral_rows)
-        require(Whole, port=self.port)
+        require(Whole, port=self.port, metrics=self.metrics)
         require(Sequence[str], modules=self.modules)
+        require(Sequence[str] | None, questions=self.questions, formulas=self.formulas)
         parse_bytes(self.memory)
         if self.port >= 2**16:
             raise SettingsError(f"{where}: port is below 65536, not {self.port}")
@@ -122,6 +132,8 @@ def open_site(folder: str | Path) -> Site:
     settings = read_site(Path(folder))
     for module in settings.modules:
         module_named(module, settings.folder, f"{settings.folder / SETTINGS}: {module}")
+    allowed = Allowed(settings.questions, settings.formulas)
+    allowed.check(str(settings.folder / SETTINGS))
     return Site(
         name=settings.name,
         secret=read_secret(settings.folder),
@@ -130,20 +142,5 @@ def open_site(folder: str | Path) -> Site:
         threads=settings.threads,
         memory=settings.memory,
         spectral_rows=settings.spectral_rows,
+        allowed=allowed,
     )
-
-
-def log_to(file: Path) -> None:
-    """fedpop's log, in this file alone: Flower's log has other things in it, and a process of
-    its simulation serves one site after the other."""
-    log = logging.getLogger("fedpop")
-    ours = [h for h in log.handlers if isinstance(h, logging.FileHandler)]
-    if any(h.baseFilename == str(file.absolute()) for h in ours):
-        return
-    for other in ours:
-        log.removeHandler(other)
-        other.close()
-    handler = logging.FileHandler(file)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
