@@ -16,6 +16,7 @@ Nothing here needs Sigma to be invertible. REML adds log det of the part of S th
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -35,7 +36,24 @@ from fedpop.mixed.nesting import CELLS, Paths, Tree, paths, shrunk, spans
 from fedpop.questions import Question, Units
 
 PROFILE_NUMBERS_AT_ONCE = 2**20
-"""Numbers of groups' moments that are worked on at once."""
+"""Numbers that are worked on at once."""
+PROFILES_BESIDE, EFFECTS_BESIDE = 16, 4
+"""How many times the products of a cell these are, of many factors and for posteriors."""
+IN_PARTS = (0.0, 0.0)
+"""Bytes of a row and of a unit where an answer takes care itself: products are cached, not rows."""
+
+
+def parts_of(cells: Cohort, units: Coordinates, beside: int) -> Iterator[Cohort]:
+    """Consecutive units whose cells are worked on together, where a cell takes so many times what it holds;
+    a unit is never cut."""
+    size = len(units.z_names) + len(units.x_names) + 1
+    most = PROFILE_NUMBERS_AT_ONCE // (size * size * beside)
+    ends, start, row = cells.sizes.cumsum(0), 0, 0
+    while start < len(cells):
+        end = max(int(torch.searchsorted(ends, row + most, right=True)), start + 1)
+        to = int(ends[end - 1])
+        yield cells.take(slice(row, to), cells.units[start:end], cells.sizes[start:end])
+        start, row = end, to
 
 
 def group_products(cells: Cohort, units: Coordinates) -> Tensor:
@@ -61,20 +79,25 @@ class Profile(Question[Tensors]):
     units: Coordinates
     name: ClassVar[str] = "profile"
 
+    @cached_property
+    def factor(self) -> Factor:
+        return Factor(self.units.blocks)
+
     def memory(self, asked: Tensors) -> tuple[float, float]:
-        c, k = len(self.units.z_names) + len(self.units.x_names) + 1, Factor(self.units.blocks).size
-        nested, curved = len(self.units.widths) > 1, bool(asked["curved"])
-        numbers = c * c * (6 + (2 * k + (4 * k * k if curved else 0) if nested else 0)) + 4 * k * c
-        return (8.0 * numbers, 0.0) if nested else (0.0, 8.0 * numbers)
+        return IN_PARTS
 
     def ask(self, known: Tensors) -> Tensors:
         return {n: known[n] for n in ("factor", "curved")}
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        cells = units.split(CELLS)
-        found = profiled(cells, self.units, asked["factor"], bool(asked["curved"]))
-        rows = asked["factor"].new_tensor([float(units.cohort.examples)])
-        return Answer(everyone(units.cohort), sums={n: v.flatten() for n, v in found.items()} | {"rows": rows})
+        factor, curved = asked["factor"], bool(asked["curved"])
+        sums = {"rows": factor.new_tensor([float(units.cohort.examples)])}
+        k = self.factor.size
+        beside = 4 + (2 * k + 4 * k * k * curved) * (len(self.units.widths) > 1)
+        for some in parts_of(units.split(CELLS), self.units, beside):
+            for name, value in profiled(some, self.units, factor, curved).items():
+                sums[name] = sums[name] + value.flatten() if name in sums else value.flatten()
+        return Answer(everyone(units.cohort), sums=sums)
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
         return total.plain
@@ -150,26 +173,34 @@ class Profiles(Question[Tensors]):
     name: ClassVar[str] = "profiles"
 
     def memory(self, asked: Tensors) -> tuple[float, float]:
-        numbers = 8.0 * (len(self.units.z_names) + len(self.units.x_names) + 1) ** 2
-        return (6 * numbers, 0.0) if len(self.units.widths) > 1 else (0.0, 6 * numbers)
+        return IN_PARTS
 
     def ask(self, known: Tensors) -> Tensors:
         return {"factors": known["factors"]}
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        cells, s, log_det = units.split(CELLS), list[Tensor](), list[Tensor]()
-        tree, products, widths = Tree.of(cells), group_products(cells, self.units), self.units.widths
-        for some in asked["factors"].split(max(1, PROFILE_NUMBERS_AT_ONCE // max(products.numel(), 1))):
-            g, d = products.expand(len(some), *products.shape), some.new_zeros(len(some))
-            for level, (width, span) in enumerate(zip(widths, spans(widths), strict=True)):
-                p, log_dets = shrunk(g[..., :width, :width], some[:, None, span, span])
-                r = g[..., :width, width:]
-                g = g[..., width:, width:] - r.mT @ p @ r
-                g = g.sum(1) if level + 1 == len(widths) else tree.parents_sum(level, g, 1)
-                d = d + log_dets.sum(1)
-            s.append(g)
-            log_det.append(d)
-        return Answer(everyone(units.cohort), sums={"s": torch.cat(s).flatten(), "log_det": torch.cat(log_det)})
+        factors = asked["factors"]
+        m, count = len(self.units.x_names) + 1, len(factors)
+        sums = {"s": factors.new_zeros((count, m, m)), "log_det": factors.new_zeros(count)}
+        for cells in parts_of(units.split(CELLS), self.units, PROFILES_BESIDE):
+            tree, products = Tree.of(cells), group_products(cells, self.units)
+            each = max(1, PROFILE_NUMBERS_AT_ONCE // products.numel())
+            for start in range(0, count, each):
+                some = slice(start, start + each)
+                s, log_det = self.without_derivatives(tree, products, factors[some])
+                sums["s"][some] += s
+                sums["log_det"][some] += log_det
+        return Answer(everyone(units.cohort), sums={n: v.flatten() for n, v in sums.items()})
+
+    def without_derivatives(self, tree: Tree, g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+        """S ``[T, m, m]`` and D ``[T]``."""
+        widths, g, d = self.units.widths, g.expand(len(factors), *g.shape), factors.new_zeros(len(factors))
+        for level, (width, span) in enumerate(zip(widths, spans(widths), strict=True)):
+            p, log_dets = shrunk(g[..., :width, :width], factors[:, None, span, span])
+            r, d = g[..., :width, width:], d + log_dets.sum(1)
+            g = g[..., width:, width:] - r.mT @ p @ r
+            g = g.sum(1) if level + 1 == len(widths) else tree.parents_sum(level, g, 1)
+        return g, d
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
         return total.plain
@@ -450,16 +481,18 @@ class GroupEffects(Question[Tensors]):
     name: ClassVar[str] = "posteriors of groups"
 
     def memory(self, asked: Tensors) -> tuple[float, float]:
-        q, m = len(self.units.z_names), len(self.units.x_names) + 1
-        return (32.0 * q * (q + m), 0.0) if len(self.units.widths) > 1 else (0.0, 32.0 * q * (q + m))
+        return IN_PARTS
 
     def ask(self, known: Tensors) -> Tensors:
         return {n: known[n] for n in ("b", "factor", "sigma")}
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         point = ThetaPoint(asked["b"], asked["factor"], float(asked["sigma"]))
-        found = posteriors(units.split(CELLS), self.units, point)
-        return Answer(everyone(units.cohort), local={"mean": found.mean[-1], "cov": found.covariance[-1]})
+        cells = parts_of(units.split(CELLS), self.units, EFFECTS_BESIDE)
+        found = [posteriors(some, self.units, point) for some in cells]
+        mean = torch.cat([part.mean[-1] for part in found])
+        cov = torch.cat([part.covariance[-1] for part in found])
+        return Answer(everyone(units.cohort), local={"mean": mean, "cov": cov})
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
         return {}
