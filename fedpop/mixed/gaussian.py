@@ -1,20 +1,22 @@
 """Linear mixed models, exactly: the likelihood in the relative factor alone, all else in closed form.
 
-With y = X b + Z u + e, u ~ N(0, s2 Lambda Lambda') in each group, b and s2 have a closed form for any
-Lambda (Bates et al., 2015): of W = (X, y) the server needs S = sum W_i' V_i^-1 W_i and D = sum log det
-V_i, with V_i = I + Z_i Lambda Lambda' Z_i'. Both are sums over groups, as are their derivatives:
+With y = X b + Z u + e, u ~ N(0, s2 Sigma), Sigma = Lambda Lambda', b and s2 have a closed form for any Lambda
+(Bates et al., 2015): of W = (X, y) the server needs S = sum W_i' V_i^-1 W_i and D = sum log det V_i, with V_i =
+I + Z_i Sigma Z_i'. Both are sums over units, found from the innermost groups outward (``nesting``), and so are
+their derivatives in the entries of Sigma, which are found on the way. With P, M, R as there, a level's effects
+are taken out of products G of columns as J' G J,
 
-    P = (Sigma^-1 + M)^-1,  M = Z'Z,  R = Z'W:   S_i = W'W - R'P R,      D_i = log det(I + Lambda' M Lambda)
-    K = (I - M P) R,        N = M - M P M:       dS_i = -K' dSigma K,    dD_i = tr(N dSigma)
-    dK = -N dSigma K,       dN = -N dSigma N
+    J = (-P R; I),  B = I - M P,  K = B R,  N = B M,  Y_a = dG_a[Z] J,  X_a = (Y_a; dSigma_a K),  C = (P, B'; B, -N):
+    dG_a  <- J' dG_a J - K' dSigma_a K,             dD_a = tr(P dM_a) + tr(N dSigma_a)
+    dG_ab <- J' dG_ab J - X_a' C X_b - X_b' C X_a
 
-A site stores M and R of its groups; nothing here needs Sigma to be invertible. REML adds log det of the
-part of S that belongs to X.
+Nothing here needs Sigma to be invertible. REML adds log det of the part of S that belongs to X.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -27,151 +29,189 @@ from fedpop.evaluation.information import rows_of_jacobian
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.mixed.coordinates import Coordinates, coded, everyone
+from fedpop.mixed.coordinates import Coordinates, everyone
 from fedpop.mixed.engine import Engine, Factor, SearchResult, ThetaPoint, information_root, minimised
 from fedpop.mixed.groups import Groups
+from fedpop.mixed.nesting import CELLS, Paths, Tree, paths, shrunk, spans
 from fedpop.questions import Question, Units
 
 PROFILE_NUMBERS_AT_ONCE = 2**20
-"""Numbers of groups' moments that are worked on at once."""
+"""Numbers that are worked on at once."""
+PROFILES_BESIDE, EFFECTS_BESIDE = 16, 4
+"""How many times the products of a cell these are, of many factors and for posteriors."""
+IN_PARTS = (0.0, 0.0)
+"""Bytes of a row and of a unit where an answer takes care itself: products are cached, not rows."""
 
 
-@dataclass(frozen=True)
-class GroupMoments(Question[Tensors]):
-    """Each group's M and R in internal coordinates stay at its site; W'W leaves it as a sum."""
-
-    units: Coordinates
-    name: ClassVar[str] = "moments of groups"
-
-    def memory(self, asked: Tensors) -> tuple[float, float]:
-        p, q = len(self.units.x_names), len(self.units.z_names)
-        return 24.0 * q * (p + q + 2), 0.0
-
-    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        zz, zw, ww = moments(units.cohort, self.units)
-        return Answer(everyone(units.cohort), local={"zz": zz, "zw": zw}, sums={"ww": ww.flatten()})
-
-    def finish(self, known: Tensors, total: Total) -> Tensors:
-        size = len(self.units.x_names) + 1
-        return {"ww": total.plain["ww"].reshape(size, size)}
+def parts_of(cells: Cohort, units: Coordinates, beside: int) -> Iterator[Cohort]:
+    """Consecutive units whose cells are worked on together, where a cell takes so many times what it holds;
+    a unit is never cut."""
+    size = len(units.z_names) + len(units.x_names) + 1
+    most = PROFILE_NUMBERS_AT_ONCE // (size * size * beside)
+    ends, start, row = cells.sizes.cumsum(0), 0, 0
+    while start < len(cells):
+        end = max(int(torch.searchsorted(ends, row + most, right=True)), start + 1)
+        to = int(ends[end - 1])
+        yield cells.take(slice(row, to), cells.units[start:end], cells.sizes[start:end])
+        start, row = end, to
 
 
-def moments(cohort: Cohort, units: Coordinates) -> tuple[Tensor, Tensor, Tensor]:
-    """M ``[C, q, q]`` and R ``[C, q, m]`` of groups, and the sum of their W'W ``[m, m]``."""
-    x, z, y, offset, weight = coded(cohort, units)
-    root = weight.sqrt().unsqueeze(1)
-    z = z * root
-    w = torch.cat((x, (y - offset - units.y_centre).unsqueeze(1)), dim=1) * root
-    q, m = z.shape[1], w.shape[1]
-    products = (z.unsqueeze(2) * torch.cat((z, w), dim=1).unsqueeze(1)).flatten(1)
-    sums = products.new_zeros((len(cohort), q * (q + m))).index_add(0, cohort.owner, products)
-    sums = sums.unflatten(1, (q, q + m))
-    return sums[..., :q].contiguous(), sums[..., q:].contiguous(), w.mT @ w
-
-
-def stored_moments(units: Units, coordinates: Coordinates) -> tuple[Tensor, Tensor]:
-    """M and R of groups as they store them; made again where a site has lost them."""
-    if "zz" in units.local:
-        return units.local["zz"], units.local["zw"]
-    return moments(units.cohort, coordinates)[:2]
+def group_products(cells: Cohort, units: Coordinates) -> Tensor:
+    """Products ``[K, q + m, q + m]`` of Z and W = (X, y) in internal coordinates, of each innermost group."""
+    q, x = len(units.z_names), cells.x
+    assert isinstance(x, dict)
+    mean, products = x["mean"], x["products"]
+    if units.kept is not None:
+        kept = [*range(q), *(q + j for j in units.kept), mean.shape[1] - 1]
+        mean, products = mean[:, kept], products[:, kept][:, :, kept]
+    one = mean.new_ones(1)
+    scale = 1 / torch.cat((units.z_scale, units.x_scale, one))
+    apart = (mean - torch.cat((units.z_centre, units.x_centre, units.y_centre * one))) * scale
+    outer = apart.unsqueeze(2) * (apart * cells.y.unsqueeze(1)).unsqueeze(1)
+    return torch.addcmul(outer, products, scale.unsqueeze(1) * scale)
 
 
 @dataclass(frozen=True)
 class Profile(Question[Tensors]):
-    """What S and D take from Lambda, with the sums that their derivatives are made of."""
+    """S and D at a relative factor, with their derivatives in the entries of Sigma: the first, and the second
+    where they are asked for."""
 
     units: Coordinates
     name: ClassVar[str] = "profile"
 
+    @cached_property
+    def factor(self) -> Factor:
+        return Factor(self.units.blocks)
+
     def memory(self, asked: Tensors) -> tuple[float, float]:
-        q, m = len(self.units.z_names), len(self.units.x_names) + 1
-        return 0.0, 8.0 * (4 * q * (q + m) + (q * m) ** 2 * (2 if bool(asked["curved"]) else 0))
+        return IN_PARTS
 
     def ask(self, known: Tensors) -> Tensors:
         return {n: known[n] for n in ("factor", "curved")}
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        (m, r), factor = stored_moments(units, self.units), asked["factor"]
-        p, log_det = shrunk(m, factor)
-        pr = p @ r
-        k = r - m @ pr
-        n = m - m @ p @ m
-        flat = k.flatten(1)
-        sums = {
-            "explained": torch.einsum("cqi,cqj->ij", r, pr),
-            "log_det": log_det.sum().reshape(1),
-            "k": flat.mT @ flat,
-            "n": n.sum(0),
-        }
-        if bool(asked["curved"]):
-            outer = (flat.unsqueeze(2) * flat.unsqueeze(1)).flatten(1)
-            sums["nk"] = n.flatten(1).mT @ outer
-            sums["nn"] = n.flatten(1).mT @ n.flatten(1)
-        return Answer(everyone(units.cohort), sums={name: v.flatten() for name, v in sums.items()})
-
-    def finish(self, known: Tensors, total: Total) -> Tensors:
-        return total.plain
-
-
-@dataclass(frozen=True)
-class WholeProfile(Profile):
-    """The profile of some groups with their W'W and number of rows, made from their rows."""
-
-    name: ClassVar[str] = "profile of some"
-
-    def memory(self, asked: Tensors) -> tuple[float, float]:
-        q, m = len(self.units.z_names), len(self.units.x_names) + 1
-        return 24.0 * q * (m + q), 8.0 * (q * m) ** 2
-
-    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        zz, zw, ww = moments(units.cohort, self.units)
-        local = {"zz": zz, "zw": zw}
-        inner = super().answer(asked, Units(units.cohort, local, units.personal, units.split), key)
-        rows = ww.new_tensor([float(units.cohort.examples)])
-        return Answer(inner.good, sums=dict(inner.sums) | {"ww": ww.flatten(), "rows": rows})
-
-
-@dataclass(frozen=True)
-class Profiles(Question[Tensors]):
-    """The same at many factors at once ``[T, q, q]``, without derivatives: what theta's law is made of."""
-
-    units: Coordinates
-    name: ClassVar[str] = "profiles"
-
-    def memory(self, asked: Tensors) -> tuple[float, float]:
-        q, m = len(self.units.z_names), len(self.units.x_names) + 1
-        return 0.0, 32.0 * q * (q + m)
-
-    def ask(self, known: Tensors) -> Tensors:
-        return {"factors": known["factors"]}
-
-    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        (m, r), explained, log_det = stored_moments(units, self.units), list[Tensor](), list[Tensor]()
-        for some in asked["factors"].split(max(1, PROFILE_NUMBERS_AT_ONCE // max(r.numel(), 1))):
-            p, log_dets = shrunk(m, some.unsqueeze(1))
-            explained.append(torch.einsum("cqi,tcqj->tij", r, p @ r))
-            log_det.append(log_dets.sum(1))
-        sums = {"explained": torch.cat(explained).flatten(), "log_det": torch.cat(log_det)}
+        factor, curved = asked["factor"], bool(asked["curved"])
+        sums = {"rows": factor.new_tensor([float(units.cohort.examples)])}
+        k = self.factor.size
+        beside = 4 + (2 * k + 4 * k * k * curved) * (len(self.units.widths) > 1)
+        for some in parts_of(units.split(CELLS), self.units, beside):
+            for name, value in profiled(some, self.units, factor, curved).items():
+                sums[name] = sums[name] + value.flatten() if name in sums else value.flatten()
         return Answer(everyone(units.cohort), sums=sums)
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
         return total.plain
 
 
-def shrunk(m: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """P ``[..., C, q, q]`` and log det(I + Lambda' M Lambda) ``[..., C]``."""
-    inner = factor.mT @ m @ factor + torch.eye(m.shape[-1], dtype=m.dtype)
-    root, info = torch.linalg.cholesky_ex(inner)
-    if bool((info != 0).any()):
-        raise EstimateError("a group's covariance is not positive definite: its numbers are too far apart")
-    half = torch.linalg.solve_triangular(root, factor.mT.expand(inner.shape), upper=False)
-    return half.mT @ half, 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+def profiled(cells: Cohort, units: Coordinates, factor: Tensor, curved: bool) -> Tensors:
+    """``s``, ``log_det`` and, by the entries of Sigma, ``s1``, ``d1`` and, where ``curved``, ``s2``, ``d2``."""
+    tree, g, basis = Tree.of(cells), group_products(cells, units), Factor(units.blocks).basis
+    size = g.shape[-1]
+    g1, g2 = g.new_zeros((len(g), 0, size, size)), g.new_zeros((len(g), 0, 0, size, size))
+    d, d1, d2 = g.new_zeros(1), g.new_zeros(0), g.new_zeros((0, 0))
+    for level, (width, span) in enumerate(zip(units.widths, spans(units.widths), strict=True)):
+        outermost = level + 1 == len(units.widths)
+        each = "" if outermost else "k"  # sums over units, and of each group further in
+        mine = [i for i, (row, _) in enumerate(Factor(units.blocks).places) if span.start <= row < span.stop]
+        e = basis[mine][:, span, span]
+        m, r, t = g[:, :width, :width], g[:, :width, width:], g[:, width:, width:]
+        p, log_det = shrunk(m, factor[span, span])
+        h = p @ r
+        k = r - m @ h
+        b = torch.eye(width, dtype=g.dtype) - m @ p
+        n = b @ m
+        inner, ek = g1.shape[1] > 0, torch.einsum("aij,kjr->kair", e, k)
+        down = -torch.einsum(f"kir,kais->{each}ars", k, ek)
+        if inner:
+            y = g1[:, :, :width, width:] - g1[:, :, :width, :width] @ h.unsqueeze(1)
+            lower = _turned(g1, y, h, width, outermost)
+            down = torch.cat((lower, down), dim=-3)
+        if curved:
+            nk = torch.einsum("kij,kajr->kair", n, ek)
+            twice = torch.einsum(f"kair,kbis->{each}abrs", ek, nk)
+            bend = twice + twice.mT
+            turn = -torch.einsum("aij,kjl,blm,kmi->ab", e, n, e, n)
+            if inner:
+                y2 = g2[..., :width, width:] - g2[..., :width, :width] @ h[:, None, None]
+                py, bek = torch.einsum("kij,kajr->kair", p, y), torch.einsum("kji,kajr->kair", b, ek)
+                ll = torch.einsum(f"kair,kbis->{each}abrs", y, py)
+                lt = torch.einsum(f"kair,kbis->{each}abrs", y, bek)
+                corner = _turned(g2, y2, h[:, None], width, outermost) - ll - ll.mT
+                side = -lt - lt.mT
+                bend = torch.cat(
+                    (torch.cat((corner, side), dim=-3), torch.cat((side.transpose(-4, -3), bend), dim=-3)), dim=-4
+                )
+                pm = torch.einsum("kij,kajl->kail", p, g1[:, :, :width, :width])
+                bm = torch.einsum("kij,kajl,kml->kaim", b, g1[:, :, :width, :width], b)
+                ll = torch.einsum("kij,kabij->ab", p, g2[..., :width, :width])
+                ll = ll - torch.einsum("kaij,kbji->ab", pm, pm)
+                lt = torch.einsum("kaij,bij->ab", bm, e)
+                turn = torch.cat((torch.cat((d2 + ll, lt), dim=1), torch.cat((lt.mT, turn), dim=1)))
+            d2 = turn
+            g2 = bend if outermost else tree.parents_sum(level, bend)
+        slope = torch.einsum("kij,aij->a", n, e)
+        d1 = torch.cat((d1 + torch.einsum("kij,kaij->a", p, g1[:, :, :width, :width]), slope))
+        d = d + log_det.sum()
+        left = t - r.mT @ h
+        g = left.sum(0) if outermost else tree.parents_sum(level, left)
+        g1 = down if outermost else tree.parents_sum(level, down)
+    return {"s": g, "log_det": d, "s1": g1, "d1": d1} | ({"s2": g2, "d2": d2} if curved else {})
+
+
+def _turned(g: Tensor, y: Tensor, h: Tensor, width: int, add: bool) -> Tensor:
+    """J' G J of derivatives ``[K, ..., c, c]``, with Y their upper half; added up over groups."""
+    h = h.unsqueeze(1)
+    bottom = g[..., width:, width:] - g[..., width:, :width] @ h - h.mT @ y
+    return bottom.sum(0) if add else bottom
+
+
+@dataclass(frozen=True)
+class Profiles(Question[Tensors]):
+    """S and D at many factors at once ``[T, q, q]``: what theta's law is made of."""
+
+    units: Coordinates
+    name: ClassVar[str] = "profiles"
+
+    def memory(self, asked: Tensors) -> tuple[float, float]:
+        return IN_PARTS
+
+    def ask(self, known: Tensors) -> Tensors:
+        return {"factors": known["factors"]}
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        factors = asked["factors"]
+        m, count = len(self.units.x_names) + 1, len(factors)
+        sums = {"s": factors.new_zeros((count, m, m)), "log_det": factors.new_zeros(count)}
+        for cells in parts_of(units.split(CELLS), self.units, PROFILES_BESIDE):
+            tree, products = Tree.of(cells), group_products(cells, self.units)
+            each = max(1, PROFILE_NUMBERS_AT_ONCE // products.numel())
+            for start in range(0, count, each):
+                some = slice(start, start + each)
+                s, log_det = self.without_derivatives(tree, products, factors[some])
+                sums["s"][some] += s
+                sums["log_det"][some] += log_det
+        return Answer(everyone(units.cohort), sums={n: v.flatten() for n, v in sums.items()})
+
+    def without_derivatives(self, tree: Tree, g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+        """S ``[T, m, m]`` and D ``[T]``."""
+        widths, g, d = self.units.widths, g.expand(len(factors), *g.shape), factors.new_zeros(len(factors))
+        for level, (width, span) in enumerate(zip(widths, spans(widths), strict=True)):
+            p, log_dets = shrunk(g[..., :width, :width], factors[:, None, span, span])
+            r, d = g[..., :width, width:], d + log_dets.sum(1)
+            g = g[..., width:, width:] - r.mT @ p @ r
+            g = g.sum(1) if level + 1 == len(widths) else tree.parents_sum(level, g, 1)
+        return g, d
+
+    def finish(self, known: Tensors, total: Total) -> Tensors:
+        return total.plain
 
 
 @dataclass(frozen=True)
 class Taylor:
-    """S and D about a theta, to second order."""
+    """S and D about a theta, to second order in the entries of Sigma; these are quadratic in theta."""
 
+    factor: Factor
+    theta: Tensor
     s: Tensor
     s1: Tensor
     s2: Tensor
@@ -179,8 +219,17 @@ class Taylor:
     d1: Tensor
     d2: Tensor
 
+    def sigma(self, theta: Tensor) -> Tensor:
+        """Entries of the relative covariance, as they are numbered."""
+        root = self.factor.matrix(theta)
+        return self.factor.entries(root @ root.mT)
+
     def at(self, step: Tensor) -> tuple[Tensor, Tensor]:
-        """Both at a small step."""
+        """Both at a small step of theta."""
+        return self.moved(self.sigma(self.theta + step) - self.sigma(self.theta))
+
+    def moved(self, step: Tensor) -> tuple[Tensor, Tensor]:
+        """Both at a small step of the entries of Sigma."""
         bend = 0.5 * torch.einsum("a,b,abij->ij", step, step, self.s2)
         s = self.s + torch.einsum("a,aij->ij", step, self.s1) + bend
         return s, self.d + step @ self.d1 + 0.5 * step @ self.d2 @ step
@@ -215,27 +264,14 @@ class Criterion:
             out = out + root.diagonal()[:p].log().sum() + self.log_scale
         return out
 
-    def taylor(self, theta: Tensor, sums: Tensors, ww: Tensor | None = None) -> Taylor:
-        """S and D with their derivatives in theta, of those whose sums these are."""
-        factor, units = self.factor.matrix(theta), self.factor.units()
-        q, m = len(factor), len(self.ww)
-        k, n = sums["k"].reshape(q, m, q, m), sums["n"].reshape(q, q)
-        s = (self.ww if ww is None else ww) - sums["explained"].reshape(m, m)
-        moves = [e @ factor.mT + factor @ e.mT for e in units]
-        s1 = torch.stack([-torch.einsum("aibj,ab->ij", k, v) for v in moves])
-        d1 = torch.stack([(n * v).sum() for v in moves])
-        count = len(moves)
-        s2, d2 = s.new_zeros((count, count, m, m)), s.new_zeros((count, count))
-        if "nk" in sums:
-            nk, nn = sums["nk"].reshape(q, q, q, m, q, m), sums["nn"].reshape(q, q, q, q)
-            for a in range(count):
-                for b in range(a + 1):
-                    bend = units[a] @ units[b].mT + units[b] @ units[a].mT
-                    turn = torch.einsum("abcidj,ca,bd->ij", nk, moves[a], moves[b])
-                    s2[a, b] = s2[b, a] = turn + turn.mT - torch.einsum("aibj,ab->ij", k, bend)
-                    twice = torch.einsum("abcd,da,bc->", nn, moves[a], moves[b])
-                    d2[a, b] = d2[b, a] = (n * bend).sum() - twice
-        return Taylor(0.5 * (s + s.mT), s1, s2, sums["log_det"][0], d1, d2)
+    def taylor(self, theta: Tensor, sums: Tensors) -> Taylor:
+        """S and D with their derivatives, of those whose sums these are."""
+        m, k = len(self.ww), self.factor.size
+        s, s1 = sums["s"].reshape(m, m), sums["s1"].reshape(k, m, m)
+        s2, d2 = s.new_zeros((k, k, m, m)), s.new_zeros((k, k))
+        if "s2" in sums:
+            s2, d2 = sums["s2"].reshape(k, k, m, m), sums["d2"].reshape(k, k)
+        return Taylor(self.factor, theta, 0.5 * (s + s.mT), s1, s2, sums["log_det"][0], sums["d1"], d2)
 
     def restricted(self, s: Tensor, d: Tensor, log_sigma: Tensor) -> Tensor:
         """The log-likelihood of the factor and sigma, b at its best (by REML integrated out), but for a
@@ -254,7 +290,7 @@ class Criterion:
             if not bool(torch.isfinite(value)):
                 return math.inf, torch.zeros_like(theta), None, near.s
             (slope,) = torch.autograd.grad(value, step, create_graph=True)
-            hessian = rows_of_jacobian(slope, step) if "nk" in sums else None
+            hessian = rows_of_jacobian(slope, step) if "s2" in sums else None
         return float(value.detach()), slope.detach(), hessian, near.s
 
 
@@ -283,13 +319,15 @@ class GaussianEngine(Engine):
 
     @cached_property
     def criterion(self) -> Criterion:
-        ww = self.groups.ask(GroupMoments(self.units), {})["ww"]
+        m, q = len(self.units.x_names) + 1, len(self.units.z_names)
+        # What leaves sites without random effects is W'W.
+        ww = self.sums(torch.zeros((q, q), dtype=torch.float64))["s"].reshape(m, m)
         log_scale = float(self.units.x_scale.log().sum())
         return Criterion(self.factor, ww, self.groups.examples, self.constant, self.reml, log_scale)
 
-    def sums(self, factor: Tensor, curved: bool = False) -> Tensors:
-        """What everyone answers at a relative factor."""
-        return self.groups.ask(Profile(self.units), {"factor": factor, "curved": torch.tensor(curved)})
+    def sums(self, factor: Tensor, curved: bool = False, among: Tensor | None = None) -> Tensors:
+        """What everyone answers at a relative factor, or those at these positions."""
+        return self.groups.ask(Profile(self.units), {"factor": factor, "curved": torch.tensor(curved)}, among)
 
     def search(self) -> tuple[SearchResult, ThetaPoint]:
         criterion = self.criterion
@@ -319,7 +357,7 @@ class GaussianEngine(Engine):
 
     def _s(self, point: ThetaPoint) -> tuple[Tensor, float]:
         sums = self.sums(point.factor)
-        s = self.criterion.ww - sums["explained"].reshape(self.criterion.ww.shape)
+        s = sums["s"].reshape(self.criterion.ww.shape)
         return 0.5 * (s + s.mT), float(sums["log_det"])
 
     def log_likelihood(self, point: ThetaPoint) -> float:
@@ -356,10 +394,9 @@ class GaussianEngine(Engine):
 
     def _slopes(self, x: Tensor, among: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Of some the score, of everyone the information too."""
-        m, p, curved = len(self.criterion.ww), len(self.units.x_names), among is None
-        known = {"factor": self.factor.matrix(x[p:-1]), "curved": torch.tensor(curved)}
-        sums = self.groups.ask(WholeProfile(self.units), known, among)
-        near = self.criterion.taylor(x[p:-1], sums, sums["ww"].reshape(m, m))
+        p, curved = len(self.units.x_names), among is None
+        sums = self.sums(self.factor.matrix(x[p:-1]), curved, among)
+        near = self.criterion.taylor(x[p:-1], sums)
         with torch.enable_grad():
             at = x.clone().requires_grad_()
             s, d = near.at(at[p:-1] - x[p:-1])
@@ -384,6 +421,9 @@ class GaussianEngine(Engine):
         known = {"b": point.b, "factor": point.factor, "sigma": point.b.new_tensor(point.sigma)}
         self.groups.ask(GroupEffects(self.units), known)
 
+    def paths(self, cohort: Cohort, point: ThetaPoint) -> Paths:
+        return posteriors(cohort, self.units, point)
+
     def theta_draws(self, point: ThetaPoint, noise: Tensor, wide: Tensor, count: int) -> list[ThetaPoint]:
         """So many points from the law of theta given the data, with b and s2 integrated out (the restricted
         likelihood): importance resampling of normal proposals about its maximum; then s2 and b by their laws
@@ -402,7 +442,7 @@ class GaussianEngine(Engine):
         factors = torch.stack([self.factor.matrix(t) for t in thetas])
         m = len(criterion.ww)
         sums = self.groups.ask(Profiles(self.units), {"factors": factors})
-        s = criterion.ww - sums["explained"].reshape(-1, m, m)
+        s = sums["s"].reshape(-1, m, m)
         values = [float(criterion.value(one, d)) for one, d in zip(s, sums["log_det"], strict=True)]
         weight = (0.5 * noise[:, :size].square().sum(1) - noise.new_tensor(values)).softmax(0)
         grid = (torch.arange(count, dtype=torch.float64) + 0.5) / count
@@ -423,30 +463,35 @@ class GaussianEngine(Engine):
         return ThetaPoint(b + sigma * spread @ noise, factor, sigma)
 
 
-def posterior(m: Tensor, r: Tensor, point: ThetaPoint) -> tuple[Tensor, Tensor]:
-    """Mean ``[C, q]`` and covariance ``[C, q, q]`` of groups' effects, from their moments."""
-    p, _ = shrunk(m, point.factor)
-    left = r @ torch.cat((-point.b, point.b.new_ones(1)))
-    return (p @ left.unsqueeze(2)).squeeze(2), p * point.sigma**2
+def posteriors(cells: Cohort, units: Coordinates, point: ThetaPoint) -> Paths:
+    """Means and covariances of groups' effects at each level."""
+    q, v = len(units.z_names), torch.cat((-point.b, point.b.new_ones(1)))
+    products = group_products(cells, units)[:, :q]
+    left = (products[:, :, q:] @ v).unsqueeze(2)
+    found = paths(Tree.of(cells), units.widths, torch.cat((products[:, :, :q], left), dim=2), point.factor)
+    return replace(found, covariance=tuple(c * point.sigma**2 for c in found.covariance))
 
 
 @dataclass(frozen=True)
 class GroupEffects(Question[Tensors]):
-    """Posterior mean and covariance of each group's effects, which stay at its site."""
+    """Posterior mean and covariance of each unit's effects, which stay at its site; those of groups within
+    units follow from rows and theta where they are asked for."""
 
     units: Coordinates
     name: ClassVar[str] = "posteriors of groups"
 
     def memory(self, asked: Tensors) -> tuple[float, float]:
-        q, m = len(self.units.z_names), len(self.units.x_names) + 1
-        return 0.0, 32.0 * q * (q + m)
+        return IN_PARTS
 
     def ask(self, known: Tensors) -> Tensors:
         return {n: known[n] for n in ("b", "factor", "sigma")}
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         point = ThetaPoint(asked["b"], asked["factor"], float(asked["sigma"]))
-        mean, cov = posterior(*stored_moments(units, self.units), point)
+        cells = parts_of(units.split(CELLS), self.units, EFFECTS_BESIDE)
+        found = [posteriors(some, self.units, point) for some in cells]
+        mean = torch.cat([part.mean[-1] for part in found])
+        cov = torch.cat([part.covariance[-1] for part in found])
         return Answer(everyone(units.cohort), local={"mean": mean, "cov": cov})
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
