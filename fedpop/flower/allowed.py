@@ -8,7 +8,7 @@ from typing import Any
 
 from fedpop.errors import SettingsError
 from fedpop.mixed.formula import Tokens, parse, scanned
-from fedpop.mixed.study import FormulaStudy
+from fedpop.mixed.study import SITE, FormulaStudy
 from fedpop.questions import Question
 from fedpop.settings import all_of
 from fedpop.site.refusal import Code, Refusal
@@ -20,10 +20,12 @@ WEIGHTS = "; weights = "
 
 @dataclass(frozen=True)
 class Allowed:
-    """Names of questions, and formulas; None allows all that the site knows."""
+    """Names of questions, formulas, and columns; None allows all that the site knows."""
 
     questions: Sequence[str] | None = None
     formulas: Sequence[str] | None = None
+    columns: Sequence[str] | None = None
+    """Columns that a formula may name, its grouping factors among them."""
 
     def check(self, where: str) -> None:
         """Raise where a name is no question's, or a text no formula: it would allow nothing."""
@@ -41,7 +43,16 @@ class Allowed:
             )
 
     def require_study(self, study: Study) -> None:
-        if self.formulas is None or not isinstance(study, FormulaStudy):
+        if not isinstance(study, FormulaStudy):
+            return
+        if self.columns is not None:
+            named = dict.fromkeys([*study.columns, *study.formula.group_columns])
+            if other := [name for name in named if name not in self.columns and name != SITE]:
+                raise Refusal(
+                    f"the column {other[0]!r} is not among those that site.toml allows formulas to name",
+                    Code.STUDY,
+                )
+        if self.formulas is None:
             return
         weights = "" if study.weights is None else f"{WEIGHTS}{study.weights.text}"
         asked = f"{study.formula.text}{weights}"

@@ -27,7 +27,9 @@ from fedpop.message import Message, Tensors
 from fedpop.methods.asking import question_from_description
 from fedpop.methods.base import Algorithm, Round
 from fedpop.mixed import gaussian, groups, quadrature
+from fedpop.mixed.disclosure import DesignColumns, SmallCounts, design_columns
 from fedpop.mixed.study import FormulaStudy
+from fedpop.mixed.table import Rows
 from fedpop.population import Population
 from fedpop.questions import Question
 from fedpop.run.guards import threads
@@ -49,6 +51,8 @@ FORMULAS = (groups, gaussian, quadrature)
 """Whose questions a site knows, because they are imported."""
 DESCRIPTION, MODEL = "method.json", "model.safetensors"
 """The study's description as a site received it, and the tensors that belong to it."""
+COLUMNS, FORMULA = "columns.safetensors", "formula.json"
+"""A design that was answered: its columns at this site, and its formula."""
 THETA, SEALED = "theta.safetensors", "theta.json"
 """What the federation learned, at a site or for one that comes later."""
 WITHHELD = "the message is out of all proportion to what is usual and is not sent: look at the data's scale"
@@ -70,6 +74,8 @@ class Site:
     """With fewer rows than these it refuses the spectral start."""
     allowed: Allowed = field(default_factory=Allowed)
     """Which questions and formulas it answers."""
+    small_counts: SmallCounts = field(default_factory=SmallCounts)
+    """How many rows a formula's design may set apart."""
 
     @property
     def data(self) -> SiteData:
@@ -178,7 +184,27 @@ class SiteExperiment:
     @cached_property
     def unit_data(self) -> UnitData:
         """This site's data as the study has them."""
-        return self.study.unit_data(self.study.read(self.site.data))
+        data = self.study.read(self.site.data)
+        if isinstance(self.study, FormulaStudy) and self.study.design is not None:
+            self._check_design(self.study, data)
+        return self.study.unit_data(data)
+
+    def _check_design(self, study: FormulaStudy, rows: Rows) -> None:
+        """What a design would show of few rows is not answered, alone or beside those answered before, which
+        are at this site. A design that was checked is stored before anything made of it leaves."""
+        found, file = design_columns(study, rows).tensors(), self.folder / COLUMNS
+        if file.exists():
+            stored = read_tensors(file)
+            if stored.keys() == found.keys() and all(torch.equal(stored[n], v) for n, v in found.items()):
+                return
+        earlier = dict[str, DesignColumns]()
+        for other in sorted(self.folder.parent.glob(f"*/{COLUMNS}")):
+            description = read_sealed(other.with_name(FORMULA), "an answered formula")
+            earlier[str(description["formula"])] = DesignColumns.read(read_tensors(other))
+        self.site.small_counts.check(study, rows, earlier)
+        write_sealed(self.folder / FORMULA, {"formula": study.formula.text})
+        write_tensors(file, found)
+        log.info("%s: the formula %s is answered, from %d row(s)", self.name, study.formula.text, len(rows))
 
     @property
     def federation(self) -> Federation:

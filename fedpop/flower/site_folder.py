@@ -16,13 +16,15 @@ from fedpop.errors import SettingsError
 from fedpop.files import write_bytes
 from fedpop.flower.allowed import Allowed
 from fedpop.flower.site import Site
+from fedpop.mixed.disclosure import SmallCounts
+from fedpop.questions.schema import MINIMUM
 from fedpop.site.plan import parse_bytes
 
 SETTINGS = "site.toml"
 SECRET = "secret"
 KNOWN = (
     *("name", "data", "server", "threads", "memory", "insecure", "port", "spectral_rows", "modules"),
-    *("questions", "formulas", "metrics"),
+    *("questions", "formulas", "columns", "minimum", "single_rows", "metrics"),
 )
 
 
@@ -50,6 +52,12 @@ class SiteSettings:
     """Names of those that are answered, before, between and after the rounds; all by default."""
     formulas: Sequence[str] | None = None
     """Formulas that are answered; all by default."""
+    columns: Sequence[str] | None = None
+    """Columns that formulas may name; all by default."""
+    minimum: int = MINIMUM
+    """A formula whose design sets fewer rows than these apart from the rest is not answered."""
+    single_rows: bool = False
+    """A grouping factor with mostly single rows is allowed."""
     metrics: int = 0
     """A port of this machine on which Prometheus finds numbers; 0 for none."""
 
@@ -62,7 +70,10 @@ class SiteSettings:
         require(Count, threads=self.threads, spectral_rows=self.spectral_rows)
         require(Whole, port=self.port, metrics=self.metrics)
         require(Sequence[str], modules=self.modules)
-        require(Sequence[str] | None, questions=self.questions, formulas=self.formulas)
+        lists = {"questions": self.questions, "formulas": self.formulas, "columns": self.columns}
+        require(Sequence[str] | None, **lists)
+        require(Count, minimum=self.minimum)
+        require(bool, single_rows=self.single_rows)
         parse_bytes(self.memory)
         if self.port >= 2**16:
             raise SettingsError(f"{where}: port is below 65536, not {self.port}")
@@ -132,7 +143,7 @@ def open_site(folder: str | Path) -> Site:
     settings = read_site(Path(folder))
     for module in settings.modules:
         module_named(module, settings.folder, f"{settings.folder / SETTINGS}: {module}")
-    allowed = Allowed(settings.questions, settings.formulas)
+    allowed = Allowed(settings.questions, settings.formulas, settings.columns)
     allowed.check(str(settings.folder / SETTINGS))
     return Site(
         name=settings.name,
@@ -143,4 +154,5 @@ def open_site(folder: str | Path) -> Site:
         memory=settings.memory,
         spectral_rows=settings.spectral_rows,
         allowed=allowed,
+        small_counts=SmallCounts(settings.minimum, settings.single_rows),
     )

@@ -171,7 +171,7 @@ class Design:
             out += [":".join(reversed(names)) for names in product(*reversed(pieces))]
         return out
 
-    def _level_column(self, part: FormulaPart) -> str | None:
+    def level_column(self, part: FormulaPart) -> str | None:
         """The column of whose categories this part's columns are made; None for numbers."""
         made = part.factor_of
         if made is not None:
@@ -179,7 +179,7 @@ class Design:
         return part.column if part.column in self.levels else None
 
     def _piece_names(self, part: FormulaPart, full: bool) -> list[str]:
-        column = self._level_column(part)
+        column = self.level_column(part)
         if column is None:
             return [part.text]
         return [f"{part.text}{level}" for level in self.levels[column][0 if full else 1 :]]
@@ -194,7 +194,7 @@ class Design:
         for term in terms.terms:
             full = []
             for part in term:
-                categories = self._level_column(part) is not None
+                categories = self.level_column(part) is not None
                 every = categories and frozenset(term) - {part} not in known
                 if categories and first:
                     every, first = True, False
@@ -250,7 +250,7 @@ class Design:
         return np.stack(columns, axis=1) if columns else np.zeros((len(rows), 0))
 
     def _piece(self, part: FormulaPart, full: bool, rows: Rows) -> list[np.ndarray]:
-        column = self._level_column(part)
+        column = self.level_column(part)
         if column is None:
             return [self.numbers(part, rows)]
         codes = codes_of(as_categories(rows.columns[column]), self.levels[column], column, rows)

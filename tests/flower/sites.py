@@ -35,7 +35,7 @@ def enrol(root: Path, data: Mapping[str, Any], seed: int = 0) -> dict[str, Path]
     for name in data:
         folder = root / name
         folder.mkdir(parents=True)
-        where = 'data = "tests.flower.sites:data_of"\nspectral_rows = 2\n'
+        where = 'data = "tests.flower.sites:data_of"\nspectral_rows = 2\nminimum = 1\nsingle_rows = true\n'
         (folder / "site.toml").write_text(f'name = "{name}"\n{where}')
         (folder / SECRET).write_text(f"{seed}\n")
         folders[name] = folder
