@@ -84,8 +84,8 @@ def question_from_description(described: dict[str, Any], sent: Tensors, owner: A
     cls = class_of(Question, described["kind"])
     if cls is None:
         raise CheckpointError(
-            f"unknown question {described['kind']!r} (one of your own is known once the module that defines it "
-            "is imported)"
+            f"unknown question {described['kind']!r} (one of your own is known once the module that defines "
+            "it is imported)"
         )
 
     def own(plain: dict[str, Any]) -> Any:
