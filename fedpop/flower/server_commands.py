@@ -13,7 +13,7 @@ from fedpop.errors import SettingsError
 from fedpop.files import digest_of_bytes, writable_folder, write_bytes, write_json
 from fedpop.flower import certificates
 from fedpop.flower.processes import LogTail, Supervised, environment, healthy, program, require_free
-from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.server_folder import LAYOUT, ServerFolder
 from fedpop.flower.site_folder import check_name
 from fedpop.flower.site_state import is_locked
 from fedpop.flower.status import read_rounds, read_state, round_words
@@ -115,7 +115,7 @@ def init(root: Path, name: str, address: str, hosts: list[str], insecure: bool, 
         writable_folder(folder.tls).chmod(0o700)
         certificates.make_authority(folder.tls, name)
         certificates.make_server_certificate(folder.tls, [host, *hosts])
-    write_json(folder.root / "version.json", {"version": __version__})
+    write_json(folder.root / "version.json", {"version": __version__, "layout": LAYOUT})
     _connect(folder, None if insecure else folder.tls / "ca.crt")
     say(f"{root} holds a federation. Next:")
     say(f"  1. edit {folder.app / 'federation.toml'} and {folder.app / 'model.py'}")

@@ -36,6 +36,9 @@ from fedpop.run.callbacks import Callback, EarlyStop
 from fedpop.run.settings import Settings
 from fedpop.version import __version__
 
+LAYOUT = 1
+"""How a federation's folder is laid out. Each version goes on with folders of this layout and of those before
+it; what is in the checkpoint has a format of its own."""
 TABLES = ("name", "data", "model", "method", "run", "sites", "server")
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 """Who listens everywhere is found here."""
@@ -83,14 +86,24 @@ class ServerFolder:
         for key in TABLES[1:]:
             if not isinstance(plain.get(key, {}), dict):
                 raise SettingsError(f"{path}: {key} is a table, [{key}], not {plain[key]!r}")
+        self._require_layout()
+        return plain
+
+    def _require_layout(self) -> None:
+        """Raise unless this version can go on with the folder, whichever made it."""
         found = read_json(self.root / "version.json") if self._versioned else {}
         version = found.get("version") if isinstance(found, dict) else None
-        if version != __version__:
+        layout = found.get("layout", 1) if isinstance(found, dict) else None
+        if not isinstance(version, str) or not isinstance(layout, int):
             raise SettingsError(
-                f"{self.root} was made by fedpop {version or '(unknown)'}, this is {__version__}: use that "
-                "version, or make a new folder with fedpop server init"
+                f"{self.root} was made by fedpop (unknown): its version.json does not say which version; put it "
+                "back from a copy"
             )
-        return plain
+        if layout > LAYOUT:
+            raise SettingsError(
+                f"{self.root} was made by fedpop {version} in layout {layout}, and {__version__} knows those up "
+                f"to {LAYOUT}: install fedpop {version} or newer on this server"
+            )
 
     @property
     def _versioned(self) -> bool:

@@ -6,21 +6,25 @@ import logging
 import re
 import secrets
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedpop.checked import Count, Whole, require
 from fedpop.entries import module_named
 from fedpop.errors import SettingsError
+from fedpop.federation.reading import TableFormat
 from fedpop.files import write_bytes
 from fedpop.flower.site import Site
 from fedpop.site.plan import parse_bytes
 
 SETTINGS = "site.toml"
 SECRET = "secret"
-KNOWN = ("name", "data", "server", "threads", "memory", "insecure", "port", "spectral_rows", "modules")
+KNOWN = (
+    *("name", "data", "server", "threads", "memory", "insecure", "port", "spectral_rows", "modules"),
+    *("separator", "decimal", "encoding", "unit"),
+)
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,18 @@ class SiteSettings:
     modules: Sequence[str] = ()
     """Modules that are imported before anything is answered, those beside this file first: they may define
     methods, priors, kernels, compressors or questions, which are known by their names."""
+    separator: str = ","
+    """Between the values of a line, where the data are a CSV file."""
+    decimal: str = "."
+    """In its numbers."""
+    encoding: str = "utf-8-sig"
+    """Of its text."""
+    unit: Mapping[str, str] = field(default_factory=dict)
+    """In which units its columns are, where the federation wants to know."""
 
     def __post_init__(self) -> None:
         where = self.folder / SETTINGS
-        for word in ("name", "data", "server", "memory"):
+        for word in ("name", "data", "server", "memory", "separator", "decimal", "encoding"):
             if not isinstance(getattr(self, word), str):
                 raise SettingsError(f"{where}: {word} is a text, not {getattr(self, word)!r}")
         check_name(self.name)
@@ -56,8 +68,15 @@ class SiteSettings:
         parse_bytes(self.memory)
         if self.port >= 2**16:
             raise SettingsError(f"{where}: port is below 65536, not {self.port}")
+        require(Mapping[str, str], unit=self.unit)
+        _ = self.table
         if not self.data:
             raise SettingsError(f"{where}: data is missing: where the site's data are")
+
+    @property
+    def table(self) -> TableFormat:
+        """How the site's table is written."""
+        return TableFormat(self.separator, self.decimal, self.encoding, self.unit)
 
     @property
     def where(self) -> str:
@@ -130,6 +149,7 @@ def open_site(folder: str | Path) -> Site:
         threads=settings.threads,
         memory=settings.memory,
         spectral_rows=settings.spectral_rows,
+        table=settings.table,
     )
 
 

@@ -62,7 +62,7 @@ def test_a_late_reply_is_dropped_and_counted(tmp_path: Path) -> None:
 
         grid.fault = fault
 
-    found, grid = run(tmp_path, prepare, rounds=6)
+    found, grid = run(tmp_path, prepare, rounds=6, terms=RoundTerms(sites=3, timeout=30.0))
     assert found.history[1]["left_out"] == ["bea"]
     assert found.history[-1]["late"] == 1
     # It is busy until the late reply is there, so it is not asked; then it takes part again.
