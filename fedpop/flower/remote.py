@@ -430,8 +430,8 @@ class RemoteMembers(Members):
             site.missed = 0
         elif name in self._asked and site.missed >= self._terms.unheard:
             log.warning(
-                "%s has not been heard for %d rounds, nor within the timeout of %g s: a longer one would hear "
-                "it, or less work in a round",
+                "%s has not been heard for %d rounds, nor now within %g s: give rounds a longer timeout, "
+                "or the site less work",
                 name,
                 site.missed,
                 self._terms.timeout,

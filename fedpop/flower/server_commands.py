@@ -12,6 +12,7 @@ from typing import Any
 from fedpop.errors import SettingsError
 from fedpop.files import digest_of_bytes, writable_folder, write_bytes, write_json
 from fedpop.flower import certificates
+from fedpop.flower.checks import check_deployment
 from fedpop.flower.processes import LogTail, Supervised, environment, healthy, program, require_free
 from fedpop.flower.server_folder import LAYOUT, ServerFolder
 from fedpop.flower.site_folder import check_name
@@ -161,7 +162,8 @@ def admit(root: Path, name: str, key: Path, say: Say) -> None:
 def run(root: Path, insecure: bool, say: Say) -> None:
     """Start the SuperLink and the run, and keep both going until the run is over."""
     folder = ServerFolder(root.absolute())
-    folder.deployment()  # what is wrong with the settings is an error now
+    admitted = sorted(key.stem for key in folder.admitted.glob("*.pub"))
+    check_deployment(folder.deployment(), folder.app, admitted)  # what is wrong is an error now
     certificates.split_address(folder.address)
     host, port = certificates.split_address(folder.listen)
     if folder.insecure and not insecure:

@@ -203,7 +203,7 @@ class Transport:
         return accepted
 
     def _forget(self, name: str) -> None:
-        """A site whose node went away, or that does not know the study: it is greeted again when it is back."""
+        """A site whose node went away, or that does not know the study, is greeted again when it is back."""
         if name in self.sites:
             self._registered.discard(self.sites.pop(name).node)
         self._greeted = {}

@@ -83,6 +83,17 @@ def median_powers(histograms: Tensor) -> list[float | None]:
     ]
 
 
+def counted_powers(histogram: Tensor) -> dict[int, float]:
+    """How many count in each bin that is not empty, by its power of two.
+
+    >>> histogram = torch.zeros(SCALE_BINS)
+    >>> histogram[bin_of(9.0)] = 3
+    >>> counted_powers(histogram)
+    {3: 3.0}
+    """
+    return {k - SCALE_BINS // 2: count for k, count in enumerate(histogram.tolist()) if count}
+
+
 def _median(bins: Sequence[int]) -> float | None:
     if not bins:
         return None

@@ -9,6 +9,7 @@ from fedpop.errors import CheckpointError
 from fedpop.files import DAMAGED, json_lines, read_bytes, read_json, reading
 from fedpop.report import plots, terminal
 from fedpop.report.html import Figure, Page, Section, Sheet, write_page
+from fedpop.report.sites import sites_section
 from fedpop.run.progress import human_bytes
 
 CURVES = {
@@ -50,6 +51,8 @@ def run_report(folder: Path) -> Path:
         Section("The run", sheet=Sheet(("", ""), rows)),
         Section("Over the rounds", figures=figures),
     ]
+    if (differ := sites_section(folder)) is not None:
+        sections.append(differ)
     page = Page(f"fedpop: {name}", f"A run of {last} rounds.", sections)
     return write_page(folder / "report.html", page)
 

@@ -122,7 +122,7 @@ def spoiled(reply: Message, how: str) -> Message:
         record = message_to_record(replace(old, payloads=payloads))
     else:
         changes = {"another round": {"round": 99}, "another theta": {"digest": "x"}}
-        changes |= {"another version": {"version": "0.0.0"}, "an unknown word": {"word": 1}}
+        changes |= {"another protocol": {"protocol": 0}, "an unknown word": {"word": 1}}
         if how == "units below zero":
             record = message_to_record(replace(old, units=torch.tensor([-2])))
         elif how == "an undeclared number":
@@ -147,7 +147,7 @@ def spoiled(reply: Message, how: str) -> Message:
         "not finite",
         "another round",
         "another theta",
-        "another version",
+        "another protocol",
         "units below zero",
         "an unknown word",
         "an undeclared number",
