@@ -19,6 +19,7 @@ from torch import Tensor
 from fedpop.checked import Count, Positive
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.client.losses import body_loss, gradient
+from fedpop.decisions import Decision
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, leaves, map_inputs
@@ -49,11 +50,11 @@ class PhiStep(Setting):
         local: ``LocalSGD(...)`` has clients take epochs of steps on their own copy of phi and send D_i
             in J_i's place, which saves rounds; None (the default) has them send J_i. It has a batch of
             its own.
-        schedule: What the rate of local steps is multiplied by over the rounds; ``Constant()`` unless
-            told.
+        schedule: What the rate of local steps is multiplied by over the rounds; ``Constant()`` by
+            default.
         head: Local steps of a network whose head is larger, by the root mean square of z under the prior,
             are shorter: by the square of how much larger it is, as the loss curves in a layer's weights as
-            the square of the weights after it, and full steps would kill the network. 0.5 unless told; None
+            the square of the weights after it, and full steps would kill the network. 0.5 by default; None
             takes the rate as it is.
         ball: The largest norm of phi, onto which longer ones are projected; None is a million times that of
             its start, or of one.
@@ -92,6 +93,13 @@ class PhiStep(Setting):
         """Made once, and again where others have joined."""
         return {}
 
+    def decisions(self, model: Model) -> Sequence[Decision]:
+        """The server's optimiser, where it was left open."""
+        if self.optimiser is not None or model.phi_layout.size == 0:
+            return ()
+        step, why = (NETWORK, "a network is shared") if model.network else (LINEAR, "no network is shared")
+        return (Decision("step on phi", f"{type(step).__name__}, rate {step.rate:g}", why),)
+
     @property
     def steady(self) -> bool:
         """Every round costs as much per example."""
@@ -103,7 +111,7 @@ class PhiStep(Setting):
         return self.batch is None and self.local is None
 
     def rate(self, k: int, rounds: Rounds, head: float = 0.0) -> float | None:
-        """a of round k, which sites are told, for a network with a ``head`` of this size: a start where
+        """a of round k, which is broadcast, for a network with a ``head`` of this size: a start where
         outputs have variance one makes it large where features are small."""
         if self.local is None:
             return None

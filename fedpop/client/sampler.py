@@ -7,7 +7,7 @@ grouping.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Count, Few, Whole
+from fedpop.decisions import Decision
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Hierarchy, Kernel, Pass, Target, Tuning, resolve_kernel, run
@@ -33,7 +34,7 @@ class Steps(Setting):
     Args:
         start: Steps in round 0.
         end: Steps from round ``over`` on.
-        over: How many rounds the change takes, 100 unless told.
+        over: How many rounds the change takes, 100 by default.
 
     >>> [Steps(2, 10, over=4).at(k) for k in range(6)]
     [2, 4, 6, 8, 10, 10]
@@ -107,7 +108,7 @@ class Chain(Setting):
     """How units' chains are run in a round.
 
     Args:
-        chains: How many each unit has, 1 unless told; more cost more and halve the noise at four.
+        chains: How many each unit has, 1 by default; more cost more and halve the noise at four.
         burn_in: Transitions that come first in a unit's first round; None is 100 for
             heads that are not linear, 30 where chains ``follow`` the mode, and none elsewhere.
         stateful: False starts each round from the prior, for clients that can keep nothing between rounds.
@@ -220,7 +221,7 @@ class Sampler:
             spent, batched = spent + done.gradient_evaluations, batched + done.batched
         return z, tuning, spent, batched
 
-    def kept(self, done: Pass, local: Tensors, beta: Tensor, good: Tensor) -> Tensors:
+    def states(self, done: Pass, local: Tensors, beta: Tensor, good: Tensor) -> Tensors:
         """What units keep of a pass; a chain that is nowhere stays where it was."""
         new = {"z": done.state.z}
         if done.mode is not None:
@@ -246,17 +247,28 @@ class Sampler:
 
     def form_for(self, form: str) -> str:
         """The form of I that was asked for, or the one that suits the head and the prior."""
-        model, forms = self.hierarchy.model, self.hierarchy.prior.forms
-        if form != "auto":
-            return form
-        if len(forms) == 1:
-            return forms[0]
+        return self._suited[0] if form == "auto" else form
+
+    @cached_property
+    def _suited(self) -> tuple[str, str]:
+        """The form of I that suits the head and the prior, and why."""
+        model, prior = self.hierarchy.model, self.hierarchy.prior
+        if len(prior.forms) == 1:
+            return prior.forms[0], f"a {prior.name} prior has no other"
         # A head through vmap has no curvature to step by: its first chains lag behind theta, and there
         # the right form, which is only zero in equilibrium, makes EM diverge.
         if not model.linear:
-            return "left"
-        large = self.hierarchy.prior.covariance == "full" and model.z_layout.size > LARGEST_MIXED
-        return "left" if large or "mixed" not in forms else "mixed"
+            return "left", "the head is not linear: its first chains lag behind theta"
+        size = model.z_layout.size
+        if prior.covariance == "full" and size > LARGEST_MIXED:
+            return "left", f"a full covariance of {size} dimensions, more than {LARGEST_MIXED}"
+        if "mixed" not in prior.forms:
+            return "left", f"a {prior.name} prior has no mixed form"
+        return "mixed", "the head is linear: no noise from a client without data, nor where it is Gaussian"
+
+    def decisions(self, form: str) -> Sequence[Decision]:
+        """The form of I, where it was left open."""
+        return (Decision("form of I", *self._suited),) if form == "auto" else ()
 
     @staticmethod
     def fit_to_be_heard(target: Target, done: Pass, scores: Tensor) -> Tensor:
@@ -293,7 +305,7 @@ def chain_cost(
     cohort: Cohort, done: Pass, chains: int, batch: int | None, passes: float
 ) -> Callable[[Tensor, Tensor, Tensor | None], dict[str, float]]:
     """The cost of a cohort's chains as a function of log-likelihoods ``[R]`` and who is fit to be heard, for
-    the units at ``rows`` (None: all of them); what was spent together is told with the first of them."""
+    the units at ``rows`` (None: all of them); what was spent together is counted with the first of them."""
     examples = cohort.examples
     looked_at = examples if batch is None else int(cohort.sizes.clamp(max=batch).sum())
     steps = examples * (done.gradient_evaluations - done.batched) + looked_at * done.batched
@@ -304,11 +316,11 @@ def chain_cost(
         sizes, acceptance, diverged = cohort.sizes, done.acceptance, done.diverged
         if rows is not None:
             sizes, acceptance, diverged = sizes[rows], acceptance[rows], diverged[rows]
-        told, clients = torch.stack((value, acceptance, diverged)), len(value)
+        numbers, clients = torch.stack((value, acceptance, diverged)), len(value)
         if not bool(good.all()):
-            told[:2] = torch.where(good, told[:2], 0.0)
+            numbers[:2] = torch.where(good, numbers[:2], 0.0)
             sizes, clients = sizes[good], int(good.sum())
-        likelihood, accepted, divergences = told.sum(1, dtype=torch.float64).tolist()
+        likelihood, accepted, divergences = numbers.sum(1, dtype=torch.float64).tolist()
         out = {
             "log_likelihood": likelihood,
             "examples": float(examples if len(sizes) == len(cohort) else sizes.sum()),

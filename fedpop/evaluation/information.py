@@ -193,7 +193,7 @@ def theta_draws(
         torch.arange(THETA_DRAWS, device=phi.device), (len(values),), torch.float64
     )
     theta = torch.cat((phi, beta)).double() + (noise * values.rsqrt()) @ vectors.mT
-    size, prior, sets = phi.shape[0], hierarchy.prior, Sets.told(published)
+    size, prior, sets = phi.shape[0], hierarchy.prior, Sets.of(published)
     return [(t[:size].to(phi.dtype), prior.project(t[size:].to(beta.dtype), sets)) for t in theta]
 
 

@@ -57,7 +57,7 @@ class Hierarchical(Algorithm, PopulationPrior, Asks):
 
     @property
     def draws_by(self) -> Kernel:
-        """The kernel of posterior draws: unless told, the one that suits head and prior."""
+        """The kernel of posterior draws: by default, the one that suits head and prior."""
         return resolve_kernel(None, self.model, self.hierarchy.prior)
 
     @property
@@ -150,7 +150,7 @@ class Hierarchical(Algorithm, PopulationPrior, Asks):
         }
 
     def at_bound(self, published: Tensors) -> list[str]:
-        words = self.hierarchy.prior.at_bound(published["beta"], Sets.told(published))
+        words = self.hierarchy.prior.at_bound(published["beta"], Sets.of(published))
         phi, ball = published["phi"], float(published.get("ball", math.inf))
         at_edge = phi.numel() > 0 and float(phi.norm()) >= 0.9999 * ball
         return [*words, f"phi is at the edge of its ball, {ball:g}"] if at_edge else words

@@ -39,7 +39,7 @@ class Averaging(Setting):
         which: "tail" (the default) is the mean over the last rounds, "iterate" the one over all rounds,
             weighted by their step sizes, that the paper's theorem bounds; "last" is none.
         tail: The share of the rounds (of the present stage, where a run is extended) that makes the
-            tail, above 0 and at most 1; 0.25 unless told. It serves to judge the drift of theta, too.
+            tail, above 0 and at most 1; 0.25 by default. It serves to judge the drift of theta, too.
 
     >>> Averaging("iterate")  # the one that the paper's theorem bounds
     Averaging(which='iterate', tail=0.25)

@@ -15,12 +15,6 @@ from tests.helpers import generator, linear_model, ragged
 
 MOST = 40
 SEEN = {"methods/fedsouk.py", "client/sampler.py", "site/sites.py", "message/channel.py"}
-    "methods/fedsouk.py",
-    "client/sampler.py",
-    "site/sites.py",
-    "message/channel.py",
-    "server/beta_step.py",
-}
 
 
 def images() -> tuple[fp.FedSOUL, list[Any]]:

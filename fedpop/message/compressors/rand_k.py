@@ -115,8 +115,8 @@ class RandK(Compressor):
         d, inside = opened(self, payload, length)
         k = self.count(d)
         item = 4 if len(inside) == _FORM.size + 4 * k else 8
-        told, kept, a, c = (int(n) for n in parameters(_FORM, inside, item * k))
-        if kept != k or (k and told != item):
+        width, kept, a, c = (int(n) for n in parameters(_FORM, inside, item * k))
+        if kept != k or (k and width != item):
             raise PayloadError(f"the payload keeps {kept} of {d} entries where {k} were expected")
         values = floats(inside[_FORM.size :], item)
         sent = values.new_zeros(d)
