@@ -266,12 +266,13 @@ class RemoteMembers(Members):
         least, logged = self._terms.sites if self._begun else self._terms.first, -math.inf
         end = self._transport.now() + patience
         while True:
+            if asked:
+                self._transport.drop_late()
             here = [name for name in self._transport.present() if self._admitted(name)]
             for name in here:
                 self.sites.setdefault(name, SiteRecord()).greeted(self._transport.sites[name].header)
             self._require_all(whom)
             if asked:
-                self._transport.drop_late()
                 here = [n for n in here if self._ready(n) and not self._transport.busy(n)]
             missing = sorted(set(whom) - set(here))
             if (len(here) >= least and not missing) or self._transport.now() > end:

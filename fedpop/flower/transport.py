@@ -271,7 +271,10 @@ class Transport:
     def _open(self) -> list[str]:
         """Requests of earlier rounds that may yet be answered."""
         now = self._clock()
+        silent = {p.site for p in self._pending.values() if p.until <= now}
         self._pending = {i: p for i, p in self._pending.items() if p.until > now}
+        for site in silent:
+            self._forget(site)  # a dead node is listed for a while: it has to show that it lives
         return list(self._pending)
 
     def _sort(self, message: Any, waiting: dict[str, str], found: dict[str, Message]) -> None:

@@ -80,7 +80,7 @@ def test_another_separator_is_named_and_can_be_set(separator: str, tmp_path: Pat
 
 def test_decimal_commas_are_named_and_can_be_set(tmp_path: Path) -> None:
     path = written(tmp_path, "age;sex;dose\n30;f;1,5\n31;m;-2,25e1\n1.000,5;f;3\n")
-    with pytest.raises(SchemaError, match='line 2 and 1 more: a number with a decimal comma.*decimal = ","'):
+    with pytest.raises(SchemaError, match=r'line 2 and 1 more: a number with a decimal comma.*decimal = ","'):
         read_table(path, FORM, "north", TableFormat(";"))
     with pytest.raises(SchemaError, match="column 'age', line 4: something that is no number"):
         read_table(path, FORM, "north", TableFormat(";", ","))  # a thousand is not guessed at
@@ -146,7 +146,7 @@ def test_a_column_out_of_proportion_stops_and_one_within_does_not(tmp_path: Path
     for factor in (1.0, 1 / 63, 63.0, -1.0):
         require_alike(columns_with(tmp_path, values * factor), form)
     for factor in (65.0, 1 / 65):
-        with pytest.raises(ScaleError, match="column 'age': its median size is .*'age': its spread is"):
+        with pytest.raises(ScaleError, match=r"column 'age': its median size is .*'age': its spread is"):
             require_alike(columns_with(tmp_path, values * factor), form)
     one_cell = values.copy()
     one_cell[3] = 1e7  # the median does not see it, a variance would
