@@ -9,7 +9,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 from tyro.extras import SubcommandApp
 
-from fedpop.flower import server_commands, site_commands
+from fedpop.flower import checks, server_commands, site_commands
 from fedpop.flower import status as run_status
 from fedpop.flower.ledger_command import show as show_ledger
 from fedpop.flower.logs import command_log
@@ -84,6 +84,16 @@ def run(folder: Positional[Path], insecure: bool = False, log_json: bool = False
             raise SystemExit(130) from None
 
 
+@server.command(name="check")
+def check_server(folder: Positional[Path]) -> None:
+    """Whether method, model, settings and schema can be used; nobody is asked.
+
+    Args:
+        folder: The federation's folder.
+    """
+    checks.server_check(folder, _say)
+
+
 @server.command
 def status(folder: Positional[Path], json: bool = False) -> None:
     """How a run stands: rounds, sites, who is late, bytes, metrics.
@@ -145,6 +155,18 @@ def enrol(
         insecure: Neither TLS nor keys; for trials on one machine.
     """
     site_commands.enrol(folder, name, server, data, ca, insecure, _say)
+
+
+@site.command(name="check")
+def check_site(folder: Positional[Path], federation: File = None) -> None:
+    """Whether this site's data fit the federation, and what would be sent; nothing is.
+
+    Args:
+        folder: The site's folder.
+        federation: The federation's settings, federation.toml with its model beside it; by default what the
+            server said when it last greeted this site.
+    """
+    checks.site_check(folder, federation, _say)
 
 
 @site.command

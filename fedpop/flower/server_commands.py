@@ -12,10 +12,11 @@ from typing import Any
 from fedpop.errors import SettingsError
 from fedpop.files import digest_of_bytes, writable_folder, write_bytes, write_json
 from fedpop.flower import certificates
+from fedpop.flower.checks import check_deployment
 from fedpop.flower.logs import Words
 from fedpop.flower.metrics import of_run, serving_metrics
 from fedpop.flower.processes import LogTail, Supervised, environment, healthy, program, require_free
-from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.server_folder import LAYOUT, ServerFolder
 from fedpop.flower.site_folder import check_name
 from fedpop.flower.site_state import is_locked
 from fedpop.flower.status import read_rounds, read_state, round_words, standing
@@ -117,7 +118,7 @@ def init(root: Path, name: str, address: str, hosts: list[str], insecure: bool, 
         writable_folder(folder.tls).chmod(0o700)
         certificates.make_authority(folder.tls, name)
         certificates.make_server_certificate(folder.tls, [host, *hosts])
-    write_json(folder.root / "version.json", {"version": __version__})
+    write_json(folder.root / "version.json", {"version": __version__, "layout": LAYOUT})
     _connect(folder, None if insecure else folder.tls / "ca.crt")
     say(f"{root} holds a federation. Next:")
     say(f"  1. edit {folder.app / 'federation.toml'} and {folder.app / 'model.py'}")
@@ -163,7 +164,8 @@ def admit(root: Path, name: str, key: Path, say: Say) -> None:
 def run(root: Path, insecure: bool, say: Say) -> None:
     """Start the SuperLink and the run, and keep both going until the run is over."""
     folder = ServerFolder(root.absolute())
-    folder.deployment()  # what is wrong with the settings is an error now
+    admitted = sorted(key.stem for key in folder.admitted.glob("*.pub"))
+    check_deployment(folder.deployment(), folder.app, admitted)  # what is wrong is an error now
     certificates.split_address(folder.address)
     host, port = certificates.split_address(folder.listen)
     if folder.insecure and not insecure:

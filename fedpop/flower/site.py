@@ -13,14 +13,23 @@ from typing import Any
 
 import torch
 
-from fedpop.errors import CheckpointError, FedpopError, SchemaError, SettingsError
+from fedpop.errors import CheckpointError, FedpopError, ScaleError, SchemaError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active
+from fedpop.federation.reading import USUAL_TABLE, TableFormat
 from fedpop.files import read_sealed, read_tensors, writable_folder, write_sealed, write_tensors
 from fedpop.flower.allowed import Allowed
 from fedpop.flower.ledger import Ledger
 from fedpop.flower.records import entry_of
-from fedpop.flower.requests import TRIAL, Request, digest_for, digest_of, headed, refusal
+from fedpop.flower.requests import (
+    TRIAL,
+    Request,
+    digest_for,
+    digest_of,
+    headed,
+    refusal,
+    why_not_understood,
+)
 from fedpop.flower.site_state import SiteState, locked
 from fedpop.keys import Key
 from fedpop.message import Message, Tensors
@@ -41,7 +50,6 @@ from fedpop.site.sites import Sites
 from fedpop.site.store import LocalStore
 from fedpop.site.study import SiteData, Study, Survey, Training, UnitData
 from fedpop.site.work import Work
-from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.site")
 
@@ -56,6 +64,8 @@ COLUMNS, FORMULA = "columns.safetensors", "formula.json"
 THETA, SEALED = "theta.safetensors", "theta.json"
 """What the federation learned, at a site or for one that comes later."""
 WITHHELD = "the message is out of all proportion to what is usual and is not sent: look at the data's scale"
+
+OUT_OF_SCALE = "a column's size or spread is out of all proportion to most sites'; its log says which column"
 
 
 @dataclass(frozen=True)
@@ -76,10 +86,11 @@ class Site:
     """Which questions and formulas it answers."""
     small_counts: SmallCounts = field(default_factory=SmallCounts)
     """How many rows a formula's design may set apart."""
+    table: TableFormat = USUAL_TABLE
 
     @property
     def data(self) -> SiteData:
-        return SiteData(self.name, self.where, self.folder)
+        return SiteData(self.name, self.where, self.folder, self.table)
 
     def answer(self, request: Request) -> Message:
         """The reply to a request, which is in the ledger before it leaves."""
@@ -97,14 +108,16 @@ class Site:
     def _reply(self, request: Request) -> Message:
         """Errors that are not meant for the server stay here, in the log."""
         try:
-            if request.header.get("version") != __version__:
-                why = f"the site has fedpop {__version__}, the server {request.header.get('version')}"
-                raise Refusal(why, Code.VERSION)
+            if (why := why_not_understood(request.header, "the server")) is not None:
+                raise Refusal(f"site {self.name}: {why}", Code.VERSION)
             with threads(self.threads):
                 return self._answer(request)
         except Refusal as error:
             log.warning("%s refused: %s", request.kind, error)
             return refusal(str(error), error.code, site=self.name)
+        except ScaleError as error:
+            log.error("%s: the site stops here: %s", request.kind, error)
+            return refusal(OUT_OF_SCALE, Code.SCALE, site=self.name)
         except SchemaError as error:  # it is written for the server, too
             log.error("%s failed: %s", request.kind, error)
             return refusal(str(error), Code.DATA, site=self.name)
@@ -150,6 +163,8 @@ class SiteExperiment:
         self.site.allowed.require_study(study_from(request.header["study"], request.tensors))
         keep_hello(self.folder, request)
         federation = self.federation
+        for note in self.study.notes(self.site.data):
+            log.warning("%s: %s", self.name, note)
         header = {
             "experiment": self.name,
             "site": self.site.name,

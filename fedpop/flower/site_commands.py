@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from fedpop.errors import CheckpointError, SchemaError, SettingsError
+from fedpop.federation.cells import require_good_cells
 from fedpop.federation.reading import (
+    USUAL_TABLE,
     encoded,
     from_function,
     from_images,
@@ -90,7 +92,7 @@ def join(root: Path, data: str | None, insecure: bool, say: Say, seconds: float 
     if data is not None:
         settings = _with_data(settings, _checked_data(data, settings.name, settings.folder))
     site = open_site(settings.folder)  # its secret is there
-    require_some(settings.where, site.name, settings.folder)
+    require_some(settings.where, site.name, settings.folder, settings.table)
     if settings.insecure != insecure:
         how = (
             "without TLS and keys: say --insecure" if settings.insecure else "with TLS: leave --insecure out"
@@ -209,7 +211,10 @@ def predicted(population: Population, experiment: SiteExperiment, data: str) -> 
         raise SchemaError(f"the federation's data are not tables: {data} has no columns to predict from")
     else:
         group = form.get("group")
-        columns = read_columns(Path(data), [*form["x"], *([group] if group else [])], site)
+        columns = read_columns(
+            Path(data), [*form["x"], *([group] if group else [])], site, experiment.site.table
+        )
+        require_good_cells(columns, form)
         x = encoded(columns, form)
         owners = [f"{site}/{g}" for g in columns[group]] if group else [population.names[0]] * len(x)
         rows = {}
@@ -260,7 +265,8 @@ def personalise(
     check_name(name)
     modules = None if known is None else known.folder
     where = _checked_data(data, name, modules)
-    read_data(where, method["study"]["form"], name, modules)  # an error comes before anything is made
+    table = USUAL_TABLE if known is None else known.table
+    read_data(where, method["study"]["form"], name, modules, table)  # an error comes before anything is made
     if known is None:
         folder = writable_folder(root)
         make_secret(folder)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import secrets
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedpop.checked import Count, Whole, require
 from fedpop.entries import module_named
 from fedpop.errors import SettingsError
+from fedpop.federation.reading import TableFormat
 from fedpop.files import write_bytes
 from fedpop.flower.allowed import Allowed
 from fedpop.flower.site import Site
@@ -25,6 +26,7 @@ SECRET = "secret"
 KNOWN = (
     *("name", "data", "server", "threads", "memory", "insecure", "port", "spectral_rows", "modules"),
     *("questions", "formulas", "columns", "minimum", "single_rows", "metrics"),
+    *("separator", "decimal", "encoding", "unit"),
 )
 
 
@@ -60,10 +62,18 @@ class SiteSettings:
     """A grouping factor with mostly single rows is allowed."""
     metrics: int = 0
     """A port of this machine on which Prometheus finds numbers; 0 for none."""
+    separator: str = ","
+    """Between the values of a line, where the data are a CSV file."""
+    decimal: str = "."
+    """In its numbers."""
+    encoding: str = "utf-8-sig"
+    """Of its text."""
+    unit: Mapping[str, str] = field(default_factory=dict)
+    """In which units its columns are, where the federation wants to know."""
 
     def __post_init__(self) -> None:
         where = self.folder / SETTINGS
-        for word in ("name", "data", "server", "memory"):
+        for word in ("name", "data", "server", "memory", "separator", "decimal", "encoding"):
             if not isinstance(getattr(self, word), str):
                 raise SettingsError(f"{where}: {word} is a text, not {getattr(self, word)!r}")
         check_name(self.name)
@@ -77,8 +87,15 @@ class SiteSettings:
         parse_bytes(self.memory)
         if self.port >= 2**16:
             raise SettingsError(f"{where}: port is below 65536, not {self.port}")
+        require(Mapping[str, str], unit=self.unit)
+        _ = self.table
         if not self.data:
             raise SettingsError(f"{where}: data is missing: where the site's data are")
+
+    @property
+    def table(self) -> TableFormat:
+        """How the site's table is written."""
+        return TableFormat(self.separator, self.decimal, self.encoding, self.unit)
 
     @property
     def where(self) -> str:
@@ -155,4 +172,5 @@ def open_site(folder: str | Path) -> Site:
         spectral_rows=settings.spectral_rows,
         allowed=allowed,
         small_counts=SmallCounts(settings.minimum, settings.single_rows),
+        table=settings.table,
     )

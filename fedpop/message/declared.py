@@ -85,8 +85,8 @@ VECTORS: Mapping[str, Sent] = {
     "d2": Sent("those of the log-determinants"),
     "left out": Sent("rows of tables that were left out because something is missing in them"),
     "[*": Sent(
-        "rows, sums and squares of a column, rows of a level, or sites by what a column holds, by names "
-        "as a JSON list"
+        "rows, sums and squares of a column, rows of a level, or sites by what a column holds or by its size "
+        "and spread, by names as a JSON list"
     ),
     "{*": Sent("a one for the form of its examples, which the name is"),
 }
@@ -110,6 +110,7 @@ NUMBERS: Mapping[str, Sent] = {
 HEADER: Mapping[str, Sent] = {
     "site": Sent("the site's name", clear=True),
     "version": Sent("of fedpop", clear=True),
+    "protocol": Sent("its number: both sides have the same", clear=True),
     "experiment": Sent("which run the message belongs to", clear=True),
     "round": Sent("its number", clear=True),
     "question": Sent("its name", clear=True),

@@ -139,7 +139,8 @@ def profiled(cells: Cohort, units: Coordinates, factor: Tensor, curved: bool) ->
                 corner = _turned(g2, y2, h[:, None], width, outermost) - ll - ll.mT
                 side = -lt - lt.mT
                 bend = torch.cat(
-                    (torch.cat((corner, side), dim=-3), torch.cat((side.transpose(-4, -3), bend), dim=-3)), dim=-4
+                    (torch.cat((corner, side), dim=-3), torch.cat((side.transpose(-4, -3), bend), dim=-3)),
+                    dim=-4,
                 )
                 pm = torch.einsum("kij,kajl->kail", p, g1[:, :, :width, :width])
                 bm = torch.einsum("kij,kajl,kml->kaim", b, g1[:, :, :width, :width], b)

@@ -233,7 +233,9 @@ def _require_groups(groups: Groups, design: Design) -> None:
             )
     effects = list(zip(design.random_names, design.factor_of, strict=True))
     for name, at in effects:
-        same = [i for other, i in effects if other == name and i > at and groups.counts[i] == groups.counts[at]]
+        same = [
+            i for other, i in effects if other == name and i > at and groups.counts[i] == groups.counts[at]
+        ]
         if same:
             inner, outer = (design.formula.factors[i].name for i in (at, same[0]))
             raise DataError(

@@ -11,6 +11,7 @@ from fedpop.errors import CheckpointError
 from fedpop.files import DAMAGED, json_lines, read_bytes, read_json, reading
 from fedpop.report import plots, terminal
 from fedpop.report.html import Figure, Page, Section, Sheet, write_page
+from fedpop.report.sites import sites_section
 from fedpop.run.progress import human_bytes
 
 ESTIMATES = (
@@ -68,6 +69,8 @@ def run_report(folder: Path) -> Path:
         *([] if heard is None else [Section("Sites", sheet=heard)]),
         Section("Over the rounds", figures=figures),
     ]
+    if (differ := sites_section(folder)) is not None:
+        sections.append(differ)
     page = Page(f"fedpop: {name}", lead, sections)
     return write_page(folder / "report.html", page)
 
