@@ -18,6 +18,8 @@ from fedpop.version import __version__
 
 TRIAL = ".trial-"
 """Between an experiment's name and the number of trial rounds that are run before it."""
+SITE_HEADER, VERSION_HEADER, PROCESS_HEADER = "fedpop-site", "fedpop-version", "fedpop-process"
+"""HTTP headers in which a site's node says its name, its version, and which process it is."""
 KINDS = ("hello", "train", "ask", "finish")
 
 

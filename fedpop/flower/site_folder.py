@@ -115,8 +115,8 @@ def read_secret(folder: Path) -> int:
         raise SettingsError(f"{path} does not hold a site's secret; enrol the site again") from error
 
 
-def open_site(folder: str | Path) -> Site:
-    """The site whose folder this is."""
+def open_site(folder: str | Path, lasting: bool = False) -> Site:
+    """The site whose folder this is; ``lasting`` where it answers many requests."""
     if not str(folder):
         raise SettingsError("this node was started without its site's folder: --node-config 'site=\"...\"'")
     settings = read_site(Path(folder))
@@ -130,6 +130,8 @@ def open_site(folder: str | Path) -> Site:
         threads=settings.threads,
         memory=settings.memory,
         spectral_rows=settings.spectral_rows,
+        modules=tuple(settings.modules),
+        lasting=lasting,
     )
 
 
