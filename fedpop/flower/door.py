@@ -34,14 +34,12 @@ from flwr.proto.fleet_pb2 import (
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest, PushObjectRequest
 from flwr.proto.run_pb2 import GetRunRequest
-from flwr.server.superlink.linkstate import LinkState
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.error import FlowerError
 from flwr.supercore.error.catalog import API_ERROR_MAP
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 from flwr.superlink.servicer.fleet import fleet_handlers as fleet
 from google.protobuf.message import DecodeError
-from google.protobuf.message import Message as Proto
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fedpop.flower.admission import Admission, Reason
@@ -70,6 +68,7 @@ site's process."""
 PROTOBUF = "application/x-protobuf"
 
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+Handler = Callable[[Any, Any], Any]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
@@ -101,14 +100,14 @@ class Caller:
         return max(0.0, -self.budget / RATE)
 
 
-def _activate(request: Any, state: LinkState) -> Proto:
+def _activate(request: Any, state: Any) -> Any:
     node = state.get_node_id_by_public_key(request.public_key)
     if node is not None:
         state.deactivate_node(node)  # whoever was there before: its process has ended, or is told so
     return fleet.activate_node(request, state)
 
 
-ROUTES: dict[str, tuple[type[Proto], Callable[[Any, LinkState], Proto]]] = {
+ROUTES: dict[str, tuple[type[Any], Handler]] = {
     "activate-node": (ActivateNodeRequest, _activate),
     "deactivate-node": (DeactivateNodeRequest, fleet.deactivate_node),
     "send-node-heartbeat": (SendNodeHeartbeatRequest, fleet.send_node_heartbeat),
@@ -121,12 +120,12 @@ ROUTES: dict[str, tuple[type[Proto], Callable[[Any, LinkState], Proto]]] = {
         lambda r, s: fleet.confirm_message_received(r, s, s.object_store),
     ),
 }
-APP: dict[str, tuple[type[Proto], Callable[[Any, LinkState], Proto]]] = {
+APP: dict[str, tuple[type[Any], Handler]] = {
     "get-run": (GetRunRequest, fleet.get_run),
     "get-fab": (GetFabRequest, fleet.get_fab),
 }
 """What only Flower's stock nodes ask for: the app that they run."""
-ANYBODY: dict[str, tuple[type[Proto], Callable[[Any, LinkState], Proto]]] = {
+ANYBODY: dict[str, tuple[type[Any], Handler]] = {
     "register-node": (RegisterNodeFleetRequest, lambda r, s: fleet.register_node(r, s, False)),
     "unregister-node": (UnregisterNodeFleetRequest, lambda r, s: fleet.unregister_node(r, s, False)),
 }
@@ -136,7 +135,7 @@ ANYBODY: dict[str, tuple[type[Proto], Callable[[Any, LinkState], Proto]]] = {
 class Door:
     """The server's ASGI application."""
 
-    def __init__(self, state: LinkState, admission: Admission | None, heard: Callable[[], None]) -> None:
+    def __init__(self, state: Any, admission: Admission | None, heard: Callable[[], None]) -> None:
         self._state, self._admission, self._heard = state, admission, heard
         self._callers: dict[bytes, Caller] = {}
         self._strangers: dict[H11Protocol, asyncio.TimerHandle] = {}
@@ -236,7 +235,7 @@ class Door:
         answer = handler(request, self._state)
         if kind in (ActivateNodeRequest, PushMessagesRequest, PushObjectRequest):
             self._heard()
-        return answer.SerializeToString()
+        return bytes(answer.SerializeToString())
 
     def _signed(self, headers: Mapping[str, bytes], waited: float = 0.0) -> tuple[bytes, Caller]:
         """Whose request it is; a Refused where it is none of an admitted site's, or not its own."""
@@ -370,7 +369,7 @@ class Door:
             self._again.pop(number, None)
 
 
-def whole(state: LinkState, message: str) -> bool:
+def whole(state: Any, message: str) -> bool:
     """Whether all of a message has arrived."""
     store, ahead = state.object_store, [message]
     with store.lock_store:
@@ -382,7 +381,7 @@ def whole(state: LinkState, message: str) -> bool:
     return True
 
 
-async def _read(kind: type[Proto], headers: Mapping[str, bytes], receive: Receive) -> Proto:
+async def _read(kind: type[Any], headers: Mapping[str, bytes], receive: Receive) -> Any:
     """The request, which is not longer than it may be."""
     large = Refused(413, "too large", f"a request has at most {BODY} bytes")
     length = headers.get("content-length", b"0")

@@ -223,16 +223,16 @@ class Link(Grid):
             state.object_store.delete(number)
         return [self._inflated(message) for message in found]
 
-    def _inflated(self, message: Message) -> Message:
+    def _inflated(self, message: Message) -> Any:
         number, store = message.metadata.message_id, self._state.object_store
         if message.has_error():
             store.delete(number)
             return message
         parts = {t.object_id for t in iterate_object_tree(store.get_object_tree(number))}
-        inflated = inflate_object_from_contents(number, {part: store.get(part) for part in parts})
+        inflated: Any = inflate_object_from_contents(number, {part: store.get(part) for part in parts})
         inflated.metadata.__dict__["_message_id"] = number
         store.delete(number)
-        return inflated  # type: ignore[no-any-return]
+        return inflated
 
     def set_run(self, run: Any) -> None:
         raise NotImplementedError

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import Message as FlowerMessage
 from flwr.app.message import remove_content_from_message
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL
@@ -52,7 +51,7 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedpop.errors import FedpopError, PayloadError, SettingsError
 from fedpop.flower.admission import Reason
-from fedpop.flower.certificates import check_connection
+from fedpop.flower.certificates import check_connection, read_site_key
 from fedpop.flower.processes import FAILED, Stopped, stop_on_signals
 from fedpop.flower.records import message_to_record, request_from_record
 from fedpop.flower.requests import PROCESS_HEADER, SITE_HEADER, VERSION_HEADER, refusal
@@ -187,14 +186,11 @@ def _asked(call: Callable[[Any], Any], request: Any) -> Any:
 @contextmanager
 def connected(settings: SiteSettings) -> Iterator[Connection]:
     """The site's node, active while this is entered."""
-    if settings.insecure:
-        certificates, (private, public) = None, generate_key_pairs()
-    else:
-        certificates = (settings.folder / "ca.crt").read_bytes()
-        private = load_ssh_private_key((settings.folder / "node.key").read_bytes(), None)
-        public = private.public_key()
+    certificates = None if settings.insecure else (settings.folder / "ca.crt").read_bytes()
+    private = generate_key_pairs()[0] if settings.insecure else read_site_key(settings.folder)
+    public = private.public_key()
     says = {SITE_HEADER: settings.name, VERSION_HEADER: __version__, PROCESS_HEADER: secrets.token_hex(8)}
-    interceptors = [
+    interceptors: list[Any] = [
         RuntimeVersionHttpInterceptor(component_name="SuperNode"),
         NodeAuthHttpInterceptor(private, public),
         _Headers(**says),

@@ -212,7 +212,7 @@ def test_bad_keys(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     assert "not a site's public key" in refused(
         capsys, "server", "admit", made.server, "x", made.root / "junk.pub"
     )
-    assert "another key" in refused(
+    assert "the key of site 'south'" in refused(
         capsys, "server", "admit", made.server, "north", made.root / "south" / "node.pub"
     )
     (made.root / "junk.crt").write_text("junk")
