@@ -60,6 +60,8 @@ EACH = 16
 """Connections of one site."""
 RATE, BURST = 400.0, 2000.0
 """Requests of a site in a second, and how many may come at once: more of them wait."""
+DELAY = 1.0
+"""Seconds before a refusal: whoever tries again and again has to wait."""
 HOLD = 20.0
 """Seconds that a site's question for messages is held; Flower's nodes give up after 30."""
 AGAIN = 2
@@ -211,14 +213,14 @@ class Door:
             return b'{"status": "ok"}'
         route = self._routes.get(path.removeprefix(ROUTE)) if path.startswith(ROUTE) else None
         if scope["method"] != "POST" or route is None:
-            await asyncio.sleep(1)
+            await asyncio.sleep(DELAY)
             raise Refused(403, "no such route", "this port is for sites of a federation")
         headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
         try:
             key, caller = self._signed(headers)
         except Refused as error:
             self._tell(headers, error)
-            await asyncio.sleep(1)  # whoever tries again has to wait
+            await asyncio.sleep(DELAY)
             raise
         self._known(connection, caller)
         if (wait := caller.wait(time.monotonic())) > 0:
