@@ -25,7 +25,7 @@ from fedpop.evaluation.verdict import Distance, Verdict, loss_trend
 from fedpop.methods.base import hierarchy_of
 from fedpop.priors.base import Sets, normals_of
 from fedpop.run.personal_models import FinalPass
-from fedpop.server.schedules import Stage
+from fedpop.server.optimisers import Stage
 
 if TYPE_CHECKING:
     from fedpop.run.run import Run
@@ -183,7 +183,7 @@ def _at_upper_bound(run: Run) -> str | None:
     normals = None if hierarchy is None else normals_of(hierarchy.prior)
     if hierarchy is None or normals is None or not normals.learns_scale:
         return None
-    bounds, _ = Sets.told(published) or (normals.bounds, None)
+    bounds, _ = Sets.of(published) or (normals.bounds, None)
     if bounds is None or normals.scales(published["beta"])[1] < 0.9999 * bounds[1]:
         return None
     if run.round < JUDGED_FROM[hierarchy.closed_form] and not run.over:
