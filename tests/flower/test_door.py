@@ -250,11 +250,11 @@ def test_connections_that_show_no_key_are_closed(
     monkeypatch.setattr(door, "SILENT", 0.3)
     context = ssl.create_default_context(cafile=str(federation.tls / "ca.crt"))
     host, port = federation.address.split(":")
-    with socket.create_connection((host, int(port))) as plain:
-        with context.wrap_socket(plain, server_hostname=host) as silent:
-            silent.settimeout(20)
-            silent.send(b"POST /v1/fleet/pull-messages HTTP/1.1\r\n")
-            assert silent.recv(100) == b""
+    plain = socket.create_connection((host, int(port)))
+    with context.wrap_socket(plain, server_hostname=host) as silent:
+        silent.settimeout(20)
+        silent.send(b"POST /v1/fleet/pull-messages HTTP/1.1\r\n")
+        assert silent.recv(100) == b""
 
 
 def test_strangers_make_room_for_sites(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
