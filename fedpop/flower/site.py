@@ -87,6 +87,11 @@ class Site:
     small_counts: SmallCounts = field(default_factory=SmallCounts)
     """How many rows a formula's design may set apart."""
     table: TableFormat = USUAL_TABLE
+    modules: Sequence[str] = ()
+    """Modules of the site's own settings: a model that is not made of torch's layers comes from these."""
+    lasting: bool = False
+    """This process answers many requests: what the last one read is at hand for the next."""
+    at_hand: dict[str, SiteExperiment] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def data(self) -> SiteData:
@@ -129,13 +134,52 @@ class Site:
             return refusal(f"{type(error).__name__}; the site's log says more", site=self.name)
 
     def _answer(self, request: Request) -> Message:
-        experiment = SiteExperiment(self, str(request.header["experiment"]))
+        experiment = self._experiment(str(request.header["experiment"]), anew=request.kind == "hello")
         if request.kind == "hello":
             return experiment.hello(request)
         with locked(experiment.state_file):
             return {"train": experiment.train, "ask": experiment.ask, "finish": experiment.finish}[
                 request.kind
             ](request)
+
+    def _experiment(self, name: str, anew: bool) -> SiteExperiment:
+        """The experiment of this name, with what was read of it where the data are still the same."""
+        stamp = stamp_of(self.where) if self.lasting else None
+        found = self.at_hand.get(name)
+        if found is None or anew or found.stamp != stamp:
+            found = SiteExperiment(self, name, stamp)
+            self.at_hand.clear()
+            if self.lasting:
+                self.at_hand[name] = found
+        return found
+
+
+Stamp = tuple[object, ...]
+
+
+def stamp_of(where: str) -> Stamp:
+    """What changes when a file, or one in a folder, does; a function is called at every greeting."""
+    path = Path(where)
+    if ":" in where or not path.exists():
+        return ()
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    states = [(str(file), file.stat()) for file in files]
+    return tuple((file, s.st_mtime_ns, s.st_size, s.st_ino) for file, s in states)
+
+
+@dataclass
+class AtHand:
+    """The state of units as it was written last; a request takes it, and gives it back once it is on disk."""
+
+    state: SiteState | None = None
+    stamp: Stamp = ()
+
+    def take(self, path: Path) -> SiteState | None:
+        found, self.state = self.state, None
+        return found if self.stamp == stamp_of(str(path)) else None
+
+    def give(self, path: Path, state: SiteState) -> None:
+        self.state, self.stamp = state, stamp_of(str(path))
 
 
 @dataclass(frozen=True)
@@ -144,6 +188,9 @@ class SiteExperiment:
 
     site: Site
     name: str
+    stamp: Stamp | None = None
+    """Of the data, when they were read."""
+    at_hand: AtHand = field(default_factory=AtHand, compare=False, repr=False)
 
     @cached_property
     def folder(self) -> Path:
@@ -182,7 +229,18 @@ class SiteExperiment:
         if not (self.folder / DESCRIPTION).exists():
             raise Refusal("this site does not know the experiment: greet it first", Code.STRANGER)
         description = read_sealed(self.folder / DESCRIPTION, "a study's description")
+        self._require_module(description["study"])
         return study_from(description["study"], read_tensors(self.folder / MODEL, description["digest"]))
+
+    def _require_module(self, study: Mapping[str, Any]) -> None:
+        """A server names no code that the site's own settings do not."""
+        entry = str(study.get("method", {}).get("entry", ""))
+        if entry and entry.partition(":")[0] not in self.site.modules:
+            raise Refusal(
+                f"the model {entry!r} is not made of torch's own layers, so its code has to be at the site: "
+                f"name its module in site.toml, modules = [{entry.partition(':')[0]!r}]",
+                Code.MODEL,
+            )
 
     @property
     def method(self) -> Algorithm:
@@ -235,6 +293,8 @@ class SiteExperiment:
                     "%s: no state here, though round %d counted: a stateless start", self.name, last_counted
                 )
             return SiteState.empty(units)
+        if (state := self.at_hand.take(self.state_file)) is not None and state.names == units:
+            return state
         try:
             return SiteState.read(self.state_file, units)
         except CheckpointError as error:
@@ -294,6 +354,8 @@ class SiteExperiment:
         state.before, state.after = self._both_sides(sites, work, now)
         state.round, state.digest, state.units, state.reply = number, digest, units, reply
         state.write(self.state_file)
+        if self.site.lasting:
+            self.at_hand.give(self.state_file, state)
         sent = int(message.units), message.bytes
         log.info("%s: round %d, %d unit(s), %d bytes", self.name, number, *sent)
         return reply

@@ -153,8 +153,8 @@ def read_secret(folder: Path) -> int:
         raise SettingsError(f"{path} does not hold a site's secret; enrol the site again") from error
 
 
-def open_site(folder: str | Path) -> Site:
-    """The site whose folder this is."""
+def open_site(folder: str | Path, lasting: bool = False) -> Site:
+    """The site whose folder this is; ``lasting`` where it answers many requests."""
     if not str(folder):
         raise SettingsError("this node was started without its site's folder: --node-config 'site=\"...\"'")
     settings = read_site(Path(folder))
@@ -173,4 +173,6 @@ def open_site(folder: str | Path) -> Site:
         allowed=allowed,
         small_counts=SmallCounts(settings.minimum, settings.single_rows),
         table=settings.table,
+        modules=tuple(settings.modules),
+        lasting=lasting,
     )

@@ -63,8 +63,9 @@ class Transport:
         greeting: float = 60.0,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
+        admits: Callable[[Any], bool] = lambda node: True,
     ) -> None:
-        self._grid = grid
+        self._grid, self._admits = grid, admits
         self.hello = Request("hello", {})
         """The first request to a new node."""
         self._poll, self._greeting, self._clock, self._sleep = poll, greeting, clock, sleep
@@ -89,7 +90,12 @@ class Transport:
     def sibling(self) -> Transport:
         """Another one on the same Grid, without any sites yet."""
         other = Transport(
-            self._grid, poll=self._poll, greeting=self._greeting, clock=self._clock, sleep=self._sleep
+            self._grid,
+            poll=self._poll,
+            greeting=self._greeting,
+            clock=self._clock,
+            sleep=self._sleep,
+            admits=self._admits,
         )
         other.on_wait = self.on_wait
         return other
@@ -102,10 +108,12 @@ class Transport:
     # --- who is there ------------------------------------------------------------------------
 
     def _online(self) -> dict[int, str]:
-        """Nodes whose heartbeat is fresh, and the names that their keys were registered for."""
+        """Admitted nodes whose heartbeat is fresh, and the names that their keys were registered for."""
         now = self._clock()
         return {
-            n.node_id: n.name for n in self._grid.get_nodes() if not n.online_until or n.online_until > now
+            n.node_id: n.name
+            for n in self._grid.get_nodes()
+            if (not n.online_until or n.online_until > now) and self._admits(n)
         }
 
     def present(self) -> list[str]:
