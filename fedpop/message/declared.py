@@ -86,8 +86,9 @@ VECTORS: Mapping[str, Sent] = {
     "nn": Sent("the same"),
     "left out": Sent("rows of tables that were left out because something is missing in them"),
     "[*": Sent(
-        "rows, sums and squares of a column, rows of a level, or sites by what a column holds, by names "
-        "as a JSON list"
+        "rows, sums and squares of a column, rows in which it is missing, rows of a level and its place in "
+        "the table's order, or sites by what a column holds, by names as a JSON list; and a checksum of the "
+        "numbers of rows"
     ),
     "{*": Sent("a one for the form of its examples, which the name is"),
 }

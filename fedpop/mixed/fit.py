@@ -22,6 +22,7 @@ from fedpop.mixed.formula import FormulaPart
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.inference import LikelihoodRatio, compared, intervals, normal_quantile
 from fedpop.mixed.predictions import GROUPS, NewRows, Predictor
+from fedpop.mixed.quadrature import Local
 from fedpop.mixed.response import Family, response_columns, response_of
 from fedpop.mixed.study import packed
 from fedpop.mixed.summary import summary
@@ -38,6 +39,27 @@ THETA_PROPOSALS = 400
 EFFECT_DRAWS_PER_THETA = 10
 """Draws of a group's effects for each of them, where these are drawn; a plug-in interval has as many in
 all."""
+
+
+IN_R = {
+    **dict.fromkeys(("fixef", "fixed_effects", "params", "fe_params", "coef_"), "fit.coefficients"),
+    "coef": "fit.coefficients for fixed effects, and add fit.random_effects() for each group's",
+    **dict.fromkeys(("ranef", "random", "BLUP"), "fit.random_effects() for means, fit.modes for modes"),
+    "VarCorr": "fit.sd, fit.correlation or fit.covariance",
+    **dict.fromkeys(("logLik", "llf", "loglik"), "fit.log_likelihood"),
+    **dict.fromkeys(("AIC", "BIC"), "fit.aic or fit.bic"),
+    **dict.fromkeys(("bse", "se", "std_errors"), "fit.standard_errors"),
+    **dict.fromkeys(("conf_int", "confidence_intervals"), "fit.confint()"),
+    "isSingular": "fit.singular",
+    "nobs": "fit.n_obs",
+    "ngrps": "fit.n_groups",
+    "cov_params": "fit.vcov",
+    "cov_re": "fit.covariance",
+    "deviance": "-2 * fit.log_likelihood",
+    "scale": "fit.sigma",
+    "getME": "fit.units, fit.outcome",
+}
+"""What a fit's numbers are called in lme4 and statsmodels, and here."""
 
 
 @dataclass(repr=False)
@@ -62,6 +84,15 @@ class MixedFit:
 
     def __str__(self) -> str:
         return summary(self)
+
+    def summary(self) -> str:
+        """What ``print`` shows."""
+        return summary(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in IN_R:
+            raise AttributeError(f"a fit has no {name}: type {IN_R[name]}")
+        raise AttributeError(f"'MixedFit' object has no attribute {name!r}")
 
     # --- what was fitted ---------------------------------------------------------------------------
 
@@ -191,10 +222,23 @@ class MixedFit:
         to = self.units.random_map
         return states["mean"] @ to.mT, to @ states["cov"] @ to.mT
 
+    @cached_property
+    def modes(self) -> Tensor:
+        """Where the posterior of each group's effects is highest, ``[C, q]``: what lme4 calls conditional
+        modes. Of a gaussian model they are the means."""
+        if self.family.gaussian:
+            return self._effects[0]
+        federation, point = self.groups.federation, self.outcome.point
+        local = Local.of(
+            federation.cohort(torch.arange(len(federation)), torch.device("cpu")), self.units, self.family
+        )
+        u, _ = local.modes((local.x @ point.b).unsqueeze(1) + local.offset, local.z @ point.factor)
+        return u @ point.factor.mT @ self.units.random_map.mT
+
     def random_effects(self, level: float = 0.95) -> Any:
         """Posterior mean, standard deviation and interval of each group's effects.
 
-        A data frame with a row for each group and effect.
+        A data frame with a row for each group and effect; ``modes`` has lme4's conditional modes.
 
         Args:
             level: Of the intervals, 0.95 by default.
@@ -267,9 +311,13 @@ class MixedFit:
         if self.groups.members.federation is not None:
             mean, cov = self._effects
             sd = cov.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+            every = torch.stack((self.modes, mean, sd), dim=2).tolist()
             modes = {
-                level: {n: {"mean": m, "sd": s} for n, m, s in zip(names, means, wide, strict=True)}
-                for level, means, wide in zip(self.levels, mean.tolist(), sd.tolist(), strict=True)
+                level: {
+                    n: dict(zip(("mode", "mean", "sd"), v, strict=True))
+                    for n, v in zip(names, of, strict=True)
+                }
+                for level, of in zip(self.levels, every, strict=True)
             }
         cor = [[v if math.isfinite(v) else None for v in row] for row in self.correlation.tolist()]
         return {
@@ -296,8 +344,12 @@ class MixedFit:
         of: str | None = None,
         observed: Any = None,
         theta_uncertainty: bool = True,
+        average: bool = False,
     ) -> Any:
         """Mean and interval of each row, as a data frame.
+
+        The mean is that at the estimates, as in R; of a known or a new group the mean over what its effects
+        may be, by quadrature.
 
         Args:
             new_rows: A table with the formula's columns; the response may be missing.
@@ -309,7 +361,11 @@ class MixedFit:
             observed: Rows of new groups with their response, which update their posterior without
                 refitting; None (the default) where there are none.
             theta_uncertainty: Intervals include the uncertainty about theta; they do by default.
+            average: The mean is averaged over draws of theta, with its standard error beside it
+                (``error``); by default it is not.
         """
+        if average and not theta_uncertainty:
+            raise SettingsError("average=True is over draws of theta: leave theta_uncertainty=False out")
         if groups not in GROUPS:
             raise SettingsError(f"groups is one of {', '.join(GROUPS)}, not {groups!r}")
         if not 0 < level < 1:
@@ -329,10 +385,13 @@ class MixedFit:
         )
         each = EFFECT_DRAWS_PER_THETA if theta_uncertainty else EFFECT_DRAWS_PER_THETA * INTERVAL_THETAS
         key = self._key.at(purpose="predict")
-        predictor = Predictor(units, self.family, groups != "population", of, each, key)
+        nodes = getattr(self.engine, "nodes", 1)
+        predictor = Predictor(units, self.family, groups != "population", of, each, key, nodes)
         points = self._thetas if theta_uncertainty else [self.outcome.point]
-        found = predictor.predicted(asked, self.outcome.point, points, level)
+        found = predictor.predicted(asked, self.outcome.point, points, level, average)
         table = {"mean": found.mean, "lower": found.low, "upper": found.high}
+        if found.error is not None:
+            table["error"] = found.error
         return pandas().DataFrame({n: v.numpy() for n, v in table.items()}, index=frame.index)
 
     def _owners(self, frame: Any, groups: str, observed: Any) -> tuple[Tensor, Any]:

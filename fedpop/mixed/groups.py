@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from fedpop.message import Answer, Tensors, Total
 from fedpop.mixed.coordinates import Coordinates, columns, everyone
 from fedpop.mixed.design import INTERCEPT, Design, Wanted
 from fedpop.mixed.response import require_two
-from fedpop.mixed.study import ColumnKinds, FormulaStudy
+from fedpop.mixed.study import ColumnKinds, FormulaStudy, Kinds
 from fedpop.mixed.table import Rows
 from fedpop.questions import Question, Units
 from fedpop.questions.schema import Levels, Schema
@@ -34,8 +34,10 @@ class Groups:
 
     members: Members
     study: FormulaStudy
-    left_out: int = 0
-    """Rows in which something was missing."""
+    kinds: Kinds = field(default_factory=Kinds)
+    """What columns hold, and rows in which something was missing."""
+    response_sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    """Sums of the weighted response, of weights, and of what the log-density has without parameters."""
     examples: int = 0
     """Rows of all groups, once they were counted."""
     rounds: int = 0
@@ -86,17 +88,22 @@ class Groups:
 # --- columns and their levels ----------------------------------------------------------------------
 
 
-def agreed(groups: Groups, levels: Mapping[str, Sequence[Any]], minimum: int) -> Design:
+def agreed(
+    groups: Groups,
+    levels: Mapping[str, Sequence[Any]],
+    minimum: int,
+    contrasts: Mapping[str, str] | None = None,
+) -> Design:
     """The short rounds before: what of columns has to be known to all, and members receive it. Without sites
     the sum over groups is formed at once; it is the same."""
     formula, members, binomial = groups.study.formula, groups.members, groups.study.family.binomial
     bare = [part.column for part in formula.parts[0 if binomial else 1 :] if part.column is not None]
     kinds = members.asks(ColumnKinds(tuple(dict.fromkeys(bare))), {})
-    groups.left_out = kinds.left_out
+    groups.kinds = kinds
     wanted = Wanted.of(formula, kinds.named)
     many = members.roster.sites is not None
     summary = wanted.schema(minimum, many).asked(members.asks)
-    design = Design.agreed(formula, summary, levels, minimum)
+    design = Design.agreed(formula, summary, levels, minimum, contrasts)
     response = groups.study.response
     if members.federation is None and binomial and response in kinds.named:
         # However few rows an outcome has: sums of the response tell as much.
@@ -175,6 +182,7 @@ def coordinates(groups: Groups, design: Design) -> tuple[Coordinates, Tensor, De
     sums = groups.ask(ColumnSums(p + q), {})["sums"]
     n, y, weight, offset, _ = sums[p + q :].tolist()
     groups.examples = round(n)
+    groups.response_sums = sums[[p + q + 1, p + q + 2, p + q + 4]]
     _require_groups(groups, design)
     mean = sums[: p + q] / n
     intercept = INTERCEPT in design.fixed_names

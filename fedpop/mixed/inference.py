@@ -121,10 +121,19 @@ def chi_square_tail(x: float, degrees: int) -> float:
 
 def compared(one: MixedFit, other: MixedFit) -> LikelihoodRatio:
     """The likelihood-ratio test of two fits to the same rows."""
-    if one.n_obs != other.n_obs or one.family.name != other.family.name:
-        raise SettingsError("a likelihood ratio compares models of one family fitted to the same rows")
+    if one.family.name != other.family.name:
+        raise SettingsError("a likelihood ratio compares models of one family")
     if one.response != other.response:
         raise SettingsError(f"the responses differ: {one.response} and {other.response}")
+    if one.n_obs != other.n_obs or one.groups.kinds.marks != other.groups.kinds.marks:
+        apart = f"{one.n_obs} and {other.n_obs} rows" if one.n_obs != other.n_obs else "different rows"
+        raise SettingsError(
+            f"a likelihood ratio compares models fitted to the same rows, and these were to {apart}: where "
+            "a column misses values leave those rows out of the table for both"
+        )
+    rounding = 1e-9 * one.n_obs * max(one.units.y_scale, abs(one.units.y_centre))
+    if not torch.allclose(one.groups.response_sums, other.groups.response_sums, rtol=1e-9, atol=rounding):
+        raise SettingsError("a likelihood ratio compares models of one response with the same weights")
     small, large = sorted((one, other), key=lambda f: f.df)
     if small.df == large.df:
         raise SettingsError("both models have as many parameters; a likelihood ratio compares nested ones")

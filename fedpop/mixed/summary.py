@@ -28,8 +28,13 @@ def summary(fit: MixedFit) -> str:
     lines.append(f"Number of obs: {fit.n_obs}, groups:  {fit.group}, {fit.n_groups}")
     if fit.design.dropped:
         lines.append(rank_deficient(fit.design.dropped))
-    if fit.groups.left_out:
-        lines.append(f"{fit.groups.left_out} row(s) with missing values were left out")
+    if (kinds := fit.groups.kinds).left_out:
+        where = ", ".join(f"{name}: {count}" for name, count in kinds.missing.items())
+        lines.append(f"{kinds.left_out} row(s) with missing values were left out ({where})")
+    for name in fit.design.ordered:
+        coding = fit.design.contrasts.get(name, "treatment")
+        other = "; R has contrasts={" + repr(name) + ": 'poly'}" if coding == "treatment" else ""
+        lines.append(f"{name} is ordered, and coded by {coding} contrasts{other}")
     lines += [
         "",
         "Fixed effects:",
