@@ -158,11 +158,32 @@ class Design:
 
     @cached_property
     def random_names(self) -> list[str]:
+        """Of the innermost factor first."""
         names = [n for block in self.formula.blocks for n in self._names(block)]
-        twice = [n for i, n in enumerate(names) if n in names[:i]]
+        within = list(zip(names, self.factor_of, strict=True))
+        twice = [n for i, (n, at) in enumerate(within) if (n, at) in within[:i]]
         if twice:
             raise SettingsError(f"the random effect {twice[0]!r} is there twice; a term belongs to one block")
         return names
+
+    @cached_property
+    def factor_of(self) -> list[int]:
+        """For each random effect the position of its grouping factor."""
+        pairs = zip(self.formula.blocks, self.formula.factor_of, strict=True)
+        return [at for block, at in pairs for _ in self._names(block)]
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """How many random effects a level of each grouping factor has."""
+        return tuple(self.factor_of.count(i) for i in range(len(self.formula.factors)))
+
+    @property
+    def effect_names(self) -> list[str]:
+        """Random effects, told apart by their factors where there are several."""
+        if len(self.formula.factors) == 1:
+            return self.random_names
+        factors = [self.formula.factors[at].name for at in self.factor_of]
+        return [f"{name}|{factor}" for name, factor in zip(self.random_names, factors, strict=True)]
 
     @cached_property
     def blocks(self) -> list[int]:
@@ -383,7 +404,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "log2": np.log2,
     "pmax": lambda first, *others: reduce(np.maximum, others, first),
     "pmin": lambda first, *others: reduce(np.minimum, others, first),
-    "round": lambda x, *digits: np.round(x, *map(int, digits)),
+    "round": lambda x, digits=None: np.round(x, int(digits or False)),
     "sign": np.sign,
     "sin": np.sin,
     "sqrt": np.sqrt,

@@ -1,4 +1,4 @@
-"""lme4's formulas: what they say, with the grouping factor taken out before anything is expanded.
+"""lme4's formulas: what they say, with grouping factors taken out before anything is expanded.
 
 ``formulae`` expands the algebra of terms (``*``, ``:``, ``/``, powers, removals) of the fixed part and
 of each random part; it never sees a function call, a quoted name or a group. Calls are parts of their
@@ -102,6 +102,15 @@ class FormulaTerms:
 
 
 @dataclass(frozen=True)
+class GroupingFactor:
+    """Whose levels are groups: those of a column, or combinations of several; named as lme4 names it."""
+
+    name: str
+    columns: tuple[str, ...]
+    """In the order in which their values are in a level's name."""
+
+
+@dataclass(frozen=True)
 class Formula:
     """``response ~ fixed + offsets + (block | group)``; effects within a block are correlated."""
 
@@ -110,19 +119,33 @@ class Formula:
     fixed: FormulaTerms
     blocks: tuple[FormulaTerms, ...]
     offsets: tuple[FormulaPart, ...]
-    group: str
+    factors: tuple[GroupingFactor, ...]
+    """Each is nested in the next: levels of the last, the outermost, are the units."""
+    factor_of: tuple[int, ...]
+    """For each block the position of its factor; blocks of inner factors come first."""
+
+    @property
+    def group(self) -> str:
+        """The outermost grouping factor."""
+        return self.factors[-1].name
+
+    @property
+    def group_columns(self) -> tuple[str, ...]:
+        """Columns of all grouping factors, those of the outermost first."""
+        outward = [column for factor in reversed(self.factors) for column in factor.columns]
+        return tuple(dict.fromkeys(outward))
 
     @property
     def parts(self) -> list[FormulaPart]:
-        """Every part whose columns must be there, the group aside."""
+        """Every part whose columns must be there, groups aside."""
         random = [part for block in self.blocks for part in block.parts]
         return [self.response, *self.fixed.parts, *random, *self.offsets]
 
     @property
     def columns(self) -> list[str]:
-        """Names of all columns that it speaks of, the group last."""
+        """Names of all columns that it speaks of, those of groups last."""
         columns = [column for part in self.parts for column in columns_of(part.tokens)]
-        return list(dict.fromkeys([*columns, self.group]))
+        return list(dict.fromkeys([*columns, *self.group_columns]))
 
 
 def parse(text: str) -> Formula:
@@ -133,6 +156,8 @@ def parse(text: str) -> Formula:
     ('g', [['x'], ['factor(s)'], ['x', 'factor(s)']])
     >>> [(b.intercept, [p.text for t in b.terms for p in t]) for b in read.blocks]
     [(True, []), (False, ['x'])]
+    >>> [factor.name for factor in parse("y ~ x + (1 | batch/cask)").factors]
+    ['cask:batch', 'batch']
     """
     tokens = scanned(text)
     if tokens.count("~") != 1:
@@ -157,17 +182,15 @@ def parse(text: str) -> Formula:
             offsets.append(FormulaPart(shown(term[2:-1]), term[2:-1]))
         else:
             fixed += [sign, *term]
-    group = _one_group([g for _, _, g in effects], text)
-    blocks = [block for slope, bar, _ in effects for block in _blocks(slope, bar)]
-    if not any(block.intercept or block.terms for block in blocks):
-        raise SettingsError(f"the random terms of {text!r} are empty")
+    factors, blocks = _nested(effects, text)
     return Formula(
         text.strip(),
         FormulaPart(shown(left), left),
         _expanded(tuple(fixed) or ("1",)),
-        tuple(blocks),
+        tuple(block for _, block in blocks),
         tuple(offsets),
-        group,
+        factors,
+        tuple(at for at, _ in blocks),
     )
 
 
@@ -281,29 +304,68 @@ def _summands(tokens: Tokens, text: str) -> list[tuple[str, Tokens]]:
     return out
 
 
-def _one_group(groups: list[Tokens], text: str) -> str:
-    names = list(dict.fromkeys(shown(g) for g in groups))
-    if not groups:
+def _nested(
+    effects: Sequence[tuple[Tokens, str, Tokens]], text: str
+) -> tuple[tuple[GroupingFactor, ...], list[tuple[int, FormulaTerms]]]:
+    """Grouping factors, each nested in the next, and blocks with the positions of their factors."""
+    if not effects:
         raise SettingsError(
             f"{text!r} has no random term: add one for the groups, as (1 | group) or (x | group)"
         )
-    if len(names) > 1:
-        raise SettingsError(
-            f"more than one grouping factor ({', '.join(names)}): crossed and nested ones are "
-            "not yet supported; "
-            "choose the one whose groups are the clients"
-        )
-    group = groups[0]
+    found: dict[frozenset[str], tuple[GroupingFactor, list[FormulaTerms]]] = {}
+    for slopes, bar, group in effects:
+        blocks = [block for block in _blocks(slopes, bar) if block.intercept or block.terms]
+        for factor in _factors(group, text):
+            if blocks:
+                found.setdefault(frozenset(factor.columns), (factor, []))[1].extend(blocks)
+    if not found:
+        raise SettingsError(f"the random terms of {text!r} are empty")
+    chain = sorted(found, key=len, reverse=True)
+    for inner, outer in pairwise(chain):
+        if not outer < inner:
+            raise _crossed(found[inner][0].name, found[outer][0].name)
+    blocks_of = [(i, block) for i, columns in enumerate(chain) for block in found[columns][1]]
+    return tuple(found[columns][0] for columns in chain), blocks_of
+
+
+def _crossed(one: str, other: str) -> SettingsError:
+    nested = f"(1 | {one}/{other}) or (1 | {other}/{one})"
+    if ":" in one + other:
+        nested = "(1 | outer/inner)"
+    return SettingsError(
+        f"the grouping factors {one} and {other} are crossed: neither is nested in the other, and effects that "
+        "cut across groups cannot be found from sums over groups. If each level of one belongs to a single level "
+        f"of the other, say so: {nested} is the same model then. Else keep one of them random and give the other "
+        "a fixed effect for each level (+ factor(...))"
+    )
+
+
+def _factors(group: Tokens, text: str) -> list[GroupingFactor]:
+    """What a random term's right side stands for: ``a/b`` is ``a`` and ``b:a``."""
     if not group:
         raise SettingsError(f"a random term of {text!r} names no group after its bar, as in (1 | group)")
-    if len(group) != 1 or not is_name(group[0]):
-        inner = ", ".join(dict.fromkeys(columns_of(group))) or names[0]
-        raise SettingsError(
-            f"the grouping factor {names[0]!r} is nested or computed (of {inner}): not yet "
-            "supported; make it "
-            "a column of its own"
-        )
-    return unquoted(group[0])
+    cuts = [-1, *_outer(group, ("/",)), len(group)]
+    out: list[GroupingFactor] = []
+    for start, end in pairwise(cuts):
+        piece = [t for t in group[start + 1 : end] if t not in "()"]  # c:(b:a) is c:b:a
+        names, signs = piece[::2], piece[1::2]
+        if len(piece) % 2 == 0 or not all(map(is_name, names)) or any(sign != ":" for sign in signs):
+            inner = ", ".join(dict.fromkeys(columns_of(group))) or shown(group)
+            raise SettingsError(
+                f"the grouping factor {shown(group)!r} is computed (of {inner}): make it a column of its own; "
+                "factors are nested as in (1 | a/b)"
+            )
+        columns = [unquoted(n) for n in names]
+        name = ":".join(columns)
+        if out:
+            within = out[-1].name
+            name = f"{name}:({within})" if len(out[-1].columns) > 1 else f"{name}:{within}"
+            columns += out[-1].columns
+        twice = [c for i, c in enumerate(columns) if c in columns[:i]]
+        if twice:
+            raise SettingsError(f"the grouping factor {shown(group)!r} has {twice[0]!r} twice")
+        out.append(GroupingFactor(name, tuple(columns)))
+    return out
 
 
 def _blocks(slopes: Tokens, bar: str) -> list[FormulaTerms]:

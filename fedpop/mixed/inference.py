@@ -64,7 +64,7 @@ def _spreads(fit: MixedFit, z: float) -> dict[str, tuple[float, float]]:
                 free = sd[i].log() if i == j else (sigma[i, j] / sd[i] / sd[j]).atanh()
                 (slope,) = torch.autograd.grad(free, at)
             ends = _ends(free.detach(), slope @ spread @ slope, z, torch.exp if i == j else torch.tanh)
-        out[f"{name}|{fit.group}"] = ends
+        out[f"{name}|{fit.factors[fit.design.factor_of[i]]}"] = ends
     if log_sigma:
         out["sigma"] = _ends(theta.new_tensor(log_sigma[0]), spread[-1, -1], z, torch.exp)
     return out

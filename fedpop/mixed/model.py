@@ -23,8 +23,9 @@ from fedpop.mixed.engine import Engine, Estimates
 from fedpop.mixed.fit import MixedFit
 from fedpop.mixed.gaussian import GaussianEngine
 from fedpop.mixed.groups import Groups, agreed, coordinates
+from fedpop.mixed.laplace import LaplaceEngine
 from fedpop.mixed.quadrature import quadrature
-from fedpop.mixed.study import FormulaStudy
+from fedpop.mixed.study import SITE, FormulaStudy
 from fedpop.mixed.summary import rank_deficient
 from fedpop.mixed.table import MISSING, NA, Rows, as_frame, pandas, read_csv
 from fedpop.questions.schema import MINIMUM
@@ -34,7 +35,7 @@ METHODS = ("ML", "REML")
 ENGINES = ("auto", "exact", "sampled")
 WEIGHTS = "(weights)"
 """The column of weights that were given as numbers, as R calls it."""
-SITE = "site of rows"
+ROWS_SITE = "site of rows"
 """The column that names sites where frames were given by site."""
 
 
@@ -58,10 +59,12 @@ def mixed_model(
     compressor: Choice = "identity",
     **unknown: Any,
 ) -> MixedFit:
-    """Fit a linear or generalised linear mixed model; each level of the grouping factor is a client.
+    """Fit a linear or generalised linear mixed model; each level of the grouping factor, of nested ones of
+    the outermost, is a client.
 
     Args:
         formula: As lme4 writes it: ``y ~ x + (x | group)``, ``(x || group)`` for independent effects,
+            ``(1 | hospital/patient)`` for nested groups, ``(1 | site)`` for the sites themselves,
             ``cbind(hits, misses)`` for binomials, ``factor()``, ``log()``, ``I(x^2)``, ``offset()``.
         data: A data frame, columns by name, the name of a CSV file, or data frames by site.
         family: "gaussian" (the default), "bernoulli", "binomial" or "poisson", with its canonical link.
@@ -240,11 +243,18 @@ def _rows(study: FormulaStudy, data: Any, sites: Any) -> Rows:
     if isinstance(data, Mapping) and data and all(isinstance(v, pd.DataFrame) for v in data.values()):
         if sites is not None:
             raise SettingsError("frames by site say where rows are; leave sites out")
-        data = pd.concat([f.assign(**{SITE: name}) for name, f in data.items()], ignore_index=True)
-        sites = SITE
-    frame = as_frame(data, study.na)
-    if study.formula.group in study.columns:
-        raise SettingsError(f"the grouping factor {study.formula.group!r} is a predictor or the response too")
+        data = pd.concat([f.assign(**{ROWS_SITE: name}) for name, f in data.items()], ignore_index=True)
+        sites = ROWS_SITE
+    frame, outer = as_frame(data, study.na), study.formula.factors[-1].columns
+    if len(outer) == 1 and outer[0] in study.columns:
+        raise SettingsError(f"the grouping factor {outer[0]!r} is a predictor or the response too")
+    if SITE in study.formula.group_columns and SITE not in frame.columns:
+        if not isinstance(sites, str) or sites not in frame.columns:
+            raise SettingsError(
+                f"(1 | {SITE}) stands for the sites that rows are at, and nothing says which these are: give "
+                f"frames by site, sites='a column', or the table a column {SITE!r}"
+            )
+        frame = frame.assign(**{SITE: frame[sites]})
     rows = study.rows(frame, sites if isinstance(sites, str) else None)
     return replace(rows, by_site=sites) if isinstance(sites, Mapping) else rows
 
@@ -273,7 +283,11 @@ def _exact(
         found, point = engine.search()
         likelihood = -found.value
     else:
-        engine, found, point = quadrature(groups, units, constant, start)
+        if len(units.widths) > 1:
+            engine = LaplaceEngine(groups, units, constant, start, 1)
+            found, point = engine.search()
+        else:
+            engine, found, point = quadrature(groups, units, constant, start)
         likelihood = constant - found.value
     outcome = Estimates(
         point,

@@ -15,7 +15,9 @@ from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.mixed.coordinates import Coordinates
 from fedpop.mixed.engine import ThetaPoint
-from fedpop.mixed.gaussian import moments, posterior
+from fedpop.mixed.gaussian import posteriors
+from fedpop.mixed.laplace import effect_paths
+from fedpop.mixed.nesting import Paths
 from fedpop.mixed.quadrature import Local, Rule, integrated, resampled
 from fedpop.mixed.response import Family
 from fedpop.models.likelihoods import Normal
@@ -31,14 +33,15 @@ PREDICTED_NUMBERS_AT_ONCE = 2**24
 
 @dataclass(frozen=True)
 class NewRows:
-    """Rows to predict at, in internal coordinates, and whose they are (-1: a group without data)."""
+    """Rows to predict at, in internal coordinates, and whose they are: the position of the innermost group with
+    data that a row belongs to, among the groups of all levels (-1: there is none)."""
 
     x: Tensor
     z: Tensor
     offset: Tensor
     owner: Tensor
     cohort: Cohort | None
-    """Groups with data that rows may belong to."""
+    """Units with data that rows may belong to; of gaussian models their cells."""
 
     def part(self, rows: slice) -> NewRows:
         return NewRows(self.x[rows], self.z[rows], self.offset[rows], self.owner[rows], self.cohort)
@@ -56,7 +59,21 @@ class Predicted:
 
 
 State = tuple[Tensor, Tensor] | Tensor | None
-"""Of groups with data: mean and covariance of their effects, or draws of u ``[C, L, q]``."""
+"""Of groups with data: mean and covariance of their effects, or draws of these ``[C, L, q]``."""
+
+
+def path_states(found: Paths, point: ThetaPoint) -> tuple[Tensor, Tensor]:
+    """Mean ``[S, q]`` and covariance ``[S, q, q]`` of all effects of a row, for the groups of each level, the
+    innermost first: effects of levels further in than the group's are those of a new one."""
+    prior = point.factor @ point.factor.mT * point.sigma**2
+    means, covariances = [], []
+    for mean, covariance in zip(found.mean, found.covariance, strict=True):
+        new = len(prior) - mean.shape[1]
+        wide = covariance.new_zeros((len(mean), *prior.shape))
+        wide[:, :new, :new], wide[:, new:, new:] = prior[:new, :new], covariance
+        means.append(torch.cat((mean.new_zeros((len(mean), new)), mean), dim=1))
+        covariances.append(wide)
+    return torch.cat(means), torch.cat(covariances)
 
 
 @dataclass(frozen=True)
@@ -118,6 +135,14 @@ class Predictor:
         out = likelihood.mean(base + spread * line.nodes.squeeze(1), {}) @ line.log_weight.exp()
         if asked.cohort is None or not len(known):
             return out
+        if len(self.units.widths) > 1:
+            paths = effect_paths(asked.cohort, self.units, self.family, point.b, point.factor)
+            means, covariances = path_states(paths, point)
+            z, owner = asked.z[known], asked.owner[known]
+            middle = base[known] + (z * means[owner]).sum(1, keepdim=True)
+            wide = torch.einsum("ni,nij,nj->n", z, covariances[owner], z).clamp(min=0).sqrt().unsqueeze(1)
+            out[known] = likelihood.mean(middle + wide * line.nodes.squeeze(1), {}) @ line.log_weight.exp()
+            return out
         local = Local.of(asked.cohort, self.units, self.family)
         found = integrated(local, point.b, point.factor, Rule.of(self.nodes, zl.shape[1]))
         for rows in known.split(max(1, PREDICTED_NUMBERS_AT_ONCE // found.nodes[0].numel())):
@@ -139,12 +164,19 @@ class Predictor:
         if cohort is None:
             return None
         if self.family.gaussian:
-            return posterior(*moments(cohort, self.units)[:2], point)
+            return path_states(posteriors(cohort, self.units, point), point)
         here, q = self.key.at(round=i), len(self.units.z_names)
+        if len(self.units.widths) > 1:
+            found = effect_paths(cohort, self.units, self.family, point.b, point.factor)
+            mean, covariance = path_states(found, point)
+            values, vectors = torch.linalg.eigh(covariance)
+            root = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
+            normal = here.at(purpose="effects").normal(torch.arange(len(mean)), (self.each, q), torch.float64)
+            return mean.unsqueeze(1) + normal @ root.mT
         normal = here.at(purpose="effects").normal(cohort.units, (PREDICTION_PROPOSALS, q), torch.float64)
         uniform = here.at(purpose="choice").uniform(cohort.units, (self.each,), torch.float64)
         local = Local.of(cohort, self.units, self.family)
-        return resampled(local, point.b, point.factor, normal, uniform)
+        return resampled(local, point.b, point.factor, normal, uniform) @ point.factor.mT
 
     def _gaussian(self, rows: NewRows, points: Sequence[ThetaPoint], states: Sequence[State]) -> Predictive:
         """One normal component for each point: nothing has to be drawn."""
@@ -177,7 +209,7 @@ class Predictor:
             noise = self.key.at(round=i, purpose="new group").normal(draws, (q,), torch.float64)
             eta = base + (rows.z @ (point.factor @ noise.mT)).mT
             if isinstance(state, Tensor):
-                random = torch.einsum("nq,nlq->ln", rows.z @ point.factor, state[rows.owner.clamp(min=0)])
+                random = torch.einsum("nq,nlq->ln", rows.z, state[rows.owner.clamp(min=0)])
                 eta = torch.where(rows.owner >= 0, base + random, eta)
             out.append(eta)
         return Predictive(torch.cat(out).unsqueeze(2), self.family.likelihood, {}, self.key, False)

@@ -27,10 +27,11 @@ from fedpop.methods.asking import role
 from fedpop.mixed.coordinates import Coordinates, everyone
 from fedpop.mixed.design import Design, Wanted
 from fedpop.mixed.formula import Formula, FormulaPart, columns_of, parse, scanned, shown
+from fedpop.mixed.nesting import BEGINS, CELLS, RowOrder, cells
 from fedpop.mixed.response import Family, Response, family_named, response_of
 from fedpop.mixed.table import NA, Rows, as_frame, rows_of
 from fedpop.questions import Question, Table, Units
-from fedpop.questions.schema import Moments, sorted_levels
+from fedpop.questions.schema import Moments
 from fedpop.site.plan import Plan
 from fedpop.site.study import SiteData, Study, UnitData, table_units
 
@@ -41,6 +42,8 @@ LEFT_OUT, MARKS = "rows left out", "marks of rows"
 """Columns of a site's table: one that is true for each row that was left out, and numbers by which rows of
 two fits are told apart."""
 NAMES, NUMBERS = "names", "numbers"
+SITE = "site"
+"""A grouping factor that needs no column: where a table has none of this name its site is meant."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class FormulaStudy(Study):
             }
         tensors: Tensors = {}
         if (units := self.coordinates) is not None:
-            named = ("x_names", "z_names", "blocks", "y_centre", "y_scale", "kept")
+            named = ("x_names", "z_names", "blocks", "widths", "y_centre", "y_scale", "kept")
             description["coordinates"] = {name: getattr(units, name) for name in named}
             tensors = {n: getattr(units, n) for n in ("x_centre", "x_scale", "z_centre", "z_scale")}
         return description, tensors
@@ -137,12 +140,14 @@ class FormulaStudy(Study):
     def read(self, place: SiteData) -> Rows:
         """Errors that the server may see name columns, and no value."""
         who, frame = f"site {place.site!r}", _frame(place, self.na)
-        for name in dict.fromkeys([*self.columns, self.formula.group]):
+        if SITE in self.formula.group_columns and SITE not in frame.columns:
+            frame = frame.assign(**{SITE: place.site})
+        for name in dict.fromkeys([*self.columns, *self.formula.group_columns]):
             if name not in frame.columns:
                 raise SchemaError(f"{who} has no column {name!r}, which the federation needs")
         if not len(frame):
             raise SchemaError(f"{who} has no rows")
-        wanted = frame[list(dict.fromkeys([*self.columns, self.formula.group]))]
+        wanted = frame[list(dict.fromkeys([*self.columns, *self.formula.group_columns]))]
         if self.missing == "drop" and bool(wanted.isna().any(axis=1).all()):
             raise SchemaError(f"{who} has no row in which nothing is missing of {', '.join(wanted.columns)}")
         return self.rows(frame)
@@ -154,7 +159,8 @@ class FormulaStudy(Study):
             many = None if data.sites is None else {name: [name] for name in tables}
             return UnitData(table_units(tables), list(tables.values()), many)
         response = response_of(self.formula, self.family, self.design, data, self.weights)
-        return UnitData(packed(self.design, response, data), sites=groups_of_sites(data))
+        federation = packed(self.design, response, data, self.family.gaussian)
+        return UnitData(federation, sites=groups_of_sites(data))
 
     def _tables(self, rows: Rows) -> dict[str, Table]:
         """Columns to be asked about, by site; ``here`` where none is named."""
@@ -220,24 +226,23 @@ def groups_of_sites(rows: Rows) -> Mapping[str, Sequence[str]] | None:
     return out
 
 
-def packed(design: Design, response: Response, rows: Rows) -> Federation:
-    """Rows of each group next to each other, groups in the order of their names."""
-    assert rows.groups is not None
-    names, owner = np.unique(rows.groups.astype(str), return_inverse=True)
-    order = sorted_levels(names.tolist())
-    place = {name: i for i, name in enumerate(order)}
-    rank = np.array([place[name] for name in names.tolist()], dtype=np.int64)
-    owner = rank[owner.reshape(-1)]
-    by_group = np.argsort(owner, kind="stable")
-    sizes = torch.from_numpy(np.bincount(owner, minlength=len(order)))
+def packed(design: Design, response: Response, rows: Rows, products: bool) -> Federation:
+    """Rows of each group next to each other, groups in the order of their names; those of nested factors
+    within them. With ``products`` of columns, of each innermost group, beside them."""
+    order = RowOrder.of(rows)
+    sizes = torch.from_numpy(order.sizes)
 
     def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values[by_group], dtype=np.float64))
+        return torch.from_numpy(np.ascontiguousarray(values[order.rows], dtype=np.float64))
 
     beside = np.stack((design.offset(rows), response.weight, response.constant), axis=1)
     x = {"fixed": tensor(design.fixed(rows)), "random": tensor(design.random(rows)), "beside": tensor(beside)}
-    packed = Packed(x, tensor(response.y), torch.cumsum(sizes, 0) - sizes, sizes)
-    return Federation(order, {"train": packed})
+    if order.begins.shape[1]:
+        x[BEGINS] = torch.from_numpy(order.begins)
+    splits = {"train": Packed(x, tensor(response.y), torch.cumsum(sizes, 0) - sizes, sizes)}
+    if products:
+        splits[CELLS] = cells(splits["train"])
+    return Federation(order.names[-1], splits)
 
 
 # --- the first question ------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ def summary(fit: MixedFit) -> str:
     if fit.weights is not None:
         lines.append(f"Weights: {fit.weights.text}")
     lines += ["", *_criteria(fit), "", "Random effects:", *_random(fit)]
-    lines.append(f"Number of obs: {fit.n_obs}, groups:  {fit.group}, {fit.n_groups}")
+    counts = "; ".join(f"{name}, {count}" for name, count in fit.counts.items())
+    lines.append(f"Number of obs: {fit.n_obs}, groups:  {counts}")
     if fit.design.dropped:
         lines.append(rank_deficient(fit.design.dropped))
     if (kinds := fit.groups.kinds).left_out:
@@ -72,19 +73,21 @@ def _criteria(fit: MixedFit) -> list[str]:
 
 
 def _random(fit: MixedFit) -> list[str]:
-    sds, cor, blocks = fit.sd, fit.correlation, fit.units.blocks
+    sds, cor, blocks, design = list(fit.sd.values()), fit.correlation, fit.units.blocks, fit.design
     rows: list[tuple[str, str, float]] = [
-        (fit.group if i == 0 else "", name, sd) for i, (name, sd) in enumerate(sds.items())
+        (fit.factors[at] if at not in design.factor_of[:i] else "", name, sd)
+        for i, (name, sd, at) in enumerate(zip(design.random_names, sds, design.factor_of, strict=True))
     ]
     if fit.sigma is not None:
         rows.append(("Residual", "", fit.sigma))
     digits = _digits([sd for _, _, sd in rows])
-    wide = len(sds) - 1
+    wide = max(design.widths) - 1
     table = [["Groups", "Name", "Variance", "Std.Dev.", *["Corr", *[""] * (wide - 1)][:wide]]]
     for i, (group, name, sd) in enumerate(rows):
+        start = design.factor_of.index(design.factor_of[i]) if i < len(sds) else i
         beside = [
-            _number(float(cor[i, j]), 2) if i < len(sds) and j < i and blocks[i] == blocks[j] else ""
-            for j in range(wide)
+            _number(float(cor[i, j]), 2) if j < i and i < len(sds) and blocks[i] == blocks[j] else ""
+            for j in range(start, start + wide)
         ]
         table.append([group, name, f"{sd * sd:.{digits}f}", f"{sd:.{digits}f}", *beside])
     return [f" {line}" for line in _columns(table, left=2)]

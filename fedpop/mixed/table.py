@@ -75,7 +75,7 @@ class Rows:
 
     columns: Mapping[str, Any]
     groups: np.ndarray | None
-    """Names ``[n]``; None where rows belong to nobody."""
+    """Names ``[n]`` of the outermost grouping factor's levels; None where rows belong to nobody."""
     sites: np.ndarray | None
     numbers: np.ndarray
     """Of each row its place in the table that was given, for errors."""
@@ -86,6 +86,8 @@ class Rows:
     """Of each row a number that its label in the table gives: what tells rows of two fits apart."""
     by_site: Mapping[str, Sequence[str]] | None = None
     """Groups of each site, where they were given and ``sites`` does not say."""
+    inner: Sequence[np.ndarray] = ()
+    """The same of factors that are nested in it, the innermost first."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -116,7 +118,7 @@ def rows_of(
     group: bool = True,
 ) -> Rows:
     """The rows without those that miss something; ``group`` False where nobody is asked for."""
-    wanted = [*columns, *([formula.group] if group else []), *([sites] if sites else [])]
+    wanted = [*columns, *(formula.group_columns if group else []), *([sites] if sites else [])]
     for name in dict.fromkeys(wanted):
         if name not in frame.columns:
             names = ", ".join(map(str, list(frame.columns)[:20])) or "nothing"
@@ -128,7 +130,8 @@ def rows_of(
     typed = {name: _typed(frame[name], name) for name in dict.fromkeys(columns)}
     _require_no_dates(typed, formula)
     there, lost = np.ones(len(frame), dtype=bool), dict[str, int]()
-    for name, values in (typed | ({formula.group: frame[formula.group]} if group else {})).items():
+    of_groups = {name: frame[name] for name in formula.group_columns} if group else {}
+    for name, values in (typed | of_groups).items():
         none = values.isna().to_numpy()
         if not none.any():
             continue
@@ -146,14 +149,16 @@ def rows_of(
         raise DataError(f"column {sites!r} has rows without a site")
     whole_rows = np.flatnonzero(there)
     whole = len(whole_rows) == len(frame)
+    *inner, groups = level_names(frame, formula, whole_rows) if group else [None]
     return Rows(
         {n: v if whole else v.iloc[whole_rows] for n, v in typed.items()},
-        labels(frame[formula.group])[whole_rows] if group else None,
+        groups,
         labels(frame[sites])[whole_rows] if sites else None,
         whole_rows,
         len(frame) - len(whole_rows),
         lost,
         _marks(frame.index)[whole_rows],
+        inner=tuple(inner),
     )
 
 
@@ -176,6 +181,33 @@ def _require_no_dates(columns: Mapping[str, Any], formula: Formula) -> None:
                 f"column {name!r} holds dates as text, {words[0]!r} among them: make it a number (days since "
                 f"the first of them, say), or write factor({name}) where each date is a category"
             )
+
+
+def level_names(frame: Any, formula: Formula, rows: np.ndarray) -> list[np.ndarray]:
+    """Of each of these rows the levels of all grouping factors, the innermost first: ``a:A`` is level ``a``
+    within ``A``."""
+    pd, single = pandas(), {name: labels(frame[name])[rows] for name in formula.group_columns}
+    codes = {name: pd.factorize(names) for name, names in single.items()}
+    out = []
+    for factor in formula.factors:
+        if len(factor.columns) == 1:
+            out.append(single[factor.columns[0]])
+            continue
+        place = np.zeros(len(rows), dtype=np.int64)
+        for name in factor.columns:
+            # Whether there are few combinations or many, their numbers stay below those of rows squared.
+            place = pd.factorize(place)[0] * np.int64(len(codes[name][1])) + codes[name][0]
+        place, _ = pd.factorize(place)
+        first = np.unique(place, return_index=True)[1]
+        parts = zip(*(single[name][first] for name in factor.columns), strict=True)
+        names = [":".join(part) for part in parts]
+        if len(set(names)) < len(names):
+            raise DataError(
+                f"two levels of {factor.name} have the same name, because names in {factor.columns} hold "
+                "colons; rename them"
+            )
+        out.append(np.array(names, dtype=object)[place])
+    return out
 
 
 def labels(values: Any) -> np.ndarray:

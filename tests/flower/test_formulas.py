@@ -111,14 +111,10 @@ def asked_three_ways(root: Path, frame: Any, about: FormulaStudy) -> set[type[Qu
     factor = 0.5 * torch.eye(len(units.z_names), dtype=torch.float64)
     b, sigma = 0.1 * torch.ones(len(units.x_names), dtype=torch.float64), torch.tensor(1.5).double()
     point = {"b": b, "factor": factor, "sigma": sigma}
-    if about.family.gaussian:
-        groups.ask(gaussian.GroupMoments(units), {})
-        ways.kept_alike("zz", "zw")
     for curved in (False, True):
         known = point | {"curved": torch.tensor(curved)}
         if about.family.gaussian:
             groups.ask(gaussian.Profile(units), known)
-            groups.ask(gaussian.WholeProfile(units), known)
         else:
             groups.ask(quadrature.Marginal(units, about.family, 9), known)
     if about.family.gaussian:
