@@ -1,16 +1,16 @@
 """Degrees of freedom of fixed effects in gaussian models by REML, from sums that everyone is asked for once.
 
-With S(Sigma) and D(Sigma) as in ``gaussian``, the covariance of the estimates of b is V = s2 S_xx^-1, a function
-of the parameters of the covariance, and first and second derivatives of S and D in the entries of Sigma are sums
-over units. Nothing else is needed:
+With S(Sigma) and D(Sigma) as in ``gaussian``, the covariance of the estimates of b is V = s2 S_xx^-1, a
+function of the parameters of the covariance, and first and second derivatives of S and D in the entries of
+Sigma are sums over units. Nothing else is needed:
 
-    Satterthwaite: for a row l of a hypothesis, df = 2 (l' V l)^2 / (g' A g), g the gradient of l' V l and A the
-    covariance of the estimates of (Lambda, log sigma), from the restricted likelihood's Hessian (lmerTest);
-    several rows by those of their principal directions (Fai and Cornelius, 1996).
+    Satterthwaite: for a row l of a hypothesis, df = 2 (l' V l)^2 / (g' A g), g the gradient of l' V l and A
+    the covariance of the estimates of (Lambda, log sigma), from the restricted likelihood's Hessian
+    (lmerTest); several rows by those of their principal directions (Fai and Cornelius, 1996).
 
-    Kenward and Roger (1997): the covariance of y is linear in gamma = (s2, entries of s2 Sigma); with
-    P_i = d X'V^-1 X / d gamma_i, Q_ij half of its second derivative and tr(G_i V^-1 G_j V^-1) minus that of log det
-    V, V is corrected for what it is too small, and F is scaled (pbkrtest).
+    Kenward and Roger (1997): the covariance of y is linear in gamma = (s2, entries of s2 Sigma); with P_i =
+    d X'V^-1 X / d gamma_i, Q_ij half of its second derivative and tr(G_i V^-1 G_j V^-1) minus that of
+    log det V, the covariance is corrected for what it is too small, and F is scaled (pbkrtest).
 """
 
 from __future__ import annotations
@@ -92,18 +92,19 @@ class Satterthwaite(Laws):
     @cached_property
     def slopes(self) -> Tensor:
         """d V / d (theta, log sigma) on the user's scale, ``[K, p, p]``."""
-        engine, point, to = _engine(self.fit), self.fit.outcome.point, self.fit.units.fixed_map
-        theta = engine.factor.entries(point.factor)
-        near = engine.criterion.taylor(theta, engine.sums(point.factor))
-        entries = torch.autograd.functional.jacobian(near.sigma, theta)  # type: ignore[no-untyped-call]
+        engine, point, to = engine_of(self.fit), self.fit.outcome.point, self.fit.units.fixed_map
+        near, factor = self.fit.near, engine.factor
         v = point.sigma**2 * torch.linalg.inv(near.s[:-1, :-1])
-        moved = torch.einsum("ak,aij->kij", entries, near.s1[:, :-1, :-1])
+        eye = torch.eye(factor.size, dtype=v.dtype)
+        turns = [factor.matrix(one) @ point.factor.mT for one in eye]  # half of d Sigma / d theta
+        moved = torch.stack([torch.einsum("a,aij->ij", factor.entries(t + t.mT), near.s1) for t in turns])
+        moved = moved[:, :-1, :-1]
         slopes = torch.cat((-v @ moved @ v / point.sigma**2, 2 * v.unsqueeze(0)))
         return to @ slopes @ to.mT
 
     @cached_property
     def spread(self) -> Tensor:
-        return self.fit.engine.spread(self.fit.outcome.point)
+        return engine_of(self.fit).spread(self.fit.outcome.point, self.fit.near)
 
     def degrees(self, row: Tensor) -> float:
         slope = torch.einsum("i,kij,j->k", row, self.slopes, row)
@@ -119,22 +120,14 @@ class KenwardRoger(Laws):
     @cached_property
     def _pieces(self) -> tuple[Tensor, Tensor, Tensor]:
         """The corrected covariance, P ``[K, p, p]`` and W ``[K, K]``, on the user's scale."""
-        fit = self.fit
-        engine, point, back = _engine(fit), fit.outcome.point, torch.linalg.inv(fit.units.fixed_map)
-        theta = engine.factor.entries(point.factor)
-        near = engine.criterion.taylor(theta, engine.sums(point.factor, True))
-        relative, s2, n = near.sigma(theta), point.sigma**2, float(fit.n_obs)
-
-        def parts(gamma: Tensor) -> tuple[Tensor, Tensor]:
-            """X' V^-1 X and log det V, to second order about the estimate."""
-            s, d = near.moved(gamma[:-1] / gamma[-1] - relative)
-            return back.mT @ s[:-1, :-1] @ back / gamma[-1], n * gamma[-1].log() + d
-
-        gamma = torch.cat((relative * s2, relative.new_tensor([s2])))
-        first = torch.func.jacfwd(lambda g: parts(g)[0])(gamma)
-        second = torch.func.jacfwd(torch.func.jacfwd(lambda g: parts(g)[0]))(gamma)
-        traces = -torch.func.hessian(lambda g: parts(g)[1])(gamma)
-        phi, p, q = fit.vcov, first.permute(2, 0, 1), 0.5 * second.permute(2, 3, 0, 1)
+        fit, near = self.fit, self.fit.near
+        relative, s2 = near.sigma(near.theta), fit.outcome.point.sigma**2
+        p, q = _by_variances(near.s, near.s1, near.s2, relative, s2, 1)
+        _, bend = _by_variances(near.d, near.d1, near.d2, relative, s2, 0)
+        bend[-1, -1] -= fit.n_obs / s2**2
+        back = torch.linalg.inv(fit.units.fixed_map)
+        phi, traces = fit.vcov, -bend
+        p, q = (back.mT @ v[..., :-1, :-1] @ back for v in (p, 0.5 * q))
         turned = phi @ p
         information = traces - 2 * torch.einsum("ij,abji->ab", phi, q)
         information = information + torch.einsum("aij,bji->ab", turned, turned)
@@ -179,7 +172,23 @@ class KenwardRoger(Laws):
         return degrees, scale
 
 
-def _engine(fit: MixedFit) -> GaussianEngine:
+def _by_variances(
+    f: Tensor, f1: Tensor, f2: Tensor, relative: Tensor, s2: float, power: int
+) -> tuple[Tensor, Tensor]:
+    """First and second derivatives of f(T / s2) / s2^power in the entries T of s2 Sigma and in s2, from those
+    of f in the entries of Sigma: ``[K, ...]`` and ``[K, K, ...]``, s2 last."""
+    along = torch.tensordot(relative, f1, dims=1)
+    across = torch.tensordot(relative, f2, dims=1)
+    twice = torch.tensordot(relative, across, dims=1)
+    first = torch.cat((f1, -(power * f + along).unsqueeze(0)))
+    mixed = -((power + 1) * f1 + across)
+    last = power * (power + 1) * f + 2 * (power + 1) * along + twice
+    top = torch.cat((f2, mixed.unsqueeze(1)), dim=1)
+    second = torch.cat((top, torch.cat((mixed, last.unsqueeze(0))).unsqueeze(0)))
+    return first / s2 ** (power + 1), second / s2 ** (power + 2)
+
+
+def engine_of(fit: MixedFit) -> GaussianEngine:
     assert isinstance(fit.engine, GaussianEngine)
     return fit.engine
 
@@ -191,8 +200,8 @@ def laws_of(fit: MixedFit, degrees: str | None = None) -> Laws:
     small = fit.family.gaussian and fit.method == "REML"
     if degrees in ("satterthwaite", "kenward-roger") and not small:
         raise SettingsError(
-            f"degrees of freedom are those of gaussian models by REML, and this is a {fit.family.name} model by "
-            f"{fit.method}: fit it with method='REML', or take degrees='none'"
+            f"degrees of freedom are those of gaussian models by REML, and this is a {fit.family.name} model "
+            f"by {fit.method}: fit it with method='REML', or take degrees='none'"
         )
     if degrees == "kenward-roger":
         return KenwardRoger(fit)

@@ -4,6 +4,7 @@ schema. Expressions are arithmetic and a few functions, nothing else."""
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -203,9 +204,20 @@ class Design:
     def _names(self, terms: FormulaTerms) -> list[str]:
         out = [INTERCEPT] if terms.intercept else []
         for term, coded in zip(terms.terms, self._coded(terms), strict=True):
-            pieces = [self._piece_names(part, full) for part, full in zip(term, coded, strict=True)]
+            pieces = [self.piece_names(part, full) for part, full in zip(term, coded, strict=True)]
             # The first factor varies fastest, as in R.
             out += [":".join(reversed(names)) for names in product(*reversed(pieces))]
+        return out
+
+    @cached_property
+    def fixed_terms(self) -> list[int]:
+        """Of each fixed effect the position of its term; -1: the intercept. All are there, those that were
+        dropped too."""
+        terms = self.formula.fixed
+        out = [-1] if terms.intercept else []
+        for i, (term, coded) in enumerate(zip(terms.terms, self._coded(terms), strict=True)):
+            pieces = [self.piece_names(part, full) for part, full in zip(term, coded, strict=True)]
+            out += [i] * math.prod(map(len, pieces))
         return out
 
     def level_column(self, part: FormulaPart) -> str | None:
@@ -239,7 +251,8 @@ class Design:
         of_column = self.contrasts.get(self.level_column(part) or "", "treatment")
         return CODINGS[self.contrasts.get(part.text, of_column)](levels)
 
-    def _piece_names(self, part: FormulaPart, full: bool) -> list[str]:
+    def piece_names(self, part: FormulaPart, full: bool) -> list[str]:
+        """What a part's columns are called."""
         if self.part_levels(part) is None:
             return [part.text]
         return [f"{part.text}{name}" for name in self.coding(part, full)[0]]
@@ -294,20 +307,26 @@ class Design:
         return values
 
     def _matrix(self, terms: FormulaTerms, rows: Rows) -> np.ndarray:
-        columns = [np.ones(len(rows))] if terms.intercept else []
+        return self.columns_of_terms(terms, len(rows), lambda part, full: self._piece(part, full, rows))
+
+    def columns_of_terms(
+        self, terms: FormulaTerms, count: int, piece: Callable[[FormulaPart, bool], list[np.ndarray]]
+    ) -> np.ndarray:
+        """``[count, p]`` products of what parts are, each coded by all levels or not."""
+        columns = [np.ones(count)] if terms.intercept else []
         made: dict[tuple[FormulaPart, bool], list[np.ndarray]] = {}
         for term, coded in zip(terms.terms, self._coded(terms), strict=True):
             pieces = []
             for key in zip(term, coded, strict=True):
                 if key not in made:
-                    made[key] = self._piece(*key, rows)
+                    made[key] = piece(*key)
                 pieces.append(made[key])
             for chosen in product(*reversed(pieces)):
                 column = chosen[0]
                 for other in chosen[1:]:
                     column = column * other
                 columns.append(column)
-        return np.stack(columns, axis=1) if columns else np.zeros((len(rows), 0))
+        return np.stack(columns, axis=1) if columns else np.zeros((count, 0))
 
     def _piece(self, part: FormulaPart, full: bool, rows: Rows) -> list[np.ndarray]:
         levels = self.part_levels(part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +17,13 @@ from fedpop.errors import DataError, SettingsError
 from fedpop.keys import Key
 from fedpop.mixed import figures, sampled
 from fedpop.mixed.coordinates import Coordinates
+from fedpop.mixed.degrees import Laws, laws_of
 from fedpop.mixed.design import Design
 from fedpop.mixed.engine import SINGULAR_FACTOR, Engine, Estimates, ThetaPoint, canonical
 from fedpop.mixed.formula import FormulaPart
+from fedpop.mixed.gaussian import GaussianEngine, Taylor
 from fedpop.mixed.groups import Groups
-from fedpop.mixed.inference import LikelihoodRatio, compared, intervals, normal_quantile
+from fedpop.mixed.inference import LikelihoodRatio, compared, intervals, normal_quantile, two_sided
 from fedpop.mixed.nesting import CELLS, RowOrder, Tree, spans
 from fedpop.mixed.predictions import GROUPS, NewRows, Predictor
 from fedpop.mixed.quadrature import Local, QuadratureEngine
@@ -33,6 +35,8 @@ from fedpop.population import Population
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from fedpop.mixed.contrasts import Hypothesis, MarginalMeans
 
 INTERVAL_THETAS = 200
 """Draws of theta behind intervals that include its uncertainty."""
@@ -182,19 +186,101 @@ class MixedFit:
         values = self.vcov.diagonal().clamp(min=0).sqrt().tolist()
         return dict(zip(self.design.fixed_names, values, strict=True))
 
+    @cached_property
+    def near(self) -> Taylor:
+        """The sums of a gaussian model about its estimate: what degrees of freedom are made of."""
+        assert isinstance(self.engine, GaussianEngine)
+        return self.engine.near(self.outcome.point)
+
+    @cached_property
+    def laws(self) -> Laws:
+        """The law of the fixed effects' estimates: t with Satterthwaite's degrees of freedom for gaussian
+        models by REML, else normal."""
+        return laws_of(self)
+
+    @cached_property
+    def degrees(self) -> dict[str, float]:
+        """Degrees of freedom of each fixed effect's t; infinite where its law is normal."""
+        rows = torch.eye(len(self.coefficients), dtype=torch.float64)
+        return {n: self.laws.degrees(row) for n, row in zip(self.coefficients, rows, strict=True)}
+
     def confint(self, level: float = 0.95) -> Any:
         """Intervals of all parameters as a data frame, under the names that lme4 gives them, as
         ``sd_(Intercept)|Subject``.
 
-        They are Wald's: of fixed effects as they are, of standard deviations on the scale of their
-        logarithms, of correlations on that of their inverse hyperbolic tangents. Where a variance is zero or
-        a correlation one that law does not hold, and there is none (NaN); a ``likelihood_ratio`` says
-        whether the variance is needed.
+        Those of fixed effects are by t with Satterthwaite's degrees of freedom where a gaussian model was
+        fitted by REML. Else they are Wald's: of fixed effects as they are, of standard deviations on the
+        scale of their logarithms, of correlations on that of their inverse hyperbolic tangents. Where a
+        variance is zero or a correlation one that law does not hold, and there is none (NaN); a
+        ``likelihood_ratio`` says whether the variance is needed.
 
         Args:
             level: The probability that they hold, 0.95 by default.
         """
-        return intervals(self, normal_quantile(level))
+        return intervals(self, level)
+
+    def test(self, hypothesis: str | Sequence[str], degrees: str | None = None) -> Hypothesis:
+        """The test of a linear hypothesis about fixed effects, or of several at once.
+
+        Args:
+            hypothesis: An equation in names of coefficients, as ``"Days = 0"`` or ``"2 * a - b = 1"``; a list
+                of them is tested together, by F.
+            degrees: "satterthwaite" (the default for gaussian models by REML), "kenward-roger", or "none"
+                (the default for others), which is z and chi-square.
+        """
+        from fedpop.mixed import contrasts
+
+        return contrasts.hypothesis(self, hypothesis, degrees)
+
+    def contrast(self, weights: Mapping[str, Any], level: float = 0.95, degrees: str | None = None) -> Any:
+        """Combinations of fixed effects with intervals and tests, as a data frame.
+
+        Args:
+            weights: Weights by coefficients, ``{"a": 1, "b": -1}``, or several such by name.
+            level: Of the intervals, 0.95 by default.
+            degrees: As for ``test``; None (the default) likewise.
+        """
+        from fedpop.mixed import contrasts
+
+        return contrasts.contrasts(self, weights, level, degrees)
+
+    def anova(self, other: MixedFit | None = None, *, type: int | str = 3, degrees: str | None = None) -> Any:
+        """A test of each term of the fixed part, as a data frame; with another fit the likelihood ratio.
+
+        Args:
+            other: A fit to compare with, as ``anova(m1, m2)`` does in R; None (the default) for terms.
+            type: Of the hypotheses: 3 (the default), each term beside all others, factors summing to zero; or
+                2, each beside those that do not contain it.
+            degrees: As for ``test``; None (the default) likewise.
+        """
+        from fedpop.mixed import contrasts
+
+        return contrasts.anova(self, type, degrees) if other is None else self.likelihood_ratio(other)
+
+    def marginal_means(
+        self,
+        of: str | Sequence[str],
+        *,
+        at: Mapping[str, float] | None = None,
+        level: float = 0.95,
+        adjust: str = "none",
+        degrees: str | None = None,
+    ) -> MarginalMeans:
+        """Means by levels of a factor, and their pairwise differences, as emmeans has them.
+
+        Averages of the linear predictor over all combinations of other factors, at the means of numbers.
+
+        Args:
+            of: The factor, or several for their combinations.
+            at: Where numbers are to be instead of at their means; None (the default) moves none.
+            level: Of the intervals, 0.95 by default.
+            adjust: How p-values of differences allow for there being several: "none" (the default), "tukey",
+                "bonferroni" or "holm".
+            degrees: As for ``test``; None (the default) likewise.
+        """
+        from fedpop.mixed import contrasts
+
+        return contrasts.marginal_means(self, of, at or {}, level, adjust, degrees)
 
     # --- random effects ----------------------------------------------------------------------------
 
@@ -261,7 +347,9 @@ class MixedFit:
             every.append(
                 [(m[:, : len(to)] @ to.mT, to @ c[:, : len(to), : len(to)] @ to.mT) for to, m, c in pairs]
             )
-        return [(torch.cat([m for m, _ in f]), torch.cat([c for _, c in f])) for f in zip(*every, strict=True)]
+        return [
+            (torch.cat([m for m, _ in f]), torch.cat([c for _, c in f])) for f in zip(*every, strict=True)
+        ]
 
     @property
     def _effects(self) -> tuple[Tensor, Tensor]:
@@ -341,7 +429,16 @@ class MixedFit:
         for name, value in self.coefficients.items():
             se = self.standard_errors[name]
             rows.append(
-                {"effect": "fixed", "group": "", "term": name, "estimate": value, "se": se, "z": value / se}
+                {
+                    "effect": "fixed",
+                    "group": "",
+                    "term": name,
+                    "estimate": value,
+                    "se": se,
+                    "t" if math.isfinite(self.degrees[name]) else "z": value / se,
+                    "df": self.degrees[name],
+                    "p": two_sided(value / se, self.degrees[name]),
+                }
             )
         names, sds = self.design.random_names, list(self.sd.values())
         for i, j in self.engine.factor.places:
@@ -366,16 +463,20 @@ class MixedFit:
             if here:
                 mean, cov = self._level_effects[i]
                 sd = cov.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+                every = torch.stack((self.modes[factor], mean, sd), dim=2).tolist()
                 modes[factor] = {
-                    level: {n: {"mean": m, "sd": s} for n, m, s in zip(names, means, wide, strict=True)}
-                    for level, means, wide in zip(
-                        self._level_names[i], mean.tolist(), sd.tolist(), strict=True
-                    )
+                    level: {
+                        n: dict(zip(("mode", "mean", "sd"), v, strict=True))
+                        for n, v in zip(names, of, strict=True)
+                    }
+                    for level, of in zip(self._level_names[i], every, strict=True)
                 }
         return {
             "converged": self.converged,
             "fixed": {
-                n: {"estimate": v, "se": self.standard_errors[n]} for n, v in self.coefficients.items()
+                n: {"estimate": v, "se": self.standard_errors[n]}
+                | ({"df": self.degrees[n]} if math.isfinite(self.degrees[n]) else {})
+                for n, v in self.coefficients.items()
             },
             "random": random,
             "sigma": self.sigma,

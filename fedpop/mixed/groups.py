@@ -39,6 +39,10 @@ class Groups:
     """What columns hold, and rows in which something was missing."""
     response_sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
     """Sums of the weighted response, of weights, and of what the log-density has without parameters."""
+    means: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    """Of the columns of fixed effects, those that were dropped too."""
+    products: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.float64))
+    """X'X of these."""
     examples: int = 0
     """Rows of all groups, once they were counted."""
     counts: tuple[int, ...] = ()
@@ -203,6 +207,8 @@ def coordinates(groups: Groups, design: Design) -> tuple[Coordinates, Tensor, De
     centre = torch.cat((torch.where(torch.tensor(free), mean, 0.0), mean.new_tensor([y_centre])))
     gram = groups.ask(Gram(), {"centre": centre})["gram"] / n
     size = gram.diagonal().sqrt()
+    groups.means, middle, at = mean[:p], centre[:p], torch.outer(centre[:p], mean[:p])
+    groups.products = n * (gram[:p, :p] + at + at.mT - torch.outer(middle, middle))
     if family.gaussian and not float(size[-1]) > 1e-12 * abs(y_centre):
         raise DataError(
             f"the response {design.formula.response.text} is constant; there is nothing to explain"
@@ -241,7 +247,9 @@ def _require_groups(groups: Groups, design: Design) -> None:
             )
     effects = list(zip(design.random_names, design.factor_of, strict=True))
     for name, at in effects:
-        same = [i for other, i in effects if other == name and i > at and groups.counts[i] == groups.counts[at]]
+        same = [
+            i for other, i in effects if other == name and i > at and groups.counts[i] == groups.counts[at]
+        ]
         if same:
             inner, outer = (design.formula.factors[i].name for i in (at, same[0]))
             raise DataError(

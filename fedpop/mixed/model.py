@@ -234,7 +234,11 @@ def fitted_over(members: Members, study: FormulaStudy, settings: FitSettings | N
     if members.federation is None:
         engine.effects(outcome.point)  # sites keep their groups' posteriors, for whoever is there
     seconds = time.perf_counter() - started
-    return MixedFit(design, units, groups, engine, outcome, settings.method, settings.chains.seed, seconds)
+    method, seed = settings.method, settings.chains.seed
+    fit = MixedFit(design, units, groups, engine, outcome, method, seed, seconds)
+    if members.federation is None and fit.laws.name != "none":
+        _ = fit.near  # what degrees of freedom are made of, while everyone is there to be asked
+    return fit
 
 
 def _rows(study: FormulaStudy, data: Any, sites: Any) -> Rows:

@@ -67,7 +67,9 @@ class RowOrder:
         for level in reversed(range(len(codes) - 1)):
             new = new | (np.diff(codes[level][order], prepend=-1) != 0)
             begins[:, level] = new
-        inner = [np.array(levels[i], dtype=object)[codes[i][order[begins[:, i]]]] for i in range(len(codes) - 1)]
+        inner = [
+            np.array(levels[i], dtype=object)[codes[i][order[begins[:, i]]]] for i in range(len(codes) - 1)
+        ]
         sizes = np.bincount(codes[-1], minlength=len(levels[-1]))
         return cls(order, [*(names.tolist() for names in inner), levels[-1]], begins, sizes)
 

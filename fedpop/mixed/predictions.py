@@ -172,7 +172,8 @@ class Predictor:
             values, vectors = torch.linalg.eigh(covariance)
             root = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
             normal = here.at(purpose="effects").normal(torch.arange(len(mean)), (self.each, q), torch.float64)
-            return mean.unsqueeze(1) + normal @ root.mT
+            drawn: Tensor = mean.unsqueeze(1) + normal @ root.mT
+            return drawn
         normal = here.at(purpose="effects").normal(cohort.units, (PREDICTION_PROPOSALS, q), torch.float64)
         uniform = here.at(purpose="choice").uniform(cohort.units, (self.each,), torch.float64)
         local = Local.of(cohort, self.units, self.family)

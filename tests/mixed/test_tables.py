@@ -298,7 +298,7 @@ def test_means_of_known_groups_are_integrals_over_their_posterior(frame):
     rate = 1 / (1 + np.exp(-(b[0] + b[1] * float(row.w.iloc[0]) + sd * u)))
     assert found == pytest.approx(float((weight * rate).sum() / weight.sum()), rel=1e-6)
     mode = sd * u[log_joint.argmax()]
-    assert float(fit.modes[fit.levels.index(row.g.iloc[0]), 0]) == pytest.approx(mode, abs=0.01)
+    assert float(fit.modes["g"][fit.levels.index(row.g.iloc[0]), 0]) == pytest.approx(mode, abs=0.01)
     saved = fit.plain()["modes"]["g"][row.g.iloc[0]]["(Intercept)"]
     assert set(saved) == {"mode", "mean", "sd"}
     assert saved["mode"] != saved["mean"]
