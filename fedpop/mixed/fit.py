@@ -218,7 +218,9 @@ class MixedFit:
             every.append(
                 [(m[:, : len(to)] @ to.mT, to @ c[:, : len(to), : len(to)] @ to.mT) for to, m, c in pairs]
             )
-        return [(torch.cat([m for m, _ in f]), torch.cat([c for _, c in f])) for f in zip(*every, strict=True)]
+        return [
+            (torch.cat([m for m, _ in f]), torch.cat([c for _, c in f])) for f in zip(*every, strict=True)
+        ]
 
     @property
     def _effects(self) -> tuple[Tensor, Tensor]:

@@ -67,7 +67,9 @@ class RowOrder:
         for level in reversed(range(len(codes) - 1)):
             new = new | (np.diff(codes[level][order], prepend=-1) != 0)
             begins[:, level] = new
-        inner = [np.array(levels[i], dtype=object)[codes[i][order[begins[:, i]]]] for i in range(len(codes) - 1)]
+        inner = [
+            np.array(levels[i], dtype=object)[codes[i][order[begins[:, i]]]] for i in range(len(codes) - 1)
+        ]
         sizes = np.bincount(codes[-1], minlength=len(levels[-1]))
         return cls(order, [*(names.tolist() for names in inner), levels[-1]], begins, sizes)
 
@@ -99,7 +101,7 @@ class Tree:
         return cls(tuple(at), parents, units, tuple(len(u) for u in units))
 
     def parents_sum(self, level: int, values: Tensor, dim: int = 0) -> Tensor:
-        """Values of a level's groups, which are counted in this dimension, added up over those of the next."""
+        """Values of a level's groups, counted in this dimension, added up over those of the next."""
         shape = (*values.shape[:dim], self.sizes[level + 1], *values.shape[dim + 1 :])
         return values.new_zeros(shape).index_add(dim, self.parents[level], values)
 

@@ -131,14 +131,14 @@ def rows_of(
         raise DataError(f"column {sites!r} has rows without a site")
     whole_rows = np.flatnonzero(there)
     whole = len(whole_rows) == len(frame)
-    *inner, groups = level_names(frame, formula, whole_rows) if group else [None]
+    levels = level_names(frame, formula, whole_rows) if group else []
     return Rows(
         {n: v if whole else v.iloc[whole_rows] for n, v in typed.items()},
-        groups,
+        levels[-1] if group else None,
         labels(frame[sites])[whole_rows] if sites else None,
         whole_rows,
         len(frame) - len(whole_rows),
-        inner=tuple(inner),
+        inner=levels[:-1],
     )
 
 
