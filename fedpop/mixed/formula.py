@@ -333,10 +333,10 @@ def _crossed(one: str, other: str) -> SettingsError:
     if ":" in one + other:
         nested = "(1 | outer/inner)"
     return SettingsError(
-        f"the grouping factors {one} and {other} are crossed: neither is nested in the other, and effects that "
-        "cut across groups cannot be found from sums over groups. If each level of one belongs to a single level "
-        f"of the other, say so: {nested} is the same model then. Else keep one of them random and give the other "
-        "a fixed effect for each level (+ factor(...))"
+        f"the grouping factors {one} and {other} are crossed: neither is nested in the other, and effects "
+        "that cut across groups cannot be found from sums over groups. If each level of one belongs to a "
+        f"single level of the other, say so: {nested} is the same model then. Else keep one of them random "
+        "and give the other a fixed effect for each level (+ factor(...))"
     )
 
 
@@ -352,8 +352,8 @@ def _factors(group: Tokens, text: str) -> list[GroupingFactor]:
         if len(piece) % 2 == 0 or not all(map(is_name, names)) or any(sign != ":" for sign in signs):
             inner = ", ".join(dict.fromkeys(columns_of(group))) or shown(group)
             raise SettingsError(
-                f"the grouping factor {shown(group)!r} is computed (of {inner}): make it a column of its own; "
-                "factors are nested as in (1 | a/b)"
+                f"the grouping factor {shown(group)!r} is computed (of {inner}): make it a column of its "
+                "own; factors are nested as in (1 | a/b)"
             )
         columns = [unquoted(n) for n in names]
         name = ":".join(columns)

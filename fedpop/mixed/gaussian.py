@@ -1,12 +1,13 @@
 """Linear mixed models, exactly: the likelihood in the relative factor alone, all else in closed form.
 
 With y = X b + Z u + e, u ~ N(0, s2 Sigma), Sigma = Lambda Lambda', b and s2 have a closed form for any Lambda
-(Bates et al., 2015): of W = (X, y) the server needs S = sum W_i' V_i^-1 W_i and D = sum log det V_i, with V_i =
-I + Z_i Sigma Z_i'. Both are sums over units, found from the innermost groups outward (``nesting``), and so are
-their derivatives in the entries of Sigma, which are found on the way. With P, M, R as there, a level's effects
-are taken out of products G of columns as J' G J,
+(Bates et al., 2015): of W = (X, y) the server needs S = sum W_i' V_i^-1 W_i and D = sum log det V_i, with
+V_i = I + Z_i Sigma Z_i'. Both are sums over units, found from the innermost groups outward (``nesting``), and
+so are their derivatives in the entries of Sigma, which are found on the way. With P, M, R as there, a level's
+effects are taken out of products G of columns as J' G J,
 
-    J = (-P R; I),  B = I - M P,  K = B R,  N = B M,  Y_a = dG_a[Z] J,  X_a = (Y_a; dSigma_a K),  C = (P, B'; B, -N):
+    J = (-P R; I),  B = I - M P,  K = B R,  N = B M,
+    Y_a = dG_a[Z] J,  X_a = (Y_a; dSigma_a K),  C = (P, B'; B, -N):
     dG_a  <- J' dG_a J - K' dSigma_a K,             dD_a = tr(P dM_a) + tr(N dSigma_a)
     dG_ab <- J' dG_ab J - X_a' C X_b - X_b' C X_a
 
@@ -36,7 +37,7 @@ from fedpop.mixed.groups import Groups
 from fedpop.mixed.nesting import CELLS, Paths, Tree, paths, shrunk, spans
 from fedpop.questions import Question, Units
 
-PROFILE_NUMBERS_AT_ONCE = 2**20
+PROFILE_NUMBERS_AT_ONCE = 2**18
 """Numbers that are worked on at once."""
 PROFILES_BESIDE, EFFECTS_BESIDE = 16, 4
 """How many times the products of a cell these are, of many factors and for posteriors."""
@@ -82,8 +83,8 @@ def whole_products(cohort: Cohort, units: Coordinates) -> Tensor:
 
 @dataclass(frozen=True)
 class Profile(Question[Tensors]):
-    """What of W'W random effects explain at a relative factor, and D, with derivatives in the entries of Sigma
-    of S and D: the first, and the second where they are asked for. W'W itself, which is the same at any
+    """What of W'W random effects explain at a relative factor, and D, with derivatives of S and D in the
+    entries of Sigma: the first, and the second where they are asked for. W'W itself, which is the same at any
     factor, and the number of rows where they are asked for, too."""
 
     units: Coordinates

@@ -253,8 +253,8 @@ def _require_groups(groups: Groups, design: Design) -> None:
         if same:
             inner, outer = (design.formula.factors[i].name for i in (at, same[0]))
             raise DataError(
-                f"each level of {outer!r} has one of {inner!r} only, so that the variances of {name} in the two "
-                "cannot be distinguished; leave one of them out"
+                f"each level of {outer!r} has one of {inner!r} only, so that the variances of {name} in the "
+                "two cannot be distinguished; leave one of them out"
             )
     if not design.fixed_names:
         raise SettingsError(f"{design.formula.text!r} has no fixed effect, not even an intercept")

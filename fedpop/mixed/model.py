@@ -195,6 +195,8 @@ class FitSettings:
         chosen = self.engine if self.engine != "auto" else "sampled" if partial else "exact"
         if chosen == "sampled" and self.method == "REML":
             raise SettingsError("REML needs the exact engine: everyone in every round, uncompressed")
+        if chosen == "sampled" and len(study.formula.factors) > 1:
+            raise SettingsError(sampled.NESTED)
         if chosen == "exact" and self.chains.rounds is not None:
             raise SettingsError("the exact engine ends by itself; rounds are for engine='sampled'")
         return chosen

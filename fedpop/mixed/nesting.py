@@ -101,7 +101,7 @@ class Tree:
         return cls(tuple(at), parents, units, tuple(len(u) for u in units))
 
     def parents_sum(self, level: int, values: Tensor, dim: int = 0) -> Tensor:
-        """Values of a level's groups, which are counted in this dimension, added up over those of the next."""
+        """Values of a level's groups, counted in this dimension, added up over those of the next."""
         shape = (*values.shape[:dim], self.sizes[level + 1], *values.shape[dim + 1 :])
         return values.new_zeros(shape).index_add(dim, self.parents[level], values)
 

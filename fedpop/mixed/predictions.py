@@ -33,8 +33,8 @@ PREDICTED_NUMBERS_AT_ONCE = 2**24
 
 @dataclass(frozen=True)
 class NewRows:
-    """Rows to predict at, in internal coordinates, and whose they are: the position of the innermost group with
-    data that a row belongs to, among the groups of all levels (-1: there is none)."""
+    """Rows to predict at, in internal coordinates, and whose they are: the position of the innermost group
+    with data that a row belongs to, among the groups of all levels (-1: there is none)."""
 
     x: Tensor
     z: Tensor
@@ -172,8 +172,8 @@ class Predictor:
             values, vectors = torch.linalg.eigh(covariance)
             root = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
             normal = here.at(purpose="effects").normal(torch.arange(len(mean)), (self.each, q), torch.float64)
-            drawn: Tensor = mean.unsqueeze(1) + normal @ root.mT
-            return drawn
+            effects: Tensor = mean.unsqueeze(1) + normal @ root.mT
+            return effects
         normal = here.at(purpose="effects").normal(cohort.units, (PREDICTION_PROPOSALS, q), torch.float64)
         uniform = here.at(purpose="choice").uniform(cohort.units, (self.each,), torch.float64)
         local = Local.of(cohort, self.units, self.family)

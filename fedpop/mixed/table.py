@@ -149,16 +149,16 @@ def rows_of(
         raise DataError(f"column {sites!r} has rows without a site")
     whole_rows = np.flatnonzero(there)
     whole = len(whole_rows) == len(frame)
-    names = level_names(frame, formula, whole_rows) if group else []
+    levels = level_names(frame, formula, whole_rows) if group else []
     return Rows(
         {n: v if whole else v.iloc[whole_rows] for n, v in typed.items()},
-        names[-1] if names else None,
+        levels[-1] if group else None,
         labels(frame[sites])[whole_rows] if sites else None,
         whole_rows,
         len(frame) - len(whole_rows),
         lost,
         _marks(frame.index)[whole_rows],
-        inner=tuple(names[:-1]),
+        inner=levels[:-1],
     )
 
 
