@@ -543,14 +543,14 @@ TABLES: Mapping[str, Rows] = {
                 "([performance](performance.md#one-round-is-about-one-pass)); the threshold is not measured",
             ),
         },
-        "client/phi_gradient.py": {
+        "client/phi_step.py": {
             "LARGEST_PHI_SIDE_BY_SIDE": (
                 "entries of φ up to which clients' gradients are made side by side; to rounding",
                 NOT_MEASURED,
             ),
             "LEAST_CLIENTS_FOR_VMAP": ("clients from which that is worth a call of `vmap`", NOT_MEASURED),
         },
-        "models/network.py": {
+        "models/modules.py": {
             "IMAGES_PER_THREAD": (
                 "images that go through a convolutional network at a time; to rounding",
                 "[measured](performance.md): page faults of larger batches cost up to a quarter of the time",
@@ -702,8 +702,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "data/formats/cifar.py": "SHAPE",
             "data/formats/idx.py": "_UINT8, MOST_DIMS",
             "data/formats/mat.py": "_HEADER, _MATRIX, _COMPRESSED, _KINDS, _NUMERIC, _COMPLEX",
-            "message/compressors/base.py": "MAGIC, PAYLOAD_VERSION",
-            "message/compressors/identity.py": "FLOATS",
+            "message/compressors/base.py": "MAGIC, PAYLOAD_VERSION, FLOATS",
             "message/compressors/natural.py": "_MANTISSA, _MAGNITUDE, _LARGEST, _UP, _SUBNORMAL",
             "population/saving.py": "POPULATION_FORMAT, PIECE_BYTES",
             "run/checkpoint.py": "CHECKPOINT_FORMAT",
@@ -735,7 +734,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
         "How much is done at once, and how speed is measured: values are the same to the rounding of sums.",
         {
             "blocks.py": "CLIENTS_AT_ONCE, ROWS_AT_ONCE, ENTRIES_AT_ONCE",
-            "client/phi_gradient.py": "GRADIENT_NUMBERS_AT_ONCE",
+            "client/phi_step.py": "GRADIENT_NUMBERS_AT_ONCE",
             "evaluation/information.py": "ROWS_ONE_BY_ONE, HESSIAN_ROWS_AT_ONCE",
             "message/compressors/base.py": "_BLOCK",
             "mixed/gaussian.py": "PROFILE_NUMBERS_AT_ONCE",

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fedpop.client.cost import WORK
+from fedpop.client.losses import WORK
 from fedpop.decisions import Decision
 from fedpop.errors import CheckpointError, SettingsError
 from fedpop.evaluation.validation import ValidationScore
