@@ -609,6 +609,10 @@ TABLES: Mapping[str, Rows] = {
             "EFFECT_DRAWS_PER_THETA": ("draws of a group's effects for each", NOT_MEASURED),
         },
         "mixed/predictions.py": {
+            "MEAN_NODES": (
+                "nodes of the mean of a new group",
+                "derived: of a log link it is exp(variance / 2) to 1e-8 (`tests/mixed/test_tables.py`)",
+            ),
             "PREDICTION_PROPOSALS": ("proposals that a group's effects are drawn from", NOT_MEASURED),
         },
         "mixed/quadrature.py": {

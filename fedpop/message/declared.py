@@ -67,6 +67,7 @@ VECTORS: Mapping[str, Sent] = {
     "moments": Sent("products of features and targets"),
     "sums": Sent("sums of columns, or of their products"),
     "gram": Sent("products of centred columns"),
+    "ww": Sent("products of fixed-effect columns and response"),
     "rows": Sent("number of rows"),
     "score": Sent("gradient of the log marginal likelihood; of validation, summed log-probability and count"),
     "scores": Sent("held-out log-probabilities by width of the prior"),
@@ -77,16 +78,17 @@ VECTORS: Mapping[str, Sent] = {
     "errors": Sent("the score of each part of the chains"),
     "counts": Sent("units by R-hat and effective draws"),
     "value": Sent("log marginal likelihood"),
-    "s": Sent("products W' V^-1 W of fixed-effect columns and response"),
     "log_det": Sent("log-determinants of the units' covariances"),
-    "s1": Sent("derivatives of these products in the covariance of random effects"),
+    "explained": Sent("what random effects explain of the products W'W"),
+    "s1": Sent("derivatives of what is left of them, in the covariance of random effects"),
     "d1": Sent("those of the log-determinants"),
-    "s2": Sent("second derivatives of these products"),
+    "s2": Sent("second derivatives of what is left"),
     "d2": Sent("those of the log-determinants"),
     "left out": Sent("rows of tables that were left out because something is missing in them"),
     "[*": Sent(
-        "rows, sums and squares of a column, rows of a level, or sites by what a column holds or by its size "
-        "and spread, by names as a JSON list"
+        "rows, sums and squares of a column, rows in which it is missing, rows of a level and its place in "
+        "the table's order, or sites by what a column holds or by its size and spread, by names as a JSON "
+        "list; and a checksum of the numbers of rows"
     ),
     "{*": Sent("a one for the form of its examples, which the name is"),
 }

@@ -1,15 +1,17 @@
 """Linear mixed models, exactly: the likelihood in the relative factor alone, all else in closed form.
 
 With y = X b + Z u + e, u ~ N(0, s2 Sigma), Sigma = Lambda Lambda', b and s2 have a closed form for any Lambda
-(Bates et al., 2015): of W = (X, y) the server needs S = sum W_i' V_i^-1 W_i and D = sum log det V_i, with V_i =
-I + Z_i Sigma Z_i'. Both are sums over units, found from the innermost groups outward (``nesting``), and so are
-their derivatives in the entries of Sigma, which are found on the way. With P, M, R as there, a level's effects
-are taken out of products G of columns as J' G J,
+(Bates et al., 2015): of W = (X, y) the server needs S = sum W_i' V_i^-1 W_i and D = sum log det V_i, with
+V_i = I + Z_i Sigma Z_i'. Both are sums over units, found from the innermost groups outward (``nesting``), and
+so are their derivatives in the entries of Sigma, which are found on the way. With P, M, R as there, a level's
+effects are taken out of products G of columns as J' G J,
 
-    J = (-P R; I),  B = I - M P,  K = B R,  N = B M,  Y_a = dG_a[Z] J,  X_a = (Y_a; dSigma_a K),  C = (P, B'; B, -N):
+    J = (-P R; I),  B = I - M P,  K = B R,  N = B M,
+    Y_a = dG_a[Z] J,  X_a = (Y_a; dSigma_a K),  C = (P, B'; B, -N):
     dG_a  <- J' dG_a J - K' dSigma_a K,             dD_a = tr(P dM_a) + tr(N dSigma_a)
     dG_ab <- J' dG_ab J - X_a' C X_b - X_b' C X_a
 
+Of W'W nothing is needed but its sum over all rows, from which the part that random effects explain is taken.
 Nothing here needs Sigma to be invertible. REML adds log det of the part of S that belongs to X.
 """
 
@@ -29,13 +31,13 @@ from fedpop.evaluation.information import rows_of_jacobian
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.mixed.coordinates import Coordinates, everyone
+from fedpop.mixed.coordinates import Coordinates, coded, everyone
 from fedpop.mixed.engine import Engine, Factor, SearchResult, ThetaPoint, information_root, minimised
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.nesting import CELLS, Paths, Tree, paths, shrunk, spans
 from fedpop.questions import Question, Units
 
-PROFILE_NUMBERS_AT_ONCE = 2**20
+PROFILE_NUMBERS_AT_ONCE = 2**18
 """Numbers that are worked on at once."""
 PROFILES_BESIDE, EFFECTS_BESIDE = 16, 4
 """How many times the products of a cell these are, of many factors and for posteriors."""
@@ -47,7 +49,7 @@ def parts_of(cells: Cohort, units: Coordinates, beside: int) -> Iterator[Cohort]
     """Consecutive units whose cells are worked on together, where a cell takes so many times what it holds;
     a unit is never cut."""
     size = len(units.z_names) + len(units.x_names) + 1
-    most = PROFILE_NUMBERS_AT_ONCE // (size * size * beside)
+    most = PROFILE_NUMBERS_AT_ONCE // (len(units.z_names) * size * beside)
     ends, start, row = cells.sizes.cumsum(0), 0, 0
     while start < len(cells):
         end = max(int(torch.searchsorted(ends, row + most, right=True)), start + 1)
@@ -57,24 +59,33 @@ def parts_of(cells: Cohort, units: Coordinates, beside: int) -> Iterator[Cohort]
 
 
 def group_products(cells: Cohort, units: Coordinates) -> Tensor:
-    """Products ``[K, q + m, q + m]`` of Z and W = (X, y) in internal coordinates, of each innermost group."""
+    """Products ``[K, q, q + m]`` of Z with Z and W = (X, y) in internal coordinates, of each innermost
+    group."""
     q, x = len(units.z_names), cells.x
     assert isinstance(x, dict)
     mean, products = x["mean"], x["products"]
     if units.kept is not None:
         kept = [*range(q), *(q + j for j in units.kept), mean.shape[1] - 1]
-        mean, products = mean[:, kept], products[:, kept][:, :, kept]
+        mean, products = mean[:, kept], products[:, :, kept]
     one = mean.new_ones(1)
     scale = 1 / torch.cat((units.z_scale, units.x_scale, one))
     apart = (mean - torch.cat((units.z_centre, units.x_centre, units.y_centre * one))) * scale
-    outer = apart.unsqueeze(2) * (apart * cells.y.unsqueeze(1)).unsqueeze(1)
-    return torch.addcmul(outer, products, scale.unsqueeze(1) * scale)
+    outer = (apart[:, :q] * cells.y.unsqueeze(1)).unsqueeze(2) * apart.unsqueeze(1)
+    return torch.addcmul(outer, products, scale[:q].unsqueeze(1) * scale)
+
+
+def whole_products(cohort: Cohort, units: Coordinates) -> Tensor:
+    """W'W of all rows ``[m, m]``."""
+    x, _, y, offset, weight = coded(cohort, units)
+    w = torch.cat((x, (y - offset - units.y_centre).unsqueeze(1)), dim=1) * weight.sqrt().unsqueeze(1)
+    return w.mT @ w
 
 
 @dataclass(frozen=True)
 class Profile(Question[Tensors]):
-    """S and D at a relative factor, with their derivatives in the entries of Sigma: the first, and the second
-    where they are asked for."""
+    """What of W'W random effects explain at a relative factor, and D, with derivatives of S and D in the
+    entries of Sigma: the first, and the second where they are asked for. W'W itself, which is the same at any
+    factor, and the number of rows where they are asked for, too."""
 
     units: Coordinates
     name: ClassVar[str] = "profile"
@@ -87,11 +98,13 @@ class Profile(Question[Tensors]):
         return IN_PARTS
 
     def ask(self, known: Tensors) -> Tensors:
-        return {n: known[n] for n in ("factor", "curved")}
+        return {n: known[n] for n in ("factor", "curved", "whole")}
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        factor, curved = asked["factor"], bool(asked["curved"])
-        sums = {"rows": factor.new_tensor([float(units.cohort.examples)])}
+        factor, curved, sums = asked["factor"], bool(asked["curved"]), Tensors()
+        if bool(asked["whole"]):
+            sums["ww"] = whole_products(units.cohort, self.units).flatten()
+            sums["rows"] = factor.new_tensor([float(units.cohort.examples)])
         k = self.factor.size
         beside = 4 + (2 * k + 4 * k * k * curved) * (len(self.units.widths) > 1)
         for some in parts_of(units.split(CELLS), self.units, beside):
@@ -104,66 +117,84 @@ class Profile(Question[Tensors]):
 
 
 def profiled(cells: Cohort, units: Coordinates, factor: Tensor, curved: bool) -> Tensors:
-    """``s``, ``log_det`` and, by the entries of Sigma, ``s1``, ``d1`` and, where ``curved``, ``s2``, ``d2``."""
-    tree, g, basis = Tree.of(cells), group_products(cells, units), Factor(units.blocks).basis
-    size = g.shape[-1]
-    g1, g2 = g.new_zeros((len(g), 0, size, size)), g.new_zeros((len(g), 0, 0, size, size))
+    """``explained``, ``log_det`` and, by the entries of Sigma, ``s1``, ``d1`` and, where ``curved``, ``s2``,
+    ``d2``."""
+    tree, g, entries = Tree.of(cells), group_products(cells, units), Factor(units.blocks)
+    q, m = g.shape[1], g.shape[2] - g.shape[1]
+    g1, g2 = g.new_zeros((len(g), 0, *g.shape[1:])), g.new_zeros((len(g), 0, 0, *g.shape[1:]))
+    explained, s1, s2 = g.new_zeros((m, m)), g.new_zeros((0, m, m)), g.new_zeros((0, 0, m, m))
     d, d1, d2 = g.new_zeros(1), g.new_zeros(0), g.new_zeros((0, 0))
     for level, (width, span) in enumerate(zip(units.widths, spans(units.widths), strict=True)):
-        outermost = level + 1 == len(units.widths)
-        each = "" if outermost else "k"  # sums over units, and of each group further in
-        mine = [i for i, (row, _) in enumerate(Factor(units.blocks).places) if span.start <= row < span.stop]
-        e = basis[mine][:, span, span]
-        m, r, t = g[:, :width, :width], g[:, :width, width:], g[:, width:, width:]
-        p, log_det = shrunk(m, factor[span, span])
+        outer, lower = q - span.stop, g1.shape[1] > 0  # effects further out; parameters further in
+        mine = [i for i, (row, _) in enumerate(entries.places) if span.start <= row < span.stop]
+        e = entries.basis[mine][:, span, span]
+        zz, r = g[:, :width, :width].contiguous(), g[:, :width, width:]
+        p, log_det = shrunk(zz, factor[span, span])
         h = p @ r
-        k = r - m @ h
-        b = torch.eye(width, dtype=g.dtype) - m @ p
-        n = b @ m
-        inner, ek = g1.shape[1] > 0, torch.einsum("aij,kjr->kair", e, k)
-        down = -torch.einsum(f"kir,kais->{each}ars", k, ek)
-        if inner:
-            y = g1[:, :, :width, width:] - g1[:, :, :width, :width] @ h.unsqueeze(1)
-            lower = _turned(g1, y, h, width, outermost)
-            down = torch.cat((lower, down), dim=-3)
-        if curved:
-            nk = torch.einsum("kij,kajr->kair", n, ek)
-            twice = torch.einsum(f"kair,kbis->{each}abrs", ek, nk)
-            bend = twice + twice.mT
-            turn = -torch.einsum("aij,kjl,blm,kmi->ab", e, n, e, n)
-            if inner:
-                y2 = g2[..., :width, width:] - g2[..., :width, :width] @ h[:, None, None]
-                py, bek = torch.einsum("kij,kajr->kair", p, y), torch.einsum("kji,kajr->kair", b, ek)
-                ll = torch.einsum(f"kair,kbis->{each}abrs", y, py)
-                lt = torch.einsum(f"kair,kbis->{each}abrs", y, bek)
-                corner = _turned(g2, y2, h[:, None], width, outermost) - ll - ll.mT
-                side = -lt - lt.mT
-                bend = torch.cat(
-                    (torch.cat((corner, side), dim=-3), torch.cat((side.transpose(-4, -3), bend), dim=-3)),
-                    dim=-4,
-                )
-                pm = torch.einsum("kij,kajl->kail", p, g1[:, :, :width, :width])
-                bm = torch.einsum("kij,kajl,kml->kaim", b, g1[:, :, :width, :width], b)
-                ll = torch.einsum("kij,kabij->ab", p, g2[..., :width, :width])
-                ll = ll - torch.einsum("kaij,kbji->ab", pm, pm)
-                lt = torch.einsum("kaij,bij->ab", bm, e)
-                turn = torch.cat((torch.cat((d2 + ll, lt), dim=1), torch.cat((lt.mT, turn), dim=1)))
-            d2 = turn
-            g2 = bend if outermost else tree.parents_sum(level, bend)
-        slope = torch.einsum("kij,aij->a", n, e)
-        d1 = torch.cat((d1 + torch.einsum("kij,kaij->a", p, g1[:, :, :width, :width]), slope))
+        k = r - zz @ h
+        b = torch.eye(width, dtype=g.dtype) - zz @ p
+        n = b @ zz
+        ek = torch.einsum("aij,kjr->kair", e, k)
+        explained += torch.einsum("kir,kis->rs", r[..., outer:], h[..., outer:])
         d = d + log_det.sum()
-        left = t - r.mT @ h
-        g = left.sum(0) if outermost else tree.parents_sum(level, left)
-        g1 = down if outermost else tree.parents_sum(level, down)
-    return {"s": g, "log_det": d, "s1": g1, "d1": d1} | ({"s2": g2, "d2": d2} if curved else {})
+        slope1 = -torch.einsum("kir,kais->ars", k[..., outer:], ek[..., outer:])
+        slope_d = torch.einsum("kij,aij->a", n, e)
+        x, cx = ek, -torch.einsum("kij,kajr->kair", n, ek) if curved else ek
+        bend2, bend_d = s2, -torch.einsum("aij,kjl,blm,kmi->ab", e, n, e, n) if curved else d2
+        if lower:
+            turned, y = _turned(g1, h.unsqueeze(1), width)
+            slope1 = torch.cat((s1 - _explained(g1, y, h.unsqueeze(1), width, outer).sum(0), slope1))
+            dm = g1[:, :, :width, :width]
+            slope_d = torch.cat((d1 + torch.einsum("kij,kaij->a", p, dm), slope_d))
+        if lower and curved:
+            twice, y2 = _turned(g2, h[:, None, None], width)
+            bend2 = s2 - _explained(g2, y2, h[:, None, None], width, outer).sum(0)
+            below, beside = y.new_zeros((len(y), y.shape[1], width, y.shape[3])), torch.zeros_like(ek)
+            x = torch.cat((torch.cat((y, below), dim=2), torch.cat((beside, ek), dim=2)), dim=1)
+            first = torch.cat((p.unsqueeze(1) @ y, b.mT.unsqueeze(1) @ ek), dim=1)
+            second = torch.cat((b.unsqueeze(1) @ y, cx), dim=1)
+            cx = torch.cat((first, second), dim=2)
+            pm, bm = p.unsqueeze(1) @ dm, b.unsqueeze(1) @ dm @ b.mT.unsqueeze(1)
+            inside = torch.einsum("kij,kabij->ab", p, g2[..., :width, :width])
+            inside = d2 + inside - torch.einsum("kaij,kbji->ab", pm, pm)
+            across = torch.einsum("kaij,bij->ab", bm, e)
+            bend_d = torch.cat((torch.cat((inside, across), dim=1), torch.cat((across.mT, bend_d), dim=1)))
+        if curved:
+            pairs = torch.einsum("kair,kbis->abrs", x[..., outer:], cx[..., outer:])
+            s2, d2 = _grown(bend2, len(pairs)) - pairs - pairs.mT, bend_d
+        s1, d1 = slope1, slope_d
+        if level + 1 < len(units.widths):
+            down = -torch.einsum("kir,kais->kars", k[..., :outer], ek)
+            g1 = tree.parents_sum(level, torch.cat((turned, down), dim=1) if lower else down)
+            if curved:
+                pairs = torch.einsum("kair,kbis->kabrs", x[..., :outer], cx)
+                pairs = pairs + torch.einsum("kbir,kais->kabrs", cx[..., :outer], x)
+                g2 = tree.parents_sum(level, (_grown(twice, pairs.shape[1], 1) if lower else 0) - pairs)
+            g = tree.parents_sum(level, g[:, width:, width:] - r[..., :outer].mT @ h)
+    out = {"explained": explained, "log_det": d, "s1": s1, "d1": d1}
+    return out | ({"s2": s2, "d2": d2} if curved else {})
 
 
-def _turned(g: Tensor, y: Tensor, h: Tensor, width: int, add: bool) -> Tensor:
-    """J' G J of derivatives ``[K, ..., c, c]``, with Y their upper half; added up over groups."""
-    h = h.unsqueeze(1)
-    bottom = g[..., width:, width:] - g[..., width:, :width] @ h - h.mT @ y
-    return bottom.sum(0) if add else bottom
+def _turned(g: Tensor, h: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """J' G J of derivatives ``[K, ..., z, c]``, rows of effects further out, and Y."""
+    y = g[..., :width, width:] - g[..., :width, :width] @ h
+    outer = g.shape[-2] - width
+    return g[..., width:, width:] - g[..., width:, :width] @ h - h[..., :outer].mT @ y, y
+
+
+def _explained(g: Tensor, y: Tensor, h: Tensor, width: int, outer: int) -> Tensor:
+    """What J' G J takes from the rows and columns of W."""
+    w = h[..., outer:]
+    return g[..., :width, width + outer :].mT @ w + w.mT @ y[..., outer:]
+
+
+def _grown(v: Tensor, size: int, dim: int = 0) -> Tensor:
+    """With zeros for further parameters after these two dimensions' own."""
+    shape = list(v.shape)
+    shape[dim] = shape[dim + 1] = size
+    out, count = v.new_zeros(shape), v.shape[dim]
+    out.narrow(dim, 0, count).narrow(dim + 1, 0, count).copy_(v)
+    return out
 
 
 @dataclass(frozen=True)
@@ -182,26 +213,30 @@ class Profiles(Question[Tensors]):
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         factors = asked["factors"]
         m, count = len(self.units.x_names) + 1, len(factors)
-        sums = {"s": factors.new_zeros((count, m, m)), "log_det": factors.new_zeros(count)}
+        sums = {"explained": factors.new_zeros((count, m, m)), "log_det": factors.new_zeros(count)}
         for cells in parts_of(units.split(CELLS), self.units, PROFILES_BESIDE):
             tree, products = Tree.of(cells), group_products(cells, self.units)
             each = max(1, PROFILE_NUMBERS_AT_ONCE // products.numel())
             for start in range(0, count, each):
                 some = slice(start, start + each)
-                s, log_det = self.without_derivatives(tree, products, factors[some])
-                sums["s"][some] += s
+                explained, log_det = self.without_derivatives(tree, products, factors[some])
+                sums["explained"][some] += explained
                 sums["log_det"][some] += log_det
         return Answer(everyone(units.cohort), sums={n: v.flatten() for n, v in sums.items()})
 
     def without_derivatives(self, tree: Tree, g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-        """S ``[T, m, m]`` and D ``[T]``."""
-        widths, g, d = self.units.widths, g.expand(len(factors), *g.shape), factors.new_zeros(len(factors))
+        """What is explained ``[T, m, m]``, and D ``[T]``."""
+        widths, q, m = self.units.widths, g.shape[1], g.shape[2] - g.shape[1]
+        g, d = g.expand(len(factors), *g.shape), factors.new_zeros(len(factors))
+        explained = factors.new_zeros((len(factors), m, m))
         for level, (width, span) in enumerate(zip(widths, spans(widths), strict=True)):
             p, log_dets = shrunk(g[..., :width, :width], factors[:, None, span, span])
-            r, d = g[..., :width, width:], d + log_dets.sum(1)
-            g = g[..., width:, width:] - r.mT @ p @ r
-            g = g.sum(1) if level + 1 == len(widths) else tree.parents_sum(level, g, 1)
-        return g, d
+            r, d, outer = g[..., :width, width:], d + log_dets.sum(1), q - span.stop
+            h = p @ r
+            explained += torch.einsum("tkir,tkis->trs", r[..., outer:], h[..., outer:])
+            if outer:
+                g = tree.parents_sum(level, g[..., width:, width:] - r[..., :outer].mT @ h, 1)
+        return explained, d
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
         return total.plain
@@ -268,7 +303,8 @@ class Criterion:
     def taylor(self, theta: Tensor, sums: Tensors) -> Taylor:
         """S and D with their derivatives, of those whose sums these are."""
         m, k = len(self.ww), self.factor.size
-        s, s1 = sums["s"].reshape(m, m), sums["s1"].reshape(k, m, m)
+        whole = sums["ww"].reshape(m, m) if "ww" in sums else self.ww
+        s, s1 = whole - sums["explained"].reshape(m, m), sums["s1"].reshape(k, m, m)
         s2, d2 = s.new_zeros((k, k, m, m)), s.new_zeros((k, k))
         if "s2" in sums:
             s2, d2 = sums["s2"].reshape(k, k, m, m), sums["d2"].reshape(k, k)
@@ -321,14 +357,16 @@ class GaussianEngine(Engine):
     @cached_property
     def criterion(self) -> Criterion:
         m, q = len(self.units.x_names) + 1, len(self.units.z_names)
-        # What leaves sites without random effects is W'W.
-        ww = self.sums(torch.zeros((q, q), dtype=torch.float64))["s"].reshape(m, m)
+        ww = self.sums(torch.zeros((q, q), dtype=torch.float64), whole=True)["ww"].reshape(m, m)
         log_scale = float(self.units.x_scale.log().sum())
         return Criterion(self.factor, ww, self.groups.examples, self.constant, self.reml, log_scale)
 
-    def sums(self, factor: Tensor, curved: bool = False, among: Tensor | None = None) -> Tensors:
+    def sums(
+        self, factor: Tensor, curved: bool = False, among: Tensor | None = None, whole: bool = False
+    ) -> Tensors:
         """What everyone answers at a relative factor, or those at these positions."""
-        return self.groups.ask(Profile(self.units), {"factor": factor, "curved": torch.tensor(curved)}, among)
+        known = {"factor": factor, "curved": torch.tensor(curved), "whole": torch.tensor(whole)}
+        return self.groups.ask(Profile(self.units), known, among)
 
     def search(self) -> tuple[SearchResult, ThetaPoint]:
         criterion = self.criterion
@@ -358,7 +396,7 @@ class GaussianEngine(Engine):
 
     def _s(self, point: ThetaPoint) -> tuple[Tensor, float]:
         sums = self.sums(point.factor)
-        s = sums["s"].reshape(self.criterion.ww.shape)
+        s = self.criterion.ww - sums["explained"].reshape(self.criterion.ww.shape)
         return 0.5 * (s + s.mT), float(sums["log_det"])
 
     def log_likelihood(self, point: ThetaPoint) -> float:
@@ -396,7 +434,7 @@ class GaussianEngine(Engine):
     def _slopes(self, x: Tensor, among: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Of some the score, of everyone the information too."""
         p, curved = len(self.units.x_names), among is None
-        sums = self.sums(self.factor.matrix(x[p:-1]), curved, among)
+        sums = self.sums(self.factor.matrix(x[p:-1]), curved, among, whole=True)
         near = self.criterion.taylor(x[p:-1], sums)
         with torch.enable_grad():
             at = x.clone().requires_grad_()
@@ -407,9 +445,14 @@ class GaussianEngine(Engine):
             information = -rows_of_jacobian(score, at) if curved else None
         return score.detach(), information
 
-    def spread(self, point: ThetaPoint) -> Tensor:
+    def near(self, point: ThetaPoint) -> Taylor:
+        """S and D about a point, to second order: everyone is asked once."""
         theta = self.factor.entries(point.factor)
-        near = self.criterion.taylor(theta, self.sums(point.factor, curved=True))
+        return self.criterion.taylor(theta, self.sums(point.factor, curved=True))
+
+    def spread(self, point: ThetaPoint, near: Taylor | None = None) -> Tensor:
+        theta = self.factor.entries(point.factor)
+        near = self.near(point) if near is None else near
         with torch.enable_grad():
             at = torch.cat((torch.zeros_like(theta), theta.new_tensor([math.log(point.sigma)])))
             at = at.requires_grad_()
@@ -443,7 +486,7 @@ class GaussianEngine(Engine):
         factors = torch.stack([self.factor.matrix(t) for t in thetas])
         m = len(criterion.ww)
         sums = self.groups.ask(Profiles(self.units), {"factors": factors})
-        s = sums["s"].reshape(-1, m, m)
+        s = criterion.ww - sums["explained"].reshape(-1, m, m)
         values = [float(criterion.value(one, d)) for one, d in zip(s, sums["log_det"], strict=True)]
         weight = (0.5 * noise[:, :size].square().sum(1) - noise.new_tensor(values)).softmax(0)
         grid = (torch.arange(count, dtype=torch.float64) + 0.5) / count
@@ -467,7 +510,7 @@ class GaussianEngine(Engine):
 def posteriors(cells: Cohort, units: Coordinates, point: ThetaPoint) -> Paths:
     """Means and covariances of groups' effects at each level."""
     q, v = len(units.z_names), torch.cat((-point.b, point.b.new_ones(1)))
-    products = group_products(cells, units)[:, :q]
+    products = group_products(cells, units)
     left = (products[:, :, q:] @ v).unsqueeze(2)
     found = paths(Tree.of(cells), units.widths, torch.cat((products[:, :, :q], left), dim=2), point.factor)
     return replace(found, covariance=tuple(c * point.sigma**2 for c in found.covariance))

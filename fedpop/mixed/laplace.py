@@ -6,9 +6,9 @@ log-density l(eta) - u'u / 2,
     log L = l(eta^) - u^'u^ / 2 - log det(I + Lambda' Z' W Z Lambda) / 2,
 
 W the curvature of l at u^: what lme4's ``glmer`` maximises (nAGQ = 1). A Newton step towards the mode is a
-weighted least-squares problem with the structure of the normal model's, and is solved as that one is, from the
-innermost groups outward (``nesting``). Gradient and Hessian in (b, theta) are exact: a step from the mode, as a
-function of theta, has the mode's derivative, and two steps have its first three.
+weighted least-squares problem with the structure of the normal model's, and is solved as that one is, from
+the innermost groups outward (``nesting``). Gradient and Hessian in (b, theta) are exact: a step from the
+mode, as a function of theta, has the mode's derivative, and two steps have its first three.
 """
 
 from __future__ import annotations

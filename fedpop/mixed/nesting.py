@@ -101,7 +101,7 @@ class Tree:
         return cls(tuple(at), parents, units, tuple(len(u) for u in units))
 
     def parents_sum(self, level: int, values: Tensor, dim: int = 0) -> Tensor:
-        """Values of a level's groups, which are counted in this dimension, added up over those of the next."""
+        """Values of a level's groups, counted in this dimension, added up over those of the next."""
         shape = (*values.shape[:dim], self.sizes[level + 1], *values.shape[dim + 1 :])
         return values.new_zeros(shape).index_add(dim, self.parents[level], values)
 
@@ -117,16 +117,16 @@ class Tree:
 
 def cells(train: Packed) -> Packed:
     """Of each innermost group the sum of weights, weighted means of all columns (Z, X, y - offset), and
-    products about these means: sums about any centre follow, and nothing is lost where columns are far from
-    zero."""
+    products of Z with them about these means: sums about any centre follow, and nothing is lost where columns
+    are far from zero."""
     x = train.x
     assert isinstance(x, dict)
-    weight = x["beside"][:, 1]
+    weight, q = x["beside"][:, 1], x["random"].shape[1]
     n, owner = len(weight), torch.repeat_interleave(torch.arange(len(train.sizes)), train.sizes)
     begins = x.get(BEGINS)
     first = torch.cat((owner.new_ones(1), owner.diff())) > 0 if begins is None else begins[:, 0]
     at = first.cumsum(0) - 1
-    count, width = int(first.sum()), x["random"].shape[1] + x["fixed"].shape[1] + 1
+    count, width = int(first.sum()), q + x["fixed"].shape[1] + 1
     parts = [slice(i, i + PRODUCT_ROWS_AT_ONCE) for i in range(0, n, PRODUCT_ROWS_AT_ONCE)]
 
     def columns(part: slice) -> Tensor:
@@ -138,12 +138,12 @@ def cells(train: Packed) -> Packed:
     for part in parts:
         mean.index_add_(0, at[part], columns(part) * weight[part].unsqueeze(1))
     mean /= total.unsqueeze(1)
-    products = weight.new_zeros((count, width * width))
+    products = weight.new_zeros((count, q * width))
     for part in parts:
         apart = columns(part) - mean[at[part]]
-        outer = apart.unsqueeze(2) * (apart * weight[part].unsqueeze(1)).unsqueeze(1)
+        outer = apart[:, :q].unsqueeze(2) * (apart * weight[part].unsqueeze(1)).unsqueeze(1)
         products.index_add_(0, at[part], outer.flatten(1))
-    beside = {"mean": mean, "products": products.unflatten(1, (width, width))}
+    beside = {"mean": mean, "products": products.unflatten(1, (q, width))}
     if begins is not None:
         beside[BEGINS] = begins[first]
     sizes = torch.bincount(owner[first], minlength=len(train.sizes))
@@ -159,8 +159,9 @@ def shrunk(m: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     root, info = torch.linalg.cholesky_ex(inner)
     if bool((info != 0).any()):
         raise EstimateError("a group's covariance is not positive definite: its numbers are too far apart")
-    half = torch.linalg.solve_triangular(root, factor.mT.expand(inner.shape), upper=False)
-    return half.mT @ half, 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    # The matrix is one and more in every direction: for few effects this is the fastest way that is exact.
+    p = factor @ torch.linalg.solve(inner, factor.mT.expand(inner.shape))
+    return 0.5 * (p + p.mT), 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
 def spans(widths: Sequence[int]) -> list[slice]:
