@@ -13,8 +13,8 @@ from fedpop.federation.reading import input_names
 from fedpop.files import write_json
 from fedpop.methods.base import PopulationPrior, role_of
 from fedpop.models.base import Model
-from fedpop.models.flat import Layout
 from fedpop.models.links import LinkedLayout
+from fedpop.models.modules import Layout
 from fedpop.population import Population
 
 FEDERATION, OUTCOME = "federation.json", "outcome.json"

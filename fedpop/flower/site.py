@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fedpop.errors import CheckpointError, FedpopError, SchemaError, SettingsError
+from fedpop.evaluation import validation
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active
 from fedpop.files import read_sealed, read_tensors, writable_folder, write_sealed, write_tensors
@@ -45,8 +46,8 @@ log = logging.getLogger("fedpop.site")
 
 STUDIES: Mapping[str, type[Study]] = {kind.__name__: kind for kind in (Survey, Training, FormulaStudy)}
 """What an experiment may be about."""
-FORMULAS = (groups, gaussian, quadrature)
-"""Whose questions a site knows, because they are imported."""
+QUESTIONS = (groups, gaussian, quadrature, validation)
+"""Whose questions a site knows, because they are imported; methods import the others."""
 DESCRIPTION, MODEL = "method.json", "model.safetensors"
 """The study's description as a site received it, and the tensors that belong to it."""
 THETA, SEALED = "theta.safetensors", "theta.json"

@@ -6,6 +6,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -214,6 +216,28 @@ def test_a_question_that_is_not_listed_is_refused_by_name(
     entries = [e for e in Ledger.of(again[first]).read() if e["kind"] == "ask"]
     assert ["question", why] in [e.get("refused") for e in entries]
     assert not any(e["vectors"] for e in entries if "refused" in e)
+
+
+NAMES = """import importlib, pkgutil, sys
+import fedpop.flower.client
+if "all" in sys.argv:
+    for module in pkgutil.walk_packages(fedpop.__path__, "fedpop."):
+        importlib.import_module(module.name)
+from fedpop.questions import Question
+from fedpop.settings import all_of
+print(sorted({q.name for q in all_of(Question) if q.__module__.startswith("fedpop.")}))
+"""
+
+
+def test_a_site_knows_every_question_of_the_library() -> None:
+    """In a process of its own, where nothing else has imported them."""
+    known, every = (
+        subprocess.run(
+            [sys.executable, "-c", NAMES, which], capture_output=True, text=True, check=True
+        ).stdout
+        for which in ("client", "all")
+    )
+    assert known == every
 
 
 def test_a_question_that_does_not_exist_is_an_error_of_the_settings(
