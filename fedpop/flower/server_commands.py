@@ -12,7 +12,7 @@ from typing import Any
 from fedpop.errors import SettingsError
 from fedpop.files import digest_of_bytes, writable_folder, write_bytes, write_json
 from fedpop.flower import certificates
-from fedpop.flower.logs import Words
+from fedpop.flower.logs import LogLine
 from fedpop.flower.metrics import of_run, serving_metrics
 from fedpop.flower.processes import LogTail, Supervised, environment, healthy, program, require_free
 from fedpop.flower.server_folder import ServerFolder
@@ -171,7 +171,7 @@ def run(root: Path, insecure: bool, say: Say) -> None:
             f"{folder.tls} has no certificate: make the folder without --insecure, or ask for it"
         )
     if insecure:
-        say(Words(INSECURE))
+        say(LogLine(INSECURE))
     else:
         certificates.check_server_certificate(folder.tls)
     require_free(host, port)
@@ -231,7 +231,7 @@ class _RunWatch:
                 self._say(f"finished; theta is in {self._folder.run / 'population'}")
                 return
             in_vain = 0 if self._printed > before or self._link.starts > starts else in_vain + 1
-            self._say(Words(f"the run ended before its time{self._why()}; it goes on from its last round"))
+            self._say(LogLine(f"the run ended before its time{self._why()}; it goes on from its last round"))
         log = self._folder.run / "server.log"
         raise SettingsError(f"the run broke {RUN_TRIES} times without a round{self._why()}; {log} says more")
 
@@ -280,7 +280,7 @@ class _RunWatch:
             found = self._flwr("supernode", "register", str(key), CONNECTION, "--name", key.stem)
             failure = str(found.get("error-message", ""))
             if not found.get("success") and "already" not in failure.lower():
-                self._say(Words(f"site {key.stem} could not be registered: {failure.strip()}"))
+                self._say(LogLine(f"site {key.stem} could not be registered: {failure.strip()}"))
                 self._again[key.stem] = time.monotonic() + 60
                 continue
             self._registered.add(known)

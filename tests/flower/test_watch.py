@@ -14,7 +14,7 @@ import pytest
 
 from fedpop.files import write_json
 from fedpop.flower.metrics import of_run
-from fedpop.flower.pages import Answer, serving
+from fedpop.flower.pages import Served, serving
 from fedpop.flower.server_folder import ServerFolder
 from fedpop.flower.site_state import locked
 from fedpop.flower.status import standing
@@ -94,7 +94,7 @@ def test_a_run_that_goes_on(folder: ServerFolder, tmp_path: Path) -> None:
     """Rounds, losses, who was heard, who is late, bytes; what comes from elsewhere is text and no more."""
     asked = []
 
-    def answer(path: str) -> Answer | None:
+    def answer(path: str) -> Served | None:
         asked.append(path)
         return page_of(folder, TOKEN, path)
 
@@ -136,10 +136,10 @@ def test_it_fits_its_window(folder: ServerFolder, tmp_path: Path, size: tuple[in
         b"`${document.documentElement.scrollWidth} of ${innerWidth}` }, 1500)</script></body>"
     )
 
-    def answer(path: str) -> Answer | None:
+    def answer(path: str) -> Served | None:
         found = page_of(folder, TOKEN, path)
         assert found is not None
-        return Answer(found.kind, found.body.replace(b"</body>", measure))
+        return Served(found.kind, found.body.replace(b"</body>", measure))
 
     with locked(folder.run / "run"), serving(0, answer) as address:
         document = browsed(f"{address}/{TOKEN}/", tmp_path, size=size)
