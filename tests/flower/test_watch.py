@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import http.client
 import json
 import re
 import time
@@ -19,7 +18,7 @@ from fedpop.flower.server_folder import ServerFolder
 from fedpop.flower.site_state import locked
 from fedpop.flower.status import standing
 from fedpop.flower.watch import SHOWN_POINTS, page_of, view
-from tests.flower.browser import browsed, needs_browser
+from tests.flower.browser import browsed, get, needs_browser
 from tests.flower.commands import fedpop, refused
 
 TOKEN = "a-token-of-the-test"
@@ -160,14 +159,6 @@ def test_the_page_points_nowhere() -> None:
 
 
 # --- who sees it ---------------------------------------------------------------------------------------
-
-
-def get(address: str, path: str, host: str | None = None) -> tuple[int, bytes, dict[str, str]]:
-    where = address.removeprefix("http://")
-    link = http.client.HTTPConnection(where, timeout=10)
-    link.request("GET", path, headers={"Host": host or where})
-    answer = link.getresponse()
-    return answer.status, answer.read(), dict(answer.getheaders())
 
 
 def test_without_the_token_there_is_nothing(folder: ServerFolder) -> None:
