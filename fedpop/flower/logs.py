@@ -24,12 +24,12 @@ LINE_PARTS = re.compile(r"([-\d]+ [:,\d]+) ([A-Z]+) (.*)")
 """Such a line again."""
 
 
-class Words(str):
+class LogLine(str):
     """A line for the log that is no mere information."""
 
     level: int
 
-    def __new__(cls, text: str, level: int = logging.WARNING) -> Words:
+    def __new__(cls, text: str, level: int = logging.WARNING) -> LogLine:
         made = super().__new__(cls, text)
         made.level = level
         return made
@@ -65,7 +65,7 @@ class CommandLog:
             self._log.addHandler(handler)
 
     def __call__(self, words: str) -> None:
-        self._log.log(words.level if isinstance(words, Words) else logging.INFO, "%s", words)
+        self._log.log(words.level if isinstance(words, LogLine) else logging.INFO, "%s", words)
 
     def failed(self, error: FedpopError) -> None:
         """What ended the command, in the file alone: the terminal is told of it as of any error."""

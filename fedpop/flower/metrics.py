@@ -11,7 +11,7 @@ from typing import Any
 
 from fedpop.errors import CheckpointError, SettingsError
 from fedpop.flower.ledger import Ledger
-from fedpop.flower.pages import Answer, serving
+from fedpop.flower.pages import Served, serving
 from fedpop.run.callbacks import scalars
 
 FORM = "text/plain; version=0.0.4; charset=utf-8"
@@ -111,18 +111,18 @@ def of_ledger(ledger: Ledger) -> str:
 
 @contextmanager
 def serving_metrics(port: int, text: Callable[[], str], say: Callable[[str], None]) -> Iterator[None]:
-    """Answer ``/metrics`` on this port of this machine, where there is one."""
+    """Served ``/metrics`` on this port of this machine, where there is one."""
     if not port:
         yield
         return
 
-    def answer(path: str) -> Answer | None:
+    def answer(path: str) -> Served | None:
         if path != "/metrics":
             return None
         try:
-            return Answer(FORM, text().encode())
+            return Served(FORM, text().encode())
         except CheckpointError as error:  # a file is being replaced, or was edited
-            return Answer("text/plain; charset=utf-8", f"{error}\n".encode(), 500)
+            return Served("text/plain; charset=utf-8", f"{error}\n".encode(), 500)
 
     with serving(port, answer) as address:
         say(f"metrics are at {address}/metrics")

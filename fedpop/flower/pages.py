@@ -22,7 +22,7 @@ WAIT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class Served:
     """What a path shows."""
 
     kind: str
@@ -31,7 +31,7 @@ class Answer:
 
 
 @contextmanager
-def serving(port: int, answer: Callable[[str], Answer | None]) -> Iterator[str]:
+def serving(port: int, answer: Callable[[str], Served | None]) -> Iterator[str]:
     """Serve in a thread; gives the address. Port 0 is a free one. None is 404."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -40,7 +40,7 @@ def serving(port: int, answer: Callable[[str], Answer | None]) -> Iterator[str]:
         def do_GET(self) -> None:
             host = self.headers.get("Host", "").rsplit(":", 1)[0]
             found = answer(self.path.partition("?")[0]) if host in HERE else None
-            found = found or Answer("text/plain; charset=utf-8", b"there is nothing here\n", 404)
+            found = found or Served("text/plain; charset=utf-8", b"there is nothing here\n", 404)
             self.send_response(found.status)
             headers = {"Content-Type": found.kind, "Content-Length": str(len(found.body))}
             headers |= {"Cache-Control": "no-store", "Content-Security-Policy": POLICY}

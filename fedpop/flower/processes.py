@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from fedpop.errors import SettingsError
-from fedpop.flower.logs import LINE_PARTS, Words, put_aside
+from fedpop.flower.logs import LINE_PARTS, LogLine, put_aside
 
 RESTART_SECONDS = (1.0, 30.0)
 """Seconds before a process that ended is started again: the first time, and at most."""
@@ -196,7 +196,7 @@ class Supervised:
                 RESTART_SECONDS[0] if ran > STEADY_SECONDS else min(2 * self._wait, RESTART_SECONDS[1])
             )
             self._due = now + self._wait
-            self._say(Words(f"it ended with code {code} after {ran:.0f} s; it is started again"))
+            self._say(LogLine(f"it ended with code {code} after {ran:.0f} s; it is started again"))
             self._end_group()
         elif now >= self._due:
             self._due = 0.0
@@ -232,7 +232,7 @@ class LogTail:
         self._file, self._levels = file, levels
         self._at, self._node = (file.stat().st_size, file.stat().st_ino) if file.exists() else (0, 0)
 
-    def new(self) -> list[Words]:
+    def new(self) -> list[LogLine]:
         if not self._file.exists():
             return []
         rotated = self._file.with_name(f"{self._file.name}.1")
@@ -244,7 +244,7 @@ class LogTail:
         self._node = self._file.stat().st_ino
         found = map(LINE_PARTS.fullmatch, [*lines, *self._read(self._file)])
         levels = logging.getLevelNamesMapping()
-        return [Words(match[3], levels[match[2]]) for match in found if match and match[2] in self._levels]
+        return [LogLine(match[3], levels[match[2]]) for match in found if match and match[2] in self._levels]
 
     def _read(self, file: Path) -> list[str]:
         with file.open("rb") as log:

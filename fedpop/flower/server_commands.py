@@ -12,7 +12,7 @@ from fedpop.errors import SettingsError
 from fedpop.files import writable_folder, write_bytes, write_json
 from fedpop.flower import admission, certificates
 from fedpop.flower.checks import check_deployment
-from fedpop.flower.logs import Words
+from fedpop.flower.logs import LogLine
 from fedpop.flower.metrics import of_run, serving_metrics
 from fedpop.flower.processes import LogTail, Supervised, alone, environment, make_private, require_free
 from fedpop.flower.server_folder import LAYOUT, ServerFolder
@@ -198,7 +198,7 @@ def run(root: Path, insecure: bool, say: Say, stock: bool = False) -> None:
             f"{folder.tls} has no certificate: make the folder without --insecure, or ask for it"
         )
     if insecure:
-        say(Words(INSECURE))
+        say(LogLine(INSECURE))
     else:
         certificates.check_server_certificate(folder.tls)
     with alone(folder.root / "server", f"another process runs {folder.root} already"):
@@ -255,7 +255,7 @@ class _RunWatch:
                     raise SettingsError(
                         f"the run broke {RUN_TRIES} times without a round{why}; {logs} say more"
                     )
-                self._say(Words(f"the run ended before its time{why}; it goes on from its last round"))
+                self._say(LogLine(f"the run ended before its time{why}; it goes on from its last round"))
 
     def _print_new(self) -> None:
         for words in self._log.new():

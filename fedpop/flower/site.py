@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fedpop.errors import CheckpointError, FedpopError, ScaleError, SchemaError, SettingsError
+from fedpop.evaluation import validation
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active
 from fedpop.federation.reading import USUAL_TABLE, TableFormat
@@ -55,8 +56,8 @@ log = logging.getLogger("fedpop.site")
 
 STUDIES: Mapping[str, type[Study]] = {kind.__name__: kind for kind in (Survey, Training, FormulaStudy)}
 """What an experiment may be about."""
-FORMULAS = (groups, gaussian, quadrature)
-"""Whose questions a site knows, because they are imported."""
+QUESTIONS = (groups, gaussian, quadrature, validation)
+"""Whose questions a site knows, because they are imported; methods import the others."""
 DESCRIPTION, MODEL = "method.json", "model.safetensors"
 """The study's description as a site received it, and the tensors that belong to it."""
 COLUMNS, FORMULA = "columns.safetensors", "formula.json"

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedpop.errors import CheckpointError, SettingsError
 from fedpop.flower.logs import LINE_PARTS
-from fedpop.flower.pages import Answer, serving
+from fedpop.flower.pages import Served, serving
 from fedpop.flower.server_folder import ServerFolder
 from fedpop.flower.status import read_rounds, standing
 
@@ -36,20 +36,20 @@ def serve_page(root: Path, port: int, say: Callable[[str], None]) -> None:
             time.sleep(3600)
 
 
-def page_of(folder: ServerFolder, token: str, path: str) -> Answer | None:
+def page_of(folder: ServerFolder, token: str, path: str) -> Served | None:
     """What is at a path: the page, and what it shows."""
     _, given, *rest = [*path.split("/", 2), ""]
     if not secrets.compare_digest(given.encode(), token.encode()):
         return None
     if rest[0] == "":
-        return Answer("text/html; charset=utf-8", (files("fedpop.flower") / "watch.html").read_bytes())
+        return Served("text/html; charset=utf-8", (files("fedpop.flower") / "watch.html").read_bytes())
     if rest[0] != "view.json":
         return None
     try:
         found = view(ServerFolder(folder.root))  # its settings may have been edited
     except (CheckpointError, SettingsError) as error:
         found = {"error": str(error)}
-    return Answer("application/json", json.dumps(found).encode())
+    return Served("application/json", json.dumps(found).encode())
 
 
 def view(folder: ServerFolder) -> dict[str, Any]:

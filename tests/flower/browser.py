@@ -1,7 +1,8 @@
-"""Headless Chromium: what a page shows once its script has run, and a picture of it."""
+"""What this machine's pages answer; and headless Chromium: what a page shows once its script has run."""
 
 from __future__ import annotations
 
+import http.client
 import os
 import shutil
 import subprocess
@@ -36,3 +37,11 @@ def browsed(address: str, folder: Path, *arguments: str, size: tuple[int, int] =
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def get(address: str, path: str, host: str | None = None) -> tuple[int, bytes, dict[str, str]]:
+    where = address.removeprefix("http://")
+    link = http.client.HTTPConnection(where, timeout=10)
+    link.request("GET", path, headers={"Host": host or where})
+    answer = link.getresponse()
+    return answer.status, answer.read(), dict(answer.getheaders())

@@ -6,6 +6,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,13 @@ from fedpop.flower.allowed import Allowed
 from fedpop.flower.client import app
 from fedpop.flower.deployment import run_deployment
 from fedpop.flower.ledger import LEDGER, Ledger
+from fedpop.flower.metrics import serving_ledger
+from fedpop.flower.processes import free_port
 from fedpop.flower.records import message_from_record
 from fedpop.flower.site_folder import open_site
 from fedpop.site.refusal import Code
-from tests.flower.commands import refused
+from tests.flower.browser import get
+from tests.flower.commands import fedpop, refused
 from tests.flower.local_grid import LocalGrid
 from tests.flower.sites import across, deployment, enrol, transport_on
 from tests.methods.conformance import four, made
@@ -216,6 +221,28 @@ def test_a_question_that_is_not_listed_is_refused_by_name(
     assert not any(e["vectors"] for e in entries if "refused" in e)
 
 
+NAMES = """import importlib, pkgutil, sys
+import fedpop.flower.client
+if "all" in sys.argv:
+    for module in pkgutil.walk_packages(fedpop.__path__, "fedpop."):
+        importlib.import_module(module.name)
+from fedpop.questions import Question
+from fedpop.settings import all_of
+print(sorted({q.name for q in all_of(Question) if q.__module__.startswith("fedpop.")}))
+"""
+
+
+def test_a_site_knows_every_question_of_the_library() -> None:
+    """In a process of its own, where nothing else has imported them."""
+    known, every = (
+        subprocess.run(
+            [sys.executable, "-c", NAMES, which], capture_output=True, text=True, check=True
+        ).stdout
+        for which in ("client", "all")
+    )
+    assert known == every
+
+
 def test_a_question_that_does_not_exist_is_an_error_of_the_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,3 +273,57 @@ def test_a_formula_that_is_not_listed_is_refused_by_name(tmp_path: Path) -> None
     for asked, weights in (("y ~ 1 + (1 | g)", {}), ("y ~ x + (1 | g)", {"weights": "w"})):
         with pytest.raises(DataError, match=r"north: the formula 'y ~ .* is not among those that site.toml"):
             over(LocalGrid(app, folders), asked, **weights)
+
+
+# --- the command ---------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    across(made("FedAvg", "linear"), four("linear"), tmp_path, rounds=2)
+    folder = tmp_path / next(iter(four("linear")))
+    entries = list(Ledger.of(folder).read())
+    capsys.readouterr()
+
+    def told(*arguments: str) -> list[str]:
+        fedpop("site", "ledger", folder, *arguments)
+        return capsys.readouterr().out.splitlines()
+
+    shown = told()
+    assert len(shown) == len(entries) + 2
+    assert any("  test  round 2: " in line for line in shown)
+    assert shown[-2].startswith(f"{len(entries)} message(s), ")
+    assert shown[-1] == f"the last one is {entries[-1]['hash']}"
+    assert told("--verify") == shown[-2:]
+    assert told("--last", "1") == shown[-3:]
+    assert [json.loads(line) for line in told("--json")] == entries
+    assert told("--verify", "--head", entries[1]["hash"]) == shown[-2:]
+    lines = (folder / LEDGER).read_bytes().splitlines(keepends=True)
+    (folder / LEDGER).write_bytes(b"".join(lines[:-1]))  # the chain is whole, and the noted digest is gone
+    assert len(told("--verify")) == 2
+    assert "entries that once were there are missing" in refused(
+        capsys, "site", "ledger", folder, "--head", entries[-1]["hash"]
+    )
+    (folder / LEDGER).write_bytes(lines[0] + b"".join(lines[2:]))
+    assert "line 2: it does not follow" in refused(capsys, "site", "ledger", folder, "--verify")
+    (folder / LEDGER).unlink()
+    assert told() == ["nothing has left this site yet"]
+    assert "is no site's folder" in refused(capsys, "site", "ledger", tmp_path / "none")
+
+
+def test_a_site_s_numbers_for_prometheus(tmp_path: Path) -> None:
+    """What its ledger has, on loopback, under that path and no other."""
+    across(made("FedAvg", "linear"), four("linear"), tmp_path, rounds=3)
+    folder = tmp_path / next(iter(four("linear")))
+    entries, told, port = list(Ledger.of(folder).read()), list[str](), free_port()
+    with serving_ledger(folder, port, told.append):
+        assert told == [f"metrics are at http://127.0.0.1:{port}/metrics"]
+        status, body, headers = get(f"http://127.0.0.1:{port}", "/metrics")
+        assert status == 200
+        assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        assert get(f"http://127.0.0.1:{port}", "/")[0] == 404
+    text = body.decode()
+    assert f"fedpop_site_messages_total {len(entries)}\n" in text
+    assert f"fedpop_site_bytes_total {sum(e['bytes'] for e in entries)}\n" in text
+    assert "fedpop_site_last_round 3\n" in text
+    with serving_ledger(folder, 0, told.append):
+        assert len(told) == 1  # no port, no server

@@ -14,7 +14,7 @@ import pytest
 
 from fedpop.errors import SettingsError
 from fedpop.flower import logs
-from fedpop.flower.logs import Words, command_log, log_to, put_aside, rotating
+from fedpop.flower.logs import LogLine, command_log, log_to, put_aside, rotating
 from fedpop.flower.processes import LogTail
 from tests.flower.commands import Made, refused
 
@@ -24,7 +24,7 @@ TEXT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR) (.
 def test_lines_have_times_and_levels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with command_log(tmp_path / "logs" / "fedpop.log", plain=False) as say:
         say("round 1: 2 of 2 sites")
-        say(Words("north was left out"))
+        say(LogLine("north was left out"))
     text = (tmp_path / "logs" / "fedpop.log").read_text()
     assert capsys.readouterr().out == text
     found = [TEXT.fullmatch(line) for line in text.splitlines()]
@@ -37,7 +37,7 @@ def test_lines_have_times_and_levels(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_lines_are_json_where_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with command_log(tmp_path / "fedpop.log", plain=True) as say:
         say('a "quoted" line\nand its end')
-        say(Words("wrong", logging.ERROR))
+        say(LogLine("wrong", logging.ERROR))
     lines = capsys.readouterr().out.splitlines()
     assert lines == (tmp_path / "fedpop.log").read_text().splitlines()
     found = [json.loads(line) for line in lines]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import http.client
 import json
 import re
 import time
@@ -14,12 +13,12 @@ import pytest
 
 from fedpop.files import write_json
 from fedpop.flower.metrics import of_run
-from fedpop.flower.pages import Answer, serving
+from fedpop.flower.pages import Served, serving
 from fedpop.flower.server_folder import ServerFolder
 from fedpop.flower.site_state import locked
 from fedpop.flower.status import standing
 from fedpop.flower.watch import SHOWN_POINTS, page_of, view
-from tests.flower.browser import browsed, needs_browser
+from tests.flower.browser import browsed, get, needs_browser
 from tests.flower.commands import fedpop, refused
 
 TOKEN = "a-token-of-the-test"
@@ -94,7 +93,7 @@ def test_a_run_that_goes_on(folder: ServerFolder, tmp_path: Path) -> None:
     """Rounds, losses, who was heard, who is late, bytes; what comes from elsewhere is text and no more."""
     asked = []
 
-    def answer(path: str) -> Answer | None:
+    def answer(path: str) -> Served | None:
         asked.append(path)
         return page_of(folder, TOKEN, path)
 
@@ -136,10 +135,10 @@ def test_it_fits_its_window(folder: ServerFolder, tmp_path: Path, size: tuple[in
         b"`${document.documentElement.scrollWidth} of ${innerWidth}` }, 1500)</script></body>"
     )
 
-    def answer(path: str) -> Answer | None:
+    def answer(path: str) -> Served | None:
         found = page_of(folder, TOKEN, path)
         assert found is not None
-        return Answer(found.kind, found.body.replace(b"</body>", measure))
+        return Served(found.kind, found.body.replace(b"</body>", measure))
 
     with locked(folder.run / "run"), serving(0, answer) as address:
         document = browsed(f"{address}/{TOKEN}/", tmp_path, size=size)
@@ -160,14 +159,6 @@ def test_the_page_points_nowhere() -> None:
 
 
 # --- who sees it ---------------------------------------------------------------------------------------
-
-
-def get(address: str, path: str, host: str | None = None) -> tuple[int, bytes, dict[str, str]]:
-    where = address.removeprefix("http://")
-    link = http.client.HTTPConnection(where, timeout=10)
-    link.request("GET", path, headers={"Host": host or where})
-    answer = link.getresponse()
-    return answer.status, answer.read(), dict(answer.getheaders())
 
 
 def test_without_the_token_there_is_nothing(folder: ServerFolder) -> None:
