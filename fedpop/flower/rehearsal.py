@@ -1,4 +1,4 @@
-"""What would leave a site: its own run on its own data, in this process, up to the end of the first round.
+"""What would leave a site: its own run on its own data, in this process, for its first rounds.
 
 Nothing is sent. The questions and the round are those of a deployment (``run.run.Run``); what members would
 send is written down as it passes.
@@ -21,6 +21,8 @@ from fedpop.run.settings import Settings
 from fedpop.site.study import Study, Training
 
 R = TypeVar("R")
+REHEARSED_ROUNDS = 3
+"""Some methods send more in their first round than in those that follow."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,11 @@ class Written:
     rounds: list[Sending] = field(default_factory=list)
 
     def add(self, kind: list[Sending], sending: Sending) -> None:
-        same = replace(kind[-1], times=1) == sending if kind else False
-        if same:
-            kind[-1] = replace(kind[-1], times=kind[-1].times + 1)
-        else:
-            kind.append(sending)
+        for i, earlier in enumerate(kind):
+            if replace(earlier, times=1) == sending:
+                kind[i] = replace(earlier, times=earlier.times + 1)
+                return
+        kind.append(sending)
 
 
 class Watched(LocalMembers):
@@ -84,10 +86,11 @@ class Watched(LocalMembers):
 
 
 def rehearsed(study: Training, federation: Federation, site: str) -> Written:
-    """What a site with these examples sends, from the first question about the method to its first round."""
+    """What a site with these examples sends, from the first question about the method to its first rounds."""
     written = Written()
     members = Watched(study, federation, site, list(federation.names), written)
-    run = Run(study.method, members, Settings(1, 0, Everyone()))
+    run = Run(study.method, members, Settings(REHEARSED_ROUNDS, 0, Everyone()))
     run.begin()
-    run.train_round()
+    for _ in range(REHEARSED_ROUNDS):
+        run.train_round()
     return written
