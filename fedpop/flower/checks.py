@@ -162,7 +162,7 @@ def _last_study(folder: Path) -> tuple[Survey | Training, str] | None:
     stored = read_sealed(files[-1], "a study's description")
     study = study_from(stored["study"], read_tensors(files[-1].with_name(MODEL), stored["digest"]))
     if not isinstance(study, Survey | Training):
-        raise SettingsError(f"{files[-1].parent.name} is about a formula, which asks nothing of columns before its fit")
+        raise SettingsError(f"{files[-1].parent.name} is about a formula: its fit is not rehearsed")
     return study, files[-1].parent.name
 
 

@@ -56,9 +56,9 @@ SETTINGS = """name = "{name}"
 x = ["x1", "x2"]       # columns in
 y = "y"                # column out
 categories = []        # those of x that hold names, not numbers
-# range = {x1 = [0, 120]}   # checked at each site
-# unit = {x1 = "years"}     # each site states that its column is in it
-# missing = "drop"          # rows in which something is missing are left out; else they are an error
+# range = {{x1 = [0, 120]}} # checked at each site
+# unit = {{x1 = "years"}}   # each site states that its column is in it
+# missing = "drop"        # rows in which something is missing are left out; else they are an error
 # group = "patient"    # a column whose values are units at a site
 # split = "split"      # a column that says train, validation or test
 
