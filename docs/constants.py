@@ -792,6 +792,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "comparison/tasks.py": "MORE",
             "data/catalogue.py": "_DIGITS, _BATCHES, _CIFAR10, _CIFAR100, DATASETS",
             "message/declared.py": "NUMBERS",
+            "questions/forms.py": "KNOWN",
             "models/links.py": "LINKS",
             "models/networks.py": "NETWORKS",
             "server/quasi_newton.py": "CURVATURE, BRACKET, ZOOM, CONVERGED, STALLED, VALUE",

@@ -17,7 +17,7 @@ from fedpop.federation.inputs import Example
 from fedpop.federation.reading import read_columns, read_table, require_some, table_notes, width
 from fedpop.files import read_sealed, read_tensors
 from fedpop.flower.deployment import Deployment
-from fedpop.flower.rehearsal import Sending, Watched, Written, rehearsed
+from fedpop.flower.rehearsal import Rehearsed, Watched, Written, rehearsed
 from fedpop.flower.server_folder import FEDERATION, ServerFolder, deployment_of
 from fedpop.flower.site import DESCRIPTION, MODEL, study_from
 from fedpop.flower.site_folder import open_site, read_toml
@@ -227,7 +227,7 @@ def _say_written(written: Written, rows: int, least: int, rounds: str, afterward
     say("  a message that the server's clip or compression changes has no more numbers than these")
 
 
-def _words(sending: Sending) -> str:
+def _words(sending: Rehearsed) -> str:
     """How many numbers, by name."""
     total, names = sum(sending.vectors.values()), list(sending.vectors.items())
     each = ", ".join(f"{name} {length}" for name, length in names[:LISTED_VECTORS])

@@ -26,7 +26,7 @@ REHEARSED_ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Sending:
+class Rehearsed:
     """One message of a site: what it answers, and the lengths of its vectors."""
 
     what: str
@@ -38,7 +38,7 @@ class Sending:
     times: int = 1
 
     @classmethod
-    def of(cls, what: str, total: Total, shows_rows: int | None = None) -> Sending:
+    def of(cls, what: str, total: Total, shows_rows: int | None = None) -> Rehearsed:
         vectors = {name: v.numel() for name, v in sorted(total.plain.items())}
         return cls(what, vectors, tuple(sorted(total.numbers)), shows_rows)
 
@@ -47,10 +47,10 @@ class Sending:
 class Written:
     """Messages in their order; those that repeat one are counted."""
 
-    before: list[Sending] = field(default_factory=list)
-    rounds: list[Sending] = field(default_factory=list)
+    before: list[Rehearsed] = field(default_factory=list)
+    rounds: list[Rehearsed] = field(default_factory=list)
 
-    def add(self, kind: list[Sending], sending: Sending) -> None:
+    def add(self, kind: list[Rehearsed], sending: Rehearsed) -> None:
         for i, earlier in enumerate(kind):
             if replace(earlier, times=1) == sending:
                 kind[i] = replace(earlier, times=earlier.times + 1)
@@ -68,7 +68,7 @@ class Watched(LocalMembers):
     def ask(self, asking: Asking[R]) -> tuple[R, Total]:
         found, total = super().ask(asking)
         question: Question[R] = asking.question
-        self.written.add(self.written.before, Sending.of(question.name, total, question.shows_rows))
+        self.written.add(self.written.before, Rehearsed.of(question.name, total, question.shows_rows))
         return found, total
 
     def round(self, method: Algorithm, round: Round, active: Active) -> Total:
@@ -76,7 +76,7 @@ class Watched(LocalMembers):
         kind, what = (
             (self.written.before, "a trial round") if self.trial else (self.written.rounds, "a round")
         )
-        self.written.add(kind, Sending.of(what, total))
+        self.written.add(kind, Rehearsed.of(what, total))
         return total
 
     def fresh(self, method: Algorithm) -> Watched:
