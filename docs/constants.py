@@ -277,6 +277,20 @@ TABLES: Mapping[str, Rows] = {
         },
     },
     "start": {
+        "federation/cells.py": {
+            "SCALE_TOLERANCE": (
+                "how many times as large, or as small, a site's column may be as the median site's, unless "
+                "`scale_tolerance` says",
+                "derived: most pairs of units are a thousand apart or more (grams and kilograms, metres and "
+                "millimetres), and medians of one population's sites rarely ten times. Not measured",
+            ),
+        },
+        "questions/scales.py": {
+            "SCALE_BINS": (
+                "powers of two by which columns of sites are compared",
+                "derived: from 2^-64 to 2^63, beyond any unit",
+            ),
+        },
         "questions/features.py": {
             "LEAST_EXAMPLES": (
                 "examples that a client must have to add to moments",
@@ -709,6 +723,8 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "flower/certificates.py": "CURVE_BITS",
             "flower/ledger.py": "NOTHING",
             "flower/transport.py": "NODE_GONE",
+            "flower/requests.py": "PROTOCOL",
+            "flower/server_folder.py": "LAYOUT",
             "site/plan.py": "_UNITS",
         },
     ),
@@ -755,6 +771,9 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
         "What reports, tables and progress look like.",
         {
             "comparison/run.py": "EVALUATIONS_ON_THE_WAY",
+            "federation/cells.py": "SHOWN_VALUES",
+            "flower/checks.py": "UNKNOWN_LEVELS, LISTED_VECTORS",
+            "flower/rehearsal.py": "REHEARSED_ROUNDS",
             "mixed/design.py": "SHOWN",
             "mixed/figures.py": "MOST_GROUPS_SHOWN, BLUE, GREY",
             "report/features.py": "COUNTED_DRAWS, CLIENTS, EXAMPLES, INPUTS, FEATURES",
@@ -785,6 +804,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "comparison/tasks.py": "MORE",
             "data/catalogue.py": "_DIGITS, _BATCHES, _CIFAR10, _CIFAR100, DATASETS",
             "message/declared.py": "NUMBERS",
+            "questions/forms.py": "KNOWN",
             "models/links.py": "LINKS",
             "models/networks.py": "NETWORKS",
             "server/quasi_newton.py": "CURVATURE, BRACKET, ZOOM, CONVERGED, STALLED, VALUE",

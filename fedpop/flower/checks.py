@@ -17,7 +17,7 @@ from fedpop.federation.inputs import Example
 from fedpop.federation.reading import read_columns, read_table, require_some, table_notes, width
 from fedpop.files import read_sealed, read_tensors
 from fedpop.flower.deployment import Deployment
-from fedpop.flower.rehearsal import Sending, Watched, Written, rehearsed
+from fedpop.flower.rehearsal import Rehearsed, Watched, Written, rehearsed
 from fedpop.flower.server_folder import FEDERATION, ServerFolder, deployment_of
 from fedpop.flower.site import DESCRIPTION, MODEL, study_from
 from fedpop.flower.site_folder import open_site, read_toml
@@ -28,6 +28,8 @@ from fedpop.questions.forms import agreed, scales_of
 from fedpop.site.study import SiteData, Survey, Training
 
 Say = Callable[[str], None]
+Asked = tuple[str, ...]
+"""What is asked after the last round."""
 UNKNOWN_LEVELS = 2
 """Levels that a column of names is taken to have until sites say."""
 LISTED_VECTORS = 12
@@ -123,6 +125,7 @@ def site_check(root: Path, federation: Path | None, say: Say) -> None:
     place = site.data
     say(f"site {site.name}: its data are {place.where}")
     require_some(place.where, site.name, site.folder, site.table)
+    afterwards: Asked = ()
     if federation is None:
         found = _last_study(site.folder)
         if found is None:
@@ -131,9 +134,10 @@ def site_check(root: Path, federation: Path | None, say: Say) -> None:
                 f"the federation's {FEDERATION} and model: fedpop site check {root} --federation PATH"
             )
             return
-        study, rounds, name = found
+        (study, name), rounds = found, "as many rounds as the server asks for"
     else:
-        study, rounds, name = *_study_from_settings(federation, place, say), federation.name
+        study, rounds, afterwards = _study_from_settings(federation, place, say)
+        name = federation.name
     fits = _fitting(study, place, say)
     say(f"  the data fit {name}: {fits.train.sizes.sum()} rows of {len(fits)} unit(s)")
     if not isinstance(study, Training):
@@ -147,10 +151,10 @@ def site_check(root: Path, federation: Path | None, say: Say) -> None:
         return
     finally:
         logging.getLogger("fedpop").setLevel(level)
-    _say_written(written, fits.train.sizes.sum().item(), site.spectral_rows, rounds, say)
+    _say_written(written, fits.train.sizes.sum().item(), site.spectral_rows, rounds, afterwards, say)
 
 
-def _last_study(folder: Path) -> tuple[Survey | Training, str, str] | None:
+def _last_study(folder: Path) -> tuple[Survey | Training, str] | None:
     """What the server said of its federation the last time that it greeted this site."""
     files = sorted((folder / "experiments").glob(f"*/{DESCRIPTION}"), key=lambda f: f.stat().st_mtime)
     if not files:
@@ -158,20 +162,20 @@ def _last_study(folder: Path) -> tuple[Survey | Training, str, str] | None:
     stored = read_sealed(files[-1], "a study's description")
     study = study_from(stored["study"], read_tensors(files[-1].with_name(MODEL), stored["digest"]))
     if not isinstance(study, Survey | Training):
-        raise SettingsError(f"{files[-1].parent.name} is about a formula: fedpop fit --dry-run has that")
-    return study, "as many rounds as the server asks for", files[-1].parent.name
+        raise SettingsError(f"{files[-1].parent.name} is about a formula: its fit is not rehearsed")
+    return study, files[-1].parent.name
 
 
-def _study_from_settings(path: Path, place: SiteData, say: Say) -> tuple[Survey | Training, str]:
+def _study_from_settings(path: Path, place: SiteData, say: Say) -> tuple[Survey | Training, str, Asked]:
     """The study that the federation's settings make of this site's data alone."""
     file = path / FEDERATION if path.is_dir() else path
     deployment = deployment_of(file.absolute(), read_toml(file, "the server's operator has it"), "check")
     rounds = deployment.settings.rounds
     words = "rounds until it has converged" if rounds is None else f"{rounds} rounds"
-    survey = Survey(deployment.schema)
+    survey, after = Survey(deployment.schema), tuple(deployment.afterwards)
     if "x" not in deployment.schema:
         example = survey.read(place).example
-        return deployment.training(deployment.prepared(example), example, deployment.schema), words
+        return deployment.training(deployment.prepared(example), example, deployment.schema), words, after
     data = _fitting(survey, place, say, read=True)
     written = Written()
     members = Watched(survey, data, place.site, [], written)
@@ -180,7 +184,7 @@ def _study_from_settings(path: Path, place: SiteData, say: Say) -> tuple[Survey 
     say("  asked first, about columns:")
     for sending in written.before:
         say(f"    {_words(sending)}")
-    return deployment.training(deployment.prepared(example), example, form), words
+    return deployment.training(deployment.prepared(example), example, form), words, after
 
 
 def _fitting(study: Survey | Training, place: SiteData, say: Say, read: bool = False) -> Any:
@@ -201,7 +205,7 @@ def _fitting(study: Survey | Training, place: SiteData, say: Say, read: bool = F
         raise
 
 
-def _say_written(written: Written, rows: int, least: int, rounds: str, say: Say) -> None:
+def _say_written(written: Written, rows: int, least: int, rounds: str, afterwards: Asked, say: Say) -> None:
     """Everything that would leave the site, each kind once."""
     say(
         f"  asked before the rounds, of {rows} row(s):"
@@ -212,15 +216,18 @@ def _say_written(written: Written, rows: int, least: int, rounds: str, say: Say)
         few = sending.shows_rows is not None and rows < least and sending.shows_rows < least
         say(f"    {_words(sending)}{f' (refused with fewer than {least} rows)' if few else ''}")
     for sending in written.rounds:
-        say(f"  in each of {rounds}, of {rows} row(s): {_words(replace(sending, what=''))}")
+        often = "each" if len(written.rounds) == 1 else "some"
+        say(f"  in {often} of {rounds}, of {rows} row(s): {_words(replace(sending, what='', times=1))}")
         for name, length in sending.vectors.items():
             say(f"    {name}, {length}: {VECTORS[name].what if name in VECTORS else 'the method says what'}")
         beside = [name for name in sending.beside if name in NUMBERS]
         say(f"    beside them {len(beside)} numbers: {', '.join(beside)}")
+    if afterwards:
+        say(f"  after the last round, sums for: {', '.join(afterwards)}")
     say("  a message that the server's clip or compression changes has no more numbers than these")
 
 
-def _words(sending: Sending) -> str:
+def _words(sending: Rehearsed) -> str:
     """How many numbers, by name."""
     total, names = sum(sending.vectors.values()), list(sending.vectors.items())
     each = ", ".join(f"{name} {length}" for name, length in names[:LISTED_VECTORS])

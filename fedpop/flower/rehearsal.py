@@ -1,4 +1,4 @@
-"""What would leave a site: its own run on its own data, in this process, up to the end of the first round.
+"""What would leave a site: its own run on its own data, in this process, for its first rounds.
 
 Nothing is sent. The questions and the round are those of a deployment (``run.run.Run``); what members would
 send is written down as it passes.
@@ -21,10 +21,12 @@ from fedpop.run.settings import Settings
 from fedpop.site.study import Study, Training
 
 R = TypeVar("R")
+REHEARSED_ROUNDS = 3
+"""Some methods send more in their first round than in those that follow."""
 
 
 @dataclass(frozen=True)
-class Sending:
+class Rehearsed:
     """One message of a site: what it answers, and the lengths of its vectors."""
 
     what: str
@@ -36,7 +38,7 @@ class Sending:
     times: int = 1
 
     @classmethod
-    def of(cls, what: str, total: Total, shows_rows: int | None = None) -> Sending:
+    def of(cls, what: str, total: Total, shows_rows: int | None = None) -> Rehearsed:
         vectors = {name: v.numel() for name, v in sorted(total.plain.items())}
         return cls(what, vectors, tuple(sorted(total.numbers)), shows_rows)
 
@@ -45,15 +47,15 @@ class Sending:
 class Written:
     """Messages in their order; those that repeat one are counted."""
 
-    before: list[Sending] = field(default_factory=list)
-    rounds: list[Sending] = field(default_factory=list)
+    before: list[Rehearsed] = field(default_factory=list)
+    rounds: list[Rehearsed] = field(default_factory=list)
 
-    def add(self, kind: list[Sending], sending: Sending) -> None:
-        same = replace(kind[-1], times=1) == sending if kind else False
-        if same:
-            kind[-1] = replace(kind[-1], times=kind[-1].times + 1)
-        else:
-            kind.append(sending)
+    def add(self, kind: list[Rehearsed], sending: Rehearsed) -> None:
+        for i, earlier in enumerate(kind):
+            if replace(earlier, times=1) == sending:
+                kind[i] = replace(earlier, times=earlier.times + 1)
+                return
+        kind.append(sending)
 
 
 class Watched(LocalMembers):
@@ -66,7 +68,7 @@ class Watched(LocalMembers):
     def ask(self, asking: Asking[R]) -> tuple[R, Total]:
         found, total = super().ask(asking)
         question: Question[R] = asking.question
-        self.written.add(self.written.before, Sending.of(question.name, total, question.shows_rows))
+        self.written.add(self.written.before, Rehearsed.of(question.name, total, question.shows_rows))
         return found, total
 
     def round(self, method: Algorithm, round: Round, active: Active) -> Total:
@@ -74,7 +76,7 @@ class Watched(LocalMembers):
         kind, what = (
             (self.written.before, "a trial round") if self.trial else (self.written.rounds, "a round")
         )
-        self.written.add(kind, Sending.of(what, total))
+        self.written.add(kind, Rehearsed.of(what, total))
         return total
 
     def fresh(self, method: Algorithm) -> Watched:
@@ -84,10 +86,11 @@ class Watched(LocalMembers):
 
 
 def rehearsed(study: Training, federation: Federation, site: str) -> Written:
-    """What a site with these examples sends, from the first question about the method to its first round."""
+    """What a site with these examples sends, from the first question about the method to its first rounds."""
     written = Written()
     members = Watched(study, federation, site, list(federation.names), written)
-    run = Run(study.method, members, Settings(1, 0, Everyone()))
+    run = Run(study.method, members, Settings(REHEARSED_ROUNDS, 0, Everyone()))
     run.begin()
-    run.train_round()
+    for _ in range(REHEARSED_ROUNDS):
+        run.train_round()
     return written

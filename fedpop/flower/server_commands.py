@@ -53,6 +53,9 @@ SETTINGS = """name = "{name}"
 x = ["x1", "x2"]       # columns in
 y = "y"                # column out
 categories = []        # those of x that hold names, not numbers
+# range = {{x1 = [0, 120]}} # checked at each site
+# unit = {{x1 = "years"}}   # each site states that its column is in it
+# missing = "drop"        # rows in which something is missing are left out; else they are an error
 # group = "patient"    # a column whose values are units at a site
 # split = "split"      # a column that says train, validation or test
 
@@ -69,10 +72,12 @@ seed = 0
 
 # Rounds begin with so many sites and close on a quorum, or after so many seconds.
 [sites]
-sites = 2              # while fewer are there the server waits
+sites = 2              # while fewer can be asked the server waits
 # begin = 4            # the first round waits for more of them
-quorum = 1.0
+quorum = 1.0           # the share of those asked whose replies close a round
+# grace = 30.0         # seconds that it then still waits for the others
 timeout = 600.0
+# unheard = 10         # rounds after which one waits for a site that was not heard
 
 [server]
 address = "{address}"  # under which sites reach it

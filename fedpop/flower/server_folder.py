@@ -5,7 +5,7 @@ name                          what the experiment is called
 [model]  entry                ``module:name`` of a model, or of a function that makes one
 [method] name, settings       as in the files of ``fedpop compare``
 [run]    rounds, seed, participation, precision, early_stop, afterwards, mlflow, tensorboard
-[sites]  sites, begin, quorum, timeout, weights
+[sites]  sites, begin, quorum, grace, timeout, unheard, weights
 [server] address, listen, metrics
 """
 

@@ -9,7 +9,6 @@ from typing import Any
 from fedpop.files import read_json, reading
 from fedpop.report.html import Section, Sheet
 
-SCALES = "scales.json"
 TEXT = (
     "How large each column of numbers is at sites: the median of its absolute values, and how far values lie "
     "from their median in the mean, each as powers of two between which a site's lies. Numbers in brackets "
@@ -19,7 +18,7 @@ TEXT = (
 
 def sites_section(folder: Path) -> Section | None:
     """A sheet with a row for each column; nothing where a run's sites agreed on no columns."""
-    file = folder / SCALES
+    file = folder / "scales.json"
     if not file.exists():
         return None
     found = read_json(file)
