@@ -40,7 +40,8 @@ from fedpop.models import likelihoods, links, networks
 from fedpop.models.composition import Composition
 from fedpop.models.custom import CustomModel
 from fedpop.models.split import Split
-from fedpop.population import Population, evaluate, load
+from fedpop.population import Population, evaluate
+from fedpop.saved import load
 from fedpop.version import __version__ as __version__
 
 if _TYPE_CHECKING:

@@ -55,6 +55,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("comparison",),
     # What users import: public names by kind, then all of them, then the command line.
     ("steps", "chains", "compressors", "participation", "layers", "callbacks"),
+    ("saved",),
     ("__init__",),
     ("cli", "cli_data"),
 )

@@ -105,11 +105,13 @@ class JournaledMembers(Members):
     They receive a study only when something has to be asked that the journal does not have.
     """
 
-    def __init__(self, study: Study, journal: Journal, members: Members | None = None) -> None:
+    def __init__(
+        self, study: Study, journal: Journal, members: Members | None = None, units: int | None = None
+    ) -> None:
         self.study, self.journal, self._members = study, journal, members
         self._pending = False
         """The members have not received the present study."""
-        self._units: int | None = None
+        self._units = units
         """How many units the last answer was made of."""
         self.asked = 0
         """Questions that were answered by members, not by the record."""
