@@ -86,6 +86,8 @@ class MixedFit:
     method: str
     seed: int
     seconds: float = 0.0
+    points: Sequence[ThetaPoint] | None = None
+    """Points of the law of theta given the data, where they were found already."""
 
     def __repr__(self) -> str:
         return f"MixedFit({self.formula!r}, {self.family.name}, {self.n_obs} rows, {self.n_groups} groups)"
@@ -632,6 +634,8 @@ class MixedFit:
     @cached_property
     def theta_points(self) -> list[ThetaPoint]:
         """Points of the law of theta given the data, of which intervals are made."""
+        if self.points is not None:
+            return list(self.points)
         size = self.engine.factor.size + len(self.coefficients)
         ids = torch.arange(THETA_PROPOSALS)
         noise = self._key.at(purpose="theta").normal(ids, (size + 1,), torch.float64)

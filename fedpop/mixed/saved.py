@@ -9,6 +9,8 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fedpop.errors import CheckpointError, FedpopError, SettingsError
 from fedpop.files import (
     DAMAGED,
@@ -27,6 +29,7 @@ from fedpop.mixed.laplace import LaplaceEngine
 from fedpop.mixed.quadrature import QuadratureEngine
 from fedpop.mixed.study import FormulaStudy, Kinds
 from fedpop.run.journal import Journal, JournaledMembers
+from fedpop.run.members import Members
 
 if TYPE_CHECKING:
     from fedpop.mixed.fit import MixedFit
@@ -77,14 +80,29 @@ def save(fit: MixedFit, path: str | Path) -> Path:
 
 def write_fit(fit: MixedFit, folder: Path) -> None:
     """A fit's own files; the answers about it are in its members' journal."""
+    about, tensors = described(fit)
+    digest = write_tensors(folder / NUMBERS, tensors)
+    write_sealed(folder / FIT, about | {"digest": digest})
+
+
+def described(fit: MixedFit) -> tuple[dict[str, Any], Tensors]:
+    """A fit in plain values and tensors, without rows and without groups' posteriors."""
     plain, tensors = fit.groups.study.description()
-    found, outcome, engine = fit.outcome.found, fit.outcome, fit.engine
-    assert found is not None
+    found, outcome, kinds = fit.outcome.found, fit.outcome, fit.groups.kinds
+    if found is None:
+        raise SettingsError("a fit by chains is saved as its population: fit.population.save(path)")
     named: Tensors = {f"study.{n}": t for n, t in tensors.items()}
     named |= {f"groups.{n}": getattr(fit.groups, n) for n in COUNTED}
     named |= {"b": outcome.point.b, "factor": outcome.point.factor, "covariance": outcome.covariance}
     named |= {"x": found.x, "hessian": found.hessian}
-    kinds = fit.groups.kinds
+    points = fit.points or ()
+    if points:
+        named |= {"points.b": torch.stack([p.b for p in points])}
+        named |= {"points.factor": torch.stack([p.factor for p in points])}
+        named |= {"points.sigma": torch.tensor([p.sigma for p in points], dtype=torch.float64)}
+    numbers = {n: getattr(fit.groups, n) for n in ("examples", "rounds", "bytes_up")}
+    groups: dict[str, Any] = {"units": len(fit.groups), "counts": list(fit.groups.counts), **numbers}
+    groups |= {"named": sorted(kinds.named), "left_out": kinds.left_out, "marks": kinds.marks}
     about = {
         "format": FIT_FORMAT,
         "study": plain,
@@ -92,37 +110,16 @@ def write_fit(fit: MixedFit, folder: Path) -> None:
         "method": fit.method,
         "seed": fit.seed,
         "seconds": fit.seconds,
-        "groups": {
-            "units": len(fit.groups),
-            "examples": fit.groups.examples,
-            "counts": list(fit.groups.counts),
-            "rounds": fit.groups.rounds,
-            "bytes_up": fit.groups.bytes_up,
-            "named": sorted(kinds.named),
-            "left_out": kinds.left_out,
-            "missing": dict(kinds.missing),
-            "marks": kinds.marks,
-        },
-        "outcome": {
-            "sigma": outcome.point.sigma,
-            "log_likelihood": outcome.log_likelihood,
-            "log_likelihood_method": outcome.log_likelihood_method,
-            "converged": outcome.converged,
-            "words": outcome.words,
-            "rounds": outcome.rounds,
-            "engine": outcome.engine,
-        },
-        "found": {
-            "value": found.value,
-            "promised": found.promised,
-            "converged": found.converged,
-            "words": found.words,
-            "trace": list(found.trace),
-        },
-        "engine": {"kind": type(engine).__name__} | _numbers(engine),
+        "groups": groups | {"missing": dict(kinds.missing)},
+        "outcome": {n: getattr(outcome, n) for n in OUTCOME} | {"sigma": outcome.point.sigma},
+        "found": {n: getattr(found, n) for n in FOUND} | {"trace": list(found.trace)},
+        "engine": {"kind": type(fit.engine).__name__} | _numbers(fit.engine),
     }
-    digest = write_tensors(folder / NUMBERS, {n: t.detach().cpu() for n, t in named.items()})
-    write_sealed(folder / FIT, about | {"digest": digest})
+    return about, {n: t.detach().cpu().contiguous() for n, t in named.items()}
+
+
+OUTCOME = ("log_likelihood", "log_likelihood_method", "converged", "words", "rounds", "engine")
+FOUND = ("value", "promised", "converged", "words")
 
 
 def _numbers(engine: Engine) -> dict[str, float | int | bool]:
@@ -138,51 +135,47 @@ def read_fit(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder / FIT} has format {saved.get('format')}, this is {FIT_FORMAT}")
     with reading(folder / FIT, "a fit of a mixed model", DAMAGED):
         tensors = read_tensors(folder / NUMBERS, str(saved["digest"]))
-        of_study = {n.removeprefix("study."): t for n, t in tensors.items() if n.startswith("study.")}
-        study = FormulaStudy.from_description(saved["study"], of_study)
-        about, outcome, found = saved["groups"], saved["outcome"], saved["found"]
-        kinds = Kinds(
-            frozenset(about["named"]), int(about["left_out"]), dict(about["missing"]), float(about["marks"])
-        )
         journal = Journal.open(folder / ANSWERS) if (folder / ANSWERS).is_dir() else Journal()
-        members = JournaledMembers(study, journal, units=int(about["units"]))
-        sums = {n: tensors[f"groups.{n}"] for n in COUNTED}
-        numbers = {n: int(about[n]) for n in ("examples", "rounds", "bytes_up")}
-        counts: dict[str, Any] = {**sums, **numbers, "counts": tuple(map(int, about["counts"]))}
-        groups = Groups(members, study, kinds, **counts)
-        assert study.design is not None and study.coordinates is not None
-        design, units = replace(study.design, dropped=tuple(saved["dropped"])), study.coordinates
-        settings = {n: v for n, v in saved["engine"].items() if n != "kind"}
-        make: Callable[..., Engine] = ENGINES[saved["engine"]["kind"]]
-        engine = make(groups=groups, units=units, **settings)
-        point = ThetaPoint(tensors["b"], tensors["factor"], float(outcome["sigma"]))
-        search = SearchResult(
-            tensors["x"],
-            float(found["value"]),
-            tensors["hessian"],
-            float(found["promised"]),
-            bool(found["converged"]),
-            str(found["words"]),
-            tuple(map(float, found["trace"])),
+        units = int(saved["groups"]["units"])
+        return parts_of(saved, tensors, lambda study: JournaledMembers(study, journal, units=units))
+
+
+def parts_of(
+    saved: dict[str, Any], tensors: Tensors, members: Callable[[FormulaStudy], Members]
+) -> dict[str, Any]:
+    """What a fit is made of, out of its description, over these members."""
+    of_study = {n.removeprefix("study."): t for n, t in tensors.items() if n.startswith("study.")}
+    study = FormulaStudy.from_description(saved["study"], of_study)
+    design, units = study.design, study.coordinates
+    if design is None or units is None:
+        raise CheckpointError("this is not a fit: its formula has no design yet")
+    about, outcome, found = saved["groups"], saved["outcome"], saved["found"]
+    missing = {str(n): int(v) for n, v in about["missing"].items()}
+    kinds = Kinds(frozenset(about["named"]), int(about["left_out"]), missing, float(about["marks"]))
+    sums = {n: tensors[f"groups.{n}"] for n in COUNTED}
+    numbers = {n: int(about[n]) for n in ("examples", "rounds", "bytes_up")}
+    counted: dict[str, Any] = {**sums, **numbers, "counts": tuple(map(int, about["counts"]))}
+    groups = Groups(members(study), study, kinds, **counted)
+    settings = {n: v for n, v in saved["engine"].items() if n != "kind"}
+    make: Callable[..., Engine] = ENGINES[saved["engine"]["kind"]]
+    point = ThetaPoint(tensors["b"], tensors["factor"], float(outcome["sigma"]))
+    search = {n: found[n] for n in FOUND} | {"trace": tuple(map(float, found["trace"]))}
+    result = SearchResult(x=tensors["x"], hessian=tensors["hessian"], **search)
+    estimated = {n: outcome[n] for n in OUTCOME} | {"covariance": tensors["covariance"]}
+    points: tuple[ThetaPoint, ...] | None = None
+    if "points.b" in tensors:
+        each = zip(
+            tensors["points.b"], tensors["points.factor"], tensors["points.sigma"].tolist(), strict=True
         )
-        estimates = Estimates(
-            point,
-            search,
-            float(outcome["log_likelihood"]),
-            str(outcome["log_likelihood_method"]),
-            tensors["covariance"],
-            bool(outcome["converged"]),
-            str(outcome["words"]),
-            int(outcome["rounds"]),
-            str(outcome["engine"]),
-        )
-        return {
-            "design": design,
-            "units": units,
-            "groups": groups,
-            "engine": engine,
-            "outcome": estimates,
-            "method": str(saved["method"]),
-            "seed": int(saved["seed"]),
-            "seconds": float(saved["seconds"]),
-        }
+        points = tuple(ThetaPoint(*one) for one in each)
+    return {
+        "design": replace(design, dropped=tuple(saved["dropped"])),
+        "units": units,
+        "groups": groups,
+        "engine": make(groups=groups, units=units, **settings),
+        "outcome": Estimates(point=point, found=result, **estimated),
+        "method": str(saved["method"]),
+        "seed": int(saved["seed"]),
+        "seconds": float(saved["seconds"]),
+        "points": points,
+    }
