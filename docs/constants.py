@@ -623,6 +623,10 @@ TABLES: Mapping[str, Rows] = {
             "EFFECT_DRAWS_PER_THETA": ("draws of a group's effects for each", NOT_MEASURED),
         },
         "mixed/predictions.py": {
+            "MEAN_NODES": (
+                "nodes of the mean of a new group",
+                "derived: of a log link it is exp(variance / 2) to 1e-8 (`tests/mixed/test_tables.py`)",
+            ),
             "PREDICTION_PROPOSALS": ("proposals that a group's effects are drawn from", NOT_MEASURED),
         },
         "mixed/quadrature.py": {
@@ -717,6 +721,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "population/saving.py": "POPULATION_FORMAT, PIECE_BYTES",
             "run/checkpoint.py": "CHECKPOINT_FORMAT",
             "flower/certificates.py": "CURVE_BITS",
+            "flower/ledger.py": "NOTHING",
             "flower/transport.py": "NODE_GONE",
             "flower/requests.py": "PROTOCOL",
             "flower/server_folder.py": "LAYOUT",
@@ -745,6 +750,9 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "memory and speed": (
         "How much is done at once, and how speed is measured: values are the same to the rounding of sums.",
         {
+            "flower/ledger.py": "TAIL_BYTES",
+            "flower/logs.py": "LOG_BYTES, OLD_LOGS",
+            "flower/watch.py": "LOG_END_BYTES",
             "blocks.py": "CLIENTS_AT_ONCE, ROWS_AT_ONCE, ENTRIES_AT_ONCE",
             "client/phi_step.py": "GRADIENT_NUMBERS_AT_ONCE",
             "evaluation/information.py": "ROWS_ONE_BY_ONE, HESSIAN_ROWS_AT_ONCE",
@@ -770,6 +778,8 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "mixed/figures.py": "MOST_GROUPS_SHOWN, BLUE, GREY",
             "report/features.py": "COUNTED_DRAWS, CLIENTS, EXAMPLES, INPUTS, FEATURES",
             "report/holdings.py": "MOST_NAMED_CLASSES, MOST_BARS, MOST_PIXELS",
+            "flower/outcome.py": "SHOWN_ENTRIES",
+            "flower/watch.py": "SHOWN_POINTS, SHOWN_ROUNDS, SHOWN_LINES",
             "report/style.py": "STYLE",
             "report/terminal.py": "WIDTH",
         },
@@ -781,7 +791,9 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "data/download.py": "LONGEST_SILENCE",
             "flower/certificates.py": "AUTHORITY_YEARS, CLOCK_SKEW, CLOCK_AHEAD, BEHIND, MOST_DAYS",
             "flower/transport.py": "GREETINGS_WAITED",
+            "flower/pages.py": "WAIT_SECONDS",
             "flower/processes.py": "RESTART_SECONDS, STEADY_SECONDS",
+            "flower/trackers.py": "RETRY_SECONDS",
             "flower/server_commands.py": "RUN_TRIES, COMMAND_SECONDS, SILENT_SECONDS",
             "precision.py": "LONGEST_PROBE",
         },

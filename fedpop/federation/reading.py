@@ -275,6 +275,22 @@ def width(form: Mapping[str, Any]) -> int:
     return sum(len(levels[c]) - 1 if c in levels else 1 for c in form["x"])
 
 
+def input_names(form: Mapping[str, Any]) -> list[str]:
+    """What the inputs of x mean: a column, with what it was divided by; a level.
+
+    >>> input_names({"x": ["age", "sex"], "levels": {"sex": ["f", "m"]}, "scale": {"age": [58.0, 12.25]}})
+    ['age (per 12.2)', 'sex = m']
+    """
+    names: list[str] = []
+    for column in form["x"]:
+        if (levels := form.get("levels", {}).get(column)) is not None:
+            names += [f"{column} = {level}" for level in levels[1:]]
+        else:
+            sd = form.get("scale", {}).get(column, (0.0, 0.0))[1]
+            names.append(f"{column} (per {sd:.3g})" if sd else column)
+    return names
+
+
 def from_table(columns: Columns, form: Mapping[str, Any], site: str = "") -> Federation:
     """Rows as examples of the site's units; without a site units are called by their groups alone."""
     x = encoded(columns, form)

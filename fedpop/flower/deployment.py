@@ -13,6 +13,7 @@ from torch import Tensor
 from fedpop.federation.inputs import Example
 from fedpop.files import read_sealed, read_tensors, writable_folder, write_json, write_sealed, write_tensors
 from fedpop.flower.final_questions import answers
+from fedpop.flower.outcome import FEDERATION, warnings, write_outcome
 from fedpop.flower.remote import RemoteMembers, RoundTerms, site_records_of
 from fedpop.flower.site import keep_hello, keep_theta
 from fedpop.flower.site_records import SiteRecord
@@ -27,7 +28,7 @@ from fedpop.run.run import Run
 from fedpop.run.settings import Settings
 from fedpop.site.study import Survey, Training, values_of, with_values
 
-AFTERWARDS = "afterwards.json"
+AFTERWARDS, AGREED = "afterwards.json", "agreed.json"
 SCALES = "scales.json"
 """How columns differ between sites, and who stopped because of its data."""
 log = logging.getLogger("fedpop.server")
@@ -50,6 +51,8 @@ class Deployment:
     callbacks: Sequence[Callback] = ()
     afterwards: Sequence[str] = ()
     """What everyone is asked once theta is there."""
+    name: str = ""
+    """What the federation is called."""
 
     def prepared(self, example: Example) -> Algorithm:
         """The method for examples of this kind. What a site computes in does not depend on its processor."""
@@ -70,10 +73,17 @@ def run_deployment(deployment: Deployment, transport: Transport, folder: Path | 
     before = None if saved is None else site_records_of(saved.tensors)
     members, method = enrolled_members(deployment, transport, folder, before)
     run = Run(method, members, deployment.settings, folder, deployment.callbacks)
+    if folder is not None:
+        write_json(folder / FEDERATION, {"name": deployment.name or deployment.experiment})
     population = run.execute(resume=saved is not None, progress=False)
+    found: dict[str, dict[str, Any]] = {}
     if folder is not None and deployment.afterwards:
         found, population = answers(population, deployment.afterwards)
         write_json(folder / AFTERWARDS, found)
+    if folder is not None:
+        write_outcome(folder, population, read_sealed(folder / AGREED, "what sites agreed on")["form"], found)
+        for words in warnings(population, found):
+            log.warning("%s", words)
     have = members.finish(population.published, population.rounds, population.how)
     log.info("theta after %d rounds is at %s", population.rounds, ", ".join(have) or "no site")
     if folder is not None:
@@ -95,7 +105,7 @@ def enrolled_members(
 
     What was agreed on, and where the model starts, is stored in the folder: a run that goes on has the same.
     """
-    file = None if folder is None else writable_folder(folder) / "agreed.json"
+    file = None if folder is None else writable_folder(folder) / AGREED
     settings = (deployment.experiment, deployment.terms, deployment.settings)
     if file is not None and file.exists():
         stored = read_sealed(file, "what sites agreed on")

@@ -4,9 +4,9 @@ name                          what the experiment is called
 [data]                        what sites' data look like: ``questions.forms`` has the words
 [model]  entry                ``module:name`` of a model, or of a function that makes one
 [method] name, settings       as in the files of ``fedpop compare``
-[run]    rounds, seed, participation, precision, early_stop, afterwards
+[run]    rounds, seed, participation, precision, early_stop, afterwards, mlflow, tensorboard
 [sites]  sites, begin, quorum, grace, timeout, unheard, weights
-[server] address, listen
+[server] address, listen, metrics
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from fedpop.files import read_json, read_sealed, writable_folder, write_sealed
 from fedpop.flower.certificates import split_address
 from fedpop.flower.deployment import Deployment
 from fedpop.flower.final_questions import USUAL, check_asked
+from fedpop.flower.metrics import port_of
 from fedpop.flower.remote import RoundTerms
 from fedpop.flower.site_folder import check_name, read_toml
+from fedpop.flower.trackers import TRACKERS, trackers_of
 from fedpop.methods.base import Algorithm, usual_participation
 from fedpop.methods.tables import known_method, method_from
 from fedpop.models.entry import model_named
@@ -43,7 +45,8 @@ FEDERATION = "federation.toml"
 TABLES = ("name", "data", "model", "method", "run", "sites", "server")
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 """Who listens everywhere is found here."""
-RUN = ("rounds", "seed", "participation", "precision", "early_stop", "afterwards")
+SERVER = ("address", "listen", "metrics")
+RUN = ("rounds", "seed", "participation", "precision", "early_stop", "afterwards", *TRACKERS)
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,13 @@ class ServerFolder:
         return str(self.settings.get("server", {}).get("listen", self.address))
 
     @property
+    def metrics(self) -> int:
+        """The port of this machine on which Prometheus finds numbers; 0 for none."""
+        return port_of(
+            self.settings.get("server", {}).get("metrics", 0), f"{self.app / 'federation.toml'}, [server]"
+        )
+
+    @property
     def nearby(self) -> str:
         """Under which this machine's processes reach it."""
         host, port = split_address(self.listen)
@@ -140,29 +150,33 @@ class ServerFolder:
 
     def deployment(self) -> Deployment:
         """What the settings file says is to be run."""
-        return deployment_of(self.app / FEDERATION, self.settings, self.experiment())
+        _ = self.metrics
+        return deployment_of(self.app / FEDERATION, self.settings, self.experiment(), self.run)
 
 
-def deployment_of(path: Path, plain: Mapping[str, Any], experiment: str) -> Deployment:
-    """What a settings file, whose values these are, says is to be run."""
+def deployment_of(
+    path: Path, plain: Mapping[str, Any], experiment: str, folder: Path | None = None
+) -> Deployment:
+    """What a settings file, whose values these are, says is to be run; trackers write to ``folder``."""
     _only(plain, TABLES, str(path))
     check_name(str(plain.get("name", "federation")))
     data, model, method = (plain.get(name, {}) for name in ("data", "model", "method"))
     check_form(data)
     entry = str(_only(model, ("entry",), f"{path}, [model]").get("entry", "model:model"))
     _check_entry(path, entry)
-    _only(plain.get("server", {}), ("address", "listen"), f"{path}, [server]")
+    _only(plain.get("server", {}), SERVER, f"{path}, [server]")
     name = method.get("name", "FedSOUL")
     known_method(name, f"{path}, [method]")
     given = {k: v for k, v in method.items() if k != "name"}
     run = _only(plain.get("run", {}), RUN, f"{path}, [run]")
+    trackers = [] if folder is None else trackers_of(run, folder, f"{path}, [run]")
     make = _maker(path, entry, str(name), given, run.get("precision"))
     stop = run.pop("early_stop", None)
-    callbacks: list[Callback] = []
+    early = Callback()
     if stop is not None:
         if not isinstance(stop, dict):
             raise SettingsError(f"{path}, [run]: early_stop is a table such as {{every = 10, patience = 5}}")
-        callbacks = [EarlyStop(**_only(stop, ("every", "patience"), f"{path}, early_stop"))]
+        early = EarlyStop(**_only(stop, ("every", "patience"), f"{path}, early_stop"))
     words = tuple(f.name for f in fields(RoundTerms))
     terms = RoundTerms(**_only(plain.get("sites", {}), words, f"{path}, [sites]"))
     part = run.get("participation")
@@ -175,7 +189,8 @@ def deployment_of(path: Path, plain: Mapping[str, Any], experiment: str) -> Depl
         precision=run.get("precision", "auto"),
     )
     after = check_asked(run.get("afterwards", USUAL))
-    return Deployment(experiment, make, settings, terms, data, entry, callbacks, after)
+    name = str(plain.get("name", "federation"))
+    return Deployment(experiment, make, settings, terms, data, entry, [early, *trackers], after, name)
 
 
 def _maker(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +63,9 @@ class Transport:
         greeting: float = 60.0,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
+        admits: Callable[[Any], bool] = lambda node: True,
     ) -> None:
-        self._grid = grid
+        self._grid, self._admits = grid, admits
         self.hello = Request("hello", {})
         """The first request to a new node."""
         self._poll, self._greeting, self._clock, self._sleep = poll, greeting, clock, sleep
@@ -83,12 +84,21 @@ class Transport:
         """Why sites have no reply in the last ``send``."""
         self.lost: set[str] = set()
         """Those of them whose node went away."""
+        self.on_wait: Callable[[str, Collection[str]], None] = lambda what, whom: None
+        """Called with what is asked and who has not answered yet."""
 
     def sibling(self) -> Transport:
         """Another one on the same Grid, without any sites yet."""
-        return Transport(
-            self._grid, poll=self._poll, greeting=self._greeting, clock=self._clock, sleep=self._sleep
+        other = Transport(
+            self._grid,
+            poll=self._poll,
+            greeting=self._greeting,
+            clock=self._clock,
+            sleep=self._sleep,
+            admits=self._admits,
         )
+        other.on_wait = self.on_wait
+        return other
 
     def greet_all(self, hello: Request) -> None:
         """Send everyone a new first request; a site is there once it has answered it."""
@@ -98,10 +108,12 @@ class Transport:
     # --- who is there ------------------------------------------------------------------------
 
     def _online(self) -> dict[int, str]:
-        """Nodes whose heartbeat is fresh, and the names that their keys were registered for."""
+        """Admitted nodes whose heartbeat is fresh, and the names that their keys were registered for."""
         now = self._clock()
         return {
-            n.node_id: n.name for n in self._grid.get_nodes() if not n.online_until or n.online_until > now
+            n.node_id: n.name
+            for n in self._grid.get_nodes()
+            if (not n.online_until or n.online_until > now) and self._admits(n)
         }
 
     def present(self) -> list[str]:
@@ -238,8 +250,9 @@ class Transport:
         ids = self._push(list(requests.values()), 2 * patience)
         waiting = {i: name for i, name in zip(ids, requests, strict=True) if i is not None}
         found: dict[str, Message] = {}
-        logged = start
+        logged, what = start, _what(requests)
         while waiting:
+            self.on_wait(what, waiting.values())
             for message in self._grid.pull_messages([*waiting, *self._open()]):
                 self._sort(message, waiting, found)
             if not waiting or enough(found):
@@ -251,6 +264,7 @@ class Transport:
                 log.info("waiting for %s", ", ".join(sorted(waiting.values())))
                 logged = now
             self._sleep(self._poll)
+        self.on_wait(what, ())
         until = start + 2 * patience
         self._pending |= {i: Pending(name, until) for i, name in waiting.items()}
         return found
@@ -289,6 +303,15 @@ class Transport:
                 return
             self.late[site] = self.late.get(site, 0) + 1
             log.info("a late reply of %s was dropped", site)
+
+
+def _what(requests: Mapping[str, tuple[int, Request]]) -> str:
+    """What is asked, in words."""
+    for _, request in requests.values():
+        if request.kind == "train":
+            return f"round {request.header['round'] + 1}"
+        return f"question {request.header['question']}" if request.kind == "ask" else "giving theta to all"
+    return "nothing"
 
 
 def _misnamed(name: str, registered: str) -> str | None:

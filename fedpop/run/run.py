@@ -494,7 +494,7 @@ class Run:
             self.members.update_method(self.algorithm)
         self.threads = saved.threads
         for i, callback in enumerate(self.callbacks):
-            if str(i) in saved.callbacks:
+            if saved.callbacks.get(str(i)):
                 callback.restore(saved.callbacks[str(i)])
         return saved.stopped
 

@@ -206,7 +206,7 @@ def ways(request: pytest.FixtureRequest, tmp_path: Path) -> Ways:
     federation = method.model.checked(federation)
     run = Run(method, federation, Settings(2, 0, usual_participation(method)))
     run.begin()
-    grid = LocalGrid(app, enrol(tmp_path, clients))
+    grid = LocalGrid(app, enrol(tmp_path, clients, modules=case.entry.partition(":")[0]))
     planned = deployment(method, 2, terms=RoundTerms(sites=4), entry=case.entry)
     members, _ = enrolled_members(planned, transport_on(grid))
     apart = {
