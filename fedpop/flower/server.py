@@ -21,7 +21,6 @@ from flwr.serverapp import Grid, ServerApp
 from fedpop.errors import FedpopError, SettingsError
 from fedpop.files import write_json
 from fedpop.flower.admission import Admission
-from fedpop.flower.deployment import run_deployment
 from fedpop.flower.logs import log_to
 from fedpop.flower.present import PRESENT, Present
 from fedpop.flower.processes import FAILED, Stopped, die_with_parent, stop_on_signals
@@ -62,7 +61,7 @@ def run_in(folder: ServerFolder, transport: Callable[[], Transport]) -> None:
         reached = transport()
         reached.on_wait = Present(folder.run / PRESENT)
         try:
-            population = run_deployment(folder.deployment(), reached, folder.run)
+            rounds = folder.deployment().run(reached, folder.run)
         except FedpopError as error:
             log.error("%s", error)
             write_json(status, {"state": "failed", "why": str(error)})
@@ -71,7 +70,7 @@ def run_in(folder: ServerFolder, transport: Callable[[], Transport]) -> None:
             log.exception("the run broke")
             write_json(status, {"state": "broken", "why": f"{type(error).__name__}: {error}"})
             raise
-        write_json(status, {"state": "finished", "rounds": population.rounds})
+        write_json(status, {"state": "finished", "rounds": rounds})
 
 
 def serve(folder: ServerFolder, insecure: bool, stock: bool) -> None:
