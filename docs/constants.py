@@ -599,6 +599,10 @@ TABLES: Mapping[str, Rows] = {
                 "evaluations after which a search is given up, which is an error",
                 NOT_MEASURED,
             ),
+            "LARGEST_NEWTON": (
+                "parameters up to which the search takes Newton steps, a Hessian at each evaluation",
+                "sleepstudy over two sites: 23 messages per site where quasi-Newton steps took 46",
+            ),
             "POLISHING_STEPS, POLISHED_NATS": (
                 "Newton steps after the search, and when they are over",
                 "derived: rounding",
@@ -606,7 +610,22 @@ TABLES: Mapping[str, Rows] = {
         },
         "mixed/gaussian.py": {
             "PERFECT_FIT": ("when a fit leaves nothing, which is an error", "derived: rounding of squares"),
+            "PROPOSAL_NATS": (
+                "how near the maximum proposals for θ are centred",
+                "derived: what is drawn from them is weighed exactly",
+            ),
             "THETA_PROPOSAL_WIDTH": ("width of proposals for θ, in units of its information", NOT_MEASURED),
+        },
+        "mixed/disclosure.py": {
+            "CARRIED": (
+                "share of a column's squares that rows beside a few must carry, or a site does not answer",
+                NOT_MEASURED,
+            ),
+            "EXACT": ("a combination of columns that is zero but for rounding", "derived: rounding"),
+            "SINGLE_SHARE": (
+                "share of groups with a single row above which a site does not answer",
+                NOT_MEASURED,
+            ),
         },
         "mixed/groups.py": {
             "NEW_COLUMN_SHARE": (
