@@ -22,10 +22,10 @@ from torch import nn
 import fedpop as fp
 from benchmarks.timing import Advance, Spread, shown
 from benchmarks.turns_client import NOTHING
-from fedpop.flower import server_commands, site_commands
+from fedpop.flower import admission, offline, server_commands, site_commands
 from fedpop.flower.processes import free_port
 from fedpop.flower.requests import Request, digest_of
-from fedpop.flower.site_folder import open_site
+from fedpop.flower.site import open_site
 from fedpop.keys import Key
 from fedpop.methods.base import Facts
 from fedpop.report.results import Record, record
@@ -81,7 +81,7 @@ def parts_of(folder: Path) -> dict[str, float]:
     turns = [[_seconds_of(code) for code in codes] for _ in range(5)]
     least = [0.0, *(min(laps) for laps in zip(*turns, strict=True))]
     out = {part: least[k + 1] - least[k] for k, part in enumerate(steps)}
-    experiment = site_commands.experiment_of(folder, None)
+    experiment = offline.experiment_of(folder, None)
     method, facts = experiment.method, Facts(len(SITES), ROUNDS + 1)
     broadcast = method.broadcast(method.init(facts, Key(0), {}))
     laps = []
@@ -139,7 +139,7 @@ def rounds_of(folder: Path, advance: Advance) -> tuple[list[float], list[float]]
         given = (address, str(folder / "rows.csv"), server / "tls" / "ca.crt", False, lines.append)
         site_commands.enrol(site, name, *given)
         (site / NOTHING).write_text(json.dumps({"site": name, "vectors": nothing()}))
-        server_commands.admit(server, name, site / "node.pub", lines.append)
+        admission.admit(server, name, site / "node.pub", lines.append)
     code = [sys.executable, "-c", "from fedpop.cli import main; main()"]
     output = folder / "output.txt"
     with output.open("wb") as file:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 from tyro.extras import SubcommandApp
 
-from fedpop.flower import server_commands, site_commands
-from fedpop.flower import status as run_status
 from fedpop.flower.processes import Stopped, stop_on_signals
 
 server, site = SubcommandApp(), SubcommandApp()
@@ -20,6 +19,11 @@ File = Annotated[Path | None, arg(metavar="PATH")]
 
 PRIVATE = 0o077
 """What other users may not do with the files of a server or a site: anything."""
+
+
+def _of(module: str) -> Any:
+    """A module of this package, imported by the command that needs it: most need no torch."""
+    return import_module(f"fedpop.flower.{module}")
 
 
 def _say(words: str) -> None:
@@ -48,7 +52,7 @@ def init(
         insecure: Neither TLS nor keys; for trials on one machine.
     """
     os.umask(PRIVATE)
-    server_commands.init(folder, name, address, list(hosts), insecure, _say)
+    _of("server_commands").init(folder, name, address, list(hosts), insecure, _say)
 
 
 @server.command
@@ -64,7 +68,7 @@ def admit(
         replace: End the key that it was admitted with before.
     """
     os.umask(PRIVATE)
-    server_commands.admit(folder, name, key, _say, replace)
+    _of("admission").admit(folder, name, key, _say, replace)
 
 
 @server.command
@@ -76,7 +80,7 @@ def revoke(folder: Positional[Path], name: Positional[str]) -> None:
         name: What the site is called.
     """
     os.umask(PRIVATE)
-    server_commands.revoke(folder, name, _say)
+    _of("admission").revoke(folder, name, _say)
 
 
 @server.command(name="list")
@@ -86,7 +90,7 @@ def listed(folder: Positional[Path]) -> None:
     Args:
         folder: The federation's folder.
     """
-    server_commands.listed(folder, _say)
+    _of("admission").listed(folder, _say)
 
 
 @server.command
@@ -101,7 +105,7 @@ def run(folder: Positional[Path], insecure: bool = False, stock: bool = False) -
     os.umask(PRIVATE)
     stop_on_signals()
     try:
-        server_commands.run(folder, insecure, _say, stock)
+        _of("server_commands").run(folder, insecure, _say, stock)
     except Stopped:
         _say("stopped; fedpop server run goes on from the last round")
         raise SystemExit(130) from None
@@ -114,7 +118,7 @@ def status(folder: Positional[Path]) -> None:
     Args:
         folder: The federation's folder.
     """
-    run_status.status(folder, _say)
+    _of("status").status(folder, _say)
 
 
 @server.command
@@ -126,7 +130,7 @@ def certificate(folder: Positional[Path], hosts: tuple[str, ...] = (), days: int
         hosts: Names or addresses of the server beside that of its settings.
         days: How long it is valid.
     """
-    server_commands.certificate(folder, list(hosts), days, _say)
+    _of("server_commands").certificate(folder, list(hosts), days, _say)
 
 
 # --- a site's ------------------------------------------------------------------------------------
@@ -152,7 +156,7 @@ def enrol(
         insecure: Neither TLS nor keys; for trials on one machine.
     """
     os.umask(PRIVATE)
-    site_commands.enrol(folder, name, server, data, ca, insecure, _say)
+    _of("site_commands").enrol(folder, name, server, data, ca, insecure, _say)
 
 
 @site.command
@@ -168,7 +172,7 @@ def join(folder: Positional[Path], data: Text = None, insecure: bool = False, st
     os.umask(PRIVATE)
     stop_on_signals()
     try:
-        site_commands.join(folder, data, insecure, _say, stock=stock)
+        _of("site_commands").join(folder, data, insecure, _say, stock=stock)
     except Stopped:
         _say("stopped; fedpop site join goes on")
 
@@ -186,7 +190,7 @@ def predict(
         level: Of the intervals.
         experiment: Which one; the last by default.
     """
-    site_commands.predict(folder, data, out, level, experiment, _say)
+    _of("offline").predict(folder, data, out, level, experiment, _say)
 
 
 @site.command
@@ -203,4 +207,4 @@ def personalise(
         out: A CSV file for the predictions; the terminal by default.
         level: Of the intervals.
     """
-    site_commands.personalise(folder, theta, data, at, out, level, _say)
+    _of("offline").personalise(folder, theta, data, at, out, level, _say)

@@ -50,7 +50,7 @@ LOOK = 1.0
 """Seconds after which it is looked who is admitted."""
 
 
-class Link(Grid):
+class FleetGrid(Grid):
     """The server's side, open while it is entered."""
 
     def __init__(self, listen: str, tls: Path | None, admitted: Path | None, app: Fab | None = None) -> None:
@@ -84,7 +84,7 @@ class Link(Grid):
 
     # --- open and closed -------------------------------------------------------------------------
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> FleetGrid:
         host, port = self._address
         family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
         listener = socket.socket(family)

@@ -55,8 +55,8 @@ from fedpop.flower.certificates import check_connection, read_site_key
 from fedpop.flower.processes import FAILED, Stopped, stop_on_signals
 from fedpop.flower.records import message_to_record, request_from_record
 from fedpop.flower.requests import PROCESS_HEADER, SITE_HEADER, VERSION_HEADER, refusal
-from fedpop.flower.site import Site
-from fedpop.flower.site_folder import SiteSettings, log_to, open_site, read_site
+from fedpop.flower.site import Site, open_site
+from fedpop.flower.site_folder import SiteSettings, log_to, read_site
 from fedpop.site.refusal import Code
 from fedpop.version import __version__
 
@@ -77,7 +77,7 @@ TAKEN_OVER = 300.0
 """Seconds before it does where another process took part with its key since."""
 
 
-class Refused(Exception):
+class NotHeard(Exception):
     """The server does not hear this site, and says why."""
 
     def __init__(self, reason: str, words: str) -> None:
@@ -179,7 +179,7 @@ def _asked(call: Callable[[Any], Any], request: Any) -> Any:
             said = {}
         reason, words = str(said.get("reason", "")), str(said.get("detail", error))
         if reason in set(Reason):
-            raise Refused(reason, words) from error
+            raise NotHeard(reason, words) from error
         raise Lost(words) from error
 
 
@@ -216,7 +216,7 @@ def join(settings: SiteSettings) -> None:
                 log.info("connected to %s", settings.server)
                 said, wait = "", RETRY[0]
                 _serve(connection, site)
-        except Refused as error:
+        except NotHeard as error:
             pause = TAKEN_OVER if error.reason == Reason.ELSEWHERE else REFUSED
             words = f"the server refuses this site ({error.reason}): {error}"
         except Lost as error:

@@ -29,6 +29,12 @@ FAILED = 2
 """The exit code of a process that says itself what is wrong: starting it again would not help."""
 
 
+INSECURE = (
+    "warning: without TLS and keys anybody on the network can read all messages, and take part as any site. "
+    "Use it on one machine only."
+)
+
+
 def environment(home: Path, *near: str) -> dict[str, str]:
     """Flower in a separate home, offline and quiet; this machine, and hosts that are near, are reached
     without a proxy, whatever is set for others."""

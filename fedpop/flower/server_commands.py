@@ -10,8 +10,16 @@ from pathlib import Path
 
 from fedpop.errors import SettingsError
 from fedpop.files import writable_folder, write_bytes, write_json
-from fedpop.flower import admission, certificates
-from fedpop.flower.processes import LogTail, Supervised, alone, environment, make_private, require_free
+from fedpop.flower import certificates
+from fedpop.flower.processes import (
+    INSECURE,
+    LogTail,
+    Supervised,
+    alone,
+    environment,
+    make_private,
+    require_free,
+)
 from fedpop.flower.server_folder import ServerFolder
 from fedpop.flower.site_folder import check_name
 from fedpop.flower.status import read_rounds, read_state, round_words
@@ -134,50 +142,12 @@ def _connect(folder: ServerFolder, ca: Path | None) -> None:
     write_bytes(folder.flower / "config.toml", text.encode())
 
 
-INSECURE = (
-    "warning: without TLS and keys anybody on the network can read all messages, and take part as any site. "
-    "Use it on one machine only."
-)
-
-
 def certificate(root: Path, hosts: list[str], days: int, say: Say) -> None:
     """A new server certificate, from the same authority: sites need nothing new."""
     folder = ServerFolder(root)
     host, _ = certificates.split_address(folder.address)
     certificates.make_server_certificate(folder.tls, [host, *hosts], days)
     say(f"{folder.tls / 'server.crt'} is new; start the server again")
-
-
-def admit(root: Path, name: str, key: Path, say: Say, replace: bool = False) -> None:
-    """Take a site's public key among those that may take part, from now on."""
-    check_name(name)
-    admission.admit(_admitted(root), name, key, replace)
-    say(f"site {name} is admitted")
-
-
-def revoke(root: Path, name: str, say: Say) -> None:
-    """End a site's admission, from now on."""
-    check_name(name)
-    admission.revoke(_admitted(root), name)
-    say(f"site {name} is no longer admitted; what it has sent before stays in theta")
-
-
-def listed(root: Path, say: Say) -> None:
-    """Who is admitted, and who no longer is."""
-    keys = admission.Admission(_admitted(root), lambda words: say(f"warning: {words}")).keys
-    for key, name in sorted(keys.admitted.items(), key=lambda item: item[1]):
-        say(f"{name}  admitted  {admission.fingerprint(key)}")
-    for key, name in sorted(keys.ended.items(), key=lambda item: item[1]):
-        how = "replaced" if name in keys.admitted.values() else "revoked"
-        say(f"{name}  {how}  {admission.fingerprint(key)}")
-    if not keys.admitted and not keys.ended:
-        say("nobody is admitted yet")
-
-
-def _admitted(root: Path) -> Path:
-    if not (root / "version.json").exists():
-        raise SettingsError(f"{root} is not a federation's folder; fedpop server init makes one")
-    return root / "sites"
 
 
 # --- run ---------------------------------------------------------------------------------------

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from fedpop.entries import module_named
 from fedpop.errors import CheckpointError, FedpopError, SchemaError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active
-from fedpop.files import read_sealed, read_tensors, writable_folder, write_sealed, write_tensors
+from fedpop.files import parse_bytes, read_sealed, read_tensors, writable_folder, write_sealed, write_tensors
 from fedpop.flower.requests import TRIAL, Request, digest_for, digest_of, headed, refusal
+from fedpop.flower.site_folder import SETTINGS, read_secret, read_site
 from fedpop.flower.site_state import SiteState, locked
 from fedpop.keys import Key
 from fedpop.message import Message, Tensors
@@ -30,7 +32,7 @@ from fedpop.questions import Question
 from fedpop.run.guards import threads
 from fedpop.run.members import Asking
 from fedpop.settings import rebuilt
-from fedpop.site.plan import Plan, parse_bytes
+from fedpop.site.plan import Plan
 from fedpop.site.refusal import Code, Refusal
 from fedpop.site.sites import Sites
 from fedpop.site.store import LocalStore
@@ -386,6 +388,26 @@ class SiteExperiment:
         for trial in self.folder.parent.glob(f"{self.name}{TRIAL}*"):
             shutil.rmtree(trial)
         return headed({"site": self.site.name, "experiment": self.name})
+
+
+def open_site(folder: str | Path, lasting: bool = False) -> Site:
+    """The site whose folder this is; ``lasting`` where it answers many requests."""
+    if not str(folder):
+        raise SettingsError("this node was started without its site's folder: --node-config 'site=\"...\"'")
+    settings = read_site(Path(folder))
+    for module in settings.modules:
+        module_named(module, settings.folder, f"{settings.folder / SETTINGS}: {module}")
+    return Site(
+        name=settings.name,
+        secret=read_secret(settings.folder),
+        folder=settings.folder,
+        where=settings.where,
+        threads=settings.threads,
+        memory=settings.memory,
+        spectral_rows=settings.spectral_rows,
+        modules=tuple(settings.modules),
+        lasting=lasting,
+    )
 
 
 def keep_hello(folder: Path, request: Request) -> None:

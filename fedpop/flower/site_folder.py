@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fedpop.checked import Count, Whole, require
-from fedpop.entries import module_named
 from fedpop.errors import SettingsError
-from fedpop.files import write_bytes
-from fedpop.flower.site import Site
-from fedpop.site.plan import parse_bytes
+from fedpop.files import parse_bytes, write_bytes
 
 SETTINGS = "site.toml"
 SECRET = "secret"
@@ -113,26 +110,6 @@ def read_secret(folder: Path) -> int:
         raise SettingsError(f"cannot read the site's secret {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise SettingsError(f"{path} does not hold a site's secret; enrol the site again") from error
-
-
-def open_site(folder: str | Path, lasting: bool = False) -> Site:
-    """The site whose folder this is; ``lasting`` where it answers many requests."""
-    if not str(folder):
-        raise SettingsError("this node was started without its site's folder: --node-config 'site=\"...\"'")
-    settings = read_site(Path(folder))
-    for module in settings.modules:
-        module_named(module, settings.folder, f"{settings.folder / SETTINGS}: {module}")
-    return Site(
-        name=settings.name,
-        secret=read_secret(settings.folder),
-        folder=settings.folder,
-        where=settings.where,
-        threads=settings.threads,
-        memory=settings.memory,
-        spectral_rows=settings.spectral_rows,
-        modules=tuple(settings.modules),
-        lasting=lasting,
-    )
 
 
 def log_to(file: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_run_and_what_sites_do_with_it(made: Made, capsys: pytest.CaptureFixtu
 
 def test_predictions_are_those_of_the_sites_own_model(made: Made) -> None:
     """With the site's data, its secret and theta the same model comes out wherever it is made."""
-    from fedpop.flower.site_commands import experiment_of, population_at, predicted
+    from fedpop.flower.offline import experiment_of, population_at, predicted
 
     made.run_deployment()
     (made.root / "at.csv").write_text("sex,age\nf,30\n")

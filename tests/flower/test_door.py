@@ -31,7 +31,7 @@ from fedpop.flower.certificates import (
     make_site_key,
     read_site_key,
 )
-from fedpop.flower.link import Link
+from fedpop.flower.link import FleetGrid
 from fedpop.flower.processes import free_port
 from fedpop.flower.records import message_to_record, request_from_record, request_to_record
 from fedpop.flower.requests import SITE_HEADER, VERSION_HEADER, Request, headed
@@ -48,7 +48,7 @@ class Federation:
         make_server_certificate(self.tls, ["127.0.0.1"])
         self.address = f"127.0.0.1:{free_port()}"
         self.sites = {name: self.site(name) for name in ("north", "south")}
-        self.link = Link(self.address, self.tls, self.admitted)
+        self.link = FleetGrid(self.address, self.tls, self.admitted)
 
     def site(self, name: str, admitted: bool = True) -> SiteSettings:
         folder = self.root / name
@@ -56,7 +56,7 @@ class Federation:
         make_site_key(folder)
         (folder / "ca.crt").write_bytes((self.tls / "ca.crt").read_bytes())
         if admitted:
-            admission.admit(self.admitted, name, folder / "node.pub", False)
+            admission.admit_key(self.admitted, name, folder / "node.pub", False)
         return SiteSettings(folder, name, "rows.csv", self.address)
 
     def client(self) -> httpx.Client:
@@ -169,9 +169,9 @@ def test_why_a_site_is_refused(federation: Federation, monkeypatch: pytest.Monke
     assert why(north, ahead=-400.0)[0] == "clock"
     assert why(north, **{FLEET_HTTP_SIGNATURE_HEADER: b64encode(b"no").decode()})[0] == "forged"
     assert why(north, **{FLEET_HTTP_PUBLIC_KEY_HEADER: "?"})[0] == "not admitted"
-    admission.revoke(federation.admitted, "north")
+    admission.end_key(federation.admitted, "north")
     assert why(north) == ("revoked", "the admission of site 'north' was revoked")
-    admission.admit(federation.admitted, "north", stranger.folder / "node.pub", False)
+    admission.admit_key(federation.admitted, "north", stranger.folder / "node.pub", False)
     assert "another key was admitted for site 'north'" in why(north)[1]
 
 
@@ -191,9 +191,9 @@ def test_a_site_speaks_for_itself(federation: Federation, monkeypatch: pytest.Mo
 def test_a_revoked_site_is_told_at_once(federation: Federation) -> None:
     """Also one whose question is held."""
     with node.connected(federation.sites["north"]) as north:
-        threading.Timer(0.3, lambda: admission.revoke(federation.admitted, "north")).start()
+        threading.Timer(0.3, lambda: admission.end_key(federation.admitted, "north")).start()
         begun = time.monotonic()
-        with pytest.raises(node.Refused, match="revoked"):
+        with pytest.raises(node.NotHeard, match="revoked"):
             north.receive()
         assert time.monotonic() - begun < door.HOLD
         assert not [n for n in federation.link.get_nodes() if federation.link.admits(n)]
@@ -202,8 +202,8 @@ def test_a_revoked_site_is_told_at_once(federation: Federation) -> None:
 def test_a_replaced_key_ends_the_old_one(federation: Federation) -> None:
     new = federation.site("later", admitted=False)
     with node.connected(federation.sites["north"]) as old:
-        admission.admit(federation.admitted, "north", new.folder / "node.pub", replace=True)
-        with pytest.raises(node.Refused, match="another key was admitted"):
+        admission.admit_key(federation.admitted, "north", new.folder / "node.pub", replace=True)
+        with pytest.raises(node.NotHeard, match="another key was admitted"):
             old.receive()
         with node.connected(replace(new, name="north")) as north:
             known = {n.node_id for n in federation.link.get_nodes() if federation.link.admits(n)}
@@ -217,7 +217,7 @@ def test_a_later_process_takes_over_and_is_sent_what_was_not_answered(federation
         with node.connected(federation.sites["north"]) as second:
             answer(second)
             assert until(lambda: list(federation.link.pull_messages([sent])))
-            with pytest.raises(node.Refused, match="another process") as caught:
+            with pytest.raises(node.NotHeard, match="another process") as caught:
                 first.receive()
             assert caught.value.reason == "taken over"
 

@@ -22,6 +22,7 @@ from fedpop.flower.processes import free_port, require_free
 from fedpop.flower.records import request_from_record
 from fedpop.flower.remote import RoundTerms
 from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.site import open_site
 from fedpop.flower.transport import NODE_GONE
 from fedpop.site.study import Survey
 from tests.flower.commands import Made, fedpop, refused
@@ -211,7 +212,7 @@ def test_a_function_beside_the_sites_settings(tmp_path: Path) -> None:
     )
     (folder / "site.toml").write_text('name = "ada"\ndata = "ada_rows_of_mine:rows"\n')
     (folder / "secret").write_text("1\n")
-    site = site_commands.open_site(folder)
+    site = open_site(folder)
     try:
         assert len(Survey().read(site.data)) == 1
         with pytest.raises(fp.DataError if hasattr(fp, "DataError") else ValueError, match="has a function"):
