@@ -188,6 +188,9 @@ def test_the_wheel_is_the_package_alone() -> None:
     assert "/tests/research" in built["sdist"]["exclude"]
 
 
+FLOWERS = ("client", "door", "link", "node", "records", "server", "stock", "transport")
+
+
 def test_flower_is_imported_in_one_place() -> None:
     """It breaks something every month: only one package is to know of it."""
 
@@ -197,7 +200,7 @@ def test_flower_is_imported_in_one_place() -> None:
         return plain | {n.module.split(".")[0] for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
 
     users = {name for name, path in modules().items() if "flwr" in named(path)}
-    assert users == {f"fedpop.flower.{m}" for m in ("client", "records", "server", "transport")}
+    assert users == {f"fedpop.flower.{m}" for m in FLOWERS}
 
 
 def test_the_check_can_fail() -> None:

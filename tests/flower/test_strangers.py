@@ -42,12 +42,17 @@ CODE = """from pathlib import Path
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
-Path({mark!r}).write_text("their code ran")
-server, client = ServerApp(), ClientApp()
+server = ServerApp()
+client = ClientApp()
 
 
 @server.main()
 def main(grid, context):
+    Path({mark!r}).write_text("their code ran")
+
+
+@client.train()
+def train(message, context):
     Path({mark!r}).write_text("their code ran")
 """
 
