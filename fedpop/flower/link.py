@@ -214,7 +214,14 @@ class FleetGrid(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         state, replies = self._state, self._state.message_ins_id_to_message_res_id
         with state.lock:
-            wanted = {n for n in message_ids if (r := replies.get(n)) is None or whole(state, r)}
+            wanted = set[str]()
+            for number in message_ids:
+                reply = replies.get(number)
+                if reply is not None and not whole(state, reply):
+                    if self._is_there(number):
+                        continue  # the rest of it is on its way
+                    state.message_res_store.pop(replies.pop(number), None)
+                wanted.add(number)
             found = state.get_message_res(message_ids=wanted, run_id=self._run)
             answered = {m.metadata.reply_to_message_id for m in found}
             state.delete_messages(message_ins_ids=answered)
@@ -222,6 +229,12 @@ class FleetGrid(Grid):
         for number in answered:
             state.object_store.delete(number)
         return [self._inflated(message) for message in found]
+
+    def _is_there(self, number: str) -> bool:
+        """Whether the node that a message went to may yet answer it."""
+        message = self._state.message_ins_store.get(number)
+        node = None if message is None else self._state.nodes.get(message.metadata.dst_node_id)
+        return node is not None and (node.online_until or 0.0) > time.time()
 
     def _inflated(self, message: Message) -> Any:
         number, store = message.metadata.message_id, self._state.object_store

@@ -199,6 +199,23 @@ def test_a_revoked_site_is_told_at_once(federation: Federation) -> None:
         assert not [n for n in federation.link.get_nodes() if federation.link.admits(n)]
 
 
+def test_who_is_revoked_in_the_middle_of_a_reply_is_not_waited_for(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with node.connected(federation.sites["north"]) as north:
+        sent = ask(federation, north.node.node_id)
+
+        def revoked(*_: Any, **__: Any) -> None:
+            admission.end_key(federation.admitted, "north")
+            raise node.NotHeard("revoked", "in between")
+
+        monkeypatch.setattr(node, "push_objects", revoked)
+        with pytest.raises(node.NotHeard, match="in between"):
+            answer(north)
+        found = until(lambda: list(federation.link.pull_messages([sent])))
+        assert found[0].has_error()
+
+
 def test_a_replaced_key_ends_the_old_one(federation: Federation) -> None:
     new = federation.site("later", admitted=False)
     with node.connected(federation.sites["north"]) as old:
