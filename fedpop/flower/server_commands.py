@@ -18,6 +18,7 @@ from fedpop.flower.processes import (
     alone,
     environment,
     make_private,
+    require_flower,
     require_free,
 )
 from fedpop.flower.server_folder import ServerFolder
@@ -155,6 +156,7 @@ def certificate(root: Path, hosts: list[str], days: int, say: Say) -> None:
 
 def run(root: Path, insecure: bool, say: Say, stock: bool = False) -> None:
     """Start the server's process, and keep it going until the run is over."""
+    require_flower()
     folder = ServerFolder(root.absolute())
     folder.deployment()  # what is wrong with the settings is an error now
     certificates.split_address(folder.address)

@@ -24,6 +24,7 @@ from fedpop.flower.processes import (
     free_port,
     make_private,
     program,
+    require_flower,
     require_free,
 )
 from fedpop.flower.site_folder import (
@@ -104,6 +105,7 @@ def join(
     root: Path, data: str | None, insecure: bool, say: Say, seconds: float | None = None, stock: bool = False
 ) -> None:
     """Take part, until somebody stops it: the node is started again whatever ends it."""
+    require_flower()
     settings = read_site(root.absolute())
     if data is not None:
         settings = with_data(settings, checked_data(data, settings.name, settings.folder))
