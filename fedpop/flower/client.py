@@ -1,4 +1,4 @@
-"""The ClientApp: a request in, a reply out. Every message starts a new process, so imports are few."""
+"""The ClientApp of Flower's stock node: a request in, a reply out, each in a new process."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ server, site = SubcommandApp(), SubcommandApp()
 Text = Annotated[str | None, arg(metavar="TEXT")]
 File = Annotated[Path | None, arg(metavar="PATH")]
 
-PRIVATE = 0o077
+OTHERS_MASK = 0o077
 """What other users may not do with the files of a server or a site: anything."""
 
 
@@ -51,7 +51,7 @@ def init(
         hosts: Further names or addresses of the server, for its certificate.
         insecure: Neither TLS nor keys; for trials on one machine.
     """
-    os.umask(PRIVATE)
+    os.umask(OTHERS_MASK)
     _of("server_commands").init(folder, name, address, list(hosts), insecure, _say)
 
 
@@ -67,7 +67,7 @@ def admit(
         key: Its public key, node.pub.
         replace: End the key that it was admitted with before.
     """
-    os.umask(PRIVATE)
+    os.umask(OTHERS_MASK)
     _of("admission").admit(folder, name, key, _say, replace)
 
 
@@ -79,7 +79,7 @@ def revoke(folder: Positional[Path], name: Positional[str]) -> None:
         folder: The federation's folder.
         name: What the site is called.
     """
-    os.umask(PRIVATE)
+    os.umask(OTHERS_MASK)
     _of("admission").revoke(folder, name, _say)
 
 
@@ -102,7 +102,7 @@ def run(folder: Positional[Path], insecure: bool = False, stock: bool = False) -
         insecure: Neither TLS nor keys.
         stock: Send the app, signed, to sites that run Flower's stock node.
     """
-    os.umask(PRIVATE)
+    os.umask(OTHERS_MASK)
     stop_on_signals()
     try:
         _of("server_commands").run(folder, insecure, _say, stock)
@@ -155,7 +155,7 @@ def enrol(
         ca: The federation's ca.crt.
         insecure: Neither TLS nor keys; for trials on one machine.
     """
-    os.umask(PRIVATE)
+    os.umask(OTHERS_MASK)
     _of("site_commands").enrol(folder, name, server, data, ca, insecure, _say)
 
 
@@ -169,7 +169,7 @@ def join(folder: Positional[Path], data: Text = None, insecure: bool = False, st
         insecure: Neither TLS nor keys.
         stock: Flower's stock node, which runs the app that the server sends, if the federation signed it.
     """
-    os.umask(PRIVATE)
+    os.umask(OTHERS_MASK)
     stop_on_signals()
     try:
         _of("site_commands").join(folder, data, insecure, _say, stock=stock)

@@ -46,7 +46,7 @@ from fedpop.flower.door import Door, Loop, connections_of, whole
 
 log = logging.getLogger("fedpop.server")
 
-LOOK = 1.0
+ADMISSION_SECONDS = 1.0
 """Seconds after which it is looked who is admitted."""
 
 
@@ -145,7 +145,7 @@ class FleetGrid(Grid):
     async def _look(self) -> None:
         """What has to be done again and again, beside requests."""
         while True:
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(ADMISSION_SECONDS)
             self._state.acknowledge_task_heartbeat(self._task)
             try:
                 if self._register():

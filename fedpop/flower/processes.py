@@ -51,7 +51,7 @@ MODULES = (
     "supernode/node_auth_http_interceptor",
 )
 """What is used of Flower beside what it documents."""
-FAILED = 2
+FAILED_CODE = 2
 """The exit code of a process that says itself what is wrong: starting it again would not help."""
 
 

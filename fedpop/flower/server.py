@@ -23,7 +23,7 @@ from fedpop.files import write_json
 from fedpop.flower.admission import Admission
 from fedpop.flower.deployment import run_deployment
 from fedpop.flower.link import FleetGrid
-from fedpop.flower.processes import FAILED, Stopped, die_with_parent, stop_on_signals
+from fedpop.flower.processes import FAILED_CODE, Stopped, die_with_parent, stop_on_signals
 from fedpop.flower.server_folder import ServerFolder
 from fedpop.flower.site_folder import log_to
 from fedpop.flower.site_state import locked
@@ -98,7 +98,7 @@ def process(arguments: list[str]) -> int:
         return 130
     except FedpopError as error:
         write_json(folder.run / "status.json", {"state": "failed", "why": str(error)})
-        return FAILED
+        return FAILED_CODE
     return 0
 
 

@@ -38,7 +38,7 @@ from fedpop.flower.site_folder import (
 from fedpop.flower.stock import TRUSTED
 
 Say = Callable[[str], None]
-LOOK = 1000
+ROWS_LOOKED_AT = 1000
 """Rows of a table at which enrolment looks; the node reads all of them."""
 
 
@@ -85,7 +85,7 @@ def _plain_table(path: Path) -> bool:
     with all that reading takes."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(islice(csv.reader(file), LOOK))
+            rows = list(islice(csv.reader(file), ROWS_LOOKED_AT))
     except (OSError, ValueError, csv.Error):
         return False
     usual = path.suffix in (".csv", ".txt") and len(rows) > 1 and len(set(rows[0])) == len(rows[0]) > 1

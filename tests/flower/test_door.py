@@ -142,7 +142,7 @@ def test_nothing_but_the_fleet_is_there(federation: Federation, monkeypatch: pyt
     assert len(routes) > 50
     assert any("start-run" in r for r in routes)
     assert any("acquire-task" in r for r in routes)
-    monkeypatch.setattr(door, "DELAY", 0.0)
+    monkeypatch.setattr(door, "REFUSAL_SECONDS", 0.0)
     with federation.client() as client:
         for path in [*routes, "/docs", "/redoc", "/openapi.json", "/", "/v1/responses"]:
             for found in (client.post(path, content=b""), client.get(path)):
@@ -153,7 +153,7 @@ def test_nothing_but_the_fleet_is_there(federation: Federation, monkeypatch: pyt
 
 
 def test_why_a_site_is_refused(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "DELAY", 0.0)
+    monkeypatch.setattr(door, "REFUSAL_SECONDS", 0.0)
     north, stranger = federation.sites["north"], federation.site("stranger", admitted=False)
 
     def why(site: SiteSettings, **more: Any) -> tuple[str, str]:
@@ -176,7 +176,7 @@ def test_why_a_site_is_refused(federation: Federation, monkeypatch: pytest.Monke
 
 
 def test_a_site_speaks_for_itself(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "DELAY", 0.0)
+    monkeypatch.setattr(door, "REFUSAL_SECONDS", 0.0)
     with node.connected(federation.sites["north"]) as north:
         other = PullMessagesRequest(node=north.node)
         assert federation.post(federation.sites["south"], "pull-messages", other).status_code == 401
@@ -195,7 +195,7 @@ def test_a_revoked_site_is_told_at_once(federation: Federation) -> None:
         begun = time.monotonic()
         with pytest.raises(node.NotHeard, match="revoked"):
             north.receive()
-        assert time.monotonic() - begun < door.HOLD
+        assert time.monotonic() - begun < door.HOLD_SECONDS
         assert not [n for n in federation.link.get_nodes() if federation.link.admits(n)]
 
 
@@ -242,11 +242,11 @@ def test_a_later_process_takes_over_and_is_sent_what_was_not_answered(federation
 def test_a_message_that_ends_its_site_is_not_sent_for_ever(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "HOLD", 0.2)
+    monkeypatch.setattr(door, "HOLD_SECONDS", 0.2)
     with node.connected(federation.sites["north"]) as north:
         ask(federation, north.node.node_id)
-        given = [north.receive() is not None for _ in range(door.AGAIN + 3)]
-        assert given == [True] * (door.AGAIN + 1) + [False, False]
+        given = [north.receive() is not None for _ in range(door.SENT_AGAIN + 3)]
+        assert given == [True] * (door.SENT_AGAIN + 1) + [False, False]
 
 
 # --- load ----------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_a_message_that_ends_its_site_is_not_sent_for_ever(
 def test_bodies_are_not_longer_than_they_may_be(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "BODY", 1000)
+    monkeypatch.setattr(door, "REQUEST_BYTES", 1000)
     found = federation.post(federation.sites["north"], "push-object", bytes(2000))
     assert found.status_code == 413
     assert federation.post(federation.sites["north"], "push-object", b"\xff" * 10).status_code == 400
@@ -264,7 +264,7 @@ def test_bodies_are_not_longer_than_they_may_be(
 def test_connections_that_show_no_key_are_closed(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "SILENT", 0.3)
+    monkeypatch.setattr(door, "STRANGER_SECONDS", 0.3)
     context = ssl.create_default_context(cafile=str(federation.tls / "ca.crt"))
     host, port = federation.address.split(":")
     plain = socket.create_connection((host, int(port)))
@@ -275,7 +275,7 @@ def test_connections_that_show_no_key_are_closed(
 
 
 def test_strangers_make_room_for_sites(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "STRANGERS", 3)
+    monkeypatch.setattr(door, "STRANGER_CONNECTIONS", 3)
     context = ssl.create_default_context(cafile=str(federation.tls / "ca.crt"))
     host, port = federation.address.split(":")
     with node.connected(federation.sites["north"]) as north:
@@ -292,6 +292,6 @@ def test_strangers_make_room_for_sites(federation: Federation, monkeypatch: pyte
 
 def test_a_site_waits_where_it_asks_too_often() -> None:
     caller = door.Caller("north")
-    assert not any(caller.wait(0.0) for _ in range(int(door.BURST)))
-    assert caller.wait(0.0) == pytest.approx(1 / door.RATE)
+    assert not any(caller.wait(0.0) for _ in range(int(door.REQUESTS_AT_ONCE)))
+    assert caller.wait(0.0) == pytest.approx(1 / door.REQUESTS_PER_SECOND)
     assert caller.wait(60.0) == 0.0
