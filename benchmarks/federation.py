@@ -1,5 +1,5 @@
 """Rounds over Flower: three and twenty sites on this machine, in seconds a round, with where they go; what a
-site and the server take while they wait; and what sites send of a network's J, with and without compression."""
+site and the server take while they wait; what sites send of a network's J, with and without compression."""
 
 from __future__ import annotations
 

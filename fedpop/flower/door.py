@@ -146,6 +146,7 @@ class Door:
         self._routes = ROUTES | (ANYBODY if admission is None else {})
         self._again: dict[str, int] = {}
         self._told: dict[tuple[str, str], float] = {}
+        self._closing = False
 
     def offer_app(self) -> None:
         """Answer Flower's stock nodes, too."""
@@ -346,7 +347,7 @@ class Door:
         process = caller.process
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
-            while not self._has_message(node) and (left := end - time.monotonic()) > 0:
+            while not self._closing and not self._has_message(node) and (left := end - time.monotonic()) > 0:
                 caller.woken.clear()
                 woken = asyncio.ensure_future(caller.woken.wait())
                 await asyncio.wait({gone, woken}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -364,6 +365,11 @@ class Door:
         """There are messages, or other sites are admitted: whoever is held looks again."""
         for caller in self._callers.values():
             caller.woken.set()
+
+    def close(self) -> None:
+        """Nobody is held any longer."""
+        self._closing = True
+        self.wake()
 
     def forget(self, numbers: Iterable[str]) -> None:
         """These messages were answered."""

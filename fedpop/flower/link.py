@@ -138,6 +138,8 @@ class FleetGrid(Grid):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._door.close)
         self._server.should_exit = True
         self._thread.join(10)
         self._state.finish_task(self._task, SubStatus.COMPLETED, "")
