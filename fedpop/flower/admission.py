@@ -16,8 +16,7 @@ from cryptography.hazmat.primitives import serialization
 
 from fedpop.errors import SettingsError
 from fedpop.files import writable_folder, write_bytes
-from fedpop.flower.certificates import check_public_key
-from fedpop.flower.site_folder import check_name
+from fedpop.flower.certificates import check_name, check_public_key
 
 ENDED = "revoked"
 """The folder below that of the admitted keys where those are that no longer are."""

@@ -15,6 +15,7 @@ from fedpop.flower.processes import Stopped, stop_on_signals
 
 server, site = SubcommandApp(), SubcommandApp()
 Text = Annotated[str | None, arg(metavar="TEXT")]
+LOG = "fedpop.log"
 File = Annotated[Path | None, arg(metavar="PATH")]
 
 OTHERS_MASK = 0o077
@@ -94,31 +95,62 @@ def listed(folder: Positional[Path]) -> None:
 
 
 @server.command
-def run(folder: Positional[Path], insecure: bool = False, stock: bool = False) -> None:
+def run(
+    folder: Positional[Path], insecure: bool = False, stock: bool = False, log_json: bool = False
+) -> None:
     """Run the federation, or go on with it; ends when the run is over.
 
     Args:
         folder: The federation's folder.
         insecure: Neither TLS nor keys.
         stock: Send the app, signed, to sites that run Flower's stock node.
+        log_json: Lines of the log, logs/fedpop.log, and of the terminal are JSON objects.
     """
     os.umask(OTHERS_MASK)
     stop_on_signals()
-    try:
-        _of("server_commands").run(folder, insecure, _say, stock)
-    except Stopped:
-        _say("stopped; fedpop server run goes on from the last round")
-        raise SystemExit(130) from None
+    _ = _of("server_folder").ServerFolder(folder).settings  # nothing is made in a folder that is none
+    with _of("logs").command_log(folder / "logs" / LOG, log_json) as say:
+        try:
+            _of("server_commands").run(folder, insecure, say, stock)
+        except Stopped:
+            say("stopped; fedpop server run goes on from the last round")
+            raise SystemExit(130) from None
 
 
-@server.command
-def status(folder: Positional[Path]) -> None:
-    """How a run stands: rounds, sites, who is late, bytes, metrics.
+@server.command(name="check")
+def check_server(folder: Positional[Path]) -> None:
+    """Whether method, model, settings and schema can be used; nobody is asked.
 
     Args:
         folder: The federation's folder.
     """
-    _of("status").status(folder, _say)
+    _of("checks").server_check(folder, _say)
+
+
+@server.command
+def status(folder: Positional[Path], json: bool = False) -> None:
+    """How a run stands: rounds, sites, who is late, bytes, metrics.
+
+    Args:
+        folder: The federation's folder.
+        json: As a JSON object.
+    """
+    _of("status").status(folder, _say, json)
+
+
+@server.command
+def watch(folder: Positional[Path], port: int = 0) -> None:
+    """Serve a live page of the run to this machine, until stopped; prints its address.
+
+    Args:
+        folder: The federation's folder.
+        port: Of this machine; a free one by default.
+    """
+    stop_on_signals()
+    try:
+        _of("watch").serve_page(folder, port, _say)
+    except Stopped:
+        return
 
 
 @server.command
@@ -159,8 +191,26 @@ def enrol(
     _of("site_commands").enrol(folder, name, server, data, ca, insecure, _say)
 
 
+@site.command(name="check")
+def check_site(folder: Positional[Path], federation: File = None) -> None:
+    """Whether this site's data fit the federation, and what would be sent; nothing is.
+
+    Args:
+        folder: The site's folder.
+        federation: The federation's settings, federation.toml with its model beside it; by default what the
+            server said when it last greeted this site.
+    """
+    _of("checks").site_check(folder, federation, _say)
+
+
 @site.command
-def join(folder: Positional[Path], data: Text = None, insecure: bool = False, stock: bool = False) -> None:
+def join(
+    folder: Positional[Path],
+    data: Text = None,
+    insecure: bool = False,
+    stock: bool = False,
+    log_json: bool = False,
+) -> None:
     """Take part until stopped; the site's node is started again whatever ends it.
 
     Args:
@@ -168,13 +218,39 @@ def join(folder: Positional[Path], data: Text = None, insecure: bool = False, st
         data: In place of what the site was enrolled with.
         insecure: Neither TLS nor keys.
         stock: Flower's stock node, which runs the app that the server sends, if the federation signed it.
+        log_json: Lines of the log, logs/fedpop.log, and of the terminal are JSON objects.
     """
     os.umask(OTHERS_MASK)
     stop_on_signals()
-    try:
-        _of("site_commands").join(folder, data, insecure, _say, stock=stock)
-    except Stopped:
-        _say("stopped; fedpop site join goes on")
+    settings = _of("site_folder").read_site(folder)
+    with (
+        _of("logs").command_log(folder / "logs" / LOG, log_json) as say,
+        _of("metrics").serving_ledger(folder, settings.metrics, say),
+    ):
+        try:
+            _of("site_commands").join(folder, data, insecure, say, stock=stock)
+        except Stopped:
+            say("stopped; fedpop site join goes on")
+
+
+@site.command
+def ledger(
+    folder: Positional[Path],
+    json: bool = False,
+    verify: bool = False,
+    head: Text = None,
+    last: Annotated[int | None, arg(metavar="N")] = None,
+) -> None:
+    """What left this site: time, run, round or question, vectors with their sizes, bytes.
+
+    Args:
+        folder: The site's folder.
+        json: An entry is a JSON object, with the digests of what was sent.
+        verify: Only check that nothing was changed or is missing, and print the last digest.
+        head: A digest that was noted earlier; it must be there.
+        last: How many entries to print; all by default.
+    """
+    _of("ledger_command").show(folder, json, verify, head, last, _say)
 
 
 @site.command

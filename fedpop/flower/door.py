@@ -44,8 +44,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fedpop.flower.admission import Admission, Reason
 from fedpop.flower.certificates import BEHIND, CLOCK_AHEAD
-from fedpop.flower.requests import PROCESS_HEADER, SITE_HEADER, VERSION_HEADER
-from fedpop.version import __version__
+from fedpop.flower.requests import (
+    PROCESS_HEADER,
+    PROTOCOL,
+    PROTOCOL_HEADER,
+    SITE_HEADER,
+    why_not_understood,
+)
 
 log = logging.getLogger("fedpop.server")
 
@@ -267,9 +272,10 @@ class Door:
         if name and called != name:
             why = f"the key was admitted for site {name!r}, and this one calls itself {called!r}"
             raise Refused(403, Reason.NAME, why)
-        if (version := headers.get(VERSION_HEADER, __version__.encode()).decode("latin-1")) != __version__:
-            why = f"the site has fedpop {version}, the server {__version__}"
-            raise Refused(403, Reason.VERSION, why)
+        spoken = headers.get(PROTOCOL_HEADER, b"").decode("latin-1")
+        if spoken and spoken != str(PROTOCOL):
+            there = {"protocol": int(spoken) if spoken.isdecimal() else 0, "version": "another version"}
+            raise Refused(403, Reason.VERSION, str(why_not_understood(there, "the site")))
         return key, self._callers.setdefault(key, Caller(name))
 
     def _own(self, key: bytes, caller: Caller, request: Any, headers: Mapping[str, bytes]) -> int:

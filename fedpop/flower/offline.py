@@ -13,11 +13,20 @@ from typing import Any
 import torch
 
 from fedpop.errors import CheckpointError, SchemaError, SettingsError
-from fedpop.federation.reading import encoded, from_function, from_images, read_columns, read_data
+from fedpop.federation.cells import require_good_cells
+from fedpop.federation.reading import (
+    USUAL_TABLE,
+    encoded,
+    from_function,
+    from_images,
+    read_columns,
+    read_data,
+)
 from fedpop.files import DAMAGED, read_bytes, read_sealed, read_tensors, writable_folder, write_bytes
+from fedpop.flower.certificates import check_name
 from fedpop.flower.site import SEALED, THETA, SiteExperiment, open_site, read_theta
 from fedpop.flower.site_commands import checked_data, with_data
-from fedpop.flower.site_folder import SETTINGS, check_name, make_secret, read_site
+from fedpop.flower.site_folder import SETTINGS, make_secret, read_site
 from fedpop.message import Tensors
 from fedpop.models.predictive import Predictive
 from fedpop.population import Population
@@ -82,7 +91,10 @@ def predicted(population: Population, experiment: SiteExperiment, data: str) -> 
         raise SchemaError(f"the federation's data are not tables: {data} has no columns to predict from")
     else:
         group = form.get("group")
-        columns = read_columns(Path(data), [*form["x"], *([group] if group else [])], site)
+        columns = read_columns(
+            Path(data), [*form["x"], *([group] if group else [])], site, experiment.site.table
+        )
+        require_good_cells(columns, form)
         x = encoded(columns, form)
         owners = [f"{site}/{g}" for g in columns[group]] if group else [population.names[0]] * len(x)
         rows = {}
@@ -133,7 +145,8 @@ def personalise(
     check_name(name)
     modules = None if known is None else known.folder
     where = checked_data(data, name, modules)
-    read_data(where, method["study"]["form"], name, modules)  # an error comes before anything is made
+    table = USUAL_TABLE if known is None else known.table
+    read_data(where, method["study"]["form"], name, modules, table)  # an error comes before anything is made
     if known is None:
         folder = writable_folder(root)
         make_secret(folder)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import importlib.metadata
+import logging
 import os
-import re
 import signal
 import socket
 import ssl
@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from fedpop.errors import SettingsError
+from fedpop.flower.logs import LINE_PARTS, LogLine, put_aside
 from fedpop.version import __version__
 
 RESTART_SECONDS = (1.0, 30.0)
@@ -235,6 +236,7 @@ class Supervised:
         assert self._child is not None
         code = self._child.poll()
         if code is None:
+            put_aside(self._log)
             return True
         now = time.monotonic()
         if not self._due:
@@ -243,7 +245,7 @@ class Supervised:
                 RESTART_SECONDS[0] if ran > STEADY_SECONDS else min(2 * self._wait, RESTART_SECONDS[1])
             )
             self._due = now + self._wait
-            self._say(f"it ended with code {code} after {ran:.0f} s; it is started again")
+            self._say(LogLine(f"it ended with code {code} after {ran:.0f} s; it is started again"))
             self._end_group()
         elif now >= self._due:
             self._due = 0.0
@@ -276,19 +278,30 @@ class LogTail:
     """What is new in a log of fedpop's, line by line, without its times and tracebacks."""
 
     def __init__(self, file: Path, levels: Sequence[str]) -> None:
-        self._file, self._at = file, file.stat().st_size if file.exists() else 0
-        self._line = re.compile(rf"[-\d]+ [:,\d]+ ({'|'.join(levels)}) (.*)")
+        self._file, self._levels = file, levels
+        self._at, self._node = (file.stat().st_size, file.stat().st_ino) if file.exists() else (0, 0)
 
-    def new(self) -> list[str]:
+    def new(self) -> list[LogLine]:
         if not self._file.exists():
             return []
-        with self._file.open("rb") as file:
-            file.seek(self._at)
-            data = file.read()
+        rotated = self._file.with_name(f"{self._file.name}.1")
+        lines = []
+        if self._node and self._file.stat().st_ino != self._node:
+            if rotated.exists() and rotated.stat().st_ino == self._node:
+                lines = self._read(rotated)
+            self._at = 0
+        self._node = self._file.stat().st_ino
+        found = map(LINE_PARTS.fullmatch, [*lines, *self._read(self._file)])
+        levels = logging.getLevelNamesMapping()
+        return [LogLine(match[3], levels[match[2]]) for match in found if match and match[2] in self._levels]
+
+    def _read(self, file: Path) -> list[str]:
+        with file.open("rb") as log:
+            log.seek(self._at)
+            data = log.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._at += len(whole)
-        found = map(self._line.fullmatch, whole.decode(errors="replace").splitlines())
-        return [match[2] for match in found if match]
+        return whole.decode(errors="replace").splitlines()
 
 
 class Stopped(Exception):

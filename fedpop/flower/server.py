@@ -23,9 +23,10 @@ from fedpop.files import write_json
 from fedpop.flower.admission import Admission
 from fedpop.flower.deployment import run_deployment
 from fedpop.flower.link import FleetGrid
+from fedpop.flower.logs import log_to
+from fedpop.flower.present import PRESENT, Present
 from fedpop.flower.processes import FAILED_CODE, Stopped, die_with_parent, stop_on_signals
 from fedpop.flower.server_folder import ServerFolder
-from fedpop.flower.site_folder import log_to
 from fedpop.flower.site_state import locked
 from fedpop.flower.stock import signed
 from fedpop.flower.transport import Transport
@@ -60,8 +61,10 @@ def run_in(folder: ServerFolder, transport: Callable[[], Transport]) -> None:
         folder.run / "run"
     ):  # an earlier process may not have ended yet; it shows that this one lives
         write_json(status, {"state": "running"})
+        reached = transport()
+        reached.on_wait = Present(folder.run / PRESENT)
         try:
-            population = run_deployment(folder.deployment(), transport(), folder.run)
+            population = run_deployment(folder.deployment(), reached, folder.run)
         except FedpopError as error:
             log.error("%s", error)
             write_json(status, {"state": "failed", "why": str(error)})

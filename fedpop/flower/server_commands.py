@@ -11,6 +11,10 @@ from pathlib import Path
 from fedpop.errors import SettingsError
 from fedpop.files import writable_folder, write_bytes, write_json
 from fedpop.flower import certificates
+from fedpop.flower.certificates import check_name
+from fedpop.flower.checks import check_deployment
+from fedpop.flower.logs import LogLine
+from fedpop.flower.metrics import of_run, serving_metrics
 from fedpop.flower.processes import (
     INSECURE,
     LogTail,
@@ -21,9 +25,8 @@ from fedpop.flower.processes import (
     require_flower,
     require_free,
 )
-from fedpop.flower.server_folder import ServerFolder
-from fedpop.flower.site_folder import check_name
-from fedpop.flower.status import read_rounds, read_state, round_words
+from fedpop.flower.server_folder import LAYOUT, ServerFolder
+from fedpop.flower.status import read_rounds, read_state, round_words, standing
 from fedpop.flower.stock import make_signature
 from fedpop.version import __version__
 
@@ -59,6 +62,9 @@ SETTINGS = """name = "{name}"
 x = ["x1", "x2"]       # columns in
 y = "y"                # column out
 categories = []        # those of x that hold names, not numbers
+# range = {{x1 = [0, 120]}} # checked at each site
+# unit = {{x1 = "years"}}   # each site states that its column is in it
+# missing = "drop"        # rows in which something is missing are left out; else they are an error
 # group = "patient"    # a column whose values are units at a site
 # split = "split"      # a column that says train, validation or test
 
@@ -75,10 +81,12 @@ seed = 0
 
 # Rounds begin with so many sites and close on a quorum, or after so many seconds.
 [sites]
-sites = 2              # while fewer are there the server waits
+sites = 2              # while fewer can be asked the server waits
 # begin = 4            # the first round waits for more of them
-quorum = 1.0
+quorum = 1.0           # the share of those asked whose replies close a round
+# grace = 30.0         # seconds that it then still waits for the others
 timeout = 600.0
+# unheard = 10         # rounds after which one waits for a site that was not heard
 
 [server]
 address = "{address}"  # under which sites reach it
@@ -120,7 +128,7 @@ def init(root: Path, name: str, address: str, hosts: list[str], insecure: bool, 
         certificates.make_authority(folder.tls, name)
         certificates.make_server_certificate(folder.tls, [host, *hosts])
         make_signature(folder.tls)
-    write_json(folder.root / "version.json", {"version": __version__})
+    write_json(folder.root / "version.json", {"version": __version__, "layout": LAYOUT})
     _connect(folder, None if insecure else folder.tls / "ca.crt")
     make_private(folder.root, lambda words: None)
     say(f"{root} holds a federation. Next:")
@@ -158,7 +166,8 @@ def run(root: Path, insecure: bool, say: Say, stock: bool = False) -> None:
     """Start the server's process, and keep it going until the run is over."""
     require_flower()
     folder = ServerFolder(root.absolute())
-    folder.deployment()  # what is wrong with the settings is an error now
+    admitted = sorted(key.stem for key in folder.admitted.glob("*.pub"))
+    check_deployment(folder.deployment(), folder.app, admitted)  # what is wrong is an error now
     certificates.split_address(folder.address)
     host, port = certificates.split_address(folder.listen)
     if folder.insecure and not insecure:
@@ -166,7 +175,7 @@ def run(root: Path, insecure: bool, say: Say, stock: bool = False) -> None:
             f"{folder.tls} has no certificate: make the folder without --insecure, or ask for it"
         )
     if insecure:
-        say(INSECURE)
+        say(LogLine(INSECURE))
     else:
         certificates.check_server_certificate(folder.tls)
     with alone(folder.root / "server", f"another process runs {folder.root} already"):
@@ -181,7 +190,9 @@ def run(root: Path, insecure: bool, say: Say, stock: bool = False) -> None:
             folder.logs / "server.log",
             lambda words: None,
         )
-        _RunWatch(folder, child, say).to_the_end()
+        numbers = lambda: of_run(standing(ServerFolder(folder.root)))  # noqa: E731
+        with serving_metrics(folder.metrics, numbers, say):
+            _RunWatch(folder, child, say).to_the_end()
 
 
 class _RunWatch:
@@ -221,7 +232,7 @@ class _RunWatch:
                     raise SettingsError(
                         f"the run broke {RUN_TRIES} times without a round{why}; {logs} say more"
                     )
-                self._say(f"the run ended before its time{why}; it goes on from its last round")
+                self._say(LogLine(f"the run ended before its time{why}; it goes on from its last round"))
 
     def _print_new(self) -> None:
         for words in self._log.new():

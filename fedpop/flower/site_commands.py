@@ -11,10 +11,12 @@ from collections.abc import Callable
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedpop.errors import SettingsError
 from fedpop.files import writable_folder, write_bytes
 from fedpop.flower import certificates
+from fedpop.flower.certificates import check_name
 from fedpop.flower.processes import (
     INSECURE,
     LogTail,
@@ -30,12 +32,14 @@ from fedpop.flower.processes import (
 from fedpop.flower.site_folder import (
     SETTINGS,
     SiteSettings,
-    check_name,
     make_secret,
     read_secret,
     read_site,
 )
 from fedpop.flower.stock import TRUSTED
+
+if TYPE_CHECKING:
+    from fedpop.federation.reading import TableFormat
 
 Say = Callable[[str], None]
 ROWS_LOOKED_AT = 1000
@@ -73,10 +77,12 @@ def enrol(root: Path, name: str, server: str, data: str, ca: Path | None, insecu
     say(f"then: fedpop site join {root}")
 
 
-def checked_data(data: str, site: str, folder: Path | None = None) -> str:
+def checked_data(data: str, site: str, folder: Path | None = None, table: TableFormat | None = None) -> str:
     """Where data are, whatever folder the node is started in; there must be some."""
     if not _plain_table(Path(data)):
-        import_module("fedpop.federation.reading").require_some(data, site, folder)
+        import_module("fedpop.federation.reading").require_some(
+            data, site, folder, *([] if table is None else [table])
+        )
     return data if ":" in data else str(Path(data).absolute())
 
 
@@ -108,9 +114,9 @@ def join(
     require_flower()
     settings = read_site(root.absolute())
     if data is not None:
-        settings = with_data(settings, checked_data(data, settings.name, settings.folder))
+        settings = with_data(settings, checked_data(data, settings.name, settings.folder, settings.table))
     read_secret(settings.folder)
-    checked_data(settings.where, settings.name, settings.folder)
+    checked_data(settings.where, settings.name, settings.folder, settings.table)
     if settings.insecure != insecure:
         how = (
             "without TLS and keys: say --insecure" if settings.insecure else "with TLS: leave --insecure out"

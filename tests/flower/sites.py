@@ -35,7 +35,7 @@ def enrol(root: Path, data: Mapping[str, Any], seed: int = 0, modules: str = "")
     for name in data:
         folder = root / name
         folder.mkdir(parents=True)
-        where = 'data = "tests.flower.sites:data_of"\nspectral_rows = 2\n'
+        where = 'data = "tests.flower.sites:data_of"\nspectral_rows = 2\nminimum = 1\nsingle_rows = true\n'
         named = f'modules = ["{modules}"]\n' if modules else ""
         (folder / "site.toml").write_text(f'name = "{name}"\n{where}{named}')
         (folder / SECRET).write_text(f"{seed}\n")

@@ -115,8 +115,13 @@ def test_a_model_whose_code_is_wrong(code: str, made: Made, monkeypatch: pytest.
 
 
 def test_a_folder_from_another_version(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
-    write_json(made.server / "version.json", {"version": "0.0.1"})
-    assert "was made by fedpop 0.0.1" in refused(capsys, "server", "run", made.server)
+    """One of a newer layout is refused, in words that say what to do; an older one's goes on."""
+    write_json(made.server / "version.json", {"version": "9.9.0", "layout": 99})
+    words = refused(capsys, "server", "run", made.server)
+    assert "was made by fedpop 9.9.0 in layout 99" in words
+    assert "install fedpop 9.9.0 or newer" in words
+    write_json(made.server / "version.json", {"version": "0.1.0"})
+    assert ServerFolder(made.server).settings["name"] == "clinics"
 
 
 def test_a_port_in_use(made: Made, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from fedpop.flower.deployment import run_deployment
 from fedpop.flower.node import jittered, reply_to
 from fedpop.flower.records import message_to_record
 from fedpop.flower.remote import RoundTerms
-from fedpop.flower.requests import Request
+from fedpop.flower.requests import PROTOCOL, Request
 from fedpop.flower.site import Site, open_site
 from fedpop.site import study
 from tests.flower.faulty import TERMS, with_lost
@@ -108,7 +108,8 @@ def test_no_code_comes_from_the_server(tmp_path: Path) -> None:
     site = open_site(folder, lasting=True)
     for entry in ("subprocess:getoutput", "os:system", "tests.flower.sites:data_of"):
         described = {"kind": "Training", "method": {"entry": entry}}
-        header = {"version": fp.__version__, "experiment": "e", "study": described}
+        header: dict[str, Any] = {"version": fp.__version__, "protocol": PROTOCOL, "experiment": "e"}
+        header |= {"study": described}
         header |= {"study_digest": "0", "drawn": False}
         reply = site.answer(Request("hello", header))
         assert reply.refused is not None
