@@ -796,7 +796,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "flower/door.py": "REQUEST_BYTES, STRANGER_SECONDS, STRANGER_CONNECTIONS, SITE_CONNECTIONS, "
             "REQUESTS_PER_SECOND, REQUESTS_AT_ONCE, REFUSAL_SECONDS, HOLD_SECONDS, SENT_AGAIN",
             "flower/link.py": "ADMISSION_SECONDS",
-            "flower/node.py": "QUICK_SECONDS, SLOW_SECONDS, RUN_SECONDS, HELD_SECONDS, RETRY_SECONDS, "
+            "flower/node.py": "QUICK_SECONDS, SLOW_SECONDS, RUN_SECONDS, HELD_SECONDS, RECONNECT_SECONDS, "
             "REFUSED_SECONDS, TAKEN_OVER_SECONDS",
             "flower/pages.py": "WAIT_SECONDS",
             "flower/processes.py": "RESTART_SECONDS, STEADY_SECONDS",

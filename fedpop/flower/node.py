@@ -69,7 +69,7 @@ RUN_SECONDS = 60.0
 """Seconds after its last message for which a run is taken to be on."""
 HELD_SECONDS = 1.0
 """A question that took as long as this was held."""
-RETRY_SECONDS = (0.5, 20.0)
+RECONNECT_SECONDS = (0.5, 20.0)
 """Seconds before a server that was not there is tried again: the first time, and at most."""
 REFUSED_SECONDS = 10.0
 """Seconds before a site that was refused knocks again: it may have been admitted."""
@@ -208,13 +208,13 @@ def connected(settings: SiteSettings) -> Iterator[Connection]:
 def join(settings: SiteSettings) -> None:
     """Take part until stopped."""
     site = open_site(settings.folder, lasting=True)
-    said, wait = "", RETRY_SECONDS[0]
+    said, wait = "", RECONNECT_SECONDS[0]
     while True:
         pause, words = wait, ""
         try:
             with connected(settings) as connection:
                 log.info("connected to %s", settings.server)
-                said, wait = "", RETRY_SECONDS[0]
+                said, wait = "", RECONNECT_SECONDS[0]
                 _serve(connection, site)
         except NotHeard as error:
             pause = TAKEN_OVER_SECONDS if error.reason == Reason.ELSEWHERE else REFUSED_SECONDS
@@ -222,7 +222,7 @@ def join(settings: SiteSettings) -> None:
         except Lost as error:
             log.info("the server does not know this node any longer: %s", error)
         except (httpx.HTTPError, OSError, RuntimeError) as error:
-            pause, wait = wait, min(2 * wait, RETRY_SECONDS[1])
+            pause, wait = wait, min(2 * wait, RECONNECT_SECONDS[1])
             words = _unreachable(settings, error)
         if words and words != said:
             log.warning("%s; the site tries on", words)

@@ -16,9 +16,10 @@ from fedpop.flower.deployment import run_deployment
 from fedpop.flower.node import jittered, reply_to
 from fedpop.flower.records import message_to_record
 from fedpop.flower.remote import RoundTerms
-from fedpop.flower.requests import PROTOCOL, Request
-from fedpop.flower.site import Site, open_site
+from fedpop.flower.requests import Request
+from fedpop.flower.site import Site, keep_hello, open_site
 from fedpop.site import study
+from fedpop.site.refusal import Refusal
 from tests.flower.faulty import TERMS, with_lost
 from tests.flower.local_grid import LocalGrid, wire
 from tests.flower.sites import deployment, enrol, here, same_bits, transport_on
@@ -105,15 +106,12 @@ def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
 def test_no_code_comes_from_the_server(tmp_path: Path) -> None:
     """A model by name is one of a module that the site names itself; neither is anything else imported."""
     (folder,) = enrol(tmp_path, {"ada": four("softmax")["ada"]}).values()
-    site = open_site(folder, lasting=True)
+    experiment = open_site(folder, lasting=True)._experiment("e", anew=True)
     for entry in ("subprocess:getoutput", "os:system", "tests.flower.sites:data_of"):
         described = {"kind": "Training", "method": {"entry": entry}}
-        header: dict[str, Any] = {"version": fp.__version__, "protocol": PROTOCOL, "experiment": "e"}
-        header |= {"study": described}
-        header |= {"study_digest": "0", "drawn": False}
-        reply = site.answer(Request("hello", header))
-        assert reply.refused is not None
-        assert "name its module in site.toml" in reply.refused
+        keep_hello(experiment.folder, Request("hello", {"experiment": "e", "study": described}))
+        with pytest.raises(Refusal, match=r"name its module in site\.toml"):
+            _ = experiment.study
 
 
 def test_what_is_no_record_of_fedpops_is_refused(tmp_path: Path) -> None:
