@@ -344,7 +344,7 @@ TABLES: Mapping[str, Rows] = {
                 "derived: stable below 2, and bias falls with it; a quarter is not measured",
             ),
         },
-        "questions/schema.py": {
+        "federation/table_format.py": {
             "MINIMUM": (
                 "smallest cell of a table that is told of; `minimum=` overrides it",
                 "convention of statistical offices; it protects, and changes which levels are known",

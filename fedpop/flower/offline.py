@@ -15,13 +15,13 @@ import torch
 from fedpop.errors import CheckpointError, SchemaError, SettingsError
 from fedpop.federation.cells import require_good_cells
 from fedpop.federation.reading import (
-    USUAL_TABLE,
     encoded,
     from_function,
     from_images,
     read_columns,
     read_data,
 )
+from fedpop.federation.table_format import USUAL_TABLE
 from fedpop.files import DAMAGED, read_bytes, read_sealed, read_tensors, writable_folder, write_bytes
 from fedpop.flower.certificates import check_name
 from fedpop.flower.site import SEALED, THETA, SiteExperiment, open_site, read_theta

@@ -18,7 +18,7 @@ from fedpop.errors import CheckpointError, FedpopError, ScaleError, SchemaError,
 from fedpop.evaluation import validation
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active
-from fedpop.federation.reading import USUAL_TABLE, TableFormat
+from fedpop.federation.table_format import USUAL_TABLE, TableFormat
 from fedpop.files import parse_bytes, read_sealed, read_tensors, writable_folder, write_sealed, write_tensors
 from fedpop.flower.allowed import Allowed
 from fedpop.flower.ledger import Ledger

@@ -39,7 +39,7 @@ from fedpop.flower.site_folder import (
 from fedpop.flower.stock import TRUSTED
 
 if TYPE_CHECKING:
-    from fedpop.federation.reading import TableFormat
+    from fedpop.federation.table_format import TableFormat
 
 Say = Callable[[str], None]
 ROWS_LOOKED_AT = 1000

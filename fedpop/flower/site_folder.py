@@ -11,10 +11,9 @@ from typing import Any
 
 from fedpop.checked import Count, Whole, require
 from fedpop.errors import SettingsError
-from fedpop.federation.reading import TableFormat
+from fedpop.federation.table_format import MINIMUM, TableFormat
 from fedpop.files import parse_bytes, write_bytes
 from fedpop.flower.certificates import check_name
-from fedpop.questions.schema import MINIMUM
 
 SETTINGS = "site.toml"
 SECRET = "secret"
