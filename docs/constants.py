@@ -344,7 +344,7 @@ TABLES: Mapping[str, Rows] = {
                 "derived: stable below 2, and bias falls with it; a quarter is not measured",
             ),
         },
-        "questions/schema.py": {
+        "federation/table_format.py": {
             "MINIMUM": (
                 "smallest cell of a table that is told of; `minimum=` overrides it",
                 "convention of statistical offices; it protects, and changes which levels are known",
@@ -739,12 +739,14 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "message/compressors/natural.py": "_MANTISSA, _MAGNITUDE, _LARGEST, _UP, _SUBNORMAL",
             "population/saving.py": "POPULATION_FORMAT, PIECE_BYTES",
             "run/checkpoint.py": "CHECKPOINT_FORMAT",
+            "files.py": "_UNITS",
             "flower/certificates.py": "CURVE_BITS",
+            "flower/commands.py": "OTHERS_MASK",
             "flower/ledger.py": "NOTHING",
+            "flower/processes.py": "FAILED_CODE",
             "flower/transport.py": "NODE_GONE",
             "flower/requests.py": "PROTOCOL",
             "flower/server_folder.py": "LAYOUT",
-            "site/plan.py": "_UNITS",
         },
     ),
     "random numbers": (
@@ -810,10 +812,16 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "data/download.py": "LONGEST_SILENCE",
             "flower/certificates.py": "AUTHORITY_YEARS, CLOCK_SKEW, CLOCK_AHEAD, BEHIND, MOST_DAYS",
             "flower/transport.py": "GREETINGS_WAITED",
+            "flower/door.py": "REQUEST_BYTES, STRANGER_SECONDS, STRANGER_CONNECTIONS, SITE_CONNECTIONS, "
+            "REQUESTS_PER_SECOND, REQUESTS_AT_ONCE, REFUSAL_SECONDS, HOLD_SECONDS, SENT_AGAIN",
+            "flower/link.py": "ADMISSION_SECONDS",
+            "flower/node.py": "QUICK_SECONDS, SLOW_SECONDS, RUN_SECONDS, HELD_SECONDS, RECONNECT_SECONDS, "
+            "REFUSED_SECONDS, TAKEN_OVER_SECONDS",
             "flower/pages.py": "WAIT_SECONDS",
             "flower/processes.py": "RESTART_SECONDS, STEADY_SECONDS",
+            "flower/server_commands.py": "RUN_TRIES",
             "flower/trackers.py": "RETRY_SECONDS",
-            "flower/server_commands.py": "RUN_TRIES, COMMAND_SECONDS, SILENT_SECONDS",
+            "flower/site_commands.py": "ROWS_LOOKED_AT",
             "precision.py": "LONGEST_PROBE",
         },
     ),

@@ -20,8 +20,8 @@ from fedpop.flower.deployment import Deployment
 from fedpop.flower.formulas import FormulaDeployment
 from fedpop.flower.rehearsal import Rehearsed, Watched, Written, rehearsed
 from fedpop.flower.server_folder import FEDERATION, ServerFolder, deployment_of
-from fedpop.flower.site import DESCRIPTION, MODEL, Site, study_from
-from fedpop.flower.site_folder import open_site, read_toml
+from fedpop.flower.site import DESCRIPTION, MODEL, Site, open_site, study_from
+from fedpop.flower.site_folder import read_toml
 from fedpop.flower.site_records import SiteRecord, roster_of_sites
 from fedpop.message.declared import NUMBERS, VECTORS
 from fedpop.mixed.groups import Groups

@@ -24,13 +24,13 @@ from fedpop.errors import FedpopError, SettingsError
 from fedpop.federation.inputs import Example
 from fedpop.federation.participation import resolve
 from fedpop.files import read_json, read_sealed, writable_folder, write_sealed
-from fedpop.flower.certificates import split_address
+from fedpop.flower.certificates import check_name, split_address
 from fedpop.flower.deployment import Deployment
 from fedpop.flower.final_questions import USUAL, check_asked
 from fedpop.flower.formulas import WORDS, FormulaDeployment
 from fedpop.flower.metrics import port_of
 from fedpop.flower.remote import RoundTerms
-from fedpop.flower.site_folder import check_name, read_toml
+from fedpop.flower.site_folder import read_toml
 from fedpop.flower.trackers import TRACKERS, trackers_of
 from fedpop.methods.base import Algorithm, usual_participation
 from fedpop.methods.tables import known_method, method_from

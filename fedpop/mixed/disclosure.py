@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fedpop.federation.table_format import MINIMUM
 from fedpop.message import Tensors
 from fedpop.mixed.design import INTERCEPT, Design
 from fedpop.mixed.formula import FormulaTerms
 from fedpop.mixed.response import response_of
 from fedpop.mixed.study import FormulaStudy
 from fedpop.mixed.table import Rows, as_categories
-from fedpop.questions.schema import MINIMUM
 from fedpop.site.refusal import Code, Refusal
 
 CARRIED = 1e-3

@@ -24,7 +24,7 @@ from fedpop.flower.ledger import LEDGER, Ledger
 from fedpop.flower.metrics import serving_ledger
 from fedpop.flower.processes import free_port
 from fedpop.flower.records import message_from_record
-from fedpop.flower.site_folder import open_site
+from fedpop.flower.site import open_site
 from fedpop.site.refusal import Code
 from tests.flower.browser import get
 from tests.flower.commands import fedpop, refused
