@@ -621,7 +621,10 @@ TABLES: Mapping[str, Rows] = {
                 "share of a column's squares that rows beside a few must carry, or a site does not answer",
                 NOT_MEASURED,
             ),
-            "EXACT": ("a combination of columns that is zero but for rounding", "derived: rounding"),
+            "ZERO_COMBINATION": (
+                "a combination of columns that is zero but for rounding",
+                "derived: rounding",
+            ),
             "SINGLE_SHARE": (
                 "share of groups with a single row above which a site does not answer",
                 NOT_MEASURED,
@@ -738,6 +741,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "message/compressors/base.py": "MAGIC, PAYLOAD_VERSION, FLOATS",
             "message/compressors/natural.py": "_MANTISSA, _MAGNITUDE, _LARGEST, _UP, _SUBNORMAL",
             "population/saving.py": "POPULATION_FORMAT, PIECE_BYTES",
+            "mixed/saved.py": "FIT_FORMAT",
             "run/checkpoint.py": "CHECKPOINT_FORMAT",
             "files.py": "_UNITS",
             "flower/certificates.py": "CURVE_BITS",
