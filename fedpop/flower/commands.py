@@ -32,6 +32,15 @@ def _say(words: str) -> None:
     sys.stdout.flush()
 
 
+def _formula(
+    formula: str | None, family: str | None, method: str | None, weights: str | None
+) -> dict[str, str] | None:
+    """The words of ``[model]`` that were given."""
+    given = {"formula": formula, "family": family, "method": method, "weights": weights}
+    about = {name: value for name, value in given.items() if value is not None}
+    return about or None
+
+
 # --- the server's ------------------------------------------------------------------------------
 
 
@@ -42,6 +51,10 @@ def init(
     address: str = "127.0.0.1:8000",
     hosts: tuple[str, ...] = (),
     insecure: bool = False,
+    formula: Text = None,
+    family: Text = None,
+    method: Text = None,
+    weights: Text = None,
 ) -> None:
     """Make a federation's folder: an app of Flower's, settings, an authority and the server's certificate.
 
@@ -51,9 +64,14 @@ def init(
         address: host:port under which sites reach the server.
         hosts: Further names or addresses of the server, for its certificate.
         insecure: Neither TLS nor keys; for trials on one machine.
+        formula: Of a mixed model that is to be fitted, as lme4 writes it; by default a model and a method.
+        family: Of its response, as in fedpop fit.
+        method: ML or REML.
+        weights: A column, or an expression of columns.
     """
     os.umask(OTHERS_MASK)
-    _of("server_commands").init(folder, name, address, list(hosts), insecure, _say)
+    about = _formula(formula, family, method, weights)
+    _of("server_commands").init(folder, name, address, list(hosts), insecure, _say, about)
 
 
 @server.command
@@ -115,6 +133,46 @@ def run(
         except Stopped:
             say("stopped; fedpop server run goes on from the last round")
             raise SystemExit(130) from None
+
+
+@server.command
+def fit(
+    folder: Positional[Path],
+    formula: Positional[str],
+    family: Text = None,
+    method: Text = None,
+    weights: Text = None,
+    insecure: bool = False,
+) -> None:
+    """Fit a further mixed model over the same sites, or go on with it, and print it.
+
+    Args:
+        folder: The federation's folder.
+        formula: As lme4 writes it.
+        family: Of its response, as in fedpop fit.
+        method: ML or REML.
+        weights: A column, or an expression of columns.
+        insecure: Neither TLS nor keys.
+    """
+    os.umask(OTHERS_MASK)
+    stop_on_signals()
+    about = _formula(formula, family, method, weights) or {}
+    with _of("logs").command_log(folder / "logs" / LOG, False) as say:
+        try:
+            _of("server_commands").fit(folder, about, insecure, say)
+        except Stopped:
+            say("stopped; the same command goes on")
+            raise SystemExit(130) from None
+
+
+@server.command
+def fits(folder: Positional[Path]) -> None:
+    """Compare the mixed models that were fitted: likelihoods, AIC, BIC, and tests of nested ones.
+
+    Args:
+        folder: The federation's folder.
+    """
+    _of("formulas").compare_fits(folder, _say)
 
 
 @server.command(name="check")
@@ -267,6 +325,26 @@ def predict(
         experiment: Which one; the last by default.
     """
     _of("offline").predict(folder, data, out, level, experiment, _say)
+
+
+@site.command
+def effects(
+    folder: Positional[Path],
+    out: File = None,
+    plot: File = None,
+    level: float = 0.95,
+    experiment: Text = None,
+) -> None:
+    """Posteriors of this site's groups in a mixed model, as a table; nothing is sent.
+
+    Args:
+        folder: The site's folder.
+        out: A CSV file; the terminal by default.
+        plot: A picture of them, such as effects.png.
+        level: Of the intervals.
+        experiment: Which one; the last by default.
+    """
+    _of("offline").effects(folder, out, plot, level, experiment, _say)
 
 
 @site.command

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 from fedpop.errors import CheckpointError, SettingsError
 from fedpop.federation.participation import Everyone
-from fedpop.files import writable_folder, write_json
+from fedpop.files import writable_folder, write_bytes, write_json
 from fedpop.flower.outcome import FEDERATION, OUTCOME
 from fedpop.flower.remote import RemoteMembers, RoundTerms
 from fedpop.flower.site import SiteExperiment, read_theta
@@ -36,8 +36,9 @@ log = logging.getLogger("fedpop.server")
 
 WORDS = ("formula", "family", "method", "weights", "levels", "contrasts", "min_count", "missing", "na")
 """What ``[model]`` has where a federation is about a formula, as ``mixed_model`` has these words."""
-FIT, SUMMARY = "fit", "fit.json"
-"""In the run's folder: the fit for ``fedpop.load``, and its numbers as ``fedpop fit --json`` writes them."""
+FIT, SUMMARY, PRINTED = "fit", "fit.json", "fit.txt"
+"""In the run's folder: the fit for ``fedpop.load``, its numbers as ``fedpop fit --json`` writes them, and
+what ``print`` shows."""
 DESCRIBED = "described"
 """A fit's plain values among the tensors that a site receives."""
 
@@ -106,6 +107,7 @@ def run_formula(deployment: FormulaDeployment, transport: Transport, folder: Pat
     fit = replace(fit, points=fit.theta_points if not any("law" in w for w in without) else None)
     write_fit(fit, to)
     write_json(folder / SUMMARY, fit.plain())
+    write_bytes(folder / PRINTED, f"{fit}\n".encode())
     write_json(folder / OUTCOME, {"estimates": _rows(fit), "warnings": [*_warnings(fit), *without]})
     about, tensors = described(fit)
     text = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
@@ -174,3 +176,25 @@ def predicted_rows(fit: MixedFit, frame: Any, level: float) -> Any:
         found.insert(1, "kind", kind)
         parts.append(found)
     return pd.concat(parts).loc[frame.index]
+
+
+# --- several formulas ----------------------------------------------------------------------------
+
+
+def compare_fits(root: Path, say: Callable[[str], None]) -> None:
+    """A line for each fit of a federation's folder, and tests between those that are nested."""
+    runs = [root / "run", *sorted((root / "fits").glob("*"))]
+    fits = [MixedFit.load(run / FIT) for run in runs if (run / PRINTED).exists()]
+    if not fits:
+        raise SettingsError(f"{root} has no fit of a formula yet")
+    say(f"{'log-likelihood':>14} {'df':>3} {'AIC':>10} {'BIC':>10}  formula")
+    for fit in fits:
+        how = f"{fit.formula}  ({fit.family.name}, {fit.method})"
+        say(f"{fit.log_likelihood:14.4f} {fit.df:3d} {fit.aic:10.3f} {fit.bic:10.3f}  {how}")
+    for i, small in enumerate(fits):
+        for large in [*fits[:i], *fits[i + 1 :]]:
+            if large.df > small.df:
+                try:
+                    say(f"{small.formula} in {large.formula}: {large.likelihood_ratio(small)}")
+                except SettingsError as error:
+                    say(f"{small.formula} and {large.formula} are not compared: {error}")

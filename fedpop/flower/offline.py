@@ -7,6 +7,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,22 @@ from fedpop.federation.reading import (
     read_data,
 )
 from fedpop.federation.table_format import USUAL_TABLE
-from fedpop.files import DAMAGED, read_bytes, read_sealed, read_tensors, writable_folder, write_bytes
+from fedpop.files import (
+    DAMAGED,
+    read_bytes,
+    read_sealed,
+    read_tensors,
+    writable_folder,
+    write_bytes,
+    writing,
+)
 from fedpop.flower.certificates import check_name
+from fedpop.flower.formulas import fit_at, predicted_rows
 from fedpop.flower.site import SEALED, THETA, SiteExperiment, open_site, read_theta
 from fedpop.flower.site_commands import checked_data, with_data
 from fedpop.flower.site_folder import SETTINGS, make_secret, read_site
 from fedpop.message import Tensors
+from fedpop.mixed.study import FormulaStudy, table_at
 from fedpop.models.predictive import Predictive
 from fedpop.population import Population
 from fedpop.site.store import LocalStore
@@ -69,7 +80,37 @@ def population_at(experiment: SiteExperiment) -> Population:
 def predict(root: Path, data: str, out: Path | None, level: float, name: str | None, say: Say) -> None:
     """Predictions for the rows of a table (or for images, or what a function returns), with intervals."""
     experiment = experiment_of(root, name)
+    if isinstance(experiment.study, FormulaStudy):
+        if not 0 < level < 1:
+            raise SettingsError(f"the level of an interval lies between 0 and 1, not {level}")
+        place = replace(experiment.site.data, where=str(Path(data).absolute()))
+        found = predicted_rows(fit_at(experiment), table_at(place, experiment.study.na), level)
+        _write_table(found.to_csv(index=False, float_format="%.6g"), out, say)
+        return
     write_predictions(predicted(population_at(experiment), experiment, data), out, level, say)
+
+
+def effects(
+    root: Path, out: Path | None, plot: Path | None, level: float, name: str | None, say: Say
+) -> None:
+    """Posteriors of this site's groups, as a table and as a picture."""
+    experiment = experiment_of(root, name)
+    if not isinstance(experiment.study, FormulaStudy):
+        raise SettingsError(f"{experiment.name} is not about a formula: fedpop site predict has its models")
+    fit = fit_at(experiment)
+    _write_table(fit.random_effects(level).reset_index().to_csv(index=False, float_format="%.6g"), out, say)
+    if plot is not None:
+        with writing(plot):
+            fit.plot("effects").savefig(plot)
+        say(f"{plot} is written")
+
+
+def _write_table(text: str, out: Path | None, say: Say) -> None:
+    if out is None:
+        sys.stdout.write(text)
+    else:
+        write_bytes(out, text.encode())
+        say(f"{out} is written")
 
 
 Predicted = list[tuple[str, Sequence[int], Predictive]]
@@ -128,11 +169,7 @@ def write_predictions(found: Predicted, out: Path | None, level: float, say: Say
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(["unit", *head])
     writer.writerows(lines[i] for i in sorted(lines))
-    if out is None:
-        sys.stdout.write(file.getvalue())
-    else:
-        write_bytes(out, file.getvalue().encode())
-        say(f"{out} is written")
+    _write_table(file.getvalue(), out, say)
 
 
 def personalise(

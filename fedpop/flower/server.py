@@ -90,10 +90,11 @@ def process(arguments: list[str]) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--insecure", action="store_true")
     parser.add_argument("--stock", action="store_true")
+    parser.add_argument("--fit", default="")
     given = parser.parse_args(arguments)
     stop_on_signals()
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    folder = ServerFolder(given.folder)
+    folder = ServerFolder(given.folder, given.fit)
     try:
         serve(folder, given.insecure, given.stock)
     except Stopped:

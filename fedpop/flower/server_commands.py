@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fedpop.errors import SettingsError
-from fedpop.files import writable_folder, write_bytes, write_json
+from fedpop.files import digest_of_bytes, read_bytes, writable_folder, write_bytes, write_json
 from fedpop.flower import certificates
 from fedpop.flower.certificates import check_name
 from fedpop.flower.checks import check_deployment
+from fedpop.flower.formulas import FIT, PRINTED, FormulaDeployment
 from fedpop.flower.logs import LogLine
 from fedpop.flower.metrics import of_run, serving_metrics
 from fedpop.flower.processes import (
@@ -25,7 +27,8 @@ from fedpop.flower.processes import (
     require_flower,
     require_free,
 )
-from fedpop.flower.server_folder import LAYOUT, ServerFolder
+from fedpop.flower.remote import RoundTerms
+from fedpop.flower.server_folder import FORMULA_FILE, LAYOUT, ServerFolder
 from fedpop.flower.status import read_rounds, read_state, round_words, standing
 from fedpop.flower.stock import make_signature
 from fedpop.version import __version__
@@ -34,6 +37,8 @@ Say = Callable[[str], None]
 RUN_TRIES = 3
 """Times that a run is begun again without a round in between."""
 CONNECTION = "fedpop"
+FIT_LETTERS = 40
+"""Letters of a formula in the name of its folder."""
 
 PROJECT = """# An app of Flower's: `flwr run` takes it as it is. The code is fedpop's.
 [project]
@@ -93,6 +98,24 @@ address = "{address}"  # under which sites reach it
 # listen = "0.0.0.0:8000" # where it listens, if not there: behind a router, say
 """
 
+FORMULA_SETTINGS = """name = "{name}"
+
+# A mixed model: the words of fedpop.mixed_model (formula, family, method, weights, levels, min_count, ...).
+[model]
+{model}
+[run]
+seed = 0
+
+# All sites must answer; the search begins when so many are there.
+[sites]
+sites = 2
+timeout = 600.0
+
+[server]
+address = "{address}"  # under which sites reach it
+# listen = "0.0.0.0:8000" # where it listens, if not there: behind a router, say
+"""
+
 MODEL = '''"""The model of this federation: the same at every site."""
 
 from torch import nn
@@ -106,8 +129,19 @@ def model(inputs: int) -> fp.Composition:
 '''
 
 
-def init(root: Path, name: str, address: str, hosts: list[str], insecure: bool, say: Say) -> None:
-    """Make a federation's folder; nothing in it is ever overwritten."""
+def init(
+    root: Path,
+    name: str,
+    address: str,
+    hosts: list[str],
+    insecure: bool,
+    say: Say,
+    about: Mapping[str, str] | None = None,
+) -> None:
+    """Make a federation's folder, where ``about`` has one for a formula; nothing in it is ever
+    overwritten."""
+    if about is not None:
+        FormulaDeployment.of("check", about, 0, RoundTerms(), name)  # what is wrong with it is an error now
     check_name(name)
     host, _ = certificates.split_address(address)
     for other in hosts:
@@ -119,8 +153,12 @@ def init(root: Path, name: str, address: str, hosts: list[str], insecure: bool, 
         writable_folder(sub)
     path = json.dumps(str(folder.root))
     write_bytes(folder.app / "pyproject.toml", PROJECT.format(name=name.lower(), folder=path).encode())
-    write_bytes(folder.app / "federation.toml", SETTINGS.format(name=name, address=address).encode())
-    write_bytes(folder.app / "model.py", MODEL.encode())
+    if about is None:
+        text = SETTINGS.format(name=name, address=address)
+        write_bytes(folder.app / "model.py", MODEL.encode())
+    else:
+        text = FORMULA_SETTINGS.format(name=name, address=address, model=toml_of(about))
+    write_bytes(folder.app / "federation.toml", text.encode())
     if insecure:
         say(INSECURE)
     else:
@@ -132,7 +170,8 @@ def init(root: Path, name: str, address: str, hosts: list[str], insecure: bool, 
     _connect(folder, None if insecure else folder.tls / "ca.crt")
     make_private(folder.root, lambda words: None)
     say(f"{root} holds a federation. Next:")
-    say(f"  1. edit {folder.app / 'federation.toml'} and {folder.app / 'model.py'}")
+    edited = folder.app / "federation.toml"
+    say(f"  1. edit {edited} and {folder.app / 'model.py'}" if about is None else f"  1. look at {edited}")
     ca = "" if insecure else f" and {folder.tls / 'ca.crt'}"
     say(f"  2. give the address {address}{ca} to the sites; each one runs")
     more = "--insecure" if insecure else "--ca ca.crt"
@@ -162,10 +201,32 @@ def certificate(root: Path, hosts: list[str], days: int, say: Say) -> None:
 # --- run ---------------------------------------------------------------------------------------
 
 
-def run(root: Path, insecure: bool, say: Say, stock: bool = False) -> None:
+def toml_of(about: Mapping[str, str]) -> str:
+    """Texts as lines of TOML."""
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in about.items())
+
+
+def fit(root: Path, about: Mapping[str, str], insecure: bool, say: Say) -> None:
+    """Fit a further formula on the same sites, or go on; its folder goes by what it is."""
+    folder = ServerFolder(root.absolute())
+    _ = folder.settings  # nothing is made in a folder that is none
+    FormulaDeployment.of("check", about, 0, RoundTerms(), "check")
+    text = toml_of(about)
+    words = re.sub("[^a-z0-9]+", "-", about["formula"].lower()).strip("-")[:FIT_LETTERS]
+    name = f"{words}-{digest_of_bytes(text.encode())[:6]}"
+    file = writable_folder(folder.fits / name) / FORMULA_FILE
+    if not file.exists():
+        write_bytes(file, text.encode())
+    done = ServerFolder(folder.root, name)
+    if (read_state(done) or {}).get("state") != "finished":
+        run(root, insecure, say, fit=name)
+    say(read_bytes(done.run / PRINTED).decode())
+
+
+def run(root: Path, insecure: bool, say: Say, stock: bool = False, fit: str = "") -> None:
     """Start the server's process, and keep it going until the run is over."""
     require_flower()
-    folder = ServerFolder(root.absolute())
+    folder = ServerFolder(root.absolute(), fit)
     admitted = sorted(key.stem for key in folder.admitted.glob("*.pub"))
     check_deployment(folder.deployment(), folder.app, admitted)  # what is wrong is an error now
     certificates.split_address(folder.address)
@@ -184,6 +245,7 @@ def run(root: Path, insecure: bool, say: Say, stock: bool = False) -> None:
             writable_folder(sub)
         make_private(folder.root, say)
         flags = [flag for flag, given in {"--insecure": insecure, "--stock": stock}.items() if given]
+        flags += ["--fit", fit] if fit else []
         child = Supervised(
             lambda: [sys.executable, "-m", "fedpop.flower.server", str(folder.root), *flags],
             environment(folder.flower),
@@ -220,7 +282,9 @@ class _RunWatch:
                 paused = True
                 state = read_state(self._folder) or {}
                 if state.get("state") == "finished":
-                    self._say(f"finished; theta is in {self._folder.run / 'population'}")
+                    formula = (self._folder.run / PRINTED).exists()
+                    where = self._folder.run / (FIT if formula else "population")
+                    self._say(f"finished; {'the fit' if formula else 'theta'} is in {where}")
                     return
                 why = state.get("why", "")
                 if state.get("state") == "failed":

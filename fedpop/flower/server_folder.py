@@ -43,7 +43,7 @@ from fedpop.version import __version__
 LAYOUT = 1
 """How a federation's folder is laid out. Each version goes on with folders of this layout and of those before
 it; what is in the checkpoint has a format of its own."""
-FEDERATION = "federation.toml"
+FEDERATION, FORMULA_FILE = "federation.toml", "formula.toml"
 TABLES = ("name", "data", "model", "method", "run", "sites", "server")
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 """Who listens everywhere is found here."""
@@ -56,6 +56,8 @@ class ServerFolder:
     """Where a federation's server stores everything."""
 
     root: Path
+    fit: str = ""
+    """A further formula on the same sites, which has a folder of its own; empty: what the settings say."""
 
     @property
     def app(self) -> Path:
@@ -72,7 +74,12 @@ class ServerFolder:
 
     @property
     def run(self) -> Path:
-        return self.root / "run"
+        return self.fits / self.fit if self.fit else self.root / "run"
+
+    @property
+    def fits(self) -> Path:
+        """Runs of further formulas."""
+        return self.root / "fits"
 
     @property
     def flower(self) -> Path:
@@ -153,7 +160,13 @@ class ServerFolder:
     def deployment(self) -> Deployment | FormulaDeployment:
         """What the settings file says is to be run."""
         _ = self.metrics
-        return deployment_of(self.app / FEDERATION, self.settings, self.experiment(), self.run)
+        path, plain = self.app / FEDERATION, self.settings
+        if self.fit:
+            path = self.run / FORMULA_FILE
+            about = read_toml(path, "fedpop server fit makes it")
+            kept = {n: plain[n] for n in ("name", "sites", "server") if n in plain}
+            plain = kept | {"model": about, "run": {"seed": plain.get("run", {}).get("seed", 0)}}
+        return deployment_of(path, plain, self.experiment(), self.run)
 
 
 def deployment_of(

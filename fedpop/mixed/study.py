@@ -30,7 +30,7 @@ from fedpop.mixed.design import Design, Wanted
 from fedpop.mixed.formula import Formula, FormulaPart, columns_of, parse, scanned, shown
 from fedpop.mixed.nesting import BEGINS, CELLS, RowOrder, cells
 from fedpop.mixed.response import Family, Response, family_named, response_of
-from fedpop.mixed.table import NA, Rows, as_frame, read_csv, rows_of
+from fedpop.mixed.table import NA, Rows, read_csv, rows_of
 from fedpop.questions import Question, Table, Units
 from fedpop.questions.schema import Moments
 from fedpop.site.plan import Plan
@@ -140,7 +140,7 @@ class FormulaStudy(Study):
 
     def read(self, place: SiteData) -> Rows:
         """Errors that the server may see name columns, and no value."""
-        who, frame = f"site {place.site!r}", _frame(place, self.na)
+        who, frame = f"site {place.site!r}", table_at(place, self.na)
         if SITE in self.formula.group_columns and SITE not in frame.columns:
             frame = frame.assign(**{SITE: place.site})
         names = list(dict.fromkeys([*self.columns, *self.formula.group_columns]))
@@ -205,7 +205,7 @@ def _weight(text: str | None) -> FormulaPart | None:
     return FormulaPart(shown(tokens), tokens)
 
 
-def _frame(place: SiteData, na: Sequence[str]) -> Any:
+def table_at(place: SiteData, na: Sequence[str]) -> Any:
     """A site's table as a data frame."""
     if ":" in place.where:
         return as_frame(called(place.where, entry_named(place.where, place.folder), place.site))
