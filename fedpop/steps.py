@@ -5,8 +5,19 @@ from fedpop.questions.spectral import Spectral
 from fedpop.server.anneal import Anneal
 from fedpop.server.averaging import Averaging
 from fedpop.server.beta_step import EM, BetaStep, EMAdam
-from fedpop.server.optimisers import SGD, Adam, AdamW, MeanMove, NetworkAdam, Optimiser
-from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial, Schedule
+from fedpop.server.optimisers import (
+    SGD,
+    Adam,
+    AdamW,
+    Constant,
+    Cosine,
+    Decay,
+    MeanMove,
+    NetworkAdam,
+    Optimiser,
+    Polynomial,
+    Schedule,
+)
 
 __all__ = [
     "EM",

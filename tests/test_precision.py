@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import fedpop as fp
 from fedpop import precision
 from fedpop.errors import SettingsError
-from fedpop.models import network
+from fedpop.models import modules as network
 from fedpop.models.modules import RowKeys
 from fedpop.precision import ProbeVerdict  # as it is before the tests' own fixture replaces it
 from tests.helpers import generator, linear_model, ragged, seeded, train_key

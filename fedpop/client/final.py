@@ -22,11 +22,11 @@ class Final(Setting):
     """The pass with theta fixed that gives the draws users see.
 
     Args:
-        chains: How many for each client, 4 unless told; R-hat compares them.
-        draws: Of each chain; unless told 250, or 140 where z has more than 100 entries, as a network's head
+        chains: How many for each client, 4 by default; R-hat compares them.
+        draws: Of each chain; by default 250, or 140 where z has more than 100 entries, as a network's head
             has: nobody looks at them one by one, and probabilities need no more. More make intervals
             smoother.
-        burn_in: Transitions before them, which adapt; unless told 60 where chains start about the mode of a
+        burn_in: Transitions before them, which adapt; by default 60 where chains start about the mode of a
             linear head, 300 elsewhere. There are none where draws are exact.
 
     >>> Final().each(d=2), Final().each(d=650), Final(draws=40).each(d=650)

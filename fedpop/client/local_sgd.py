@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Count, Factor, NotNegative, Positive
-from fedpop.client.phi_gradient import gradient
+from fedpop.client.losses import gradient
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.keys import Key
@@ -47,11 +47,11 @@ class LocalSGD(Setting):
     """How clients train by themselves: epochs of plain SGD with momentum.
 
     Args:
-        epochs: Passes over a client's examples in a round, 1 unless told; more save rounds and drift apart.
-        rate: The step size, 0.01 unless told; the first thing to tune.
+        epochs: Passes over a client's examples in a round, 1 by default; more save rounds and drift apart.
+        rate: The step size, 0.01 by default; the first thing to tune.
         batch: Examples of a step; None takes all of a client's at once.
-        momentum: Of SGD, in [0, 1); 0 unless told.
-        decay: Weight decay: the gradient of decay/2 norm(w)^2 is added. 0 unless told.
+        momentum: Of SGD, in [0, 1); 0 by default.
+        decay: Weight decay: the gradient of decay/2 norm(w)^2 is added. 0 by default.
 
     >>> LocalSGD(epochs=5, rate=0.05, batch=50)
     LocalSGD(epochs=5, rate=0.05, batch=50, momentum=0.0, decay=0.0)

@@ -1,8 +1,9 @@
-"""What methods with a point estimate of z share: losses on the flat vector, plug-in predictions."""
+"""Losses on the flat vector, their gradient, what training by them costs, and plug-in predictions at a point
+estimate of z."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from fedpop.models.modules import RowKeys
 from fedpop.models.predictive import Predictive
 
 Loss = Callable[..., Tensor]
+WORK = ("backbone_passes", "head_steps", "gradient_evaluations")
+"""What a run counts of clients' work over its rounds."""
 
 
 def mean_where(value: Tensor, mask: Tensor | None) -> Tensor:
@@ -35,6 +38,20 @@ def _mean_loss(
 ) -> Tensor:
     """Mean over examples of -log p(y | z), averaged over values of z ``[S, d]``."""
     return -mean_where(model.log_prob(phi, z, features, y, rows).mean(0), mask)
+
+
+def gradient(values: Sequence[Tensor], phi: Tensor, slopes: Sequence[Tensor] | None = None) -> Tensor:
+    """The derivative in phi of what has these slopes in some values, or of numbers themselves; zero where phi
+    does not matter."""
+    with torch.enable_grad():
+        # One number whose gradient it is: given slopes, torch would import sympy, half a second per process.
+        given = [None] * len(values) if slopes is None else slopes
+        pairs = [(v, s) for v, s in zip(values, given, strict=True) if v.requires_grad]
+        parts = [v if s is None else (v * s).sum() for v, s in pairs]
+    if not phi.requires_grad or not parts:
+        return torch.zeros_like(phi, requires_grad=False)
+    (grad,) = torch.autograd.grad(sum(parts[1:], parts[0]), phi, allow_unused=True)
+    return torch.zeros_like(phi) if grad is None else grad
 
 
 def joint_loss(model: Model, embedded: bool) -> Loss:
@@ -82,19 +99,32 @@ def plug_in(model: Model, phi: Tensor, z: Tensor, x: Inputs, key: Key) -> Predic
     return Predictive(eta, model.likelihood, model.params(phi), key, plug_in=True)
 
 
-def mean_log_prob(model: Model, w: Tensor, cohort: Cohort) -> Tensor:
-    """Mean log-likelihood per client at w ``[C, D]`` (phi the same for all)."""
-    size = model.phi_layout.size
-    phi, z = w[0, :size], w[:, size:]
-    with torch.no_grad():
-        local = model.bind(phi, model.features(phi, cohort), cohort)
-        value = local.value(z.unsqueeze(1)).squeeze(1)
-    return value / cohort.sizes.clamp(min=1)
-
-
 def score_point(model: Model, phi: Tensor, z: Tensor, held_out: Cohort) -> tuple[Tensor, Tensor]:
     """Summed plug-in log-likelihood of each unit's held-out examples, z ``[C, d]``, and their number."""
     with torch.no_grad():
         local = model.bind(phi, model.features(phi, held_out), held_out)
         value = local.value(z.unsqueeze(1)).squeeze(1)
     return value.double(), held_out.sizes.double()
+
+
+def finite(*tensors: Tensor) -> Tensor:
+    """Which units have nothing but finite numbers in all of these ``[C, ...]``."""
+    good = torch.ones(tensors[0].shape[0], dtype=torch.bool, device=tensors[0].device)
+    for t in tensors:
+        good = good & torch.isfinite(t).flatten(1).all(1)
+    return good
+
+
+def training_cost(
+    cohort: Cohort, loss: Tensor, good: Tensor, backbone: float, head: float
+) -> dict[str, float]:
+    """Mean training losses ``[C]``, and example-passes through backbone and head; none through a backbone
+    that stands still, whose features were computed once. A forward and backward of one example is one pass.
+    """
+    n = cohort.sizes.to(loss.dtype)
+    return {
+        "log_likelihood": -float((loss * n)[good].sum()),
+        "examples": float(n[good].sum()),
+        "backbone_passes": 0.0 if cohort.embedded else float(backbone),
+        "head_steps": float(head),
+    }

@@ -1,23 +1,102 @@
-"""The chain of a unit's random effect: where it starts, its burn-in, and the M steps of a round."""
+"""The chain of a unit's random effect: where it starts, its burn-in, and the M steps of a round.
+
+M is one number, a schedule over the rounds, or one number for each client by name. Units with different
+numbers are worked on in groups: random numbers are keyed by unit and step, so nobody's draws depend on the
+grouping.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from fedpop.checked import Few, Whole
+from fedpop.checked import Count, Few, Whole
+from fedpop.decisions import Decision
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Hierarchy, Kernel, Pass, Target, Tuning, resolve_kernel, run
 from fedpop.kernels.follow import carried, first_place, follows
 from fedpop.kernels.prior_chains import draw
-from fedpop.keys import Key
+from fedpop.keys import Key, unit_of
 from fedpop.message import Tensors
 from fedpop.priors.base import normals_of
 from fedpop.settings import Setting
+
+
+@dataclass(frozen=True)
+class Steps(Setting):
+    """A number of kernel steps that grows or falls linearly over the first rounds.
+
+    Args:
+        start: Steps in round 0.
+        end: Steps from round ``over`` on.
+        over: How many rounds the change takes, 100 by default.
+
+    >>> [Steps(2, 10, over=4).at(k) for k in range(6)]
+    [2, 4, 6, 8, 10, 10]
+    """
+
+    start: Few
+    end: Few
+    over: Count = 100
+
+    def at(self, k: int) -> int:
+        """M in round k."""
+        return round(self.start + (self.end - self.start) * min(k / self.over, 1.0))
+
+
+LocalSteps = Few | Steps | Mapping[str, Few]
+
+
+def steps_of(setting: LocalSteps, units: Tensor, k: int) -> list[int]:
+    """M in round k for each of these units."""
+    if isinstance(setting, Mapping):
+        own = {unit_of(name): number for name, number in setting.items()}
+        return [own[u] for u in units.tolist()]
+    return [_same(setting, k)] * len(units)
+
+
+def _same(setting: int | Steps, k: int) -> int:
+    """M in round k where it is the same for all."""
+    return setting.at(k) if isinstance(setting, Steps) else setting
+
+
+def groups_of(setting: LocalSteps, units: Tensor, k: int) -> list[tuple[int, Tensor | None]]:
+    """Each M with the positions of the units that make so many steps; None for all of them."""
+    if not isinstance(setting, Mapping):
+        return [(_same(setting, k), None)]
+    steps = torch.tensor(steps_of(setting, units, k), device=units.device)
+    different = torch.unique(steps).tolist()
+    if len(different) == 1:
+        return [(different[0], None)]
+    return [(m, (steps == m).nonzero().squeeze(1)) for m in different]
+
+
+def most_steps(setting: LocalSteps) -> int:
+    """The largest M that there can be, to plan memory for."""
+    if isinstance(setting, Steps):
+        return max(setting.start, setting.end)
+    return max(setting.values(), default=1) if isinstance(setting, Mapping) else setting
+
+
+def describe_steps(setting: LocalSteps) -> str:
+    """In words, for a summary.
+
+    >>> describe_steps(10), describe_steps(Steps(2, 8)), describe_steps({"anna": 5, "ben": 20})
+    ('10 per round', '2 to 8 per round', '5 to 20 per round')
+    """
+    if isinstance(setting, int):
+        return f"{setting} per round"
+    if isinstance(setting, Steps):
+        ends = (setting.start, setting.end)
+    else:
+        ends = (min(setting.values()), max(setting.values()))
+    return f"{ends[0]} to {ends[1]} per round" if ends[0] != ends[1] else f"{ends[0]} per round"
+
 
 FIRST_BURN_IN, SHORT_BURN_IN = 100, 30
 LARGEST_MIXED = 128
@@ -29,7 +108,7 @@ class Chain(Setting):
     """How units' chains are run in a round.
 
     Args:
-        chains: How many each unit has, 1 unless told; more cost more and halve the noise at four.
+        chains: How many each unit has, 1 by default; more cost more and halve the noise at four.
         burn_in: Transitions that come first in a unit's first round; None is 100 for
             heads that are not linear, 30 where chains ``follow`` the mode, and none elsewhere.
         stateful: False starts each round from the prior, for clients that can keep nothing between rounds.
@@ -142,7 +221,7 @@ class Sampler:
             spent, batched = spent + done.gradient_evaluations, batched + done.batched
         return z, tuning, spent, batched
 
-    def kept(self, done: Pass, local: Tensors, beta: Tensor, good: Tensor) -> Tensors:
+    def states(self, done: Pass, local: Tensors, beta: Tensor, good: Tensor) -> Tensors:
         """What units keep of a pass; a chain that is nowhere stays where it was."""
         new = {"z": done.state.z}
         if done.mode is not None:
@@ -168,17 +247,28 @@ class Sampler:
 
     def form_for(self, form: str) -> str:
         """The form of I that was asked for, or the one that suits the head and the prior."""
-        model, forms = self.hierarchy.model, self.hierarchy.prior.forms
-        if form != "auto":
-            return form
-        if len(forms) == 1:
-            return forms[0]
+        return self._suited[0] if form == "auto" else form
+
+    @cached_property
+    def _suited(self) -> tuple[str, str]:
+        """The form of I that suits the head and the prior, and why."""
+        model, prior = self.hierarchy.model, self.hierarchy.prior
+        if len(prior.forms) == 1:
+            return prior.forms[0], f"a {prior.name} prior has no other"
         # A head through vmap has no curvature to step by: its first chains lag behind theta, and there
         # the right form, which is only zero in equilibrium, makes EM diverge.
         if not model.linear:
-            return "left"
-        large = self.hierarchy.prior.covariance == "full" and model.z_layout.size > LARGEST_MIXED
-        return "left" if large or "mixed" not in forms else "mixed"
+            return "left", "the head is not linear: its first chains lag behind theta"
+        size = model.z_layout.size
+        if prior.covariance == "full" and size > LARGEST_MIXED:
+            return "left", f"a full covariance of {size} dimensions, more than {LARGEST_MIXED}"
+        if "mixed" not in prior.forms:
+            return "left", f"a {prior.name} prior has no mixed form"
+        return "mixed", "the head is linear: no noise from a client without data, nor where it is Gaussian"
+
+    def decisions(self, form: str) -> Sequence[Decision]:
+        """The form of I, where it was left open."""
+        return (Decision("form of I", *self._suited),) if form == "auto" else ()
 
     @staticmethod
     def fit_to_be_heard(target: Target, done: Pass, scores: Tensor) -> Tensor:
@@ -209,3 +299,42 @@ class Sampler:
                 f"{self.kernel.name} is exact for priors made of Normals, as {prior.name} is not; use HMC()"
             )
         self.kernel.check(self.hierarchy.closed_form)
+
+
+def chain_cost(
+    cohort: Cohort, done: Pass, chains: int, batch: int | None, passes: float
+) -> Callable[[Tensor, Tensor, Tensor | None], dict[str, float]]:
+    """The cost of a cohort's chains as a function of log-likelihoods ``[R]`` and who is fit to be heard, for
+    the units at ``rows`` (None: all of them); what was spent together is counted with the first of them."""
+    examples = cohort.examples
+    looked_at = examples if batch is None else int(cohort.sizes.clamp(max=batch).sum())
+    steps = examples * (done.gradient_evaluations - done.batched) + looked_at * done.batched
+    counted = False
+
+    def cost(value: Tensor, good: Tensor, rows: Tensor | None) -> dict[str, float]:
+        nonlocal counted
+        sizes, acceptance, diverged = cohort.sizes, done.acceptance, done.diverged
+        if rows is not None:
+            sizes, acceptance, diverged = sizes[rows], acceptance[rows], diverged[rows]
+        numbers, clients = torch.stack((value, acceptance, diverged)), len(value)
+        if not bool(good.all()):
+            numbers[:2] = torch.where(good, numbers[:2], 0.0)
+            sizes, clients = sizes[good], int(good.sum())
+        likelihood, accepted, divergences = numbers.sum(1, dtype=torch.float64).tolist()
+        out = {
+            "log_likelihood": likelihood,
+            "examples": float(examples if len(sizes) == len(cohort) else sizes.sum()),
+            "acceptance": accepted,
+            "clients": float(clients),
+            "divergences": divergences,
+        }
+        if not counted:  # with the first block
+            counted = True
+            out |= {
+                "gradient_evaluations": float(len(cohort) * chains * done.gradient_evaluations),
+                "head_steps": float(chains * steps),
+                "backbone_passes": float(passes),
+            }
+        return out
+
+    return cost

@@ -119,7 +119,7 @@ class ToTheOptimum(Question[Landing]):
         learned = torch.cat((torch.ones_like(phi), prior.mask(torch.ones_like(beta)))).bool()
         fixed = torch.eye(p, dtype=theta.dtype, device=theta.device)[:, ~learned]
         ball = float(known.get("ball", math.inf))
-        at_bounds = directions_at_bounds(self.hierarchy.prior, phi, beta, score, ball, Sets.told(known))
+        at_bounds = directions_at_bounds(self.hierarchy.prior, phi, beta, score, ball, Sets.of(known))
         gauge = gauge_directions(self.hierarchy, phi, beta)
         errors = sums["errors"].double().reshape(-1, p, p) if "errors" in sums else None
         return landing(score, curvature, noise, torch.cat((fixed, at_bounds, gauge), dim=1), errors)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpop.client.phi_gradient import PhiGradient
+from fedpop.client.phi_step import PhiGradient
 from fedpop.evaluation.louis import NOISE_PARTS
 from fedpop.evaluation.verdict import Verdict
 from fedpop.federation.cohort import Cohort

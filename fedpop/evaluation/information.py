@@ -26,7 +26,7 @@ from fedpop.message import Answer, Tensors, Total
 from fedpop.priors.base import Sets
 from fedpop.priors.normal import Normal
 from fedpop.questions import Question, Units
-from fedpop.server.gauge import Gauge
+from fedpop.server.averaging import Gauge
 
 LARGEST_EXACT_INFORMATION = 2000
 """Parameters up to which the information of closed-form posteriors is computed: 32 MB, once."""
@@ -193,7 +193,7 @@ def theta_draws(
         torch.arange(THETA_DRAWS, device=phi.device), (len(values),), torch.float64
     )
     theta = torch.cat((phi, beta)).double() + (noise * values.rsqrt()) @ vectors.mT
-    size, prior, sets = phi.shape[0], hierarchy.prior, Sets.told(published)
+    size, prior, sets = phi.shape[0], hierarchy.prior, Sets.of(published)
     return [(t[:size].to(phi.dtype), prior.project(t[size:].to(beta.dtype), sets)) for t in theta]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from fedpop.errors import FedpopError, SettingsError
 from fedpop.evaluation.information import Information, require_small, standard_errors
 from fedpop.evaluation.newcomers import widths_in_words
-from fedpop.kernels.hierarchy import Hierarchy
+from fedpop.kernels.target import Hierarchy
 from fedpop.methods.base import hierarchy_of
 from fedpop.population import Population
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from fedpop.decisions import Decision
 from fedpop.kernels.base import Kernel, Pass, State, Transition, Tuning, run
 from fedpop.kernels.exponential import Exponential
-from fedpop.kernels.hierarchy import Hierarchy
 from fedpop.kernels.hmc import HMC
 from fedpop.kernels.jumps import JumpHMC
 from fedpop.kernels.mala import MALA
@@ -13,7 +12,7 @@ from fedpop.kernels.mass import Mass
 from fedpop.kernels.mass import decision as mass_decision
 from fedpop.kernels.mixture_draw import MixtureDraw
 from fedpop.kernels.sgld import SGLD
-from fedpop.kernels.target import Target
+from fedpop.kernels.target import Hierarchy, Target
 from fedpop.kernels.ula import ULA
 from fedpop.models.base import Model
 from fedpop.priors.base import Prior

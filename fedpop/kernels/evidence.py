@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fedpop.federation.cohort import Cohort
-from fedpop.kernels.hierarchy import Hierarchy
-from fedpop.kernels.target import Target
+from fedpop.kernels.target import Hierarchy, Target
 
 
 def runs_in_double(hierarchy: Hierarchy) -> bool:

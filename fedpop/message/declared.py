@@ -86,8 +86,9 @@ VECTORS: Mapping[str, Sent] = {
     "d2": Sent("those of the log-determinants"),
     "left out": Sent("rows of tables that were left out because something is missing in them"),
     "[*": Sent(
-        "rows, sums and squares of a column, rows of a level, or sites by what a column holds, by names "
-        "as a JSON list"
+        "rows, sums and squares of a column, rows in which it is missing, rows of a level and its place in "
+        "the table's order, or sites by what a column holds or by its size and spread, by names as a JSON "
+        "list; and a checksum of the numbers of rows"
     ),
     "{*": Sent("a one for the form of its examples, which the name is"),
 }
@@ -111,11 +112,12 @@ NUMBERS: Mapping[str, Sent] = {
 HEADER: Mapping[str, Sent] = {
     "site": Sent("the site's name", clear=True),
     "version": Sent("of fedpop", clear=True),
+    "protocol": Sent("its number: both sides have the same", clear=True),
     "experiment": Sent("which run the message belongs to", clear=True),
     "round": Sent("its number", clear=True),
     "question": Sent("its name", clear=True),
     "digest": Sent("of the broadcast that the message answers", clear=True),
-    "study": Sent("digest of what the site was told that the federation is about", clear=True),
+    "study": Sent("digest of the study that the site received", clear=True),
     "units": Sent("how many units the site has, or speaks for", clear=True),
     "examples": Sent("how many training examples it has", clear=True),
     "splits": Sent("kinds of examples that it has", clear=True),

@@ -314,3 +314,12 @@ def finite_rows(vectors: Tensors) -> Tensor | None:
     if all(math.isfinite(float(v.sum())) for v in vectors.values()):
         return None
     return torch.stack([torch.isfinite(v).all(1) for v in vectors.values()]).all(0)
+
+
+def prefixed(prefix: str, tensors: Tensors) -> Tensors:
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def unprefixed(prefix: str, tensors: Tensors) -> Tensors:
+    cut = len(prefix)
+    return {n[cut:]: t for n, t in tensors.items() if n.startswith(prefix)}

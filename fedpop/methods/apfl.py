@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Proportion
-from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import Direction, LocalSGD, Loss, Trained
-from fedpop.client.losses import joint_loss
+from fedpop.client.losses import finite, joint_loss, training_cost
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors
@@ -42,20 +41,20 @@ class APFL(FedAvg):
     Args:
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
         alpha: The share of a client's own model in the mixture, 0 to 1: where it starts, or always if it
-            is not adaptive. 0.5 unless told.
-        adaptive: Whether clients learn their share; True unless told.
-        local: How clients train in a round; ``fp.LocalSGD()`` unless told: one epoch, rate 0.01, one
+            is not adaptive. 0.5 by default.
+        adaptive: Whether clients learn their share; True by default.
+        local: How clients train in a round; ``fp.LocalSGD()`` by default: one epoch, rate 0.01, one
             batch.
-        newcomer: How a client that took part in no round trains; ``fp.LocalSGD(epochs=10)`` unless told.
-        server_rate: How much of the clients' mean move the server makes; 1 unless told. Above 1 it goes
+        newcomer: How a client that took part in no round trains; ``fp.LocalSGD(epochs=10)`` by default.
+        server_rate: How much of the clients' mean move the server makes; 1 by default. Above 1 it goes
             beyond it.
         schedule: What the rates of local steps are multiplied by over the rounds, such as
-            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` by default.
         compressor: Stays "identity": no compressed form of the method was published.
         clip: The largest norm of n_i (w_i - w), which clients send; longer ones are shortened, which biases
             their mean. None (the default) does not.
         guard: How many times the usual norm makes a client's message absurd, so that it is left out;
-            1000 unless told, None for never.
+            1000 by default, None for never.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)

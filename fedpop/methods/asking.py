@@ -2,7 +2,7 @@
 
 A class is known once it is defined, a user's own as well as fedpop's. Of its fields plain values, settings
 and tensors travel; a method, a model and a hierarchy do not: whoever answers has one, and takes that. What
-else every site has, because it was told of it, registers a ``role``.
+else every site has, because it was announced, registers a ``role``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fedpop.errors import CheckpointError, SettingsError
-from fedpop.kernels.hierarchy import Hierarchy
+from fedpop.kernels.target import Hierarchy
 from fedpop.message import Tensors
 from fedpop.methods.base import Algorithm
 from fedpop.models.base import Model
@@ -35,26 +35,26 @@ def describe_question(question: Question[Any], sent: Tensors) -> tuple[dict[str,
     >>> describe_question(SecondMoments(minimum=5), {})
     ({'kind': 'SecondMoments', 'fields': {'minimum': 5}}, {})
     """
-    held, more = dict[str, Any](), Tensors()
+    values, more = dict[str, Any](), Tensors()
     every: list[str] = [f.name for f in fields(question)] if is_dataclass(question) else []
     for name in every:
         value = getattr(question, name)
         if isinstance(value, Tensor):
             place = next((n for n, tensor in sent.items() if tensor is value), f"own.{name}")
             more |= {} if place in sent else {place: value}
-            held[name] = {"kind": SENT, "name": place}
+            values[name] = {"kind": SENT, "name": place}
         else:
             what = role(value)
-            held[name] = describe(value) if what is None else {"kind": OWN, "what": what}
-    told = {"kind": name_of(type(question)), "fields": held}
+            values[name] = describe(value) if what is None else {"kind": OWN, "what": what}
+    description = {"kind": name_of(type(question)), "fields": values}
     try:
-        json.dumps(told)
+        json.dumps(description)
     except TypeError as error:
         raise SettingsError(
             f"{question.name} cannot be asked across machines ({error}): fields of a question are plain "
             "values, settings, tensors, the model or the method"
         ) from error
-    return told, more
+    return description, more
 
 
 @singledispatch
@@ -78,22 +78,22 @@ def _(value: Hierarchy) -> str:
     return "hierarchy"
 
 
-def question_from_description(told: dict[str, Any], sent: Tensors, owner: Any) -> Question[Any]:
-    """The question that was told; what does not travel are attributes of this side's ``owner``, such as its
-    method (or that itself), of which there is none before an experiment began."""
-    cls = class_of(Question, told["kind"])
+def question_from_description(described: dict[str, Any], sent: Tensors, owner: Any) -> Question[Any]:
+    """The question of this description; what does not travel are attributes of this side's ``owner``, such as
+    its method (or that itself), of which there is none before an experiment began."""
+    cls = class_of(Question, described["kind"])
     if cls is None:
         raise CheckpointError(
-            f"unknown question {told['kind']!r} (one of your own is known once the module that defines it is "
-            "imported)"
+            f"unknown question {described['kind']!r} (one of your own is known once the module that defines "
+            "it is imported)"
         )
 
     def own(plain: dict[str, Any]) -> Any:
         found = owner if role(owner) == plain["what"] else getattr(owner, plain["what"], None)
         if found is None:
-            raise CheckpointError(f"{told['kind']} needs a method, and there is none yet")
+            raise CheckpointError(f"{described['kind']} needs a method, and there is none yet")
         return found
 
     builders = {OWN: own, SENT: lambda plain: sent[plain["name"]], "Module": described_module}
-    held = {name: rebuilt(value, builders) for name, value in told["fields"].items()}
-    return cls(**held)
+    values = {name: rebuilt(value, builders) for name, value in described["fields"].items()}
+    return cls(**values)

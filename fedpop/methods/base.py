@@ -38,14 +38,14 @@ from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Example, Inputs
 from fedpop.federation.participation import Everyone, Participation, Said, Uniform
-from fedpop.kernels.hierarchy import Hierarchy
+from fedpop.kernels.target import Hierarchy
 from fedpop.keys import Key
 from fedpop.message import Answer, Channel, Choice, Guard, Tensors, Total
 from fedpop.message.declared import Sent
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
 from fedpop.questions import Question
-from fedpop.server.schedules import Constant, Schedule, Stage
+from fedpop.server.optimisers import Constant, Schedule, Stage
 from fedpop.settings import Setting, describe
 
 if TYPE_CHECKING:

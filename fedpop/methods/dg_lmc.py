@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Count, NotNegative, Positive
-from fedpop.client.cost import finite, training_cost
+from fedpop.client.losses import finite, training_cost
 from fedpop.client.potential import Potential
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
@@ -48,16 +48,16 @@ class DGLMC(PosteriorSamples, Asks):
 
     Args:
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
-        local_steps: N, how many steps a client makes in a round; 10 unless told.
+        local_steps: N, how many steps a client makes in a round; 10 by default.
         rho: How far clients' models may be from the server's (a variance): one number for all, or one
             for each client by name. None (the default) is 1 / L_i: the stiffest direction's precision is
             then halved, every other one's changed less. Smaller ones have less bias and mix more slowly.
         step: gamma_i for everyone; None (the default) is 0.25 / (L_i + 1 / rho_i). A network whose
             curvature grows in training needs a smaller one.
         batch: How many of a client's examples a step looks at; None (the default) is all.
-        prior_precision: lambda, that of a Normal prior around 0 on the server's model; 0 unless told, as
+        prior_precision: lambda, that of a Normal prior around 0 on the server's model; 0 by default, as
             in the paper.
-        samples: How many of the chain's states the server keeps, the oldest overwritten; 50 unless told.
+        samples: How many of the chain's states the server keeps, the oldest overwritten; 50 by default.
             Predictions average over them.
         burn_in: Rounds before the first state is kept; None (the default) is half of them.
         thin: Rounds from one kept state to the next; None (the default) spreads them over all rounds

@@ -18,8 +18,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedpop.checked import NotNegative
-from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD, Trained
+from fedpop.client.losses import finite, training_cost
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors
@@ -34,23 +34,23 @@ class Ditto(FedAvg):
 
     Args:
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
-        lam: lambda, the strength of the pull, 0 or more; 1 unless told, and 0 is training alone. Times
+        lam: lambda, the strength of the pull, 0 or more; 1 by default, and 0 is training alone. Times
             the rate of ``personal`` or ``newcomer`` it is at most 2 (more with momentum).
-        local: How clients train in a round; ``fp.LocalSGD()`` unless told: one epoch, rate 0.01, one
+        local: How clients train in a round; ``fp.LocalSGD()`` by default: one epoch, rate 0.01, one
             batch.
-        personal: How clients train their personal models in a round; ``fp.LocalSGD()`` unless told.
+        personal: How clients train their personal models in a round; ``fp.LocalSGD()`` by default.
         newcomer: How a client that took part in no round trains its personal model, from the common one;
-            ``fp.LocalSGD(epochs=10)`` unless told.
-        server_rate: How much of the clients' mean move the server makes; 1 unless told. Above 1 it goes
+            ``fp.LocalSGD(epochs=10)`` by default.
+        server_rate: How much of the clients' mean move the server makes; 1 by default. Above 1 it goes
             beyond it.
         schedule: What the rates of local steps are multiplied by over the rounds, such as
-            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` by default.
         compressor: Of n_i (w_i - w), which clients send: one of ``fp.compressors`` or its name, or a
             mapping from clients' names to them. "identity" (the default) sends it as it is.
         clip: The largest norm of it; longer ones are shortened, which biases their mean. None (the
             default) does not.
         guard: How many times the usual norm makes a client's message absurd, so that it is left out;
-            1000 unless told, None for never.
+            1000 by default, None for never.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)

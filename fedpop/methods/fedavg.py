@@ -15,8 +15,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedpop.checked import Positive
-from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD, Trained
+from fedpop.client.losses import finite, training_cost
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
@@ -30,18 +30,18 @@ class FedAvg(Paced, WholeModel):
 
     Args:
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
-        local: How clients train in a round; ``fp.LocalSGD()`` unless told: one epoch, rate 0.01, one
+        local: How clients train in a round; ``fp.LocalSGD()`` by default: one epoch, rate 0.01, one
             batch.
-        server_rate: How much of the clients' mean move the server makes; 1 unless told. Above 1 it goes
+        server_rate: How much of the clients' mean move the server makes; 1 by default. Above 1 it goes
             beyond it.
         schedule: What the rates of local steps are multiplied by over the rounds, such as
-            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` by default.
         compressor: Of n_i (w_i - w), which clients send: one of ``fp.compressors`` or its name, or a
             mapping from clients' names to them. "identity" (the default) sends it as it is.
         clip: The largest norm of it; longer ones are shortened, which biases their mean. None (the
             default) does not.
         guard: How many times the usual norm makes a client's message absurd, so that it is left out;
-            1000 unless told, None for never.
+            1000 by default, None for never.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Few
-from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
-from fedpop.client.losses import mean_where
+from fedpop.client.losses import finite, mean_where, training_cost
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
@@ -68,19 +67,19 @@ class FedBE(Paced, Ensemble):
 
     Args:
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
-        local: How clients train in a round; ``fp.LocalSGD()`` unless told: one epoch, rate 0.01, one
+        local: How clients train in a round; ``fp.LocalSGD()`` by default: one epoch, rate 0.01, one
             batch.
-        samples: How many models are drawn anew in every round; 10 unless told, as published. Predictions
+        samples: How many models are drawn anew in every round; 10 by default, as published. Predictions
             average over them.
         distil: ``fedpop.methods.Distillation(x)`` with unlabelled examples on the server, on which
             the next model learns from the ensemble; None (the default) goes on from the mean of the
             clients' models.
         schedule: What the rates of local steps are multiplied by over the rounds, such as
-            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` by default.
         compressor: Stays "identity": what clients send holds squares, which a compressor would bias.
         clip: Stays None, for the same reason.
         guard: How many times the usual norm makes a client's message absurd, so that it is left out;
-            1000 unless told, None for never.
+            1000 by default, None for never.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)

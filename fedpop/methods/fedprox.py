@@ -29,21 +29,21 @@ class FedProx(FedAvg):
 
     Args:
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
-        mu: The strength of the pull towards the server's model, 0 or more; 0.01 unless told, and 0 is
+        mu: The strength of the pull towards the server's model, 0 or more; 0.01 by default, and 0 is
             FedAvg. Raise it where clients differ and take many steps; ``local.rate * mu`` is at most 2
             (more with momentum).
-        local: How clients train in a round; ``fp.LocalSGD()`` unless told: one epoch, rate 0.01, one
+        local: How clients train in a round; ``fp.LocalSGD()`` by default: one epoch, rate 0.01, one
             batch.
-        server_rate: How much of the clients' mean move the server makes; 1 unless told. Above 1 it goes
+        server_rate: How much of the clients' mean move the server makes; 1 by default. Above 1 it goes
             beyond it.
         schedule: What the rates of local steps are multiplied by over the rounds, such as
-            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` by default.
         compressor: Of n_i (w_i - w), which clients send: one of ``fp.compressors`` or its name, or a
             mapping from clients' names to them. "identity" (the default) sends it as it is.
         clip: The largest norm of it; longer ones are shortened, which biases their mean. None (the
             default) does not.
         guard: How many times the usual norm makes a client's message absurd, so that it is left out;
-            1000 unless told, None for never.
+            1000 by default, None for never.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)

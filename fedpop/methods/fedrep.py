@@ -18,20 +18,19 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import OneOf
-from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
-from fedpop.client.losses import body_loss
+from fedpop.client.losses import body_loss, finite, training_cost
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
+from fedpop.message.message import prefixed, unprefixed
 from fedpop.methods.base import About, Asks, Facts, Footprint, Paced, Round
 from fedpop.methods.whole import WholeModel, require_data
 from fedpop.models.local import LinearLikelihood
 from fedpop.questions import Question
 from fedpop.questions.spectral import Spectral
 from fedpop.server.optimisers import Optimiser
-from fedpop.server.state import prefixed, unprefixed
 from fedpop.server.units import natural_units
 
 HEADS = ("sgd", "exact")
@@ -46,8 +45,8 @@ class FedRep(Paced, WholeModel, Asks):
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
         heads: How heads are fitted in a round: "sgd" (the default) by epochs of SGD, or "exact" by least
             squares, for a linear head with a normal likelihood.
-        head: The epochs of "sgd"; ``fp.LocalSGD(epochs=10)`` unless told.
-        body: How clients then train the body with their heads frozen; ``fp.LocalSGD()`` unless told: one
+        head: The epochs of "sgd"; ``fp.LocalSGD(epochs=10)`` by default.
+        body: How clients then train the body with their heads frozen; ``fp.LocalSGD()`` by default: one
             epoch, rate 0.01, one batch.
         phi_step: An optimiser of ``fp.steps`` that takes the mean move over the body's rate for a
             gradient; None (the default) makes the mean move itself.
@@ -55,13 +54,13 @@ class FedRep(Paced, WholeModel, Asks):
             ``fp.steps.Spectral()`` from second moments of the data, for a linear body and a linear head
             with one output, both without bias.
         schedule: What the rates of local steps are multiplied by over the rounds, such as
-            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` by default.
         compressor: Of n_i (phi_i - phi), which clients send: one of ``fp.compressors`` or its name, or a
             mapping from clients' names to them. "identity" (the default) sends it as it is.
         clip: The largest norm of it; longer ones are shortened, which biases their mean. None (the
             default) does not.
         guard: How many times the usual norm makes a client's message absurd, so that it is left out;
-            1000 unless told, None for never.
+            1000 by default, None for never.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)

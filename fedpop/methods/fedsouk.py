@@ -27,16 +27,24 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from fedpop.client.cost import chain_cost
-from fedpop.client.local_steps import LocalSteps, describe_steps, groups_of, most_steps
 from fedpop.client.phi_step import PhiStep, PhiWork
-from fedpop.client.sampler import Chain, Sampler
+from fedpop.client.sampler import (
+    Chain,
+    LocalSteps,
+    Sampler,
+    chain_cost,
+    describe_steps,
+    groups_of,
+    most_steps,
+)
+from fedpop.decisions import Decision
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import map_inputs
 from fedpop.kernels import Kernel, Tuning, prior_chains, resolve_kernel
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
+from fedpop.message.message import prefixed, unprefixed
 from fedpop.methods.base import About, Facts, FindsRate, Footprint, Remembers, Round, Staged, Trial
 from fedpop.methods.hierarchical import Hierarchical
 from fedpop.priors.base import Sets, Unnormalised, into_ball, normals_of
@@ -44,13 +52,10 @@ from fedpop.questions import Question
 from fedpop.questions.targets import TargetSize
 from fedpop.server import scoring
 from fedpop.server.anneal import Anneal
-from fedpop.server.averaging import Averaging
+from fedpop.server.averaging import Averaging, aligner
 from fedpop.server.beta_step import EM, BetaStep, EMAdam, Turn
 from fedpop.server.calibration import RATE_TRIAL_ROUNDS, largest_rate
-from fedpop.server.gauge import aligner
-from fedpop.server.optimisers import SGD, Optimiser
-from fedpop.server.schedules import Stage
-from fedpop.server.state import prefixed, unprefixed
+from fedpop.server.optimisers import SGD, Optimiser, Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,23 +64,23 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
 
     Args:
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
-        local_steps: The paper's M, steps of a chain in a round: one number (10 unless told), a
+        local_steps: The paper's M, steps of a chain in a round: one number (10 by default), a
             ``fp.chains.Steps`` schedule, or one for each client by name. More cost more, with less noise.
         start: Where phi starts: "spectral", "random", or "auto" (the default) for what suits the data.
-        prior: The population's, of ``fp.priors`` or by name; "normal" unless told.
-        kernel: What chains step by, of ``fp.kernels`` or by name; what suits head and prior unless told.
-        chain: How chains are run, ``fp.chains.Chain()`` unless told.
-        phi_step: How phi moves: a ``PhiStep`` or an optimiser of ``fp.steps``; Adam unless told,
+        prior: The population's, of ``fp.priors`` or by name; "normal" by default.
+        kernel: What chains step by, of ``fp.kernels`` or by name; what suits head and prior by default.
+        chain: How chains are run, ``fp.chains.Chain()`` by default.
+        phi_step: How phi moves: a ``PhiStep`` or an optimiser of ``fp.steps``; Adam by default,
             for networks with a weight decay.
         beta_step: How the prior moves: a ``BetaStep``, ``EM()``, ``EMAdam()`` or an optimiser; what suits
-            model and prior unless told.
-        hyperprior: Of phi and the prior's parameters; flat unless told.
+            model and prior by default.
+        hyperprior: Of phi and the prior's parameters; flat by default.
         anneal: How a normal likelihood's noise variance falls to its own value, against local optima.
-        average: Which average of theta is published; that over the last quarter unless told.
-        final: The pass that gives the draws users see; ``fp.chains.Final()`` unless told.
-        compressor: Of the gradients J, of ``fp.compressors`` or by name; "identity" unless told, for none.
+        average: Which average of theta is published; that over the last quarter by default.
+        final: The pass that gives the draws users see; ``fp.chains.Final()`` by default.
+        compressor: Of the gradients J, of ``fp.compressors`` or by name; "identity" by default, for none.
         clip: The largest norm of a client's J, and of its I; None (the default) shortens none.
-        guard: How many times the usual norm makes a message absurd; 1000 unless told, None for never.
+        guard: How many times the usual norm makes a message absurd; 1000 by default, None for never.
 
     >>> from torch import nn
     >>> import fedpop as fp
@@ -135,6 +140,11 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
         draws, copies = most_steps(self.local_steps) * self.chain.chains, 4 * (self.on_phi.local is not None)
         return replace(super().footprint, draws=draws, phi_copies=copies, steady=self.on_phi.steady)
 
+    def decisions(self) -> Sequence[Decision]:
+        """What steps are made by, where that was left open."""
+        form = self.sampler.decisions(self.on_beta.form)
+        return (*self.on_phi.decisions(self.model), *self.on_beta.decisions(self.hierarchy), *form)
+
     @property
     def wants_information(self) -> bool:
         """Scoring steps in further stages, where nothing was said of steps. A backbone's likelihood is too
@@ -145,8 +155,8 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
 
     def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
         asked = self.start_questions(self.first_phi(facts, key), facts.restart)
-        told = self.model.likelihood.given_noise is None and any(q.starts_noise for q in asked)
-        if told or not self.anneal.asks(self.model, facts.first_stage):
+        given = self.model.likelihood.given_noise is None and any(q.starts_noise for q in asked)
+        if given or not self.anneal.asks(self.model, facts.first_stage):
             return asked
         return (*asked, TargetSize(self.model, self.anneal.minimum))
 
@@ -180,11 +190,11 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
         return server if rate is None else server | {"phi_rate": server["phi"].new_tensor(rate)}
 
     def broadcast(self, server: Tensors) -> Tensors:
-        told: Tensors = {n: server[n] for n in ("phi", "beta", "phi_rate", "noise") if n in server}
+        sent: Tensors = {n: server[n] for n in ("phi", "beta", "phi_rate", "noise") if n in server}
         prior = self.hierarchy.prior
         if isinstance(prior, Unnormalised):
-            told |= prior_chains.shipped(prior, unprefixed("prior.", server))
-        return told
+            sent |= prior_chains.shipped(prior, unprefixed("prior.", server))
+        return sent
 
     # --- a unit's round: lines 5 to 18 of Algorithm 1 ----------------------------------------
 
@@ -199,20 +209,21 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
                 continue
             wanted = round.coefficients
             part = round if wanted is None else replace(round, coefficients=wanted[rows])
-            held = {n: v[rows] for n, v in local.items()}
-            for answer in self._answers(part, cohort.select(rows), held, steps):
+            states = {n: v[rows] for n, v in local.items()}
+            for answer in self._answers(part, cohort.select(rows), states, steps):
                 yield replace(answer, rows=rows if answer.rows is None else rows[answer.rows])
 
     def _answers(self, round: Round, cohort: Cohort, local: Tensors, steps: int) -> Iterator[Answer]:
         """Z_1, ..., Z_M, then I and J of everyone at once, or unit by unit where each J travels alone."""
-        told, key, wanted = round.broadcast, round.key, round.coefficients
+        broadcast, key, wanted = round.broadcast, round.key, round.coefficients
         drawn = not self.chain.rao_blackwell
-        noise = float(told["noise"]) if "noise" in told else None  # while it is annealed
+        noise = float(broadcast["noise"]) if "noise" in broadcast else None  # while it is annealed
         model = self.model.at_noise(noise)
-        work = PhiWork.of(model, self.on_phi, told["phi"], cohort, key, wanted is not None, drawn)
+        phi, beta = broadcast["phi"], broadcast["beta"]
+        work = PhiWork.of(model, self.on_phi, phi, cohort, key, wanted is not None, drawn)
         features = map_inputs(Tensor.detach, work.features)
-        target = self.hierarchy.target(told["phi"], told["beta"], features, cohort, work.keys, noise)
-        done = self.sampler.run(target, local, cohort, steps, key, told.get("states"))
+        target = self.hierarchy.target(phi, beta, features, cohort, work.keys, noise)
+        done = self.sampler.run(target, local, cohort, steps, key, broadcast.get("states"))
         draws = done.draws.flatten(1, 2)
         vectors = {"I": self.sampler.scores(target, done, draws, self.on_beta.form)}
         good = self.sampler.fit_to_be_heard(target, done, vectors["I"])
@@ -221,7 +232,7 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
             vectors["curvature"] = curvature
         if self.on_phi.local is not None:
             vectors["examples"] = cohort.sizes.to(draws.dtype).unsqueeze(1)
-        new = self.sampler.kept(done, local, told["beta"], good)
+        new = self.sampler.states(done, local, beta, good)
         moments = None if drawn else target.moments()
         passes = self.on_phi.passes(cohort, work.once)
         price = chain_cost(cohort, done, self.chain.chains, self.sampler.kernel.batch_size, passes)
@@ -229,7 +240,7 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
             good, value, j = work.summed(moments, draws, good, wanted, done.evaluated)
             yield Answer(good, vectors, new, price(value, good, None), sums={"J": j})
             return
-        for rows, value, j, whole in work.blocks(moments, draws, target, told.get("phi_rate")):
+        for rows, value, j, whole in work.blocks(moments, draws, target, broadcast.get("phi_rate")):
             own = {n: v[rows] for n, v in vectors.items()} | {"J": j}
             states, fit = {n: v[rows] for n, v in new.items()}, good[rows] & whole
             yield Answer(fit, own, states, price(value, fit, rows), rows=rows)
@@ -265,15 +276,15 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
             new_beta, beta_state = self.on_beta.move(self.hierarchy, beta, i, beta_state, turn)
             new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, stage)
         new_phi = into_ball(new_phi, float(server["ball"]))
-        new_beta = prior.project(new_beta, Sets.told(server))
+        new_beta = prior.project(new_beta, Sets.of(server))
         eta, theta = optimiser.schedule.factor(k, stage), torch.cat((new_phi, new_beta))
         align, average = aligner(self.model, prior), unprefixed("average.", server)
         average = self.average.update(average, theta, eta, k, stage, align, warm)
         if (rate := self.on_phi.rate(k + 1, stage, self.head_size(new_beta))) is not None:
             server = server | {"phi_rate": phi.new_tensor(rate)}
         moved = prefixed("phi.", phi_state) | prefixed("beta.", beta_state)
-        kept = prefixed("prior.", states) | prefixed("average.", average)
-        return server | {"phi": new_phi, "beta": new_beta} | moved | kept
+        rest = prefixed("prior.", states) | prefixed("average.", average)
+        return server | {"phi": new_phi, "beta": new_beta} | moved | rest
 
     def head_size(self, beta: Tensor) -> float:
         """The root mean square of z under the prior, where it is the head of a network."""
@@ -293,7 +304,7 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
         size, prior = server["phi"].shape[0], self.hierarchy.prior
         states = {"states": server["prior.states"]} if "prior.states" in server else {}
         sets = {n: server[n] for n in ("sets", "ball")}
-        return {"phi": theta[:size], "beta": prior.project(theta[size:], Sets.told(server))} | sets | states
+        return {"phi": theta[:size], "beta": prior.project(theta[size:], Sets.of(server))} | sets | states
 
     # --- eta_0 by trial ----------------------------------------------------------------------
 

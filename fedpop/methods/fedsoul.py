@@ -23,8 +23,7 @@ from fedpop.priors import Normal
 from fedpop.server.anneal import Anneal
 from fedpop.server.averaging import Averaging
 from fedpop.server.beta_step import BetaStep
-from fedpop.server.optimisers import SGD
-from fedpop.server.schedules import Polynomial
+from fedpop.server.optimisers import SGD, Polynomial
 
 LARGEST_EXACT_THETA = 500
 """Parameters up to which ``auto`` takes the exact engine: its messages hold their square, once or twice."""
@@ -41,7 +40,7 @@ class FedSOUL(FedSOUK, Chooses):
 
     Args:
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
-        local_steps: The paper's M, how many steps a chain makes in a round: one number (10 unless told),
+        local_steps: The paper's M, how many steps a chain makes in a round: one number (10 by default),
             a ``fp.chains.Steps`` schedule over rounds, or one for each client by name. More cost more
             and lessen noise.
         start: Where phi starts: "spectral", or ``Spectral()``, from second moments of the data; "random"
@@ -51,26 +50,26 @@ class FedSOUL(FedSOUK, Chooses):
             closed-form posteriors, with everyone in every round, uncompressed; "auto" (the default) the
             exact one where it applies, theta has 500 numbers at most, and nothing was said of chains or
             steps. ``print(population)`` says which it was, and why.
-        prior: The population's: a prior of ``fp.priors`` or its name. "normal" unless told, with the
+        prior: The population's: a prior of ``fp.priors`` or its name. "normal" by default, with the
             covariance that suits the model; "diagonal", "full", "mixture" and "energy" are others.
         kernel: What chains step by: a kernel of ``fp.kernels`` or its name; None (the default) the one
             that suits head and prior.
-        chain: How chains are run, ``fp.chains.Chain()`` unless told.
+        chain: How chains are run, ``fp.chains.Chain()`` by default.
         phi_step: How phi moves: a ``PhiStep`` or an optimiser of ``fp.steps``; None is Adam, with the
             rate, and for networks the weight decay, that suit backbone and data.
         beta_step: How the prior moves: a ``BetaStep``, ``EM()``, ``EMAdam()`` or an optimiser of
             ``fp.steps``; None is what suits model and prior, as ``fp.steps.BetaStep`` says.
-        hyperprior: Of phi and the prior's parameters, flat unless told: ``fp.priors.Hyperprior(...)``.
+        hyperprior: Of phi and the prior's parameters, flat by default: ``fp.priors.Hyperprior(...)``.
         anneal: How a normal likelihood's noise variance falls to its own value, against local optima;
-            ``Anneal()`` unless told, ``Anneal(rounds=0)`` for not.
-        average: Which average of theta is published; ``Averaging()`` unless told, over the last quarter.
-        final: The pass that gives the draws users see; ``fp.chains.Final()`` unless told.
+            ``Anneal()`` by default, ``Anneal(rounds=0)`` for not.
+        average: Which average of theta is published; ``Averaging()`` by default, over the last quarter.
+        final: The pass that gives the draws users see; ``fp.chains.Final()`` by default.
         compressor: Of the gradients J: one of ``fp.compressors`` or its name, or a mapping from clients'
             names to them; "identity" (the default) sends them as they are.
         clip: The largest norm of a client's J, and of its I; longer ones are shortened, which biases
             their sums. None (the default) does not.
         guard: How many times the usual norm makes a client's message absurd, so that it is left out;
-            1000 unless told, None for never.
+            1000 by default, None for never.
         preset: "default" or "paper": only a name for tables, which ``FedSOUL.paper()`` sets.
 
     >>> from torch import nn
@@ -115,7 +114,7 @@ class FedSOUL(FedSOUK, Chooses):
             model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
             rate: Of the first step; None (the default) finds the largest power of ten whose 20 trial rounds
                 do not lower the likelihood.
-            power: How fast steps shrink, 0.6 unless told.
+            power: How fast steps shrink, 0.6 by default.
         """
         step = SGD(rate, Polynomial(power))
         defaults: dict[str, Any] = {
@@ -146,7 +145,7 @@ def choice(method: FedSOUL, rule: Participation, waits: bool) -> Chosen:
     """
     usual = type(method)(method.model, prior=method.prior)
     given = [name for name in OF_CHAINS if getattr(method, name) != getattr(usual, name)]
-    told = f"{' and '.join(given)} {'was' if len(given) == 1 else 'were'} given, which is of chains"
+    of_chains = f"{' and '.join(given)} {'was' if len(given) == 1 else 'were'} given, which is of chains"
     why = obstacle(method.hierarchy)
     if not rule.everyone:
         why = "not everyone takes part in every round"
@@ -158,11 +157,11 @@ def choice(method: FedSOUL, rule: Participation, waits: bool) -> Chosen:
         if why is not None:
             raise SettingsError(f"engine='exact' cannot be used here: {why}; use engine='sampled'")
         exact = method.by_marginal_likelihood()
-        return Chosen(exact, f"exact: as asked for, {exact.size} parameters" + f"; {told}" * bool(given))
+        return Chosen(exact, f"exact: as asked for, {exact.size} parameters" + f"; {of_chains}" * bool(given))
     if method.engine == "sampled":
         why = "as asked for"
     elif why is None and given:
-        why = told
+        why = of_chains
     if why is None:
         exact = method.by_marginal_likelihood()
         if exact.size <= LARGEST_EXACT_THETA:

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Count, NotNegative, OneOf, Positive
-from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
+from fedpop.client.losses import finite, training_cost
 from fedpop.client.potential import LARGEST_HESSIAN_BY_COLUMNS, Potential
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
@@ -49,23 +49,23 @@ SURROGATES = ("auto", "full", "diagonal")
 class FSGLD(PosteriorSamples, Asks):
     """Samples of the whole model by a relay.
 
-    The step is gamma = 0.25 / (L + lambda) unless told. With L_i the largest curvature of U_i where q_i
+    The step is gamma = 0.25 / (L + lambda) by default. With L_i the largest curvature of U_i where q_i
     was made, L is sum_i L_i for exact q_i. Otherwise U_i counts b times while the chain is with client
     i, and L must not be below b max_i L_i: it is b (sum_i L_i^4)^(1/4), which clients can add up.
 
     Args:
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
-        local_steps: T, how many steps the chain makes with a client; 10 unless told.
+        local_steps: T, how many steps the chain makes with a client; 10 by default.
         step: gamma; None (the default) is found from curvatures, as above.
         batch: How many of a client's examples a step looks at; None (the default) is all.
-        prior_precision: lambda, that of a Normal prior around 0 on the model; 1 unless told.
-        conducive: Whether the conducive gradient is added; True unless told. False is DSGLD, which is
+        prior_precision: lambda, that of a Normal prior around 0 on the model; 1 by default.
+        conducive: Whether the conducive gradient is added; True by default. False is DSGLD, which is
             wrong unless visits are short.
         surrogate: The form of P_i, the precision of q_i: "full" (up to 512 parameters), "diagonal", or
             "auto" (the default), which is full up to 100.
-        local: The epochs after which q_i is made; ``fp.LocalSGD(epochs=10)`` unless told. There are none
+        local: The epochs after which q_i is made; ``fp.LocalSGD(epochs=10)`` by default. There are none
             where q_i is exact anywhere.
-        samples: How many of the chain's states the server keeps, the oldest overwritten; 50 unless told.
+        samples: How many of the chain's states the server keeps, the oldest overwritten; 50 by default.
             Predictions average over them.
         burn_in: Rounds before the first state is kept; None (the default) is half of them.
         thin: Rounds from one kept state to the next; None (the default) spreads them over all rounds
@@ -154,12 +154,12 @@ class FSGLD(PosteriorSamples, Asks):
         return self.nothing(broadcast["w"].expand(len(units), -1))
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
-        told, key = round.broadcast, round.key
-        w = told["w"].expand(len(cohort), -1)
+        broadcast, key = round.broadcast, round.key
+        w = broadcast["w"].expand(len(cohort), -1)
         u = Potential(self.model, cohort, self.batch)
-        gamma, noise, total = told["gamma"], key.at(purpose="noise"), w.new_zeros(len(cohort))
+        gamma, noise, total = broadcast["gamma"], key.at(purpose="noise"), w.new_zeros(len(cohort))
         for t in range(self.local_steps):
-            value, drift = self.drift_at(w, u, told, local, key.at(purpose=f"step-{t}"))
+            value, drift = self.drift_at(w, u, broadcast, local, key.at(purpose=f"step-{t}"))
             xi = noise.normal(cohort.units, (w.shape[1],), w.dtype, t)
             w = w + gamma * drift + torch.sqrt(2 * gamma) * xi
             total = total + value

@@ -23,6 +23,7 @@ from fedpop.federation.inputs import Inputs
 from fedpop.kernels import Hierarchy, Kernel, Tuning, prior_chains, resolve_kernel, run
 from fedpop.keys import Key
 from fedpop.message import Tensors
+from fedpop.message.message import unprefixed
 from fedpop.methods.base import Algorithm, Asks, Facts, Footprint, PopulationPrior, mean_loss
 from fedpop.models.predictive import Predictive, mixture_score
 from fedpop.priors import Hyperprior, Prior
@@ -30,7 +31,6 @@ from fedpop.priors import resolve as resolve_prior
 from fedpop.priors.base import NORM_REACH, Sets, moments
 from fedpop.questions import Question, starts
 from fedpop.questions.spectral import Spectral
-from fedpop.server.state import unprefixed
 from fedpop.server.units import natural_units, redrawn
 
 
@@ -57,7 +57,7 @@ class Hierarchical(Algorithm, PopulationPrior, Asks):
 
     @property
     def draws_by(self) -> Kernel:
-        """The kernel of posterior draws: unless told, the one that suits head and prior."""
+        """The kernel of posterior draws: by default, the one that suits head and prior."""
         return resolve_kernel(None, self.model, self.hierarchy.prior)
 
     @property
@@ -150,7 +150,7 @@ class Hierarchical(Algorithm, PopulationPrior, Asks):
         }
 
     def at_bound(self, published: Tensors) -> list[str]:
-        words = self.hierarchy.prior.at_bound(published["beta"], Sets.told(published))
+        words = self.hierarchy.prior.at_bound(published["beta"], Sets.of(published))
         phi, ball = published["phi"], float(published.get("ball", math.inf))
         at_edge = phi.numel() > 0 and float(phi.norm()) >= 0.9999 * ball
         return [*words, f"phi is at the edge of its ball, {ball:g}"] if at_edge else words

@@ -29,16 +29,15 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Positive, Range
-from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
-from fedpop.client.losses import joint_loss
+from fedpop.client.losses import finite, joint_loss, training_cost
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.methods.base import About, Facts, Footprint, Round, Staged
 from fedpop.methods.whole import WholeModel, published_w, require_pull, split_w, towards
-from fedpop.server.schedules import Constant, Schedule
+from fedpop.server.optimisers import Constant, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +46,15 @@ class L2GD(WholeModel, Staged):
 
     Args:
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
-        lam: lambda, how strongly clients are held near their mean, above 0; 1 unless told.
-        p: The probability of a round that averages, between 0 and 1; the others are local. 0.2 unless
-            told; ``local.rate * lam / p`` is below 2.
+        lam: lambda, how strongly clients are held near their mean, above 0; 1 by default.
+        p: The probability of a round that averages, between 0 and 1; the others are local. 0.2 by default;
+            ``local.rate * lam / p`` is below 2.
         local: A client's steps in a local round, at a rate of ``local.rate / (1 - p)``;
-            ``fp.LocalSGD()`` unless told: one full-batch step, as in the theory.
-        schedule: What the rate is multiplied by over the rounds; ``fp.steps.Constant()`` unless told,
+            ``fp.LocalSGD()`` by default: one full-batch step, as in the theory.
+        schedule: What the rate is multiplied by over the rounds; ``fp.steps.Constant()`` by default,
             with which models wander about the optimum.
-        newcomer: The steps of a client that was not there in training; ``fp.LocalSGD(epochs=50)`` unless
-            told.
+        newcomer: The steps of a client that was not there in training; ``fp.LocalSGD(epochs=50)`` by
+            default.
         compressor: Stays "identity": what clients send are states.
         clip: Stays None: a shortened state is another one.
         guard: Does nothing here: clients send states, whose norms have no usual size.
@@ -116,12 +115,12 @@ class L2GD(WholeModel, Staged):
         return {"x": broadcast["w"].expand(len(units), -1).clone()}
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
-        x, told = local["x"], round.broadcast
-        if "w" in told:
-            x = x - told["pull"] * (x - told["w"])
-        if bool(told["averaging"]):
+        x, broadcast = local["x"], round.broadcast
+        if "w" in broadcast:
+            x = x - broadcast["pull"] * (x - broadcast["w"])
+        if bool(broadcast["averaging"]):
             return Answer(finite(x), {"x": x}, {"x": x})
-        rate, batched = float(told["rate"]) / (1 - self.p), self.model.batchable
+        rate, batched = float(broadcast["rate"]) / (1 - self.p), self.model.batchable
         loss = joint_loss(self.model, cohort.embedded)
         new = self.local.run(loss, x, x[:, :0], cohort.x, cohort, round.key, rate, batched=batched)
         good, passes = finite(new.w), self.local.steps(cohort)

@@ -30,18 +30,18 @@ class LGFedAvg(SharedPart):
 
     Args:
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
-        local: How clients train in a round; ``fp.LocalSGD()`` unless told: one epoch, rate 0.01, one
+        local: How clients train in a round; ``fp.LocalSGD()`` by default: one epoch, rate 0.01, one
             batch.
         newcomer: How a client that took part in no round trains its body; ``fp.LocalSGD(epochs=10)``
-            unless told.
+            by default.
         schedule: What the rates of local steps are multiplied by over the rounds, such as
-            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` by default.
         compressor: Of n_i (z_i - z), which clients send: one of ``fp.compressors`` or its name, or a
             mapping from clients' names to them. "identity" (the default) sends it as it is.
         clip: The largest norm of it; longer ones are shortened, which biases their mean. None (the
             default) does not.
         guard: How many times the usual norm makes a client's message absurd, so that it is left out;
-            1000 unless told, None for never.
+            1000 by default, None for never.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)

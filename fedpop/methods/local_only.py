@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
+from fedpop.client.losses import finite, training_cost
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
@@ -28,11 +28,11 @@ class LocalOnly(Paced, WholeModel):
 
     Args:
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
-        local: How clients train in a round; ``fp.LocalSGD()`` unless told: one epoch, rate 0.01, one
+        local: How clients train in a round; ``fp.LocalSGD()`` by default: one epoch, rate 0.01, one
             batch.
-        newcomer: How a client that took part in no round trains; ``fp.LocalSGD(epochs=10)`` unless told.
+        newcomer: How a client that took part in no round trains; ``fp.LocalSGD(epochs=10)`` by default.
         schedule: What the rates of local steps are multiplied by over the rounds, such as
-            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` by default.
         compressor: Stays "identity": nothing is sent.
         clip: Stays None, for the same reason.
         guard: Does nothing here, for the same reason.

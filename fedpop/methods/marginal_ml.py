@@ -24,20 +24,20 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Positive
-from fedpop.client.cost import finite
+from fedpop.client.losses import finite
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Hierarchy
 from fedpop.kernels.evidence import Evidence, evidence, runs_in_double
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
+from fedpop.message.message import prefixed, unprefixed
 from fedpop.methods.base import About, EndsByItself, Facts, Round
 from fedpop.methods.hierarchical import Hierarchical
 from fedpop.models.modules import has_dropout
 from fedpop.priors.base import Sets, into_ball
 from fedpop.questions import Question
 from fedpop.server.quasi_newton import SearchState, begun_again, tell
-from fedpop.server.state import prefixed, unprefixed
 
 SEARCH_NATS = 1e-7
 """Nats that a Newton step still promises where the search is over."""
@@ -90,10 +90,10 @@ class MaximumMarginalLikelihood(Hierarchical, EndsByItself):
 
     Args:
         model: What is fitted: a linear head with a normal likelihood, on any backbone without dropout.
-        prior: The population's: a Normal one, of ``fp.priors`` or by name; "normal" unless told.
-        hyperprior: Of phi and the prior's parameters; flat unless told.
+        prior: The population's: a Normal one, of ``fp.priors`` or by name; "normal" by default.
+        hyperprior: Of phi and the prior's parameters; flat by default.
         start: Where phi starts: "spectral", "random", or "auto" (the default) for what suits the data.
-        final: The pass that gives the draws users see; ``fp.chains.Final()`` unless told.
+        final: The pass that gives the draws users see; ``fp.chains.Final()`` by default.
         ball: The largest norm of phi; None (the default) is a million times that of its start, or of one.
         compressor: Stays "identity": a search for an optimum wants sums as they are.
         clip: Stays None, for the same reason.
@@ -151,7 +151,7 @@ class MaximumMarginalLikelihood(Hierarchical, EndsByItself):
         return self._asking(server, SearchState.at(x))
 
     def _asking(self, server: Tensors, state: SearchState) -> Tensors:
-        """The server's state with the next trial in it, as sites are told."""
+        """The server's state with the next trial in it, as it is broadcast."""
         size = self.model.phi_layout.size
         server = {n: t for n, t in server.items() if n in KEPT}
         if len(server["noises"]):
@@ -168,9 +168,9 @@ class MaximumMarginalLikelihood(Hierarchical, EndsByItself):
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
         """log p(D_i | theta), its gradient, and its Hessian where it is asked for: as one sum, or each."""
-        told, hierarchy = round.broadcast, self.hierarchy
-        theta, curved = torch.cat((told["phi"], told["beta"])), "curved" in told
-        noise = float(told["noise"]) if "noise" in told else None
+        broadcast, hierarchy = round.broadcast, self.hierarchy
+        theta, curved = torch.cat((broadcast["phi"], broadcast["beta"])), "curved" in broadcast
+        noise = float(broadcast["noise"]) if "noise" in broadcast else None
         if round.coefficients is not None:
             whole = evidence(hierarchy, theta, cohort, curved, noise)
             good = self._fit(whole.values) & self._fit(whole.sizes)
@@ -242,7 +242,7 @@ class MaximumMarginalLikelihood(Hierarchical, EndsByItself):
         return self._asking(server, state.moved(inside(state.x), inside(state.trial)))
 
     def _project(self, server: Tensors, theta: Tensor) -> Tensor:
-        size, prior, sets = self.model.phi_layout.size, self.hierarchy.prior.component, Sets.told(server)
+        size, prior, sets = self.model.phi_layout.size, self.hierarchy.prior.component, Sets.of(server)
         assert prior is not None
         return torch.cat((into_ball(theta[:size], float(server["ball"])), prior.boxed(theta[size:], sets)))
 
@@ -255,22 +255,22 @@ class MaximumMarginalLikelihood(Hierarchical, EndsByItself):
         """The best point so far, in the model's own type."""
         state = SearchState.of(unprefixed("search.", server))
         size, theta = self.model.phi_layout.size, state.x.to(self.own_type)
-        beta = self.hierarchy.prior.project(theta[size:], Sets.told(server))
+        beta = self.hierarchy.prior.project(theta[size:], Sets.of(server))
         return {"phi": theta[:size], "beta": beta} | {n: server[n] for n in ("sets", "ball")}
 
     def metrics(self, server: Tensors, cost: Mapping[str, float]) -> dict[str, float | None]:
         """And where the search stands: the objective at its best point, what a Newton step promises there."""
         search = unprefixed("search.", server)
         f, gain = float(search["f"]), float(search["gain"])
-        told = abs(f) < float("inf") and not len(server["noises"])  # of annealed noise it says little
+        known = abs(f) < float("inf") and not len(server["noises"])  # of annealed noise it says little
         return super().metrics(server, cost) | {
-            "log_posterior": -f if told else None,
+            "log_posterior": -f if known else None,
             "promised": gain if gain < float("inf") else None,
         }
 
 
 def _triangle(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a symmetric matrix is told."""
+    """The entries of a symmetric matrix that are sent."""
     rows, cols = torch.tril_indices(*matrix.shape, device=matrix.device)
     return rows, cols
 

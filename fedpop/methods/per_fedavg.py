@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Count, OneOf, Positive
-from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import Direction, LocalSGD
-from fedpop.client.losses import joint_loss
+from fedpop.client.losses import finite, joint_loss, training_cost
 from fedpop.errors import SettingsError, warn_user
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
@@ -52,26 +51,26 @@ class PerFedAvg(Paced, WholeModel, ChecksData):
 
     Args:
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
-        alpha: The rate of the step of adaptation, 0.01 unless told.
+        alpha: The rate of the step of adaptation, 0.01 by default.
         variant: How the Hessian comes in: "exact" (the default), "hessian-free" by a difference of
             gradients, or "first-order" without it, which is cheapest.
         third: The part of a batch that the Hessian is taken on: "own" (the default, as published) is one
             of its own, "first" that of the step of adaptation again.
-        delta: The half-width of the difference in the Hessian-free variant, 1e-3 unless told.
+        delta: The half-width of the difference in the Hessian-free variant, 1e-3 by default.
         local: The steps on the shared start; a batch is cut into two or three parts and has at least so
-            many examples. ``fp.LocalSGD()`` unless told.
+            many examples. ``fp.LocalSGD()`` by default.
         weights: How clients count in the server's mean: "equal" (the default, as published), or
             "examples" by how many they have.
-        adapt_steps: Steps of adaptation before a client predicts, on all of its data; 1 unless told.
+        adapt_steps: Steps of adaptation before a client predicts, on all of its data; 1 by default.
         schedule: What the rates of local steps are multiplied by over the rounds, such as
-            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` by default.
         compressor: Of w_i - w (times n_i with weights="examples"), which clients send: one of
             ``fp.compressors`` or its name, or a mapping from clients' names to them. "identity" (the
             default) sends it as it is.
         clip: The largest norm of it; longer ones are shortened, which biases their mean. None (the
             default) does not.
         guard: How many times the usual norm makes a client's message absurd, so that it is left out;
-            1000 unless told, None for never.
+            1000 by default, None for never.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)

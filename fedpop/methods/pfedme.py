@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Count, OneOf, Positive
-from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import Direction, LocalSGD
-from fedpop.client.losses import joint_loss
+from fedpop.client.losses import finite, joint_loss, training_cost
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
@@ -49,25 +48,25 @@ class PFedMe(Paced, WholeModel):
 
     Args:
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
-        lam: lambda, how strongly personal models are held near the shared one, above 0; 15 unless told.
+        lam: lambda, how strongly personal models are held near the shared one, above 0; 15 by default.
             A small one has clients more on their own.
-        inner_steps: K, the steps on the personal model for each of those on the shared one; 5 unless
-            told.
-        inner_rate: Their step size, below 2 / lam; 0.05 unless told.
+        inner_steps: K, the steps on the personal model for each of those on the shared one; 5 by
+            default.
+        inner_rate: Their step size, below 2 / lam; 0.05 by default.
         local: The steps on a client's copy of the shared model, plain ones at a rate below 2 / lam;
-            ``fp.LocalSGD(epochs=20, rate=0.005)`` unless told.
-        beta: The server's step, above 0; 1 unless told, and above 1 it goes beyond the mean.
+            ``fp.LocalSGD(epochs=20, rate=0.005)`` by default.
+        beta: The server's step, above 0; 1 by default, and above 1 it goes beyond the mean.
         weights: How clients count in the server's mean: "equal" (the default, as published), or
             "examples" by how many they have.
         schedule: What the rates of local steps are multiplied by over the rounds, such as
-            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` by default.
         compressor: Of w_i - w (times n_i with weights="examples"), which clients send: one of
             ``fp.compressors`` or its name, or a mapping from clients' names to them. "identity" (the
             default) sends it as it is.
         clip: The largest norm of it; longer ones are shortened, which biases their mean. None (the
             default) does not.
         guard: How many times the usual norm makes a client's message absurd, so that it is left out;
-            1000 unless told, None for never.
+            1000 by default, None for never.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Count, NotNegative, OneOf, Positive, Proportion
-from fedpop.client.cost import finite, training_cost
+from fedpop.client.losses import finite, training_cost
 from fedpop.client.potential import Potential
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
@@ -83,11 +83,11 @@ class QLSD(PosteriorSamples, Asks, Remembers):
             training a smaller one must be given (the authors take about 0.6 over the number of all
             examples).
         batch: How many of a client's examples a gradient is made from; None (the default) is all.
-        prior_precision: lambda, that of a Normal prior around 0 on the model; 1 unless told.
+        prior_precision: lambda, that of a Normal prior around 0 on the model; 1 by default.
         memory_rate: alpha_i of "++", 0 to 1; None (the default) is 1 / (1 + omega_i), omega_i the
             compressor's relative variance, the largest that the theory allows.
-        refresh: Rounds between two references zeta of "++", 100 unless told.
-        samples: How many of the chain's states the server keeps, the oldest overwritten; 50 unless told.
+        refresh: Rounds between two references zeta of "++", 100 by default.
+        samples: How many of the chain's states the server keeps, the oldest overwritten; 50 by default.
             Predictions average over them.
         burn_in: Rounds before the first state is kept; None (the default) is half of them.
         thin: Rounds from one kept state to the next; None (the default) spreads them over all rounds
@@ -98,7 +98,7 @@ class QLSD(PosteriorSamples, Asks, Remembers):
         clip: The largest norm of it; longer ones are shortened, which biases their sum. None (the
             default) does not.
         guard: How many times the usual norm makes a client's message absurd, so that it is left out;
-            1000 unless told, None for never.
+            1000 by default, None for never.
 
     >>> import torch, fedpop as fp
     >>> x = torch.ones(50, 1)
@@ -174,18 +174,18 @@ class QLSD(PosteriorSamples, Asks, Remembers):
         return local
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:
-        told, key = round.broadcast, round.key
-        w = told["w"].expand(len(cohort), -1)
+        broadcast, key = round.broadcast, round.key
+        w = broadcast["w"].expand(len(cohort), -1)
         u = Potential(self.model, cohort, self.batch)
         value, h = u(w, key)
         passes, new = u.examples, local
         named: dict[str, tuple[str, Tensor]] = {}
         if self.variant == "star":
-            h = h - u(told["star"].expand_as(w), key)[1]
+            h = h - u(broadcast["star"].expand_as(w), key)[1]
             passes += u.examples
         if self.anchored:
-            new, looked = self._anchored(local, told, cohort, key)
-            h = h - u(told["zeta"].expand_as(w), key)[1] + new["anchor"]
+            new, looked = self._anchored(local, broadcast, cohort, key)
+            h = h - u(broadcast["zeta"].expand_as(w), key)[1] + new["anchor"]
             passes += u.examples + looked
         if self.variant == "++":
             h, alpha = h - local["memory"], self._alpha(round, cohort).to(h.dtype)

@@ -1,4 +1,4 @@
-"""What Bayesian methods about the whole w = (phi, z) share: models kept by the server, and predictions that
+"""What Bayesian methods about the whole w = (phi, z) share: models stored by the server, and predictions that
 average over them.
 
 None of them is personalised: every client, old or new, has the same predictive distribution
@@ -26,7 +26,7 @@ from fedpop.keys import Key
 from fedpop.message import Tensors
 from fedpop.methods.base import Facts
 from fedpop.methods.whole import WholeModel, split_w
-from fedpop.models.likelihood import Params
+from fedpop.models.likelihoods import Params
 from fedpop.models.predictive import Predictive
 
 _SLOT = "sample."
@@ -41,9 +41,9 @@ class Ensemble(WholeModel):
     uncertainty: ClassVar[bool] = True
 
     def members(self, server: Tensors) -> Tensor:
-        """The models kept, ``[S, D]``; before there is any, the server's own."""
-        held = [server[f"{_SLOT}{s}"] for s in range(self.samples) if f"{_SLOT}{s}" in server]
-        return torch.stack(held or [server["w"]])
+        """The models stored, ``[S, D]``; before there is any, the server's own."""
+        stored = [server[f"{_SLOT}{s}"] for s in range(self.samples) if f"{_SLOT}{s}" in server]
+        return torch.stack(stored or [server["w"]])
 
     def put(self, slot: int, w: Tensor) -> Tensors:
         """The entry of the server's state for a member."""
@@ -51,8 +51,8 @@ class Ensemble(WholeModel):
 
     def publish(self, server: Tensors) -> Tensors:
         samples = self.members(server)
-        held = sum(name.startswith(_SLOT) for name in server)
-        count = torch.tensor(held, device=samples.device)
+        stored = sum(name.startswith(_SLOT) for name in server)
+        count = torch.tensor(stored, device=samples.device)
         return split_w(self.model, samples.mean(0)) | {"samples": samples, "count": count}
 
     def outputs(self, samples: Tensor, x: Inputs) -> Tensor:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Positive
-from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
+from fedpop.client.losses import finite, training_cost
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
@@ -36,18 +36,18 @@ class SCAFFOLD(Paced, WholeModel, Remembers):
 
     Args:
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
-        local: How clients train in a round, without momentum; ``fp.LocalSGD()`` unless told: one epoch,
+        local: How clients train in a round, without momentum; ``fp.LocalSGD()`` by default: one epoch,
             rate 0.01, one batch.
-        server_rate: How much of the clients' mean move the server makes; 1 unless told. Above 1 it goes
+        server_rate: How much of the clients' mean move the server makes; 1 by default. Above 1 it goes
             beyond it.
         schedule: What the rates of local steps are multiplied by over the rounds, such as
-            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` unless told.
+            ``fp.steps.Cosine()``; ``fp.steps.Constant()`` by default.
         compressor: Stays "identity": no compressed form of the method was published.
         clip: The largest norm of y_i - w, and of c_i+ - c_i; longer ones are shortened, which biases their
             mean. A client keeps the c_i that the server knows of, so that c stays the mean of them. None
             (the default) does not.
         guard: How many times the usual norm makes a client's message absurd, so that it is left out;
-            1000 unless told, None for never.
+            1000 by default, None for never.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)

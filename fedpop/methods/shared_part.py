@@ -15,8 +15,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedpop.client.cost import finite, training_cost
 from fedpop.client.local_sgd import LocalSGD
+from fedpop.client.losses import finite, training_cost
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total

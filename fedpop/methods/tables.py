@@ -72,7 +72,7 @@ PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 
 def _value(value: Any, hint: Any, where: str, path: str, usual: Any = None) -> Any:
-    """A plain value as a field of this type wants it; ``usual`` is what the field has unless told."""
+    """A plain value as a field of this type wants it; ``usual`` is what the field has by default."""
     members = members_of(hint)
     if isinstance(value, Mapping):
         return _from_table(value, hint, where, path, usual)
@@ -107,13 +107,13 @@ def _by_client(hint: Any) -> Any:
 
 
 def _wrong(value: Any, hint: Any, where: str, path: str) -> SettingsError:
-    told = [word for kind, word in PLAIN.items() if kind in members_of(hint)]
-    told += ["a list of values"] if any(typing.get_origin(h) is tuple for h in members_of(hint)) else []
-    told += [f"a table of settings, {path} = {{...}}"] if settings_in(hint) else []
-    told += ["a table with a value for each client"] if _by_client(hint) is not None else []
-    if not told:
-        return SettingsError(f"{where}: {path} cannot be told in plain values")
-    return SettingsError(f"{where}: {path} is {' or '.join(told)}, not {value!r}")
+    kinds = [word for kind, word in PLAIN.items() if kind in members_of(hint)]
+    kinds += ["a list of values"] if any(typing.get_origin(h) is tuple for h in members_of(hint)) else []
+    kinds += [f"a table of settings, {path} = {{...}}"] if settings_in(hint) else []
+    kinds += ["a table with a value for each client"] if _by_client(hint) is not None else []
+    if not kinds:
+        return SettingsError(f"{where}: {path} cannot be given in plain values")
+    return SettingsError(f"{where}: {path} is {' or '.join(kinds)}, not {value!r}")
 
 
 def _from_list(value: list[Any], hint: Any, where: str, path: str) -> tuple[Any, ...]:
@@ -178,7 +178,7 @@ def _made(make: typing.Callable[[], Any], where: str) -> Any:
     try:
         return make()
     except FedpopError as error:
-        told = str(error)
-        raise SettingsError(told if told.startswith(where) else f"{where}: {told}") from error
+        text = str(error)
+        raise SettingsError(text if text.startswith(where) else f"{where}: {text}") from error
     except (TypeError, ValueError) as error:
         raise SettingsError(f"{where}: {error}") from error

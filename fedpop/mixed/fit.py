@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,13 +17,16 @@ from fedpop.errors import DataError, SettingsError
 from fedpop.keys import Key
 from fedpop.mixed import figures, sampled
 from fedpop.mixed.coordinates import Coordinates
+from fedpop.mixed.degrees import Laws, laws_of
 from fedpop.mixed.design import Design
 from fedpop.mixed.engine import SINGULAR_FACTOR, Engine, Estimates, ThetaPoint, canonical
 from fedpop.mixed.formula import FormulaPart
+from fedpop.mixed.gaussian import GaussianEngine, Taylor
 from fedpop.mixed.groups import Groups
-from fedpop.mixed.inference import LikelihoodRatio, compared, intervals, normal_quantile
+from fedpop.mixed.inference import LikelihoodRatio, compared, intervals, normal_quantile, two_sided
 from fedpop.mixed.nesting import CELLS, RowOrder, Tree, spans
 from fedpop.mixed.predictions import GROUPS, NewRows, Predictor
+from fedpop.mixed.quadrature import Local, QuadratureEngine
 from fedpop.mixed.response import Family, response_columns, response_of
 from fedpop.mixed.study import packed
 from fedpop.mixed.summary import summary
@@ -32,6 +35,8 @@ from fedpop.population import Population
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from fedpop.mixed.contrasts import Hypothesis, MarginalMeans
 
 INTERVAL_THETAS = 200
 """Draws of theta behind intervals that include its uncertainty."""
@@ -42,6 +47,27 @@ EFFECT_BYTES = 512.0
 EFFECT_DRAWS_PER_THETA = 10
 """Draws of a group's effects for each of them, where these are drawn; a plug-in interval has as many in
 all."""
+
+
+IN_R = {
+    **dict.fromkeys(("fixef", "fixed_effects", "params", "fe_params", "coef_"), "fit.coefficients"),
+    "coef": "fit.coefficients for fixed effects, and add fit.random_effects() for each group's",
+    **dict.fromkeys(("ranef", "random", "BLUP"), "fit.random_effects() for means, fit.modes for modes"),
+    "VarCorr": "fit.sd, fit.correlation or fit.covariance",
+    **dict.fromkeys(("logLik", "llf", "loglik"), "fit.log_likelihood"),
+    **dict.fromkeys(("AIC", "BIC"), "fit.aic or fit.bic"),
+    **dict.fromkeys(("bse", "se", "std_errors"), "fit.standard_errors"),
+    **dict.fromkeys(("conf_int", "confidence_intervals"), "fit.confint()"),
+    "isSingular": "fit.singular",
+    "nobs": "fit.n_obs",
+    "ngrps": "fit.n_groups",
+    "cov_params": "fit.vcov",
+    "cov_re": "fit.covariance",
+    "deviance": "-2 * fit.log_likelihood",
+    "scale": "fit.sigma",
+    "getME": "fit.units, fit.outcome",
+}
+"""What a fit's numbers are called in lme4 and statsmodels, and here."""
 
 
 @dataclass(repr=False)
@@ -66,6 +92,15 @@ class MixedFit:
 
     def __str__(self) -> str:
         return summary(self)
+
+    def summary(self) -> str:
+        """What ``print`` shows."""
+        return summary(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in IN_R:
+            raise AttributeError(f"a fit has no {name}: type {IN_R[name]}")
+        raise AttributeError(f"'MixedFit' object has no attribute {name!r}")
 
     # --- what was fitted ---------------------------------------------------------------------------
 
@@ -151,19 +186,101 @@ class MixedFit:
         values = self.vcov.diagonal().clamp(min=0).sqrt().tolist()
         return dict(zip(self.design.fixed_names, values, strict=True))
 
+    @cached_property
+    def near(self) -> Taylor:
+        """The sums of a gaussian model about its estimate: what degrees of freedom are made of."""
+        assert isinstance(self.engine, GaussianEngine)
+        return self.engine.near(self.outcome.point)
+
+    @cached_property
+    def laws(self) -> Laws:
+        """The law of the fixed effects' estimates: t with Satterthwaite's degrees of freedom for gaussian
+        models by REML, else normal."""
+        return laws_of(self)
+
+    @cached_property
+    def degrees(self) -> dict[str, float]:
+        """Degrees of freedom of each fixed effect's t; infinite where its law is normal."""
+        rows = torch.eye(len(self.coefficients), dtype=torch.float64)
+        return {n: self.laws.degrees(row) for n, row in zip(self.coefficients, rows, strict=True)}
+
     def confint(self, level: float = 0.95) -> Any:
         """Intervals of all parameters as a data frame, under the names that lme4 gives them, as
         ``sd_(Intercept)|Subject``.
 
-        They are Wald's: of fixed effects as they are, of standard deviations on the scale of their
-        logarithms, of correlations on that of their inverse hyperbolic tangents. Where a variance is zero or
-        a correlation one that law does not hold, and there is none (NaN); a ``likelihood_ratio`` says
-        whether the variance is needed.
+        Those of fixed effects are by t with Satterthwaite's degrees of freedom where a gaussian model was
+        fitted by REML. Else they are Wald's: of fixed effects as they are, of standard deviations on the
+        scale of their logarithms, of correlations on that of their inverse hyperbolic tangents. Where a
+        variance is zero or a correlation one that law does not hold, and there is none (NaN); a
+        ``likelihood_ratio`` says whether the variance is needed.
 
         Args:
             level: The probability that they hold, 0.95 by default.
         """
-        return intervals(self, normal_quantile(level))
+        return intervals(self, level)
+
+    def test(self, hypothesis: str | Sequence[str], degrees: str | None = None) -> Hypothesis:
+        """The test of a linear hypothesis about fixed effects, or of several at once.
+
+        Args:
+            hypothesis: An equation in names of coefficients, as ``"Days = 0"`` or ``"2 * a - b = 1"``; a list
+                of them is tested together, by F.
+            degrees: "satterthwaite" (the default for gaussian models by REML), "kenward-roger", or "none"
+                (the default for others), which is z and chi-square.
+        """
+        from fedpop.mixed import contrasts
+
+        return contrasts.hypothesis(self, hypothesis, degrees)
+
+    def contrast(self, weights: Mapping[str, Any], level: float = 0.95, degrees: str | None = None) -> Any:
+        """Combinations of fixed effects with intervals and tests, as a data frame.
+
+        Args:
+            weights: Weights by coefficients, ``{"a": 1, "b": -1}``, or several such by name.
+            level: Of the intervals, 0.95 by default.
+            degrees: As for ``test``; None (the default) likewise.
+        """
+        from fedpop.mixed import contrasts
+
+        return contrasts.contrasts(self, weights, level, degrees)
+
+    def anova(self, other: MixedFit | None = None, *, type: int | str = 3, degrees: str | None = None) -> Any:
+        """A test of each term of the fixed part, as a data frame; with another fit the likelihood ratio.
+
+        Args:
+            other: A fit to compare with, as ``anova(m1, m2)`` does in R; None (the default) for terms.
+            type: Of the hypotheses: 3 (the default), each term beside all others, factors summing to zero; or
+                2, each beside those that do not contain it.
+            degrees: As for ``test``; None (the default) likewise.
+        """
+        from fedpop.mixed import contrasts
+
+        return contrasts.anova(self, type, degrees) if other is None else self.likelihood_ratio(other)
+
+    def marginal_means(
+        self,
+        of: str | Sequence[str],
+        *,
+        at: Mapping[str, float] | None = None,
+        level: float = 0.95,
+        adjust: str = "none",
+        degrees: str | None = None,
+    ) -> MarginalMeans:
+        """Means by levels of a factor, and their pairwise differences, as emmeans has them.
+
+        Averages of the linear predictor over all combinations of other factors, at the means of numbers.
+
+        Args:
+            of: The factor, or several for their combinations.
+            at: Where numbers are to be instead of at their means; None (the default) moves none.
+            level: Of the intervals, 0.95 by default.
+            adjust: How p-values of differences allow for there being several: "none" (the default), "tukey",
+                "bonferroni" or "holm".
+            degrees: As for ``test``; None (the default) likewise.
+        """
+        from fedpop.mixed import contrasts
+
+        return contrasts.marginal_means(self, of, at or {}, level, adjust, degrees)
 
     # --- random effects ----------------------------------------------------------------------------
 
@@ -201,6 +318,18 @@ class MixedFit:
     def _level_names(self) -> list[list[str]]:
         """Names of the groups of each factor, the innermost first."""
         return [*RowOrder.of(self.rows).names[:-1], self.levels]
+
+    @cached_property
+    def modes(self) -> dict[str, Tensor]:
+        """Where the posterior of each group's effects is highest, ``[K, q]`` for each factor: what lme4 calls
+        conditional modes. Of gaussian models, and by Laplace's approximation, they are the means."""
+        if not isinstance(self.engine, QuadratureEngine):
+            return {name: mean for name, (mean, _) in zip(self.factors, self._level_effects, strict=True)}
+        federation, point = self.groups.federation, self.outcome.point
+        everyone = federation.cohort(torch.arange(len(federation)), torch.device("cpu"))
+        local = Local.of(everyone, self.units, self.family)
+        u, _ = local.modes((local.x @ point.b).unsqueeze(1) + local.offset, local.z @ point.factor)
+        return {self.group: u @ point.factor.mT @ self.units.random_map.mT}
 
     @cached_property
     def _level_effects(self) -> list[tuple[Tensor, Tensor]]:
@@ -300,7 +429,16 @@ class MixedFit:
         for name, value in self.coefficients.items():
             se = self.standard_errors[name]
             rows.append(
-                {"effect": "fixed", "group": "", "term": name, "estimate": value, "se": se, "z": value / se}
+                {
+                    "effect": "fixed",
+                    "group": "",
+                    "term": name,
+                    "estimate": value,
+                    "se": se,
+                    "t" if math.isfinite(self.degrees[name]) else "z": value / se,
+                    "df": self.degrees[name],
+                    "p": two_sided(value / se, self.degrees[name]),
+                }
             )
         names, sds = self.design.random_names, list(self.sd.values())
         for i, j in self.engine.factor.places:
@@ -325,16 +463,20 @@ class MixedFit:
             if here:
                 mean, cov = self._level_effects[i]
                 sd = cov.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+                every = torch.stack((self.modes[factor], mean, sd), dim=2).tolist()
                 modes[factor] = {
-                    level: {n: {"mean": m, "sd": s} for n, m, s in zip(names, means, wide, strict=True)}
-                    for level, means, wide in zip(
-                        self._level_names[i], mean.tolist(), sd.tolist(), strict=True
-                    )
+                    level: {
+                        n: dict(zip(("mode", "mean", "sd"), v, strict=True))
+                        for n, v in zip(names, of, strict=True)
+                    }
+                    for level, of in zip(self._level_names[i], every, strict=True)
                 }
         return {
             "converged": self.converged,
             "fixed": {
-                n: {"estimate": v, "se": self.standard_errors[n]} for n, v in self.coefficients.items()
+                n: {"estimate": v, "se": self.standard_errors[n]}
+                | ({"df": self.degrees[n]} if math.isfinite(self.degrees[n]) else {})
+                for n, v in self.coefficients.items()
             },
             "random": random,
             "sigma": self.sigma,
@@ -355,8 +497,12 @@ class MixedFit:
         of: str | None = None,
         observed: Any = None,
         theta_uncertainty: bool = True,
+        average: bool = False,
     ) -> Any:
         """Mean and interval of each row, as a data frame.
+
+        The mean is that at the estimates, as in R; of a known or a new group the mean over what its effects
+        may be, by quadrature.
 
         Args:
             new_rows: A table with the formula's columns; the response may be missing.
@@ -370,7 +516,11 @@ class MixedFit:
             observed: Rows of new groups with their response, which update their posterior without
                 refitting; None (the default) where there are none.
             theta_uncertainty: Intervals include the uncertainty about theta; they do by default.
+            average: The mean is averaged over draws of theta, with its standard error beside it
+                (``error``); by default it is not.
         """
+        if average and not theta_uncertainty:
+            raise SettingsError("average=True is over draws of theta: leave theta_uncertainty=False out")
         if groups not in GROUPS:
             raise SettingsError(f"groups is one of {', '.join(GROUPS)}, not {groups!r}")
         if not 0 < level < 1:
@@ -390,10 +540,13 @@ class MixedFit:
         )
         each = EFFECT_DRAWS_PER_THETA if theta_uncertainty else EFFECT_DRAWS_PER_THETA * INTERVAL_THETAS
         key = self._key.at(purpose="predict")
-        predictor = Predictor(units, self.family, groups != "population", of, each, key)
+        nodes = getattr(self.engine, "nodes", 1)
+        predictor = Predictor(units, self.family, groups != "population", of, each, key, nodes)
         points = self._thetas if theta_uncertainty else [self.outcome.point]
-        found = predictor.predicted(asked, self.outcome.point, points, level)
+        found = predictor.predicted(asked, self.outcome.point, points, level, average)
         table = {"mean": found.mean, "lower": found.low, "upper": found.high}
+        if found.error is not None:
+            table["error"] = found.error
         return pandas().DataFrame({n: v.numpy() for n, v in table.items()}, index=frame.index)
 
     def _owners(self, frame: Any, groups: str, observed: Any) -> tuple[Tensor, Any]:

@@ -16,13 +16,18 @@ from typing import Any
 from fedpop.errors import SettingsError
 
 TOKEN = re.compile(
-    r"`[^`]+`|(?:[^\W\d]|\.(?!\d))[\w.]*|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|\|\||\*\*|%[^%]*%|[<>=!]=|[()+\-*/:^|~,<>]"
+    r"`[^`]+`|'[^']*'|\"[^\"]*\"|(?:[^\W\d]|\.(?!\d))[\w.]*|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|\|\||\*\*|%[^%]*%|[<>=!]=|[()+\-*/:^|~,<>&!=]"
 )
 WORDS = re.compile(r"`|[^\W\d]|\.(?!\d)")
 SYNTACTIC = re.compile(r"(?:[^\W\d_]|\.(?!\d))[\w.]*")
 """Names that R writes without quotes."""
-FACTORS = ("factor", "C", "as.factor")
+SPACED = ("+", "-", "*", "/", "|", "||", "~", "<", ">", "<=", ">=", "==", "!=", "=", "&")
+"""What R prints with spaces around."""
+FACTORS = ("factor", "C", "as.factor", "relevel")
 """Calls that make categories of a column."""
+COMPARED = ("<", ">", "<=", ">=", "==", "!=", "&", "|", "!")
+"""What makes a yes or no: a factor in R, with the levels FALSE and TRUE."""
+LOGICALS = ("TRUE", "FALSE")
 WHOLE = ("scale", "center")
 """Calls that need a column's mean and standard deviation: those of the federation."""
 OF_ALL_ROWS = ("poly", "bs", "ns", "cut", "rank", "quantile")
@@ -47,12 +52,41 @@ class FormulaPart:
         """The column of which categories are made."""
         if self.tokens[0] not in FACTORS or len(self.tokens) < 2:
             return None
-        if len(self.tokens) != 4:
+        column, *others = arguments(self.tokens)
+        call, allowed = self.tokens[0], {"C": 1, "relevel": 1}.get(self.tokens[0], 0)
+        if len(column) != 1 or not is_name(column[0]) or len(others) > allowed:
             raise SettingsError(
-                f"{self.text}: give {self.tokens[0]}() the name of a column; for another order of its "
+                f"{self.text}: give {call}() the name of a column; for another order of its "
                 "levels, or another baseline, use levels={column: [...]}"
             )
-        return unquoted(self.tokens[2])
+        if call == "relevel" and self.baseline is None:
+            raise SettingsError(f"{self.text}: relevel() takes a baseline, as in relevel(x, ref = 'a')")
+        return unquoted(column[0])
+
+    @property
+    def baseline(self) -> str | None:
+        """The level that ``relevel`` puts first."""
+        if self.tokens[:2] != ("relevel", "("):
+            return None
+        given = arguments(self.tokens)[1:]
+        value = given[0][2:] if given and given[0][:2] == ("ref", "=") else given[0] if given else ()
+        return value[0].strip('"') if len(value) == 1 else None
+
+    @property
+    def contrast(self) -> str | None:
+        """The coding that ``C(x, sum)`` names."""
+        if self.tokens[:2] != ("C", "("):
+            return None
+        given = arguments(self.tokens)[1:]
+        return given[0][0] if given and len(given[0]) == 1 else None
+
+    @property
+    def yes_or_no(self) -> bool:
+        """A comparison inside ``I()``, which R codes as a factor."""
+        inner = self.tokens[2:-1] if self.tokens[:2] == ("I", "(") else ()
+        while inner[:1] == ("(",) and _closes(inner, 0) == len(inner) - 1:
+            inner = inner[1:-1]
+        return bool(inner) and bool(_outer(inner, COMPARED))
 
 
 @dataclass(frozen=True)
@@ -172,7 +206,8 @@ def scanned(text: str) -> Tokens:
             raise SettingsError(f"cannot read {text[at]!r} in the formula {text!r}")
         if found[0].startswith("%"):
             raise SettingsError(f"{found[0]} is not known in formulas: {text!r}; write it as a product, a:b")
-        out.append("^" if found[0] == "**" else found[0])
+        token = "^" if found[0] == "**" else found[0]
+        out.append(f'"{token[1:-1]}"' if token[0] == "'" else token)
         at = found.end()
     return tuple(out)
 
@@ -185,12 +220,12 @@ def shown(tokens: Sequence[str]) -> str:
     """
     out = ""
     for i, token in enumerate(tokens):
-        unary = token == "-" and (i == 0 or tokens[i - 1] in "(+-*/^,~<>")
+        unary = token == "-" and (i == 0 or tokens[i - 1] in "(+-*/^,~<>=")
         if token == ",":
             out += ", "
         elif token[0] == "`" and SYNTACTIC.fullmatch(token[1:-1]):
             out += token[1:-1]  # R does without quotes where it can
-        elif token in ("+", "-", "*", "/", "|", "||", "~", "<", ">", "<=", ">=", "==", "!=") and not unary:
+        elif token in SPACED and not unary:
             out += f" {token} "
         else:
             out += token
@@ -207,8 +242,18 @@ def is_name(token: str) -> bool:
 
 def columns_of(tokens: Tokens) -> list[str]:
     """Names in an expression that are not those of functions."""
+    if tokens[:2] == ("C", "("):  # what follows its column is a coding
+        tokens = tokens[:3]
     following = (*tokens[1:], "")
-    return [unquoted(t) for t, n in zip(tokens, following, strict=True) if is_name(t) and n != "("]
+    found = zip(tokens, following, strict=True)
+    return [unquoted(t) for t, n in found if is_name(t) and n not in ("(", "=") and t not in LOGICALS]
+
+
+def arguments(call: Tokens) -> list[Tokens]:
+    """Of a call, as its tokens."""
+    inner = call[2:-1]
+    cuts = [-1, *_outer(inner, (",",)), len(inner)]
+    return [inner[a + 1 : b] for a, b in pairwise(cuts)]
 
 
 def calls_in(tokens: Tokens) -> list[str]:

@@ -445,9 +445,14 @@ class GaussianEngine(Engine):
             information = -rows_of_jacobian(score, at) if curved else None
         return score.detach(), information
 
-    def spread(self, point: ThetaPoint) -> Tensor:
+    def near(self, point: ThetaPoint) -> Taylor:
+        """S and D about a point, to second order: everyone is asked once."""
         theta = self.factor.entries(point.factor)
-        near = self.criterion.taylor(theta, self.sums(point.factor, curved=True))
+        return self.criterion.taylor(theta, self.sums(point.factor, curved=True))
+
+    def spread(self, point: ThetaPoint, near: Taylor | None = None) -> Tensor:
+        theta = self.factor.entries(point.factor)
+        near = self.near(point) if near is None else near
         with torch.enable_grad():
             at = torch.cat((torch.zeros_like(theta), theta.new_tensor([math.log(point.sigma)])))
             at = at.requires_grad_()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from fedpop.mixed.coordinates import Coordinates, columns, everyone
 from fedpop.mixed.design import INTERCEPT, Design, Wanted
 from fedpop.mixed.nesting import Tree
 from fedpop.mixed.response import require_two
-from fedpop.mixed.study import ColumnKinds, FormulaStudy
+from fedpop.mixed.study import ColumnKinds, FormulaStudy, Kinds
 from fedpop.mixed.table import Rows
 from fedpop.questions import Question, Units
 from fedpop.questions.schema import Levels, Schema
@@ -35,8 +35,14 @@ class Groups:
 
     members: Members
     study: FormulaStudy
-    left_out: int = 0
-    """Rows in which something was missing."""
+    kinds: Kinds = field(default_factory=Kinds)
+    """What columns hold, and rows in which something was missing."""
+    response_sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    """Sums of the weighted response, of weights, and of what the log-density has without parameters."""
+    means: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    """Of the columns of fixed effects, those that were dropped too."""
+    products: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.float64))
+    """X'X of these."""
     examples: int = 0
     """Rows of all groups, once they were counted."""
     counts: tuple[int, ...] = ()
@@ -89,17 +95,22 @@ class Groups:
 # --- columns and their levels ----------------------------------------------------------------------
 
 
-def agreed(groups: Groups, levels: Mapping[str, Sequence[Any]], minimum: int) -> Design:
+def agreed(
+    groups: Groups,
+    levels: Mapping[str, Sequence[Any]],
+    minimum: int,
+    contrasts: Mapping[str, str] | None = None,
+) -> Design:
     """The short rounds before: what of columns has to be known to all, and members receive it. Without sites
     the sum over groups is formed at once; it is the same."""
     formula, members, binomial = groups.study.formula, groups.members, groups.study.family.binomial
     bare = [part.column for part in formula.parts[0 if binomial else 1 :] if part.column is not None]
     kinds = members.asks(ColumnKinds(tuple(dict.fromkeys(bare))), {})
-    groups.left_out = kinds.left_out
+    groups.kinds = kinds
     wanted = Wanted.of(formula, kinds.named)
     many = members.roster.sites is not None
     summary = wanted.schema(minimum, many).asked(members.asks)
-    design = Design.agreed(formula, summary, levels, minimum)
+    design = Design.agreed(formula, summary, levels, minimum, contrasts)
     response = groups.study.response
     if members.federation is None and binomial and response in kinds.named:
         # However few rows an outcome has: sums of the response tell as much.
@@ -180,6 +191,7 @@ def coordinates(groups: Groups, design: Design) -> tuple[Coordinates, Tensor, De
     sums = groups.ask(ColumnSums(p + q), {})["sums"]
     n, y, weight, offset, _, *inner = sums[p + q :].tolist()
     groups.examples, groups.counts = round(n), (*map(round, inner), len(groups))
+    groups.response_sums = sums[[p + q + 1, p + q + 2, p + q + 4]]
     _require_groups(groups, design)
     mean = sums[: p + q] / n
     intercept = INTERCEPT in design.fixed_names
@@ -195,6 +207,8 @@ def coordinates(groups: Groups, design: Design) -> tuple[Coordinates, Tensor, De
     centre = torch.cat((torch.where(torch.tensor(free), mean, 0.0), mean.new_tensor([y_centre])))
     gram = groups.ask(Gram(), {"centre": centre})["gram"] / n
     size = gram.diagonal().sqrt()
+    groups.means, middle, at = mean[:p], centre[:p], torch.outer(centre[:p], mean[:p])
+    groups.products = n * (gram[:p, :p] + at + at.mT - torch.outer(middle, middle))
     if family.gaussian and not float(size[-1]) > 1e-12 * abs(y_centre):
         raise DataError(
             f"the response {design.formula.response.text} is constant; there is nothing to explain"

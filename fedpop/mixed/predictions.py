@@ -1,8 +1,9 @@
-"""Predictions for groups that are known, new, or nobody's: a mixture over theta, and over what a group
-may be."""
+"""Predictions for groups that are known, new, or nobody's: means at the estimate of theta, by quadrature over
+what a group may be; intervals of a mixture over theta."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,13 +18,15 @@ from fedpop.mixed.engine import ThetaPoint
 from fedpop.mixed.gaussian import posteriors
 from fedpop.mixed.laplace import effect_paths
 from fedpop.mixed.nesting import Paths
-from fedpop.mixed.quadrature import Local, resampled
+from fedpop.mixed.quadrature import Local, Rule, integrated, resampled
 from fedpop.mixed.response import Family
 from fedpop.models.likelihoods import Normal
 from fedpop.models.predictive import Predictive
 
 GROUPS = ("known", "new", "population")
 PREDICTION_PROPOSALS = 400
+MEAN_NODES = 61
+"""Nodes of the mean of a new group, whose linear predictor is normal."""
 PREDICTED_NUMBERS_AT_ONCE = 2**24
 """Numbers that are worked on at once."""
 
@@ -51,6 +54,8 @@ class Predicted:
     mean: Tensor
     low: Tensor
     high: Tensor
+    error: Tensor | None = None
+    """Of means that are averages over draws of theta: their standard error by the number of draws."""
 
 
 State = tuple[Tensor, Tensor] | Tensor | None
@@ -83,6 +88,8 @@ class Predictor:
     each: int
     """Draws of a group's effects for each point, where they are drawn."""
     key: Key
+    nodes: int = 1
+    """Of the quadrature over a known group's effects, as ``Rule.of`` counts them."""
 
     def __post_init__(self) -> None:
         if self.of not in (None, "y", "mean"):
@@ -91,22 +98,58 @@ class Predictor:
             raise SettingsError("a yes or no has no interval; of='mean' is that of its probability")
 
     def predicted(
-        self, asked: NewRows, best: ThetaPoint, points: Sequence[ThetaPoint], level: float
+        self,
+        asked: NewRows,
+        best: ThetaPoint,
+        points: Sequence[ThetaPoint],
+        level: float,
+        average: bool = False,
     ) -> Predicted:
-        """The mixture over these points. Of normal responses the mean is that at ``best``."""
+        """Intervals of the mixture over these points; the mean is that at ``best``, or their average."""
         step = max(1, PREDICTED_NUMBERS_AT_ONCE // (len(points) * self.each * (len(self.units.z_names) + 4)))
         states = [self._state(asked.cohort, point, i) for i, point in enumerate(points)]
-        means, lows, highs = [], [], []
+        lows, highs = [], []
         for start in range(0, len(asked.x), step):
             rows = asked.part(slice(start, start + step))
             law, what = self._law(rows, points, states)
             low, high = law.interval(level, what)
-            means.append(law.means.mean(0).squeeze(1))
             lows.append(low)
             highs.append(high)
+        low, high = torch.cat(lows), torch.cat(highs)
+        if not average:
+            return Predicted(self._mean(asked, best), low, high)
+        means = torch.stack([self._mean(asked, point) for point in points])
+        return Predicted(means.mean(0), low, high, means.std(0) / math.sqrt(len(points)))
+
+    def _mean(self, asked: NewRows, point: ThetaPoint) -> Tensor:
+        """The mean response of each row at a theta: of a group without effects, by quadrature over those of
+        a new one, or by that over a known one's."""
         if self.family.gaussian:
-            means = [self._gaussian(asked, [best], [self._state(asked.cohort, best, 0)]).mean]
-        return Predicted(torch.cat(means), torch.cat(lows), torch.cat(highs))
+            return self._gaussian(asked, [point], [self._state(asked.cohort, point, 0)]).mean
+        base, likelihood = (asked.x @ point.b + asked.offset).unsqueeze(1), self.family.likelihood
+        if not self.random:
+            return likelihood.mean(base, {}).squeeze(1)
+        zl, known = asked.z @ point.factor, (asked.owner >= 0).nonzero().squeeze(1)
+        line = Rule.grid(MEAN_NODES, 1)
+        spread = zl.square().sum(1, keepdim=True).sqrt()
+        out = likelihood.mean(base + spread * line.nodes.squeeze(1), {}) @ line.log_weight.exp()
+        if asked.cohort is None or not len(known):
+            return out
+        if len(self.units.widths) > 1:
+            paths = effect_paths(asked.cohort, self.units, self.family, point.b, point.factor)
+            means, covariances = path_states(paths, point)
+            z, owner = asked.z[known], asked.owner[known]
+            middle = base[known] + (z * means[owner]).sum(1, keepdim=True)
+            wide = torch.einsum("ni,nij,nj->n", z, covariances[owner], z).clamp(min=0).sqrt().unsqueeze(1)
+            out[known] = likelihood.mean(middle + wide * line.nodes.squeeze(1), {}) @ line.log_weight.exp()
+            return out
+        local = Local.of(asked.cohort, self.units, self.family)
+        found = integrated(local, point.b, point.factor, Rule.of(self.nodes, zl.shape[1]))
+        for rows in known.split(max(1, PREDICTED_NUMBERS_AT_ONCE // found.nodes[0].numel())):
+            owner = asked.owner[rows]
+            eta = base[rows] + torch.einsum("nq,nkq->nk", zl[rows], found.nodes[owner])
+            out[rows] = (likelihood.mean(eta, {}) * found.share[owner]).sum(1)
+        return out
 
     def _law(
         self, rows: NewRows, points: Sequence[ThetaPoint], states: Sequence[State]

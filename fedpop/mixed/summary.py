@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
+from fedpop.mixed.inference import two_sided
 
 if TYPE_CHECKING:
     from fedpop.mixed.fit import MixedFit
 
 METHODS = {"ML": "maximum likelihood", "REML": "restricted maximum likelihood (REML)"}
+SATTERTHWAITE = "t-tests use Satterthwaite's method"
 
 
 def summary(fit: MixedFit) -> str:
@@ -21,6 +22,8 @@ def summary(fit: MixedFit) -> str:
     if not fit.family.gaussian:
         lines[0] += f" ({fit.outcome.log_likelihood_method})"
         lines.append(f" Family: {fit.family.name} ( {fit.family.link} )")
+    if fit.laws.name == "satterthwaite":
+        lines[0] += f"; {SATTERTHWAITE}"
     lines.append(f"Formula: {fit.formula}")
     if fit.weights is not None:
         lines.append(f"Weights: {fit.weights.text}")
@@ -29,8 +32,13 @@ def summary(fit: MixedFit) -> str:
     lines.append(f"Number of obs: {fit.n_obs}, groups:  {counts}")
     if fit.design.dropped:
         lines.append(rank_deficient(fit.design.dropped))
-    if fit.groups.left_out:
-        lines.append(f"{fit.groups.left_out} row(s) with missing values were left out")
+    if (kinds := fit.groups.kinds).left_out:
+        where = ", ".join(f"{name}: {count}" for name, count in kinds.missing.items())
+        lines.append(f"{kinds.left_out} row(s) with missing values were left out ({where})")
+    for name in fit.design.ordered:
+        coding = fit.design.contrasts.get(name, "treatment")
+        other = "; R has contrasts={" + repr(name) + ": 'poly'}" if coding == "treatment" else ""
+        lines.append(f"{name} is ordered, and coded by {coding} contrasts{other}")
     lines += [
         "",
         "Fixed effects:",
@@ -89,15 +97,18 @@ def _random(fit: MixedFit) -> list[str]:
 
 
 def _fixed(fit: MixedFit) -> list[str]:
-    p_values = not fit.family.gaussian
-    table = [["", "Estimate", "Std. Error", "z value", *(["Pr(>|z|)"] if p_values else [])]]
+    small = all(math.isfinite(v) for v in fit.degrees.values()) and fit.laws.name != "none"
+    p_values = small or not fit.family.gaussian
+    t = "t" if small else "z"
+    table = [["", "Estimate", "Std. Error", *["df"][:small], f"{t} value", *[f"Pr(>|{t}|)"][: int(p_values)]]]
     digits = _digits(list(fit.standard_errors.values()))
     for name, value in fit.coefficients.items():
         se = fit.standard_errors[name]
         z = value / se if se > 0 else math.nan
-        row = [name, f"{value:.{digits}f}", f"{se:.{digits}f}", f"{z:.3f}"]
+        row = [name, f"{value:.{digits}f}", f"{se:.{digits}f}", *[f"{fit.degrees[name]:.2f}"][:small]]
+        row.append(f"{z:.3f}")
         if p_values:
-            tail = 2 * float(torch.special.ndtr(torch.tensor(-abs(z), dtype=torch.float64)))
+            tail = two_sided(z, fit.degrees[name])
             row.append(f"{tail:.3g}" if tail >= 2e-16 else "<2e-16")
         table.append(row)
     return _columns(table, left=1)

@@ -18,11 +18,9 @@ from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Example, Inputs, leaves, map_inputs, narrowed
 from fedpop.keys import Key
-from fedpop.models.flat import Layout
-from fedpop.models.likelihood import Likelihood, Params
+from fedpop.models.likelihoods import Likelihood, Params
 from fedpop.models.local import GeneralLikelihood, LinearLikelihood, LocalLikelihood
-from fedpop.models.modules import RowKeys, has_dropout
-from fedpop.models.network import NetworkPass
+from fedpop.models.modules import Layout, NetworkPass, RowKeys, has_dropout
 from fedpop.models.probe import USERS, check_codes, check_rows, not_accepted, outputs_at
 from fedpop.models.weighted import Weighted
 from fedpop.precision import check as check_precision

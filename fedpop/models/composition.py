@@ -18,9 +18,10 @@ from fedpop.models.base import (
     trainable,
     with_ones,
 )
-from fedpop.models.flat import Layout
-from fedpop.models.likelihood import Likelihood
+from fedpop.models.likelihoods import Likelihood
 from fedpop.models.modules import (
+    Layout,
+    NetworkPass,
     RowKeys,
     buffers_as,
     call,
@@ -30,7 +31,6 @@ from fedpop.models.modules import (
     is_hooked,
     require_together,
 )
-from fedpop.models.network import NetworkPass
 
 LARGEST_FULL_COVARIANCE = 8
 """Dimensions of z up to which a head on fixed features has a full covariance by default."""

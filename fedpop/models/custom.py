@@ -18,7 +18,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs, rows_of
 from fedpop.models import likelihoods
 from fedpop.models.base import Model
-from fedpop.models.likelihood import Likelihood, Params
+from fedpop.models.likelihoods import Likelihood, Params
 from fedpop.models.links import LinkedLayout, Parameter, real
 from fedpop.models.modules import RowKeys
 from fedpop.models.probe import global_generator, rounding

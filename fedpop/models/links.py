@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedpop.checked import OneOf, checked, require
 from fedpop.errors import ModelError
-from fedpop.models.flat import Layout
+from fedpop.models.modules import Layout
 
 
 @dataclass(frozen=True)

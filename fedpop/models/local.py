@@ -19,7 +19,7 @@ from fedpop.blocks import ROWS_AT_ONCE
 from fedpop.errors import ModelError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
-from fedpop.models.likelihood import Likelihood, Params
+from fedpop.models.likelihoods import Likelihood, Params
 
 ALL = slice(None)
 

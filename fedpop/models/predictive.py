@@ -18,7 +18,7 @@ from fedpop.federation.inputs import Inputs, as_tensor, map_inputs
 from fedpop.federation.labels import as_targets, numbered
 from fedpop.keys import Key
 from fedpop.models.base import Model
-from fedpop.models.likelihood import Likelihood, Params
+from fedpop.models.likelihoods import Likelihood, Params
 
 
 class Entropy(NamedTuple):

@@ -20,7 +20,7 @@ from fedpop.models.base import Model
 from fedpop.models.blank import blank
 from fedpop.models.composition import Composition
 from fedpop.models.custom import CustomModel
-from fedpop.models.likelihood import Likelihood
+from fedpop.models.likelihoods import Likelihood
 from fedpop.models.modules import KeyedDropout
 from fedpop.models.split import Split
 from fedpop.models.standardise import Standardise

@@ -23,9 +23,10 @@ from fedpop.models.base import (
     trainable,
 )
 from fedpop.models.composition import _outputs_of
-from fedpop.models.flat import Layout
-from fedpop.models.likelihood import Likelihood
+from fedpop.models.likelihoods import Likelihood
 from fedpop.models.modules import (
+    Layout,
+    NetworkPass,
     RowKeys,
     buffers_as,
     call,
@@ -34,7 +35,6 @@ from fedpop.models.modules import (
     has_dropout,
     require_together,
 )
-from fedpop.models.network import NetworkPass
 
 
 def _end_of(module: nn.Module) -> str | None:

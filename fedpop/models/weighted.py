@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import DataError
-from fedpop.models.likelihood import Likelihood, Params
+from fedpop.models.likelihoods import Likelihood, Params
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from fedpop.keys import NEWCOMER, Key
 from fedpop.message import Tensors
 from fedpop.methods.base import Algorithm, PopulationPrior, hierarchy_of, role_of
 from fedpop.models.base import Model
-from fedpop.models.flat import Layout
+from fedpop.models.modules import Layout
 from fedpop.models.predictive import Predictive
 
 PREDICTED_ENTRIES_AT_ONCE = 2**24

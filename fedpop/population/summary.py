@@ -10,8 +10,8 @@ from torch import Tensor
 from fedpop.decisions import in_a_line
 from fedpop.evaluation.newcomers import widths_in_words
 from fedpop.methods.base import PopulationPrior, hierarchy_of, role_of
-from fedpop.models.flat import Layout
 from fedpop.models.links import LinkedLayout
+from fedpop.models.modules import Layout
 
 if TYPE_CHECKING:
     from fedpop.population.population import Population

@@ -28,7 +28,7 @@ def resolve(prior: Prior | str, covariance: str = "isotropic") -> Prior:
     Args:
         prior: A prior, or the name of one: "normal", "mixture", "energy", or "isotropic", "diagonal" or
             "full" for a Normal one with that covariance.
-        covariance: That of "normal" and "mixture"; "isotropic" unless told.
+        covariance: That of "normal" and "mixture"; "isotropic" by default.
 
     >>> resolve("diagonal").covariance, resolve("mixture").name
     ('diagonal', 'Mixture')

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 SCALE_REACH = 1e3
-"""How far scales may go from where they start, unless told: as many times below the smallest of them and
+"""How far scales may go from where they start, by default: as many times below the smallest of them and
 above the largest. Where they start has the data's units, so that it does not matter which these are."""
 NORM_REACH = 1e6
 """The same of norms: so many times the largest scale, or what they start at."""
@@ -81,8 +81,8 @@ class Sets(NamedTuple):
     ball: float | None = None
 
     @classmethod
-    def told(cls, tensors: Tensors) -> Sets | None:
-        """Those of a run; None where none are told."""
+    def of(cls, tensors: Tensors) -> Sets | None:
+        """Those of a run; None where there are none."""
         if "sets" not in tensors:
             return None
         low, high, ball = tensors["sets"].tolist()
@@ -178,7 +178,7 @@ class Prior(Setting, ABC):
         return torch.diag(self.unit(beta).square().reciprocal())
 
     def cover(self, beta: Tensor, noise: Tensor, uniform: Tensor) -> Tensor:
-        """Exact draws of a law that covers p(. | beta), what a chain may jump to: a Normal one unless told.
+        """Exact draws of a law that covers p(. | beta), what a chain may jump to: a Normal one by default.
         From standard normal noise ``[..., d]`` and uniform numbers ``[...]``."""
         return self.mu(beta) + self.sd(beta) * noise
 
@@ -366,10 +366,10 @@ def check_declared(prior: Prior) -> None:
         (c for c in order[1:] if not getattr(vars(c)["value_and_grad"], "__isabstractmethod__", 0)), None
     )
     if heir is None:  # from Prior itself, whose abstract methods have asked for most of this
-        needed = {n: told for n, told in needed.items() if n in ("em_step", "expected_score")}
+        needed = {n: why for n, why in needed.items() if n in ("em_step", "expected_score")}
         needed |= {"draw": "draw(), unless it is fedpop.priors.Unnormalised"} if cls.normalised else {}
     theirs = cls.__mro__[cls.__mro__.index(heir or order[-1]) :]
-    missing = [told for n, told in needed.items() if not _said(cls, n, theirs)]
+    missing = [why for n, why in needed.items() if not _said(cls, n, theirs)]
     if missing:
         whose = "nobody" if heir is None else heir.__name__
         raise SettingsError(

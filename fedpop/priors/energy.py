@@ -4,7 +4,7 @@
 
 A bare network is not normalisable and its chains escape; the base holds them. The network sees z in the
 base's units, so that m and s move and stretch the density as a whole: with features of any size it starts at
-the same place. m is learned, s is not unless told: a base that shrinks onto one cluster no longer covers the
+the same place. m is learned, s is not by default: a base that shrinks onto one cluster no longer covers the
 others. beta is one flat vector: m, log s, then the network's parameters.
 
 The gradient of log p needs one of log Z, which nobody can write down, but which takes no data:
@@ -35,8 +35,7 @@ from fedpop.errors import EstimateError, ModelError, SettingsError
 from fedpop.keys import Key
 from fedpop.message import Tensors
 from fedpop.models.base import trainable
-from fedpop.models.flat import Layout
-from fedpop.models.modules import call, federated, has_dropout
+from fedpop.models.modules import Layout, call, federated, has_dropout
 from fedpop.priors.base import Guess, Sets, Unnormalised, check_scale, into_ball, moments
 
 ESCAPED_SCALES = 50.0
@@ -51,19 +50,19 @@ class Energy(Unnormalised):
         net: Maps ``[n, d]`` to ``[n]`` or ``[n, 1]``, without dropout; None (the default) is a network
             with two hidden layers that starts at zero.
         mean: Where each entry of the base's mean m starts, or stays, from the model's own centre; 0
-            unless told.
+            by default.
         scale: The base's first standard deviation s; None (the default) is where a Normal prior's
             starts.
         learn_mean: False keeps m where it starts.
-        learn_scale: True learns s too; False unless told, since a base that shrinks onto one cluster no
+        learn_scale: True learns s too; False by default, since a base that shrinks onto one cluster no
             longer covers the others.
-        hidden: Units in each of those layers, 32 unless told; not used where a network is given.
-        chains: How many chains on the prior the server keeps, 8 or more, 256 unless told; more lessen
+        hidden: Units in each of those layers, 32 by default; not used where a network is given.
+        chains: How many chains on the prior the server keeps, 8 or more, 256 by default; more lessen
             the noise of its gradient.
-        steps: Transitions that each of them makes in a round, 5 unless told.
-        ship: How many of their states are sent out with theta, 16 unless told; at most ``chains``.
-        bounds: The standard deviation s stays between these; (1e-3, 1e3) unless told.
-        ball: The largest norm of m, and of the network's parameters; 1e6 unless told.
+        steps: Transitions that each of them makes in a round, 5 by default.
+        ship: How many of their states are sent out with theta, 16 by default; at most ``chains``.
+        bounds: The standard deviation s stays between these; (1e-3, 1e3) by default.
+        ball: The largest norm of m, and of the network's parameters; 1e6 by default.
 
     >>> from torch import nn
     >>> import fedpop as fp

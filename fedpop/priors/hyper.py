@@ -15,7 +15,7 @@ from fedpop.settings import Setting
 
 @dataclass(frozen=True)
 class Hyperprior(Setting):
-    """log p(phi, beta), flat unless told: phi and mu Normal around 0, log sigma Normal around a value.
+    """log p(phi, beta), flat by default: phi and mu Normal around 0, log sigma Normal around a value.
 
     Args:
         phi_scale: The standard deviation of phi around 0; None (the default) is flat.

@@ -40,14 +40,14 @@ class Mixture(OfNormals):
     """A mixture of Normals; weights, means and scales are all learned.
 
     Args:
-        components: How many Normals, 2 unless told.
+        components: How many Normals, 2 by default.
         covariance: That of each: "isotropic" (the default), "diagonal" or "full".
         mean: Where each entry of the average of their means starts, from the model's own centre; 0
-            unless told.
+            by default.
         scale: The first standard deviation of each; None (the default) is where a Normal prior's starts.
-        spread: How far apart means start, in units of the scale, keyed by the seed; 1 unless told.
+        spread: How far apart means start, in units of the scale, keyed by the seed; 1 by default.
             Components that start alike stay alike.
-        floor: The least weight that a component keeps, below one over their number; 1e-3 unless told.
+        floor: The least weight that a component keeps, below one over their number; 1e-3 by default.
         bounds: Standard deviations of every component stay between these; None has them stay within a
             factor of 1,000 of where they start, a million of a ``scale`` that was given.
         ball: The largest norm of a component's mean; None is a million standard deviations.

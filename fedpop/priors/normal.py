@@ -39,7 +39,7 @@ from fedpop.priors.base import Guess, OfNormals, Part, Sets, check_scale, in_wor
 COVARIANCES = ("isotropic", "diagonal", "full")
 FARTHEST_FACTOR = 1e12
 """Entries of a factor beyond so many times the upper bound are projected as if they were there."""
-REMEDY = "set by the prior's bounds, or by the scale it was told to start at"
+REMEDY = "set by the prior's bounds, or by the scale it was given to start at"
 
 
 @dataclass(frozen=True)

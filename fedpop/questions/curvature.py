@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.client.cost import finite
+from fedpop.client.losses import finite
 from fedpop.client.potential import Potential
 from fedpop.errors import SettingsError
 from fedpop.keys import Key

@@ -1,6 +1,6 @@
 """How many rounds a run has, and whether they were enough.
 
-A run is a row of stages, each with a constant phase, decay and averaged tail (``server.schedules``).
+A run is a row of stages, each with a constant phase, decay and averaged tail (``server.optimisers``).
 With ``rounds`` it has one; a finished run that is resumed with more gets a further one, up to the new number.
 Without ``rounds`` stages follow one another, each as long as all before it together, until the verdict at the
 end of one is that theta has converged, or 8,000 rounds are over. A method that knows itself to be at the end
@@ -25,7 +25,7 @@ from fedpop.evaluation.verdict import Distance, Verdict, loss_trend
 from fedpop.methods.base import hierarchy_of
 from fedpop.priors.base import Sets, normals_of
 from fedpop.run.personal_models import FinalPass
-from fedpop.server.schedules import Stage
+from fedpop.server.optimisers import Stage
 
 if TYPE_CHECKING:
     from fedpop.run.run import Run
@@ -183,7 +183,7 @@ def _at_upper_bound(run: Run) -> str | None:
     normals = None if hierarchy is None else normals_of(hierarchy.prior)
     if hierarchy is None or normals is None or not normals.learns_scale:
         return None
-    bounds, _ = Sets.told(published) or (normals.bounds, None)
+    bounds, _ = Sets.of(published) or (normals.bounds, None)
     if bounds is None or normals.scales(published["beta"])[1] < 0.9999 * bounds[1]:
         return None
     if run.round < JUDGED_FROM[hierarchy.closed_form] and not run.over:

@@ -30,10 +30,10 @@ class Anneal(Setting):
     A learned variance only starts larger.
 
     Args:
-        rounds: How many of the first rounds it falls in, 100 unless told; at most the first half of a
+        rounds: How many of the first rounds it falls in, 100 by default; at most the first half of a
             run. 0 does neither. Raise it where restarts find different optima.
         minimum: Clients with fewer examples do not tell the size of their y before the first round; 2
-            unless told.
+            by default.
 
     >>> Anneal().length(500), Anneal().length(60), Anneal(rounds=0).length(500)
     (100, 30, 0)

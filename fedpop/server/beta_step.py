@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import Count, Fraction, OneOf
+from fedpop.decisions import Decision
 from fedpop.errors import SettingsError
-from fedpop.kernels.hierarchy import Hierarchy
+from fedpop.kernels.target import Hierarchy
 from fedpop.message import Tensors
 from fedpop.priors import Normal, Prior
-from fedpop.server.optimisers import Adam, Optimiser
-from fedpop.server.schedules import Constant, Rounds, Stage
+from fedpop.server.optimisers import Adam, Constant, Optimiser, Rounds, Stage
 from fedpop.settings import Setting
 
 FORMS = ("auto", "left", "right", "mixed")
@@ -46,11 +47,11 @@ class EM(Setting):
 
     Args:
         rate: How much of EM's own step is made in the first half of the rounds, above 0 and at most 1; 1
-            unless told, which is EM itself.
+            by default, which is EM itself.
         final: The rate falls to this from half of the rounds to the last one, and noise with it; above
-            0, at most ``rate``, 0.1 unless told.
-        few: A first round with so many clients makes the whole step; 10 unless told.
-        many: Every round with so many clients does, or with all of them; 100 unless told. 1 has every round
+            0, at most ``rate``, 0.1 by default.
+        few: A first round with so many clients makes the whole step; 10 by default.
+        many: Every round with so many clients does, or with all of them; 100 by default. 1 has every round
             make it.
 
     >>> step = EM(rate=1.0, final=0.1)
@@ -99,15 +100,15 @@ class EMAdam(Setting):
 
     What ``FedSOUL`` takes where posteriors are not closed-form and features stay as they are. EM's steps of a
     scale are as short as data say little of z, far too short for a handful of examples; and what a score of
-    the scale is worth cannot be told from its variance over units far from the optimum. Adam's are at most
-    its ``rate``, and shorter where scores of successive rounds disagree. While a backbone learns, EM's are
-    better: heads on features that say nothing yet are best all alike, quick steps would soon make them so,
-    and features would learn from one head instead of many.
+    the scale is worth cannot be estimated from its variance over units far from the optimum. Adam's are at
+    most its ``rate``, and shorter where scores of successive rounds disagree. While a backbone learns, EM's
+    are better: heads on features that say nothing yet are best all alike, quick steps would soon make them
+    so, and features would learn from one head instead of many.
 
     Args:
-        em: The step of the mean; its rate over the rounds is that of the scale's steps, too. ``EM()`` unless
-            told.
-        scale: The step of the scale, for an isotropic or diagonal covariance. At rate 0.15 unless told, with
+        em: The step of the mean; its rate over the rounds is that of the scale's steps, too. ``EM()`` by
+            default.
+        scale: The step of the scale, for an isotropic or diagonal covariance. At rate 0.15 by default, with
             short memories: no round changes the scale by more than a sixth, and scores from far away do not
             slow the last rounds down. A first round with fewer clients than ``em.few`` takes less of it, by
             the root of their share.
@@ -151,6 +152,20 @@ CLOSED_FORM_STEP, SAMPLED_STEP, STEP_WITHOUT_EM = EM(), EMAdam(), Adam(0.02)
 EM cannot move."""
 
 
+def _suited(hierarchy: Hierarchy) -> tuple[EM | EMAdam | Optimiser, str]:
+    """What None stands for with this model and prior, and why."""
+    prior = hierarchy.prior
+    if not prior.em:
+        return STEP_WITHOUT_EM, f"EM has no step for {prior.name} priors"
+    if hierarchy.closed_form:
+        return CLOSED_FORM_STEP, "posteriors are closed-form"
+    if hierarchy.model.learns_features:
+        return CLOSED_FORM_STEP, "features are learned, and heads are best all alike at first"
+    if not _stands_alone(prior):
+        return CLOSED_FORM_STEP, "the scale has no coordinates that stand alone"
+    return SAMPLED_STEP, "posteriors are not closed-form, and features stay as they are"
+
+
 @dataclass(frozen=True)
 class BetaStep(Setting):
     """How beta, the population prior, moves.
@@ -176,10 +191,7 @@ class BetaStep(Setting):
         """The step for this model and prior."""
         prior = hierarchy.prior
         if self.step is None:
-            if not prior.em:
-                return STEP_WITHOUT_EM
-            slow = hierarchy.closed_form or hierarchy.model.learns_features
-            return CLOSED_FORM_STEP if slow or not _stands_alone(prior) else SAMPLED_STEP
+            return _suited(hierarchy)[0]
         if isinstance(self.step, EM | EMAdam) and not prior.em:
             raise SettingsError(
                 f"EM steps cannot be made for {prior.name} priors; use beta_step=fedpop.steps.Adam()"
@@ -187,6 +199,13 @@ class BetaStep(Setting):
         if isinstance(self.step, EMAdam):
             _alone(prior)  # raises
         return self.step
+
+    def decisions(self, hierarchy: Hierarchy) -> Sequence[Decision]:
+        """The step on beta, where it was left open."""
+        if self.step is not None:
+            return ()
+        step, why = _suited(hierarchy)
+        return (Decision("step on the prior", type(step).__name__, why),)
 
     def wants_curvature(self, hierarchy: Hierarchy) -> bool:
         """EM's step of the mean vanishes with the scale: then it goes by the likelihood's curvature."""

@@ -1,19 +1,132 @@
-"""Ascent steps on one flat vector, with explicit state."""
+"""Ascent steps on one flat vector, with explicit state, and how their rates change over the rounds.
+
+A run is made of stages: one, unless it is extended or runs until it has converged. What is defined by the
+number of rounds (a decay, the tail that is averaged) is defined by those of the present stage, and starts
+anew with the next one; what goes by the round alone (``Constant``, ``Polynomial``) goes on.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedpop.checked import Factor, NotNegative, Positive, Whole
 from fedpop.errors import SettingsError
-from fedpop.server.schedules import Constant, Cosine, Decay, Rounds, Schedule
 from fedpop.settings import Setting
+
+
+class Stage(NamedTuple):
+    """Rounds k = start, ..., end - 1 of a run.
+
+    >>> Stage(100, 300).share(150)
+    0.25
+    """
+
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, rounds: Rounds) -> Stage:
+        """A number of rounds is a run of one stage."""
+        return cls(0, rounds) if isinstance(rounds, int) else rounds
+
+    def share(self, k: int) -> float:
+        """How much of the stage is over before round k."""
+        return min(max(k - self.start, 0) / max(self.end - self.start, 1), 1.0)
+
+
+Rounds = int | Stage
+
+
+class Schedule(Setting, ABC):
+    """A factor as a function of the round k = 0, ..., K-1."""
+
+    @abstractmethod
+    def factor(self, k: int, rounds: Rounds) -> float: ...
+
+
+@dataclass(frozen=True)
+class Constant(Schedule):
+    """No change.
+
+    >>> Constant().factor(70, rounds=100)
+    1.0
+    """
+
+    def factor(self, k: int, rounds: Rounds) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Polynomial(Schedule):
+    """(1 + k)^-power, the paper's decreasing steps.
+
+    Args:
+        power: 0 or more, 0.6 by default; above 0.5 and up to 1 stochastic approximation converges.
+
+    >>> Polynomial(power=0.5).factor(3, rounds=100)
+    0.5
+    """
+
+    power: NotNegative = 0.6
+
+    def factor(self, k: int, rounds: Rounds) -> float:
+        return float((1 + k) ** -self.power)
+
+
+@dataclass(frozen=True)
+class Cosine(Schedule):
+    """A factor that falls from 1 along half a cosine, after a linear rise where one is asked for.
+
+    Args:
+        end: The factor at the end of the run (of each stage, where it is extended); 0 by default.
+        warm_up: How many of the first rounds the factor rises in; 0 by default. A few help Adam on a
+            deep network, whose first steps are all of full size.
+
+    >>> Cosine().factor(0, rounds=100), round(Cosine().factor(50, rounds=100), 6)
+    (1.0, 0.5)
+    >>> [round(Cosine(warm_up=10).factor(k, rounds=10**6), 3) for k in (0, 4, 9, 10)]
+    [0.1, 0.5, 1.0, 1.0]
+    """
+
+    end: NotNegative = 0.0
+    warm_up: Whole = 0
+
+    def factor(self, k: int, rounds: Rounds) -> float:
+        wave = 0.5 * (1 + math.cos(math.pi * Stage.of(rounds).share(k)))
+        return (self.end + (1 - self.end) * wave) * min(1.0, (k + 1) / max(self.warm_up, 1))
+
+
+@dataclass(frozen=True)
+class Decay(Schedule):
+    """A factor that is 1 for a share of the rounds and then falls linearly.
+
+    Args:
+        constant: The share of the rounds (of each stage, where a run is extended) in which it is 1, in
+            [0, 1); 0.5 by default.
+        end: The factor at the end; 0 by default.
+
+    >>> [Decay(constant=0.5).factor(k, rounds=100) for k in (0, 50, 75)]
+    [1.0, 1.0, 0.5]
+    >>> [Decay(constant=0.5).factor(k, Stage(100, 200)) for k in (100, 150, 175)]  # a run of 100, extended
+    [1.0, 1.0, 0.5]
+    """
+
+    constant: Factor = 0.5
+    end: NotNegative = 0.0
+
+    def factor(self, k: int, rounds: Rounds) -> float:
+        first, last = Stage.of(rounds)
+        start = self.constant * (last - first)
+        if k - first < start:
+            return 1.0
+        return self.end + (1 - self.end) * max(0.0, 1 - (k - first - start) / max(last - first - start, 1))
+
 
 OptimiserState = dict[str, Tensor]
 
@@ -40,11 +153,6 @@ class Optimiser(Setting, ABC):
         """The next x; ``unit`` is the natural size of a change of each coordinate."""
 
 
-def _positive(rate: float) -> None:
-    if not rate > 0:
-        raise SettingsError(f"a step size must be positive, not {rate}")
-
-
 @dataclass(frozen=True)
 class SGD(Optimiser):
     """x += rate * gradient: plain stochastic approximation, as in Algorithm 1.
@@ -52,7 +160,7 @@ class SGD(Optimiser):
     Args:
         rate: The step size eta_0, in x's own units; None has it found by trial rounds before the first
             one.
-        schedule: What it is multiplied by over the rounds; ``Constant()`` unless told, the paper's is
+        schedule: What it is multiplied by over the rounds; ``Constant()`` by default, the paper's is
             ``Polynomial(0.6)``.
 
     >>> import torch
@@ -80,12 +188,12 @@ class Adam(Optimiser):
     """Adam in relative units: a step changes a coordinate by a share of its natural size.
 
     Args:
-        rate: That share, about; 0.1 unless told. Smaller for deep networks, whose default in FedSOUL is
+        rate: That share, about; 0.1 by default. Smaller for deep networks, whose default in FedSOUL is
             0.03.
-        schedule: What the rate is multiplied by over the rounds; ``Decay()`` unless told: constant for
+        schedule: What the rate is multiplied by over the rounds; ``Decay()`` by default: constant for
             half of them, then linear to zero.
-        beta1: How much of the mean of gradients is kept in a step, in [0, 1); 0.9 unless told.
-        beta2: How much of the mean of their squares is kept in a step, in [0, 1); 0.99 unless told.
+        beta1: How much of the mean of gradients is kept in a step, in [0, 1); 0.9 by default.
+        beta2: How much of the mean of their squares is kept in a step, in [0, 1); 0.99 by default.
 
     >>> import torch
     >>> step, x, unit = Adam(rate=0.1), torch.zeros(2), torch.tensor([1.0, 50.0])
@@ -127,12 +235,12 @@ class AdamW(Adam):
     """Adam with weight decay beside it: x shrinks in every step, whatever the gradient is.
 
     Args:
-        rate: How far a step goes, as a share of a coordinate's natural size; 0.1 unless told.
+        rate: How far a step goes, as a share of a coordinate's natural size; 0.1 by default.
         schedule: What the rate, and the decay with it, is multiplied by over the rounds; ``Decay()``
-            unless told: constant for half of them, then linear to zero.
-        beta1: How much of the mean of gradients is kept in a step, in [0, 1); 0.9 unless told.
-        beta2: How much of the mean of their squares is kept in a step, in [0, 1); 0.99 unless told.
-        decay: A step shrinks x by ``rate * decay`` of itself, which must be below 1; 0.01 unless told.
+            by default: constant for half of them, then linear to zero.
+        beta1: How much of the mean of gradients is kept in a step, in [0, 1); 0.9 by default.
+        beta2: How much of the mean of their squares is kept in a step, in [0, 1); 0.99 by default.
+        decay: A step shrinks x by ``rate * decay`` of itself, which must be below 1; 0.01 by default.
             Raise it where a network learns its training examples by heart.
         weights: How many of the first coordinates decay; None (the default) is all of them. Methods set
             it themselves, so that a likelihood's own parameters do not.
@@ -173,15 +281,15 @@ class NetworkAdam(Adam):
     one, where weights outnumber them. A small network is judged by its likelihood and maximises it.
 
     Args:
-        rate: How far a step goes, as a share of a coordinate's natural size; 0.03 unless told.
+        rate: How far a step goes, as a share of a coordinate's natural size; 0.03 by default.
         schedule: What the rate, and the decay with it, is multiplied by over the rounds;
-            ``Cosine(warm_up=10)`` unless told. Adam's first steps move all weights of a layer by the same
+            ``Cosine(warm_up=10)`` by default. Adam's first steps move all weights of a layer by the same
             size and, where one cause makes their signs agree, all in one direction, which multiplies over
             layers: so the first round moves them by a tenth of that, and the next nine by as much more.
-        beta1: How much of the mean of gradients is kept in a step, in [0, 1); 0.9 unless told.
-        beta2: How much of the mean of their squares is kept in a step, in [0, 1); 0.99 unless told.
-        worth: Of how many examples the prior is worth; 100 unless told, and 0 is none.
-        least: Networks with so many weights or fewer have no decay; 500 unless told.
+        beta1: How much of the mean of gradients is kept in a step, in [0, 1); 0.9 by default.
+        beta2: How much of the mean of their squares is kept in a step, in [0, 1); 0.99 by default.
+        worth: Of how many examples the prior is worth; 100 by default, and 0 is none.
+        least: Networks with so many weights or fewer have no decay; 500 by default.
 
     >>> step = NetworkAdam()
     >>> step.for_weights(2000, examples=1000).decay, step.for_weights(400, examples=10).decay
@@ -206,9 +314,9 @@ class MeanMove(Optimiser):
     It is for methods whose clients step on their own copies, as with ``PhiStep(MeanMove(), local=...)``.
 
     Args:
-        rate: How much of the mean move is made, 1 unless told.
-        schedule: What the rate is multiplied by over the rounds; ``Constant()`` unless told.
-        momentum: How much of the last round's step is carried into this one's, in [0, 1); 0 unless told.
+        rate: How much of the mean move is made, 1 by default.
+        schedule: What the rate is multiplied by over the rounds; ``Constant()`` by default.
+        momentum: How much of the last round's step is carried into this one's, in [0, 1); 0 by default.
 
     >>> MeanMove(momentum=0.9)
     MeanMove(rate=1.0, schedule=Constant(), momentum=0.9)

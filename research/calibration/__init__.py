@@ -23,7 +23,7 @@ from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.looks import looks
 from fedpop.report.results import Record, Results
 from fedpop.report.side_by_side import reliabilities
-from fedpop.server.schedules import Cosine
+from fedpop.server.optimisers import Cosine
 from research import full_data
 from research.experiment import Asked, Experiment, Job
 from research.images import Build, Cell, Run, average, budgets_of, jobs_of, missing, shown

@@ -25,8 +25,7 @@ from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.results import Record, Results, mean, record, values
 from fedpop.server.beta_step import EM, BetaStep
-from fedpop.server.optimisers import Adam, MeanMove
-from fedpop.server.schedules import Cosine
+from fedpop.server.optimisers import Adam, Cosine, MeanMove
 from research.experiment import Asked, Experiment, Job
 from research.images import Build, after_title, budgets_of
 

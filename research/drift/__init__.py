@@ -20,8 +20,7 @@ from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.results import Record, Results, record, values
 from fedpop.server.averaging import Averaging
-from fedpop.server.optimisers import SGD, MeanMove
-from fedpop.server.schedules import Constant, Decay, Schedule
+from fedpop.server.optimisers import SGD, Constant, Decay, MeanMove, Schedule
 from research.experiment import Asked, Experiment, Job
 from research.seeds import middle_of
 

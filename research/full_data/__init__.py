@@ -25,7 +25,7 @@ from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.results import Record, Results, values
 from fedpop.run.simulate import fit
-from fedpop.server.schedules import Cosine
+from fedpop.server.optimisers import Cosine
 from research import figures
 from research.experiment import Asked, Experiment, Job
 from research.images import (

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedpop.client.phi_gradient import expected_normal
+from fedpop.client.phi_step import expected_normal
 from fedpop.errors import EstimateError
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels.target import Target

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.client.local_steps import most_steps, steps_of
+from fedpop.client.sampler import most_steps, steps_of
 from fedpop.errors import SettingsError
 from fedpop.methods.base import Facts
 from tests.crash import Crash, CrashAt

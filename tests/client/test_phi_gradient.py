@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import fedpop as fp
-from fedpop.client import phi_gradient
-from fedpop.client.phi_gradient import PhiGradient, embedded, finite_rows, vectorises
+from fedpop.client import phi_step
+from fedpop.client.phi_step import PhiGradient, embedded, finite_rows, vectorises
 from tests.helpers import cohort_of, generator, seeded, train_key
 
 WIDE = torch.float64
@@ -99,7 +99,7 @@ def each(estimate, phi, cohort, key, features=None):
 @pytest.mark.parametrize("name", CASES)
 def test_every_way_gives_the_same_j(name, sizes, monkeypatch):
     model, cohort, draws = problem(name, sizes)
-    monkeypatch.setattr(phi_gradient, "LEAST_CLIENTS_FOR_VMAP", 0)
+    monkeypatch.setattr(phi_step, "LEAST_CLIENTS_FOR_VMAP", 0)
     key, good = train_key(), torch.ones(len(SIZES), dtype=torch.bool)
     estimate = PhiGradient(model, None, draws)
     phi = model.initial_phi().requires_grad_(model.phi_layout.size > 0)
@@ -108,12 +108,12 @@ def test_every_way_gives_the_same_j(name, sizes, monkeypatch):
     _, value, j = estimate.fused(phi, features, cohort, keys, good, WEIGHTS)
     ways = {"side by side": each(estimate, phi, cohort, key)}
     assert vectorises(model, phi)
-    monkeypatch.setattr(phi_gradient, "GRADIENT_NUMBERS_AT_ONCE", 1)
+    monkeypatch.setattr(phi_step, "GRADIENT_NUMBERS_AT_ONCE", 1)
     ways["side by side, one at a time"] = each(estimate, phi, cohort, key)
     joined, parts = embedded(model, phi, cohort, keys, graph=False, separate=True)
     torch.testing.assert_close(joined, features.detach() if isinstance(features, torch.Tensor) else features)
     ways["a graph each"] = each(estimate, phi, cohort, key, parts)
-    monkeypatch.setattr(phi_gradient, "LARGEST_PHI_SIDE_BY_SIDE", -1)
+    monkeypatch.setattr(phi_step, "LARGEST_PHI_SIDE_BY_SIDE", -1)
     assert not vectorises(model, phi)
     ways["one by one"] = each(estimate, phi, cohort, key)
     for way, (still_good, own, total) in ways.items():

@@ -99,7 +99,7 @@ def test_with_theta_at_rest_chains_keep_the_posterior(case):
     good = torch.ones(3, dtype=torch.bool)
     for k in range(100):
         done = sampler.run(target, local, cohort, 2, Key(3, round=k), None)
-        local = sampler.kept(done, local, case.beta, good)
+        local = sampler.states(done, local, case.beta, good)
         if k >= 10:
             sums, squares = sums + done.draws.mean(1), squares + done.draws.square().mean(1)
     for i in range(3):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, distributions, nn
 
 import fedpop as fp
-from fedpop.client.phi_gradient import PhiGradient
+from fedpop.client.phi_step import PhiGradient
 from fedpop.models.base import Model
 from tests.helpers import cohort_of, generator, linear_model, ragged, seeded
 

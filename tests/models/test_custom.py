@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import fedpop as fp
-from fedpop.client.phi_gradient import PhiGradient
+from fedpop.client.phi_step import PhiGradient
 from tests.helpers import cohort_of, generator, population_data, ragged
 from tests.models.custom_models import (
     BURNT_IN,

@@ -10,7 +10,7 @@ from torch.func import hessian
 
 import fedpop as fp
 from fedpop.keys import Key
-from fedpop.models.likelihood import Likelihood, Params
+from fedpop.models.likelihoods import Likelihood, Params
 from tests.helpers import generator, linear_model, population_data
 
 LEARNED = {"log_variance": torch.tensor(0.7, dtype=torch.float64)}

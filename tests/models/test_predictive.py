@@ -10,7 +10,7 @@ from torch import Tensor, distributions, nn
 import fedpop as fp
 from fedpop.errors import DataError, SettingsError
 from fedpop.keys import Key
-from fedpop.models.likelihood import Likelihood
+from fedpop.models.likelihoods import Likelihood
 from fedpop.models.predictive import Predictive
 from tests.helpers import generator, linear_model, ragged
 

@@ -15,7 +15,7 @@ import fedpop as fp
 from fedpop.evaluation.marginal import closed_form
 from fedpop.kernels.target import Target
 from fedpop.keys import Key
-from fedpop.server.gauge import aligner
+from fedpop.server.averaging import aligner
 from tests.helpers import generator
 from tests.oracles import DOUBLE, assert_mean, cohort_of, gaussian_noise, make_case
 from tests.priors.mixtures import WEIGHTS, D, K, covariances, mixture_of
@@ -227,7 +227,7 @@ def test_alignment_turns_every_component_and_orders_them(covariance):
     a = 1.6 * torch.stack((torch.stack((angle.cos(), -angle.sin())), torch.stack((angle.sin(), angle.cos()))))
     if covariance == "full":
         a = a + torch.tensor([[0.2, 0.5], [0.0, -0.3]], dtype=DOUBLE)
-    from fedpop.server.gauge import Gauge
+    from fedpop.server.averaging import Gauge
 
     moved_phi, moved_beta = Gauge.of(model, prior).transform(phi, beta, a)
     betas, order = prior.betas(moved_beta), [2, 0, 1]

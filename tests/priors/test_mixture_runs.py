@@ -13,7 +13,7 @@ from fedpop.keys import Key
 from fedpop.methods import rebuild
 from fedpop.methods.base import Facts
 from fedpop.priors import resolve
-from fedpop.server.gauge import aligner
+from fedpop.server.averaging import aligner
 from tests.crash import Crash, CrashAt
 from tests.helpers import generator
 from tests.oracles import DOUBLE, gaussian_noise

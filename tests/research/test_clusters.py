@@ -8,7 +8,7 @@ import torch
 
 from fedpop.errors import SettingsError
 from fedpop.report.results import FIELDS, Results
-from fedpop.server.gauge import Gauge
+from fedpop.server.averaging import Gauge
 from research.__main__ import main
 from research.clusters import (
     NAMES,

@@ -235,3 +235,17 @@ def test_a_line_for_what_is_unusual_alone() -> None:
     assert in_a_line([usual]) == ""
     odd = [Decision(what, "off", "so", unusual=True) for what in ("guard", "verdict")]
     assert in_a_line([usual, *odd]) == "guard: off (so); verdict: off (so)"
+
+
+def test_steps_and_the_form_of_i_are_said_where_they_were_left_open() -> None:
+    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    found = of(fp.FedSOUL(head(nn.Linear(4, 2), backbone=network)), classes())
+    assert found["step on phi"].chosen == "NetworkAdam, rate 0.03"
+    assert found["step on the prior"].chosen == "EM"
+    assert found["form of I"].chosen == "mixed"
+    found = of(fp.FedSOUL(head(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), classes())
+    assert found["step on the prior"].chosen == "EMAdam"
+    assert found["form of I"].chosen == "left"
+    steps = {"phi_step": fp.steps.Adam(0.01), "beta_step": fp.steps.BetaStep(fp.steps.EM(), form="left")}
+    given = fp.FedSOUL(head(nn.Linear(4, 2), backbone=network), **steps)
+    assert not {"step on phi", "step on the prior", "form of I"} & of(given, classes()).keys()

@@ -18,7 +18,7 @@ from fedpop.methods.base import Facts
 from fedpop.report.run import run_report
 from fedpop.run import stages
 from fedpop.server.averaging import Averaging
-from fedpop.server.schedules import Constant, Cosine, Decay, Polynomial, Stage
+from fedpop.server.optimisers import Constant, Cosine, Decay, Polynomial, Stage
 from tests.crash import Crash, CrashAt
 from tests.helpers import linear_model, population_data, ragged, run_of, seeded
 from tests.run.test_resume import METHODS, final_state, same_runs, with_validation

@@ -17,7 +17,7 @@ from fedpop.message import Total
 from fedpop.methods.base import Staged, role_of
 from fedpop.questions.targets import TargetSize
 from fedpop.run.run import Run
-from fedpop.server.schedules import Stage
+from fedpop.server.optimisers import Stage
 from tests.crash import Crash, CrashAt
 from tests.helpers import answers, asked, cohort_of, linear_model, population_data, ragged, run_of, train_key
 from tests.optima import gap

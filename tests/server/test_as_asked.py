@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fedpop as fp
 from fedpop.errors import SettingsError
 from fedpop.server.beta_step import Turn
-from fedpop.server.schedules import Stage
+from fedpop.server.optimisers import Stage
 from tests.helpers import generator, linear_model, ragged, seeded
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import fedpop as fp
 from fedpop.evaluation.marginal import closed_form
 from fedpop.priors.normal import Normal
-from fedpop.server.gauge import Gauge, aligner
+from fedpop.server.averaging import Gauge, aligner
 from tests.helpers import cohort_of, generator, ragged, seeded
 
 WIDE = torch.float64

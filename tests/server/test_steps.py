@@ -9,9 +9,8 @@ from torch import Tensor, nn
 import fedpop as fp
 from fedpop.errors import SettingsError
 from fedpop.priors.normal import Normal
-from fedpop.server.averaging import Averaging
-from fedpop.server.gauge import Gauge, aligner
-from fedpop.server.schedules import Schedule
+from fedpop.server.averaging import Averaging, Gauge, aligner
+from fedpop.server.optimisers import Schedule
 from tests.helpers import generator, seeded
 
 WIDE = torch.float64

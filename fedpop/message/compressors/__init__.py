@@ -1,7 +1,6 @@
 """Unbiased compressors of vectors, with real encodings."""
 
-from fedpop.message.compressors.base import Compressor
-from fedpop.message.compressors.identity import Identity
+from fedpop.message.compressors.base import Compressor, Identity
 from fedpop.message.compressors.natural import Natural
 from fedpop.message.compressors.qsgd import QSGD
 from fedpop.message.compressors.rand_k import RandK

@@ -22,8 +22,18 @@ from torch import Tensor
 from fedpop.checked import Count, Fraction
 from fedpop.errors import PayloadError, SettingsError
 from fedpop.keys import Key
-from fedpop.message.compressors.base import Compressor, blocks, one_row, opened, parameters, refuse, sealed
-from fedpop.message.compressors.identity import floats, own_type, raw
+from fedpop.message.compressors.base import (
+    Compressor,
+    blocks,
+    floats,
+    one_row,
+    opened,
+    own_type,
+    parameters,
+    raw,
+    refuse,
+    sealed,
+)
 
 _FORM = struct.Struct("<BIII")
 KEPT_SHARE = 0.1
@@ -105,8 +115,8 @@ class RandK(Compressor):
         d, inside = opened(self, payload, length)
         k = self.count(d)
         item = 4 if len(inside) == _FORM.size + 4 * k else 8
-        told, kept, a, c = (int(n) for n in parameters(_FORM, inside, item * k))
-        if kept != k or (k and told != item):
+        width, kept, a, c = (int(n) for n in parameters(_FORM, inside, item * k))
+        if kept != k or (k and width != item):
             raise PayloadError(f"the payload keeps {kept} of {d} entries where {k} were expected")
         values = floats(inside[_FORM.size :], item)
         sent = values.new_zeros(d)
