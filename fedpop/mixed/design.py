@@ -279,10 +279,14 @@ class Design:
 
     def fixed(self, rows: Rows) -> np.ndarray:
         """``[n, p]``."""
-        whole = self._matrix(self.formula.fixed, rows)
+        whole = self.all_fixed(rows)
         if not self.dropped:
             return whole
         return whole[:, [name not in self.dropped for name in self._names(self.formula.fixed)]]
+
+    def all_fixed(self, rows: Rows) -> np.ndarray:
+        """The same with those that were dropped."""
+        return self._matrix(self.formula.fixed, rows)
 
     def random(self, rows: Rows) -> np.ndarray:
         """``[n, q]``."""

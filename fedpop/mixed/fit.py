@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from fedpop.mixed.contrasts import Hypothesis, MarginalMeans
+    from fedpop.mixed.simulated import Bootstrap
 
 INTERVAL_THETAS = 200
 """Draws of theta behind intervals that include its uncertainty."""
@@ -635,6 +636,49 @@ class MixedFit:
         ids = torch.arange(THETA_PROPOSALS)
         noise = self._key.at(purpose="theta").normal(ids, (size + 1,), torch.float64)
         return self.engine.theta_draws(self.outcome.point, noise[:, :-1], noise[:, -1], INTERVAL_THETAS)
+
+    # --- rows, and draws of them ---------------------------------------------------------------------
+
+    def fitted(self) -> Any:
+        """The mean of each row at the modes of its groups' effects, as in R, where the rows are."""
+        from fedpop.mixed import residuals
+
+        return residuals.fitted(self)
+
+    def residuals(self, kind: str | None = None) -> Any:
+        """What is left of each row's response, where the rows are.
+
+        Args:
+            kind: "response", "pearson" or "deviance"; None (the default) is the first for gaussian models,
+                else the last, as in R.
+        """
+        from fedpop.mixed import residuals
+
+        return residuals.residuals(self, kind)
+
+    def simulate(self, count: int = 1, seed: int = 0) -> Any:
+        """Responses drawn anew from the model, random effects too, where the rows are: a column for each.
+
+        Args:
+            count: How many draws, 1 by default.
+            seed: Of the numbers, 0 by default.
+        """
+        from fedpop.mixed import simulated
+
+        return simulated.simulated(self, count, seed)
+
+    def bootstrap(self, count: int = 200, seed: int = 0) -> Bootstrap:
+        """A parametric bootstrap: the formula refitted to responses drawn from the fit.
+
+        Across machines each site draws those of its own rows, and what leaves it is what leaves it in a fit.
+
+        Args:
+            count: Replicates, 200 by default.
+            seed: Of the numbers, 0 by default.
+        """
+        from fedpop.mixed import simulated
+
+        return simulated.bootstrapped(self, count, seed)
 
     # --- for people --------------------------------------------------------------------------------
 

@@ -243,6 +243,15 @@ def fitted_over(members: Members, study: FormulaStudy, settings: FitSettings | N
     return fit
 
 
+def refitted(fit: MixedFit, groups: Groups) -> MixedFit:
+    """The fit of the same formula to other responses, where all else is agreed on."""
+    design = replace(fit.design, dropped=())
+    units, sums, design = coordinates(groups, design)
+    constant, start = _level(sums, groups.study)
+    outcome, engine = _exact(groups, units, constant, start, fit.method == "REML")
+    return MixedFit(design, units, groups, engine, outcome, fit.method, fit.seed)
+
+
 def _rows(study: FormulaStudy, data: Any, sites: Any) -> Rows:
     """One table, and where its rows are: frames by site have a column for that."""
     pd = pandas()
