@@ -1,4 +1,4 @@
-"""What is said of rows, and drawn for them: R 4.2.2 with lme4 1.1.31 for residuals, the model itself for draws."""
+"""What is said of rows, and drawn for them: by R 4.2.2 with lme4 1.1.31, and by the model itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.mixed.conftest import need, pd
 
 
 def test_residuals_are_rs(table):
-    """``residuals(lmer(Reaction ~ Days + (Days | Subject)))``, of Pastes with ``(1 | batch/cask)``, and of cbpp by
+    """``residuals`` of ``lmer(Reaction ~ Days + (Days | Subject))``, of Pastes and of cbpp by
     ``glmer(nAGQ = 25)``, deviance and Pearson."""
     fit = fp.mixed_model("Reaction ~ Days + (Days | Subject)", table("sleepstudy"), REML=True)
     assert fit.residuals().head(3).tolist() == pytest.approx([-4.103656, -14.625218, -42.195579], abs=2e-5)
