@@ -87,6 +87,8 @@ class MixedFit:
     method: str
     seed: int
     seconds: float = 0.0
+    call: Mapping[str, Any] | None = None
+    """Data and settings that it was called with, where they are on this machine."""
 
     def __repr__(self) -> str:
         return f"MixedFit({self.formula!r}, {self.family.name}, {self.n_obs} rows, {self.n_groups} groups)"
@@ -636,6 +638,34 @@ class MixedFit:
         ids = torch.arange(THETA_PROPOSALS)
         noise = self._key.at(purpose="theta").normal(ids, (size + 1,), torch.float64)
         return self.engine.theta_draws(self.outcome.point, noise[:, :-1], noise[:, -1], INTERVAL_THETAS)
+
+    def update(self, formula: str = ". ~ .", **settings: Any) -> MixedFit:
+        """The fit of another formula to the same table, or with other settings.
+
+        Args:
+            formula: As R's ``update`` takes it, dots for what was there: ``". ~ . + x"``.
+            settings: Of ``mixed_model``, in place of those that it was called with.
+        """
+        from fedpop.mixed import refits
+
+        return refits.updated(self, formula, settings)
+
+    def drop1(self) -> Any:
+        """AIC and likelihood ratio of the model without each term that no other contains, by maximum
+        likelihood, as a data frame."""
+        from fedpop.mixed import refits
+
+        return refits.dropped(self)
+
+    def beside(self, *others: MixedFit) -> Any:
+        """This fit and others in one table: a column for each.
+
+        Args:
+            others: Further fits.
+        """
+        from fedpop.mixed import refits
+
+        return refits.compared_table([self, *others])
 
     # --- rows, and draws of them ---------------------------------------------------------------------
 

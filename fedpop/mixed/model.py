@@ -109,6 +109,24 @@ def mixed_model(
     {'(Intercept)': 1.18, 'day': 0.863}
     """
     started = time.perf_counter()
+    call = {
+        "data": data,
+        "family": family,
+        "method": method,
+        "weights": weights,
+        "sites": sites,
+        "levels": levels,
+        "contrasts": contrasts,
+        "min_count": min_count,
+        "missing": missing,
+        "na": na,
+        "engine": engine,
+        "seed": seed,
+        "rounds": rounds,
+        "participation": participation,
+        "compressor": compressor,
+        **unknown,
+    }
     chains = sampled.SampledSettings(seed, rounds, participation, compressor)
     method = method_of(method, unknown)
     settings = FitSettings(method, levels or {}, min_count, engine, chains, contrasts or {})
@@ -118,7 +136,7 @@ def mixed_model(
     study = FormulaStudy.from_text(formula, family, weights, missing, na)
     settings.engine_for(study)
     fit = fitted_over(LocalMembers(study, _rows(study, data, sites)), study, settings)
-    return replace(fit, seconds=time.perf_counter() - started)
+    return replace(fit, seconds=time.perf_counter() - started, call=call)
 
 
 IN_R = {
