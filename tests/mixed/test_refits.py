@@ -24,7 +24,7 @@ def test_update_takes_dots_for_what_was_there(simulated):
 
 
 def test_drop1_is_rs(table):
-    """``drop1(lmer(Reaction ~ Days + (Days | Subject), REML = FALSE), test = "Chisq")`` by R 4.2.2, lme4 1.1.31:
+    """``drop1(lmer(Reaction ~ Days + (Days | Subject)), test = "Chisq")`` by ML; R 4.2.2, lme4 1.1.31:
     AIC 1763.9 and 1785.5, LRT 23.537, p 1.226e-06."""
     fit = fp.mixed_model("Reaction ~ Days + (Days | Subject)", table("sleepstudy"), REML=True)
     found = fit.drop1()
