@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
 from torch import Tensor
 
 from fedpop.errors import SettingsError
@@ -99,6 +98,8 @@ def _inside(order: RowOrder, level: int, owner: Tensor, start: Tensor) -> tuple[
 
 def _counts(family: Family, mean: np.ndarray, weight: np.ndarray, uniform: np.ndarray) -> np.ndarray:
     """By inversion: one uniform number gives one count."""
+    from scipy import stats  # takes a second
+
     if family.binomial:
         return np.asarray(stats.binom.ppf(uniform, weight, mean) / weight)
     if family.name == "poisson":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedpop.errors import DataError, SettingsError
 from fedpop.keys import Key
-from fedpop.mixed import figures, sampled
+from fedpop.mixed import contrasts, figures, refits, residuals, sampled, simulated
 from fedpop.mixed.coordinates import Coordinates
 from fedpop.mixed.degrees import Laws, laws_of
 from fedpop.mixed.design import Design
@@ -35,9 +35,6 @@ from fedpop.population import Population
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from fedpop.mixed.contrasts import Hypothesis, MarginalMeans
-    from fedpop.mixed.simulated import Bootstrap
 
 INTERVAL_THETAS = 200
 """Draws of theta behind intervals that include its uncertainty."""
@@ -87,8 +84,10 @@ class MixedFit:
     method: str
     seed: int
     seconds: float = 0.0
-    call: Mapping[str, Any] | None = None
-    """Data and settings that it was called with, where they are on this machine."""
+    again: Callable[..., MixedFit] | None = None
+    """Fits a formula to the same table, with the same settings or others; None where the table is at sites."""
+    refit: Callable[[MixedFit, Groups], MixedFit] | None = None
+    """Fits the same formula to other responses of the same rows."""
 
     def __repr__(self) -> str:
         return f"MixedFit({self.formula!r}, {self.family.name}, {self.n_obs} rows, {self.n_groups} groups)"
@@ -222,7 +221,7 @@ class MixedFit:
         """
         return intervals(self, level)
 
-    def test(self, hypothesis: str | Sequence[str], degrees: str | None = None) -> Hypothesis:
+    def test(self, hypothesis: str | Sequence[str], degrees: str | None = None) -> contrasts.Hypothesis:
         """The test of a linear hypothesis about fixed effects, or of several at once.
 
         Args:
@@ -231,8 +230,6 @@ class MixedFit:
             degrees: "satterthwaite" (the default for gaussian models by REML), "kenward-roger", or "none"
                 (the default for others), which is z and chi-square.
         """
-        from fedpop.mixed import contrasts
-
         return contrasts.hypothesis(self, hypothesis, degrees)
 
     def contrast(self, weights: Mapping[str, Any], level: float = 0.95, degrees: str | None = None) -> Any:
@@ -243,8 +240,6 @@ class MixedFit:
             level: Of the intervals, 0.95 by default.
             degrees: As for ``test``; None (the default) likewise.
         """
-        from fedpop.mixed import contrasts
-
         return contrasts.contrasts(self, weights, level, degrees)
 
     def anova(self, other: MixedFit | None = None, *, type: int | str = 3, degrees: str | None = None) -> Any:
@@ -256,8 +251,6 @@ class MixedFit:
                 2, each beside those that do not contain it.
             degrees: As for ``test``; None (the default) likewise.
         """
-        from fedpop.mixed import contrasts
-
         return contrasts.anova(self, type, degrees) if other is None else self.likelihood_ratio(other)
 
     def marginal_means(
@@ -268,7 +261,7 @@ class MixedFit:
         level: float = 0.95,
         adjust: str = "none",
         degrees: str | None = None,
-    ) -> MarginalMeans:
+    ) -> contrasts.MarginalMeans:
         """Means by levels of a factor, and their pairwise differences, as emmeans has them.
 
         Averages of the linear predictor over all combinations of other factors, at the means of numbers.
@@ -281,8 +274,6 @@ class MixedFit:
                 "bonferroni" or "holm".
             degrees: As for ``test``; None (the default) likewise.
         """
-        from fedpop.mixed import contrasts
-
         return contrasts.marginal_means(self, of, at or {}, level, adjust, degrees)
 
     # --- random effects ----------------------------------------------------------------------------
@@ -646,15 +637,11 @@ class MixedFit:
             formula: As R's ``update`` takes it, dots for what was there: ``". ~ . + x"``.
             settings: Of ``mixed_model``, in place of those that it was called with.
         """
-        from fedpop.mixed import refits
-
         return refits.updated(self, formula, settings)
 
     def drop1(self) -> Any:
         """AIC and likelihood ratio of the model without each term that no other contains, by maximum
         likelihood, as a data frame."""
-        from fedpop.mixed import refits
-
         return refits.dropped(self)
 
     def beside(self, *others: MixedFit) -> Any:
@@ -663,16 +650,12 @@ class MixedFit:
         Args:
             others: Further fits.
         """
-        from fedpop.mixed import refits
-
         return refits.compared_table([self, *others])
 
     # --- rows, and draws of them ---------------------------------------------------------------------
 
     def fitted(self) -> Any:
         """The mean of each row at the modes of its groups' effects, as in R, where the rows are."""
-        from fedpop.mixed import residuals
-
         return residuals.fitted(self)
 
     def residuals(self, kind: str | None = None) -> Any:
@@ -682,8 +665,6 @@ class MixedFit:
             kind: "response", "pearson" or "deviance"; None (the default) is the first for gaussian models,
                 else the last, as in R.
         """
-        from fedpop.mixed import residuals
-
         return residuals.residuals(self, kind)
 
     def simulate(self, count: int = 1, seed: int = 0) -> Any:
@@ -693,11 +674,9 @@ class MixedFit:
             count: How many draws, 1 by default.
             seed: Of the numbers, 0 by default.
         """
-        from fedpop.mixed import simulated
-
         return simulated.simulated(self, count, seed)
 
-    def bootstrap(self, count: int = 200, seed: int = 0) -> Bootstrap:
+    def bootstrap(self, count: int = 200, seed: int = 0) -> simulated.Bootstrap:
         """A parametric bootstrap: the formula refitted to responses drawn from the fit.
 
         Across machines each site draws those of its own rows, and what leaves it is what leaves it in a fit.
@@ -706,8 +685,6 @@ class MixedFit:
             count: Replicates, 200 by default.
             seed: Of the numbers, 0 by default.
         """
-        from fedpop.mixed import simulated
-
         return simulated.bootstrapped(self, count, seed)
 
     # --- for people --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import inspect
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,7 +110,7 @@ def mixed_model(
     {'(Intercept)': 1.18, 'day': 0.863}
     """
     started = time.perf_counter()
-    call = {
+    given = {
         "data": data,
         "family": family,
         "method": method,
@@ -136,7 +137,7 @@ def mixed_model(
     study = FormulaStudy.from_text(formula, family, weights, missing, na)
     settings.engine_for(study)
     fit = fitted_over(LocalMembers(study, _rows(study, data, sites)), study, settings)
-    return replace(fit, seconds=time.perf_counter() - started, call=call)
+    return replace(fit, seconds=time.perf_counter() - started, again=partial(mixed_model, **given))
 
 
 IN_R = {
@@ -255,7 +256,7 @@ def fitted_over(members: Members, study: FormulaStudy, settings: FitSettings | N
         engine.effects(outcome.point)  # sites keep their groups' posteriors, for whoever is there
     seconds = time.perf_counter() - started
     method, seed = settings.method, settings.chains.seed
-    fit = MixedFit(design, units, groups, engine, outcome, method, seed, seconds)
+    fit = MixedFit(design, units, groups, engine, outcome, method, seed, seconds, refit=refitted)
     if members.federation is None and fit.laws.name != "none":
         _ = fit.near  # what degrees of freedom are made of, while everyone is there to be asked
     return fit

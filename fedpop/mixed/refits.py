@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fedpop.errors import SettingsError
 from fedpop.mixed.formula import scanned, shown
 from fedpop.mixed.inference import chi_square_tail
+from fedpop.mixed.simulated import parameters
 from fedpop.mixed.table import pandas
 
 if TYPE_CHECKING:
@@ -32,14 +33,11 @@ def _filled(new: str, old: str) -> str:
 
 def updated(fit: MixedFit, formula: str, settings: Mapping[str, Any]) -> MixedFit:
     """The same call with another formula or other settings."""
-    from fedpop.mixed.model import mixed_model
-
-    if fit.call is None:
+    if fit.again is None:
         raise SettingsError(
             "this fit does not have its table on this machine: fit the other formula over its members"
         )
-    given = {**fit.call, **settings}
-    return mixed_model(changed(fit.formula, formula), **given)
+    return fit.again(changed(fit.formula, formula), **settings)
 
 
 def dropped(fit: MixedFit) -> Any:
@@ -60,8 +58,6 @@ def dropped(fit: MixedFit) -> Any:
 
 def compared_table(fits: Sequence[MixedFit] | Mapping[str, MixedFit]) -> Any:
     """Fits side by side: estimates with standard errors in brackets, spreads, and criteria."""
-    from fedpop.mixed.simulated import parameters
-
     named = fits if isinstance(fits, Mapping) else {f"({i + 1})": fit for i, fit in enumerate(fits)}
     columns = {}
     for name, fit in named.items():

@@ -86,10 +86,10 @@ def parameters(fit: MixedFit) -> dict[str, float]:
 
 def bootstrapped(fit: MixedFit, count: int, seed: int) -> Bootstrap:
     """The fit of so many draws. Members who are at sites have the study of the fit again at the end."""
-    from fedpop.mixed.model import refitted
-
     if count < LEAST_REPLICATES:
         raise SettingsError(f"a bootstrap takes {LEAST_REPLICATES} replicates or more, not {count}")
+    if fit.refit is None:
+        raise SettingsError("this fit was made by hand and cannot be repeated")
     members, study, found, failed = fit.groups.members, fit.groups.study, [], 0
     try:
         for k in range(count):
@@ -101,7 +101,7 @@ def bootstrapped(fit: MixedFit, count: int, seed: int) -> Bootstrap:
                 groups = Groups(members, study, fit.groups.kinds)
                 groups.update_study(about)
             try:
-                found.append(parameters(refitted(fit, groups)))
+                found.append(parameters(fit.refit(fit, groups)))
             except EstimateError:
                 failed += 1
     finally:
