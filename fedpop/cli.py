@@ -164,10 +164,10 @@ def methods() -> None:
 
 @app.command
 def report(folder: Positional[Path]) -> None:
-    """Write report.html into the folder of a run or of a comparison.
+    """Write report.html into the folder of a run, of a federation or of a comparison.
 
     Args:
-        folder: A folder that holds metrics.jsonl or results.json.
+        folder: A folder that holds metrics.jsonl or results.json, or that of a federation's server.
     """
     from fedpop.files import reading
     from fedpop.report.results import Results
@@ -189,13 +189,13 @@ def version() -> None:
 
 @app.command
 def server() -> None:
-    """A federation's server, on Flower: init, admit, run, status, certificate."""
+    """A federation's server, on Flower: init, admit, run, status, watch, certificate."""
     _federated("server", ["--help"])
 
 
 @app.command
 def site() -> None:
-    """A site of a federation: enrol, join, predict, personalise."""
+    """A site of a federation: enrol, join, ledger, predict, personalise."""
     _federated("site", ["--help"])
 
 

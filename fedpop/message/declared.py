@@ -87,8 +87,8 @@ VECTORS: Mapping[str, Sent] = {
     "left out": Sent("rows of tables that were left out because something is missing in them"),
     "[*": Sent(
         "rows, sums and squares of a column, rows in which it is missing, rows of a level and its place in "
-        "the table's order, or sites by what a column holds, by names as a JSON list; and a checksum of the "
-        "numbers of rows"
+        "the table's order, or sites by what a column holds or by its size and spread, by names as a JSON "
+        "list; and a checksum of the numbers of rows"
     ),
     "{*": Sent("a one for the form of its examples, which the name is"),
 }
@@ -112,6 +112,7 @@ NUMBERS: Mapping[str, Sent] = {
 HEADER: Mapping[str, Sent] = {
     "site": Sent("the site's name", clear=True),
     "version": Sent("of fedpop", clear=True),
+    "protocol": Sent("its number: both sides have the same", clear=True),
     "experiment": Sent("which run the message belongs to", clear=True),
     "round": Sent("its number", clear=True),
     "question": Sent("its name", clear=True),

@@ -85,7 +85,7 @@ class MixedFit:
     seed: int
     seconds: float = 0.0
     again: Callable[..., MixedFit] | None = None
-    """Fits a formula to the same table, with the same settings or others; None where the table is at sites."""
+    """Fits a formula to the same table, with the same settings or others; None where that is at sites."""
     refit: Callable[[MixedFit, Groups], MixedFit] | None = None
     """Fits the same formula to other responses of the same rows."""
 

@@ -21,6 +21,7 @@ from fedpop.entries import called, entry_named
 from fedpop.errors import DataError, SchemaError
 from fedpop.federation.clients import Federation, Packed
 from fedpop.federation.participation import Participation
+from fedpop.federation.reading import require_separator
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.methods.asking import role
@@ -30,7 +31,7 @@ from fedpop.mixed.drawing import Drawing
 from fedpop.mixed.formula import Formula, FormulaPart, columns_of, parse, scanned, shown
 from fedpop.mixed.nesting import BEGINS, CELLS, RowOrder, cells
 from fedpop.mixed.response import Family, Response, family_named, response_of
-from fedpop.mixed.table import NA, Rows, as_frame, rows_of
+from fedpop.mixed.table import NA, Rows, as_frame, read_csv, rows_of
 from fedpop.questions import Question, Table, Units
 from fedpop.questions.schema import Moments
 from fedpop.site.plan import Plan
@@ -150,12 +151,14 @@ class FormulaStudy(Study):
         who, frame = f"site {place.site!r}", _frame(place, self.na)
         if SITE in self.formula.group_columns and SITE not in frame.columns:
             frame = frame.assign(**{SITE: place.site})
-        for name in dict.fromkeys([*self.columns, *self.formula.group_columns]):
+        names = list(dict.fromkeys([*self.columns, *self.formula.group_columns]))
+        require_separator(list(map(str, frame.columns)), names, place.table.separator, who, own=False)
+        for name in names:
             if name not in frame.columns:
                 raise SchemaError(f"{who} has no column {name!r}, which the federation needs")
         if not len(frame):
             raise SchemaError(f"{who} has no rows")
-        wanted = frame[list(dict.fromkeys([*self.columns, *self.formula.group_columns]))]
+        wanted = frame[names]
         if self.missing == "drop" and bool(wanted.isna().any(axis=1).all()):
             raise SchemaError(f"{who} has no row in which nothing is missing of {', '.join(wanted.columns)}")
         return self.rows(frame)
@@ -225,7 +228,7 @@ def _frame(place: SiteData, na: Sequence[str]) -> Any:
     """A site's table as a data frame."""
     if ":" in place.where:
         return as_frame(called(place.where, entry_named(place.where, place.folder), place.site))
-    return as_frame(Path(place.where), na)
+    return read_csv(Path(place.where), na, place.table)
 
 
 def _missing_in(column: str) -> str:

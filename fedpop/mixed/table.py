@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedpop.errors import DataError, SettingsError
+from fedpop.federation.reading import USUAL_TABLE, TableFormat
 from fedpop.mixed.formula import Formula
 from fedpop.questions.schema import MINIMUM, sorted_levels
 
@@ -35,16 +36,15 @@ def pandas() -> Any:
     return pandas
 
 
-def read_csv(path: str | Path, na: Sequence[str] = NA) -> Any:
+def read_csv(path: str | Path, na: Sequence[str] = NA, table: TableFormat = USUAL_TABLE) -> Any:
     """A table out of a CSV file, or one error that says what is wrong with it; ``na`` are the words for
     missing values beside empty fields."""
     pd, path = pandas(), Path(path)
+    written = {"encoding": table.text_encoding, "sep": table.separator, "keep_default_na": False}
     words = ["", *na]
     try:
-        frame = pd.read_csv(
-            path, encoding="utf-8-sig", low_memory=False, keep_default_na=False, na_values=words
-        )
-        head = pd.read_csv(path, encoding="utf-8-sig", header=None, nrows=1, dtype=str, keep_default_na=False)
+        frame = pd.read_csv(path, decimal=table.decimal, low_memory=False, na_values=words, **written)
+        head = pd.read_csv(path, header=None, nrows=1, dtype=str, **written)
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path} is not UTF-8 text (byte {error.start}: {error.object[error.start]:#x}); save it as "

@@ -15,6 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "mixed.md"
 def test_the_page_prints_what_it_shows(monkeypatch):
     monkeypatch.setenv("FEDPOP_DATA", str(need("sleepstudy.csv").parents[1]))
     need("radon.csv")
+    need("nested/pastes.csv")
     names: dict[str, object] = {}
     blocks = BLOCK.findall(PAGE.read_text())
     assert len(blocks) >= 5
