@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NUMBER = re.compile(r"\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?")
 ADJUSTED = ("none", "tukey", "bonferroni", "holm")
-SECOND, THIRD = (2, "2", "II"), (3, "3", "III")
+TYPES = {"2": "second", "II": "second", "3": "third", "III": "third"}
 """How types of hypotheses are written."""
 LARGEST_REFERENCE_GRID = 100_000
 """Combinations of levels at most that marginal means are averages over."""
@@ -210,7 +210,7 @@ def _shown(weights: Mapping[str, Any]) -> str:
 
 def anova(fit: MixedFit, kind: int | str, degrees: str | None) -> Any:
     """A row for each term, as lmerTest has them: F, or chi-square where the law of estimates is normal."""
-    if kind not in SECOND + THIRD:
+    if str(kind) not in TYPES:
         raise SettingsError(f"type is 2 or 3, not {kind!r}")
     design = fit.design
     if design.dropped:
@@ -219,7 +219,7 @@ def anova(fit: MixedFit, kind: int | str, degrees: str | None) -> Any:
             "what they seem: leave those terms out of the formula, or test coefficients by fit.test([...])"
         )
     laws, terms = laws_of(fit, degrees), design.fixed_terms
-    hypotheses = (_marginal if kind in THIRD else _after_others)(fit)
+    hypotheses = (_marginal if TYPES[str(kind)] == "third" else _after_others)(fit)
     out = {}
     for i, term in enumerate(design.formula.fixed.terms):
         rows = hypotheses(terms, i)

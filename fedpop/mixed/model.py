@@ -60,8 +60,7 @@ def mixed_model(
     compressor: Choice = "identity",
     **unknown: Any,
 ) -> MixedFit:
-    """Fit a linear or generalised linear mixed model; each level of the grouping factor, of nested ones of
-    the outermost, is a client.
+    """Fit a linear or generalised linear mixed model; each level of the outermost factor is a client.
 
     Args:
         formula: As lme4 writes it: ``y ~ x + (x | group)``, ``(x || group)`` for independent effects,
