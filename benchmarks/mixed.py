@@ -138,7 +138,7 @@ def measure(advance: Advance) -> list[Record]:
 
 def tables(records: list[Record]) -> list[Table]:
     shown = Table(title="mixed models, one thread", caption="processor seconds of a fit")
-    shown.add_column("model")
+    shown.add_column("model", no_wrap=True)
     for name in ("rows", "fedpop", "peak memory", "target", "lme4", "share", "statsmodels"):
         shown.add_column(name, justify="right")
     for r in records:

@@ -60,7 +60,7 @@ def mixed_model(
     compressor: Choice = "identity",
     **unknown: Any,
 ) -> MixedFit:
-    """Fit a linear or generalised linear mixed model; each level of the outermost factor is a client.
+    """Fit a linear or generalised linear mixed model; levels of its outermost factor are clients.
 
     Args:
         formula: As lme4 writes it: ``y ~ x + (x | group)``, ``(x || group)`` for independent effects,

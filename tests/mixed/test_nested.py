@@ -547,7 +547,8 @@ def test_columns_that_say_nothing_new_are_dropped():
 def test_rows_that_miss_something_are_left_out():
     frame = waves()
     whole = fp.mixed_model("y ~ x + (1 | hospital/ward)", frame.drop(index=[3, 40]))
-    frame.loc[[3, 40], "x"] = np.nan
+    frame.loc[3, "x"] = np.nan
+    frame.loc[40, "ward"] = None  # of an inner group too
     fit = fp.mixed_model("y ~ x + (1 | hospital/ward)", frame)
     assert fit.log_likelihood == whole.log_likelihood
     assert "2 row(s) with missing values were left out" in str(fit)
