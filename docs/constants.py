@@ -608,6 +608,19 @@ TABLES: Mapping[str, Rows] = {
                 "derived: rounding",
             ),
         },
+        "mixed/contrasts.py": {
+            "SAME_SPAN": (
+                "residual at which columns of two codings span one space",
+                "derived: rounding of a least-squares fit, with room",
+            ),
+        },
+        "mixed/degrees.py": {
+            "EQUAL_DEGREES": ("degrees of freedom that are one number", "lmerTest's own"),
+            "LEAST_VARIANCE": (
+                "share of variance at which rows of a hypothesis are combinations of others",
+                "derived: rounding of eigenvalues, with room",
+            ),
+        },
         "mixed/gaussian.py": {
             "PERFECT_FIT": ("when a fit leaves nothing, which is an error", "derived: rounding of squares"),
             "PROPOSAL_NATS": (
@@ -765,6 +778,8 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "federation/partitions/base.py": "LARGEST_LABEL, MOST_TABLE_CELLS",
             "kinds.py": "LARGEST_COUNT",
             "message/compressors/qsgd.py": "MOST_LEVELS",
+            "mixed/contrasts.py": "LARGEST_REFERENCE_GRID",
+            "mixed/simulated.py": "LEAST_REPLICATES",
             "mixed/table.py": "LARGEST_VALUE",
             "models/spec.py": "LARGEST_LAYER",
             "priors/mixture.py": "MOST_COMPONENTS",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from scipy import stats
 from torch import Tensor
 
 from fedpop.errors import SettingsError
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
 
 NUMBER = re.compile(r"\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?")
 ADJUSTED = ("none", "tukey", "bonferroni", "holm")
-ANOVA_TYPES = {2: 2, 3: 3, "2": 2, "3": 3, "II": 2, "III": 3}
+TYPES = {"2": "second", "II": "second", "3": "third", "III": "third"}
+"""How types of hypotheses are written."""
 LARGEST_REFERENCE_GRID = 100_000
 """Combinations of levels at most that marginal means are averages over."""
 SAME_SPAN = 1e-8
@@ -210,7 +210,7 @@ def _shown(weights: Mapping[str, Any]) -> str:
 
 def anova(fit: MixedFit, kind: int | str, degrees: str | None) -> Any:
     """A row for each term, as lmerTest has them: F, or chi-square where the law of estimates is normal."""
-    if kind not in ANOVA_TYPES:
+    if str(kind) not in TYPES:
         raise SettingsError(f"type is 2 or 3, not {kind!r}")
     design = fit.design
     if design.dropped:
@@ -219,7 +219,7 @@ def anova(fit: MixedFit, kind: int | str, degrees: str | None) -> Any:
             "what they seem: leave those terms out of the formula, or test coefficients by fit.test([...])"
         )
     laws, terms = laws_of(fit, degrees), design.fixed_terms
-    hypotheses = (_marginal if ANOVA_TYPES[kind] == 3 else _after_others)(fit)
+    hypotheses = (_marginal if TYPES[str(kind)] == "third" else _after_others)(fit)
     out = {}
     for i, term in enumerate(design.formula.fixed.terms):
         rows = hypotheses(terms, i)
@@ -392,6 +392,8 @@ def adjusted(apart: Any, how: str, means: int) -> np.ndarray:
         out = np.empty(count)
         out[order] = worst
         return out
+    from scipy import stats  # takes a second
+
     t = np.abs(apart["t" if "t" in apart else "z"].to_numpy()) * math.sqrt(2)
     found: np.ndarray = stats.studentized_range.sf(t, means, apart["df"].to_numpy())
     return found

@@ -22,6 +22,7 @@ from fedpop.mixed.formula import (
     FormulaPart,
     FormulaTerms,
     Tokens,
+    closing,
     columns_of,
     is_name,
     scanned,
@@ -41,7 +42,7 @@ class Wanted:
     """What of which columns has to be agreed before rows can be coded."""
 
     categorical: tuple[str, ...]
-    scaled: tuple[str, ...]
+    scaled: tuple[FormulaPart, ...]
 
     @classmethod
     def of(cls, formula: Formula, named: Collection[str]) -> Wanted:
@@ -55,16 +56,28 @@ class Wanted:
             elif column is not None and column in named:
                 categorical.append(column)
         for part in formula.parts:
-            scaled += scaled_columns(part.tokens)
+            scaled += [FormulaPart(text, inner) for text, inner in scaled_parts(part.tokens).items()]
         return cls(tuple(dict.fromkeys(categorical)), tuple(dict.fromkeys(scaled)))
 
     def schema(self, minimum: int, many: bool = False) -> Schema:
-        return Schema(tuple(map(_scale, self.scaled)), self.categorical, minimum, many)
+        return Schema(tuple(_scale(p.text) for p in self.scaled), self.categorical, minimum, many)
 
     def table(self, rows: Rows) -> dict[str, Any]:
         """The columns that a site summarises."""
         categories = {n: as_categories(rows.columns[n]) for n in self.categorical}
-        return {_scale(n): rows.columns[n] for n in self.scaled} | categories
+        return {_scale(p.text): _finite(p, rows) for p in self.scaled} | categories
+
+
+def _finite(part: FormulaPart, rows: Rows, moments: Mapping[str, Moments] | None = None) -> np.ndarray:
+    """An expression's numbers, or an error that names the row where it has none."""
+    values = evaluated(part, rows.columns, moments or {})
+    bad = ~np.isfinite(values)
+    if bad.any():
+        i = int(bad.argmax())
+        names = columns_of(part.tokens)
+        values_there = ", ".join(f"{n} = {rows.columns[n].iloc[i]}" for n in names[:SHOWN])
+        raise DataError(f"{part.text} is {values[i]} in row {int(rows.numbers[i])} ({values_there})")
+    return values
 
 
 def _scale(column: str) -> str:
@@ -279,10 +292,14 @@ class Design:
 
     def fixed(self, rows: Rows) -> np.ndarray:
         """``[n, p]``."""
-        whole = self._matrix(self.formula.fixed, rows)
+        whole = self.all_fixed(rows)
         if not self.dropped:
             return whole
         return whole[:, [name not in self.dropped for name in self._names(self.formula.fixed)]]
+
+    def all_fixed(self, rows: Rows) -> np.ndarray:
+        """The same with those that were dropped."""
+        return self._matrix(self.formula.fixed, rows)
 
     def random(self, rows: Rows) -> np.ndarray:
         """``[n, q]``."""
@@ -297,14 +314,7 @@ class Design:
 
     def numbers(self, part: FormulaPart, rows: Rows) -> np.ndarray:
         """An expression's numbers, or an error that names the row where it has none."""
-        values = evaluated(part, rows.columns, self.moments)
-        bad = ~np.isfinite(values)
-        if bad.any():
-            i = int(bad.argmax())
-            names = columns_of(part.tokens)
-            values_there = ", ".join(f"{n} = {rows.columns[n].iloc[i]}" for n in names[:SHOWN])
-            raise DataError(f"{part.text} is {values[i]} in row {int(rows.numbers[i])} ({values_there})")
-        return values
+        return _finite(part, rows, self.moments)
 
     def _matrix(self, terms: FormulaTerms, rows: Rows) -> np.ndarray:
         return self.columns_of_terms(terms, len(rows), lambda part, full: self._piece(part, full, rows))
@@ -457,18 +467,19 @@ def evaluated(part: FormulaPart, rows: Mapping[str, Any], moments: Mapping[str, 
     """Numbers ``[n]`` of an expression at these rows; ``moments`` are those of columns that it
     scales."""
     names: dict[str, str] = {}
-    source = []
-    for token in part.tokens:
-        if is_name(token):
-            names.setdefault(token, f"v{len(names)}")
-            source.append(names[token])
-        else:
-            source.append(SPELLED.get(token, token))
+    for token in filter(is_name, part.tokens):
+        names.setdefault(token, f"v{len(names)}")
     columns = {alias: unquoted(token) for token, alias in names.items()}
-    try:
-        tree = ast.parse(" ".join(source), mode="eval").body
-    except SyntaxError as error:
-        raise SettingsError(f"cannot read the expression {part.text!r} in the formula") from error
+
+    def parsed(tokens: Tokens) -> ast.expr:
+        try:
+            source = " ".join(names.get(token, SPELLED.get(token, token)) for token in tokens)
+            return ast.parse(source, mode="eval").body
+        except SyntaxError as error:
+            raise SettingsError(f"cannot read the expression {part.text!r} in the formula") from error
+
+    tree = parsed(part.tokens)
+    scaled = {ast.unparse(parsed(inner)): text for text, inner in scaled_parts(part.tokens).items()}
 
     def value(node: ast.expr) -> Any:
         if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
@@ -500,10 +511,9 @@ def evaluated(part: FormulaPart, rows: Mapping[str, Any], moments: Mapping[str, 
 
     def call(name: str, arguments: list[ast.expr]) -> Any:
         if name in WHOLE:
-            if len(arguments) != 1 or not isinstance(arguments[0], ast.Name):
-                raise SettingsError(f"{part.text}: {name}() takes the name of a column")
-            column = columns[arguments[0].id]
-            known = moments[column]
+            if len(arguments) != 1:
+                raise SettingsError(f"{part.text}: {name}() takes a column, or an expression of columns")
+            known = moments[scaled[ast.unparse(arguments[0])]]
             centred = value(arguments[0]) - known.mean
             return centred if name == "center" else centred / known.sd
         if name not in FUNCTIONS:
@@ -531,12 +541,13 @@ def _numbers(rows: Mapping[str, Any], column: str, part: FormulaPart) -> np.ndar
     return np.asarray(values, dtype=np.float64)
 
 
-def scaled_columns(tokens: Tokens) -> list[str]:
-    """Columns inside ``scale()`` or ``center()``."""
-    out = []
+def scaled_parts(tokens: Tokens) -> dict[str, Tokens]:
+    """What is inside ``scale()`` or ``center()``, by its text; of a column by its name."""
+    out: dict[str, Tokens] = {}
     for i, token in enumerate(tokens[:-2]):
         if token in WHOLE and tokens[i + 1] == "(":
-            if not is_name(tokens[i + 2]) or tokens[i + 3 : i + 4] != (")",):
-                raise SettingsError(f"{shown(tokens)}: {token}() takes the name of a column")
-            out.append(unquoted(tokens[i + 2]))
+            inner = tokens[i + 2 : closing(tokens, i + 1)]
+            if any(other in WHOLE for other in inner):
+                raise SettingsError(f"{shown(tokens)}: {token}() within another needs the rows twice")
+            out[unquoted(inner[0]) if len(inner) == 1 else shown(inner)] = inner
     return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedpop.errors import DataError, SettingsError
 from fedpop.keys import Key
-from fedpop.mixed import figures, sampled, saved
+from fedpop.mixed import contrasts, figures, refits, residuals, sampled, saved, simulated
 from fedpop.mixed.coordinates import Coordinates
 from fedpop.mixed.degrees import Laws, laws_of
 from fedpop.mixed.design import Design
@@ -35,8 +35,6 @@ from fedpop.population import Population
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from fedpop.mixed.contrasts import Hypothesis, MarginalMeans
 
 INTERVAL_THETAS = 200
 """Draws of theta behind intervals that include its uncertainty."""
@@ -88,6 +86,10 @@ class MixedFit:
     seconds: float = 0.0
     points: Sequence[ThetaPoint] | None = None
     """Points of the law of theta given the data, where they were found already."""
+    again: Callable[..., MixedFit] | None = None
+    """Fits a formula to the same table, with the same settings or others; None where that is at sites."""
+    refit: Callable[[MixedFit, Groups], MixedFit] | None = None
+    """Fits the same formula to other responses of the same rows."""
 
     def __repr__(self) -> str:
         return f"MixedFit({self.formula!r}, {self.family.name}, {self.n_obs} rows, {self.n_groups} groups)"
@@ -221,7 +223,7 @@ class MixedFit:
         """
         return intervals(self, level)
 
-    def test(self, hypothesis: str | Sequence[str], degrees: str | None = None) -> Hypothesis:
+    def test(self, hypothesis: str | Sequence[str], degrees: str | None = None) -> contrasts.Hypothesis:
         """The test of a linear hypothesis about fixed effects, or of several at once.
 
         Args:
@@ -230,8 +232,6 @@ class MixedFit:
             degrees: "satterthwaite" (the default for gaussian models by REML), "kenward-roger", or "none"
                 (the default for others), which is z and chi-square.
         """
-        from fedpop.mixed import contrasts
-
         return contrasts.hypothesis(self, hypothesis, degrees)
 
     def contrast(self, weights: Mapping[str, Any], level: float = 0.95, degrees: str | None = None) -> Any:
@@ -242,8 +242,6 @@ class MixedFit:
             level: Of the intervals, 0.95 by default.
             degrees: As for ``test``; None (the default) likewise.
         """
-        from fedpop.mixed import contrasts
-
         return contrasts.contrasts(self, weights, level, degrees)
 
     def anova(self, other: MixedFit | None = None, *, type: int | str = 3, degrees: str | None = None) -> Any:
@@ -255,8 +253,6 @@ class MixedFit:
                 2, each beside those that do not contain it.
             degrees: As for ``test``; None (the default) likewise.
         """
-        from fedpop.mixed import contrasts
-
         return contrasts.anova(self, type, degrees) if other is None else self.likelihood_ratio(other)
 
     def marginal_means(
@@ -267,7 +263,7 @@ class MixedFit:
         level: float = 0.95,
         adjust: str = "none",
         degrees: str | None = None,
-    ) -> MarginalMeans:
+    ) -> contrasts.MarginalMeans:
         """Means by levels of a factor, and their pairwise differences, as emmeans has them.
 
         Averages of the linear predictor over all combinations of other factors, at the means of numbers.
@@ -280,8 +276,6 @@ class MixedFit:
                 "bonferroni" or "holm".
             degrees: As for ``test``; None (the default) likewise.
         """
-        from fedpop.mixed import contrasts
-
         return contrasts.marginal_means(self, of, at or {}, level, adjust, degrees)
 
     # --- random effects ----------------------------------------------------------------------------
@@ -640,6 +634,63 @@ class MixedFit:
         ids = torch.arange(THETA_PROPOSALS)
         noise = self._key.at(purpose="theta").normal(ids, (size + 1,), torch.float64)
         return self.engine.theta_draws(self.outcome.point, noise[:, :-1], noise[:, -1], INTERVAL_THETAS)
+
+    def update(self, formula: str = ". ~ .", **settings: Any) -> MixedFit:
+        """The fit of another formula to the same table, or with other settings.
+
+        Args:
+            formula: As R's ``update`` takes it, dots for what was there: ``". ~ . + x"``.
+            settings: Of ``mixed_model``, in place of those that it was called with.
+        """
+        return refits.updated(self, formula, settings)
+
+    def drop1(self) -> Any:
+        """AIC and likelihood ratio of the model without each term that no other contains, by maximum
+        likelihood, as a data frame."""
+        return refits.dropped(self)
+
+    def beside(self, *others: MixedFit) -> Any:
+        """This fit and others in one table: a column for each.
+
+        Args:
+            others: Further fits.
+        """
+        return refits.compared_table([self, *others])
+
+    # --- rows, and draws of them ---------------------------------------------------------------------
+
+    def fitted(self) -> Any:
+        """The mean of each row at the modes of its groups' effects, as in R, where the rows are."""
+        return residuals.fitted(self)
+
+    def residuals(self, kind: str | None = None) -> Any:
+        """What is left of each row's response, where the rows are.
+
+        Args:
+            kind: "response", "pearson" or "deviance"; None (the default) is the first for gaussian models,
+                else the last, as in R.
+        """
+        return residuals.residuals(self, kind)
+
+    def simulate(self, count: int = 1, seed: int = 0) -> Any:
+        """Responses drawn anew from the model, random effects too, where the rows are: a column for each.
+
+        Args:
+            count: How many draws, 1 by default.
+            seed: Of the numbers, 0 by default.
+        """
+        return simulated.simulated(self, count, seed)
+
+    def bootstrap(self, count: int = 200, seed: int = 0) -> simulated.Bootstrap:
+        """A parametric bootstrap: the formula refitted to responses drawn from the fit.
+
+        Across machines each site draws those of its own rows, and what leaves it is what leaves it in a fit.
+
+        Args:
+            count: Replicates, 200 by default.
+            seed: Of the numbers, 0 by default.
+        """
+        return simulated.bootstrapped(self, count, seed)
 
     # --- for people --------------------------------------------------------------------------------
 

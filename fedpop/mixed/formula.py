@@ -84,7 +84,7 @@ class FormulaPart:
     def yes_or_no(self) -> bool:
         """A comparison inside ``I()``, which R codes as a factor."""
         inner = self.tokens[2:-1] if self.tokens[:2] == ("I", "(") else ()
-        while inner[:1] == ("(",) and _closes(inner, 0) == len(inner) - 1:
+        while inner[:1] == ("(",) and closing(inner, 0) == len(inner) - 1:
             inner = inner[1:-1]
         return bool(inner) and bool(_outer(inner, COMPARED))
 
@@ -170,7 +170,7 @@ def parse(text: str) -> Formula:
     offsets: list[FormulaPart] = []
     effects: list[tuple[Tokens, str, Tokens]] = []
     for sign, term in _summands(right, text):
-        inner = term[1:-1] if len(term) > 2 and term[0] == "(" and _closes(term, 0) == len(term) - 1 else ()
+        inner = term[1:-1] if len(term) > 2 and term[0] == "(" and closing(term, 0) == len(term) - 1 else ()
         bars = _bars(inner)
         if bars:
             if sign == "-" or len(bars) > 1:
@@ -261,7 +261,7 @@ def calls_in(tokens: Tokens) -> list[str]:
     return [t for t, n in zip(tokens, following, strict=True) if is_name(t) and n == "("]
 
 
-def _closes(tokens: Tokens, at: int) -> int:
+def closing(tokens: Tokens, at: int) -> int:
     """Where the parenthesis that opens here closes."""
     depth = 0
     for i in range(at, len(tokens)):
@@ -390,7 +390,7 @@ def _expanded(tokens: Tokens) -> FormulaTerms:
             raise SettingsError(f"'.' in {shown(tokens)!r}: all other columns cannot be meant; name them")
         if is_name(token):
             if tokens[at + 1 : at + 2] == ("(",):
-                end = _closes(tokens, at + 1) + 1
+                end = closing(tokens, at + 1) + 1
             inner = tokens[at:end]
             _check_call(inner)
             part = FormulaPart(shown(inner), inner)

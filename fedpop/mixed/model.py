@@ -6,6 +6,7 @@ import inspect
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -108,6 +109,24 @@ def mixed_model(
     {'(Intercept)': 1.18, 'day': 0.863}
     """
     started = time.perf_counter()
+    given = {
+        "data": data,
+        "family": family,
+        "method": method,
+        "weights": weights,
+        "sites": sites,
+        "levels": levels,
+        "contrasts": contrasts,
+        "min_count": min_count,
+        "missing": missing,
+        "na": na,
+        "engine": engine,
+        "seed": seed,
+        "rounds": rounds,
+        "participation": participation,
+        "compressor": compressor,
+        **unknown,
+    }
     chains = sampled.SampledSettings(seed, rounds, participation, compressor)
     method = method_of(method, unknown)
     settings = FitSettings(method, levels or {}, min_count, engine, chains, contrasts or {})
@@ -117,7 +136,7 @@ def mixed_model(
     study = FormulaStudy.from_text(formula, family, weights, missing, na)
     settings.engine_for(study)
     fit = fitted_over(LocalMembers(study, _rows(study, data, sites)), study, settings)
-    return replace(fit, seconds=time.perf_counter() - started)
+    return replace(fit, seconds=time.perf_counter() - started, again=partial(mixed_model, **given))
 
 
 IN_R = {
@@ -236,10 +255,19 @@ def fitted_over(members: Members, study: FormulaStudy, settings: FitSettings | N
         engine.effects(outcome.point)  # sites keep their groups' posteriors, for whoever is there
     seconds = time.perf_counter() - started
     method, seed = settings.method, settings.chains.seed
-    fit = MixedFit(design, units, groups, engine, outcome, method, seed, seconds)
+    fit = MixedFit(design, units, groups, engine, outcome, method, seed, seconds, refit=refitted)
     if members.federation is None and fit.laws.name != "none":
         _ = fit.near  # what degrees of freedom are made of, while everyone is there to be asked
     return fit
+
+
+def refitted(fit: MixedFit, groups: Groups) -> MixedFit:
+    """The fit of the same formula to other responses, where all else is agreed on."""
+    design = replace(fit.design, dropped=())
+    units, sums, design = coordinates(groups, design)
+    constant, start = _level(sums, groups.study)
+    outcome, engine = _exact(groups, units, constant, start, fit.method == "REML")
+    return MixedFit(design, units, groups, engine, outcome, fit.method, fit.seed)
 
 
 def _rows(study: FormulaStudy, data: Any, sites: Any) -> Rows:

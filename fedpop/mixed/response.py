@@ -100,7 +100,7 @@ def response_of(
     _checked(
         hits, lambda v: np.abs(v - v.round()) < 1e-6 * (1 + v), rows, f"{part.text} times its weight", whole
     )
-    return Response(hits.round() / weight, weight, _ways(hits.round(), weight), True)
+    return Response(hits.round() / weight, weight, ways(hits.round(), weight), True)
 
 
 def _trials(
@@ -130,10 +130,10 @@ def _trials(
     ]
     total = counts[0] + counts[1]
     share = np.divide(counts[0], total, out=np.zeros(len(total)), where=total > 0)
-    return Response(share, total, _ways(counts[0], total), True)
+    return Response(share, total, ways(counts[0], total), True)
 
 
-def _ways(hits: np.ndarray, trials: np.ndarray) -> np.ndarray:
+def ways(hits: np.ndarray, trials: np.ndarray) -> np.ndarray:
     """log of the number of ways to choose."""
     h, n = torch.tensor(hits), torch.tensor(trials)
     found: np.ndarray = (torch.lgamma(n + 1) - torch.lgamma(h + 1) - torch.lgamma(n - h + 1)).numpy()

@@ -27,6 +27,7 @@ from fedpop.message import Answer, Tensors, Total
 from fedpop.methods.asking import role
 from fedpop.mixed.coordinates import Coordinates, everyone
 from fedpop.mixed.design import Design, Wanted
+from fedpop.mixed.drawing import Drawing
 from fedpop.mixed.formula import Formula, FormulaPart, columns_of, parse, scanned, shown
 from fedpop.mixed.nesting import BEGINS, CELLS, RowOrder, cells
 from fedpop.mixed.response import Family, Response, family_named, response_of
@@ -60,6 +61,8 @@ class FormulaStudy(Study):
     design: Design | None = None
     """How rows are coded, once that is agreed on; before, sites are asked about their tables."""
     coordinates: Coordinates | None = None
+    drawing: Drawing | None = None
+    """Responses are drawn in place of the observed ones."""
 
     fixed: ClassVar[bool] = True
 
@@ -109,10 +112,12 @@ class FormulaStudy(Study):
                 "contrasts": dict(self.design.contrasts),
             }
         tensors: Tensors = {}
+        if self.drawing is not None:
+            description["drawing"], tensors = self.drawing.description()
         if (units := self.coordinates) is not None:
             named = ("x_names", "z_names", "blocks", "widths", "y_centre", "y_scale", "kept")
             description["coordinates"] = {name: getattr(units, name) for name in named}
-            tensors = {n: getattr(units, n) for n in ("x_centre", "x_scale", "z_centre", "z_scale")}
+            tensors |= {n: getattr(units, n) for n in ("x_centre", "x_scale", "z_centre", "z_scale")}
         return description, tensors
 
     @classmethod
@@ -125,6 +130,9 @@ class FormulaStudy(Study):
             outcomes = tuple(description["design"]["outcomes"])
             contrasts = description["design"]["contrasts"]
             study = replace(study, design=Design(study.formula, levels, moments, outcomes, contrasts))
+        if "drawing" in description:
+            study = replace(study, drawing=Drawing.from_description(description["drawing"], tensors))
+            tensors = {n: v for n, v in tensors.items() if not n.startswith("drawn_")}
         if "coordinates" in description:
             plain: dict[str, Any] = {
                 n: tuple(v) if isinstance(v, list) else v for n, v in description["coordinates"].items()
@@ -155,13 +163,22 @@ class FormulaStudy(Study):
             raise SchemaError(f"{who} has no row in which nothing is missing of {', '.join(wanted.columns)}")
         return self.rows(frame)
 
+    def response_of(self, rows: Rows) -> Response:
+        """The response of rows: observed, or drawn."""
+        assert self.design is not None
+        known = response_of(self.formula, self.family, self.design, rows, self.weights)
+        if self.drawing is None:
+            return known
+        x = (self.design.all_fixed(rows), self.design.random(rows), self.design.offset(rows))
+        return self.drawing.response(*x, rows, self.family, known)
+
     def unit_data(self, data: Any) -> UnitData:
         assert isinstance(data, Rows)
         if self.design is None:
             tables = self._tables(data)
             many = None if data.sites is None else {name: [name] for name in tables}
             return UnitData(table_units(tables), list(tables.values()), many)
-        response = response_of(self.formula, self.family, self.design, data, self.weights)
+        response = self.response_of(data)
         federation = packed(self.design, response, data, self.family.gaussian)
         return UnitData(federation, sites=groups_of_sites(data))
 
@@ -182,7 +199,9 @@ class FormulaStudy(Study):
         return tables
 
     def same_rows(self, other: Study) -> bool:
-        return isinstance(other, FormulaStudy) and self.design is not None and self.design is other.design
+        return isinstance(other, FormulaStudy) and (
+            self.design is not None and self.design is other.design and self.drawing is other.drawing
+        )
 
     def plan(self, federation: Federation, budget: int) -> Plan:
         return Plan(0.0, 0.0, min(budget, GROUP_BYTES))

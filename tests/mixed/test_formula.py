@@ -148,3 +148,18 @@ def test_text_is_categories_even_where_it_looks_like_numbers(simulated):
     frame["mixed"] = frame.w.astype(object)
     design, _ = built(frame, "y ~ period + age + mixed + (1 | g)")
     assert design.fixed_names[1:] == ["period2", "period3", "period4", "age1", "age2", "age3+", "mixed"]
+
+
+def test_scale_of_an_expression_is_by_the_federations_moments(simulated):
+    frame = simulated([6] * 6)
+    design, rows = built(frame, "y ~ scale(log(x)) + I(center(x * w)^2) + center(`t`) + (1 | g)")
+    x = dict(zip(design.fixed_names, design.fixed(rows).T, strict=True))
+    log = np.log(frame.x)
+    assert x["scale(log(x))"] == pytest.approx((log - log.mean()) / log.std())
+    both = frame.x * frame.w
+    assert x["I(center(x * w)^2)"] == pytest.approx((both - both.mean()) ** 2)
+    assert x["center(t)"] == pytest.approx(frame.t - frame.t.mean())
+    with pytest.raises(SettingsError, match="within another"):
+        built(frame, "y ~ scale(scale(x) + w) + (1 | g)")
+    with pytest.raises(DataError, match=r"log\(w\) is nan in row"):
+        built(frame, "y ~ scale(log(w)) + (1 | g)")
