@@ -27,7 +27,6 @@ from fedpop.mixed import gaussian, groups, quadrature
 from fedpop.mixed.study import FormulaStudy
 from fedpop.population import Population
 from fedpop.questions import Question
-from fedpop.run.guards import threads
 from fedpop.run.members import Asking
 from fedpop.settings import rebuilt
 from fedpop.site.plan import Plan, parse_bytes
@@ -36,6 +35,7 @@ from fedpop.site.sites import Sites
 from fedpop.site.store import LocalStore
 from fedpop.site.study import SiteData, Study, Survey, Training, UnitData
 from fedpop.site.work import Work
+from fedpop.threads import threads
 from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.site")

@@ -31,6 +31,7 @@ from fedpop.models.modules import (
     is_hooked,
     require_together,
 )
+from fedpop.models.probe import ANY_ROWS
 
 LARGEST_FULL_COVARIANCE = 8
 """Dimensions of z up to which a head on fixed features has a full covariance by default."""
@@ -107,7 +108,7 @@ class Composition(Model):
         self.offsets = 0 if self.fixed is None else self.outputs
         self.precision = precision
         self._pass: NetworkPass = NetworkPass.of(self.backbone, self.phi_layout.size, self.dtype, precision)
-        self.batchable = not self._pass.convolutional
+        self.rows_side_by_side = 0 if self._pass.convolutional else ANY_ROWS  # until it has seen an example
         self.network = not isinstance(self.backbone, nn.Identity | nn.Linear)
 
     def __repr__(self) -> str:

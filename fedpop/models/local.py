@@ -7,6 +7,7 @@ any other. Both take z as ``[C, K, d]``: K chains for each of C clients.
 from __future__ import annotations
 
 import copy
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import cached_property, reduce
@@ -18,8 +19,9 @@ from torch import Tensor
 from fedpop.blocks import ROWS_AT_ONCE
 from fedpop.errors import ModelError
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.inputs import Inputs, map_inputs
+from fedpop.federation.inputs import Inputs, leaves, map_inputs
 from fedpop.models.likelihoods import Likelihood, Params
+from fedpop.models.modules import inside_transform
 
 ALL = slice(None)
 
@@ -221,7 +223,7 @@ class Evaluated(NamedTuple):
 
 
 class GeneralLikelihood(LocalLikelihood):
-    """Any likelihood, vectorised over clients and chains by vmap.
+    """Any likelihood, vectorised over clients and chains by vmap, or in a loop if not ``side_by_side``.
 
     ``log_prob(z, x, y, *extra)`` maps one client's flat z and its rows to a value per row, ``[N]``;
     ``extra`` are further ``[C, N]`` blocks that it wants to see. Padding repeats real rows.
@@ -234,6 +236,7 @@ class GeneralLikelihood(LocalLikelihood):
         y: Tensor,
         cohort: Cohort,
         extra: tuple[Tensor, ...] = (),
+        side_by_side: bool = True,
     ) -> None:
         self.features, self.y = map_inputs(cohort.fill, features), cohort.fill(y)
         self.extra = tuple(cohort.fill(v) for v in extra)
@@ -247,11 +250,13 @@ class GeneralLikelihood(LocalLikelihood):
             value = log_prob(z, x, y, *extra)
             return (torch.where(mask > 0, value, torch.zeros_like(value)) * mask).sum()
 
+        self._total = total
         shared = (None,) * (3 + len(extra))
-        self._one = torch.func.vmap(total)
-        self._many = torch.func.vmap(torch.func.vmap(total, in_dims=(0, *shared)))
+        self._side_by_side, over = side_by_side, torch.func.vmap if side_by_side else _looped
+        self._one = over(total)
+        self._many = over(over(total, in_dims=(0, *shared)))
         grad_and_value = torch.func.grad_and_value(total)
-        self._both = torch.func.vmap(torch.func.vmap(grad_and_value, in_dims=(0, *shared)))
+        self._both = over(over(grad_and_value, in_dims=(0, *shared)))
 
     @property
     def sizes(self) -> Tensor:
@@ -302,9 +307,11 @@ class GeneralLikelihood(LocalLikelihood):
         )
 
     def _both_of(self, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        if _inside_transform():  # of another one (a product with the Hessian, say)
+        if inside_transform():  # of another one (a product with the Hessian, say)
             grad, value = self._both(z, *self._rows(rows))
             return value, grad
+        if not self._side_by_side:
+            return self._each(z, rows)
         # A chain's value depends on its own z alone, so plain autograd on the sum has all gradients, at two
         # thirds of the price of a gradient under vmap.
         with torch.enable_grad():
@@ -312,6 +319,20 @@ class GeneralLikelihood(LocalLikelihood):
             value = self._part(free, rows)
             (grad,) = torch.autograd.grad(value.sum(), free)
         return value.detach(), grad
+
+    def _each(self, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """One after the other, so that one graph at a time is held."""
+        value, grad = z.new_empty(z.shape[:2]), torch.empty_like(z)
+        parts = self._rows(rows)
+        for c, k in itertools.product(*map(range, z.shape[:2])):
+            free = z[c, k].detach().clone().requires_grad_()
+            own: list[Any] = [map_inputs(lambda v, c=c: v[c], part) for part in parts]
+            with torch.enable_grad():
+                one = self._total(free, *own)
+            value[c, k] = one.detach()
+            (slope,) = torch.autograd.grad(one, free, materialize_grads=True, allow_unused=True)
+            grad[c, k] = slope
+        return value, grad
 
     def _lent(self, z: Tensor) -> Tensor:
         # A client without examples borrows another's rows, so it borrows the z that belongs to them.
@@ -323,10 +344,26 @@ def sum_of(parts: Iterable[Tensor]) -> Tensor:
     return reduce(torch.add, parts)
 
 
-def _inside_transform() -> bool:
-    """Whether a transform of torch.func is running, whose tensors plain autograd must not cut off."""
-    out: bool = torch._C._functorch.peek_interpreter_stack() is not None
-    return out
+def _looped(function: Callable[..., Any], in_dims: tuple[int | None, ...] | int = 0) -> Callable[..., Any]:
+    """What ``torch.func.vmap`` gives, one after the other."""
+
+    def run(*args: Any) -> Any:
+        over = (0,) * len(args) if isinstance(in_dims, int) else in_dims
+        count = next(len(leaves(a)[0]) for a, d in zip(args, over, strict=True) if d == 0)
+        each = [
+            function(
+                *(
+                    a if d is None else map_inputs(lambda v, i=i: v[i], a)
+                    for a, d in zip(args, over, strict=True)
+                )
+            )
+            for i in range(count)
+        ]
+        if isinstance(each[0], tuple):
+            return tuple(torch.stack(parts) for parts in zip(*each, strict=True))
+        return torch.stack(each)
+
+    return run
 
 
 def _sizes(mask: Tensor | None, y: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from fedpop.models.modules import (
     has_dropout,
     require_together,
 )
+from fedpop.models.probe import ANY_ROWS
 
 
 def _end_of(module: nn.Module) -> str | None:
@@ -105,7 +106,7 @@ class Split(Model):
         self.outputs = shapes[f"{self._last}.weight"][0] if self._last else _outputs_of(self.module)
         self.precision = precision
         self._pass: NetworkPass = NetworkPass.of(self.module, self.phi_layout.size, self.dtype, precision)
-        self.batchable = not self._pass.convolutional
+        self.rows_side_by_side = 0 if self._pass.convolutional else ANY_ROWS  # until it has seen an example
         self.network = not isinstance(module, nn.Linear)
 
     def __repr__(self) -> str:
