@@ -160,6 +160,11 @@ class Model(ABC):
         """The modules that make up the model."""
 
     @property
+    def affine(self) -> bool:
+        """Features, and what is added to outputs, are affine maps of x."""
+        return False
+
+    @property
     def convolutional(self) -> bool:
         return self._pass is not None and self._pass.convolutional
 

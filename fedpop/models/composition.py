@@ -173,6 +173,12 @@ class Composition(Model):
             eta = call(self.head, self.z_layout.views(z), features)
         return eta if offset is None else eta + offset
 
+    @property
+    def affine(self) -> bool:
+        parts = [m for m in (self.backbone, self.fixed) if m is not None]
+        known = all(type(m) in (nn.Identity, nn.Linear) and not is_hooked(m) for m in parts)
+        return known and self.autocast is None
+
     def pulls_back(self, cohort: Cohort) -> bool:
         """Of a linear map of vectors, in the parameters' own type."""
         plain = type(self.backbone) is nn.Linear and not is_hooked(self.backbone)
