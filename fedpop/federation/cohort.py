@@ -163,6 +163,18 @@ class Cohort:
             embedded=self.embedded,
         )
 
+    def parts(self, most: int) -> Iterator[Cohort]:
+        """Cohorts of at most so many units each; itself where it has no more."""
+        if len(self) <= most:
+            yield self
+            return
+        ends = torch.cumsum(self.sizes, 0).tolist()
+        for first in range(0, len(self), most):
+            some = slice(first, first + most)
+            last = min(first + most, len(self)) - 1
+            rows = slice(ends[first - 1] if first else 0, ends[last])
+            yield self.take(rows, self.units[some], self.sizes[some])
+
     def one_by_one(self) -> Iterator[Cohort]:
         """A cohort for each unit; its rows are views."""
         start = 0

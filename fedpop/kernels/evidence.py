@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fedpop.blocks import ROWS_AT_ONCE
+from fedpop.blocks import CLIENTS_AT_ONCE, ROWS_AT_ONCE
 from fedpop.federation.cohort import Cohort, double
 from fedpop.federation.inputs import map_inputs
 from fedpop.kernels.target import Hierarchy, Target
-from fedpop.models.condensed import Condensed
 
 
 def runs_in_double(hierarchy: Hierarchy) -> bool:
@@ -50,8 +49,8 @@ def exact_target(hierarchy: Hierarchy, theta: Tensor, cohort: Cohort, noise: flo
 
 def rematerialised(hierarchy: Hierarchy, cohort: Cohort) -> bool:
     """Whether features are made again in a backward pass: then rows of a Hessian are not batched."""
-    many = not cohort.embedded and cohort.examples > ROWS_AT_ONCE
-    return many and Condensed.once(hierarchy.model, cohort) is None
+    known = cohort.embedded or hierarchy.model.affine  # nothing but features is kept of these
+    return not known and cohort.longest > ROWS_AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -72,17 +71,24 @@ def evidence(
     ``noise`` of this variance, whatever else is said of it."""
     theta = theta.detach().double()
 
-    def total(at: Tensor) -> Tensor:
-        return exact_target(hierarchy, at, cohort, noise).evidence().sum()
-
     with torch.enable_grad():
         at = theta.clone().requires_grad_()
         target = exact_target(hierarchy, at, cohort, noise)
         values, sizes = target.evidence(), target.likelihood_curvature()
         (gradient,) = torch.autograd.grad(values.sum(), at)
-    hessian = None
-    if curved:
-        at_once = not rematerialised(hierarchy, cohort)
-        hessian = torch.autograd.functional.hessian(total, theta, vectorize=at_once)
+    hessian = _hessian(hierarchy, theta, cohort, noise) if curved else None
     assert sizes is not None
     return Evidence(values.detach(), sizes.detach().squeeze(1), gradient, hessian)
+
+
+def _hessian(hierarchy: Hierarchy, theta: Tensor, cohort: Cohort, noise: float | None) -> Tensor:
+    """Of the sum, of so many clients at a time: what all rows of it keep of everyone would fill any memory."""
+    out = theta.new_zeros((len(theta), len(theta)))
+    for part in cohort.parts(CLIENTS_AT_ONCE):
+
+        def total(at: Tensor, part: Cohort = part) -> Tensor:
+            return exact_target(hierarchy, at, part, noise).evidence().sum()
+
+        at_once = not rematerialised(hierarchy, part)
+        out += torch.autograd.functional.hessian(total, theta, vectorize=at_once)
+    return out
