@@ -82,7 +82,7 @@ def evidence(
 
 
 def _hessian(hierarchy: Hierarchy, theta: Tensor, cohort: Cohort, noise: float | None) -> Tensor:
-    """Of the sum, of so many clients at a time: what all rows of it keep of everyone would fill any memory."""
+    """Of the sum, some clients at a time: what all its rows keep of everyone would fill any memory."""
     out = theta.new_zeros((len(theta), len(theta)))
     for part in cohort.parts(CLIENTS_AT_ONCE):
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpop.decisions import Decision
+from fedpop.devices import device_named
 from fedpop.errors import DataError, FedpopError, ModelError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
@@ -90,6 +91,7 @@ class Model(ABC):
     """What classes are called, where targets were words."""
     precision: str = "auto"
     """As it was given: a model that is saved asks again where it is read."""
+    device: torch.device
     _pass: NetworkPass | None = None
     """How the network is run, of models that have one."""
 
@@ -192,6 +194,17 @@ class Model(ABC):
         like = self.initial_z()
         rounded = self._pass is not None and self._pass.chosen(like.device) == "bfloat16"
         return "bfloat16" if rounded else name_of(like.dtype)
+
+    def on(self, device: str | torch.device) -> Self:
+        """A copy on this device."""
+        where = device_named(device)
+        if where == self.initial_z().device:
+            return self
+        out = copy.deepcopy(self)
+        for module in out.modules():
+            module.to(where)
+        out.device = where
+        return out
 
     def at_precision(self, precision: str) -> Self:
         """A copy that computes in this: ``bfloat16``, or ``float32`` for the parameters' own type, which may

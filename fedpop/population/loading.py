@@ -40,7 +40,12 @@ WHAT = "a saved population"
 
 @checked
 def load(
-    path: str | Path, *, model: Model | None = None, clients: Any = None, prior: Prior | None = None
+    path: str | Path,
+    *,
+    model: Model | None = None,
+    clients: Any = None,
+    prior: Prior | None = None,
+    device: str | torch.device | None = None,
 ) -> Population:
     """Read a saved population back.
 
@@ -53,6 +58,7 @@ def load(
         clients: The data again, to sample clients whose draws were not saved. Each must be one of the
             population's by name; of a public population, which has no names, all are new to it.
         prior: An energy prior again, where its network is not made of torch's own layers.
+        device: Where to compute: "cpu", "cuda"; None (the default) where the model is, or on the CPU.
 
     >>> import tempfile, torch, fedpop as fp
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
@@ -71,6 +77,8 @@ def load(
         theta = read_tensors(theta_file, digests[theta_file.name])
         names = _names(saved["clients"])
     algorithm = _method(saved, about, model, prior)
+    if device is not None:
+        algorithm = algorithm.replace(model=algorithm.model.on(device))
     model = algorithm.model
     device = model.initial_phi().device
     with reading(theta_file, "theta"):

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+
 from fedpop.checked import Bytes, Count, OneOf, Seed, Whole, checked
+from fedpop.devices import require_device
 from fedpop.errors import ConvergenceWarning, SettingsError, warn_user
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Said
@@ -39,6 +42,7 @@ def fit(
     restarts: Whole = 0,
     precision: Annotated[str, OneOf(*PRECISIONS)] | None = None,
     threads: Count | None = None,
+    device: str | torch.device | None = None,
     sites: Mapping[str, Sequence[str]] | None = None,
 ) -> Population:
     """Run a method on one machine and return the population it learned.
@@ -75,6 +79,8 @@ def fit(
             faster in; that of the model by default.
         threads: How many torch works with; None takes one, or as many as have enough to do and find an idle
             core, up to what torch was given. Sums over other numbers of threads differ in their last bits.
+        device: Where to compute: "cpu", "cuda", "cuda:1"; where the model is by default. It must have double
+            precision, which "mps" has not.
         sites: Names of sites, each with those of its clients, which then send one message together; None
             has each client by itself.
 
@@ -88,6 +94,9 @@ def fit(
     rule = usual_participation(method) if participation is None else resolve_participation(participation)
     if precision is not None:
         method = method.replace(model=method.model.asking_for(precision))
+    if device is not None:
+        method = method.replace(model=method.model.on(device))
+    require_device(method.model.initial_z().device)
     settings = Settings(rounds, seed, rule, memory, checkpoint_every, threads, method.model.precision, sites)
     if restarts:
         check_restarts(method)
