@@ -162,6 +162,11 @@ class Model(ABC):
         """The modules that make up the model."""
 
     @property
+    def deep(self) -> bool:
+        """z is inside a network, so that every gradient of a chain is a pass through it."""
+        return False
+
+    @property
     def affine(self) -> bool:
         """Features, and what is added to outputs, are affine maps of x."""
         return False

@@ -38,6 +38,10 @@ from fedpop.models.modules import (
 from fedpop.models.probe import ANY_ROWS
 
 
+LARGEST_SHALLOW = 20_000
+"""Parameters of a module up to which a pass through it costs no more than the calls that it is made of."""
+
+
 def _end_of(module: nn.Module) -> str | None:
     """The name of the layer that a (nested) ``nn.Sequential`` ends with."""
     names = []
@@ -131,6 +135,11 @@ class Split(Model):
 
     def modules(self) -> list[nn.Module]:
         return [self.module]
+
+    @property
+    def deep(self) -> bool:
+        size = sum(p.numel() for p in self.module.parameters())
+        return not self.linear and size > LARGEST_SHALLOW
 
     @property
     def frozen(self) -> bool:
