@@ -109,8 +109,9 @@ class Chain(Setting):
 
     Args:
         chains: How many each unit has, 1 by default; more cost more and halve the noise at four.
-        burn_in: Transitions that come first in a unit's first round; None is 100 for
-            heads that are not linear (10 where z is deep inside a network), 30 where chains ``follow`` the mode, and none elsewhere.
+        burn_in: Transitions that come first in a unit's first round; None is 100 for heads that are not
+            linear (10 where z is deep inside a network), 30 where chains ``follow`` the mode, and none
+            elsewhere.
         stateful: False starts each round from the prior, for clients that can keep nothing between rounds.
         follow: Chains of linear heads follow the mode of their posterior as theta moves, and start there.
         rao_blackwell: Conditional expectations in closed form take the place of averages over draws.

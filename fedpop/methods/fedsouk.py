@@ -57,10 +57,9 @@ from fedpop.server.beta_step import EM, BetaStep, EMAdam, Turn
 from fedpop.server.calibration import RATE_TRIAL_ROUNDS, largest_rate
 from fedpop.server.optimisers import SGD, Optimiser, Stage
 
-
 USUAL_STEPS, STEPS_OF_DEEP = 10, 2
-"""Transitions of a chain in a round where nothing is said: a step of a head costs little, one of parameters deep
-inside a network as much as the round's own backward pass."""
+"""Transitions of a chain in a round where nothing is said: a step of a head costs little, one of parameters
+deep inside a network as much as the round's own backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +68,9 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
 
     Args:
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
-        local_steps: The paper's M, steps of a chain in a round: one number, a
-            ``fp.chains.Steps`` schedule, or one for each client by name. More cost more, with less noise. None
-            (the default) is 10, or 2 where z is deep inside a network.
+        local_steps: The paper's M, steps of a chain in a round: one number, a ``fp.chains.Steps``
+            schedule, or one for each client by name. More cost more, with less noise. None (the default) is
+            10, or 2 where z is deep inside a network.
         start: Where phi starts: "spectral", "random", or "auto" (the default) for what suits the data.
         prior: The population's, of ``fp.priors`` or by name; "normal" by default.
         kernel: What chains step by, of ``fp.kernels`` or by name; what suits head and prior by default.

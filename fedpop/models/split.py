@@ -37,7 +37,6 @@ from fedpop.models.modules import (
 )
 from fedpop.models.probe import ANY_ROWS
 
-
 LARGEST_SHALLOW = 20_000
 """Parameters of a module up to which a pass through it costs no more than the calls that it is made of."""
 
