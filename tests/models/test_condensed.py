@@ -1,4 +1,4 @@
-"""Rows by their sufficient statistics: the same likelihood, derivatives and draws as of the rows themselves."""
+"""Rows by their sufficient statistics: the likelihood, derivatives and draws are those of the rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import multivariate_normal
 from torch import Tensor, nn
 
 import fedpop as fp
@@ -54,7 +53,7 @@ def setting(kind: str, variance: Any = 0.3) -> tuple[Hierarchy, Any]:
 def theta_of(hierarchy: Hierarchy) -> Tensor:
     phi = hierarchy.model.initial_phi().double()
     d = hierarchy.model.z_layout.size
-    beta = hierarchy.prior.start(hierarchy.model.initial_z()).double()
+    beta = hierarchy.prior.init(torch.zeros(d, dtype=torch.float64), 1.0)
     assert len(beta) == hierarchy.prior.size(d)
     return torch.cat((phi, beta + 0.1))
 

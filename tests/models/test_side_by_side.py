@@ -159,3 +159,23 @@ def test_functional_dropout_is_named_with_what_to_do() -> None:
         with pytest.raises(ModelError, match=r"functional dropout.*nn\.Dropout.*\.eval\(\)"):
             fp.FedAvg(model).fit(clients, rounds=1)
     fp.FedAvg(fp.Composition(Dropping().eval(), nn.Linear(2, 2), "categorical")).fit(clients, rounds=1)
+
+
+def test_chains_deep_inside_a_large_network_are_short() -> None:
+    """What a step costs decides how many there are; what was asked for is obeyed."""
+    wide = nn.Sequential(nn.Linear(8, 150), nn.Tanh(), nn.Linear(150, 150), nn.Tanh(), nn.Linear(150, 2))
+    small = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2))
+    deep = fp.FedSOUL(fp.Split(wide, personal="2.bias", likelihood="categorical"))
+    assert deep.model.deep
+    assert (deep.steps, deep.sampler.kernel, deep.sampler.burn_in) == (2, fp.kernels.HMC(leapfrog=2), 10)
+    assert fp.FedSOUL(deep.model, local_steps=7).steps == 7
+    for model in (fp.Split(wide, "4.*", "categorical"), fp.Split(small, "0.bias", "categorical")):
+        assert not model.deep
+        assert fp.FedSOUL(model).steps == 10
+        assert fp.FedSOUL(model).sampler.kernel == fp.kernels.HMC()
+    clients = [(torch.randn(10, 8), torch.arange(10) % 2) for _ in range(2)]
+    deep = deep.replace(final=fp.chains.Final(1, 4, burn_in=2))
+    population = deep.fit(clients, rounds=3, callbacks=())
+    # After the first round, whose chains have ten transitions more: a first look, four gradients, and J.
+    later = population.history[-1]["gradient_evaluations"] / 2
+    assert later <= 5
