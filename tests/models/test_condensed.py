@@ -101,7 +101,7 @@ def test_the_value_is_the_density_of_a_normal_vector() -> None:
         start += n
         features = x @ phi.reshape(2, 3).T
         spread = features @ torch.linalg.inv(precision) @ features.T + 0.3 * torch.eye(n).double()
-        exact = MultivariateNormal(features @ mu, spread).log_prob(y) if n else 0.0
+        exact = MultivariateNormal(features @ mu, (spread + spread.T) / 2).log_prob(y) if n else 0.0
         assert float(value) == pytest.approx(float(exact), rel=1e-9, abs=1e-9)
 
 
