@@ -97,7 +97,7 @@ def test_the_value_is_the_density_of_a_normal_vector() -> None:
     mu, precision = hierarchy.prior.mu(beta), hierarchy.prior.precision(beta)
     start = 0
     for value, n in zip(found, SIZES, strict=True):
-        x, y = cohort.x[start : start + n].double(), cohort.y[start : start + n].double()
+        x, y = cohort.x[start : start + n].double(), cohort.y[start : start + n].double().reshape(n)
         start += n
         features = x @ phi.reshape(2, 3).T
         spread = features @ torch.linalg.inv(precision) @ features.T + 0.3 * torch.eye(n).double()
