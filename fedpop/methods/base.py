@@ -46,7 +46,7 @@ from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
 from fedpop.questions import Question
 from fedpop.server.optimisers import Constant, Schedule, Stage
-from fedpop.settings import Setting, describe
+from fedpop.settings import Setting, complete, describe
 
 if TYPE_CHECKING:
     from fedpop.population import Population  # the one name from above: what ``fit`` returns
@@ -161,7 +161,7 @@ class Algorithm(Setting, ABC):
     name: ClassVar[str]
     about: ClassVar[About]
     runs_on: ClassVar[Callable[..., Any]]
-    """What ``fit`` calls. Methods know no runtime: ``fedpop`` itself, which has both, says which it is."""
+    """What ``fit`` calls. Methods know no runtime: ``fedpop.names``, which has both, says which it is."""
     private: ClassVar[tuple[str, ...]] = ()
     """Local state that must never be in a message."""
     uncertainty: ClassVar[bool] = False
@@ -313,6 +313,7 @@ class Algorithm(Setting, ABC):
             sites: Names of sites with those of their clients; None (the default) has each by itself.
         """
         given = {name: value for name, value in locals().items() if name != "self"}
+        complete()
         population: Population = type(self).runs_on(self, **given)
         return population
 
