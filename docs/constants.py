@@ -160,9 +160,10 @@ TABLES: Mapping[str, Rows] = {
             ),
         },
         "client/sampler.py": {
-            "FIRST_BURN_IN, SHORT_BURN_IN": (
-                "transitions of a client's first round that do not count, on other heads and on linear ones "
-                "that start at the mode; `chain=Chain(burn_in=...)` overrides both",
+            "FIRST_BURN_IN, SHORT_BURN_IN, DEEP_BURN_IN": (
+                "transitions of a client's first round that do not count, on other heads, on linear ones "
+                "that start at the mode, and where each gradient is a pass through a network; "
+                "`chain=Chain(burn_in=...)` overrides them",
                 "without any, Adam stood still for hundreds of rounds "
                 "([kernels](decisions.md#kernels)); the numbers are not measured",
             ),
@@ -349,6 +350,44 @@ TABLES: Mapping[str, Rows] = {
                 "smallest cell of a table that is told of; `minimum=` overrides it",
                 "convention of statistical offices; it protects, and changes which levels are known",
             ),
+        },
+        "models/probe.py": {
+            "LARGEST_STEP_SIDE_BY_SIDE": (
+                "numbers that a client's step through a small convolutional network keeps for its "
+                "backward pass, up to which clients are worked on side by side",
+                "measured on one thread with 30 clients: side by side was 2.1, 1.7 and 1.5 times as fast "
+                "with 59,000, 118,000 and 95,000 numbers, as fast with 250,000, and slower above",
+            ),
+        },
+        "models/condensed.py": {
+            "LEAST_CONDENSED": (
+                "rows of the longest client for each column of its data from which their triangular factor "
+                "takes their place",
+                "values agree to rounding (`tests/models/test_condensed.py`); a million rows take 3 s in "
+                "place of minutes. The number itself is not measured",
+            ),
+        },
+        "models/split.py": {
+            "LARGEST_SHALLOW": (
+                "parameters of a module up to which chains of parameters deep inside it are as long as those "
+                "of a head",
+                NOT_MEASURED,
+            ),
+        },
+        "methods/fedsouk.py": {
+            "USUAL_STEPS, STEPS_OF_DEEP": (
+                "transitions of a chain in a round; `local_steps` overrides it",
+                "ten: draws of a head cost little, and J is quieter with more. Two where each gradient is a "
+                "pass through the network: derived from the price, not measured",
+            ),
+        },
+        "threads.py": {
+            "LEAST_SHARE": (
+                "numbers of a step that each of several threads has at least; `threads=` overrides it",
+                "half a million: below that two threads gained little on small networks, and on a busy "
+                "machine cost up to twenty times what one does",
+            ),
+            "WATCHED": ("seconds for which idle cores are counted", "derived: twenty ticks of the clock"),
         },
         "models/composition.py": {
             "LARGEST_FULL_COVARIANCE": (

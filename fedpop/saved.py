@@ -6,6 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedpop.checked import checked
 from fedpop.models.base import Model
 from fedpop.population.loading import load as load_population
@@ -17,7 +19,12 @@ MIXED = "mixed.json"
 
 @checked
 def load(
-    path: str | Path, *, model: Model | None = None, clients: Any = None, prior: Prior | None = None
+    path: str | Path,
+    *,
+    model: Model | None = None,
+    clients: Any = None,
+    prior: Prior | None = None,
+    device: str | torch.device | None = None,
 ) -> Any:
     """Read a saved population, or a saved fit of a mixed model, back.
 
@@ -31,6 +38,7 @@ def load(
         clients: The data again, to sample clients whose draws were not saved. Each must be one of the
             population's by name; of a public population, which has no names, all are new to it.
         prior: An energy prior again, where its network is not made of torch's own layers.
+        device: Where to compute: "cpu", "cuda"; None (the default) where the model is, or on the CPU.
 
     >>> import tempfile, torch, fedpop as fp
     >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
@@ -43,4 +51,4 @@ def load(
     """
     if (Path(path) / MIXED).is_file():
         return import_module("fedpop.mixed.fit").MixedFit.load(path)
-    return load_population(path, model=model, clients=clients, prior=prior)
+    return load_population(path, model=model, clients=clients, prior=prior, device=device)

@@ -31,6 +31,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "precision_probe",
         "blocks",
         "decisions",
+        "devices",
+        "threads",
         "kinds",
         "checked",
         "settings",

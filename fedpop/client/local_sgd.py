@@ -16,6 +16,7 @@ from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.keys import Key
 from fedpop.models.local import LinearLikelihood
 from fedpop.models.modules import RowKeys
+from fedpop.models.probe import ANY_ROWS
 from fedpop.settings import Setting
 
 Loss = Callable[..., Tensor]
@@ -31,7 +32,12 @@ Stacked = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 LARGEST_BATCHED = 20_000
 """Parameters up to which clients are worked on side by side by vmap: above it a single client keeps the
-processor busy, and batched convolutions with a filter for each client are slow."""
+processor busy."""
+
+
+def side_by_side(most_rows: int, batch: int, parameters: int) -> bool:
+    """Whether steps of several clients on so many examples and parameters each are worked on together."""
+    return batch <= most_rows and parameters <= LARGEST_BATCHED
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class LocalSGD(Setting):
         rate: float | None = None,
         *,
         dropout: bool = True,
-        batched: bool = True,
+        most_rows: int = ANY_ROWS,
         direction: Direction | None = None,
         pull: Pull | None = None,
         project: Callable[[Tensor], Tensor] | None = None,
@@ -84,15 +90,15 @@ class LocalSGD(Setting):
     ) -> Trained:
         """New parameters ``[C, D]`` from w ``[C, D]``; ``aux`` ``[C, *]`` is handed to the loss.
 
-        ``batched`` False: the loss cannot be, or had better not be, vectorised over clients. ``direction``
-        takes the place of the loss's gradient, ``pull`` is added to it, ``project`` follows every step. The
-        last ``plain`` entries of w are not weights: they know no momentum and no decay. ``shuffle`` has the
-        examples of a step of all of them in random order, too.
+        Above ``most_rows`` examples of a client in a step (``Model.rows_side_by_side``) clients go one after
+        the other. ``direction`` takes the place of the loss's gradient, ``pull`` is added to it, ``project``
+        follows every step. The last ``plain`` entries of w are not weights: they know no momentum and no
+        decay. ``shuffle`` has the examples of a step of all of them in random order, too.
         """
         if cohort.longest == 0:
             return Trained(w, w.new_zeros(len(cohort)))
-        one_by_one = not batched or w.shape[1] > LARGEST_BATCHED
-        work = self._one_by_one if one_by_one else self._batched
+        together = side_by_side(most_rows, self._size(cohort), w.shape[1])
+        work = self._batched if together else self._one_by_one
         rate = self.rate if rate is None else rate
         way = _Way(rate, loss, direction, pull or _no_pull, project or _anywhere, dropout, plain, shuffle)
         with torch.no_grad():

@@ -4,6 +4,7 @@ estimate of z."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.keys import Key
 from fedpop.models.base import Model
-from fedpop.models.modules import RowKeys
+from fedpop.models.modules import RowKeys, inside_transform
 from fedpop.models.predictive import Predictive
 
 Loss = Callable[..., Tensor]
@@ -52,6 +53,33 @@ def gradient(values: Sequence[Tensor], phi: Tensor, slopes: Sequence[Tensor] | N
         return torch.zeros_like(phi, requires_grad=False)
     (grad,) = torch.autograd.grad(sum(parts[1:], parts[0]), phi, allow_unused=True)
     return torch.zeros_like(phi) if grad is None else grad
+
+
+Slope = Callable[..., tuple[Tensor, Any]]
+"""The gradient of a function of w at w, and its value, or what else it gives."""
+
+
+def slope_of(function: Callable[..., Any], has_aux: bool = False) -> Slope:
+    """The gradient of one client's loss, and the loss: by torch.func under vmap, else by plain autograd,
+    which knows every layer. ``has_aux``: the function gives something beside its value, as torch.func has it.
+
+    >>> gradient, value = slope_of(lambda w: (w**2).sum())(torch.tensor([3.0]))
+    >>> gradient, value
+    (tensor([6.]), tensor(9.))
+    """
+    transformed = torch.func.grad_and_value(function, has_aux=has_aux)
+
+    def at(w: Tensor, *batch: Any) -> tuple[Tensor, Any]:
+        if inside_transform():
+            out: tuple[Tensor, Any] = transformed(w, *batch)
+            return out
+        leaf = w.detach().requires_grad_()
+        with torch.enable_grad():
+            found = function(leaf, *batch)
+        value = found[0] if has_aux else found
+        return gradient([value], leaf), (value.detach(), found[1]) if has_aux else value.detach()
+
+    return at
 
 
 def joint_loss(model: Model, embedded: bool) -> Loss:

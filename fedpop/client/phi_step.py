@@ -27,7 +27,7 @@ from fedpop.kernels import Target
 from fedpop.keys import Key
 from fedpop.models.base import Model
 from fedpop.models.local import Evaluated, LinearLikelihood
-from fedpop.models.modules import RowKeys, is_convolutional
+from fedpop.models.modules import RowKeys
 from fedpop.server.optimisers import Adam, Constant, NetworkAdam, Optimiser, Rounds, Schedule
 from fedpop.settings import Setting
 
@@ -208,9 +208,9 @@ class PhiWork:
             value = target.likelihood.value(draws).mean(1)
         start = self.phi.detach().expand(len(self.cohort), -1)
         loss, key = body_loss(self.model, self.cohort.embedded), self.key.at(purpose="body")
-        x, batched = self.cohort.x, self.model.batchable
+        x, most = self.cohort.x, self.model.rows_side_by_side
         plain = start.shape[1] - self.model.weights if local.decay else 0
-        moved = local.run(loss, start, draws, x, self.cohort, key, rate, batched=batched, plain=plain).w
+        moved = local.run(loss, start, draws, x, self.cohort, key, rate, most_rows=most, plain=plain).w
         n = self.cohort.sizes.to(start.dtype).unsqueeze(1)
         rows = torch.arange(len(self.cohort), device=start.device)
         return rows, value, n * (moved - start) / rate, torch.isfinite(moved).all(1)
@@ -437,7 +437,8 @@ def equal_pieces(sizes: Tensor, divisible: bool) -> list[tuple[int, Tensor, Tens
 
 def vectorises(model: Model, phi: Tensor) -> bool:
     """A gradient per client is worth batching: small networks, where calls cost more than arithmetic."""
-    return phi.numel() <= LARGEST_PHI_SIDE_BY_SIDE and not any(is_convolutional(m) for m in model.modules())
+    known = model.rows_side_by_side > 0 and not model.convolutional
+    return known and phi.numel() <= LARGEST_PHI_SIDE_BY_SIDE
 
 
 def finite_rows(v: Tensor) -> Tensor:

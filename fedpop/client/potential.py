@@ -12,7 +12,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from fedpop.client.local_sgd import LARGEST_BATCHED
+from fedpop.client.local_sgd import side_by_side
 from fedpop.client.losses import joint_loss
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
@@ -115,7 +115,8 @@ class Potential:
         return self._loss(w, w[:0], x, y, mask, None)
 
     def _side_by_side(self, w: Tensor) -> bool:
-        return self.model.batchable and w.shape[1] <= LARGEST_BATCHED
+        batch = self.cohort.longest if self.batch is None else min(self.batch, self.cohort.longest)
+        return side_by_side(self.model.rows_side_by_side, batch, w.shape[1])
 
     def _pick(self, uniform: Callable[..., Tensor]) -> Tensor:
         """Positions of a uniform subset of each client's examples, ``[C, size]``, padding last."""

@@ -98,7 +98,7 @@ def describe_steps(setting: LocalSteps) -> str:
     return f"{ends[0]} to {ends[1]} per round" if ends[0] != ends[1] else f"{ends[0]} per round"
 
 
-FIRST_BURN_IN, SHORT_BURN_IN = 100, 30
+FIRST_BURN_IN, SHORT_BURN_IN, DEEP_BURN_IN = 100, 30, 10
 LARGEST_MIXED = 128
 """Dimensions of z up to which the mixed form of I, with a dense covariance, is the default."""
 
@@ -109,8 +109,9 @@ class Chain(Setting):
 
     Args:
         chains: How many each unit has, 1 by default; more cost more and halve the noise at four.
-        burn_in: Transitions that come first in a unit's first round; None is 100 for
-            heads that are not linear, 30 where chains ``follow`` the mode, and none elsewhere.
+        burn_in: Transitions that come first in a unit's first round; None is 100 for heads that are not
+            linear (10 where z is deep inside a network), 30 where chains ``follow`` the mode, and none
+            elsewhere.
         stateful: False starts each round from the prior, for clients that can keep nothing between rounds.
         follow: Chains of linear heads follow the mode of their posterior as theta moves, and start there.
         rao_blackwell: Conditional expectations in closed form take the place of averages over draws.
@@ -153,7 +154,10 @@ class Sampler:
     def burn_in(self) -> int:
         """A linear head's curvature is known, so its first step fits, and its chain starts by the mode: what
         is left to find is its width."""
-        usual = FIRST_BURN_IN if not self.hierarchy.model.linear else SHORT_BURN_IN if self.follows else 0
+        model = self.hierarchy.model
+        usual = SHORT_BURN_IN if self.follows else 0
+        if not model.linear:
+            usual = DEEP_BURN_IN if model.deep else FIRST_BURN_IN
         return usual if self.chain.burn_in is None else self.chain.burn_in
 
     def enter(self, units: Tensor, beta: Tensor, key: Key, states: Tensor | None) -> Tensors:

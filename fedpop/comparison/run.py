@@ -18,6 +18,7 @@ from fedpop.comparison.runner import Job, run_jobs, tell
 from fedpop.comparison.terms import Entry, Source, Terms, check
 from fedpop.errors import CheckpointError, EstimateError
 from fedpop.evaluation.scores import Evaluation
+from fedpop.evaluation.verdict import loss_trend
 from fedpop.federation.clients import Federation
 from fedpop.files import writable_folder, write_json
 from fedpop.methods.base import Algorithm, hierarchy_of
@@ -96,6 +97,8 @@ def run_one(
     metrics["plug_in"] = float(final.plug_in)
     metrics["unserved"] = float(len(final.unserved))
     metrics["left_out"] = float(sum(len(m["left_out"]) for m in population.history))
+    verdict = population.convergence or loss_trend(population.history)
+    metrics["unsettled"] = float(verdict is not None and verdict.converged is False)
     metrics |= {f"last_{n}": v for n, v in watch.mean_of_last().items()}
     if chosen:
         tell(0.0, "evaluating on validation examples")

@@ -36,6 +36,8 @@ PROTOCOL = (
 NOTED = {
     "unserved": "client(s) for whom it has no model, in none of its scores",
     "new_unserved": "new client(s) for whom it has no model, in none of its scores",
+    "unsettled": "run(s) that had not settled (†): theta, or the training loss, still moved, and with more "
+    "rounds scores may be others",
     "left_out": "update(s) that were not finite, left out of their rounds",
 }
 """What a record counts beside its scores, over all seeds."""
@@ -154,7 +156,9 @@ def notes(comparison: Compared) -> list[str]:
 
 
 def flagged(method: str, records: Sequence[Record]) -> str:
-    return f"{method} *" if any(r["metrics"].get("plug_in") for r in records) else method
+    marks = {"plug_in": "*", "unsettled": "†"}
+    found = "".join(m for name, m in marks.items() if any(r["metrics"].get(name) for r in records))
+    return f"{method} {found}" if found else method
 
 
 def highlights(comparison: Compared) -> frozenset[int]:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import EstimateError
-from fedpop.evaluation.louis import in_double, louis, require_double
-from fedpop.evaluation.marginal import closed_form
+from fedpop.evaluation.louis import louis, require_double
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Hierarchy
+from fedpop.kernels.evidence import exact_target, rematerialised
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.priors.base import Sets
@@ -52,23 +52,21 @@ def score_and_information(
     hierarchy: Hierarchy, phi: Tensor, beta: Tensor, cohort: Cohort
 ) -> tuple[Tensor, Tensor]:
     """A cohort's part of the marginal likelihood's gradient ``[p]`` and of its information ``[p, p]``."""
-    wide, size = in_double(cohort), phi.shape[0]
     theta = torch.cat((phi, beta)).double().requires_grad_()
     require_double(hierarchy, theta)
     with torch.enable_grad():
-        features = hierarchy.model.features(theta[:size], wide)
-        value = closed_form(hierarchy.target(theta[:size], theta[size:], features, wide)).sum()
+        value = exact_target(hierarchy, theta, cohort).evidence().sum()
         (score,) = torch.autograd.grad(value, theta, create_graph=True)
-        hessian = rows_of_jacobian(score, theta)
+        hessian = rows_of_jacobian(score, theta, batched=not rematerialised(hierarchy, cohort))
     return score.detach(), -0.5 * (hessian + hessian.mT)
 
 
-def rows_of_jacobian(values: Tensor, at: Tensor) -> Tensor:
+def rows_of_jacobian(values: Tensor, at: Tensor, batched: bool = True) -> Tensor:
     """d values / d at, ``[q, p]``, from a graph that is there.
 
     A few rows are made one by one: what batches them takes half a second to import.
     """
-    if len(values) <= ROWS_ONE_BY_ONE:
+    if len(values) <= ROWS_ONE_BY_ONE or not batched:
         return torch.stack([torch.autograd.grad(v, at, retain_graph=True)[0] for v in values])
     units = torch.eye(len(values), dtype=values.dtype, device=values.device)
     parts = [

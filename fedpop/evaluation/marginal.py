@@ -74,7 +74,7 @@ class MarginalLikelihood(Question[LogLikelihood]):
             phi, beta = asked["phi"], asked["beta"]
             if self.hierarchy.closed_form and runs_in_double(self.hierarchy):
                 # Sums of squares of a few hundred lose a thousandth of a nat in single precision.
-                phi, beta, cohort = phi.double(), beta.double(), cohort.wide
+                phi, beta = phi.double(), beta.double()
             target = self.hierarchy.target_at(phi, beta, cohort)
             if target.closed_form:
                 value = closed_form(target).double()

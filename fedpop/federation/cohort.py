@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fedpop.federation.inputs import Inputs, map_inputs
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,6 @@ class Cohort:
     @cached_property
     def wide(self) -> Cohort:
         """The same in double precision."""
-
-        def double(v: Tensor) -> Tensor:
-            return v.double() if v.is_floating_point() else v
-
         return replace(self, x=map_inputs(double, self.x), y=double(self.y))
 
     def pad(self, rows: Tensor) -> Tensor:
@@ -92,15 +91,19 @@ class Cohort:
         return self.owner * self.longest + self.position
 
     @cached_property
-    def _targets(self) -> dict[object, Tensor]:
+    def _made(self) -> dict[object, Any]:
         return {}
 
+    def once(self, how: object, make: Callable[[], T]) -> T:
+        """What is made of the data alone, which never change: once for each ``how``."""
+        if how not in self._made:
+            self._made[how] = make()
+        found: T = self._made[how]
+        return found
+
     def padded_targets(self, how: object, encode: Callable[[Tensor], Tensor]) -> Tensor:
-        """``pad`` of y in the form that ``encode`` gives; made once for each ``how``, since y never
-        changes."""
-        if how not in self._targets:
-            self._targets[how] = self.pad(encode(self.y))
-        return self._targets[how]
+        """``pad`` of y in the form that ``encode`` gives."""
+        return self.once(how, lambda: self.pad(encode(self.y)))
 
     @cached_property
     def empty(self) -> Tensor | None:
@@ -160,6 +163,18 @@ class Cohort:
             embedded=self.embedded,
         )
 
+    def parts(self, most: int) -> Iterator[Cohort]:
+        """Cohorts of at most so many units each; itself where it has no more."""
+        if len(self) <= most:
+            yield self
+            return
+        ends = torch.cumsum(self.sizes, 0).tolist()
+        for first in range(0, len(self), most):
+            some = slice(first, first + most)
+            last = min(first + most, len(self)) - 1
+            rows = slice(ends[first - 1] if first else 0, ends[last])
+            yield self.take(rows, self.units[some], self.sizes[some])
+
     def one_by_one(self) -> Iterator[Cohort]:
         """A cohort for each unit; its rows are views."""
         start = 0
@@ -167,3 +182,8 @@ class Cohort:
             one = slice(i, i + 1)
             yield self.take(slice(start, start + size), self.units[one], self.sizes[one])
             start += size
+
+
+def double(v: Tensor) -> Tensor:
+    """In double precision, where it is no whole number."""
+    return v.double() if v.is_floating_point() else v

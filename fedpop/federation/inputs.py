@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,11 @@ class Example:
     dtypes: tuple[torch.dtype, ...]
     labels: tuple[str, ...] = ()
     """What classes are called, where targets are words."""
+    least: int = 0
+    """The least whole number that stands in for one: lengths of sequences, say, are not zero."""
+
+    def at_least(self, least: int) -> Example:
+        return replace(self, least=least)
 
     @classmethod
     def of(cls, x: Inputs, labels: tuple[str, ...] = ()) -> Example:
@@ -37,9 +42,12 @@ class Example:
         return cls(names, tuple(tuple(v.shape[1:]) for v in parts), tuple(v.dtype for v in parts), labels)
 
     def zeros(self, count: int, device: torch.device, dtype: torch.dtype) -> Inputs:
-        """So many such examples, all of zeros; floating-point parts in this type."""
+        """So many such examples, all of zeros, or of the least whole numbers; floating-point parts in this
+        type."""
         parts = [
-            torch.zeros((count, *shape), dtype=dtype if own.is_floating_point else own, device=device)
+            torch.zeros((count, *shape), dtype=dtype, device=device)
+            if own.is_floating_point
+            else torch.full((count, *shape), self.least, dtype=own, device=device)
             for shape, own in zip(self.shapes, self.dtypes, strict=True)
         ]
         if self.names is None:

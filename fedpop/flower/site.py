@@ -44,7 +44,6 @@ from fedpop.mixed.study import FormulaStudy
 from fedpop.mixed.table import Rows
 from fedpop.population import Population
 from fedpop.questions import Question
-from fedpop.run.guards import threads
 from fedpop.run.members import Asking
 from fedpop.settings import rebuilt
 from fedpop.site.plan import Plan
@@ -53,6 +52,7 @@ from fedpop.site.sites import Sites
 from fedpop.site.store import LocalStore
 from fedpop.site.study import SiteData, Study, Survey, Training, UnitData
 from fedpop.site.work import Work
+from fedpop.threads import threads
 
 log = logging.getLogger("fedpop.site")
 

@@ -44,7 +44,8 @@ def resolve_kernel(kernel: Kernel | str | None, model: Model, prior: Prior) -> K
 
     A linear head with a quadratic log-likelihood and a Normal prior has a Gaussian posterior, which the
     exponential step draws from exactly; under a mixture of Normals it is a mixture of Gaussians, drawn
-    from exactly too. Everything else gets HMC, with jumps where the prior may have several modes.
+    from exactly too. Everything else gets HMC, with jumps where the prior may have several modes, and with
+    two leapfrog steps where each of them is a pass through a network.
 
     Args:
         kernel: A kernel, its name such as "ula", or None (or "auto") for the one that suits.
@@ -64,7 +65,9 @@ def resolve_kernel(kernel: Kernel | str | None, model: Model, prior: Prior) -> K
     single = prior.component is prior
     if model.linear and model.likelihood.quadratic and prior.component is not None:
         return Exponential() if single else MixtureDraw()
-    return HMC() if single else JumpHMC()
+    if not single:
+        return JumpHMC()
+    return HMC(leapfrog=2) if model.deep else HMC()
 
 
 def kernel_decisions(kernel: Kernel | str | None, model: Model, prior: Prior) -> Sequence[Decision]:

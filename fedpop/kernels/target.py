@@ -16,6 +16,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
 from fedpop.keys import Key
 from fedpop.models.base import Model
+from fedpop.models.condensed import Condensed
 from fedpop.models.local import LinearLikelihood, LocalLikelihood
 from fedpop.models.modules import RowKeys
 from fedpop.priors import Hyperprior
@@ -410,6 +411,11 @@ class Hierarchy:
     prior: Prior
     hyperprior: Hyperprior
 
+    def split(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """phi and beta of a theta."""
+        size = self.model.phi_layout.size
+        return theta[:size], theta[size:]
+
     @property
     def closed_form(self) -> bool:
         """Posteriors and the marginal likelihood are: a linear head, a quadratic log-likelihood, Normals."""
@@ -429,5 +435,11 @@ class Hierarchy:
         return Target(self.model.at_noise(noise).bind(phi, features, cohort, rows), self.prior, beta)
 
     def target_at(self, phi: Tensor, beta: Tensor, cohort: Cohort, noise: float | None = None) -> Target:
-        """The same with features computed here, without dropout."""
-        return self.target(phi, beta, self.model.features(phi, cohort), cohort, noise=noise)
+        """The same in phi's type, with features computed here, without dropout, or from the rows' sufficient
+        statistics."""
+        model = self.model.at_noise(noise)
+        if (data := Condensed.once(model, cohort)) is not None:
+            return Target(data.bind(model, phi), self.prior, beta)
+        if phi.dtype == torch.float64:
+            cohort = cohort.wide
+        return self.target(phi, beta, model.features(phi, cohort), cohort, noise=noise)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fedpop.checked import Proportion
 from fedpop.client.local_sgd import Direction, LocalSGD, Loss, Trained
-from fedpop.client.losses import finite, joint_loss, training_cost
+from fedpop.client.losses import finite, joint_loss, slope_of, training_cost
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors
@@ -127,8 +127,10 @@ def three_updates(f: Loss, size: int, adaptive: bool) -> Direction:
         mixture = f(torch.lerp(w.detach(), v, alpha if adaptive else alpha.detach()), *batch)
         return f(w, *batch) + mixture, mixture.detach()
 
+    slope = slope_of(total, has_aux=True)
+
     def direction(u: Tensor, *batch: object) -> tuple[Tensor, Tensor]:
-        gradient, (_, mixture) = torch.func.grad_and_value(total, has_aux=True)(u, *batch)
+        gradient, (_, mixture) = slope(u, *batch)
         return gradient, mixture
 
     return direction

@@ -289,13 +289,32 @@ class Algorithm(Setting, ABC):
         checkpoint_every: int = 50,
         restarts: int = 0,
         precision: str | None = None,
+        threads: int | None = None,
+        device: str | torch.device | None = None,
         sites: Mapping[str, Sequence[str]] | None = None,
-        **unknown: Any,
     ) -> Population:
-        """Run this method on one machine; ``fedpop.fit`` says what each setting does."""
-        given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
+        """Run this method on one machine; ``fedpop.fit`` says more of each setting.
+
+        Args:
+            clients: Their data, as a list, a mapping, a ``fp.Table`` or a ``fp.Federation``.
+            rounds: How many; None (the default) until theta has converged.
+            seed: Of all random numbers, 0 by default.
+            participation: Who takes part in a round; None (the default) for everyone.
+            out: A folder for the run's files; None (the default) writes nothing.
+            resume: Go on from the checkpoints in ``out``; not by default.
+            callbacks: What happens between rounds; nothing by default.
+            progress: Show a bar; None (the default) on a terminal only.
+            memory: What a round may take beside the data, "1GiB" by default.
+            checkpoint_every: Rounds between checkpoints, 50 by default.
+            restarts: Further runs from other starts, of which the best is returned; 0 by default.
+            precision: That of the backbone; None (the default) for the model's own.
+            threads: How many torch works with; None (the default) for as many as suit the work.
+            device: Where to compute; None (the default) where the model is.
+            sites: Names of sites with those of their clients; None (the default) has each by itself.
+        """
+        given = {name: value for name, value in locals().items() if name != "self"}
         complete()
-        population: Population = type(self).runs_on(self, **given, **unknown)
+        population: Population = type(self).runs_on(self, **given)
         return population
 
     def replace(self, **changes: Any) -> Self:

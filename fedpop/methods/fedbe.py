@@ -156,8 +156,8 @@ class FedBE(Paced, Ensemble):
         one = key.server(w.device)
         examples = Cohort(one, torch.full_like(one, len(x)), x, taught, len(x))
         student = w.unsqueeze(0)
-        batched = self.model.batchable
-        trained = distil.local.run(loss, student, student[:, :0], x, examples, key, batched=batched).w[0]
+        most = self.model.rows_side_by_side
+        trained = distil.local.run(loss, student, student[:, :0], x, examples, key, most_rows=most).w[0]
         return trained if bool(torch.isfinite(trained).all()) else w
 
     def publish(self, server: Tensors) -> Tensors:

@@ -57,6 +57,10 @@ from fedpop.server.beta_step import EM, BetaStep, EMAdam, Turn
 from fedpop.server.calibration import RATE_TRIAL_ROUNDS, largest_rate
 from fedpop.server.optimisers import SGD, Optimiser, Stage
 
+USUAL_STEPS, STEPS_OF_DEEP = 10, 2
+"""Transitions of a chain in a round where nothing is said: a step of a head costs little, one of parameters
+deep inside a network as much as the round's own backward pass."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
@@ -64,8 +68,9 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
 
     Args:
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
-        local_steps: The paper's M, steps of a chain in a round: one number (10 by default), a
-            ``fp.chains.Steps`` schedule, or one for each client by name. More cost more, with less noise.
+        local_steps: The paper's M, steps of a chain in a round: one number, a ``fp.chains.Steps``
+            schedule, or one for each client by name. More cost more, with less noise. None (the default) is
+            10, or 2 where z is deep inside a network.
         start: Where phi starts: "spectral", "random", or "auto" (the default) for what suits the data.
         prior: The population's, of ``fp.priors`` or by name; "normal" by default.
         kernel: What chains step by, of ``fp.kernels`` or by name; what suits head and prior by default.
@@ -89,7 +94,7 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
     HMC(leapfrog=5)
     """
 
-    local_steps: LocalSteps = 10
+    local_steps: LocalSteps | None = None
     kernel: Kernel | str | None = None
     chain: Chain = field(default_factory=Chain)
     phi_step: PhiStep | Optimiser | None = None
@@ -118,6 +123,13 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
 
     # --- settings, resolved where they are used ----------------------------------------------
 
+    @property
+    def steps(self) -> LocalSteps:
+        """M: what was asked for, or what suits the price of a step."""
+        if self.local_steps is None:
+            return USUAL_STEPS if not self.model.deep else STEPS_OF_DEEP
+        return self.local_steps
+
     @cached_property
     def sampler(self) -> Sampler:
         kernel = resolve_kernel(self.kernel, self.model, self.hierarchy.prior)
@@ -137,7 +149,7 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
 
     @property
     def footprint(self) -> Footprint:
-        draws, copies = most_steps(self.local_steps) * self.chain.chains, 4 * (self.on_phi.local is not None)
+        draws, copies = most_steps(self.steps) * self.chain.chains, 4 * (self.on_phi.local is not None)
         return replace(super().footprint, draws=draws, phi_copies=copies, steady=self.on_phi.steady)
 
     def decisions(self) -> Sequence[Decision]:
@@ -203,7 +215,7 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
         return self.sampler.enter(units, beta, key, broadcast.get("states"))
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Iterator[Answer]:
-        for steps, rows in groups_of(self.local_steps, cohort.units, round.number):
+        for steps, rows in groups_of(self.steps, cohort.units, round.number):
             if rows is None:
                 yield from self._answers(round, cohort, local, steps)
                 continue
@@ -348,4 +360,4 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
         return float((halves[1] - halves[0]).norm() / halves[1].norm().clamp(min=1e-30))
 
     def how(self) -> list[tuple[str, str]]:
-        return [("kernel", f"{self.sampler.kernel}, {describe_steps(self.local_steps)}")]
+        return [("kernel", f"{self.sampler.kernel}, {describe_steps(self.steps)}")]

@@ -40,9 +40,9 @@ class FedSOUL(FedSOUK, Chooses):
 
     Args:
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
-        local_steps: The paper's M, how many steps a chain makes in a round: one number (10 by default),
-            a ``fp.chains.Steps`` schedule over rounds, or one for each client by name. More cost more
-            and lessen noise.
+        local_steps: The paper's M, how many steps a chain makes in a round: one number, a
+            ``fp.chains.Steps`` schedule over rounds, or one for each client by name. More cost more and
+            lessen noise. None (the default) is 10, or 2 where z is deep inside a network.
         start: Where phi starts: "spectral", or ``Spectral()``, from second moments of the data; "random"
             as the model was given; "auto" (the default) spectral where it applies, else as it was given
             with a prior that suits the data.

@@ -120,9 +120,9 @@ class L2GD(WholeModel, Staged):
             x = x - broadcast["pull"] * (x - broadcast["w"])
         if bool(broadcast["averaging"]):
             return Answer(finite(x), {"x": x}, {"x": x})
-        rate, batched = float(broadcast["rate"]) / (1 - self.p), self.model.batchable
+        rate, most = float(broadcast["rate"]) / (1 - self.p), self.model.rows_side_by_side
         loss = joint_loss(self.model, cohort.embedded)
-        new = self.local.run(loss, x, x[:, :0], cohort.x, cohort, round.key, rate, batched=batched)
+        new = self.local.run(loss, x, x[:, :0], cohort.x, cohort, round.key, rate, most_rows=most)
         good, passes = finite(new.w), self.local.steps(cohort)
         return Answer(good, {}, {"x": new.w}, training_cost(cohort, new.loss, good, passes, passes))
 

@@ -22,6 +22,7 @@ Per-FedAvg's own) has the first-order variant only, and weights by n_i.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar
 
@@ -30,8 +31,8 @@ from torch import Tensor
 
 from fedpop.checked import Count, OneOf, Positive
 from fedpop.client.local_sgd import Direction, LocalSGD
-from fedpop.client.losses import finite, joint_loss, training_cost
-from fedpop.errors import SettingsError, warn_user
+from fedpop.client.losses import finite, joint_loss, slope_of, training_cost
+from fedpop.errors import ModelError, SettingsError, warn_user
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs, map_inputs
@@ -39,7 +40,7 @@ from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.methods.base import About, ChecksData, Facts, Footprint, Paced, Round
 from fedpop.methods.whole import WholeModel, published_w, split_w
-from fedpop.models.modules import RowKeys
+from fedpop.models.modules import RowKeys, inside_transform
 
 VARIANTS = {"exact": "", "first-order": "-FO", "hessian-free": "-HF"}
 WEIGHTS = ("equal", "examples")
@@ -127,7 +128,7 @@ class PerFedAvg(Paced, WholeModel, ChecksData):
     def direction(self, embedded: bool) -> Direction:
         """(I - alpha H) grad f(w - alpha grad f(w; D1); D2), and the loss at w of D1."""
         loss = joint_loss(self.model, embedded)
-        slope = torch.func.grad_and_value(loss)
+        slope = slope_of(loss)
 
         def along(
             w: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None
@@ -143,7 +144,7 @@ class PerFedAvg(Paced, WholeModel, ChecksData):
                 above, below = (slope(w + s * self.delta * v, aux, *d3)[0] for s in (1.0, -1.0))
                 curved = (above - below) / (2 * self.delta)
             else:  # the Hessian is symmetric, so that the transposed product is the product
-                curved = torch.func.vjp(lambda u: slope(u, aux, *d3)[0], w)[1](v)[0]
+                curved = hessian_product(lambda u: loss(u, aux, *d3), w, v)
             return v - self.alpha * curved, value
 
         return along
@@ -174,6 +175,24 @@ class PerFedAvg(Paced, WholeModel, ChecksData):
         adapt = LocalSGD(epochs=self.adapt_steps, rate=self.alpha)
         w = published_w(published, len(cohort))
         return split_w(self.model, self.train(adapt, w, cohort, key.at(purpose="adapt")).w)
+
+
+def hessian_product(f: Callable[[Tensor], Tensor], w: Tensor, v: Tensor) -> Tensor:
+    """The Hessian of f at w, times v: under vmap by torch.func, else by plain autograd."""
+    if inside_transform():
+        out: Tensor = torch.func.vjp(torch.func.grad(f), w)[1](v)[0]
+        return out
+    leaf = w.detach().requires_grad_()
+    try:
+        with torch.enable_grad():
+            (g,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
+            (product,) = torch.autograd.grad(g, leaf, v, materialize_grads=True)
+    except RuntimeError as error:
+        raise ModelError(
+            f"the model has no second derivatives ({str(error).splitlines()[0]}), as a layer of torch's may "
+            "not have them; use PerFedAvg(variant='hessian-free') or 'first-order'"
+        ) from error
+    return product
 
 
 def dealt(

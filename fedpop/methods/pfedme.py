@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedpop.checked import Count, OneOf, Positive
 from fedpop.client.local_sgd import Direction, LocalSGD
-from fedpop.client.losses import finite, joint_loss, training_cost
+from fedpop.client.losses import finite, joint_loss, slope_of, training_cost
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import Inputs
@@ -106,7 +106,7 @@ class PFedMe(Paced, WholeModel):
 
     def direction(self, embedded: bool, rate: float) -> Direction:
         """For (w, theta): the gradient of w's envelope, and what K steps change in theta."""
-        slope = torch.func.grad_and_value(joint_loss(self.model, embedded))
+        slope = slope_of(joint_loss(self.model, embedded))
 
         def along(
             both: Tensor, aux: Tensor, x: Inputs, y: Tensor, mask: Tensor, rows: RowKeys | None

@@ -20,6 +20,7 @@ from fedpop.methods.base import Algorithm, Facts, Footprint, mean_loss
 from fedpop.models.base import Model
 from fedpop.models.local import LinearLikelihood
 from fedpop.models.predictive import Predictive
+from fedpop.models.probe import ANY_ROWS
 
 
 def split_w(model: Model, w: Tensor) -> Tensors:
@@ -114,7 +115,7 @@ class WholeModel(Algorithm):
             cohort,
             key,
             pace * local.rate,
-            batched=self.model.batchable,
+            most_rows=self.model.rows_side_by_side,
             direction=direction,
             pull=pull,
             project=project,
@@ -144,7 +145,8 @@ class WholeModel(Algorithm):
             if isinstance(local, LinearLikelihood):
                 return sgd.run_heads(local, z, cohort, own, pace * sgd.rate)
             loss, rate = head_loss(self.model, phi), pace * sgd.rate
-            return sgd.run(loss, z, z[:, :0], features, cohort, own, rate, dropout=dropout).w
+            most = ANY_ROWS if self.model.heads_side_by_side else 0
+            return sgd.run(loss, z, z[:, :0], features, cohort, own, rate, dropout=dropout, most_rows=most).w
 
     def metrics(self, server: Tensors, cost: Mapping[str, float]) -> dict[str, float | None]:
         return {"loss": mean_loss(cost)}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpop.decisions import Decision
+from fedpop.devices import device_named
 from fedpop.errors import DataError, FedpopError, ModelError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
@@ -21,7 +22,17 @@ from fedpop.keys import Key
 from fedpop.models.likelihoods import Likelihood, Params
 from fedpop.models.local import GeneralLikelihood, LinearLikelihood, LocalLikelihood
 from fedpop.models.modules import Layout, NetworkPass, RowKeys, has_dropout
-from fedpop.models.probe import USERS, check_codes, check_rows, not_accepted, outputs_at
+from fedpop.models.probe import (
+    ANY_ROWS,
+    USERS,
+    check_codes,
+    check_rows,
+    first_taken,
+    not_accepted,
+    outputs_at,
+    rows_side_by_side,
+    vectorises_head,
+)
 from fedpop.models.weighted import Weighted
 from fedpop.precision import check as check_precision
 
@@ -71,13 +82,16 @@ class Model(ABC):
     """The last so many columns of features are added to the head's outputs: what phi alone says of them."""
     network: bool = False
     """phi is the weights of a nonlinear network, which wants smaller steps than a linear map."""
-    batchable: bool = True
-    """Several clients' own copies of phi can be worked on side by side by vmap; convolutions with a filter
-    for each client are slow, and cannot be laid out as a CPU likes them."""
+    rows_side_by_side: int = ANY_ROWS
+    """Examples of each client up to which steps on clients' own copies of the model are worked on side by
+    side, by vmap; 0 where a layer does not know it."""
+    heads_side_by_side: bool = True
+    """Heads that are not linear are worked on side by side by vmap, and else one after the other."""
     labels: tuple[str, ...] = ()
     """What classes are called, where targets were words."""
     precision: str = "auto"
     """As it was given: a model that is saved asks again where it is read."""
+    device: torch.device
     _pass: NetworkPass | None = None
     """How the network is run, of models that have one."""
 
@@ -109,7 +123,7 @@ class Model(ABC):
 
         extra = () if rows is None else (rows.clients, rows.positions)
         y = self.likelihood.encode(cohort.y, self.outputs, phi.dtype)
-        return GeneralLikelihood(log_prob, features, y, cohort, extra)
+        return GeneralLikelihood(log_prob, features, y, cohort, extra, self.heads_side_by_side)
 
     def log_prob_at(
         self, phi: Tensor, z: Tensor, features: Inputs, y: Tensor, rows: RowKeys | None = None
@@ -123,6 +137,8 @@ class Model(ABC):
             features, offset = self.split_offset(features)
             eta = linear_outputs(z, features, self.outputs, self.z_layout.bias)
             return eta if offset is None else eta + offset
+        if not self.heads_side_by_side:
+            return torch.stack([self.head_at(phi, one, features, rows) for one in z])
         return torch.func.vmap(lambda one: self.head_at(phi, one, features, rows))(z)
 
     def log_prob(
@@ -144,6 +160,20 @@ class Model(ABC):
     @abstractmethod
     def modules(self) -> list[nn.Module]:
         """The modules that make up the model."""
+
+    @property
+    def deep(self) -> bool:
+        """z is inside a network, so that every gradient of a chain is a pass through it."""
+        return False
+
+    @property
+    def affine(self) -> bool:
+        """Features, and what is added to outputs, are affine maps of x."""
+        return False
+
+    @property
+    def convolutional(self) -> bool:
+        return self._pass is not None and self._pass.convolutional
 
     @property
     def frozen(self) -> bool:
@@ -169,6 +199,17 @@ class Model(ABC):
         like = self.initial_z()
         rounded = self._pass is not None and self._pass.chosen(like.device) == "bfloat16"
         return "bfloat16" if rounded else name_of(like.dtype)
+
+    def on(self, device: str | torch.device) -> Self:
+        """A copy on this device."""
+        where = device_named(device)
+        if where == self.initial_z().device:
+            return self
+        out = copy.deepcopy(self)
+        for module in out.modules():
+            module.to(where)
+        out.device = where
+        return out
 
     def at_precision(self, precision: str) -> Self:
         """A copy that computes in this: ``bfloat16``, or ``float32`` for the parameters' own type, which may
@@ -306,19 +347,24 @@ class Model(ABC):
         phi = self.initial_phi()
         out = copy.copy(self)
         out.labels = example.labels or self.labels
-        out._look(example.zeros(2, phi.device, phi.dtype), phi)
+        like = example.at_least(first_taken(self, example, phi))
+        out._look(like.zeros(2, phi.device, phi.dtype), phi)
         if self.modules():
-            check_rows(out, example)
+            check_rows(out, like)
+            out.rows_side_by_side = rows_side_by_side(out, like, phi)
         return out
 
     def _look(self, x: Inputs, phi: Tensor) -> None:
         """What a copy of a model learns from two examples."""
         self.outputs = self._outputs_at(x, phi)
         self.likelihood.check_head(self.outputs)
+        if self.modules() and not self.linear:
+            self.heads_side_by_side = vectorises_head(self, x, phi)
 
     def known(self) -> dict[str, Any]:
         """What ``prepared`` found, for a file."""
-        known = {"outputs": self.outputs, "linear": self.linear}
+        known: dict[str, Any] = {"outputs": self.outputs, "linear": self.linear}
+        known |= {"rows_side_by_side": self.rows_side_by_side, "heads_side_by_side": self.heads_side_by_side}
         return known | {"labels": list(self.labels)} if self.labels else known
 
     def knowing(self, known: Mapping[str, Any]) -> Self:
@@ -326,6 +372,8 @@ class Model(ABC):
         out = copy.copy(self)
         out.outputs, out.linear = int(known["outputs"]), bool(known["linear"])
         out.labels = tuple(known.get("labels", ()))
+        out.rows_side_by_side = int(known.get("rows_side_by_side", self.rows_side_by_side))
+        out.heads_side_by_side = bool(known.get("heads_side_by_side", self.heads_side_by_side))
         return out
 
     def checked(self, federation: Federation) -> Federation:

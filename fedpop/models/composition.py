@@ -31,6 +31,7 @@ from fedpop.models.modules import (
     is_hooked,
     require_together,
 )
+from fedpop.models.probe import ANY_ROWS
 
 LARGEST_FULL_COVARIANCE = 8
 """Dimensions of z up to which a head on fixed features has a full covariance by default."""
@@ -107,7 +108,7 @@ class Composition(Model):
         self.offsets = 0 if self.fixed is None else self.outputs
         self.precision = precision
         self._pass: NetworkPass = NetworkPass.of(self.backbone, self.phi_layout.size, self.dtype, precision)
-        self.batchable = not self._pass.convolutional
+        self.rows_side_by_side = 0 if self._pass.convolutional else ANY_ROWS  # until it has seen an example
         self.network = not isinstance(self.backbone, nn.Identity | nn.Linear)
 
     def __repr__(self) -> str:
@@ -171,6 +172,12 @@ class Composition(Model):
         with dropout_rows(self.head, rows):
             eta = call(self.head, self.z_layout.views(z), features)
         return eta if offset is None else eta + offset
+
+    @property
+    def affine(self) -> bool:
+        parts = [m for m in (self.backbone, self.fixed) if m is not None]
+        known = all(type(m) in (nn.Identity, nn.Linear) and not is_hooked(m) for m in parts)
+        return known and self.autocast is None
 
     def pulls_back(self, cohort: Cohort) -> bool:
         """Of a linear map of vectors, in the parameters' own type."""

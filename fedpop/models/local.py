@@ -7,6 +7,7 @@ any other. Both take z as ``[C, K, d]``: K chains for each of C clients.
 from __future__ import annotations
 
 import copy
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import cached_property, reduce
@@ -18,19 +19,9 @@ from torch import Tensor
 from fedpop.blocks import ROWS_AT_ONCE
 from fedpop.errors import ModelError
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.inputs import Inputs, map_inputs
+from fedpop.federation.inputs import Inputs, leaves, map_inputs
 from fedpop.models.likelihoods import Likelihood, Params
-
-ALL = slice(None)
-
-
-def blocks(rows: int) -> list[slice]:
-    """So many examples in blocks, all of them in one unless they are many.
-
-    >>> blocks(5), len(blocks(1_000_000))
-    ([slice(0, 5, None)], 62)
-    """
-    return [slice(a, min(a + ROWS_AT_ONCE, rows)) for a in range(0, rows, ROWS_AT_ONCE)] or [slice(0, 0)]
+from fedpop.models.modules import inside_transform
 
 
 class LocalLikelihood(ABC):
@@ -124,45 +115,60 @@ class LinearLikelihood(LocalLikelihood):
         mask, offset = (None if block is None else block[rows] for block in (self.mask, self.offset))
         return LinearLikelihood(self.features[rows], self.y[rows], mask, self.likelihood, params, offset)
 
-    def eta(self, z: Tensor, rows: slice = ALL) -> Tensor:
+    @cached_property
+    def pieces(self) -> list[LinearLikelihood]:
+        """This one in blocks of rows, itself where one will do. They are split, not sliced: the backward pass
+        of every slice fills a whole block."""
+        if self.short:
+            return [self]
+        cut = [
+            itertools.repeat(None) if block is None else block.split(ROWS_AT_ONCE, 1)
+            for block in (self.features, self.y, self.mask, self.offset)
+        ]
+        return [
+            LinearLikelihood(features, y, mask, self.likelihood, self.params, offset)
+            for features, y, mask, offset in zip(*cut, strict=False)
+            if features is not None and y is not None
+        ]
+
+    def eta(self, z: Tensor) -> Tensor:
         """Head outputs ``[C, N, K, o]``."""
         clients, chains, _ = z.shape
         q = self.features.shape[-1]
         weight = z.reshape(clients, chains * self.outputs, q)
-        eta = torch.bmm(self.features[:, rows], weight.mT)
+        eta = torch.bmm(self.features, weight.mT)
         eta = eta.reshape(clients, -1, chains, self.outputs)
-        return eta if self.offset is None else eta + self.offset[:, rows].unsqueeze(2)
+        return eta if self.offset is None else eta + self.offset.unsqueeze(2)
 
     def value(self, z: Tensor) -> Tensor:
-        return sum_of(self._value(z, rows) for rows in blocks(self.y.shape[1]))
+        return sum_of(piece._value(z) for piece in self.pieces)
 
-    def _value(self, z: Tensor, rows: slice) -> Tensor:
-        value = self.likelihood.log_prob(self.eta(z, rows), self.y[:, rows].unsqueeze(2), self.params)
-        return (value if self.mask is None else value * self.mask[:, rows].unsqueeze(2)).sum(1)
+    def _value(self, z: Tensor) -> Tensor:
+        value = self.likelihood.log_prob(self.eta(z), self.y.unsqueeze(2), self.params)
+        return (value if self.mask is None else value * self.mask.unsqueeze(2)).sum(1)
 
     def value_and_grad(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [self._value_and_grad(z, rows) for rows in blocks(self.y.shape[1])]
+        parts = [piece._value_and_grad(z) for piece in self.pieces]
         return sum_of(v for v, _ in parts), sum_of(g for _, g in parts)
 
-    def _value_and_grad(self, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        value, slope = self.value_and_slope(z, rows)
-        return value, self.grad_of(slope, rows).reshape(z.shape)
+    def _value_and_grad(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        value, slope = self.value_and_slope(z)
+        return value, self.grad_of(slope).reshape(z.shape)
 
     def grad(self, z: Tensor) -> Tensor:
-        return sum_of(self._grad(z, rows) for rows in blocks(self.y.shape[1]))
+        return sum_of(piece._grad(z) for piece in self.pieces)
 
-    def _grad(self, z: Tensor, rows: slice) -> Tensor:
+    def _grad(self, z: Tensor) -> Tensor:
         """With examples on the last axis, for the sake of speed: ``[C, K, o, N]``."""
-        features = self.features[:, rows]
-        weight = z.reshape(z.shape[0], -1, features.shape[-1])
-        eta = torch.bmm(weight, features.mT).unflatten(1, (-1, self.outputs))
+        weight = z.reshape(z.shape[0], -1, self.features.shape[-1])
+        eta = torch.bmm(weight, self.features.mT).unflatten(1, (-1, self.outputs))
         y, mask, offset = self._across
         if offset is not None:
-            eta = eta + offset[..., rows]
-        slope = self.likelihood.slope_across(eta, y[..., rows], self.params)
+            eta = eta + offset
+        slope = self.likelihood.slope_across(eta, y, self.params)
         if mask is not None:
-            slope = slope * mask[..., rows]
-        return torch.bmm(slope.flatten(1, 2), features).reshape(z.shape)
+            slope = slope * mask
+        return torch.bmm(slope.flatten(1, 2), self.features).reshape(z.shape)
 
     @cached_property
     def _across(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -171,18 +177,17 @@ class LinearLikelihood(LocalLikelihood):
         offset = None if self.offset is None else self.offset.mT.unsqueeze(1)
         return self.y.mT.contiguous().unsqueeze(1), mask, offset
 
-    def value_and_slope(self, z: Tensor, rows: slice = ALL) -> tuple[Tensor, Tensor]:
+    def value_and_slope(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """``[C, K]``, and its derivative in the head's outputs, ``[C, N, K o]``."""
-        y = self.y[:, rows].unsqueeze(2)
-        value, slope = self.likelihood.value_and_grad(self.eta(z, rows), y, self.params)
+        value, slope = self.likelihood.value_and_grad(self.eta(z), self.y.unsqueeze(2), self.params)
         if self.mask is not None:
-            value = value * self.mask[:, rows].unsqueeze(2)
-            slope = slope * self.mask[:, rows, None, None]
+            value = value * self.mask.unsqueeze(2)
+            slope = slope * self.mask[:, :, None, None]
         return value.sum(1), slope.flatten(2)
 
-    def grad_of(self, slope: Tensor, rows: slice = ALL) -> Tensor:
+    def grad_of(self, slope: Tensor) -> Tensor:
         """The derivative in z, ``[C, K o, q]``, that belongs to one in the outputs."""
-        return torch.bmm(slope.mT, self.features[:, rows])
+        return torch.bmm(slope.mT, self.features)
 
     def pulled_back(self, z: Tensor, slope: Tensor, width: int) -> Tensor:
         """The derivative, summed over z, in the first ``width`` columns of the features, and in the offset,
@@ -202,14 +207,13 @@ class LinearLikelihood(LocalLikelihood):
 
     def curvature_at(self, z: Tensor) -> Tensor:
         """F' diag(-d2 log p / d eta2) F at z ``[C, d]``, for each output: ``[C, o, q, q]``."""
-        return sum_of(self._curvature_at(z, rows) for rows in blocks(self.y.shape[1]))
+        return sum_of(piece._curvature_at(z) for piece in self.pieces)
 
-    def _curvature_at(self, z: Tensor, rows: slice) -> Tensor:
-        weight = self.likelihood.curvature(self.eta(z.unsqueeze(1), rows), self.params)[:, :, 0]
+    def _curvature_at(self, z: Tensor) -> Tensor:
+        weight = self.likelihood.curvature(self.eta(z.unsqueeze(1)), self.params)[:, :, 0]
         if self.mask is not None:
-            weight = weight * self.mask[:, rows].unsqueeze(-1)
-        features = self.features[:, rows]
-        return torch.einsum("cni,cno,cnj->coij", features, weight, features)
+            weight = weight * self.mask.unsqueeze(-1)
+        return torch.einsum("cni,cno,cnj->coij", self.features, weight, self.features)
 
 
 class Evaluated(NamedTuple):
@@ -221,7 +225,7 @@ class Evaluated(NamedTuple):
 
 
 class GeneralLikelihood(LocalLikelihood):
-    """Any likelihood, vectorised over clients and chains by vmap.
+    """Any likelihood, vectorised over clients and chains by vmap, or in a loop if not ``side_by_side``.
 
     ``log_prob(z, x, y, *extra)`` maps one client's flat z and its rows to a value per row, ``[N]``;
     ``extra`` are further ``[C, N]`` blocks that it wants to see. Padding repeats real rows.
@@ -234,6 +238,7 @@ class GeneralLikelihood(LocalLikelihood):
         y: Tensor,
         cohort: Cohort,
         extra: tuple[Tensor, ...] = (),
+        side_by_side: bool = True,
     ) -> None:
         self.features, self.y = map_inputs(cohort.fill, features), cohort.fill(y)
         self.extra = tuple(cohort.fill(v) for v in extra)
@@ -247,11 +252,13 @@ class GeneralLikelihood(LocalLikelihood):
             value = log_prob(z, x, y, *extra)
             return (torch.where(mask > 0, value, torch.zeros_like(value)) * mask).sum()
 
+        self._total = total
         shared = (None,) * (3 + len(extra))
-        self._one = torch.func.vmap(total)
-        self._many = torch.func.vmap(torch.func.vmap(total, in_dims=(0, *shared)))
+        self._side_by_side, over = side_by_side, torch.func.vmap if side_by_side else _looped
+        self._one = over(total)
+        self._many = over(over(total, in_dims=(0, *shared)))
         grad_and_value = torch.func.grad_and_value(total)
-        self._both = torch.func.vmap(torch.func.vmap(grad_and_value, in_dims=(0, *shared)))
+        self._both = over(over(grad_and_value, in_dims=(0, *shared)))
 
     @property
     def sizes(self) -> Tensor:
@@ -274,25 +281,29 @@ class GeneralLikelihood(LocalLikelihood):
         return out if self._empty is None else out.masked_fill(self._empty.unsqueeze(1), 0.0)
 
     def _evaluate(self, z: Tensor) -> Tensor:
-        return sum_of(self._part(z, rows) for rows in blocks(self.y.shape[1]))
+        return sum_of(self._part(z, piece) for piece in self._pieces())
 
-    def _part(self, z: Tensor, rows: slice) -> Tensor:
+    def _part(self, z: Tensor, piece: tuple[Any, ...]) -> Tensor:
         out: Tensor
         if z.shape[1] == 1:  # one chain each: one level of vmap less to pay for
-            out = self._one(z[:, 0], *self._rows(rows))
+            out = self._one(z[:, 0], *piece)
             return out.unsqueeze(1)
-        out = self._many(z, *self._rows(rows))
+        out = self._many(z, *piece)
         return out
 
-    def _rows(self, rows: slice) -> tuple[Any, ...]:
-        """Features, targets, masks and further blocks of these examples."""
-        parts = (self.y, self.mask, *self.extra)
-        return map_inputs(lambda v: v[:, rows], self.features), *(v[:, rows] for v in parts)
+    def _pieces(self) -> list[tuple[Any, ...]]:
+        """Features, targets, masks and further blocks, of so many examples at a time."""
+        parts = (*leaves(self.features), self.y, self.mask, *self.extra)
+        pieces = []
+        for piece in zip(*(v.split(ROWS_AT_ONCE, 1) for v in parts), strict=True):
+            left = iter(piece)
+            pieces.append((map_inputs(lambda _, left=left: next(left), self.features), *left))
+        return pieces
 
     def value_and_grad(self, z: Tensor) -> tuple[Tensor, Tensor]:
         if not self.examples:
             return z.new_zeros(z.shape[:2]), torch.zeros_like(z)
-        parts = [self._both_of(self._lent(z), rows) for rows in blocks(self.y.shape[1])]
+        parts = [self._both_of(self._lent(z), piece) for piece in self._pieces()]
         value, grad = sum_of(v for v, _ in parts), sum_of(g for _, g in parts)
         if self._empty is None:
             return value, grad
@@ -301,17 +312,32 @@ class GeneralLikelihood(LocalLikelihood):
             grad.masked_fill(self._empty[:, None, None], 0.0),
         )
 
-    def _both_of(self, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        if _inside_transform():  # of another one (a product with the Hessian, say)
-            grad, value = self._both(z, *self._rows(rows))
+    def _both_of(self, z: Tensor, piece: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        if inside_transform():  # of another one (a product with the Hessian, say)
+            grad, value = self._both(z, *piece)
             return value, grad
+        if not self._side_by_side:
+            return self._each(z, piece)
         # A chain's value depends on its own z alone, so plain autograd on the sum has all gradients, at two
         # thirds of the price of a gradient under vmap.
         with torch.enable_grad():
             free = z.detach().requires_grad_()
-            value = self._part(free, rows)
+            value = self._part(free, piece)
             (grad,) = torch.autograd.grad(value.sum(), free)
         return value.detach(), grad
+
+    def _each(self, z: Tensor, piece: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """One after the other, so that one graph at a time is held."""
+        value, grad = z.new_empty(z.shape[:2]), torch.empty_like(z)
+        for c, k in itertools.product(*map(range, z.shape[:2])):
+            free = z[c, k].detach().clone().requires_grad_()
+            own: list[Any] = [map_inputs(lambda v, c=c: v[c], part) for part in piece]
+            with torch.enable_grad():
+                one = self._total(free, *own)
+            value[c, k] = one.detach()
+            (slope,) = torch.autograd.grad(one, free, materialize_grads=True, allow_unused=True)
+            grad[c, k] = slope
+        return value, grad
 
     def _lent(self, z: Tensor) -> Tensor:
         # A client without examples borrows another's rows, so it borrows the z that belongs to them.
@@ -323,10 +349,26 @@ def sum_of(parts: Iterable[Tensor]) -> Tensor:
     return reduce(torch.add, parts)
 
 
-def _inside_transform() -> bool:
-    """Whether a transform of torch.func is running, whose tensors plain autograd must not cut off."""
-    out: bool = torch._C._functorch.peek_interpreter_stack() is not None
-    return out
+def _looped(function: Callable[..., Any], in_dims: tuple[int | None, ...] | int = 0) -> Callable[..., Any]:
+    """What ``torch.func.vmap`` gives, one after the other."""
+
+    def run(*args: Any) -> Any:
+        over = (0,) * len(args) if isinstance(in_dims, int) else in_dims
+        count = next(len(leaves(a)[0]) for a, d in zip(args, over, strict=True) if d == 0)
+        each = [
+            function(
+                *(
+                    a if d is None else map_inputs(lambda v, i=i: v[i], a)
+                    for a, d in zip(args, over, strict=True)
+                )
+            )
+            for i in range(count)
+        ]
+        if isinstance(each[0], tuple):
+            return tuple(torch.stack(parts) for parts in zip(*each, strict=True))
+        return torch.stack(each)
+
+    return run
 
 
 def _sizes(mask: Tensor | None, y: Tensor) -> Tensor:

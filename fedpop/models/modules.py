@@ -352,7 +352,7 @@ class NetworkPass:
         return torch.cat(parts)
 
     def _block(self, forward: Callable[[Inputs], Tensor], x: Inputs, rows: RowKeys | None) -> Tensor:
-        if self.convolutional:
+        if self.convolutional and not inside_transform():  # vmap knows one memory format
             x = map_inputs(_channels_last, x)
         with dropout_rows(self.module, rows):
             if self.autocast is None:
@@ -363,6 +363,12 @@ class NetworkPass:
         if not isinstance(features, Tensor):
             raise ModelError("the backbone must give one tensor of features per batch")
         return features
+
+
+def inside_transform() -> bool:
+    """Whether a transform of torch.func is running, whose tensors plain autograd must not cut off."""
+    out: bool = torch._C._functorch.peek_interpreter_stack() is not None
+    return out
 
 
 def _channels_last(leaf: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
 """A few made-up examples sent through a model before anyone's data: does it do what federating needs?
 
 One example alone and in a batch must give the same output (else clients' data mix, and theta depends on how
-they are grouped); inputs must stay as they are; nothing may be drawn from torch's global generator; a head
-that is not linear must run under ``torch.func.vmap``.
+they are grouped); inputs must stay as they are; nothing may be drawn from torch's global generator. Whether
+several clients can be worked on side by side, by ``torch.func.vmap``, is tried here, too.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,12 @@ ORDER_OF_SUMS, ORDER_IN_DOUBLE, ORDER_IN_BFLOAT16 = 1e-3, 1e-7, 5e-2
 deep network's in single precision, and far less than a layer that mixes examples."""
 
 
+ANY_ROWS = sys.maxsize
+LARGEST_STEP_SIDE_BY_SIDE = 2**17
+"""Numbers that a client's step through a convolutional network keeps for its backward pass, up to which steps
+of several clients are worked on side by side: a filter for each client is slow, a call for each is slower."""
+
+
 def rounding(dtype: torch.dtype) -> float:
     """How much of the largest number may differ by the order of sums."""
     return ORDER_IN_DOUBLE if dtype == torch.float64 else ORDER_OF_SUMS
@@ -39,7 +47,8 @@ def global_generator(names: str = "") -> ModelError:
     where = f"{names} draws" if names else "the model draws"
     return ModelError(
         f"{where} from torch's global generator (functional dropout, say), so runs could not be repeated or "
-        "resumed; use nn.Dropout modules, which fedpop keys, or a dropout of 0 there"
+        "resumed; use nn.Dropout modules, which fedpop keys, or a dropout of 0 there, or switch it off with "
+        "module.eval()"
     )
 
 
@@ -83,8 +92,6 @@ def outputs_at(model: Model, x: Inputs, phi: Tensor) -> int:
             )
         if not torch.equal(before, torch.get_rng_state()):
             raise global_generator(_drawing(model, lambda: model.embed(phi, x, keys)))
-        if not model.linear:
-            eta = _vectorised(model, phi, features)[0]
     if eta.dim() != 2 or eta.shape[0] != count:
         if isinstance(x, Tensor) and x.dim() == 1:
             raise not_accepted(x, ValueError("one number per example"))
@@ -95,33 +102,77 @@ def outputs_at(model: Model, x: Inputs, phi: Tensor) -> int:
     return eta.shape[1]
 
 
-def _vectorised(model: Model, phi: Tensor, features: Inputs) -> Tensor:
-    """Outputs for two clients side by side, as chains will want them, with a derivative in z."""
-    many = torch.func.vmap(lambda z, f: model.head_at(phi, z, f))
+def first_taken(model: Model, example: Example, phi: Tensor) -> int:
+    """The least whole number, 0 or 1, of which examples are taken: a sequence of length 0 is none."""
+    if all(own.is_floating_point for own in example.dtypes):
+        return 0
+    for least in (0, 1):
+        with torch.no_grad():
+            try:
+                x = example.at_least(least).zeros(2, phi.device, phi.dtype)
+                model.head_at(phi, model.initial_z(), model.embed(phi, x))
+            except USERS:
+                continue
+            return least
+    return 0
+
+
+def vectorises_head(model: Model, x: Inputs, phi: Tensor) -> bool:
+    """Whether two clients' heads run side by side as chains will want them, with a derivative in z."""
+    with torch.no_grad():
+        features = model.embed(phi, x)
     both = map_inputs(lambda v: torch.stack((v, v)), features)
-    with torch.enable_grad():
-        z = model.initial_z().detach().expand(2, -1).clone().requires_grad_()
+
+    def run(z: Tensor) -> Tensor:
+        many: Tensor = torch.func.vmap(lambda z, f: model.head_at(phi, z, f))(z, both)
+        return many
+
+    return _vectorises(run, model.initial_z())
+
+
+def rows_side_by_side(model: Model, example: Example, phi: Tensor) -> int:
+    """Examples of each client up to which steps of several on their own copies of the model are worked on
+    side by side: none where vmap does not know a layer, few where a convolution has much work by itself."""
+    z, kept = model.initial_z(), 0
+    size, x = phi.numel(), example.zeros(2, phi.device, phi.dtype)
+    both = map_inputs(lambda v: torch.stack((v, v)), x)
+
+    def one(w: Tensor, x: Inputs) -> Tensor:
+        phi, z = torch.split_with_sizes(w, [size, len(w) - size])
+        return model.head_outputs(phi, z.unsqueeze(0), model.embed(phi, x))
+
+    def run(w: Tensor) -> Tensor:
+        many: Tensor = torch.func.vmap(one)(w, both)
+        return many
+
+    def count(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.numel()
+        return tensor
+
+    w = torch.cat((phi, z))
+    if model.convolutional:
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t), torch.enable_grad():
+            one(w.detach().requires_grad_(), x)
+        most = LARGEST_STEP_SIDE_BY_SIDE * 2 // max(kept, 1)
+    else:
+        most = ANY_ROWS
+    return most if most and _vectorises(run, w) else 0
+
+
+def _vectorises(run: Callable[[Tensor], Tensor], w: Tensor) -> bool:
+    """Whether this runs for two clients with these parameters, with a derivative, and not as a loop that vmap
+    makes of what it does not know."""
+    with torch.enable_grad(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        at = w.detach().expand(2, -1).clone().requires_grad_()
         try:
-            eta: Tensor = many(z, both)
-            torch.autograd.grad(eta.sum(), z, allow_unused=True)
-        except USERS as error:
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if "randomness" in str(error):  # vmap refuses to draw from the global generator
-                raise global_generator() from error
-            raise ModelError(
-                f"the model cannot be run for many clients at once (torch.func.vmap): {text}. "
-                f"{_recurrent(model)}Only the layers behind the private parameters run this way: make such a "
-                "layer part of the backbone of a Composition, or write it with plain tensor operations (no "
-                "`if` or `.item()` on values, no writing into tensors)"
-            ) from error
-    return eta.detach()
-
-
-def _recurrent(model: Model) -> str:
-    kinds = (nn.RNNBase, nn.EmbeddingBag)
-    names = [f"{n} ({type(m).__name__})" for top in model.modules() for n, m in top.named_modules()
-             if isinstance(m, kinds)]  # fmt: skip
-    return f"It has {', '.join(names)}, which torch does not vectorise. " if names else ""
+            out = run(at)
+            if out.requires_grad:
+                torch.autograd.grad(out.sum(), at, allow_unused=True)
+        except USERS:
+            return False
+    return not any("performance drop" in str(w.message) for w in said)
 
 
 def _drawing(model: Model, run: Callable[[], object]) -> str:
@@ -228,7 +279,7 @@ def _shaken(v: Tensor, name: str) -> Tensor:
 
 
 def _made_up(example: Example, like: Tensor) -> Inputs:
-    """Standard normal numbers; zeros and ones where they are whole."""
+    """Standard normal numbers; zeros and ones, or ones, where they are whole."""
     key, part = Key(0, purpose="probe.x"), iter(range(len(example.shapes)))
     rows = torch.arange(PROBED_ROWS, device=like.device)
 
@@ -236,7 +287,8 @@ def _made_up(example: Example, like: Tensor) -> Inputs:
         k = next(part)
         if leaf.is_floating_point():
             return key.at(purpose=f"probe.x.{k}").normal(rows, tuple(leaf.shape[1:]), leaf.dtype)
-        return (rows % 2).reshape(-1, *[1] * (leaf.dim() - 1)).expand_as(leaf).to(leaf.dtype).contiguous()
+        whole = (rows % 2).clamp(min=example.least).reshape(-1, *[1] * (leaf.dim() - 1))
+        return whole.expand_as(leaf).to(leaf.dtype).contiguous()
 
     return map_inputs(fill, example.zeros(PROBED_ROWS, like.device, like.dtype))
 

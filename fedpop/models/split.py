@@ -35,6 +35,10 @@ from fedpop.models.modules import (
     has_dropout,
     require_together,
 )
+from fedpop.models.probe import ANY_ROWS
+
+LARGEST_SHALLOW = 20_000
+"""Parameters of a module up to which a pass through it costs no more than the calls that it is made of."""
 
 
 def _end_of(module: nn.Module) -> str | None:
@@ -105,7 +109,7 @@ class Split(Model):
         self.outputs = shapes[f"{self._last}.weight"][0] if self._last else _outputs_of(self.module)
         self.precision = precision
         self._pass: NetworkPass = NetworkPass.of(self.module, self.phi_layout.size, self.dtype, precision)
-        self.batchable = not self._pass.convolutional
+        self.rows_side_by_side = 0 if self._pass.convolutional else ANY_ROWS  # until it has seen an example
         self.network = not isinstance(module, nn.Linear)
 
     def __repr__(self) -> str:
@@ -130,6 +134,11 @@ class Split(Model):
 
     def modules(self) -> list[nn.Module]:
         return [self.module]
+
+    @property
+    def deep(self) -> bool:
+        size = sum(p.numel() for p in self.module.parameters())
+        return not self.linear and size > LARGEST_SHALLOW
 
     @property
     def frozen(self) -> bool:

@@ -20,6 +20,7 @@ from fedpop.population.personal_models import personal_models, planned
 from fedpop.site.plan import Plan
 from fedpop.site.sites import Sites
 from fedpop.site.store import LocalStore
+from fedpop.threads import threads
 
 CACHED_MODEL_BYTES = 2**28
 """Bytes that models of clients may take while all of them are gone through: 100 heads of 100 classes, 560
@@ -35,6 +36,7 @@ class ClientModels:
     federation: Federation | None
     store: LocalStore | None
     names: list[str]
+    threads: int | None
     _personal: dict[int, Tensors]
 
     @property
@@ -75,7 +77,9 @@ class ClientModels:
                 "population with clients=..."
             )
         plan, key = self._final_plan, self.key
-        self._personal |= personal_models(self.algorithm, self.published, self.sites, plan, missing, key)
+        with threads(self.threads):
+            made = personal_models(self.algorithm, self.published, self.sites, plan, missing, key)
+            self._personal |= made
 
     def _one_by_one(self, ids: Tensor) -> Iterator[int]:
         """These clients one after the other, their models made for many at a time, and forgotten where all of

@@ -39,7 +39,12 @@ WHAT = "a saved population"
 
 
 def load(
-    path: str | Path, *, model: Model | None = None, clients: Any = None, prior: Prior | None = None
+    path: str | Path,
+    *,
+    model: Model | None = None,
+    clients: Any = None,
+    prior: Prior | None = None,
+    device: str | torch.device | None = None,
 ) -> Population:
     """Read a saved population back; ``fedpop.load`` says what each setting does."""
     folder = folder_named(path)
@@ -50,6 +55,8 @@ def load(
         theta = read_tensors(theta_file, digests[theta_file.name])
         names = _names(saved["clients"])
     algorithm = _method(saved, about, model, prior)
+    if device is not None:
+        algorithm = algorithm.replace(model=algorithm.model.on(device))
     model = algorithm.model
     device = model.initial_phi().device
     with reading(theta_file, "theta"):

@@ -37,6 +37,7 @@ from fedpop.population.theta import ThetaDraws
 from fedpop.priors.base import moments, widened
 from fedpop.questions import Question
 from fedpop.site.store import LocalStore
+from fedpop.threads import threads
 
 R = TypeVar("R")
 Split = Annotated[str, OneOf(*SPLITS)]
@@ -65,6 +66,7 @@ class Population(ClientModels):
         how: How theta was found, in words under short titles, as ``print`` tells it.
         decisions: What the run decided where a setting left it open, and why.
         elsewhere: Asks clients that are at their sites, as long as the run goes on.
+        threads: How many torch works with for it; None (the default) leaves that to torch.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
@@ -98,6 +100,7 @@ class Population(ClientModels):
     how: list[tuple[str, str]] = field(default_factory=list)
     decisions: Sequence[Decision] = ()
     elsewhere: Callable[[Question[Any]], Any] | None = field(default=None, repr=False)
+    threads: int | None = None
     _personal: dict[int, Tensors] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -332,7 +335,8 @@ class Population(ClientModels):
         if self.sites is None:
             raise CheckpointError("this needs the clients' data; load the population with clients=...")
         personal = self._models_of
-        return self.sites.ask(question, self.published, self.key, self._final_plan, personal, among)[0]
+        with threads(self.threads):
+            return self.sites.ask(question, self.published, self.key, self._final_plan, personal, among)[0]
 
     def _some(self, limit: int) -> Tensor | None:
         """Positions of so many clients, evenly spaced; None where there are no more."""

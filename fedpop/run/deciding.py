@@ -7,17 +7,22 @@ kernel, its start or its final pass, this is found from its settings.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from fedpop.client.final import Final
+from fedpop.client.local_sgd import LocalSGD, side_by_side
 from fedpop.decisions import Decision, decided
 from fedpop.kernels import Hierarchy, kernel_decisions
 from fedpop.message import guard
-from fedpop.methods.base import Asks, Staged, guard_for, hierarchy_of, role_of
+from fedpop.methods.base import Algorithm, Asks, Staged, guard_for, hierarchy_of, role_of
+from fedpop.models.modules import IMAGES_PER_THREAD
 from fedpop.priors.normal import COVARIANCES
 from fedpop.questions import starts
 from fedpop.run import stages
+from fedpop.run.members import LocalMembers
+from fedpop.settings import Setting
+from fedpop.threads import chosen, cores
 
 if TYPE_CHECKING:
     from fedpop.run.run import Run
@@ -29,7 +34,7 @@ def decisions_of(run: Run) -> tuple[Decision, ...]:
     found: dict[str, Decision] = {}
     own = () if hierarchy is None else _of_settings(run, hierarchy)
     parts = decided(method, method.model, None if hierarchy is None else hierarchy.prior)
-    for decision in (*_engine(run), *parts, *own, *_of_rounds(run), *stages.decisions(run)):
+    for decision in (*_engine(run), *parts, *own, *_of_rounds(run), *stages.decisions(run), *_threads(run)):
         found.setdefault(decision.what, decision)
     return tuple(found.values())
 
@@ -58,6 +63,47 @@ def _of_settings(run: Run, hierarchy: Hierarchy) -> Iterator[Decision]:
         size = model.z_layout.size
         draws = f"{final.chains} chains of {final.each(size)} draws"
         yield Decision("final pass", draws, f"z has {size} dimension(s)")
+
+
+def _threads(run: Run) -> Iterator[Decision]:
+    """How many there are, where more of them might have been."""
+    if run.settings.threads is None and run.threading.chosen != "1":
+        yield run.threading
+
+
+def threading(run: Run) -> Decision:
+    """How many threads a run works with."""
+    if (count := run.settings.threads) is not None:
+        return Decision("threads", str(count), "as asked for")
+    members = run.members
+    if not isinstance(members, LocalMembers):
+        return Decision("threads", "1", "clients compute elsewhere")
+    item = run.algorithm.model.initial_phi().element_size()
+    rows = _rows_of_a_step(run.algorithm, members, run.settings.participation.expected(members.roster))
+    return chosen(rows * members.plan.per_row / item, members.device)
+
+
+def _rows_of_a_step(method: Algorithm, members: LocalMembers, active: float) -> float:
+    """How many examples a step works on, about."""
+    model, sizes = method.model, members.federation.train.sizes
+    longest, plan = int(sizes.max()) if len(sizes) else 0, members.plan
+    together = min(active, max(1.0, plan.budget / max(longest * plan.per_row + plan.per_client, 1.0)))
+    local = [s for s in _settings_of(method) if isinstance(s, LocalSGD)]
+    if not local:
+        rows = together * int(sizes.sum()) / max(len(sizes), 1)
+        return min(rows, IMAGES_PER_THREAD * cores()) if model.convolutional else rows
+    batch = max(min(s.batch or longest, longest) for s in local)
+    beside = side_by_side(model.rows_side_by_side, batch, model.phi_layout.size + model.z_layout.size)
+    return batch * together if beside else batch
+
+
+def _settings_of(setting: object) -> Iterator[object]:
+    """Those that are part of it, however deep."""
+    for f in fields(setting) if is_dataclass(setting) else ():
+        value = getattr(setting, f.name)
+        if isinstance(value, Setting):
+            yield value
+            yield from _settings_of(value)
 
 
 def _of_rounds(run: Run) -> Iterator[Decision]:

@@ -1,4 +1,4 @@
-"""What holds while a run goes on: its threads, and patience with Ctrl-C."""
+"""What holds while a run goes on: patience with Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,19 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-import torch
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """The same bits need the same split of sums over threads: those of the run's first start."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

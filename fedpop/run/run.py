@@ -39,11 +39,10 @@ from fedpop.methods.base import (
 from fedpop.population import Population
 from fedpop.questions import Question
 from fedpop.run import checkpoint as checkpoints
-from fedpop.run import stages
+from fedpop.run import deciding, stages
 from fedpop.run.breakdown import nobody, require_finite_theta, require_somebody
 from fedpop.run.callbacks import Callback
-from fedpop.run.deciding import decisions_of
-from fedpop.run.guards import patient_interrupts, threads
+from fedpop.run.guards import patient_interrupts
 from fedpop.run.lock import locked_folder
 from fedpop.run.members import Asking, LocalMembers, Members, roster_of
 from fedpop.run.metrics import Metrics
@@ -54,6 +53,7 @@ from fedpop.run.trial import likelihoods_of
 from fedpop.site.plan import Plan
 from fedpop.site.sites import Sites
 from fedpop.site.study import Training
+from fedpop.threads import threads
 
 R = TypeVar("R")
 
@@ -109,7 +109,8 @@ class Run:
         self.round = 0
         self.totals: dict[str, float] = {}
         self.history: list[dict[str, Any]] = []
-        self.threads = torch.get_num_threads()
+        self.threading = deciding.threading(self)
+        """How many threads it works with, and why."""
         self.counted: int | None = None
         """How many units the server's state is of."""
         self.verdict: Verdict | None = None
@@ -157,7 +158,8 @@ class Run:
             return self._execute(resume, progress)
 
     def _execute(self, resume: bool, progress: bool | None) -> Population:
-        stopped = self.begin(resume)
+        with threads(self.threads):
+            stopped = self.begin(resume)
         with (
             threads(self.threads),
             nullcontext() if self.metrics is None else self.metrics.opened(),
@@ -212,6 +214,10 @@ class Run:
         return True
 
     @property
+    def threads(self) -> int:
+        return int(self.threading.chosen)
+
+    @property
     def label(self) -> str:
         return (self.asked or self.algorithm).label
 
@@ -251,6 +257,7 @@ class Run:
                 *([] if learned is None else learned.how()),
             ],
             decisions=self.decisions,
+            threads=self.threads,
         )
 
     def begin(self, resume: bool = False) -> bool:
@@ -288,7 +295,7 @@ class Run:
 
     def _decide(self, write: bool) -> None:
         """Say what was decided, beside the settings: a run that is resumed may decide otherwise."""
-        self.decisions = decisions_of(self)
+        self.decisions = deciding.decisions_of(self)
         if self.folder is not None and write:
             plain = [decision.plain() for decision in self.decisions]
             write_json(self.folder / "config.json", self.requested | {"decisions": plain})
@@ -492,7 +499,8 @@ class Run:
         self._compute_in(saved.precision, method)
         if method is not asked:
             self.members.update_method(self.algorithm)
-        self.threads = saved.threads
+        if self.settings.threads is None:
+            self.threading = Decision("threads", str(saved.threads), "as when the run began")
         for i, callback in enumerate(self.callbacks):
             if saved.callbacks.get(str(i)):
                 callback.restore(saved.callbacks[str(i)])

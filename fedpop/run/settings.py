@@ -21,6 +21,8 @@ class Settings(Checked):
     participation: Participation
     memory: str | Bytes = "1GiB"
     checkpoint_every: Count = 50
+    threads: Count | None = None
+    """Of torch; None: as many as suit the work."""
     precision: Annotated[str, OneOf(*PRECISIONS)] = "auto"
     sites: Mapping[str, Sequence[str]] | None = None
     weigh: Annotated[str, OneOf("server", "site")] = "server"

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+
 from fedpop.checked import Bytes, Count, OneOf, Seed, Whole, checked
+from fedpop.devices import require_device
 from fedpop.errors import ConvergenceWarning, SettingsError, warn_user
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Said
@@ -38,6 +41,8 @@ def fit(
     checkpoint_every: Count = 50,
     restarts: Whole = 0,
     precision: Annotated[str, OneOf(*PRECISIONS)] | None = None,
+    threads: Count | None = None,
+    device: str | torch.device | None = None,
     sites: Mapping[str, Sequence[str]] | None = None,
 ) -> Population:
     """Run a method on one machine and return the population it learned.
@@ -55,7 +60,8 @@ def fit(
         rounds: How many rounds; None (the default) until it has converged. A finished run goes on with
             ``out`` the same, ``resume=True`` and more of them: a further stage, in which steps start anew at
             full size and decrease towards the new end.
-        seed: Of all random numbers, 0 to 2^64 - 1; the same one gives the same bits. 0 by default.
+        seed: Of all random numbers, 0 to 2^64 - 1; the same one gives the same bits, with the same number
+            of threads. 0 by default.
         participation: Who takes part in a round: None for everyone; a probability such as 0.1 for each
             client by itself (1.0 is everyone); a whole number such as 10 for that many, drawn without
             replacement; a mapping from names to probabilities; or a rule such as
@@ -71,6 +77,10 @@ def fit(
             returned. 0 by default; try 3 where the likelihood has several optima.
         precision: That of the backbone: "float32", "bfloat16", or "auto" for whichever this machine is
             faster in; that of the model by default.
+        threads: How many torch works with; None takes one, or as many as have enough to do and find an idle
+            core, up to what torch was given. Sums over other numbers of threads differ in their last bits.
+        device: Where to compute: "cpu", "cuda", "cuda:1"; where the model is by default. It must have double
+            precision, which "mps" has not.
         sites: Names of sites, each with those of its clients, which then send one message together; None
             has each client by itself.
 
@@ -84,7 +94,10 @@ def fit(
     rule = usual_participation(method) if participation is None else resolve_participation(participation)
     if precision is not None:
         method = method.replace(model=method.model.asking_for(precision))
-    settings = Settings(rounds, seed, rule, memory, checkpoint_every, method.model.precision, sites)
+    if device is not None:
+        method = method.replace(model=method.model.on(device))
+    require_device(method.model.initial_z().device)
+    settings = Settings(rounds, seed, rule, memory, checkpoint_every, threads, method.model.precision, sites)
     if restarts:
         check_restarts(method)
     federation = Federation.of(clients)

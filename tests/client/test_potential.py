@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.client import potential
+from fedpop.client import local_sgd, potential
 from fedpop.client.potential import Potential
 from fedpop.models.base import Model
 from tests.helpers import cohort_of, generator, ragged, seeded, train_key
@@ -50,7 +50,7 @@ def points(model: Model) -> Tensor:
 @pytest.fixture(params=["side by side", "one by one"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "one by one":
-        monkeypatch.setattr(potential, "LARGEST_BATCHED", 0)
+        monkeypatch.setattr(local_sgd, "LARGEST_BATCHED", 0)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -95,7 +95,7 @@ def test_clients_side_by_side_shift_the_bytes_that_they_shift_one_by_one(
     model = fp.Composition(
         nn.Sequential(first, *seeded(layers, 1, 0.05)), seeded(nn.Linear(4, 3)), "categorical"
     )
-    assert model.batchable
+    assert model.rows_side_by_side
     ends = []
     for largest in (local_sgd.LARGEST_BATCHED, 0):
         monkeypatch.setattr(local_sgd, "LARGEST_BATCHED", largest)
