@@ -1,0 +1,1 @@
+"""Secure sums and differential privacy."""
