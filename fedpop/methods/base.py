@@ -42,6 +42,7 @@ from fedpop.kernels.target import Hierarchy
 from fedpop.keys import Key
 from fedpop.message import Answer, Channel, Choice, Guard, Tensors, Total
 from fedpop.message.declared import Sent
+from fedpop.message.fixed_point import FixedPoint
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
 from fedpop.questions import Question
@@ -106,6 +107,8 @@ class Round:
     """The relative variance that the channel adds to vectors of a length, for each unit."""
     weigh: bool = False
     """Participation weights act at the site, before a message is compressed; else when it is decoded."""
+    secure: FixedPoint | None = None
+    """Messages become whole numbers of this form, of which nothing but a sum is seen."""
 
     @property
     def pace(self) -> float:
@@ -225,6 +228,24 @@ class Algorithm(Setting, ABC):
             if isinstance(value, Mapping):
                 require_everyone(setting.name, value, names)
 
+    @classmethod
+    def needs_single(cls) -> str:
+        """Why the server has to see single messages, which secure sums hide; "" where sums will do."""
+        if cls.participation == "one":
+            return "is a relay: one client's message goes to the next"
+        clear = [name for name, sent in cls.sends.items() if sent.clear]
+        return f"reads each site's {clear[0]}" if clear else ""
+
+    def sees_single(self) -> str:
+        """The same of this method with its settings."""
+        if not all(c.identity for c in self.channel.compressors):
+            name = self.channel.compressors[0].name
+            return (
+                f"compresses by {name}, whose scale or support differs between sites, so that no sum of what "
+                "they send is one of vectors; leave compressor out, fewer bits (secure=16) compress such sums"
+            )
+        return type(self).needs_single()
+
     # --- a run -------------------------------------------------------------------------------
 
     @abstractmethod
@@ -290,6 +311,7 @@ class Algorithm(Setting, ABC):
         restarts: int = 0,
         precision: str | None = None,
         sites: Mapping[str, Sequence[str]] | None = None,
+        secure: bool | int = False,
         **unknown: Any,
     ) -> Population:
         """Run this method on one machine; ``fedpop.fit`` says what each setting does."""
@@ -326,6 +348,12 @@ def usual_participation(method: type[Algorithm] | Algorithm) -> Participation:
     return Uniform(1) if method.participation == "one" else Everyone()
 
 
+def check_secure(method: Algorithm) -> None:
+    """Raise unless this method's server needs nothing but sums."""
+    if why := method.sees_single():
+        raise SettingsError(f"secure sums hide single messages, and {method.label} {why}")
+
+
 def check_participation(method: Algorithm, rule: Participation) -> None:
     """Raise unless this method allows this rule."""
     everyone, one = isinstance(rule, Everyone), isinstance(rule, Uniform) and rule.size == 1
@@ -342,8 +370,11 @@ def needs_everyone(method: Algorithm) -> bool:
     return method.participation == "full"
 
 
-def guard_for(method: Algorithm, broadcast: Tensors, messages: int) -> Guard | None:
-    """What looks at the messages of a round, given what was broadcast as usual."""
+def guard_for(method: Algorithm, broadcast: Tensors, messages: int, unseen: bool = False) -> Guard | None:
+    """What looks at the messages of a round, given what was broadcast as usual. Where they are ``unseen`` it
+    counts their norms in any case, which the form of their sum follows."""
+    if unseen and method.guarded:
+        return Guard(method.guard or math.inf, method.guarded, broadcast, messages, unseen)
     if method.guard is None or not method.guarded or method.participation == "one":
         return None
     return Guard(method.guard, method.guarded, broadcast, messages)

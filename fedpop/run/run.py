@@ -33,6 +33,7 @@ from fedpop.methods.base import (
     Round,
     Staged,
     check_participation,
+    check_secure,
     chosen,
     role_of,
 )
@@ -78,6 +79,8 @@ class Run:
         choice = chosen(algorithm, settings.participation, waits)
         asked, algorithm = algorithm, choice.method
         algorithm.check(members.names)
+        if settings.secure is not None:
+            check_secure(algorithm)
         if settings.sites is not None and not algorithm.channel.one_for_all:
             raise SettingsError("a site of several clients has one compressor: give one for all")
         checks = role_of(algorithm, ChecksData)
@@ -86,7 +89,9 @@ class Run:
         for callback in callbacks:
             callback.check(members)
         if isinstance(members, Federation):
-            members = LocalMembers(Training(algorithm), members, settings.memory, settings.sites)
+            members = LocalMembers(
+                Training(algorithm), members, settings.memory, settings.sites, settings.secure
+            )
         # Every setting is checked by now: nothing is created for a run that cannot be.
         self.folder = None if folder is None else writable_folder(folder)
         self.metrics = None if self.folder is None else Metrics(self.folder)
@@ -347,6 +352,8 @@ class Run:
             config["engine"] = self.engine
         if self.settings.weigh != "server":
             config["weigh"] = self.settings.weigh
+        if self.settings.secure is not None:
+            config["secure"] = self.settings.secure.bits
         return json.loads(json.dumps(config))  # type: ignore[no-any-return]
 
     def _trial(self, algorithm: Algorithm, rounds: int) -> list[float]:
@@ -374,7 +381,14 @@ class Run:
         broadcast = method.broadcast(self.server) | self.usual
         if paced := role_of(method, Paced):
             broadcast |= paced.pace(self.round, facts)
-        now = Round(self.round, broadcast, secret, shared, weigh=self.settings.weigh == "site")
+        now = Round(
+            self.round,
+            broadcast,
+            secret,
+            shared,
+            weigh=self.settings.weigh_at_site,
+            secure=self.settings.secure,
+        )
         total = self.members.round(method, now, active)
         self.server = method.server_round(self.server, total, facts, shared)
         self.members.commit()

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from fedpop.checked import Bytes, Checked, Count, OneOf, Seed
 from fedpop.federation.participation import Participation
+from fedpop.message.fixed_point import FixedPoint
 from fedpop.precision import PRECISIONS
 
 
@@ -26,3 +27,9 @@ class Settings(Checked):
     weigh: Annotated[str, OneOf("server", "site")] = "server"
     """Where participation weights act: when messages are decoded, or before they are compressed (a server
     that sees nothing but sums cannot weight them)."""
+    secure: FixedPoint | None = None
+    """Messages are added up as whole numbers of this form, as secure sums have them; None: as they are."""
+
+    @property
+    def weigh_at_site(self) -> bool:
+        return self.weigh == "site" or self.secure is not None

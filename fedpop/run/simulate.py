@@ -13,6 +13,7 @@ from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Said
 from fedpop.federation.participation import resolve as resolve_participation
 from fedpop.files import folder_named, write_json
+from fedpop.message.fixed_point import FixedPoint
 from fedpop.methods.base import Algorithm, PopulationPrior, hierarchy_of, role_of, usual_participation
 from fedpop.population import Population
 from fedpop.precision import PRECISIONS
@@ -39,6 +40,7 @@ def fit(
     restarts: Whole = 0,
     precision: Annotated[str, OneOf(*PRECISIONS)] | None = None,
     sites: Mapping[str, Sequence[str]] | None = None,
+    secure: bool | int = False,
 ) -> Population:
     """Run a method on one machine and return the population it learned.
 
@@ -73,6 +75,9 @@ def fit(
             faster in; that of the model by default.
         sites: Names of sites, each with those of its clients, which then send one message together; None
             has each client by itself.
+        secure: Add messages up as secure sums do: as whole numbers, with participation weights from their
+            sites, unseen one by one. The masks, which change no bit of a sum, are left out here. False by
+            default; True is 32 bits an entry of a gradient, 16 may be given.
 
     >>> import torch, fedpop as fp
     >>> from torch import nn
@@ -84,7 +89,16 @@ def fit(
     rule = usual_participation(method) if participation is None else resolve_participation(participation)
     if precision is not None:
         method = method.replace(model=method.model.asking_for(precision))
-    settings = Settings(rounds, seed, rule, memory, checkpoint_every, method.model.precision, sites)
+    settings = Settings(
+        rounds,
+        seed,
+        rule,
+        memory,
+        checkpoint_every,
+        method.model.precision,
+        sites,
+        secure=fixed_point(secure),
+    )
     if restarts:
         check_restarts(method)
     federation = Federation.of(clients)
@@ -111,6 +125,13 @@ def fit(
         write_json(folder / "restarts.json", {"log_likelihood": scores})
     assert best is not None
     return _told(*best[1:])
+
+
+def fixed_point(secure: bool | int) -> FixedPoint | None:
+    """The form of secure sums that this asks for."""
+    if isinstance(secure, bool):
+        return FixedPoint() if secure else None
+    return FixedPoint(secure)
 
 
 def _told(population: Population, run: Run) -> Population:

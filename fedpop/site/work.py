@@ -21,6 +21,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Channel, Guard, Message, Tensors
 from fedpop.message.declared import require_declared
+from fedpop.message.fixed_point import FixedPoint
 from fedpop.message.message import NAMED, PLAIN, only
 
 Update = tuple[Tensor, Tensors]
@@ -68,13 +69,24 @@ class Sending:
     """Vectors that are wanted without weights, too."""
     encode: bool = False
     sends: Mapping[str, Any] = field(default_factory=dict)
+    secure: FixedPoint | None = None
+    """The server sees a sum only: vectors become whole numbers, by what was ``broadcast``."""
+    messages: int = 1
+    """How many are added up."""
+    broadcast: Tensors = field(default_factory=dict)
 
     def sent(self, message: Message, weights: Tensor, examples: Tensor) -> Message:
         """What becomes of a message on its way."""
         require_declared(chain(message.vectors, message.sums), message.numbers, self.sends)
         applied = weights if self.weigh else None
-        message = self.channel.send(message, self.key, applied, self.plain, self.encode)
-        return message if self.guard is None else self.guard.held_back(message, examples)
+        encode = self.encode and self.secure is None
+        message = self.channel.send(message, self.key, applied, self.plain, encode)
+        if self.guard is not None:
+            message = self.guard.held_back(message, examples)
+        if self.secure is None:
+            return message
+        names = () if self.guard is None else self.guard.names
+        return self.secure.words(message, weights, self.messages, names, self.broadcast, self.key)
 
 
 class Exchange(ABC):
