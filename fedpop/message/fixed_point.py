@@ -27,7 +27,7 @@ from fedpop.errors import SettingsError
 from fedpop.keys import Key
 from fedpop.message.guard import COUNTS
 from fedpop.message.message import WEIGHT, Message, Tensors, base_name
-from fedpop.message.words import DIGIT, DIGITS, LOWEST, Words
+from fedpop.message.words import DIGIT, DIGITS, LOWEST, SumWords
 
 MARGINS = {32: 6, 16: 2}
 """By bits, the powers of two between the longest message of a round and what fits in the next one."""
@@ -82,7 +82,7 @@ class FixedPoint(Checked):
         """A message of some of so many ``sites``, with its vectors as words and as they decode; rows
         that do not fit are left out as withheld. ``weights`` ``[S]`` are those of participation."""
         payload, fits = self.payload(sites), torch.ones_like(message.received)
-        words, seen = dict[str, Words](), Tensors()
+        words, seen = dict[str, SumWords](), Tensors()
         vectors = dict(message.vectors)
         if message.weighted:  # exactly, too: priors without a known constant use it
             vectors[WEIGHT] = (weights.double() * message.units).unsqueeze(1)
@@ -91,12 +91,12 @@ class FixedPoint(Checked):
             power = broadcast.get(SCALE + base) if base in guarded and v.dtype == torch.float32 else None
             if power is None:
                 digits, fit = _wide(v, sites)
-                words[name] = Words(digits, None, v.dtype)
+                words[name] = SumWords(digits, None, v.dtype)
             else:
                 step = math.ceil(float(power)) - payload
                 units = key.at(purpose=f"round.{name}")
                 digits, fit = _narrow(v, step, payload, units, message.sites)
-                words[name] = Words(digits, step, v.dtype, self.bits)
+                words[name] = SumWords(digits, step, v.dtype, self.bits)
             fits = fits & fit
         keep = message.received & fits
         for name, each in words.items():

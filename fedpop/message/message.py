@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
-from fedpop.message.words import Words
+from fedpop.message.words import SumWords
 
 Tensors = dict[str, Tensor]
 PLAIN, NAMED = "plain.", "named."
@@ -92,7 +92,7 @@ class Message:
     """Between machines: what the message answers, and who sends it."""
     payloads: Mapping[str, Payload] = field(default_factory=dict)
     """Between machines: its vectors, encoded."""
-    words: Mapping[str, Words] = field(default_factory=dict)
+    words: Mapping[str, SumWords] = field(default_factory=dict)
     """For a secure sum: its vectors as whole numbers, which is what leaves the site, masked."""
     bytes: int = 0
     """Of its vectors, each in its frame."""
@@ -229,9 +229,9 @@ class Aggregate:
         self._plain: Tensors = {}
         self._named: Tensors = {}
         self._numbers: dict[str, float] = {}
-        self._words: dict[str, Words] = {}
+        self._words: dict[str, SumWords] = {}
         self._alike = True
-        """Words are sums without participation weights, too."""
+        """SumWords are sums without participation weights, too."""
         self._count, self._weight, self._bytes = 0, 0.0, 0
 
     def add(self, message: Message, weights: Tensor, lost: Tensor | None = None) -> Tensor:

@@ -17,10 +17,10 @@ DIGITS, DIGIT = 6, 32
 
 
 @dataclass(frozen=True)
-class Words:
+class SumWords:
     """Rows of whole numbers; their sum does not depend on the order.
 
-    >>> ones = Words(torch.ones(3, 2, dtype=torch.int32), -1, torch.float32, bits=32)
+    >>> ones = SumWords(torch.ones(3, 2, dtype=torch.int32), -1, torch.float32, bits=32)
     >>> ones.summed(torch.tensor([True, False, True])).value()
     tensor([[1., 1.]])
     """
@@ -42,12 +42,12 @@ class Words:
     def row_bytes(self) -> int:
         return self.digits.shape[1] * self.width
 
-    def summed(self, received: Tensor) -> Words:
+    def summed(self, received: Tensor) -> SumWords:
         """The sum over these rows ``[S]``, in a row of its own."""
         digits = self.digits if bool(received.all()) else self.digits[received]
         return replace(self, digits=digits.sum(0, keepdim=True, dtype=torch.int64))
 
-    def plus(self, other: Words) -> Words:
+    def plus(self, other: SumWords) -> SumWords:
         return replace(self, digits=self.digits + other.digits)
 
     def value(self) -> Tensor:
@@ -69,7 +69,7 @@ class Words:
             return canonical(digits).numpy().astype("<u4").tobytes()
         return digits.numpy().astype(f"<i{self.width}").tobytes()
 
-    def unpacked(self, data: bytes) -> Words:
+    def unpacked(self, data: bytes) -> SumWords:
         """A row of such words, from their bytes."""
         if len(data) % self.width:
             raise PayloadError(f"{len(data)} bytes are not whole words of {self.width}")

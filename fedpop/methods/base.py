@@ -45,6 +45,7 @@ from fedpop.message.declared import Sent
 from fedpop.message.fixed_point import FixedPoint
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
+from fedpop.privacy.gaussian import Gaussian
 from fedpop.questions import Question
 from fedpop.server.optimisers import Constant, Schedule, Stage
 from fedpop.settings import Setting, describe
@@ -109,6 +110,8 @@ class Round:
     """Participation weights act at the site, before a message is compressed; else when it is decoded."""
     secure: FixedPoint | None = None
     """Messages become whole numbers of this form, of which nothing but a sum is seen."""
+    private: Gaussian | None = None
+    """What each unit adds is bounded, before anything is added up."""
 
     @property
     def pace(self) -> float:
@@ -181,6 +184,10 @@ class Algorithm(Setting, ABC):
     """Vectors whose sum without participation weights is needed beside the weighted one."""
     sends: ClassVar[Mapping[str, Sent]] = {}
     """Vectors and numbers that are not among those of ``fedpop.message.declared``, by name."""
+    private_sums: ClassVar[tuple[str, ...]] = ()
+    """Vectors that are sent under differential privacy, each unit's shortened to a bound; a method that names
+    none refuses it. Moves that count n_i times count once then."""
+    not_private: ClassVar[str] = "what its clients send has no bound under which it stays what it is"
     as_it_is: ClassVar[str] = "its update is not linear in it, or no form of it was published"
     """Why what clients send is neither compressed nor clipped, where that is so."""
 
@@ -245,6 +252,20 @@ class Algorithm(Setting, ABC):
                 "they send is one of vectors; leave compressor out, fewer bits (secure=16) compress such sums"
             )
         return type(self).needs_single()
+
+    # --- under differential privacy ----------------------------------------------------------
+
+    def under_privacy(self) -> Self:
+        """This method without what looks at data beside ``private_sums``; raises where that was asked for."""
+        return replace(self, guard=None)
+
+    def private_size(self, name: str, broadcast: Tensors) -> int:
+        """Entries of such a vector."""
+        return self.footprint.compressed
+
+    def whitened(self, name: str, v: Tensor, broadcast: Tensors, inverse: bool = False) -> Tensor:
+        """Such vectors ``[..., D]`` in the units in which they are bounded, and back from there."""
+        return v
 
     # --- a run -------------------------------------------------------------------------------
 
@@ -312,6 +333,7 @@ class Algorithm(Setting, ABC):
         precision: str | None = None,
         sites: Mapping[str, Sequence[str]] | None = None,
         secure: bool | int = False,
+        privacy: Any = None,
         **unknown: Any,
     ) -> Population:
         """Run this method on one machine; ``fedpop.fit`` says what each setting does."""

@@ -10,6 +10,7 @@ from fedpop.checked import Bytes, Checked, Count, OneOf, Seed
 from fedpop.federation.participation import Participation
 from fedpop.message.fixed_point import FixedPoint
 from fedpop.precision import PRECISIONS
+from fedpop.privacy.gaussian import Gaussian
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class Settings(Checked):
     that sees nothing but sums cannot weight them)."""
     secure: FixedPoint | None = None
     """Messages are added up as whole numbers of this form, as secure sums have them; None: as they are."""
+
+    privacy: Gaussian | None = None
+    """What each unit adds to a round is bounded, and totals are noised; None: neither."""
 
     @property
     def weigh_at_site(self) -> bool:

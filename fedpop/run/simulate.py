@@ -17,7 +17,9 @@ from fedpop.message.fixed_point import FixedPoint
 from fedpop.methods.base import Algorithm, PopulationPrior, hierarchy_of, role_of, usual_participation
 from fedpop.population import Population
 from fedpop.precision import PRECISIONS
+from fedpop.privacy.gaussian import Gaussian
 from fedpop.run.callbacks import Callback
+from fedpop.run.private import refuse
 from fedpop.run.run import Run
 from fedpop.run.settings import Settings
 from fedpop.run.stages import advice
@@ -41,6 +43,7 @@ def fit(
     precision: Annotated[str, OneOf(*PRECISIONS)] | None = None,
     sites: Mapping[str, Sequence[str]] | None = None,
     secure: bool | int = False,
+    privacy: Gaussian | None = None,
 ) -> Population:
     """Run a method on one machine and return the population it learned.
 
@@ -78,6 +81,8 @@ def fit(
         secure: Add messages up as secure sums do: as whole numbers, with participation weights from their
             sites, unseen one by one. The masks, which change no bit of a sum, are left out here. False by
             default; True is 32 bits an entry of a gradient, 16 may be given.
+        privacy: ``fp.privacy.Gaussian(epsilon=4, delta=1e-6)`` has what is learned say little of the data of
+            any one client; None by default.
 
     >>> import torch, fedpop as fp
     >>> from torch import nn
@@ -98,8 +103,11 @@ def fit(
         method.model.precision,
         sites,
         secure=fixed_point(secure),
+        privacy=privacy,
     )
     if restarts:
+        if privacy is not None:
+            refuse("the likelihoods by which restarts are compared")
         check_restarts(method)
     federation = Federation.of(clients)
     if not federation.embedded:

@@ -26,7 +26,17 @@ from fedpop.methods.base import Algorithm, Remembers, Round, guard_for, role_of
 from fedpop.questions import Question, Table, Units
 from fedpop.site.plan import Plan
 from fedpop.site.store import LocalStore
-from fedpop.site.work import Exchange, Sending, SiteMessage, UnitMessages, Update, Work, added, joined
+from fedpop.site.work import (
+    Exchange,
+    Sending,
+    SiteMessage,
+    UnitMessages,
+    Update,
+    Work,
+    added,
+    joined,
+    private_answer,
+)
 
 R = TypeVar("R")
 
@@ -263,7 +273,8 @@ class _RoundExchange(Exchange):
         self.sites, self.method, self.round, self.active = sites, method, round, active
         hidden, channel = round.secure is not None, method.channel
         self.guard = guard_for(method, round.broadcast, messages, hidden)
-        self.fused = not hidden and channel.transparent and sites.sites is None and sites.lost is None
+        alone = sites.sites is None and sites.lost is None
+        self.fused = alone and channel.transparent and not hidden and round.private is None
         remembers = role_of(method, Remembers)
         self.remembered = () if remembers is None else remembers.remembered
         self.sending = Sending(
@@ -288,7 +299,11 @@ class _RoundExchange(Exchange):
 
     def _worked(self, now: Round, cohort: Cohort, local: Tensors) -> Iterable[Answer]:
         done = self.method.local_round(now, cohort, local)
-        return [done] if isinstance(done, Answer) else done
+        found = [done] if isinstance(done, Answer) else done
+        private = self.round.private
+        if private is None:
+            return found
+        return (private_answer(self.method, answer, now.broadcast, private) for answer in found)
 
     def settled(self, answer: Answer, local: Tensors, received: Tensor, seen: Tensors) -> Tensors:
         return settled_states(self.method, answer, local, received, seen)

@@ -13,7 +13,7 @@ from fedpop.errors import SettingsError
 from fedpop.keys import Key
 from fedpop.message import Aggregate, Message, Tensors
 from fedpop.message.fixed_point import FALLS, SCALE, FixedPoint, learned
-from fedpop.message.words import Words
+from fedpop.message.words import SumWords
 from fedpop.privacy import secure
 from tests.privacy.test_secure import Site, attempt, federation
 
@@ -102,7 +102,7 @@ def test_all_sites_at_the_bound_fit_together() -> None:
         for sign in (1, -1):
             done = worded(message(J=torch.full((sites, 1), sign * most)), 10.0, bits)
             assert done.units.sum() == sites
-            packed = Words(done.words["J"].digits.sum(0, keepdim=True), -1, torch.float32, bits).packed()
+            packed = SumWords(done.words["J"].digits.sum(0, keepdim=True), -1, torch.float32, bits).packed()
             wrapped = np.frombuffer(packed, dtype=f"<i{bits // 8}")
             assert int(wrapped[0]) == int(done.words["J"].digits.sum())
 
@@ -130,7 +130,7 @@ def test_the_masked_sum_is_the_simulators_to_the_bit(lost: list[int]) -> None:
     replies = {}
     for row, (name, site) in enumerate(sites.items()):
         if row not in lost:
-            one = [Words(w.digits[row : row + 1], w.step, w.kind, w.bits) for w in done.words.values()]
+            one = [SumWords(w.digits[row : row + 1], w.step, w.kind, w.bits) for w in done.words.values()]
             data = b"".join(each.packed() for each in one)
             replies[name] = secure.read(site.send(now, data, layout), now, name)
     answers = {name: sites[name].unmask(now, sorted(replies), replies) for name in replies}
