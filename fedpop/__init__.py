@@ -2,14 +2,14 @@
 
 Methods, models, data and what is done with them are here; what they are made of is in modules by kind:
 ``kernels``, ``priors``, ``likelihoods``, ``links``, ``steps``, ``chains``, ``compressors``,
-``participation``, ``privacy``, ``layers``, ``networks``, ``data`` and ``callbacks``.
+``participation``, ``privacy``, ``aggregates``, ``layers``, ``networks``, ``data`` and ``callbacks``.
 """
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from fedpop import chains, compressors, kernels, layers, participation, priors, privacy, steps
+from fedpop import aggregates, chains, compressors, kernels, layers, participation, priors, privacy, steps
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.held_out import hold_out
@@ -107,6 +107,7 @@ __all__ = [
     "Population",
     "Split",
     "Table",
+    "aggregates",
     "callbacks",
     "chains",
     "compare",

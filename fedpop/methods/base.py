@@ -48,6 +48,7 @@ from fedpop.models.predictive import Predictive
 from fedpop.privacy.gaussian import Gaussian
 from fedpop.questions import Question
 from fedpop.server.optimisers import Constant, Schedule, Stage
+from fedpop.server.robust import Robust
 from fedpop.settings import Setting, describe
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ class Round:
     """Participation weights act at the site, before a message is compressed; else when it is decoded."""
     secure: FixedPoint | None = None
     """Messages become whole numbers of this form, of which nothing but a sum is seen."""
+    robust: Robust | None = None
+    """What the server takes in the place of a sum over single messages."""
     private: Gaussian | None = None
     """What each unit adds is bounded, before anything is added up."""
 
@@ -334,6 +337,7 @@ class Algorithm(Setting, ABC):
         sites: Mapping[str, Sequence[str]] | None = None,
         secure: bool | int = False,
         privacy: Any = None,
+        aggregate: Any = None,
         **unknown: Any,
     ) -> Population:
         """Run this method on one machine; ``fedpop.fit`` says what each setting does."""
@@ -374,6 +378,15 @@ def check_secure(method: Algorithm) -> None:
     """Raise unless this method's server needs nothing but sums."""
     if why := method.sees_single():
         raise SettingsError(f"secure sums hide single messages, and {method.label} {why}")
+
+
+def check_robust(method: Algorithm) -> None:
+    """Raise unless a centre of messages, times their number, may stand for a sum of this method's."""
+    remembers = role_of(method, Remembers)
+    if method.participation != "any" or method.plain_sums or (remembers and remembers.remembers):
+        raise SettingsError(
+            f"aggregate= takes a centre of messages for their sum; {method.label} needs the sum itself"
+        )
 
 
 def check_participation(method: Algorithm, rule: Participation) -> None:

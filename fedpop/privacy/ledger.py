@@ -22,6 +22,8 @@ RELATIVE_PRECISION = 1e-3
 """To which the noise that a budget asks for is found."""
 ORDERS = np.array([*range(2, 65), *range(68, 257, 4), 512, 1024], dtype=np.float64)
 """Of Renyi divergences."""
+BY_LOSSES = 50.0
+"""An epsilon from which on the bound by Renyi divergences will do: it promises nothing either way."""
 LARGEST_NOISE = 1e4
 """A multiplier beyond which nothing is learned."""
 
@@ -34,8 +36,9 @@ def epsilon(sigma: float, share: float, rounds: int, delta: float) -> float:
     >>> round(epsilon(1.0, 0.01, 1000, 1e-5), 2)
     1.83
     """
-    if rounds == 0:
-        return 0.0
+    bound = renyi_epsilon(sigma, share, rounds, delta)
+    if not 0 < bound < BY_LOSSES:
+        return bound
     accounting = library("dp_accounting", "privacy", _WHAT)
     accountant = library("dp_accounting.pld", "privacy", _WHAT).PLDAccountant()
     accountant.compose(_event(accounting, sigma, share), rounds)

@@ -34,6 +34,7 @@ from fedpop.methods.base import (
     Round,
     Staged,
     check_participation,
+    check_robust,
     check_secure,
     chosen,
     role_of,
@@ -79,6 +80,10 @@ class Run:
         settings.participation.check(roster)
         check_participation(algorithm, settings.participation)
         waits = members.waits if isinstance(members, Members) else True
+        if settings.aggregate is not None:
+            if settings.secure is not None or settings.privacy is not None:
+                raise SettingsError("aggregate= looks at single messages: leave out secure and privacy")
+            check_robust(algorithm)
         if settings.privacy is not None:
             if settings.secure is not None:
                 raise PrivacyError("noise that sites add to secure sums is not offered; leave out secure")
@@ -376,6 +381,8 @@ class Run:
             config["weigh"] = self.settings.weigh
         if self.settings.secure is not None:
             config["secure"] = self.settings.secure.bits
+        if self.settings.aggregate is not None:
+            config["aggregate"] = describe(self.settings.aggregate)
         if self.settings.privacy is not None:
             config["privacy"] = describe(self.settings.privacy)
         return json.loads(json.dumps(config))  # type: ignore[no-any-return]
@@ -413,6 +420,7 @@ class Run:
             shared,
             weigh=self.settings.weigh_at_site,
             secure=self.settings.secure,
+            robust=self.settings.aggregate,
             private=self.settings.privacy,
         )
         total = self.members.round(method, now, active)

@@ -11,6 +11,7 @@ from fedpop.federation.participation import Participation
 from fedpop.message.fixed_point import FixedPoint
 from fedpop.precision import PRECISIONS
 from fedpop.privacy.gaussian import Gaussian
+from fedpop.server.robust import Robust
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class Settings(Checked):
 
     privacy: Gaussian | None = None
     """What each unit adds to a round is bounded, and totals are noised; None: neither."""
+
+    aggregate: Robust | None = None
+    """What stands for the sum over a round's messages; None: the sum."""
 
     @property
     def weigh_at_site(self) -> bool:

@@ -23,6 +23,7 @@ from fedpop.run.private import refuse
 from fedpop.run.run import Run
 from fedpop.run.settings import Settings
 from fedpop.run.stages import advice
+from fedpop.server.robust import Robust
 
 
 @checked
@@ -44,6 +45,7 @@ def fit(
     sites: Mapping[str, Sequence[str]] | None = None,
     secure: bool | int = False,
     privacy: Gaussian | None = None,
+    aggregate: Robust | None = None,
 ) -> Population:
     """Run a method on one machine and return the population it learned.
 
@@ -83,6 +85,8 @@ def fit(
             default; True is 32 bits an entry of a gradient, 16 may be given.
         privacy: ``fp.privacy.Gaussian(epsilon=4, delta=1e-6)`` has what is learned say little of the data of
             any one client; None by default.
+        aggregate: What stands for the sum over messages where some may be hostile, such as
+            ``fp.aggregates.TrimmedMean()``; None (the default) is the sum.
 
     >>> import torch, fedpop as fp
     >>> from torch import nn
@@ -104,6 +108,7 @@ def fit(
         sites,
         secure=fixed_point(secure),
         privacy=privacy,
+        aggregate=aggregate,
     )
     if restarts:
         if privacy is not None:

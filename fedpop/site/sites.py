@@ -24,6 +24,7 @@ from fedpop.message import Aggregate, Answer, Channel, Guard, Tensors, Total
 from fedpop.message.fixed_point import FixedPoint, learned
 from fedpop.methods.base import Algorithm, Remembers, Round, guard_for, role_of
 from fedpop.questions import Question, Table, Units
+from fedpop.server.robust import RobustAggregate
 from fedpop.site.plan import Plan
 from fedpop.site.store import LocalStore
 from fedpop.site.work import (
@@ -199,7 +200,10 @@ class Sites:
         messages = self.count(active.ids)
         exchange = _RoundExchange(self, method, round, active, messages, encode=False)
         lost = None if self.lost is None else lambda ids: self._lost(round.number, ids)
-        total = self._total(self._work(active.ids, plan, exchange), exchange.guard, active.ratio, lost)
+        works, into = self._work(active.ids, plan, exchange), None
+        if round.robust is not None:
+            into = RobustAggregate(round.robust)
+        total = self._total(works, exchange.guard, active.ratio, lost, into)
         if round.secure is None or exchange.guard is None:
             return total
         scales = learned(exchange.guard.names, total.numbers, round.broadcast, round.secure.margin)
@@ -237,9 +241,11 @@ class Sites:
         guard: Guard | None,
         ratio: bool,
         lost: Callable[[Tensor], Tensor] | None = None,
+        into: Aggregate | None = None,
     ) -> Total:
         """The sum over messages; the server's check of single ones included."""
-        aggregate, left_out, suspects = Aggregate(), list[int](), list[int]()
+        aggregate = Aggregate() if into is None else into
+        left_out, suspects = list[int](), list[int]()
         for work in works:
             message, gone = work.message, None
             if lost is not None:  # that of one unit is that of its site
@@ -274,7 +280,9 @@ class _RoundExchange(Exchange):
         hidden, channel = round.secure is not None, method.channel
         self.guard = guard_for(method, round.broadcast, messages, hidden)
         alone = sites.sites is None and sites.lost is None
-        self.fused = alone and channel.transparent and not hidden and round.private is None
+        self.fused = (
+            alone and channel.transparent and not hidden and round.private is None and round.robust is None
+        )
         remembers = role_of(method, Remembers)
         self.remembered = () if remembers is None else remembers.remembered
         self.sending = Sending(
