@@ -22,6 +22,8 @@ RELATIVE_PRECISION = 1e-3
 """To which the noise that a budget asks for is found."""
 ORDERS = np.array([*range(2, 65), *range(68, 257, 4), 512, 1024], dtype=np.float64)
 """Of Renyi divergences."""
+LOSS_STEP = 1e-3
+"""Of the grid that privacy losses are rounded up to: the ledger is an upper bound whatever it is."""
 BY_LOSSES = 50.0
 """An epsilon from which on the bound by Renyi divergences will do: it promises nothing either way."""
 LARGEST_NOISE = 1e4
@@ -40,7 +42,7 @@ def epsilon(sigma: float, share: float, rounds: int, delta: float) -> float:
     if not 0 < bound < BY_LOSSES:
         return bound
     accounting = library("dp_accounting", "privacy", _WHAT)
-    accountant = library("dp_accounting.pld", "privacy", _WHAT).PLDAccountant()
+    accountant = library("dp_accounting.pld", "privacy", _WHAT).PLDAccountant(value_discretization_interval=LOSS_STEP)
     accountant.compose(_event(accounting, sigma, share), rounds)
     spent: float = accountant.get_epsilon(delta)
     return spent

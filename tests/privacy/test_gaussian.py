@@ -36,7 +36,7 @@ def clients(count: int = 40, rows: int = 6) -> dict[str, fp.Client]:
 
 
 def model() -> fp.Composition:
-    body, head = seeded(nn.Linear(3, 2), 1), seeded(nn.Linear(2, 1), 2)
+    body, head = seeded(nn.Linear(3, 2, bias=False), 1), seeded(nn.Linear(2, 1, bias=False), 2)
     return fp.Composition(body, head, fp.likelihoods.Normal(0.5))
 
 
