@@ -277,6 +277,20 @@ TABLES: Mapping[str, Rows] = {
         },
     },
     "start": {
+        "federation/cells.py": {
+            "SCALE_TOLERANCE": (
+                "how many times as large, or as small, a site's column may be as the median site's, unless "
+                "`scale_tolerance` says",
+                "derived: most pairs of units are a thousand apart or more (grams and kilograms, metres and "
+                "millimetres), and medians of one population's sites rarely ten times. Not measured",
+            ),
+        },
+        "questions/scales.py": {
+            "SCALE_BINS": (
+                "powers of two by which columns of sites are compared",
+                "derived: from 2^-64 to 2^63, beyond any unit",
+            ),
+        },
         "questions/features.py": {
             "LEAST_EXAMPLES": (
                 "examples that a client must have to add to moments",
@@ -609,6 +623,10 @@ TABLES: Mapping[str, Rows] = {
             "EFFECT_DRAWS_PER_THETA": ("draws of a group's effects for each", NOT_MEASURED),
         },
         "mixed/predictions.py": {
+            "MEAN_NODES": (
+                "nodes of the mean of a new group",
+                "derived: of a log link it is exp(variance / 2) to 1e-8 (`tests/mixed/test_tables.py`)",
+            ),
             "PREDICTION_PROPOSALS": ("proposals that a group's effects are drawn from", NOT_MEASURED),
         },
         "mixed/quadrature.py": {
@@ -703,7 +721,10 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "population/saving.py": "POPULATION_FORMAT, PIECE_BYTES",
             "run/checkpoint.py": "CHECKPOINT_FORMAT",
             "flower/certificates.py": "CURVE_BITS",
+            "flower/ledger.py": "NOTHING",
             "flower/transport.py": "NODE_GONE",
+            "flower/requests.py": "PROTOCOL",
+            "flower/server_folder.py": "LAYOUT",
             "site/plan.py": "_UNITS",
         },
     ),
@@ -729,6 +750,9 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "memory and speed": (
         "How much is done at once, and how speed is measured: values are the same to the rounding of sums.",
         {
+            "flower/ledger.py": "TAIL_BYTES",
+            "flower/logs.py": "LOG_BYTES, OLD_LOGS",
+            "flower/watch.py": "LOG_END_BYTES",
             "blocks.py": "CLIENTS_AT_ONCE, ROWS_AT_ONCE, ENTRIES_AT_ONCE",
             "client/phi_step.py": "GRADIENT_NUMBERS_AT_ONCE",
             "evaluation/information.py": "ROWS_ONE_BY_ONE, HESSIAN_ROWS_AT_ONCE",
@@ -747,10 +771,15 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
         "What reports, tables and progress look like.",
         {
             "comparison/run.py": "EVALUATIONS_ON_THE_WAY",
+            "federation/cells.py": "SHOWN_VALUES",
+            "flower/checks.py": "UNKNOWN_LEVELS, LISTED_VECTORS",
+            "flower/rehearsal.py": "REHEARSED_ROUNDS",
             "mixed/design.py": "SHOWN",
             "mixed/figures.py": "MOST_GROUPS_SHOWN, BLUE, GREY",
             "report/features.py": "COUNTED_DRAWS, CLIENTS, EXAMPLES, INPUTS, FEATURES",
             "report/holdings.py": "MOST_NAMED_CLASSES, MOST_BARS, MOST_PIXELS",
+            "flower/outcome.py": "SHOWN_ENTRIES",
+            "flower/watch.py": "SHOWN_POINTS, SHOWN_ROUNDS, SHOWN_LINES",
             "report/style.py": "STYLE",
             "report/terminal.py": "WIDTH",
         },
@@ -762,7 +791,9 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "data/download.py": "LONGEST_SILENCE",
             "flower/certificates.py": "AUTHORITY_YEARS, CLOCK_SKEW, CLOCK_AHEAD, BEHIND, MOST_DAYS",
             "flower/transport.py": "GREETINGS_WAITED",
+            "flower/pages.py": "WAIT_SECONDS",
             "flower/processes.py": "RESTART_SECONDS, STEADY_SECONDS",
+            "flower/trackers.py": "RETRY_SECONDS",
             "flower/server_commands.py": "RUN_TRIES, COMMAND_SECONDS, SILENT_SECONDS",
             "precision.py": "LONGEST_PROBE",
         },
@@ -773,6 +804,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "comparison/tasks.py": "MORE",
             "data/catalogue.py": "_DIGITS, _BATCHES, _CIFAR10, _CIFAR100, DATASETS",
             "message/declared.py": "NUMBERS",
+            "questions/forms.py": "KNOWN",
             "models/links.py": "LINKS",
             "models/networks.py": "NETWORKS",
             "server/quasi_newton.py": "CURVATURE, BRACKET, ZOOM, CONVERGED, STALLED, VALUE",

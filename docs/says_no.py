@@ -45,6 +45,7 @@ AREAS = {
 FIRST = {
     "DataError": "Look at the client, row or column that is named; data are used as they are or not at all.",
     "SchemaError": "A site's data differ from what the federation agreed on: mend them at that site.",
+    "ScaleError": "A column is in another unit, or a cell out of all proportion: mend it at that site.",
     "ModelError": "The model, its head or its likelihood do not fit together: the words name the part.",
     "SettingsError": "Change the setting that is named; nothing has run yet.",
     "CheckpointError": "A folder is not what it should be: give another one, or make it again.",

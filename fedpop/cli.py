@@ -123,6 +123,9 @@ def fit(
     engine: Annotated[str, arg(metavar="E")] = "auto",
     rounds: Annotated[int | None, arg(metavar="N")] = None,
     min_count: Annotated[int, arg(metavar="N")] = 5,
+    levels: Annotated[tuple[str, ...], arg(metavar="COLUMN=LEVEL,LEVEL")] = (),
+    contrasts: Annotated[tuple[str, ...], arg(metavar="COLUMN=CODING")] = (),
+    na: Annotated[tuple[str, ...], arg(metavar="WORD")] = ("NA",),
 ) -> None:
     """Fit a mixed model by lme4's formula; each group is a client, and its rows stay with it.
 
@@ -138,11 +141,17 @@ def fit(
         engine: exact, sampled, or auto for whichever applies.
         rounds: Rounds of the sampled engine; by default, until it has converged.
         min_count: The smallest cell of a predictor's level that is not suppressed.
+        levels: The order of a predictor's levels, the baseline first: arm=placebo,drug.
+        contrasts: How a predictor is coded: arm=sum; treatment, sum, helmert or poly.
+        na: Words that stand for missing values, beside empty fields.
     """
-    from fedpop.mixed.model import fit_file
+    from fedpop.mixed.model import fit_file, pairs
 
+    orders = {n: text.split(",") for n, text in pairs("levels", levels).items()}
+    coded = pairs("contrasts", contrasts)
     settings = {"method": method, "weights": weights, "sites": sites, "engine": engine, "rounds": rounds}
-    sys.stdout.write(fit_file(data, formula, family, json, seed=seed, min_count=min_count, **settings))
+    beside = {"levels": orders, "contrasts": coded, "na": na, "seed": seed, "min_count": min_count}
+    sys.stdout.write(fit_file(data, formula, family, json, **settings, **beside))
 
 
 @app.command
@@ -155,10 +164,10 @@ def methods() -> None:
 
 @app.command
 def report(folder: Positional[Path]) -> None:
-    """Write report.html into the folder of a run or of a comparison.
+    """Write report.html into the folder of a run, of a federation or of a comparison.
 
     Args:
-        folder: A folder that holds metrics.jsonl or results.json.
+        folder: A folder that holds metrics.jsonl or results.json, or that of a federation's server.
     """
     from fedpop.files import reading
     from fedpop.report.results import Results
@@ -180,13 +189,13 @@ def version() -> None:
 
 @app.command
 def server() -> None:
-    """A federation's server, on Flower: init, admit, run, status, certificate."""
+    """A federation's server, on Flower: init, admit, run, status, watch, certificate."""
     _federated("server", ["--help"])
 
 
 @app.command
 def site() -> None:
-    """A site of a federation: enrol, join, predict, personalise."""
+    """A site of a federation: enrol, join, ledger, predict, personalise."""
     _federated("site", ["--help"])
 
 

@@ -21,6 +21,11 @@ class SchemaError(DataError):
     levels that everyone knows, and numbers of lines, never values: the server may see them."""
 
 
+class ScaleError(DataError):
+    """A column at a site is out of all proportion to what most sites have. Its words are for the site alone:
+    they say what its values are like."""
+
+
 class ModelError(FedpopError, ValueError):
     """A model, head or likelihood does not fit together."""
 

@@ -26,6 +26,7 @@ from fedpop.errors import CheckpointError, DataError, ExtraError, FedpopError, S
 
 DAMAGED = "put the whole folder back from a copy, or make it again"
 """What can be done about a file that is not what it was."""
+SAVE_AS = "save the file as UTF-8"
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -253,18 +254,20 @@ def read_sealed(path: Path, what: str) -> dict[str, Any]:
 
 
 @contextmanager
-def csv_text(path: Path) -> Iterator[TextIO]:
+def csv_text(path: Path, encoding: str = "utf-8-sig", remedy: str = SAVE_AS) -> Iterator[TextIO]:
     """The text of somebody's CSV file; what cannot be read is a DataError that names file and line."""
     try:
         data = path.read_bytes()
     except (OSError, ValueError, MemoryError) as error:
         raise DataError(f"cannot read {path}: {_reason(error)}") from error
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
+        text = data.decode(encoding)
+    except UnicodeError as error:
+        start = error.start if isinstance(error, UnicodeDecodeError) else 0
+        what = "UTF-8" if encoding.lower().startswith("utf-8") else encoding
+        words = f"byte 0x{data[start]:02x}" if start < len(data) else "its end"
         raise DataError(
-            f"{path}, line {line}: byte 0x{data[error.start]:02x} is not UTF-8 text; save the file as UTF-8"
+            f"{path}, line {data.count(bytes([10]), 0, start) + 1}: {words} is not {what} text; {remedy}"
         ) from error
     try:
         yield io.StringIO(text, newline="")

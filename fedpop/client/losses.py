@@ -99,16 +99,6 @@ def plug_in(model: Model, phi: Tensor, z: Tensor, x: Inputs, key: Key) -> Predic
     return Predictive(eta, model.likelihood, model.params(phi), key, plug_in=True)
 
 
-def mean_log_prob(model: Model, w: Tensor, cohort: Cohort) -> Tensor:
-    """Mean log-likelihood per client at w ``[C, D]`` (phi the same for all)."""
-    size = model.phi_layout.size
-    phi, z = w[0, :size], w[:, size:]
-    with torch.no_grad():
-        local = model.bind(phi, model.features(phi, cohort), cohort)
-        value = local.value(z.unsqueeze(1)).squeeze(1)
-    return value / cohort.sizes.clamp(min=1)
-
-
 def score_point(model: Model, phi: Tensor, z: Tensor, held_out: Cohort) -> tuple[Tensor, Tensor]:
     """Summed plug-in log-likelihood of each unit's held-out examples, z ``[C, d]``, and their number."""
     with torch.no_grad():

@@ -14,8 +14,9 @@ from fedpop.checked import Checked, Factor, Range
 from fedpop.data.download import digest_of_file
 from fedpop.data.own import OwnData
 from fedpop.errors import DataError, SettingsError
+from fedpop.federation.cells import Columns, columns_of
 from fedpop.federation.clients import Client, Federation
-from fedpop.federation.reading import Columns, columns_of, from_table, read_columns, width
+from fedpop.federation.reading import from_table, read_columns, width
 from fedpop.keys import Key
 from fedpop.models.blank import blank
 from fedpop.models.composition import Composition

@@ -8,39 +8,92 @@ A table becomes examples by a *form*, which is plain values that all sites share
     group       a column: each of its values is a unit of its own (else the site is one unit)
     split       a column: rows that say ``validation`` or ``test`` are held out
     classes     the names of y's values, where it has names
+    unit        of columns of numbers, what they are counted in: a site says that its table has that
+
+and what ``federation.cells`` has of ranges, missing values and proportions.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
-import math
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fedpop.entries import called, entry_named
 from fedpop.errors import DataError, SchemaError, SettingsError
 from fedpop.extras import library
+from fedpop.federation.cells import (
+    OTHER,
+    Columns,
+    Numbers,
+    columns_of,
+    fitting,
+    require_alike,
+    suppressed_levels,
+)
 from fedpop.federation.clients import SPLITS, Client, Federation
 from fedpop.federation.pixels import Bytes, image_bytes
-from fedpop.files import csv_text
+from fedpop.files import SAVE_AS, csv_text
 from fedpop.kinds import did_you_mean
 
-OTHER = "(other)"
-"""The level of all names that were too rare to be sent."""
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
-LARGEST = float(np.finfo(np.float32).max)
 TABLES = (".csv", ".txt", ".parquet", ".pq")
-Numbers = npt.NDArray[np.float64]
+SEPARATORS = (",", ";", "\t", "|", " ")
+ENCODING = 'save the file as UTF-8, or set encoding in site.toml ("cp1252", or "utf-16", say)'
 
 
-def read_data(where: str, form: Mapping[str, Any], site: str, folder: Path | None = None) -> Federation:
+@dataclass(frozen=True)
+class TableFormat:
+    """How a site's table is written: what its ``site.toml`` says of it."""
+
+    separator: str = ","
+    """Between the values of a CSV file's line."""
+    decimal: str = "."
+    """In its numbers."""
+    encoding: str = "utf-8-sig"
+    unit: Mapping[str, str] | None = None
+    """In which units its columns are; None where nobody was asked."""
+
+    def __post_init__(self) -> None:
+        if len(self.separator) != 1 or self.separator == self.decimal:
+            raise SettingsError(
+                f"separator is one character, and not the decimal point or comma, not {self.separator!r}"
+            )
+        if self.decimal not in (".", ","):
+            raise SettingsError(f'decimal is "." or ",", not {self.decimal!r}')
+        try:
+            codecs.lookup(self.encoding)
+        except LookupError as error:
+            raise SettingsError(
+                f'encoding is a name such as "utf-8", "cp1252" or "utf-16", not {self.encoding!r}'
+            ) from error
+
+    @property
+    def text_encoding(self) -> str:
+        """With UTF-8 a mark at the beginning is no text."""
+        return "utf-8-sig" if codecs.lookup(self.encoding).name == "utf-8" else self.encoding
+
+
+USUAL_TABLE = TableFormat()
+ANY_BYTES = TableFormat(encoding="latin-1")
+"""Nothing but whether there are rows is wanted of the text."""
+
+
+def read_data(
+    where: str,
+    form: Mapping[str, Any],
+    site: str,
+    folder: Path | None = None,
+    table: TableFormat = USUAL_TABLE,
+) -> Federation:
     """The data of a site, whose units are its groups (or the site itself, where it has none); modules in
     ``folder`` come first."""
     if ":" in where:
@@ -48,10 +101,10 @@ def read_data(where: str, form: Mapping[str, Any], site: str, folder: Path | Non
     path = Path(where)
     if path.is_dir():
         return from_images(path, form, site)
-    return from_table(read_table(path, form, site), form, site)
+    return from_table(read_table(path, form, site, table), form, site)
 
 
-def require_some(where: str, site: str, folder: Path | None = None) -> None:
+def require_some(where: str, site: str, folder: Path | None = None, table: TableFormat = ANY_BYTES) -> None:
     """Refuse what cannot be a site's data, whatever the form: nothing there, another kind of file, no rows,
     no images, a function that is not found."""
     if ":" in where:
@@ -62,7 +115,7 @@ def require_some(where: str, site: str, folder: Path | None = None) -> None:
     elif not Path(where).exists():
         raise DataError(f"site {site!r}: there are no data at {where}")
     elif not Path(where).is_dir():
-        read_columns(Path(where), [], site)
+        read_columns(Path(where), [], site, table)
     elif not any(image_files(sub) for sub in Path(where).iterdir() if sub.is_dir()):
         raise SchemaError(
             f"site {site!r} has no images in folders of {where} that are called by their classes"
@@ -72,75 +125,8 @@ def require_some(where: str, site: str, folder: Path | None = None) -> None:
 # --- tables ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Columns:
-    """Columns of a table as texts, and how errors name what is wrong with a row.
-
-    Errors of a site, which the server may see, name rows and columns but no value; those of a table of
-    one's own (``own``) tell it.
-    """
-
-    texts: Mapping[str, Sequence[str]]
-    who: str
-    """Whose table it is: a site, or a file."""
-    rows: Sequence[str]
-    """What each row is called: a line of a CSV file, a row of others."""
-    own: bool = False
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, column: str) -> Sequence[str]:
-        return self.texts[column]
-
-    def wrong(self, column: str, row: int, what: str, problem: str) -> DataError:
-        """The error for a cell: ``what`` is in it without its value, or its value and the ``problem``."""
-        if self.own:
-            return DataError(f"{self.who}, {self.rows[row]}: {column} is {self[column][row]!r}, {problem}")
-        return SchemaError(f"{self.who}, column {column!r}, {self.rows[row]}: {what}")
-
-    def numbers(self, column: str) -> Numbers:
-        """A column of numbers, or the error for the first that is none."""
-        values = self[column]
-        out = np.empty(len(values))
-        for i, value in enumerate(values):
-            try:  # what Python alone takes for a number, 1_000, is somebody's mistake in a table
-                out[i] = float(value) if value.isascii() and "_" not in value else math.nan
-            except ValueError:
-                out[i] = math.nan
-            if not math.isfinite(out[i]):
-                what = "nothing" if not value else "something that is no number"
-                raise self.wrong(column, i, f"{what} is there", "not a number")
-            if abs(out[i]) > LARGEST:
-                problem = f"too large for float32, which ends at {LARGEST:.2g}; rescale the column"
-                raise self.wrong(column, i, f"a number {problem}", problem)
-        return out
-
-    def codes(self, column: str, levels: Sequence[str]) -> npt.NDArray[np.int64]:
-        """The place of each name among the levels."""
-        place = {level: k for k, level in enumerate(levels)}
-        other = place.get(OTHER)
-        found = [place.get(value, other) for value in self[column]]
-        unknown = found.count(None)
-        if not unknown:
-            return np.array(found, dtype=np.int64)
-        row, agreed = found.index(None), ", ".join(levels)
-        if self.own:
-            raise self.wrong(column, row, "", f"none of {agreed}")
-        raise SchemaError(
-            f"{self.who}, column {column!r}: {unknown} row(s), the first of them {self.rows[row]}, hold "
-            f"levels that are not agreed on ({agreed}); the federation may list more of them"
-        )
-
-
-def columns_of(form: Mapping[str, Any]) -> list[str]:
-    """All columns that a form is about."""
-    more = [form[name] for name in ("group", "split") if form.get(name)]
-    return [*form.get("x", []), *([form["y"]] if "y" in form else []), *more]
-
-
-def read_table(path: Path, form: Mapping[str, Any], site: str) -> Columns:
-    """The form's columns of a site's CSV or Parquet file, as texts."""
+def read_table(path: Path, form: Mapping[str, Any], site: str, table: TableFormat = USUAL_TABLE) -> Columns:
+    """The form's columns of a site's CSV or Parquet file, as texts: rows that can be used, or an error."""
     if not form.get("x") or not form.get("y"):
         raise SchemaError(f"site {site!r} has a table, but the federation names no columns x and y")
     if ":" in str(path):
@@ -148,20 +134,55 @@ def read_table(path: Path, form: Mapping[str, Any], site: str) -> Columns:
             f"site {site!r} has a function for its data, but the federation agrees on columns of tables; "
             "with functions [data] names no columns, and each returns examples that are ready"
         )
-    return read_columns(path, columns_of(form), site)
+    _require_units(form, table, f"site {site!r}")
+    columns = fitting(read_columns(path, columns_of(form), site, table), form)
+    require_alike(columns, form)
+    return columns
 
 
-def read_columns(path: Path, wanted: Sequence[str], site: str | None = None) -> Columns:
+def table_notes(columns: Columns, form: Mapping[str, Any]) -> list[str]:
+    """What a site should know of how its rows were used; the words are for the site alone."""
+    notes = []
+    if columns.dropped:
+        notes.append(f"{columns.dropped} row(s) are left out because something is missing in them")
+    for column, found in suppressed_levels(columns, form).items():
+        each = ", ".join(f"{level!r} ({count})" for level, count in sorted(found.items()))
+        notes.append(f"column {column!r}: too rare to be levels of their own, these count as {OTHER}: {each}")
+    return notes
+
+
+def _require_units(form: Mapping[str, Any], table: TableFormat, who: str) -> None:
+    """Raise unless a site says that its columns are in the federation's units."""
+    for column, unit in form.get("unit", {}).items() if table.unit is not None else ():
+        given = table.unit.get(column) if table.unit is not None else None
+        if given is None:
+            raise SchemaError(
+                f"{who}: column {column!r} is wanted in {unit}, and site.toml does not say what the table "
+                f"has: write unit = {{{json.dumps(column)} = {json.dumps(unit)}}} once it is so"
+            )
+        if given != unit:
+            raise SchemaError(
+                f"{who}: column {column!r} is wanted in {unit}, and in another unit in the site's table, as "
+                "its site.toml says: convert the column"
+            )
+
+
+def read_columns(
+    path: Path, wanted: Sequence[str], site: str | None = None, table: TableFormat = USUAL_TABLE
+) -> Columns:
     """These columns of a CSV or Parquet file, as texts: of a site's, or of a user's file."""
     kind = path.suffix.lower()
     if kind not in TABLES:
         more = "" if site is None else ", a folder of images, or module:function"
         raise DataError(f"{path}: data are a .csv or .parquet file{more}")
     who = str(path) if site is None else f"site {site!r}"
-    texts, rows = (_csv if kind in (".csv", ".txt") else _parquet)(path, wanted, who, site is None)
+    own = site is None
+    texts, rows = (
+        _csv(path, wanted, who, own, table) if kind in (".csv", ".txt") else _parquet(path, wanted, who, own)
+    )
     if not rows:
-        raise _error(site is None, f"{who} has no rows")
-    return Columns(texts, who, rows, own=site is None)
+        raise _error(own, f"{who} has no rows")
+    return Columns(texts, who, rows, own, table.decimal)
 
 
 def _error(own: bool, words: str) -> DataError:
@@ -178,21 +199,37 @@ def _require_columns(there: Sequence[str], wanted: Sequence[str], who: str, own:
             raise _error(own, f"{who} has several columns {column!r}; give each a name of its own")
 
 
+def require_separator(
+    there: Sequence[str], wanted: Sequence[str], separator: str, who: str, own: bool
+) -> None:
+    """Raise where another separator explains why columns are not there."""
+    if set(wanted) <= set(there):
+        return
+    line = separator.join(there)
+    for other in SEPARATORS:
+        names = [name.strip().strip('"') for name in line.split(other)]
+        if other != separator and len(names) > 1 and set(wanted) <= set(names):
+            remedy = "save it with commas" if own else f"set separator = {json.dumps(other)} in site.toml"
+            raise _error(own, f"{who}: values are separated by {other!r}, not by {separator!r}: {remedy}")
+
+
 Texts = tuple[dict[str, list[str]], list[str]]
 """Columns, and what their rows are called."""
 
 
-def _csv(path: Path, wanted: Sequence[str], who: str, own: bool) -> Texts:
+def _csv(path: Path, wanted: Sequence[str], who: str, own: bool, table: TableFormat) -> Texts:
     texts: dict[str, list[str]] = {column: [] for column in wanted}
     rows = []
-    with csv_text(path) as file:
-        reader = csv.DictReader(file)
+    with csv_text(path, table.text_encoding, SAVE_AS if own else ENCODING) as file:
+        reader = csv.DictReader(file, delimiter=table.separator)
         names = reader.fieldnames or []
+        require_separator(names, wanted, table.separator, who, own)
         _require_columns(names, wanted, who, own)
         for row in reader:
             rows.append(f"line {reader.line_num}")
             if None in row:
-                raise _error(own, f"{who}, {rows[-1]}: more values than the {len(names)} columns")
+                comma = " (a decimal comma in it, perhaps)" if table.separator == "," else ""
+                raise _error(own, f"{who}, {rows[-1]}: more values than the {len(names)} columns{comma}")
             for column, cells in texts.items():
                 cells.append((row[column] or "").strip())
     return texts, rows
@@ -236,6 +273,22 @@ def width(form: Mapping[str, Any]) -> int:
     """
     levels = form.get("levels", {})
     return sum(len(levels[c]) - 1 if c in levels else 1 for c in form["x"])
+
+
+def input_names(form: Mapping[str, Any]) -> list[str]:
+    """What the inputs of x mean: a column, with what it was divided by; a level.
+
+    >>> input_names({"x": ["age", "sex"], "levels": {"sex": ["f", "m"]}, "scale": {"age": [58.0, 12.25]}})
+    ['age (per 12.2)', 'sex = m']
+    """
+    names: list[str] = []
+    for column in form["x"]:
+        if (levels := form.get("levels", {}).get(column)) is not None:
+            names += [f"{column} = {level}" for level in levels[1:]]
+        else:
+            sd = form.get("scale", {}).get(column, (0.0, 0.0))[1]
+            names.append(f"{column} (per {sd:.3g})" if sd else column)
+    return names
 
 
 def from_table(columns: Columns, form: Mapping[str, Any], site: str = "") -> Federation:

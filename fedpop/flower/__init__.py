@@ -10,4 +10,9 @@ aggregation, site_records
 deployment, server a run across sites, and the ServerApp
 server_folder, site_folder, certificates, processes, commands
                    the settings files, and the commands ``fedpop server`` and ``fedpop site``
+ledger, allowed    what left a site, and what it answers
+outcome, status, present
+                   estimates and warnings at the end; how a run stands, and what it waits for
+logs, watch, pages, metrics, trackers
+                   logs of commands, the live page, numbers for Prometheus, MLflow and TensorBoard
 """

@@ -97,13 +97,21 @@ def make_site_key(folder: Path) -> Path:
     return public
 
 
-def check_site_key(folder: Path) -> None:
-    """Raise unless the site's key pair can be read."""
+def read_site_key(folder: Path) -> Private:
+    """A site's private key."""
     data = _read(folder / "node.key")
     try:
-        serialization.load_ssh_private_key(data, password=None)
+        key = serialization.load_ssh_private_key(data, password=None)
     except (ValueError, TypeError) as error:
         raise SettingsError(f"{folder / 'node.key'} is not a site's key ({error}); enrol it again") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise SettingsError(f"{folder / 'node.key'} is not an elliptic-curve key; enrol the site again")
+    return key
+
+
+def check_site_key(folder: Path) -> None:
+    """Raise unless the site's key pair can be read."""
+    read_site_key(folder)
     check_public_key(folder / "node.pub")
 
 

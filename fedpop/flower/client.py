@@ -9,9 +9,10 @@ from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 
 from fedpop.errors import FedpopError, PayloadError
+from fedpop.flower.logs import log_to
 from fedpop.flower.records import message_to_record, request_from_record
 from fedpop.flower.requests import refusal
-from fedpop.flower.site_folder import log_to, open_site
+from fedpop.flower.site_folder import open_site
 from fedpop.message import Message
 from fedpop.site.refusal import Code
 

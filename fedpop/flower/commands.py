@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,13 +10,23 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 from tyro.extras import SubcommandApp
 
-from fedpop.flower import server_commands, site_commands
+from fedpop.flower import checks, server_commands, site_commands
 from fedpop.flower import status as run_status
+from fedpop.flower.ledger_command import show as show_ledger
+from fedpop.flower.logs import command_log
+from fedpop.flower.metrics import serving_ledger
 from fedpop.flower.processes import Stopped, stop_on_signals
+from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.site_folder import read_site
+from fedpop.flower.watch import serve_page
 
 server, site = SubcommandApp(), SubcommandApp()
 Text = Annotated[str | None, arg(metavar="TEXT")]
+LOG = "fedpop.log"
 File = Annotated[Path | None, arg(metavar="PATH")]
+
+PRIVATE = 0o077
+"""What other users may not do with the files of a server or a site: anything."""
 
 
 def _say(words: str) -> None:
@@ -43,45 +54,105 @@ def init(
         hosts: Further names or addresses of the server, for its certificate.
         insecure: Neither TLS nor keys; for trials on one machine.
     """
+    os.umask(PRIVATE)
     server_commands.init(folder, name, address, list(hosts), insecure, _say)
 
 
 @server.command
-def admit(folder: Positional[Path], name: Positional[str], key: Positional[Path]) -> None:
-    """Let a site take part.
+def admit(
+    folder: Positional[Path], name: Positional[str], key: Positional[Path], replace: bool = False
+) -> None:
+    """Let a site take part, from now on.
 
     Args:
         folder: The federation's folder.
         name: What the site is called.
         key: Its public key, node.pub.
+        replace: End the key that it was admitted with before.
     """
-    server_commands.admit(folder, name, key, _say)
+    os.umask(PRIVATE)
+    server_commands.admit(folder, name, key, _say, replace)
 
 
 @server.command
-def run(folder: Positional[Path], insecure: bool = False) -> None:
+def revoke(folder: Positional[Path], name: Positional[str]) -> None:
+    """Let a site take part no longer, from now on.
+
+    Args:
+        folder: The federation's folder.
+        name: What the site is called.
+    """
+    os.umask(PRIVATE)
+    server_commands.revoke(folder, name, _say)
+
+
+@server.command(name="list")
+def listed(folder: Positional[Path]) -> None:
+    """Who is admitted, and who no longer is.
+
+    Args:
+        folder: The federation's folder.
+    """
+    server_commands.listed(folder, _say)
+
+
+@server.command
+def run(
+    folder: Positional[Path], insecure: bool = False, stock: bool = False, log_json: bool = False
+) -> None:
     """Run the federation, or go on with it; ends when the run is over.
 
     Args:
         folder: The federation's folder.
         insecure: Neither TLS nor keys.
+        stock: Send the app, signed, to sites that run Flower's stock node.
+        log_json: Lines of the log, logs/fedpop.log, and of the terminal are JSON objects.
     """
+    os.umask(PRIVATE)
     stop_on_signals()
-    try:
-        server_commands.run(folder, insecure, _say)
-    except Stopped:
-        _say("stopped; fedpop server run goes on from the last round")
-        raise SystemExit(130) from None
+    _ = ServerFolder(folder).settings  # nothing is made in a folder that is none
+    with command_log(folder / "logs" / LOG, log_json) as say:
+        try:
+            server_commands.run(folder, insecure, say, stock)
+        except Stopped:
+            say("stopped; fedpop server run goes on from the last round")
+            raise SystemExit(130) from None
 
 
-@server.command
-def status(folder: Positional[Path]) -> None:
-    """How a run stands: rounds, sites, who is late, bytes, metrics.
+@server.command(name="check")
+def check_server(folder: Positional[Path]) -> None:
+    """Whether method, model, settings and schema can be used; nobody is asked.
 
     Args:
         folder: The federation's folder.
     """
-    run_status.status(folder, _say)
+    checks.server_check(folder, _say)
+
+
+@server.command
+def status(folder: Positional[Path], json: bool = False) -> None:
+    """How a run stands: rounds, sites, who is late, bytes, metrics.
+
+    Args:
+        folder: The federation's folder.
+        json: As a JSON object.
+    """
+    run_status.status(folder, _say, json)
+
+
+@server.command
+def watch(folder: Positional[Path], port: int = 0) -> None:
+    """Serve a live page of the run to this machine, until stopped; prints its address.
+
+    Args:
+        folder: The federation's folder.
+        port: Of this machine; a free one by default.
+    """
+    stop_on_signals()
+    try:
+        serve_page(folder, port, _say)
+    except Stopped:
+        return
 
 
 @server.command
@@ -118,23 +189,67 @@ def enrol(
         ca: The federation's ca.crt.
         insecure: Neither TLS nor keys; for trials on one machine.
     """
+    os.umask(PRIVATE)
     site_commands.enrol(folder, name, server, data, ca, insecure, _say)
 
 
+@site.command(name="check")
+def check_site(folder: Positional[Path], federation: File = None) -> None:
+    """Whether this site's data fit the federation, and what would be sent; nothing is.
+
+    Args:
+        folder: The site's folder.
+        federation: The federation's settings, federation.toml with its model beside it; by default what the
+            server said when it last greeted this site.
+    """
+    checks.site_check(folder, federation, _say)
+
+
 @site.command
-def join(folder: Positional[Path], data: Text = None, insecure: bool = False) -> None:
+def join(
+    folder: Positional[Path],
+    data: Text = None,
+    insecure: bool = False,
+    stock: bool = False,
+    log_json: bool = False,
+) -> None:
     """Take part until stopped; the site's node is started again whatever ends it.
 
     Args:
         folder: The site's folder.
         data: In place of what the site was enrolled with.
         insecure: Neither TLS nor keys.
+        stock: Flower's stock node, which runs the app that the server sends, if the federation signed it.
+        log_json: Lines of the log, logs/fedpop.log, and of the terminal are JSON objects.
     """
+    os.umask(PRIVATE)
     stop_on_signals()
-    try:
-        site_commands.join(folder, data, insecure, _say)
-    except Stopped:
-        _say("stopped; fedpop site join goes on")
+    settings = read_site(folder)
+    with command_log(folder / "logs" / LOG, log_json) as say, serving_ledger(folder, settings.metrics, say):
+        try:
+            site_commands.join(folder, data, insecure, say, stock=stock)
+        except Stopped:
+            say("stopped; fedpop site join goes on")
+
+
+@site.command
+def ledger(
+    folder: Positional[Path],
+    json: bool = False,
+    verify: bool = False,
+    head: Text = None,
+    last: Annotated[int | None, arg(metavar="N")] = None,
+) -> None:
+    """What left this site: time, run, round or question, vectors with their sizes, bytes.
+
+    Args:
+        folder: The site's folder.
+        json: An entry is a JSON object, with the digests of what was sent.
+        verify: Only check that nothing was changed or is missing, and print the last digest.
+        head: A digest that was noted earlier; it must be there.
+        last: How many entries to print; all by default.
+    """
+    show_ledger(folder, json, verify, head, last, _say)
 
 
 @site.command

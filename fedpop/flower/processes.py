@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
-import re
 import signal
 import socket
 import ssl
@@ -13,23 +13,27 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from types import TracebackType
 
 from fedpop.errors import SettingsError
+from fedpop.flower.logs import LINE_PARTS, LogLine, put_aside
 
 RESTART_SECONDS = (1.0, 30.0)
 """Seconds before a process that ended is started again: the first time, and at most."""
 STEADY_SECONDS = 60.0
 """A process that ran as long as this had started well."""
+FAILED = 2
+"""The exit code of a process that says itself what is wrong: starting it again would not help."""
 
 
 def environment(home: Path, *near: str) -> dict[str, str]:
     """Flower in a separate home, offline and quiet; this machine, and hosts that are near, are reached
     without a proxy, whatever is set for others."""
-    home.mkdir(parents=True, exist_ok=True)
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
     direct = ",".join(filter(None, [os.environ.get("no_proxy", ""), "127.0.0.1", "localhost", *near]))
     return {
         **os.environ,
@@ -99,6 +103,42 @@ def die_with_parent(how: signal.Signals = signal.SIGTERM) -> None:
         ctypes.CDLL(None).prctl(1, how)
 
 
+@contextmanager
+def alone(path: Path, words: str) -> Iterator[None]:
+    """Nobody else does what this lock stands for; a SettingsError with these words where somebody does."""
+    with open(path.with_suffix(".lock"), "w", opener=private_opener) as file:
+        try:
+            flock(file, LOCK_EX | LOCK_NB)
+        except BlockingIOError as error:
+            raise SettingsError(words) from error
+        yield
+
+
+def private_opener(name: str, flags: int) -> int:
+    return os.open(name, flags, 0o600)
+
+
+def make_private(folder: Path, say: Callable[[str], None]) -> None:
+    """Files in a server's or a site's folder are its owner's to read, and nobody else's."""
+    open_to_others = [p for p in [folder, *folder.rglob("*")] if not p.is_symlink() and _others(p)]
+    for path in open_to_others:
+        try:
+            path.chmod(0o700 if path.is_dir() else 0o600)
+        except OSError as error:
+            raise SettingsError(
+                f"other users can read {path}, and this one cannot change that ({error.strerror}): run as "
+                "its owner"
+            ) from error
+    if open_to_others:
+        shown = ", ".join(str(p) for p in open_to_others[:3])
+        more = f" and {len(open_to_others) - 3} more" if len(open_to_others) > 3 else ""
+        say(f"other users could read {shown}{more}: now they cannot")
+
+
+def _others(path: Path) -> bool:
+    return bool(path.stat().st_mode & 0o077)
+
+
 class Supervised:
     """A process under supervision: started again after any exit, whatever its code."""
 
@@ -129,7 +169,7 @@ class Supervised:
         return self._child.pid
 
     def _start(self) -> None:
-        with self._log.open("ab") as file:
+        with open(self._log, "ab", opener=private_opener) as file:
             self._child = subprocess.Popen(
                 list(self._arguments()),
                 env=self._environment,
@@ -138,6 +178,7 @@ class Supervised:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
+                umask=0o077,
             )
         self._started, self.starts = time.monotonic(), self.starts + 1
 
@@ -146,6 +187,7 @@ class Supervised:
         assert self._child is not None
         code = self._child.poll()
         if code is None:
+            put_aside(self._log)
             return True
         now = time.monotonic()
         if not self._due:
@@ -154,7 +196,7 @@ class Supervised:
                 RESTART_SECONDS[0] if ran > STEADY_SECONDS else min(2 * self._wait, RESTART_SECONDS[1])
             )
             self._due = now + self._wait
-            self._say(f"it ended with code {code} after {ran:.0f} s; it is started again")
+            self._say(LogLine(f"it ended with code {code} after {ran:.0f} s; it is started again"))
             self._end_group()
         elif now >= self._due:
             self._due = 0.0
@@ -187,19 +229,30 @@ class LogTail:
     """What is new in a log of fedpop's, line by line, without its times and tracebacks."""
 
     def __init__(self, file: Path, levels: Sequence[str]) -> None:
-        self._file, self._at = file, file.stat().st_size if file.exists() else 0
-        self._line = re.compile(rf"[-\d]+ [:,\d]+ ({'|'.join(levels)}) (.*)")
+        self._file, self._levels = file, levels
+        self._at, self._node = (file.stat().st_size, file.stat().st_ino) if file.exists() else (0, 0)
 
-    def new(self) -> list[str]:
+    def new(self) -> list[LogLine]:
         if not self._file.exists():
             return []
-        with self._file.open("rb") as file:
-            file.seek(self._at)
-            data = file.read()
+        rotated = self._file.with_name(f"{self._file.name}.1")
+        lines = []
+        if self._node and self._file.stat().st_ino != self._node:
+            if rotated.exists() and rotated.stat().st_ino == self._node:
+                lines = self._read(rotated)
+            self._at = 0
+        self._node = self._file.stat().st_ino
+        found = map(LINE_PARTS.fullmatch, [*lines, *self._read(self._file)])
+        levels = logging.getLevelNamesMapping()
+        return [LogLine(match[3], levels[match[2]]) for match in found if match and match[2] in self._levels]
+
+    def _read(self, file: Path) -> list[str]:
+        with file.open("rb") as log:
+            log.seek(self._at)
+            data = log.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._at += len(whole)
-        found = map(self._line.fullmatch, whole.decode(errors="replace").splitlines())
-        return [match[2] for match in found if match]
+        return whole.decode(errors="replace").splitlines()
 
 
 class Stopped(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from typing import Any
@@ -39,8 +40,38 @@ def message_to_record(message: Message) -> RecordDict:
             stype=f"fedpop.{payload.codec}",
             data=payload.data,
         )
+    return RecordDict(
+        {"fedpop": ConfigRecord({"json": message_text(message)}), "arrays": ArrayRecord(arrays)}
+    )
+
+
+def message_text(message: Message) -> str:
+    """All of a message but its vectors, as it travels."""
     lengths = {name: payload.length for name, payload in message.payloads.items()}
-    return _record(plain_message(message) | {"lengths": lengths}, arrays)
+    return json.dumps(plain_message(message) | {"lengths": lengths})
+
+
+def entry_of(message: Message) -> dict[str, Any]:
+    """What a site's ledger says of a message: names, sizes, and a digest of all that travels; no values."""
+    text, digest = message_text(message).encode(), hashlib.sha256()
+    digest.update(text)
+    for name in sorted(message.payloads):
+        digest.update(hashlib.sha256(message.payloads[name].data).digest())
+    vectors = {
+        name: {"codec": p.codec, "entries": p.length, "bytes": len(p.data)}
+        for name, p in message.payloads.items()
+    }
+    header = message.header
+    about = {key: header[key] for key in ("round", "question") if key in header}
+    about |= {"refused": list(header["refused"])} if "refused" in header else {}
+    return about | {
+        "units": int(message.units.sum()),
+        "vectors": vectors,
+        "numbers": sorted(message.numbers),
+        "header": sorted(header),
+        "bytes": len(text) + sum(len(p.data) for p in message.payloads.values()),
+        "digest": digest.hexdigest(),
+    }
 
 
 def message_from_record(record: RecordDict) -> Message:

@@ -14,12 +14,12 @@ from typing import Annotated, Any, TypeVar
 import torch
 from torch import Tensor
 
-from fedpop.checked import Count, OneOf, Positive, require
+from fedpop.checked import Count, NotNegative, OneOf, Positive, require
 from fedpop.errors import DataError, EstimateError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active, Participation, Roster
 from fedpop.flower.aggregation import Aggregated, Aggregator
-from fedpop.flower.requests import TRIAL, Request, digest_for, digest_of
+from fedpop.flower.requests import TRIAL, Request, digest_for, digest_of, versions
 from fedpop.flower.site_records import (
     ActivePart,
     SiteRecord,
@@ -28,7 +28,7 @@ from fedpop.flower.site_records import (
     positions,
     roster_of_sites,
 )
-from fedpop.flower.transport import Transport
+from fedpop.flower.transport import Enough, Transport
 from fedpop.keys import Key
 from fedpop.message import Channel, Message, Tensors, Total
 from fedpop.methods.asking import describe_question
@@ -38,7 +38,6 @@ from fedpop.run.settings import Settings
 from fedpop.settings import describe
 from fedpop.site.store import LocalStore
 from fedpop.site.study import Study
-from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.server")
 
@@ -50,24 +49,31 @@ WEIGHTS = ("rule", "observed")
 class RoundTerms:
     """When a round is over, and how sites count.
 
-    >>> RoundTerms(quorum=0.5, timeout=120.0).enough(4)(2)
+    >>> RoundTerms(quorum=0.5, timeout=120.0).enough(2, of=4)
     True
     """
 
     sites: int = 1
-    """Sites that must be there before a round is begun; with fewer the server waits."""
+    """Sites that can be asked before a round is begun, at least: they are there, have answered what comes
+    before the rounds, and are not busy with an earlier request. With fewer the server waits."""
     begin: int | None = None
     """Sites that must be there when the run begins, or goes on; as many as ``sites`` by default."""
     quorum: float = 1.0
     """The share of those asked whose replies close a round."""
+    grace: float = 0.0
+    """Seconds that it waits for the others once it has them."""
     timeout: float = 600.0
     """Seconds after which it is closed in any case, unless the method needs everyone."""
+    unheard: int = 10
+    """Rounds that may go by, at most, in which a site that is there was asked, or busy, and not heard: then
+    one waits for it, and ends without it after ``timeout`` only."""
     weights: str = "rule"
     """``observed``: each site counts one over the share of rounds in which its message was received."""
 
     def __post_init__(self) -> None:
-        require(Count, sites=self.sites, begin=self.first)
+        require(Count, sites=self.sites, begin=self.first, unheard=self.unheard)
         require(Positive, quorum=self.quorum, timeout=self.timeout)
+        require(NotNegative, grace=self.grace)
         require(Annotated[str, OneOf(*WEIGHTS)], weights=self.weights)
         if self.quorum > 1:
             raise SettingsError(f"quorum is a share of the sites asked, at most 1, not {self.quorum}")
@@ -82,8 +88,26 @@ class RoundTerms:
         """Rounds wait for everyone who was asked."""
         return self.quorum >= 1
 
-    def enough(self, asked: int) -> Callable[[int], bool]:
-        return lambda received: received >= self.quorum * asked
+    def enough(self, received: int, of: int) -> bool:
+        """Whether so many replies are a quorum."""
+        return received >= self.quorum * of
+
+    def closing(self, asked: Collection[str], overdue: Collection[str], now: Callable[[], float]) -> Enough:
+        """Whether replies close a round: a quorum and its grace, and everyone who is ``overdue``."""
+        reached: list[float] = []
+
+        def closed(replies: Mapping[str, Message]) -> bool:
+            if not self.enough(sum(r.refused is None for r in replies.values()), len(asked)):
+                return False
+            reached.append(now())
+            return reached[-1] - reached[0] >= self.grace and set(overdue) <= replies.keys()
+
+        return closed
+
+
+def never(replies: Mapping[str, Message]) -> bool:
+    """Everyone who was asked is waited for."""
+    return False
 
 
 class RemoteMembers(Members):
@@ -108,6 +132,11 @@ class RemoteMembers(Members):
         self._begun = False
         self._refused: dict[str, str] = {}
         """Sites that the settings have no place for, and why."""
+        self._outside: frozenset[str] = frozenset()
+        """Sites that are not asked about the present study."""
+        self._passed_over: set[str] = set()
+        """Sites that could not be asked for the last round: they were busy with an earlier one."""
+        self._asked: set[str] = set()
         self._messages = Aggregator(self.device)
         self._lasting: dict[str, Total] = {}
         """Sums of everyone's answers to questions that whoever comes later is asked, too."""
@@ -126,19 +155,34 @@ class RemoteMembers(Members):
         plain, tensors = self._study.description()
         description = {"kind": type(self._study).__name__} | plain
         text = json.dumps([description, digest_of(tensors)], sort_keys=True)
-        header: dict[str, Any] = {"version": __version__, "experiment": self.experiment}
+        header: dict[str, Any] = versions() | {"experiment": self.experiment}
         header["study"] = description
         header |= {"study_digest": hashlib.sha256(text.encode()).hexdigest()[:32]}
         header["drawn"] = self._study.drawn(self._settings.participation)
         return Request("hello", header, tensors)
 
-    def update_study(self, study: Study) -> None:
-        """Everyone is greeted anew, and says anew how many units there are."""
-        here = list(self._transport.sites)
+    def update_study(self, study: Study, without: Collection[str] = ()) -> None:
+        """Everyone is greeted anew, and says anew how many units there are; these sites stay outside."""
+        here = {name: site.node for name, site in self._transport.sites.items()}
         self._study, self.sites, self._begun, self._refused = study, {}, False, {}
-        self._messages = Aggregator(self.device)
+        self._messages, self._outside = Aggregator(self.device), frozenset(without)
         self._transport.greet_all(self._hello())
-        self.wait(here if study.fixed else (), self._terms.timeout if study.fixed else math.inf)
+        self.wait(list(here) if study.fixed else (), self._terms.timeout if study.fixed else math.inf)
+        self._settle(here)
+
+    def _settle(self, nodes: Mapping[str, int]) -> None:
+        """Wait until each of these sites has said whether it can take part, or is gone, or time is up."""
+        end = self._transport.now() + self._terms.timeout
+        while self._transport.now() < end:
+            settled = {*self.wait(), *self.refused, *self._refused, *self._outside}
+            if not any(self._transport.alive(node) for n, node in nodes.items() if n not in settled):
+                return
+            self._transport.pause()
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Sites that say that they cannot take part, and why."""
+        return dict(self._transport.refused)
 
     def update_method(self, method: Algorithm) -> None:
         """Everyone is greeted anew: what a method left open has been found."""
@@ -214,25 +258,48 @@ class RemoteMembers(Members):
         trial.wait()
         return trial
 
-    def wait(self, whom: Collection[str] = (), patience: float = math.inf) -> list[str]:
+    def wait(
+        self, whom: Collection[str] = (), patience: float = math.inf, *, asked: bool = False
+    ) -> list[str]:
         """Who is there, once it is enough of them and these are among them, or patience is at its end; says
-        for whom it waits."""
+        for whom it waits. ``asked``: only those count, and are given, who can be asked for a round now."""
         least, logged = self._terms.sites if self._begun else self._terms.first, -math.inf
         end = self._transport.now() + patience
         while True:
+            if asked:
+                self._transport.drop_late()
             here = [name for name in self._transport.present() if self._admitted(name)]
             for name in here:
                 self.sites.setdefault(name, SiteRecord()).greeted(self._transport.sites[name].header)
             self._require_all(whom)
+            if asked:
+                here = [n for n in here if self._ready(n) and not self._transport.busy(n)]
             missing = sorted(set(whom) - set(here))
             if (len(here) >= least and not missing) or self._transport.now() > end:
                 self._begun = True
                 return here
             if self._transport.now() - logged >= 30:
-                lacking = ", ".join(missing) or f"{least - len(here)} more site(s)"
-                log.info("waiting for %s; here: %s", lacking, ", ".join(here) or "nobody")
+                log.info("waiting for %s; here: %s", self._lacking(here, missing, least), _listed(here))
                 logged = self._transport.now()
             self._transport.pause()
+
+    def _lacking(self, here: Collection[str], missing: Collection[str], least: int) -> str:
+        """For whom it waits, and where they are."""
+        if missing:
+            return ", ".join(f"{n} ({self._where(n)})" for n in missing)
+        known = sorted({*self.sites, *self._before, *self.refused} - set(here))
+        of = f" ({'; '.join(f'{n}: {self._where(n)}' for n in known)})" if known else ""
+        return f"{least - len(here)} more site(s){of}"
+
+    def _where(self, name: str) -> str:
+        """Why a site cannot be asked now."""
+        if name in self._refused or name in self.refused:
+            return f"it cannot take part: {(self._refused | self.refused)[name]}"
+        if self._transport.busy(name):
+            return "busy with an earlier request"
+        if name in self._transport.sites and not self._ready(name):
+            return "it has not answered the questions before the rounds"
+        return "away"
 
     def _require_all(self, whom: Collection[str]) -> None:
         """Raise where a site says that it cannot take part, of those without whom nothing makes sense."""
@@ -243,6 +310,8 @@ class RemoteMembers(Members):
 
     def _admitted(self, name: str) -> bool:
         """Whether settings that are given by site have one for a site that comes after the start."""
+        if name in self._outside:
+            return False
         if not (self._begun or self._before) or name in self.sites or name in self._before:
             return True
         if self._study.fixed:
@@ -265,16 +334,23 @@ class RemoteMembers(Members):
     def active(self, rule: Participation, key: Key, round: int) -> Active:
         """As in the simulator, by units' names, among those whose sites are there and not busy with another
         round."""
-        here = self.wait(self._needed)
-        free = [n for n in here if not self._transport.busy(n)] or here
+        free = self.wait(self._needed, asked=True)
+        if busy := sorted(self.overdue - set(free)):
+            free = self.wait(busy, self._terms.timeout, asked=True) or free
+        self._passed_over = {n for n in self._transport.present() if self._transport.busy(n)}
         roster, key = self.roster, key.at(round=round, purpose="participation")
-        ready = {n: n in free and self._ready(n) for n in self.names}
-        active = rule.draw_among(roster, torch.tensor([ready[n] for n in roster.names]), key)
+        active = rule.draw_among(roster, torch.tensor([n in free for n in roster.names]), key)
         if self._terms.weights == "rule":
             return active
         each = [self.sites[roster.names[i]] for i in active.ids.tolist()]
         weights = torch.tensor([(s.rounds + 1) / (s.times + 1) for s in each], dtype=torch.float32)
         return Active(active.ids, weights, ratio=False)
+
+    @property
+    def overdue(self) -> set[str]:
+        """Sites that are there and have not been heard for too long."""
+        here = self._transport.present()
+        return {n for n in here if n in self.sites and self.sites[n].missed >= self._terms.unheard}
 
     # --- rounds ------------------------------------------------------------------------------
 
@@ -282,7 +358,7 @@ class RemoteMembers(Members):
         """What every request has: which round of the site's counted last, among others."""
         site = self.sites[name]
         common = {"heard": site.heard, "noted": site.noted, "best": self._best, "seed": self._settings.seed}
-        return {"version": __version__, "experiment": self.experiment} | common | more
+        return versions() | {"experiment": self.experiment} | common | more
 
     def round(self, method: Algorithm, round: Round, active: Active) -> Total:
         parts, digest = active_parts(self.sites, active), digest_of(round.broadcast)
@@ -295,13 +371,18 @@ class RemoteMembers(Members):
         weights = {name: part.weight for name, part in parts.items()}
         everyone = self._study.needs_everyone
         timeout = None if everyone else self._terms.timeout
-        enough = (lambda received: False) if everyone else self._terms.enough(len(requests))
+        overdue = self.overdue & requests.keys()
+        if overdue and not self._terms.waits:
+            log.info(
+                "this round waits for %s, not heard for %d rounds", _listed(overdue), self._terms.unheard
+            )
+        enough = never if everyone else self._terms.closing(requests, overdue, self._transport.now)
         replies = self._transport.send(requests, timeout, enough)
         if everyone:
             replies = self._transport.retry_lost(
                 requests, replies, timeout, lambda lost: bool(self.wait(lost))
             )
-        self._round = round.number
+        self._round, self._asked = round.number, set(requests)
         guard = guard_for(method, round.broadcast, len(requests))
         kind = method.model.initial_phi().dtype
         aggregated = self._messages.aggregate(
@@ -342,6 +423,23 @@ class RemoteMembers(Members):
             site.rounds += 1
             site.times += self._part.get(name, 0) / max(1, site.units)
             site.heard = self._round if name in self._part else site.heard
+            self._count_missed(name, site)
+
+    def _count_missed(self, name: str, site: SiteRecord) -> None:
+        """Rounds that went by without a site's message; one that was waited for in vain is again in time."""
+        if name in self._part:
+            site.missed = 0
+        elif name in self._asked and site.missed >= self._terms.unheard:
+            log.warning(
+                "%s has not been heard for %d rounds, nor now within %g s: give rounds a longer timeout, "
+                "or the site less work",
+                name,
+                site.missed,
+                self._terms.timeout,
+            )
+            site.missed = 0
+        elif name in self._asked | self._passed_over:
+            site.missed += 1
 
     def bytes_down(self, broadcast: Tensors, ids: Tensor) -> int:
         return len(self.names_of(ids.tolist())) * sum(
@@ -384,7 +482,7 @@ class RemoteMembers(Members):
         for name in names:
             its = header | ({"units": parts[name].units} if parts else {})
             requests[name] = Request("ask", self._header(name, **its), asked)
-        replies = self._transport.send(requests, self._terms.timeout, lambda received: False)
+        replies = self._transport.send(requests, self._terms.timeout, never)
         if question.quorum == 1.0 and not asking.late:
             patience = self._terms.timeout
             back = lambda lost: set(lost) <= set(self.wait(lost, patience))  # noqa: E731
@@ -423,12 +521,15 @@ class RemoteMembers(Members):
             raise type(error)(f"{error}{_unlike(replies) if question.varied else ''}") from error
 
     def newcomers(self) -> list[str]:
-        """Who is here and has not answered what lasts of the questions before the rounds; one that could not
-        is asked again when a round's time is over."""
-        here, now = self.wait(self._needed), self._transport.now()
-        due = [n for n in here if not self._ready(n) and self._again.get(n, -math.inf) <= now]
-        self._again |= dict.fromkeys(due, now + self._terms.timeout)
-        return due
+        """Who is here and has not answered what lasts of the questions before the rounds, until enough of
+        those who are here have; one that could not is asked again when a round's time is over."""
+        while True:
+            here, now = self.wait(self._needed), self._transport.now()
+            due = [n for n in here if not self._ready(n) and self._again.get(n, -math.inf) <= now]
+            if due or sum(map(self._ready, here)) >= self._terms.sites:
+                self._again |= dict.fromkeys(due, now + self._terms.timeout)
+                return due
+            self._transport.pause()
 
     def _ready(self, name: str) -> bool:
         """It may take part in rounds."""
@@ -440,7 +541,7 @@ class RemoteMembers(Members):
         last: dict[str, Any] = {"recall": self._recall, "rounds": rounds, "learned_from": self.units}
         last["how"] = [list(row) for row in how]
         requests = {n: Request("finish", self._header(n, **last), published) for n in here if n in self.sites}
-        return sorted(self._transport.send(requests, self._terms.timeout, lambda received: False))
+        return sorted(self._transport.send(requests, self._terms.timeout, never))
 
     # --- checkpoints -------------------------------------------------------------------------
 
@@ -484,6 +585,10 @@ def _together(earlier: Total | None, new: Total) -> Total:
     sums = {n: earlier.plain[n] + v if n in earlier.plain else v for n, v in new.plain.items()}
     count = earlier.count + new.count
     return replace(new, weighted=earlier.plain | sums, plain=earlier.plain | sums, count=count)
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "nobody"
 
 
 def _size(tensors: Tensors) -> int:

@@ -18,6 +18,11 @@ from fedpop.version import __version__
 
 TRIAL = ".trial-"
 """Between an experiment's name and the number of trial rounds that are run before it."""
+PROTOCOL = 1
+"""What requests, messages and descriptions of studies mean: raised with every change after which the two
+sides would not understand each other, and never by a patch version."""
+SITE_HEADER, VERSION_HEADER, PROCESS_HEADER = "fedpop-site", "fedpop-version", "fedpop-process"
+"""HTTP headers in which a site's node says its name, its version, and which process it is."""
 KINDS = ("hello", "train", "ask", "finish")
 
 
@@ -37,7 +42,25 @@ def headed(header: Mapping[str, Any], message: Message | None = None) -> Message
         raise SettingsError(f"a header's {sorted(unknown)[0]!r} is not declared in fedpop.message.declared")
     if message is None:
         message = Message(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    return replace(message, header={"version": __version__} | dict(header))
+    return replace(message, header=versions() | dict(header))
+
+
+def versions() -> dict[str, Any]:
+    """What every request and every message says of the program that it comes from."""
+    return {"version": __version__, "protocol": PROTOCOL}
+
+
+def why_not_understood(header: Mapping[str, Any], whose: str) -> str | None:
+    """Why the two sides would not understand each other, and who has to do what; None where they do."""
+    theirs, version = header.get("protocol", 0), header.get("version")
+    if theirs == PROTOCOL:
+        return None
+    if not isinstance(theirs, int) or theirs > PROTOCOL:
+        todo = f"install fedpop {version} here, or {__version__} there"
+    else:
+        todo = f"install fedpop {__version__} there"
+    both = f"{whose} has fedpop {version} and speaks protocol {theirs}, this is {__version__} and speaks"
+    return f"{both} {PROTOCOL}: {todo}"
 
 
 def refusal(why: str, code: Code = Code.FAILED, **header: Any) -> Message:
@@ -56,8 +79,8 @@ def code_of(message: Message) -> Code:
 def require_answer(message: Message, request: Request, site: str) -> Message:
     """The message, as one of this site; a PayloadError where it does not answer this request."""
     header = message.header
-    if header.get("version") != __version__:
-        raise PayloadError(f"it came from fedpop {header.get('version')}, this is {__version__}")
+    if (why := why_not_understood(header, "it")) is not None:
+        raise PayloadError(why)
     for key in ("experiment", "round", "digest", "question"):
         if header.get(key) != request.header.get(key):
             raise PayloadError(f"it answers another request ({key} {header.get(key)!r})")

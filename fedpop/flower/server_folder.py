@@ -4,9 +4,9 @@ name                          what the experiment is called
 [data]                        what sites' data look like: ``questions.forms`` has the words
 [model]  entry                ``module:name`` of a model, or of a function that makes one
 [method] name, settings       as in the files of ``fedpop compare``
-[run]    rounds, seed, participation, precision, early_stop, afterwards
-[sites]  sites, begin, quorum, timeout, weights
-[server] address, listen
+[run]    rounds, seed, participation, precision, early_stop, afterwards, mlflow, tensorboard
+[sites]  sites, begin, quorum, grace, timeout, unheard, weights
+[server] address, listen, metrics
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from fedpop.files import read_json, read_sealed, writable_folder, write_sealed
 from fedpop.flower.certificates import split_address
 from fedpop.flower.deployment import Deployment
 from fedpop.flower.final_questions import USUAL, check_asked
+from fedpop.flower.metrics import port_of
 from fedpop.flower.remote import RoundTerms
 from fedpop.flower.site_folder import check_name, read_toml
+from fedpop.flower.trackers import TRACKERS, trackers_of
 from fedpop.methods.base import Algorithm, usual_participation
 from fedpop.methods.tables import known_method, method_from
 from fedpop.models.entry import model_named
@@ -36,10 +38,15 @@ from fedpop.run.callbacks import Callback, EarlyStop
 from fedpop.run.settings import Settings
 from fedpop.version import __version__
 
+LAYOUT = 1
+"""How a federation's folder is laid out. Each version goes on with folders of this layout and of those before
+it; what is in the checkpoint has a format of its own."""
+FEDERATION = "federation.toml"
 TABLES = ("name", "data", "model", "method", "run", "sites", "server")
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 """Who listens everywhere is found here."""
-RUN = ("rounds", "seed", "participation", "precision", "early_stop", "afterwards")
+SERVER = ("address", "listen", "metrics")
+RUN = ("rounds", "seed", "participation", "precision", "early_stop", "afterwards", *TRACKERS)
 
 
 @dataclass(frozen=True)
@@ -77,20 +84,30 @@ class ServerFolder:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The settings file, checked as far as it can be without any data."""
-        path = self.app / "federation.toml"
+        path = self.app / FEDERATION
         plain = read_toml(path, "is this a federation's folder? fedpop server init makes one")
         _only(plain, TABLES, str(path))
         for key in TABLES[1:]:
             if not isinstance(plain.get(key, {}), dict):
                 raise SettingsError(f"{path}: {key} is a table, [{key}], not {plain[key]!r}")
+        self._require_layout()
+        return plain
+
+    def _require_layout(self) -> None:
+        """Raise unless this version can go on with the folder, whichever made it."""
         found = read_json(self.root / "version.json") if self._versioned else {}
         version = found.get("version") if isinstance(found, dict) else None
-        if version != __version__:
+        layout = found.get("layout", 1) if isinstance(found, dict) else None
+        if not isinstance(version, str) or not isinstance(layout, int):
             raise SettingsError(
-                f"{self.root} was made by fedpop {version or '(unknown)'}, this is {__version__}: use that "
-                "version, or make a new folder with fedpop server init"
+                f"{self.root} was made by fedpop (unknown): version.json does not say which; put it back "
+                "from a copy"
             )
-        return plain
+        if layout > LAYOUT:
+            raise SettingsError(
+                f"{self.root} was made by fedpop {version} in layout {layout}, {__version__} knows those to "
+                f"{LAYOUT}: install fedpop {version} or newer on this server"
+            )
 
     @property
     def _versioned(self) -> bool:
@@ -105,6 +122,13 @@ class ServerFolder:
     def listen(self) -> str:
         """Where the server listens: the same, unless it stands behind another machine's address."""
         return str(self.settings.get("server", {}).get("listen", self.address))
+
+    @property
+    def metrics(self) -> int:
+        """The port of this machine on which Prometheus finds numbers; 0 for none."""
+        return port_of(
+            self.settings.get("server", {}).get("metrics", 0), f"{self.app / 'federation.toml'}, [server]"
+        )
 
     @property
     def nearby(self) -> str:
@@ -126,40 +150,47 @@ class ServerFolder:
 
     def deployment(self) -> Deployment:
         """What the settings file says is to be run."""
-        path = self.app / "federation.toml"
-        plain = self.settings
-        check_name(str(plain.get("name", "federation")))
-        data, model, method = (plain.get(name, {}) for name in ("data", "model", "method"))
-        check_form(data)
-        entry = str(_only(model, ("entry",), f"{path}, [model]").get("entry", "model:model"))
-        _check_entry(path, entry)
-        _only(plain.get("server", {}), ("address", "listen"), f"{path}, [server]")
-        name = method.get("name", "FedSOUL")
-        known_method(name, f"{path}, [method]")
-        given = {k: v for k, v in method.items() if k != "name"}
-        run = _only(plain.get("run", {}), RUN, f"{path}, [run]")
-        make = _maker(path, entry, str(name), given, run.get("precision"))
-        stop = run.pop("early_stop", None)
-        callbacks: list[Callback] = []
-        if stop is not None:
-            if not isinstance(stop, dict):
-                raise SettingsError(
-                    f"{path}, [run]: early_stop is a table such as {{every = 10, patience = 5}}"
-                )
-            callbacks = [EarlyStop(**_only(stop, ("every", "patience"), f"{path}, early_stop"))]
-        words = tuple(f.name for f in fields(RoundTerms))
-        terms = RoundTerms(**_only(plain.get("sites", {}), words, f"{path}, [sites]"))
-        part = run.get("participation")
-        usual = usual_participation(known_method(name, str(path)))
-        settings = Settings(
-            rounds=run.get("rounds"),
-            seed=run.get("seed", 0),
-            participation=usual if part is None else resolve(part),
-            checkpoint_every=1,  # sites keep the two sides of their last round, and can go back no further
-            precision=run.get("precision", "auto"),
-        )
-        after = check_asked(run.get("afterwards", USUAL))
-        return Deployment(self.experiment(), make, settings, terms, data, entry, callbacks, after)
+        _ = self.metrics
+        return deployment_of(self.app / FEDERATION, self.settings, self.experiment(), self.run)
+
+
+def deployment_of(
+    path: Path, plain: Mapping[str, Any], experiment: str, folder: Path | None = None
+) -> Deployment:
+    """What a settings file, whose values these are, says is to be run; trackers write to ``folder``."""
+    _only(plain, TABLES, str(path))
+    check_name(str(plain.get("name", "federation")))
+    data, model, method = (plain.get(name, {}) for name in ("data", "model", "method"))
+    check_form(data)
+    entry = str(_only(model, ("entry",), f"{path}, [model]").get("entry", "model:model"))
+    _check_entry(path, entry)
+    _only(plain.get("server", {}), SERVER, f"{path}, [server]")
+    name = method.get("name", "FedSOUL")
+    known_method(name, f"{path}, [method]")
+    given = {k: v for k, v in method.items() if k != "name"}
+    run = _only(plain.get("run", {}), RUN, f"{path}, [run]")
+    trackers = [] if folder is None else trackers_of(run, folder, f"{path}, [run]")
+    make = _maker(path, entry, str(name), given, run.get("precision"))
+    stop = run.pop("early_stop", None)
+    early = Callback()
+    if stop is not None:
+        if not isinstance(stop, dict):
+            raise SettingsError(f"{path}, [run]: early_stop is a table such as {{every = 10, patience = 5}}")
+        early = EarlyStop(**_only(stop, ("every", "patience"), f"{path}, early_stop"))
+    words = tuple(f.name for f in fields(RoundTerms))
+    terms = RoundTerms(**_only(plain.get("sites", {}), words, f"{path}, [sites]"))
+    part = run.get("participation")
+    usual = usual_participation(known_method(name, str(path)))
+    settings = Settings(
+        rounds=run.get("rounds"),
+        seed=run.get("seed", 0),
+        participation=usual if part is None else resolve(part),
+        checkpoint_every=1,  # sites keep the two sides of their last round, and can go back no further
+        precision=run.get("precision", "auto"),
+    )
+    after = check_asked(run.get("afterwards", USUAL))
+    name = str(plain.get("name", "federation"))
+    return Deployment(experiment, make, settings, terms, data, entry, [early, *trackers], after, name)
 
 
 def _maker(

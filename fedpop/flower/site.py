@@ -6,25 +6,40 @@ import logging
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fedpop.errors import CheckpointError, FedpopError, SchemaError, SettingsError
+from fedpop.errors import CheckpointError, FedpopError, ScaleError, SchemaError, SettingsError
+from fedpop.evaluation import validation
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active
+from fedpop.federation.reading import USUAL_TABLE, TableFormat
 from fedpop.files import read_sealed, read_tensors, writable_folder, write_sealed, write_tensors
-from fedpop.flower.requests import TRIAL, Request, digest_for, digest_of, headed, refusal
+from fedpop.flower.allowed import Allowed
+from fedpop.flower.ledger import Ledger
+from fedpop.flower.records import entry_of
+from fedpop.flower.requests import (
+    TRIAL,
+    Request,
+    digest_for,
+    digest_of,
+    headed,
+    refusal,
+    why_not_understood,
+)
 from fedpop.flower.site_state import SiteState, locked
 from fedpop.keys import Key
 from fedpop.message import Message, Tensors
 from fedpop.methods.asking import question_from_description
 from fedpop.methods.base import Algorithm, Round
 from fedpop.mixed import gaussian, groups, quadrature
+from fedpop.mixed.disclosure import DesignColumns, SmallCounts, design_columns
 from fedpop.mixed.study import FormulaStudy
+from fedpop.mixed.table import Rows
 from fedpop.population import Population
 from fedpop.questions import Question
 from fedpop.run.guards import threads
@@ -36,19 +51,22 @@ from fedpop.site.sites import Sites
 from fedpop.site.store import LocalStore
 from fedpop.site.study import SiteData, Study, Survey, Training, UnitData
 from fedpop.site.work import Work
-from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.site")
 
 STUDIES: Mapping[str, type[Study]] = {kind.__name__: kind for kind in (Survey, Training, FormulaStudy)}
 """What an experiment may be about."""
-FORMULAS = (groups, gaussian, quadrature)
-"""Whose questions a site knows, because they are imported."""
+QUESTIONS = (groups, gaussian, quadrature, validation)
+"""Whose questions a site knows, because they are imported; methods import the others."""
 DESCRIPTION, MODEL = "method.json", "model.safetensors"
 """The study's description as a site received it, and the tensors that belong to it."""
+COLUMNS, FORMULA = "columns.safetensors", "formula.json"
+"""A design that was answered: its columns at this site, and its formula."""
 THETA, SEALED = "theta.safetensors", "theta.json"
 """What the federation learned, at a site or for one that comes later."""
 WITHHELD = "the message is out of all proportion to what is usual and is not sent: look at the data's scale"
+
+OUT_OF_SCALE = "a column's size or spread is out of all proportion to most sites'; its log says which column"
 
 
 @dataclass(frozen=True)
@@ -65,22 +83,47 @@ class Site:
     memory: str = "1GiB"
     spectral_rows: int = 10
     """With fewer rows than these it refuses the spectral start."""
+    allowed: Allowed = field(default_factory=Allowed)
+    """Which questions and formulas it answers."""
+    small_counts: SmallCounts = field(default_factory=SmallCounts)
+    """How many rows a formula's design may set apart."""
+    table: TableFormat = USUAL_TABLE
+    modules: Sequence[str] = ()
+    """Modules of the site's own settings: a model that is not made of torch's layers comes from these."""
+    lasting: bool = False
+    """This process answers many requests: what the last one read is at hand for the next."""
+    at_hand: dict[str, SiteExperiment] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def data(self) -> SiteData:
-        return SiteData(self.name, self.where, self.folder)
+        return SiteData(self.name, self.where, self.folder, self.table)
 
     def answer(self, request: Request) -> Message:
-        """The reply to a request. Errors that are not meant for the server stay here, in the log."""
+        """The reply to a request, which is in the ledger before it leaves."""
+        reply = self._reply(request)
+        about = {"run": str(request.header.get("experiment", "")), "kind": request.kind}
         try:
-            if request.header.get("version") != __version__:
-                why = f"the site has fedpop {__version__}, the server {request.header.get('version')}"
-                raise Refusal(why, Code.VERSION)
+            Ledger.of(self.folder).add(about | entry_of(reply))
+        except CheckpointError as error:
+            log.error(
+                "%s: its reply does not leave, as the ledger cannot be written: %s", request.kind, error
+            )
+            return refusal("the site cannot write its ledger", Code.DISK, site=self.name)
+        return reply
+
+    def _reply(self, request: Request) -> Message:
+        """Errors that are not meant for the server stay here, in the log."""
+        try:
+            if (why := why_not_understood(request.header, "the server")) is not None:
+                raise Refusal(f"site {self.name}: {why}", Code.VERSION)
             with threads(self.threads):
                 return self._answer(request)
         except Refusal as error:
             log.warning("%s refused: %s", request.kind, error)
             return refusal(str(error), error.code, site=self.name)
+        except ScaleError as error:
+            log.error("%s: the site stops here: %s", request.kind, error)
+            return refusal(OUT_OF_SCALE, Code.SCALE, site=self.name)
         except SchemaError as error:  # it is written for the server, too
             log.error("%s failed: %s", request.kind, error)
             return refusal(str(error), Code.DATA, site=self.name)
@@ -92,13 +135,52 @@ class Site:
             return refusal(f"{type(error).__name__}; the site's log says more", site=self.name)
 
     def _answer(self, request: Request) -> Message:
-        experiment = SiteExperiment(self, str(request.header["experiment"]))
+        experiment = self._experiment(str(request.header["experiment"]), anew=request.kind == "hello")
         if request.kind == "hello":
             return experiment.hello(request)
         with locked(experiment.state_file):
             return {"train": experiment.train, "ask": experiment.ask, "finish": experiment.finish}[
                 request.kind
             ](request)
+
+    def _experiment(self, name: str, anew: bool) -> SiteExperiment:
+        """The experiment of this name, with what was read of it where the data are still the same."""
+        stamp = stamp_of(self.where) if self.lasting else None
+        found = self.at_hand.get(name)
+        if found is None or anew or found.stamp != stamp:
+            found = SiteExperiment(self, name, stamp)
+            self.at_hand.clear()
+            if self.lasting:
+                self.at_hand[name] = found
+        return found
+
+
+Stamp = tuple[object, ...]
+
+
+def stamp_of(where: str) -> Stamp:
+    """What changes when a file, or one in a folder, does; a function is called at every greeting."""
+    path = Path(where)
+    if ":" in where or not path.exists():
+        return ()
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    states = [(str(file), file.stat()) for file in files]
+    return tuple((file, s.st_mtime_ns, s.st_size, s.st_ino) for file, s in states)
+
+
+@dataclass
+class AtHand:
+    """The state of units as it was written last; a request takes it, and gives it back once it is on disk."""
+
+    state: SiteState | None = None
+    stamp: Stamp = ()
+
+    def take(self, path: Path) -> SiteState | None:
+        found, self.state = self.state, None
+        return found if self.stamp == stamp_of(str(path)) else None
+
+    def give(self, path: Path, state: SiteState) -> None:
+        self.state, self.stamp = state, stamp_of(str(path))
 
 
 @dataclass(frozen=True)
@@ -107,6 +189,9 @@ class SiteExperiment:
 
     site: Site
     name: str
+    stamp: Stamp | None = None
+    """Of the data, when they were read."""
+    at_hand: AtHand = field(default_factory=AtHand, compare=False, repr=False)
 
     @cached_property
     def folder(self) -> Path:
@@ -123,8 +208,11 @@ class SiteExperiment:
 
     def hello(self, request: Request) -> Message:
         """Store the server's study; reply who is here. Of the data only sizes and splits are sent."""
+        self.site.allowed.require_study(study_from(request.header["study"], request.tensors))
         keep_hello(self.folder, request)
         federation = self.federation
+        for note in self.study.notes(self.site.data):
+            log.warning("%s: %s", self.name, note)
         header = {
             "experiment": self.name,
             "site": self.site.name,
@@ -142,7 +230,18 @@ class SiteExperiment:
         if not (self.folder / DESCRIPTION).exists():
             raise Refusal("this site does not know the experiment: greet it first", Code.STRANGER)
         description = read_sealed(self.folder / DESCRIPTION, "a study's description")
+        self._require_module(description["study"])
         return study_from(description["study"], read_tensors(self.folder / MODEL, description["digest"]))
+
+    def _require_module(self, study: Mapping[str, Any]) -> None:
+        """A server names no code that the site's own settings do not."""
+        entry = str(study.get("method", {}).get("entry", ""))
+        if entry and entry.partition(":")[0] not in self.site.modules:
+            raise Refusal(
+                f"the model {entry!r} is not made of torch's own layers, so its code has to be at the site: "
+                f"name its module in site.toml, modules = [{entry.partition(':')[0]!r}]",
+                Code.MODEL,
+            )
 
     @property
     def method(self) -> Algorithm:
@@ -159,7 +258,27 @@ class SiteExperiment:
     @cached_property
     def unit_data(self) -> UnitData:
         """This site's data as the study has them."""
-        return self.study.unit_data(self.study.read(self.site.data))
+        data = self.study.read(self.site.data)
+        if isinstance(self.study, FormulaStudy) and self.study.design is not None:
+            self._check_design(self.study, data)
+        return self.study.unit_data(data)
+
+    def _check_design(self, study: FormulaStudy, rows: Rows) -> None:
+        """What a design would show of few rows is not answered, alone or beside those answered before, which
+        are at this site. A design that was checked is stored before anything made of it leaves."""
+        found, file = design_columns(study, rows).tensors(), self.folder / COLUMNS
+        if file.exists():
+            stored = read_tensors(file)
+            if stored.keys() == found.keys() and all(torch.equal(stored[n], v) for n, v in found.items()):
+                return
+        earlier = dict[str, DesignColumns]()
+        for other in sorted(self.folder.parent.glob(f"*/{COLUMNS}")):
+            description = read_sealed(other.with_name(FORMULA), "an answered formula")
+            earlier[str(description["formula"])] = DesignColumns.read(read_tensors(other))
+        self.site.small_counts.check(study, rows, earlier)
+        write_sealed(self.folder / FORMULA, {"formula": study.formula.text})
+        write_tensors(file, found)
+        log.info("%s: the formula %s is answered, from %d row(s)", self.name, study.formula.text, len(rows))
 
     @property
     def federation(self) -> Federation:
@@ -175,6 +294,8 @@ class SiteExperiment:
                     "%s: no state here, though round %d counted: a stateless start", self.name, last_counted
                 )
             return SiteState.empty(units)
+        if (state := self.at_hand.take(self.state_file)) is not None and state.names == units:
+            return state
         try:
             return SiteState.read(self.state_file, units)
         except CheckpointError as error:
@@ -234,6 +355,8 @@ class SiteExperiment:
         state.before, state.after = self._both_sides(sites, work, now)
         state.round, state.digest, state.units, state.reply = number, digest, units, reply
         state.write(self.state_file)
+        if self.site.lasting:
+            self.at_hand.give(self.state_file, state)
         sent = int(message.units), message.bytes
         log.info("%s: round %d, %d unit(s), %d bytes", self.name, number, *sent)
         return reply
@@ -261,6 +384,7 @@ class SiteExperiment:
         """An answer to a question; what it leaves with units is noted under its name."""
         header, last_counted = request.header, int(request.header["heard"])
         question = _question(header["told"], request.tensors, self.study)
+        self.site.allowed.require_question(question)
         self._require_rows(question)
         state = self.stored_state(last_counted)
         store = state.current(self.study.keeps, last_counted)

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from fedpop.errors import CheckpointError, SchemaError, SettingsError
+from fedpop.federation.cells import require_good_cells
 from fedpop.federation.reading import (
+    USUAL_TABLE,
     encoded,
     from_function,
     from_images,
@@ -25,10 +27,28 @@ from fedpop.federation.reading import (
 )
 from fedpop.files import DAMAGED, read_bytes, read_sealed, read_tensors, writable_folder, write_bytes
 from fedpop.flower import certificates
-from fedpop.flower.processes import LogTail, Supervised, environment, free_port, program, require_free
+from fedpop.flower.processes import (
+    LogTail,
+    Supervised,
+    alone,
+    environment,
+    free_port,
+    make_private,
+    program,
+    require_free,
+)
 from fedpop.flower.server_commands import INSECURE
 from fedpop.flower.site import SEALED, THETA, SiteExperiment, read_theta
-from fedpop.flower.site_folder import SETTINGS, SiteSettings, check_name, make_secret, open_site, read_site
+from fedpop.flower.site_folder import (
+    SETTINGS,
+    SiteSettings,
+    check_name,
+    make_secret,
+    open_site,
+    read_secret,
+    read_site,
+)
+from fedpop.flower.stock import TRUSTED
 from fedpop.message import Tensors
 from fedpop.models.predictive import Predictive
 from fedpop.population import Population
@@ -63,6 +83,7 @@ def enrol(root: Path, name: str, server: str, data: str, ca: Path | None, insecu
     lines = {"name": name, "data": where, "server": server, "insecure": insecure}
     text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in lines.items())
     write_bytes(folder / SETTINGS, text.encode())
+    make_private(folder, lambda words: None)
     if not insecure:
         say(f"send {folder / 'node.pub'} to the server's operator, who runs")
         say(f"  fedpop server admit DIR {name} node.pub")
@@ -84,18 +105,21 @@ def _with_data(settings: SiteSettings, where: str) -> SiteSettings:
     return read_site(settings.folder)
 
 
-def join(root: Path, data: str | None, insecure: bool, say: Say, seconds: float | None = None) -> None:
+def join(
+    root: Path, data: str | None, insecure: bool, say: Say, seconds: float | None = None, stock: bool = False
+) -> None:
     """Take part, until somebody stops it: the node is started again whatever ends it."""
     settings = read_site(root.absolute())
     if data is not None:
         settings = _with_data(settings, _checked_data(data, settings.name, settings.folder))
-    site = open_site(settings.folder)  # its secret is there
-    require_some(settings.where, site.name, settings.folder)
+    read_secret(settings.folder)
+    require_some(settings.where, settings.name, settings.folder, settings.table)
     if settings.insecure != insecure:
         how = (
             "without TLS and keys: say --insecure" if settings.insecure else "with TLS: leave --insecure out"
         )
         raise SettingsError(f"this site was enrolled {how}")
+    make_private(settings.folder, say)
     if insecure:
         say(INSECURE)
         certificates.require_plain(settings.server)
@@ -104,52 +128,57 @@ def join(root: Path, data: str | None, insecure: bool, say: Say, seconds: float 
         if not certificates.check_connection(settings.server, settings.folder / "ca.crt"):
             say(f"the server {settings.server} is not there yet; the site waits for it")
         certificates.check_clock(settings.server, settings.folder / "ca.crt")
+    writable_folder(settings.folder / "logs").chmod(0o700)
+    if stock:
+        say(STOCK)
+    command = (
+        stock_node(settings) if stock else [sys.executable, "-m", "fedpop.flower.node", str(settings.folder)]
+    )
+    with alone(settings.folder / "node", f"another process takes part for {settings.folder} already"):
+        node = Supervised(
+            lambda: command,
+            environment(settings.folder / "flower"),
+            settings.folder / "logs" / "node.log",
+            lambda words: say(f"node: {words}"),
+        )
+        log = settings.folder / "site.log"
+        tail = LogTail(log, ("WARNING", "ERROR"))
+        say(f"site {settings.name} takes part; its log is {log}")
+        end = None if seconds is None else time.monotonic() + seconds
+        with node:
+            while end is None or time.monotonic() < end:
+                node.check()
+                for words in tail.new():
+                    say(words)
+                time.sleep(0.5)
+
+
+STOCK = (
+    "warning: Flower's stock node runs the app that the server sends, at this site, with this user's rights; "
+    "it takes only one that the federation signed: whoever has the server's folder decides what runs here. "
+    "It opens a port of this machine, whose other users can reach its tasks."
+)
+
+
+def stock_node(settings: SiteSettings) -> list[str]:
+    """Flower's own node, which is told to run what the federation signed and nothing else."""
+    trusted = settings.folder / TRUSTED
+    if settings.insecure or not trusted.exists():
+        raise SettingsError(
+            f"--stock needs the federation's signature: copy {TRUSTED} from the server's folder DIR/tls to "
+            f"{settings.folder}; the server runs with --stock, too, and with TLS"
+        )
     if settings.port:
         require_free("127.0.0.1", settings.port, f"port in {settings.folder / SETTINGS}")
-    writable_folder(settings.folder / "logs")
-
-    def arguments() -> list[str]:
-        if node.starts and not insecure:  # the server may be another one since, or have come only now
-            try:
-                certificates.check_connection(settings.server, settings.folder / "ca.crt")
-                certificates.check_clock(settings.server, settings.folder / "ca.crt")
-            except SettingsError as error:
-                say(f"{error}; the site tries on")
-        port = str(settings.port or free_port())
-        begin = [program("flower-supernode"), "--superlink", settings.server, "--host", "127.0.0.1"]
-        begin += ["--port", port, "--node-config", f"site={json.dumps(str(settings.folder))}"]
-        if insecure:
-            return [*begin, "--insecure"]
-        files = {"--root-certificates": "ca.crt", "--auth-supernode-private-key": "node.key"}
-        return begin + [part for flag, file in files.items() for part in (flag, str(settings.folder / file))]
-
-    node = Supervised(
-        arguments,
-        environment(settings.folder / "flower"),
-        settings.folder / "logs" / "node.log",
-        lambda words: say(f"node: {words}{_reason(settings.folder / 'logs' / 'node.log')}"),
-    )
-    log = settings.folder / "site.log"
-    tail = LogTail(log, ("WARNING", "ERROR"))
-    say(f"site {site.name} takes part; its log is {log}")
-    end = None if seconds is None else time.monotonic() + seconds
-    with node:
-        while end is None or time.monotonic() < end:
-            node.check()
-            for words in tail.new():
-                say(words)
-            time.sleep(0.5)
-
-
-def _reason(log: Path) -> str:
-    """What the end of a node's log means, where it is known."""
-    text = log.read_bytes()[-3000:].decode(errors="replace") if log.exists() else ""
-    if "Exit Code: 305" in text or "public key" in text.lower():
-        return (
-            " (the server does not know this site's key: ask its operator to admit node.pub; or, after a "
-            "kill, it takes the last node for alive for up to a minute; or the clocks differ)"
-        )
-    return ""
+    begin = [program("flower-supernode"), "--superlink", settings.server, "--host", "127.0.0.1"]
+    begin += ["--port", str(settings.port or free_port())]
+    begin += ["--node-config", f"site={json.dumps(str(settings.folder))}"]
+    files = {
+        "--root-certificates": "ca.crt",
+        "--auth-supernode-private-key": "node.key",
+        "--trusted-entities": TRUSTED,
+    }
+    return begin + [part for flag, file in files.items() for part in (flag, str(settings.folder / file))]
 
 
 # --- afterwards, offline -------------------------------------------------------------------------
@@ -209,7 +238,10 @@ def predicted(population: Population, experiment: SiteExperiment, data: str) -> 
         raise SchemaError(f"the federation's data are not tables: {data} has no columns to predict from")
     else:
         group = form.get("group")
-        columns = read_columns(Path(data), [*form["x"], *([group] if group else [])], site)
+        columns = read_columns(
+            Path(data), [*form["x"], *([group] if group else [])], site, experiment.site.table
+        )
+        require_good_cells(columns, form)
         x = encoded(columns, form)
         owners = [f"{site}/{g}" for g in columns[group]] if group else [population.names[0]] * len(x)
         rows = {}
@@ -260,7 +292,8 @@ def personalise(
     check_name(name)
     modules = None if known is None else known.folder
     where = _checked_data(data, name, modules)
-    read_data(where, method["study"]["form"], name, modules)  # an error comes before anything is made
+    table = USUAL_TABLE if known is None else known.table
+    read_data(where, method["study"]["form"], name, modules, table)  # an error comes before anything is made
     if known is None:
         folder = writable_folder(root)
         make_secret(folder)

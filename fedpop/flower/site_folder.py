@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import secrets
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedpop.checked import Count, Whole, require
 from fedpop.entries import module_named
 from fedpop.errors import SettingsError
+from fedpop.federation.reading import TableFormat
 from fedpop.files import write_bytes
+from fedpop.flower.allowed import Allowed
 from fedpop.flower.site import Site
+from fedpop.mixed.disclosure import SmallCounts
+from fedpop.questions.schema import MINIMUM
 from fedpop.site.plan import parse_bytes
 
 SETTINGS = "site.toml"
 SECRET = "secret"
-KNOWN = ("name", "data", "server", "threads", "memory", "insecure", "port", "spectral_rows", "modules")
+KNOWN = (
+    *("name", "data", "server", "threads", "memory", "insecure", "port", "spectral_rows", "modules"),
+    *("questions", "formulas", "columns", "minimum", "single_rows", "metrics"),
+    *("separator", "decimal", "encoding", "unit"),
+)
 
 
 @dataclass(frozen=True)
@@ -43,21 +50,52 @@ class SiteSettings:
     modules: Sequence[str] = ()
     """Modules that are imported before anything is answered, those beside this file first: they may define
     methods, priors, kernels, compressors or questions, which are known by their names."""
+    questions: Sequence[str] | None = None
+    """Names of those that are answered, before, between and after the rounds; all by default."""
+    formulas: Sequence[str] | None = None
+    """Formulas that are answered; all by default."""
+    columns: Sequence[str] | None = None
+    """Columns that formulas may name; all by default."""
+    minimum: int = MINIMUM
+    """A formula whose design sets fewer rows than these apart from the rest is not answered."""
+    single_rows: bool = False
+    """A grouping factor with mostly single rows is allowed."""
+    metrics: int = 0
+    """A port of this machine on which Prometheus finds numbers; 0 for none."""
+    separator: str = ","
+    """Between the values of a line, where the data are a CSV file."""
+    decimal: str = "."
+    """In its numbers."""
+    encoding: str = "utf-8-sig"
+    """Of its text."""
+    unit: Mapping[str, str] = field(default_factory=dict)
+    """In which units its columns are, where the federation wants to know."""
 
     def __post_init__(self) -> None:
         where = self.folder / SETTINGS
-        for word in ("name", "data", "server", "memory"):
+        for word in ("name", "data", "server", "memory", "separator", "decimal", "encoding"):
             if not isinstance(getattr(self, word), str):
                 raise SettingsError(f"{where}: {word} is a text, not {getattr(self, word)!r}")
         check_name(self.name)
         require(Count, threads=self.threads, spectral_rows=self.spectral_rows)
-        require(Whole, port=self.port)
+        require(Whole, port=self.port, metrics=self.metrics)
         require(Sequence[str], modules=self.modules)
+        lists = {"questions": self.questions, "formulas": self.formulas, "columns": self.columns}
+        require(Sequence[str] | None, **lists)
+        require(Count, minimum=self.minimum)
+        require(bool, single_rows=self.single_rows)
         parse_bytes(self.memory)
         if self.port >= 2**16:
             raise SettingsError(f"{where}: port is below 65536, not {self.port}")
+        require(Mapping[str, str], unit=self.unit)
+        _ = self.table
         if not self.data:
             raise SettingsError(f"{where}: data is missing: where the site's data are")
+
+    @property
+    def table(self) -> TableFormat:
+        """How the site's table is written."""
+        return TableFormat(self.separator, self.decimal, self.encoding, self.unit)
 
     @property
     def where(self) -> str:
@@ -115,13 +153,15 @@ def read_secret(folder: Path) -> int:
         raise SettingsError(f"{path} does not hold a site's secret; enrol the site again") from error
 
 
-def open_site(folder: str | Path) -> Site:
-    """The site whose folder this is."""
+def open_site(folder: str | Path, lasting: bool = False) -> Site:
+    """The site whose folder this is; ``lasting`` where it answers many requests."""
     if not str(folder):
         raise SettingsError("this node was started without its site's folder: --node-config 'site=\"...\"'")
     settings = read_site(Path(folder))
     for module in settings.modules:
         module_named(module, settings.folder, f"{settings.folder / SETTINGS}: {module}")
+    allowed = Allowed(settings.questions, settings.formulas, settings.columns)
+    allowed.check(str(settings.folder / SETTINGS))
     return Site(
         name=settings.name,
         secret=read_secret(settings.folder),
@@ -130,20 +170,9 @@ def open_site(folder: str | Path) -> Site:
         threads=settings.threads,
         memory=settings.memory,
         spectral_rows=settings.spectral_rows,
+        allowed=allowed,
+        small_counts=SmallCounts(settings.minimum, settings.single_rows),
+        table=settings.table,
+        modules=tuple(settings.modules),
+        lasting=lasting,
     )
-
-
-def log_to(file: Path) -> None:
-    """fedpop's log, in this file alone: Flower's log has other things in it, and a process of
-    its simulation serves one site after the other."""
-    log = logging.getLogger("fedpop")
-    ours = [h for h in log.handlers if isinstance(h, logging.FileHandler)]
-    if any(h.baseFilename == str(file.absolute()) for h in ours):
-        return
-    for other in ours:
-        log.removeHandler(other)
-        other.close()
-    handler = logging.FileHandler(file)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)

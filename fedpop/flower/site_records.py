@@ -29,6 +29,8 @@ class SiteRecord:
     """Rounds in which its message was received, each as the share of its units that took part."""
     rounds: int = 0
     """Rounds since it is here."""
+    missed: int = 0
+    """Rounds since its last message in which it was asked, or busy with an earlier one."""
     noted: list[str] = field(default_factory=list)
     """Questions to which its answer counted."""
     answered: list[str] = field(default_factory=list)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedpop.errors import CheckpointError
 from fedpop.files import DAMAGED, read_bytes, read_json
 from fedpop.flower.deployment import AFTERWARDS
+from fedpop.flower.outcome import OUTCOME
+from fedpop.flower.present import PRESENT, read_present
 from fedpop.flower.server_folder import ServerFolder
 from fedpop.flower.site_state import is_locked
 from fedpop.run.progress import human_bytes
@@ -65,39 +68,100 @@ def round_words(line: dict[str, Any]) -> str:
     return f"round {line['round']}: {received}{loss}{missing}"
 
 
-def status(root: Path, say: Callable[[str], None]) -> None:
-    """Print how a run stands."""
-    folder = ServerFolder(root)
+def standing(folder: ServerFolder, lines: Sequence[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """How a run stands, in plain values: for ``status --json``, the live page and metrics."""
     settings = folder.settings
-    lines, now, after = read_rounds(folder), read_state(folder), _afterwards(folder.run / AFTERWARDS)
+    lines = read_rounds(folder) if lines is None else lines
+    now, outcome = read_state(folder), _plain(folder.run / OUTCOME)
     state = "not begun" if now is None else str(now["state"])
-    if now is not None and state == "running" and not is_locked(folder.run / "run"):
-        state = "stopped; fedpop server run goes on with it"
-    rounds = settings.get("run", {}).get("rounds")
-    planned = "as many as needed" if rounds is None else rounds
-    say(f"{settings.get('name', 'federation')}: {state}, {len(lines)} of {planned} rounds")
-    if now is not None and state in ("failed", "broken"):
-        say(f"  why       {now['why']}")
-    admitted = sorted(key.stem for key in folder.admitted.glob("*.pub"))
-    received: dict[str, int] = {}
+    if state == "running" and not is_locked(folder.run / "run"):
+        state = "stopped"
+    present = read_present(folder.run / PRESENT) if state == "running" else {}
+    last = lines[-1] if lines else {}
+    verdict = _plain(folder.run / "result.json").get("convergence")
+    return {
+        "name": str(settings.get("name", "federation")),
+        "state": state,
+        "why": now.get("why") if now else None,
+        "rounds": len(lines),
+        "planned": settings.get("run", {}).get("rounds"),
+        "sites": _sites(folder, lines, present.get("waiting", [])),
+        "doing": present.get("what"),
+        "since": present.get("since"),
+        "bytes_up": last.get("bytes_up", 0),
+        "bytes_down": last.get("bytes_down", 0),
+        "seconds": last.get("seconds", 0.0),
+        "late": last.get("late", 0),
+        "last": last or None,
+        "verdict": None if verdict is None else str(verdict["words"]),
+        "converged": None if verdict is None else verdict["converged"],
+        "afterwards": _afterwards(folder.run / AFTERWARDS),
+        "warnings": [str(words) for words in outcome.get("warnings", [])],
+    }
+
+
+def _sites(
+    folder: ServerFolder, lines: Sequence[Mapping[str, Any]], waiting: Collection[str]
+) -> list[dict[str, Any]]:
+    """Each site that was admitted, or was heard: when, and what was wrong last."""
+    names = {key.stem for key in folder.admitted.glob("*.pub")}
+    received, count = dict[str, int](), Counter[str]()
     for line in lines:
         received |= dict.fromkeys(line.get("heard", []), line["round"])
-    for site in sorted({*admitted, *received}):
-        text = f"last message in round {received[site]}" if site in received else "no message yet"
-        why = lines[-1].get("reasons", {}).get(site) if lines else None
-        late = lines[-1].get("late_from", {}).get(site, 0) if lines else 0
-        text += f"; {late} of its replies came late" if late else ""
-        say(f"  {site:<9} {text}{f'; in the last one: {why}' if why else ''}")
-    if lines:
-        last = lines[-1]
-        up, down = human_bytes(last["bytes_up"]), human_bytes(last["bytes_down"])
+        count.update(line.get("heard", []))
+    last = lines[-1] if lines else {}
+    return [
+        {
+            "name": name,
+            "last_round": received.get(name),
+            "heard": count[name],
+            "late": last.get("late_from", {}).get(name, 0),
+            "why": last.get("reasons", {}).get(name),
+            "waited_for": name in waiting,
+        }
+        for name in sorted({*names, *received, *last.get("reasons", {})})
+    ]
+
+
+def status(root: Path, say: Callable[[str], None], plain: bool = False) -> None:
+    """Print how a run stands."""
+    found = standing(ServerFolder(root))
+    if plain:
+        say(json.dumps(found, indent=2))
+        return
+    state = "stopped; fedpop server run goes on with it" if found["state"] == "stopped" else found["state"]
+    planned = "as many as needed" if found["planned"] is None else found["planned"]
+    say(f"{found['name']}: {state}, {found['rounds']} of {planned} rounds")
+    if found["state"] in ("failed", "broken"):
+        say(f"  why       {found['why']}")
+    for site in found["sites"]:
+        seen = site["last_round"] is not None
+        text = f"last message in round {site['last_round']}" if seen else "no message yet"
+        text += f"; {site['late']} of its replies came late" if site["late"] else ""
+        text += f"; in the last one: {site['why']}" if site["why"] else ""
+        text += "; waited for" if site["waited_for"] else ""
+        say(f"  {site['name']:<9} {text}")
+    if (last := found["last"]) is not None:
+        up, down = human_bytes(found["bytes_up"]), human_bytes(found["bytes_down"])
         say(f"  bytes     {up} up, {down} down")
-        say(f"  late      {last.get('late', 0)} replies were dropped")
+        say(f"  late      {found['late']} replies were dropped")
         say(f"  last      {round_words(last)}")
         numbers = {n: v for n, v in last.items() if n not in SHOWN_APART and isinstance(v, float)}
         say(f"  metrics   {', '.join(f'{n} {v:.4g}' for n, v in numbers.items()) or 'none'}")
-    for name, words in after.items():
+    if found["verdict"] is not None:
+        say(f"  theta     {found['verdict']}")
+    for name, words in found["afterwards"].items():
         say(f"  {name.replace('_', ' ')}: {words}")
+    for words in found["warnings"]:
+        say(f"  warning   {words}")
+
+
+def _plain(file: Path) -> dict[str, Any]:
+    """A JSON object that the run wrote; nothing before it has."""
+    found = read_json(file) if file.exists() else {}
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} is not a JSON object; {DAMAGED}")
+    return found
 
 
 def _afterwards(file: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +20,16 @@ from flwr.serverapp import Grid
 
 from fedpop.errors import PayloadError
 from fedpop.flower.records import message_from_record, request_to_record
-from fedpop.flower.requests import Request, code_of, refusal
+from fedpop.flower.requests import Request, code_of, refusal, why_not_understood
 from fedpop.message import Message
 from fedpop.site.refusal import Code
-from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.server")
 
 TYPES = {"hello": MessageType.QUERY, "train": MessageType.TRAIN}
 """Flower's types for kinds of requests; questions, and the end, are evaluations."""
+Enough = Callable[[Mapping[str, Message]], bool]
+"""Whether these replies, by site, are enough; refusals are among them."""
 GREETINGS_WAITED = 5
 """How many times as long as a refusal a greeting without an answer is waited for."""
 NODE_GONE = 5
@@ -62,8 +63,9 @@ class Transport:
         greeting: float = 60.0,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
+        admits: Callable[[Any], bool] = lambda node: True,
     ) -> None:
-        self._grid = grid
+        self._grid, self._admits = grid, admits
         self.hello = Request("hello", {})
         """The first request to a new node."""
         self._poll, self._greeting, self._clock, self._sleep = poll, greeting, clock, sleep
@@ -82,12 +84,21 @@ class Transport:
         """Why sites have no reply in the last ``send``."""
         self.lost: set[str] = set()
         """Those of them whose node went away."""
+        self.on_wait: Callable[[str, Collection[str]], None] = lambda what, whom: None
+        """Called with what is asked and who has not answered yet."""
 
     def sibling(self) -> Transport:
         """Another one on the same Grid, without any sites yet."""
-        return Transport(
-            self._grid, poll=self._poll, greeting=self._greeting, clock=self._clock, sleep=self._sleep
+        other = Transport(
+            self._grid,
+            poll=self._poll,
+            greeting=self._greeting,
+            clock=self._clock,
+            sleep=self._sleep,
+            admits=self._admits,
         )
+        other.on_wait = self.on_wait
+        return other
 
     def greet_all(self, hello: Request) -> None:
         """Send everyone a new first request; a site is there once it has answered it."""
@@ -97,10 +108,12 @@ class Transport:
     # --- who is there ------------------------------------------------------------------------
 
     def _online(self) -> dict[int, str]:
-        """Nodes whose heartbeat is fresh, and the names that their keys were registered for."""
+        """Admitted nodes whose heartbeat is fresh, and the names that their keys were registered for."""
         now = self._clock()
         return {
-            n.node_id: n.name for n in self._grid.get_nodes() if not n.online_until or n.online_until > now
+            n.node_id: n.name
+            for n in self._grid.get_nodes()
+            if (not n.online_until or n.online_until > now) and self._admits(n)
         }
 
     def present(self) -> list[str]:
@@ -143,8 +156,8 @@ class Transport:
         """Why a node cannot be taken for a site of this name."""
         if reply.refused is not None:
             return reply.refused
-        if reply.header.get("version") != __version__:
-            return f"it has fedpop {reply.header.get('version')}, this is {__version__}"
+        if (why := why_not_understood(reply.header, "it")) is not None:
+            return why
         if reply.header.get("study") != self.hello.header["study_digest"]:
             return "it received another study"
         if self.hello.header.get("drawn") and len(reply.header.get("hashes", ())) != reply.header.get(
@@ -158,6 +171,16 @@ class Transport:
         now = self._clock()
         return any(p.site == site and p.until > now for p in self._pending.values())
 
+    def alive(self, node: int) -> bool:
+        """Its heartbeat is fresh."""
+        return node in self._online()
+
+    def drop_late(self) -> None:
+        """Take what came too late: whoever sent it is free again."""
+        if pending := self._open():
+            for message in self._grid.pull_messages(pending):
+                self._sort(message, {}, {})
+
     def now(self) -> float:
         return self._clock()
 
@@ -168,7 +191,7 @@ class Transport:
     # --- requests and replies ----------------------------------------------------------------
 
     def send(
-        self, requests: Mapping[str, Request], timeout: float | None, enough: Callable[[int], bool]
+        self, requests: Mapping[str, Request], timeout: float | None, enough: Enough
     ) -> dict[str, Message]:
         """Replies to these requests, by site, as soon as there are ``enough`` of them or time is up (None:
         until everyone has answered). Refusals are in ``reasons``."""
@@ -185,12 +208,17 @@ class Transport:
                 continue
             self.reasons[name] = why
             if code_of(reply).greet:
-                self._registered.discard(self.sites.pop(name).node)  # greeted again when it is back
+                self._forget(name)
                 self.lost.add(name)
-                self._greeted = {}
         for name in there.keys() - found.keys():
             self.reasons[name] = "it did not answer in time"
         return accepted
+
+    def _forget(self, name: str) -> None:
+        """A site whose node went away, or that does not know the study, is greeted again when it is back."""
+        if name in self.sites:
+            self._registered.discard(self.sites.pop(name).node)
+        self._greeted = {}
 
     def retry_lost(
         self,
@@ -206,7 +234,7 @@ class Transport:
             log.info("%s went away, and must answer", ", ".join(lost))
             if not back(lost):
                 break
-            accepted |= self.send({n: requests[n] for n in lost}, timeout, lambda received: False)
+            accepted |= self.send({n: requests[n] for n in lost}, timeout, lambda replies: False)
             reasons = {n: why for n, why in reasons.items() if n not in lost} | self.reasons
         self.reasons = reasons
         return accepted
@@ -215,18 +243,19 @@ class Transport:
         self,
         requests: Mapping[str, tuple[int, Request]],
         timeout: float | None,
-        enough: Callable[[int], bool],
+        enough: Enough,
     ) -> dict[str, Message]:
         start, patience = self._clock(), timeout or 24 * 3600.0
         # A request outlives its round: what a slow site answers is then known to be late, not lost.
         ids = self._push(list(requests.values()), 2 * patience)
         waiting = {i: name for i, name in zip(ids, requests, strict=True) if i is not None}
         found: dict[str, Message] = {}
-        logged = start
+        logged, what = start, _what(requests)
         while waiting:
+            self.on_wait(what, waiting.values())
             for message in self._grid.pull_messages([*waiting, *self._open()]):
                 self._sort(message, waiting, found)
-            if not waiting or enough(sum(r.refused is None for r in found.values())):
+            if not waiting or enough(found):
                 break
             now = self._clock()
             if timeout is not None and now - start >= timeout:
@@ -235,6 +264,7 @@ class Transport:
                 log.info("waiting for %s", ", ".join(sorted(waiting.values())))
                 logged = now
             self._sleep(self._poll)
+        self.on_wait(what, ())
         until = start + 2 * patience
         self._pending |= {i: Pending(name, until) for i, name in waiting.items()}
         return found
@@ -255,7 +285,10 @@ class Transport:
     def _open(self) -> list[str]:
         """Requests of earlier rounds that may yet be answered."""
         now = self._clock()
+        silent = {p.site for p in self._pending.values() if p.until <= now}
         self._pending = {i: p for i, p in self._pending.items() if p.until > now}
+        for site in silent:
+            self._forget(site)  # a dead node is listed for a while: it has to show that it lives
         return list(self._pending)
 
     def _sort(self, message: Any, waiting: dict[str, str], found: dict[str, Message]) -> None:
@@ -265,8 +298,20 @@ class Transport:
             found[waiting.pop(request)] = _message_of(message)
         elif request in self._pending:
             site = self._pending.pop(request).site
+            if code_of(_message_of(message)).greet:
+                self._forget(site)
+                return
             self.late[site] = self.late.get(site, 0) + 1
             log.info("a late reply of %s was dropped", site)
+
+
+def _what(requests: Mapping[str, tuple[int, Request]]) -> str:
+    """What is asked, in words."""
+    for _, request in requests.values():
+        if request.kind == "train":
+            return f"round {request.header['round'] + 1}"
+        return f"question {request.header['question']}" if request.kind == "ask" else "giving theta to all"
+    return "nothing"
 
 
 def _misnamed(name: str, registered: str) -> str | None:

@@ -79,16 +79,17 @@ VECTORS: Mapping[str, Sent] = {
     "errors": Sent("the score of each part of the chains"),
     "counts": Sent("units by R-hat and effective draws"),
     "value": Sent("log marginal likelihood"),
-    "log_det": Sent("log-determinants of the groups' covariances"),
+    "log_det": Sent("log-determinants of the units' covariances"),
     "explained": Sent("what random effects explain of the products W'W"),
-    "k": Sent("products that the gradient in the covariance of random effects is made of"),
-    "n_sum": Sent("the same"),
-    "nk": Sent("products that the Hessian in it is made of"),
-    "nn": Sent("the same"),
+    "s1": Sent("derivatives of what is left of them, in the covariance of random effects"),
+    "d1": Sent("those of the log-determinants"),
+    "s2": Sent("second derivatives of what is left"),
+    "d2": Sent("those of the log-determinants"),
     "left out": Sent("rows of tables that were left out because something is missing in them"),
     "[*": Sent(
-        "rows, sums and squares of a column, rows of a level, or sites by what a column holds, by names "
-        "as a JSON list"
+        "rows, sums and squares of a column, rows in which it is missing, rows of a level and its place in "
+        "the table's order, or sites by what a column holds or by its size and spread, by names as a JSON "
+        "list; and a checksum of the numbers of rows"
     ),
     "{*": Sent("a one for the form of its examples, which the name is"),
 }
@@ -112,6 +113,7 @@ NUMBERS: Mapping[str, Sent] = {
 HEADER: Mapping[str, Sent] = {
     "site": Sent("the site's name", clear=True),
     "version": Sent("of fedpop", clear=True),
+    "protocol": Sent("its number: both sides have the same", clear=True),
     "experiment": Sent("which run the message belongs to", clear=True),
     "round": Sent("its number", clear=True),
     "question": Sent("its name", clear=True),

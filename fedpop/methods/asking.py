@@ -78,22 +78,22 @@ def _(value: Hierarchy) -> str:
     return "hierarchy"
 
 
-def question_from_description(plain: dict[str, Any], sent: Tensors, owner: Any) -> Question[Any]:
+def question_from_description(described: dict[str, Any], sent: Tensors, owner: Any) -> Question[Any]:
     """The question of this description; what does not travel are attributes of this side's ``owner``, such as
     its method (or that itself), of which there is none before an experiment began."""
-    cls = class_of(Question, plain["kind"])
+    cls = class_of(Question, described["kind"])
     if cls is None:
         raise CheckpointError(
-            f"unknown question {plain['kind']!r} (one of your own is known once the module that defines it "
-            "is imported)"
+            f"unknown question {described['kind']!r} (one of your own is known once the module that defines "
+            "it is imported)"
         )
 
     def own(plain: dict[str, Any]) -> Any:
         found = owner if role(owner) == plain["what"] else getattr(owner, plain["what"], None)
         if found is None:
-            raise CheckpointError(f"{plain['kind']} needs a method, and there is none yet")
+            raise CheckpointError(f"{described['kind']} needs a method, and there is none yet")
         return found
 
     builders = {OWN: own, SENT: lambda plain: sent[plain["name"]], "Module": described_module}
-    values = {name: rebuilt(value, builders) for name, value in plain["fields"].items()}
+    values = {name: rebuilt(value, builders) for name, value in described["fields"].items()}
     return cls(**values)

@@ -27,6 +27,8 @@ class Coordinates:
     x_names: tuple[str, ...]
     z_names: tuple[str, ...]
     blocks: tuple[int, ...]
+    widths: tuple[int, ...]
+    """How many random effects a group has at each level of nesting, the innermost first."""
     kept: tuple[int, ...] | None = None
     """Positions of the design's fixed effects that are in the model; None: all."""
 

@@ -4,10 +4,11 @@ schema. Expressions are arithmetic and a few functions, nothing else."""
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
 from itertools import product
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from fedpop.errors import DataError, SettingsError
 from fedpop.mixed.formula import (
+    LOGICALS,
     WHOLE,
     Formula,
     FormulaPart,
@@ -22,13 +24,15 @@ from fedpop.mixed.formula import (
     Tokens,
     columns_of,
     is_name,
+    scanned,
     shown,
     unquoted,
 )
-from fedpop.mixed.table import Rows, as_categories
+from fedpop.mixed.table import Rows, as_categories, labels, word
 from fedpop.questions.schema import Levels, Moments, Schema, Summary
 
 INTERCEPT = "(Intercept)"
+YES_OR_NO = ("FALSE", "TRUE")
 SHOWN = 3
 
 
@@ -78,14 +82,25 @@ class Design:
     moments: Mapping[str, Moments]
     outcomes: tuple[str, ...] = ()
     """What the two outcomes of a yes or no are called, where sites had to agree on that."""
+    contrasts: Mapping[str, str] = field(default_factory=dict)
+    """How factors are coded that are not by treatment contrasts: by column, and ``C(x, sum)`` by its
+    text."""
+    ordered: tuple[str, ...] = ()
+    """Factors that the tables say are ordered from low to high."""
     dropped: tuple[str, ...] = ()
     """Fixed effects that are combinations of others, and are left out."""
 
     @classmethod
     def agreed(
-        cls, formula: Formula, summary: Summary, given: Mapping[str, Sequence[Any]], minimum: int
+        cls,
+        formula: Formula,
+        summary: Summary,
+        given: Mapping[str, Sequence[Any]],
+        minimum: int,
+        contrasts: Mapping[str, str] | None = None,
     ) -> Design:
-        """From the federation's summary; ``given`` are levels in the user's order."""
+        """From the federation's summary; ``given`` are levels in the user's order, ``contrasts`` how columns
+        are coded."""
         levels = {}
         for name, found in summary.items():
             if not isinstance(found, Levels):
@@ -97,8 +112,13 @@ class Design:
                     "suppressed; merge these levels, leave the rows out, or allow smaller cells: min_count=1"
                 )
             names = found.names
+            if not found.agreed and name not in given:
+                raise DataError(
+                    f"tables order the levels of {name!r} differently ({', '.join(names[:10])}); say which "
+                    f"order is meant: levels={{{name!r}: [...]}}"
+                )
             if name in given:
-                order = [str(v) for v in given[name]]
+                order = [word(v) for v in given[name]]
                 unknown = sorted(set(names) - set(order))
                 if unknown:
                     raise SettingsError(
@@ -115,7 +135,15 @@ class Design:
         flat = [n for n, v in moments.items() if not v.sd > 0]
         if flat:
             raise DataError(f"column {flat[0]!r} is constant and cannot be scaled")
-        return cls(formula, levels, moments)
+        extra = sorted(set(contrasts or {}) - set(levels))
+        if extra:
+            raise SettingsError(
+                f"contrasts were given for {extra[0]!r}, which is no categorical predictor here"
+            )
+        coded = {name: coding_named(kind) for name, kind in (contrasts or {}).items()}
+        coded |= {p.text: coding_named(p.contrast) for p in formula.parts[1:] if p.contrast is not None}
+        ordered = tuple(n for n, found in summary.items() if isinstance(found, Levels) and found.ordered)
+        return cls(formula, levels, moments, contrasts=coded, ordered=ordered)
 
     @property
     def predictors(self) -> list[str]:
@@ -131,37 +159,103 @@ class Design:
 
     @cached_property
     def random_names(self) -> list[str]:
+        """Of the innermost factor first."""
         names = [n for block in self.formula.blocks for n in self._names(block)]
-        twice = [n for i, n in enumerate(names) if n in names[:i]]
+        within = list(zip(names, self.factor_of, strict=True))
+        twice = [n for i, (n, at) in enumerate(within) if (n, at) in within[:i]]
         if twice:
             raise SettingsError(f"the random effect {twice[0]!r} is there twice; a term belongs to one block")
         return names
+
+    @cached_property
+    def factor_of(self) -> list[int]:
+        """For each random effect the position of its grouping factor."""
+        pairs = zip(self.formula.blocks, self.formula.factor_of, strict=True)
+        return [at for block, at in pairs for _ in self._names(block)]
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """How many random effects a level of each grouping factor has."""
+        return tuple(self.factor_of.count(i) for i in range(len(self.formula.factors)))
+
+    @property
+    def effect_names(self) -> list[str]:
+        """Random effects, told apart by their factors where there are several."""
+        if len(self.formula.factors) == 1:
+            return self.random_names
+        factors = [self.formula.factors[at].name for at in self.factor_of]
+        return [f"{name}|{factor}" for name, factor in zip(self.random_names, factors, strict=True)]
 
     @cached_property
     def blocks(self) -> list[int]:
         """For each random effect, the block in which it is correlated with others."""
         return [i for i, block in enumerate(self.formula.blocks) for _ in self._names(block)]
 
+    @property
+    def factors_of_double_bars(self) -> str | None:
+        """The term after a double bar that has a factor, whose effects are correlated all the same."""
+        if "||" not in scanned(self.formula.text):
+            return None
+        for block in self.formula.blocks:
+            if not block.intercept and any(self.part_levels(part) is not None for part in block.parts):
+                return ":".join(part.text for part in block.parts)
+        return None
+
     def _names(self, terms: FormulaTerms) -> list[str]:
         out = [INTERCEPT] if terms.intercept else []
         for term, coded in zip(terms.terms, self._coded(terms), strict=True):
-            pieces = [self._piece_names(part, full) for part, full in zip(term, coded, strict=True)]
+            pieces = [self.piece_names(part, full) for part, full in zip(term, coded, strict=True)]
             # The first factor varies fastest, as in R.
             out += [":".join(reversed(names)) for names in product(*reversed(pieces))]
         return out
 
-    def _level_column(self, part: FormulaPart) -> str | None:
+    @cached_property
+    def fixed_terms(self) -> list[int]:
+        """Of each fixed effect the position of its term; -1: the intercept. All are there, those that were
+        dropped too."""
+        terms = self.formula.fixed
+        out = [-1] if terms.intercept else []
+        for i, (term, coded) in enumerate(zip(terms.terms, self._coded(terms), strict=True)):
+            pieces = [self.piece_names(part, full) for part, full in zip(term, coded, strict=True)]
+            out += [i] * math.prod(map(len, pieces))
+        return out
+
+    def level_column(self, part: FormulaPart) -> str | None:
         """The column of whose categories this part's columns are made; None for numbers."""
         made = part.factor_of
         if made is not None:
             return made
         return part.column if part.column in self.levels else None
 
-    def _piece_names(self, part: FormulaPart, full: bool) -> list[str]:
-        column = self._level_column(part)
+    def part_levels(self, part: FormulaPart) -> Sequence[str] | None:
+        """The levels of a factor, the baseline first; None for numbers."""
+        if part.yes_or_no:
+            return YES_OR_NO
+        column = self.level_column(part)
         if column is None:
+            return None
+        levels, first = self.levels[column], part.baseline
+        if first is None:
+            return levels
+        if first not in levels:
+            raise SettingsError(f"{part.text}: there is no level {first!r}; there are {', '.join(levels)}")
+        return (first, *[level for level in levels if level != first])
+
+    def coding(self, part: FormulaPart, full: bool) -> tuple[list[str], np.ndarray]:
+        """What the columns of a factor are called beside its name, and the columns at each of its levels,
+        ``[levels, columns]``: an indicator of each level, or contrasts."""
+        levels = self.part_levels(part)
+        assert levels is not None
+        if full:
+            return list(levels), np.eye(len(levels))
+        of_column = self.contrasts.get(self.level_column(part) or "", "treatment")
+        return CODINGS[self.contrasts.get(part.text, of_column)](levels)
+
+    def piece_names(self, part: FormulaPart, full: bool) -> list[str]:
+        """What a part's columns are called."""
+        if self.part_levels(part) is None:
             return [part.text]
-        return [f"{part.text}{level}" for level in self.levels[column][0 if full else 1 :]]
+        return [f"{part.text}{name}" for name in self.coding(part, full)[0]]
 
     def _coded(self, terms: FormulaTerms) -> list[list[bool]]:
         """For each part of each term: as all of its levels, or as contrasts to the baseline. Contrasts
@@ -173,7 +267,7 @@ class Design:
         for term in terms.terms:
             full = []
             for part in term:
-                categories = self._level_column(part) is not None
+                categories = self.part_levels(part) is not None
                 every = categories and frozenset(term) - {part} not in known
                 if categories and first:
                     every, first = True, False
@@ -213,27 +307,37 @@ class Design:
         return values
 
     def _matrix(self, terms: FormulaTerms, rows: Rows) -> np.ndarray:
-        columns = [np.ones(len(rows))] if terms.intercept else []
+        return self.columns_of_terms(terms, len(rows), lambda part, full: self._piece(part, full, rows))
+
+    def columns_of_terms(
+        self, terms: FormulaTerms, count: int, piece: Callable[[FormulaPart, bool], list[np.ndarray]]
+    ) -> np.ndarray:
+        """``[count, p]`` products of what parts are, each coded by all levels or not."""
+        columns = [np.ones(count)] if terms.intercept else []
         made: dict[tuple[FormulaPart, bool], list[np.ndarray]] = {}
         for term, coded in zip(terms.terms, self._coded(terms), strict=True):
             pieces = []
             for key in zip(term, coded, strict=True):
                 if key not in made:
-                    made[key] = self._piece(*key, rows)
+                    made[key] = piece(*key)
                 pieces.append(made[key])
             for chosen in product(*reversed(pieces)):
                 column = chosen[0]
                 for other in chosen[1:]:
                     column = column * other
                 columns.append(column)
-        return np.stack(columns, axis=1) if columns else np.zeros((len(rows), 0))
+        return np.stack(columns, axis=1) if columns else np.zeros((count, 0))
 
     def _piece(self, part: FormulaPart, full: bool, rows: Rows) -> list[np.ndarray]:
-        column = self._level_column(part)
-        if column is None:
+        levels = self.part_levels(part)
+        if levels is None:
             return [self.numbers(part, rows)]
-        codes = codes_of(as_categories(rows.columns[column]), self.levels[column], column, rows)
-        return [(codes == j) * 1.0 for j in range(0 if full else 1, len(self.levels[column]))]
+        column = self.level_column(part)
+        if column is None:
+            codes = self.numbers(part, rows).astype(np.int64)
+        else:
+            codes = codes_of(as_categories(rows.columns[column]), levels, column, rows)
+        return [values[codes] for values in self.coding(part, full)[1].T]
 
 
 def codes_of(values: Any, levels: Sequence[str], column: str, rows: Rows) -> np.ndarray:
@@ -250,26 +354,82 @@ def codes_of(values: Any, levels: Sequence[str], column: str, rows: Rows) -> np.
     return codes
 
 
+# --- codings of factors ------------------------------------------------------------------------------
+
+Coding = tuple[list[str], np.ndarray]
+
+
+def _treatment(levels: Sequence[str]) -> Coding:
+    return list(levels[1:]), np.eye(len(levels))[:, 1:]
+
+
+def _sum(levels: Sequence[str]) -> Coding:
+    k = len(levels)
+    return [str(j) for j in range(1, k)], np.vstack((np.eye(k - 1), -np.ones(k - 1)))
+
+
+def _helmert(levels: Sequence[str]) -> Coding:
+    k = len(levels)
+    below = np.triu(-np.ones((k, k - 1)))
+    return [str(j) for j in range(1, k)], below + np.diag(np.arange(1.0, k), -1)[:, : k - 1]
+
+
+def _poly(levels: Sequence[str]) -> Coding:
+    """Orthogonal polynomials in the number of the level."""
+    k = len(levels)
+    at = np.arange(k) - (k - 1) / 2
+    orthogonal, upper = np.linalg.qr(np.vander(at, k, increasing=True))
+    named = [".L", ".Q", ".C", *[f"^{j}" for j in range(4, k)]]
+    return named[: k - 1], (orthogonal * np.sign(np.diag(upper)))[:, 1:]
+
+
+CODINGS: dict[str, Callable[[Sequence[str]], Coding]] = {
+    "treatment": _treatment,
+    "sum": _sum,
+    "helmert": _helmert,
+    "poly": _poly,
+}
+
+
+def coding_named(name: str) -> str:
+    """The coding of a name, R's among them.
+
+    >>> coding_named("contr.sum")
+    'sum'
+    """
+    found = str(name).removeprefix("contr.")
+    if found not in CODINGS:
+        raise SettingsError(f"contrasts are one of {', '.join(CODINGS)}, not {name!r}")
+    return found
+
+
 # --- expressions -----------------------------------------------------------------------------------
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "I": lambda x: x,
     "abs": np.abs,
+    "as.integer": np.trunc,
     "as.numeric": lambda x: x,
     "ceiling": np.ceil,
     "cos": np.cos,
     "exp": np.exp,
     "expm1": np.expm1,
     "floor": np.floor,
+    "ifelse": lambda where, yes, no: np.where(where, yes, no),
     "log": lambda x, base=None: np.log(x) if base is None else np.log(x) / np.log(base),
     "log10": np.log10,
     "log1p": np.log1p,
     "log2": np.log2,
+    "pmax": lambda first, *others: reduce(np.maximum, others, first),
+    "pmin": lambda first, *others: reduce(np.minimum, others, first),
+    "round": lambda x, digits=None: np.round(x, int(digits or False)),
+    "sign": np.sign,
     "sin": np.sin,
     "sqrt": np.sqrt,
     "tan": np.tan,
     "tanh": np.tanh,
+    "trunc": np.trunc,
 }
 OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -285,7 +445,12 @@ OPERATORS: dict[type, Callable[..., Any]] = {
     ast.GtE: operator.ge,
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
+    ast.Not: np.logical_not,
+    ast.And: np.logical_and,
+    ast.Or: np.logical_or,
 }
+SPELLED = {"^": "**", "&": " and ", "|": " or ", "!": " not "}
+"""R's operators as Python has them, with the same precedence."""
 
 
 def evaluated(part: FormulaPart, rows: Mapping[str, Any], moments: Mapping[str, Moments]) -> np.ndarray:
@@ -298,7 +463,7 @@ def evaluated(part: FormulaPart, rows: Mapping[str, Any], moments: Mapping[str, 
             names.setdefault(token, f"v{len(names)}")
             source.append(names[token])
         else:
-            source.append("**" if token == "^" else token)
+            source.append(SPELLED.get(token, token))
     columns = {alias: unquoted(token) for token, alias in names.items()}
     try:
         tree = ast.parse(" ".join(source), mode="eval").body
@@ -309,16 +474,29 @@ def evaluated(part: FormulaPart, rows: Mapping[str, Any], moments: Mapping[str, 
         if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
             return float(node.value)
         if isinstance(node, ast.Name):
-            return _numbers(rows, columns[node.id], part)
+            name = columns[node.id]
+            return float(name == "TRUE") if name in LOGICALS else _numbers(rows, name, part)
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
             return OPERATORS[type(node.op)](value(node.left), value(node.right))
         if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
             return OPERATORS[type(node.op)](value(node.operand))
+        if isinstance(node, ast.BoolOp):
+            return reduce(OPERATORS[type(node.op)], [value(v) for v in node.values]) * 1.0
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in OPERATORS:
+            sides = (node.left, node.comparators[0])
+            if any(isinstance(s, ast.Constant) and isinstance(s.value, str) for s in sides):
+                return OPERATORS[type(node.ops[0])](*map(words, sides)) * 1.0
             return OPERATORS[type(node.ops[0])](value(node.left), value(node.comparators[0])) * 1.0
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
             return call(columns[node.func.id], node.args)
         raise SettingsError(f"cannot read the expression {part.text!r} in the formula")
+
+    def words(node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return node.value
+        if isinstance(node, ast.Name):
+            return labels(rows[columns[node.id]]).astype(str)
+        raise SettingsError(f"{part.text}: a text is compared with a column")
 
     def call(name: str, arguments: list[ast.expr]) -> Any:
         if name in WHOLE:
@@ -346,6 +524,8 @@ def evaluated(part: FormulaPart, rows: Mapping[str, Any], moments: Mapping[str, 
 
 def _numbers(rows: Mapping[str, Any], column: str, part: FormulaPart) -> np.ndarray:
     values = rows[column]
+    if hasattr(values, "cat") and set(values.cat.categories) <= set(YES_OR_NO):
+        return np.asarray(values == "TRUE", dtype=np.float64)
     if hasattr(values, "cat"):
         raise DataError(f"{part.text}: column {column!r} has categories, not numbers")
     return np.asarray(values, dtype=np.float64)

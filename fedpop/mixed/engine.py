@@ -21,8 +21,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedpop.federation.cohort import Cohort
 from fedpop.mixed.coordinates import Coordinates
 from fedpop.mixed.groups import Groups
+from fedpop.mixed.nesting import Paths
 from fedpop.population import Population
 from fedpop.server.quasi_newton import SearchState, tell
 
@@ -60,10 +62,12 @@ class Factor:
         rows, cols = (torch.tensor(v) for v in zip(*self.places, strict=True))
         return matrix[rows, cols]
 
-    def units(self) -> list[Tensor]:
-        """d Lambda / d theta_j."""
-        eye = torch.eye(self.size, dtype=torch.float64)
-        return [self.matrix(row) for row in eye]
+    @cached_property
+    def basis(self) -> Tensor:
+        """d Sigma by each entry of Sigma, ``[k, q, q]``, in the same order."""
+        half = torch.stack([self.matrix(row) for row in torch.eye(self.size, dtype=torch.float64)])
+        out: Tensor = torch.maximum(half, half.mT)
+        return out
 
 
 def canonical(sigma: Tensor, blocks: Sequence[int]) -> Tensor:
@@ -143,7 +147,12 @@ class Engine(ABC):
 
     @abstractmethod
     def effects(self, point: ThetaPoint) -> None:
-        """Sites find and keep ``mean`` and ``cov`` of their groups' effects."""
+        """Sites find and keep ``mean`` and ``cov`` of their units' effects."""
+
+    @abstractmethod
+    def paths(self, cohort: Cohort, point: ThetaPoint) -> Paths:
+        """Of groups at each level mean and covariance of their effects and of those around them, from units'
+        rows (of gaussian models, from their cells)."""
 
     @abstractmethod
     def theta_draws(self, point: ThetaPoint, noise: Tensor, wide: Tensor, count: int) -> list[ThetaPoint]:

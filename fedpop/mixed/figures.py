@@ -34,26 +34,27 @@ def drawn(fit: MixedFit, kind: str) -> Figure:
 
 
 def _effects(fit: MixedFit) -> Figure:
-    """The caterpillar: groups in the order of their first effect."""
-    table = fit.random_effects(0.9)
-    names = fit.design.random_names
-    few = fit.n_groups <= MOST_GROUPS_SHOWN
-    figure = new_figure(2.6 * len(names) + 1.2, min(max(2.4, 0.14 * fit.n_groups), 9.0))
-    axes = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
-    first = table.xs(names[0], level=1)
-    order = np.argsort(first["mean"].to_numpy())
-    place = np.arange(len(order))
-    for axis, name in zip(axes, names, strict=True):
-        rows = table.xs(name, level=1).iloc[order]
-        axis.hlines(place, rows["lower"], rows["upper"], color=BLUE, linewidth=1.0)
-        axis.plot(rows["mean"], place, "o", color=BLUE, markersize=3)
-        axis.axvline(0, color=GREY, linewidth=0.8)
-        axis.set_xlabel(name)
-    axes[0].set_ylabel(fit.group)
-    if few:
-        axes[0].set_yticks(place, [fit.levels[i] for i in order], fontsize=6)
-    else:
-        axes[0].set_yticks([])
+    """The caterpillar: groups of each factor in the order of their first effect."""
+    count, most = len(fit.design.random_names), max(fit.counts.values())
+    figure = new_figure(2.6 * count + 1.2, min(max(2.4, 0.14 * most), 9.0))
+    axes = iter(figure.subplots(1, count, squeeze=False)[0])
+    for factor in fit.factors:
+        table = fit.random_effects(0.9, factor)
+        names = list(dict.fromkeys(table.index.get_level_values(1)))
+        first = table.xs(names[0], level=1)
+        order = np.argsort(first["mean"].to_numpy())
+        place = np.arange(len(order))
+        for name in names:
+            axis, rows = next(axes), table.xs(name, level=1).iloc[order]
+            axis.hlines(place, rows["lower"], rows["upper"], color=BLUE, linewidth=1.0)
+            axis.plot(rows["mean"], place, "o", color=BLUE, markersize=3)
+            axis.axvline(0, color=GREY, linewidth=0.8)
+            axis.set_xlabel(name)
+            axis.set_yticks([])
+            if name == names[0]:
+                axis.set_ylabel(factor)
+                if len(order) <= MOST_GROUPS_SHOWN:
+                    axis.set_yticks(place, [first.index[i] for i in order], fontsize=6)
     return figure
 
 
@@ -81,9 +82,11 @@ def _lines(fit: MixedFit) -> Figure:
         if name in fit.design.levels and not hasattr(values, "cat"):
             typical[name] = float(fit.design.levels[name][0])
     figure, axes = new_axes(5.2, 3.4)
+    outer = fit.design.formula.factors[-1].columns
     shown = fit.levels[:: max(1, -(-fit.n_groups // MOST_GROUPS_SHOWN))]
     for level in shown:
-        rows = pd.DataFrame({**typical, column: ends, fit.group: level})
+        parts = [level] if len(outer) == 1 else level.split(":")
+        rows = pd.DataFrame({**typical, column: ends, **dict(zip(outer, parts, strict=True))})
         found = fit.predict(rows, "known", theta_uncertainty=False, of="mean")
         axes.plot(ends, found["mean"], color=BLUE, linewidth=0.7, alpha=0.6)
     rows = pd.DataFrame({**typical, column: ends})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +17,16 @@ from fedpop.errors import DataError, SettingsError
 from fedpop.keys import Key
 from fedpop.mixed import figures, sampled
 from fedpop.mixed.coordinates import Coordinates
+from fedpop.mixed.degrees import Laws, laws_of
 from fedpop.mixed.design import Design
 from fedpop.mixed.engine import SINGULAR_FACTOR, Engine, Estimates, ThetaPoint, canonical
 from fedpop.mixed.formula import FormulaPart
+from fedpop.mixed.gaussian import GaussianEngine, Taylor
 from fedpop.mixed.groups import Groups
-from fedpop.mixed.inference import LikelihoodRatio, compared, intervals, normal_quantile
+from fedpop.mixed.inference import LikelihoodRatio, compared, intervals, normal_quantile, two_sided
+from fedpop.mixed.nesting import CELLS, RowOrder, Tree, spans
 from fedpop.mixed.predictions import GROUPS, NewRows, Predictor
+from fedpop.mixed.quadrature import Local, QuadratureEngine
 from fedpop.mixed.response import Family, response_columns, response_of
 from fedpop.mixed.study import packed
 from fedpop.mixed.summary import summary
@@ -31,13 +36,38 @@ from fedpop.population import Population
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from fedpop.mixed.contrasts import Hypothesis, MarginalMeans
+
 INTERVAL_THETAS = 200
 """Draws of theta behind intervals that include its uncertainty."""
 THETA_PROPOSALS = 400
 """Values that these are chosen from, where they are."""
+EFFECT_BYTES = 512.0
+"""Bytes that a row takes, about, while posteriors of nested groups are found."""
 EFFECT_DRAWS_PER_THETA = 10
 """Draws of a group's effects for each of them, where these are drawn; a plug-in interval has as many in
 all."""
+
+
+IN_R = {
+    **dict.fromkeys(("fixef", "fixed_effects", "params", "fe_params", "coef_"), "fit.coefficients"),
+    "coef": "fit.coefficients for fixed effects, and add fit.random_effects() for each group's",
+    **dict.fromkeys(("ranef", "random", "BLUP"), "fit.random_effects() for means, fit.modes for modes"),
+    "VarCorr": "fit.sd, fit.correlation or fit.covariance",
+    **dict.fromkeys(("logLik", "llf", "loglik"), "fit.log_likelihood"),
+    **dict.fromkeys(("AIC", "BIC"), "fit.aic or fit.bic"),
+    **dict.fromkeys(("bse", "se", "std_errors"), "fit.standard_errors"),
+    **dict.fromkeys(("conf_int", "confidence_intervals"), "fit.confint()"),
+    "isSingular": "fit.singular",
+    "nobs": "fit.n_obs",
+    "ngrps": "fit.n_groups",
+    "cov_params": "fit.vcov",
+    "cov_re": "fit.covariance",
+    "deviance": "-2 * fit.log_likelihood",
+    "scale": "fit.sigma",
+    "getME": "fit.units, fit.outcome",
+}
+"""What a fit's numbers are called in lme4 and statsmodels, and here."""
 
 
 @dataclass(repr=False)
@@ -62,6 +92,15 @@ class MixedFit:
 
     def __str__(self) -> str:
         return summary(self)
+
+    def summary(self) -> str:
+        """What ``print`` shows."""
+        return summary(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in IN_R:
+            raise AttributeError(f"a fit has no {name}: type {IN_R[name]}")
+        raise AttributeError(f"'MixedFit' object has no attribute {name!r}")
 
     # --- what was fitted ---------------------------------------------------------------------------
 
@@ -88,12 +127,17 @@ class MixedFit:
 
     @property
     def group(self) -> str:
-        """The grouping factor."""
+        """The grouping factor; of nested ones the outermost."""
         return self.design.formula.group
 
     @property
+    def factors(self) -> list[str]:
+        """All grouping factors, the innermost first, by lme4's names: ``cask:batch``, ``batch``."""
+        return [factor.name for factor in self.design.formula.factors]
+
+    @property
     def levels(self) -> list[str]:
-        """Names of the groups."""
+        """Names of the groups; of nested ones those of the outermost factor."""
         return list(self.groups.federation.names)
 
     @property
@@ -103,6 +147,11 @@ class MixedFit:
     @property
     def n_groups(self) -> int:
         return len(self.groups)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many groups each factor has."""
+        return dict(zip(self.factors, self.groups.counts, strict=True))
 
     @property
     def converged(self) -> bool:
@@ -137,19 +186,101 @@ class MixedFit:
         values = self.vcov.diagonal().clamp(min=0).sqrt().tolist()
         return dict(zip(self.design.fixed_names, values, strict=True))
 
+    @cached_property
+    def near(self) -> Taylor:
+        """The sums of a gaussian model about its estimate: what degrees of freedom are made of."""
+        assert isinstance(self.engine, GaussianEngine)
+        return self.engine.near(self.outcome.point)
+
+    @cached_property
+    def laws(self) -> Laws:
+        """The law of the fixed effects' estimates: t with Satterthwaite's degrees of freedom for gaussian
+        models by REML, else normal."""
+        return laws_of(self)
+
+    @cached_property
+    def degrees(self) -> dict[str, float]:
+        """Degrees of freedom of each fixed effect's t; infinite where its law is normal."""
+        rows = torch.eye(len(self.coefficients), dtype=torch.float64)
+        return {n: self.laws.degrees(row) for n, row in zip(self.coefficients, rows, strict=True)}
+
     def confint(self, level: float = 0.95) -> Any:
         """Intervals of all parameters as a data frame, under the names that lme4 gives them, as
         ``sd_(Intercept)|Subject``.
 
-        They are Wald's: of fixed effects as they are, of standard deviations on the scale of their
-        logarithms, of correlations on that of their inverse hyperbolic tangents. Where a variance is zero or
-        a correlation one that law does not hold, and there is none (NaN); a ``likelihood_ratio`` says
-        whether the variance is needed.
+        Those of fixed effects are by t with Satterthwaite's degrees of freedom where a gaussian model was
+        fitted by REML. Else they are Wald's: of fixed effects as they are, of standard deviations on the
+        scale of their logarithms, of correlations on that of their inverse hyperbolic tangents. Where a
+        variance is zero or a correlation one that law does not hold, and there is none (NaN); a
+        ``likelihood_ratio`` says whether the variance is needed.
 
         Args:
             level: The probability that they hold, 0.95 by default.
         """
-        return intervals(self, normal_quantile(level))
+        return intervals(self, level)
+
+    def test(self, hypothesis: str | Sequence[str], degrees: str | None = None) -> Hypothesis:
+        """The test of a linear hypothesis about fixed effects, or of several at once.
+
+        Args:
+            hypothesis: An equation in names of coefficients, as ``"Days = 0"`` or ``"2 * a - b = 1"``; a list
+                of them is tested together, by F.
+            degrees: "satterthwaite" (the default for gaussian models by REML), "kenward-roger", or "none"
+                (the default for others), which is z and chi-square.
+        """
+        from fedpop.mixed import contrasts
+
+        return contrasts.hypothesis(self, hypothesis, degrees)
+
+    def contrast(self, weights: Mapping[str, Any], level: float = 0.95, degrees: str | None = None) -> Any:
+        """Combinations of fixed effects with intervals and tests, as a data frame.
+
+        Args:
+            weights: Weights by coefficients, ``{"a": 1, "b": -1}``, or several such by name.
+            level: Of the intervals, 0.95 by default.
+            degrees: As for ``test``; None (the default) likewise.
+        """
+        from fedpop.mixed import contrasts
+
+        return contrasts.contrasts(self, weights, level, degrees)
+
+    def anova(self, other: MixedFit | None = None, *, type: int | str = 3, degrees: str | None = None) -> Any:
+        """A test of each term of the fixed part, as a data frame; with another fit the likelihood ratio.
+
+        Args:
+            other: A fit to compare with, as ``anova(m1, m2)`` does in R; None (the default) for terms.
+            type: Of the hypotheses: 3 (the default), each term beside all others, factors summing to zero; or
+                2, each beside those that do not contain it.
+            degrees: As for ``test``; None (the default) likewise.
+        """
+        from fedpop.mixed import contrasts
+
+        return contrasts.anova(self, type, degrees) if other is None else self.likelihood_ratio(other)
+
+    def marginal_means(
+        self,
+        of: str | Sequence[str],
+        *,
+        at: Mapping[str, float] | None = None,
+        level: float = 0.95,
+        adjust: str = "none",
+        degrees: str | None = None,
+    ) -> MarginalMeans:
+        """Means by levels of a factor, and their pairwise differences, as emmeans has them.
+
+        Averages of the linear predictor over all combinations of other factors, at the means of numbers.
+
+        Args:
+            of: The factor, or several for their combinations.
+            at: Where numbers are to be instead of at their means; None (the default) moves none.
+            level: Of the intervals, 0.95 by default.
+            adjust: How p-values of differences allow for there being several: "none" (the default), "tukey",
+                "bonferroni" or "holm".
+            degrees: As for ``test``; None (the default) likewise.
+        """
+        from fedpop.mixed import contrasts
+
+        return contrasts.marginal_means(self, of, at or {}, level, adjust, degrees)
 
     # --- random effects ----------------------------------------------------------------------------
 
@@ -160,9 +291,10 @@ class MixedFit:
 
     @property
     def sd(self) -> dict[str, float]:
-        """Standard deviations of the random effects."""
+        """Standard deviations of the random effects, under ``"Days"``, or of several factors under
+        ``"Days|Subject"``."""
         values = self.covariance.diagonal().clamp(min=0).sqrt().tolist()
-        return dict(zip(self.design.random_names, values, strict=True))
+        return dict(zip(self.design.effect_names, values, strict=True))
 
     @property
     def correlation(self) -> Tensor:
@@ -183,26 +315,73 @@ class MixedFit:
         return bool((canonical(factor @ factor.mT, self.units.blocks).diagonal() < SINGULAR_FACTOR).any())
 
     @cached_property
-    def _effects(self) -> tuple[Tensor, Tensor]:
-        """Means ``[C, q]`` and covariances ``[C, q, q]`` on the user's scale."""
-        members = self.groups.local_members
-        self.engine.effects(self.outcome.point)
-        states = members.store.get(torch.arange(members.units), members.device)
-        to = self.units.random_map
-        return states["mean"] @ to.mT, to @ states["cov"] @ to.mT
+    def _level_names(self) -> list[list[str]]:
+        """Names of the groups of each factor, the innermost first."""
+        return [*RowOrder.of(self.rows).names[:-1], self.levels]
 
-    def random_effects(self, level: float = 0.95) -> Any:
+    @cached_property
+    def modes(self) -> dict[str, Tensor]:
+        """Where the posterior of each group's effects is highest, ``[K, q]`` for each factor: what lme4 calls
+        conditional modes. Of gaussian models, and by Laplace's approximation, they are the means."""
+        if not isinstance(self.engine, QuadratureEngine):
+            return {name: mean for name, (mean, _) in zip(self.factors, self._level_effects, strict=True)}
+        federation, point = self.groups.federation, self.outcome.point
+        everyone = federation.cohort(torch.arange(len(federation)), torch.device("cpu"))
+        local = Local.of(everyone, self.units, self.family)
+        u, _ = local.modes((local.x @ point.b).unsqueeze(1) + local.offset, local.z @ point.factor)
+        return {self.group: u @ point.factor.mT @ self.units.random_map.mT}
+
+    @cached_property
+    def _level_effects(self) -> list[tuple[Tensor, Tensor]]:
+        """For each factor means ``[K, q]`` and covariances ``[K, q, q]`` on the user's scale."""
+        members, point, spans_of = self.groups.local_members, self.outcome.point, spans(self.units.widths)
+        maps = [self.units.random_map[span, span] for span in spans_of]
+        if len(maps) == 1:
+            self.engine.effects(point)
+            states = members.store.get(torch.arange(members.units), members.device)
+            return [(states["mean"] @ maps[0].mT, maps[0] @ states["cov"] @ maps[0].mT)]
+        every, ids = list[list[tuple[Tensor, Tensor]]](), torch.arange(members.units)
+        for some in members.plan.taking((EFFECT_BYTES, 0.0)).cut(ids, members.federation.train.sizes):
+            found = self.engine.paths(members.federation.cohort(some, members.device, self._split), point)
+            pairs = zip(maps, found.mean, found.covariance, strict=True)
+            every.append(
+                [(m[:, : len(to)] @ to.mT, to @ c[:, : len(to), : len(to)] @ to.mT) for to, m, c in pairs]
+            )
+        return [
+            (torch.cat([m for m, _ in f]), torch.cat([c for _, c in f])) for f in zip(*every, strict=True)
+        ]
+
+    @property
+    def _effects(self) -> tuple[Tensor, Tensor]:
+        """Those of the outermost factor."""
+        return self._level_effects[-1]
+
+    def random_effects(self, level: float = 0.95, factor: str | None = None) -> Any:
         """Posterior mean, standard deviation and interval of each group's effects.
 
-        A data frame with a row for each group and effect.
+        A data frame with a row for each group and effect; of several factors all below one another.
 
         Args:
             level: Of the intervals, 0.95 by default.
+            factor: One of ``fit.factors``, where there are several; None (the default) is all of them.
         """
-        mean, cov = self._effects
-        sd, z = cov.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt(), normal_quantile(level)
-        pd, names = pandas(), self.design.random_names
-        index = pd.MultiIndex.from_product([self.levels, names], names=[self.group, "effect"])
+        if factor is not None and factor not in self.factors:
+            raise SettingsError(f"factor is one of {', '.join(self.factors)}, not {factor!r}")
+        tables = {
+            name: self._effect_table(i, normal_quantile(level))
+            for i, name in enumerate(self.factors)
+            if factor in (None, name)
+        }
+        if len(tables) == 1:
+            return next(iter(tables.values()))
+        renamed = {name: table.rename_axis(["group", "effect"]) for name, table in tables.items()}
+        return pandas().concat(renamed, names=["factor"])
+
+    def _effect_table(self, at: int, z: float) -> Any:
+        mean, cov = self._level_effects[at]
+        sd, span = cov.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt(), spans(self.units.widths)[at]
+        pd, names = pandas(), self.design.random_names[span]
+        index = pd.MultiIndex.from_product([self._level_names[at], names], names=[self.factors[at], "effect"])
         table = {"mean": mean, "sd": sd, "lower": mean - z * sd, "upper": mean + z * sd}
         return pd.DataFrame({n: v.flatten().numpy() for n, v in table.items()}, index=index)
 
@@ -250,37 +429,59 @@ class MixedFit:
         for name, value in self.coefficients.items():
             se = self.standard_errors[name]
             rows.append(
-                {"effect": "fixed", "group": "", "term": name, "estimate": value, "se": se, "z": value / se}
+                {
+                    "effect": "fixed",
+                    "group": "",
+                    "term": name,
+                    "estimate": value,
+                    "se": se,
+                    "t" if math.isfinite(self.degrees[name]) else "z": value / se,
+                    "df": self.degrees[name],
+                    "p": two_sided(value / se, self.degrees[name]),
+                }
             )
-        names, place = self.design.random_names, self.engine.factor.places
-        for i, j in place:
-            value = self.sd[names[i]] if i == j else float(self.correlation[i, j])
+        names, sds = self.design.random_names, list(self.sd.values())
+        for i, j in self.engine.factor.places:
+            value = sds[i] if i == j else float(self.correlation[i, j])
             term = f"sd {names[i]}" if i == j else f"cor {names[j]}, {names[i]}"
-            rows.append({"effect": "random", "group": self.group, "term": term, "estimate": value})
+            group = self.factors[self.design.factor_of[i]]
+            rows.append({"effect": "random", "group": group, "term": term, "estimate": value})
         if self.sigma is not None:
             rows.append({"effect": "random", "group": "Residual", "term": "sd", "estimate": self.sigma})
         return pandas().DataFrame(rows)
 
     def plain(self) -> dict[str, Any]:
         """Plain values, as ``fedpop fit --json`` writes them; groups' where these are on this machine."""
-        names, modes = self.design.random_names, dict[str, dict[str, dict[str, float]]]()
-        if self.groups.members.federation is not None:
-            mean, cov = self._effects
-            sd = cov.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
-            modes = {
-                level: {n: {"mean": m, "sd": s} for n, m, s in zip(names, means, wide, strict=True)}
-                for level, means, wide in zip(self.levels, mean.tolist(), sd.tolist(), strict=True)
+        here, random, modes = self.groups.members.federation is not None, dict[str, Any](), dict[str, Any]()
+        for i, (factor, span) in enumerate(zip(self.factors, spans(self.units.widths), strict=True)):
+            names, cor = self.design.random_names[span], self.correlation[span, span].tolist()
+            random[factor] = {
+                "sd": dict(zip(names, list(self.sd.values())[span], strict=True)),
+                "cor": [[v if math.isfinite(v) else None for v in row] for row in cor],
             }
-        cor = [[v if math.isfinite(v) else None for v in row] for row in self.correlation.tolist()]
+            modes[factor] = {}
+            if here:
+                mean, cov = self._level_effects[i]
+                sd = cov.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+                every = torch.stack((self.modes[factor], mean, sd), dim=2).tolist()
+                modes[factor] = {
+                    level: {
+                        n: dict(zip(("mode", "mean", "sd"), v, strict=True))
+                        for n, v in zip(names, of, strict=True)
+                    }
+                    for level, of in zip(self._level_names[i], every, strict=True)
+                }
         return {
             "converged": self.converged,
             "fixed": {
-                n: {"estimate": v, "se": self.standard_errors[n]} for n, v in self.coefficients.items()
+                n: {"estimate": v, "se": self.standard_errors[n]}
+                | ({"df": self.degrees[n]} if math.isfinite(self.degrees[n]) else {})
+                for n, v in self.coefficients.items()
             },
-            "random": {self.group: {"sd": self.sd, "cor": cor}},
+            "random": random,
             "sigma": self.sigma,
             "log_likelihood": self.log_likelihood,
-            "modes": {self.group: modes},
+            "modes": modes,
             "rounds": self.rounds,
             "seconds": self.seconds,
         }
@@ -296,20 +497,30 @@ class MixedFit:
         of: str | None = None,
         observed: Any = None,
         theta_uncertainty: bool = True,
+        average: bool = False,
     ) -> Any:
         """Mean and interval of each row, as a data frame.
+
+        The mean is that at the estimates, as in R; of a known or a new group the mean over what its effects
+        may be, by quadrature.
 
         Args:
             new_rows: A table with the formula's columns; the response may be missing.
             groups: ``"known"`` (the default) are those of training; ``"new"`` groups that were never there,
-                drawn from the population; ``"population"`` is a group whose effects are zero.
+                drawn from the population; ``"population"`` is a group whose effects are zero. Of nested
+                factors a row whose inner group is missing, or its column, belongs to a new one within the
+                known group around it.
             level: Of the intervals, 0.9 by default.
             of: ``"mean"`` for intervals of the mean; by default, of a new observation (of the probability,
                 for yes or no).
             observed: Rows of new groups with their response, which update their posterior without
                 refitting; None (the default) where there are none.
             theta_uncertainty: Intervals include the uncertainty about theta; they do by default.
+            average: The mean is averaged over draws of theta, with its standard error beside it
+                (``error``); by default it is not.
         """
+        if average and not theta_uncertainty:
+            raise SettingsError("average=True is over draws of theta: leave theta_uncertainty=False out")
         if groups not in GROUPS:
             raise SettingsError(f"groups is one of {', '.join(GROUPS)}, not {groups!r}")
         if not 0 < level < 1:
@@ -329,10 +540,13 @@ class MixedFit:
         )
         each = EFFECT_DRAWS_PER_THETA if theta_uncertainty else EFFECT_DRAWS_PER_THETA * INTERVAL_THETAS
         key = self._key.at(purpose="predict")
-        predictor = Predictor(units, self.family, groups != "population", of, each, key)
+        nodes = getattr(self.engine, "nodes", 1)
+        predictor = Predictor(units, self.family, groups != "population", of, each, key, nodes)
         points = self._thetas if theta_uncertainty else [self.outcome.point]
-        found = predictor.predicted(asked, self.outcome.point, points, level)
+        found = predictor.predicted(asked, self.outcome.point, points, level, average)
         table = {"mean": found.mean, "lower": found.low, "upper": found.high}
+        if found.error is not None:
+            table["error"] = found.error
         return pandas().DataFrame({n: v.numpy() for n, v in table.items()}, index=frame.index)
 
     def _owners(self, frame: Any, groups: str, observed: Any) -> tuple[Tensor, Any]:
@@ -342,33 +556,74 @@ class MixedFit:
         nobody = torch.full((len(frame),), -1)
         if groups == "population" or (groups == "new" and observed is None):
             return nobody, None
-        if self.group not in frame.columns or bool(frame[self.group].isna().any()):
-            raise DataError(f"every row to predict for needs its group: column {self.group!r}")
-        names = labels(frame[self.group])
         if groups == "known":
             federation = self.groups.federation
-            place = {name: i for i, name in enumerate(federation.names)}
-            unknown = [n for n in names if n not in place]
-            if unknown:
-                raise DataError(
-                    f"group {unknown[0]!r} was not there in training; groups='new' draws it from "
-                    "the population"
-                )
-            used = sorted({place[n] for n in names})
-            rank = {i: j for j, i in enumerate(used)}
-            owner = torch.tensor([rank[place[n]] for n in names])
-            return owner, federation.cohort(torch.tensor(used), torch.device("cpu"))
+            ids, positions = self._known(frame)
+            return positions, federation.cohort(ids, torch.device("cpu"), self._split)
         known = response_columns(self.design.formula, self.weights)
         columns = list(dict.fromkeys([*known, *self.design.predictors]))
         rows = rows_of(as_frame(observed), self.design.formula, columns=columns)
         design = self.groups.study.design
         assert design is not None
         response = response_of(design.formula, self.family, design, rows, self.weights)
-        federation = packed(design, response, rows)
+        federation = packed(design, response, rows, self.family.gaussian)
+        cohort = federation.cohort(torch.arange(len(federation)), torch.device("cpu"), self._split)
+        return self._positions(frame, RowOrder.of(rows).names), cohort
+
+    def _known(self, frame: Any) -> tuple[Tensor, Tensor]:
+        """Units that rows belong to, and rows' positions among the groups of these; raises where a group was
+        not there in training."""
+        federation = self.groups.federation
+        everyone = federation.cohort(torch.arange(len(federation)), torch.device("cpu"), self._split)
+        tree, wanted = Tree.of(everyone), self._named(frame)
         place = {name: i for i, name in enumerate(federation.names)}
-        owner = torch.tensor([place.get(n, -1) for n in names])
-        cohort = federation.cohort(torch.arange(len(federation)), torch.device("cpu"))
-        return owner, cohort
+        used = sorted({place[n] for n in wanted[-1] if n in place})
+        inside = torch.zeros(len(federation), dtype=torch.bool)
+        inside[used] = True
+        names = [
+            [found[i] for i in inside[units].nonzero().squeeze(1).tolist()]
+            for found, units in zip(self._level_names, tree.units, strict=True)
+        ]
+        for found, asked in zip(reversed(names), reversed(wanted), strict=True):
+            there = set(found)
+            unknown = [n for n in asked if n is not None and n not in there]
+            if unknown:
+                raise DataError(
+                    f"group {unknown[0]!r} was not there in training; groups='new' draws it from "
+                    "the population"
+                    + ("; a new one within a known group has no name" if found is not names[-1] else "")
+                )
+        return torch.tensor(used), self._positions(frame, names)
+
+    def _positions(self, frame: Any, names: Sequence[Sequence[str]]) -> Tensor:
+        """For each row the position of its innermost group that is among these, counted over all levels."""
+        owner, start = torch.full((len(frame),), -1), 0
+        for found, asked in zip(names, self._named(frame), strict=True):
+            place = {name: start + i for i, name in enumerate(found)}
+            mine = torch.tensor([-1 if n is None else place.get(n, -1) for n in asked])
+            owner = torch.where(owner < 0, mine, owner)
+            start += len(found)
+        return owner
+
+    def _named(self, frame: Any) -> list[list[str | None]]:
+        """Of each row its group of each factor, the innermost first; None where that is not said."""
+        formula = self.design.formula
+        for column in formula.factors[-1].columns:
+            if column not in frame.columns or bool(frame[column].isna().any()):
+                raise DataError(f"every row to predict for needs its group: column {column!r}")
+        out: list[list[str | None]] = []
+        for factor in formula.factors:
+            if any(column not in frame.columns for column in factor.columns):
+                out.append([None] * len(frame))
+                continue
+            parts = zip(*(labels(frame[column]) for column in factor.columns), strict=True)
+            out.append([None if None in part else ":".join(part) for part in parts])
+        return out
+
+    @property
+    def _split(self) -> str:
+        """What posteriors are made of."""
+        return CELLS if self.family.gaussian else "train"
 
     @property
     def _key(self) -> Key:

@@ -1,4 +1,4 @@
-"""lme4's formulas: what they say, with the grouping factor taken out before anything is expanded.
+"""lme4's formulas: what they say, with grouping factors taken out before anything is expanded.
 
 ``formulae`` expands the algebra of terms (``*``, ``:``, ``/``, powers, removals) of the fixed part and
 of each random part; it never sees a function call, a quoted name or a group. Calls are parts of their
@@ -10,18 +10,24 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from fedpop.errors import SettingsError
 
 TOKEN = re.compile(
-    r"`[^`]+`|(?:[^\W\d]|\.(?!\d))[\w.]*|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|\|\||\*\*|%[^%]*%|[<>=!]=|[()+\-*/:^|~,<>]"
+    r"`[^`]+`|'[^']*'|\"[^\"]*\"|(?:[^\W\d]|\.(?!\d))[\w.]*|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|\|\||\*\*|%[^%]*%|[<>=!]=|[()+\-*/:^|~,<>&!=]"
 )
 WORDS = re.compile(r"`|[^\W\d]|\.(?!\d)")
 SYNTACTIC = re.compile(r"(?:[^\W\d_]|\.(?!\d))[\w.]*")
 """Names that R writes without quotes."""
-FACTORS = ("factor", "C", "as.factor")
+SPACED = ("+", "-", "*", "/", "|", "||", "~", "<", ">", "<=", ">=", "==", "!=", "=", "&")
+"""What R prints with spaces around."""
+FACTORS = ("factor", "C", "as.factor", "relevel")
 """Calls that make categories of a column."""
+COMPARED = ("<", ">", "<=", ">=", "==", "!=", "&", "|", "!")
+"""What makes a yes or no: a factor in R, with the levels FALSE and TRUE."""
+LOGICALS = ("TRUE", "FALSE")
 WHOLE = ("scale", "center")
 """Calls that need a column's mean and standard deviation: those of the federation."""
 OF_ALL_ROWS = ("poly", "bs", "ns", "cut", "rank", "quantile")
@@ -46,12 +52,41 @@ class FormulaPart:
         """The column of which categories are made."""
         if self.tokens[0] not in FACTORS or len(self.tokens) < 2:
             return None
-        if len(self.tokens) != 4:
+        column, *others = arguments(self.tokens)
+        call, allowed = self.tokens[0], {"C": 1, "relevel": 1}.get(self.tokens[0], 0)
+        if len(column) != 1 or not is_name(column[0]) or len(others) > allowed:
             raise SettingsError(
-                f"{self.text}: give {self.tokens[0]}() the name of a column; for another order of its "
+                f"{self.text}: give {call}() the name of a column; for another order of its "
                 "levels, or another baseline, use levels={column: [...]}"
             )
-        return unquoted(self.tokens[2])
+        if call == "relevel" and self.baseline is None:
+            raise SettingsError(f"{self.text}: relevel() takes a baseline, as in relevel(x, ref = 'a')")
+        return unquoted(column[0])
+
+    @property
+    def baseline(self) -> str | None:
+        """The level that ``relevel`` puts first."""
+        if self.tokens[:2] != ("relevel", "("):
+            return None
+        given = arguments(self.tokens)[1:]
+        value = given[0][2:] if given and given[0][:2] == ("ref", "=") else given[0] if given else ()
+        return value[0].strip('"') if len(value) == 1 else None
+
+    @property
+    def contrast(self) -> str | None:
+        """The coding that ``C(x, sum)`` names."""
+        if self.tokens[:2] != ("C", "("):
+            return None
+        given = arguments(self.tokens)[1:]
+        return given[0][0] if given and len(given[0]) == 1 else None
+
+    @property
+    def yes_or_no(self) -> bool:
+        """A comparison inside ``I()``, which R codes as a factor."""
+        inner = self.tokens[2:-1] if self.tokens[:2] == ("I", "(") else ()
+        while inner[:1] == ("(",) and _closes(inner, 0) == len(inner) - 1:
+            inner = inner[1:-1]
+        return bool(inner) and bool(_outer(inner, COMPARED))
 
 
 @dataclass(frozen=True)
@@ -67,6 +102,15 @@ class FormulaTerms:
 
 
 @dataclass(frozen=True)
+class GroupingFactor:
+    """Whose levels are groups: those of a column, or combinations of several; named as lme4 names it."""
+
+    name: str
+    columns: tuple[str, ...]
+    """In the order in which their values are in a level's name."""
+
+
+@dataclass(frozen=True)
 class Formula:
     """``response ~ fixed + offsets + (block | group)``; effects within a block are correlated."""
 
@@ -75,19 +119,33 @@ class Formula:
     fixed: FormulaTerms
     blocks: tuple[FormulaTerms, ...]
     offsets: tuple[FormulaPart, ...]
-    group: str
+    factors: tuple[GroupingFactor, ...]
+    """Each is nested in the next: levels of the last, the outermost, are the units."""
+    factor_of: tuple[int, ...]
+    """For each block the position of its factor; blocks of inner factors come first."""
+
+    @property
+    def group(self) -> str:
+        """The outermost grouping factor."""
+        return self.factors[-1].name
+
+    @property
+    def group_columns(self) -> tuple[str, ...]:
+        """Columns of all grouping factors, those of the outermost first."""
+        outward = [column for factor in reversed(self.factors) for column in factor.columns]
+        return tuple(dict.fromkeys(outward))
 
     @property
     def parts(self) -> list[FormulaPart]:
-        """Every part whose columns must be there, the group aside."""
+        """Every part whose columns must be there, groups aside."""
         random = [part for block in self.blocks for part in block.parts]
         return [self.response, *self.fixed.parts, *random, *self.offsets]
 
     @property
     def columns(self) -> list[str]:
-        """Names of all columns that it speaks of, the group last."""
+        """Names of all columns that it speaks of, those of groups last."""
         columns = [column for part in self.parts for column in columns_of(part.tokens)]
-        return list(dict.fromkeys([*columns, self.group]))
+        return list(dict.fromkeys([*columns, *self.group_columns]))
 
 
 def parse(text: str) -> Formula:
@@ -98,6 +156,8 @@ def parse(text: str) -> Formula:
     ('g', [['x'], ['factor(s)'], ['x', 'factor(s)']])
     >>> [(b.intercept, [p.text for t in b.terms for p in t]) for b in read.blocks]
     [(True, []), (False, ['x'])]
+    >>> [factor.name for factor in parse("y ~ x + (1 | batch/cask)").factors]
+    ['cask:batch', 'batch']
     """
     tokens = scanned(text)
     if tokens.count("~") != 1:
@@ -122,17 +182,15 @@ def parse(text: str) -> Formula:
             offsets.append(FormulaPart(shown(term[2:-1]), term[2:-1]))
         else:
             fixed += [sign, *term]
-    group = _one_group([g for _, _, g in effects], text)
-    blocks = [block for slope, bar, _ in effects for block in _blocks(slope, bar)]
-    if not any(block.intercept or block.terms for block in blocks):
-        raise SettingsError(f"the random terms of {text!r} are empty")
+    factors, blocks = _nested(effects, text)
     return Formula(
         text.strip(),
         FormulaPart(shown(left), left),
         _expanded(tuple(fixed) or ("1",)),
-        tuple(blocks),
+        tuple(block for _, block in blocks),
         tuple(offsets),
-        group,
+        factors,
+        tuple(at for at, _ in blocks),
     )
 
 
@@ -148,7 +206,8 @@ def scanned(text: str) -> Tokens:
             raise SettingsError(f"cannot read {text[at]!r} in the formula {text!r}")
         if found[0].startswith("%"):
             raise SettingsError(f"{found[0]} is not known in formulas: {text!r}; write it as a product, a:b")
-        out.append("^" if found[0] == "**" else found[0])
+        token = "^" if found[0] == "**" else found[0]
+        out.append(f'"{token[1:-1]}"' if token[0] == "'" else token)
         at = found.end()
     return tuple(out)
 
@@ -161,12 +220,12 @@ def shown(tokens: Sequence[str]) -> str:
     """
     out = ""
     for i, token in enumerate(tokens):
-        unary = token == "-" and (i == 0 or tokens[i - 1] in "(+-*/^,~<>")
+        unary = token == "-" and (i == 0 or tokens[i - 1] in "(+-*/^,~<>=")
         if token == ",":
             out += ", "
         elif token[0] == "`" and SYNTACTIC.fullmatch(token[1:-1]):
             out += token[1:-1]  # R does without quotes where it can
-        elif token in ("+", "-", "*", "/", "|", "||", "~", "<", ">", "<=", ">=", "==", "!=") and not unary:
+        elif token in SPACED and not unary:
             out += f" {token} "
         else:
             out += token
@@ -183,8 +242,18 @@ def is_name(token: str) -> bool:
 
 def columns_of(tokens: Tokens) -> list[str]:
     """Names in an expression that are not those of functions."""
+    if tokens[:2] == ("C", "("):  # what follows its column is a coding
+        tokens = tokens[:3]
     following = (*tokens[1:], "")
-    return [unquoted(t) for t, n in zip(tokens, following, strict=True) if is_name(t) and n != "("]
+    found = zip(tokens, following, strict=True)
+    return [unquoted(t) for t, n in found if is_name(t) and n not in ("(", "=") and t not in LOGICALS]
+
+
+def arguments(call: Tokens) -> list[Tokens]:
+    """Of a call, as its tokens."""
+    inner = call[2:-1]
+    cuts = [-1, *_outer(inner, (",",)), len(inner)]
+    return [inner[a + 1 : b] for a, b in pairwise(cuts)]
 
 
 def calls_in(tokens: Tokens) -> list[str]:
@@ -235,29 +304,68 @@ def _summands(tokens: Tokens, text: str) -> list[tuple[str, Tokens]]:
     return out
 
 
-def _one_group(groups: list[Tokens], text: str) -> str:
-    names = list(dict.fromkeys(shown(g) for g in groups))
-    if not groups:
+def _nested(
+    effects: Sequence[tuple[Tokens, str, Tokens]], text: str
+) -> tuple[tuple[GroupingFactor, ...], list[tuple[int, FormulaTerms]]]:
+    """Grouping factors, each nested in the next, and blocks with the positions of their factors."""
+    if not effects:
         raise SettingsError(
             f"{text!r} has no random term: add one for the groups, as (1 | group) or (x | group)"
         )
-    if len(names) > 1:
-        raise SettingsError(
-            f"more than one grouping factor ({', '.join(names)}): crossed and nested ones are "
-            "not yet supported; "
-            "choose the one whose groups are the clients"
-        )
-    group = groups[0]
+    found: dict[frozenset[str], tuple[GroupingFactor, list[FormulaTerms]]] = {}
+    for slopes, bar, group in effects:
+        blocks = [block for block in _blocks(slopes, bar) if block.intercept or block.terms]
+        for factor in _factors(group, text):
+            if blocks:
+                found.setdefault(frozenset(factor.columns), (factor, []))[1].extend(blocks)
+    if not found:
+        raise SettingsError(f"the random terms of {text!r} are empty")
+    chain = sorted(found, key=len, reverse=True)
+    for inner, outer in pairwise(chain):
+        if not outer < inner:
+            raise _crossed(found[inner][0].name, found[outer][0].name)
+    blocks_of = [(i, block) for i, columns in enumerate(chain) for block in found[columns][1]]
+    return tuple(found[columns][0] for columns in chain), blocks_of
+
+
+def _crossed(one: str, other: str) -> SettingsError:
+    nested = f"(1 | {one}/{other}) or (1 | {other}/{one})"
+    if ":" in one + other:
+        nested = "(1 | outer/inner)"
+    return SettingsError(
+        f"the grouping factors {one} and {other} are crossed: neither is nested in the other, and effects "
+        "that cut across groups cannot be found from sums over groups. If each level of one belongs to a "
+        f"single level of the other, say so: {nested} is the same model then. Else keep one of them random "
+        "and give the other a fixed effect for each level (+ factor(...))"
+    )
+
+
+def _factors(group: Tokens, text: str) -> list[GroupingFactor]:
+    """What a random term's right side stands for: ``a/b`` is ``a`` and ``b:a``."""
     if not group:
         raise SettingsError(f"a random term of {text!r} names no group after its bar, as in (1 | group)")
-    if len(group) != 1 or not is_name(group[0]):
-        inner = ", ".join(dict.fromkeys(columns_of(group))) or names[0]
-        raise SettingsError(
-            f"the grouping factor {names[0]!r} is nested or computed (of {inner}): not yet "
-            "supported; make it "
-            "a column of its own"
-        )
-    return unquoted(group[0])
+    cuts = [-1, *_outer(group, ("/",)), len(group)]
+    out: list[GroupingFactor] = []
+    for start, end in pairwise(cuts):
+        piece = [t for t in group[start + 1 : end] if t not in "()"]  # c:(b:a) is c:b:a
+        names, signs = piece[::2], piece[1::2]
+        if len(piece) % 2 == 0 or not all(map(is_name, names)) or any(sign != ":" for sign in signs):
+            inner = ", ".join(dict.fromkeys(columns_of(group))) or shown(group)
+            raise SettingsError(
+                f"the grouping factor {shown(group)!r} is computed (of {inner}): make it a column of its "
+                "own; factors are nested as in (1 | a/b)"
+            )
+        columns = [unquoted(n) for n in names]
+        name = ":".join(columns)
+        if out:
+            within = out[-1].name
+            name = f"{name}:({within})" if len(out[-1].columns) > 1 else f"{name}:{within}"
+            columns += out[-1].columns
+        twice = [c for i, c in enumerate(columns) if c in columns[:i]]
+        if twice:
+            raise SettingsError(f"the grouping factor {shown(group)!r} has {twice[0]!r} twice")
+        out.append(GroupingFactor(name, tuple(columns)))
+    return out
 
 
 def _blocks(slopes: Tokens, bar: str) -> list[FormulaTerms]:

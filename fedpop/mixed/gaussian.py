@@ -1,20 +1,24 @@
 """Linear mixed models, exactly: the likelihood in the relative factor alone, all else in closed form.
 
-With y = X b + Z u + e, u ~ N(0, s2 Lambda Lambda') in each group, b and s2 have a closed form for any
-Lambda (Bates et al., 2015): of W = (X, y) the server needs S = sum W_i' V_i^-1 W_i and D = sum log det
-V_i, with V_i = I + Z_i Lambda Lambda' Z_i'. Both are sums over groups, as are their derivatives:
+With y = X b + Z u + e, u ~ N(0, s2 Sigma), Sigma = Lambda Lambda', b and s2 have a closed form for any Lambda
+(Bates et al., 2015): of W = (X, y) the server needs S = sum W_i' V_i^-1 W_i and D = sum log det V_i, with
+V_i = I + Z_i Sigma Z_i'. Both are sums over units, found from the innermost groups outward (``nesting``), and
+so are their derivatives in the entries of Sigma, which are found on the way. With P, M, R as there, a level's
+effects are taken out of products G of columns as J' G J,
 
-    P = (Sigma^-1 + M)^-1,  M = Z'Z,  R = Z'W:   S_i = W'W - R'P R,      D_i = log det(I + Lambda' M Lambda)
-    K = (I - M P) R,        N = M - M P M:       dS_i = -K' dSigma K,    dD_i = tr(N dSigma)
-    dK = -N dSigma K,       dN = -N dSigma N
+    J = (-P R; I),  B = I - M P,  K = B R,  N = B M,
+    Y_a = dG_a[Z] J,  X_a = (Y_a; dSigma_a K),  C = (P, B'; B, -N):
+    dG_a  <- J' dG_a J - K' dSigma_a K,             dD_a = tr(P dM_a) + tr(N dSigma_a)
+    dG_ab <- J' dG_ab J - X_a' C X_b - X_b' C X_a
 
-A site stores M and R of its groups; nothing here needs Sigma to be invertible. REML adds log det of the
-part of S that belongs to X.
+Of W'W nothing is needed but its sum over all rows, from which the part that random effects explain is taken.
+Nothing here needs Sigma to be invertible. REML adds log det of the part of S that belongs to X.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -30,148 +34,220 @@ from fedpop.message import Answer, Tensors, Total
 from fedpop.mixed.coordinates import Coordinates, coded, everyone
 from fedpop.mixed.engine import Engine, Factor, SearchResult, ThetaPoint, information_root, minimised
 from fedpop.mixed.groups import Groups
+from fedpop.mixed.nesting import CELLS, Paths, Tree, paths, shrunk, spans
 from fedpop.questions import Question, Units
 
-PROFILE_NUMBERS_AT_ONCE = 2**20
-"""Numbers of groups' moments that are worked on at once."""
+PROFILE_NUMBERS_AT_ONCE = 2**18
+"""Numbers that are worked on at once."""
+PROFILES_BESIDE, EFFECTS_BESIDE = 16, 4
+"""How many times the products of a cell these are, of many factors and for posteriors."""
+IN_PARTS = (0.0, 0.0)
+"""Bytes of a row and of a unit where an answer takes care itself: products are cached, not rows."""
 
 
-@dataclass(frozen=True)
-class GroupMoments(Question[Tensors]):
-    """Each group's M and R in internal coordinates stay at its site; W'W leaves it as a sum."""
-
-    units: Coordinates
-    name: ClassVar[str] = "moments of groups"
-
-    def memory(self, asked: Tensors) -> tuple[float, float]:
-        p, q = len(self.units.x_names), len(self.units.z_names)
-        return 24.0 * q * (p + q + 2), 0.0
-
-    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        zz, zw, ww = moments(units.cohort, self.units)
-        return Answer(everyone(units.cohort), local={"zz": zz, "zw": zw}, sums={"ww": ww.flatten()})
-
-    def finish(self, known: Tensors, total: Total) -> Tensors:
-        size = len(self.units.x_names) + 1
-        return {"ww": total.plain["ww"].reshape(size, size)}
+def parts_of(cells: Cohort, units: Coordinates, beside: int) -> Iterator[Cohort]:
+    """Consecutive units whose cells are worked on together, where a cell takes so many times what it holds;
+    a unit is never cut."""
+    size = len(units.z_names) + len(units.x_names) + 1
+    most = PROFILE_NUMBERS_AT_ONCE // (len(units.z_names) * size * beside)
+    ends, start, row = cells.sizes.cumsum(0), 0, 0
+    while start < len(cells):
+        end = max(int(torch.searchsorted(ends, row + most, right=True)), start + 1)
+        to = int(ends[end - 1])
+        yield cells.take(slice(row, to), cells.units[start:end], cells.sizes[start:end])
+        start, row = end, to
 
 
-def moments(cohort: Cohort, units: Coordinates) -> tuple[Tensor, Tensor, Tensor]:
-    """M ``[C, q, q]`` and R ``[C, q, m]`` of groups, and the sum of their W'W ``[m, m]``."""
-    x, z, y, offset, weight = coded(cohort, units)
-    root = weight.sqrt().unsqueeze(1)
-    z = z * root
-    w = torch.cat((x, (y - offset - units.y_centre).unsqueeze(1)), dim=1) * root
-    q, m = z.shape[1], w.shape[1]
-    products = (z.unsqueeze(2) * torch.cat((z, w), dim=1).unsqueeze(1)).flatten(1)
-    sums = products.new_zeros((len(cohort), q * (q + m))).index_add(0, cohort.owner, products)
-    sums = sums.unflatten(1, (q, q + m))
-    return sums[..., :q].contiguous(), sums[..., q:].contiguous(), w.mT @ w
+def group_products(cells: Cohort, units: Coordinates) -> Tensor:
+    """Products ``[K, q, q + m]`` of Z with Z and W = (X, y) in internal coordinates, of each innermost
+    group."""
+    q, x = len(units.z_names), cells.x
+    assert isinstance(x, dict)
+    mean, products = x["mean"], x["products"]
+    if units.kept is not None:
+        kept = [*range(q), *(q + j for j in units.kept), mean.shape[1] - 1]
+        mean, products = mean[:, kept], products[:, :, kept]
+    one = mean.new_ones(1)
+    scale = 1 / torch.cat((units.z_scale, units.x_scale, one))
+    apart = (mean - torch.cat((units.z_centre, units.x_centre, units.y_centre * one))) * scale
+    outer = (apart[:, :q] * cells.y.unsqueeze(1)).unsqueeze(2) * apart.unsqueeze(1)
+    return torch.addcmul(outer, products, scale[:q].unsqueeze(1) * scale)
 
 
-def stored_moments(units: Units, coordinates: Coordinates) -> tuple[Tensor, Tensor]:
-    """M and R of groups as they store them; made again where a site has lost them."""
-    if "zz" in units.local:
-        return units.local["zz"], units.local["zw"]
-    return moments(units.cohort, coordinates)[:2]
+def whole_products(cohort: Cohort, units: Coordinates) -> Tensor:
+    """W'W of all rows ``[m, m]``."""
+    x, _, y, offset, weight = coded(cohort, units)
+    w = torch.cat((x, (y - offset - units.y_centre).unsqueeze(1)), dim=1) * weight.sqrt().unsqueeze(1)
+    return w.mT @ w
 
 
 @dataclass(frozen=True)
 class Profile(Question[Tensors]):
-    """What S and D take from Lambda, with the sums that their derivatives are made of."""
+    """What of W'W random effects explain at a relative factor, and D, with derivatives of S and D in the
+    entries of Sigma: the first, and the second where they are asked for. W'W itself, which is the same at any
+    factor, and the number of rows where they are asked for, too."""
 
     units: Coordinates
     name: ClassVar[str] = "profile"
 
+    @cached_property
+    def factor(self) -> Factor:
+        return Factor(self.units.blocks)
+
     def memory(self, asked: Tensors) -> tuple[float, float]:
-        q, m = len(self.units.z_names), len(self.units.x_names) + 1
-        return 0.0, 8.0 * (4 * q * (q + m) + (q * m) ** 2 * (2 if bool(asked["curved"]) else 0))
+        return IN_PARTS
 
     def ask(self, known: Tensors) -> Tensors:
-        return {n: known[n] for n in ("factor", "curved")}
+        return {n: known[n] for n in ("factor", "curved", "whole")}
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        (m, r), factor = stored_moments(units, self.units), asked["factor"]
-        p, log_det = shrunk(m, factor)
-        pr = p @ r
-        k = r - m @ pr
-        n = m - m @ p @ m
-        flat = k.flatten(1)
-        sums = {
-            "explained": torch.einsum("cqi,cqj->ij", r, pr),
-            "log_det": log_det.sum().reshape(1),
-            "k": flat.mT @ flat,
-            "n": n.sum(0),
-        }
-        if bool(asked["curved"]):
-            outer = (flat.unsqueeze(2) * flat.unsqueeze(1)).flatten(1)
-            sums["nk"] = n.flatten(1).mT @ outer
-            sums["nn"] = n.flatten(1).mT @ n.flatten(1)
-        return Answer(everyone(units.cohort), sums={name: v.flatten() for name, v in sums.items()})
-
-    def finish(self, known: Tensors, total: Total) -> Tensors:
-        return total.plain
-
-
-@dataclass(frozen=True)
-class WholeProfile(Profile):
-    """The profile of some groups with their W'W and number of rows, made from their rows."""
-
-    name: ClassVar[str] = "profile of some"
-
-    def memory(self, asked: Tensors) -> tuple[float, float]:
-        q, m = len(self.units.z_names), len(self.units.x_names) + 1
-        return 24.0 * q * (m + q), 8.0 * (q * m) ** 2
-
-    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        zz, zw, ww = moments(units.cohort, self.units)
-        local = {"zz": zz, "zw": zw}
-        inner = super().answer(asked, Units(units.cohort, local, units.personal, units.split), key)
-        rows = ww.new_tensor([float(units.cohort.examples)])
-        return Answer(inner.good, sums=dict(inner.sums) | {"ww": ww.flatten(), "rows": rows})
-
-
-@dataclass(frozen=True)
-class Profiles(Question[Tensors]):
-    """The same at many factors at once ``[T, q, q]``, without derivatives: what theta's law is made of."""
-
-    units: Coordinates
-    name: ClassVar[str] = "profiles"
-
-    def memory(self, asked: Tensors) -> tuple[float, float]:
-        q, m = len(self.units.z_names), len(self.units.x_names) + 1
-        return 0.0, 32.0 * q * (q + m)
-
-    def ask(self, known: Tensors) -> Tensors:
-        return {"factors": known["factors"]}
-
-    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        (m, r), explained, log_det = stored_moments(units, self.units), list[Tensor](), list[Tensor]()
-        for some in asked["factors"].split(max(1, PROFILE_NUMBERS_AT_ONCE // max(r.numel(), 1))):
-            p, log_dets = shrunk(m, some.unsqueeze(1))
-            explained.append(torch.einsum("cqi,tcqj->tij", r, p @ r))
-            log_det.append(log_dets.sum(1))
-        sums = {"explained": torch.cat(explained).flatten(), "log_det": torch.cat(log_det)}
+        factor, curved, sums = asked["factor"], bool(asked["curved"]), Tensors()
+        if bool(asked["whole"]):
+            sums["ww"] = whole_products(units.cohort, self.units).flatten()
+            sums["rows"] = factor.new_tensor([float(units.cohort.examples)])
+        k = self.factor.size
+        beside = 4 + (2 * k + 4 * k * k * curved) * (len(self.units.widths) > 1)
+        for some in parts_of(units.split(CELLS), self.units, beside):
+            for name, value in profiled(some, self.units, factor, curved).items():
+                sums[name] = sums[name] + value.flatten() if name in sums else value.flatten()
         return Answer(everyone(units.cohort), sums=sums)
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
         return total.plain
 
 
-def shrunk(m: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """P ``[..., C, q, q]`` and log det(I + Lambda' M Lambda) ``[..., C]``."""
-    inner = factor.mT @ m @ factor + torch.eye(m.shape[-1], dtype=m.dtype)
-    root, info = torch.linalg.cholesky_ex(inner)
-    if bool((info != 0).any()):
-        raise EstimateError("a group's covariance is not positive definite: its numbers are too far apart")
-    half = torch.linalg.solve_triangular(root, factor.mT.expand(inner.shape), upper=False)
-    return half.mT @ half, 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+def profiled(cells: Cohort, units: Coordinates, factor: Tensor, curved: bool) -> Tensors:
+    """``explained``, ``log_det`` and, by the entries of Sigma, ``s1``, ``d1`` and, where ``curved``, ``s2``,
+    ``d2``."""
+    tree, g, entries = Tree.of(cells), group_products(cells, units), Factor(units.blocks)
+    q, m = g.shape[1], g.shape[2] - g.shape[1]
+    g1, g2 = g.new_zeros((len(g), 0, *g.shape[1:])), g.new_zeros((len(g), 0, 0, *g.shape[1:]))
+    explained, s1, s2 = g.new_zeros((m, m)), g.new_zeros((0, m, m)), g.new_zeros((0, 0, m, m))
+    d, d1, d2 = g.new_zeros(1), g.new_zeros(0), g.new_zeros((0, 0))
+    for level, (width, span) in enumerate(zip(units.widths, spans(units.widths), strict=True)):
+        outer, lower = q - span.stop, g1.shape[1] > 0  # effects further out; parameters further in
+        mine = [i for i, (row, _) in enumerate(entries.places) if span.start <= row < span.stop]
+        e = entries.basis[mine][:, span, span]
+        zz, r = g[:, :width, :width].contiguous(), g[:, :width, width:]
+        p, log_det = shrunk(zz, factor[span, span])
+        h = p @ r
+        k = r - zz @ h
+        b = torch.eye(width, dtype=g.dtype) - zz @ p
+        n = b @ zz
+        ek = torch.einsum("aij,kjr->kair", e, k)
+        explained += torch.einsum("kir,kis->rs", r[..., outer:], h[..., outer:])
+        d = d + log_det.sum()
+        slope1 = -torch.einsum("kir,kais->ars", k[..., outer:], ek[..., outer:])
+        slope_d = torch.einsum("kij,aij->a", n, e)
+        x, cx = ek, -torch.einsum("kij,kajr->kair", n, ek) if curved else ek
+        bend2, bend_d = s2, -torch.einsum("aij,kjl,blm,kmi->ab", e, n, e, n) if curved else d2
+        if lower:
+            turned, y = _turned(g1, h.unsqueeze(1), width)
+            slope1 = torch.cat((s1 - _explained(g1, y, h.unsqueeze(1), width, outer).sum(0), slope1))
+            dm = g1[:, :, :width, :width]
+            slope_d = torch.cat((d1 + torch.einsum("kij,kaij->a", p, dm), slope_d))
+        if lower and curved:
+            twice, y2 = _turned(g2, h[:, None, None], width)
+            bend2 = s2 - _explained(g2, y2, h[:, None, None], width, outer).sum(0)
+            below, beside = y.new_zeros((len(y), y.shape[1], width, y.shape[3])), torch.zeros_like(ek)
+            x = torch.cat((torch.cat((y, below), dim=2), torch.cat((beside, ek), dim=2)), dim=1)
+            first = torch.cat((p.unsqueeze(1) @ y, b.mT.unsqueeze(1) @ ek), dim=1)
+            second = torch.cat((b.unsqueeze(1) @ y, cx), dim=1)
+            cx = torch.cat((first, second), dim=2)
+            pm, bm = p.unsqueeze(1) @ dm, b.unsqueeze(1) @ dm @ b.mT.unsqueeze(1)
+            inside = torch.einsum("kij,kabij->ab", p, g2[..., :width, :width])
+            inside = d2 + inside - torch.einsum("kaij,kbji->ab", pm, pm)
+            across = torch.einsum("kaij,bij->ab", bm, e)
+            bend_d = torch.cat((torch.cat((inside, across), dim=1), torch.cat((across.mT, bend_d), dim=1)))
+        if curved:
+            pairs = torch.einsum("kair,kbis->abrs", x[..., outer:], cx[..., outer:])
+            s2, d2 = _grown(bend2, len(pairs)) - pairs - pairs.mT, bend_d
+        s1, d1 = slope1, slope_d
+        if level + 1 < len(units.widths):
+            down = -torch.einsum("kir,kais->kars", k[..., :outer], ek)
+            g1 = tree.parents_sum(level, torch.cat((turned, down), dim=1) if lower else down)
+            if curved:
+                pairs = torch.einsum("kair,kbis->kabrs", x[..., :outer], cx)
+                pairs = pairs + torch.einsum("kbir,kais->kabrs", cx[..., :outer], x)
+                g2 = tree.parents_sum(level, (_grown(twice, pairs.shape[1], 1) if lower else 0) - pairs)
+            g = tree.parents_sum(level, g[:, width:, width:] - r[..., :outer].mT @ h)
+    out = {"explained": explained, "log_det": d, "s1": s1, "d1": d1}
+    return out | ({"s2": s2, "d2": d2} if curved else {})
+
+
+def _turned(g: Tensor, h: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """J' G J of derivatives ``[K, ..., z, c]``, rows of effects further out, and Y."""
+    y = g[..., :width, width:] - g[..., :width, :width] @ h
+    outer = g.shape[-2] - width
+    return g[..., width:, width:] - g[..., width:, :width] @ h - h[..., :outer].mT @ y, y
+
+
+def _explained(g: Tensor, y: Tensor, h: Tensor, width: int, outer: int) -> Tensor:
+    """What J' G J takes from the rows and columns of W."""
+    w = h[..., outer:]
+    return g[..., :width, width + outer :].mT @ w + w.mT @ y[..., outer:]
+
+
+def _grown(v: Tensor, size: int, dim: int = 0) -> Tensor:
+    """With zeros for further parameters after these two dimensions' own."""
+    shape = list(v.shape)
+    shape[dim] = shape[dim + 1] = size
+    out, count = v.new_zeros(shape), v.shape[dim]
+    out.narrow(dim, 0, count).narrow(dim + 1, 0, count).copy_(v)
+    return out
+
+
+@dataclass(frozen=True)
+class Profiles(Question[Tensors]):
+    """S and D at many factors at once ``[T, q, q]``: what theta's law is made of."""
+
+    units: Coordinates
+    name: ClassVar[str] = "profiles"
+
+    def memory(self, asked: Tensors) -> tuple[float, float]:
+        return IN_PARTS
+
+    def ask(self, known: Tensors) -> Tensors:
+        return {"factors": known["factors"]}
+
+    def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
+        factors = asked["factors"]
+        m, count = len(self.units.x_names) + 1, len(factors)
+        sums = {"explained": factors.new_zeros((count, m, m)), "log_det": factors.new_zeros(count)}
+        for cells in parts_of(units.split(CELLS), self.units, PROFILES_BESIDE):
+            tree, products = Tree.of(cells), group_products(cells, self.units)
+            each = max(1, PROFILE_NUMBERS_AT_ONCE // products.numel())
+            for start in range(0, count, each):
+                some = slice(start, start + each)
+                explained, log_det = self.without_derivatives(tree, products, factors[some])
+                sums["explained"][some] += explained
+                sums["log_det"][some] += log_det
+        return Answer(everyone(units.cohort), sums={n: v.flatten() for n, v in sums.items()})
+
+    def without_derivatives(self, tree: Tree, g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+        """What is explained ``[T, m, m]``, and D ``[T]``."""
+        widths, q, m = self.units.widths, g.shape[1], g.shape[2] - g.shape[1]
+        g, d = g.expand(len(factors), *g.shape), factors.new_zeros(len(factors))
+        explained = factors.new_zeros((len(factors), m, m))
+        for level, (width, span) in enumerate(zip(widths, spans(widths), strict=True)):
+            p, log_dets = shrunk(g[..., :width, :width], factors[:, None, span, span])
+            r, d, outer = g[..., :width, width:], d + log_dets.sum(1), q - span.stop
+            h = p @ r
+            explained += torch.einsum("tkir,tkis->trs", r[..., outer:], h[..., outer:])
+            if outer:
+                g = tree.parents_sum(level, g[..., width:, width:] - r[..., :outer].mT @ h, 1)
+        return explained, d
+
+    def finish(self, known: Tensors, total: Total) -> Tensors:
+        return total.plain
 
 
 @dataclass(frozen=True)
 class Taylor:
-    """S and D about a theta, to second order."""
+    """S and D about a theta, to second order in the entries of Sigma; these are quadratic in theta."""
 
+    factor: Factor
+    theta: Tensor
     s: Tensor
     s1: Tensor
     s2: Tensor
@@ -179,8 +255,17 @@ class Taylor:
     d1: Tensor
     d2: Tensor
 
+    def sigma(self, theta: Tensor) -> Tensor:
+        """Entries of the relative covariance, as they are numbered."""
+        root = self.factor.matrix(theta)
+        return self.factor.entries(root @ root.mT)
+
     def at(self, step: Tensor) -> tuple[Tensor, Tensor]:
-        """Both at a small step."""
+        """Both at a small step of theta."""
+        return self.moved(self.sigma(self.theta + step) - self.sigma(self.theta))
+
+    def moved(self, step: Tensor) -> tuple[Tensor, Tensor]:
+        """Both at a small step of the entries of Sigma."""
         bend = 0.5 * torch.einsum("a,b,abij->ij", step, step, self.s2)
         s = self.s + torch.einsum("a,aij->ij", step, self.s1) + bend
         return s, self.d + step @ self.d1 + 0.5 * step @ self.d2 @ step
@@ -215,27 +300,15 @@ class Criterion:
             out = out + root.diagonal()[:p].log().sum() + self.log_scale
         return out
 
-    def taylor(self, theta: Tensor, sums: Tensors, ww: Tensor | None = None) -> Taylor:
-        """S and D with their derivatives in theta, of those whose sums these are."""
-        factor, units = self.factor.matrix(theta), self.factor.units()
-        q, m = len(factor), len(self.ww)
-        k, n = sums["k"].reshape(q, m, q, m), sums["n"].reshape(q, q)
-        s = (self.ww if ww is None else ww) - sums["explained"].reshape(m, m)
-        moves = [e @ factor.mT + factor @ e.mT for e in units]
-        s1 = torch.stack([-torch.einsum("aibj,ab->ij", k, v) for v in moves])
-        d1 = torch.stack([(n * v).sum() for v in moves])
-        count = len(moves)
-        s2, d2 = s.new_zeros((count, count, m, m)), s.new_zeros((count, count))
-        if "nk" in sums:
-            nk, nn = sums["nk"].reshape(q, q, q, m, q, m), sums["nn"].reshape(q, q, q, q)
-            for a in range(count):
-                for b in range(a + 1):
-                    bend = units[a] @ units[b].mT + units[b] @ units[a].mT
-                    turn = torch.einsum("abcidj,ca,bd->ij", nk, moves[a], moves[b])
-                    s2[a, b] = s2[b, a] = turn + turn.mT - torch.einsum("aibj,ab->ij", k, bend)
-                    twice = torch.einsum("abcd,da,bc->", nn, moves[a], moves[b])
-                    d2[a, b] = d2[b, a] = (n * bend).sum() - twice
-        return Taylor(0.5 * (s + s.mT), s1, s2, sums["log_det"][0], d1, d2)
+    def taylor(self, theta: Tensor, sums: Tensors) -> Taylor:
+        """S and D with their derivatives, of those whose sums these are."""
+        m, k = len(self.ww), self.factor.size
+        whole = sums["ww"].reshape(m, m) if "ww" in sums else self.ww
+        s, s1 = whole - sums["explained"].reshape(m, m), sums["s1"].reshape(k, m, m)
+        s2, d2 = s.new_zeros((k, k, m, m)), s.new_zeros((k, k))
+        if "s2" in sums:
+            s2, d2 = sums["s2"].reshape(k, k, m, m), sums["d2"].reshape(k, k)
+        return Taylor(self.factor, theta, 0.5 * (s + s.mT), s1, s2, sums["log_det"][0], sums["d1"], d2)
 
     def restricted(self, s: Tensor, d: Tensor, log_sigma: Tensor) -> Tensor:
         """The log-likelihood of the factor and sigma, b at its best (by REML integrated out), but for a
@@ -254,7 +327,7 @@ class Criterion:
             if not bool(torch.isfinite(value)):
                 return math.inf, torch.zeros_like(theta), None, near.s
             (slope,) = torch.autograd.grad(value, step, create_graph=True)
-            hessian = rows_of_jacobian(slope, step) if "nk" in sums else None
+            hessian = rows_of_jacobian(slope, step) if "s2" in sums else None
         return float(value.detach()), slope.detach(), hessian, near.s
 
 
@@ -283,13 +356,17 @@ class GaussianEngine(Engine):
 
     @cached_property
     def criterion(self) -> Criterion:
-        ww = self.groups.ask(GroupMoments(self.units), {})["ww"]
+        m, q = len(self.units.x_names) + 1, len(self.units.z_names)
+        ww = self.sums(torch.zeros((q, q), dtype=torch.float64), whole=True)["ww"].reshape(m, m)
         log_scale = float(self.units.x_scale.log().sum())
         return Criterion(self.factor, ww, self.groups.examples, self.constant, self.reml, log_scale)
 
-    def sums(self, factor: Tensor, curved: bool = False) -> Tensors:
-        """What everyone answers at a relative factor."""
-        return self.groups.ask(Profile(self.units), {"factor": factor, "curved": torch.tensor(curved)})
+    def sums(
+        self, factor: Tensor, curved: bool = False, among: Tensor | None = None, whole: bool = False
+    ) -> Tensors:
+        """What everyone answers at a relative factor, or those at these positions."""
+        known = {"factor": factor, "curved": torch.tensor(curved), "whole": torch.tensor(whole)}
+        return self.groups.ask(Profile(self.units), known, among)
 
     def search(self) -> tuple[SearchResult, ThetaPoint]:
         criterion = self.criterion
@@ -356,10 +433,9 @@ class GaussianEngine(Engine):
 
     def _slopes(self, x: Tensor, among: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Of some the score, of everyone the information too."""
-        m, p, curved = len(self.criterion.ww), len(self.units.x_names), among is None
-        known = {"factor": self.factor.matrix(x[p:-1]), "curved": torch.tensor(curved)}
-        sums = self.groups.ask(WholeProfile(self.units), known, among)
-        near = self.criterion.taylor(x[p:-1], sums, sums["ww"].reshape(m, m))
+        p, curved = len(self.units.x_names), among is None
+        sums = self.sums(self.factor.matrix(x[p:-1]), curved, among, whole=True)
+        near = self.criterion.taylor(x[p:-1], sums)
         with torch.enable_grad():
             at = x.clone().requires_grad_()
             s, d = near.at(at[p:-1] - x[p:-1])
@@ -369,9 +445,14 @@ class GaussianEngine(Engine):
             information = -rows_of_jacobian(score, at) if curved else None
         return score.detach(), information
 
-    def spread(self, point: ThetaPoint) -> Tensor:
+    def near(self, point: ThetaPoint) -> Taylor:
+        """S and D about a point, to second order: everyone is asked once."""
         theta = self.factor.entries(point.factor)
-        near = self.criterion.taylor(theta, self.sums(point.factor, curved=True))
+        return self.criterion.taylor(theta, self.sums(point.factor, curved=True))
+
+    def spread(self, point: ThetaPoint, near: Taylor | None = None) -> Tensor:
+        theta = self.factor.entries(point.factor)
+        near = self.near(point) if near is None else near
         with torch.enable_grad():
             at = torch.cat((torch.zeros_like(theta), theta.new_tensor([math.log(point.sigma)])))
             at = at.requires_grad_()
@@ -383,6 +464,9 @@ class GaussianEngine(Engine):
     def effects(self, point: ThetaPoint) -> None:
         known = {"b": point.b, "factor": point.factor, "sigma": point.b.new_tensor(point.sigma)}
         self.groups.ask(GroupEffects(self.units), known)
+
+    def paths(self, cohort: Cohort, point: ThetaPoint) -> Paths:
+        return posteriors(cohort, self.units, point)
 
     def theta_draws(self, point: ThetaPoint, noise: Tensor, wide: Tensor, count: int) -> list[ThetaPoint]:
         """So many points from the law of theta given the data, with b and s2 integrated out (the restricted
@@ -423,30 +507,35 @@ class GaussianEngine(Engine):
         return ThetaPoint(b + sigma * spread @ noise, factor, sigma)
 
 
-def posterior(m: Tensor, r: Tensor, point: ThetaPoint) -> tuple[Tensor, Tensor]:
-    """Mean ``[C, q]`` and covariance ``[C, q, q]`` of groups' effects, from their moments."""
-    p, _ = shrunk(m, point.factor)
-    left = r @ torch.cat((-point.b, point.b.new_ones(1)))
-    return (p @ left.unsqueeze(2)).squeeze(2), p * point.sigma**2
+def posteriors(cells: Cohort, units: Coordinates, point: ThetaPoint) -> Paths:
+    """Means and covariances of groups' effects at each level."""
+    q, v = len(units.z_names), torch.cat((-point.b, point.b.new_ones(1)))
+    products = group_products(cells, units)
+    left = (products[:, :, q:] @ v).unsqueeze(2)
+    found = paths(Tree.of(cells), units.widths, torch.cat((products[:, :, :q], left), dim=2), point.factor)
+    return replace(found, covariance=tuple(c * point.sigma**2 for c in found.covariance))
 
 
 @dataclass(frozen=True)
 class GroupEffects(Question[Tensors]):
-    """Posterior mean and covariance of each group's effects, which stay at its site."""
+    """Posterior mean and covariance of each unit's effects, which stay at its site; those of groups within
+    units follow from rows and theta where they are asked for."""
 
     units: Coordinates
     name: ClassVar[str] = "posteriors of groups"
 
     def memory(self, asked: Tensors) -> tuple[float, float]:
-        q, m = len(self.units.z_names), len(self.units.x_names) + 1
-        return 0.0, 32.0 * q * (q + m)
+        return IN_PARTS
 
     def ask(self, known: Tensors) -> Tensors:
         return {n: known[n] for n in ("b", "factor", "sigma")}
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         point = ThetaPoint(asked["b"], asked["factor"], float(asked["sigma"]))
-        mean, cov = posterior(*stored_moments(units, self.units), point)
+        cells = parts_of(units.split(CELLS), self.units, EFFECTS_BESIDE)
+        found = [posteriors(some, self.units, point) for some in cells]
+        mean = torch.cat([part.mean[-1] for part in found])
+        cov = torch.cat([part.covariance[-1] for part in found])
         return Answer(everyone(units.cohort), local={"mean": mean, "cov": cov})
 
     def finish(self, known: Tensors, total: Total) -> Tensors:

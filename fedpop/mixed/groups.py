@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -15,8 +15,9 @@ from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.mixed.coordinates import Coordinates, columns, everyone
 from fedpop.mixed.design import INTERCEPT, Design, Wanted
+from fedpop.mixed.nesting import Tree
 from fedpop.mixed.response import require_two
-from fedpop.mixed.study import ColumnKinds, FormulaStudy
+from fedpop.mixed.study import ColumnKinds, FormulaStudy, Kinds
 from fedpop.mixed.table import Rows
 from fedpop.questions import Question, Units
 from fedpop.questions.schema import Levels, Schema
@@ -34,10 +35,18 @@ class Groups:
 
     members: Members
     study: FormulaStudy
-    left_out: int = 0
-    """Rows in which something was missing."""
+    kinds: Kinds = field(default_factory=Kinds)
+    """What columns hold, and rows in which something was missing."""
+    response_sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    """Sums of the weighted response, of weights, and of what the log-density has without parameters."""
+    means: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    """Of the columns of fixed effects, those that were dropped too."""
+    products: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.float64))
+    """X'X of these."""
     examples: int = 0
     """Rows of all groups, once they were counted."""
+    counts: tuple[int, ...] = ()
+    """Groups of each grouping factor, the innermost first; counted then, too."""
     rounds: int = 0
     bytes_up: int = 0
 
@@ -86,17 +95,22 @@ class Groups:
 # --- columns and their levels ----------------------------------------------------------------------
 
 
-def agreed(groups: Groups, levels: Mapping[str, Sequence[Any]], minimum: int) -> Design:
+def agreed(
+    groups: Groups,
+    levels: Mapping[str, Sequence[Any]],
+    minimum: int,
+    contrasts: Mapping[str, str] | None = None,
+) -> Design:
     """The short rounds before: what of columns has to be known to all, and members receive it. Without sites
     the sum over groups is formed at once; it is the same."""
     formula, members, binomial = groups.study.formula, groups.members, groups.study.family.binomial
     bare = [part.column for part in formula.parts[0 if binomial else 1 :] if part.column is not None]
     kinds = members.asks(ColumnKinds(tuple(dict.fromkeys(bare))), {})
-    groups.left_out = kinds.left_out
+    groups.kinds = kinds
     wanted = Wanted.of(formula, kinds.named)
     many = members.roster.sites is not None
     summary = wanted.schema(minimum, many).asked(members.asks)
-    design = Design.agreed(formula, summary, levels, minimum)
+    design = Design.agreed(formula, summary, levels, minimum, contrasts)
     response = groups.study.response
     if members.federation is None and binomial and response in kinds.named:
         # However few rows an outcome has: sums of the response tell as much.
@@ -125,7 +139,8 @@ def _require_apart(members: Members, group: str) -> None:
 
 @dataclass(frozen=True)
 class ColumnSums(Question[Tensors]):
-    """How many rows, and sums of all columns: their means are where products are centred."""
+    """How many rows, sums of all columns, whose means are where products are centred, and how many groups at
+    each level within units."""
 
     columns: int
     name: ClassVar[str] = "means of columns"
@@ -136,7 +151,8 @@ class ColumnSums(Question[Tensors]):
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         x, z, y, offset, weight, constant = columns(units.cohort)
         rest = torch.stack((torch.ones_like(y), y * weight, weight, offset * weight, constant), dim=1)
-        sums = torch.cat((x.sum(0), z.sum(0), rest.sum(0)))
+        inner = y.new_tensor(Tree.of(units.cohort).sizes[:-1])
+        sums = torch.cat((x.sum(0), z.sum(0), rest.sum(0), inner))
         return Answer(everyone(units.cohort), sums={"sums": sums})
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
@@ -173,8 +189,9 @@ def coordinates(groups: Groups, design: Design) -> tuple[Coordinates, Tensor, De
     nothing new."""
     p, q, family = len(design.fixed_names), len(design.random_names), groups.study.family
     sums = groups.ask(ColumnSums(p + q), {})["sums"]
-    n, y, weight, offset, _ = sums[p + q :].tolist()
-    groups.examples = round(n)
+    n, y, weight, offset, _, *inner = sums[p + q :].tolist()
+    groups.examples, groups.counts = round(n), (*map(round, inner), len(groups))
+    groups.response_sums = sums[[p + q + 1, p + q + 2, p + q + 4]]
     _require_groups(groups, design)
     mean = sums[: p + q] / n
     intercept = INTERCEPT in design.fixed_names
@@ -190,6 +207,8 @@ def coordinates(groups: Groups, design: Design) -> tuple[Coordinates, Tensor, De
     centre = torch.cat((torch.where(torch.tensor(free), mean, 0.0), mean.new_tensor([y_centre])))
     gram = groups.ask(Gram(), {"centre": centre})["gram"] / n
     size = gram.diagonal().sqrt()
+    groups.means, middle, at = mean[:p], centre[:p], torch.outer(centre[:p], mean[:p])
+    groups.products = n * (gram[:p, :p] + at + at.mT - torch.outer(middle, middle))
     if family.gaussian and not float(size[-1]) > 1e-12 * abs(y_centre):
         raise DataError(
             f"the response {design.formula.response.text} is constant; there is nothing to explain"
@@ -209,21 +228,34 @@ def coordinates(groups: Groups, design: Design) -> tuple[Coordinates, Tensor, De
         tuple(design.fixed_names),
         tuple(design.random_names),
         tuple(design.blocks),
+        design.widths,
         tuple(used) if idle else None,
     )
     groups.update_study(replace(groups.study, coordinates=found))
-    return found, sums[p + q :], design
+    return found, sums[p + q : p + q + 5], design
 
 
 def _require_groups(groups: Groups, design: Design) -> None:
-    count, q, n = len(groups), len(design.random_names), groups.examples
-    if count < 2:
-        raise DataError(f"{design.formula.group!r} has one group only; a population needs two or more")
-    if groups.study.family.gaussian and n <= count * q:
-        raise DataError(
-            f"there are {n} rows and {count * q} random effects ({count} groups of {q}): their "
-            "variances cannot be distinguished from the residual's; use fewer random effects"
-        )
+    n = groups.examples
+    for factor, count, q in zip(design.formula.factors, groups.counts, design.widths, strict=True):
+        if count < 2:
+            raise DataError(f"{factor.name!r} has one group only; a population needs two or more")
+        if groups.study.family.gaussian and n <= count * q:
+            raise DataError(
+                f"there are {n} rows and {count * q} random effects ({count} groups of {q}): their "
+                "variances cannot be distinguished from the residual's; use fewer random effects"
+            )
+    effects = list(zip(design.random_names, design.factor_of, strict=True))
+    for name, at in effects:
+        same = [
+            i for other, i in effects if other == name and i > at and groups.counts[i] == groups.counts[at]
+        ]
+        if same:
+            inner, outer = (design.formula.factors[i].name for i in (at, same[0]))
+            raise DataError(
+                f"each level of {outer!r} has one of {inner!r} only, so that the variances of {name} in the "
+                "two cannot be distinguished; leave one of them out"
+            )
     if not design.fixed_names:
         raise SettingsError(f"{design.formula.text!r} has no fixed effect, not even an intercept")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from scipy import special
 from torch import Tensor
 
 from fedpop.errors import SettingsError
@@ -32,11 +33,39 @@ def normal_quantile(level: float) -> float:
     return float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)))
 
 
-def intervals(fit: MixedFit, z: float) -> Any:
+def t_quantile(level: float, degrees: float) -> float:
+    """The same of a t.
+
+    >>> round(t_quantile(0.95, 5), 3)
+    2.571
+    """
+    if math.isinf(degrees):
+        return normal_quantile(level)
+    return float(special.stdtrit(degrees, (1 + level) / 2)) if degrees > 0 else math.nan
+
+
+def two_sided(t: float, degrees: float) -> float:
+    """P(|T| > |t|).
+
+    >>> round(two_sided(2.571, 5), 3), round(two_sided(1.96, math.inf), 3)
+    (0.05, 0.05)
+    """
+    tail = special.ndtr(-abs(t)) if math.isinf(degrees) else special.stdtr(degrees, -abs(t))
+    return float(2 * tail)
+
+
+def f_tail(statistic: float, numerator: int, denominator: float) -> float:
+    """P(F > f), of a chi-square over its degrees where the denominator's are infinite."""
+    if math.isinf(denominator):
+        return chi_square_tail(statistic * numerator, numerator)
+    return float(special.fdtrc(numerator, denominator, statistic))
+
+
+def intervals(fit: MixedFit, level: float) -> Any:
     """Parameters of the random effects, the residual's, fixed effects; in lme4's order."""
-    rows = _spreads(fit, z)
+    rows = _spreads(fit, normal_quantile(level))
     for name, value in fit.coefficients.items():
-        wide = z * fit.standard_errors[name]
+        wide = t_quantile(level, fit.degrees[name]) * fit.standard_errors[name]
         rows[name] = (value - wide, value + wide)
     return pandas().DataFrame.from_dict(rows, orient="index", columns=["lower", "upper"])
 
@@ -64,7 +93,7 @@ def _spreads(fit: MixedFit, z: float) -> dict[str, tuple[float, float]]:
                 free = sd[i].log() if i == j else (sigma[i, j] / sd[i] / sd[j]).atanh()
                 (slope,) = torch.autograd.grad(free, at)
             ends = _ends(free.detach(), slope @ spread @ slope, z, torch.exp if i == j else torch.tanh)
-        out[f"{name}|{fit.group}"] = ends
+        out[f"{name}|{fit.factors[fit.design.factor_of[i]]}"] = ends
     if log_sigma:
         out["sigma"] = _ends(theta.new_tensor(log_sigma[0]), spread[-1, -1], z, torch.exp)
     return out
@@ -121,10 +150,19 @@ def chi_square_tail(x: float, degrees: int) -> float:
 
 def compared(one: MixedFit, other: MixedFit) -> LikelihoodRatio:
     """The likelihood-ratio test of two fits to the same rows."""
-    if one.n_obs != other.n_obs or one.family.name != other.family.name:
-        raise SettingsError("a likelihood ratio compares models of one family fitted to the same rows")
+    if one.family.name != other.family.name:
+        raise SettingsError("a likelihood ratio compares models of one family")
     if one.response != other.response:
         raise SettingsError(f"the responses differ: {one.response} and {other.response}")
+    if one.n_obs != other.n_obs or one.groups.kinds.marks != other.groups.kinds.marks:
+        apart = f"{one.n_obs} and {other.n_obs} rows" if one.n_obs != other.n_obs else "different rows"
+        raise SettingsError(
+            f"a likelihood ratio compares models fitted to the same rows, and these were to {apart}: where "
+            "a column misses values leave those rows out of the table for both"
+        )
+    rounding = 1e-9 * one.n_obs * max(one.units.y_scale, abs(one.units.y_centre))
+    if not torch.allclose(one.groups.response_sums, other.groups.response_sums, rtol=1e-9, atol=rounding):
+        raise SettingsError("a likelihood ratio compares models of one response with the same weights")
     small, large = sorted((one, other), key=lambda f: f.df)
     if small.df == large.df:
         raise SettingsError("both models have as many parameters; a likelihood ratio compares nested ones")

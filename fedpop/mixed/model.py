@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 
 from fedpop.checked import OneOf, Seed, Whole, require
@@ -21,16 +23,19 @@ from fedpop.mixed.engine import Engine, Estimates
 from fedpop.mixed.fit import MixedFit
 from fedpop.mixed.gaussian import GaussianEngine
 from fedpop.mixed.groups import Groups, agreed, coordinates
+from fedpop.mixed.laplace import LaplaceEngine
 from fedpop.mixed.quadrature import quadrature
-from fedpop.mixed.study import FormulaStudy
+from fedpop.mixed.study import SITE, FormulaStudy
 from fedpop.mixed.summary import rank_deficient
-from fedpop.mixed.table import MISSING, Rows, as_frame, pandas, read_csv
+from fedpop.mixed.table import MISSING, NA, Rows, as_frame, pandas, read_csv
 from fedpop.questions.schema import MINIMUM
 from fedpop.run.members import LocalMembers, Members
 
 METHODS = ("ML", "REML")
 ENGINES = ("auto", "exact", "sampled")
-SITE = "site of rows"
+WEIGHTS = "(weights)"
+"""The column of weights that were given as numbers, as R calls it."""
+ROWS_SITE = "site of rows"
 """The column that names sites where frames were given by site."""
 
 
@@ -40,39 +45,48 @@ def mixed_model(
     family: str = "gaussian",
     *,
     method: str = "ML",
-    weights: str | None = None,
+    weights: str | Sequence[float] | None = None,
     sites: str | Mapping[str, Sequence[str]] | None = None,
     levels: Mapping[str, Sequence[Any]] | None = None,
+    contrasts: Mapping[str, str] | None = None,
     min_count: int = MINIMUM,
     missing: str = "drop",
+    na: Sequence[str] = NA,
     engine: str = "auto",
     seed: int = 0,
     rounds: int | None = None,
     participation: Said = None,
     compressor: Choice = "identity",
+    **unknown: Any,
 ) -> MixedFit:
-    """Fit a linear or generalised linear mixed model; each level of the grouping factor is a client.
+    """Fit a linear or generalised linear mixed model; each level of the grouping factor, of nested ones of
+    the outermost, is a client.
 
     Args:
         formula: As lme4 writes it: ``y ~ x + (x | group)``, ``(x || group)`` for independent effects,
+            ``(1 | hospital/patient)`` for nested groups, ``(1 | site)`` for the sites themselves,
             ``cbind(hits, misses)`` for binomials, ``factor()``, ``log()``, ``I(x^2)``, ``offset()``.
         data: A data frame, columns by name, the name of a CSV file, or data frames by site.
         family: "gaussian" (the default), "bernoulli", "binomial" or "poisson", with its canonical link.
         method: "ML" (the default), or "REML" for gaussian models, which needs the exact engine:
             variances then allow for the fixed effects that were estimated, which matters where groups
-            are few.
-        weights: A column, or an expression of columns, with a positive weight for each row; for
+            are few. ``REML=True`` says the same.
+        weights: A column, an expression of columns, or numbers, with a positive weight for each row; for
             binomials whose response is a share, the number of trials. None (the default) is one for
             each.
         sites: A column that says at which site a row is, or a mapping from sites to their groups: what
             leaves a site is then the sum over its groups. None has each group by itself; leave it out
             with data frames by site.
         levels: The levels of categorical predictors by column, in order, the baseline first; None finds
-            them in the data.
+            them in the data, in the order that a pandas categorical gives them, else sorted.
+        contrasts: How factors are coded, by column: "treatment" (each level against the baseline, for
+            all that are not named), "sum", "helmert" or "poly"; None (the default) names none.
         min_count: Levels with fewer rows, at a site or in all, are suppressed, and a predictor
             that has any is refused; 5 by default. 1 allows any.
         missing: "drop" (the default) leaves rows with missing values out and counts them; "error"
             refuses.
+        na: Words of a CSV file that stand for missing values beside empty fields; "NA" by default.
+        unknown: REML, as R has it; what else R has is told how it is said here.
         engine: "exact" searches on everyone's sums in every round: closed forms for gaussian models,
             quadrature for others (importance sampling with more than four random effects); "sampled" is
             FedSOUL with chains, which partial participation and a compressor need; "auto" (the default) is
@@ -96,12 +110,59 @@ def mixed_model(
     """
     started = time.perf_counter()
     chains = sampled.SampledSettings(seed, rounds, participation, compressor)
-    settings = FitSettings(method, levels or {}, min_count, engine, chains)
+    method = method_of(method, unknown)
+    settings = FitSettings(method, levels or {}, min_count, engine, chains, contrasts or {})
     require(Annotated[str, OneOf(*MISSING)], missing=missing)
-    study = FormulaStudy.from_text(formula, family, weights, missing)
+    if weights is not None and not isinstance(weights, str):
+        data, weights = with_weights(data, weights, na), f"`{WEIGHTS}`"
+    study = FormulaStudy.from_text(formula, family, weights, missing, na)
     settings.engine_for(study)
     fit = fitted_over(LocalMembers(study, _rows(study, data, sites)), study, settings)
     return replace(fit, seconds=time.perf_counter() - started)
+
+
+IN_R = {
+    "nAGQ": "integrals take as many nodes as they need; leave nAGQ out",
+    "control": "there is no optimiser to control; leave control out",
+    "subset": "give the rows themselves: data[data.x > 0]",
+    "offset": "an offset is part of the formula: y ~ x + offset(log(t)) + (1 | g)",
+    "na_action": "missing='drop' (the default) or 'error'",
+    "na": "na=('NA', '-') names the words that stand for missing values",
+    "start": "the search finds where to start; leave start out",
+    "verbose": "print(fit) says how the search went; leave verbose out",
+    "groups": "groups are part of the formula: y ~ x + (1 | group)",
+    "re_formula": "random effects are part of the formula: y ~ x + (x | group)",
+}
+"""What people type who know lme4 or statsmodels, and what to type here."""
+
+
+def method_of(method: str, unknown: Mapping[str, Any]) -> str:
+    """ML or REML, by its name or as ``REML=True``; other settings that are not there end here."""
+    for name in unknown:
+        if name != "REML":
+            known = ", ".join(inspect.signature(mixed_model).parameters)
+            raise SettingsError(
+                f"mixed_model has no setting {name!r}: {IN_R.get(name, f'there are {known}')}"
+            )
+    if "REML" not in unknown:
+        return method
+    if method == "REML" and not unknown["REML"]:
+        raise SettingsError("REML=False and method='REML' contradict each other")
+    return "REML" if unknown["REML"] else "ML"
+
+
+def with_weights(data: Any, weights: Any, na: Sequence[str]) -> Any:
+    """A table with these weights of its rows as a column."""
+    pd = pandas()
+    if isinstance(data, Mapping) and data and all(isinstance(v, pd.DataFrame) for v in data.values()):
+        raise SettingsError("weights of tables by site are a column of them: weights='name'")
+    frame, values = as_frame(data, na), np.asarray(weights)
+    if values.shape != (len(frame),):
+        raise SettingsError(
+            f"weights have the shape {values.shape}, and there are {len(frame)} rows: give each row its own, "
+            "or name a column"
+        )
+    return frame.assign(**{WEIGHTS: values})
 
 
 @dataclass(frozen=True)
@@ -113,6 +174,7 @@ class FitSettings:
     min_count: int = MINIMUM
     engine: str = "auto"
     chains: sampled.SampledSettings = field(default_factory=sampled.SampledSettings)
+    contrasts: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(Annotated[str, OneOf(*METHODS)], method=self.method)
@@ -133,6 +195,8 @@ class FitSettings:
         chosen = self.engine if self.engine != "auto" else "sampled" if partial else "exact"
         if chosen == "sampled" and self.method == "REML":
             raise SettingsError("REML needs the exact engine: everyone in every round, uncompressed")
+        if chosen == "sampled" and len(study.formula.factors) > 1:
+            raise SettingsError(sampled.NESTED)
         if chosen == "exact" and self.chains.rounds is not None:
             raise SettingsError("the exact engine ends by itself; rounds are for engine='sampled'")
         return chosen
@@ -154,9 +218,16 @@ def fitted_over(members: Members, study: FormulaStudy, settings: FitSettings | N
             "engine='exact', everyone and no compressor"
         )
     groups = Groups(members, study)
-    units, sums, design = coordinates(groups, agreed(groups, settings.levels, settings.min_count))
+    units, sums, design = coordinates(
+        groups, agreed(groups, settings.levels, settings.min_count, settings.contrasts)
+    )
     if design.dropped:
         warn_user(rank_deficient(design.dropped))
+    if (apart := design.factors_of_double_bars) is not None:
+        warn_user(
+            f"({apart} || {design.formula.group}): the levels of a factor stay correlated with each other, "
+            "as in lme4; for independent effects make a column of zeros and ones for each level"
+        )
     constant, start = _level(sums, groups.study)
     if chosen == "sampled":
         outcome, engine = sampled.fitted(groups, units, constant, start, settings.chains)
@@ -165,7 +236,11 @@ def fitted_over(members: Members, study: FormulaStudy, settings: FitSettings | N
     if members.federation is None:
         engine.effects(outcome.point)  # sites keep their groups' posteriors, for whoever is there
     seconds = time.perf_counter() - started
-    return MixedFit(design, units, groups, engine, outcome, settings.method, settings.chains.seed, seconds)
+    method, seed = settings.method, settings.chains.seed
+    fit = MixedFit(design, units, groups, engine, outcome, method, seed, seconds)
+    if members.federation is None and fit.laws.name != "none":
+        _ = fit.near  # what degrees of freedom are made of, while everyone is there to be asked
+    return fit
 
 
 def _rows(study: FormulaStudy, data: Any, sites: Any) -> Rows:
@@ -174,11 +249,18 @@ def _rows(study: FormulaStudy, data: Any, sites: Any) -> Rows:
     if isinstance(data, Mapping) and data and all(isinstance(v, pd.DataFrame) for v in data.values()):
         if sites is not None:
             raise SettingsError("frames by site say where rows are; leave sites out")
-        data = pd.concat([f.assign(**{SITE: name}) for name, f in data.items()], ignore_index=True)
-        sites = SITE
-    frame = as_frame(data)
-    if study.formula.group in study.columns:
-        raise SettingsError(f"the grouping factor {study.formula.group!r} is a predictor or the response too")
+        data = pd.concat([f.assign(**{ROWS_SITE: name}) for name, f in data.items()], ignore_index=True)
+        sites = ROWS_SITE
+    frame, outer = as_frame(data, study.na), study.formula.factors[-1].columns
+    if len(outer) == 1 and outer[0] in study.columns:
+        raise SettingsError(f"the grouping factor {outer[0]!r} is a predictor or the response too")
+    if SITE in study.formula.group_columns and SITE not in frame.columns:
+        if not isinstance(sites, str) or sites not in frame.columns:
+            raise SettingsError(
+                f"(1 | {SITE}) stands for the sites that rows are at, and nothing says which these are: give "
+                f"frames by site, sites='a column', or the table a column {SITE!r}"
+            )
+        frame = frame.assign(**{SITE: frame[sites]})
     rows = study.rows(frame, sites if isinstance(sites, str) else None)
     return replace(rows, by_site=sites) if isinstance(sites, Mapping) else rows
 
@@ -207,7 +289,11 @@ def _exact(
         found, point = engine.search()
         likelihood = -found.value
     else:
-        engine, found, point = quadrature(groups, units, constant, start)
+        if len(units.widths) > 1:
+            engine = LaplaceEngine(groups, units, constant, start, 1)
+            found, point = engine.search()
+        else:
+            engine, found, point = quadrature(groups, units, constant, start)
         likelihood = constant - found.value
     outcome = Estimates(
         point,
@@ -223,13 +309,25 @@ def _exact(
     return outcome, engine
 
 
+def pairs(setting: str, texts: Sequence[str]) -> dict[str, str]:
+    """Of ``COLUMN=...`` on the command line.
+
+    >>> pairs("levels", ["arm=placebo,drug"])
+    {'arm': 'placebo,drug'}
+    """
+    for text in texts:
+        if not all(text.partition("=")):
+            raise SettingsError(f"--{setting} takes COLUMN=..., as arm=placebo,drug; this is {text!r}")
+    return {column: rest for column, _, rest in (text.partition("=") for text in texts)}
+
+
 def fit_file(
     data: Path, formula: str, family: str = "gaussian", json: Path | None = None, **settings: Any
 ) -> str:
     """``fedpop fit``: the summary of a CSV file's fit in words; estimates go to ``json`` as plain values."""
     if json is not None and (json.is_dir() or not json.parent.is_dir()):
         raise SettingsError(f"cannot write {json}: it is a folder, or the folder it is to be in is not there")
-    fit = mixed_model(formula, read_csv(data), family, **settings)
+    fit = mixed_model(formula, read_csv(data, settings.get("na", NA)), family, **settings)
     if json is not None:
         write_json(json, fit.plain())
     return f"{fit}\n"

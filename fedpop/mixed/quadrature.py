@@ -29,6 +29,7 @@ from fedpop.message import Answer, Tensors, Total
 from fedpop.mixed.coordinates import Coordinates, coded, everyone
 from fedpop.mixed.engine import Engine, Factor, SearchResult, ThetaPoint, information_root, minimised
 from fedpop.mixed.groups import Groups
+from fedpop.mixed.nesting import Paths
 from fedpop.mixed.response import Family
 from fedpop.questions import Question, Units
 
@@ -430,6 +431,12 @@ class QuadratureEngine(Engine):
     def effects(self, point: ThetaPoint) -> None:
         known = {"b": point.b, "factor": point.factor}
         self.groups.ask(QuadratureEffects(self.units, self.family, self.nodes), known)
+
+    def paths(self, cohort: Cohort, point: ThetaPoint) -> Paths:
+        rule = Rule.of(self.nodes, len(self.units.z_names))
+        found = effects(Local.of(cohort, self.units, self.family), point.b, point.factor, rule)
+        turned = point.factor @ found.covariance @ point.factor.mT
+        return Paths((found.mean @ point.factor.mT,), (turned,), found.mean.new_zeros(len(cohort)))
 
     def theta_draws(self, point: ThetaPoint, noise: Tensor, wide: Tensor, count: int) -> list[ThetaPoint]:
         """From the asymptotic law about the estimate."""

@@ -145,7 +145,7 @@ def _yes_or_no(part: FormulaPart, design: Design, rows: Rows) -> np.ndarray:
     column = part.column
     if column is None or not hasattr(rows.columns[column], "cat"):
         return design.numbers(part, rows)
-    values = rows.columns[column]
+    values = rows.columns[column].cat.remove_unused_categories()
     if design.outcomes:
         return codes_of(values, design.outcomes, column, rows).astype(np.float64)
     require_two(column, [str(c) for c in values.cat.categories])

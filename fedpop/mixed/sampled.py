@@ -54,6 +54,12 @@ LEAST_CHAIN_SD = 1e-6
 """The smallest standard deviation of a random effect that chains work with, in internal units."""
 
 
+NESTED = (
+    "chains know one grouping factor, and this model has several, nested: fit it with engine='exact', "
+    "everyone and no compressor; random_effects() has its groups' posteriors"
+)
+
+
 @dataclass(frozen=True)
 class SampledSettings:
     """Settings of a run with chains."""
@@ -212,6 +218,8 @@ class ThetaLayout:
 
 
 def layout_of(groups: Groups, units: Coordinates, start: float) -> ThetaLayout:
+    if len(units.widths) > 1:
+        raise SettingsError(NESTED)
     family = groups.study.family
     return ThetaLayout(units, family, start if units.intercept and not family.gaussian else 0.0)
 

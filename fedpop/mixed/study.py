@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,24 +21,30 @@ from fedpop.entries import called, entry_named
 from fedpop.errors import DataError, SchemaError
 from fedpop.federation.clients import Federation, Packed
 from fedpop.federation.participation import Participation
+from fedpop.federation.reading import require_separator
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.methods.asking import role
 from fedpop.mixed.coordinates import Coordinates, everyone
 from fedpop.mixed.design import Design, Wanted
 from fedpop.mixed.formula import Formula, FormulaPart, columns_of, parse, scanned, shown
+from fedpop.mixed.nesting import BEGINS, CELLS, RowOrder, cells
 from fedpop.mixed.response import Family, Response, family_named, response_of
-from fedpop.mixed.table import Rows, as_frame, rows_of
+from fedpop.mixed.table import NA, Rows, as_frame, read_csv, rows_of
 from fedpop.questions import Question, Table, Units
-from fedpop.questions.schema import Moments, sorted_levels
+from fedpop.questions.schema import Moments
 from fedpop.site.plan import Plan
 from fedpop.site.study import SiteData, Study, UnitData, table_units
 
 GROUP_BYTES = 2**27
 """Bytes that work on a cohort may take at most, about; data and stored states aside."""
-LEFT_OUT = "rows left out"
-"""A column of a site's table that is true for each row that was left out."""
+MISSING_IN = ', "missing"]'
+LEFT_OUT, MARKS = "rows left out", "marks of rows"
+"""Columns of a site's table: one that is true for each row that was left out, and numbers by which rows of
+two fits are told apart."""
 NAMES, NUMBERS = "names", "numbers"
+SITE = "site"
+"""A grouping factor that needs no column: where a table has none of this name its site is meant."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class FormulaStudy(Study):
     family: Family
     weights: FormulaPart | None = None
     missing: str = "drop"
+    na: tuple[str, ...] = NA
+    """Words of a file that stand for missing values."""
     design: Design | None = None
     """How rows are coded, once that is agreed on; before, sites are asked about their tables."""
     coordinates: Coordinates | None = None
@@ -57,10 +65,15 @@ class FormulaStudy(Study):
 
     @classmethod
     def from_text(
-        cls, formula: str, family: str = "gaussian", weights: str | None = None, missing: str = "drop"
+        cls,
+        formula: str,
+        family: str = "gaussian",
+        weights: str | None = None,
+        missing: str = "drop",
+        na: Sequence[str] = NA,
     ) -> FormulaStudy:
         """From texts, as ``mixed_model`` takes them."""
-        return cls(parse(formula), family_named(family), _weight(weights), missing)
+        return cls(parse(formula), family_named(family), _weight(weights), missing, tuple(na))
 
     @property
     def columns(self) -> list[str]:
@@ -84,6 +97,7 @@ class FormulaStudy(Study):
             "family": self.family.name,
             "weights": None if self.weights is None else self.weights.text,
             "missing": self.missing,
+            "na": list(self.na),
         }
         if self.design is not None:
             moments = {n: [m.count, m.mean, m.squares] for n, m in self.design.moments.items()}
@@ -92,24 +106,25 @@ class FormulaStudy(Study):
                 "levels": levels,
                 "moments": moments,
                 "outcomes": list(self.design.outcomes),
+                "contrasts": dict(self.design.contrasts),
             }
         tensors: Tensors = {}
         if (units := self.coordinates) is not None:
-            named = ("x_names", "z_names", "blocks", "y_centre", "y_scale", "kept")
+            named = ("x_names", "z_names", "blocks", "widths", "y_centre", "y_scale", "kept")
             description["coordinates"] = {name: getattr(units, name) for name in named}
             tensors = {n: getattr(units, n) for n in ("x_centre", "x_scale", "z_centre", "z_scale")}
         return description, tensors
 
     @classmethod
     def from_description(cls, description: Mapping[str, Any], tensors: Tensors) -> FormulaStudy:
-        study = cls.from_text(
-            description["formula"], description["family"], description["weights"], description["missing"]
-        )
+        told = ("formula", "family", "weights", "missing", "na")
+        study = cls.from_text(*(description[name] for name in told))
         if "design" in description:
             levels = {n: tuple(names) for n, names in description["design"]["levels"].items()}
             moments = {n: Moments(*numbers) for n, numbers in description["design"]["moments"].items()}
             outcomes = tuple(description["design"]["outcomes"])
-            study = replace(study, design=Design(study.formula, levels, moments, outcomes))
+            contrasts = description["design"]["contrasts"]
+            study = replace(study, design=Design(study.formula, levels, moments, outcomes, contrasts))
         if "coordinates" in description:
             plain: dict[str, Any] = {
                 n: tuple(v) if isinstance(v, list) else v for n, v in description["coordinates"].items()
@@ -125,13 +140,17 @@ class FormulaStudy(Study):
 
     def read(self, place: SiteData) -> Rows:
         """Errors that the server may see name columns, and no value."""
-        who, frame = f"site {place.site!r}", _frame(place)
-        for name in dict.fromkeys([*self.columns, self.formula.group]):
+        who, frame = f"site {place.site!r}", _frame(place, self.na)
+        if SITE in self.formula.group_columns and SITE not in frame.columns:
+            frame = frame.assign(**{SITE: place.site})
+        names = list(dict.fromkeys([*self.columns, *self.formula.group_columns]))
+        require_separator(list(map(str, frame.columns)), names, place.table.separator, who, own=False)
+        for name in names:
             if name not in frame.columns:
                 raise SchemaError(f"{who} has no column {name!r}, which the federation needs")
         if not len(frame):
             raise SchemaError(f"{who} has no rows")
-        wanted = frame[list(dict.fromkeys([*self.columns, self.formula.group]))]
+        wanted = frame[names]
         if self.missing == "drop" and bool(wanted.isna().any(axis=1).all()):
             raise SchemaError(f"{who} has no row in which nothing is missing of {', '.join(wanted.columns)}")
         return self.rows(frame)
@@ -143,19 +162,23 @@ class FormulaStudy(Study):
             many = None if data.sites is None else {name: [name] for name in tables}
             return UnitData(table_units(tables), list(tables.values()), many)
         response = response_of(self.formula, self.family, self.design, data, self.weights)
-        return UnitData(packed(self.design, response, data), sites=groups_of_sites(data))
+        federation = packed(self.design, response, data, self.family.gaussian)
+        return UnitData(federation, sites=groups_of_sites(data))
 
     def _tables(self, rows: Rows) -> dict[str, Table]:
         """Columns to be asked about, by site; ``here`` where none is named."""
         named = [name for name, values in rows.columns.items() if hasattr(values, "cat")]
         columns = dict(rows.columns) | Wanted.of(self.formula, named).table(rows)
+        marks = np.zeros(len(rows)) if rows.marks is None else rows.marks
+        lost = {LEFT_OUT: rows.dropped} | {_missing_in(n): count for n, count in rows.missing.items()}
+        beside = {name: np.ones(count) for name, count in lost.items()}
         if rows.sites is None:
-            return {"here": columns | {LEFT_OUT: np.ones(rows.dropped)}}
+            return {"here": columns | beside | {MARKS: marks}}
         tables: dict[str, Table] = {}
         for site in dict.fromkeys(rows.sites.tolist()):
             at = rows.sites == site
-            left_out = np.ones(0 if tables else rows.dropped)  # whose they were is not known any more
-            tables[str(site)] = {n: v[at] for n, v in columns.items()} | {LEFT_OUT: left_out}
+            tables[str(site)] = {n: v[at] for n, v in columns.items()} | beside | {MARKS: marks[at]}
+            beside = {LEFT_OUT: np.ones(0)}  # whose they were is not known any more: they are the first one's
         return tables
 
     def same_rows(self, other: Study) -> bool:
@@ -182,11 +205,16 @@ def _weight(text: str | None) -> FormulaPart | None:
     return FormulaPart(shown(tokens), tokens)
 
 
-def _frame(place: SiteData) -> Any:
+def _frame(place: SiteData, na: Sequence[str]) -> Any:
     """A site's table as a data frame."""
     if ":" in place.where:
         return as_frame(called(place.where, entry_named(place.where, place.folder), place.site))
-    return as_frame(Path(place.where))
+    return read_csv(Path(place.where), na, place.table)
+
+
+def _missing_in(column: str) -> str:
+    """Under which name rows are counted in which a column is missing."""
+    return json.dumps([column, "missing"])
 
 
 def groups_of_sites(rows: Rows) -> Mapping[str, Sequence[str]] | None:
@@ -201,24 +229,23 @@ def groups_of_sites(rows: Rows) -> Mapping[str, Sequence[str]] | None:
     return out
 
 
-def packed(design: Design, response: Response, rows: Rows) -> Federation:
-    """Rows of each group next to each other, groups in the order of their names."""
-    assert rows.groups is not None
-    names, owner = np.unique(rows.groups.astype(str), return_inverse=True)
-    order = sorted_levels(names.tolist())
-    place = {name: i for i, name in enumerate(order)}
-    rank = np.array([place[name] for name in names.tolist()], dtype=np.int64)
-    owner = rank[owner.reshape(-1)]
-    by_group = np.argsort(owner, kind="stable")
-    sizes = torch.from_numpy(np.bincount(owner, minlength=len(order)))
+def packed(design: Design, response: Response, rows: Rows, products: bool) -> Federation:
+    """Rows of each group next to each other, groups in the order of their names; those of nested factors
+    within them. With ``products`` of columns, of each innermost group, beside them."""
+    order = RowOrder.of(rows)
+    sizes = torch.from_numpy(order.sizes)
 
     def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values[by_group], dtype=np.float64))
+        return torch.from_numpy(np.ascontiguousarray(values[order.rows], dtype=np.float64))
 
     beside = np.stack((design.offset(rows), response.weight, response.constant), axis=1)
     x = {"fixed": tensor(design.fixed(rows)), "random": tensor(design.random(rows)), "beside": tensor(beside)}
-    packed = Packed(x, tensor(response.y), torch.cumsum(sizes, 0) - sizes, sizes)
-    return Federation(order, {"train": packed})
+    if order.begins.shape[1]:
+        x[BEGINS] = torch.from_numpy(order.begins)
+    splits = {"train": Packed(x, tensor(response.y), torch.cumsum(sizes, 0) - sizes, sizes)}
+    if products:
+        splits[CELLS] = cells(splits["train"])
+    return Federation(order.names[-1], splits)
 
 
 # --- the first question ------------------------------------------------------------------------------
@@ -226,10 +253,13 @@ def packed(design: Design, response: Response, rows: Rows) -> Federation:
 
 @dataclass(frozen=True)
 class Kinds:
-    """Which columns hold names, not numbers; and how many rows were left out."""
+    """Which columns hold names, not numbers; how many rows were left out, and in how many each column is
+    missing; and a number that other rows would have other than these."""
 
-    named: frozenset[str]
-    left_out: int
+    named: frozenset[str] = frozenset()
+    left_out: int = 0
+    missing: Mapping[str, int] = field(default_factory=dict)
+    marks: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -241,21 +271,34 @@ class ColumnKinds(Question[Kinds]):
     varied: ClassVar[bool] = True
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        sums = {"left out": torch.zeros(1, dtype=torch.float64)}
+        sums: Tensors = {}
+
+        def add(name: str, value: float) -> None:
+            sums[name] = sums.get(name, torch.zeros(1, dtype=torch.float64)) + value
+
         for table in units.tables():
-            sums["left out"] += len(table[LEFT_OUT])
+            add("left out", len(table[LEFT_OUT]))
+            add(json.dumps([MARKS]), float(np.sum(table[MARKS])))
+            for name in table:
+                if name.startswith("[") and name.endswith(MISSING_IN):
+                    add(name, len(table[name]))
             for column in self.columns:
-                kind = json.dumps([column, NAMES if hasattr(table[column], "cat") else NUMBERS])
-                sums[kind] = sums.get(kind, torch.zeros(1, dtype=torch.float64)) + 1
+                add(json.dumps([column, NAMES if hasattr(table[column], "cat") else NUMBERS]), 1)
         return Answer(everyone(units.cohort), sums=sums)
 
     def finish(self, known: Tensors, total: Total) -> Kinds:
-        left_out = round(float(total.plain["left out"]))
-        found = {tuple(json.loads(n)): round(float(v)) for n, v in total.plain.items() if n != "left out"}
+        sums = dict(total.plain)
+        left_out = round(float(sums.pop("left out")))
+        found = {tuple(json.loads(name)): float(value) for name, value in sums.items()}
         for column in self.columns:
             if (column, NAMES) in found and (column, NUMBERS) in found:
-                names, numbers = found[column, NAMES], found[column, NUMBERS]
+                names, numbers = round(found[column, NAMES]), round(found[column, NUMBERS])
                 raise DataError(
                     f"column {column!r} holds names at {names} site(s) and numbers at {numbers}: mend it"
                 )
-        return Kinds(frozenset(column for column, kind in found if kind == NAMES), left_out)
+        return Kinds(
+            frozenset(column for column in self.columns if (column, NAMES) in found),
+            left_out,
+            {name[0]: round(v) for name, v in found.items() if name[1:] == ("missing",)},
+            found[(MARKS,)],
+        )

@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
+from fedpop.mixed.inference import two_sided
 
 if TYPE_CHECKING:
     from fedpop.mixed.fit import MixedFit
 
 METHODS = {"ML": "maximum likelihood", "REML": "restricted maximum likelihood (REML)"}
+SATTERTHWAITE = "t-tests use Satterthwaite's method"
 
 
 def summary(fit: MixedFit) -> str:
@@ -21,15 +22,23 @@ def summary(fit: MixedFit) -> str:
     if not fit.family.gaussian:
         lines[0] += f" ({fit.outcome.log_likelihood_method})"
         lines.append(f" Family: {fit.family.name} ( {fit.family.link} )")
+    if fit.laws.name == "satterthwaite":
+        lines[0] += f"; {SATTERTHWAITE}"
     lines.append(f"Formula: {fit.formula}")
     if fit.weights is not None:
         lines.append(f"Weights: {fit.weights.text}")
     lines += ["", *_criteria(fit), "", "Random effects:", *_random(fit)]
-    lines.append(f"Number of obs: {fit.n_obs}, groups:  {fit.group}, {fit.n_groups}")
+    counts = "; ".join(f"{name}, {count}" for name, count in fit.counts.items())
+    lines.append(f"Number of obs: {fit.n_obs}, groups:  {counts}")
     if fit.design.dropped:
         lines.append(rank_deficient(fit.design.dropped))
-    if fit.groups.left_out:
-        lines.append(f"{fit.groups.left_out} row(s) with missing values were left out")
+    if (kinds := fit.groups.kinds).left_out:
+        where = ", ".join(f"{name}: {count}" for name, count in kinds.missing.items())
+        lines.append(f"{kinds.left_out} row(s) with missing values were left out ({where})")
+    for name in fit.design.ordered:
+        coding = fit.design.contrasts.get(name, "treatment")
+        other = "; R has contrasts={" + repr(name) + ": 'poly'}" if coding == "treatment" else ""
+        lines.append(f"{name} is ordered, and coded by {coding} contrasts{other}")
     lines += [
         "",
         "Fixed effects:",
@@ -67,34 +76,39 @@ def _criteria(fit: MixedFit) -> list[str]:
 
 
 def _random(fit: MixedFit) -> list[str]:
-    sds, cor, blocks = fit.sd, fit.correlation, fit.units.blocks
+    sds, cor, blocks, design = list(fit.sd.values()), fit.correlation, fit.units.blocks, fit.design
     rows: list[tuple[str, str, float]] = [
-        (fit.group if i == 0 else "", name, sd) for i, (name, sd) in enumerate(sds.items())
+        (fit.factors[at] if at not in design.factor_of[:i] else "", name, sd)
+        for i, (name, sd, at) in enumerate(zip(design.random_names, sds, design.factor_of, strict=True))
     ]
     if fit.sigma is not None:
         rows.append(("Residual", "", fit.sigma))
     digits = _digits([sd for _, _, sd in rows])
-    wide = len(sds) - 1
+    wide = max(design.widths) - 1
     table = [["Groups", "Name", "Variance", "Std.Dev.", *["Corr", *[""] * (wide - 1)][:wide]]]
     for i, (group, name, sd) in enumerate(rows):
+        start = design.factor_of.index(design.factor_of[i]) if i < len(sds) else i
         beside = [
-            _number(float(cor[i, j]), 2) if i < len(sds) and j < i and blocks[i] == blocks[j] else ""
-            for j in range(wide)
+            _number(float(cor[i, j]), 2) if j < i and i < len(sds) and blocks[i] == blocks[j] else ""
+            for j in range(start, start + wide)
         ]
         table.append([group, name, f"{sd * sd:.{digits}f}", f"{sd:.{digits}f}", *beside])
     return [f" {line}" for line in _columns(table, left=2)]
 
 
 def _fixed(fit: MixedFit) -> list[str]:
-    p_values = not fit.family.gaussian
-    table = [["", "Estimate", "Std. Error", "z value", *(["Pr(>|z|)"] if p_values else [])]]
+    small = all(math.isfinite(v) for v in fit.degrees.values()) and fit.laws.name != "none"
+    p_values = small or not fit.family.gaussian
+    t = "t" if small else "z"
+    table = [["", "Estimate", "Std. Error", *["df"][:small], f"{t} value", *[f"Pr(>|{t}|)"][: int(p_values)]]]
     digits = _digits(list(fit.standard_errors.values()))
     for name, value in fit.coefficients.items():
         se = fit.standard_errors[name]
         z = value / se if se > 0 else math.nan
-        row = [name, f"{value:.{digits}f}", f"{se:.{digits}f}", f"{z:.3f}"]
+        row = [name, f"{value:.{digits}f}", f"{se:.{digits}f}", *[f"{fit.degrees[name]:.2f}"][:small]]
+        row.append(f"{z:.3f}")
         if p_values:
-            tail = 2 * float(torch.special.ndtr(torch.tensor(-abs(z), dtype=torch.float64)))
+            tail = two_sided(z, fit.degrees[name])
             row.append(f"{tail:.3g}" if tail >= 2e-16 else "<2e-16")
         table.append(row)
     return _columns(table, left=1)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedpop.errors import DataError, SettingsError
+from fedpop.federation.reading import USUAL_TABLE, TableFormat
 from fedpop.mixed.formula import Formula
 from fedpop.questions.schema import MINIMUM, sorted_levels
 
 MISSING = ("drop", "error")
+NA = ("NA",)
+"""Words of a file that stand for missing values, beside empty fields; as in R."""
+DATE = re.compile(r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4}")
+"""How dates are written: year, month and day, or the other way round; a time may follow."""
+NOT_A_NUMBER = "NaN"
 LARGEST_VALUE = 1e150
 """Of numbers whose squares, and sums of them, are finite."""
 FEW_BAD_CELLS = 10
@@ -29,12 +36,15 @@ def pandas() -> Any:
     return pandas
 
 
-def read_csv(path: str | Path) -> Any:
-    """A table out of a CSV file, or one error that says what is wrong with it."""
+def read_csv(path: str | Path, na: Sequence[str] = NA, table: TableFormat = USUAL_TABLE) -> Any:
+    """A table out of a CSV file, or one error that says what is wrong with it; ``na`` are the words for
+    missing values beside empty fields."""
     pd, path = pandas(), Path(path)
+    written = {"encoding": table.text_encoding, "sep": table.separator, "keep_default_na": False}
+    words = ["", *na]
     try:
-        frame = pd.read_csv(path, encoding="utf-8-sig", low_memory=False)
-        head = pd.read_csv(path, encoding="utf-8-sig", header=None, nrows=1, dtype=str, keep_default_na=False)
+        frame = pd.read_csv(path, decimal=table.decimal, low_memory=False, na_values=words, **written)
+        head = pd.read_csv(path, header=None, nrows=1, dtype=str, **written)
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path} is not UTF-8 text (byte {error.start}: {error.object[error.start]:#x}); save it as "
@@ -50,6 +60,11 @@ def read_csv(path: str | Path) -> Any:
         )
     if len(frame.columns) and str(frame.columns[0]).startswith("Unnamed:"):
         frame, head = frame.iloc[:, 1:], head.iloc[:, 1:]  # row names, as R writes them
+    for place, (_, values) in enumerate(frame.items()):
+        if not pd.api.types.is_numeric_dtype(values.dtype) and bool((values == NOT_A_NUMBER).any()):
+            numbers = pd.to_numeric(values, errors="coerce")
+            if bool((numbers.notna() | values.isna() | (values == NOT_A_NUMBER)).all()):
+                frame.isetitem(place, numbers)  # R's word for a number that is none
     frame.columns = head.iloc[0].tolist()  # as they are: pandas tells columns of one name apart by numbers
     return frame
 
@@ -60,25 +75,31 @@ class Rows:
 
     columns: Mapping[str, Any]
     groups: np.ndarray | None
-    """Names ``[n]``; None where rows belong to nobody."""
+    """Names ``[n]`` of the outermost grouping factor's levels; None where rows belong to nobody."""
     sites: np.ndarray | None
     numbers: np.ndarray
     """Of each row its place in the table that was given, for errors."""
     dropped: int = 0
+    missing: Mapping[str, int] = field(default_factory=dict)
+    """Rows in which a column has no value, by its name."""
+    marks: np.ndarray | None = None
+    """Of each row a number that its label in the table gives: what tells rows of two fits apart."""
     by_site: Mapping[str, Sequence[str]] | None = None
     """Groups of each site, where they were given and ``sites`` does not say."""
+    inner: Sequence[np.ndarray] = ()
+    """The same of factors that are nested in it, the innermost first."""
 
     def __len__(self) -> int:
         return len(self.numbers)
 
 
-def as_frame(data: Any) -> Any:
+def as_frame(data: Any, na: Sequence[str] = NA) -> Any:
     """A data frame out of a frame, a file's name, columns by name, or frames by site."""
     pd = pandas()
     if isinstance(data, pd.DataFrame):
         return data
     if isinstance(data, str | Path):
-        return read_csv(data)
+        return read_csv(data, na)
     if isinstance(data, Mapping) and data and all(isinstance(v, pd.DataFrame) for v in data.values()):
         return pd.concat(list(data.values()), ignore_index=True)
     try:
@@ -97,7 +118,7 @@ def rows_of(
     group: bool = True,
 ) -> Rows:
     """The rows without those that miss something; ``group`` False where nobody is asked for."""
-    wanted = [*columns, *([formula.group] if group else []), *([sites] if sites else [])]
+    wanted = [*columns, *(formula.group_columns if group else []), *([sites] if sites else [])]
     for name in dict.fromkeys(wanted):
         if name not in frame.columns:
             names = ", ".join(map(str, list(frame.columns)[:20])) or "nothing"
@@ -107,35 +128,86 @@ def rows_of(
     if not len(frame):
         raise DataError("the table has no rows")
     typed = {name: _typed(frame[name], name) for name in dict.fromkeys(columns)}
-    there = np.ones(len(frame), dtype=bool)
-    for name, values in typed.items():
+    _require_no_dates(typed, formula)
+    there, lost = np.ones(len(frame), dtype=bool), dict[str, int]()
+    of_groups = {name: frame[name] for name in formula.group_columns} if group else {}
+    for name, values in (typed | of_groups).items():
         none = values.isna().to_numpy()
-        if missing == "error" and none.any():
+        if not none.any():
+            continue
+        if missing == "error":
             raise DataError(
                 f"column {name!r} has {int(none.sum())} missing value(s), the first in row "
                 f"{int(none.argmax())}; missing='drop' leaves such rows out"
             )
         there &= ~none
-    if group:
-        unnamed = frame[formula.group].isna().to_numpy()
-        if unnamed.any():
-            raise DataError(
-                f"{int(unnamed.sum())} row(s) have no group ({formula.group} is missing), the first is row "
-                f"{int(unnamed.argmax())}; every row belongs to a group"
-            )
+        lost[name] = int(none.sum())
     if not there.any():
-        raise DataError("every row misses something; there is nothing left to fit")
+        counts = ", ".join(f"{name} in {count}" for name, count in lost.items())
+        raise DataError(f"every row misses something ({counts}); there is nothing left to fit")
     if sites and bool(frame[sites].isna().any()):
         raise DataError(f"column {sites!r} has rows without a site")
     whole_rows = np.flatnonzero(there)
     whole = len(whole_rows) == len(frame)
+    levels = level_names(frame, formula, whole_rows) if group else []
     return Rows(
         {n: v if whole else v.iloc[whole_rows] for n, v in typed.items()},
-        labels(frame[formula.group])[whole_rows] if group else None,
+        levels[-1] if group else None,
         labels(frame[sites])[whole_rows] if sites else None,
         whole_rows,
         len(frame) - len(whole_rows),
+        lost,
+        _marks(frame.index)[whole_rows],
+        inner=levels[:-1],
     )
+
+
+def _marks(index: Any) -> np.ndarray:
+    """A number of thirty bits for each row, by its label: sums of them over rows are exact."""
+    pd = pandas()
+    found: np.ndarray = (pd.util.hash_array(np.asarray(index), categorize=False) >> 34).astype(np.float64)
+    return found
+
+
+def _require_no_dates(columns: Mapping[str, Any], formula: Formula) -> None:
+    """Raise where a predictor holds dates as text: each day would be a level."""
+    for part in formula.parts[1:]:
+        name = part.column
+        if name is None or not hasattr(columns.get(name), "cat"):
+            continue
+        words = [str(v) for v in columns[name].cat.categories]
+        if words and all(DATE.match(w) for w in words):
+            raise DataError(
+                f"column {name!r} holds dates as text, {words[0]!r} among them: make it a number (days since "
+                f"the first of them, say), or write factor({name}) where each date is a category"
+            )
+
+
+def level_names(frame: Any, formula: Formula, rows: np.ndarray) -> list[np.ndarray]:
+    """Of each of these rows the levels of all grouping factors, the innermost first: ``a:A`` is level ``a``
+    within ``A``."""
+    pd, single = pandas(), {name: labels(frame[name])[rows] for name in formula.group_columns}
+    codes = {name: pd.factorize(names) for name, names in single.items()}
+    out = []
+    for factor in formula.factors:
+        if len(factor.columns) == 1:
+            out.append(single[factor.columns[0]])
+            continue
+        place = np.zeros(len(rows), dtype=np.int64)
+        for name in factor.columns:
+            # Whether there are few combinations or many, their numbers stay below those of rows squared.
+            place = pd.factorize(place)[0] * np.int64(len(codes[name][1])) + codes[name][0]
+        place, _ = pd.factorize(place)
+        first = np.unique(place, return_index=True)[1]
+        parts = zip(*(single[name][first] for name in factor.columns), strict=True)
+        names = [":".join(part) for part in parts]
+        if len(set(names)) < len(names):
+            raise DataError(
+                f"two levels of {factor.name} have the same name, because names in {factor.columns} hold "
+                "colons; rename them"
+            )
+        out.append(np.array(names, dtype=object)[place])
+    return out
 
 
 def labels(values: Any) -> np.ndarray:
@@ -159,10 +231,12 @@ def _typed(values: Any, name: str) -> Any:
     pd = pandas()
     kind = values.dtype
     if isinstance(kind, pd.CategoricalDtype):
-        out = values.cat.remove_unused_categories()
-        names = [_word(c) for c in out.cat.categories]
-        return out.cat.rename_categories(names)
-    if pd.api.types.is_bool_dtype(kind):
+        names = [word(c) for c in values.cat.categories]
+        if len(set(names)) < len(names):
+            twice = next(n for i, n in enumerate(names) if n in names[:i])
+            raise DataError(f"column {name!r} has two categories that are both called {twice!r}; rename one")
+        return values.cat.rename_categories(names)
+    if pd.api.types.is_bool_dtype(kind) or pd.api.types.infer_dtype(values, skipna=True) == "boolean":
         words = values.map({True: "TRUE", False: "FALSE"}, na_action="ignore")
         return words.astype(pd.CategoricalDtype(["FALSE", "TRUE"]))
     if pd.api.types.is_numeric_dtype(kind):
@@ -183,11 +257,11 @@ def _typed(values: Any, name: str) -> Any:
             f"column {name!r} is of type {kind}; a formula takes numbers and categories: turn it into one"
         )
     there = values.notna().to_numpy()
-    text = values.map(lambda v: isinstance(v, str), na_action="ignore").to_numpy() & there
+    text = np.array([isinstance(v, str) for v in values], dtype=bool)
     numbers = pd.to_numeric(values, errors="coerce")
-    if there.any() and not text.any() and bool((numbers.notna().to_numpy() | ~there).all()):
-        return numbers.astype("float64")  # numbers in a column of objects
     good = numbers.notna().to_numpy()
+    if there.any() and not text.any() and bool((good | ~there).all()):
+        return numbers.astype("float64")  # numbers in a column of objects
     odd = there & ~good
     if odd.any() and good.sum() > 0.5 * there.sum() and _measured(numbers[good], int(odd.sum())):
         row = int(odd.argmax())
@@ -195,7 +269,7 @@ def _typed(values: Any, name: str) -> Any:
             f"column {name!r} mixes numbers and text: row {row} is {values.iloc[row]!r}; mend it, or make "
             "all of it text that does not look like numbers"
         )
-    words = values.map(_word, na_action="ignore")
+    words = values.map(word, na_action="ignore")
     distinct = sorted_levels(set(words.dropna()))
     return words.astype(pd.CategoricalDtype(distinct))
 
@@ -207,7 +281,7 @@ def _measured(numbers: Any, odd: int) -> bool:
     return len(distinct) > FEW_BAD_CELLS or bool((distinct != distinct.round()).any()) or odd < MINIMUM
 
 
-def _word(value: Any) -> str:
+def word(value: Any) -> str:
     if isinstance(value, bool | np.bool_):
         return "TRUE" if value else "FALSE"
     if isinstance(value, float) and value.is_integer():
@@ -221,5 +295,5 @@ def as_categories(values: Any) -> Any:
     if hasattr(values, "cat"):
         return values
     codes, distinct = pd.factorize(values, sort=True)
-    names = [_word(float(v)) for v in distinct]
+    names = [word(float(v)) for v in distinct]
     return pd.Series(pd.Categorical.from_codes(codes, names), index=values.index)

@@ -10,18 +10,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
-from fedpop.checked import Count, Whole, require
+from fedpop.checked import Count, OneOf, Range, Whole, require
 from fedpop.errors import SettingsError
+from fedpop.federation.cells import DROP, ERROR, OTHER, Columns, numeric_columns
 from fedpop.federation.inputs import Example
-from fedpop.federation.reading import OTHER, Columns, width
+from fedpop.federation.reading import width
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.questions.base import Question, Table, Units
-from fedpop.questions.schema import Ask, Levels, Moments, Schema
+from fedpop.questions.scales import ColumnScales
+from fedpop.questions.schema import MINIMUM, Ask, Levels, Moments, Schema
 
 KNOWN: dict[str, Any] = {
     "x": Sequence[str],
@@ -34,6 +36,10 @@ KNOWN: dict[str, Any] = {
     "split": str,
     "classes": Sequence[str],
     "size": tuple[Count, Count, Count],
+    "range": Mapping[str, tuple[float, float]],
+    "unit": Mapping[str, str],
+    "missing": Annotated[str, OneOf(ERROR, DROP)],
+    "scale_tolerance": Annotated[float, Range(least=2, why="sites are compared by powers of two")],
 }
 """Settings of a ``[data]`` table, and what they take."""
 
@@ -58,6 +64,16 @@ def check_form(data: Mapping[str, Any], where: str = "[data]: ") -> None:
     ]
     if strange:
         raise SettingsError(f"{where}{strange[0]!r} has levels but is not a column of x")
+    numeric = numeric_columns(data)
+    for setting in ("range", "unit"):
+        for column in data.get(setting, {}):
+            if column not in numeric:
+                raise SettingsError(f"{where}{setting}: {column!r} is not a column of numbers, of x or y")
+    for column, (least, most) in data.get("range", {}).items():
+        if not least < most:
+            raise SettingsError(
+                f"{where}range of {column!r} goes from the least to the most, not {least} to {most}"
+            )
 
 
 def schema_of(data: Mapping[str, Any]) -> Schema:
@@ -65,13 +81,14 @@ def schema_of(data: Mapping[str, Any]) -> Schema:
     given, named = data.get("levels", {}), (*data.get("categories", []), *data.get("levels", {}))
     numeric = tuple(c for c in data.get("x", []) if c not in named) if data.get("standardise", True) else ()
     asked = tuple(c for c in data.get("categories", []) if c not in given)
-    return Schema(numeric, asked, int(data.get("minimum", 5)))
+    return Schema(numeric, asked, int(data.get("minimum", MINIMUM)))
 
 
 def table_of(columns: Columns, data: Mapping[str, Any]) -> Table:
     """The columns that have to be asked about: those of numbers as numbers, others as texts."""
     schema = schema_of(data)
-    table: dict[str, Any] = {c: columns.numbers(c) for c in schema.numeric}
+    numeric = schema.numeric if columns.own else numeric_columns(data)
+    table: dict[str, Any] = {c: columns.numbers(c) for c in numeric}
     return table | {c: list(columns[c]) for c in schema.categorical}
 
 
@@ -97,6 +114,11 @@ class ExampleShape(Question[Example]):
                 "functions return; the server's log has what each site answered"
             )
         return example_from(forms[0][0])
+
+
+def scales_of(data: Mapping[str, Any]) -> ColumnScales:
+    """What is asked of columns of numbers before any moment is."""
+    return ColumnScales(tuple(numeric_columns(data)), int(data.get("minimum", MINIMUM)))
 
 
 def agreed(data: Mapping[str, Any], ask: Ask) -> tuple[dict[str, Any], Example]:

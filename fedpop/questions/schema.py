@@ -65,20 +65,37 @@ class Levels:
 
     counts: Mapping[str, int] = field(default_factory=dict)
     suppressed: int = 0
+    places: Mapping[str, float] | None = None
+    """Where tables give levels another order than the usual one; NaN where they do not agree on it."""
+    ordered: bool = False
+    """They say that it is an order from low to high."""
 
     def without_small(self, minimum: int) -> Levels:
         """Without cells below the minimum."""
         large = {n: c for n, c in self.counts.items() if c >= minimum}
-        return Levels(large, self.suppressed + sum(self.counts.values()) - sum(large.values()))
+        suppressed = self.suppressed + sum(self.counts.values()) - sum(large.values())
+        return Levels(large, suppressed, self.places, self.ordered)
 
     @property
     def names(self) -> list[str]:
-        """Sorted: as numbers where all are numbers, the first one being the baseline.
+        """In the order that tables give; else sorted: as numbers where all are numbers. The first is the
+        baseline.
 
         >>> Levels({"10": 7, "9": 7}).names, Levels({"b": 7, "a10": 7}).names
         (['9', '10'], ['a10', 'b'])
+        >>> Levels({"high": 7, "low": 7}, places={"low": 0.0, "high": 1.0}).names
+        ['low', 'high']
         """
-        return sorted_levels(self.counts)
+        if self.places is None or not self.agreed:
+            return sorted_levels(self.counts)
+        return sorted(self.counts, key=lambda name: (self.places or {})[name])
+
+    @property
+    def agreed(self) -> bool:
+        """Whoever gives levels an order gives the same."""
+        return self.places is None or not any(
+            math.isnan(self.places.get(name, math.nan)) for name in self.counts
+        )
 
 
 def sorted_levels(names: Iterable[str]) -> list[str]:
@@ -156,12 +173,19 @@ class ColumnTotals(Question[Tensors]):
                 if len(values) >= least:
                     sums[_moments(column)] += _numbers(len(values), float(values.sum()))
             for column in self.categorical:
-                every = Levels(dict(zip(*counted(_column(table, column)), strict=True)))
-                levels = every.without_small(max(least, 1))
+                values = _column(table, column)
+                every = Levels(dict(zip(*counted(values), strict=True)))
+                levels, given = every.without_small(max(least, 1)), given_places(values)
                 sums[_level(column, None)] += levels.suppressed
                 for level, count in levels.counts.items():
                     name = _level(column, level)
                     sums[name] = sums.get(name, _numbers(0)) + count
+                    if given is not None:
+                        place = given[level]
+                        name, none = _place(column, level), _numbers(0, 0, 0)
+                        sums[name] = sums.get(name, none) + count * _numbers(1, place, place * place)
+                if hasattr(values, "cat") and values.cat.ordered:
+                    sums[_place(column, None)] = _numbers(1)
         return Answer(_everyone(units), sums=sums)
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
@@ -220,12 +244,33 @@ def _level(column: str, level: str | None) -> str:
     return json.dumps([column, level])
 
 
+def _place(column: str, level: str | None) -> str:
+    """Under which name the place of a level in its table's order is; None: whether it is one from low to
+    high."""
+    return json.dumps([column, level, "place"])
+
+
 def _levels(column: str, known: Tensors) -> Levels:
-    read = {name: json.loads(name) for name in known}
-    levels = {n: level for n, (first, *rest) in read.items() for level in rest if first == column}
-    counts = {level: round(float(known[n])) for n, level in levels.items()}
-    suppressed = counts.pop(None, 0)
-    return Levels(counts, suppressed)
+    read = [(json.loads(name), values) for name, values in known.items()]
+    counts = {k[1]: round(float(v)) for k, v in read if len(k) == 2 and k[0] == column}
+    places = {k[1]: v for k, v in read if len(k) == 3 and k[0] == column}
+    suppressed, ordered = counts.pop(None, 0), places.pop(None, None) is not None
+    return Levels(counts, suppressed, {n: _agreed(v) for n, v in places.items()} or None, ordered)
+
+
+def _agreed(sums: Tensor) -> float:
+    """The place of a level, from how many rows give it one, and their sums of places and squares; NaN where
+    they are not the same."""
+    rows, place, square = sums.tolist()
+    return place / rows if square * rows - place * place < 0.5 else math.nan
+
+
+def given_places(values: Any) -> Mapping[str, int] | None:
+    """Places of levels in the order that a pandas categorical gives them, where it is not the usual one."""
+    if not hasattr(values, "cat"):
+        return None
+    names = [str(c) for c in values.cat.categories]
+    return {n: i for i, n in enumerate(names)} if names != sorted_levels(names) else None
 
 
 def _column(table: Table, column: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,14 @@ from fedpop.errors import CheckpointError
 from fedpop.files import DAMAGED, json_lines, read_bytes, read_json, reading
 from fedpop.report import plots, terminal
 from fedpop.report.html import Figure, Page, Section, Sheet, write_page
+from fedpop.report.sites import sites_section
 from fedpop.run.progress import human_bytes
 
+ESTIMATES = (
+    "What is of all sites is shared; of what differs between sites the estimate is the mean over the "
+    "population of sites, and the spread its standard deviation. Columns that were standardised are counted "
+    "in their deviations."
+)
 CURVES = {
     "loss": "mean negative log-likelihood per example",
     "acceptance": "acceptance of the chains",
@@ -21,7 +29,10 @@ CURVES = {
 
 
 def run_report(folder: Path) -> Path:
-    """Write ``report.html`` into a run folder, or into that of a saved population."""
+    """Write ``report.html`` into a run folder, or into that of a saved population; of a federation's folder
+    it is that of its run."""
+    if (folder / "run" / "metrics.jsonl").exists():
+        folder = folder / "run"
     source = folder / "metrics.jsonl"
     if not source.exists():
         source = next(iter(sorted(folder.glob("history.*.jsonl"))), source)
@@ -38,30 +49,84 @@ def run_report(folder: Path) -> Path:
             label: [(int(m["round"]), float(m[metric])) for m in history if m.get(metric) is not None]
             for metric, label in CURVES.items()
         }
-        rows = _rows(folder, history)
         last = int(history[-1]["round"])
-    name = _name(folder)
+        heard = _participation(history)
+        estimates, warnings = _outcome(folder)
+        rows = _rows(folder, history, () if estimates is None else ("standard_errors",))
+    name, lead = _name(folder), f"A run of {last} rounds."
+    if heard is not None:
+        method, name = name, str(_first(folder, "federation.json").get("name", name))
+        lead = f"A federation of {len(heard.rows)} sites: {method}, {last} rounds."
     figures = [
         Figure(plots.curves({name: points}, "round", label, log_y=False), label)
         for label, points in curves.items()
         if points
     ]
     sections = [
+        *([] if warnings is None else [Section("Warnings", sheet=warnings)]),
         Section("The run", sheet=Sheet(("", ""), rows)),
+        *([] if estimates is None else [Section("Estimates", ESTIMATES, estimates)]),
+        *([] if heard is None else [Section("Sites", sheet=heard)]),
         Section("Over the rounds", figures=figures),
     ]
-    page = Page(f"fedpop: {name}", f"A run of {last} rounds.", sections)
+    if (differ := sites_section(folder)) is not None:
+        sections.append(differ)
+    page = Page(f"fedpop: {name}", lead, sections)
     return write_page(folder / "report.html", page)
 
 
-def _rows(folder: Path, history: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _participation(history: list[dict[str, Any]]) -> Sheet | None:
+    """Of a run across sites, each site: how often its message counted, and why it did not."""
+    if not any("heard" in m for m in history):
+        return None
+    heard, missed, first, last = Counter[str](), dict[str, Counter[str]](), dict[str, int](), dict[str, int]()
+    for m in history:
+        heard.update(m.get("heard", []))
+        last |= dict.fromkeys(m.get("heard", []), int(m["round"]))
+        for name, why in m.get("reasons", {}).items():
+            missed.setdefault(name, Counter())[str(why)] += 1
+        for name in (*m.get("heard", []), *m.get("reasons", {})):
+            first.setdefault(name, int(m["round"]))
+    late = history[-1].get("late_from", {})
+    rows = []
+    for name in sorted(first):
+        asked = heard[name] + sum(missed.get(name, Counter()).values())
+        why = "; ".join(f"{words} ({times})" for words, times in missed.get(name, Counter()).most_common(3))
+        spoke = f"{heard[name]} of {asked}"
+        rows.append(
+            (name, why or "-", spoke, str(first[name]), str(last.get(name, "never")), str(late.get(name, 0)))
+        )
+    columns = ("site", "left out because (rounds)", "heard, of rounds asked", "first", "last", "late replies")
+    return Sheet(columns, rows)
+
+
+def _outcome(folder: Path) -> tuple[Sheet | None, Sheet | None]:
+    """Estimates under their names, and warnings, where a run across sites has written them."""
+    found = _first(folder, "outcome.json")
+    cells = [
+        (
+            str(row["name"]),
+            str(row["of"]),
+            *(
+                f"{row[key]:.4g}" if row.get(key) is not None else "-"
+                for key in ("estimate", "error", "spread")
+            ),
+        )
+        for row in found.get("estimates", [])
+    ]
+    columns = ("parameter", "of", "estimate", "standard error", "spread between sites")
+    words = [(str(w),) for w in found.get("warnings", [])]
+    return Sheet(columns, cells) if cells else None, Sheet(("",), words) if words else None
+
+
+def _rows(folder: Path, history: list[dict[str, Any]], elsewhere: Sequence[str]) -> list[tuple[str, str]]:
     last, result, after = history[-1], _result(folder), _first(folder, "afterwards.json")
     best, verdict = result.get("best_round"), result.get("convergence")
     return [
         ("rounds run", str(last["round"])),
         *([] if best is None else [("round returned", f"{best}, the best on validation data")]),
         *([] if verdict is None else [("theta", str(verdict["words"]))]),
-        *((name.replace("_", " "), str(found["words"])) for name, found in after.items()),
+        *((n.replace("_", " "), str(found["words"])) for n, found in after.items() if n not in elsewhere),
         ("sent up", human_bytes(last["bytes_up"])),
         ("sent down", human_bytes(last["bytes_down"])),
         ("seconds", f"{last['seconds']:.1f}"),

@@ -449,12 +449,11 @@ class Run:
         """Whoever came after the questions is asked those that last, and the server counts who is there. All
         else about them is as of a client that takes part for the first time."""
         asks, known = role_of(self.algorithm, Asks), Tensors()
-        late = tuple(self.members.newcomers())
-        if asks is not None:
-            for question in asks.questions(self.facts, self.key) if late else ():
+        while late := tuple(self.members.newcomers()):
+            for question in () if asks is None else asks.questions(self.facts, self.key):
                 known |= self._asked(question, known, late) if question.lasting else {}
-            if known or self.members.units != self.counted:
-                self.server = asks.grown(self.server, self.facts, known)
+        if asks is not None and (known or self.members.units != self.counted):
+            self.server = asks.grown(self.server, self.facts, known)
         self.counted = self.members.units
 
     def _inverse_information(self) -> Tensor | None:
@@ -551,7 +550,7 @@ class Run:
             self.members.update_method(self.algorithm)
         self.threads = saved.threads
         for i, callback in enumerate(self.callbacks):
-            if str(i) in saved.callbacks:
+            if saved.callbacks.get(str(i)):
                 callback.restore(saved.callbacks[str(i)])
         return saved.stopped
 

@@ -1,6 +1,6 @@
 """How many rounds a run has, and whether they were enough.
 
-A run is a row of stages, each with a constant phase, decay and averaged tail (``server.schedules``).
+A run is a row of stages, each with a constant phase, decay and averaged tail (``server.optimisers``).
 With ``rounds`` it has one; a finished run that is resumed with more gets a further one, up to the new number.
 Without ``rounds`` stages follow one another, each as long as all before it together, until the verdict at the
 end of one is that theta has converged, or 8,000 rounds are over. A method that knows itself to be at the end

@@ -153,11 +153,6 @@ class Optimiser(Setting, ABC):
         """The next x; ``unit`` is the natural size of a change of each coordinate."""
 
 
-def _positive(rate: float) -> None:
-    if not rate > 0:
-        raise SettingsError(f"a step size must be positive, not {rate}")
-
-
 @dataclass(frozen=True)
 class SGD(Optimiser):
     """x += rate * gradient: plain stochastic approximation, as in Algorithm 1.

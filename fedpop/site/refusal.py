@@ -21,6 +21,8 @@ class Code(StrEnum):
     FEW_ROWS = "few-rows"
     DISK = "disk"
     DATA = "data"
+    SCALE = "scale"
+    """A column is out of all proportion to what most sites have; which one, the site alone knows."""
     FAILED = "failed"
     """Anything else; the site's log says what."""
     UNREADABLE = "unreadable"

@@ -21,7 +21,7 @@ from fedpop.errors import SettingsError
 from fedpop.federation.clients import Federation, Packed
 from fedpop.federation.inputs import Example
 from fedpop.federation.participation import Participation
-from fedpop.federation.reading import read_data, read_table
+from fedpop.federation.reading import USUAL_TABLE, TableFormat, read_data, read_table, table_notes
 from fedpop.message import Tensors
 from fedpop.methods import rebuild
 from fedpop.methods.base import Algorithm, ChecksData, Remembers, needs_everyone, role_of
@@ -45,6 +45,7 @@ class SiteData:
     where: str
     folder: Path | None = None
     """Modules in it come first."""
+    table: TableFormat = USUAL_TABLE
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,10 @@ class Study(ABC):
     def unit_data(self, data: Any) -> UnitData:
         """Units and rows of data that were read."""
 
+    def notes(self, place: SiteData) -> list[str]:
+        """What a site should know of how its data are used; the words are for it alone."""
+        return []
+
     def same_rows(self, other: Study) -> bool:
         """Whether units and rows of the same data are those that they were under another study."""
         return False
@@ -149,7 +154,8 @@ class Survey(Study):
     def read(self, place: SiteData) -> Any:
         if "x" not in self.form:
             return read_data(place.where, self.form, place.site, place.folder)
-        return {place.site: table_of(read_table(Path(place.where), self.form, place.site), self.form)}
+        columns = read_table(Path(place.where), self.form, place.site, place.table)
+        return {place.site: table_of(columns, self.form)}
 
     def unit_data(self, data: Any) -> UnitData:
         """Of examples, or of tables by the names of sites."""
@@ -232,7 +238,7 @@ class Training(Study):
 
     def read(self, place: SiteData) -> Federation:
         """A site's examples, checked against the form and the model."""
-        found = read_data(place.where, self.form, place.site, place.folder)
+        found = read_data(place.where, self.form, place.site, place.folder, place.table)
         model = self.method.model.prepared(found.example)
         if model.known() != self.method.model.known():
             raise Refusal(
@@ -242,6 +248,11 @@ class Training(Study):
         if checks := role_of(self.method, ChecksData):
             checks.check_data(checked)
         return checked
+
+    def notes(self, place: SiteData) -> list[str]:
+        if "x" not in self.form:
+            return []
+        return table_notes(read_table(Path(place.where), self.form, place.site, place.table), self.form)
 
     def unit_data(self, data: Any) -> UnitData:
         return UnitData(data)

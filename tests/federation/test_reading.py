@@ -10,7 +10,8 @@ import torch
 
 import fedpop as fp
 from fedpop.errors import DataError, SchemaError
-from fedpop.federation.reading import OTHER, read_data, width
+from fedpop.federation.cells import OTHER
+from fedpop.federation.reading import read_data, width
 
 FORM: dict[str, Any] = {
     "x": ["age", "sex"],
@@ -77,7 +78,7 @@ BAD = {
     "a level": (
         "age,sex,dose\n30,f,1\n30,secret,1\n",
         FORM,
-        r"column 'sex': 1 row\(s\), .* line 3",
+        "column 'sex', line 3: a level that is not one of f, m, x",
     ),
     "too many fields": (
         "age,sex,dose\n30,f,1\n30,f,1,secret\n",

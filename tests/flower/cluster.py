@@ -120,8 +120,8 @@ class Cluster:
         )
         out.close()
 
-    def start_server(self, words: str = "has begun") -> None:
-        """Returns once it has printed so; a node that comes before its key is registered is refused."""
+    def start_server(self, words: str = "the door is open") -> None:
+        """Returns once it has printed so."""
         before = self.output("server").count(words)
         self.start("server", "server", "run", str(self.server))
         self.until(lambda: self.output("server").count(words) > before, 300, "the server did not start")
@@ -144,7 +144,7 @@ class Cluster:
             if time.monotonic() > self._looked + 2:
                 self._look_out()
             if time.monotonic() > end:
-                log = self.server / "logs" / "superlink.log"
+                log = self.server / "logs" / "server.log"
                 tail = log.read_text(errors="replace")[-2000:] if log.exists() else ""
                 raise TimeoutError(f"{what}\n{self.output('server')}\n{tail}")
             time.sleep(0.5)  # who looks more often takes from those who work

@@ -19,10 +19,10 @@ from fedpop.keys import Key
 from fedpop.message import Aggregate, Channel, Tensors, Total
 from fedpop.mixed.fit import MixedFit
 from fedpop.mixed.model import FitSettings, fitted_over
+from fedpop.mixed.nesting import RowOrder, spans
 from fedpop.mixed.study import FormulaStudy
 from fedpop.mixed.table import pandas
 from fedpop.questions import Question
-from fedpop.questions.schema import sorted_levels
 from fedpop.run.settings import Settings
 from fedpop.site.plan import WHOLE
 from fedpop.site.sites import Sites
@@ -64,15 +64,29 @@ def states_at(root: Path, site: str) -> Tensors:
 
 
 def effects_at(root: Path, frames: Mapping[str, Any], fit: MixedFit) -> Any:
-    """Posterior means and deviations of groups as ``random_effects`` has them, from their sites."""
-    pd, to, names = pandas(), fit.units.random_map, fit.design.random_names
-    every = []
+    """Posterior means and deviations of groups as ``random_effects`` has them, from their sites: of units as
+    they are stored, of groups within them from rows and theta."""
+    pd, to, study, every = pandas(), fit.units.random_map, fit.groups.study, list[Any]()
     for site, frame in frames.items():
-        stored, levels = states_at(root, site), sorted_levels({str(v) for v in frame[fit.group]})
-        sd = (to @ stored["cov"] @ to.mT).diagonal(dim1=-2, dim2=-1).sqrt()
-        index = pd.MultiIndex.from_product([levels, names], names=[fit.group, "effect"])
-        columns = {"mean": (stored["mean"] @ to.mT).flatten().numpy(), "sd": sd.flatten().numpy()}
-        every.append(pd.DataFrame(columns, index=index))
+        rows = study.rows(frame)
+        federation, names = study.unit_data(rows).federation, RowOrder.of(rows).names
+        stored = states_at(root, site)
+        found = [(stored["mean"], stored["cov"])]
+        if len(names) > 1:
+            whole = federation.cohort(torch.arange(len(federation)), CPU, fit._split)
+            paths = fit.engine.paths(whole, fit.outcome.point)
+            found = list(zip(paths.mean, paths.covariance, strict=True))
+            torch.testing.assert_close(found[-1], (stored["mean"], stored["cov"]))
+        levels = zip(fit.factors, spans(fit.units.widths), names, found, strict=True)
+        for factor, span, groups, (mean, cov) in levels:
+            width, part = span.stop - span.start, to[span, span]
+            sd = (part @ cov[:, :width, :width] @ part.mT).diagonal(dim1=-2, dim2=-1).sqrt()
+            each = [groups, fit.design.random_names[span]]
+            index = pd.MultiIndex.from_product(each, names=[factor, "effect"])
+            if len(names) > 1:
+                index = pd.MultiIndex.from_product([[factor], *each], names=["factor", "group", "effect"])
+            columns = {"mean": (mean[:, :width] @ part.mT).flatten().numpy(), "sd": sd.flatten().numpy()}
+            every.append(pd.DataFrame(columns, index=index))
     return pd.concat(every)
 
 

@@ -28,15 +28,16 @@ def data_of(site: str) -> Any:
     return DATA[site]
 
 
-def enrol(root: Path, data: Mapping[str, Any], seed: int = 0) -> dict[str, Path]:
+def enrol(root: Path, data: Mapping[str, Any], seed: int = 0, modules: str = "") -> dict[str, Path]:
     """A folder for each site; all of them share a secret, as clients of the simulator do."""
     DATA.update(data)
     folders = {}
     for name in data:
         folder = root / name
         folder.mkdir(parents=True)
-        where = 'data = "tests.flower.sites:data_of"\nspectral_rows = 2\n'
-        (folder / "site.toml").write_text(f'name = "{name}"\n{where}')
+        where = 'data = "tests.flower.sites:data_of"\nspectral_rows = 2\nminimum = 1\nsingle_rows = true\n'
+        named = f'modules = ["{modules}"]\n' if modules else ""
+        (folder / "site.toml").write_text(f'name = "{name}"\n{where}{named}')
         (folder / SECRET).write_text(f"{seed}\n")
         folders[name] = folder
     return folders

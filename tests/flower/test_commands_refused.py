@@ -94,7 +94,12 @@ def test_bad_settings_of_a_site(made: Made, capsys: pytest.CaptureFixture[str]) 
         other.bind(("127.0.0.1", 0))
         other.listen()
         file.write_text(f"{good}port = {other.getsockname()[1]}\n")
-        assert "cannot be had" in refused(capsys, "site", "join", made.root / "north")
+        assert "needs the federation's signature" in refused(
+            capsys, "site", "join", made.root / "north", "--stock"
+        )
+        trusted = (made.server / "tls" / "federation.yaml").read_bytes()
+        (made.root / "north" / "federation.yaml").write_bytes(trusted)
+        assert "cannot be had" in refused(capsys, "site", "join", made.root / "north", "--stock")
 
 
 @pytest.mark.parametrize("code", ["raise OSError('no')", "def model(n):\n    return 1 / 0", "model = 3"])
@@ -110,8 +115,13 @@ def test_a_model_whose_code_is_wrong(code: str, made: Made, monkeypatch: pytest.
 
 
 def test_a_folder_from_another_version(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
-    write_json(made.server / "version.json", {"version": "0.0.1"})
-    assert "was made by fedpop 0.0.1" in refused(capsys, "server", "run", made.server)
+    """One of a newer layout is refused, in words that say what to do; an older one's goes on."""
+    write_json(made.server / "version.json", {"version": "9.9.0", "layout": 99})
+    words = refused(capsys, "server", "run", made.server)
+    assert "was made by fedpop 9.9.0 in layout 99" in words
+    assert "install fedpop 9.9.0 or newer" in words
+    write_json(made.server / "version.json", {"version": "0.1.0"})
+    assert ServerFolder(made.server).settings["name"] == "clinics"
 
 
 def test_a_port_in_use(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +222,7 @@ def test_bad_keys(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     assert "not a site's public key" in refused(
         capsys, "server", "admit", made.server, "x", made.root / "junk.pub"
     )
-    assert "another key" in refused(
+    assert "the key of site 'south'" in refused(
         capsys, "server", "admit", made.server, "north", made.root / "south" / "node.pub"
     )
     (made.root / "junk.crt").write_text("junk")

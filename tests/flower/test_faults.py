@@ -62,7 +62,7 @@ def test_a_late_reply_is_dropped_and_counted(tmp_path: Path) -> None:
 
         grid.fault = fault
 
-    found, grid = run(tmp_path, prepare, rounds=6)
+    found, grid = run(tmp_path, prepare, rounds=6, terms=RoundTerms(sites=3, timeout=30.0))
     assert found.history[1]["left_out"] == ["bea"]
     assert found.history[-1]["late"] == 1
     # It is busy until the late reply is there, so it is not asked; then it takes part again.
@@ -122,7 +122,7 @@ def spoiled(reply: Message, how: str) -> Message:
         record = message_to_record(replace(old, payloads=payloads))
     else:
         changes = {"another round": {"round": 99}, "another theta": {"digest": "x"}}
-        changes |= {"another version": {"version": "0.0.0"}, "an unknown word": {"word": 1}}
+        changes |= {"another protocol": {"protocol": 0}, "an unknown word": {"word": 1}}
         if how == "units below zero":
             record = message_to_record(replace(old, units=torch.tensor([-2])))
         elif how == "an undeclared number":
@@ -147,7 +147,7 @@ def spoiled(reply: Message, how: str) -> Message:
         "not finite",
         "another round",
         "another theta",
-        "another version",
+        "another protocol",
         "units below zero",
         "an unknown word",
         "an undeclared number",

@@ -17,11 +17,12 @@ from fedpop.flower import site_state
 from fedpop.flower.records import (
     message_from_record,
 )
-from fedpop.flower.requests import Request, digest_of
+from fedpop.flower.requests import PROTOCOL, Request, digest_of
 from fedpop.flower.site_folder import open_site
 from fedpop.keys import unit_of
 from fedpop.run.run import Run, Settings
 from fedpop.site.sites import Sites
+from fedpop.version import __version__
 from tests.flower.faulty import requests_to, run, train
 from tests.flower.local_grid import LocalGrid
 from tests.flower.sites import across, same_bits
@@ -160,10 +161,32 @@ def test_an_experiment_cannot_leave_its_folder(name: str, tmp_path: Path) -> Non
         assert "no dot first" in str(open_site(tmp_path / "ada").answer(other).refused)
 
 
-def test_a_server_of_another_version_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [{"protocol": PROTOCOL + 1, "version": "9.0.0"}, {"protocol": 0}])
+def test_a_server_of_another_protocol_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    """And told which side has to be brought up to date."""
     _, grid = across(made("FedAvg", "softmax"), four("softmax"), tmp_path, rounds=1)
     for request in requests_to(grid, "ada"):
-        other = Request(request.kind, dict(request.header) | {"version": "0.0.0"}, request.tensors)
+        other = Request(request.kind, dict(request.header) | change, request.tensors)
         why = open_site(tmp_path / "ada").answer(other).refused
         assert why is not None
-        assert why.endswith("the server 0.0.0")
+        todo = "install fedpop 9.0.0 here" if change["protocol"] else f"install fedpop {__version__} there"
+        assert todo in why
+
+
+def test_patch_versions_work_together(tmp_path: Path) -> None:
+    """What decides is the protocol, not the version: of the server's requests, and of sites' replies."""
+
+    def prepare(grid: LocalGrid) -> None:
+        def other(site: str, request: Message, reply: Message) -> list[Message]:
+            record = reply.content.config_records["fedpop"]
+            record["json"] = str(record["json"]).replace(f'"{__version__}"', '"0.2.99"')
+            assert '"0.2.99"' in record["json"]
+            return [reply]
+
+        grid.fault = other
+
+    found, grid = run(tmp_path, prepare, rounds=2)
+    assert [m["left_out"] for m in found.history] == [[], []]
+    last = [x for x in requests_to(grid, "ada") if x.kind == "train"][-1]
+    other = Request("train", dict(last.header) | {"version": "0.1.7"}, last.tensors)
+    assert open_site(tmp_path / "ada").answer(other).refused is None

@@ -3,7 +3,6 @@ outlives them."""
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import nn
 
 import fedpop as fp
 from fedpop.errors import SettingsError
-from fedpop.flower import server_commands, site_commands
+from fedpop.flower import site_commands
 from fedpop.flower.client import app
 from fedpop.flower.deployment import run_deployment
 from fedpop.flower.processes import free_port, require_free
@@ -233,57 +232,6 @@ def test_the_server_listens_elsewhere_than_sites_reach_it(made_by_command: Made)
     with pytest.raises(SettingsError, match="not an address of this machine"):
         require_free("192.0.2.7", free_port())
     require_free("127.0.0.1", free_port())
-
-
-class Link:
-    """A SuperLink that goes away as a run is submitted."""
-
-    def __init__(self, alive: bool) -> None:
-        self.alive, self.starts = alive, 1
-
-    def check(self) -> bool:
-        return self.alive
-
-
-def watch(enrolled: Made, alive: bool, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]) -> Any:
-    watch = server_commands._RunWatch(
-        ServerFolder(enrolled.server), Link(alive), enrolled.server / "tls" / "ca.crt", print
-    )  # type: ignore[arg-type]
-    watch.asked = []
-
-    def flwr(*arguments: str) -> dict[str, Any]:
-        watch.asked.append(arguments)
-        return found
-
-    monkeypatch.setattr(watch, "_flwr", flwr)
-    return watch
-
-
-def test_a_run_is_submitted_with_the_folder_where_it_is_now(
-    made_by_command: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    enrolled = made_by_command
-    found = watch(enrolled, True, monkeypatch, {"success": True, "run-id": 7})
-    assert found._submit(1) == "7"
-    assert found.asked[0][-2:] == ("--run-config", f"folder={json.dumps(str(enrolled.server))}")
-    lost = watch(enrolled, False, monkeypatch, {"success": False, "error-message": "gone"})
-    assert lost._submit(1) is None
-    with pytest.raises(SettingsError, match="did not take the run"):
-        watch(enrolled, True, monkeypatch, {"success": False, "error-message": "no"})._submit(1)
-
-
-def test_a_key_that_was_replaced_is_registered_too(
-    made_by_command: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    enrolled = made_by_command
-    found = watch(enrolled, True, monkeypatch, {"success": True})
-    found._register()
-    found._register()
-    assert [a[-1] for a in found.asked] == ["north", "south"]
-    keys = enrolled.server / "sites"
-    (keys / "north.pub").write_bytes((keys / "south.pub").read_bytes())
-    found._register()
-    assert [a[-1] for a in found.asked] == ["north", "south", "north"]
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"version": 3}'])

@@ -170,7 +170,7 @@ def rows(levels: str, n: int = 12) -> str:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (rows("fmx"), "column 'sex': 4 row(s)"),
+        (rows("fmx"), "column 'sex', line 4 and 3 more: a level that is not one of f, m"),
         (rows("fm").replace("dose", "amount"), "has no column 'dose'"),
         ("age,sex,dose\n", "has no rows"),
     ],

@@ -1,7 +1,7 @@
 """Every question, three ways with the same result: everyone in one process; sites of one whose messages go
 through bytes, of which the server sees the sum alone; and requests over the Grid.
 
-Questions of mixed models are in ``tests/mixed``, those about tables in ``test_traffic``.
+Questions of mixed models are in ``tests/mixed``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from fedpop.evaluation.newcomers import DataShare, NewcomerWidth
 from fedpop.evaluation.validation import ValidationScore
 from fedpop.flower.client import app
 from fedpop.flower.deployment import enrolled_members
-from fedpop.flower.remote import RoundTerms
+from fedpop.flower.remote import RemoteMembers, RoundTerms
+from fedpop.flower.site_folder import open_site
 from fedpop.keys import Key
 from fedpop.message import Aggregate, Channel, Tensors, Total
 from fedpop.methods.base import Algorithm, usual_participation
@@ -35,6 +36,8 @@ from fedpop.questions.features import FeatureMoments, FeatureScale
 from fedpop.questions.forms import ExampleShape
 from fedpop.questions.least_squares import LeastSquares
 from fedpop.questions.pooled import PooledFit
+from fedpop.questions.scales import ColumnScales
+from fedpop.questions.schema import ColumnSquares, ColumnTotals
 from fedpop.questions.spectral import CrossProducts, SecondMoments
 from fedpop.questions.targets import TargetSize
 from fedpop.run.members import Asking, LocalMembers, Members
@@ -44,7 +47,7 @@ from fedpop.run.settings import Settings
 from fedpop.settings import known as classes
 from fedpop.site.plan import WHOLE
 from fedpop.site.sites import Sites
-from fedpop.site.study import Training
+from fedpop.site.study import Survey, Training, table_units
 from tests.flower.local_grid import LocalGrid
 from tests.flower.sites import deployment, enrol, transport_on
 from tests.methods.conformance import four, made
@@ -125,11 +128,19 @@ CASES: dict[type[Question[Any]], Case] = {
     ExampleShape: Case(lambda m, known: ExampleShape()),
 }
 
+COLUMNS = {"x": ["age", "kind"], "y": "dose", "categories": ["kind"], "minimum": 3}
+MEAN = {'["age"]': torch.tensor([0.0, 50.0], dtype=torch.float64)}
+TABLES: dict[type[Question[Any]], tuple[Question[Any], Tensors]] = {
+    ColumnScales: (ColumnScales(("age", "dose"), 3), {}),
+    ColumnTotals: (ColumnTotals(("age",), ("kind",), 3, True), {}),
+    ColumnSquares: (ColumnSquares(("age",), 3, True), MEAN),
+}
+"""Questions about tables, before it is agreed what examples look like, and what is known."""
+
 
 def test_every_question_has_a_case() -> None:
-    elsewhere = ("fedpop.mixed.", "fedpop.questions.schema")
     ours = {c for c in classes(Question).values() if c.__module__.startswith("fedpop.")}
-    assert {c for c in ours if not c.__module__.startswith(elsewhere)} == set(CASES)
+    assert {c for c in ours if not c.__module__.startswith("fedpop.mixed.")} == {*CASES, *TABLES}
 
 
 def data(case: Case) -> dict[str, Any]:
@@ -195,7 +206,7 @@ def ways(request: pytest.FixtureRequest, tmp_path: Path) -> Ways:
     federation = method.model.checked(federation)
     run = Run(method, federation, Settings(2, 0, usual_participation(method)))
     run.begin()
-    grid = LocalGrid(app, enrol(tmp_path, clients))
+    grid = LocalGrid(app, enrol(tmp_path, clients, modules=case.entry.partition(":")[0]))
     planned = deployment(method, 2, terms=RoundTerms(sites=4), entry=case.entry)
     members, _ = enrolled_members(planned, transport_on(grid))
     apart = {
@@ -214,3 +225,36 @@ def test_a_question_three_ways(ways: Ways) -> None:
     again, there = ways.grid.ask(ways.asking(ways.grid))
     close(here, there, ways.case.close)
     assert type(found) is type(again)
+
+
+@pytest.mark.parametrize("question", TABLES, ids=lambda c: c.__name__)
+def test_a_question_about_tables_three_ways(question: type[Question[Any]], tmp_path: Path) -> None:
+    asked, known = TABLES[question]
+    survey, folders, tables = Survey(COLUMNS), {}, {}
+    for k, name in enumerate(("north", "south", "west", "east")):
+        folder = tmp_path / name
+        folder.mkdir()
+        rows = "".join(f"{30 + 7 * i + k},{'ab'[i % 2] if i < 5 + k else 'c'},{i * k}\n" for i in range(8))
+        (folder / "rows.csv").write_text(f"age,kind,dose\n{rows}")
+        (folder / "site.toml").write_text(f'name = "{name}"\ndata = "rows.csv"\n')
+        (folder / "secret").write_text("1\n")
+        folders[name] = folder
+        tables |= survey.read(open_site(folder).data)
+    found, here = LocalMembers(survey, tables).ask(Asking(asked, known, KEY))
+    assert here.count == 4
+    aggregate = Aggregate()
+    for name, table in tables.items():
+        site = Sites.one(name, table_units({name: table}), torch.device("cpu"), tables=[table])
+        (work,) = site.question_work(asked, asked.ask(known), KEY, WHOLE, encode=True)
+        aggregate.add(
+            Channel().receive(replace(work.message, vectors={}, checked=False), torch.float64), torch.ones(1)
+        )
+    close(here, aggregate.total(4, ratio=False), 1e-12)
+    settings = Settings(1, 0, fp.participation.Everyone())
+    members = RemoteMembers(
+        survey, transport_on(LocalGrid(app, folders)), "test", RoundTerms(sites=4), settings
+    )
+    again, there = members.ask(Asking(asked, known, KEY))
+    close(here, there, 1e-12)
+    assert found.keys() == again.keys()
+    assert any(float(v.abs().sum()) for v in there.plain.values())

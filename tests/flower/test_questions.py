@@ -214,7 +214,7 @@ def test_everyone_who_answered_must_be_readable(tmp_path: Path) -> None:
 
 
 def test_a_model_of_a_table_still_starts(tmp_path: Path) -> None:
-    """Nothing has to be asked where columns are neither standardised nor named."""
+    """Nothing but scales has to be asked where columns are neither standardised nor named."""
     folder = tmp_path / "north"
     folder.mkdir()
     (folder / "rows.csv").write_text("age,dose\n" + "".join(f"{i},{i}\n" for i in range(9)))
@@ -224,4 +224,5 @@ def test_a_model_of_a_table_still_starts(tmp_path: Path) -> None:
     schema = {"x": ["age"], "y": "dose", "standardise": False}
     method = fp.FedAvg(fp.Composition(None, nn.Linear(1, 1), fp.likelihoods.Normal(1.0)))
     run_deployment(deployment(method, 1, schema=schema), transport_on(grid))
-    assert "ask" not in {request_from_record(m.content).kind for _, m, _ in grid.traffic}
+    requests = [request_from_record(m.content) for _, m, _ in grid.traffic]
+    assert {r.header["question"] for r in requests if r.kind == "ask"} == {"column scales"}

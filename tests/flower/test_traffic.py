@@ -29,9 +29,9 @@ from tests.methods.conformance import four, made
 from tests.methods.test_conformance import holds
 
 CPU = torch.device("cpu")
-ABOUT = {"site", "experiment", "version", "round", "digest", "units", "cost", "named", "question"}
+ABOUT = {"site", "experiment", "version", "protocol", "round", "digest", "units", "cost", "named", "question"}
 """All that a reply to a round or a question says beside its vectors."""
-HELLO = {"site", "experiment", "version", "units", "examples", "splits", "study"}
+HELLO = {"site", "experiment", "version", "protocol", "units", "examples", "splits", "study"}
 COSTS = {"log_likelihood", "examples", "acceptance", "clients", "divergences"}
 COSTS |= {"gradient_evaluations", "head_steps", "backbone_passes"}
 
@@ -134,6 +134,8 @@ def test_what_the_pre_round_tells_of_columns(tmp_path: Path) -> None:
     ages = [*range(30, 40), 77]
     mean = sum(ages) / 11  # of both sites: they have the same rows
     squares = sum((age - mean) ** 2 for age in ages)
+    scales = {column: sum(powers) for column, powers in sums.pop("column scales").items()}
+    assert scales == {'["age"]': 2, '["dose"]': 2}  # a one for the size, and a one for the spread
     assert sums == {
         "schema": {'["age"]': [11, sum(ages)]} | {f'["sex", {s}]': [n] for s, n in LEVELS.items()},
         "standardisation": {'["age"]': [11, pytest.approx(squares, rel=1e-12)]},

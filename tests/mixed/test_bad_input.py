@@ -72,13 +72,6 @@ def test_missing_values_are_dropped_and_counted_or_refused(simulated):
         fp.mixed_model("y ~ x + (1 | g)", frame, missing="error")
 
 
-def test_a_missing_group_is_an_error(simulated):
-    frame = simulated([6] * 8)
-    frame.loc[7, "g"] = None
-    with pytest.raises(DataError, match=r"no group.*row 7"):
-        fp.mixed_model("y ~ x + (1 | g)", frame)
-
-
 def test_a_small_level_is_not_told_unless_allowed(simulated):
     frame = simulated([6] * 8)
     frame["s"] = ["rare"] * 3 + ["a", "b", "c"] * 15

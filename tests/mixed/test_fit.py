@@ -197,7 +197,7 @@ def test_the_command_writes_what_others_read(frame, tmp_path, capsys):
     assert set(found["fixed"]["w"]) == {"estimate", "se"}
     assert found["random"]["g"]["cor"] == [[1.0]]
     assert set(found["random"]["g"]["sd"]) == {"(Intercept)"}
-    assert set(found["modes"]["g"]["g0"]["(Intercept)"]) == {"mean", "sd"}
+    assert set(found["modes"]["g"]["g0"]["(Intercept)"]) == {"mode", "mean", "sd"}
     assert found["sigma"] is None
     assert found["converged"] is True
 

@@ -1,0 +1,237 @@
+"""What can be known before anybody is asked: at the server its settings, at a site whether its data fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedpop.entries import entry_named
+from fedpop.errors import DataError, FedpopError, SettingsError
+from fedpop.federation.cells import bad_cells, columns_of, numeric_columns
+from fedpop.federation.inputs import Example
+from fedpop.federation.reading import read_columns, read_table, require_some, table_notes, width
+from fedpop.files import read_sealed, read_tensors
+from fedpop.flower.deployment import Deployment
+from fedpop.flower.rehearsal import Rehearsed, Watched, Written, rehearsed
+from fedpop.flower.server_folder import FEDERATION, ServerFolder, deployment_of
+from fedpop.flower.site import DESCRIPTION, MODEL, study_from
+from fedpop.flower.site_folder import open_site, read_toml
+from fedpop.flower.site_records import SiteRecord, roster_of_sites
+from fedpop.message.declared import NUMBERS, VECTORS
+from fedpop.models.base import Model
+from fedpop.questions.forms import agreed, scales_of
+from fedpop.site.study import SiteData, Survey, Training
+
+Say = Callable[[str], None]
+Asked = tuple[str, ...]
+"""What is asked after the last round."""
+UNKNOWN_LEVELS = 2
+"""Levels that a column of names is taken to have until sites say."""
+LISTED_VECTORS = 12
+"""Vectors of a message up to which each is listed."""
+
+
+# --- the server ----------------------------------------------------------------------------------
+
+
+def provisional_example(schema: Mapping[str, Any]) -> tuple[Example, bool] | None:
+    """What an example will look like by the settings, and whether that is sure; None: sites will say."""
+    if "x" in schema:
+        given = schema.get("levels", {})
+        open_ones = [c for c in schema.get("categories", ()) if c not in given]
+        some = dict(given) | {c: [""] * UNKNOWN_LEVELS for c in open_ones}
+        return Example(None, ((width(dict(schema) | {"levels": some}),),), (torch.float32,)), not open_ones
+    if "size" in schema:
+        return Example(None, (tuple(schema["size"]),), (torch.float32,)), True
+    return None
+
+
+def check_deployment(deployment: Deployment, folder: Path, sites: list[str]) -> list[str]:
+    """Make everything that is made of the settings, as far as it can be before sites answer; what it is, in
+    words. Raises where a setting is wrong."""
+    if sites:
+        deployment.settings.participation.check(roster_of_sites({n: SiteRecord(units=1) for n in sites}))
+    found = provisional_example(deployment.schema)
+    example = Example(None, ((1,),), (torch.float32,)) if found is None else found[0]
+    sure = found is not None and found[1]
+    if not sure and isinstance(entry_named(deployment.entry, folder), Model):
+        method = deployment.method(example)  # how many inputs it has will be seen when sites answer
+    elif found is None:
+        return ["the method and the model are made when sites have said what their examples look like"]
+    else:
+        method = deployment.prepared(example)
+    if sites:
+        method.check(sites)
+    study = deployment.training(method, example, deployment.schema)
+    model = method.model
+    words = [f"model {deployment.entry}: {type(model).__name__}, {model.initial_z().numel()} numbers in z"]
+    if sure:
+        study.description()
+        words[0] += f", {model.initial_phi().numel()} in phi, for examples of shape {list(example.shapes[0])}"
+    else:
+        words[0] += "; whether it takes the examples is seen when sites have said what these look like"
+    engine = "" if study.method is method else f", which runs as {type(study.method).__name__}"
+    return [f"method {type(method).__name__}{engine}", *words]
+
+
+def server_check(root: Path, say: Say) -> None:
+    """Method, model, settings and schema, before anybody is asked."""
+    folder = ServerFolder(root.absolute())
+    deployment = folder.deployment()
+    admitted = sorted(key.stem for key in folder.admitted.glob("*.pub"))
+    words = check_deployment(deployment, folder.app, admitted)
+    settings, terms = deployment.settings, deployment.terms
+    say(f"{folder.settings.get('name', 'federation')}: the settings can be used")
+    for line in (*_schema_words(deployment.schema), *words):
+        say(f"  {line}")
+    rounds = "rounds until it has converged" if settings.rounds is None else f"{settings.rounds} rounds"
+    quorum = "all replies" if terms.waits else f"{terms.quorum:.0%} of the replies"
+    say(f"  {rounds}, each of {terms.sites} site(s) at least, closed by {quorum}, or by {terms.timeout:g} s")
+    say(f"  admitted: {', '.join(admitted) or 'nobody yet'}")
+    if len(admitted) < terms.first:
+        say(f"  the run begins with {terms.first} site(s), and {len(admitted)} are admitted")
+
+
+def _schema_words(schema: Mapping[str, Any]) -> list[str]:
+    """A line for each column."""
+    out = []
+    for column in columns_of(schema):
+        if column in numeric_columns(schema):
+            unit, limits = schema.get("unit", {}).get(column), schema.get("range", {}).get(column)
+            more = "" if unit is None else f" in {unit}"
+            more += "" if limits is None else f" from {limits[0]:g} to {limits[1]:g}"
+            out.append(f"column {column}: numbers{more}")
+        else:
+            names = (
+                schema.get("classes") if column == schema.get("y") else schema.get("levels", {}).get(column)
+            )
+            what = "names that sites agree on" if names is None else ", ".join(names)
+            role = next((r for r in ("group", "split") if schema.get(r) == column), None)
+            out.append(f"column {column}: {role or what}")
+    return out
+
+
+# --- a site --------------------------------------------------------------------------------------
+
+
+def site_check(root: Path, federation: Path | None, say: Say) -> None:
+    """Whether a site's data fit the federation, and what would be sent. Nothing is sent, nothing written."""
+    site = open_site(root.absolute())
+    place = site.data
+    say(f"site {site.name}: its data are {place.where}")
+    require_some(place.where, site.name, site.folder, site.table)
+    afterwards: Asked = ()
+    if federation is None:
+        found = _last_study(site.folder)
+        if found is None:
+            say(
+                "  there are data; whether they fit is known once the server has greeted this site, or with "
+                f"the federation's {FEDERATION} and model: fedpop site check {root} --federation PATH"
+            )
+            return
+        (study, name), rounds = found, "as many rounds as the server asks for"
+    else:
+        study, rounds, afterwards = _study_from_settings(federation, place, say)
+        name = federation.name
+    fits = _fitting(study, place, say)
+    say(f"  the data fit {name}: {fits.train.sizes.sum()} rows of {len(fits)} unit(s)")
+    if not isinstance(study, Training):
+        return
+    level = logging.getLogger("fedpop").level
+    try:
+        logging.getLogger("fedpop").setLevel(logging.ERROR)
+        written = rehearsed(study, fits, site.name)
+    except FedpopError as error:
+        say(f"  what would be sent could not be rehearsed with this site alone: {error}")
+        return
+    finally:
+        logging.getLogger("fedpop").setLevel(level)
+    _say_written(written, fits.train.sizes.sum().item(), site.spectral_rows, rounds, afterwards, say)
+
+
+def _last_study(folder: Path) -> tuple[Survey | Training, str] | None:
+    """What the server said of its federation the last time that it greeted this site."""
+    files = sorted((folder / "experiments").glob(f"*/{DESCRIPTION}"), key=lambda f: f.stat().st_mtime)
+    if not files:
+        return None
+    stored = read_sealed(files[-1], "a study's description")
+    study = study_from(stored["study"], read_tensors(files[-1].with_name(MODEL), stored["digest"]))
+    if not isinstance(study, Survey | Training):
+        raise SettingsError(f"{files[-1].parent.name} is about a formula: its fit is not rehearsed")
+    return study, files[-1].parent.name
+
+
+def _study_from_settings(path: Path, place: SiteData, say: Say) -> tuple[Survey | Training, str, Asked]:
+    """The study that the federation's settings make of this site's data alone."""
+    file = path / FEDERATION if path.is_dir() else path
+    deployment = deployment_of(file.absolute(), read_toml(file, "the server's operator has it"), "check")
+    rounds = deployment.settings.rounds
+    words = "rounds until it has converged" if rounds is None else f"{rounds} rounds"
+    survey, after = Survey(deployment.schema), tuple(deployment.afterwards)
+    if "x" not in deployment.schema:
+        example = survey.read(place).example
+        return deployment.training(deployment.prepared(example), example, deployment.schema), words, after
+    data = _fitting(survey, place, say, read=True)
+    written = Written()
+    members = Watched(survey, data, place.site, [], written)
+    members.asks(scales_of(deployment.schema), {})
+    form, example = agreed(deployment.schema, members.asks)
+    say("  asked first, about columns:")
+    for sending in written.before:
+        say(f"    {_words(sending)}")
+    return deployment.training(deployment.prepared(example), example, form), words, after
+
+
+def _fitting(study: Survey | Training, place: SiteData, say: Say, read: bool = False) -> Any:
+    """The site's data as the study reads them; what does not fit is told with its values first."""
+    form = study.form
+    try:
+        data = study.read(place)
+        if "x" in form:
+            for note in table_notes(read_table(Path(place.where), form, place.site, place.table), form):
+                say(f"  {note}")
+        return data if read else study.unit_data(data).federation
+    except DataError:
+        if "x" in form and ":" not in place.where:
+            columns = read_columns(Path(place.where), columns_of(form), place.site, place.table)
+            bad = bad_cells(columns, form)
+            for cells in bad:
+                say(f"  {cells.words(columns, values=True)}")
+        raise
+
+
+def _say_written(written: Written, rows: int, least: int, rounds: str, afterwards: Asked, say: Say) -> None:
+    """Everything that would leave the site, each kind once."""
+    say(
+        f"  asked before the rounds, of {rows} row(s):"
+        if written.before
+        else "  nothing is asked before rounds"
+    )
+    for sending in written.before:
+        few = sending.shows_rows is not None and rows < least and sending.shows_rows < least
+        say(f"    {_words(sending)}{f' (refused with fewer than {least} rows)' if few else ''}")
+    for sending in written.rounds:
+        often = "each" if len(written.rounds) == 1 else "some"
+        say(f"  in {often} of {rounds}, of {rows} row(s): {_words(replace(sending, what='', times=1))}")
+        for name, length in sending.vectors.items():
+            say(f"    {name}, {length}: {VECTORS[name].what if name in VECTORS else 'the method says what'}")
+        beside = [name for name in sending.beside if name in NUMBERS]
+        say(f"    beside them {len(beside)} numbers: {', '.join(beside)}")
+    if afterwards:
+        say(f"  after the last round, sums for: {', '.join(afterwards)}")
+    say("  a message that the server's clip or compression changes has no more numbers than these")
+
+
+def _words(sending: Rehearsed) -> str:
+    """How many numbers, by name."""
+    total, names = sum(sending.vectors.values()), list(sending.vectors.items())
+    each = ", ".join(f"{name} {length}" for name, length in names[:LISTED_VECTORS])
+    more = f" and {len(names) - LISTED_VECTORS} more vectors" if len(names) > LISTED_VECTORS else ""
+    often = f"{sending.times} times " if sending.times > 1 else ""
+    head = f"{sending.what}: " if sending.what else ""
+    return f"{head}{often}{total} number(s)" + (f" ({each}{more})" if names else "")

@@ -1,0 +1,186 @@
+"""What a formula would show of few rows: a site checks the design before anything that is made of it leaves.
+
+Sums over rows are exact, so that a column which is zero but in a few rows shows these, and so does a weight,
+a cell of factors, a group of one row, a combination of columns, or the difference of two formulas. Columns
+that a formula may name say nothing about that: ``I(id == 7)`` names an innocent one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fedpop.message import Tensors
+from fedpop.mixed.design import INTERCEPT, Design
+from fedpop.mixed.formula import FormulaTerms
+from fedpop.mixed.response import response_of
+from fedpop.mixed.study import FormulaStudy
+from fedpop.mixed.table import Rows, as_categories
+from fedpop.questions.schema import MINIMUM
+from fedpop.site.refusal import Code, Refusal
+
+CARRIED = 1e-3
+"""The share of a column's sum of squares about its median that rows beside a few have to carry."""
+EXACT = 1e-9
+"""A combination of columns that is as small as this, in units of their size, is zero but for rounding."""
+SINGLE_SHARE = 0.5
+"""Groups of one row, as a share of all, above which a grouping singles out rows."""
+
+
+@dataclass(frozen=True)
+class DesignColumns:
+    """The columns that sums are made of, by name ``[n]``, and which rows of the table they are of."""
+
+    columns: Mapping[str, np.ndarray]
+    rows: np.ndarray
+
+    def tensors(self) -> Tensors:
+        """For a file at the site."""
+        named = {"rows": self.rows} | {f"column {name}": values for name, values in self.columns.items()}
+        return {n: torch.from_numpy(np.array(v)) for n, v in named.items()}
+
+    @classmethod
+    def read(cls, tensors: Tensors) -> DesignColumns:
+        """Back from a file."""
+        found = {n.removeprefix("column "): v.numpy() for n, v in tensors.items() if n != "rows"}
+        return cls(found, tensors["rows"].numpy())
+
+
+def design_columns(study: FormulaStudy, rows: Rows) -> DesignColumns:
+    """All columns of a design at a site's rows: fixed and random effects', response, offset, weights."""
+    design = study.design
+    assert design is not None
+    response = response_of(design.formula, study.family, design, rows, study.weights)
+    found = dict(zip(design.fixed_names, design.fixed(rows).T, strict=True))
+    found |= dict(zip(design.random_names, design.random(rows).T, strict=True))
+    if design.formula.offsets:
+        found["offset"] = design.offset(rows)
+    if study.weights is not None:
+        found[f"weights = {study.weights.text}"] = response.weight
+    found[design.formula.response.text] = response.y
+    return DesignColumns({n: np.asarray(v, dtype=np.float64) for n, v in found.items()}, rows.numbers)
+
+
+@dataclass(frozen=True)
+class SmallCounts:
+    """What a site does not show."""
+
+    minimum: int = MINIMUM
+    """Fewer rows than these are not set apart from the rest; 1 allows everything."""
+    single_rows: bool = False
+    """A grouping with mostly single rows is allowed."""
+
+    def check(self, study: FormulaStudy, rows: Rows, earlier: Mapping[str, DesignColumns]) -> DesignColumns:
+        """The design's columns; a refusal that names what would set few rows apart, also beside ``earlier``
+        designs, by their formulas."""
+        found = design_columns(study, rows)
+        if self.minimum <= 1:
+            return found
+        self._require_rows(study, rows)
+        bare = study.response
+        for name, values in found.columns.items():
+            if name not in (INTERCEPT, bare) and self._few(values):
+                raise self._refusal(f"the column {name!r}", "sets")
+        self._require_cells(study, rows)
+        self._require_groups(study, rows)
+        apart = [v for n, v in found.columns.items() if n != bare]
+        if self._combined(np.stack(apart, axis=1)):
+            raise self._refusal("a combination of the formula's columns", "sets")
+        for formula, before in earlier.items():
+            self._require_alike(found, before, formula)
+        return found
+
+    def _refusal(self, what: str, verb: str) -> Refusal:
+        words = f"{what} {verb} fewer than {self.minimum} rows apart from the rest"
+        return Refusal(f"{words}, which would show them: this site does not answer it", Code.FEW_ROWS)
+
+    def _require_rows(self, study: FormulaStudy, rows: Rows) -> None:
+        if len(rows) < self.minimum:
+            words = f"this site has fewer than {self.minimum} rows for {study.formula.text!r}"
+            raise Refusal(f"{words}, which sums would show", Code.FEW_ROWS)
+
+    def _few(self, values: np.ndarray) -> bool:
+        """Whether a column sets few rows apart: all others have the same value, or as good as that."""
+        several, counts = np.unique(values, return_counts=True)
+        if len(several) == 1:
+            return False
+        if len(values) - int(counts.max()) < self.minimum:
+            return True
+        squares = np.sort((values - np.median(values)) ** 2)
+        whole = float(squares.sum())
+        return whole > 0 and float(squares[: 1 - self.minimum].sum()) < CARRIED * whole
+
+    def _require_cells(self, study: FormulaStudy, rows: Rows) -> None:
+        """Every term's cells, the baseline's too, for which there is no column."""
+        design = study.design
+        assert design is not None
+        for terms in (design.formula.fixed, *design.formula.blocks):
+            for factors in _factors(design, terms):
+                codes = np.stack(
+                    [as_categories(rows.columns[c]).cat.codes.to_numpy() for c in factors], axis=1
+                )
+                _, counts = np.unique(codes, axis=0, return_counts=True)
+                if len(counts) > 1 and int(counts.min()) < self.minimum:
+                    raise self._refusal(f"a cell of {' and '.join(map(repr, factors))}", "sets")
+
+    def _require_groups(self, study: FormulaStudy, rows: Rows) -> None:
+        assert rows.groups is not None
+        _, counts = np.unique(rows.groups.astype(str), return_counts=True)
+        if not self.single_rows and float((counts == 1).mean()) > SINGLE_SHARE:
+            raise Refusal(
+                f"most groups of {study.formula.group!r} have a single row, which sums would show; this site "
+                "allows that with single_rows = true in site.toml",
+                Code.FEW_ROWS,
+            )
+
+    def _combined(self, columns: np.ndarray) -> bool:
+        """Whether a combination of columns is zero but in a few rows.
+
+        A vector of the columns' span that lives on S rows gives one of them a leverage of 1/S or more: only
+        such rows can be set apart. If they are few, it is so where the other rows have a lower rank.
+        """
+        size = np.abs(columns).max(axis=0)
+        scaled = columns[:, size > 0] / size[size > 0]
+        if not scaled.shape[1]:
+            return False
+        u, spread, _ = np.linalg.svd(scaled, full_matrices=False)
+        u = u[:, spread > EXACT * spread[0] * len(scaled) ** 0.5]
+        leverage = (u**2).sum(axis=1)
+        if (leverage > 1 - EXACT).any():
+            return bool(len(u) > u.shape[1])
+        suspects = leverage >= 1 / (self.minimum - 1) - EXACT
+        if not suspects.any() or int(suspects.sum()) >= self.minimum:
+            return False
+        return float(np.linalg.svd(u[~suspects], compute_uv=False)[-1]) < EXACT
+
+    def _require_alike(self, found: DesignColumns, before: DesignColumns, formula: str) -> None:
+        """Two designs of nearly the same rows, or with nearly the same column, differ in few rows."""
+        both = np.isin(found.rows, before.rows)
+        other = np.isin(before.rows, found.rows)
+        differ = int((~both).sum()) + int((~other).sum())
+        if 0 < differ < self.minimum:
+            raise self._refusal(f"the difference to the formula {formula!r}, answered before,", "sets")
+        if not both.any():
+            return
+        for name, values in found.columns.items():
+            for earlier in before.columns.values():
+                apart = int((values[both] != earlier[other]).sum())
+                if 0 < apart < self.minimum:
+                    raise self._refusal(
+                        f"the difference of {name!r} to the formula {formula!r}, answered before,", "sets"
+                    )
+        names = [n for n in found.columns if n not in before.columns]
+        if names:
+            together = [found.columns[n][both] for n in names] + [v[other] for v in before.columns.values()]
+            if self._combined(np.stack(together, axis=1)):
+                what = f"columns beside those of the formula {formula!r}, answered before,"
+                raise self._refusal(what, "set")
+
+
+def _factors(design: Design, terms: FormulaTerms) -> list[list[str]]:
+    """Columns of categories in each term."""
+    named = [[design.level_column(part) for part in term] for term in terms.terms]
+    return [found for term in named if (found := [c for c in term if c is not None])]
