@@ -84,16 +84,14 @@ def model() -> fp.Composition:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
-@pytest.mark.parametrize("method", [fp.FedAvg, fp.FedSOUK, fp.FedRep])
+@pytest.mark.parametrize("method", [fp.FedAvg, fp.FedSOUK, fp.FedProx])
 def test_runs_with_a_few_wild_clients(rule: Robust, method) -> None:
     data = clients()
     for i in (3, 7):
         data[i] = (data[i][0], -100 * data[i][1])
     made = method(model(), guard=None)
-    calm = made.fit(clients(), rounds=15, aggregate=rule).history[-1]["loss"]
     wild = made.fit(data, rounds=15, aggregate=rule)
     x, y = clients(21)[20]
-    del calm
     error = float((wild.new_client().predict(x).mean.squeeze() - y).square().mean())
     plain = made.fit(data, rounds=15).new_client().predict(x).mean.squeeze()
     assert error < float((plain - y).square().mean())
