@@ -37,8 +37,8 @@ OUTLIERS = 10
 """Powers of two above the median norm from which a message does not widen what fits."""
 SCALE = "usual.scale."
 """Before the names of powers of two that entries of a vector lie below, in a broadcast."""
-_BLOCK = 2**20
-"""Entries rounded at a time."""
+_ROUNDED_AT_ONCE = 2**20
+"""Entries: a little more memory, the same numbers."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,11 @@ def _narrow(v: Tensor, step: int, payload: int, key: Key, sites: Tensor) -> tupl
     out = torch.empty(v.shape, dtype=torch.int32, device=v.device)
     fits = torch.ones(len(v), dtype=torch.bool, device=v.device)
     drawn = key.words(sites)
-    rows = max(1, _BLOCK // max(1, v.shape[1]))
+    rows = max(1, _ROUNDED_AT_ONCE // max(1, v.shape[1]))
     for start in range(0, len(v), rows):
         some = slice(start, start + rows)
-        for left in range(0, v.shape[1], _BLOCK):
-            across = slice(left, min(left + _BLOCK, v.shape[1]))
+        for left in range(0, v.shape[1], _ROUNDED_AT_ONCE):
+            across = slice(left, min(left + _ROUNDED_AT_ONCE, v.shape[1]))
             chance = drawn.block(some, left, across.stop - left).double().add_(2.0**31).mul_(2.0**-32)
             q = torch.floor(v[some, across].double().mul_(2.0**-step).add_(chance))
             fits[some] &= (q.abs() <= most).all(1)
