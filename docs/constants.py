@@ -560,6 +560,7 @@ TABLES: Mapping[str, Rows] = {
         },
         "privacy/ledger.py": {
             "RELATIVE_PRECISION": ("to which a multiplier is found for a budget", "convention"),
+            "LARGEST_NOISE": ("a multiplier above which a budget is refused", "derived: nothing is learned"),
             "LOSS_STEP": (
                 "the grid of privacy losses; a coarser one says a larger ε",
                 "derived: an upper bound whatever it is; 1e-4 gives the same three digits",
@@ -571,6 +572,7 @@ TABLES: Mapping[str, Rows] = {
             "ORDERS": ("orders of Rényi divergences", "derived: an upper bound whichever they are"),
         },
         "run/private.py": {
+            "ANY_LENGTH": ("rounds of a private run without a budget", "derived: more than any run has"),
             "USEFUL": (
                 "noise over the largest possible sum from which a run is known to learn little, which warns",
                 NOT_MEASURED,
@@ -808,6 +810,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "evaluation/information.py": "ROWS_ONE_BY_ONE, HESSIAN_ROWS_AT_ONCE",
             "message/compressors/base.py": "_BLOCK",
             "mixed/gaussian.py": "PROFILE_NUMBERS_AT_ONCE",
+            "message/fixed_point.py": "_ROUNDED_AT_ONCE",
             "mixed/predictions.py": "PREDICTED_NUMBERS_AT_ONCE",
             "mixed/study.py": "GROUP_BYTES",
             "models/probe.py": "PROBED_ROWS",

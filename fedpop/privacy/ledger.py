@@ -42,7 +42,9 @@ def epsilon(sigma: float, share: float, rounds: int, delta: float) -> float:
     if not 0 < bound < BY_LOSSES:
         return bound
     accounting = library("dp_accounting", "privacy", _WHAT)
-    accountant = library("dp_accounting.pld", "privacy", _WHAT).PLDAccountant(value_discretization_interval=LOSS_STEP)
+    accountant = library("dp_accounting.pld", "privacy", _WHAT).PLDAccountant(
+        value_discretization_interval=LOSS_STEP
+    )
     accountant.compose(_event(accounting, sigma, share), rounds)
     spent: float = accountant.get_epsilon(delta)
     return spent

@@ -190,7 +190,15 @@ def _single(measured: Iterable[Features]) -> str:
 def _row(f: Features, formula: int) -> tuple[str, ...]:
     marks = ("yes" if flag else "no" for flag in (f.personalised, f.uncertainty, f.bounds))
     numbers = (f.memory, f"{f.to_predict} ({formula})", str(f.between_rounds))
-    return (f.name, WHO[f.participation], *marks, f.communication, "yes" if f.secure else "no", *numbers, f.instance or "-")
+    return (
+        f.name,
+        WHO[f.participation],
+        *marks,
+        f.communication,
+        "yes" if f.secure else "no",
+        *numbers,
+        f.instance or "-",
+    )
 
 
 def show() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import PrivacyError, warn_user
-from fedpop.federation.participation import Bernoulli, Participation, Roster
+from fedpop.federation.participation import Participation, Roster
 from fedpop.files import read_tensors, write_tensors
 from fedpop.keys import Key
 from fedpop.message import Tensors, Total
@@ -29,7 +29,7 @@ ANY_LENGTH = 100_000
 
 
 @dataclass(frozen=True)
-class Terms:
+class PrivateTerms:
     """What does not change in a run: the noise, who is sampled how, how many there are."""
 
     settings: Gaussian
@@ -48,7 +48,7 @@ class Terms:
         return by(self.sigma, self.share, rounds, self.settings.delta)
 
 
-def terms(settings: Gaussian, rule: Participation, roster: Roster, rounds: int | None) -> Terms:
+def terms(settings: Gaussian, rule: Participation, roster: Roster, rounds: int | None) -> PrivateTerms:
     """The noise that these rounds ask for; raises, or warns, where that cannot be useful."""
     if rounds is None:
         raise PrivacyError(
@@ -59,12 +59,9 @@ def terms(settings: Gaussian, rule: Participation, roster: Roster, rounds: int |
             "against='server' is about a server that sees sums only, whose noise sites add; here the server "
             "sees each message: use against='readers'"
         )
-    share = 1.0
-    if isinstance(rule, Bernoulli):
-        each = rule.probabilities(roster)
-        share = float(each[0])
-        if bool((each != share).any()) or rule.weights == "inverse":
-            raise PrivacyError("a private run has one probability for all units: participation=0.1")
+    share = rule.one_chance(roster)
+    if share is None:
+        raise PrivacyError("a private run has one probability for all units: participation=0.1")
     units, heard = len(roster), rule.expected(roster)
     if settings.delta > 1 / units:
         raise PrivacyError(
@@ -87,7 +84,7 @@ def terms(settings: Gaussian, rule: Participation, roster: Roster, rounds: int |
             f"noise is up to {ratio:.2g} times the largest possible sum of gradients: with {units} units, of "
             f"which {heard:g} take part in a round, little will be learned; about {enough} units would do"
         )
-    return Terms(settings, sigma, share, heard, units, covered)
+    return PrivateTerms(settings, sigma, share, heard, units, covered)
 
 
 def private_method(method: Algorithm) -> Algorithm:
@@ -102,7 +99,7 @@ def private_method(method: Algorithm) -> Algorithm:
 class PrivateTotals:
     """Adds noise to totals, and counts what that spends."""
 
-    def __init__(self, given: Terms, method: Algorithm, folder: Path | None) -> None:
+    def __init__(self, given: PrivateTerms, method: Algorithm, folder: Path | None) -> None:
         self.terms, self.folder = given, folder
         self.vectors, settings = method.private_sums, given.settings
         self.multipliers = settings.multipliers(given.sigma, self.vectors)

@@ -17,7 +17,7 @@ from fedpop.message import Aggregate, Answer, Message
 from fedpop.privacy import ledger
 from fedpop.privacy.gaussian import BIT, CLIP, bound_of, bounded, system_noise
 from fedpop.run import private
-from fedpop.run.private import PrivateTotals, Terms, private_method
+from fedpop.run.private import PrivateTotals, PrivateTerms, private_method
 from fedpop.site.work import private_answer
 from tests.helpers import generator, seeded
 
@@ -122,7 +122,7 @@ def test_the_systems_noise_is_standard_normal() -> None:
 
 
 def totals(method, given: fp.privacy.Gaussian, units: int, heard: float, sigma: float = 1.0) -> PrivateTotals:
-    return PrivateTotals(Terms(given, sigma, heard / units, heard, units, 100), method, None)
+    return PrivateTotals(PrivateTerms(given, sigma, heard / units, heard, units, 100), method, None)
 
 
 def sums(method, given, broadcast, answers: list[Answer]):
@@ -272,8 +272,8 @@ def test_every_method_on_offer_runs_and_says_what_it_spent(name: str) -> None:
 
 
 def test_with_little_noise_it_learns_what_an_ordinary_run_learns() -> None:
-    """A bound that shortens nobody, noise of a millionth, everyone in every round."""
-    given = fp.privacy.Gaussian(noise=1e-6, delta=1e-3, clip=1e4, quantile=None)
+    """A bound that shortens nobody, noise of next to nothing, everyone in every round."""
+    given = fp.privacy.Gaussian(noise=1e-8, delta=1e-3, clip=1e4, quantile=None)
     data = clients(30)
     ordinary = fp.FedAvg(model()).fit(data, rounds=5).published
     found = fp.FedAvg(model()).fit(data, rounds=5, privacy=given).published  # all have as many examples
