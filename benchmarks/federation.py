@@ -1,38 +1,41 @@
-"""Rounds over Flower: three sites on this machine, ours and, in turns with them, rounds in which the client
-imports torch and does nothing; and what sites send of a network's J, with and without compression."""
+"""Rounds over Flower: three and twenty sites on this machine, in seconds a round, with where they go; what a
+site and the server take while they wait; what sites send of a network's J, with and without compression."""
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-import torch
 from rich.table import Table
 from torch import nn
 
 import fedpop as fp
 from benchmarks.timing import Advance, Spread, shown
-from benchmarks.turns_client import NOTHING
-from fedpop.flower import server_commands, site_commands
+from fedpop.flower import admission, offline, server_commands, site_commands
 from fedpop.flower.processes import free_port
 from fedpop.flower.requests import Request, digest_of
-from fedpop.flower.site_folder import open_site
+from fedpop.flower.site import open_site
 from fedpop.keys import Key
 from fedpop.methods.base import Facts
 from fedpop.report.results import Record, record
 
 NAME = "federation"
-SITES, ROUNDS, TARGET = ("a", "b", "c"), 10, 1.1
-"""Rounds of each kind; the first of all, in which everyone arrives, does not count."""
+SITES, ROUNDS = (3, 20), 20
+"""Sites of each federation, and its rounds; the first, in which everyone arrives, does not count."""
+GOALS = {3: 1.0, 20: 5.0}
+"""Seconds a round, at most, where nobody else uses the machine."""
+IDLE = 20.0
+"""Seconds for which sites that wait are looked at."""
 COMPRESSORS = (fp.compressors.Identity(), fp.compressors.QSGD(levels=16), fp.compressors.Natural())
 SETTINGS = """name = "bench"
 [data]
@@ -52,68 +55,87 @@ address = "{address}"
 
 
 def measure(advance: Advance) -> list[Record]:
-    out = []
-    with tempfile.TemporaryDirectory() as folder:
-        ours, empty = rounds_of(Path(folder), lambda share: advance(0.9 * share))
-        parts = parts_of(Path(folder) / f"site-{SITES[0]}")
-    parts["Flower's polls and transport, and waiting for a core"] = median(ours) - sum(parts.values())
-    setting = {"benchmark": NAME, "sites": len(SITES), "rounds": ROUNDS}
-    ratios = Spread.of([a / b for a, b in zip(ours, empty, strict=True)])
-    metrics = ratios.metrics("ratio") | Spread.of(ours).metrics("seconds") | {"empty": median(empty)}
-    metrics |= {"of_medians": median(ours) / median(empty), "target": TARGET, "repeats": len(ours)}
-    out.append(record("bench", setting, "a round over Flower", 0, metrics, {"seconds": sum(ours)}, {}))
-    for part, seconds in parts.items():
-        setting = {"benchmark": NAME, "part": part}
-        metrics = {"seconds": seconds, "share": seconds / median(ours)}
-        out.append(record("bench", setting, "a round over Flower", 0, metrics, {"seconds": seconds}, {}))
-    return out + messages(median(ours))
-
-
-def parts_of(folder: Path) -> dict[str, float]:
-    """What a message costs at a site, each part by itself in a quiet process: imports, then the work.
-    Processor seconds, the least of five: what is left of a noisy machine's."""
-    steps = {
-        "a client process that imports flwr": "import flwr.clientapp",
-        "importing torch": "import torch",
-        "importing fedpop": "import fedpop.flower.client",
-    }
-    codes = ["\n".join(list(steps.values())[: k + 1]) for k in range(len(steps))]
-    turns = [[_seconds_of(code) for code in codes] for _ in range(5)]
-    least = [0.0, *(min(laps) for laps in zip(*turns, strict=True))]
-    out = {part: least[k + 1] - least[k] for k, part in enumerate(steps)}
-    experiment = site_commands.experiment_of(folder, None)
-    method, facts = experiment.method, Facts(len(SITES), ROUNDS + 1)
-    broadcast = method.broadcast(method.init(facts, Key(0), {}))
-    laps = []
-    for k in range(3):
-        header = {
-            "version": fp.__version__,
-            "experiment": experiment.name,
-            "round": ROUNDS + 1 + k,
-            "seed": 0,
+    out, laps = [], []
+    for k, sites in enumerate(SITES):
+        with tempfile.TemporaryDirectory() as folder, federation(Path(folder), sites) as running:
+            laps = running.rounds(lambda share, k=k: advance((k + share) / (len(SITES) + 1)))
+            running.children[0].wait()
+            parts = {"the site's data, round and chain": work_of(Path(folder) / "site-0")}
+        load = os.getloadavg()[0]
+        for who, seconds in running.worked.items():
+            parts[f"processor seconds of {who}"] = seconds / (ROUNDS - 1)
+        setting = {"benchmark": NAME, "sites": sites, "rounds": ROUNDS}
+        metrics = Spread.of(laps).metrics("seconds") | {
+            "goal": GOALS[sites],
+            "load": load,
+            "repeats": len(laps),
         }
-        header |= {
-            "heard": ROUNDS + k,
-            "units": None,
-            "noted": [],
-            "best": -1,
-            "active": len(SITES),
-            "digest": digest_of(broadcast),
-        }
-        start = time.perf_counter()
-        reply = open_site(folder).answer(Request("train", header, broadcast))
-        laps.append(time.perf_counter() - start)
-        if reply.refused is not None:
-            raise RuntimeError(reply.refused)
-    return out | {"the site's data, round and chain": median(laps)}
+        out.append(record("bench", setting, "a round over Flower", 0, metrics, {"seconds": sum(laps)}, {}))
+        for part, seconds in parts.items():
+            setting = {"benchmark": NAME, "sites": sites, "part": part}
+            metrics = {"seconds": seconds, "share": seconds / median(laps)}
+            out.append(record("bench", setting, "a round over Flower", 0, metrics, {"seconds": seconds}, {}))
+    return out + idle(max(SITES)) + messages(median(laps))
 
 
-def _seconds_of(code: str) -> float:
-    """What a child takes of a processor to run this."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment_of_children())
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+class Running:
+    """A federation of real processes."""
+
+    def __init__(self, server: Path, children: list[subprocess.Popen[bytes]]) -> None:
+        self.server, self.children = server, children
+        self.worked: dict[str, float] = {}
+        """Processor seconds of the server, and of a site, between the first and the last round."""
+
+    def rounds(self, advance: Advance) -> list[float]:
+        """Seconds of each round but the first."""
+        metrics, begun = self.server / "run" / "metrics.jsonl", None
+        while self.children[0].poll() is None:
+            time.sleep(0.1)
+            done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+            advance(done / ROUNDS)
+            if done and begun is None:
+                begun = self.processor()
+            if begun is not None and done < ROUNDS:
+                self.worked = {who: now - begun[who] for who, now in self.processor().items()}
+        if self.children[0].returncode:
+            raise RuntimeError(f"the federation failed: {(self.server / 'run' / 'server.log').read_text()}")
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        return [later["seconds"] - sooner["seconds"] for sooner, later in pairwise(lines)]
+
+    def processor(self) -> dict[str, float]:
+        server = sum(seconds_of(p) for p in family(self.children[0].pid))
+        sites = [sum(seconds_of(p) for p in family(c.pid)) for c in self.children[1:]]
+        return {"the server": server, "one site": sum(sites) / len(sites)}
+
+
+@contextmanager
+def federation(folder: Path, sites: int, needed: int | None = None) -> Iterator[Running]:
+    """Server and sites, which run while this is entered; with more sites needed than there are, they wait."""
+    address, server = f"127.0.0.1:{free_port()}", folder / "server"
+    said: list[str] = []
+    server_commands.init(server, "bench", address, [], False, said.append)
+    (server / "app" / "federation.toml").write_text(
+        SETTINGS.format(rounds=ROUNDS, sites=needed or sites, address=address)
+    )
+    (folder / "rows.csv").write_text("x,y\n" + "".join(f"{i},{2 * i}\n" for i in range(20)))
+    for k in range(sites):
+        site = folder / f"site-{k}"
+        given = (address, str(folder / "rows.csv"), server / "tls" / "ca.crt", False, said.append)
+        site_commands.enrol(site, f"s{k}", *given)
+        admission.admit(server, f"s{k}", site / "node.pub", said.append)
+    code = [sys.executable, "-c", "from fedpop.cli import main; main()"]
+    quiet = {"env": environment_of_children(), "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    children = [subprocess.Popen([*code, "server", "run", str(server)], **quiet)]
+    joins = [[*code, "site", "join", str(folder / f"site-{k}")] for k in range(sites)]
+    children += [subprocess.Popen(join, **quiet) for join in joins]
+    try:
+        yield Running(server, children)
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(signal.SIGTERM)
+        for child in children:
+            child.wait()
 
 
 def environment_of_children() -> dict[str, str]:
@@ -122,61 +144,81 @@ def environment_of_children() -> dict[str, str]:
     return {n: v for n, v in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"} | added
 
 
-def rounds_of(folder: Path, advance: Advance) -> tuple[list[float], list[float]]:
-    """Seconds of rounds of a federation of real processes: ours, and an empty client's between them."""
-    address, server = f"127.0.0.1:{free_port()}", folder / "server"
-    lines: list[str] = []
-    server_commands.init(server, "bench", address, [], False, lines.append)
-    (server / "app" / "federation.toml").write_text(
-        SETTINGS.format(rounds=2 * ROUNDS + 1, sites=len(SITES), address=address)
-    )
-    project = server / "app" / "pyproject.toml"
-    client = "benchmarks.turns_client:app"
-    project.write_text(project.read_text().replace("fedpop.flower.client:app", client))
-    (folder / "rows.csv").write_text("x,y\n" + "".join(f"{i},{2 * i}\n" for i in range(20)))
-    for name in SITES:
-        site = folder / f"site-{name}"
-        given = (address, str(folder / "rows.csv"), server / "tls" / "ca.crt", False, lines.append)
-        site_commands.enrol(site, name, *given)
-        (site / NOTHING).write_text(json.dumps({"site": name, "vectors": nothing()}))
-        server_commands.admit(server, name, site / "node.pub", lines.append)
-    code = [sys.executable, "-c", "from fedpop.cli import main; main()"]
-    output = folder / "output.txt"
-    with output.open("wb") as file:
-        quiet = {"env": environment_of_children(), "stdout": file, "stderr": subprocess.STDOUT}
-        children = [subprocess.Popen([*code, "server", "run", str(server)], **quiet)]
-        metrics = server / "run" / "metrics.jsonl"
+def idle(sites: int) -> list[Record]:
+    """What the server and a site take while all are there and nothing is to be done."""
+    with tempfile.TemporaryDirectory() as folder, federation(Path(folder), sites, sites + 1) as running:
+        log = running.server / "run" / "server.log"
+        while not log.exists() or log.read_text().count(" is here") < sites:
+            time.sleep(0.5)
+        time.sleep(5.0)
+        before, start = running.processor(), time.monotonic()
+        time.sleep(IDLE)
+        spent, passed = running.processor(), time.monotonic() - start
+        server = sum(memory_of(p) for p in family(running.children[0].pid))
+        each = [sum(memory_of(p) for p in family(c.pid)) for c in running.children[1:]]
+    out = []
+    for who, memory in {"the server": server, "one site": sum(each) / len(each)}.items():
+        metrics = {"memory": memory, "core": (spent[who] - before[who]) / passed}
+        setting = {"benchmark": NAME, "sites": sites, "idle": who}
+        out.append(record("bench", setting, "waiting", 0, metrics, {"seconds": passed}, {}))
+    return out
+
+
+def family(pid: int) -> list[int]:
+    """A process and all below it."""
+    found, parents = [pid], {}
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            while not (server / "run" / "status.json").exists() and children[0].poll() is None:
-                time.sleep(0.5)  # sites' keys are registered before the run begins
-            joins = [[*code, "site", "join", str(folder / f"site-{n}")] for n in SITES]
-            children += [subprocess.Popen(join, **quiet) for join in joins]
-            while children[0].poll() is None:
-                time.sleep(1.0)
-                done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
-                advance(done / (2 * ROUNDS + 1))
-        finally:
-            for child in children:
-                if child.poll() is None:
-                    child.send_signal(signal.SIGTERM)
-            for child in children:
-                child.wait()
-    if children[0].returncode:
-        raise RuntimeError(f"the federation failed:\n{output.read_text()}")
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    if short := [line["round"] for line in lines if len(line["heard"]) < len(SITES)]:
-        raise RuntimeError(f"sites were missing in rounds {short}:\n{output.read_text()}")
-    laps = [(later, later["seconds"] - sooner["seconds"]) for sooner, later in pairwise(lines)]
-    ours, empty = (
-        [s for line, s in laps if (line.get("loss") is not None) == mine] for mine in (True, False)
-    )
-    return ours, empty
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found
 
 
-def nothing() -> dict[str, tuple[int, str]]:
-    """What FedAvg would send of the model of three parameters, were there nothing to say."""
-    zeros = {"dw": torch.zeros(3), "n": torch.ones(1)}
-    return {name: (len(v), fp.compressors.Identity().encode(v, Key(0)).hex()) for name, v in zeros.items()}
+def seconds_of(pid: int) -> float:
+    """Of a processor."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def memory_of(pid: int) -> float:
+    """MiB that are in memory; pages that processes share count for each."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    except OSError:
+        return 0.0
+
+
+def work_of(folder: Path) -> float:
+    """Seconds of a round at a site, by itself in this process: its data, the round, its chain on disk."""
+    experiment = offline.experiment_of(folder, None)
+    method, facts = experiment.method, Facts(3, ROUNDS + 1)
+    broadcast = method.broadcast(method.init(facts, Key(0), {}))
+    site, laps = open_site(folder, lasting=True), []
+    for k in range(5):
+        header = {
+            "version": fp.__version__,
+            "experiment": experiment.name,
+            "round": ROUNDS + 1 + k,
+            "seed": 0,
+            "heard": ROUNDS + k,
+            "units": None,
+            "noted": [],
+            "best": -1,
+            "active": 3,
+            "digest": digest_of(broadcast),
+        }
+        start = time.perf_counter()
+        reply = site.answer(Request("train", header, broadcast))
+        laps.append(time.perf_counter() - start)
+        if reply.refused is not None:
+            raise RuntimeError(reply.refused)
+    return median(laps)
 
 
 def backbone() -> nn.Module:
@@ -198,7 +240,7 @@ def messages(round_seconds: float) -> list[Record]:
         laps = []
         for _ in range(9):
             start = time.perf_counter()
-            for _ in SITES:
+            for _ in range(SITES[0]):
                 compressor.decode(data, entries)
             laps.append(time.perf_counter() - start)
         metrics = {"bytes": len(data), "fewer": 4 * entries / len(data), "decode": median(laps)}
@@ -209,21 +251,26 @@ def messages(round_seconds: float) -> list[Record]:
 
 
 def tables(records: list[Record]) -> list[Table]:
-    one = Table(title=f"a round of {len(SITES)} sites over Flower, over the same with an empty client")
-    for name in ("seconds", "empty client", "ratio", "target"):
+    one = Table(title="a round over Flower")
+    for name in ("sites", "seconds", "goal on a quiet machine", "load of this one"):
         one.add_column(name, justify="right")
     parts = Table(title="where a round over Flower goes")
-    for name in ("part", "seconds", "share of the round"):
+    for name in ("sites", "part", "seconds", "share of the round"):
         parts.add_column(name, justify="right")
+    still = Table(title="while nothing is to be done")
+    for name in ("sites", "who", "MiB", "cores"):
+        still.add_column(name, justify="right")
     two = Table(title="one site's J of the CIFAR backbone")
     for name in ("compressor", "bytes", "fewer than float32", "decoding, share of a round"):
         two.add_column(name, justify="right")
     for r in records:
-        m = r["metrics"]
-        if "ratio" in m:
-            one.add_row(shown(m, "seconds"), f"{m['empty']:.2f}", shown(m, "ratio"), f"{m['target']:.2f}")
-        elif "part" in r["setting"]:
-            parts.add_row(r["setting"]["part"], f"{m['seconds']:.2f}", f"{m['share']:.2f}")
+        m, setting = r["metrics"], r["setting"]
+        if "goal" in m:
+            one.add_row(str(setting["sites"]), shown(m, "seconds"), f"{m['goal']:.0f}", f"{m['load']:.1f}")
+        elif "part" in setting:
+            parts.add_row(str(setting["sites"]), setting["part"], f"{m['seconds']:.3f}", f"{m['share']:.2f}")
+        elif "idle" in setting:
+            still.add_row(str(setting["sites"]), setting["idle"], f"{m['memory']:.0f}", f"{m['core']:.4f}")
         else:
             two.add_row(r["method"], f"{m['bytes']:,}", f"{m['fewer']:.2f}", f"{m['share']:.4f}")
-    return [one, parts, two]
+    return [one, parts, still, two]

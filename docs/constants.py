@@ -344,7 +344,7 @@ TABLES: Mapping[str, Rows] = {
                 "derived: stable below 2, and bias falls with it; a quarter is not measured",
             ),
         },
-        "questions/schema.py": {
+        "federation/table_format.py": {
             "MINIMUM": (
                 "smallest cell of a table that is told of; `minimum=` overrides it",
                 "convention of statistical offices; it protects, and changes which levels are known",
@@ -649,6 +649,10 @@ TABLES: Mapping[str, Rows] = {
                 "evaluations after which a search is given up, which is an error",
                 NOT_MEASURED,
             ),
+            "LARGEST_NEWTON": (
+                "parameters up to which the search takes Newton steps, a Hessian at each evaluation",
+                "sleepstudy over two sites: 23 messages per site where quasi-Newton steps took 46",
+            ),
             "POLISHING_STEPS, POLISHED_NATS": (
                 "Newton steps after the search, and when they are over",
                 "derived: rounding",
@@ -656,7 +660,25 @@ TABLES: Mapping[str, Rows] = {
         },
         "mixed/gaussian.py": {
             "PERFECT_FIT": ("when a fit leaves nothing, which is an error", "derived: rounding of squares"),
+            "PROPOSAL_NATS": (
+                "how near the maximum proposals for θ are centred",
+                "derived: what is drawn from them is weighed exactly",
+            ),
             "THETA_PROPOSAL_WIDTH": ("width of proposals for θ, in units of its information", NOT_MEASURED),
+        },
+        "mixed/disclosure.py": {
+            "CARRIED": (
+                "share of a column's squares that rows beside a few must carry, or a site does not answer",
+                NOT_MEASURED,
+            ),
+            "ZERO_COMBINATION": (
+                "a combination of columns that is zero but for rounding",
+                "derived: rounding",
+            ),
+            "SINGLE_SHARE": (
+                "share of groups with a single row above which a site does not answer",
+                NOT_MEASURED,
+            ),
         },
         "mixed/groups.py": {
             "NEW_COLUMN_SHARE": (
@@ -771,13 +793,16 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "message/compressors/base.py": "MAGIC, PAYLOAD_VERSION, FLOATS",
             "message/compressors/natural.py": "_MANTISSA, _MAGNITUDE, _LARGEST, _UP, _SUBNORMAL",
             "population/saving.py": "POPULATION_FORMAT, PIECE_BYTES",
+            "mixed/saved.py": "FIT_FORMAT",
             "run/checkpoint.py": "CHECKPOINT_FORMAT",
+            "files.py": "_UNITS",
             "flower/certificates.py": "CURVE_BITS",
+            "flower/commands.py": "OTHERS_MASK",
             "flower/ledger.py": "NOTHING",
+            "flower/processes.py": "FAILED_CODE",
             "flower/transport.py": "NODE_GONE",
             "flower/requests.py": "PROTOCOL",
             "flower/server_folder.py": "LAYOUT",
-            "site/plan.py": "_UNITS",
         },
     ),
     "random numbers": (
@@ -844,10 +869,16 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "data/download.py": "LONGEST_SILENCE",
             "flower/certificates.py": "AUTHORITY_YEARS, CLOCK_SKEW, CLOCK_AHEAD, BEHIND, MOST_DAYS",
             "flower/transport.py": "GREETINGS_WAITED",
+            "flower/door.py": "REQUEST_BYTES, STRANGER_SECONDS, STRANGER_CONNECTIONS, SITE_CONNECTIONS, "
+            "REQUESTS_PER_SECOND, REQUESTS_AT_ONCE, REFUSAL_SECONDS, HOLD_SECONDS, SENT_AGAIN",
+            "flower/link.py": "ADMISSION_SECONDS",
+            "flower/node.py": "QUICK_SECONDS, SLOW_SECONDS, RUN_SECONDS, HELD_SECONDS, RECONNECT_SECONDS, "
+            "REFUSED_SECONDS, TAKEN_OVER_SECONDS",
             "flower/pages.py": "WAIT_SECONDS",
             "flower/processes.py": "RESTART_SECONDS, STEADY_SECONDS",
+            "flower/server_commands.py": "RUN_TRIES",
             "flower/trackers.py": "RETRY_SECONDS",
-            "flower/server_commands.py": "RUN_TRIES, COMMAND_SECONDS, SILENT_SECONDS",
+            "flower/site_commands.py": "ROWS_LOOKED_AT",
             "precision.py": "LONGEST_PROBE",
         },
     ),

@@ -9,48 +9,59 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from fedpop import aggregates, chains, compressors, kernels, layers, participation, priors, privacy, steps
-from fedpop.client.local_sgd import LocalSGD
-from fedpop.federation.clients import Client, Federation, Table
-from fedpop.federation.held_out import hold_out
-from fedpop.methods import (
-    APFL,
-    DGLMC,
-    FSGLD,
-    L2GD,
-    QLSD,
-    SCAFFOLD,
-    Ditto,
-    FedAvg,
-    FedAvgFT,
-    FedBE,
-    FedPer,
-    FedProx,
-    FedRep,
-    FedSOUK,
-    FedSOUL,
-    LGFedAvg,
-    LocalOnly,
-    MaximumMarginalLikelihood,
-    PerFedAvg,
-    PFedMe,
-)
-from fedpop.methods.base import Algorithm as _Algorithm
-from fedpop.models import likelihoods, links, networks
-from fedpop.models.composition import Composition
-from fedpop.models.custom import CustomModel
-from fedpop.models.split import Split
-from fedpop.population import Population, evaluate, load
 from fedpop.version import __version__ as __version__
 
 if _TYPE_CHECKING:
-    from fedpop import callbacks, data
+    from fedpop import (
+        aggregates,
+        callbacks,
+        chains,
+        compressors,
+        data,
+        kernels,
+        layers,
+        participation,
+        priors,
+        privacy,
+        steps,
+    )
+    from fedpop.client.local_sgd import LocalSGD
     from fedpop.comparison import compare
+    from fedpop.federation.clients import Client, Federation, Table
+    from fedpop.federation.held_out import hold_out
+    from fedpop.methods import (
+        APFL,
+        DGLMC,
+        FSGLD,
+        L2GD,
+        QLSD,
+        SCAFFOLD,
+        Ditto,
+        FedAvg,
+        FedAvgFT,
+        FedBE,
+        FedPer,
+        FedProx,
+        FedRep,
+        FedSOUK,
+        FedSOUL,
+        LGFedAvg,
+        LocalOnly,
+        MaximumMarginalLikelihood,
+        PerFedAvg,
+        PFedMe,
+    )
     from fedpop.mixed.model import mixed_model
+    from fedpop.models import likelihoods, links, networks
+    from fedpop.models.composition import Composition
+    from fedpop.models.custom import CustomModel
+    from fedpop.models.split import Split
+    from fedpop.population import Population, evaluate
     from fedpop.run.simulate import fit
+    from fedpop.saved import load
 else:
-    # What no site of a federation needs is imported when it is asked for: there, every message starts a
-    # process.
+    # torch is imported with the first name that is asked for: what has none to ask for, as most of the
+    # command line, does not wait for it. These are no part of ``fedpop.names`` and come later still.
     _LATER = {
         "callbacks": "fedpop",
         "compare": "fedpop.comparison",
@@ -60,23 +71,25 @@ else:
     }
 
     def __getattr__(name: str) -> _Any:
-        where = _LATER.get(name)
-        if where is None:
+        if name.startswith("__"):
             raise AttributeError(f"module 'fedpop' has no attribute {name!r}")
-        found = (
-            _import_module(f"fedpop.{name}") if where == "fedpop" else getattr(_import_module(where), name)
-        )
-        return globals().setdefault(name, found)
+        if (where := _LATER.get(name)) is not None:
+            found = (
+                _import_module(f"fedpop.{name}")
+                if where == "fedpop"
+                else getattr(_import_module(where), name)
+            )
+            return globals().setdefault(name, found)
+        names = _import_module("fedpop.names")
+        if name in globals():  # a package, which is an attribute once it is imported
+            return globals()[name]
+        if name not in __all__ or not hasattr(names, name):
+            raise AttributeError(f"module 'fedpop' has no attribute {name!r}")
+        return globals().setdefault(name, getattr(names, name))
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
 
-
-def _fit(*given: _Any, **more: _Any) -> _Any:
-    return _import_module("fedpop.run.simulate").fit(*given, **more)
-
-
-_Algorithm.runs_on = _fit
 
 __all__ = [
     "APFL",

@@ -14,8 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from fedpop.errors import FedpopError, SettingsError
 
 
@@ -69,6 +67,7 @@ def called(entry: str, function: Any, argument: Any, seed: int = 0) -> Any:
     """
     if not callable(function):
         raise SettingsError(f"{entry} is not a function but {type(function).__name__}")
+    torch = import_module("torch")
     try:
         takes = len(inspect.signature(function).parameters) > 0
         with torch.random.fork_rng(devices=[]):

@@ -15,14 +15,16 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-import safetensors
-import safetensors.torch
-from torch import Tensor
+from safetensors import SafetensorError
 
 from fedpop.errors import CheckpointError, DataError, ExtraError, FedpopError, SettingsError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DAMAGED = "put the whole folder back from a copy, or make it again"
 """What can be done about a file that is not what it was."""
@@ -118,6 +120,11 @@ def write_sealed(path: Path, plain: Mapping[str, Any]) -> None:
     write_json(path, own | {"seal": _seal(own)})
 
 
+def _safetensors() -> Any:
+    """Imported with torch by who has tensors: a settings file is read without it."""
+    return import_module("safetensors.torch")
+
+
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> bytes:
     """Tensors as a safetensors file."""
     own: dict[str, Tensor] = {}
@@ -128,7 +135,7 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> bytes:
         # safetensors refuses tensors that share memory, as an unchanged state and its copy do.
         own[name] = tensor.clone() if storage in storages else tensor
         storages.add(storage)
-    return safetensors.torch.save(own)
+    return _safetensors().save(own)  # type: ignore[no-any-return]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -224,8 +231,8 @@ def read_tensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
     """Read tensors; a truncated or edited file is refused."""
     data = read_bytes(path, digest)
     try:
-        return safetensors.torch.load(data)
-    except (safetensors.SafetensorError, ValueError, RuntimeError, TypeError, KeyError, MemoryError) as error:
+        return _safetensors().load(data)  # type: ignore[no-any-return]
+    except (SafetensorError, ValueError, RuntimeError, TypeError, KeyError, MemoryError) as error:
         raise CheckpointError(f"{path} is not a readable safetensors file ({error}); {DAMAGED}") from error
 
 
@@ -288,3 +295,18 @@ def json_lines(data: bytes, path: Path) -> list[dict[str, Any]]:
             )
         out.append(value)
     return out
+
+
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def parse_bytes(text: str | int) -> int:
+    """``"512MiB"`` to a number of bytes.
+
+    >>> parse_bytes("1.5KiB")
+    1536
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(KiB|MiB|GiB|)\s*", str(text))
+    if match is None or float(match[1]) <= 0:
+        raise SettingsError(f"a memory budget is a positive size such as '1GiB', not {text!r}")
+    return int(float(match[1]) * _UNITS[match[2]])

@@ -10,6 +10,7 @@ import collections.abc
 import difflib
 import math
 import reprlib
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -18,10 +19,15 @@ from numbers import Integral, Real
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from torch import Tensor
 
 LARGEST_COUNT = 2**31 - 1
 """Of whole numbers that count something, unless a range says otherwise."""
+
+
+def is_array(value: Any) -> bool:
+    """Whether this is an array or a tensor; where torch is not imported nothing is a tensor."""
+    torch = sys.modules.get("torch")
+    return isinstance(value, np.ndarray) or (torch is not None and isinstance(value, torch.Tensor))
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ class Wrong(Exception):
         out = f"{name}{self.path} must be {self.words}, not {shown}"
         if isinstance(value, type):
             return f"{out}: that is a class, write {value.__name__}() for one of its kind"
-        if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) == 1:
+        if is_array(value) and math.prod(value.shape) == 1:
             return f"{out}; take its .item()"
         if isinstance(value, str):
             out += did_you_mean(value, among)
@@ -221,7 +227,7 @@ def _union(kinds: list[Kind]) -> Kind:
 
 
 def _listed(value: Any, words: str) -> list[Any]:
-    if isinstance(value, np.ndarray | Tensor) and value.ndim > 0:
+    if is_array(value) and value.ndim > 0:
         return list(value.tolist())
     if isinstance(value, str | bytes) or not isinstance(value, collections.abc.Sequence):
         raise Wrong(words, value)

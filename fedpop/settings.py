@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import singledispatch
+from importlib import import_module
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -45,8 +46,14 @@ def name_of(cls: type) -> str:
     return cls.__name__ if ours(cls) else f"{cls.__module__}:{cls.__qualname__}"
 
 
+def complete() -> None:
+    """A class is known once it is defined: fedpop's are, once all of it is imported."""
+    import_module("fedpop.names")
+
+
 def all_of(base: type[S]) -> list[type[S]]:
     """All that can be made of this kind, in the order in which they were defined, more or less."""
+    complete()
     found = [] if inspect.isabstract(base) else [base]
     for sub in base.__subclasses__():
         found += all_of(sub)

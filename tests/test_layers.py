@@ -56,7 +56,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("comparison",),
     # What users import: public names by kind, then all of them, then the command line.
     ("steps", "chains", "aggregates", "compressors", "participation", "layers", "callbacks"),
-    ("__init__",),
+    ("saved",),
+    ("names", "__init__"),
     ("cli", "cli_data"),
 )
 RANK = {name: i for i, names in enumerate(LAYERS) for name in names}
@@ -150,10 +151,12 @@ def test_nothing_of_our_own_is_imported_in_functions() -> None:
 
 
 def test_a_package_does_not_know_those_further_down_the_list() -> None:
-    """That methods run on the simulator is said where both are known, in ``fedpop`` itself."""
+    """That methods run on the simulator is said where both are known, in ``fedpop.names``."""
     said = {name for name, path in modules().items() if ".runs_on = " in path.read_text()}
-    assert said == {"fedpop.__init__"}
-    assert Algorithm.runs_on is fedpop._fit  # ``fit``, which is imported once a method is fitted
+    assert said == {"fedpop.names"}
+    assert (
+        Algorithm.runs_on is fedpop.names.run_on_simulator
+    )  # ``fit``, which is imported once a method is fitted
 
 
 def test_the_package_knows_nothing_of_the_papers_experiments() -> None:
@@ -187,6 +190,9 @@ def test_the_wheel_is_the_package_alone() -> None:
     assert "/tests/research" in built["sdist"]["exclude"]
 
 
+FLOWERS = ("client", "door", "link", "node", "records", "server", "stock", "transport")
+
+
 def test_flower_is_imported_in_one_place() -> None:
     """It breaks something every month: only one package is to know of it."""
 
@@ -196,7 +202,7 @@ def test_flower_is_imported_in_one_place() -> None:
         return plain | {n.module.split(".")[0] for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
 
     users = {name for name, path in modules().items() if "flwr" in named(path)}
-    assert users == {f"fedpop.flower.{m}" for m in ("client", "records", "server", "transport")}
+    assert users == {f"fedpop.flower.{m}" for m in FLOWERS}
 
 
 def test_the_check_can_fail() -> None:

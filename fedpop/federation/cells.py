@@ -15,7 +15,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,8 @@ class Columns:
     decimal: str = "."
     dropped: int = 0
     """Rows that were left out because something is missing in them."""
+    _numbers: dict[str, Numbers] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Of columns that were parsed."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -79,7 +81,10 @@ class Columns:
 
     def parsed(self, column: str) -> Numbers:
         """A column of numbers, NaN where there is none."""
-        return np.array([_number(text, self.decimal) for text in self[column]], dtype=np.float64)
+        if column not in self._numbers:
+            cells = [_number(text, self.decimal) for text in self[column]]
+            self._numbers[column] = np.array(cells, dtype=np.float64)
+        return self._numbers[column]
 
     def numbers(self, column: str) -> Numbers:
         """A column of numbers, or the error for the first that is none."""

@@ -15,11 +15,9 @@ and what ``federation.cells`` has of ranges, missing values and proportions.
 
 from __future__ import annotations
 
-import codecs
 import csv
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +39,7 @@ from fedpop.federation.cells import (
 )
 from fedpop.federation.clients import SPLITS, Client, Federation
 from fedpop.federation.pixels import Bytes, image_bytes
+from fedpop.federation.table_format import USUAL_TABLE, TableFormat
 from fedpop.files import SAVE_AS, csv_text
 from fedpop.kinds import did_you_mean
 
@@ -50,39 +49,6 @@ SEPARATORS = (",", ";", "\t", "|", " ")
 ENCODING = 'save the file as UTF-8, or set encoding in site.toml ("cp1252", or "utf-16", say)'
 
 
-@dataclass(frozen=True)
-class TableFormat:
-    """How a site's table is written: what its ``site.toml`` says of it."""
-
-    separator: str = ","
-    """Between the values of a CSV file's line."""
-    decimal: str = "."
-    """In its numbers."""
-    encoding: str = "utf-8-sig"
-    unit: Mapping[str, str] | None = None
-    """In which units its columns are; None where nobody was asked."""
-
-    def __post_init__(self) -> None:
-        if len(self.separator) != 1 or self.separator == self.decimal:
-            raise SettingsError(
-                f"separator is one character, and not the decimal point or comma, not {self.separator!r}"
-            )
-        if self.decimal not in (".", ","):
-            raise SettingsError(f'decimal is "." or ",", not {self.decimal!r}')
-        try:
-            codecs.lookup(self.encoding)
-        except LookupError as error:
-            raise SettingsError(
-                f'encoding is a name such as "utf-8", "cp1252" or "utf-16", not {self.encoding!r}'
-            ) from error
-
-    @property
-    def text_encoding(self) -> str:
-        """With UTF-8 a mark at the beginning is no text."""
-        return "utf-8-sig" if codecs.lookup(self.encoding).name == "utf-8" else self.encoding
-
-
-USUAL_TABLE = TableFormat()
 ANY_BYTES = TableFormat(encoding="latin-1")
 """Nothing but whether there are rows is wanted of the text."""
 

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import serialization
 
 from fedpop.errors import SettingsError
 from fedpop.files import writable_folder, write_bytes
-from fedpop.flower.certificates import check_public_key
+from fedpop.flower.certificates import check_name, check_public_key
 
 ENDED = "revoked"
 """The folder below that of the admitted keys where those are that no longer are."""
@@ -102,7 +102,7 @@ def fingerprint(key: bytes) -> str:
     return hashlib.sha256(key).hexdigest()[:16]
 
 
-def admit(folder: Path, name: str, key: Path, replace: bool) -> None:
+def admit_key(folder: Path, name: str, key: Path, replace: bool) -> None:
     """Take a site's key among those that may take part; another one's ends where it is replaced."""
     new, place = key_bytes(key), writable_folder(folder) / f"{name}.pub"
     for other in sorted(folder.glob("*.pub")):
@@ -121,7 +121,7 @@ def admit(folder: Path, name: str, key: Path, replace: bool) -> None:
     write_bytes(place, key.read_bytes(), 0o600)
 
 
-def revoke(folder: Path, name: str) -> None:
+def end_key(folder: Path, name: str) -> None:
     """End a site's admission."""
     place = folder / f"{name}.pub"
     if not place.exists():
@@ -153,3 +153,40 @@ def _stamp(folder: Path) -> list[tuple[str, int, int, int]]:
                 state = entry.stat()
                 found.append((entry.name, state.st_mtime_ns, state.st_size, state.st_ino))
     return sorted(found)
+
+
+# --- commands --------------------------------------------------------------------------------------
+
+Say = Callable[[str], None]
+
+
+def admit(root: Path, name: str, key: Path, say: Say, replace: bool = False) -> None:
+    """Take a site's public key among those that may take part, from now on."""
+    check_name(name)
+    admit_key(_admitted(root), name, key, replace)
+    say(f"site {name} is admitted")
+
+
+def revoke(root: Path, name: str, say: Say) -> None:
+    """End a site's admission, from now on."""
+    check_name(name)
+    end_key(_admitted(root), name)
+    say(f"site {name} is no longer admitted; what it has sent before stays in theta")
+
+
+def listed(root: Path, say: Say) -> None:
+    """Who is admitted, and who no longer is."""
+    keys = Admission(_admitted(root), lambda words: say(f"warning: {words}")).keys
+    for key, name in sorted(keys.admitted.items(), key=lambda item: item[1]):
+        say(f"{name}  admitted  {fingerprint(key)}")
+    for key, name in sorted(keys.ended.items(), key=lambda item: item[1]):
+        how = "replaced" if name in keys.admitted.values() else "revoked"
+        say(f"{name}  {how}  {fingerprint(key)}")
+    if not keys.admitted and not keys.ended:
+        say("nobody is admitted yet")
+
+
+def _admitted(root: Path) -> Path:
+    if not (root / "version.json").exists():
+        raise SettingsError(f"{root} is not a federation's folder; fedpop server init makes one")
+    return root / "sites"

@@ -218,6 +218,14 @@ def _why(error: ssl.SSLCertVerificationError, server: str, ca: Path) -> str:
     return f"the certificate of {server} was not signed by {ca}: take ca.crt from its operator ({reason})"
 
 
+def check_name(name: str) -> None:
+    """Raise unless a site, or a federation, can be called so: its name is a folder's, too."""
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}", name):
+        raise SettingsError(
+            f"a name has letters, digits, '-', '_' and '.', at most 64 and no dot first, not {name!r}"
+        )
+
+
 def split_address(address: str) -> tuple[str, int]:
     """
     >>> split_address("127.0.0.1:8000")

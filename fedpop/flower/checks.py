@@ -17,14 +17,20 @@ from fedpop.federation.inputs import Example
 from fedpop.federation.reading import read_columns, read_table, require_some, table_notes, width
 from fedpop.files import read_sealed, read_tensors
 from fedpop.flower.deployment import Deployment
+from fedpop.flower.formulas import FormulaDeployment
 from fedpop.flower.rehearsal import Rehearsed, Watched, Written, rehearsed
 from fedpop.flower.server_folder import FEDERATION, ServerFolder, deployment_of
-from fedpop.flower.site import DESCRIPTION, MODEL, study_from
-from fedpop.flower.site_folder import open_site, read_toml
+from fedpop.flower.site import DESCRIPTION, MODEL, Site, open_site, study_from
+from fedpop.flower.site_folder import read_toml
 from fedpop.flower.site_records import SiteRecord, roster_of_sites
 from fedpop.message.declared import NUMBERS, VECTORS
+from fedpop.mixed.groups import Groups
+from fedpop.mixed.groups import agreed as agreed_on
+from fedpop.mixed.model import fitted_over
 from fedpop.models.base import Model
 from fedpop.questions.forms import agreed, scales_of
+from fedpop.run.journal import Journal, JournaledMembers
+from fedpop.run.members import LocalMembers
 from fedpop.site.study import SiteData, Survey, Training
 
 Say = Callable[[str], None]
@@ -51,9 +57,14 @@ def provisional_example(schema: Mapping[str, Any]) -> tuple[Example, bool] | Non
     return None
 
 
-def check_deployment(deployment: Deployment, folder: Path, sites: list[str]) -> list[str]:
+def check_deployment(deployment: Deployment | FormulaDeployment, folder: Path, sites: list[str]) -> list[str]:
     """Make everything that is made of the settings, as far as it can be before sites answer; what it is, in
     words. Raises where a setting is wrong."""
+    if isinstance(deployment, FormulaDeployment):
+        about = deployment.study
+        named = dict.fromkeys([*about.columns, *about.formula.group_columns])
+        what = f"formula {about.formula.text}, {about.family.name}, by {deployment.fit.method}"
+        return [what, f"columns that sites need: {', '.join(named)}"]
     if sites:
         deployment.settings.participation.check(roster_of_sites({n: SiteRecord(units=1) for n in sites}))
     found = provisional_example(deployment.schema)
@@ -87,11 +98,16 @@ def server_check(root: Path, say: Say) -> None:
     words = check_deployment(deployment, folder.app, admitted)
     settings, terms = deployment.settings, deployment.terms
     say(f"{folder.settings.get('name', 'federation')}: the settings can be used")
-    for line in (*_schema_words(deployment.schema), *words):
+    schema = {} if isinstance(deployment, FormulaDeployment) else deployment.schema
+    for line in (*_schema_words(schema), *words):
         say(f"  {line}")
-    rounds = "rounds until it has converged" if settings.rounds is None else f"{settings.rounds} rounds"
-    quorum = "all replies" if terms.waits else f"{terms.quorum:.0%} of the replies"
-    say(f"  {rounds}, each of {terms.sites} site(s) at least, closed by {quorum}, or by {terms.timeout:g} s")
+    if isinstance(deployment, FormulaDeployment):
+        say(f"  questions to {terms.sites} site(s) at least, all of whom must answer")
+    else:
+        rounds = "rounds until it has converged" if settings.rounds is None else f"{settings.rounds} rounds"
+        quorum = "all replies" if terms.waits else f"{terms.quorum:.0%} of the replies"
+        least = f"each of {terms.sites} site(s) at least"
+        say(f"  {rounds}, {least}, closed by {quorum}, or by {terms.timeout:g} s")
     say(f"  admitted: {', '.join(admitted) or 'nobody yet'}")
     if len(admitted) < terms.first:
         say(f"  the run begins with {terms.first} site(s), and {len(admitted)} are admitted")
@@ -126,6 +142,9 @@ def site_check(root: Path, federation: Path | None, say: Say) -> None:
     say(f"site {site.name}: its data are {place.where}")
     require_some(place.where, site.name, site.folder, site.table)
     afterwards: Asked = ()
+    if federation is not None and isinstance(about := _deployment_in(federation), FormulaDeployment):
+        _check_formula(about, site, say)
+        return
     if federation is None:
         found = _last_study(site.folder)
         if found is None:
@@ -166,10 +185,39 @@ def _last_study(folder: Path) -> tuple[Survey | Training, str] | None:
     return study, files[-1].parent.name
 
 
+def _deployment_in(path: Path) -> Deployment | FormulaDeployment:
+    """What a copy of the federation's settings says."""
+    file = path / FEDERATION if path.is_dir() else path
+    return deployment_of(file.absolute(), read_toml(file, "the server's operator has it"), "check")
+
+
+def _check_formula(deployment: FormulaDeployment, site: Site, say: Say) -> None:
+    """Whether this site's rows fit a formula, whether it would answer, and with what: the search over its own
+    groups alone, in this process."""
+    study, place = deployment.study, site.data
+    site.allowed.require_study(study)
+    rows = study.read(place)
+    written, members = Written(), LocalMembers(study, rows)
+    groups = Groups(members, study)
+    agreed_on(groups, deployment.fit.levels, deployment.fit.min_count, deployment.fit.contrasts)
+    site.small_counts.check(groups.study, rows, {})
+    say(f"  the data fit {study.formula.text}: {len(rows)} rows of {members.units} group(s)")
+    journal = Journal()
+    try:
+        fitted_over(JournaledMembers(study, journal, LocalMembers(study, rows)), study, deployment.fit)
+    except FedpopError as error:
+        say(f"  what would be sent could not be rehearsed to the end with this site alone: {error}")
+    for entry in journal.entries.values():
+        written.add(written.before, Rehearsed.of(entry.question, entry.total))
+    say(f"  asked, of {len(rows)} row(s); the search over all sites may take another number of steps:")
+    for sending in written.before:
+        say(f"    {_words(sending)}")
+
+
 def _study_from_settings(path: Path, place: SiteData, say: Say) -> tuple[Survey | Training, str, Asked]:
     """The study that the federation's settings make of this site's data alone."""
-    file = path / FEDERATION if path.is_dir() else path
-    deployment = deployment_of(file.absolute(), read_toml(file, "the server's operator has it"), "check")
+    deployment = _deployment_in(path)
+    assert isinstance(deployment, Deployment)
     rounds = deployment.settings.rounds
     words = "rounds until it has converged" if rounds is None else f"{rounds} rounds"
     survey, after = Survey(deployment.schema), tuple(deployment.afterwards)

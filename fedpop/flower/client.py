@@ -1,4 +1,4 @@
-"""The ClientApp: a request in, a reply out. Every message starts a new process, so imports are few."""
+"""The ClientApp of Flower's stock node: a request in, a reply out, each in a new process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedpop.errors import FedpopError, PayloadError
 from fedpop.flower.logs import log_to
 from fedpop.flower.records import message_to_record, request_from_record
 from fedpop.flower.requests import refusal
-from fedpop.flower.site_folder import open_site
+from fedpop.flower.site import open_site
 from fedpop.message import Message
 from fedpop.site.refusal import Code
 

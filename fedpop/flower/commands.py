@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 from tyro.extras import SubcommandApp
 
-from fedpop.flower import checks, server_commands, site_commands
-from fedpop.flower import status as run_status
-from fedpop.flower.ledger_command import show as show_ledger
-from fedpop.flower.logs import command_log
-from fedpop.flower.metrics import serving_ledger
 from fedpop.flower.processes import Stopped, stop_on_signals
-from fedpop.flower.server_folder import ServerFolder
-from fedpop.flower.site_folder import read_site
-from fedpop.flower.watch import serve_page
 
 server, site = SubcommandApp(), SubcommandApp()
 Text = Annotated[str | None, arg(metavar="TEXT")]
 LOG = "fedpop.log"
 File = Annotated[Path | None, arg(metavar="PATH")]
 
-PRIVATE = 0o077
+OTHERS_MASK = 0o077
 """What other users may not do with the files of a server or a site: anything."""
+
+
+def _of(module: str) -> Any:
+    """A module of this package, imported by the command that needs it: most need no torch."""
+    return import_module(f"fedpop.flower.{module}")
 
 
 def _say(words: str) -> None:
@@ -54,8 +52,8 @@ def init(
         hosts: Further names or addresses of the server, for its certificate.
         insecure: Neither TLS nor keys; for trials on one machine.
     """
-    os.umask(PRIVATE)
-    server_commands.init(folder, name, address, list(hosts), insecure, _say)
+    os.umask(OTHERS_MASK)
+    _of("server_commands").init(folder, name, address, list(hosts), insecure, _say)
 
 
 @server.command
@@ -70,8 +68,8 @@ def admit(
         key: Its public key, node.pub.
         replace: End the key that it was admitted with before.
     """
-    os.umask(PRIVATE)
-    server_commands.admit(folder, name, key, _say, replace)
+    os.umask(OTHERS_MASK)
+    _of("admission").admit(folder, name, key, _say, replace)
 
 
 @server.command
@@ -82,8 +80,8 @@ def revoke(folder: Positional[Path], name: Positional[str]) -> None:
         folder: The federation's folder.
         name: What the site is called.
     """
-    os.umask(PRIVATE)
-    server_commands.revoke(folder, name, _say)
+    os.umask(OTHERS_MASK)
+    _of("admission").revoke(folder, name, _say)
 
 
 @server.command(name="list")
@@ -93,7 +91,7 @@ def listed(folder: Positional[Path]) -> None:
     Args:
         folder: The federation's folder.
     """
-    server_commands.listed(folder, _say)
+    _of("admission").listed(folder, _say)
 
 
 @server.command
@@ -108,12 +106,12 @@ def run(
         stock: Send the app, signed, to sites that run Flower's stock node.
         log_json: Lines of the log, logs/fedpop.log, and of the terminal are JSON objects.
     """
-    os.umask(PRIVATE)
+    os.umask(OTHERS_MASK)
     stop_on_signals()
-    _ = ServerFolder(folder).settings  # nothing is made in a folder that is none
-    with command_log(folder / "logs" / LOG, log_json) as say:
+    _ = _of("server_folder").ServerFolder(folder).settings  # nothing is made in a folder that is none
+    with _of("logs").command_log(folder / "logs" / LOG, log_json) as say:
         try:
-            server_commands.run(folder, insecure, say, stock)
+            _of("server_commands").run(folder, insecure, say, stock)
         except Stopped:
             say("stopped; fedpop server run goes on from the last round")
             raise SystemExit(130) from None
@@ -126,7 +124,7 @@ def check_server(folder: Positional[Path]) -> None:
     Args:
         folder: The federation's folder.
     """
-    checks.server_check(folder, _say)
+    _of("checks").server_check(folder, _say)
 
 
 @server.command
@@ -137,7 +135,7 @@ def status(folder: Positional[Path], json: bool = False) -> None:
         folder: The federation's folder.
         json: As a JSON object.
     """
-    run_status.status(folder, _say, json)
+    _of("status").status(folder, _say, json)
 
 
 @server.command
@@ -150,7 +148,7 @@ def watch(folder: Positional[Path], port: int = 0) -> None:
     """
     stop_on_signals()
     try:
-        serve_page(folder, port, _say)
+        _of("watch").serve_page(folder, port, _say)
     except Stopped:
         return
 
@@ -164,7 +162,7 @@ def certificate(folder: Positional[Path], hosts: tuple[str, ...] = (), days: int
         hosts: Names or addresses of the server beside that of its settings.
         days: How long it is valid.
     """
-    server_commands.certificate(folder, list(hosts), days, _say)
+    _of("server_commands").certificate(folder, list(hosts), days, _say)
 
 
 # --- a site's ------------------------------------------------------------------------------------
@@ -189,8 +187,8 @@ def enrol(
         ca: The federation's ca.crt.
         insecure: Neither TLS nor keys; for trials on one machine.
     """
-    os.umask(PRIVATE)
-    site_commands.enrol(folder, name, server, data, ca, insecure, _say)
+    os.umask(OTHERS_MASK)
+    _of("site_commands").enrol(folder, name, server, data, ca, insecure, _say)
 
 
 @site.command(name="check")
@@ -202,7 +200,7 @@ def check_site(folder: Positional[Path], federation: File = None) -> None:
         federation: The federation's settings, federation.toml with its model beside it; by default what the
             server said when it last greeted this site.
     """
-    checks.site_check(folder, federation, _say)
+    _of("checks").site_check(folder, federation, _say)
 
 
 @site.command
@@ -222,12 +220,15 @@ def join(
         stock: Flower's stock node, which runs the app that the server sends, if the federation signed it.
         log_json: Lines of the log, logs/fedpop.log, and of the terminal are JSON objects.
     """
-    os.umask(PRIVATE)
+    os.umask(OTHERS_MASK)
     stop_on_signals()
-    settings = read_site(folder)
-    with command_log(folder / "logs" / LOG, log_json) as say, serving_ledger(folder, settings.metrics, say):
+    settings = _of("site_folder").read_site(folder)
+    with (
+        _of("logs").command_log(folder / "logs" / LOG, log_json) as say,
+        _of("metrics").serving_ledger(folder, settings.metrics, say),
+    ):
         try:
-            site_commands.join(folder, data, insecure, say, stock=stock)
+            _of("site_commands").join(folder, data, insecure, say, stock=stock)
         except Stopped:
             say("stopped; fedpop site join goes on")
 
@@ -249,7 +250,7 @@ def ledger(
         head: A digest that was noted earlier; it must be there.
         last: How many entries to print; all by default.
     """
-    show_ledger(folder, json, verify, head, last, _say)
+    _of("ledger_command").show(folder, json, verify, head, last, _say)
 
 
 @site.command
@@ -265,7 +266,7 @@ def predict(
         level: Of the intervals.
         experiment: Which one; the last by default.
     """
-    site_commands.predict(folder, data, out, level, experiment, _say)
+    _of("offline").predict(folder, data, out, level, experiment, _say)
 
 
 @site.command
@@ -282,4 +283,4 @@ def personalise(
         out: A CSV file for the predictions; the terminal by default.
         level: Of the intervals.
     """
-    site_commands.personalise(folder, theta, data, at, out, level, _say)
+    _of("offline").personalise(folder, theta, data, at, out, level, _say)

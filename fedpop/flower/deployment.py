@@ -61,6 +61,10 @@ class Deployment:
             method = method.replace(model=method.model.asking_for("float32"))
         return method.prepared(example)
 
+    def run(self, transport: Transport, folder: Path) -> int:
+        """Run it, or go on with it; gives the number of rounds."""
+        return run_deployment(self, transport, folder).rounds
+
     def training(self, method: Algorithm, example: Example, form: Mapping[str, Any]) -> Training:
         """What sites receive of the method once it is known what examples look like."""
         runs = chosen(method, self.settings.participation, self.terms.waits).method

@@ -3,7 +3,7 @@
 Nothing here answers who submits runs, registers keys, asks for tasks or for documentation: there are no such
 routes, at this address or another. A request is read once it is signed with an admitted key; who shows none
 soon loses the connection, and the longest silent one makes room for the next. A site that asks for messages
-is answered when there is one (or after ``HOLD`` seconds), so that nobody has to ask often.
+is answered when there is one (or after ``HOLD_SECONDS`` seconds), so that nobody has to ask often.
 """
 
 from __future__ import annotations
@@ -44,27 +44,32 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fedpop.flower.admission import Admission, Reason
 from fedpop.flower.certificates import BEHIND, CLOCK_AHEAD
-from fedpop.flower.requests import PROCESS_HEADER, SITE_HEADER, VERSION_HEADER
-from fedpop.version import __version__
+from fedpop.flower.requests import (
+    PROCESS_HEADER,
+    PROTOCOL,
+    PROTOCOL_HEADER,
+    SITE_HEADER,
+    why_not_understood,
+)
 
 log = logging.getLogger("fedpop.server")
 
 ROUTE = "/v1/fleet/"
-BODY = 2**25
+REQUEST_BYTES = 2**25
 """Bytes of a request at most: vectors travel in pieces of 20 MiB."""
-SILENT = 10.0
+STRANGER_SECONDS = 10.0
 """Seconds in which a connection has to show an admitted key."""
-STRANGERS = 128
+STRANGER_CONNECTIONS = 128
 """Connections at a time that have not."""
-EACH = 16
+SITE_CONNECTIONS = 16
 """Connections of one site."""
-RATE, BURST = 400.0, 2000.0
+REQUESTS_PER_SECOND, REQUESTS_AT_ONCE = 400.0, 2000.0
 """Requests of a site in a second, and how many may come at once: more of them wait."""
-DELAY = 1.0
+REFUSAL_SECONDS = 1.0
 """Seconds before a refusal: whoever tries again and again has to wait."""
-HOLD = 20.0
+HOLD_SECONDS = 20.0
 """Seconds that a site's question for messages is held; Flower's nodes give up after 30."""
-AGAIN = 2
+SENT_AGAIN = 2
 """Times that a message is handed out again whose reply did not come: what it asks for may be what ends the
 site's process."""
 PROTOBUF = "application/x-protobuf"
@@ -90,16 +95,16 @@ class Caller:
     """Of the site; nothing without keys."""
     process: str = ""
     """The one that was activated last, by the number that it gave itself."""
-    budget: float = BURST
+    budget: float = REQUESTS_AT_ONCE
     since: float = 0.0
     connections: set[H11Protocol] = field(default_factory=set)
     woken: asyncio.Event = field(default_factory=asyncio.Event)
 
     def wait(self, now: float) -> float:
         """Seconds that its next request has to wait."""
-        self.budget = min(BURST, self.budget + RATE * (now - self.since)) - 1
+        self.budget = min(REQUESTS_AT_ONCE, self.budget + REQUESTS_PER_SECOND * (now - self.since)) - 1
         self.since = now
-        return max(0.0, -self.budget / RATE)
+        return max(0.0, -self.budget / REQUESTS_PER_SECOND)
 
 
 def _activate(request: Any, state: Any) -> Any:
@@ -146,6 +151,7 @@ class Door:
         self._routes = ROUTES | (ANYBODY if admission is None else {})
         self._again: dict[str, int] = {}
         self._told: dict[tuple[str, str], float] = {}
+        self._closing = False
 
     def offer_app(self) -> None:
         """Answer Flower's stock nodes, too."""
@@ -154,9 +160,9 @@ class Door:
     # --- connections ---------------------------------------------------------------------------
 
     def opened(self, connection: H11Protocol) -> None:
-        while len(self._strangers) >= STRANGERS:
+        while len(self._strangers) >= STRANGER_CONNECTIONS:
             self._close(next(iter(self._strangers)))
-        wait = asyncio.get_running_loop().call_later(SILENT, self._close, connection)
+        wait = asyncio.get_running_loop().call_later(STRANGER_SECONDS, self._close, connection)
         self._strangers[connection] = wait
 
     def closed(self, connection: H11Protocol) -> None:
@@ -174,7 +180,7 @@ class Door:
         if connection is None or connection in self._owners:
             return
         self.closed(connection)
-        while len(caller.connections) >= EACH:
+        while len(caller.connections) >= SITE_CONNECTIONS:
             self._close(next(iter(caller.connections)))
         caller.connections.add(connection)
         self._owners[connection] = caller
@@ -213,14 +219,14 @@ class Door:
             return b'{"status": "ok"}'
         route = self._routes.get(path.removeprefix(ROUTE)) if path.startswith(ROUTE) else None
         if scope["method"] != "POST" or route is None:
-            await asyncio.sleep(DELAY)
+            await asyncio.sleep(REFUSAL_SECONDS)
             raise Refused(403, "no such route", "this port is for sites of a federation")
         headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
         try:
             key, caller = self._signed(headers)
         except Refused as error:
             self._tell(headers, error)
-            await asyncio.sleep(DELAY)
+            await asyncio.sleep(REFUSAL_SECONDS)
             raise
         self._known(connection, caller)
         if (wait := caller.wait(time.monotonic())) > 0:
@@ -232,7 +238,7 @@ class Door:
             self._reopen(node, ours=PROCESS_HEADER in headers)
             if not await self._message_for(node, caller, receive):
                 return None
-            self._signed(headers, waited=HOLD)  # it may have been revoked since
+            self._signed(headers, waited=HOLD_SECONDS)  # it may have been revoked since
             self._own(key, caller, request, headers)
         answer = handler(request, self._state)
         if kind in (ActivateNodeRequest, PushMessagesRequest, PushObjectRequest):
@@ -266,9 +272,10 @@ class Door:
         if name and called != name:
             why = f"the key was admitted for site {name!r}, and this one calls itself {called!r}"
             raise Refused(403, Reason.NAME, why)
-        if (version := headers.get(VERSION_HEADER, __version__.encode()).decode("latin-1")) != __version__:
-            why = f"the site has fedpop {version}, the server {__version__}"
-            raise Refused(403, Reason.VERSION, why)
+        spoken = headers.get(PROTOCOL_HEADER, b"").decode("latin-1")
+        if spoken and spoken != str(PROTOCOL):
+            there = {"protocol": int(spoken) if spoken.isdecimal() else 0, "version": "another version"}
+            raise Refused(403, Reason.VERSION, str(why_not_understood(there, "the site")))
         return key, self._callers.setdefault(key, Caller(name))
 
     def _own(self, key: bytes, caller: Caller, request: Any, headers: Mapping[str, bytes]) -> int:
@@ -333,7 +340,7 @@ class Door:
                 reply = replies.get(number)
                 if reply is not None and whole(self._state, reply):
                     continue
-                if self._again.get(number, 0) < AGAIN:
+                if self._again.get(number, 0) < SENT_AGAIN:
                     self._again[number] = self._again.get(number, 0) + 1
                     message.metadata.delivered_at = ""
                     if reply is not None:  # a part of it came
@@ -342,11 +349,11 @@ class Door:
     async def _message_for(self, node: int, caller: Caller, receive: Receive) -> bool:
         """Wait until there is a message for the node, or long enough; False where it has gone meanwhile: a
         message that it was given would be lost."""
-        end = time.monotonic() + HOLD
+        end = time.monotonic() + HOLD_SECONDS
         process = caller.process
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
-            while not self._has_message(node) and (left := end - time.monotonic()) > 0:
+            while not self._closing and not self._has_message(node) and (left := end - time.monotonic()) > 0:
                 caller.woken.clear()
                 woken = asyncio.ensure_future(caller.woken.wait())
                 await asyncio.wait({gone, woken}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -364,6 +371,11 @@ class Door:
         """There are messages, or other sites are admitted: whoever is held looks again."""
         for caller in self._callers.values():
             caller.woken.set()
+
+    def close(self) -> None:
+        """Nobody is held any longer."""
+        self._closing = True
+        self.wake()
 
     def forget(self, numbers: Iterable[str]) -> None:
         """These messages were answered."""
@@ -385,9 +397,9 @@ def whole(state: Any, message: str) -> bool:
 
 async def _read(kind: type[Any], headers: Mapping[str, bytes], receive: Receive) -> Any:
     """The request, which is not longer than it may be."""
-    large = Refused(413, "too large", f"a request has at most {BODY} bytes")
+    large = Refused(413, "too large", f"a request has at most {REQUEST_BYTES} bytes")
     length = headers.get("content-length", b"0")
-    if not length.isdigit() or int(length) > BODY:
+    if not length.isdigit() or int(length) > REQUEST_BYTES:
         raise large
     parts, size = list[bytes](), 0
     while True:
@@ -396,7 +408,7 @@ async def _read(kind: type[Any], headers: Mapping[str, bytes], receive: Receive)
             raise Refused(400, "gone", "the request did not arrive")
         parts.append(event.get("body", b""))
         size += len(parts[-1])
-        if size > BODY:
+        if size > REQUEST_BYTES:
             raise large
         if not event.get("more_body"):
             break
@@ -434,5 +446,5 @@ class Loop(asyncio.SelectorEventLoop):
 
     async def create_server(self, *given: Any, **more: Any) -> Any:
         if isinstance(more.get("ssl"), ssl.SSLContext):
-            more["ssl_handshake_timeout"] = SILENT
+            more["ssl_handshake_timeout"] = STRANGER_SECONDS
         return await super().create_server(*given, **more)

@@ -5,6 +5,8 @@ Each answer is a sum over sites. What cannot be computed says why.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -15,6 +17,8 @@ from fedpop.evaluation.newcomers import widths_in_words
 from fedpop.kernels.target import Hierarchy
 from fedpop.methods.base import hierarchy_of
 from fedpop.population import Population
+
+log = logging.getLogger("fedpop.server")
 
 
 def _diagnostics(population: Population, hierarchy: Hierarchy) -> dict[str, Any]:
@@ -65,11 +69,14 @@ def answers(population: Population, names: Sequence[str]) -> tuple[dict[str, dic
     """What was found, by name, and the population with what newcomers need; of a method without a population
     prior nothing."""
     hierarchy, found = hierarchy_of(population.algorithm), dict[str, dict[str, Any]]()
-    for name in names if hierarchy is not None else ():
+    for number, name in enumerate(names if hierarchy is not None else (), 1):
         assert hierarchy is not None
+        log.info("afterwards, %d of %d: sites are asked for %s", number, len(names), name.replace("_", " "))
+        begun = time.monotonic()
         try:
             population = population.for_newcomers() if name == NEWCOMERS else population
             found[name] = ASKED[name](population, hierarchy)
         except FedpopError as error:
             found[name] = {"words": f"not computed: {error}"}
+        log.info("%s (%.0f s): %s", name.replace("_", " "), time.monotonic() - begun, found[name]["words"])
     return found, population

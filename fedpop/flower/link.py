@@ -46,11 +46,11 @@ from fedpop.flower.door import Door, Loop, connections_of, whole
 
 log = logging.getLogger("fedpop.server")
 
-LOOK = 1.0
+ADMISSION_SECONDS = 1.0
 """Seconds after which it is looked who is admitted."""
 
 
-class Link(Grid):
+class FleetGrid(Grid):
     """The server's side, open while it is entered."""
 
     def __init__(self, listen: str, tls: Path | None, admitted: Path | None, app: Fab | None = None) -> None:
@@ -84,7 +84,7 @@ class Link(Grid):
 
     # --- open and closed -------------------------------------------------------------------------
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> FleetGrid:
         host, port = self._address
         family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
         listener = socket.socket(family)
@@ -138,6 +138,8 @@ class Link(Grid):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._door.close)
         self._server.should_exit = True
         self._thread.join(10)
         self._state.finish_task(self._task, SubStatus.COMPLETED, "")
@@ -145,7 +147,7 @@ class Link(Grid):
     async def _look(self) -> None:
         """What has to be done again and again, beside requests."""
         while True:
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(ADMISSION_SECONDS)
             self._state.acknowledge_task_heartbeat(self._task)
             try:
                 if self._register():
@@ -214,7 +216,14 @@ class Link(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         state, replies = self._state, self._state.message_ins_id_to_message_res_id
         with state.lock:
-            wanted = {n for n in message_ids if (r := replies.get(n)) is None or whole(state, r)}
+            wanted = set[str]()
+            for number in message_ids:
+                reply = replies.get(number)
+                if reply is not None and not whole(state, reply):
+                    if self._is_there(number):
+                        continue  # the rest of it is on its way
+                    state.message_res_store.pop(replies.pop(number), None)
+                wanted.add(number)
             found = state.get_message_res(message_ids=wanted, run_id=self._run)
             answered = {m.metadata.reply_to_message_id for m in found}
             state.delete_messages(message_ins_ids=answered)
@@ -222,6 +231,12 @@ class Link(Grid):
         for number in answered:
             state.object_store.delete(number)
         return [self._inflated(message) for message in found]
+
+    def _is_there(self, number: str) -> bool:
+        """Whether the node that a message went to may yet answer it."""
+        message = self._state.message_ins_store.get(number)
+        node = None if message is None else self._state.nodes.get(message.metadata.dst_node_id)
+        return node is not None and (node.online_until or 0.0) > time.time()
 
     def _inflated(self, message: Message) -> Any:
         number, store = message.metadata.message_id, self._state.object_store

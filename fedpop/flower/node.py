@@ -53,32 +53,31 @@ from fedpop.errors import FedpopError, PayloadError, SettingsError
 from fedpop.flower.admission import Reason
 from fedpop.flower.certificates import check_connection, read_site_key
 from fedpop.flower.logs import log_to
-from fedpop.flower.processes import FAILED, Stopped, stop_on_signals
+from fedpop.flower.processes import FAILED_CODE, Stopped, stop_on_signals
 from fedpop.flower.records import message_to_record, request_from_record
-from fedpop.flower.requests import PROCESS_HEADER, SITE_HEADER, VERSION_HEADER, refusal
-from fedpop.flower.site import Site
-from fedpop.flower.site_folder import SiteSettings, open_site, read_site
+from fedpop.flower.requests import PROCESS_HEADER, PROTOCOL, PROTOCOL_HEADER, SITE_HEADER, refusal
+from fedpop.flower.site import Site, open_site
+from fedpop.flower.site_folder import SiteSettings, read_site
 from fedpop.site.refusal import Code
-from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.site")
 
-QUICK, SLOW = 0.2, 5.0
+QUICK_SECONDS, SLOW_SECONDS = 0.2, 5.0
 """Seconds between questions for messages while a run is on, and when nothing came for long; a server that
 holds the question makes both needless."""
-BUSY = 60.0
+RUN_SECONDS = 60.0
 """Seconds after its last message for which a run is taken to be on."""
-HELD = 1.0
+HELD_SECONDS = 1.0
 """A question that took as long as this was held."""
-RETRY = (0.5, 20.0)
+RECONNECT_SECONDS = (0.5, 20.0)
 """Seconds before a server that was not there is tried again: the first time, and at most."""
-REFUSED = 10.0
+REFUSED_SECONDS = 10.0
 """Seconds before a site that was refused knocks again: it may have been admitted."""
-TAKEN_OVER = 300.0
+TAKEN_OVER_SECONDS = 300.0
 """Seconds before it does where another process took part with its key since."""
 
 
-class Refused(Exception):
+class NotHeard(Exception):
     """The server does not hear this site, and says why."""
 
     def __init__(self, reason: str, words: str) -> None:
@@ -180,7 +179,7 @@ def _asked(call: Callable[[Any], Any], request: Any) -> Any:
             said = {}
         reason, words = str(said.get("reason", "")), str(said.get("detail", error))
         if reason in set(Reason):
-            raise Refused(reason, words) from error
+            raise NotHeard(reason, words) from error
         raise Lost(words) from error
 
 
@@ -190,7 +189,7 @@ def connected(settings: SiteSettings) -> Iterator[Connection]:
     certificates = None if settings.insecure else (settings.folder / "ca.crt").read_bytes()
     private = generate_key_pairs()[0] if settings.insecure else read_site_key(settings.folder)
     public = private.public_key()
-    says = {SITE_HEADER: settings.name, VERSION_HEADER: __version__, PROCESS_HEADER: secrets.token_hex(8)}
+    says = {SITE_HEADER: settings.name, PROTOCOL_HEADER: str(PROTOCOL), PROCESS_HEADER: secrets.token_hex(8)}
     interceptors: list[Any] = [
         RuntimeVersionHttpInterceptor(component_name="SuperNode"),
         NodeAuthHttpInterceptor(private, public),
@@ -209,21 +208,21 @@ def connected(settings: SiteSettings) -> Iterator[Connection]:
 def join(settings: SiteSettings) -> None:
     """Take part until stopped."""
     site = open_site(settings.folder, lasting=True)
-    said, wait = "", RETRY[0]
+    said, wait = "", RECONNECT_SECONDS[0]
     while True:
         pause, words = wait, ""
         try:
             with connected(settings) as connection:
                 log.info("connected to %s", settings.server)
-                said, wait = "", RETRY[0]
+                said, wait = "", RECONNECT_SECONDS[0]
                 _serve(connection, site)
-        except Refused as error:
-            pause = TAKEN_OVER if error.reason == Reason.ELSEWHERE else REFUSED
+        except NotHeard as error:
+            pause = TAKEN_OVER_SECONDS if error.reason == Reason.ELSEWHERE else REFUSED_SECONDS
             words = f"the server refuses this site ({error.reason}): {error}"
         except Lost as error:
             log.info("the server does not know this node any longer: %s", error)
         except (httpx.HTTPError, OSError, RuntimeError) as error:
-            pause, wait = wait, min(2 * wait, RETRY[1])
+            pause, wait = wait, min(2 * wait, RECONNECT_SECONDS[1])
             words = _unreachable(settings, error)
         if words and words != said:
             log.warning("%s; the site tries on", words)
@@ -243,16 +242,16 @@ def _unreachable(settings: SiteSettings, error: Exception) -> str:
 
 
 def _serve(connection: Connection, site: Site) -> None:
-    last, pause = time.monotonic(), QUICK
+    last, pause = time.monotonic(), QUICK_SECONDS
     while True:
         begun = time.monotonic()
         received = connection.receive()
         now = time.monotonic()
         if received is not None:
             _answer(connection, site, *received)
-            last, pause = time.monotonic(), QUICK
-        elif now - begun < HELD:
-            pause = QUICK if now - last < BUSY else min(SLOW, 1.5 * pause)
+            last, pause = time.monotonic(), QUICK_SECONDS
+        elif now - begun < HELD_SECONDS:
+            pause = QUICK_SECONDS if now - last < RUN_SECONDS else min(SLOW_SECONDS, 1.5 * pause)
             time.sleep(jittered(pause))
 
 
@@ -295,7 +294,7 @@ def process(arguments: list[str]) -> int:
         return 0
     except FedpopError as error:
         log.error("%s", error)
-        return FAILED
+        return FAILED_CODE
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import importlib.metadata
 import logging
 import os
 import signal
@@ -16,18 +17,49 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
 from fedpop.errors import SettingsError
 from fedpop.flower.logs import LINE_PARTS, LogLine, put_aside
+from fedpop.version import __version__
 
 RESTART_SECONDS = (1.0, 30.0)
 """Seconds before a process that ended is started again: the first time, and at most."""
 STEADY_SECONDS = 60.0
 """A process that ran as long as this had started well."""
-FAILED = 2
+TESTED = ("1.41",)
+"""Flower's versions with which all tests were run."""
+MODULES = (
+    "app/message",
+    "common/serde",
+    "proto/fleet_pb2",
+    "server/superlink/linkstate",
+    "supercore/error/catalog",
+    "supercore/fab",
+    "supercore/heartbeat",
+    "supercore/inflatable/inflatable_object",
+    "supercore/inflatable/inflatable_protobuf_utils",
+    "supercore/inflatable/inflatable_utils",
+    "supercore/interceptors/http/runtime_version",
+    "supercore/object_store",
+    "supercore/primitives/asymmetric",
+    "supercore/task_identity",
+    "superlink/federation",
+    "superlink/servicer/fleet/fleet_handlers",
+    "supernode/fleet_http_client",
+    "supernode/node_auth_http_interceptor",
+)
+"""What is used of Flower beside what it documents."""
+FAILED_CODE = 2
 """The exit code of a process that says itself what is wrong: starting it again would not help."""
+
+
+INSECURE = (
+    "warning: without TLS and keys anybody on the network can read all messages, and take part as any site. "
+    "Use it on one machine only."
+)
 
 
 def environment(home: Path, *near: str) -> dict[str, str]:
@@ -57,6 +89,23 @@ def program(name: str) -> str:
     if not found.exists():
         raise SettingsError(f"there is no {name} beside {sys.executable}: pip install 'fedpop[flower]'")
     return str(found)
+
+
+def require_flower() -> None:
+    """Raise where Flower is not there, is no version that was tested, or has moved what is used of it."""
+    try:
+        version = importlib.metadata.version("flwr")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise SettingsError("Flower is not installed: pip install 'fedpop[flower]'") from error
+    found = find_spec("flwr")
+    root = Path(found.origin).parent if found is not None and found.origin else Path()
+    moved = [m for m in MODULES if not any((root / f"{m}{end}").exists() for end in (".py", "/__init__.py"))]
+    if moved or version.rpartition(".")[0] not in TESTED:
+        why = f" (there is no flwr/{moved[0]}.py)" if moved else ""
+        raise SettingsError(
+            f"flwr {version} is installed{why}, and fedpop {__version__} was tested with "
+            f"{', '.join(TESTED)}: pip install 'flwr~={TESTED[-1]}.0'"
+        )
 
 
 def free_port() -> int:

@@ -21,8 +21,8 @@ TRIAL = ".trial-"
 PROTOCOL = 1
 """What requests, messages and descriptions of studies mean: raised with every change after which the two
 sides would not understand each other, and never by a patch version."""
-SITE_HEADER, VERSION_HEADER, PROCESS_HEADER = "fedpop-site", "fedpop-version", "fedpop-process"
-"""HTTP headers in which a site's node says its name, its version, and which process it is."""
+SITE_HEADER, PROTOCOL_HEADER, PROCESS_HEADER = "fedpop-site", "fedpop-protocol", "fedpop-process"
+"""HTTP headers in which a site's node says its name, its protocol, and which process it is."""
 KINDS = ("hello", "train", "ask", "finish")
 
 

@@ -21,12 +21,13 @@ from flwr.serverapp import Grid, ServerApp
 from fedpop.errors import FedpopError, SettingsError
 from fedpop.files import write_json
 from fedpop.flower.admission import Admission
-from fedpop.flower.deployment import run_deployment
+from fedpop.flower.link import FleetGrid
 from fedpop.flower.logs import log_to
 from fedpop.flower.present import PRESENT, Present
-from fedpop.flower.processes import FAILED, Stopped, die_with_parent, stop_on_signals
+from fedpop.flower.processes import FAILED_CODE, Stopped, die_with_parent, stop_on_signals
 from fedpop.flower.server_folder import ServerFolder
 from fedpop.flower.site_state import locked
+from fedpop.flower.stock import signed
 from fedpop.flower.transport import Transport
 
 log = logging.getLogger("fedpop.server")
@@ -62,7 +63,7 @@ def run_in(folder: ServerFolder, transport: Callable[[], Transport]) -> None:
         reached = transport()
         reached.on_wait = Present(folder.run / PRESENT)
         try:
-            population = run_deployment(folder.deployment(), reached, folder.run)
+            rounds = folder.deployment().run(reached, folder.run)
         except FedpopError as error:
             log.error("%s", error)
             write_json(status, {"state": "failed", "why": str(error)})
@@ -71,25 +72,16 @@ def run_in(folder: ServerFolder, transport: Callable[[], Transport]) -> None:
             log.exception("the run broke")
             write_json(status, {"state": "broken", "why": f"{type(error).__name__}: {error}"})
             raise
-        write_json(status, {"state": "finished", "rounds": population.rounds})
+        write_json(status, {"state": "finished", "rounds": rounds})
 
 
 def serve(folder: ServerFolder, insecure: bool, stock: bool) -> None:
     """Open the door, run, and close it."""
-    from fedpop.flower.link import Link
-
     log_to(folder.run / "server.log")
     tls, admitted = (None, None) if insecure else (folder.tls, folder.admitted)
-    with Link(folder.listen, tls, admitted, signed_app(folder) if stock else None) as link:
+    with FleetGrid(folder.listen, tls, admitted, signed(folder.app, folder.tls) if stock else None) as link:
         log.info("the door is open at %s", folder.listen)
         run_in(folder, partial(Transport, link, sleep=link.sleep, admits=link.admits))
-
-
-def signed_app(folder: ServerFolder) -> Any:
-    """The app of Flower's with the federation's signature, for sites with stock nodes."""
-    from fedpop.flower.stock import signed
-
-    return signed(folder.app, folder.tls)
 
 
 def process(arguments: list[str]) -> int:
@@ -108,7 +100,7 @@ def process(arguments: list[str]) -> int:
         return 130
     except FedpopError as error:
         write_json(folder.run / "status.json", {"state": "failed", "why": str(error)})
-        return FAILED
+        return FAILED_CODE
     return 0
 
 

@@ -10,13 +10,22 @@ from pathlib import Path
 
 from fedpop.errors import SettingsError
 from fedpop.files import writable_folder, write_bytes, write_json
-from fedpop.flower import admission, certificates
+from fedpop.flower import certificates
+from fedpop.flower.certificates import check_name
 from fedpop.flower.checks import check_deployment
 from fedpop.flower.logs import LogLine
 from fedpop.flower.metrics import of_run, serving_metrics
-from fedpop.flower.processes import LogTail, Supervised, alone, environment, make_private, require_free
+from fedpop.flower.processes import (
+    INSECURE,
+    LogTail,
+    Supervised,
+    alone,
+    environment,
+    make_private,
+    require_flower,
+    require_free,
+)
 from fedpop.flower.server_folder import LAYOUT, ServerFolder
-from fedpop.flower.site_folder import check_name
 from fedpop.flower.status import read_rounds, read_state, round_words, standing
 from fedpop.flower.stock import make_signature
 from fedpop.version import __version__
@@ -142,12 +151,6 @@ def _connect(folder: ServerFolder, ca: Path | None) -> None:
     write_bytes(folder.flower / "config.toml", text.encode())
 
 
-INSECURE = (
-    "warning: without TLS and keys anybody on the network can read all messages, and take part as any site. "
-    "Use it on one machine only."
-)
-
-
 def certificate(root: Path, hosts: list[str], days: int, say: Say) -> None:
     """A new server certificate, from the same authority: sites need nothing new."""
     folder = ServerFolder(root)
@@ -156,43 +159,12 @@ def certificate(root: Path, hosts: list[str], days: int, say: Say) -> None:
     say(f"{folder.tls / 'server.crt'} is new; start the server again")
 
 
-def admit(root: Path, name: str, key: Path, say: Say, replace: bool = False) -> None:
-    """Take a site's public key among those that may take part, from now on."""
-    check_name(name)
-    admission.admit(_admitted(root), name, key, replace)
-    say(f"site {name} is admitted")
-
-
-def revoke(root: Path, name: str, say: Say) -> None:
-    """End a site's admission, from now on."""
-    check_name(name)
-    admission.revoke(_admitted(root), name)
-    say(f"site {name} is no longer admitted; what it has sent before stays in theta")
-
-
-def listed(root: Path, say: Say) -> None:
-    """Who is admitted, and who no longer is."""
-    keys = admission.Admission(_admitted(root), lambda words: say(f"warning: {words}")).keys
-    for key, name in sorted(keys.admitted.items(), key=lambda item: item[1]):
-        say(f"{name}  admitted  {admission.fingerprint(key)}")
-    for key, name in sorted(keys.ended.items(), key=lambda item: item[1]):
-        how = "replaced" if name in keys.admitted.values() else "revoked"
-        say(f"{name}  {how}  {admission.fingerprint(key)}")
-    if not keys.admitted and not keys.ended:
-        say("nobody is admitted yet")
-
-
-def _admitted(root: Path) -> Path:
-    if not (root / "version.json").exists():
-        raise SettingsError(f"{root} is not a federation's folder; fedpop server init makes one")
-    return root / "sites"
-
-
 # --- run ---------------------------------------------------------------------------------------
 
 
 def run(root: Path, insecure: bool, say: Say, stock: bool = False) -> None:
     """Start the server's process, and keep it going until the run is over."""
+    require_flower()
     folder = ServerFolder(root.absolute())
     admitted = sorted(key.stem for key in folder.admitted.glob("*.pub"))
     check_deployment(folder.deployment(), folder.app, admitted)  # what is wrong is an error now

@@ -3,6 +3,7 @@
 name                          what the experiment is called
 [data]                        what sites' data look like: ``questions.forms`` has the words
 [model]  entry                ``module:name`` of a model, or of a function that makes one
+         formula, family, ... in its place: a mixed model, as ``fedpop.mixed_model`` has these words
 [method] name, settings       as in the files of ``fedpop compare``
 [run]    rounds, seed, participation, precision, early_stop, afterwards, mlflow, tensorboard
 [sites]  sites, begin, quorum, grace, timeout, unheard, weights
@@ -23,12 +24,13 @@ from fedpop.errors import FedpopError, SettingsError
 from fedpop.federation.inputs import Example
 from fedpop.federation.participation import resolve
 from fedpop.files import read_json, read_sealed, writable_folder, write_sealed
-from fedpop.flower.certificates import split_address
+from fedpop.flower.certificates import check_name, split_address
 from fedpop.flower.deployment import Deployment
 from fedpop.flower.final_questions import USUAL, check_asked
+from fedpop.flower.formulas import WORDS, FormulaDeployment
 from fedpop.flower.metrics import port_of
 from fedpop.flower.remote import RoundTerms
-from fedpop.flower.site_folder import check_name, read_toml
+from fedpop.flower.site_folder import read_toml
 from fedpop.flower.trackers import TRACKERS, trackers_of
 from fedpop.methods.base import Algorithm, usual_participation
 from fedpop.methods.tables import known_method, method_from
@@ -148,7 +150,7 @@ class ServerFolder:
             write_sealed(file, {"experiment": name})
         return str(read_sealed(file, "an experiment's name")["experiment"])
 
-    def deployment(self) -> Deployment:
+    def deployment(self) -> Deployment | FormulaDeployment:
         """What the settings file says is to be run."""
         _ = self.metrics
         return deployment_of(self.app / FEDERATION, self.settings, self.experiment(), self.run)
@@ -156,11 +158,13 @@ class ServerFolder:
 
 def deployment_of(
     path: Path, plain: Mapping[str, Any], experiment: str, folder: Path | None = None
-) -> Deployment:
+) -> Deployment | FormulaDeployment:
     """What a settings file, whose values these are, says is to be run; trackers write to ``folder``."""
     _only(plain, TABLES, str(path))
     check_name(str(plain.get("name", "federation")))
     data, model, method = (plain.get(name, {}) for name in ("data", "model", "method"))
+    if "formula" in model:
+        return _formula(path, plain, experiment)
     check_form(data)
     entry = str(_only(model, ("entry",), f"{path}, [model]").get("entry", "model:model"))
     _check_entry(path, entry)
@@ -191,6 +195,20 @@ def deployment_of(
     after = check_asked(run.get("afterwards", USUAL))
     name = str(plain.get("name", "federation"))
     return Deployment(experiment, make, settings, terms, data, entry, [early, *trackers], after, name)
+
+
+def _formula(path: Path, plain: Mapping[str, Any], experiment: str) -> FormulaDeployment:
+    """A federation that is about a formula: sites' tables are as they are."""
+    model = _only(plain["model"], WORDS, f"{path}, [model]")
+    for table in ("data", "method"):
+        if plain.get(table):
+            raise SettingsError(f"{path}: where [model] has a formula there is no [{table}]")
+    _only(plain.get("server", {}), SERVER, f"{path}, [server]")
+    run = _only(plain.get("run", {}), ("seed",), f"{path}, [run]")
+    words = tuple(f.name for f in fields(RoundTerms))
+    terms = RoundTerms(**_only(plain.get("sites", {}), words, f"{path}, [sites]"))
+    name = str(plain.get("name", "federation"))
+    return FormulaDeployment.of(experiment, model, run.get("seed", 0), terms, name)
 
 
 def _maker(

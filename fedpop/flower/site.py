@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
+from fedpop.entries import module_named
 from fedpop.errors import CheckpointError, FedpopError, ScaleError, SchemaError, SettingsError
 from fedpop.evaluation import validation
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active
-from fedpop.federation.reading import USUAL_TABLE, TableFormat
-from fedpop.files import read_sealed, read_tensors, writable_folder, write_sealed, write_tensors
+from fedpop.federation.table_format import USUAL_TABLE, TableFormat
+from fedpop.files import parse_bytes, read_sealed, read_tensors, writable_folder, write_sealed, write_tensors
 from fedpop.flower.allowed import Allowed
 from fedpop.flower.ledger import Ledger
 from fedpop.flower.records import entry_of
@@ -31,6 +32,7 @@ from fedpop.flower.requests import (
     refusal,
     why_not_understood,
 )
+from fedpop.flower.site_folder import SETTINGS, read_secret, read_site
 from fedpop.flower.site_state import SiteState, locked
 from fedpop.keys import Key
 from fedpop.message import Message, Tensors
@@ -45,7 +47,7 @@ from fedpop.questions import Question
 from fedpop.run.guards import threads
 from fedpop.run.members import Asking
 from fedpop.settings import rebuilt
-from fedpop.site.plan import Plan, parse_bytes
+from fedpop.site.plan import Plan
 from fedpop.site.refusal import Code, Refusal
 from fedpop.site.sites import Sites
 from fedpop.site.store import LocalStore
@@ -448,6 +450,31 @@ class SiteExperiment:
         for trial in self.folder.parent.glob(f"{self.name}{TRIAL}*"):
             shutil.rmtree(trial)
         return headed({"site": self.site.name, "experiment": self.name})
+
+
+def open_site(folder: str | Path, lasting: bool = False) -> Site:
+    """The site whose folder this is; ``lasting`` where it answers many requests."""
+    if not str(folder):
+        raise SettingsError("this node was started without its site's folder: --node-config 'site=\"...\"'")
+    settings = read_site(Path(folder))
+    for module in settings.modules:
+        module_named(module, settings.folder, f"{settings.folder / SETTINGS}: {module}")
+    allowed = Allowed(settings.questions, settings.formulas, settings.columns)
+    allowed.check(str(settings.folder / SETTINGS))
+    return Site(
+        name=settings.name,
+        secret=read_secret(settings.folder),
+        folder=settings.folder,
+        where=settings.where,
+        threads=settings.threads,
+        memory=settings.memory,
+        spectral_rows=settings.spectral_rows,
+        allowed=allowed,
+        small_counts=SmallCounts(settings.minimum, settings.single_rows),
+        table=settings.table,
+        modules=tuple(settings.modules),
+        lasting=lasting,
+    )
 
 
 def keep_hello(folder: Path, request: Request) -> None:

@@ -1,33 +1,24 @@
-"""A site's commands: enrol, join, predict, personalise. The last two need no network."""
+"""A site's commands that meet its server: enrol, join. They need no torch: the node is another process."""
 
 from __future__ import annotations
 
 import csv
-import io
 import json
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from importlib import import_module
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from fedpop.errors import CheckpointError, SchemaError, SettingsError
-from fedpop.federation.cells import require_good_cells
-from fedpop.federation.reading import (
-    USUAL_TABLE,
-    encoded,
-    from_function,
-    from_images,
-    read_columns,
-    read_data,
-    require_some,
-)
-from fedpop.files import DAMAGED, read_bytes, read_sealed, read_tensors, writable_folder, write_bytes
+from fedpop.errors import SettingsError
+from fedpop.files import writable_folder, write_bytes
 from fedpop.flower import certificates
+from fedpop.flower.certificates import check_name
 from fedpop.flower.processes import (
+    INSECURE,
     LogTail,
     Supervised,
     alone,
@@ -35,28 +26,24 @@ from fedpop.flower.processes import (
     free_port,
     make_private,
     program,
+    require_flower,
     require_free,
 )
-from fedpop.flower.server_commands import INSECURE
-from fedpop.flower.site import SEALED, THETA, SiteExperiment, read_theta
 from fedpop.flower.site_folder import (
     SETTINGS,
     SiteSettings,
-    check_name,
     make_secret,
-    open_site,
     read_secret,
     read_site,
 )
 from fedpop.flower.stock import TRUSTED
-from fedpop.message import Tensors
-from fedpop.models.predictive import Predictive
-from fedpop.population import Population
-from fedpop.site.store import LocalStore
+
+if TYPE_CHECKING:
+    from fedpop.federation.table_format import TableFormat
 
 Say = Callable[[str], None]
-WHOLE = ("model.safetensors", "method.json", THETA, SEALED)
-"""What a theta for sites that come later is made of; its seal last, as it says that all is there."""
+ROWS_LOOKED_AT = 1000
+"""Rows of a table at which enrolment looks; the node reads all of them."""
 
 
 def enrol(root: Path, name: str, server: str, data: str, ca: Path | None, insecure: bool, say: Say) -> None:
@@ -65,7 +52,7 @@ def enrol(root: Path, name: str, server: str, data: str, ca: Path | None, insecu
     certificates.split_address(server)
     if ca is None and not insecure:
         raise SettingsError("give --ca, the federation's ca.crt, so that this site knows its server")
-    where = _checked_data(data, name)
+    where = checked_data(data, name)
     if ca is not None:
         certificates.read_certificate(ca)
     if (root / SETTINGS).exists():
@@ -90,13 +77,28 @@ def enrol(root: Path, name: str, server: str, data: str, ca: Path | None, insecu
     say(f"then: fedpop site join {root}")
 
 
-def _checked_data(data: str, site: str, folder: Path | None = None) -> str:
+def checked_data(data: str, site: str, folder: Path | None = None, table: TableFormat | None = None) -> str:
     """Where data are, whatever folder the node is started in; there must be some."""
-    require_some(data, site, folder)
+    if not _plain_table(Path(data)):
+        import_module("fedpop.federation.reading").require_some(
+            data, site, folder, *([] if table is None else [table])
+        )
     return data if ":" in data else str(Path(data).absolute())
 
 
-def _with_data(settings: SiteSettings, where: str) -> SiteSettings:
+def _plain_table(path: Path) -> bool:
+    """Whether these are rows of a CSV file that all have the same fields; what looks otherwise is looked at
+    with all that reading takes."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(islice(csv.reader(file), ROWS_LOOKED_AT))
+    except (OSError, ValueError, csv.Error):
+        return False
+    usual = path.suffix in (".csv", ".txt") and len(rows) > 1 and len(set(rows[0])) == len(rows[0]) > 1
+    return usual and all(name.strip() for name in rows[0]) and all(len(r) == len(rows[0]) for r in rows)
+
+
+def with_data(settings: SiteSettings, where: str) -> SiteSettings:
     """The settings with data from elsewhere, in their file, too."""
     if where == settings.data:
         return settings
@@ -109,11 +111,12 @@ def join(
     root: Path, data: str | None, insecure: bool, say: Say, seconds: float | None = None, stock: bool = False
 ) -> None:
     """Take part, until somebody stops it: the node is started again whatever ends it."""
+    require_flower()
     settings = read_site(root.absolute())
     if data is not None:
-        settings = _with_data(settings, _checked_data(data, settings.name, settings.folder))
+        settings = with_data(settings, checked_data(data, settings.name, settings.folder, settings.table))
     read_secret(settings.folder)
-    require_some(settings.where, settings.name, settings.folder, settings.table)
+    checked_data(settings.where, settings.name, settings.folder, settings.table)
     if settings.insecure != insecure:
         how = (
             "without TLS and keys: say --insecure" if settings.insecure else "with TLS: leave --insecure out"
@@ -179,150 +182,3 @@ def stock_node(settings: SiteSettings) -> list[str]:
         "--trusted-entities": TRUSTED,
     }
     return begin + [part for flag, file in files.items() for part in (flag, str(settings.folder / file))]
-
-
-# --- afterwards, offline -------------------------------------------------------------------------
-
-
-def experiment_of(root: Path, name: str | None) -> SiteExperiment:
-    """A site's experiment by name; the last one that was finished by default."""
-    site = open_site(root.absolute())
-    if name is not None:
-        return SiteExperiment(site, name)
-    folders = sorted(
-        (f for f in (site.folder / "experiments").glob("*") if (f / THETA).exists()),
-        key=lambda f: (f / THETA).stat().st_mtime,
-    )
-    if not folders:
-        raise CheckpointError(f"site {site.name!r} has no theta yet: it comes at the end of a run")
-    return SiteExperiment(site, folders[-1].name)
-
-
-def population_at(experiment: SiteExperiment) -> Population:
-    """The population that this site knows: theta, its data and its states."""
-    if not (experiment.folder / THETA).exists():
-        raise CheckpointError(f"site {experiment.site.name!r} has no theta yet: it comes at the end of a run")
-    if not (experiment.folder / "method.json").exists():
-        raise CheckpointError(f"{experiment.folder / 'method.json'} is missing; {DAMAGED}")
-    method = experiment.method
-    states = experiment.folder / "final.safetensors"
-    store = LocalStore.restore(read_tensors(states)) if states.exists() else None
-    device = method.model.initial_phi().device
-    published: Tensors = {n: t.to(device) for n, t in read_theta(experiment.folder).items()}
-    key = experiment.key(0, "site")
-    return Population(method, published, key, experiment.federation, store)
-
-
-def predict(root: Path, data: str, out: Path | None, level: float, name: str | None, say: Say) -> None:
-    """Predictions for the rows of a table (or for images, or what a function returns), with intervals."""
-    experiment = experiment_of(root, name)
-    write_predictions(predicted(population_at(experiment), experiment, data), out, level, say)
-
-
-Predicted = list[tuple[str, Sequence[int], Predictive]]
-"""Unit, its rows in the file, and what is predicted for them."""
-
-
-def predicted(population: Population, experiment: SiteExperiment, data: str) -> Predicted:
-    """What personal models predict; a unit that is new at this site gets the population's."""
-    form, site = experiment.form, experiment.site.name
-    if ":" in data or Path(data).is_dir():
-        folder = experiment.site.folder
-        found = from_function(data, site, folder) if ":" in data else from_images(Path(data), form, site)
-        sizes = found.train.sizes.tolist()
-        parts = [found.cohort(torch.tensor([i]), population.device).x for i in range(len(found))]
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        rows = {n: list(range(s, s + k)) for n, s, k in zip(found.names, starts, sizes, strict=True)}
-        inputs = dict(zip(found.names, parts, strict=True))
-    elif not form.get("x"):
-        raise SchemaError(f"the federation's data are not tables: {data} has no columns to predict from")
-    else:
-        group = form.get("group")
-        columns = read_columns(
-            Path(data), [*form["x"], *([group] if group else [])], site, experiment.site.table
-        )
-        require_good_cells(columns, form)
-        x = encoded(columns, form)
-        owners = [f"{site}/{g}" for g in columns[group]] if group else [population.names[0]] * len(x)
-        rows = {}
-        for i, owner in enumerate(owners):
-            rows.setdefault(owner, []).append(i)
-        inputs = {n: x[numbers] for n, numbers in rows.items()}
-    known = set(population.names)
-    return [
-        (
-            n,
-            rows[n],
-            population.predict(n, inputs[n]) if n in known else population.new_client().predict(inputs[n]),
-        )
-        for n in rows
-    ]
-
-
-def write_predictions(found: Predicted, out: Path | None, level: float, say: Say) -> None:
-    """A table, in the order of the rows: unit, mean, and an interval; or the probability of each class."""
-    if not 0 < level < 1:
-        raise SettingsError(f"the level of an interval lies between 0 and 1, not {level}")
-    first = found[0][2]
-    classes = first.likelihood.classes(first.eta.shape[-1])
-    head = [f"p{k}" for k in range(first.probs.shape[-1])] if classes else ["mean", "low", "high"]
-    lines: dict[int, list[str]] = {}
-    for unit, rows, p in found:
-        values = p.probs if classes else torch.stack((p.mean, *p.interval(level)), -1)
-        for i, row in zip(rows, values.tolist(), strict=True):
-            lines[i] = [unit, *(f"{v:.6g}" for v in row)]
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["unit", *head])
-    writer.writerows(lines[i] for i in sorted(lines))
-    if out is None:
-        sys.stdout.write(file.getvalue())
-    else:
-        write_bytes(out, file.getvalue().encode())
-        say(f"{out} is written")
-
-
-def personalise(
-    root: Path, theta: Path, data: str, at: str | None, out: Path | None, level: float, say: Say
-) -> None:
-    """A brand-new site from theta alone: its model is made of its data, and nothing is sent."""
-    method = _require_theta(theta)
-    known = read_site(root.absolute()) if (root / SETTINGS).exists() else None
-    name = root.absolute().name if known is None else known.name
-    check_name(name)
-    modules = None if known is None else known.folder
-    where = _checked_data(data, name, modules)
-    table = USUAL_TABLE if known is None else known.table
-    read_data(where, method["study"]["form"], name, modules, table)  # an error comes before anything is made
-    if known is None:
-        folder = writable_folder(root)
-        make_secret(folder)
-        text = f"name = {json.dumps(name)}\ndata = {json.dumps(where)}\n"
-        write_bytes(folder / SETTINGS, text.encode())
-    else:
-        _with_data(known, where)
-    experiment = _adopted(root, theta, str(method["experiment"]))
-    population = population_at(experiment).sample_all()
-    say(f"a model for {', '.join(population.names)}: {experiment.federation}")
-    if at is not None:
-        write_predictions(predicted(population, experiment, at), out, level, say)
-
-
-def _adopted(root: Path, theta: Path, name: str) -> SiteExperiment:
-    """An experiment at a site that took no part, from a federation's folder ``run/theta``."""
-    experiment = SiteExperiment(open_site(root.absolute()), name)
-    sealed = experiment.folder / SEALED
-    if not sealed.exists() or sealed.read_bytes() != (theta / SEALED).read_bytes():
-        for file in WHOLE:
-            write_bytes(experiment.folder / file, read_bytes(theta / file))
-    return experiment
-
-
-def _require_theta(theta: Path) -> dict[str, Any]:
-    """The method's description; raises unless all of theta is there, and as it was written."""
-    if not (theta / "method.json").exists():
-        raise CheckpointError(f"{theta} holds no theta of a federation: it is the server's folder run/theta")
-    found = read_sealed(theta / "method.json", "a method's description")
-    read_tensors(theta / "model.safetensors", str(found.get("digest")))
-    read_theta(theta)
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -11,15 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from fedpop.checked import Count, Whole, require
-from fedpop.entries import module_named
 from fedpop.errors import SettingsError
-from fedpop.federation.reading import TableFormat
-from fedpop.files import write_bytes
-from fedpop.flower.allowed import Allowed
-from fedpop.flower.site import Site
-from fedpop.mixed.disclosure import SmallCounts
-from fedpop.questions.schema import MINIMUM
-from fedpop.site.plan import parse_bytes
+from fedpop.federation.table_format import MINIMUM, TableFormat
+from fedpop.files import parse_bytes, write_bytes
+from fedpop.flower.certificates import check_name
 
 SETTINGS = "site.toml"
 SECRET = "secret"
@@ -103,14 +97,6 @@ class SiteSettings:
         return self.data if ":" in self.data else str(self.folder / self.data)
 
 
-def check_name(name: str) -> None:
-    """Raise unless a site, or a federation, can be called so: its name is a folder's, too."""
-    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}", name):
-        raise SettingsError(
-            f"a name has letters, digits, '-', '_' and '.', at most 64 and no dot first, not {name!r}"
-        )
-
-
 def read_site(folder: Path) -> SiteSettings:
     """The settings of a site's folder."""
     path = folder / SETTINGS
@@ -151,28 +137,3 @@ def read_secret(folder: Path) -> int:
         raise SettingsError(f"cannot read the site's secret {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise SettingsError(f"{path} does not hold a site's secret; enrol the site again") from error
-
-
-def open_site(folder: str | Path, lasting: bool = False) -> Site:
-    """The site whose folder this is; ``lasting`` where it answers many requests."""
-    if not str(folder):
-        raise SettingsError("this node was started without its site's folder: --node-config 'site=\"...\"'")
-    settings = read_site(Path(folder))
-    for module in settings.modules:
-        module_named(module, settings.folder, f"{settings.folder / SETTINGS}: {module}")
-    allowed = Allowed(settings.questions, settings.formulas, settings.columns)
-    allowed.check(str(settings.folder / SETTINGS))
-    return Site(
-        name=settings.name,
-        secret=read_secret(settings.folder),
-        folder=settings.folder,
-        where=settings.where,
-        threads=settings.threads,
-        memory=settings.memory,
-        spectral_rows=settings.spectral_rows,
-        allowed=allowed,
-        small_counts=SmallCounts(settings.minimum, settings.single_rows),
-        table=settings.table,
-        modules=tuple(settings.modules),
-        lasting=lasting,
-    )

@@ -49,7 +49,7 @@ from fedpop.privacy.gaussian import Gaussian
 from fedpop.questions import Question
 from fedpop.server.optimisers import Constant, Schedule, Stage
 from fedpop.server.robust import Robust
-from fedpop.settings import Setting, describe
+from fedpop.settings import Setting, complete, describe
 
 if TYPE_CHECKING:
     from fedpop.population import Population  # the one name from above: what ``fit`` returns
@@ -170,7 +170,7 @@ class Algorithm(Setting, ABC):
     name: ClassVar[str]
     about: ClassVar[About]
     runs_on: ClassVar[Callable[..., Any]]
-    """What ``fit`` calls. Methods know no runtime: ``fedpop`` itself, which has both, says which it is."""
+    """What ``fit`` calls. Methods know no runtime: ``fedpop.names``, which has both, says which it is."""
     private: ClassVar[tuple[str, ...]] = ()
     """Local state that must never be in a message."""
     uncertainty: ClassVar[bool] = False
@@ -342,6 +342,7 @@ class Algorithm(Setting, ABC):
     ) -> Population:
         """Run this method on one machine; ``fedpop.fit`` says what each setting does."""
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
+        complete()
         population: Population = type(self).runs_on(self, **given, **unknown)
         return population
 

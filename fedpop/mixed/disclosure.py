@@ -13,18 +13,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fedpop.federation.table_format import MINIMUM
 from fedpop.message import Tensors
 from fedpop.mixed.design import INTERCEPT, Design
 from fedpop.mixed.formula import FormulaTerms
 from fedpop.mixed.response import response_of
 from fedpop.mixed.study import FormulaStudy
 from fedpop.mixed.table import Rows, as_categories
-from fedpop.questions.schema import MINIMUM
 from fedpop.site.refusal import Code, Refusal
 
 CARRIED = 1e-3
 """The share of a column's sum of squares about its median that rows beside a few have to carry."""
-EXACT = 1e-9
+ZERO_COMBINATION = 1e-9
 """A combination of columns that is as small as this, in units of their size, is zero but for rounding."""
 SINGLE_SHARE = 0.5
 """Groups of one row, as a share of all, above which a grouping singles out rows."""
@@ -147,14 +147,14 @@ class SmallCounts:
         if not scaled.shape[1]:
             return False
         u, spread, _ = np.linalg.svd(scaled, full_matrices=False)
-        u = u[:, spread > EXACT * spread[0] * len(scaled) ** 0.5]
+        u = u[:, spread > ZERO_COMBINATION * spread[0] * len(scaled) ** 0.5]
         leverage = (u**2).sum(axis=1)
-        if (leverage > 1 - EXACT).any():
+        if (leverage > 1 - ZERO_COMBINATION).any():
             return bool(len(u) > u.shape[1])
-        suspects = leverage >= 1 / (self.minimum - 1) - EXACT
+        suspects = leverage >= 1 / (self.minimum - 1) - ZERO_COMBINATION
         if not suspects.any() or int(suspects.sum()) >= self.minimum:
             return False
-        return float(np.linalg.svd(u[~suspects], compute_uv=False)[-1]) < EXACT
+        return float(np.linalg.svd(u[~suspects], compute_uv=False)[-1]) < ZERO_COMBINATION
 
     def _require_alike(self, found: DesignColumns, before: DesignColumns, formula: str) -> None:
         """Two designs of nearly the same rows, or with nearly the same column, differ in few rows."""

@@ -26,7 +26,7 @@ from fedpop.mixed.coordinates import Coordinates
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.nesting import Paths
 from fedpop.population import Population
-from fedpop.server.quasi_newton import SearchState, tell
+from fedpop.server.quasi_newton import SearchState, begun_again, tell
 
 SINGULAR_FACTOR = 1e-4
 """An entry on the diagonal of the relative factor below which a covariance counts as singular, as in
@@ -186,6 +186,9 @@ FIT_NATS = 1e-7
 MOST_FIT_EVALUATIONS = 500
 """Evaluations after which it is given up."""
 
+LARGEST_NEWTON = 12
+"""Parameters up to which every evaluation has the Hessian with it: fewer rounds, each with more numbers."""
+
 POLISHING_STEPS = 3
 POLISHED_NATS = 1e-14
 
@@ -219,13 +222,17 @@ def minimised(
     point that the search has come to, with the gradient there, and may raise."""
     state, trace = SearchState.at(start), list[float]()
     hessian = torch.zeros((len(start), len(start)), dtype=start.dtype)
+    newton = len(start) <= LARGEST_NEWTON
     while not state.over and len(trace) < most:
-        value, slope, curvature = at(state.trial, state.wants_curvature)
+        trial = state.trial
+        value, slope, curvature = at(trial, newton or state.wants_curvature)
         trace.append(value)
-        if curvature is not None:
-            hessian = curvature
-        unit = state.trial.abs().clamp(min=1.0)
+        unit, measured = trial.abs().clamp(min=1.0), state.wants_curvature
         state = tell(state, value, slope, curvature, unit, tolerance)
+        if curvature is not None and torch.equal(state.x, trial):
+            hessian = curvature
+            if not measured and not state.over:  # Newton's next step, in place of a quasi-Newton one
+                state = tell(begun_again(state, True), value, slope, curvature, unit, tolerance)
         if watch is not None:
             watch(state.x, state.g)
     x, value, gain = state.x, state.f, state.gain

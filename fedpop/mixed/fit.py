@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedpop.errors import DataError, SettingsError
 from fedpop.keys import Key
-from fedpop.mixed import figures, sampled
+from fedpop.mixed import figures, sampled, saved
 from fedpop.mixed.coordinates import Coordinates
 from fedpop.mixed.degrees import Laws, laws_of
 from fedpop.mixed.design import Design
@@ -86,6 +86,8 @@ class MixedFit:
     method: str
     seed: int
     seconds: float = 0.0
+    points: Sequence[ThetaPoint] | None = None
+    """Points of the law of theta given the data, where they were found already."""
 
     def __repr__(self) -> str:
         return f"MixedFit({self.formula!r}, {self.family.name}, {self.n_obs} rows, {self.n_groups} groups)"
@@ -542,7 +544,7 @@ class MixedFit:
         key = self._key.at(purpose="predict")
         nodes = getattr(self.engine, "nodes", 1)
         predictor = Predictor(units, self.family, groups != "population", of, each, key, nodes)
-        points = self._thetas if theta_uncertainty else [self.outcome.point]
+        points = self.theta_points if theta_uncertainty else [self.outcome.point]
         found = predictor.predicted(asked, self.outcome.point, points, level, average)
         table = {"mean": found.mean, "lower": found.low, "upper": found.high}
         if found.error is not None:
@@ -630,7 +632,10 @@ class MixedFit:
         return Key(self.seed, purpose="mixed")
 
     @cached_property
-    def _thetas(self) -> list[ThetaPoint]:
+    def theta_points(self) -> list[ThetaPoint]:
+        """Points of the law of theta given the data, of which intervals are made."""
+        if self.points is not None:
+            return list(self.points)
         size = self.engine.factor.size + len(self.coefficients)
         ids = torch.arange(THETA_PROPOSALS)
         noise = self._key.at(purpose="theta").normal(ids, (size + 1,), torch.float64)
@@ -655,6 +660,23 @@ class MixedFit:
                 ``"trace"``.
         """
         return figures.drawn(self, kind)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the fit to a folder, for ``fedpop.load``; rows and groups' posteriors stay where they are.
+
+        Args:
+            path: The folder.
+        """
+        return saved.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> MixedFit:
+        """Read a fit back: estimates, tests, predictions for new groups and the population.
+
+        Args:
+            path: The folder that ``save`` was given.
+        """
+        return cls(**saved.read_fit(Path(path)))
 
     def to_netcdf(self, path: str | Path) -> Path:
         """Posterior draws of groups' effects and the estimates, in a file that ArviZ reads.

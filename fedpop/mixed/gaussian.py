@@ -32,7 +32,15 @@ from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.mixed.coordinates import Coordinates, coded, everyone
-from fedpop.mixed.engine import Engine, Factor, SearchResult, ThetaPoint, information_root, minimised
+from fedpop.mixed.engine import (
+    SINGULAR_FACTOR,
+    Engine,
+    Factor,
+    SearchResult,
+    ThetaPoint,
+    information_root,
+    minimised,
+)
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.nesting import CELLS, Paths, Tree, paths, shrunk, spans
 from fedpop.questions import Question, Units
@@ -335,6 +343,8 @@ class Criterion:
 
 
 PERFECT_FIT = 1e-14
+PROPOSAL_NATS = 1e-3
+"""How near the maximum proposals for theta are centred: which of them count is weighed exactly."""
 THETA_PROPOSAL_WIDTH = 1.3
 """Proposals for theta, in units of its information."""
 
@@ -364,9 +374,23 @@ class GaussianEngine(Engine):
     def sums(
         self, factor: Tensor, curved: bool = False, among: Tensor | None = None, whole: bool = False
     ) -> Tensors:
-        """What everyone answers at a relative factor, or those at these positions."""
+        """What everyone answers at a relative factor, or those at these positions; nobody is asked again for
+        what was answered."""
+        place = factor.numpy().tobytes()
+        if among is None and not whole and place in self.answered:
+            answer = self.answered[place]
+            if not curved or "s2" in answer:
+                return answer
         known = {"factor": factor, "curved": torch.tensor(curved), "whole": torch.tensor(whole)}
-        return self.groups.ask(Profile(self.units), known, among)
+        answer = self.groups.ask(Profile(self.units), known, among)
+        if among is None:
+            self.answered[place] = answer
+        return answer
+
+    @cached_property
+    def answered(self) -> dict[bytes, Tensors]:
+        """Everyone's answers by the factor that they are about."""
+        return {}
 
     def search(self) -> tuple[SearchResult, ThetaPoint]:
         criterion = self.criterion
@@ -481,7 +505,9 @@ class GaussianEngine(Engine):
         def at(theta: Tensor, curved: bool) -> tuple[float, Tensor, Tensor | None]:
             return criterion.at(theta, self.sums(self.factor.matrix(theta), curved))[:3]
 
-        centre = minimised(at, self.factor.start(0.5))
+        near = self.factor.entries(point.factor)
+        inside = float(point.factor.diagonal().abs().min()) > SINGULAR_FACTOR  # at zero the slope is zero
+        centre = minimised(at, near if inside else self.factor.start(0.5), PROPOSAL_NATS)
         thetas = centre.x + THETA_PROPOSAL_WIDTH * noise[:, :size] @ information_root(centre.hessian).mT
         factors = torch.stack([self.factor.matrix(t) for t in thetas])
         m = len(criterion.ww)

@@ -15,6 +15,7 @@ import torch
 from fedpop.checked import OneOf, Seed, Whole, require
 from fedpop.errors import DataError, SettingsError, warn_user
 from fedpop.federation.participation import Said
+from fedpop.federation.table_format import MINIMUM
 from fedpop.files import write_json
 from fedpop.message import Choice
 from fedpop.mixed import sampled
@@ -28,7 +29,6 @@ from fedpop.mixed.quadrature import quadrature
 from fedpop.mixed.study import SITE, FormulaStudy
 from fedpop.mixed.summary import rank_deficient
 from fedpop.mixed.table import MISSING, NA, Rows, as_frame, pandas, read_csv
-from fedpop.questions.schema import MINIMUM
 from fedpop.run.members import LocalMembers, Members
 
 METHODS = ("ML", "REML")

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from fedpop.errors import DataError, SettingsError
-from fedpop.federation.reading import USUAL_TABLE, TableFormat
+from fedpop.federation.table_format import MINIMUM, USUAL_TABLE, TableFormat
 from fedpop.mixed.formula import Formula
-from fedpop.questions.schema import MINIMUM, sorted_levels
+from fedpop.questions.schema import sorted_levels
 
 MISSING = ("drop", "error")
 NA = ("NA",)

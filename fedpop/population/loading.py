@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fedpop.checked import Seed, Whole, checked, require
+from fedpop.checked import Seed, Whole, require
 from fedpop.decisions import Decision
 from fedpop.errors import CheckpointError
 from fedpop.evaluation.verdict import verdict_of
@@ -38,31 +38,10 @@ from fedpop.version import __version__
 WHAT = "a saved population"
 
 
-@checked
 def load(
     path: str | Path, *, model: Model | None = None, clients: Any = None, prior: Prior | None = None
 ) -> Population:
-    """Read a saved population back.
-
-    A user-defined method, kernel or prior is found by its name once the module that defines it is imported.
-
-    Args:
-        path: The folder that ``Population.save`` was given.
-        model: The model again, where its modules are not torch's own layers or it is a function
-            (``CustomModel``): neither can be saved in a file without code.
-        clients: The data again, to sample clients whose draws were not saved. Each must be one of the
-            population's by name; of a public population, which has no names, all are new to it.
-        prior: An energy prior again, where its network is not made of torch's own layers.
-
-    >>> import tempfile, torch, fedpop as fp
-    >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(1.0))
-    >>> clients = [(torch.ones(3, 1), torch.arange(3.0))] * 2
-    >>> population = fp.FedSOUL(model).fit(clients, rounds=2)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     again = fp.load(population.save(folder))
-    >>> again
-    Population(FedSOUL, 2 clients, 2 rounds)
-    """
+    """Read a saved population back; ``fedpop.load`` says what each setting does."""
     folder = folder_named(path)
     saved, about = _described(folder), folder / "population.json"
     with reading(about, WHAT):

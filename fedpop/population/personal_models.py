@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from fedpop.federation.clients import Federation
+from fedpop.files import parse_bytes
 from fedpop.keys import Key
 from fedpop.message import Tensors
 from fedpop.methods.base import Algorithm
-from fedpop.site.plan import Plan, final_plan, parse_bytes, plan_for
+from fedpop.site.plan import Plan, final_plan, plan_for
 from fedpop.site.sites import Sites
 
 MEMORY = "1GiB"

@@ -19,11 +19,12 @@ from fedpop.errors import SettingsError
 from fedpop.federation.cells import DROP, ERROR, OTHER, Columns, numeric_columns
 from fedpop.federation.inputs import Example
 from fedpop.federation.reading import width
+from fedpop.federation.table_format import MINIMUM
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.questions.base import Question, Table, Units
 from fedpop.questions.scales import ColumnScales
-from fedpop.questions.schema import MINIMUM, Ask, Levels, Moments, Schema
+from fedpop.questions.schema import Ask, Levels, Moments, Schema
 
 KNOWN: dict[str, Any] = {
     "x": Sequence[str],

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from fedpop.checked import Whole, require
 from fedpop.errors import DataError
+from fedpop.federation.table_format import MINIMUM
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.questions.base import Question, Table, Units
 
-MINIMUM = 5
 Ask = Callable[[Question[Any], Tensors], Any]
 """Whoever carries a question to those who are asked, given what is known, and gives what is made of it."""
 

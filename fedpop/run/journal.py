@@ -34,7 +34,7 @@ ABOUT = "about"
 
 
 @dataclass(frozen=True)
-class Entry:
+class RecordedAnswer:
     """A question's total, and how many units there were."""
 
     question: str
@@ -61,7 +61,7 @@ class Entry:
         return {ABOUT: text} | {n: v.detach().cpu() for n, v in sums.items()}
 
     @classmethod
-    def read(cls, tensors: Tensors) -> tuple[str, Entry]:
+    def read(cls, tensors: Tensors) -> tuple[str, RecordedAnswer]:
         """Back from tensors, with the digest of what was asked."""
         about: dict[str, Any] = json.loads(bytes(tensors[ABOUT].tolist()))
         plain = {n.removeprefix("plain."): v for n, v in tensors.items() if n.startswith("plain.")}
@@ -78,20 +78,20 @@ class Journal:
     """Totals by the digest of what was asked; in a folder, one file each, or in memory."""
 
     folder: Path | None = None
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, RecordedAnswer] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path) -> Journal:
         """The journal of a folder, with what it holds."""
-        found: dict[str, Entry] = {}
+        found: dict[str, RecordedAnswer] = {}
         for file in sorted(writable_folder(folder).glob("*.safetensors")):
             tensors = read_tensors(file)
             with reading(file, "an answer"):
-                digest, entry = Entry.read(tensors)
+                digest, entry = RecordedAnswer.read(tensors)
             found[digest] = entry
         return cls(folder, found)
 
-    def add(self, digest: str, entry: Entry) -> None:
+    def add(self, digest: str, entry: RecordedAnswer) -> None:
         """Record an answer; it is on disk before anything is made of it."""
         if self.folder is not None:
             file = self.folder / f"{len(self.entries) + 1:05d}-{digest[:16]}.safetensors"
@@ -105,11 +105,13 @@ class JournaledMembers(Members):
     They receive a study only when something has to be asked that the journal does not have.
     """
 
-    def __init__(self, study: Study, journal: Journal, members: Members | None = None) -> None:
+    def __init__(
+        self, study: Study, journal: Journal, members: Members | None = None, units: int | None = None
+    ) -> None:
         self.study, self.journal, self._members = study, journal, members
         self._pending = False
         """The members have not received the present study."""
-        self._units: int | None = None
+        self._units = units
         """How many units the last answer was made of."""
         self.asked = 0
         """Questions that were answered by members, not by the record."""
@@ -136,7 +138,7 @@ class JournaledMembers(Members):
             members = self.members
             found, total = members.ask(asking)
             members.commit(entered=False)
-            self.journal.add(digest, Entry(asking.question.name, total, members.units))
+            self.journal.add(digest, RecordedAnswer(asking.question.name, total, members.units))
             self.asked, self._units = self.asked + 1, members.units
             return found, total
         self._units = entry.units

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active, Participation, Roster
-from fedpop.files import digest_of_bytes
+from fedpop.files import digest_of_bytes, parse_bytes
 from fedpop.keys import Key
 from fedpop.message import Tensors, Total
 from fedpop.message.fixed_point import FixedPoint
 from fedpop.methods.base import Algorithm, Round
 from fedpop.questions import Question
 from fedpop.run.personal_models import PersonalModels
-from fedpop.site.plan import Plan, parse_bytes
+from fedpop.site.plan import Plan
 from fedpop.site.sites import Sites, site_of_each
 from fedpop.site.store import LocalStore
 from fedpop.site.study import Study

@@ -6,31 +6,15 @@ run cuts its cohorts at the same places.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from fedpop.errors import SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.inputs import leaves, map_inputs
 from fedpop.models.base import Model
-
-_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
-def parse_bytes(text: str | int) -> int:
-    """``"512MiB"`` to a number of bytes.
-
-    >>> parse_bytes("1.5KiB")
-    1536
-    """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(KiB|MiB|GiB|)\s*", str(text))
-    if match is None or float(match[1]) <= 0:
-        raise SettingsError(f"a memory budget is a positive size such as '1GiB', not {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from fedpop.errors import SettingsError
 from fedpop.federation.clients import Federation, Packed
 from fedpop.federation.inputs import Example
 from fedpop.federation.participation import Participation
-from fedpop.federation.reading import USUAL_TABLE, TableFormat, read_data, read_table, table_notes
+from fedpop.federation.reading import read_data, read_table, table_notes
+from fedpop.federation.table_format import USUAL_TABLE, TableFormat
 from fedpop.message import Tensors
 from fedpop.methods import rebuild
 from fedpop.methods.base import Algorithm, ChecksData, Remembers, needs_everyone, role_of

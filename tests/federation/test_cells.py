@@ -10,7 +10,8 @@ import pytest
 
 from fedpop.errors import DataError, ScaleError, SchemaError, SettingsError
 from fedpop.federation.cells import OTHER, bad_cells, require_alike, scale_of
-from fedpop.federation.reading import TableFormat, read_columns, read_data, read_table, table_notes
+from fedpop.federation.reading import read_columns, read_data, read_table, table_notes
+from fedpop.federation.table_format import TableFormat
 from fedpop.questions.forms import check_form
 
 FORM: dict[str, Any] = {"x": ["age", "sex"], "y": "dose", "levels": {"sex": ["f", "m"]}}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import fedpop
-from fedpop.flower import server_commands, site_commands
+from fedpop.flower import admission, server_commands, site_commands
 from fedpop.flower.processes import free_port
 from fedpop.flower.site_folder import SECRET
 
@@ -80,7 +80,7 @@ class Cluster:
         for name, table in tables.items():
             (root / f"{name}.csv").write_text(table)
             self.enrol(name)
-            server_commands.admit(self.server, name, root / name / "node.pub", self.lines.append)
+            admission.admit(self.server, name, root / name / "node.pub", self.lines.append)
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         (root / "watch").mkdir()
         (root / "watch" / "sitecustomize.py").write_text(WATCH)

@@ -10,7 +10,7 @@ from fedpop.flower.client import app
 from fedpop.flower.deployment import run_deployment
 from fedpop.flower.records import message_from_record, request_from_record
 from fedpop.flower.server_folder import ServerFolder
-from fedpop.flower.site_folder import open_site
+from fedpop.flower.site import open_site
 from tests.flower.commands import Made, fedpop, refused
 from tests.flower.local_grid import LocalGrid
 from tests.flower.sites import transport_on

@@ -73,7 +73,7 @@ def test_a_run_and_what_sites_do_with_it(made: Made, capsys: pytest.CaptureFixtu
 
 def test_predictions_are_those_of_the_sites_own_model(made: Made) -> None:
     """With the site's data, its secret and theta the same model comes out wherever it is made."""
-    from fedpop.flower.site_commands import experiment_of, population_at, predicted
+    from fedpop.flower.offline import experiment_of, population_at, predicted
 
     made.run_deployment()
     (made.root / "at.csv").write_text("sex,age\nf,30\n")
@@ -113,3 +113,10 @@ def test_probabilities_by_site_are_a_table_of_the_settings(made: Made) -> None:
     file.write_text(file.read_text().replace("[run]\n", expected))
     rule = ServerFolder(made.server).deployment().settings.participation
     assert rule == fp.participation.Bernoulli({"north": 0.5, "south": 1.0})
+
+
+def test_what_sites_are_asked_afterwards_is_said(made: Made, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "fedpop.server"):
+        made.run_deployment()
+    for number, words in ((1, "diagnostics"), (2, "log likelihood"), (3, "standard errors")):
+        assert f"afterwards, {number} of 3: sites are asked for {words}" in caplog.text

@@ -13,7 +13,7 @@ import pytest
 import fedpop as fp
 from fedpop.flower.deployment import enrolled_members, run_deployment
 from fedpop.flower.records import message_from_record, request_from_record
-from fedpop.flower.site_folder import open_site
+from fedpop.flower.site import open_site
 from fedpop.report.run import run_report
 from fedpop.site.refusal import Code
 from tests.flower.local_grid import LocalGrid

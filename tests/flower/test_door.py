@@ -31,10 +31,10 @@ from fedpop.flower.certificates import (
     make_site_key,
     read_site_key,
 )
-from fedpop.flower.link import Link
+from fedpop.flower.link import FleetGrid
 from fedpop.flower.processes import free_port
 from fedpop.flower.records import message_to_record, request_from_record, request_to_record
-from fedpop.flower.requests import SITE_HEADER, VERSION_HEADER, Request, headed
+from fedpop.flower.requests import PROTOCOL_HEADER, SITE_HEADER, Request, headed
 from fedpop.flower.site_folder import SiteSettings
 
 
@@ -48,7 +48,7 @@ class Federation:
         make_server_certificate(self.tls, ["127.0.0.1"])
         self.address = f"127.0.0.1:{free_port()}"
         self.sites = {name: self.site(name) for name in ("north", "south")}
-        self.link = Link(self.address, self.tls, self.admitted)
+        self.link = FleetGrid(self.address, self.tls, self.admitted)
 
     def site(self, name: str, admitted: bool = True) -> SiteSettings:
         folder = self.root / name
@@ -56,7 +56,7 @@ class Federation:
         make_site_key(folder)
         (folder / "ca.crt").write_bytes((self.tls / "ca.crt").read_bytes())
         if admitted:
-            admission.admit(self.admitted, name, folder / "node.pub", False)
+            admission.admit_key(self.admitted, name, folder / "node.pub", False)
         return SiteSettings(folder, name, "rows.csv", self.address)
 
     def client(self) -> httpx.Client:
@@ -142,7 +142,7 @@ def test_nothing_but_the_fleet_is_there(federation: Federation, monkeypatch: pyt
     assert len(routes) > 50
     assert any("start-run" in r for r in routes)
     assert any("acquire-task" in r for r in routes)
-    monkeypatch.setattr(door, "DELAY", 0.0)
+    monkeypatch.setattr(door, "REFUSAL_SECONDS", 0.0)
     with federation.client() as client:
         for path in [*routes, "/docs", "/redoc", "/openapi.json", "/", "/v1/responses"]:
             for found in (client.post(path, content=b""), client.get(path)):
@@ -153,7 +153,7 @@ def test_nothing_but_the_fleet_is_there(federation: Federation, monkeypatch: pyt
 
 
 def test_why_a_site_is_refused(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "DELAY", 0.0)
+    monkeypatch.setattr(door, "REFUSAL_SECONDS", 0.0)
     north, stranger = federation.sites["north"], federation.site("stranger", admitted=False)
 
     def why(site: SiteSettings, **more: Any) -> tuple[str, str]:
@@ -163,20 +163,20 @@ def test_why_a_site_is_refused(federation: Federation, monkeypatch: pytest.Monke
     assert why(stranger)[0] == "not admitted"
     assert "fedpop server admit" in why(stranger)[1]
     assert why(north, **{SITE_HEADER: "south"})[0] == "wrong name"
-    assert why(north, **{VERSION_HEADER: "0.0.1"})[0] == "version"
+    assert why(north, **{PROTOCOL_HEADER: "999"})[0] == "version"
     assert why(north, ahead=60.0)[0] == "clock"
     assert "60 s ahead of" in why(north, ahead=60.0)[1] or "59 s ahead of" in why(north, ahead=60.0)[1]
     assert why(north, ahead=-400.0)[0] == "clock"
     assert why(north, **{FLEET_HTTP_SIGNATURE_HEADER: b64encode(b"no").decode()})[0] == "forged"
     assert why(north, **{FLEET_HTTP_PUBLIC_KEY_HEADER: "?"})[0] == "not admitted"
-    admission.revoke(federation.admitted, "north")
+    admission.end_key(federation.admitted, "north")
     assert why(north) == ("revoked", "the admission of site 'north' was revoked")
-    admission.admit(federation.admitted, "north", stranger.folder / "node.pub", False)
+    admission.admit_key(federation.admitted, "north", stranger.folder / "node.pub", False)
     assert "another key was admitted for site 'north'" in why(north)[1]
 
 
 def test_a_site_speaks_for_itself(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "DELAY", 0.0)
+    monkeypatch.setattr(door, "REFUSAL_SECONDS", 0.0)
     with node.connected(federation.sites["north"]) as north:
         other = PullMessagesRequest(node=north.node)
         assert federation.post(federation.sites["south"], "pull-messages", other).status_code == 401
@@ -191,19 +191,36 @@ def test_a_site_speaks_for_itself(federation: Federation, monkeypatch: pytest.Mo
 def test_a_revoked_site_is_told_at_once(federation: Federation) -> None:
     """Also one whose question is held."""
     with node.connected(federation.sites["north"]) as north:
-        threading.Timer(0.3, lambda: admission.revoke(federation.admitted, "north")).start()
+        threading.Timer(0.3, lambda: admission.end_key(federation.admitted, "north")).start()
         begun = time.monotonic()
-        with pytest.raises(node.Refused, match="revoked"):
+        with pytest.raises(node.NotHeard, match="revoked"):
             north.receive()
-        assert time.monotonic() - begun < door.HOLD
+        assert time.monotonic() - begun < door.HOLD_SECONDS
         assert not [n for n in federation.link.get_nodes() if federation.link.admits(n)]
+
+
+def test_who_is_revoked_in_the_middle_of_a_reply_is_not_waited_for(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with node.connected(federation.sites["north"]) as north:
+        sent = ask(federation, north.node.node_id)
+
+        def revoked(*_: Any, **__: Any) -> None:
+            admission.end_key(federation.admitted, "north")
+            raise node.NotHeard("revoked", "in between")
+
+        monkeypatch.setattr(node, "push_objects", revoked)
+        with pytest.raises(node.NotHeard, match="in between"):
+            answer(north)
+        found = until(lambda: list(federation.link.pull_messages([sent])))
+        assert found[0].has_error()
 
 
 def test_a_replaced_key_ends_the_old_one(federation: Federation) -> None:
     new = federation.site("later", admitted=False)
     with node.connected(federation.sites["north"]) as old:
-        admission.admit(federation.admitted, "north", new.folder / "node.pub", replace=True)
-        with pytest.raises(node.Refused, match="another key was admitted"):
+        admission.admit_key(federation.admitted, "north", new.folder / "node.pub", replace=True)
+        with pytest.raises(node.NotHeard, match="another key was admitted"):
             old.receive()
         with node.connected(replace(new, name="north")) as north:
             known = {n.node_id for n in federation.link.get_nodes() if federation.link.admits(n)}
@@ -217,7 +234,7 @@ def test_a_later_process_takes_over_and_is_sent_what_was_not_answered(federation
         with node.connected(federation.sites["north"]) as second:
             answer(second)
             assert until(lambda: list(federation.link.pull_messages([sent])))
-            with pytest.raises(node.Refused, match="another process") as caught:
+            with pytest.raises(node.NotHeard, match="another process") as caught:
                 first.receive()
             assert caught.value.reason == "taken over"
 
@@ -225,11 +242,11 @@ def test_a_later_process_takes_over_and_is_sent_what_was_not_answered(federation
 def test_a_message_that_ends_its_site_is_not_sent_for_ever(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "HOLD", 0.2)
+    monkeypatch.setattr(door, "HOLD_SECONDS", 0.2)
     with node.connected(federation.sites["north"]) as north:
         ask(federation, north.node.node_id)
-        given = [north.receive() is not None for _ in range(door.AGAIN + 3)]
-        assert given == [True] * (door.AGAIN + 1) + [False, False]
+        given = [north.receive() is not None for _ in range(door.SENT_AGAIN + 3)]
+        assert given == [True] * (door.SENT_AGAIN + 1) + [False, False]
 
 
 # --- load ----------------------------------------------------------------------------------------
@@ -238,7 +255,7 @@ def test_a_message_that_ends_its_site_is_not_sent_for_ever(
 def test_bodies_are_not_longer_than_they_may_be(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "BODY", 1000)
+    monkeypatch.setattr(door, "REQUEST_BYTES", 1000)
     found = federation.post(federation.sites["north"], "push-object", bytes(2000))
     assert found.status_code == 413
     assert federation.post(federation.sites["north"], "push-object", b"\xff" * 10).status_code == 400
@@ -247,7 +264,7 @@ def test_bodies_are_not_longer_than_they_may_be(
 def test_connections_that_show_no_key_are_closed(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "SILENT", 0.3)
+    monkeypatch.setattr(door, "STRANGER_SECONDS", 0.3)
     context = ssl.create_default_context(cafile=str(federation.tls / "ca.crt"))
     host, port = federation.address.split(":")
     plain = socket.create_connection((host, int(port)))
@@ -258,7 +275,7 @@ def test_connections_that_show_no_key_are_closed(
 
 
 def test_strangers_make_room_for_sites(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "STRANGERS", 3)
+    monkeypatch.setattr(door, "STRANGER_CONNECTIONS", 3)
     context = ssl.create_default_context(cafile=str(federation.tls / "ca.crt"))
     host, port = federation.address.split(":")
     with node.connected(federation.sites["north"]) as north:
@@ -275,6 +292,6 @@ def test_strangers_make_room_for_sites(federation: Federation, monkeypatch: pyte
 
 def test_a_site_waits_where_it_asks_too_often() -> None:
     caller = door.Caller("north")
-    assert not any(caller.wait(0.0) for _ in range(int(door.BURST)))
-    assert caller.wait(0.0) == pytest.approx(1 / door.RATE)
+    assert not any(caller.wait(0.0) for _ in range(int(door.REQUESTS_AT_ONCE)))
+    assert caller.wait(0.0) == pytest.approx(1 / door.REQUESTS_PER_SECOND)
     assert caller.wait(60.0) == 0.0

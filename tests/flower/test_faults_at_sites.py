@@ -18,7 +18,7 @@ from fedpop.flower.records import (
     message_from_record,
 )
 from fedpop.flower.requests import PROTOCOL, Request, digest_of
-from fedpop.flower.site_folder import open_site
+from fedpop.flower.site import open_site
 from fedpop.keys import unit_of
 from fedpop.run.run import Run, Settings
 from fedpop.site.sites import Sites

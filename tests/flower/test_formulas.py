@@ -18,8 +18,7 @@ import fedpop as fp
 from fedpop.errors import DataError, EstimateError, FedpopWarning, SettingsError
 from fedpop.flower.records import message_from_record, request_from_record
 from fedpop.flower.requests import Request, code_of
-from fedpop.flower.site import read_theta
-from fedpop.flower.site_folder import open_site
+from fedpop.flower.site import open_site, read_theta
 from fedpop.keys import Key
 from fedpop.message import Total
 from fedpop.mixed import gaussian, groups, laplace, quadrature, study

@@ -15,13 +15,14 @@ from torch import nn
 
 import fedpop as fp
 from fedpop.errors import SettingsError
-from fedpop.flower import site_commands
+from fedpop.flower import processes, site_commands
 from fedpop.flower.client import app
 from fedpop.flower.deployment import run_deployment
 from fedpop.flower.processes import free_port, require_free
 from fedpop.flower.records import request_from_record
 from fedpop.flower.remote import RoundTerms
 from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.site import open_site
 from fedpop.flower.transport import NODE_GONE
 from fedpop.site.study import Survey
 from tests.flower.commands import Made, fedpop, refused
@@ -211,7 +212,7 @@ def test_a_function_beside_the_sites_settings(tmp_path: Path) -> None:
     )
     (folder / "site.toml").write_text('name = "ada"\ndata = "ada_rows_of_mine:rows"\n')
     (folder / "secret").write_text("1\n")
-    site = site_commands.open_site(folder)
+    site = open_site(folder)
     try:
         assert len(Survey().read(site.data)) == 1
         with pytest.raises(fp.DataError if hasattr(fp, "DataError") else ValueError, match="has a function"):
@@ -238,3 +239,18 @@ def test_the_server_listens_elsewhere_than_sites_reach_it(made_by_command: Made)
 def test_a_version_that_is_none(made_by_command: Made, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     (made_by_command.server / "version.json").write_text(text)
     assert "was made by fedpop" in refused(capsys, "server", "status", made_by_command.server)
+
+
+def test_a_version_of_flower_that_was_not_tested(
+    made_by_command: Made, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line at the start, also where a module of the version that was tested has moved."""
+    north = made_by_command.root / "north"
+    monkeypatch.setattr(processes, "MODULES", (*processes.MODULES, "supernode/elsewhere"))
+    for command in (("server", "run", made_by_command.server), ("site", "join", north)):
+        output = refused(capsys, *command)
+        assert "there is no flwr/supernode/elsewhere.py" in output
+        assert len(output.strip().splitlines()) == 1
+    monkeypatch.undo()
+    monkeypatch.setattr(processes.importlib.metadata, "version", lambda name: "1.99.0")
+    assert "flwr 1.99.0 is installed, and fedpop" in refused(capsys, "site", "join", north)

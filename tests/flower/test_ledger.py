@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fedpop as fp
-from fedpop.errors import CheckpointError, DataError
+from fedpop.errors import CheckpointError, DataError, SettingsError
 from fedpop.flower.allowed import Allowed
 from fedpop.flower.client import app
 from fedpop.flower.deployment import run_deployment
@@ -24,7 +24,7 @@ from fedpop.flower.ledger import LEDGER, Ledger
 from fedpop.flower.metrics import serving_ledger
 from fedpop.flower.processes import free_port
 from fedpop.flower.records import message_from_record
-from fedpop.flower.site_folder import open_site
+from fedpop.flower.site import open_site
 from fedpop.site.refusal import Code
 from tests.flower.browser import get
 from tests.flower.commands import fedpop, refused
@@ -243,9 +243,7 @@ def test_a_site_knows_every_question_of_the_library() -> None:
     assert known == every
 
 
-def test_a_question_that_does_not_exist_is_an_error_of_the_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_question_that_does_not_exist_is_an_error_of_the_settings(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
     folder = tmp_path / "site"
     folder.mkdir()
@@ -253,7 +251,8 @@ def test_a_question_that_does_not_exist_is_an_error_of_the_settings(
     (folder / "secret").write_text("1\n")
     assert open_site(folder).allowed == Allowed()
     allow(folder, 'questions = ["moments of everything"]')
-    assert "unknown question 'moments of everything'; known are" in refused(capsys, "site", "join", folder)
+    with pytest.raises(SettingsError, match="unknown question 'moments of everything'; known are"):
+        open_site(folder)
 
 
 def test_a_formula_that_is_not_listed_is_refused_by_name(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from fedpop.evaluation.validation import ValidationScore
 from fedpop.flower.client import app
 from fedpop.flower.deployment import enrolled_members
 from fedpop.flower.remote import RemoteMembers, RoundTerms
-from fedpop.flower.site_folder import open_site
+from fedpop.flower.site import open_site
 from fedpop.keys import Key
 from fedpop.message import Aggregate, Channel, Tensors, Total
 from fedpop.methods.base import Algorithm, usual_participation

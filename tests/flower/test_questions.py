@@ -18,7 +18,7 @@ from fedpop.flower.client import app
 from fedpop.flower.deployment import run_deployment
 from fedpop.flower.records import request_from_record
 from fedpop.flower.remote import RemoteMembers, RoundTerms
-from fedpop.flower.site_folder import open_site
+from fedpop.flower.site import open_site
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.message.declared import Sent

@@ -1,4 +1,4 @@
-"""Whoever reaches a running server's port, with Flower's own tools, with keys that no longer count, with noise."""
+"""Whoever reaches a running server's port: with Flower's tools, with keys that do not count, with noise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fedpop.flower import server_commands
+from fedpop.flower import admission
 from fedpop.flower.processes import environment, program
 from tests.flower.cluster import Cluster
 from tests.flower.sites import same_bits
@@ -42,12 +42,17 @@ CODE = """from pathlib import Path
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
-Path({mark!r}).write_text("their code ran")
-server, client = ServerApp(), ClientApp()
+server = ServerApp()
+client = ClientApp()
 
 
 @server.main()
 def main(grid, context):
+    Path({mark!r}).write_text("their code ran")
+
+
+@client.train()
+def train(message, context):
     Path({mark!r}).write_text("their code ran")
 """
 
@@ -68,8 +73,13 @@ class Stranger:
     def flwr(self, *arguments: str) -> dict[str, Any]:
         done = subprocess.run(
             [program("flwr"), *arguments, "--format", "json"],
-            env=self.env, cwd=self.root, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            env=self.env,
+            cwd=self.root,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            stdin=subprocess.DEVNULL,
+        )
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
@@ -112,17 +122,15 @@ def test_a_stranger_submits_a_run_and_registers_a_key(tmp_path: Path) -> None:
         assert not (tmp_path / "rogue" / "experiments").exists()
         lines = list(cluster.processes().values())
         assert not [line for line in lines if "superexec" in line or "token" in line]
-        secrets = [(tmp_path / n / "secret").read_text().strip() for n in ("north", "south") if n != "south"]
         secret = (tmp_path / "rogue" / "node.key").read_text().splitlines()[2]
         text = "".join(p.read_text(errors="replace") for p in tmp_path.rglob("*.log"))
         assert secret not in text
-        assert secrets
 
 
 def test_a_revoked_site_and_an_old_key_are_not_heard(tmp_path: Path) -> None:
     with Cluster(tmp_path, tables(6, 4, 5), FEDAVG, 3000, "sites = 1") as cluster:
         running(cluster, "north", "south", "east")
-        server_commands.revoke(cluster.server, "east", print)
+        admission.revoke(cluster.server, "east", print)
         cluster.until(lambda: "(revoked)" in cluster.output("east"), 120, "not told")
         cluster.until(lambda: "east" not in cluster.rounds()[-1]["heard"], 120, "heard")
         assert not [m for m in more_rounds(cluster) if "east" in m["heard"]]
@@ -130,7 +138,7 @@ def test_a_revoked_site_and_an_old_key_are_not_heard(tmp_path: Path) -> None:
         cluster.enrol("anew", str(tmp_path / "south.csv"))
         text = (new / "site.toml").read_text()
         (new / "site.toml").write_text(text.replace('name = "anew"', 'name = "south"'))
-        server_commands.admit(cluster.server, "south", new / "node.pub", print, replace=True)
+        admission.admit(cluster.server, "south", new / "node.pub", print, replace=True)
         cluster.until(lambda: "another key was admitted" in cluster.output("south"), 120, "not told")
         cluster.start_site("anew")
         cluster.until(lambda: "south" in cluster.rounds()[-1]["heard"], 120, "not heard")

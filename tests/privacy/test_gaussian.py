@@ -17,7 +17,7 @@ from fedpop.message import Aggregate, Answer, Message
 from fedpop.privacy import ledger
 from fedpop.privacy.gaussian import BIT, CLIP, bound_of, bounded, system_noise
 from fedpop.run import private
-from fedpop.run.private import PrivateTotals, PrivateTerms, private_method
+from fedpop.run.private import PrivateTerms, PrivateTotals, private_method
 from fedpop.site.work import private_answer
 from tests.helpers import generator, seeded
 

@@ -1,0 +1,47 @@
+"""How tables are written, and from how many rows a level of theirs is sent: settings, read without torch."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fedpop.errors import SettingsError
+
+MINIMUM = 5
+"""Rows at a site below which a level is not sent by its name."""
+
+
+@dataclass(frozen=True)
+class TableFormat:
+    """How a site's table is written: what its ``site.toml`` says of it."""
+
+    separator: str = ","
+    """Between the values of a CSV file's line."""
+    decimal: str = "."
+    """In its numbers."""
+    encoding: str = "utf-8-sig"
+    unit: Mapping[str, str] | None = None
+    """In which units its columns are; None where nobody was asked."""
+
+    def __post_init__(self) -> None:
+        if len(self.separator) != 1 or self.separator == self.decimal:
+            raise SettingsError(
+                f"separator is one character, and not the decimal point or comma, not {self.separator!r}"
+            )
+        if self.decimal not in (".", ","):
+            raise SettingsError(f'decimal is "." or ",", not {self.decimal!r}')
+        try:
+            codecs.lookup(self.encoding)
+        except LookupError as error:
+            raise SettingsError(
+                f'encoding is a name such as "utf-8", "cp1252" or "utf-16", not {self.encoding!r}'
+            ) from error
+
+    @property
+    def text_encoding(self) -> str:
+        """With UTF-8 a mark at the beginning is no text."""
+        return "utf-8-sig" if codecs.lookup(self.encoding).name == "utf-8" else self.encoding
+
+
+USUAL_TABLE = TableFormat()
