@@ -32,6 +32,7 @@ AREAS = {
         "Questions before and between rounds",
         "Moments, scales and scores that everyone is asked for.",
     ),
+    "privacy": ("Privacy", "Secure sums between sites, and budgets of differential privacy."),
     "run": ("Runs", "`fit`, checkpoints, resuming, callbacks."),
     "flower": ("Across machines", "`fedpop server` and `fedpop site`."),
     "evaluation": ("Estimates and diagnostics", "What is computed after training."),
@@ -53,6 +54,8 @@ FIRST = {
     "PayloadError": "A message cannot be sent or read: finite numbers, and one version on both sides.",
     "TrainingError": "Training broke down at the round and client that are named: look at those data first.",
     "EstimateError": "What was asked for cannot be had from what is there; the words say what would help.",
+    "SecureSumError": "A site's log and the server's say who asked for what; nothing was revealed.",
+    "PrivacyError": "Private runs see data through noised sums only: leave out what is named.",
     "ExtraError": "Install the optional package that is named.",
 }
 """By the class: what to do first."""

@@ -2,7 +2,7 @@
 
 Methods, models, data and what is done with them are here; what they are made of is in modules by kind:
 ``kernels``, ``priors``, ``likelihoods``, ``links``, ``steps``, ``chains``, ``compressors``,
-``participation``, ``layers``, ``networks``, ``data`` and ``callbacks``.
+``participation``, ``privacy``, ``aggregates``, ``layers``, ``networks``, ``data`` and ``callbacks``.
 """
 
 from importlib import import_module as _import_module
@@ -12,7 +12,19 @@ from typing import Any as _Any
 from fedpop.version import __version__ as __version__
 
 if _TYPE_CHECKING:
-    from fedpop import callbacks, chains, compressors, data, kernels, layers, participation, priors, steps
+    from fedpop import (
+        aggregates,
+        callbacks,
+        chains,
+        compressors,
+        data,
+        kernels,
+        layers,
+        participation,
+        priors,
+        privacy,
+        steps,
+    )
     from fedpop.client.local_sgd import LocalSGD
     from fedpop.comparison import compare
     from fedpop.federation.clients import Client, Federation, Table
@@ -108,6 +120,7 @@ __all__ = [
     "Population",
     "Split",
     "Table",
+    "aggregates",
     "callbacks",
     "chains",
     "compare",
@@ -125,5 +138,6 @@ __all__ = [
     "networks",
     "participation",
     "priors",
+    "privacy",
     "steps",
 ]

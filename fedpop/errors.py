@@ -46,6 +46,14 @@ class PayloadError(FedpopError, ValueError):
     """A vector cannot be encoded, or an encoded one cannot be read."""
 
 
+class SecureSumError(FedpopError):
+    """A site refuses its part in a secure sum, or the sum cannot be opened; says why."""
+
+
+class PrivacyError(FedpopError, ValueError):
+    """Something cannot be had under differential privacy, or the budget does not cover it."""
+
+
 class TrainingError(FedpopError):
     """Training broke down: no message was usable, or theta is not finite; names the round and the client."""
 

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from fedpop import chains, compressors, kernels, layers, participation, priors, steps
+from fedpop import aggregates, chains, compressors, kernels, layers, participation, priors, privacy, steps
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.federation.clients import Client, Federation, Table
 from fedpop.federation.held_out import hold_out
@@ -74,6 +74,7 @@ __all__ = [
     "Population",
     "Split",
     "Table",
+    "aggregates",
     "chains",
     "compressors",
     "evaluate",
@@ -86,5 +87,6 @@ __all__ = [
     "networks",
     "participation",
     "priors",
+    "privacy",
     "steps",
 ]

@@ -37,6 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "checked",
         "settings",
     ),
+    ("privacy",),
     ("federation",),
     ("message",),
     ("models",),
@@ -56,7 +57,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("flower",),
     ("comparison",),
     # What users import: public names by kind, then all of them, then the command line.
-    ("steps", "chains", "compressors", "participation", "layers", "callbacks"),
+    ("steps", "chains", "aggregates", "compressors", "participation", "layers", "callbacks"),
     ("saved",),
     ("names", "__init__"),
     ("cli", "cli_data"),

@@ -45,6 +45,7 @@ def test_about_thirty_names_at_the_top() -> None:
     """Methods, models, data, and what is done with them; what they are made of has a module by kind."""
     assert 25 <= len(TOP) <= 35
     assert set(MODULES) == {
+        "aggregates",
         "callbacks",
         "chains",
         "compressors",
@@ -56,6 +57,7 @@ def test_about_thirty_names_at_the_top() -> None:
         "networks",
         "participation",
         "priors",
+        "privacy",
         "steps",
     }
     assert not {n.split(".")[1] for n in INSIDE} & set(TOP)

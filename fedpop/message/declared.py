@@ -57,6 +57,7 @@ VECTORS: Mapping[str, Sent] = {
     "1/rho": Sent("one over the tolerance"),
     "U": Sent("gradient of the potential, less what the server remembers (QLSD)"),
     "reference": Sent("gradient of the potential at w* (QLSD*)"),
+    "bit.*": Sent("whether a unit's vector was inside its bound (1/2, else -1/2)"),
     # Questions.
     "second": Sent("second moments of inputs"),
     "count": Sent("number of rows, or of units"),

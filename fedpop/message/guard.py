@@ -51,10 +51,17 @@ class Guard:
     """What is usual of the vectors of these names, and whether one of a round is."""
 
     def __init__(
-        self, multiple: float, names: tuple[str, ...], broadcast: Mapping[str, Tensor], messages: int
+        self,
+        multiple: float,
+        names: tuple[str, ...],
+        broadcast: Mapping[str, Tensor],
+        messages: int,
+        unseen: bool = False,
     ) -> None:
         self.multiple = multiple
-        self.names = names if messages >= MESSAGES_FOR_A_MEDIAN else ()
+        self.unseen = unseen
+        """Nobody sees a message but its site: it goes by what was broadcast alone, and always counts."""
+        self.names = names if messages >= MESSAGES_FOR_A_MEDIAN or unseen else ()
         self._usual = {n: broadcast[f"usual.{n}"].double() for n in names if f"usual.{n}" in broadcast}
         self._sums = {n: float(broadcast[f"usual.sum.{n}"]) for n in names if f"usual.sum.{n}" in broadcast}
         self._fused: dict[str, float] = {}
@@ -72,7 +79,8 @@ class Guard:
             both = norms[name] = _norms(message.vectors[name], examples)
             some = message.received & (both[1] > 0)
             numbers |= _counts(name, both[:, some])
-            usual = self._now(name, numbers)  # of the round only where this process sees enough of it
+            # Of the round only where this process sees enough of it, and may look.
+            usual = self._usual.get(name) if self.unseen else self._now(name, numbers)
             if usual is not None:
                 out = out | self._absurd(both, usual.to(both), message.received)
         message = replace(message, numbers=numbers, norms=norms)
@@ -85,7 +93,7 @@ class Guard:
     def _quiet(self, name: str, vectors: Tensor) -> bool:
         """Of many rows: neither is one of them too long nor most of them longer than usual, so there is
         nothing to see and nothing to learn. Two numbers tell, which is what a usual round pays."""
-        if name not in self._usual or len(vectors) < MESSAGES_FOR_A_MEDIAN:
+        if self.unseen or name not in self._usual or len(vectors) < MESSAGES_FOR_A_MEDIAN:
             return False
         norm = torch.linalg.vector_norm(vectors, dim=1)
         most, middle = torch.stack((norm.amax(), norm.median())).tolist()
@@ -116,7 +124,7 @@ class Guard:
         """Which of these single messages ``[S]`` are out of proportion to what is usual of the round, by the
         counts of norms that came so far, theirs included."""
         out = torch.zeros_like(message.received)
-        for name in self.names:
+        for name in () if self.unseen else self.names:
             if name not in message.vectors or (message.checked and name not in message.norms):
                 continue  # nothing to see: the site looked
             usual = self._now(name, numbers)

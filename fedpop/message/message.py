@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
+from fedpop.message.words import SumWords
 
 Tensors = dict[str, Tensor]
 PLAIN, NAMED = "plain.", "named."
 """Before the names of vectors that are sent beside weighted ones, where weights act at the site: without
 weights, and with coefficients of the method's."""
+WEIGHT = "weight."
+"""Of a secure sum: the participation weights of a row's units, summed, among the words."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class Message:
     """Between machines: what the message answers, and who sends it."""
     payloads: Mapping[str, Payload] = field(default_factory=dict)
     """Between machines: its vectors, encoded."""
+    words: Mapping[str, SumWords] = field(default_factory=dict)
+    """For a secure sum: its vectors as whole numbers, which is what leaves the site, masked."""
     bytes: int = 0
     """Of its vectors, each in its frame."""
 
@@ -224,6 +229,9 @@ class Aggregate:
         self._plain: Tensors = {}
         self._named: Tensors = {}
         self._numbers: dict[str, float] = {}
+        self._words: dict[str, SumWords] = {}
+        self._alike = True
+        """SumWords are sums without participation weights, too."""
         self._count, self._weight, self._bytes = 0, 0.0, 0
 
     def add(self, message: Message, weights: Tensor, lost: Tensor | None = None) -> Tensor:
@@ -243,7 +251,11 @@ class Aggregate:
         if message.sums and received is not sent and not torch.equal(received, sent):
             raise SettingsError("a unit was refused after its vectors had been added to a sum")
         ones = bool((weights == 1).all())
-        for name, v in message.vectors.items():
+        self._alike = self._alike and (ones or not message.weighted)
+        for name, words in message.words.items():
+            more = words.summed(received)
+            self._words[name] = self._words[name].plus(more) if name in self._words else more
+        for name, v in () if message.words else message.vectors.items():
             v = v if everyone else only(received, v)
             if message.weighted:
                 self._add_weighted(name, v.sum(0), ones and PLAIN + name not in message.vectors)
@@ -259,7 +271,8 @@ class Aggregate:
             _grow(self._weighted, name, total)
             if ones:
                 _grow(self._plain, name, total)
-        for name, (of, coefficients) in message.named.items() if not message.weighted else ():
+        unweighted = not message.weighted and not message.words
+        for name, (of, coefficients) in message.named.items() if unweighted else ():
             v, factor = (
                 message.vectors[of],
                 torch.where(received, coefficients, 0).to(message.vectors[of].dtype),
@@ -294,6 +307,12 @@ class Aggregate:
 
     def total(self, of: int, ratio: bool, **more: Any) -> Total:
         """Everything received so far, out of so many units in all."""
+        for name, words in self._words.items():
+            if name == WEIGHT:
+                self._weight = float(words.value()[0])
+            else:
+                self._add_weighted(name, words.value()[0], self._alike and PLAIN + name not in self._words)
+        self._words = {}
         sums = (self._weighted, self._plain, self._named)
         return Total(*sums, self._count, self._weight, of, ratio, self._numbers, self._bytes, **more)
 

@@ -42,10 +42,13 @@ from fedpop.kernels.target import Hierarchy
 from fedpop.keys import Key
 from fedpop.message import Answer, Channel, Choice, Guard, Tensors, Total
 from fedpop.message.declared import Sent
+from fedpop.message.fixed_point import FixedPoint
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
+from fedpop.privacy.gaussian import Gaussian
 from fedpop.questions import Question
 from fedpop.server.optimisers import Constant, Schedule, Stage
+from fedpop.server.robust import Robust
 from fedpop.settings import Setting, complete, describe
 
 if TYPE_CHECKING:
@@ -106,6 +109,12 @@ class Round:
     """The relative variance that the channel adds to vectors of a length, for each unit."""
     weigh: bool = False
     """Participation weights act at the site, before a message is compressed; else when it is decoded."""
+    secure: FixedPoint | None = None
+    """Messages become whole numbers of this form, of which nothing but a sum is seen."""
+    robust: Robust | None = None
+    """What the server takes in the place of a sum over single messages."""
+    private: Gaussian | None = None
+    """What each unit adds is bounded, before anything is added up."""
 
     @property
     def pace(self) -> float:
@@ -178,6 +187,10 @@ class Algorithm(Setting, ABC):
     """Vectors whose sum without participation weights is needed beside the weighted one."""
     sends: ClassVar[Mapping[str, Sent]] = {}
     """Vectors and numbers that are not among those of ``fedpop.message.declared``, by name."""
+    private_sums: ClassVar[tuple[str, ...]] = ()
+    """Vectors that are sent under differential privacy, each unit's shortened to a bound; a method that names
+    none refuses it. Moves that count n_i times count once then."""
+    not_private: ClassVar[str] = "what its clients send has no bound under which it stays what it is"
     as_it_is: ClassVar[str] = "its update is not linear in it, or no form of it was published"
     """Why what clients send is neither compressed nor clipped, where that is so."""
 
@@ -224,6 +237,38 @@ class Algorithm(Setting, ABC):
             value = getattr(self, setting.name)
             if isinstance(value, Mapping):
                 require_everyone(setting.name, value, names)
+
+    @classmethod
+    def needs_single(cls) -> str:
+        """Why the server has to see single messages, which secure sums hide; "" where sums will do."""
+        if cls.participation == "one":
+            return "is a relay: one client's message goes to the next"
+        clear = [name for name, sent in cls.sends.items() if sent.clear]
+        return f"reads each site's {clear[0]}" if clear else ""
+
+    def sees_single(self) -> str:
+        """The same of this method with its settings."""
+        if not all(c.identity for c in self.channel.compressors):
+            name = self.channel.compressors[0].name
+            return (
+                f"compresses by {name}, whose scale or support differs between sites, so that no sum of what "
+                "they send is one of vectors; leave compressor out, fewer bits (secure=16) compress such sums"
+            )
+        return type(self).needs_single()
+
+    # --- under differential privacy ----------------------------------------------------------
+
+    def under_privacy(self) -> Self:
+        """This method without what looks at data beside ``private_sums``; raises where that was asked for."""
+        return replace(self, guard=None)
+
+    def private_size(self, name: str, broadcast: Tensors) -> int:
+        """Entries of such a vector."""
+        return self.footprint.compressed
+
+    def whitened(self, name: str, v: Tensor, broadcast: Tensors, inverse: bool = False) -> Tensor:
+        """Such vectors ``[..., D]`` in the units in which they are bounded, and back from there."""
+        return v
 
     # --- a run -------------------------------------------------------------------------------
 
@@ -292,6 +337,9 @@ class Algorithm(Setting, ABC):
         threads: int | None = None,
         device: str | torch.device | None = None,
         sites: Mapping[str, Sequence[str]] | None = None,
+        secure: bool | int = False,
+        privacy: Any = None,
+        aggregate: Any = None,
     ) -> Population:
         """Run this method on one machine; ``fedpop.fit`` says more of each setting.
 
@@ -311,6 +359,11 @@ class Algorithm(Setting, ABC):
             threads: How many torch works with; None (the default) for as many as suit the work.
             device: Where to compute; None (the default) where the model is.
             sites: Names of sites with those of their clients; None (the default) has each by itself.
+            secure: Add messages up as secure sums do; not by default.
+            privacy: ``fp.privacy.Gaussian(...)`` for differential privacy of what is learned; None (the
+                default) for none.
+            aggregate: One of ``fp.aggregates`` in the place of the sum over messages; None (the default) is
+                the sum.
         """
         given = {name: value for name, value in locals().items() if name != "self"}
         complete()
@@ -346,6 +399,21 @@ def usual_participation(method: type[Algorithm] | Algorithm) -> Participation:
     return Uniform(1) if method.participation == "one" else Everyone()
 
 
+def check_secure(method: Algorithm) -> None:
+    """Raise unless this method's server needs nothing but sums."""
+    if why := method.sees_single():
+        raise SettingsError(f"secure sums hide single messages, and {method.label} {why}")
+
+
+def check_robust(method: Algorithm) -> None:
+    """Raise unless a centre of messages, times their number, may stand for a sum of this method's."""
+    remembers = role_of(method, Remembers)
+    if method.participation != "any" or method.plain_sums or (remembers and remembers.remembers):
+        raise SettingsError(
+            f"aggregate= takes a centre of messages for their sum; {method.label} needs the sum itself"
+        )
+
+
 def check_participation(method: Algorithm, rule: Participation) -> None:
     """Raise unless this method allows this rule."""
     everyone, one = isinstance(rule, Everyone), isinstance(rule, Uniform) and rule.size == 1
@@ -362,8 +430,11 @@ def needs_everyone(method: Algorithm) -> bool:
     return method.participation == "full"
 
 
-def guard_for(method: Algorithm, broadcast: Tensors, messages: int) -> Guard | None:
-    """What looks at the messages of a round, given what was broadcast as usual."""
+def guard_for(method: Algorithm, broadcast: Tensors, messages: int, unseen: bool = False) -> Guard | None:
+    """What looks at the messages of a round, given what was broadcast as usual. Where they are ``unseen`` it
+    counts their norms in any case, which the form of their sum follows."""
+    if unseen and method.guarded:
+        return Guard(method.guard or math.inf, method.guarded, broadcast, messages, unseen)
     if method.guard is None or not method.guarded or method.participation == "one":
         return None
     return Guard(method.guard, method.guarded, broadcast, messages)

@@ -60,6 +60,7 @@ class FedAvg(Paced, WholeModel):
         "McMahan et al., AISTATS 2017", personalised=False, instance="limit: scale 0"
     )
     guarded: ClassVar[tuple[str, ...]] = ("dw",)
+    private_sums: ClassVar[tuple[str, ...]] = ("dw",)
     compressed: ClassVar[tuple[str, ...]] = ("dw",)
 
     def local_round(self, round: Round, cohort: Cohort, local: Tensors) -> Answer:

@@ -53,6 +53,7 @@ class FedPer(SharedPart):
     about: ClassVar[About] = About("Arivazhagan et al., 2019", personalised=True, bounds=False)
     private: ClassVar[tuple[str, ...]] = ("z",)
     guarded: ClassVar[tuple[str, ...]] = ("dphi",)
+    private_sums: ClassVar[tuple[str, ...]] = ("dphi",)
     compressed: ClassVar[tuple[str, ...]] = ("dphi",)
     shared: ClassVar[str] = "phi"
     own: ClassVar[str] = "z"

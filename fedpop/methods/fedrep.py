@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from fedpop.checked import OneOf
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.client.losses import body_loss, finite, training_cost
-from fedpop.errors import SettingsError
+from fedpop.errors import PrivacyError, SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
@@ -83,6 +83,7 @@ class FedRep(Paced, WholeModel, Asks):
     )
     private: ClassVar[tuple[str, ...]] = ("z",)
     guarded: ClassVar[tuple[str, ...]] = ("dphi",)
+    private_sums: ClassVar[tuple[str, ...]] = ("dphi",)
     compressed: ClassVar[tuple[str, ...]] = ("dphi",)
 
     def __post_init__(self) -> None:
@@ -111,6 +112,11 @@ class FedRep(Paced, WholeModel, Asks):
             return ()
         start = self.start if isinstance(self.start, Spectral) else Spectral()
         return start.questions(self.model)
+
+    def under_privacy(self) -> Self:
+        if self.start != "random":
+            raise PrivacyError("start questions see data that no budget covers; use start='random'")
+        return super().under_privacy()
 
     def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
         return self._spectral()

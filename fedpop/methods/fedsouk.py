@@ -38,7 +38,7 @@ from fedpop.client.sampler import (
     most_steps,
 )
 from fedpop.decisions import Decision
-from fedpop.errors import SettingsError
+from fedpop.errors import PrivacyError, SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import map_inputs
 from fedpop.kernels import Kernel, Tuning, prior_chains, resolve_kernel
@@ -47,6 +47,7 @@ from fedpop.message import Answer, Tensors, Total
 from fedpop.message.message import prefixed, unprefixed
 from fedpop.methods.base import About, Facts, FindsRate, Footprint, Remembers, Round, Staged, Trial
 from fedpop.methods.hierarchical import Hierarchical
+from fedpop.priors import Normal
 from fedpop.priors.base import Sets, Unnormalised, into_ball, normals_of
 from fedpop.questions import Question
 from fedpop.questions.targets import TargetSize
@@ -113,6 +114,7 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
     guarded: ClassVar[tuple[str, ...]] = ("I", "J")
     compressed: ClassVar[tuple[str, ...]] = ("J",)
     clipped: ClassVar[tuple[str, ...]] = guarded
+    private_sums: ClassVar[tuple[str, ...]] = guarded
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -207,6 +209,33 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
         if isinstance(prior, Unnormalised):
             sent |= prior_chains.shipped(prior, unprefixed("prior.", server))
         return sent
+
+    # --- under differential privacy ----------------------------------------------------------
+
+    def under_privacy(self) -> Self:
+        """From a start that asks nobody, without annealing to the size of the data. Where features are
+        learned only the scale of z times that of phi is identified, and noise would let them drift apart: z's
+        stays."""
+        prior = self.hierarchy.prior
+        if not isinstance(prior, Normal):
+            raise PrivacyError(
+                f"the score of a {prior.name} prior has no bound that holds whatever the data are; use a "
+                "Normal prior under privacy"
+            )
+        if self.start not in ("auto", "random"):
+            raise PrivacyError("start questions see data that no budget covers; use start='random'")
+        step = self.on_phi.optimiser
+        if isinstance(step, SGD) and step.rate is None:
+            raise PrivacyError("trial rounds see data that no budget covers; give the steps on phi a rate")
+        if self.on_phi.step(self.model).averages:
+            raise PrivacyError(
+                "averaged local epochs are divided by numbers of examples, which no budget covers; use "
+                "another step on phi"
+            )
+        fixed = replace(
+            prior, scale=prior.scale or 1.0, learn_scale=prior.learn_scale and not self.model.learns_features
+        )
+        return replace(self, guard=None, start="random", prior=fixed, anneal=Anneal(rounds=0))
 
     # --- a unit's round: lines 5 to 18 of Algorithm 1 ----------------------------------------
 

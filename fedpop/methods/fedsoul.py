@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from fedpop.checked import OneOf
 from fedpop.client.sampler import Chain
-from fedpop.errors import SettingsError
+from fedpop.errors import PrivacyError, SettingsError
 from fedpop.federation.participation import Participation
 from fedpop.kernels import ULA
 from fedpop.methods.base import Chooses, Chosen
@@ -100,6 +100,11 @@ class FedSOUL(FedSOUK, Chooses):
             final=self.final,
             ball=self.on_phi.ball,
         )
+
+    def under_privacy(self) -> FedSOUL:
+        if self.engine == "exact":
+            raise PrivacyError("the exact engine's sums have no bound; use engine='sampled' under privacy")
+        return super().under_privacy().replace(engine="sampled")
 
     @classmethod
     def paper(

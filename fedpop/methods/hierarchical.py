@@ -100,6 +100,18 @@ class Hierarchical(Algorithm, PopulationPrior, Asks):
         unit, sets = natural_units(self.model, phi), self.hierarchy.prior.first_sets(beta)
         return {"unit": unit, "sets": sets, "ball": phi.new_tensor(ball, dtype=torch.float64)}
 
+    # --- under differential privacy ----------------------------------------------------------
+
+    def private_size(self, name: str, broadcast: Tensors) -> int:
+        return len(broadcast["beta"]) if name == "I" else super().private_size(name, broadcast)
+
+    def whitened(self, name: str, v: Tensor, broadcast: Tensors, inverse: bool = False) -> Tensor:
+        """I in units of its own spread under the prior, whatever the data are."""
+        normal = self.hierarchy.prior.component
+        if name != "I" or normal is None:
+            return v
+        return normal.whitened_score(broadcast["beta"].to(v), v, inverse)
+
     # --- a unit's own model ------------------------------------------------------------------
 
     def personalise(self, published: Tensors, cohort: Cohort, local: Tensors | None, key: Key) -> Tensors:

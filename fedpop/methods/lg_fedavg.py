@@ -59,6 +59,7 @@ class LGFedAvg(SharedPart):
     about: ClassVar[About] = About("Liang et al., 2020", personalised=True)
     private: ClassVar[tuple[str, ...]] = ("phi",)
     guarded: ClassVar[tuple[str, ...]] = ("dz",)
+    private_sums: ClassVar[tuple[str, ...]] = ("dz",)
     compressed: ClassVar[tuple[str, ...]] = ("dz",)
     shared: ClassVar[str] = "z"
     own: ClassVar[str] = "phi"

@@ -87,6 +87,7 @@ class PFedMe(Paced, WholeModel):
     name: ClassVar[str] = "pFedMe"
     about: ClassVar[About] = About("Dinh et al., NeurIPS 2020", personalised=True)
     guarded: ClassVar[tuple[str, ...]] = ("dw",)
+    private_sums: ClassVar[tuple[str, ...]] = ("dw",)
     compressed: ClassVar[tuple[str, ...]] = ("dw",)
 
     def __post_init__(self) -> None:

@@ -309,6 +309,30 @@ class Normal(OfNormals):
         rows, cols = torch.tril_indices(d, d, device=matrix.device)
         return matrix[..., rows, cols]
 
+    def whitened_score(self, beta: Tensor, score: Tensor, inverse: bool = False) -> Tensor:
+        """Scores ``[..., size]`` in units of their standard deviations under the prior, and back: L' I_mu,
+        and the scale's part over the root of its variance (2 d in all; 2 a coordinate, 1 off the diagonal).
+        """
+        d = self.dimension(beta)
+        mean, part = score[..., :d], score[..., d:]
+        if self.covariance == "isotropic":
+            spread = part.new_full((1,), math.sqrt(2 * d))
+        elif self.covariance == "diagonal":
+            spread = part.new_full((d,), math.sqrt(2))
+        else:
+            rows, cols = torch.tril_indices(d, d, device=beta.device)
+            spread = torch.where(rows == cols, math.sqrt(2), 1.0).to(part)
+        if not inverse:
+            return torch.cat((self.colour(beta, mean, True), part / spread), dim=-1)
+        if self.covariance == "full":
+            flat = mean.reshape(-1, d).mT
+            mean = torch.linalg.solve_triangular(self.factor(beta).mT, flat, upper=True).mT.reshape(
+                mean.shape
+            )
+        else:
+            mean = mean / self.sd(beta)
+        return torch.cat((mean, part * spread), dim=-1)
+
     # --- what the server does with it --------------------------------------------------------
 
     def gradient(self, beta: Tensor, score: Tensor) -> Tensor:

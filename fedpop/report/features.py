@@ -38,6 +38,8 @@ class Features:
     uncertainty: bool
     communication: str
     memory: str
+    secure: bool
+    """Sums of messages will do: nobody has to see single ones."""
     instance: str
     to_predict: int
     """Numbers that a client's predictions read, model and draws."""
@@ -119,6 +121,7 @@ def features(method: type[Algorithm], model: Composition) -> Features:
         uncertainty=method.uncertainty,
         communication=scheme.get((about.local_steps, bool(method.compressed)), "-"),
         memory=about.memory,
+        secure=not method.needs_single(),
         instance=about.instance,
         to_predict=published.numbers() + personal.numbers(),
         between_rounds=sum(t[0].numel() for t in population.store.tensors.values()),
@@ -144,6 +147,7 @@ COLUMNS = (
     "says how sure",
     "proved",
     "saves messages by",
+    "secure sums",
     "a client holds",
     "counted",
     "kept",
@@ -167,7 +171,8 @@ def feature_sheets(methods: Iterable[type[Algorithm]] | None = None) -> tuple[Sh
         "sure: predictions carry the uncertainty about parameters, not the noise alone. proved: there is a "
         "theorem that it converges as published (FedSOUL as FedSOUL.paper() has it). saves messages by: "
         "several local steps between two messages, unbiased "
-        "compression of what is sent, or both. a client holds: how many numbers its predictions read, where "
+        "compression of what is sent, or both. secure sums: the server needs no single message"
+        f"{_single(measured)}. a client holds: how many numbers its predictions read, where "
         "d are a client's own parameters, d_phi the shared ones and M the draws; counted on a live client "
         f"with d = {d}, d_phi = {d_phi} and M = {COUNTED_DRAWS}, and in brackets what the formula gives. "
         "kept: numbers that it holds between rounds."
@@ -176,10 +181,24 @@ def feature_sheets(methods: Iterable[type[Algorithm]] | None = None) -> tuple[Sh
     return table, Sheet(("method", "reference"), [(f.name, f.reference) for f in measured]), note
 
 
+def _single(measured: Iterable[Features]) -> str:
+    """Those for which sums will not do, and why."""
+    why = [f"{f.name} {METHODS[f.name].needs_single()}" for f in measured if not f.secure]
+    return f" (but {'; '.join(why)})" if why else ""
+
+
 def _row(f: Features, formula: int) -> tuple[str, ...]:
     marks = ("yes" if flag else "no" for flag in (f.personalised, f.uncertainty, f.bounds))
     numbers = (f.memory, f"{f.to_predict} ({formula})", str(f.between_rounds))
-    return (f.name, WHO[f.participation], *marks, f.communication, *numbers, f.instance or "-")
+    return (
+        f.name,
+        WHO[f.participation],
+        *marks,
+        f.communication,
+        "yes" if f.secure else "no",
+        *numbers,
+        f.instance or "-",
+    )
 
 
 def show() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedpop.checked import Checked, Count
 from fedpop.errors import DataError
@@ -83,6 +83,7 @@ class EarlyStop(Checked, Callback):
     True
     """
 
+    looks_at_data: ClassVar[bool] = True
     every: Count = 10
     patience: Count = 5
     best: float = field(default=float("-inf"), init=False)

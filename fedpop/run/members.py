@@ -21,6 +21,7 @@ from fedpop.federation.participation import Active, Participation, Roster
 from fedpop.files import digest_of_bytes, parse_bytes
 from fedpop.keys import Key
 from fedpop.message import Tensors, Total
+from fedpop.message.fixed_point import FixedPoint
 from fedpop.methods.base import Algorithm, Round
 from fedpop.questions import Question
 from fedpop.run.personal_models import PersonalModels
@@ -199,8 +200,9 @@ class LocalMembers(Members):
         data: Any,
         memory: str | int = "1GiB",
         sites: Mapping[str, Sequence[str]] | None = None,
+        secure: FixedPoint | None = None,
     ) -> None:
-        self.data, self._memory, self._given = data, memory, sites
+        self.data, self._memory, self._given, self._secure = data, memory, sites, secure
         self._begin(study)
 
     def _begin(self, study: Study) -> None:
@@ -208,7 +210,9 @@ class LocalMembers(Members):
         self.study = study
         self.at = self._given if data.sites is None else data.sites
         """Units of each site."""
-        self.sites = Sites(data.federation, self.device, sites=self.at, tables=data.tables)
+        self.sites = Sites(
+            data.federation, self.device, sites=self.at, tables=data.tables, secure=self._secure
+        )
         self._examples: int | None = None
         self._roster = replace(data.federation.roster, sites=self.sites.sites)
         self.plan: Plan = study.plan(data.federation, parse_bytes(self._memory))
@@ -258,7 +262,7 @@ class LocalMembers(Members):
             self._begin(study)
 
     def fresh(self, method: Algorithm) -> LocalMembers:
-        return LocalMembers(self.study, self.data, self._memory, self._given)
+        return LocalMembers(self.study, self.data, self._memory, self._given, self._secure)
 
     def update_method(self, method: Algorithm) -> None:
         self.update_study(self.study.by(method))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from fedpop.client.losses import WORK
 from fedpop.decisions import Decision
-from fedpop.errors import CheckpointError, SettingsError
+from fedpop.errors import CheckpointError, PrivacyError, SettingsError
 from fedpop.evaluation.validation import ValidationScore
 from fedpop.evaluation.verdict import Verdict
 from fedpop.federation.clients import Federation
@@ -33,6 +34,8 @@ from fedpop.methods.base import (
     Round,
     Staged,
     check_participation,
+    check_robust,
+    check_secure,
     chosen,
     role_of,
 )
@@ -47,9 +50,11 @@ from fedpop.run.lock import locked_folder
 from fedpop.run.members import Asking, LocalMembers, Members, roster_of
 from fedpop.run.metrics import Metrics
 from fedpop.run.personal_models import AsTheyStand, FinalPass, PersonalModels
+from fedpop.run.private import PrivateTotals, check_callbacks, private_method, refuse, terms
 from fedpop.run.progress import progress_bar
 from fedpop.run.settings import Settings
 from fedpop.run.trial import likelihoods_of
+from fedpop.settings import describe
 from fedpop.site.plan import Plan
 from fedpop.site.sites import Sites
 from fedpop.site.study import Training
@@ -75,9 +80,20 @@ class Run:
         settings.participation.check(roster)
         check_participation(algorithm, settings.participation)
         waits = members.waits if isinstance(members, Members) else True
+        if settings.aggregate is not None:
+            if settings.secure is not None or settings.privacy is not None:
+                raise SettingsError("aggregate= looks at single messages: leave out secure and privacy")
+            check_robust(algorithm)
+        if settings.privacy is not None:
+            if settings.secure is not None:
+                raise PrivacyError("noise that sites add to secure sums is not offered; leave out secure")
+            algorithm = private_method(algorithm)
+            check_callbacks(callbacks)
         choice = chosen(algorithm, settings.participation, waits)
         asked, algorithm = algorithm, choice.method
         algorithm.check(members.names)
+        if settings.secure is not None:
+            check_secure(algorithm)
         if settings.sites is not None and not algorithm.channel.one_for_all:
             raise SettingsError("a site of several clients has one compressor: give one for all")
         checks = role_of(algorithm, ChecksData)
@@ -86,7 +102,13 @@ class Run:
         for callback in callbacks:
             callback.check(members)
         if isinstance(members, Federation):
-            members = LocalMembers(Training(algorithm), members, settings.memory, settings.sites)
+            members = LocalMembers(
+                Training(algorithm), members, settings.memory, settings.sites, settings.secure
+            )
+        self.private: PrivateTotals | None = None
+        if settings.privacy is not None:
+            given = terms(settings.privacy, settings.participation, members.roster, settings.rounds)
+            self.private = PrivateTotals(given, algorithm, None if folder is None else folder / "privacy")
         # Every setting is checked by now: nothing is created for a run that cannot be.
         self.folder = None if folder is None else writable_folder(folder)
         self.metrics = None if self.folder is None else Metrics(self.folder)
@@ -104,8 +126,8 @@ class Run:
         self.engine = choice.reason
         """And why it is this."""
         self.server: Tensors = {}
-        self.usual: Tensors = {}
-        """Norms of messages, which the guard goes by."""
+        self.usual: Tensors = {} if self.private is None else dict(self.private.bounds)
+        """Norms of messages, which the guard goes by; or bounds, which follow them under privacy."""
         self.round = 0
         self.totals: dict[str, float] = {}
         self.history: list[dict[str, Any]] = []
@@ -147,7 +169,7 @@ class Run:
         stage = stages.stage_at(self.ends, self.round)
         clients = self.members.units
         active = self.settings.participation.expected(self.members.roster)
-        examples = self.members.examples
+        examples = self.members.examples if self.private is None else math.inf
         return Facts(clients, stage.end, self.restart, stage.start, self.ends[0], active, examples)
 
     # --- a run from start to end -------------------------------------------------------------
@@ -166,11 +188,11 @@ class Run:
             patient_interrupts() as interrupted,
             progress_bar(self.label, self.ends[-1], self.round, progress, self.engine) as bar,
         ):
-            while not stopped and (self.round < self.ends[-1] or self._goes_on()):
+            while not (stopped or self.exhausted) and (self.round < self.ends[-1] or self._goes_on()):
                 metrics = self.train_round()
                 # All of them are to see the round.
                 stopped = any([c.after_round(self, metrics) for c in self.callbacks])  # noqa: C419
-                stopped |= self.over
+                stopped |= self.over or self.exhausted
                 self.history.append(metrics)
                 if nobody(metrics):  # what were they sent?
                     require_finite_theta(self.algorithm.broadcast(self.server), self.history, self.round - 1)
@@ -187,7 +209,7 @@ class Run:
                     raise KeyboardInterrupt
             require_finite_theta(self.algorithm.publish(self.server), self.history, self.round)
             self.recall()  # to the best theta on validation data, where that was watched
-            if self.best_round is not None:
+            if self.best_round is not None or self.private is not None:
                 self.verdict = None
             elif self.verdict is None and stages.worth_judging(self):
                 self.verdict = self._judge()
@@ -227,6 +249,11 @@ class Run:
         ends = role_of(self.algorithm, EndsByItself)
         return ends is not None and ends.over(self.server)
 
+    @property
+    def exhausted(self) -> bool:
+        """A further round would spend more privacy than there is."""
+        return self.private is not None and self.private.exhausted
+
     def _judge(self, thorough: bool = False) -> Verdict | None:
         """A verdict on the present theta; the inverse information that it finds serves further stages."""
         found = stages.judged(self, thorough)
@@ -255,6 +282,7 @@ class Run:
             how=[
                 *([("engine", self.engine)] if self.engine else []),
                 *([] if learned is None else learned.how()),
+                *([] if self.private is None else self.private.lines()),
             ],
             decisions=self.decisions,
             threads=self.threads,
@@ -320,6 +348,8 @@ class Run:
         split: str | None = None,
     ) -> tuple[R, Total]:
         """Ask everyone, or those who have examples in this split, to answer from these models."""
+        if self.private is not None:
+            refuse(f"the answers to {question.name!r}")
         broadcast = (
             self.algorithm.broadcast(self.server) if models is not None and models.as_in_rounds else {}
         )
@@ -327,6 +357,8 @@ class Run:
 
     def _asked(self, question: Question[Tensors], known: Tensors, late: tuple[str, ...] = ()) -> Tensors:
         """One of the questions before the rounds, which may leave something with units."""
+        if self.private is not None:
+            refuse(f"the answers to {question.name!r}")
         key = self.secret.at(round=0, purpose=question.name)
         result, total = self.members.ask(Asking(question, known, key, self.algorithm, late=late))
         self.members.commit(entered=False)
@@ -354,6 +386,12 @@ class Run:
             config["engine"] = self.engine
         if self.settings.weigh != "server":
             config["weigh"] = self.settings.weigh
+        if self.settings.secure is not None:
+            config["secure"] = self.settings.secure.bits
+        if self.settings.aggregate is not None:
+            config["aggregate"] = describe(self.settings.aggregate)
+        if self.settings.privacy is not None:
+            config["privacy"] = describe(self.settings.privacy)
         return json.loads(json.dumps(config))  # type: ignore[no-any-return]
 
     def _trial(self, algorithm: Algorithm, rounds: int) -> list[float]:
@@ -371,28 +409,40 @@ class Run:
         self._ask_newcomers()
         method, shared = self.algorithm, self.key.at(round=self.round, purpose="train")
         secret = self.secret.at(round=self.round, purpose="train")
-        if self.round == self.facts.start > 0:
+        if self.round == self.facts.start > 0 and self.private is None:
             if staged := role_of(method, Staged):
                 inverse = self._inverse_information() if staged.wants_information else None
                 self.server = staged.extended(self.server, self.facts, inverse)
             self.inverse = None
-        active = self.members.active(self.settings.participation, self.key, self.round)
+        drawn_by = self.key if self.private is None else self.private.sampling
+        active = self.members.active(self.settings.participation, drawn_by, self.round)
         facts = self.facts
         broadcast = method.broadcast(self.server) | self.usual
         if paced := role_of(method, Paced):
             broadcast |= paced.pace(self.round, facts)
-        now = Round(self.round, broadcast, secret, shared, weigh=self.settings.weigh == "site")
+        now = Round(
+            self.round,
+            broadcast,
+            secret,
+            shared,
+            weigh=self.settings.weigh_at_site,
+            secure=self.settings.secure,
+            robust=self.settings.aggregate,
+            private=self.settings.privacy,
+        )
         total = self.members.round(method, now, active)
+        if self.private is not None:
+            total = self.private.noised(total, method, broadcast, self.round)
         self.server = method.server_round(self.server, total, facts, shared)
         self.members.commit()
-        self.usual = dict(total.usual)
+        self.usual = dict(total.usual if self.private is None else self.private.bounds)
         self.round += 1
         self.spend({"bytes_up": total.bytes_up, "bytes_down": self.members.bytes_down(broadcast, active.ids)})
         self.spend({name: total.numbers.get(name, 0.0) for name in WORK})
         metrics: dict[str, Any] = {"round": self.round, "active": len(active.ids)}
         metrics |= method.metrics(self.server, total.numbers)
         metrics["left_out"] = self.members.names_of(total.left_out)
-        metrics |= self.members.metrics()
+        metrics |= self.members.metrics() if self.private is None else self.private.metrics()
         if total.suspects:
             absurd = self.members.names_of(total.suspects)
             metrics |= {"out_of_proportion": absurd, "unbiased": False}
@@ -457,6 +507,8 @@ class Run:
         self.metrics.settle()
         tensors = {f"server.{n}": t for n, t in self.server.items()} | self.members.state()
         tensors |= {f"guard.{n}": t for n, t in self.usual.items()}
+        if self.private is not None:
+            tensors |= {f"private.{n}": t for n, t in self.private.state().items()}
         if self._best is not None:
             server, remembered = self._best
             tensors |= {f"best.server.{n}": t for n, t in server.items()}
@@ -480,13 +532,17 @@ class Run:
                 stopped=stopped,
             ),
         )
+        if self.private is not None:
+            self.private.forget_before(self.round)
 
     def _restore(self, saved: checkpoints.Checkpoint) -> bool:
         tensors, asked, method, device = saved.tensors, self.algorithm, self.algorithm, self.members.device
         with reading(self._checkpoints / f"round-{saved.round:08d}", "a checkpoint"):
             self.server = _part("server.", tensors, device)
             self.usual = _part("guard.", tensors, torch.device("cpu"))
-            others = ("server.", "best.", "guard.")
+            if self.private is not None:
+                self.private.restore(_part("private.", tensors, torch.device("cpu")))
+            others = ("server.", "best.", "guard.", "private.")
             self.members.restore({n: t for n, t in tensors.items() if not n.startswith(others)})
             best = _part("best.", tensors, torch.device("cpu"))
             if best:

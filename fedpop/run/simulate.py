@@ -16,13 +16,17 @@ from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Said
 from fedpop.federation.participation import resolve as resolve_participation
 from fedpop.files import folder_named, write_json
+from fedpop.message.fixed_point import FixedPoint
 from fedpop.methods.base import Algorithm, PopulationPrior, hierarchy_of, role_of, usual_participation
 from fedpop.population import Population
 from fedpop.precision import PRECISIONS
+from fedpop.privacy.gaussian import Gaussian
 from fedpop.run.callbacks import Callback
+from fedpop.run.private import refuse
 from fedpop.run.run import Run
 from fedpop.run.settings import Settings
 from fedpop.run.stages import advice
+from fedpop.server.robust import Robust
 
 
 @checked
@@ -44,6 +48,9 @@ def fit(
     threads: Count | None = None,
     device: str | torch.device | None = None,
     sites: Mapping[str, Sequence[str]] | None = None,
+    secure: bool | int = False,
+    privacy: Gaussian | None = None,
+    aggregate: Robust | None = None,
 ) -> Population:
     """Run a method on one machine and return the population it learned.
 
@@ -83,6 +90,13 @@ def fit(
             precision, which "mps" has not.
         sites: Names of sites, each with those of its clients, which then send one message together; None
             has each client by itself.
+        secure: Add messages up as secure sums do: as whole numbers, with participation weights from their
+            sites, unseen one by one. The masks, which change no bit of a sum, are left out here. False by
+            default; True is 32 bits an entry of a gradient, 16 may be given.
+        privacy: ``fp.privacy.Gaussian(epsilon=4, delta=1e-6)`` has what is learned say little of the data of
+            any one client; None by default.
+        aggregate: What stands for the sum over messages where some may be hostile, such as
+            ``fp.aggregates.TrimmedMean()``; None (the default) is the sum.
 
     >>> import torch, fedpop as fp
     >>> from torch import nn
@@ -97,8 +111,22 @@ def fit(
     if device is not None:
         method = method.replace(model=method.model.on(device))
     require_device(method.model.initial_z().device)
-    settings = Settings(rounds, seed, rule, memory, checkpoint_every, threads, method.model.precision, sites)
+    settings = Settings(
+        rounds,
+        seed,
+        rule,
+        memory,
+        checkpoint_every,
+        threads,
+        method.model.precision,
+        sites,
+        secure=fixed_point(secure),
+        privacy=privacy,
+        aggregate=aggregate,
+    )
     if restarts:
+        if privacy is not None:
+            refuse("the likelihoods by which restarts are compared")
         check_restarts(method)
     federation = Federation.of(clients)
     if not federation.embedded:
@@ -124,6 +152,13 @@ def fit(
         write_json(folder / "restarts.json", {"log_likelihood": scores})
     assert best is not None
     return _told(*best[1:])
+
+
+def fixed_point(secure: bool | int) -> FixedPoint | None:
+    """The form of secure sums that this asks for."""
+    if isinstance(secure, bool):
+        return FixedPoint() if secure else None
+    return FixedPoint(secure)
 
 
 def _told(population: Population, run: Run) -> Population:

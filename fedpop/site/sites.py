@@ -21,11 +21,23 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.participation import Active, Everyone
 from fedpop.keys import Key, unit_of
 from fedpop.message import Aggregate, Answer, Channel, Guard, Tensors, Total
+from fedpop.message.fixed_point import FixedPoint, learned
 from fedpop.methods.base import Algorithm, Remembers, Round, guard_for, role_of
 from fedpop.questions import Question, Table, Units
+from fedpop.server.robust import RobustAggregate
 from fedpop.site.plan import Plan
 from fedpop.site.store import LocalStore
-from fedpop.site.work import Exchange, Sending, SiteMessage, UnitMessages, Update, Work, added, joined
+from fedpop.site.work import (
+    Exchange,
+    Sending,
+    SiteMessage,
+    UnitMessages,
+    Update,
+    Work,
+    added,
+    joined,
+    private_answer,
+)
 
 R = TypeVar("R")
 
@@ -47,8 +59,11 @@ class Sites:
         sites: Mapping[str, Sequence[str]] | None = None,
         lost: Lost | None = None,
         tables: Sequence[Table] | None = None,
+        secure: FixedPoint | None = None,
     ) -> None:
         self.federation, self.device, self.lost, self.tables = federation, device, lost, tables
+        self.secure = secure
+        """Answers to questions become whole numbers of this form; so do messages of rounds that say so."""
         self.store = LocalStore(len(federation)) if store is None else store
         self.sites = None if sites is None else site_of_each(sites, federation)
         self._everyone: tuple[Tensor, Cohort] | None = None
@@ -113,6 +128,10 @@ class Sites:
 
     # --- work --------------------------------------------------------------------------------
 
+    def count(self, ids: Tensor) -> int:
+        """How many sites have units at these positions: so many messages are added up."""
+        return len(ids) if self.sites is None else len(torch.unique(self.sites[ids]))
+
     def _cohort(self, group: Tensor) -> Cohort:
         """Units together; a cohort of everyone is cached."""
         if self._everyone is not None and torch.equal(self._everyone[0], group):
@@ -124,8 +143,7 @@ class Sites:
 
     def bytes_down(self, broadcast: Tensors, ids: Tensor) -> int:
         """What it takes to send this to the sites of these units, to each of them once."""
-        sites = len(ids) if self.sites is None else len(torch.unique(self.sites[ids]))
-        return sites * sum(t.numel() * t.element_size() for t in broadcast.values())
+        return self.count(ids) * sum(t.numel() * t.element_size() for t in broadcast.values())
 
     def round_work(
         self, method: Algorithm, round: Round, active: Active, plan: Plan, messages: int, encode: bool = False
@@ -146,7 +164,9 @@ class Sites:
     ) -> Iterator[Work]:
         """Answers to a question of everyone, or of those at these positions, as the server sees them."""
         ids = torch.arange(len(self.federation)) if among is None else among
-        sending = Sending(Channel(), key, encode=encode, sends=question.sends)
+        sending = Sending(
+            Channel(), key, encode=encode, sends=question.sends, secure=self.secure, messages=self.count(ids)
+        )
         plan = plan.taking(question.memory(asked))
         yield from self._work(ids, plan, _QuestionExchange(self, question, asked, personal, sending))
 
@@ -177,10 +197,17 @@ class Sites:
 
     def round(self, method: Algorithm, round: Round, active: Active, plan: Plan) -> Total:
         """The active units' work, added up; nobody's state changes before ``commit``."""
-        messages = len(active.ids if self.sites is None else torch.unique(self.sites[active.ids]))
+        messages = self.count(active.ids)
         exchange = _RoundExchange(self, method, round, active, messages, encode=False)
         lost = None if self.lost is None else lambda ids: self._lost(round.number, ids)
-        return self._total(self._work(active.ids, plan, exchange), exchange.guard, active.ratio, lost)
+        works, into = self._work(active.ids, plan, exchange), None
+        if round.robust is not None:
+            into = RobustAggregate(round.robust)
+        total = self._total(works, exchange.guard, active.ratio, lost, into)
+        if round.secure is None or exchange.guard is None:
+            return total
+        scales = learned(exchange.guard.names, total.numbers, round.broadcast, round.secure.margin)
+        return replace(total, usual=total.usual | scales)
 
     def _lost(self, number: int, ids: Tensor) -> Tensor:
         assert self.lost is not None
@@ -214,9 +241,11 @@ class Sites:
         guard: Guard | None,
         ratio: bool,
         lost: Callable[[Tensor], Tensor] | None = None,
+        into: Aggregate | None = None,
     ) -> Total:
         """The sum over messages; the server's check of single ones included."""
-        aggregate, left_out, suspects = Aggregate(), list[int](), list[int]()
+        aggregate = Aggregate() if into is None else into
+        left_out, suspects = list[int](), list[int]()
         for work in works:
             message, gone = work.message, None
             if lost is not None:  # that of one unit is that of its site
@@ -248,13 +277,18 @@ class _RoundExchange(Exchange):
         self, sites: Sites, method: Algorithm, round: Round, active: Active, messages: int, encode: bool
     ) -> None:
         self.sites, self.method, self.round, self.active = sites, method, round, active
-        self.guard, channel = guard_for(method, round.broadcast, messages), method.channel
-        self.fused = channel.transparent and sites.sites is None and sites.lost is None
+        hidden, channel = round.secure is not None, method.channel
+        self.guard = guard_for(method, round.broadcast, messages, hidden)
+        alone = sites.sites is None and sites.lost is None
+        self.fused = (
+            alone and channel.transparent and not hidden and round.private is None and round.robust is None
+        )
         remembers = role_of(method, Remembers)
         self.remembered = () if remembers is None else remembers.remembered
         self.sending = Sending(
-            channel, round.key, self.guard, round.weigh, method.plain_sums, encode, method.sends
-        )
+            channel, round.key, self.guard, round.weigh, method.plain_sums, encode, method.sends,
+            round.secure, messages, round.broadcast,
+        )  # fmt: skip
 
     def weights_of(self, group: Tensor) -> Tensor:
         return self.active.weights_of(group)
@@ -273,7 +307,11 @@ class _RoundExchange(Exchange):
 
     def _worked(self, now: Round, cohort: Cohort, local: Tensors) -> Iterable[Answer]:
         done = self.method.local_round(now, cohort, local)
-        return [done] if isinstance(done, Answer) else done
+        found = [done] if isinstance(done, Answer) else done
+        private = self.round.private
+        if private is None:
+            return found
+        return (private_answer(self.method, answer, now.broadcast, private) for answer in found)
 
     def settled(self, answer: Answer, local: Tensors, received: Tensor, seen: Tensors) -> Tensors:
         return settled_states(self.method, answer, local, received, seen)

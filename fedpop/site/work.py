@@ -21,7 +21,10 @@ from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Channel, Guard, Message, Tensors
 from fedpop.message.declared import require_declared
+from fedpop.message.fixed_point import FixedPoint
 from fedpop.message.message import NAMED, PLAIN, only
+from fedpop.methods.base import Algorithm
+from fedpop.privacy.gaussian import BIT, SCORE, Gaussian, bound_of, bounded
 
 Update = tuple[Tensor, Tensors]
 """Positions of units, and the states that they store from now on."""
@@ -68,13 +71,24 @@ class Sending:
     """Vectors that are wanted without weights, too."""
     encode: bool = False
     sends: Mapping[str, Any] = field(default_factory=dict)
+    secure: FixedPoint | None = None
+    """The server sees a sum only: vectors become whole numbers, by what was ``broadcast``."""
+    messages: int = 1
+    """How many are added up."""
+    broadcast: Tensors = field(default_factory=dict)
 
     def sent(self, message: Message, weights: Tensor, examples: Tensor) -> Message:
         """What becomes of a message on its way."""
         require_declared(chain(message.vectors, message.sums), message.numbers, self.sends)
         applied = weights if self.weigh else None
-        message = self.channel.send(message, self.key, applied, self.plain, self.encode)
-        return message if self.guard is None else self.guard.held_back(message, examples)
+        encode = self.encode and self.secure is None
+        message = self.channel.send(message, self.key, applied, self.plain, encode)
+        if self.guard is not None:
+            message = self.guard.held_back(message, examples)
+        if self.secure is None:
+            return message
+        names = () if self.guard is None else self.guard.names
+        return self.secure.words(message, weights, self.messages, names, self.broadcast, self.key)
 
 
 class Exchange(ABC):
@@ -211,6 +225,18 @@ class SiteMessage:
                 self.updates.append((group, local | states))
             elif answer.local and bool(good.any()):
                 self.updates.append((group[good.cpu()], {n: v[good] for n, v in answer.local.items()}))
+
+
+def private_answer(method: Algorithm, answer: Answer, broadcast: Tensors, settings: Gaussian) -> Answer:
+    """An answer of which each unit's vectors are inside their bounds, and nothing else leaves."""
+    n, vectors = answer.vectors.get("n"), Tensors()
+    for name in method.private_sums:
+        v = answer.vectors[name] if n is None else answer.vectors[name] / n.clamp(min=1)
+        white = method.whitened(name, v, broadcast)
+        vectors[name], inside = bounded(white, bound_of(name, white.shape[1], broadcast))
+        if settings.quantile is not None and name != SCORE:
+            vectors[BIT + name] = (inside.double() - 0.5).unsqueeze(1)
+    return replace(answer, vectors=vectors, cost={}, sums={}, named={})
 
 
 def seen_by_server(message: Message, remembered: tuple[str, ...]) -> Tensors:

@@ -103,6 +103,11 @@ class Participation(Checked, ABC):
         """How many of these clients a round has on average."""
         return float(len(roster))
 
+    def one_chance(self, roster: Roster) -> float | None:
+        """The probability with which all join alike, each by itself; 1 where who takes part is no such
+        chance, None where theirs differ."""
+        return 1.0
+
     def describe(self) -> dict[str, Any]:
         """The rule as plain values, for files and for comparing runs."""
         names = [f.name for f in fields(self)] if is_dataclass(self) else list(vars(self))
@@ -213,6 +218,10 @@ class Bernoulli(Participation):
 
     def expected(self, roster: Roster) -> float:
         return float(self.probabilities(roster).sum())
+
+    def one_chance(self, roster: Roster) -> float | None:
+        each = self.probabilities(roster)
+        return float(each[0]) if self._ratio and bool((each == each[0]).all()) else None
 
     def draw(self, roster: Roster, key: Key) -> Active:
         key, ratio = key.at(purpose="join"), self._ratio

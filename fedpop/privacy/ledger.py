@@ -1,0 +1,115 @@
+"""What rounds have spent: epsilon at a delta, by privacy loss distributions (dp-accounting).
+
+Two ledgers. Readers of theta do not know which units took part: a round is one Gaussian mechanism on a
+Poisson sample of them. The server knows it: for it a unit's rounds are those that it took part in, without
+amplification, and where it sees single messages there is no bound at all.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import gammaln, logsumexp
+
+from fedpop.errors import PrivacyError
+from fedpop.extras import library
+
+_WHAT = "differential privacy's ledgers"
+RELATIVE_PRECISION = 1e-3
+"""To which the noise that a budget asks for is found."""
+ORDERS = np.array([*range(2, 65), *range(68, 257, 4), 512, 1024], dtype=np.float64)
+"""Of Renyi divergences."""
+LOSS_STEP = 1e-3
+"""Of the grid that privacy losses are rounded up to: the ledger is an upper bound whatever it is."""
+BY_LOSSES = 50.0
+"""An epsilon from which on the bound by Renyi divergences will do: it promises nothing either way."""
+LARGEST_NOISE = 1e4
+"""A multiplier beyond which nothing is learned."""
+
+
+@lru_cache(maxsize=4096)
+def epsilon(sigma: float, share: float, rounds: int, delta: float) -> float:
+    """What so many rounds spend, each a Gaussian mechanism on a sample to which each unit belongs with
+    probability ``share``.
+
+    >>> round(epsilon(1.0, 0.01, 1000, 1e-5), 2)
+    1.83
+    """
+    bound = renyi_epsilon(sigma, share, rounds, delta)
+    if not 0 < bound < BY_LOSSES:
+        return bound
+    accounting = library("dp_accounting", "privacy", _WHAT)
+    accountant = library("dp_accounting.pld", "privacy", _WHAT).PLDAccountant(
+        value_discretization_interval=LOSS_STEP
+    )
+    accountant.compose(_event(accounting, sigma, share), rounds)
+    spent: float = accountant.get_epsilon(delta)
+    return spent
+
+
+def renyi_epsilon(sigma: float, share: float, rounds: int, delta: float) -> float:
+    """An upper bound of the same by Renyi divergences (Mironov et al., 2019), at no cost in every round.
+
+    >>> renyi_epsilon(1.0, 0.01, 1000, 1e-5) > epsilon(1.0, 0.01, 1000, 1e-5)
+    True
+    """
+    if rounds == 0:
+        return 0.0
+    accountant = library("dp_accounting.rdp.rdp_privacy_accountant", "privacy", _WHAT)
+    spent: float = accountant.compute_epsilon(ORDERS, rounds * _renyi(sigma, share), delta)[0]
+    return spent
+
+
+@lru_cache(maxsize=64)
+def _renyi(sigma: float, share: float) -> npt.NDArray[np.float64]:
+    """The divergence of one round, of each order: E_k of exp((k^2 - k) / 2 sigma^2), k binomial."""
+    if share >= 1:
+        return ORDERS / (2 * sigma**2)
+    out = np.empty(len(ORDERS))
+    for i, order in enumerate(ORDERS):
+        k = np.arange(int(order) + 1)
+        choose = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
+        terms = choose + k * np.log(share) + (order - k) * np.log1p(-share) + (k**2 - k) / (2 * sigma**2)
+        out[i] = logsumexp(terms) / (order - 1)
+    return out
+
+
+def _event(accounting: Any, sigma: float, share: float) -> Any:
+    event = accounting.GaussianDpEvent(sigma)
+    return event if share >= 1 else accounting.PoissonSampledDpEvent(share, event)
+
+
+def affordable(budget: float, sigma: float, share: float, delta: float, most: int) -> int:
+    """How many rounds, ``most`` at most, stay within the budget."""
+    if epsilon(sigma, share, most, delta) <= budget:
+        return most
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        if epsilon(sigma, share, middle, delta) <= budget:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@lru_cache(maxsize=256)
+def noise_for(budget: float, share: float, rounds: int, delta: float) -> float:
+    """The least multiplier, to a thousandth, with which so many rounds stay within the budget."""
+    low, high = 0.05, 1.0
+    while epsilon(high, share, rounds, delta) > budget:
+        low, high = high, 2 * high
+        if high > LARGEST_NOISE:
+            raise PrivacyError(
+                f"no noise makes {rounds} rounds spend as little as epsilon = {budget:g} at delta = {delta:g}"
+            )
+    while high / low > 1 + RELATIVE_PRECISION:
+        middle = (low * high) ** 0.5
+        if epsilon(middle, share, rounds, delta) > budget:
+            low = middle
+        else:
+            high = middle
+    return high
