@@ -1,14 +1,15 @@
-"""Low-rank adapters of a small transformer as the private part z; everything but them is shared or frozen.
+"""Low-rank adapters of a small transformer as the private part z; the rest is shared or frozen.
 
     pip install -r requirements.txt
     python adapters.py            # a BERT; python adapters.py gpt
 
-The networks are made at random, so that nothing is downloaded. What a round costs is measured in passes of the
-bare network, forward and backward, over the same examples.
+The networks are made at random, so that nothing is downloaded. What a round costs is measured in
+passes of the bare network, forward and backward, over the same examples.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from typing import Any
@@ -42,7 +43,7 @@ class Logits(nn.Module):
 
 def network(kind: str, width: int = 64, seed: int = 0) -> nn.Module:
     """A transformer with adapters in its attention; .eval() turns off dropout that torch would draw."""
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # noqa: TID251 - transformers draws its weights from the global state
     if kind == "bert":
         config: Any = BertConfig(
             vocab_size=WORDS, hidden_size=width, num_hidden_layers=2, num_attention_heads=2,
@@ -110,7 +111,7 @@ def main(kind: str = "bert", count: int = 8, examples: int = 60, rounds: int = 6
             for i, (x, y) in enumerate(held_out)
         ]
         found[name] = sum(right) / count
-    steps = sorted(b - a for a, b in zip(spent[1:], spent[2:], strict=False))
+    steps = sorted(b - a for a, b in itertools.pairwise(spent[1:]))
     found["passes a round"] = steps[len(steps) // 2] / bare_pass(body, train)
     return found
 
