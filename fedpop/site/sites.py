@@ -99,8 +99,8 @@ class Sites:
         if self.store.all_seen(ids):
             return self.store.get(ids, self.device)
         entered = self.store.seen(ids)
-        fresh = method.enter(self.federation.units[ids].to(self.device), broadcast, key)
-        holding = self.store.slots[ids] >= 0
+        fresh = method.enter(self.federation.units.index_select(0, ids).to(self.device), broadcast, key)
+        holding = self.store.slots.index_select(0, ids) >= 0
         stored = self.store.get(ids[holding], self.device) if bool(holding.any()) else {}
         for name, value in stored.items():
             # Of units that never took part only what a question left is theirs.
