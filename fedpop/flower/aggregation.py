@@ -124,7 +124,7 @@ def _finite(message: Message) -> Message:
 
 def _require_declared(message: Message, sends: Mapping[str, object]) -> None:
     try:
-        require_declared(message.payloads, message.numbers, sends)
+        require_declared(message, sends)
     except SettingsError as error:
         raise PayloadError(str(error)) from error
     if unknown := message.header.keys() - HEADER.keys():

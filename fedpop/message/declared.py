@@ -8,12 +8,13 @@ single values are needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from fedpop.errors import SettingsError
 from fedpop.message.guard import COUNTS
-from fedpop.message.message import NAMED, PLAIN
+from fedpop.message.message import Message, base_name
 
 
 @dataclass(frozen=True)
@@ -131,14 +132,12 @@ HEADER: Mapping[str, Sent] = {
 """What a message between machines says of itself; none of it depends on values in the data."""
 
 
-def require_declared(vectors: Iterable[str], numbers: Iterable[str], sends: Mapping[str, object]) -> None:
-    """Raise where something would leave a site that neither this page nor the sender's ``sends`` declares."""
-    for name in vectors:
-        if name in VECTORS or name in sends or name.startswith(NAMED):
-            continue
-        if not _listed(name.removeprefix(PLAIN), VECTORS, sends):
+def require_declared(message: Message, sends: Mapping[str, object]) -> None:
+    """Raise where a message holds something that neither this page nor the sender's ``sends`` declares."""
+    for name in chain(message.vectors, message.sums, message.payloads):
+        if name not in VECTORS and not _listed(base_name(message, name), VECTORS, sends):
             raise _undeclared("vector", name)
-    for name in numbers:
+    for name in message.numbers:
         if name not in NUMBERS and not _listed(name, NUMBERS, sends):
             raise _undeclared("number", name)
 

@@ -145,7 +145,7 @@ def weighed(message: Message, weights: Tensor, plain: tuple[str, ...]) -> Messag
 def base_name(message: Message, name: str) -> str:
     """The method's name of a vector that may be sent in several forms."""
     if name.startswith(NAMED):
-        return message.named[name.removeprefix(NAMED)][0]
+        return message.named.get(name.removeprefix(NAMED), (name,))[0]
     return name.removeprefix(PLAIN)
 
 

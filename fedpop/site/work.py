@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -79,7 +78,7 @@ class Sending:
 
     def sent(self, message: Message, weights: Tensor, examples: Tensor) -> Message:
         """What becomes of a message on its way."""
-        require_declared(chain(message.vectors, message.sums), message.numbers, self.sends)
+        require_declared(message, self.sends)
         applied = weights if self.weigh else None
         encode = self.encode and self.secure is None
         message = self.channel.send(message, self.key, applied, self.plain, encode)
