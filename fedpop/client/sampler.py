@@ -308,8 +308,9 @@ class Sampler:
 def chain_cost(
     cohort: Cohort, done: Pass, chains: int, batch: int | None, passes: float
 ) -> Callable[[Tensor, Tensor, Tensor | None], dict[str, float]]:
-    """The cost of a cohort's chains as a function of log-likelihoods ``[R]`` and whose numbers may be sent, for
-    the units at ``rows`` (None: all of them); what was spent together is counted with the first of them."""
+    """The cost of a cohort's chains as a function of log-likelihoods ``[R]`` and whose numbers may be sent,
+    for the units at ``rows`` (None: all of them); what was spent together is counted with the first of
+    them."""
     examples = cohort.examples
     looked_at = examples if batch is None else int(cohort.sizes.clamp(max=batch).sum())
     steps = examples * (done.gradient_evaluations - done.batched) + looked_at * done.batched

@@ -238,7 +238,10 @@ class MaximumMarginalLikelihood(Hierarchical, EndsByItself):
         if len(noises) and (state.over or state.wants_curvature):  # this stage is done
             state = begun_again(state, curved=len(theta) <= LARGEST_THETA_WITH_HESSIANS)
             server = server | {"noises": noises[1:]}
-        server = server | {"missing": torch.zeros_like(server["missing"]), "received": theta.new_tensor(received)}
+        server = server | {
+            "missing": torch.zeros_like(server["missing"]),
+            "received": theta.new_tensor(received),
+        }
         return self._asking(server, state.moved(inside(state.x), inside(state.trial)))
 
     def _project(self, server: Tensors, theta: Tensor) -> Tensor:
