@@ -33,6 +33,7 @@ TESTED = ("1.41",)
 """Flower's versions with which all tests were run."""
 MODULES = (
     "app/message",
+    "common/config",
     "common/serde",
     "proto/fleet_pb2",
     "server/superlink/linkstate",
