@@ -22,6 +22,7 @@ from fedpop.federation.table_format import USUAL_TABLE, TableFormat
 from fedpop.files import parse_bytes, read_sealed, read_tensors, writable_folder, write_sealed, write_tensors
 from fedpop.flower.allowed import Allowed
 from fedpop.flower.ledger import Ledger
+from fedpop.flower.processes import locked
 from fedpop.flower.records import entry_of
 from fedpop.flower.requests import (
     TRIAL,
@@ -33,7 +34,7 @@ from fedpop.flower.requests import (
     why_not_understood,
 )
 from fedpop.flower.site_folder import SETTINGS, read_secret, read_site
-from fedpop.flower.site_state import SiteState, locked
+from fedpop.flower.site_state import SiteState
 from fedpop.keys import Key
 from fedpop.message import Message, Tensors
 from fedpop.methods.asking import question_from_description
