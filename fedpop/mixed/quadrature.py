@@ -292,8 +292,9 @@ UNDETERMINED_ERROR = 30.0
 SEPARATED_SD = 15.0
 """A standard deviation of random effects, on the scale of the link, at which groups are all yes or all no:
 flat there, or still on its way up at twice as much, it has no bound."""
-LARGEST_LOG_DISPERSION = 25.0
-"""The logarithm of a dispersion beyond which it is none: its share of a variance is lost in rounding."""
+LARGEST_LOG_DISPERSION = {"negative-binomial": 12.0, "beta-binomial": 12.0, "gamma": 20.0}
+"""The logarithm of a dispersion beyond which it is none, by family: what it says of rows is lost in rounding
+soon after. That of counts is beside the logarithm of their mean."""
 SEPARATED = (
     "the groups are separated: within (almost) every group all responses are the same, or there is one row "
     "of each, so that the spread of groups grows without bound and no estimate exists; use a model without "
@@ -401,8 +402,10 @@ class QuadratureEngine(Engine):
         b, first = x[:p], int(self.units.intercept)
         if float(x[p:end].abs().max()) > 2 * SEPARATED_SD and float(x[p:end] @ slope[p:end]) < 0:
             raise EstimateError(SEPARATED)
-        if bool((x[end:].abs() > LARGEST_LOG_DISPERSION).any()):
-            raise self._no_dispersion(float(x[-1]))
+        if self.family.dispersed:
+            largest = LARGEST_LOG_DISPERSION[self.family.name] + max(self.start, 0.0)
+            if abs(float(x[-1])) > largest:
+                raise self._no_dispersion(float(x[-1]))
         if bool((b[first:].abs() > 2 * SEPARATED_SD).any()) and float(b[first:] @ slope[first:p]) < 0:
             raise self._separated(b / b.norm())
 
