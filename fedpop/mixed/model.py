@@ -215,6 +215,8 @@ class FitSettings:
             raise SettingsError("REML needs the exact engine: everyone in every round, uncompressed")
         if chosen == "sampled" and len(study.formula.factors) > 1:
             raise SettingsError(sampled.NESTED)
+        if chosen == "sampled" and not study.family.canonical:
+            raise SettingsError(sampled.other_family(study.family))
         if chosen == "exact" and self.chains.rounds is not None:
             raise SettingsError("the exact engine ends by itself; rounds are for engine='sampled'")
         return chosen

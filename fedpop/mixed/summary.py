@@ -22,6 +22,8 @@ def summary(fit: MixedFit) -> str:
     if not fit.family.gaussian:
         lines[0] += f" ({fit.outcome.log_likelihood_method})"
         lines.append(f" Family: {fit.family.name} ( {fit.family.link} )")
+    if fit.dispersion is not None:
+        lines.append(f" {_sentence(fit.family.dispersion)}: {fit.dispersion:.4g}")
     if fit.laws.name == "satterthwaite":
         lines[0] += f"; {SATTERTHWAITE}"
     lines.append(f"Formula: {fit.formula}")
