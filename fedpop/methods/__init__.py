@@ -11,6 +11,7 @@ from fedpop.methods.dg_lmc import DGLMC
 from fedpop.methods.ditto import Ditto
 from fedpop.methods.fedavg import FedAvg
 from fedpop.methods.fedavg_ft import FedAvgFT
+from fedpop.methods.fedbabu import FedBABU
 from fedpop.methods.fedbe import Distillation, FedBE
 from fedpop.methods.fedper import FedPer
 from fedpop.methods.fedprox import FedProx
@@ -45,6 +46,7 @@ __all__ = [
     "Facts",
     "FedAvg",
     "FedAvgFT",
+    "FedBABU",
     "FedBE",
     "FedPer",
     "FedProx",
@@ -83,6 +85,7 @@ METHODS: dict[str, type[Algorithm]] = {
         FSGLD,
         FedBE,
         DGLMC,
+        FedBABU,
     )
 }
 """fedpop's own, in the order of tables; a method that is to be compared and tested by name is added here."""

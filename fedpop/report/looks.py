@@ -40,6 +40,7 @@ METHODS: dict[str, Look] = {
     "FSGLD": ("#117733", ":"),
     "FedBE": ("#66C2A5", "-."),
     "DG-LMC": ("#2F6F4F", "-."),
+    "FedBABU": ("#C9A227", "--"),
     "Exact": (BLACK, "-"),
     "Truth": (BLACK, "-"),
     "Normal": (BLUE, "-"),

@@ -27,6 +27,7 @@ PACED = {
     "LocalOnly": lambda sgd, **more: fp.LocalOnly(linear_model(), local=sgd, **more),
     "PerFedAvg": lambda sgd, **more: fp.PerFedAvg(linear_model(), local=sgd, **more),
     "PFedMe": lambda sgd, **more: fp.PFedMe(linear_model(), local=sgd, **more),
+    "FedBABU": lambda sgd, **more: fp.FedBABU(linear_model(), local=sgd, **more),
     "FedBE": lambda sgd, **more: fp.FedBE(linear_model(), local=sgd, **more),
 }
 
