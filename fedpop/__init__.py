@@ -50,6 +50,7 @@ if _TYPE_CHECKING:
         LocalOnly,
         MaximumMarginalLikelihood,
         PerFedAvg,
+        PFedFDA,
         PFedMe,
     )
     from fedpop.mixed.model import mixed_model
@@ -117,6 +118,7 @@ __all__ = [
     "LocalOnly",
     "LocalSGD",
     "MaximumMarginalLikelihood",
+    "PFedFDA",
     "PFedMe",
     "PerFedAvg",
     "Population",

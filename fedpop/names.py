@@ -28,6 +28,7 @@ from fedpop.methods import (
     LocalOnly,
     MaximumMarginalLikelihood,
     PerFedAvg,
+    PFedFDA,
     PFedMe,
 )
 from fedpop.methods.base import Algorithm as _Algorithm
@@ -71,6 +72,7 @@ __all__ = [
     "LocalOnly",
     "LocalSGD",
     "MaximumMarginalLikelihood",
+    "PFedFDA",
     "PFedMe",
     "PerFedAvg",
     "Population",

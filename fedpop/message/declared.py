@@ -53,6 +53,8 @@ VECTORS: Mapping[str, Sent] = {
     "w": Sent("state of the travelling chain (FSGLD), or weights; the relay needs it as it is", clear=True),
     "precision": Sent("precision of the client's Gaussian surrogate (FSGLD)"),
     "shift": Sent("the same, times its mean"),
+    "means": Sent("class means of features, a client's own and the shared ones interpolated, times n"),
+    "covariance": Sent("covariance of features within classes, interpolated likewise, times n"),
     "z/rho": Sent("the client's auxiliary variable over its tolerance (DG-LMC)"),
     "1/rho": Sent("one over the tolerance"),
     "U": Sent("gradient of the potential, less what the server remembers (QLSD)"),

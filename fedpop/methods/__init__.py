@@ -24,6 +24,7 @@ from fedpop.methods.lg_fedavg import LGFedAvg
 from fedpop.methods.local_only import LocalOnly
 from fedpop.methods.marginal_ml import MaximumMarginalLikelihood
 from fedpop.methods.per_fedavg import PerFedAvg
+from fedpop.methods.pfedfda import PFedFDA
 from fedpop.methods.pfedme import PFedMe
 from fedpop.methods.qlsd import QLSD
 from fedpop.methods.scaffold import SCAFFOLD
@@ -56,6 +57,7 @@ __all__ = [
     "LGFedAvg",
     "LocalOnly",
     "MaximumMarginalLikelihood",
+    "PFedFDA",
     "PFedMe",
     "PerFedAvg",
     "Round",

@@ -41,6 +41,7 @@ METHODS: dict[str, Look] = {
     "FedBE": ("#66C2A5", "-."),
     "DG-LMC": ("#2F6F4F", "-."),
     "FedBABU": ("#C9A227", "--"),
+    "pFedFDA": ("#882255", "-"),
     "Exact": (BLACK, "-"),
     "Truth": (BLACK, "-"),
     "Normal": (BLUE, "-"),
