@@ -52,6 +52,7 @@ if _TYPE_CHECKING:
         PerFedAvg,
         PFedFDA,
         PFedMe,
+        PFedVEM,
     )
     from fedpop.mixed.model import mixed_model
     from fedpop.models import likelihoods, links, networks
@@ -120,6 +121,7 @@ __all__ = [
     "MaximumMarginalLikelihood",
     "PFedFDA",
     "PFedMe",
+    "PFedVEM",
     "PerFedAvg",
     "Population",
     "Split",

@@ -30,6 +30,7 @@ from fedpop.methods import (
     PerFedAvg,
     PFedFDA,
     PFedMe,
+    PFedVEM,
 )
 from fedpop.methods.base import Algorithm as _Algorithm
 from fedpop.models import likelihoods, links, networks
@@ -74,6 +75,7 @@ __all__ = [
     "MaximumMarginalLikelihood",
     "PFedFDA",
     "PFedMe",
+    "PFedVEM",
     "PerFedAvg",
     "Population",
     "Split",

@@ -55,6 +55,8 @@ VECTORS: Mapping[str, Sent] = {
     "shift": Sent("the same, times its mean"),
     "means": Sent("class means of features, a client's own and the shared ones interpolated, times n"),
     "covariance": Sent("covariance of features within classes, interpolated likewise, times n"),
+    "dm": Sent("move of the mean of the head's posterior, over its squared spread (pFedVEM)"),
+    "1/rho^2": Sent("one over that spread"),
     "z/rho": Sent("the client's auxiliary variable over its tolerance (DG-LMC)"),
     "1/rho": Sent("one over the tolerance"),
     "U": Sent("gradient of the potential, less what the server remembers (QLSD)"),

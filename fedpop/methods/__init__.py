@@ -26,6 +26,7 @@ from fedpop.methods.marginal_ml import MaximumMarginalLikelihood
 from fedpop.methods.per_fedavg import PerFedAvg
 from fedpop.methods.pfedfda import PFedFDA
 from fedpop.methods.pfedme import PFedMe
+from fedpop.methods.pfedvem import PFedVEM
 from fedpop.methods.qlsd import QLSD
 from fedpop.methods.scaffold import SCAFFOLD
 from fedpop.models.base import Model
@@ -59,6 +60,7 @@ __all__ = [
     "MaximumMarginalLikelihood",
     "PFedFDA",
     "PFedMe",
+    "PFedVEM",
     "PerFedAvg",
     "Round",
     "rebuild",
@@ -78,6 +80,9 @@ METHODS: dict[str, type[Algorithm]] = {
         FedPer,
         FedRep,
         LGFedAvg,
+        FedBABU,
+        PFedFDA,
+        PFedVEM,
         Ditto,
         APFL,
         PerFedAvg,
@@ -87,7 +92,6 @@ METHODS: dict[str, type[Algorithm]] = {
         FSGLD,
         FedBE,
         DGLMC,
-        FedBABU,
     )
 }
 """fedpop's own, in the order of tables; a method that is to be compared and tested by name is added here."""

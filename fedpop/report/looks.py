@@ -42,6 +42,7 @@ METHODS: dict[str, Look] = {
     "DG-LMC": ("#2F6F4F", "-."),
     "FedBABU": ("#C9A227", "--"),
     "pFedFDA": ("#882255", "-"),
+    "pFedVEM": ("#332288", "-."),
     "Exact": (BLACK, "-"),
     "Truth": (BLACK, "-"),
     "Normal": (BLUE, "-"),

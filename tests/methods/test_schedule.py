@@ -35,6 +35,7 @@ PACED = {
     "PFedMe": lambda sgd, **more: fp.PFedMe(linear_model(), local=sgd, **more),
     "FedBABU": lambda sgd, **more: fp.FedBABU(linear_model(), local=sgd, **more),
     "PFedFDA": lambda sgd, **more: fp.PFedFDA(two_classes(), local=sgd, **more),
+    "PFedVEM": lambda sgd, **more: fp.PFedVEM(linear_model(), head=sgd, body=sgd, **more),
     "FedBE": lambda sgd, **more: fp.FedBE(linear_model(), local=sgd, **more),
 }
 
