@@ -57,6 +57,7 @@ VECTORS: Mapping[str, Sent] = {
     "covariance": Sent("covariance of features within classes, interpolated likewise, times n"),
     "dm": Sent("move of the mean of the head's posterior, over its squared spread (pFedVEM)"),
     "1/rho^2": Sent("one over that spread"),
+    "mean": Sent("mean features of the client's data (FedDBE), times n, in the first round"),
     "z/rho": Sent("the client's auxiliary variable over its tolerance (DG-LMC)"),
     "1/rho": Sent("one over the tolerance"),
     "U": Sent("gradient of the potential, less what the server remembers (QLSD)"),

@@ -13,6 +13,7 @@ from fedpop.methods.fedavg import FedAvg
 from fedpop.methods.fedavg_ft import FedAvgFT
 from fedpop.methods.fedbabu import FedBABU
 from fedpop.methods.fedbe import Distillation, FedBE
+from fedpop.methods.feddbe import FedDBE
 from fedpop.methods.fedper import FedPer
 from fedpop.methods.fedprox import FedProx
 from fedpop.methods.fedrep import FedRep
@@ -50,6 +51,7 @@ __all__ = [
     "FedAvgFT",
     "FedBABU",
     "FedBE",
+    "FedDBE",
     "FedPer",
     "FedProx",
     "FedRep",
@@ -81,6 +83,7 @@ METHODS: dict[str, type[Algorithm]] = {
         FedRep,
         LGFedAvg,
         FedBABU,
+        FedDBE,
         PFedFDA,
         PFedVEM,
         Ditto,

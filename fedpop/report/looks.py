@@ -43,6 +43,7 @@ METHODS: dict[str, Look] = {
     "FedBABU": ("#C9A227", "--"),
     "pFedFDA": ("#882255", "-"),
     "pFedVEM": ("#332288", "-."),
+    "FedDBE": ("#999933", "-."),
     "Exact": (BLACK, "-"),
     "Truth": (BLACK, "-"),
     "Normal": (BLUE, "-"),
