@@ -31,6 +31,7 @@ from fedpop.kernels import Hierarchy
 from fedpop.kernels.evidence import Evidence, evidence, runs_in_double
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
+from fedpop.message.guard import MESSAGES_FOR_A_MEDIAN
 from fedpop.message.message import prefixed, unprefixed
 from fedpop.methods.base import About, EndsByItself, Facts, Round
 from fedpop.methods.hierarchical import Hierarchical
@@ -143,7 +144,9 @@ class MaximumMarginalLikelihood(Hierarchical, EndsByItself):
     def questions(self, facts: Facts, key: Key) -> tuple[Question[Tensors], ...]:
         phi = self.first_phi(facts, key)
         asked = tuple(self.start_questions(phi, facts.restart, anneals=True))
-        return asked if self.guard is None else (*asked, Contributions(self.hierarchy, phi))
+        if self.guard is None or facts.clients < MESSAGES_FOR_A_MEDIAN:
+            return asked
+        return (*asked, Contributions(self.hierarchy, phi))
 
     def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
         """The server's state before the first round: the first trial is the start itself."""

@@ -330,7 +330,7 @@ class MixedFit:
 
     @cached_property
     def unusual(self) -> list[str]:
-        """Groups whose effects are out of all proportion to the others', a thousand times the median in
+        """Groups whose effects are out of all proportion to the others', hundreds of times the median in
         squares: none was left out. At sites nobody but they can tell."""
         return [] if self.groups.members.federation is None else unusual_groups(self)
 

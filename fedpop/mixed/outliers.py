@@ -19,9 +19,9 @@ from fedpop.mixed.nesting import spans
 if TYPE_CHECKING:
     from fedpop.mixed.fit import MixedFit
 
-UNUSUAL = 1e3
-"""Times the median at which a group is named. Of a million groups with normal effects the largest is about
-a hundred."""
+UNUSUAL = 300.0
+"""Times the median at which a group is named. Of a million groups with one normal effect the largest is
+about 60."""
 LEAST_VARIANCE = 1e-9
 """Of the largest, below which a direction of the effects says nothing."""
 

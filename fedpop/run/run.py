@@ -365,11 +365,11 @@ class Run:
         result, total = self.members.ask(Asking(question, known, key, self.algorithm, late=late))
         for name in self.members.names_of(total.suspects):
             self.doubted.setdefault(name, []).append(question.name)
-            taken = "takes no part" if question.excludes else "does not count in it"
-            warn_user(
-                f"{name}: its answer to {question.name!r} is out of all proportion to the others', and it "
-                f"{taken}: look at its data's scale (guard=None counts it)"
-            )
+            if question.excludes:
+                warn_user(
+                    f"{name} takes no part: its answer to {question.name!r} is out of all proportion to the "
+                    "others'; look at its data's scale (guard=None lets it take part)"
+                )
         self.spend({"out_of_proportion": len(total.suspects)} if total.suspects else {})
         self.members.commit(entered=False)
         self.spend({name: total.numbers.get(name, 0.0) for name in (*WORK, "bytes_down")})
