@@ -38,6 +38,7 @@ VECTORS: Mapping[str, Sent] = {
     "J": Sent("mean gradient of the log-likelihood in phi (line 17), or the local move that takes its place"),
     "curvature": Sent("trace of a bound on the likelihood's curvature in z; or its largest eigenvalue"),
     "examples": Sent("number of training examples"),
+    "departure": Sent("how far data lie from what theta expects of them, r' V^-1 r"),
     "evidence": Sent("log marginal likelihood, and its parts"),
     "gradient": Sent("gradient of the log marginal likelihood in theta"),
     "hessian": Sent("lower triangle of its Hessian"),
@@ -112,7 +113,8 @@ NUMBERS: Mapping[str, Sent] = {
     "head_steps": Sent("work: examples through heads"),
     "backbone_passes": Sent("work: forward and backward passes of one example"),
     "weight": Sent("participation weights, summed over units"),
-    COUNTS + "*": Sent("messages by the power of two of their norms", bound=1.0),
+    COUNTS + "*": Sent("messages, or units of a site, by the power of two of their norms", bound=1.0),
+    "units withheld": Sent("units that their site left out, out of all proportion", bound=1.0),
 }
 """What travels beside the vectors."""
 
