@@ -19,7 +19,9 @@ from fedpop.methods import (
     Ditto,
     FedAvg,
     FedAvgFT,
+    FedBABU,
     FedBE,
+    FedDBE,
     FedPer,
     FedProx,
     FedRep,
@@ -29,7 +31,9 @@ from fedpop.methods import (
     LocalOnly,
     MaximumMarginalLikelihood,
     PerFedAvg,
+    PFedFDA,
     PFedMe,
+    PFedVEM,
 )
 from fedpop.methods.base import Algorithm as _Algorithm
 from fedpop.models import likelihoods, links, networks

@@ -38,6 +38,7 @@ VECTORS: Mapping[str, Sent] = {
     "J": Sent("mean gradient of the log-likelihood in phi (line 17), or the local move that takes its place"),
     "curvature": Sent("trace of a bound on the likelihood's curvature in z; or its largest eigenvalue"),
     "examples": Sent("number of training examples"),
+    "departure": Sent("how far data lie from what theta expects of them, r' V^-1 r"),
     "evidence": Sent("log marginal likelihood, and its parts"),
     "gradient": Sent("gradient of the log marginal likelihood in theta"),
     "hessian": Sent("lower triangle of its Hessian"),
@@ -54,6 +55,11 @@ VECTORS: Mapping[str, Sent] = {
     "w": Sent("state of the travelling chain (FSGLD), or weights; the relay needs it as it is", clear=True),
     "precision": Sent("precision of the client's Gaussian surrogate (FSGLD)"),
     "shift": Sent("the same, times its mean"),
+    "means": Sent("class means of features, a client's own and the shared ones interpolated, times n"),
+    "covariance": Sent("covariance of features within classes, interpolated likewise, times n"),
+    "dm": Sent("move of the mean of the head's posterior, over its squared spread (pFedVEM)"),
+    "1/rho^2": Sent("one over that spread"),
+    "mean": Sent("mean features of the client's data (FedDBE), times n, in the first round"),
     "z/rho": Sent("the client's auxiliary variable over its tolerance (DG-LMC)"),
     "1/rho": Sent("one over the tolerance"),
     "U": Sent("gradient of the potential, less what the server remembers (QLSD)"),
@@ -107,7 +113,8 @@ NUMBERS: Mapping[str, Sent] = {
     "head_steps": Sent("work: examples through heads"),
     "backbone_passes": Sent("work: forward and backward passes of one example"),
     "weight": Sent("participation weights, summed over units"),
-    COUNTS + "*": Sent("messages by the power of two of their norms", bound=1.0),
+    COUNTS + "*": Sent("messages, or units of a site, by the power of two of their norms", bound=1.0),
+    "units withheld": Sent("units that their site left out, out of all proportion", bound=1.0),
 }
 """What travels beside the vectors."""
 

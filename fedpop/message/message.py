@@ -47,6 +47,8 @@ class Answer:
     named: Mapping[str, tuple[str, Tensor]] = field(default_factory=dict)
     """Further sums that the method wants: of which vector, with which coefficients ``[C]``."""
     rows: Tensor | None = None
+    odd: Tensor | None = None
+    """Units that are not good because what they have is out of all proportion, ``[C]``."""
 
 
 @dataclass(frozen=True)

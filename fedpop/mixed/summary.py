@@ -22,6 +22,8 @@ def summary(fit: MixedFit) -> str:
     if not fit.family.gaussian:
         lines[0] += f" ({fit.outcome.log_likelihood_method})"
         lines.append(f" Family: {fit.family.name} ( {fit.family.link} )")
+    if fit.dispersion is not None:
+        lines.append(f" {_sentence(fit.family.dispersion)}: {fit.dispersion:.4g}")
     if fit.laws.name == "satterthwaite":
         lines[0] += f"; {SATTERTHWAITE}"
     lines.append(f"Formula: {fit.formula}")
@@ -46,6 +48,8 @@ def summary(fit: MixedFit) -> str:
         "",
         f"{_sentence(fit.convergence)} ({fit.rounds} rounds, {fit.outcome.engine})",
     ]
+    if fit.unusual:
+        lines.append(out_of_proportion(fit.unusual))
     if fit.singular:
         lines.append("boundary (singular) fit: a variance is zero or a correlation is one; see fit.singular")
     return "\n".join(lines)
@@ -61,6 +65,16 @@ def rank_deficient(dropped: Sequence[str]) -> str:
     return (
         f"fixed-effect model matrix is rank deficient, so dropped {len(dropped)} {what}: {', '.join(dropped)}"
     )
+
+
+def out_of_proportion(groups: Sequence[str]) -> str:
+    """Which groups move everyone's estimates.
+
+    >>> out_of_proportion(["site 'b'"])
+    "effects out of all proportion to the other groups', which move everyone's estimates: site 'b'"
+    """
+    named = ", ".join(groups[:5]) + (f", and {len(groups) - 5} more" if len(groups) > 5 else "")
+    return f"effects out of all proportion to the other groups', which move everyone's estimates: {named}"
 
 
 def _sentence(words: str) -> str:
