@@ -28,13 +28,18 @@ SECONDS, LEAST = 150.0, 5
 @dataclass(frozen=True)
 class Case:
     """A kernel, its transitions per round, the ratio to stay below, what compresses J, and local epochs on
-    phi (in batches of ``BATCH``)."""
+    phi (in batches of ``BATCH``), with the ratio to stay below in bfloat16.
+
+    A round with a local epoch passes forward once more, for the chain: a third of a bare pass in float32, .36
+    to .39 of one in bfloat16, whose backward passes gain more. Its steps cost 5 to 10 % more than bare ones,
+    as FedAvg's do, and the chain a twentieth."""
 
     kernel: Kernel
     steps: int
     target: float
     compressor: fp.compressors.Compressor = fp.compressors.Identity()  # noqa: RUF009 (frozen, and without settings)
     epochs: int = 0
+    rounded: float | None = None
 
     @property
     def setting(self) -> dict[str, Any]:
@@ -58,7 +63,7 @@ CASES = (
     Case(fp.kernels.ULA(), 10, 1.10),
     Case(fp.kernels.HMC(), 10, 1.25),
     Case(fp.kernels.HMC(), 10, 1.30, fp.compressors.QSGD()),
-    Case(fp.kernels.HMC(), 2, 1.40, epochs=1),
+    Case(fp.kernels.HMC(), 2, 1.40, epochs=1, rounded=1.55),
 )
 
 
@@ -122,7 +127,8 @@ def measure(advance: Advance) -> list[Record]:
     laps = in_turns(programs, seconds=SECONDS, least=LEAST, advance=advance)
     out = [bare_record(int(name), laps_, tried[str(batch)], model) for name, laps_ in tried.items()]
     for i, (case, run) in enumerate(zip(CASES, runs, strict=True)):
-        metrics = ratio(laps[str(i)], laps["bare"]) | {"target": case.target, "repeats": len(laps["bare"])}
+        limit = case.target if case.rounded is None or model.autocast is None else case.rounded
+        metrics = ratio(laps[str(i)], laps["bare"]) | {"target": limit, "repeats": len(laps["bare"])}
         cost = {name: value / run.round for name, value in run.totals.items()} | {"rounds": 1}
         config = run.algorithm.describe() | {"bare_batch": batch, "precision": precision(model)}
         out.append(record("bench", case.setting, "FedSOUL", 0, metrics, cost, config))
