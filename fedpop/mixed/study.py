@@ -31,7 +31,7 @@ from fedpop.mixed.drawing import Drawing
 from fedpop.mixed.formula import Formula, FormulaPart, columns_of, parse, scanned, shown
 from fedpop.mixed.nesting import BEGINS, CELLS, RowOrder, cells
 from fedpop.mixed.response import Family, Response, family_named, response_of
-from fedpop.mixed.table import NA, Rows, as_frame, read_csv, rows_of
+from fedpop.mixed.table import NA, Rows, as_frame, read_file, rows_of
 from fedpop.questions import Question, Table, Units
 from fedpop.questions.schema import Moments
 from fedpop.site.plan import Plan
@@ -228,7 +228,7 @@ def table_at(place: SiteData, na: Sequence[str]) -> Any:
     """A site's table as a data frame."""
     if ":" in place.where:
         return as_frame(called(place.where, entry_named(place.where, place.folder), place.site))
-    return read_csv(Path(place.where), na, place.table)
+    return read_file(Path(place.where), na, place.table)
 
 
 def _missing_in(column: str) -> str:
