@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -166,7 +166,10 @@ class ServerFolder:
             about = read_toml(path, "fedpop server fit makes it")
             kept = {n: plain[n] for n in ("name", "sites", "server") if n in plain}
             plain = kept | {"model": about, "run": {"seed": plain.get("run", {}).get("seed", 0)}}
-        return deployment_of(path, plain, self.experiment(), self.run)
+        found = deployment_of(path, plain, self.experiment(), self.run)
+        if isinstance(found, FormulaDeployment) and found.terms.begin is None:
+            found = replace(found, whom=sorted(key.stem for key in self.admitted.glob("*.pub")))
+        return found
 
 
 def deployment_of(

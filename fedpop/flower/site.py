@@ -32,13 +32,14 @@ from fedpop.flower.requests import (
     refusal,
     why_not_understood,
 )
-from fedpop.flower.site_folder import SETTINGS, read_secret, read_site
+from fedpop.flower.site_folder import SETTINGS, read_common_key, read_secret, read_site
 from fedpop.flower.site_state import SiteState, locked
 from fedpop.keys import Key
 from fedpop.message import Message, Tensors
 from fedpop.methods.asking import question_from_description
 from fedpop.methods.base import Algorithm, Round
-from fedpop.mixed import gaussian, groups, quadrature
+from fedpop.mixed import common_key, gaussian, groups, quadrature, scored
+from fedpop.mixed.common_key import CommonKey
 from fedpop.mixed.disclosure import DesignColumns, SmallCounts, design_columns
 from fedpop.mixed.study import FormulaStudy
 from fedpop.mixed.table import Rows
@@ -58,7 +59,7 @@ log = logging.getLogger("fedpop.site")
 
 STUDIES: Mapping[str, type[Study]] = {kind.__name__: kind for kind in (Survey, Training, FormulaStudy)}
 """What an experiment may be about."""
-QUESTIONS = (groups, gaussian, quadrature, validation)
+QUESTIONS = (groups, common_key, gaussian, quadrature, scored, validation)
 """Whose questions a site knows, because they are imported; methods import the others."""
 DESCRIPTION, MODEL = "method.json", "model.safetensors"
 """The study's description as a site received it, and the tensors that belong to it."""
@@ -233,7 +234,17 @@ class SiteExperiment:
             raise Refusal("this site does not know the experiment: greet it first", Code.STRANGER)
         description = read_sealed(self.folder / DESCRIPTION, "a study's description")
         self._require_module(description["study"])
-        return study_from(description["study"], read_tensors(self.folder / MODEL, description["digest"]))
+        study = study_from(description["study"], read_tensors(self.folder / MODEL, description["digest"]))
+        if isinstance(study, FormulaStudy):
+            key = CommonKey(read_common_key(self.site.folder), self._tell_shared)
+            study = replace(study, common_key=key)
+        return study
+
+    def _tell_shared(self, hashes: Sequence[int]) -> None:
+        """Only this site's log says which groups are at another site, too."""
+        names = dict(zip(self.federation.units.tolist(), self.federation.names, strict=True))
+        each = ", ".join(repr(names[one]) for one in hashes)
+        log.error("%s: at another site, too, which makes two groups of each: %s", self.name, each)
 
     def _require_module(self, study: Mapping[str, Any]) -> None:
         """A server names no code that the site's own settings do not."""

@@ -19,7 +19,7 @@ from fedpop.federation.participation import Said
 from fedpop.federation.table_format import MINIMUM
 from fedpop.files import write_json
 from fedpop.message import Choice
-from fedpop.mixed import sampled
+from fedpop.mixed import sampled, scored
 from fedpop.mixed.coordinates import Coordinates
 from fedpop.mixed.engine import Engine, Estimates
 from fedpop.mixed.fit import MixedFit
@@ -249,8 +249,12 @@ def fitted_over(members: Members, study: FormulaStudy, settings: FitSettings | N
     constant, start = _level(sums, groups.study)
     if chosen == "sampled":
         outcome, engine = sampled.fitted(groups, units, constant, start, settings.chains)
-    else:
+    elif members.waits:
         outcome, engine = _exact(groups, units, constant, start, settings.method == "REML")
+    elif settings.method == "REML":
+        raise SettingsError("REML needs everyone in every round: [sites] quorum = 1.0")
+    else:
+        outcome, engine = scored.fitted(groups, units, constant, start, members.quorum)
     if members.federation is None:
         engine.effects(outcome.point)  # sites keep their groups' posteriors, for whoever is there
     seconds = time.perf_counter() - started

@@ -20,11 +20,11 @@ from torch import Tensor
 from fedpop.entries import called, entry_named
 from fedpop.errors import DataError, SchemaError
 from fedpop.federation.clients import Federation, Packed
-from fedpop.federation.participation import Participation
 from fedpop.federation.reading import require_separator
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.methods.asking import role
+from fedpop.mixed.common_key import NO_KEY, CommonKey
 from fedpop.mixed.coordinates import Coordinates, everyone
 from fedpop.mixed.design import Design, Wanted
 from fedpop.mixed.drawing import Drawing
@@ -63,6 +63,8 @@ class FormulaStudy(Study):
     coordinates: Coordinates | None = None
     drawing: Drawing | None = None
     """Responses are drawn in place of the observed ones."""
+    common_key: CommonKey = NO_KEY
+    """What a site has in common with others, by which groups are compared; it does not travel."""
 
     fixed: ClassVar[bool] = True
 
@@ -88,9 +90,6 @@ class FormulaStudy(Study):
     def response(self) -> str | None:
         """The response's column, where it is one."""
         return self.formula.response.column
-
-    def drawn(self, rule: Participation) -> bool:
-        return self.design is not None  # a group is at one site
 
     # --- what a site receives ------------------------------------------------------------------
 

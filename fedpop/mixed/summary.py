@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fedpop.mixed.inference import two_sided
+from fedpop.mixed.study import SITE
 
 if TYPE_CHECKING:
     from fedpop.mixed.fit import MixedFit
@@ -30,6 +31,8 @@ def summary(fit: MixedFit) -> str:
     lines += ["", *_criteria(fit), "", "Random effects:", *_random(fit)]
     counts = "; ".join(f"{name}, {count}" for name, count in fit.counts.items())
     lines.append(f"Number of obs: {fit.n_obs}, groups:  {counts}")
+    if fit.groups.compared is not None and fit.group != SITE:
+        lines.append(apart(fit.groups.compared, fit.n_groups))
     if fit.design.dropped:
         lines.append(rank_deficient(fit.design.dropped))
     if (kinds := fit.groups.kinds).left_out:
@@ -61,6 +64,19 @@ def rank_deficient(dropped: Sequence[str]) -> str:
     return (
         f"fixed-effect model matrix is rank deficient, so dropped {len(dropped)} {what}: {', '.join(dropped)}"
     )
+
+
+def apart(compared: int, groups: int) -> str:
+    """Whether it is known that no group is at two sites.
+
+    >>> apart(18, 18)
+    "No group is at two sites: their names were compared under the sites' common key"
+    """
+    if compared == groups:
+        return "No group is at two sites: their names were compared under the sites' common key"
+    whose = "Groups were not" if not compared else f"{compared} of {groups} groups were"
+    end = "sites have no common key, and equal names at two of them are two groups"
+    return f"{whose} compared between sites: " + (end if not compared else f"other {end}")
 
 
 def _sentence(words: str) -> str:
