@@ -19,8 +19,9 @@ import torch
 from fedpop.errors import CheckpointError, FedpopError, SettingsError
 from fedpop.federation.participation import Everyone
 from fedpop.files import json_lines, read_bytes, read_json, writable_folder, write_bytes, write_json
-from fedpop.flower.outcome import FEDERATION, OUTCOME
+from fedpop.flower.outcome import FEDERATION
 from fedpop.flower.remote import RemoteMembers, RoundTerms
+from fedpop.flower.server_folder import FIT, OUTCOME, PRINTED
 from fedpop.flower.site import SiteExperiment, read_theta
 from fedpop.flower.site_records import SiteRecord
 from fedpop.flower.transport import Transport
@@ -40,7 +41,7 @@ R = TypeVar("R")
 
 WORDS = ("formula", "family", "method", "weights", "levels", "contrasts", "min_count", "missing", "na")
 """What ``[model]`` has where a federation is about a formula, as ``mixed_model`` has these words."""
-FIT, SUMMARY, PRINTED = "fit", "fit.json", "fit.txt"
+SUMMARY = "fit.json"
 """In the run's folder: the fit for ``fedpop.load``, its numbers as ``fedpop fit --json`` writes them, and
 what ``print`` shows."""
 SITES, METRICS = "sites.json", "metrics.jsonl"

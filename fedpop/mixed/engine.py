@@ -95,6 +95,8 @@ class ThetaPoint:
     b: Tensor
     factor: Tensor
     sigma: float = 1.0
+    dispersion: float = 1.0
+    """Of families that have one."""
 
     def sigma_matrix(self, units: Coordinates) -> Tensor:
         """The random effects' covariance on the user's scale."""
@@ -127,7 +129,8 @@ class Engine(ABC):
 
     @abstractmethod
     def vector(self, point: ThetaPoint) -> Tensor:
-        """All parameters in one vector: b, the factor's entries and, where there is one, log sigma."""
+        """All parameters in one vector: b, the factor's entries and, where there is one, log sigma or that of
+        the dispersion."""
 
     @abstractmethod
     def point(self, x: Tensor) -> ThetaPoint:
@@ -143,7 +146,8 @@ class Engine(ABC):
 
     @abstractmethod
     def spread(self, point: ThetaPoint) -> Tensor:
-        """The covariance of the estimates of the factor's entries and, where there is one, of log sigma."""
+        """The covariance of the estimates of the factor's entries and, where there is one, of log sigma or of
+        the logarithm of the dispersion."""
 
     @abstractmethod
     def effects(self, point: ThetaPoint) -> None:

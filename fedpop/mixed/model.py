@@ -28,7 +28,7 @@ from fedpop.mixed.groups import Groups, agreed, coordinates
 from fedpop.mixed.laplace import LaplaceEngine
 from fedpop.mixed.quadrature import quadrature
 from fedpop.mixed.study import SITE, FormulaStudy
-from fedpop.mixed.summary import rank_deficient
+from fedpop.mixed.summary import out_of_proportion, rank_deficient
 from fedpop.mixed.table import MISSING, NA, Rows, as_frame, pandas, read_file
 from fedpop.run.members import LocalMembers, Members
 
@@ -136,6 +136,8 @@ def mixed_model(
     study = FormulaStudy.from_text(formula, family, weights, missing, na)
     settings.engine_for(study)
     fit = fitted_over(LocalMembers(study, _rows(study, data, sites)), study, settings)
+    if fit.unusual:
+        warn_user(f"{out_of_proportion(fit.unusual)}; none was left out: look at the rows' units")
     return replace(fit, seconds=time.perf_counter() - started, again=partial(mixed_model, **given))
 
 
@@ -215,6 +217,8 @@ class FitSettings:
             raise SettingsError("REML needs the exact engine: everyone in every round, uncompressed")
         if chosen == "sampled" and len(study.formula.factors) > 1:
             raise SettingsError(sampled.NESTED)
+        if chosen == "sampled" and not study.family.canonical:
+            raise SettingsError(sampled.other_family(study.family))
         if chosen == "exact" and self.chains.rounds is not None:
             raise SettingsError("the exact engine ends by itself; rounds are for engine='sampled'")
         return chosen

@@ -28,9 +28,10 @@ from fedpop.mixed.common_key import NO_KEY, CommonKey
 from fedpop.mixed.coordinates import Coordinates, everyone
 from fedpop.mixed.design import Design, Wanted
 from fedpop.mixed.drawing import Drawing
+from fedpop.mixed.families import Family, family_named
 from fedpop.mixed.formula import Formula, FormulaPart, columns_of, parse, scanned, shown
 from fedpop.mixed.nesting import BEGINS, CELLS, RowOrder, cells
-from fedpop.mixed.response import Family, Response, family_named, response_of
+from fedpop.mixed.response import Response, response_of
 from fedpop.mixed.table import NA, Rows, as_categories, as_frame, read_file, rows_of
 from fedpop.questions import Question, Table, Units
 from fedpop.questions.schema import Moments
@@ -96,7 +97,7 @@ class FormulaStudy(Study):
     def description(self) -> tuple[dict[str, Any], Tensors]:
         description: dict[str, Any] = {
             "formula": self.formula.text,
-            "family": self.family.name,
+            "family": self.family.text,
             "weights": None if self.weights is None else self.weights.text,
             "missing": self.missing,
             "na": list(self.na),

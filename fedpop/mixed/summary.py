@@ -23,6 +23,8 @@ def summary(fit: MixedFit) -> str:
     if not fit.family.gaussian:
         lines[0] += f" ({fit.outcome.log_likelihood_method})"
         lines.append(f" Family: {fit.family.name} ( {fit.family.link} )")
+    if fit.dispersion is not None:
+        lines.append(f" {_sentence(fit.family.dispersion)}: {fit.dispersion:.4g}")
     if fit.laws.name == "satterthwaite":
         lines[0] += f"; {SATTERTHWAITE}"
     lines.append(f"Formula: {fit.formula}")
@@ -49,6 +51,8 @@ def summary(fit: MixedFit) -> str:
         "",
         f"{_sentence(fit.convergence)} ({fit.rounds} rounds, {fit.outcome.engine})",
     ]
+    if fit.unusual:
+        lines.append(out_of_proportion(fit.unusual))
     if fit.singular:
         lines.append("boundary (singular) fit: a variance is zero or a correlation is one; see fit.singular")
     return "\n".join(lines)
@@ -77,6 +81,16 @@ def apart(compared: int, groups: int) -> str:
     whose = "Groups were not" if not compared else f"{compared} of {groups} groups were"
     end = "sites have no common key, and equal names at two of them are two groups"
     return f"{whose} compared between sites: " + (end if not compared else f"other {end}")
+
+
+def out_of_proportion(groups: Sequence[str]) -> str:
+    """Which groups move everyone's estimates.
+
+    >>> out_of_proportion(["site 'b'"])
+    "effects out of all proportion to the other groups', which move everyone's estimates: site 'b'"
+    """
+    named = ", ".join(groups[:5]) + (f", and {len(groups) - 5} more" if len(groups) > 5 else "")
+    return f"effects out of all proportion to the other groups', which move everyone's estimates: {named}"
 
 
 def _sentence(words: str) -> str:

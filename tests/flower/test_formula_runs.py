@@ -18,6 +18,7 @@ from fedpop.flower.formulas import FormulaDeployment, compare_fits, fit_at, pred
 from fedpop.flower.records import request_from_record
 from fedpop.flower.remote import RoundTerms
 from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.server_settings import deployment as settings_of
 from fedpop.flower.site import SiteExperiment, open_site
 from fedpop.flower.status import status
 from fedpop.flower.transport import Transport
@@ -162,7 +163,7 @@ def test_a_run_begins_with_all_who_are_admitted(simulated: Any, tmp_path: Path) 
     server_commands.init(root, "trial", "127.0.0.1:8000", [], False, lambda words: None, MODELS[1])
     for name in frames:
         (root / "sites" / f"{name}.pub").write_text("a key")
-    first = ServerFolder(root).deployment()
+    first = settings_of(ServerFolder(root))
     assert isinstance(first, FormulaDeployment)
     assert (first.terms.sites, list(first.whom)) == (2, ["north", "south", "west"])
     whole = run_formula(first, transport_on(grid), root / "run")
@@ -172,7 +173,7 @@ def test_a_run_begins_with_all_who_are_admitted(simulated: Any, tmp_path: Path) 
     text = "".join(f"{n} = {json.dumps(v)}\n" for n, v in (MODELS[1] | {"formula": "count ~ 1 + (1 | g)"}).items())
     (root / "fits" / "smaller" / "formula.toml").write_text(text)
     folder = ServerFolder(root, "smaller")
-    second = folder.deployment()
+    second = settings_of(folder)
     assert isinstance(second, FormulaDeployment)
     fit = run_formula(second, transport_on(grid), folder.run)
     alike(fit, fp.mixed_model("count ~ 1 + (1 | g)", {n: frames[n] for n in second.whom}, "poisson"), 1e-8)
