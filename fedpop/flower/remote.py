@@ -501,15 +501,11 @@ class RemoteMembers(Members):
         for name in names:
             its = header | ({"units": parts[name].units} if parts else {})
             requests[name] = Request("ask", self._header(name, **its), asked)
-        enough = never
-        if question.closes:
-            enough = self._terms.closing(self.names, (), self._transport.now)
+        enough = self._terms.closing(self.names, (), self._transport.now) if question.closes else never
         replies = self._transport.send(requests, self._terms.timeout, enough)
         if question.closes and not replies:  # nothing comes of nobody: whoever answers first will do
-            one = lambda there: bool(there)  # noqa: E731
-            replies = self._transport.retry_lost(
-                requests, replies, self._terms.timeout, lambda lost: bool(self.wait(asked=True)), True, one
-            )
+            free = lambda lost: bool(self.wait(asked=True))  # noqa: E731
+            replies = self._transport.retry_lost(requests, replies, self._terms.timeout, free, True, bool)
         if question.quorum == 1.0 and not asking.late:
             back = lambda lost: set(lost) <= set(self.wait(lost, patience))  # noqa: E731
             replies = self._transport.retry_lost(

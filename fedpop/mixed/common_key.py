@@ -78,7 +78,7 @@ class Bins:
 
 @dataclass(frozen=True)
 class NameBins(Question[Bins]):
-    """How many groups are in each bin, of those that shared theirs in all ``earlier`` tables ``[k, bins]``."""
+    """Who has a group in each bin, of those that shared theirs in all ``earlier`` tables ``[k, bins]``."""
 
     common_key: CommonKey
     bins: int

@@ -93,9 +93,7 @@ class SmallCounts:
             self._require_alike(found, before, formula)
         return found
 
-    def check_scaled(
-        self, study: FormulaStudy, rows: Rows, earlier: Mapping[str, DesignColumns]
-    ) -> None:
+    def check_scaled(self, study: FormulaStudy, rows: Rows, earlier: Mapping[str, DesignColumns]) -> None:
         """Of expressions inside ``scale()`` moments are asked for before there is a design: a refusal where
         these, or squares in them, would show few rows."""
         scaled = Wanted.of(study.formula, ()).scaled

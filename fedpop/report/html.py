@@ -33,13 +33,13 @@ class Section:
     title: str
     text: str = ""
     sheet: Sheet | None = None
-    printed: str = ""
-    """Text as it was printed, its lines under one another."""
     figures: Sequence[Figure] = field(default_factory=tuple)
     wide: bool = False
     """Figures that are as wide as the page; a phone scrolls them."""
     small: bool = False
     """Many small figures, as many beside each other as there is room."""
+    printed: str = ""
+    """Text as it was printed, its lines under one another."""
 
 
 @dataclass(frozen=True)

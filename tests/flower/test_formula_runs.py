@@ -170,7 +170,9 @@ def test_a_run_begins_with_all_who_are_admitted(simulated: Any, tmp_path: Path) 
     (root / "sites" / "west.pub").unlink()
     grid.offline.add("west")
     (root / "fits" / "smaller").mkdir(parents=True)
-    text = "".join(f"{n} = {json.dumps(v)}\n" for n, v in (MODELS[1] | {"formula": "count ~ 1 + (1 | g)"}).items())
+    text = "".join(
+        f"{n} = {json.dumps(v)}\n" for n, v in (MODELS[1] | {"formula": "count ~ 1 + (1 | g)"}).items()
+    )
     (root / "fits" / "smaller" / "formula.toml").write_text(text)
     folder = ServerFolder(root, "smaller")
     second = settings_of(folder)
@@ -184,7 +186,10 @@ def test_a_run_begins_with_all_who_are_admitted(simulated: Any, tmp_path: Path) 
     write_json(root / "run" / "status.json", {"state": "finished", "rounds": 9})
     lines.clear()
     status(root, lines.append)
-    assert lines[0] == f"trial: finished, {len((root / 'run' / 'metrics.jsonl').read_text().splitlines())} questions"
+    assert (
+        lines[0]
+        == f"trial: finished, {len((root / 'run' / 'metrics.jsonl').read_text().splitlines())} questions"
+    )
     assert "Generalized linear mixed model" in lines[-1]
     page = run_report(root).read_text()
     assert "Generalized linear mixed model" in page

@@ -395,7 +395,11 @@ def test_a_site_has_a_minimum_of_its_own(tmp_path: Path, frame: Any) -> None:
     with pytest.raises(DataError, match=r"south: the column 'sc' sets fewer than 5 rows apart"):
         over(grid, "y ~ s + (1 | g)", min_count=1)
     assert '["s", "c"]' not in str(
-        [list(message_from_record(reply.content).payloads) for site, _, reply in grid.traffic if site == "south"]
+        [
+            list(message_from_record(reply.content).payloads)
+            for site, _, reply in grid.traffic
+            if site == "south"
+        ]
     )
 
 
