@@ -497,6 +497,11 @@ class RemoteMembers(Members):
         if question.closes:
             enough = self._terms.closing(self.names, (), self._transport.now)
         replies = self._transport.send(requests, self._terms.timeout, enough)
+        if question.closes and not replies:  # nothing comes of nobody: whoever answers first will do
+            one = lambda there: bool(there)  # noqa: E731
+            replies = self._transport.retry_lost(
+                requests, replies, self._terms.timeout, lambda lost: bool(self.wait(asked=True)), True, one
+            )
         if question.quorum == 1.0 and not asking.late:
             back = lambda lost: set(lost) <= set(self.wait(lost, patience))  # noqa: E731
             replies = self._transport.retry_lost(

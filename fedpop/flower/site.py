@@ -45,6 +45,7 @@ from fedpop.mixed.study import FormulaStudy
 from fedpop.mixed.table import Rows
 from fedpop.population import Population
 from fedpop.questions import Question
+from fedpop.questions.schema import ColumnSquares, ColumnTotals
 from fedpop.run.members import Asking
 from fedpop.settings import rebuilt
 from fedpop.site.plan import Plan
@@ -396,7 +397,7 @@ class SiteExperiment:
     def ask(self, request: Request) -> Message:
         """An answer to a question; what it leaves with units is noted under its name."""
         header, last_counted = request.header, int(request.header["heard"])
-        question = _question(header["told"], request.tensors, self.study)
+        question = self._untelling(_question(header["told"], request.tensors, self.study))
         self.site.allowed.require_question(question)
         self._require_rows(question)
         state = self.stored_state(last_counted)
@@ -419,6 +420,16 @@ class SiteExperiment:
             state.write(self.state_file)
         about = {"site": self.site.name, "experiment": self.name, "question": question.name}
         return headed(about, work.message)
+
+    def _untelling(self, question: Question[Any]) -> Question[Any]:
+        """The question with this site's own minimum, where a formula's asks for smaller cells. (Outcomes are
+        told: sums of the response tell as much.)"""
+        study, least = self.study, self.site.small_counts.minimum
+        if not isinstance(study, FormulaStudy) or not isinstance(question, ColumnTotals | ColumnSquares):
+            return question
+        if isinstance(question, ColumnTotals) and question.categorical == (study.response,):
+            return question
+        return replace(question, minimum=max(question.minimum, least))
 
     def _require_rows(self, question: Question[Any]) -> None:
         """Cross products of a few rows reveal the rows: they are not sent."""

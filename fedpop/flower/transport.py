@@ -230,16 +230,19 @@ class Transport:
         timeout: float | None,
         back: Callable[[list[str]], bool],
         silent: bool = False,
+        enough: Enough = lambda replies: False,
     ) -> dict[str, Message]:
         """Replies of those, too, whose node went away meanwhile, once they are ``back``, and of those who
         were ``silent``, where they are wanted: the same request again, to which a site that had worked on it
         gives the same reply."""
         accepted, reasons = dict(replies), dict(self.reasons)
         while lost := sorted((self.lost | (self.silent if silent else set())) & requests.keys()):
+            if enough(accepted):
+                break
             log.info("%s must answer, and went away or was silent for long", ", ".join(lost))
             if not back(lost):
                 break
-            accepted |= self.send({n: requests[n] for n in lost}, timeout, lambda replies: False)
+            accepted |= self.send({n: requests[n] for n in lost}, timeout, enough)
             reasons = {n: why for n, why in reasons.items() if n not in lost} | self.reasons
         self.reasons = reasons
         return accepted

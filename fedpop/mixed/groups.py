@@ -114,7 +114,7 @@ def agreed(
     wanted = Wanted.of(formula, kinds.named)
     many = members.roster.sites is not None
     summary = wanted.schema(minimum, many).asked(members.asks)
-    design = Design.agreed(formula, summary, levels, minimum, contrasts)
+    design = Design.agreed(formula, summary, levels, minimum, contrasts, members.federation is None)
     response = groups.study.response
     if members.federation is None and binomial and response in kinds.named:
         # However few rows an outcome has: sums of the response tell as much.

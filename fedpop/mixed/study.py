@@ -31,7 +31,7 @@ from fedpop.mixed.drawing import Drawing
 from fedpop.mixed.formula import Formula, FormulaPart, columns_of, parse, scanned, shown
 from fedpop.mixed.nesting import BEGINS, CELLS, RowOrder, cells
 from fedpop.mixed.response import Family, Response, family_named, response_of
-from fedpop.mixed.table import NA, Rows, as_frame, read_file, rows_of
+from fedpop.mixed.table import NA, Rows, as_categories, as_frame, read_file, rows_of
 from fedpop.questions import Question, Table, Units
 from fedpop.questions.schema import Moments
 from fedpop.site.plan import Plan
@@ -160,7 +160,15 @@ class FormulaStudy(Study):
         wanted = frame[names]
         if self.missing == "drop" and bool(wanted.isna().any(axis=1).all()):
             raise SchemaError(f"{who} has no row in which nothing is missing of {', '.join(wanted.columns)}")
-        return self.rows(frame)
+        rows = self.rows(frame)
+        for column, levels in () if self.design is None else self.design.levels.items():
+            other = int((~as_categories(rows.columns[column]).isin(levels)).sum())
+            if other:
+                raise SchemaError(
+                    f"{who} has {other} row(s) of {column!r} at levels that too few rows have to be told: "
+                    "merge these levels, or leave the rows out"
+                )
+        return rows
 
     def response_of(self, rows: Rows) -> Response:
         """The response of rows: observed, or drawn."""
