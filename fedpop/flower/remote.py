@@ -43,6 +43,8 @@ log = logging.getLogger("fedpop.server")
 
 R = TypeVar("R")
 WEIGHTS = ("rule", "observed")
+QUIET_SECONDS, GREETED_SECONDS = 30.0, 5.0
+"""Seconds after which it is said again for whom one waits, and after a greeting said for the first time."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,8 @@ class RemoteMembers(Members):
         transport.hello = self._hello()
         self.sites: dict[str, SiteRecord] = {}
         self._begun = False
+        self._anew = False
+        """Sites are greeted about another study: for a moment all of them are away."""
         self._refused: dict[str, str] = {}
         """Sites that the settings have no place for, and why."""
         self._outside: frozenset[str] = frozenset()
@@ -166,7 +170,7 @@ class RemoteMembers(Members):
         here = {name: site.node for name, site in self._transport.sites.items()}
         if study.fixed and self._begun:
             self._before = dict(self.sites)  # nobody else, and nobody less
-        self._study, self.sites, self._begun, self._refused = study, {}, False, {}
+        self._study, self.sites, self._begun, self._refused, self._anew = study, {}, False, {}, True
         self._messages, self._outside = Aggregator(self.device), frozenset(without)
         self._transport.greet_all(self._hello())
         self.wait()
@@ -269,7 +273,8 @@ class RemoteMembers(Members):
     ) -> list[str]:
         """Who is there, once it is enough of them and these are among them, or patience is at its end; says
         for whom it waits. ``asked``: only those count, and are given, who can be asked for a round now."""
-        least, logged = self._terms.sites if self._begun else self._terms.first, -math.inf
+        least = self._terms.sites if self._begun else self._terms.first
+        logged = self._transport.now() - QUIET_SECONDS + GREETED_SECONDS if self._anew else -math.inf
         whom = sorted({*whom, *self._before}) if self._study.fixed and not self._begun else whom
         end = self._transport.now() + patience
         while True:
@@ -285,7 +290,7 @@ class RemoteMembers(Members):
             if (len(here) >= least and not missing) or self._transport.now() > end:
                 self._begun = True
                 return here
-            if self._transport.now() - logged >= 30:
+            if self._transport.now() - logged >= QUIET_SECONDS:
                 log.info("waiting for %s; here: %s", self._lacking(here, missing, least), _listed(here))
                 logged = self._transport.now()
             self._transport.pause()

@@ -33,6 +33,8 @@ class Section:
     title: str
     text: str = ""
     sheet: Sheet | None = None
+    printed: str = ""
+    """Text as it was printed, its lines under one another."""
     figures: Sequence[Figure] = field(default_factory=tuple)
     wide: bool = False
     """Figures that are as wide as the page; a phone scrolls them."""
