@@ -51,7 +51,10 @@ def load(
     >>> again
     Population(FedSOUL, 2 clients, 2 rounds)
     """
-    for folder in (Path(path), Path(path) / FIT):
-        if (folder / MIXED).is_file():
-            return import_module("fedpop.mixed.fit").MixedFit.load(folder)
+    try:
+        mixed = [folder for folder in (Path(path), Path(path) / FIT) if (folder / MIXED).is_file()]
+    except OSError:  # a path that cannot be, which is said below
+        mixed = []
+    if mixed:
+        return import_module("fedpop.mixed.fit").MixedFit.load(mixed[0])
     return load_population(path, model=model, clients=clients, prior=prior, device=device)

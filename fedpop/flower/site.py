@@ -38,7 +38,7 @@ from fedpop.keys import Key
 from fedpop.message import Message, Tensors
 from fedpop.methods.asking import question_from_description
 from fedpop.methods.base import Algorithm, Round
-from fedpop.mixed import common_key, gaussian, groups, quadrature, scored
+from fedpop.mixed import common_key, gaussian, groups, laplace, quadrature, scored
 from fedpop.mixed.common_key import CommonKey
 from fedpop.mixed.disclosure import DesignColumns, SmallCounts, design_columns
 from fedpop.mixed.study import FormulaStudy
@@ -60,7 +60,7 @@ log = logging.getLogger("fedpop.site")
 
 STUDIES: Mapping[str, type[Study]] = {kind.__name__: kind for kind in (Survey, Training, FormulaStudy)}
 """What an experiment may be about."""
-QUESTIONS = (groups, common_key, gaussian, quadrature, scored, validation)
+QUESTIONS = (groups, common_key, gaussian, laplace, quadrature, scored, validation)
 """Whose questions a site knows, because they are imported; methods import the others."""
 DESCRIPTION, MODEL = "method.json", "model.safetensors"
 """The study's description as a site received it, and the tensors that belong to it."""
