@@ -501,11 +501,13 @@ class RemoteMembers(Members):
         for name in names:
             its = header | ({"units": parts[name].units} if parts else {})
             requests[name] = Request("ask", self._header(name, **its), asked)
-        enough = self._terms.closing(self.names, (), self._transport.now) if question.closes else never
+        enough = never if not question.closes else self._terms.closing(self.names, (), self._transport.now)
         replies = self._transport.send(requests, self._terms.timeout, enough)
         if question.closes and not replies:  # nothing comes of nobody: whoever answers first will do
-            free = lambda lost: bool(self.wait(asked=True))  # noqa: E731
-            replies = self._transport.retry_lost(requests, replies, self._terms.timeout, free, True, bool)
+            one = lambda there: bool(there)  # noqa: E731
+            replies = self._transport.retry_lost(
+                requests, replies, self._terms.timeout, lambda lost: bool(self.wait(asked=True)), True, one
+            )
         if question.quorum == 1.0 and not asking.late:
             back = lambda lost: set(lost) <= set(self.wait(lost, patience))  # noqa: E731
             replies = self._transport.retry_lost(

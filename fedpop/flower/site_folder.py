@@ -179,5 +179,5 @@ def common_key(folder: Path, make: bool, take: Path | None, say: Callable[[str],
     mark = hmac.digest(read_common_key(folder), b"fingerprint", "sha256").hex()[:FINGERPRINT_LETTERS]
     say(f"{path} has the common key whose fingerprint is {mark}")
     if make:
-        say("  give a copy of this file to the other sites, in a way in which the server has no part;")
-        say("  each one runs fedpop site key SITE --take FILE, and all have the same fingerprint")
+        say("  give a copy of this file to the other sites, in a way in which the server has no part; each")
+        say("  one runs fedpop site key SITE --take FILE, and all have the same fingerprint")

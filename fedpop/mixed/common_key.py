@@ -25,6 +25,7 @@ from fedpop.mixed.coordinates import everyone
 from fedpop.questions import Question, Units
 from fedpop.run.members import Members
 
+KEY_BYTES = 32
 LEAST_BINS, MOST_BINS = 2**14, 2**20
 """Bins of a table: at least, and at most."""
 BINS_PER_GROUP = 8
@@ -78,7 +79,7 @@ class Bins:
 
 @dataclass(frozen=True)
 class NameBins(Question[Bins]):
-    """Who has a group in each bin, of those that shared theirs in all ``earlier`` tables ``[k, bins]``."""
+    """How many groups are in each bin, of those that shared theirs in all ``earlier`` tables."""
 
     common_key: CommonKey
     bins: int

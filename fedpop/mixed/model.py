@@ -359,8 +359,7 @@ def pairs(setting: str, texts: Sequence[str]) -> dict[str, str]:
 def fit_file(
     data: Path, formula: str, family: str = "gaussian", json: Path | None = None, **settings: Any
 ) -> str:
-    """``fedpop fit``: the summary of the fit of a CSV or Parquet file in words; estimates go to ``json`` as
-    plain values."""
+    """``fedpop fit``: the summary of the fit of a CSV or Parquet file; estimates go to ``json``."""
     if json is not None and (json.is_dir() or not json.parent.is_dir()):
         raise SettingsError(f"cannot write {json}: it is a folder, or the folder it is to be in is not there")
     fit = mixed_model(formula, read_file(data, settings.get("na", NA)), family, **settings)

@@ -109,8 +109,8 @@ class Partial:
         """How the score of those who are there has changed since the stage began, and how many they are."""
         known = {**self.known(x), **_named(self.known(start))}
         sums = self.engine.groups.ask(self.change, known)
-        change = self.score(x, sums) - self.score(start, _start(sums))
-        return change, int(sums["heard"])
+        then = dict(_start(sums))
+        return self.score(x, sums) - self.score(start, then), int(sums["heard"])
 
 
 def fitted(

@@ -70,6 +70,16 @@ def rank_deficient(dropped: Sequence[str]) -> str:
     )
 
 
+def out_of_proportion(groups: Sequence[str]) -> str:
+    """Which groups move everyone's estimates.
+
+    >>> out_of_proportion(["site 'b'"])
+    "effects out of all proportion to the other groups', which move everyone's estimates: site 'b'"
+    """
+    named = ", ".join(groups[:5]) + (f", and {len(groups) - 5} more" if len(groups) > 5 else "")
+    return f"effects out of all proportion to the other groups', which move everyone's estimates: {named}"
+
+
 def apart(compared: int, groups: int) -> str:
     """Whether it is known that no group is at two sites.
 
@@ -81,16 +91,6 @@ def apart(compared: int, groups: int) -> str:
     whose = "Groups were not" if not compared else f"{compared} of {groups} groups were"
     end = "sites have no common key, and equal names at two of them are two groups"
     return f"{whose} compared between sites: " + (end if not compared else f"other {end}")
-
-
-def out_of_proportion(groups: Sequence[str]) -> str:
-    """Which groups move everyone's estimates.
-
-    >>> out_of_proportion(["site 'b'"])
-    "effects out of all proportion to the other groups', which move everyone's estimates: site 'b'"
-    """
-    named = ", ".join(groups[:5]) + (f", and {len(groups) - 5} more" if len(groups) > 5 else "")
-    return f"effects out of all proportion to the other groups', which move everyone's estimates: {named}"
 
 
 def _sentence(words: str) -> str:
