@@ -494,6 +494,7 @@ class MixedFit:
             "dispersion": self.dispersion,
             "log_likelihood": self.log_likelihood,
             "modes": modes,
+            "knots": {n: b.words for n, b in self.design.bases.items() if b.kind == "ns"},
             "rounds": self.rounds,
             "seconds": self.seconds,
         }
